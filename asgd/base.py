@@ -1,0 +1,188 @@
+"""The contract: the few types that every algorithm and every runtime share.
+
+Delay is one concept. A worker computes a message (a gradient, usually) against
+a `Ticket`: the parameters it was sent and the version they had. When the
+message comes back, the server compares ticket and current state, and what it
+finds is a `Delay`. A Delay is passed to an ordinary optax transform as keyword
+extra args, so an algorithm against staleness is an optax transform that reads
+`worker`, `staleness` or `sent_params`, and nothing else knows about it.
+
+Data flows one way: order -> ticket -> message -> delay -> update -> record.
+
+Index letters used in shape comments, here and elsewhere:
+  N  workers
+  E  rows (events) of a trace
+  U  received messages
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import optax
+
+Batch = Any  # a pytree of arrays with a leading axis of examples
+
+
+class Variables(NamedTuple):
+  """Parameters of a model that also carries statistics (BatchNorm).
+
+  The server owns the statistics. A worker's message holds, in `stats`, the
+  statistics of its own batch; the server averages them in
+  (`asgd.transforms.statistics`). Models without statistics use a bare pytree
+  of weights and never see this type.
+  """
+
+  weights: optax.Params  # what is trained
+  stats: optax.Params  # running means and variances, never differentiated
+
+
+def weights_of(params: optax.Params) -> optax.Params:
+  """Returns the trained part of `params`: what gap and norms are taken over."""
+  return params.weights if isinstance(params, Variables) else params
+
+
+def with_weights(tree: optax.Params, weights: optax.Params) -> optax.Params:
+  """Returns `tree` with its trained part replaced."""
+  if isinstance(tree, Variables):
+    return tree._replace(weights=weights)
+  return weights
+
+
+class Ticket(NamedTuple):
+  """What a message is computed against. A stashed weight is a ticket."""
+
+  worker: jax.Array  # int32[], the gradient stream (replica), never a stage
+  version: jax.Array  # int32[], parameter changes made when it was sent
+  params: optax.Params  # the parameters sent (predicted ones, for DANA)
+
+
+class Delay(NamedTuple):
+  """How late a message is; passed to `update` as keyword extra args."""
+
+  worker: jax.Array  # int32[], who sent the message
+  staleness: jax.Array  # int32[], parameter changes since; 0 = synchronous
+  sent_params: optax.Params  # what the message was computed against
+
+
+def weights_delay(delay: Delay) -> Delay:
+  """Returns the Delay as seen by a transform that runs on weights only."""
+  return delay._replace(sent_params=weights_of(delay.sent_params))
+
+
+class SendFn(Protocol):
+  """Chooses the parameters to hand out."""
+
+  def __call__(
+    self, opt_state: optax.OptState, params: optax.Params, *, worker: jax.Array
+  ) -> optax.Params: ...
+
+
+def send_current(
+  opt_state: optax.OptState, params: optax.Params, *, worker: jax.Array
+) -> optax.Params:
+  """The send rule of algorithms that do not look ahead: the parameters."""
+  del opt_state, worker
+  return params
+
+
+class Algorithm(NamedTuple):
+  """An optax transform that may read a Delay, and a rule for what to send.
+
+  `optax.chain` on top of an Algorithm would drop `send`: compose the
+  transform first and wrap it last (`asgd.transforms.lookahead`).
+  """
+
+  init: optax.TransformInitFn
+  update: optax.TransformUpdateExtraArgsFn
+  send: SendFn = send_current
+
+
+def as_algorithm(
+  tx: optax.GradientTransformation, send: SendFn = send_current
+) -> Algorithm:
+  """Wraps a transform, with or without extra args, as an Algorithm."""
+  tx = optax.with_extra_args_support(tx)
+  return Algorithm(tx.init, tx.update, send)
+
+
+class ServerState(NamedTuple):
+  """All that a server knows. `version` counts parameter changes, not messages,
+  so staleness tells the truth when messages are accumulated or dropped."""
+
+  params: optax.Params
+  opt_state: optax.OptState
+  version: jax.Array  # int32[]
+  inbox: Any  # messages waiting for an update; () when every == 1
+
+
+class Report(NamedTuple):
+  """What the server saw of one message."""
+
+  staleness: jax.Array  # int32[]
+  gap: jax.Array  # float32[], RMS over parameters of current minus sent
+  accepted: jax.Array  # bool[], False when the gate dropped the message
+  message_norm: jax.Array  # float32[], RMS of the message
+  update_norm: jax.Array  # float32[], RMS of the parameter change it caused
+
+
+class Server(NamedTuple):
+  """The single place where staleness is measured; three pure functions.
+
+  `sends_current` says that a ticket's parameters are the server's own, so a
+  runtime may hand out a reference instead of calling a compiled `send`.
+  """
+
+  init: Callable[[optax.Params], ServerState]
+  send: Callable[[ServerState, jax.Array], Ticket]
+  receive: Callable[
+    [ServerState, Ticket, optax.Updates], tuple[ServerState, Report]
+  ]
+  sends_current: bool
+
+
+class Metrics(NamedTuple):
+  """What a worker tells about one message, beside the message itself."""
+
+  loss: jax.Array  # float[], on its batch, at the parameters it was sent
+
+
+class Worker(NamedTuple):
+  """Everything done between receiving a ticket and sending a message."""
+
+  init: Callable[[optax.Params], Any]
+  work: Callable[
+    [Any, Ticket, Batch, jax.Array], tuple[Any, optax.Updates, Metrics]
+  ]
+
+
+class Trace(NamedTuple):
+  """An order of sends and receives, as data. Row e happens before row e + 1.
+
+  The order is the position in the table; `time` explains it and may repeat.
+  It is float64 (float32 would stop resolving one batch after 10^7 of them).
+  """
+
+  time: Any  # float64[E], seconds or the unit of the durations
+  worker: Any  # int32[E]
+  job: Any  # int32[E], which piece of data: batch = f(seed, worker, job)
+  action: Any  # int8[E], SEND or RECEIVE
+
+
+SEND = 0
+RECEIVE = 1
+
+
+class Records(NamedTuple):
+  """One row per received message; the same columns from every runtime."""
+
+  update: Any  # int32[U], the server's version after the message
+  time: Any  # float64[U], the trace's time
+  worker: Any  # int32[U]
+  job: Any  # int32[U]
+  staleness: Any  # int32[U]
+  gap: Any  # float32[U]
+  loss: Any  # float32[U], on the worker's batch, at the parameters it was sent
+  accepted: Any  # bool[U]
+  message_norm: Any  # float32[U]
+  update_norm: Any  # float32[U]

@@ -1,0 +1,45 @@
+"""Lookups by name whose errors name the nearest valid one."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+  """Returns a hint for a misspelt name: the nearest if any, and all known."""
+  known = sorted(known)
+  close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+  hint = f"did you mean {close[0]!r}? " if close else ""
+  return f"{hint}known: {', '.join(known)}"
+
+
+def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+  """Returns table[name].
+
+  Raises:
+    ValueError: if there is no such name, with the nearest one.
+  """
+  if name not in table:
+    raise ValueError(f"unknown {kind} {name!r}; {nearest(name, table)}")
+  return table[name]
+
+
+def call(
+  kind: str, name: str, maker: Callable, kwargs: Mapping[str, Any]
+) -> Any:
+  """Calls maker(**kwargs) after checking the arguments' names.
+
+  Raises:
+    ValueError: for an argument that `maker` does not take, or one missing.
+  """
+  parameters = inspect.signature(maker).parameters
+  for key in kwargs:
+    if key not in parameters:
+      raise ValueError(
+        f"{kind} {name!r} takes no argument {key!r}; {nearest(key, parameters)}"
+      )
+  for key, parameter in parameters.items():
+    if parameter.default is parameter.empty and key not in kwargs:
+      raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
+  return maker(**kwargs)

@@ -1,0 +1,203 @@
+"""The server: where messages become updates and staleness is measured.
+
+`make_server` turns an Algorithm into three pure functions. They are the whole
+interface between algorithms and runtimes: the simulator, a live parameter
+server and a pipeline stage differ only in the order in which they call `send`
+and `receive`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base
+
+Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
+
+
+def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
+  """The gate that drops nothing."""
+  del delay, message
+  return jnp.bool_(True)
+
+
+def max_staleness(bound: int) -> Gate:
+  """A gate that drops messages staler than `bound` (a hard cap).
+
+  Ringmaster ASGD (Maranjyan et al. 2025) with threshold R accepts a staleness
+  below R, which is `max_staleness(R - 1)`.
+  """
+  if bound < 0:
+    raise ValueError(f"bound must be 0 or more, not {bound}")
+  return lambda delay, message: delay.staleness <= bound
+
+
+def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
+  """A gate that drops messages holding a NaN or an infinity."""
+  del delay
+  leaves = jax.tree.leaves(message)
+  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
+class Inbox(NamedTuple):
+  """Messages that wait for an update."""
+
+  count: jax.Array  # int32[], messages waiting, below `every`
+  total: optax.Updates  # their sum; None when every == 1
+  oldest: Any  # Ticket of the stalest; None when every == 1
+  message_state: optax.OptState  # of the `per_message` transform
+
+
+def rms(tree: optax.Params) -> jax.Array:
+  """Root mean square over all elements of a tree, as float32[]."""
+  leaves = [x for x in jax.tree.leaves(tree) if x.size]
+  if not leaves:
+    return jnp.float32(0.0)
+  square = sum(jnp.sum(jnp.square(x)) for x in leaves)
+  return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
+
+
+def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
+  """Distance between the parameters and those a message was computed at.
+
+  ||params - sent_params||_2 / sqrt(k) over the k trained parameters (Barkai et
+  al. 2020, section 3; Hakimi et al. 2019, equation 5). For an algorithm that
+  looks ahead, `sent_params` is the look-ahead, not the parameters of its time.
+  """
+  difference = jax.tree.map(
+    jnp.subtract, base.weights_of(params), base.weights_of(sent_params)
+  )
+  return rms(difference)
+
+
+def make_server(
+  algorithm: base.Algorithm,
+  *,
+  every: int = 1,
+  gate: Gate = accept_all,
+  per_message: optax.GradientTransformation | None = None,
+) -> base.Server:
+  """Builds the server of an algorithm.
+
+  Args:
+    algorithm: what one update does with a message.
+    every: accepted messages averaged into one update; the number of workers
+      gives synchronous SGD under a bulk synchronous order, anything else is
+      n-softsync (Zhang et al. 2016). The update is told one Delay: the oldest.
+    gate: says which messages count. A dropped message changes nothing, not even
+      the version.
+    per_message: a transform that scales each message by its own Delay before
+      it is averaged, such as `scale_by_staleness`.
+
+  Returns:
+    The Server, pure functions to be compiled by the runtime.
+
+  Raises:
+    ValueError: if `every` is not a positive integer.
+  """
+  if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    raise ValueError(
+      f"every must be a positive number of messages, not {every!r}; 1 updates"
+      " on each message, the number of workers is synchronous"
+    )
+  scale = optax.with_extra_args_support(per_message or optax.identity())
+
+  def init(params):
+    params = jax.tree.map(jnp.asarray, params)
+    total = oldest = None
+    version = jnp.zeros([], jnp.int32)
+    if every > 1:
+      total = jax.tree.map(jnp.zeros_like, params)
+      oldest = base.Ticket(version, version, params)
+    message_state = scale.init(base.weights_of(params))
+    inbox = Inbox(version, total, oldest, message_state)
+    return base.ServerState(params, algorithm.init(params), version, inbox)
+
+  def send(state, worker):
+    params = algorithm.send(state.opt_state, state.params, worker=worker)
+    return base.Ticket(worker, state.version, params)
+
+  def apply(state, message, delay):
+    """One parameter change. Returns the new state and the change itself."""
+    updates, opt_state = algorithm.update(
+      message, state.opt_state, state.params, **delay._asdict()
+    )
+    params = optax.apply_updates(state.params, updates)
+    state = state._replace(
+      params=params, opt_state=opt_state, version=state.version + 1
+    )
+    return state, rms(base.weights_of(updates))
+
+  def enqueue(state, message, ticket):
+    """Adds one message; applies the average when `every` have come."""
+    inbox = state.inbox
+    older = (inbox.count == 0) | (ticket.version < inbox.oldest.version)
+    oldest = jax.tree.map(
+      lambda new, old: jnp.where(older, new, old), ticket, inbox.oldest
+    )
+    total = optax.tree.add(inbox.total, message)
+    count = inbox.count + 1
+
+    def flush(state):
+      mean = jax.tree.map(lambda x: x / every, total)
+      delay = base.Delay(
+        oldest.worker, state.version - oldest.version, oldest.params
+      )
+      state, norm = apply(state, mean, delay)
+      empty = inbox._replace(
+        count=jnp.zeros_like(count),
+        total=jax.tree.map(jnp.zeros_like, total),
+        oldest=oldest,
+      )
+      return state._replace(inbox=empty), norm
+
+    def wait(state):
+      waiting = inbox._replace(count=count, total=total, oldest=oldest)
+      return state._replace(inbox=waiting), jnp.float32(0.0)
+
+    return jax.lax.cond(count == every, flush, wait, state)
+
+  def accept(state, ticket, message):
+    delay = _delay(state, ticket)
+    weights, message_state = scale.update(
+      base.weights_of(message),
+      state.inbox.message_state,
+      base.weights_of(state.params),
+      **base.weights_delay(delay)._asdict(),
+    )
+    message = base.with_weights(message, weights)
+    inbox = state.inbox._replace(message_state=message_state)
+    state = state._replace(inbox=inbox)
+    if every > 1:
+      return enqueue(state, message, ticket)
+    return apply(state, message, delay)
+
+  def receive(state, ticket, message):
+    delay = _delay(state, ticket)
+    distance = gap(state.params, ticket.params)
+    message_norm = rms(base.weights_of(message))
+    accepted = gate(delay, message)
+    if gate is accept_all:
+      state, update_norm = accept(state, ticket, message)
+    else:
+      state, update_norm = jax.lax.cond(
+        accepted,
+        accept,
+        lambda state, ticket, message: (state, jnp.float32(0.0)),
+        *(state, ticket, message),
+      )
+    report = base.Report(
+      delay.staleness, distance, accepted, message_norm, update_norm
+    )
+    return state, report
+
+  sends_current = algorithm.send is base.send_current
+  return base.Server(init, send, receive, sends_current)
+
+
+def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:
+  staleness = state.version - ticket.version
+  return base.Delay(ticket.worker, staleness, ticket.params)

@@ -1,0 +1,155 @@
+"""The host engine: obeys a trace, one compiled step at a time.
+
+Three functions are compiled once each - a worker's work, the server's receive
+and, for algorithms that look ahead, its send - and a Python loop calls them in
+the order of the trace. They are the functions that a live runtime compiles, not
+one fused step, so that a recorded run replays to the same bits. JAX arrays are
+immutable, so a ticket is a reference to parameters, not a copy: memory is
+(distinct versions in flight) x parameters, and sending costs nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base
+from asgd import worker as worker_lib
+
+
+class Simulation(NamedTuple):
+  """Everything there is at an event boundary; a checkpoint is this."""
+
+  event: int  # the next row of the trace
+  server: base.ServerState
+  workers: tuple[Any, ...]  # N worker states
+  tickets: tuple[base.Ticket | None, ...]  # N, None where none is open
+
+
+class Host(NamedTuple):
+  """The engine."""
+
+  init: Callable[[Any, int], Simulation]  # (params, workers)
+  run: Callable[[Simulation, base.Trace, int], tuple[Simulation, base.Records]]
+
+
+def make_host(
+  server: base.Server,
+  worker: base.Worker,
+  batch: Callable[[int, int], base.Batch],
+  seed: int,
+) -> Host:
+  """Builds the engine for a server and its workers.
+
+  Args:
+    server: from `make_server`; its functions are compiled here.
+    worker: what every worker does.
+    batch: (worker, job) -> a batch of NumPy arrays.
+    seed: of the keys that work consumes: `worker.job_key`.
+
+  Returns:
+    A Host. `run(simulation, trace, end)` obeys the rows up to, not including,
+    row `end`, and returns the new simulation and the Records of the messages
+    received. It consumes the simulation it is given: buffers that nothing
+    else may refer to are donated. `run` raises ValueError if the trace asks
+    for a worker that the simulation does not have.
+  """
+  root = jax.random.key(seed)
+
+  @jax.jit
+  def work(state, ticket, batch, job):
+    key = worker_lib.job_key(root, ticket.worker, job)
+    return worker.work(state, ticket, batch, key)
+
+  def receive_parts(opt_state, inbox, message, params, version, ticket):
+    state = base.ServerState(params, opt_state, version, inbox)
+    return server.receive(state, ticket, message)
+
+  # params and version are not donated: open tickets refer to them.
+  receive = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+  send = jax.jit(server.send)
+
+  def init(params, workers):
+    params = jax.tree.map(jnp.asarray, params)
+    # Copied, because a state that holds the parameters would donate them.
+    state = jax.tree.map(jnp.copy, server.init(params))
+    states = tuple(worker.init(params) for _ in range(workers))
+    return Simulation(0, state, states, (None,) * workers)
+
+  def run(simulation, trace, end):
+    event, state, workers, tickets = simulation
+    workers, tickets = list(workers), list(tickets)
+    numbers = [jnp.int32(w) for w in range(len(workers))]
+    rows = slice(event, end)
+    columns = [column[rows].tolist() for column in trace]
+    if columns[1] and max(columns[1]) >= len(workers):
+      raise ValueError(
+        f"the trace has a worker {max(columns[1])}, the simulation only"
+        f" {len(workers)} workers, counted from 0"
+      )
+    seen = []
+    for time, w, job, action in zip(*columns, strict=True):
+      if action == base.SEND:
+        if server.sends_current:
+          tickets[w] = base.Ticket(numbers[w], state.version, state.params)
+        else:
+          tickets[w] = send(state, numbers[w])
+        continue
+      ticket, tickets[w] = tickets[w], None
+      workers[w], message, metrics = work(
+        workers[w], ticket, batch(w, job), np.int32(job)
+      )
+      state, report = receive(
+        *(state.opt_state, state.inbox, message),
+        *(state.params, state.version, ticket),
+      )
+      seen.append((time, w, job, state.version, report, metrics.loss))
+    event += len(columns[0])
+    simulation = Simulation(event, state, tuple(workers), tuple(tickets))
+    return simulation, _records(seen)
+
+  return Host(init, run)
+
+
+def _records(seen: list[tuple]) -> base.Records:
+  """Fetches what was seen, once for all, into columns."""
+  time, worker, job, version, report, loss = (
+    zip(*seen, strict=True) if seen else ((),) * 6
+  )
+  report = base.Report(*zip(*report, strict=True)) if seen else _NO_REPORTS
+  version, report, loss = jax.device_get((version, report, loss))
+  with np.errstate(over="ignore"):  # a diverged float64 loss becomes inf
+    loss = np.array(loss, np.float64).astype(np.float32)
+  return base.Records(
+    update=np.array(version, np.int32),
+    time=np.array(time, np.float64),
+    worker=np.array(worker, np.int32),
+    job=np.array(job, np.int32),
+    staleness=np.array(report.staleness, np.int32),
+    gap=np.array(report.gap, np.float32),
+    loss=loss,
+    accepted=np.array(report.accepted, bool),
+    message_norm=np.array(report.message_norm, np.float32),
+    update_norm=np.array(report.update_norm, np.float32),
+  )
+
+
+_NO_REPORTS = base.Report(*((),) * len(base.Report._fields))
+
+
+def concatenate(parts: list[base.Records]) -> base.Records:
+  """Joins records of consecutive stretches of a run."""
+  if not parts:
+    return _records([])
+  return base.Records(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def end_of_message(trace: base.Trace) -> np.ndarray:
+  """Returns int[U]: the row after each RECEIVE, where a run can be cut.
+
+  Args:
+    trace: an order; see `asgd.orders`.
+  """
+  return np.flatnonzero(np.asarray(trace.action) == base.RECEIVE) + 1

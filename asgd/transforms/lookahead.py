@@ -1,0 +1,180 @@
+"""Look-ahead: send the parameters where they will be, not where they are.
+
+A worker's gradient arrives after others have moved the parameters. With
+momentum most of that move is known when the ticket is sent: it is in the
+velocities. So a look-ahead is a *send* rule, and an Algorithm is built here,
+from a transform, as the last step of composing it.
+
+`lookahead` states the idea for any optimizer: roll it forward on zero
+gradients, once for each message that is expected. `velocity_lookahead` is its
+fast form for momentum, where the roll-out has a closed form; DANA's is a
+running sum over workers (`dana_momentum`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base
+from asgd.transforms import per_worker, rates
+
+
+def lookahead(
+  tx: optax.GradientTransformation,
+  workers: Callable[[jax.Array], jax.Array],
+) -> base.Algorithm:
+  """Sends the parameters after `tx` has been stepped on zero gradients.
+
+  Args:
+    tx: the whole optimizer, learning rate included.
+    workers: int32[] -> int32[K]; given the worker that asks, whose messages to
+      roll forward, in order. All of them (DANA), or one (Nesterov).
+
+  Returns:
+    An Algorithm; sending costs K updates.
+  """
+  tx = optax.with_extra_args_support(tx)
+
+  def send(opt_state, params, *, worker):
+    zeros = optax.tree.zeros_like(params)
+
+    def step(carry, other):
+      params, opt_state = carry
+      delay = base.Delay(other, jnp.zeros([], jnp.int32), params)
+      updates, opt_state = tx.update(
+        zeros, opt_state, params, **delay._asdict()
+      )
+      return (optax.apply_updates(params, updates), opt_state), None
+
+    (params, _), _ = jax.lax.scan(step, (params, opt_state), workers(worker))
+    return params
+
+  return base.as_algorithm(tx, send)
+
+
+class VelocityState(NamedTuple):
+  """State of `velocity_lookahead`."""
+
+  count: jax.Array  # int32[], updates made
+  momentum: optax.OptState  # of the momentum transform
+  rate: optax.OptState  # of the scaling by the learning rate
+
+
+def velocity_lookahead(
+  momentum: optax.GradientTransformation,
+  learning_rate: optax.ScalarOrSchedule,
+  velocity: Callable[[optax.OptState, jax.Array], optax.Updates],
+) -> base.Algorithm:
+  """Sends params - learning_rate * velocity, at the rate of the next update.
+
+  Args:
+    momentum: turns gradients into velocities that do not hold the learning
+      rate, like `optax.trace`.
+    learning_rate: a number, or a schedule over updates.
+    velocity: (state of `momentum`, worker int32[]) -> how far to look ahead.
+
+  Returns:
+    An Algorithm; sending costs one pass over the parameters.
+  """
+  momentum = optax.with_extra_args_support(momentum)
+  scale = optax.scale_by_learning_rate(learning_rate)
+
+  def init(params):
+    count = jnp.zeros([], jnp.int32)
+    return VelocityState(count, momentum.init(params), scale.init(params))
+
+  def update(updates, state, params=None, **extra_args):
+    updates, momentum_state = momentum.update(
+      updates, state.momentum, params, **extra_args
+    )
+    updates, rate = scale.update(updates, state.rate, params)
+    return updates, VelocityState(state.count + 1, momentum_state, rate)
+
+  def send(opt_state, params, *, worker):
+    rate = rates.at(learning_rate, opt_state.count)
+    return jax.tree.map(
+      lambda p, v: (p - rate * v).astype(p.dtype),
+      *(params, velocity(opt_state.momentum, worker)),
+    )
+
+  return base.Algorithm(init, update, send)
+
+
+class PrecedeState(NamedTuple):
+  """State of `precede`."""
+
+  first: optax.OptState  # of the preceding transforms
+  then: optax.OptState  # of the algorithm
+
+
+def precede(
+  algorithm: base.Algorithm, *transforms: optax.GradientTransformation
+) -> base.Algorithm:
+  """Puts transforms of the gradient before an Algorithm, keeping its send.
+
+  `optax.chain` would drop the send rule. The transforms may not change what
+  is to be sent.
+  """
+  first = optax.with_extra_args_support(optax.chain(*transforms))
+
+  def init(params):
+    return PrecedeState(first.init(params), algorithm.init(params))
+
+  def update(updates, state, params=None, **extra_args):
+    updates, first_state = first.update(
+      updates, state.first, params, **extra_args
+    )
+    updates, then = algorithm.update(updates, state.then, params, **extra_args)
+    return updates, PrecedeState(first_state, then)
+
+  def send(opt_state, params, *, worker):
+    return algorithm.send(opt_state.then, params, worker=worker)
+
+  return base.Algorithm(init, update, send)
+
+
+class DanaMomentumState(NamedTuple):
+  """State of `dana_momentum`."""
+
+  velocity: optax.Updates  # every leaf [N, ...], row i is v^i of worker i
+  total: optax.Updates  # like params, v^0 = the sum of all v^i
+
+
+def dana_momentum(
+  workers: int, decay: float
+) -> optax.GradientTransformationExtraArgs:
+  """A momentum for each worker, and their sum kept up to date.
+
+  v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
+  algorithm 4). The same as `per_worker(optax.trace(decay), workers)` and a sum
+  over workers, at a cost that does not grow with N.
+
+  Args:
+    workers: N.
+    decay: the momentum coefficient.
+
+  Returns:
+    A transform whose update needs the extra arg `worker`; its update is v^i.
+  """
+  per_worker.check_workers(workers)
+  if not 0 <= decay < 1:
+    raise ValueError(f"momentum must be in [0, 1), not {decay}")
+
+  def init_fn(params):
+    zeros = optax.tree.zeros_like(params)
+    return DanaMomentumState(per_worker.stack(zeros, workers), zeros)
+
+  def update_fn(updates, state, params=None, *, worker, **extra_args):
+    del params, extra_args
+    old = per_worker.read_row(state.velocity, worker)
+    new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
+    total = jax.tree.map(
+      lambda t, new, old: t + (new - old), state.total, new, old
+    )
+    velocity = per_worker.write_row(state.velocity, worker, new)
+    return new, DanaMomentumState(velocity, total)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
