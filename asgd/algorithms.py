@@ -151,7 +151,7 @@ def multi_asgd(
     velocities,
     learning_rate,
     lambda state, worker: optax.tree.scale(
-      factor, transforms.read_row(state.inner.trace, worker)
+      factor, transforms.peek(state.inner, worker).trace
     ),
   )
   return Recipe(transforms.precede(algorithm, _decay(weight_decay)))

@@ -75,7 +75,9 @@ class SendFn(Protocol):
 
   def __call__(
     self, opt_state: optax.OptState, params: optax.Params, *, worker: jax.Array
-  ) -> optax.Params: ...
+  ) -> optax.Params:
+    """Returns what `worker` is to compute on."""
+    ...
 
 
 def send_current(

@@ -58,8 +58,8 @@ def gamma(
 
   With machine_variation = 0 (homogeneous) every batch time is
   Gamma(shape 1/V^2, scale mean V^2). Otherwise (heterogeneous) each worker
-  first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its batch
-  times around that mean. Drawing in the other order would give an almost
+  first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its
+  batch times around that mean. Drawing in the other order would give an almost
   homogeneous cluster.
 
   Args:

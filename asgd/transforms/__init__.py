@@ -13,8 +13,8 @@ from asgd.transforms.lookahead import (
 )
 from asgd.transforms.per_worker import (
   check_workers,
+  peek,
   per_worker,
-  read_row,
 )
 from asgd.transforms.staleness import scale_by_staleness
 from asgd.transforms.statistics import own_statistics
@@ -29,7 +29,7 @@ __all__ = [
   "own_statistics",
   "per_worker",
   "precede",
-  "read_row",
+  "peek",
   "scale_by_staleness",
   "velocity_lookahead",
 ]

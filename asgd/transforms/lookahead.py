@@ -139,7 +139,7 @@ def precede(
 class DanaMomentumState(NamedTuple):
   """State of `dana_momentum`."""
 
-  velocity: optax.Updates  # every leaf [N, ...], row i is v^i of worker i
+  velocity: per_worker.Rows  # row i is v^i, the velocity of worker i
   total: optax.Updates  # like params, v^0 = the sum of all v^i
 
 
@@ -165,16 +165,16 @@ def dana_momentum(
 
   def init_fn(params):
     zeros = optax.tree.zeros_like(params)
-    return DanaMomentumState(per_worker.stack(zeros, workers), zeros)
+    return DanaMomentumState(per_worker.make_rows(zeros, workers), zeros)
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     del params, extra_args
-    old = per_worker.read_row(state.velocity, worker)
+    old, rows = per_worker.read(state.velocity, worker)
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
     total = jax.tree.map(
       lambda t, new, old: t + (new - old), state.total, new, old
     )
-    velocity = per_worker.write_row(state.velocity, worker, new)
+    velocity = per_worker.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -11,29 +11,58 @@ import jax.numpy as jnp
 import optax
 
 
-class PerWorkerState(NamedTuple):
-  """The wrapped transform's states, stacked."""
+class Rows(NamedTuple):
+  """A tree for each worker, of which one is read and written at a time.
 
-  inner: optax.OptState  # every leaf [N, ...], row i for worker i
+  XLA copies a whole [N, ...] buffer when a row of it is read and then written
+  in one program. So a new row waits beside the buffer and is written before
+  the next one is read: a write followed by a read is done in place.
+  """
 
-
-def read_row(stacked: optax.OptState, worker: jax.Array) -> optax.OptState:
-  """Returns one worker's row of a stacked tree."""
-  return jax.tree.map(lambda x: x[worker], stacked)
-
-
-def write_row(
-  stacked: optax.OptState, worker: jax.Array, row: optax.OptState
-) -> optax.OptState:
-  """Returns the stacked tree with one worker's row replaced."""
-  return jax.tree.map(lambda x, y: x.at[worker].set(y), stacked, row)
+  stored: optax.OptState  # every leaf [N, ...], stale in row `owner`
+  pending: optax.OptState  # every leaf [...], the present row of `owner`
+  owner: jax.Array  # int32[]
 
 
-def stack(tree: optax.OptState, workers: int) -> optax.OptState:
-  """Returns the tree repeated along a new leading axis of workers."""
-  return jax.tree.map(
-    lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), tree
+def make_rows(row: optax.OptState, workers: int) -> Rows:
+  """Returns the same row for each of N workers."""
+  stored = jax.tree.map(
+    lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
+  return Rows(stored, row, jnp.zeros([], jnp.int32))
+
+
+def settle(rows: Rows) -> optax.OptState:
+  """Returns all rows, every leaf [N, ...]."""
+  return jax.tree.map(
+    lambda x, y: x.at[rows.owner].set(y), rows.stored, rows.pending
+  )
+
+
+def read(rows: Rows, worker: jax.Array) -> tuple[optax.OptState, Rows]:
+  """Returns a worker's row, and the rows to `write` to."""
+  stored = settle(rows)
+  return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
+
+
+def write(rows: Rows, worker: jax.Array, row: optax.OptState) -> Rows:
+  """Returns the rows, that came from `read`, with the worker's row replaced."""
+  return rows._replace(pending=row, owner=worker)
+
+
+def peek(rows: Rows, worker: jax.Array) -> optax.OptState:
+  """Returns a worker's row where nothing is to be written."""
+  return jax.tree.map(
+    lambda x, y: jnp.where(worker == rows.owner, y, x[worker]),
+    rows.stored,
+    rows.pending,
+  )
+
+
+class PerWorkerState(NamedTuple):
+  """State of `per_worker`."""
+
+  inner: Rows  # the wrapped transform's states
 
 
 def check_workers(workers: int) -> None:
@@ -62,7 +91,7 @@ def per_worker(
     >>> tx = per_worker(optax.trace(0.5), workers=2)
     >>> state = tx.init(jnp.zeros(()))
     >>> for worker in (0, 0, 1):
-    ...   u, state = tx.update(jnp.ones(()), state, worker=worker)
+    ...   u, state = tx.update(jnp.ones(()), state, worker=jnp.int32(worker))
     ...   print(u)
     1.0
     1.5
@@ -72,11 +101,11 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params):
-    return PerWorkerState(stack(tx.init(params), workers))
+    return PerWorkerState(make_rows(tx.init(params), workers))
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
-    row = read_row(state.inner, worker)
+    row, rows = read(state.inner, worker)
     updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
-    return updates, PerWorkerState(write_row(state.inner, worker, row))
+    return updates, PerWorkerState(write(rows, worker, row))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

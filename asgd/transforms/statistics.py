@@ -11,7 +11,6 @@ No gradient rule, momentum, look-ahead or gap ever touches them.
 """
 
 import jax
-import optax
 
 from asgd import base
 
