@@ -1,0 +1,41 @@
+"""Train one network with many workers, and cure the staleness of gradients.
+
+The contract is in `asgd.base`, the algorithms in `asgd.algorithms`, who sends
+when in `asgd.orders`, and an engine that obeys it in `asgd.simulator`.
+"""
+
+from asgd.algorithms import RECIPES, Recipe, build
+from asgd.base import (
+  Algorithm,
+  Delay,
+  Records,
+  Report,
+  Server,
+  ServerState,
+  Ticket,
+  Trace,
+  Variables,
+  Worker,
+  as_algorithm,
+)
+from asgd.server import make_server
+from asgd.worker import gradient_worker
+
+__all__ = [
+  "RECIPES",
+  "Algorithm",
+  "Delay",
+  "Recipe",
+  "Records",
+  "Report",
+  "Server",
+  "ServerState",
+  "Ticket",
+  "Trace",
+  "Variables",
+  "Worker",
+  "as_algorithm",
+  "build",
+  "gradient_worker",
+  "make_server",
+]

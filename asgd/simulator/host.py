@@ -8,6 +8,7 @@ immutable, so a ticket is a reference to parameters, not a copy: memory is
 (distinct versions in flight) x parameters, and sending costs nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,36 +33,38 @@ class Host(NamedTuple):
   """The engine."""
 
   init: Callable[[Any, int], Simulation]  # (params, workers)
-  run: Callable[[Simulation, base.Trace, int], tuple[Simulation, base.Records]]
+  run: Callable[..., tuple[Simulation, base.Records]]
 
 
-def make_host(
-  server: base.Server,
-  worker: base.Worker,
-  batch: Callable[[int, int], base.Batch],
-  seed: int,
-) -> Host:
+@functools.lru_cache(maxsize=32)
+def _compiled_work(worker: base.Worker) -> Callable:
+  """Compiles a worker once, however many servers it serves."""
+
+  @jax.jit
+  def work(state, ticket, batch, root, job):
+    key = worker_lib.job_key(root, ticket.worker, job)
+    return worker.work(state, ticket, batch, key)
+
+  return work
+
+
+def make_host(server: base.Server, worker: base.Worker) -> Host:
   """Builds the engine for a server and its workers.
 
   Args:
     server: from `make_server`; its functions are compiled here.
-    worker: what every worker does.
-    batch: (worker, job) -> a batch of NumPy arrays.
-    seed: of the keys that work consumes: `worker.job_key`.
+    worker: what every worker does; compiled once per Worker.
 
   Returns:
-    A Host. `run(simulation, trace, end)` obeys the rows up to, not including,
-    row `end`, and returns the new simulation and the Records of the messages
-    received. It consumes the simulation it is given: buffers that nothing
-    else may refer to are donated. `run` raises ValueError if the trace asks
-    for a worker that the simulation does not have.
+    A Host. `init(params, workers)` starts a simulation.
+    `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
+    including, row `end`, and returns the new simulation and the Records of the
+    messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
+    from which `worker.job_key` derives those of the work. It consumes the
+    simulation it is given: buffers that nothing else may refer to are donated.
+    It raises ValueError if the trace asks for a worker that is not there.
   """
-  root = jax.random.key(seed)
-
-  @jax.jit
-  def work(state, ticket, batch, job):
-    key = worker_lib.job_key(root, ticket.worker, job)
-    return worker.work(state, ticket, batch, key)
+  work = _compiled_work(worker)
 
   def receive_parts(opt_state, inbox, message, params, version, ticket):
     state = base.ServerState(params, opt_state, version, inbox)
@@ -78,7 +81,7 @@ def make_host(
     states = tuple(worker.init(params) for _ in range(workers))
     return Simulation(0, state, states, (None,) * workers)
 
-  def run(simulation, trace, end):
+  def run(simulation, trace, end, *, batch, root):
     event, state, workers, tickets = simulation
     workers, tickets = list(workers), list(tickets)
     numbers = [jnp.int32(w) for w in range(len(workers))]
@@ -99,7 +102,7 @@ def make_host(
         continue
       ticket, tickets[w] = tickets[w], None
       workers[w], message, metrics = work(
-        workers[w], ticket, batch(w, job), np.int32(job)
+        workers[w], ticket, batch(w, job), root, np.int32(job)
       )
       state, report = receive(
         *(state.opt_state, state.inbox, message),

@@ -1,0 +1,148 @@
+"""Diagnosis: is this learning rate stable at this staleness?
+
+On a quadratic of curvature lambda, SGD with a fixed delay tau is stable while
+eta lambda < 2 sin(pi / (4 tau + 2)) (the lemma behind PipeMare, Yang et al.
+2021). Momentum lowers the bound about tenfold as soon as tau is 1, and each
+cure raises it again. So the bound of a recipe is measured, on the scalar
+quadratic, by running the recipe itself, along the order it is to be run in.
+The curvature of the real loss (its sharpness, the largest Hessian eigenvalue)
+comes from power iteration.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base
+from asgd import worker as worker_lib
+from asgd.algorithms import Recipe
+
+
+def delayed_sgd_limit(staleness: float) -> float:
+  """Returns the largest stable learning rate x curvature of plain SGD.
+
+  2 sin(pi / (4 tau + 2)) for a fixed staleness tau.
+
+  Example:
+    >>> [round(delayed_sgd_limit(tau), 4) for tau in (0, 1, 2, 4)]
+    [2.0, 1.0, 0.618, 0.3473]
+  """
+  return float(2 * np.sin(np.pi / (4 * staleness + 2)))
+
+
+def make_sharpness(
+  loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
+) -> Callable[[optax.Params], float]:
+  """Builds an estimate of a loss's largest Hessian eigenvalue.
+
+  Power iteration, driven from the host one compiled step at a time, because
+  XLA runs convolutions badly inside loops on CPU.
+
+  Args:
+    loss: (params, batch, key) -> (float[], Aux); called with one fixed key.
+    batch: on which examples.
+    iterations: Hessian-vector products; each costs about three gradients.
+
+  Returns:
+    params -> the Rayleigh quotient after the last product, an estimate from
+    below. Only weights are varied. Not finite where the loss is not.
+  """
+  key = jax.random.key(0)
+
+  @jax.jit
+  def step(params, direction):
+    def gradient(weights):
+      return jax.grad(
+        lambda w: loss(base.with_weights(params, w), batch, key)[0]
+      )(weights)
+
+    direction = optax.tree.scale(1 / optax.tree.norm(direction), direction)
+    _, product = jax.jvp(gradient, (base.weights_of(params),), (direction,))
+    return product, optax.tree.vdot(direction, product)
+
+  def sharpness(params):
+    direction = optax.tree.random_like(key, base.weights_of(params))
+    for _ in range(iterations):
+      direction, value = step(params, direction)
+    return float(value)
+
+  return sharpness
+
+
+def curvature_limit(
+  recipe: Recipe, trace: base.Trace, *, learning_rate: float, points: int = 48
+) -> float:
+  """Finds the largest curvature at which a recipe is stable along an order.
+
+  Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
+  1e-4 to 4 over the learning rate, and takes the last before the first that
+  does not shrink w over the second half of the order.
+
+  Args:
+    recipe: built with a constant learning rate.
+    trace: an order of at least ten messages a worker; see `asgd.orders`.
+    learning_rate: the rate that the recipe was built with.
+    points: resolution; 48 gives steps of a quarter.
+
+  Returns:
+    The curvature; 0.0 if not even the smallest is stable.
+  """
+  workers = int(trace.worker.max()) + 1
+  server = recipe.server()
+  worker = worker_lib.gradient_worker(_quadratic, recipe.message)
+  curvatures = np.geomspace(1e-4, 4, points) / learning_rate
+  rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]
+  growth = jax.jit(
+    jax.vmap(lambda c: _growth(server, worker, workers, rows, c))
+  )(curvatures.astype(np.float32))
+  unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
+  first = int(np.argmax(unstable)) if unstable.any() else points
+  return float(curvatures[first - 1]) if first else 0.0
+
+
+def _quadratic(params, curvature, key):
+  del key
+  return 0.5 * curvature * params**2, worker_lib.Aux(())
+
+
+def _growth(server, worker, workers, rows, curvature):
+  """Returns the log of how much |w| grew from the second to the last quarter
+  of the order."""
+  state = server.init(jnp.float32(1e-3))
+  states = jax.tree.map(
+    lambda x: jnp.stack([x] * workers), worker.init(state.params)
+  )
+  sent = jnp.full(workers, state.params)
+  versions = jnp.zeros(workers, jnp.int32)
+  key = jax.random.key(0)
+
+  def event(carry, row):
+    state, states, sent, versions = carry
+    w, action = row
+
+    def send():
+      ticket = server.send(state, w)
+      return (
+        *(state, states),
+        *(sent.at[w].set(ticket.params), versions.at[w].set(ticket.version)),
+      )
+
+    def receive():
+      ticket = base.Ticket(w, versions[w], sent[w])
+      own = jax.tree.map(lambda x: x[w], states)
+      own, message, _ = worker.work(own, ticket, curvature, key)
+      new, _ = server.receive(state, ticket, message)
+      kept = jax.tree.map(lambda x, y: x.at[w].set(y), states, own)
+      return new, kept, sent, versions
+
+    carry = jax.lax.cond(action == base.SEND, send, receive)
+    return carry, jnp.abs(carry[0].params)
+
+  _, path = jax.lax.scan(event, (state, states, sent, versions), rows)
+  quarter = len(rows[0]) // 4
+  early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()
+  # A path that reached zero is stable, though log(0 / 0) is NaN.
+  return jnp.where(late == 0, -jnp.inf, jnp.log(late) - jnp.log(early))

@@ -1,0 +1,171 @@
+"""Problems: what is trained, as four functions.
+
+A Problem joins data and model: initial parameters, a loss on a batch, an
+evaluation, and batches as a function of (worker, job). Runtimes see nothing
+else of either.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base, data, models
+from asgd import worker as worker_lib
+
+
+class Evaluation(NamedTuple):
+  """How good parameters are on data that was not trained on."""
+
+  loss: float  # mean cross-entropy, nats
+  accuracy: float  # fraction in [0, 1]
+
+
+Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
+
+
+class Problem(NamedTuple):
+  """Something to train. Nothing in it is drawn: seeds come from outside, so
+  that runs which differ in the seed share what is compiled."""
+
+  init: Callable[[jax.Array], optax.Params]  # key -> parameters
+  loss: worker_lib.Loss  # (params, batch, key) -> (float[], Aux)
+  evaluate: Callable[[optax.Params], Evaluation]
+  batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
+  probe: base.Batch  # training examples to measure curvature on
+  batches_per_epoch: int  # batches in one pass over the training data
+
+
+_EVALUATION_BATCH = 500  # images evaluated at once
+_PROBE = 256  # training images on which curvature is estimated
+
+
+def classification(
+  dataset: data.Dataset,
+  layers: models.Layers,
+  *,
+  batch_size: int,
+  augment: bool = False,
+  partition: str = "shared",
+) -> Problem:
+  """Image classification with cross-entropy.
+
+  Images travel as uint8 and are normalised per channel where they are used.
+
+  Args:
+    dataset: from `data.load`.
+    layers: from `models.build`, with as many classes as the dataset.
+    batch_size: examples in one worker's batch.
+    augment: pad, crop and flip training images at random.
+    partition: "shared", one epoch over all workers, or "sharded", each worker
+      drawing from examples of its own.
+
+  Returns:
+    A Problem.
+
+  Raises:
+    ValueError: for a batch larger than the data, and as `data.make_batches`.
+  """
+
+  def batches(seed, workers):
+    return data.make_batches(
+      dataset.train_images,
+      dataset.train_labels,
+      batch_size=batch_size,
+      seed=seed,
+      partition=partition,
+      workers=workers,
+    )
+
+  batches(0, 1)  # raises what is wrong with the arguments here, not later
+
+  def normalise(images, like):
+    dtype = jax.tree.leaves(like)[0].dtype
+    mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
+    return (images.astype(dtype) - mean) / std
+
+  def init(key):
+    images = jnp.zeros((1, *dataset.train_images.shape[1:]), jnp.float32)
+    return models.init(layers, key, images)
+
+  def loss(params, batch, key):
+    images, labels = batch
+    images = normalise(images, params)
+    augment_key, model_key = jax.random.split(key)
+    if augment:
+      images = data.augment(images, augment_key)
+    logits, stats = models.apply(
+      layers, params, images, train=True, key=model_key
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), worker_lib.Aux(stats)
+
+  @jax.jit
+  def score(params, images, labels):
+    """Returns summed loss and number of hits over one batch."""
+    logits, _ = models.apply(layers, params, normalise(images, params))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.sum(), (logits.argmax(-1) == labels).sum()
+
+  def evaluate(params):
+    examples = len(dataset.test_labels)
+    total = np.zeros(2)
+    for start in range(0, examples, _EVALUATION_BATCH):
+      rows = slice(start, start + _EVALUATION_BATCH)
+      total += jax.device_get(
+        score(params, dataset.test_images[rows], dataset.test_labels[rows])
+      )
+    return Evaluation(*(total / examples).tolist())
+
+  train = len(dataset.train_labels)
+  spread = np.linspace(0, train - 1, min(_PROBE, train)).astype(int)
+  probe = dataset.train_images[spread], dataset.train_labels[spread]
+  return Problem(init, loss, evaluate, batches, probe, train // batch_size)
+
+
+def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
+  """Half the curvature-weighted square norm: the world with known answers.
+
+  f(w) = sum_i curvature_i w_i^2 / 2, from w = 1, with gradients that carry
+  Gaussian noise of standard deviation `noise` (through a linear term of mean
+  0). Its accuracy is reported as NaN.
+
+  Args:
+    curvatures: float[K], all positive.
+    noise: standard deviation of each gradient element.
+
+  Raises:
+    ValueError: for curvatures that are not positive.
+  """
+  curvatures = np.asarray(curvatures, np.float64)
+  if curvatures.ndim != 1 or not (curvatures > 0).all():
+    raise ValueError(f"curvatures must be positive, got {curvatures}")
+
+  def init(key):
+    del key
+    return jnp.ones(curvatures.shape)
+
+  def value(params):
+    return 0.5 * jnp.sum(jnp.asarray(curvatures, params.dtype) * params**2)
+
+  def loss(params, batch, key):
+    del key
+    return value(params) + batch @ params, worker_lib.Aux(())
+
+  def batches(seed, workers):
+    del workers
+
+    def batch(worker, job):
+      rng = np.random.default_rng((seed, worker, job))
+      return (noise * rng.standard_normal(curvatures.shape)).astype(np.float32)
+
+    return batch
+
+  def evaluate(params):
+    return Evaluation(float(value(params)), float("nan"))
+
+  probe = np.zeros(curvatures.shape, np.float32)
+  return Problem(init, loss, evaluate, batches, probe, 1)
