@@ -1,0 +1,42 @@
+"""The main job: what staleness costs, and what cures it, in two minutes.
+
+Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
+digits (scikit-learn, 1,437 images), with workers whose times follow the
+homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
+
+  python -m launch.simulate --config=configs/simulate_digits.py
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  del arg
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits", augment=False, partition="shared")
+  config.model = dict(name="mlp", hidden=(64, 64))
+  config.algorithms = dict(
+    sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
+    asgd=dict(recipe="asgd", title="ASGD"),
+    nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
+    dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD"),
+    gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
+    dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
+    dana_dc=dict(recipe="dana_dc", title="DANA-DC"),
+  )
+  config.only = ()
+  config.workers = (8, 16, 32)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 16
+  config.epochs = 15.0
+  config.learning_rate = 0.05
+  config.schedule = dict(
+    warmup_epochs=1.0, decay_epochs=(10.0,), decay_factor=0.1
+  )
+  config.order = dict(name="asynchronous")
+  config.durations = dict(name="homogeneous")
+  config.evaluations = 15
+  config.curvature_checks = 4
+  config.checkpoint_seconds = 10.0
+  config.on_nan = "record"
+  return config.lock()

@@ -1,0 +1,1 @@
+"""Commands. Flags, files, logs and clocks live here and nowhere else."""

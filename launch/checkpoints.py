@@ -1,0 +1,155 @@
+"""Checkpoints of a simulation, at event boundaries, with orbax.
+
+A checkpoint holds everything: server, worker states, tickets in flight, the
+position in the trace and the records so far. Batches and keys need no place in
+it, as they are functions of (seed, worker, job), and neither does the trace,
+which is a function of the config.
+
+Orbax writes a step under a temporary name and renames it, so a killed save
+leaves no step behind. What a disk or a copy cut short later is found by a
+checksum over the arrays.
+"""
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from asgd import base, simulator
+
+
+class Saved(NamedTuple):
+  """What a checkpoint gives back."""
+
+  simulation: simulator.Simulation
+  records: base.Records  # of all messages received so far
+  notes: Any  # JSON: whatever else the caller wants back
+
+
+def digest(tree: Any) -> str:
+  """Returns a checksum of all bits of a pytree of arrays."""
+  total = hashlib.sha256()
+  for leaf in jax.tree.leaves(jax.device_get(tree)):
+    leaf = np.ascontiguousarray(leaf)
+    total.update(f"{leaf.dtype}{leaf.shape}".encode())
+    total.update(leaf.tobytes())
+  return total.hexdigest()
+
+
+def _pack(simulation):
+  """Returns (tree, holders): tickets that share parameters are stored once."""
+  trees, index, holders = [], {}, []
+  for worker, ticket in enumerate(simulation.tickets):
+    if ticket is None:
+      continue
+    identity = tuple(map(id, jax.tree.leaves(ticket.params)))
+    if identity not in index:
+      index[identity] = len(trees)
+      trees.append(ticket.params)
+    holders.append([worker, int(ticket.version), index[identity]])
+  return (simulation.server, simulation.workers, trees), holders
+
+
+def _unpack(tree, holders, event):
+  server, workers, trees = tree
+  tickets = [None] * len(workers)
+  for worker, version, index in holders:
+    tickets[worker] = base.Ticket(
+      jnp.int32(worker), jnp.int32(version), trees[index]
+    )
+  return simulator.Simulation(event, server, workers, tuple(tickets))
+
+
+class Checkpoints:
+  """The last few checkpoints of one run, in one folder."""
+
+  def __init__(self, folder: Path, *, keep: int = 2):
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=keep, enable_async_checkpointing=False
+    )
+    self._folder = folder
+    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+  def save(
+    self, simulation: simulator.Simulation, records: base.Records, notes: Any
+  ) -> None:
+    """Writes a checkpoint; when this returns it is on disk, whole.
+
+    Args:
+      simulation: at an event boundary, with at least one message received.
+      records: of all messages so far.
+      notes: any JSON.
+    """
+    tree, holders = _pack(simulation)
+    leaves = jax.device_get(jax.tree.leaves((tree, records)))
+    meta = {
+      "event": simulation.event,
+      "tickets": holders,
+      "digest": digest(leaves),
+      "notes": notes,
+    }
+    arrays = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+    self._manager.save(
+      simulation.event,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
+      ),
+      force=True,
+    )
+
+  def restore(self, template: simulator.Simulation) -> Saved | None:
+    """Returns the newest checkpoint that is whole, None if there is none.
+
+    Says on stderr which ones it could not use.
+
+    Args:
+      template: a simulation of the same structure, such as a new one.
+    """
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        return self._read(step, template)
+      except Exception as error:  # whatever a damaged file makes orbax raise
+        reason = " ".join(str(error).split())[:200]
+        aside = self._folder.parent / f"damaged-{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / str(step)).rename(aside)
+        self._manager.reload()
+        print(
+          f"warning: checkpoint {self._folder / str(step)} is damaged and is"
+          f" not used ({type(error).__name__}: {reason}); it is kept as"
+          f" {aside}. Using the one before it, or starting again",
+          file=sys.stderr,
+        )
+    return None
+
+  def _read(self, step, template):
+    saved = self._manager.restore(
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
+      ),
+    )
+    meta, arrays = saved["meta"], saved["arrays"]
+    leaves = [np.asarray(arrays[name]) for name in sorted(arrays)]
+    if digest(leaves) != meta["digest"]:
+      raise ValueError("the checksum does not match")
+    count = len({index for _, _, index in meta["tickets"]})
+    tree = (template.server, template.workers, [template.server.params] * count)
+    records = simulator.concatenate([])
+    structure = jax.tree.structure((tree, records))
+    tree, records = jax.tree.unflatten(structure, leaves)
+    # Copied: the simulation donates buffers, and these are NumPy's.
+    tree = jax.tree.map(jnp.array, tree)
+    return Saved(
+      _unpack(tree, meta["tickets"], meta["event"]), records, meta["notes"]
+    )
+
+  def close(self) -> None:
+    """Releases the folder."""
+    self._manager.close()

@@ -1,0 +1,316 @@
+"""From a config to the cells of an experiment.
+
+A cell is one training run: an algorithm, a number of workers and a seed. An
+experiment is all of them on one problem. Everything that can be wrong with a
+config is found here, before anything is written or trained.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from asgd import (
+  algorithms,
+  base,
+  data,
+  diagnosis,
+  durations,
+  models,
+  names,
+  orders,
+  problems,
+  schedules,
+  simulator,
+)
+from asgd import worker as worker_lib
+
+DEFAULTS = {
+  "data": {"name": "digits", "augment": False, "partition": "shared"},
+  "model": {"name": "mlp"},
+  "algorithms": {},  # label -> {recipe, [title, workers, ...], options}
+  "only": (),  # labels to run; () is all
+  "workers": (8,),
+  "seeds": (0,),
+  "batch_size": 32,
+  "epochs": 1.0,
+  "learning_rate": 0.1,
+  "schedule": {"warmup_epochs": 0.0, "decay_epochs": (), "decay_factor": 0.1},
+  "order": {"name": "asynchronous"},
+  "durations": {"name": "homogeneous"},
+  "evaluations": 10,  # per cell, evenly spaced, the last at the end
+  "curvature_checks": 4,  # how many of them estimate the sharpness
+  "checkpoint_seconds": 30.0,
+  "on_nan": "stop",  # or "record": keep the cell as diverged and go on
+}
+# Sections whose other keys are arguments of what their name selects.
+_OPEN_SECTIONS = ("model", "order", "durations")
+_LABEL_KEYS = ("recipe", "title", "workers", "learning_rate")
+
+
+class Cell(NamedTuple):
+  """One training run of an experiment."""
+
+  label: str  # of the algorithm, in the config
+  title: str  # of the algorithm, for people
+  workers: int
+  seed: int
+
+  @property
+  def name(self) -> str:
+    """Its folder."""
+    return f"{self.label}-n{self.workers}-s{self.seed}"
+
+
+class Plan(NamedTuple):
+  """What cells that differ only in the seed have in common."""
+
+  server: base.Server
+  host: simulator.Host
+  learning_rate: float  # the peak
+  schedule: Any  # float, or update -> learning rate
+  order: str
+  messages: int  # received in one cell
+  curvature_limit: float  # largest stable curvature at the peak rate
+
+
+class Experiment(NamedTuple):
+  """All there is to run."""
+
+  config: dict[str, Any]  # resolved: every key, plain data
+  dataset: data.Dataset
+  problem: problems.Problem
+  cells: tuple[Cell, ...]
+
+
+def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
+  """Returns the config as plain data, with defaults filled in.
+
+  Raises:
+    ValueError: for a key that means nothing, naming the nearest that does.
+  """
+  if isinstance(config, ml_collections.ConfigDict):
+    config = config.to_dict()
+  resolved = {}
+  for key in config:
+    if key not in DEFAULTS:
+      raise ValueError(f"unknown config key {key!r}; {_near(key, DEFAULTS)}")
+  for key, default in DEFAULTS.items():
+    value = config.get(key, default)
+    if isinstance(default, dict):
+      if not isinstance(value, Mapping):
+        raise ValueError(f"config.{key} must be a dict, not {value!r}")
+      if key not in (*_OPEN_SECTIONS, "algorithms"):
+        for inner in value:
+          if inner not in default:
+            full = f"{key}.{inner}"
+            raise ValueError(
+              f"unknown config key {full!r}; {_near(inner, default)}"
+            )
+      if key in _OPEN_SECTIONS and "name" in value:
+        default = {}  # the arguments of another name's default mean nothing
+      value = {**default, **value}
+    resolved[key] = _plain(value)
+  return resolved
+
+
+def _near(key, known):
+  return names.nearest(key, known)
+
+
+def _plain(value):
+  """Tuples become lists, as they will be when read back from JSON."""
+  if isinstance(value, Mapping):
+    return {str(k): _plain(v) for k, v in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_plain(v) for v in value]
+  return value
+
+
+def _numbers(config, key, smallest):
+  values = config[key]
+  bad = [v for v in values if type(v) is not int or v < smallest]
+  if bad or not values or len(set(values)) != len(values):
+    what = bad[0] if bad else values
+    raise ValueError(
+      f"config.{key} must be different whole numbers from {smallest}, at least"
+      f" one of them, not {what!r}"
+    )
+  return values
+
+
+def _positive(config, key):
+  value = config[key]
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise ValueError(f"config.{key} must be a number, not {value!r}")
+  if not value > 0:
+    raise ValueError(f"config.{key} must be positive, not {value!r}")
+  return value
+
+
+def build(
+  config: ml_collections.ConfigDict | Mapping, *, data_dir: str | None = None
+) -> Experiment:
+  """Builds an experiment from a config, checking all of it.
+
+  Args:
+    config: keys as in DEFAULTS.
+    data_dir: where the dataset's files are; None looks in the usual places.
+
+  Returns:
+    The Experiment; `plan` builds what each cell needs.
+
+  Raises:
+    ValueError: for anything wrong, naming it and the remedy.
+  """
+  config = resolve(config)
+  _numbers(config, "workers", 1)
+  _numbers(config, "seeds", 0)
+  for key in ("batch_size", "epochs", "learning_rate", "evaluations"):
+    _positive(config, key)
+  if config["on_nan"] not in ("stop", "record"):
+    raise ValueError(
+      f"config.on_nan must be 'stop' or 'record', not {config['on_nan']!r}"
+    )
+  cells = tuple(_cells(config))
+  for cell in cells:
+    _recipe(config, cell.label, cell.workers, config["learning_rate"])
+  durations.build(**config["durations"])
+  dataset = data.load(config["data"]["name"], data_dir=data_dir)
+  options = dict(config["model"])
+  layers = models.build(options.pop("name"), dataset.classes, **options)
+  problem = problems.classification(
+    dataset,
+    layers,
+    batch_size=config["batch_size"],
+    augment=config["data"]["augment"],
+    partition=config["data"]["partition"],
+  )
+  experiment = Experiment(config, dataset, problem, cells)
+  for cell in cells:
+    _schedule(experiment, cell.label, cell.workers)
+    problem.batches(cell.seed, cell.workers)
+    trace(experiment, cell, messages=cell.workers)
+  return experiment
+
+
+def _cells(config) -> Iterator[Cell]:
+  """Yields cells: by workers, then algorithm, then seed."""
+  labels = config["algorithms"]
+  if not labels:
+    raise ValueError(
+      "config.algorithms names no algorithm; give it entries such as"
+      " dana=dict(recipe='dana_zero')"
+    )
+  for label in config["only"]:
+    names.lookup("label in config.only", label, labels)
+  chosen = {}
+  for label, entry in labels.items():
+    if not isinstance(entry, Mapping) or "recipe" not in entry:
+      raise ValueError(
+        f"config.algorithms.{label} must be a dict with a recipe, one of"
+        f" {', '.join(algorithms.RECIPES)}"
+      )
+    _check_options(label, entry)
+    if not config["only"] or label in config["only"]:
+      own = _numbers(entry, "workers", 1) if "workers" in entry else None
+      chosen[label] = own or config["workers"]
+  for workers in sorted({n for ns in chosen.values() for n in ns}):
+    for label, numbers in chosen.items():
+      if workers in numbers:
+        for seed in config["seeds"]:
+          title = labels[label].get("title", label)
+          yield Cell(label, title, workers, seed)
+
+
+def _check_options(label, entry):
+  known = [*_LABEL_KEYS, *algorithms.options(entry["recipe"])]
+  for key in entry:
+    if key not in known:
+      raise ValueError(
+        f"unknown config key 'algorithms.{label}.{key}'; {_near(key, known)}"
+      )
+
+
+def _recipe(config, label, workers, learning_rate) -> algorithms.Recipe:
+  entry = config["algorithms"][label]
+  options = {k: v for k, v in entry.items() if k not in _LABEL_KEYS}
+  return algorithms.build(entry["recipe"], learning_rate, workers, **options)
+
+
+def _peak(config, label) -> float:
+  entry = config["algorithms"][label]
+  return _positive({**config, **entry}, "learning_rate")
+
+
+def _schedule(experiment, label, workers):
+  config = experiment.config
+  peak = _peak(config, label)
+  every = _recipe(config, label, workers, peak).every
+  updates_per_epoch = experiment.problem.batches_per_epoch / every
+  section = config["schedule"]
+  return schedules.warmup_steps(
+    peak,
+    warmup=round(section["warmup_epochs"] * updates_per_epoch),
+    start=peak / workers,
+    boundaries=[round(e * updates_per_epoch) for e in section["decay_epochs"]],
+    factor=section["decay_factor"],
+  )
+
+
+def _order(config, recipe) -> dict[str, Any]:
+  """A recipe made for a protocol of its own keeps it."""
+  if recipe.order != "asynchronous":
+    return {"name": recipe.order}
+  return config["order"]
+
+
+def trace(experiment: Experiment, cell: Cell, messages: int) -> base.Trace:
+  """Builds the order of a cell: a function of the config and the seed."""
+  config = experiment.config
+  recipe = _recipe(config, cell.label, cell.workers, _peak(config, cell.label))
+  return orders.build(
+    durations=durations.build(**{"seed": cell.seed, **config["durations"]}),
+    workers=cell.workers,
+    messages=messages,
+    **_order(config, recipe),
+  )
+
+
+def messages(experiment: Experiment, cell: Cell) -> int:
+  """Returns how many messages are received: whole rounds, at least one."""
+  passes = experiment.config["epochs"] * experiment.problem.batches_per_epoch
+  return max(round(passes) // cell.workers, 1) * cell.workers
+
+
+@functools.cache
+def _gradient_worker(loss) -> base.Worker:
+  """One Worker for all algorithms that send plain gradients: one compile."""
+  return worker_lib.gradient_worker(loss)
+
+
+def plan(experiment: Experiment, cell: Cell) -> Plan:
+  """Builds what the seeds of a cell have in common."""
+  config, problem = experiment.config, experiment.problem
+  peak = _peak(config, cell.label)
+  schedule = _schedule(experiment, cell.label, cell.workers)
+  recipe = _recipe(config, cell.label, cell.workers, schedule)
+  if recipe.message is algorithms.Recipe._field_defaults["message"]:
+    worker = _gradient_worker(problem.loss)
+  else:
+    worker = worker_lib.gradient_worker(problem.loss, recipe.message)
+  constant = _recipe(config, cell.label, cell.workers, peak)
+  start = trace(experiment, cell, messages=40 * cell.workers)
+  server = recipe.server()
+  return Plan(
+    server=server,
+    host=simulator.make_host(server, worker),
+    learning_rate=peak,
+    schedule=schedule,
+    order=_order(config, recipe)["name"],
+    messages=messages(experiment, cell),
+    curvature_limit=diagnosis.curvature_limit(
+      constant, start, learning_rate=peak
+    ),
+  )
