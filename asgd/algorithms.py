@@ -53,10 +53,17 @@ def _decay(weight_decay: float) -> optax.GradientTransformation:
   return optax.add_decayed_weights(weight_decay)
 
 
-def _momentum(momentum: float) -> optax.GradientTransformation:
+def _trace(
+  momentum: float, *, nesterov: bool = False
+) -> optax.GradientTransformation:
   if not 0 <= momentum < 1:
     raise ValueError(f"momentum must be in [0, 1), not {momentum}")
-  return optax.trace(momentum) if momentum else optax.identity()
+  return optax.trace(momentum, nesterov=nesterov)
+
+
+def _momentum(momentum: float) -> optax.GradientTransformation:
+  """Momentum that keeps no state where there is none."""
+  return optax.identity() if momentum == 0 else _trace(momentum)
 
 
 def _sgd(
@@ -120,7 +127,7 @@ def nag_asgd(
   """
   del workers
   algorithm = transforms.velocity_lookahead(
-    optax.trace(momentum),
+    _trace(momentum),
     learning_rate,
     lambda state, worker: optax.tree.scale(momentum, state.trace),
   )
@@ -145,7 +152,7 @@ def multi_asgd(
     look_ahead: send params - eta gamma v^i, the worker's own look-ahead;
       otherwise the parameters as they are.
   """
-  velocities = transforms.per_worker(optax.trace(momentum), workers)
+  velocities = transforms.per_worker(_trace(momentum), workers)
   factor = momentum if look_ahead else 0.0
   algorithm = transforms.velocity_lookahead(
     velocities,
@@ -245,7 +252,7 @@ def gap_aware(
   tx = optax.chain(
     _decay(weight_decay),
     transforms.gap_aware(
-      _momentum(momentum) if momentum else None, learning_rate
+      None if momentum == 0 else _trace(momentum), learning_rate
     ),
     optax.scale_by_learning_rate(learning_rate),
   )
@@ -293,9 +300,7 @@ def dana_slim(
   is between those parameters, about twice that of DANA-Zero on the same path.
   """
   del workers
-  nesterov = optax.chain(
-    _decay(weight_decay), optax.trace(momentum, nesterov=True)
-  )
+  nesterov = optax.chain(_decay(weight_decay), _trace(momentum, nesterov=True))
   return Recipe(_sgd(learning_rate, 0.0, 0.0), message=nesterov)
 
 

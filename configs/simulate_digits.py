@@ -19,19 +19,18 @@ def get_config(arg=None):
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
-    dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD"),
+    dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.02),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
-    dana_dc=dict(recipe="dana_dc", title="DANA-DC"),
   )
   config.only = ()
   config.workers = (8, 16, 32)
   config.seeds = (0, 1, 2)
   config.batch_size = 16
-  config.epochs = 15.0
-  config.learning_rate = 0.05
+  config.epochs = 20.0
+  config.learning_rate = 0.005
   config.schedule = dict(
-    warmup_epochs=1.0, decay_epochs=(10.0,), decay_factor=0.1
+    warmup_epochs=1.0, decay_epochs=(14.0,), decay_factor=0.1
   )
   config.order = dict(name="asynchronous")
   config.durations = dict(name="homogeneous")

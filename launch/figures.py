@@ -79,8 +79,8 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
   """Draws the points of `numbers` as STEM.png and STEM.svg.
 
   Lines are means over seeds, bars and bands one standard deviation. An
-  algorithm that ran at one number of workers only, while others ran at
-  several, is a horizontal line in the panels against workers.
+  algorithm that ran at one number of workers, which no sweep of the others
+  has, is a horizontal line in the panels against workers.
 
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
@@ -92,8 +92,13 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
 
   titles = list(dict.fromkeys(point["algorithm"] for point in points))
   colors = {t: plt.get_cmap("tab10")(i % 10) for i, t in enumerate(titles)}
+  markers = {t: "osv^D*XPhd"[i % 10] for i, t in enumerate(titles)}
   figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-  several = len({p["x"] for p in points if p["panel"] == "accuracy"}) > 1
+  at = {
+    t: {p["workers"] for p in points if p["algorithm"] == t} for t in titles
+  }
+  swept = set().union(*(ns for ns in at.values() if len(ns) > 1))
+  swept = swept or set().union(*at.values())
   for axis, (panel, xlabel, ylabel) in zip(axes.flat, _PANELS, strict=True):
     scale = 100 if "accuracy" in panel else 1
     for title in titles:
@@ -103,27 +108,28 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
       x = np.array([row["x"] for row in rows], float)
       mean = scale * np.array([row["mean"] for row in rows], float)
       std = scale * np.nan_to_num([row["std"] for row in rows])
-      style = {"color": colors[title], "label": title}
+      style = {"color": colors[title], "label": title, "ms": 5}
       if xlabel == "epoch":
-        axis.plot(x, mean, **style)
+        axis.plot(x, mean, marker=markers[title], **style)
         axis.fill_between(
           x, mean - std, mean + std, color=colors[title], alpha=0.15, lw=0
         )
-      elif several and len(x) == 1:
-        axis.axhline(mean[0], ls="--", **style)
+      elif len(x) == 1 and x[0] not in swept:
+        axis.axhline(mean[0], ls="--", color=colors[title], label=title)
         axis.axhspan(
           mean[0] - std[0], mean[0] + std[0], color=colors[title], alpha=0.15
         )
       else:
-        axis.errorbar(x, mean, std, marker="o", capsize=3, **style)
+        axis.errorbar(x, mean, std, marker=markers[title], capsize=3, **style)
     if xlabel == "workers":
-      ticks = sorted({p["x"] for p in points if p["panel"] == panel})
+      ticks = sorted(swept)
       axis.set_xscale("log", base=2)
       axis.set_xticks(ticks, [str(t) for t in ticks])
       axis.minorticks_off()
     positive = [p["mean"] for p in points if p["panel"] == panel]
     if "gap" in panel and any(value > 0 for value in positive):
       axis.set_yscale("log", nonpositive="clip")
+      axis.set_ylim(0.3 * min(v for v in positive if v > 0))
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(alpha=0.3)
   largest = max(p["workers"] for p in points)

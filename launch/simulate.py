@@ -32,7 +32,7 @@ _DATA_DIR = flags.DEFINE_string(
 )
 
 _CHUNK_SECONDS = 0.25  # between two looks at clocks and signals
-_BLOWN_UP = 1.5  # times the best training loss, or that of guessing
+_BLOWN_UP = 1.15  # times the best training loss
 
 
 class _Signals:
@@ -216,12 +216,12 @@ class _CellRun:
     }
 
   def _grew(self) -> bool:
-    """Whether the training loss blew up and ended no better than chance."""
+    """Whether the training loss rose again and ended no better than chance."""
     losses = [row["train_loss"] for row in self.rows]
     chance = np.log(self._exp.dataset.classes)
-    if not losses or losses[-1] < 0.9 * chance:
-      return False
-    return max(losses) > _BLOWN_UP * min(*losses, chance)
+    return bool(losses) and losses[-1] > max(
+      0.9 * chance, _BLOWN_UP * min(losses)
+    )
 
   def finish(self, result: dict[str, Any]) -> None:
     """Writes what is kept of a finished cell, result.json last."""

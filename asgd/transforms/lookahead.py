@@ -49,7 +49,8 @@ def lookahead(
       )
       return (optax.apply_updates(params, updates), opt_state), None
 
-    (params, _), _ = jax.lax.scan(step, (params, opt_state), workers(worker))
+    others = jnp.asarray(workers(worker), jnp.int32)
+    (params, _), _ = jax.lax.scan(step, (params, opt_state), others)
     return params
 
   return base.as_algorithm(tx, send)
