@@ -86,7 +86,7 @@ def apply(
 
   Args:
     layers: the model, or layers[a:b] of it.
-    params: as from `init`, or the slice that belongs to these layers.
+    params: as from `init`, or its slice [a:b] (of `Variables`, both tuples').
     x: a batch; float[B, H, W, C] for the models below.
     train: normalise by the batch's statistics instead of those in `params`,
       and let dropout-like layers drop.

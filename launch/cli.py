@@ -48,18 +48,22 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     return fail(f"--config: {type(error).__name__}: {error}")
 
 
-def run(main: Callable[[], None]) -> None:
-  """Parses flags and runs main(); user errors become one line, not a trace.
+def run(main: Callable[..., None], *, words: int = 0) -> None:
+  """Parses flags and runs main; user errors become one line, not a trace.
 
   A ValueError or OSError is the user's; anything else is ours and keeps its
   traceback.
+
+  Args:
+    main: called with the words.
+    words: how many arguments that are no flags the command takes at most.
   """
 
   def guarded(argv):
-    if argv[1:]:
-      fail(f"unexpected argument {argv[1]!r}; flags start with --")
+    if argv[words + 1 :]:
+      fail(f"unexpected argument {argv[words + 1]!r}; flags start with --")
     try:
-      main()
+      main(*argv[1:])
     except Stopped as stop:
       print(stop, file=sys.stderr)
       sys.exit(stop.status)

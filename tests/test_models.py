@@ -199,6 +199,31 @@ def test_count_of_small_models():
     assert count(models.cnn(10, norm=norm)) == cnn + 16 + 32
 
 
+@pytest.mark.parametrize(
+  ("layers", "widths", "per_group"),
+  [
+    (CASES["resnet20"], (16, 32, 64), 3),
+    (CASES["wrn16_4"], (64, 128, 256), 2),
+  ],
+  ids=["resnet20", "wrn16_4"],
+)
+def test_blocks_halve_the_image_at_the_second_and_third_group(
+  layers, widths, per_group
+):
+  params = shapes_of(layers)
+  x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+  got = []
+  for layer, p in zip(layers, params, strict=True):
+    x = jax.eval_shape(partial(models.apply, (layer,)), (p,), x)[0]
+    got.append(x.shape[1:])
+  blocks = [
+    (size, size, width)
+    for size, width in zip((32, 16, 8), widths, strict=True)
+    for _ in range(per_group)
+  ]
+  assert got == [(32, 32, 16), *blocks, (10,)]
+
+
 @pytest.mark.parametrize("size", [8, 9, 1])
 @over("resnet20", "wrn16_4")
 def test_residual_networks_take_any_size(layers, size):
@@ -445,6 +470,15 @@ def test_conv_pool_takes_maxima(size):
   patches = [x[:, i:4:2, j:4:2] for i in (0, 1) for j in (0, 1)]
   want = np.maximum(np.max(patches, axis=0) + bias, 0)
   np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_head_averages_over_the_image():
+  x = images(channels=4)
+  params = trained((models.Head(3),), x)
+  dense = params[0]["dense"]
+  want = x.mean((1, 2)) @ dense["kernel"] + dense["bias"]
+  got = run((models.Head(3),), params, x)[0]
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 # Gradients and dtypes.
