@@ -66,9 +66,10 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
   """
   work = _compiled_work(worker)
 
-  def receive_parts(opt_state, inbox, message, params, version, ticket):
+  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
-    return server.receive(state, ticket, message)
+    state, report = server.receive(state, ticket, message)
+    return state, _pack(state.version, report, loss)
 
   # params and version are not donated: open tickets refer to them.
   receive = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
@@ -92,7 +93,7 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
         f"the trace has a worker {max(columns[1])}, the simulation only"
         f" {len(workers)} workers, counted from 0"
       )
-    seen = []
+    known, seen = [], []
     for time, w, job, action in zip(*columns, strict=True):
       if action == base.SEND:
         if server.sends_current:
@@ -104,48 +105,54 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
       workers[w], message, metrics = work(
         workers[w], ticket, batch(w, job), root, np.int32(job)
       )
-      state, report = receive(
+      state, row = receive(
         *(state.opt_state, state.inbox, message),
-        *(state.params, state.version, ticket),
+        *(state.params, state.version, ticket, metrics.loss),
       )
-      seen.append((time, w, job, state.version, report, metrics.loss))
+      known.append((time, w, job))
+      seen.append(row)
     event += len(columns[0])
     simulation = Simulation(event, state, tuple(workers), tuple(tickets))
-    return simulation, _records(seen)
+    return simulation, _records(known, seen)
 
   return Host(init, run)
 
 
-def _records(seen: list[tuple]) -> base.Records:
-  """Fetches what was seen, once for all, into columns."""
-  time, worker, job, version, report, loss = (
-    zip(*seen, strict=True) if seen else ((),) * 6
+def _pack(version, report, loss) -> tuple[jax.Array, jax.Array]:
+  """One event's row as two arrays: a fetch costs as much for one number."""
+  whole = jnp.stack([version, report.staleness, report.accepted])
+  real = (report.gap, loss, report.message_norm, report.update_norm)
+  return whole.astype(jnp.int32), jnp.stack(
+    [x.astype(jnp.float32) for x in real]
   )
-  report = base.Report(*zip(*report, strict=True)) if seen else _NO_REPORTS
-  version, report, loss = jax.device_get((version, report, loss))
-  with np.errstate(over="ignore"):  # a diverged float64 loss becomes inf
-    loss = np.array(loss, np.float64).astype(np.float32)
+
+
+def _records(known: list[tuple], seen: list[tuple]) -> base.Records:
+  """Fetches what was seen, once for all, into columns."""
+  time, worker, job = zip(*known, strict=True) if known else ((),) * 3
+  seen = jax.device_get(seen)
+  whole = np.array([row for row, _ in seen], np.int32).reshape(-1, 3).T
+  real = np.array([row for _, row in seen], np.float32).reshape(-1, 4).T
+  version, staleness, accepted = whole
+  gap, loss, message_norm, update_norm = real
   return base.Records(
-    update=np.array(version, np.int32),
+    update=version,
     time=np.array(time, np.float64),
     worker=np.array(worker, np.int32),
     job=np.array(job, np.int32),
-    staleness=np.array(report.staleness, np.int32),
-    gap=np.array(report.gap, np.float32),
+    staleness=staleness,
+    gap=gap,
     loss=loss,
-    accepted=np.array(report.accepted, bool),
-    message_norm=np.array(report.message_norm, np.float32),
-    update_norm=np.array(report.update_norm, np.float32),
+    accepted=accepted.astype(bool),
+    message_norm=message_norm,
+    update_norm=update_norm,
   )
-
-
-_NO_REPORTS = base.Report(*((),) * len(base.Report._fields))
 
 
 def concatenate(parts: list[base.Records]) -> base.Records:
   """Joins records of consecutive stretches of a run."""
   if not parts:
-    return _records([])
+    return _records([], [])
   return base.Records(*map(np.concatenate, zip(*parts, strict=True)))
 
 

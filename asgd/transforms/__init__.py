@@ -11,11 +11,8 @@ from asgd.transforms.lookahead import (
   precede,
   velocity_lookahead,
 )
-from asgd.transforms.per_worker import (
-  check_workers,
-  peek,
-  per_worker,
-)
+from asgd.transforms.per_worker import per_worker
+from asgd.transforms.rows import check_workers, peek
 from asgd.transforms.staleness import scale_by_staleness
 from asgd.transforms.statistics import own_statistics
 

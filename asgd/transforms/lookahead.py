@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base
-from asgd.transforms import per_worker, rates
+from asgd.transforms import rates
+from asgd.transforms import rows as rows_lib
 
 
 def lookahead(
@@ -140,7 +141,7 @@ def precede(
 class DanaMomentumState(NamedTuple):
   """State of `dana_momentum`."""
 
-  velocity: per_worker.Rows  # row i is v^i, the velocity of worker i
+  velocity: rows_lib.Rows  # row i is v^i, the velocity of worker i
   total: optax.Updates  # like params, v^0 = the sum of all v^i
 
 
@@ -160,22 +161,22 @@ def dana_momentum(
   Returns:
     A transform whose update needs the extra arg `worker`; its update is v^i.
   """
-  per_worker.check_workers(workers)
+  rows_lib.check_workers(workers)
   if not 0 <= decay < 1:
     raise ValueError(f"momentum must be in [0, 1), not {decay}")
 
   def init_fn(params):
     zeros = optax.tree.zeros_like(params)
-    return DanaMomentumState(per_worker.make_rows(zeros, workers), zeros)
+    return DanaMomentumState(rows_lib.make_rows(zeros, workers), zeros)
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     del params, extra_args
-    old, rows = per_worker.read(state.velocity, worker)
+    old, rows = rows_lib.read(state.velocity, worker)
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
     total = jax.tree.map(
       lambda t, new, old: t + (new - old), state.total, new, old
     )
-    velocity = per_worker.write(rows, worker, new)
+    velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
