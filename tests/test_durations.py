@@ -190,17 +190,14 @@ def test_build_names_the_nearest_clock_and_argument():
 @pytest.mark.parametrize(
   ("make", "words"),
   [
-    (lambda: durations.constant(0), "mean must be positive, not 0"),
-    (lambda: durations.constant(np.nan), "mean must be positive, not nan"),
+    (lambda: durations.constant(0), "mean must be positive.* not 0"),
+    (lambda: durations.constant(np.nan), "mean must be positive.* not nan"),
     (
       lambda: durations.constant(slowdown=(1, -2)),
-      "slowdown must be positive, not -2",
+      "slowdown must be positive.* not -2",
     ),
-    (lambda: durations.gamma(-1.0), "mean must be positive, not -1.0"),
-    (
-      lambda: durations.gamma(variation=0),
-      "variation must be positive, not 0",
-    ),
+    (lambda: durations.gamma(-1.0), "mean must be positive.* not -1.0"),
+    (lambda: durations.gamma(variation=0), "^variation must be.* not 0"),
     (
       lambda: durations.gamma(machine_variation=-0.5),
       r"must be 0 \(equal machines\) or positive, not -0.5",
