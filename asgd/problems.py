@@ -50,6 +50,7 @@ def classification(
   batch_size: int,
   augment: bool = False,
   partition: str = "shared",
+  evaluation_examples: int = 0,
 ) -> Problem:
   """Image classification with cross-entropy.
 
@@ -62,6 +63,7 @@ def classification(
     augment: pad, crop and flip training images at random.
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
+    evaluation_examples: evaluate on the first so many test images; 0 is all.
 
   Returns:
     A Problem.
@@ -80,6 +82,10 @@ def classification(
       workers=workers,
     )
 
+  if evaluation_examples < 0:
+    raise ValueError(
+      f"evaluation_examples must be 0 (all) or more, not {evaluation_examples}"
+    )
   batches(0, 1)  # raises what is wrong with the arguments here, not later
 
   def normalise(images, like):
@@ -110,15 +116,19 @@ def classification(
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.sum(), (logits.argmax(-1) == labels).sum()
 
+  test_images, test_labels = dataset.test_images, dataset.test_labels
+  if evaluation_examples:
+    test_images = test_images[:evaluation_examples]
+    test_labels = test_labels[:evaluation_examples]
+
   def evaluate(params):
-    examples = len(dataset.test_labels)
     total = np.zeros(2)
-    for start in range(0, examples, _EVALUATION_BATCH):
+    for start in range(0, len(test_labels), _EVALUATION_BATCH):
       rows = slice(start, start + _EVALUATION_BATCH)
       total += jax.device_get(
-        score(params, dataset.test_images[rows], dataset.test_labels[rows])
+        score(params, test_images[rows], test_labels[rows])
       )
-    return Evaluation(*(total / examples).tolist())
+    return Evaluation(*(total / len(test_labels)).tolist())
 
   train = len(dataset.train_labels)
   spread = np.linspace(0, train - 1, min(_PROBE, train)).astype(int)

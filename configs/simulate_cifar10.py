@@ -51,13 +51,15 @@ def get_config(arg=None):
   config.order = dict(name="asynchronous")
   config.durations = dict(name="homogeneous")
   config.evaluations = 40
+  config.evaluation_examples = 0
   config.curvature_checks = 8
   config.checkpoint_seconds = 120.0
   config.on_nan = "record"
   if arg == "smoke":
     config.workers, config.seeds = (2,), (0,)
     config.batch_size = 8
-    config.epochs, config.evaluations, config.curvature_checks = 0.0003, 1, 1
+    config.epochs, config.evaluations, config.curvature_checks = 0.0003, 1, 0
+    config.evaluation_examples = 100
     config.schedule = dict(warmup_epochs=0.0, decay_epochs=(), decay_factor=0.1)
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: smoke")

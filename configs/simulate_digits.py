@@ -35,6 +35,7 @@ def get_config(arg=None):
   config.order = dict(name="asynchronous")
   config.durations = dict(name="homogeneous")
   config.evaluations = 15
+  config.evaluation_examples = 0
   config.curvature_checks = 4
   config.checkpoint_seconds = 10.0
   config.on_nan = "record"

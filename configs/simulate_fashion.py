@@ -27,17 +27,18 @@ def get_config(arg=None):
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
   )
   config.only = ()
-  config.workers = (8, 16, 32)
+  config.workers = (8, 32)
   config.seeds = (0, 1, 2)
   config.batch_size = 64
-  config.epochs = 4.0
+  config.epochs = 2.0
   config.learning_rate = 0.01
   config.schedule = dict(
-    warmup_epochs=0.2, decay_epochs=(3.0,), decay_factor=0.1
+    warmup_epochs=0.2, decay_epochs=(1.5,), decay_factor=0.1
   )
   config.order = dict(name="asynchronous")
   config.durations = dict(name="homogeneous")
   config.evaluations = 8
+  config.evaluation_examples = 0
   config.curvature_checks = 3
   config.checkpoint_seconds = 30.0
   config.on_nan = "record"

@@ -40,6 +40,7 @@ DEFAULTS = {
   "order": {"name": "asynchronous"},
   "durations": {"name": "homogeneous"},
   "evaluations": 10,  # per cell, evenly spaced, the last at the end
+  "evaluation_examples": 0,  # test examples used; 0 is all
   "curvature_checks": 4,  # how many of them estimate the sharpness
   "checkpoint_seconds": 30.0,
   "on_nan": "stop",  # or "record": keep the cell as diverged and go on
@@ -112,6 +113,9 @@ def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
         default = {}  # the arguments of another name's default mean nothing
       value = {**default, **value}
     resolved[key] = _plain(value)
+  # As a flag, --config.only=asgd,dana_zero arrives as one string.
+  only = ",".join(map(str, resolved["only"])).split(",")
+  resolved["only"] = [label.strip() for label in only if label.strip()]
   return resolved
 
 
@@ -140,12 +144,16 @@ def _numbers(config, key, smallest):
   return values
 
 
-def _positive(config, key):
-  value = config[key]
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
-    raise ValueError(f"config.{key} must be a number, not {value!r}")
-  if not value > 0:
-    raise ValueError(f"config.{key} must be positive, not {value!r}")
+def _positive(config, key, *, or_zero=False):
+  """Returns a number that must be positive, whole if its default is."""
+  value, kind = config[key], type(DEFAULTS[key])
+  known = (int,) if kind is int else (int, float)
+  if isinstance(value, bool) or not isinstance(value, known):
+    what = "whole number" if kind is int else "number"
+    raise ValueError(f"config.{key} must be a {what}, not {value!r}")
+  if not (value > 0 or (or_zero and value == 0)):
+    least = "0 or more" if or_zero else "positive"
+    raise ValueError(f"config.{key} must be {least}, not {value!r}")
   return value
 
 
@@ -169,6 +177,8 @@ def build(
   _numbers(config, "seeds", 0)
   for key in ("batch_size", "epochs", "learning_rate", "evaluations"):
     _positive(config, key)
+  for key in ("evaluation_examples", "curvature_checks", "checkpoint_seconds"):
+    _positive(config, key, or_zero=True)
   if config["on_nan"] not in ("stop", "record"):
     raise ValueError(
       f"config.on_nan must be 'stop' or 'record', not {config['on_nan']!r}"
@@ -186,6 +196,7 @@ def build(
     batch_size=config["batch_size"],
     augment=config["data"]["augment"],
     partition=config["data"]["partition"],
+    evaluation_examples=config["evaluation_examples"],
   )
   experiment = Experiment(config, dataset, problem, cells)
   for cell in cells:

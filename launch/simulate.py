@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from asgd import base, diagnosis, simulator
+from asgd import base, diagnosis, problems, simulator
 from launch import checkpoints, cli, experiment, figures, outputs, progress
 
 _CONFIG = cli.define_config()
@@ -185,10 +185,15 @@ class _CellRun:
     """What the cell came to."""
     cell, plan, exp = self._cell, self._plan, self._exp
     records, state = self._records(), self.simulation.server
-    final = exp.problem.evaluate(state.params)
-    sent = exp.problem.evaluate(
-      plan.server.send(state, jax.numpy.int32(0)).params
-    )
+    if diverged:  # since the last evaluation, or before the first
+      final = exp.problem.evaluate(state.params)
+    else:
+      last = self.rows[-1]
+      final = problems.Evaluation(last["test_loss"], last["test_accuracy"])
+    sent = final
+    if not plan.server.sends_current:
+      ticket = plan.server.send(state, jax.numpy.int32(0))
+      sent = exp.problem.evaluate(ticket.params)
     checked = [r for r in self.rows if r.get("sharpness") is not None]
     sharpest = max((r["sharpness"] for r in checked), default=float("nan"))
     return {

@@ -138,14 +138,20 @@ def test_look_ahead_of_a_single_worker_is_nesterov_whatever_its_name():
 def test_delay_compensation_leaves_the_limit_where_it_is(plain, compensated):
   # It adds g g (w - w_sent), of third order in w. Where a path does grow, that
   # term may end it in a cycle, which is not stability.
-  trace = orders.asynchronous(
-    durations.homogeneous(), workers=4, messages=1600
-  )
+  trace = orders.asynchronous(durations.homogeneous(), workers=4, messages=1600)
   limit, other = (
     measure(name, trace, learning_rate=0.1, points=48)
     for name in (plain, compensated)
   )
   assert limit == other
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_division_by_the_staleness_multiplies_the_limit_by_it(staleness):
+  trace = orders.fixed_delay(delay=staleness, messages=150 * (staleness + 1))
+  exact = staleness * diagnosis.delayed_sgd_limit(staleness)
+  limit = measure("staleness_aware", trace)
+  assert exact / STEP <= limit <= 1.002 * exact
 
 
 def test_synchronous_workers_have_the_limit_of_one():
@@ -195,18 +201,17 @@ def test_sharpness_of_a_network_is_the_top_of_its_hessian():
   )
   batch = tuple(x[:64] for x in problem.probe)
   key = jax.random.key(0)
+  params = problem.init(key)
   with jax.enable_x64(True):
-    params = jax.tree.map(
-      lambda x: x.astype(jnp.float64), problem.init(jax.random.key(0))
-    )
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
     flat, unravel = ravel_pytree(params)
     hessian = jax.jit(
       jax.hessian(lambda w: problem.loss(unravel(w), batch, key)[0])
     )(flat)
     *_, second, top = np.linalg.eigvalsh(hessian)
-    assert second < 0.9 * top  # 40 products leave 0.9^80 = 2e-4 at worst
+    assert second < 0.85 * top  # so 40 products leave 0.85^80 = 2e-6
     sharpness = diagnosis.make_sharpness(problem.loss, batch, iterations=40)
-    assert sharpness(params) == pytest.approx(top, rel=1e-6)
+    assert sharpness(params) == pytest.approx(top, rel=1e-4)
 
 
 def test_sharpness_varies_weights_only():
@@ -216,9 +221,7 @@ def test_sharpness_varies_weights_only():
     value = 0.5 * jnp.sum(curvature * params.weights["w"] ** 2)
     return value + 1e3 * jnp.sum(params.stats["scale"] ** 2), Aux(())
 
-  params = base.Variables(
-    {"w": jnp.ones(2)}, {"scale": jnp.array([2.0, 1.0])}
-  )
+  params = base.Variables({"w": jnp.ones(2)}, {"scale": jnp.array([2.0, 1.0])})
   batch = jnp.array([3.0, 1.0])
   sharpness = diagnosis.make_sharpness(loss, batch, iterations=20)
   assert sharpness(params) == pytest.approx(6.0, rel=1e-5)
@@ -255,6 +258,4 @@ def test_sharpness_needs_an_iteration(iterations):
   problem = problems.quadratic([1.0])
   words = f"iterations must be .* not {iterations}"
   with pytest.raises(ValueError, match=words):
-    diagnosis.make_sharpness(
-      problem.loss, problem.probe, iterations=iterations
-    )
+    diagnosis.make_sharpness(problem.loss, problem.probe, iterations=iterations)

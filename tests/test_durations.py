@@ -121,6 +121,13 @@ def test_streams_are_functions_of_seed_and_worker(maker, monkeypatch):
 
 
 @pytest.mark.parametrize("maker", RANDOM.values(), ids=RANDOM)
+def test_no_two_streams_are_the_same(maker):
+  places = [(seed, worker) for seed in range(4) for worker in (0, 2, 3)]
+  streams = {tuple(take(maker(seed=seed), w, 50)) for seed, w in places}
+  assert len(streams) == len(places)
+
+
+@pytest.mark.parametrize("maker", RANDOM.values(), ids=RANDOM)
 def test_another_worker_leaves_the_times_of_the_others(maker):
   def finishes(workers):
     trace = orders.asynchronous(maker(seed=1), workers=workers, messages=60)
@@ -188,49 +195,40 @@ def test_build_names_the_nearest_clock_and_argument():
 
 
 @pytest.mark.parametrize(
-  ("make", "words"),
+  ("name", "kwargs", "words"),
   [
-    (lambda: durations.constant(0), "mean must be positive.* not 0"),
-    (lambda: durations.constant(np.nan), "mean must be positive.* not nan"),
+    ("constant", dict(mean=0), "^mean must be positive.* not 0"),
+    ("constant", dict(mean=np.nan), "^mean must be positive.* not nan"),
+    ("constant", dict(slowdown=(1, -2)), "^slowdown must be .* not -2"),
+    ("gamma", dict(mean=-1.0), "^mean must be positive.* not -1.0"),
+    ("gamma", dict(variation=0), "^variation must be positive.* not 0"),
     (
-      lambda: durations.constant(slowdown=(1, -2)),
-      "slowdown must be positive.* not -2",
+      *("gamma", dict(machine_variation=-0.5)),
+      r"must be 0 \(equal machines\) or positive.* not -0.5",
     ),
-    (lambda: durations.gamma(-1.0), "mean must be positive.* not -1.0"),
-    (lambda: durations.gamma(variation=0), "^variation must be.* not 0"),
-    (
-      lambda: durations.gamma(machine_variation=-0.5),
-      r"must be 0 \(equal machines\) or positive, not -0.5",
-    ),
-    (lambda: durations.measured([]), r"at least one row .* got \[\]"),
-    (lambda: durations.measured([[1], []]), r"at least one time; got .*\[\]"),
-    (lambda: durations.measured([1, 2]), r"at least one row .* got \[1, 2\]"),
-    (
-      lambda: durations.measured([[1.5], [2.5, -3.5]]),
-      "positive and finite .*-3.5",
-    ),
-    (
-      lambda: durations.measured([[np.inf, 2.5]]),
-      "positive and finite .*inf",
-    ),
+    ("measured", dict(samples=[]), r"at least one row .* got \[\]"),
+    ("measured", dict(samples=[[1], []]), r"at least one time; got .*\[\]"),
+    ("measured", dict(samples=[1, 2]), r"at least one row .* got \[1, 2\]"),
+    ("measured", dict(samples=[[2], [3, -3.5]]), "and finite .*-3.5"),
+    ("measured", dict(samples=[[np.inf, 2]]), "and finite .*inf"),
   ],
 )
-def test_errors_show_the_value_and_the_remedy(make, words):
+def test_errors_show_the_value_and_the_remedy(name, kwargs, words):
   with pytest.raises(ValueError, match=words):
-    make()
+    getattr(durations, name)(**kwargs)
 
 
 @pytest.mark.parametrize(
-  "make",
+  ("name", "kwargs"),
   [
-    lambda: durations.constant(np.inf),
-    lambda: durations.constant(slowdown=(np.inf,)),
-    lambda: durations.gamma(np.inf),
-    lambda: durations.gamma(variation=np.inf),
-    lambda: durations.gamma(machine_variation=np.inf),
-    lambda: durations.gamma(machine_variation=np.nan),
+    ("constant", dict(mean=np.inf)),
+    ("constant", dict(slowdown=(np.inf,))),
+    ("gamma", dict(mean=np.inf)),
+    ("gamma", dict(variation=np.inf)),
+    ("gamma", dict(machine_variation=np.inf)),
+    ("gamma", dict(machine_variation=np.nan)),
   ],
 )
-def test_times_must_be_finite(make):
-  with pytest.raises(ValueError, match="inf|nan"):
-    make()
+def test_times_must_be_finite(name, kwargs):
+  with pytest.raises(ValueError, match="not (inf|nan)"):
+    getattr(durations, name)(**kwargs)

@@ -18,9 +18,7 @@ from asgd.worker import gradient_worker
 quick = settings(deadline=None, derandomize=True, max_examples=50)
 
 # Halves make ties between workers, the floats all other orders.
-TIMES = st.one_of(
-  st.sampled_from([0.5, 1.0, 1.5, 2.0]), st.floats(0.01, 100.0)
-)
+TIMES = st.one_of(st.sampled_from([0.5, 1.0, 1.5, 2.0]), st.floats(0.01, 100.0))
 CLUSTERS = st.lists(
   st.lists(TIMES, min_size=1, max_size=5), min_size=1, max_size=5
 )
@@ -195,6 +193,19 @@ def test_bulk_synchronous_rounds_take_the_time_of_the_slowest(rows, rounds):
   actions = trace.action.reshape(rounds, 2, workers)
   assert (actions[:, 0] == base.SEND).all()
   assert (actions[:, 1] == base.RECEIVE).all()
+
+
+def test_fixed_delay_by_hand():
+  trace = orders.fixed_delay(delay=1, messages=3)
+  assert orders.dump(trace).splitlines()[1:] == [
+    "0.0,0,0,send",
+    "0.0,1,1,send",
+    "1.0,0,0,receive",
+    "1.0,0,2,send",
+    "2.0,1,1,receive",
+    "2.0,1,3,send",
+    "3.0,0,2,receive",
+  ]
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
