@@ -15,7 +15,6 @@ Index letters used in shape comments:
   H, W, C  height, width, channels of an image
 """
 
-import difflib
 import functools
 import importlib.util
 import os
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import data_formats as formats
+from asgd import names
 from asgd.data_formats import DataError
 
 __all__ = [
@@ -156,18 +156,13 @@ def load(
     >>> digits.source, digits.train_images.shape, len(digits.test_labels)
     ('scikit-learn (embedded)', (1437, 8, 8, 1), 360)
   """
-  if name not in _LOADERS:
-    (near,) = difflib.get_close_matches(str(name), _LOADERS, n=1, cutoff=0.0)
-    raise ValueError(
-      f"unknown dataset {name!r}; did you mean {near!r}? The datasets are "
-      f"{', '.join(_LOADERS)}"
-    )
+  loader = names.lookup("dataset", name, _LOADERS)
   if data_dir is not None:
     data_dir = Path(data_dir).expanduser()
   if cache_dir is None:
     cache_dir = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
   cache_dir = Path(cache_dir).expanduser()
-  return _LOADERS[name](data_dir, cache_dir, download)
+  return loader(data_dir, cache_dir, download)
 
 
 def _dataset(
