@@ -49,25 +49,43 @@ def make_sharpness(
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from
     below. Only weights are varied. Not finite where the loss is not.
+
+  Raises:
+    ValueError: if `iterations` is not positive.
   """
+  if iterations < 1:
+    raise ValueError(f"iterations must be 1 or more, not {iterations}")
   key = jax.random.key(0)
 
   @jax.jit
-  def step(params, direction):
-    def gradient(weights):
-      return jax.grad(
+  def step(params, direction, shift):
+    def value_and_gradient(weights):
+      return jax.value_and_grad(
         lambda w: loss(base.with_weights(params, w), batch, key)[0]
       )(weights)
 
-    direction = optax.tree.scale(1 / optax.tree.norm(direction), direction)
-    _, product = jax.jvp(gradient, (base.weights_of(params),), (direction,))
-    return product, optax.tree.vdot(direction, product)
+    norm = optax.tree.norm(direction)
+    # A flat loss has no direction, and is left with sharpness 0.
+    direction = optax.tree.scale(1 / jnp.where(norm == 0, 1, norm), direction)
+    (value, _), (_, product) = jax.jvp(
+      value_and_gradient, (base.weights_of(params),), (direction,)
+    )
+    quotient = optax.tree.vdot(direction, product)
+    quotient = jnp.where(jnp.isfinite(value), quotient, jnp.nan)
+    return optax.tree.add_scale(product, shift, direction), quotient
 
-  def sharpness(params):
+  def iterate(params, shift):
     direction = optax.tree.random_like(key, base.weights_of(params))
     for _ in range(iterations):
-      direction, value = step(params, direction)
+      direction, value = step(params, direction, shift)
     return float(value)
+
+  def sharpness(params):
+    value = iterate(params, 0.0)
+    if value < 0:
+      # The eigenvalue of largest size is negative: shift all above 0.
+      value = iterate(params, -value)
+    return value
 
   return sharpness
 
@@ -103,6 +121,9 @@ def curvature_limit(
   return float(curvatures[first - 1]) if first else 0.0
 
 
+_START = 1e-3  # w at the start: small, where all rules are linear
+
+
 def _quadratic(params, curvature, key):
   del key
   return 0.5 * curvature * params**2, worker_lib.Aux(())
@@ -111,7 +132,7 @@ def _quadratic(params, curvature, key):
 def _growth(server, worker, workers, rows, curvature):
   """Returns the log of how much |w| grew from the second to the last quarter
   of the order."""
-  state = server.init(jnp.float32(1e-3))
+  state = server.init(jnp.float32(_START))
   states = jax.tree.map(
     lambda x: jnp.stack([x] * workers), worker.init(state.params)
   )
@@ -142,7 +163,11 @@ def _growth(server, worker, workers, rows, curvature):
     return carry, jnp.abs(carry[0].params)
 
   _, path = jax.lax.scan(event, (state, states, sent, versions), rows)
+  path = jnp.where(jnp.isfinite(path), path, jnp.inf)
   quarter = len(rows[0]) // 4
   early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()
-  # A path that reached zero is stable, though log(0 / 0) is NaN.
-  return jnp.where(late == 0, -jnp.inf, jnp.log(late) - jnp.log(early))
+  growth = jnp.log(late) - jnp.log(early)
+  # Rounding holds a path that has shrunk far enough where it is.
+  growth = jnp.where(late < 1e-4 * path.max(), -jnp.inf, growth)
+  # A rule that is not linear may hold a path that has grown in a cycle.
+  return jnp.where(late > 100 * _START, jnp.inf, growth)

@@ -119,11 +119,13 @@ def bulk_synchronous(
     ValueError: if `messages` is not a whole number of rounds.
   """
   _check_positive("workers", workers)
+  _check_positive("messages", messages)
   if messages % workers:
+    below = messages - messages % workers
+    remedy = f"{below} or {below + workers}" if below else str(workers)
     raise ValueError(
       f"{messages} messages are not a whole number of rounds of {workers}"
-      f" workers; use {messages - messages % workers} or"
-      f" {messages + workers - messages % workers}"
+      f" workers; use {remedy}"
     )
   return stale_synchronous(
     durations, workers=workers, messages=messages, bound=0
@@ -136,7 +138,8 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
   w_{t+1} = w_t - eta g(w_{t-delay}), with w_t = w_0 for t < 0: the round robin
   of delay + 1 workers, each taking as long as the others.
   """
-  if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+  integral = isinstance(delay, (int, np.integer))
+  if isinstance(delay, bool) or not integral or delay < 0:
     raise ValueError(f"delay must be a whole number from 0, not {delay!r}")
   _check_positive("messages", messages)
   workers = delay + 1
@@ -257,9 +260,15 @@ def load(lines: Iterable[str]) -> base.Trace:
       continue
     try:
       time, worker, job, action = line.strip().split(",")
-      rows.append((float(time), int(worker), int(job), codes[action]))
-    except (ValueError, KeyError) as error:
+      row = (
+        float(time),
+        np.int32(int(worker)),
+        np.int32(int(job)),
+        codes[action],
+      )
+    except (ValueError, KeyError, OverflowError) as error:
       raise ValueError(f"line {number} is no event: {line!r}") from error
+    rows.append(row)
   if not rows:
     raise ValueError("the trace holds no event")
   return _trace(rows)

@@ -1,5 +1,6 @@
 """Learning rates over updates, in the form the papers of this field use."""
 
+import collections
 from collections.abc import Sequence
 
 import optax
@@ -45,7 +46,11 @@ def warmup_steps(
   if not warmup and not boundaries:
     return peak
   drops = optax.piecewise_constant_schedule(
-    peak, {int(boundary) - warmup: factor for boundary in boundaries}
+    peak,
+    {
+      boundary - warmup: factor**count
+      for boundary, count in collections.Counter(map(int, boundaries)).items()
+    },
   )
   if not warmup:
     return drops

@@ -100,7 +100,7 @@ ROWS = [[1.0, 2.0, 4.0], [8.0], [16.0, 32.0]]
 RANDOM = {
   "homogeneous": durations.homogeneous,
   "heterogeneous": durations.heterogeneous,
-  "measured": lambda seed: durations.measured(ROWS, seed=seed),
+  "measured": lambda seed: durations.measured(ROWS, resample=True, seed=seed),
 }
 
 
@@ -156,8 +156,8 @@ def test_measured_times_play_in_their_order_over_and_over():
   assert take(clock, 3, 4) == [1, 2, 4, 1]  # a fourth worker uses row 0 again
 
 
-def test_measured_times_are_drawn_with_replacement_when_seeded():
-  clock = durations.measured(ROWS, seed=0)
+def test_measured_times_are_drawn_with_replacement_when_resampled():
+  clock = durations.measured(ROWS, resample=True)
   times = take(clock, 0, 3000)
   # The standard error of each share is sqrt(1 / 3 * 2 / 3 / 3000) = 0.0086.
   shares = [times.count(time) / 3000 for time in ROWS[0]]
