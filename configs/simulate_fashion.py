@@ -22,7 +22,7 @@ def get_config(arg=None):
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
     # Without momentum, so at a larger rate.
-    dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.04),
+    dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.016),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
   )
@@ -31,7 +31,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2)
   config.batch_size = 64
   config.epochs = 2.0
-  config.learning_rate = 0.01
+  config.learning_rate = 0.004
   config.schedule = dict(
     warmup_epochs=0.2, decay_epochs=(1.5,), decay_factor=0.1
   )

@@ -309,7 +309,8 @@ def _warnings(result) -> list[str]:
   lines = []
   limit, product = result["rate_x_sharpness_limit"], result["rate_x_sharpness"]
   remedy = "fewer workers, or a cure such as dana_zero or gap_aware"
-  if _known(product) and product > limit:
+  # A tolerance of one step of the limit's grid.
+  if _known(product) and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
     lines.append(
       f"warning: {result['cell']}: learning rate x sharpness reached"

@@ -162,6 +162,26 @@ def test_the_csv_holds_the_numbers_of_the_figure_and_the_table(finished):
     assert printed == pytest.approx(100 * float(row["test_accuracy"]), abs=0.06)
 
 
+def test_evaluating_changes_nothing(finished, tmp_path):
+  out, _ = finished
+  other = tmp_path / "out"
+  finish(
+    *(a for a in SMALL if "evaluations" not in a),
+    "--config.evaluations=11",
+    "--config.curvature_checks=11",
+    f"--out={other}",
+  )
+  for cell in (out / "cells").iterdir():
+    a, b = (read(o / "cells" / cell.name / "result.json") for o in (out, other))
+    assert a["params_sha256"] == b["params_sha256"]
+    with (
+      np.load(cell / "records.npz") as x,
+      np.load(other / "cells" / cell.name / "records.npz") as y,
+    ):
+      for column in x.files:
+        np.testing.assert_array_equal(x[column], y[column])
+
+
 def test_the_resolved_config_is_kept(finished):
   out, _ = finished
   config = read(out / "config.json")
