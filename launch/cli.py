@@ -1,6 +1,7 @@
 """How every command starts and fails: one clear line, and a status not 0."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -67,6 +68,9 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     except Stopped as stop:
       print(stop, file=sys.stderr)
       sys.exit(stop.status)
+    except KeyboardInterrupt:
+      print("interrupted", file=sys.stderr)
+      sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
       if os.environ.get("ASGD_TRACEBACK"):
         raise

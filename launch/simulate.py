@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from asgd import base, diagnosis, problems, simulator
+from asgd import base, diagnosis, simulator
 from launch import checkpoints, cli, experiment, figures, outputs, progress
 
 _CONFIG = cli.define_config()
@@ -65,6 +65,11 @@ def _summary(records: base.Records) -> dict[str, float]:
   }
 
 
+def _finite(records: base.Records) -> np.ndarray:
+  """Which messages left finite numbers, bool[U]."""
+  return np.isfinite(records.loss) & np.isfinite(records.update_norm)
+
+
 def _part(records: base.Records, start: int) -> base.Records:
   return base.Records(*(column[start:] for column in records))
 
@@ -97,6 +102,7 @@ class _CellRun:
     self._parts = [saved.records]
     self.rows = saved.notes
     self.message = len(saved.records.loss)  # received so far
+    self.diverged = not _finite(saved.records).all()
     self._log = outputs.CellLog(folder, board, self.rows)
 
   def advance(self, messages: int) -> base.Records:
@@ -111,7 +117,7 @@ class _CellRun:
     )
     self._parts.append(part)
     self.message = end
-    self._require_finite(part)
+    self._look_for_nan(part)
     if end == self._next_evaluation():
       self._evaluate()
     return part
@@ -121,7 +127,9 @@ class _CellRun:
 
   @property
   def finished(self) -> bool:
-    """Whether every evaluation has been made."""
+    """Whether the last evaluation, or the first after a NaN, was made."""
+    if self.diverged:
+      return bool(self.rows) and self.rows[-1]["message"] == self.message
     return len(self.rows) == len(self._evaluations)
 
   def _records(self):
@@ -137,9 +145,12 @@ class _CellRun:
     self._log.close()
     self._checkpoints.close()
 
-  def _require_finite(self, part):
-    finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
-    if finite.all():
+  def _look_for_nan(self, part):
+    finite = _finite(part)
+    if finite.all() or self.diverged:
+      return
+    self.diverged = True
+    if self._exp.config["on_nan"] == "record":
       return
     first = int(np.argmin(finite))
     cell, plan = self._cell, self._plan
@@ -181,21 +192,15 @@ class _CellRun:
     self.rows.append(row)
     self._log.write(row)
 
-  def result(self, seconds: float, *, diverged: bool) -> dict[str, Any]:
+  def result(self, seconds: float) -> dict[str, Any]:
     """What the cell came to."""
-    cell, plan, exp = self._cell, self._plan, self._exp
+    cell, plan = self._cell, self._plan
     records, state = self._records(), self.simulation.server
-    if diverged:  # since the last evaluation, or before the first
-      final = exp.problem.evaluate(state.params)
-    else:
-      last = self.rows[-1]
-      final = problems.Evaluation(last["test_loss"], last["test_accuracy"])
-    sent = final
+    last = self.rows[-1]
+    sent_accuracy = last["test_accuracy"]
     if not plan.server.sends_current:
       ticket = plan.server.send(state, jax.numpy.int32(0))
-      sent = exp.problem.evaluate(ticket.params)
-    checked = [r for r in self.rows if r.get("sharpness") is not None]
-    sharpest = max((r["sharpness"] for r in checked), default=float("nan"))
+      sent_accuracy = self._exp.problem.evaluate(ticket.params).accuracy
     return {
       "cell": cell.name,
       "algorithm": cell.title,
@@ -205,20 +210,23 @@ class _CellRun:
       "messages": len(records.loss),
       "updates": int(state.version),
       "simulated_time": float(records.time[-1]),
-      "test_accuracy": final.accuracy,
-      "test_loss": final.loss,
-      "sent_accuracy": sent.accuracy,
+      "test_accuracy": last["test_accuracy"],
+      "test_loss": last["test_loss"],
+      "sent_accuracy": sent_accuracy,
       **_summary(records),
       "learning_rate": plan.learning_rate,
-      "rate_x_sharpness": max(
-        (r["rate_x_sharpness"] for r in checked), default=float("nan")
-      ),
+      "rate_x_sharpness": self._largest("rate_x_sharpness"),
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "sharpness": sharpest,
-      "diverged": diverged or self._grew(),
+      "sharpness": self._largest("sharpness"),
+      "diverged": self.diverged or self._grew(),
       "params_sha256": checkpoints.digest(state.params),
       "seconds": seconds,
     }
+
+  def _largest(self, key):
+    """The largest finite value in the evaluations that have it, else NaN."""
+    values = [r[key] for r in self.rows if _known(r.get(key))]
+    return max(values, default=float("nan"))
 
   def _grew(self) -> bool:
     """Whether the training loss rose again and ended no better than chance."""
@@ -245,17 +253,10 @@ def _run_cell(run: _CellRun, exp, cell, bar, signals) -> dict[str, Any]:
   """Runs one cell to its end, or raises Stopped after saving it."""
   start = saved = time.monotonic()
   bar.skip(run.message)
-  chunk, diverged = 16, False
+  chunk = 16
   while not run.finished:
     began = time.monotonic()
-    try:
-      part = run.advance(chunk)
-    except NotFinite as error:
-      if exp.config["on_nan"] != "record":
-        raise
-      bar.line(f"warning: {error}")
-      diverged = True
-      break
+    part = run.advance(chunk)
     now = time.monotonic()
     chunk = max(1, round(chunk * min(2, _CHUNK_SECONDS / (now - began))))
     bar.update(
@@ -275,7 +276,7 @@ def _run_cell(run: _CellRun, exp, cell, bar, signals) -> dict[str, Any]:
     if now - saved >= exp.config["checkpoint_seconds"] and not run.finished:
       run.save()
       saved = time.monotonic()
-  result = run.result(time.monotonic() - start, diverged=diverged)
+  result = run.result(time.monotonic() - start)
   run.finish(result)
   return result
 
@@ -320,7 +321,7 @@ def _warnings(result) -> list[str]:
     )
   if result["diverged"]:
     lines.append(
-      f"warning: {result['cell']}: the loss diverges. Try a lower learning"
+      f"warning: {result['cell']}: the loss diverged. Try a lower learning"
       f" rate, a longer warm-up, {remedy}"
     )
   return lines
