@@ -7,11 +7,14 @@ number of workers, and these two in common:
 
   momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
                 in which v does not hold the learning rate eta;
-  weight_decay  added to gradients at the server, as weight_decay * params of
+  weight_decay  added to gradients as weight_decay * params: the server's, at
                 the server, after any compensation and before the momentum.
+                Gap-Aware penalises it with the gradient; in DANA-Slim, whose
+                momentum is the worker's, so is the decay.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +32,7 @@ class Recipe(NamedTuple):
   per_message: optax.GradientTransformation | None = None  # at the server
   every: int = 1  # messages per update
   order: str = "asynchronous"  # the protocol it is meant for
+  workers: int | None = None  # most workers it can serve; None is any
 
   def server(
     self,
@@ -36,17 +40,27 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds its server, which also owns the statistics of BatchNorm."""
+    """Builds its server, which also owns the statistics of BatchNorm.
+
+    Raises:
+      ValueError: if the algorithm is a bare optax transform.
+    """
+    if not hasattr(self.algorithm, "send"):
+      raise ValueError(
+        "a Recipe needs an Algorithm, not an optax transform: wrap it with"
+        " asgd.as_algorithm(tx)"
+      )
     return server_lib.make_server(
       transforms.own_statistics(self.algorithm, statistics_decay),
       every=self.every,
       gate=gate,
       per_message=self.per_message,
+      workers=self.workers,
     )
 
 
 def _decay(weight_decay: float) -> optax.GradientTransformation:
-  if not weight_decay >= 0:
+  if not 0 <= weight_decay < math.inf:
     raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
   if weight_decay == 0:
     return optax.identity()
@@ -172,7 +186,7 @@ def staleness_aware(
   weight_decay: float = 0.0,
   splits: int | None = None,
 ) -> Recipe:
-  """Divides each gradient by its staleness (Zhang et al. 2016, eq. 6).
+  """Divides each gradient by its staleness (Zhang et al. 2016).
 
   Args:
     learning_rate: alpha_0 of the paper.
@@ -184,7 +198,7 @@ def staleness_aware(
   """
   every = 1
   if splits is not None:
-    if not 1 <= splits <= workers:
+    if not isinstance(splits, int) or not 1 <= splits <= workers:
       raise ValueError(
         f"splits must be from 1 to the {workers} workers, not {splits}"
       )
@@ -204,7 +218,7 @@ def dc_asgd_c(
   weight_decay: float = 0.0,
   strength: float = 0.04,
 ) -> Recipe:
-  """Delay compensation with a constant lambda (Zheng et al. 2017, eq. 10)."""
+  """Delay compensation with a constant lambda (Zheng et al. 2017)."""
   del workers
   compensate = transforms.delay_compensation(strength)
   return Recipe(_sgd(learning_rate, momentum, weight_decay, compensate))
@@ -220,7 +234,7 @@ def dc_asgd_a(
   decay: float = 0.95,
   scope: str = "server",
 ) -> Recipe:
-  """Delay compensation with an adaptive lambda (Zheng et al. 2017, eq. 14).
+  """Delay compensation with an adaptive lambda (Zheng et al. 2017).
 
   Args:
     learning_rate: eta.
@@ -376,7 +390,8 @@ def build(
   """
   maker = names.lookup("algorithm", name, RECIPES)
   transforms.check_workers(workers)
-  if not callable(learning_rate) and not learning_rate > 0:
+  if not callable(learning_rate) and not 0 < learning_rate < math.inf:
     raise ValueError(f"learning_rate must be positive, not {learning_rate}")
   common = {"learning_rate": learning_rate, "workers": workers}
-  return names.call("algorithm", name, maker, {**common, **kwargs})
+  recipe = names.call("algorithm", name, maker, {**common, **kwargs})
+  return recipe._replace(workers=workers)

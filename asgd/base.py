@@ -115,7 +115,7 @@ class ServerState(NamedTuple):
   params: optax.Params
   opt_state: optax.OptState
   version: jax.Array  # int32[]
-  inbox: Any  # messages waiting for an update; () when every == 1
+  inbox: Any  # messages waiting for an update (`server.Inbox`)
 
 
 class Report(NamedTuple):
@@ -141,6 +141,7 @@ class Server(NamedTuple):
     [ServerState, Ticket, optax.Updates], tuple[ServerState, Report]
   ]
   sends_current: bool
+  workers: int | None = None  # most workers it can serve; None is any
 
 
 class Metrics(NamedTuple):

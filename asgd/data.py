@@ -134,11 +134,14 @@ def load(
              version, archived or unpacked; a folder of pictures, or
              cifar10_jpeg.tar.xz, as split/class/name; the authors' download
 
+    folder   pictures of your own in `data_dir`, all of one size, as
+             split/class/name with the splits train and test; named after it
+
   Pictures may be JPEGs, which are lossy: accuracies on them are not those of
   CIFAR-10, so the answer is then named "cifar10_jpeg".
 
   Args:
-    name: one of the four names above.
+    name: one of the names above.
     data_dir: folder with the files.
     cache_dir: folder for downloads and decoded pictures; by default
       $ASGD_CACHE, else ~/.cache/asgd.
@@ -158,11 +161,22 @@ def load(
   """
   loader = names.lookup("dataset", name, _LOADERS)
   if data_dir is not None:
-    data_dir = Path(data_dir).expanduser()
+    data_dir = _expand(data_dir, "data_dir")
   if cache_dir is None:
     cache_dir = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
-  cache_dir = Path(cache_dir).expanduser()
-  return loader(data_dir, cache_dir, download)
+  if loader is _load_digits:
+    return loader(data_dir, None, download)  # needs no cache, nor a home
+  return loader(data_dir, _expand(cache_dir, "ASGD_CACHE"), download)
+
+
+def _expand(folder: str | os.PathLike, name: str) -> Path:
+  try:
+    return Path(folder).expanduser()
+  except RuntimeError as error:
+    raise ValueError(
+      f"{name} {str(folder)!r} begins with a home folder that is not known;"
+      f" give {name} in full"
+    ) from error
 
 
 def _dataset(
@@ -313,6 +327,23 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
   )
 
 
+def _load_folder(data_dir, cache_dir, download) -> Dataset:
+  del cache_dir, download
+  if data_dir is None:
+    raise ValueError(
+      "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
+      " train/CLASS/NAME.png and test/CLASS/NAME.png"
+    )
+  if not all((data_dir / split).is_dir() for split in ("train", "test")):
+    raise ValueError(
+      f"data_dir {data_dir} does not hold pictures as train/CLASS/NAME and"
+      " test/CLASS/NAME"
+    )
+  arrays, _ = formats.read_image_folder(data_dir)
+  name = data_dir.resolve().name
+  return _dataset(name, f"file {data_dir}", arrays, _count(arrays))
+
+
 def _count(arrays: formats.Arrays) -> int:
   # Classes are the folders that hold training pictures, so none is empty.
   return int(arrays.train_labels.max()) + 1
@@ -323,6 +354,7 @@ _LOADERS = {
   "fashion": _load_fashion,
   "mnist": _load_mnist,
   "cifar10": _load_cifar10,
+  "folder": _load_folder,
 }
 
 

@@ -96,8 +96,9 @@ def curvature_limit(
   """Finds the largest curvature at which a recipe is stable along an order.
 
   Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
-  1e-4 to 4 over the learning rate, and takes the last before the first that
-  does not shrink w over the second half of the order.
+  1e-4 to 4 over the learning rate, and takes the last before the first at which
+  w does not shrink from the second to the last quarter of the order. What it
+  finds is below the true limit by up to one step of the grid.
 
   Args:
     recipe: built with a constant learning rate.

@@ -20,7 +20,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   Raises:
     ValueError: if there is no such name, with the nearest one.
   """
-  if name not in table:
+  if not isinstance(name, str) or name not in table:
     raise ValueError(f"unknown {kind} {name!r}; {nearest(name, table)}")
   return table[name]
 

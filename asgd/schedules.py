@@ -1,6 +1,7 @@
 """Learning rates over updates, in the form the papers of this field use."""
 
 import collections
+import math
 from collections.abc import Sequence
 
 import optax
@@ -29,14 +30,14 @@ def warmup_steps(
   Raises:
     ValueError: for values out of range, or a drop inside the warm-up.
   """
-  if not peak > 0:
+  if not 0 < peak < math.inf:
     raise ValueError(f"learning_rate must be positive, not {peak}")
   if warmup < 0 or not 0 <= start <= peak:
     raise ValueError(
       f"warm-up must take 0 or more updates (not {warmup}) and start between 0"
       f" and the peak {peak} (not at {start})"
     )
-  if boundaries and not factor > 0:
+  if boundaries and not 0 < factor < math.inf:
     raise ValueError(f"decay factor must be positive, not {factor}")
   if any(boundary < warmup for boundary in boundaries):
     raise ValueError(

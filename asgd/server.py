@@ -70,8 +70,8 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
   """Distance between the parameters and those a message was computed at.
 
-  ||params - sent_params||_2 / sqrt(k) over the k trained parameters (Barkai et
-  al. 2020, section 3; Hakimi et al. 2019, equation 5). For an algorithm that
+  ||params - sent_params||_2 / sqrt(k) over the k trained parameters (Hakimi et
+  al. 2019; Barkai et al. 2020). For an algorithm that
   looks ahead, `sent_params` is the look-ahead, not the parameters of its time.
   """
   difference = jax.tree.map(
@@ -86,6 +86,7 @@ def make_server(
   every: int = 1,
   gate: Gate = accept_all,
   per_message: optax.GradientTransformation | None = None,
+  workers: int | None = None,
 ) -> base.Server:
   """Builds the server of an algorithm.
 
@@ -98,6 +99,8 @@ def make_server(
       the version.
     per_message: a transform that scales each message by its own Delay before
       it is averaged, such as `scale_by_staleness`.
+    workers: how many workers the algorithm was built for, if it keeps something
+      for each; runtimes refuse more.
 
   Returns:
     The Server, pure functions to be compiled by the runtime.
@@ -202,7 +205,7 @@ def make_server(
     return state, report
 
   sends_current = algorithm.send is base.send_current
-  return base.Server(init, send, receive, sends_current)
+  return base.Server(init, send, receive, sends_current, workers)
 
 
 def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:

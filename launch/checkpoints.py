@@ -11,7 +11,6 @@ checksum over the arrays.
 """
 
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +65,12 @@ def _unpack(tree, holders, event):
   return simulator.Simulation(event, server, workers, tuple(tickets))
 
 
+def _brief(error: Exception) -> str:
+  """An exception's type and the beginning of its text, on one line."""
+  text = " ".join(str(error).split())
+  return f"{type(error).__name__}: {text[:200]}"
+
+
 class Checkpoints:
   """The last few checkpoints of one run, in one folder."""
 
@@ -85,7 +90,12 @@ class Checkpoints:
       simulation: at an event boundary, with at least one message received.
       records: of all messages so far.
       notes: any JSON.
+
+    Raises:
+      ValueError: if it cannot be written; what was there is left as it was.
     """
+    if simulation.event == self._manager.latest_step():
+      return  # restored from, or saved at, this very event
     tree, holders = _pack(simulation)
     leaves = jax.device_get(jax.tree.leaves((tree, records)))
     meta = {
@@ -95,13 +105,19 @@ class Checkpoints:
       "notes": notes,
     }
     arrays = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
-    self._manager.save(
-      simulation.event,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
-      ),
-      force=True,
-    )
+    try:
+      self._manager.save(
+        simulation.event,
+        args=ocp.args.Composite(
+          arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
+        ),
+        force=True,
+      )
+    except Exception as error:  # a full disk makes orbax raise anything
+      raise ValueError(
+        f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
+        " room and go on with --resume"
+      ) from error
 
   def restore(self, template: simulator.Simulation) -> Saved | None:
     """Returns the newest checkpoint that is whole, None if there is none.
@@ -115,14 +131,14 @@ class Checkpoints:
       try:
         return self._read(step, template)
       except Exception as error:  # whatever a damaged file makes orbax raise
-        reason = " ".join(str(error).split())[:200]
         aside = self._folder.parent / f"damaged-{step}"
-        shutil.rmtree(aside, ignore_errors=True)
+        while aside.exists():
+          aside = aside.with_name(aside.name + "-again")
         (self._folder / str(step)).rename(aside)
         self._manager.reload()
         print(
           f"warning: checkpoint {self._folder / str(step)} is damaged and is"
-          f" not used ({type(error).__name__}: {reason}); it is kept as"
+          f" not used ({_brief(error)}); it is kept as"
           f" {aside}. Using the one before it, or starting again",
           file=sys.stderr,
         )

@@ -1,5 +1,6 @@
 """How every command starts and fails: one clear line, and a status not 0."""
 
+import logging as std_logging
 import os
 import signal
 import sys
@@ -25,28 +26,58 @@ def fail(message: object) -> None:
   sys.exit(USAGE_ERROR)
 
 
-def define_config(default: str | None = None) -> flags.FlagHolder:
-  """Defines --config=FILE.py and the --config.KEY=VALUE overrides."""
+_overrides: list[tuple[str, str]] = []  # (KEY, VALUE) of --config.KEY=VALUE
+
+
+def define_config() -> flags.FlagHolder:
+  """Defines --config=FILE.py; overrides are read by `overrides`."""
   return config_flags.DEFINE_config_file(
-    "config", default, "Python file with get_config().", lock_config=True
+    "config",
+    None,
+    "Python file with get_config(); --config.KEY=VALUE overrides its keys.",
   )
 
 
+def overrides() -> list[tuple[str, str]]:
+  """Returns the (KEY, VALUE) of each --config.KEY=VALUE, in their order.
+
+  config_flags takes overrides of keys that a file spells out, in the type that
+  it has there. Here a key may also be one that the file leaves at its default,
+  such as any argument of a model or a recipe; `experiment.override` checks it.
+  """
+  return list(_overrides)
+
+
 def _parse(argv: Sequence[str]) -> Sequence[str]:
-  for argument in argv[1:]:
-    name, _, path = argument.lstrip("-").partition("=")
-    if name == "config" and not os.path.isfile(path.split(":")[0]):
-      fail(f"--config={path}: there is no such file")
+  rest = []
+  _overrides.clear()
+  for argument in argv:
+    name, equals, value = argument.lstrip("-").partition("=")
+    if argument.startswith("-") and name.startswith("config."):
+      if not equals:
+        fail(f"write --{name}=VALUE")
+      _overrides.append((name.removeprefix("config."), value))
+      continue
+    if name == "config" and equals and not os.path.isfile(value.split(":")[0]):
+      fail(f"--config={value}: there is no such file")
+    rest.append(argument)
+  sys.argv[1:] = rest[1:]  # where config_flags looks for overrides itself
   try:
-    return flags.FLAGS(argv)
+    return flags.FLAGS(rest)
   except flags.Error as error:
-    return fail(error)
-  except (AttributeError, KeyError) as error:
-    # A key that the config does not have; the text names the nearest.
-    text = str(error).strip("\"'").replace("\\n", " ").replace("\\'", "'")
-    return fail(f"--config: no such key: {text}")
-  except Exception as error:
-    return fail(f"--config: {type(error).__name__}: {error}")
+    return fail(_last_line(error))
+  except Exception as error:  # whatever a user's config file raises
+    if "has no attribute 'get_config'" in str(error):
+      return fail("--config: the file defines no get_config()")
+    return fail(f"--config: {_last_line(error)}")
+
+
+def _last_line(error: Exception) -> str:
+  """What an error says, without the traceback it may quote."""
+  text = str(error).strip()
+  if "Traceback (most recent call last)" in text:
+    return text.splitlines()[-1]
+  return text
 
 
 def run(main: Callable[..., None], *, words: int = 0) -> None:
@@ -76,5 +107,10 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
         raise
       fail(error)
 
-  logging.set_verbosity(logging.ERROR)
+  # Libraries' own words about a failure come before our one line about it.
+  logging.set_verbosity(logging.FATAL)
+  std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
+  for stream in (sys.stdout, sys.stderr):
+    if stream is not None:
+      stream.reconfigure(errors="replace")
   app.run(guarded, flags_parser=_parse)

@@ -5,10 +5,15 @@ experiment is all of them on one problem. Everything that can be wrong with a
 config is found here, before anything is written or trained.
 """
 
+import ast
+import copy
 import functools
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 
 from asgd import (
@@ -47,6 +52,14 @@ DEFAULTS = {
 }
 # Sections whose other keys are arguments of what their name selects.
 _OPEN_SECTIONS = ("model", "order", "durations")
+# What the experiment passes to makers itself.
+_RESERVED = {
+  "model": ("classes",),
+  "order": ("durations", "workers", "messages", "delay"),
+  "durations": (),
+}
+_MOST_WORKERS, _MOST_MESSAGES = 10_000, 10**8
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LABEL_KEYS = ("recipe", "title", "workers", "learning_rate")
 
 
@@ -112,11 +125,73 @@ def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
       if key in _OPEN_SECTIONS and "name" in value:
         default = {}  # the arguments of another name's default mean nothing
       value = {**default, **value}
+    if isinstance(default, tuple) and isinstance(value, (str, int, float)):
+      value = [value]
     resolved[key] = _plain(value)
-  # As a flag, --config.only=asgd,dana_zero arrives as one string.
-  only = ",".join(map(str, resolved["only"])).split(",")
-  resolved["only"] = [label.strip() for label in only if label.strip()]
   return resolved
+
+
+def override(
+  config: ml_collections.ConfigDict | Mapping,
+  overrides: Iterable[tuple[str, str]],
+) -> dict[str, Any]:
+  """Applies command-line overrides to a config.
+
+  Args:
+    config: keys as in DEFAULTS.
+    overrides: (dotted key, text); text is a Python literal, or else a string.
+      A list may be written as 1,2,3, and one of one element as that element.
+      Another name for a model, an order or durations drops the arguments that
+      the config has for the old one.
+
+  Returns:
+    The config as plain data; `resolve` checks its keys.
+
+  Raises:
+    ValueError: for a key below something that is no section.
+  """
+  if isinstance(config, ml_collections.ConfigDict):
+    config = config.to_dict()
+  if not isinstance(config, Mapping):
+    raise ValueError(
+      f"get_config() must return a ConfigDict, not {type(config).__name__}"
+    )
+  config = copy.deepcopy(dict(config))
+  overrides = list(overrides)
+  # Names first, so that arguments of the new name survive in any order.
+  overrides.sort(key=lambda pair: not pair[0].endswith(".name"))
+  for path, text in overrides:
+    *sections, key = path.split(".")
+    place, default = config, DEFAULTS
+    for depth, section in enumerate(sections):
+      default = default.get(section, {}) if isinstance(default, Mapping) else {}
+      if section not in place and (depth or section not in DEFAULTS):
+        where = ".".join(sections[: depth + 1])
+        known = place if depth else DEFAULTS
+        raise ValueError(
+          f"unknown config key {where!r}; {_near(section, known)}"
+        )
+      if isinstance(default, dict):
+        place = place.setdefault(section, dict(default))
+      if not isinstance(default, dict) or not isinstance(place, dict):
+        raise ValueError(f"config.{path}: {section!r} has no keys below it")
+    old = place.get(key, default.get(key) if default else None)
+    value = _parse(text, old)
+    if key == "name" and sections[0] in _OPEN_SECTIONS and value != old:
+      place.clear()
+    place[key] = value
+  return config
+
+
+def _parse(text: str, old: Any) -> Any:
+  """Reads the text of an override, as a list where there was one."""
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    value = {"true": True, "false": False}.get(text, text)
+  if isinstance(old, (list, tuple)) and not isinstance(value, (list, tuple)):
+    return value.split(",") if isinstance(value, str) else [value]
+  return value
 
 
 def _near(key, known):
@@ -127,19 +202,24 @@ def _plain(value):
   """Tuples become lists, as they will be when read back from JSON."""
   if isinstance(value, Mapping):
     return {str(k): _plain(v) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
+  if isinstance(value, (list, tuple, range)):
     return [_plain(v) for v in value]
+  if value is not None and not isinstance(value, (bool, int, float, str)):
+    raise ValueError(
+      f"a config holds numbers, strings, lists and dicts, not {value!r}"
+    )
   return value
 
 
-def _numbers(config, key, smallest):
+def _numbers(config, key, least, most):
   values = config[key]
-  bad = [v for v in values if type(v) is not int or v < smallest]
+  values = values if isinstance(values, list) else [values]
+  bad = [v for v in values if type(v) is not int or not least <= v <= most]
   if bad or not values or len(set(values)) != len(values):
     what = bad[0] if bad else values
     raise ValueError(
-      f"config.{key} must be different whole numbers from {smallest}, at least"
-      f" one of them, not {what!r}"
+      f"config.{key} must be different whole numbers from {least} to {most}, at"
+      f" least one of them, not {what!r}"
     )
   return values
 
@@ -151,9 +231,9 @@ def _positive(config, key, *, or_zero=False):
   if isinstance(value, bool) or not isinstance(value, known):
     what = "whole number" if kind is int else "number"
     raise ValueError(f"config.{key} must be a {what}, not {value!r}")
-  if not (value > 0 or (or_zero and value == 0)):
+  if not (value > 0 or (or_zero and value == 0)) or value == math.inf:
     least = "0 or more" if or_zero else "positive"
-    raise ValueError(f"config.{key} must be {least}, not {value!r}")
+    raise ValueError(f"config.{key} must be {least} and finite, not {value!r}")
   return value
 
 
@@ -172,9 +252,17 @@ def build(
   Raises:
     ValueError: for anything wrong, naming it and the remedy.
   """
-  config = resolve(config)
-  _numbers(config, "workers", 1)
-  _numbers(config, "seeds", 0)
+  try:
+    return _build(resolve(config), data_dir)
+  except (TypeError, OverflowError, ArithmeticError, LookupError) as error:
+    raise ValueError(
+      f"a value in the config is of the wrong kind: {error}"
+    ) from error
+
+
+def _build(config, data_dir) -> Experiment:
+  _numbers(config, "workers", 1, _MOST_WORKERS)
+  _numbers(config, "seeds", 0, 2**32 - 1)
   for key in ("batch_size", "epochs", "learning_rate", "evaluations"):
     _positive(config, key)
   for key in ("evaluation_examples", "curvature_checks", "checkpoint_seconds"):
@@ -183,6 +271,17 @@ def build(
     raise ValueError(
       f"config.on_nan must be 'stop' or 'record', not {config['on_nan']!r}"
     )
+  if not isinstance(config["data"]["augment"], bool):
+    raise ValueError(
+      f"config.data.augment must be True or False, not"
+      f" {config['data']['augment']!r}"
+    )
+  for section in _OPEN_SECTIONS:
+    for key in _RESERVED[section]:
+      if key in config[section]:
+        raise ValueError(
+          f"config.{section}.{key} is set by other keys; drop it"
+        )
   cells = tuple(_cells(config))
   for cell in cells:
     _recipe(config, cell.label, cell.workers, config["learning_rate"])
@@ -198,10 +297,17 @@ def build(
     partition=config["data"]["partition"],
     evaluation_examples=config["evaluation_examples"],
   )
+  jax.eval_shape(problem.init, jax.random.key(0))  # the model fits the data
   experiment = Experiment(config, dataset, problem, cells)
   for cell in cells:
     _schedule(experiment, cell.label, cell.workers)
     problem.batches(cell.seed, cell.workers)
+    if messages(experiment, cell) > _MOST_MESSAGES:
+      raise ValueError(
+        f"config.epochs {config['epochs']:g} is"
+        f" {messages(experiment, cell):.3g} messages in one cell; use at most"
+        f" {_MOST_MESSAGES:.0e}"
+      )
     trace(experiment, cell, messages=cell.workers)
   return experiment
 
@@ -216,23 +322,40 @@ def _cells(config) -> Iterator[Cell]:
     )
   for label in config["only"]:
     names.lookup("label in config.only", label, labels)
+  titles = {}
   chosen = {}
   for label, entry in labels.items():
+    if not _LABEL.fullmatch(label):
+      raise ValueError(
+        f"config.algorithms: a label names a folder; use letters, digits and"
+        f" _.- for {label!r}, and its title for other text"
+      )
     if not isinstance(entry, Mapping) or "recipe" not in entry:
       raise ValueError(
         f"config.algorithms.{label} must be a dict with a recipe, one of"
         f" {', '.join(algorithms.RECIPES)}"
       )
     _check_options(label, entry)
+    title = str(entry.get("title", label))
+    if title in titles:
+      raise ValueError(
+        f"config.algorithms.{label} and .{titles[title]} have the same title"
+        f" {title!r}; give each its own"
+      )
+    titles[title] = label
     if not config["only"] or label in config["only"]:
-      own = _numbers(entry, "workers", 1) if "workers" in entry else None
+      own = (
+        _numbers(entry, "workers", 1, _MOST_WORKERS)
+        if "workers" in entry
+        else None
+      )
       chosen[label] = own or config["workers"]
   for workers in sorted({n for ns in chosen.values() for n in ns}):
     for label, numbers in chosen.items():
       if workers in numbers:
         for seed in config["seeds"]:
           title = labels[label].get("title", label)
-          yield Cell(label, title, workers, seed)
+          yield Cell(label, str(title), workers, seed)
 
 
 def _check_options(label, entry):

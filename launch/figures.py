@@ -12,7 +12,8 @@ Row = Mapping[str, Any]
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
   """Mean and sample standard deviation, NaN for the latter if only one."""
   values = np.asarray(values, float)
-  std = values.std(ddof=1) if len(values) > 1 else np.nan
+  with np.errstate(invalid="ignore", over="ignore"):
+    std = values.std(ddof=1) if len(values) > 1 else np.nan
   return float(values.mean()), float(std)
 
 
@@ -44,43 +45,106 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
     curves: one row per evaluation, as in metrics.jsonl.
 
   Returns:
-    Rows of panel, algorithm, workers, x, mean, std, seeds. Panels: "accuracy"
-    and "gap" against workers; "accuracy_curve" and "gap_curve" against epochs,
-    at the largest number of workers of each algorithm.
+    Rows of panel, algorithm, workers, x, mean, std, seeds. Panels: "accuracy",
+    "gap" and "time" (simulated, to the end) against workers; "accuracy_curve"
+    and "gap_curve" against epochs and "accuracy_by_time" against the mean
+    simulated time, at the largest number of workers of each algorithm.
   """
   points = []
-  for panel, key in (("accuracy", "test_accuracy"), ("gap", "gap_mean")):
+  for panel, key in (
+    ("accuracy", "test_accuracy"),
+    ("gap", "gap_mean"),
+    ("time", "simulated_time"),
+  ):
     for (title, workers), rows in _by(results, "algorithm", "workers").items():
       points.append(_point(panel, title, workers, workers, rows, key))
   largest: dict[str, int] = {}
   for row in results:
     title = row["algorithm"]
     largest[title] = max(largest.get(title, 0), row["workers"])
+  at_largest = [r for r in curves if r["workers"] == largest[r["algorithm"]]]
+  groups = _by(at_largest, "algorithm", "workers", "epoch")
   for panel, key in (
     ("accuracy_curve", "test_accuracy"),
     ("gap_curve", "gap_mean"),
+    ("accuracy_by_time", "test_accuracy"),
   ):
-    at_largest = [r for r in curves if r["workers"] == largest[r["algorithm"]]]
-    groups = _by(at_largest, "algorithm", "workers", "epoch")
     for (title, workers, epoch), rows in groups.items():
-      points.append(_point(panel, title, workers, epoch, rows, key))
+      x = epoch
+      if panel == "accuracy_by_time":
+        x, _ = mean_and_std([row["time"] for row in rows])
+      points.append(_point(panel, title, workers, x, rows, key))
   return points
 
 
 _PANELS = (
-  ("accuracy", "workers", "final test accuracy (%)"),
+  ("accuracy", "workers", "test accuracy (%)"),
   ("gap", "workers", "mean gap"),
+  ("time", "workers", "simulated time"),
   ("accuracy_curve", "epoch", "test accuracy (%)"),
   ("gap_curve", "epoch", "mean gap"),
+  ("accuracy_by_time", "simulated time", "test accuracy (%)"),
 )
+_ACCURACY_TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.9)
+_BEST = 100.3  # percent; where the logarithm of the error would end
+
+
+def _spread_accuracy(axis) -> None:
+  """Spaces accuracies by the logarithm of the error, so that 96 and 97 % can be
+  told apart beside a run that collapsed."""
+  low, high = axis.get_ylim()
+  low, high = max(low, 0), min(high, 100)
+  axis.set_yscale(
+    "function",
+    functions=(
+      lambda a: -np.log10(np.maximum(_BEST - a, 1e-3)),
+      lambda y: _BEST - 10.0 ** (-y),
+    ),
+  )
+  axis.set_ylim(low, high)
+  axis.set_yticks([t for t in _ACCURACY_TICKS if low <= t <= high])
+  axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+  axis.minorticks_off()
+
+
+def _band(mean, std, logarithmic):
+  """One standard deviation either way; by a factor on logarithmic axes, where
+  mean - std may not be drawable."""
+  if not logarithmic:
+    return mean - std, mean + std
+  with np.errstate(invalid="ignore", divide="ignore"):
+    factor = np.where(mean > 0, 1 + std / mean, 1.0)
+  return mean / factor, mean * factor
+
+
+def _draw_rows(axis, rows, style, *, scale, curve, level):
+  """Draws one algorithm in one panel: a curve with a band, a horizontal line
+  (`level`), or points with bars."""
+  rows = [row for row in rows if np.isfinite(row["mean"])]
+  if not rows:
+    return
+  x = np.array([row["x"] for row in rows], float)
+  mean = scale * np.array([row["mean"] for row in rows], float)
+  std = scale * np.nan_to_num([row["std"] for row in rows])
+  low, high = _band(mean, std, logarithmic=scale == 1)
+  plain = {key: style[key] for key in ("color", "label")}
+  shade = {"color": style["color"], "alpha": 0.15, "lw": 0}
+  if curve:
+    axis.plot(x, mean, **style)
+    axis.fill_between(x, low, high, **shade)
+  elif level:
+    axis.axhline(mean[0], ls="--", **plain)
+    axis.axhspan(low[0], high[0], **shade)
+  else:
+    axis.errorbar(x, mean, (mean - low, high - mean), capsize=3, **style)
 
 
 def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
   """Draws the points of `numbers` as STEM.png and STEM.svg.
 
-  Lines are means over seeds, bars and bands one standard deviation. An
-  algorithm that ran at one number of workers, which no sweep of the others
-  has, is a horizontal line in the panels against workers.
+  Lines are means over seeds, bars and bands one standard deviation (by a factor
+  on logarithmic axes). An algorithm that ran at one number of workers, which no
+  sweep of the others has, is a horizontal line in the panels against workers.
 
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
@@ -91,54 +155,59 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
   from matplotlib import pyplot as plt
 
   titles = list(dict.fromkeys(point["algorithm"] for point in points))
-  colors = {t: plt.get_cmap("tab10")(i % 10) for i, t in enumerate(titles)}
-  markers = {t: "osv^D*XPhd"[i % 10] for i, t in enumerate(titles)}
-  figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+  styles = {
+    title: {
+      "color": plt.get_cmap("tab10")(i % 10),
+      "marker": "osv^D*XPhd"[i % 10],
+      "ms": 5,
+      "label": title.replace("$", r"\$"),  # no mathematics
+    }
+    for i, title in enumerate(titles)
+  }
   at = {
     t: {p["workers"] for p in points if p["algorithm"] == t} for t in titles
   }
   swept = set().union(*(ns for ns in at.values() if len(ns) > 1))
   swept = swept or set().union(*at.values())
+  figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
   for axis, (panel, xlabel, ylabel) in zip(axes.flat, _PANELS, strict=True):
+    shown = [p for p in points if p["panel"] == panel]
     scale = 100 if "accuracy" in panel else 1
+    against_workers = xlabel == "workers"
     for title in titles:
-      rows = [
-        p for p in points if p["panel"] == panel and p["algorithm"] == title
-      ]
-      x = np.array([row["x"] for row in rows], float)
-      mean = scale * np.array([row["mean"] for row in rows], float)
-      std = scale * np.nan_to_num([row["std"] for row in rows])
-      style = {"color": colors[title], "label": title, "ms": 5}
-      if xlabel == "epoch":
-        axis.plot(x, mean, marker=markers[title], **style)
-        axis.fill_between(
-          x, mean - std, mean + std, color=colors[title], alpha=0.15, lw=0
-        )
-      elif len(x) == 1 and x[0] not in swept:
-        axis.axhline(mean[0], ls="--", color=colors[title], label=title)
-        axis.axhspan(
-          mean[0] - std[0], mean[0] + std[0], color=colors[title], alpha=0.15
-        )
-      else:
-        axis.errorbar(x, mean, std, marker=markers[title], capsize=3, **style)
-    if xlabel == "workers":
+      rows = [p for p in shown if p["algorithm"] == title]
+      _draw_rows(
+        axis,
+        rows,
+        styles[title],
+        scale=scale,
+        curve=not against_workers,
+        level=len(rows) == 1 and rows[0]["x"] not in swept,
+      )
+    if against_workers:
       ticks = sorted(swept)
       axis.set_xscale("log", base=2)
       axis.set_xticks(ticks, [str(t) for t in ticks])
       axis.minorticks_off()
-    positive = [p["mean"] for p in points if p["panel"] == panel]
-    if "gap" in panel and any(value > 0 for value in positive):
-      axis.set_yscale("log", nonpositive="clip")
-      axis.set_ylim(0.3 * min(v for v in positive if v > 0))
+    elif xlabel == "simulated time":
+      axis.set_xscale("log")
+    positive = [p["mean"] for p in shown if 0 < p["mean"] < np.inf]
+    if scale == 100:
+      _spread_accuracy(axis)
+    elif positive:
+      axis.set_yscale("log")
+      axis.set_ylim(0.3 * min(positive))
+    when = "at the end" if against_workers else "at the most workers"
+    axis.set_title(when, fontsize="medium")
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(alpha=0.3)
-  largest = max(p["workers"] for p in points)
-  axes[0, 0].set_title("after training, by number of workers")
-  axes[1, 0].set_title(f"during training, at {largest} workers")
-  axes[0, 1].legend(fontsize="small")
-  figure.suptitle(heading)
+  handles, labels = axes[0, 0].get_legend_handles_labels()
+  figure.legend(
+    handles, labels, loc="outside lower center", ncols=min(len(labels), 8)
+  )
+  figure.suptitle(heading.replace("$", r"\$"))
   paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
   for path in paths:
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
   plt.close(figure)
   return paths

@@ -4,6 +4,7 @@ OUT/
   config.json            the resolved config and what the data was
   cells/LABEL-nN-sSEED/  one training run
     checkpoints/         see launch/checkpoints.py
+    params.msgpack       final parameters, for flax.serialization
     metrics.jsonl        one row per evaluation
     records.npz          one row per received message
     result.json          written last: the cell is finished
@@ -15,13 +16,14 @@ OUT/
 
 import contextlib
 import csv
+import fcntl
 import io
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,11 +32,22 @@ from asgd import base
 _FREE = "choose another folder with --out=FOLDER"
 
 
-def write_atomically(path: Path, text: str) -> None:
-  """Writes a text file that is there whole or not at all."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+  """Writes a file that is there whole or not at all."""
+  if isinstance(content, str):
+    content = content.encode("utf-8", "replace")
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(text)
+  temporary.write_bytes(content)
   os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict | None:
+  """Returns the JSON object in a file, None if there is none to be read."""
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except (FileNotFoundError, ValueError):
+    return None
+  return value if isinstance(value, dict) else None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -69,14 +82,13 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def _read_identity(folder: Path) -> dict | None:
-  try:
-    return json.loads((folder / "config.json").read_text())
-  except FileNotFoundError:
+  path = folder / "config.json"
+  if not path.exists():
     return None
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ValueError(
-      f"{folder / 'config.json'} cannot be read ({error}); {_FREE}"
-    ) from error
+  held = read_json(path)
+  if held is None:
+    raise ValueError(f"{path} cannot be read: it is no JSON object; {_FREE}")
+  return held
 
 
 def open_folder(
@@ -103,28 +115,62 @@ def open_folder(
     folder = _numbered(Path("runs"), name, identity, resume)
   else:
     folder = Path(out)
-    held = _read_identity(folder) if folder.is_dir() else None
-    if folder.exists() and not folder.is_dir():
-      raise ValueError(f"--out={out} is a file; {_FREE}")
-    if held is None and folder.is_dir() and any(folder.iterdir()):
-      raise ValueError(
-        f"--out={out} is not empty and holds no experiment; {_FREE}"
-      )
-    if held is not None:
-      differences = _differences(_fixed(held), _fixed(identity))
-      if differences:
-        raise ValueError(
-          f"--out={out} holds another experiment"
-          f" ({'; '.join(differences[:3])}); {_FREE}"
-        )
-      if not resume:
-        raise ValueError(
-          f"--out={out} holds this experiment already; add --resume to go on"
-          f" with it, or {_FREE}"
-        )
-  folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder, identity, resume)
+    folder.mkdir(parents=True, exist_ok=True)
+  _lock(folder)
   write_atomically(folder / "config.json", to_json(identity, indent=2) + "\n")
   return folder
+
+
+def _check_folder(folder, identity, resume):
+  """Raises ValueError unless the folder is free, or holds `identity`."""
+  if not folder.exists():
+    return
+  if not folder.is_dir():
+    raise ValueError(f"--out={folder} is a file; {_FREE}")
+  held = _read_identity(folder)
+  if held is None:
+    # A run killed at its start leaves a lock and nothing else.
+    if any(path.name not in _STARTED for path in folder.iterdir()):
+      raise ValueError(
+        f"--out={folder} is not empty and holds no experiment; {_FREE}"
+      )
+    return
+  differences = _differences(_fixed(held), _fixed(identity))
+  if differences:
+    raise ValueError(
+      f"--out={folder} holds another experiment"
+      f" ({'; '.join(differences[:3])}); {_FREE}"
+    )
+  if not resume:
+    raise ValueError(
+      f"--out={folder} holds this experiment already; add --resume to go on"
+      f" with it, or {_FREE}"
+    )
+
+
+_LOCK = ".lock"
+_STARTED = (_LOCK, "config.json.tmp")
+_locks: list[IO] = []  # held until the process ends, however it ends
+
+
+def _lock(folder):
+  """Keeps a second process from writing to the same folder."""
+  file = (folder / _LOCK).open("w")
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    file.close()
+    raise ValueError(
+      f"{folder} is in use by another process; wait for it, or {_FREE}"
+    ) from error
+  _locks.append(file)
+
+
+def release() -> None:
+  """Lets go of the folders that this process holds."""
+  while _locks:
+    _locks.pop().close()
 
 
 def _fixed(identity):
@@ -132,27 +178,44 @@ def _fixed(identity):
 
 
 def _numbered(root, name, identity, resume):
+  """Finds the newest folder of this experiment, or makes the next free one."""
   pattern = re.compile(re.escape(name) + r"-(\d+)$")
   numbers = sorted(
     int(match[1])
     for path in (root.iterdir() if root.is_dir() else ())
     if (match := pattern.match(path.name))
   )
-  if resume:
+  if resume and numbers:
+    differences = []
     for number in reversed(numbers):
       folder = root / f"{name}-{number:03d}"
       held = _read_identity(folder)
       if held is not None and _fixed(held) == _fixed(identity):
         return folder
-  return root / f"{name}-{max(numbers, default=0) + 1:03d}"
+      if held is not None and not differences:
+        differences = _differences(_fixed(held), _fixed(identity))[:3]
+        differences = [f"in {folder}, {'; '.join(differences)}"]
+    raise ValueError(
+      f"nothing to resume: no {root}/{name}-* holds this experiment"
+      f" ({''.join(differences) or 'they are empty'}); use the command it was"
+      " started with, or start a new one without --resume"
+    )
+  number = max(numbers, default=0) + 1
+  while True:
+    folder = root / f"{name}-{number:03d}"
+    try:
+      folder.mkdir(parents=True)
+    except FileExistsError:  # another process was faster
+      number += 1
+    else:
+      return folder
 
 
 def save_records(path: Path, records: base.Records) -> None:
   """Writes records as an .npz of columns, whole or not at all."""
-  temporary = path.with_name(path.name + ".tmp")
-  with temporary.open("wb") as file:
-    np.savez_compressed(file, **records._asdict())
-  os.replace(temporary, path)
+  content = io.BytesIO()
+  np.savez_compressed(content, **records._asdict())
+  write_atomically(path, content.getvalue())
 
 
 class CellLog:
@@ -166,7 +229,7 @@ class CellLog:
     rows = list(rows)
     text = "".join(to_json(row) + "\n" for row in rows)
     write_atomically(folder / "metrics.jsonl", text)
-    self._file = (folder / "metrics.jsonl").open("a")
+    self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
     self._board = None
     if board is not None:
       with contextlib.suppress(ImportError):
@@ -182,6 +245,8 @@ class CellLog:
     if self._board is None:
       return
     for key, value in row.items():
+      if key in ("workers", "seed", "message"):
+        continue  # they say which curve and where, and are none
       if isinstance(value, (int, float)) and np.isfinite(value):
         self._board.add_scalar(key, value, row["message"])
 

@@ -1,5 +1,6 @@
 """Progress: a bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
 from typing import TextIO
@@ -11,7 +12,11 @@ class Progress:
   """Shows how far an experiment is, and the state of its current cell."""
 
   def __init__(
-    self, total: int, *, stream: TextIO = sys.stderr, seconds: float = 15.0
+    self,
+    total: int,
+    *,
+    stream: TextIO | None = sys.stderr,
+    seconds: float = 15.0,
   ):
     """Starts.
 
@@ -20,6 +25,7 @@ class Progress:
       stream: a bar is drawn if this is a terminal.
       seconds: between two lines if it is not.
     """
+    stream = stream or open(os.devnull, "w")  # noqa: SIM115  (closed stderr)
     self._stream = stream
     self._total = total
     self._done = 0

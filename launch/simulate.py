@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import numpy as np
 from absl import flags
@@ -31,16 +32,16 @@ _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder with the dataset's files. Default: look for them."
 )
 
+_CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 _CHUNK_SECONDS = 0.25  # between two looks at clocks and signals
-_BLOWN_UP = 1.15  # times the best training loss
 
 
 class _Signals:
-  """Remembers the first SIGINT or SIGTERM; a second one interrupts at once."""
+  """Remembers the first request to stop; a second one interrupts at once."""
 
   def __init__(self):
     self.received = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, self._handle)
 
   def _handle(self, number, frame):
@@ -196,7 +197,7 @@ class _CellRun:
     """What the cell came to."""
     cell, plan = self._cell, self._plan
     records, state = self._records(), self.simulation.server
-    last = self.rows[-1]
+    last, products = self.rows[-1], self._products()
     sent_accuracy = last["test_accuracy"]
     if not plan.server.sends_current:
       ticket = plan.server.send(state, jax.numpy.int32(0))
@@ -204,10 +205,12 @@ class _CellRun:
     return {
       "cell": cell.name,
       "algorithm": cell.title,
+      "recipe": self._exp.config["algorithms"][cell.label]["recipe"],
       "workers": cell.workers,
       "seed": cell.seed,
       "order": plan.order,
       "messages": len(records.loss),
+      "evaluations": len(self.rows),
       "updates": int(state.version),
       "simulated_time": float(records.time[-1]),
       "test_accuracy": last["test_accuracy"],
@@ -215,31 +218,40 @@ class _CellRun:
       "sent_accuracy": sent_accuracy,
       **_summary(records),
       "learning_rate": plan.learning_rate,
-      "rate_x_sharpness": self._largest("rate_x_sharpness"),
+      "rate_x_sharpness": products[0],
+      "sustained": products[min(1, len(products) - 1)],
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "sharpness": self._largest("sharpness"),
-      "diverged": self.diverged or self._grew(),
+      "diverged": self.diverged or self._collapsed(),
       "params_sha256": checkpoints.digest(state.params),
       "seconds": seconds,
     }
 
-  def _largest(self, key):
-    """The largest finite value in the evaluations that have it, else NaN."""
-    values = [r[key] for r in self.rows if _known(r.get(key))]
-    return max(values, default=float("nan"))
+  def _products(self) -> list[float]:
+    """Learning rate x sharpness where it is known, the largest first. The
+    second largest is sustained: one check may be of a moment only."""
+    values = [r.get("rate_x_sharpness") for r in self.rows]
+    return sorted(filter(_known, values), reverse=True) or [float("nan")]
 
-  def _grew(self) -> bool:
-    """Whether the training loss rose again and ended no better than chance."""
+  def _collapsed(self) -> bool:
+    """Whether the training loss blew up and ended no better than chance."""
     losses = [row["train_loss"] for row in self.rows]
     chance = np.log(self._exp.dataset.classes)
-    return bool(losses) and losses[-1] > max(
-      0.9 * chance, _BLOWN_UP * min(losses)
+    if losses[-1] < 0.9 * chance:
+      return False  # it has learnt something
+    return bool(
+      losses[-1] > 1.15 * min(losses)
+      or losses[0] > 1.5 * chance
+      or max(losses) > 1.1 * max(losses[0], chance)
     )
 
   def finish(self, result: dict[str, Any]) -> None:
     """Writes what is kept of a finished cell, result.json last."""
     self.save()
     outputs.save_records(self._folder / "records.npz", self._records())
+    params = flax.serialization.to_bytes(
+      jax.device_get(self.simulation.server.params)
+    )
+    outputs.write_atomically(self._folder / "params.msgpack", params)
     outputs.write_atomically(
       self._folder / "result.json", outputs.to_json(result, indent=2) + "\n"
     )
@@ -266,7 +278,7 @@ def _run_cell(run: _CellRun, exp, cell, bar, signals) -> dict[str, Any]:
       float(part.staleness.mean()),
       float(part.gap.mean()),
     )
-    if signals.received:
+    if signals.received and not run.finished:
       run.save()
       raise cli.Stopped(
         f"stopped in {cell.name} at message {run.message}; the same command"
@@ -308,21 +320,24 @@ def _percent(value) -> str:
 def _warnings(result) -> list[str]:
   """What a user should know about a cell, with the remedy."""
   lines = []
-  limit, product = result["rate_x_sharpness_limit"], result["rate_x_sharpness"]
-  remedy = "fewer workers, or a cure such as dana_zero or gap_aware"
+  limit, product = result["rate_x_sharpness_limit"], result["sustained"]
+  remedy = "fewer workers or a longer warm-up"
+  if result["recipe"] not in _CURES:
+    remedy += ", or a cure such as dana_zero or gap_aware"
   # A tolerance of one step of the limit's grid.
   if _known(product) and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
     lines.append(
-      f"warning: {result['cell']}: learning rate x sharpness reached"
-      f" {product:.2g}; at a mean staleness of {result['staleness_mean']:.1f}"
-      f" this algorithm is stable below {limit:.2g} (delayed-SGD bound on a"
-      f" quadratic). Try a learning rate of {lower:.2g}, {remedy}"
+      f"warning: {result['cell']}: learning rate x sharpness stayed at"
+      f" {product:.2g} or more; at a mean staleness of"
+      f" {result['staleness_mean']:.1f} this algorithm is stable below"
+      f" {limit:.2g} on a quadratic. If the loss suffers, try a learning rate"
+      f" of {lower:.2g}, {remedy}"
     )
   if result["diverged"]:
     lines.append(
       f"warning: {result['cell']}: the loss diverged. Try a lower learning"
-      f" rate, a longer warm-up, {remedy}"
+      f" rate, {remedy}"
     )
   return lines
 
@@ -331,8 +346,8 @@ _TABLE = (
   ("algorithm", "algorithm", None),
   ("workers", "workers", None),
   ("accuracy %", "test_accuracy", 100),
-  ("as sent %", "sent_accuracy", 100),
   ("loss", "test_loss", 1),
+  ("time", "simulated_time", 1),
   ("staleness", "staleness_mean", 1),
   ("max", "staleness_max", None),
   ("gap", "gap_mean", 1),
@@ -342,18 +357,24 @@ _TABLE = (
 )
 
 
+_RESULT_KEYS = {key for _, key, _ in _TABLE} | {
+  *("sent_accuracy", "diverged", "messages", "evaluations"),
+}
+
+
 def _tabulate(results):
   """Returns (CSV rows, text table): one row per algorithm and workers."""
   groups: dict[tuple, list] = {}
   for result in results:
     key = result["workers"], result["algorithm"]
     groups.setdefault(key, []).append(result)
+  columns = (*_TABLE, ("", "sent_accuracy", 100))  # the last in the CSV only
   csv_rows, text_rows = [], []
   for group in groups.values():
     csv_row = {"algorithm": group[0]["algorithm"]}
     csv_row.update(workers=group[0]["workers"], seeds=len(group))
     cells = []
-    for _, key, scale in _TABLE:
+    for _, key, scale in columns:
       if scale is None:
         cells.append(str(max(r[key] for r in group)))
         csv_row[key] = max(r[key] for r in group)
@@ -362,9 +383,10 @@ def _tabulate(results):
       mean, std = figures.mean_and_std(values)
       csv_row[key], csv_row[f"{key}_std"] = mean, std
       text = f"{scale * mean:.1f}" if scale == 100 else f"{mean:.3g}"
-      if scale == 100:
-        text += f" ± {scale * std:.1f}" if np.isfinite(std) else ""
-      cells.append(text)
+      if scale == 100 and np.isfinite(std):
+        text += f" ± {scale * std:.1f}"
+      cells.append(text if np.isfinite(mean) else "-")
+    cells.pop()
     diverged = sum(r["diverged"] for r in group)
     csv_row["diverged"] = diverged
     cells.append(f"{diverged} of {len(group)} diverged" if diverged else "")
@@ -378,8 +400,7 @@ def _report(folder: Path, exp, results) -> None:
   """Writes what is made from all cells, and says where everything is."""
   rows = []
   for cell in exp.cells:
-    path = folder / "cells" / cell.name / "metrics.jsonl"
-    rows += [json.loads(line) for line in path.read_text().splitlines()]
+    rows += _read_rows(folder / "cells" / cell.name)
   outputs.write_atomically(
     folder / "metrics.jsonl",
     "".join(outputs.to_json(row) + "\n" for row in rows),
@@ -394,35 +415,55 @@ def _report(folder: Path, exp, results) -> None:
   outputs.write_atomically(folder / "table.txt", f"{heading}\n\n{table}")
   points = figures.numbers(results, rows)
   outputs.write_csv(folder / "figure.csv", points)
+  figure = "figure       {0}/figure.png, .svg; its numbers {0}/figure.csv"
   try:
     figures.draw(points, folder / "figure", heading)
-    figure = "figure       {0}/figure.png, .svg; its numbers {0}/figure.csv"
   except ImportError:
     figure = "figure       not drawn: pip install -e '.[viz]'; {0}/figure.csv"
+  except Exception as error:  # the runs are done: their numbers come first
+    figure = f"figure       not drawn: {error!r}; {{0}}/figure.csv"
   print(f"\n{heading}\n\n{table}")
   for line in (
     figure,
     "table        {0}/table.txt, {0}/results.csv",
-    "metrics      {0}/metrics.jsonl; tensorboard --logdir {0}/tensorboard",
-    "each run     {0}/cells/ (records.npz, checkpoints, result.json)",
+    "metrics      {0}/metrics.jsonl, and {0}/tensorboard for TensorBoard",
+    "each run     {0}/cells/ (params.msgpack, records.npz, result.json)",
     "config       {0}/config.json",
   ):
     print(line.format(folder))
 
 
 def _finished_result(folder: Path) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished, None if it is not."""
+  """Returns the result of a cell that is finished and whole, else None: it is
+  then made again from its last checkpoint."""
+  result = outputs.read_json(folder / "result.json")
   try:
-    return json.loads((folder / "result.json").read_text())
-  except (FileNotFoundError, json.JSONDecodeError):
+    rows = _read_rows(folder)
+    with np.load(folder / "records.npz") as records:
+      whole = len(records["loss"]) == result["messages"]
+    whole = whole and len(rows) == result["evaluations"]
+    return result if whole and set(result) >= _RESULT_KEYS else None
+  except Exception:  # whatever is missing or cut short
     return None
+
+
+def _read_rows(folder: Path) -> list[dict[str, Any]]:
+  text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+  return [json.loads(line) for line in text.splitlines()]
 
 
 def main() -> None:
   """Runs the experiment that the flags describe."""
   if _CONFIG.value is None:
     raise ValueError("no --config; try --config=configs/simulate_digits.py")
-  exp = experiment.build(_CONFIG.value, data_dir=_DATA_DIR.value)
+  try:
+    jax.devices()
+  except RuntimeError as error:
+    raise ValueError(
+      f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
+    ) from error
+  config = experiment.override(_CONFIG.value, cli.overrides())
+  exp = experiment.build(config, data_dir=_DATA_DIR.value)
   free = ("on_nan", "checkpoint_seconds")  # may differ when resuming
   identity = {
     "config": {k: v for k, v in exp.config.items() if k not in free},
@@ -469,6 +510,12 @@ def main() -> None:
       else:
         bar.skip(experiment.messages(exp, cell))
       results.append(result)
+      if signals.received and len(results) < len(exp.cells):
+        raise cli.Stopped(
+          f"stopped after {cell.name}; the same command with --resume goes on"
+          " from there",
+          signals.received,
+        )
   finally:
     bar.close()
   _report(folder, exp, results)

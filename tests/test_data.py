@@ -137,7 +137,7 @@ def test_digits_take_no_data_dir(tmp_path):
 def test_an_unknown_name_is_answered_with_the_nearest(name, near):
   with pytest.raises(ValueError, match=f"did you mean '{near}'") as error:
     data.load(name)
-  assert "cifar10, digits, fashion, mnist" in str(error.value)
+  assert "cifar10, digits, fashion, folder, mnist" in str(error.value)
 
 
 def test_statistics_are_those_of_the_training_pixels():

@@ -10,8 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import flax.serialization
+import jax
 import numpy as np
 import pytest
+
+from launch import checkpoints
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 240  # seconds until a subprocess is taken to hang
@@ -147,8 +151,10 @@ def test_records_and_result_agree(finished):
 def test_the_csv_holds_the_numbers_of_the_figure_and_the_table(finished):
   out, _ = finished
   points = read_csv(out / "figure.csv")
-  panels = {"accuracy", "gap", "accuracy_curve", "gap_curve"}
-  assert {point["panel"] for point in points} == panels
+  assert {point["panel"] for point in points} == {
+    *("accuracy", "gap", "time"),
+    *("accuracy_curve", "gap_curve", "accuracy_by_time"),
+  }
   table = (out / "table.txt").read_text()
   for row in read_csv(out / "results.csv"):
     (point,) = (
@@ -180,6 +186,34 @@ def test_evaluating_changes_nothing(finished, tmp_path):
     ):
       for column in x.files:
         np.testing.assert_array_equal(x[column], y[column])
+
+
+@pytest.mark.parametrize(
+  "name", ["result.json", "records.npz", "metrics.jsonl"]
+)
+def test_what_is_lost_of_a_finished_cell_is_made_again(finished, name):
+  out, _ = finished
+  path = out / "cells" / "dana_zero-n3-s0" / name
+  result = read(path.with_name("result.json"))
+  before = path.read_bytes()
+  path.write_bytes(before[: len(before) // 2])
+  finish(*SMALL, "--resume", f"--out={out}")
+  again = read(path.with_name("result.json"))
+  assert {**again, "seconds": result["seconds"]} == result
+  if name == "metrics.jsonl":
+    assert path.read_bytes() == before
+
+
+def test_the_final_parameters_are_readable(finished):
+  out, _ = finished
+  for cell in (out / "cells").iterdir():
+    state = flax.serialization.msgpack_restore(
+      (cell / "params.msgpack").read_bytes()
+    )
+    leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
+    assert (
+      checkpoints.digest(leaves) == read(cell / "result.json")["params_sha256"]
+    )
 
 
 def test_the_resolved_config_is_kept(finished):
@@ -317,10 +351,13 @@ MISTAKES = {
     ["--config.algorithms.asgd.recipe=asgdd"],
     "unknown algorithm 'asgdd'; did you mean 'asgd'",
   ),
-  "config key": (["--config.epocs=3"], 'Did you mean "epochs"'),
+  "config key": (
+    ["--config.epocs=3"],
+    "unknown config key 'epocs'; did you mean 'epochs'",
+  ),
   "nested config key": (
     ["--config.algorithms.asg.momentum=1"],
-    'Did you mean "asgd"',
+    "unknown config key 'algorithms.asg'; did you mean 'asgd'",
   ),
   "flag": (["--ouput=x"], "Unknown command line flag 'ouput'"),
   "no workers": (["--config.workers=0"], "workers must be"),
@@ -329,7 +366,18 @@ MISTAKES = {
     ["--config.batch_size=5000"],
     "larger than the 1437 training examples",
   ),
-  "type": (["--config.epochs=many"], "could not convert"),
+  "type": (
+    ["--config.epochs=many"],
+    "config.epochs must be a number, not 'many'",
+  ),
+  "nested option": (
+    ["--config.algorithms.asgd.momentun=0.9"],
+    "did you mean 'momentum'",
+  ),
+  "title": (
+    ["--config.algorithms.asgd.title=DC-ASGD"],
+    "have the same title 'DC-ASGD'",
+  ),
   "label": (["--config.only=dana"], "did you mean 'dana_zero'"),
   "no config file": (["--config=configs/nope.py"], "there is no such file"),
   "stray word": (["digits"], "unexpected argument 'digits'"),

@@ -41,18 +41,48 @@ def test_folders_are_numbered_and_the_newest_of_its_kind_is_resumed(
 
   def make(identity, resume=False):
     folder = outputs.open_folder(None, "job", identity, resume=resume)
+    outputs.release()
     return folder.name
 
   assert [make(one), make(two), make(one)] == ["job-001", "job-002", "job-003"]
   assert make(one, resume=True) == "job-003"
   assert make(two, resume=True) == "job-002"
-  assert make({"config": {"x": 3}}, resume=True) == "job-004"
+  with pytest.raises(ValueError, match=r"job-003, config\.x was 1, now 3"):
+    make({"config": {"x": 3}}, resume=True)
+
+
+def test_there_may_be_nothing_to_resume_yet(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  folder = outputs.open_folder(None, "job", {"config": 1}, resume=True)
+  assert folder.name == "job-001"
+
+
+def test_what_a_kill_at_the_start_leaves_is_no_obstacle(tmp_path):
+  (tmp_path / ".lock").touch()
+  (tmp_path / "config.json.tmp").touch()
+  outputs.open_folder(str(tmp_path), "job", {"config": 1}, resume=False)
+  assert json.loads((tmp_path / "config.json").read_text()) == {"config": 1}
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+  out = str(tmp_path / "out")
+  outputs.open_folder(out, "job", {"config": 1}, resume=False)
+  with pytest.raises(ValueError, match="in use by another process"):
+    outputs.open_folder(out, "job", {"config": 1}, resume=True)
+
+
+@pytest.fixture(autouse=True)
+def release():
+  """Gives up the locks that a process holds to its end."""
+  yield
+  outputs.release()
 
 
 def test_what_is_free_to_change_may_change_on_resuming(tmp_path):
   out = str(tmp_path / "out")
   identity = {"config": {"x": 1}, "free": {"on_nan": "stop"}}
   outputs.open_folder(out, "job", identity, resume=False)
+  outputs.release()
   identity["free"]["on_nan"] = "record"
   outputs.open_folder(out, "job", identity, resume=True)
   identity["config"]["x"] = 2
@@ -101,6 +131,7 @@ def result(algorithm, workers, accuracy, gap):
     "workers": workers,
     "test_accuracy": accuracy,
     "gap_mean": gap,
+    "simulated_time": 10.0 / workers,
   }
 
 
@@ -110,7 +141,7 @@ def test_the_points_of_the_figure_are_means_over_seeds():
     result("A", 8, 0.7, 3.0),
     result("A", 16, 0.4, 5.0),
   ]
-  curves = [{**row, "epoch": 1.0} for row in results]
+  curves = [{**row, "epoch": 1.0, "time": 4.0} for row in results]
   points = figures.numbers(results, curves)
   found = {(p["panel"], p["x"]): p for p in points}
   first = found["accuracy", 8]
@@ -118,5 +149,7 @@ def test_the_points_of_the_figure_are_means_over_seeds():
   assert first["std"] == pytest.approx(np.sqrt(0.02))
   assert first["seeds"] == 2
   assert found["gap", 16]["mean"] == 5.0
+  assert found["time", 8]["mean"] == 1.25
+  assert found["accuracy_by_time", 4.0]["mean"] == 0.4
   # Curves are drawn at each algorithm's largest number of workers.
   assert found["gap_curve", 1.0]["workers"] == 16

@@ -76,6 +76,11 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
   send = jax.jit(server.send)
 
   def init(params, workers):
+    if server.workers is not None and workers > server.workers:
+      raise ValueError(
+        f"the algorithm was built for {server.workers} workers, the simulation"
+        f" has {workers}; build both with the same number"
+      )
     params = jax.tree.map(jnp.asarray, params)
     # Copied, because a state that holds the parameters would donate them.
     state = jax.tree.map(jnp.copy, server.init(params))

@@ -2,7 +2,7 @@
 
 DC-ASGD (Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay
 Compensation", ICML 2017) expands the gradient around the parameters it was
-computed at, with lambda g*g for the diagonal of the Hessian (equation 10):
+computed at, with lambda g*g for the diagonal of the Hessian:
 
   g(w) ~ g + lambda g * g * (w - w_sent).
 
@@ -11,6 +11,7 @@ term is quadratic in g. `g` is the mean over a batch; with summed losses
 divide lambda by the batch size.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import optax
 
 
 def _check_strength(strength: float) -> None:
-  if not strength >= 0:
+  if not 0 <= strength < math.inf:
     raise ValueError(f"strength (lambda) must be 0 or more, not {strength}")
 
 

@@ -8,7 +8,8 @@ from a transform, as the last step of composing it.
 `lookahead` states the idea for any optimizer: roll it forward on zero
 gradients, once for each message that is expected. `velocity_lookahead` is its
 fast form for momentum, where the roll-out has a closed form; DANA's is a
-running sum over workers (`dana_momentum`).
+running sum over workers (`dana_momentum`). The two agree while the learning
+rate is constant: a roll-out also moves through its schedule.
 """
 
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def dana_momentum(
   """A momentum for each worker, and their sum kept up to date.
 
   v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
-  algorithm 4). The same as `per_worker(optax.trace(decay), workers)` and a sum
+  DANA-Zero). The same as `per_worker(optax.trace(decay), workers)` and a sum
   over workers, at a cost that does not grow with N.
 
   Args:

@@ -25,7 +25,7 @@ def per_worker(
   Args:
     tx: any transform.
     workers: N, how many workers there are. A worker number of N or more is
-      not detected under jit: `orders.check` finds it in a trace.
+      not detected under jit; runtimes check it (`Server.workers`).
 
   Returns:
     A transform whose update needs the extra arg `worker`, int32[].

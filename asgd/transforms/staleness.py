@@ -13,7 +13,7 @@ import optax
 
 
 def inverse(staleness: jax.Array) -> jax.Array:
-  """1 / staleness, and 1 for a fresh gradient (Zhang et al. 2016, eq. 6)."""
+  """1 / staleness, and 1 for a fresh gradient (Zhang et al. 2016)."""
   return 1.0 / jnp.maximum(staleness, 1)
 
 

@@ -1,0 +1,220 @@
+"""Configs: overrides, defaults, and what is wrong with them."""
+
+import ml_collections
+import numpy as np
+import pytest
+
+from launch import experiment
+
+ASGD = {"asgd": {"recipe": "asgd"}}
+
+
+def resolved(overrides=(), **config):
+  config = experiment.override({"algorithms": ASGD, **config}, overrides)
+  return experiment.resolve(config)
+
+
+def build(**config):
+  return experiment.build({"algorithms": ASGD, **config})
+
+
+def test_missing_keys_have_their_defaults():
+  config = resolved()
+  assert config["batch_size"] == 32
+  assert config["durations"] == {"name": "homogeneous"}
+  assert config["workers"] == [8]
+
+
+@pytest.mark.parametrize(
+  ("text", "value"),
+  [("4", [4]), ("4,8", [4, 8]), ("(4, 8)", [4, 8]), ("[16]", [16])],
+)
+def test_lists_may_be_written_in_many_ways(text, value):
+  assert resolved([("workers", text)])["workers"] == value
+
+
+def test_one_number_may_stand_for_a_list_in_a_file():
+  assert resolved(workers=4, seeds=range(3))["seeds"] == [0, 1, 2]
+  assert resolved(workers=4)["workers"] == [4]
+
+
+def test_overrides_reach_what_the_file_leaves_out():
+  config = resolved(
+    [
+      ("only", "asgd,dana"),
+      ("algorithms.asgd.momentum", "0.5"),
+      ("order.bound", "3"),
+      ("order.name", "stale_synchronous"),
+      ("data.augment", "true"),
+    ]
+  )
+  assert config["only"] == ["asgd", "dana"]
+  assert config["algorithms"]["asgd"] == {"recipe": "asgd", "momentum": 0.5}
+  assert config["order"] == {"name": "stale_synchronous", "bound": 3}
+  assert config["data"]["augment"] is True
+  assert config["data"]["name"] == "digits"
+
+
+def test_another_name_drops_the_arguments_of_the_old_one():
+  model = {"name": "mlp", "hidden": (9,)}
+  config = resolved(
+    [("model.features", "(4,)"), ("model.name", "cnn")], model=model
+  )
+  assert config["model"] == {"name": "cnn", "features": [4]}
+  same = resolved([("model.name", "mlp")], model=model)
+  assert same["model"] == {"name": "mlp", "hidden": [9]}
+
+
+def test_overriding_leaves_the_file_as_it_was():
+  config = ml_collections.ConfigDict({"algorithms": ASGD}).lock()
+  experiment.override(config, [("algorithms.asgd.momentum", "0.5")])
+  assert "momentum" not in config.algorithms.asgd
+
+
+def test_seeds_draw_other_orders_and_runs_share_them():
+  exp = build(seeds=(0, 1), workers=(4,))
+  first, second = (
+    experiment.trace(exp, cell, messages=40).time for cell in exp.cells
+  )
+  assert (first != second).any()
+  again = experiment.trace(exp, exp.cells[0], messages=40).time
+  np.testing.assert_array_equal(first, again)
+
+
+def test_cells_go_by_workers_then_algorithm_then_seed():
+  exp = experiment.build(
+    {
+      "algorithms": {
+        "a": {"recipe": "asgd"},
+        "b": {"recipe": "asgd", "workers": (1,)},
+      },
+      "workers": (8, 2),
+      "seeds": (0, 3),
+    }
+  )
+  assert [cell.name for cell in exp.cells] == [
+    *("b-n1-s0", "b-n1-s3"),
+    *("a-n2-s0", "a-n2-s3", "a-n8-s0", "a-n8-s3"),
+  ]
+
+
+def test_the_schedule_counts_updates_not_messages():
+  exp = experiment.build(
+    {
+      "algorithms": {
+        "ssgd": {"recipe": "ssgd"},
+        "asgd": {"recipe": "asgd"},
+      },
+      "workers": (4,),
+      "batch_size": 16,  # 89 batches in an epoch
+      "learning_rate": 0.4,
+      "schedule": {
+        "warmup_epochs": 1.0,
+        "decay_epochs": (2.0,),
+        "decay_factor": 0.5,
+      },
+    }
+  )
+  for label, per_epoch in (("asgd", 89), ("ssgd", 22)):
+    (cell,) = (c for c in exp.cells if c.label == label)
+    schedule = experiment.plan(exp, cell).schedule
+    assert float(schedule(0)) == pytest.approx(0.1)  # the peak over N
+    assert float(schedule(per_epoch)) == pytest.approx(0.4)
+    # ssgd: 178 batches are 44.5 rounds, rounded to 44.
+    assert float(schedule(2 * per_epoch + 1)) == pytest.approx(0.2)
+
+
+MISTAKES = {
+  "epocs": ({"epocs": 3}, "unknown config key 'epocs'; did you mean 'epochs'"),
+  "schedule.warmup": (
+    {"schedule": {"warmup_epoch": 1}},
+    "'schedule.warmup_epoch'; did you mean 'warmup_epochs'",
+  ),
+  "schedule": ({"schedule": 3}, "config.schedule must be a dict"),
+  "workers": ({"workers": (8, 0)}, "config.workers must be .* not 0"),
+  "twice": ({"workers": (8, 8)}, "different whole numbers"),
+  "none": ({"workers": ()}, "at least one"),
+  "text": ({"workers": "many"}, "config.workers must be"),
+  "seeds": ({"seeds": (-1,)}, "config.seeds must be .* not -1"),
+  "epochs": ({"epochs": 0}, "config.epochs must be positive"),
+  "nan": ({"learning_rate": float("nan")}, "learning_rate must be positive"),
+  "inf": ({"learning_rate": float("inf")}, "learning_rate must be .*finite"),
+  "bool": ({"batch_size": True}, "batch_size must be a whole number"),
+  "fraction": ({"batch_size": 2.5}, "batch_size must be a whole number"),
+  "batch": ({"batch_size": 5000}, "larger than the 1437 training examples"),
+  "shard": (
+    {"batch_size": 300, "data": {"partition": "sharded"}},
+    "training examples of a shard",
+  ),
+  "on_nan": ({"on_nan": "ignore"}, "on_nan must be 'stop' or 'record'"),
+  "model": ({"model": {"name": "mpl"}}, "unknown model 'mpl'; did you mean"),
+  "hidden": ({"model": {"name": "mlp", "hiden": 3}}, "did you mean 'hidden'"),
+  "order": ({"order": {"name": "asynch"}}, "unknown order 'asynch'"),
+  "bound": (
+    {"order": {"name": "stale_synchronous", "bound": "two"}},
+    "bound must be a number from 0, not 'two'",
+  ),
+  "needs": ({"order": {"name": "stale_synchronous"}}, "needs .* 'bound'"),
+  "durations": ({"durations": {"name": "gama"}}, "did you mean 'gamma'"),
+  "data": ({"data": {"name": "digit"}}, "did you mean 'digits'"),
+  "recipe": ({"algorithms": {"a": {}}}, "must be a dict with a recipe"),
+  "no algorithms": ({"algorithms": {}}, "names no algorithm"),
+  "option": (
+    {"algorithms": {"a": {"recipe": "asgd", "momentun": 1}}},
+    "'algorithms.a.momentun'; did you mean 'momentum'",
+  ),
+  "label": ({"algorithms": {"../a": {"recipe": "asgd"}}}, "names a folder"),
+  "augment": ({"data": {"augment": "no"}}, "augment must be True or False"),
+  "reserved": (
+    {"order": {"name": "fixed_delay", "delay": 3}},
+    "config.order.delay is set by other keys",
+  ),
+  "too many": ({"workers": (10**9,)}, "from 1 to 10000"),
+  "too long": ({"epochs": 1e9}, "messages in one cell; use at most"),
+  "kind": ({"schedule": {"decay_epochs": ("a",)}}, "of the wrong kind"),
+  "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "finite"),
+  "misfit": (
+    {"model": {"name": "cnn", "features": (8, 8, 8, 8)}},
+    "8",
+  ),
+  "rate": (
+    {"algorithms": {"a": {"recipe": "asgd", "learning_rate": -1}}},
+    "learning_rate must be positive",
+  ),
+  "own workers": (
+    {"algorithms": {"a": {"recipe": "asgd", "workers": (0,)}}},
+    "workers must be .* not 0",
+  ),
+  "only": ({"only": ("dana",)}, "unknown label in config.only 'dana'"),
+  "object": ({"seeds": object()}, "a config holds numbers"),
+  "decay": (
+    {"schedule": {"warmup_epochs": 2.0, "decay_epochs": (1.0,)}},
+    "inside the warm-up",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_with_a_config_is_named(name):
+  config, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    build(**config)
+
+
+@pytest.mark.parametrize(
+  ("path", "message"),
+  [
+    ("algoritms.asgd.momentum", "'algoritms'; did you mean 'algorithms'"),
+    ("algorithms.adsg.momentum", "'algorithms.adsg'; did you mean 'asgd'"),
+    ("epochs.many", "'epochs' has no keys below it"),
+  ],
+)
+def test_an_override_of_nothing_names_the_nearest(path, message):
+  with pytest.raises(ValueError, match=message):
+    resolved([(path, "1")])
+
+
+@pytest.mark.parametrize("config", [None, 3, [("a", 1)]])
+def test_a_config_must_be_a_dict(config):
+  with pytest.raises(ValueError, match="must return a ConfigDict"):
+    experiment.override(config, [])
