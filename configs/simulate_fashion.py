@@ -27,7 +27,7 @@ def get_config(arg=None):
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
   )
   config.only = ()
-  config.workers = (8, 32)
+  config.workers = (8, 16)
   config.seeds = (0, 1, 2)
   config.batch_size = 64
   config.epochs = 2.0

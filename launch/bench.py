@@ -30,7 +30,7 @@ from launch import cli, outputs
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Blocks each contestant runs.")
 _BLOCK = flags.DEFINE_integer("block", 24, "Updates in a block.")
-_BATCH = flags.DEFINE_integer("batch_size", 32, "Images in a batch.")
+_BATCH = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
 
 _RATE = 0.01
 _RECIPES = ("asgd", "dc_asgd_a", "nag_asgd", "gap_aware", "dana_zero")
@@ -38,7 +38,7 @@ _WORKERS = (8, 64)
 
 
 def _problem(batch_size: int) -> problems.Problem:
-  """A small CNN on 28x28 images; their contents do not matter."""
+  """The CNN of configs/simulate_fashion.py, at its batch, on random images."""
   rng = np.random.default_rng(0)
   images = rng.integers(0, 256, (2048, 28, 28, 1), np.uint8)
   labels = rng.integers(0, 10, 2048, np.int32)
