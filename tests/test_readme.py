@@ -1,0 +1,75 @@
+"""What the README says can be run runs as it is written."""
+
+import re
+from pathlib import Path
+
+import ml_collections
+import numpy as np
+import pytest
+
+import asgd
+from launch import experiment
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def block(word):
+  (found,) = (text for text in BLOCKS if word in text)
+  return found
+
+
+def test_every_block_is_tested_here():
+  assert len(BLOCKS) == 3
+
+
+def test_the_library_example(capsys):
+  names = {}
+  exec(block("make_host"), names)
+  staleness, gap = map(float, capsys.readouterr().out.split()[:2])
+  assert 6.5 < staleness <= 7
+  assert gap > 0
+  assert (
+    names["problem"].evaluate(names["simulation"].server.params).accuracy > 0.8
+  )
+
+
+def test_an_algorithm_of_your_own(capsys):
+  before = dict(asgd.RECIPES)
+  try:
+    exec(block("halve_when_stale"), {})
+    assert capsys.readouterr().out == "asynchronous\n"
+    exp = experiment.build(
+      {"algorithms": {"mine": {"recipe": "careful", "limit": 2}}}
+    )
+    (cell,) = exp.cells
+    assert np.isfinite(experiment.plan(exp, cell).curvature_limit)
+  finally:
+    asgd.RECIPES.clear()
+    asgd.RECIPES.update(before)
+
+
+def test_a_config_of_your_own():
+  names = {}
+  exec(block("softsync"), names)
+  config = names["get_config"]()
+  assert isinstance(config, ml_collections.ConfigDict)
+  exp = experiment.build(config)
+  assert {cell.label for cell in exp.cells} == {"softsync", "dana"}
+
+
+def test_the_table_of_keys_names_every_key():
+  table = README[README.index("| key | meaning") :]
+  for key in experiment.DEFAULTS:
+    assert f"`{key}`" in table, key
+
+
+def test_the_table_of_algorithms_names_every_recipe():
+  for name in asgd.RECIPES:
+    assert f"`{name}`" in README, name
+
+
+@pytest.mark.parametrize("path", re.findall(r"configs/\w+\.py", README))
+def test_the_configs_it_names_exist(path):
+  assert (ROOT / path).exists()
