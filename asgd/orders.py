@@ -74,7 +74,7 @@ def stale_synchronous(
   _check_positive("workers", workers)
   _check_positive("messages", messages)
   if isinstance(bound, (str, bool)) or bound is None or not bound >= 0:
-    raise ValueError(f"bound must be a number from 0, not {bound!r}")
+    raise ValueError(f"bound must be a number, 0 or more, not {bound!r}")
   streams = [durations.stream(worker) for worker in range(workers)]
   finished = [0] * workers  # batches, per worker
   waiting = set(range(workers))  # may not start, or not yet asked

@@ -152,7 +152,7 @@ MISTAKES = {
   "order": ({"order": {"name": "asynch"}}, "unknown order 'asynch'"),
   "bound": (
     {"order": {"name": "stale_synchronous", "bound": "two"}},
-    "bound must be a number from 0, not 'two'",
+    "bound must be a number, 0 or more, not 'two'",
   ),
   "needs": ({"order": {"name": "stale_synchronous"}}, "needs .* 'bound'"),
   "durations": ({"durations": {"name": "gama"}}, "did you mean 'gamma'"),
