@@ -5,6 +5,17 @@ digits (scikit-learn, 1,437 images), with workers whose times follow the
 homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.simulate --config=configs/simulate_digits.py
+
+Test accuracy in percent, mean and standard deviation of three seeds, in about a
+minute on two cores:
+
+               8 workers     16 workers    32 workers
+  DANA-Zero    96.0 ± 0.3    96.5 ± 0.2    96.4 ± 1.0
+  DC-ASGD      95.6 ± 0.6    95.6 ± 0.2    94.6 ± 0.9
+  NAG-ASGD     97.4 ± 0.6    95.6 ± 1.1    16.9 ± 11.4  (two of three diverge)
+  Gap-Aware    94.3 ± 0.9    93.1 ± 1.0    90.6 ± 1.3
+  ASGD         92.6 ± 1.4    92.6 ± 1.4    92.4 ± 1.5
+  one worker   97.0 ± 0.4
 """
 
 import ml_collections
@@ -19,6 +30,7 @@ def get_config(arg=None):
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
+    # Without momentum, so at a larger rate.
     dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.02),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),

@@ -6,6 +6,17 @@ dataset-fashion-mnist, and downloaded otherwise.
 
   python -m launch.simulate --config=configs/simulate_fashion.py
 
+Test accuracy in percent after two epochs, mean and standard deviation of three
+seeds, in 12 minutes on two cores:
+
+               8 workers     16 workers
+  DANA-Zero    87.3 ± 0.3    84.4 ± 0.6
+  DC-ASGD      84.6 ± 0.3    82.7 ± 0.1
+  NAG-ASGD     85.5 ± 0.1    56.2 ± 40.0  (one seed of three diverges)
+  Gap-Aware    82.9 ± 0.6    78.8 ± 1.7
+  ASGD         81.6 ± 0.7    79.8 ± 1.0
+  one worker   88.3 ± 0.3
+
 `configs/simulate_fashion.py:smoke` is the same in a minute: one seed, 8 workers
 and a tenth of an epoch.
 """
