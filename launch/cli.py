@@ -58,7 +58,9 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
         fail(f"write --{name}=VALUE")
       _overrides.append((name.removeprefix("config."), value))
       continue
-    if name == "config" and equals and not os.path.isfile(value.split(":")[0]):
+    if argument in ("--config", "-config"):
+      fail("write --config=FILE.py, with an equals sign")
+    if name == "config" and not os.path.isfile(value.split(":")[0]):
       fail(f"--config={value}: there is no such file")
     rest.append(argument)
   sys.argv[1:] = rest[1:]  # where config_flags looks for overrides itself

@@ -6,6 +6,7 @@ config is found here, before anything is written or trained.
 """
 
 import ast
+import contextlib
 import copy
 import functools
 import math
@@ -58,7 +59,7 @@ _RESERVED = {
   "order": ("durations", "workers", "messages", "delay"),
   "durations": (),
 }
-_MOST_WORKERS, _MOST_MESSAGES = 10_000, 10**8
+_MOST_WORKERS, _MOST_MESSAGES, _MOST_PARAMETERS = 10_000, 10**8, 10**10
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LABEL_KEYS = ("recipe", "title", "workers", "learning_rate")
 
@@ -256,7 +257,7 @@ def build(
     return _build(resolve(config), data_dir)
   except (TypeError, OverflowError, ArithmeticError, LookupError) as error:
     raise ValueError(
-      f"a value in the config is of the wrong kind: {error}"
+      f"the config has a value of the wrong kind: {error}"
     ) from error
 
 
@@ -284,11 +285,14 @@ def _build(config, data_dir) -> Experiment:
         )
   cells = tuple(_cells(config))
   for cell in cells:
-    _recipe(config, cell.label, cell.workers, config["learning_rate"])
-  durations.build(**config["durations"])
+    with _blame(f"algorithms.{cell.label}"):
+      _recipe(config, cell.label, cell.workers, config["learning_rate"])
+  with _blame("durations"):
+    durations.build(**config["durations"])
   dataset = data.load(config["data"]["name"], data_dir=data_dir)
   options = dict(config["model"])
-  layers = models.build(options.pop("name"), dataset.classes, **options)
+  with _blame("model"):
+    layers = models.build(options.pop("name"), dataset.classes, **options)
   problem = problems.classification(
     dataset,
     layers,
@@ -297,10 +301,17 @@ def _build(config, data_dir) -> Experiment:
     partition=config["data"]["partition"],
     evaluation_examples=config["evaluation_examples"],
   )
-  jax.eval_shape(problem.init, jax.random.key(0))  # the model fits the data
+  with _blame("model"):  # does it fit the data, and a machine?
+    shapes = jax.eval_shape(problem.init, jax.random.key(0))
+  if models.count(shapes) > _MOST_PARAMETERS:
+    raise ValueError(
+      f"config.model has {models.count(shapes):,} parameters; use at most"
+      f" {_MOST_PARAMETERS:,}"
+    )
   experiment = Experiment(config, dataset, problem, cells)
   for cell in cells:
-    _schedule(experiment, cell.label, cell.workers)
+    with _blame("schedule"):
+      _schedule(experiment, cell.label, cell.workers)
     problem.batches(cell.seed, cell.workers)
     if messages(experiment, cell) > _MOST_MESSAGES:
       raise ValueError(
@@ -308,8 +319,25 @@ def _build(config, data_dir) -> Experiment:
         f" {messages(experiment, cell):.3g} messages in one cell; use at most"
         f" {_MOST_MESSAGES:.0e}"
       )
-    trace(experiment, cell, messages=cell.workers)
+    with _blame("order or config.durations"):
+      trace(experiment, cell, messages=cell.workers)
   return experiment
+
+
+@contextlib.contextmanager
+def _blame(section):
+  """Names the section of the config in errors about its values."""
+  try:
+    yield
+  except (TypeError, OverflowError, ArithmeticError) as error:
+    raise ValueError(
+      f"config.{section} has a value of the wrong kind: {error}"
+    ) from error
+  except ValueError as error:
+    text = str(error)
+    if "config." in text:
+      raise
+    raise ValueError(f"config.{section}: {text}") from error
 
 
 def _cells(config) -> Iterator[Cell]:

@@ -85,7 +85,7 @@ _PANELS = (
   ("gap_curve", "epoch", "mean gap"),
   ("accuracy_by_time", "simulated time", "test accuracy (%)"),
 )
-_ACCURACY_TICKS = (0, 50, 70, 80, 90, 95, 98, 99, 99.9)
+_ACCURACY_TICKS = (0, 20, 50, 70, 80, 90, 95, 98, 99, 99.9)
 _BEST = 100.3  # percent; where the logarithm of the error would end
 
 

@@ -171,7 +171,22 @@ MISTAKES = {
   ),
   "too many": ({"workers": (10**9,)}, "from 1 to 10000"),
   "too long": ({"epochs": 1e9}, "messages in one cell; use at most"),
-  "kind": ({"schedule": {"decay_epochs": ("a",)}}, "of the wrong kind"),
+  "kind": (
+    {"schedule": {"decay_epochs": ("a",)}},
+    "config.schedule has a value of the wrong kind",
+  ),
+  "momentum": (
+    {"algorithms": {"a": {"recipe": "asgd", "momentum": "x"}}},
+    "config.algorithms.a has a value of the wrong kind",
+  ),
+  "seed": (
+    {"durations": {"name": "gamma", "seed": "x"}},
+    "config.*durations: ",
+  ),
+  "huge": (
+    {"model": {"name": "mlp", "hidden": (10**12,)}},
+    "parameters; use at most",
+  ),
   "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "finite"),
   "misfit": (
     {"model": {"name": "cnn", "features": (8, 8, 8, 8)}},
