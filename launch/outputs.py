@@ -32,6 +32,11 @@ from asgd import base
 _FREE = "choose another folder with --out=FOLDER"
 
 
+def is_known(value: float | None) -> bool:
+  """Whether a number was measured and came out finite."""
+  return value is not None and bool(np.isfinite(value))
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
   """Writes a file that is there whole or not at all."""
   if isinstance(content, str):

@@ -1,0 +1,145 @@
+"""What an experiment says at its end: lines, warnings, table and figure."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch import cell_run, experiment, figures, outputs
+
+Row = Mapping[str, Any]  # of a result.json
+_CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
+
+
+def line(result: Row) -> str:
+  """One cell in one line."""
+  text = (
+    f"{result['cell']}: accuracy {_percent(result['test_accuracy'])}, staleness"
+    f" mean {result['staleness_mean']:.1f} max {result['staleness_max']}, gap"
+    f" mean {result['gap_mean']:.2g} max {result['gap_max']:.2g}, effective"
+    f" learning rate {result['effective_rate']:.2g}"
+  )
+  if outputs.is_known(result["rate_x_sharpness"]):
+    text += (
+      f", rate x sharpness up to {result['rate_x_sharpness']:.2g} (stable below"
+      f" {result['rate_x_sharpness_limit']:.2g})"
+    )
+  return text
+
+
+def _percent(value) -> str:
+  return f"{100 * value:.1f} %" if outputs.is_known(value) else "-"
+
+
+def warnings(result: Row) -> list[str]:
+  """What a user should know about a cell, with the remedy."""
+  lines = []
+  limit, product = result["rate_x_sharpness_limit"], result["sustained"]
+  remedy = "fewer workers or a longer warm-up"
+  if result["recipe"] not in _CURES:
+    remedy += ", or a cure such as dana_zero or gap_aware"
+  # A tolerance of one step of the limit's grid.
+  if outputs.is_known(product) and product > 1.25 * limit:
+    lower = result["learning_rate"] * limit / product
+    lines.append(
+      f"warning: {result['cell']}: learning rate x sharpness stayed at"
+      f" {product:.2g} or more; at a mean staleness of"
+      f" {result['staleness_mean']:.1f} this algorithm is stable below"
+      f" {limit:.2g} on a quadratic. If the loss suffers, try a learning rate"
+      f" of {lower:.2g}, {remedy}"
+    )
+  if result["diverged"]:
+    lines.append(
+      f"warning: {result['cell']}: the loss diverged. Try a lower learning"
+      f" rate, {remedy}"
+    )
+  return lines
+
+
+_TABLE = (
+  ("algorithm", "algorithm", None),
+  ("workers", "workers", None),
+  ("accuracy %", "test_accuracy", 100),
+  ("loss", "test_loss", 1),
+  ("time", "simulated_time", 1),
+  ("staleness", "staleness_mean", 1),
+  ("max", "staleness_max", None),
+  ("gap", "gap_mean", 1),
+  ("eff. rate", "effective_rate", 1),
+  ("rate x sharp.", "rate_x_sharpness", 1),
+  ("stable below", "rate_x_sharpness_limit", 1),
+)
+
+
+def _tabulate(results):
+  """Returns (CSV rows, text table): one row per algorithm and workers."""
+  groups: dict[tuple, list] = {}
+  for result in results:
+    key = result["workers"], result["algorithm"]
+    groups.setdefault(key, []).append(result)
+  columns = (*_TABLE, ("", "sent_accuracy", 100))  # the last in the CSV only
+  csv_rows, text_rows = [], []
+  for group in groups.values():
+    csv_row = {"algorithm": group[0]["algorithm"]}
+    csv_row.update(workers=group[0]["workers"], seeds=len(group))
+    cells = []
+    for _, key, scale in columns:
+      if scale is None:
+        cells.append(str(max(r[key] for r in group)))
+        csv_row[key] = max(r[key] for r in group)
+        continue
+      values = [np.nan if r[key] is None else r[key] for r in group]
+      mean, std = figures.mean_and_std(values)
+      csv_row[key], csv_row[f"{key}_std"] = mean, std
+      text = f"{scale * mean:.1f}" if scale == 100 else f"{mean:.3g}"
+      if scale == 100 and np.isfinite(std):
+        text += f" ± {scale * std:.1f}"
+      cells.append(text if np.isfinite(mean) else "-")
+    cells.pop()
+    diverged = sum(r["diverged"] for r in group)
+    csv_row["diverged"] = diverged
+    cells.append(f"{diverged} of {len(group)} diverged" if diverged else "")
+    csv_rows.append(csv_row)
+    text_rows.append(cells)
+  header = [name for name, _, _ in _TABLE] + [""]
+  return csv_rows, outputs.format_table(header, text_rows)
+
+
+def write(
+  folder: Path, exp: experiment.Experiment, results: Sequence[Row]
+) -> None:
+  """Writes what is made from all cells, and says where everything is."""
+  rows = []
+  for cell in exp.cells:
+    rows += cell_run.read_rows(folder / "cells" / cell.name)
+  outputs.write_atomically(
+    folder / "metrics.jsonl",
+    "".join(outputs.to_json(row) + "\n" for row in rows),
+  )
+  csv_rows, table = _tabulate(results)
+  outputs.write_csv(folder / "results.csv", csv_rows)
+  heading = (
+    f"{exp.dataset.name}, {exp.config['model']['name']},"
+    f" {exp.config['epochs']:g} epochs, {len(exp.config['seeds'])} seeds\n"
+    f"data: {exp.dataset.source}"
+  )
+  outputs.write_atomically(folder / "table.txt", f"{heading}\n\n{table}")
+  points = figures.numbers(results, rows)
+  outputs.write_csv(folder / "figure.csv", points)
+  figure = "figure       {0}/figure.png, .svg; its numbers {0}/figure.csv"
+  try:
+    figures.draw(points, folder / "figure", heading)
+  except ImportError:
+    figure = "figure       not drawn: pip install -e '.[viz]'; {0}/figure.csv"
+  except Exception as error:  # the runs are done: their numbers come first
+    figure = f"figure       not drawn: {error!r}; {{0}}/figure.csv"
+  print(f"\n{heading}\n\n{table}")
+  for line in (
+    figure,
+    "table        {0}/table.txt, {0}/results.csv",
+    "metrics      {0}/metrics.jsonl, and {0}/tensorboard for TensorBoard",
+    "each run     {0}/cells/ (params.msgpack, records.npz, result.json)",
+    "config       {0}/config.json",
+  ):
+    print(line.format(folder))
