@@ -127,19 +127,19 @@ def write(
   outputs.write_atomically(folder / "table.txt", f"{heading}\n\n{table}")
   points = figures.numbers(results, rows)
   outputs.write_csv(folder / "figure.csv", points)
-  figure = "figure       {0}/figure.png, .svg; its numbers {0}/figure.csv"
+  figure = f"{folder}/figure.png, .svg; its numbers {folder}/figure.csv"
   try:
     figures.draw(points, folder / "figure", heading)
   except ImportError:
-    figure = "figure       not drawn: pip install -e '.[viz]'; {0}/figure.csv"
+    figure = f"not drawn: pip install -e '.[viz]'; {folder}/figure.csv"
   except Exception as error:  # the runs are done: their numbers come first
-    figure = f"figure       not drawn: {error!r}; {{0}}/figure.csv"
+    figure = f"not drawn: {error!r}; {folder}/figure.csv"
   print(f"\n{heading}\n\n{table}")
-  for line in (
-    figure,
-    "table        {0}/table.txt, {0}/results.csv",
-    "metrics      {0}/metrics.jsonl, and {0}/tensorboard for TensorBoard",
-    "each run     {0}/cells/ (params.msgpack, records.npz, result.json)",
-    "config       {0}/config.json",
-  ):
-    print(line.format(folder))
+  print(
+    f"figure       {figure}\n"
+    f"table        {folder}/table.txt, {folder}/results.csv\n"
+    f"metrics      {folder}/metrics.jsonl, and {folder}/tensorboard for"
+    " TensorBoard\n"
+    f"each run     {folder}/cells/ (params.msgpack, records.npz, result.json)\n"
+    f"config       {folder}/config.json"
+  )
