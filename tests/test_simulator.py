@@ -138,6 +138,23 @@ def test_a_worker_that_is_not_there_is_named():
     )
 
 
+def test_a_receive_without_a_send_is_named():
+  trace, start, run = make()
+  first = int(np.flatnonzero(trace.action == 1)[0])
+  skipped = start._replace(event=first)
+  with pytest.raises(ValueError, match="holds no ticket; orders.check finds"):
+    run(skipped, first + 1)
+
+
+def test_more_workers_than_the_algorithm_was_built_for_are_refused():
+  recipe = algorithms.build("dana_zero", 0.01, 2)
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
+  )
+  with pytest.raises(ValueError, match="built for 2 workers, the simulation"):
+    host.init(PROBLEM.init(jax.random.key(0)), 3)
+
+
 def test_cuts_are_after_each_receive():
   trace = orders.fixed_delay(delay=1, messages=3)
   # send send | receive send | receive send | receive

@@ -62,7 +62,8 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
     messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
     from which `worker.job_key` derives those of the work. It consumes the
     simulation it is given: buffers that nothing else may refer to are donated.
-    It raises ValueError if the trace asks for a worker that is not there.
+    It raises ValueError if the trace asks for a worker that is not there, or
+    receives from one that holds no ticket.
   """
   work = _compiled_work(worker)
 
@@ -107,6 +108,11 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
           tickets[w] = send(state, numbers[w])
         continue
       ticket, tickets[w] = tickets[w], None
+      if ticket is None:
+        raise ValueError(
+          f"the trace receives job {job} from worker {w}, which holds no"
+          " ticket; orders.check finds the row"
+        )
       workers[w], message, metrics = work(
         workers[w], ticket, batch(w, job), root, np.int32(job)
       )
