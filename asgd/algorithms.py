@@ -28,7 +28,7 @@ class Recipe(NamedTuple):
   """An algorithm and the places where its parts run."""
 
   algorithm: base.Algorithm  # at the server, once per update
-  message: optax.GradientTransformation = optax.identity()  # at the worker
+  message: optax.GradientTransformation | None = None  # at the worker
   per_message: optax.GradientTransformation | None = None  # at the server
   every: int = 1  # messages per update
   order: str = "asynchronous"  # the protocol it is meant for

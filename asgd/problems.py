@@ -116,10 +116,9 @@ def classification(
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.sum(), (logits.argmax(-1) == labels).sum()
 
-  test_images, test_labels = dataset.test_images, dataset.test_labels
-  if evaluation_examples:
-    test_images = test_images[:evaluation_examples]
-    test_labels = test_labels[:evaluation_examples]
+  evaluated = slice(evaluation_examples or None)
+  test_images = dataset.test_images[evaluated]
+  test_labels = dataset.test_labels[evaluated]
 
   def evaluate(params):
     total = np.zeros(2)

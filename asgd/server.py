@@ -71,8 +71,8 @@ def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
   """Distance between the parameters and those a message was computed at.
 
   ||params - sent_params||_2 / sqrt(k) over the k trained parameters (Hakimi et
-  al. 2019; Barkai et al. 2020). For an algorithm that
-  looks ahead, `sent_params` is the look-ahead, not the parameters of its time.
+  al. 2019; Barkai et al. 2020). For an algorithm that looks ahead,
+  `sent_params` is the look-ahead, not the parameters of its time.
   """
   difference = jax.tree.map(
     jnp.subtract, base.weights_of(params), base.weights_of(sent_params)
@@ -131,7 +131,7 @@ def make_server(
     return base.Ticket(worker, state.version, params)
 
   def apply(state, message, delay):
-    """One parameter change. Returns the new state and the change itself."""
+    """One parameter change. Returns the new state and the change's RMS."""
     updates, opt_state = algorithm.update(
       message, state.opt_state, state.params, **delay._asdict()
     )
@@ -153,10 +153,7 @@ def make_server(
 
     def flush(state):
       mean = jax.tree.map(lambda x: x / every, total)
-      delay = base.Delay(
-        oldest.worker, state.version - oldest.version, oldest.params
-      )
-      state, norm = apply(state, mean, delay)
+      state, norm = apply(state, mean, _delay(state, oldest))
       empty = inbox._replace(
         count=jnp.zeros_like(count),
         total=jax.tree.map(jnp.zeros_like, total),

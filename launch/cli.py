@@ -86,7 +86,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
   """Parses flags and runs main; user errors become one line, not a trace.
 
   A ValueError or OSError is the user's; anything else is ours and keeps its
-  traceback.
+  traceback. With ASGD_TRACEBACK set in the environment, so do the user's.
 
   Args:
     main: called with the words.

@@ -303,9 +303,10 @@ def _build(config, data_dir) -> Experiment:
   )
   with _blame("model"):  # does it fit the data, and a machine?
     shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  if models.count(shapes) > _MOST_PARAMETERS:
+  parameters = models.count(shapes)
+  if parameters > _MOST_PARAMETERS:
     raise ValueError(
-      f"config.model has {models.count(shapes):,} parameters; use at most"
+      f"config.model has {parameters:,} parameters; use at most"
       f" {_MOST_PARAMETERS:,}"
     )
   experiment = Experiment(config, dataset, problem, cells)
@@ -446,10 +447,8 @@ def messages(experiment: Experiment, cell: Cell) -> int:
   return max(round(passes) // cell.workers, 1) * cell.workers
 
 
-@functools.cache
-def _gradient_worker(loss) -> base.Worker:
-  """One Worker for all algorithms that send plain gradients: one compile."""
-  return worker_lib.gradient_worker(loss)
+# One Worker for all algorithms that send plain gradients: one compile.
+_gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 
 
 def plan(experiment: Experiment, cell: Cell) -> Plan:
@@ -458,10 +457,7 @@ def plan(experiment: Experiment, cell: Cell) -> Plan:
   peak = _peak(config, cell.label)
   schedule = _schedule(experiment, cell.label, cell.workers)
   recipe = _recipe(config, cell.label, cell.workers, schedule)
-  if recipe.message is algorithms.Recipe._field_defaults["message"]:
-    worker = _gradient_worker(problem.loss)
-  else:
-    worker = worker_lib.gradient_worker(problem.loss, recipe.message)
+  worker = _gradient_worker(problem.loss, recipe.message)
   constant = _recipe(config, cell.label, cell.workers, peak)
   start = trace(experiment, cell, messages=40 * cell.workers)
   server = recipe.server()

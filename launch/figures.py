@@ -9,15 +9,17 @@ import numpy as np
 Row = Mapping[str, Any]
 
 
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-  """Mean and sample standard deviation, NaN for the latter if only one."""
-  values = np.asarray(values, float)
+def mean_and_std(rows: Sequence[Row], key: str) -> tuple[float, float]:
+  """Mean and sample standard deviation of a column, whose missing values are
+  NaN; NaN for the latter if there is one row only."""
+  values = np.array([np.nan if r[key] is None else r[key] for r in rows], float)
   with np.errstate(invalid="ignore", over="ignore"):
     std = values.std(ddof=1) if len(values) > 1 else np.nan
   return float(values.mean()), float(std)
 
 
-def _by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+def group_by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+  """Groups rows by the values of some columns, in the order they are met."""
   groups: dict[tuple, list[Row]] = {}
   for row in rows:
     groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -25,7 +27,7 @@ def _by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
 
 
 def _point(panel, title, workers, x, rows, key):
-  mean, std = mean_and_std([np.nan if r[key] is None else r[key] for r in rows])
+  mean, std = mean_and_std(rows, key)
   return {
     "panel": panel,
     "algorithm": title,
@@ -56,14 +58,16 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
     ("gap", "gap_mean"),
     ("time", "simulated_time"),
   ):
-    for (title, workers), rows in _by(results, "algorithm", "workers").items():
+    for (title, workers), rows in group_by(
+      results, "algorithm", "workers"
+    ).items():
       points.append(_point(panel, title, workers, workers, rows, key))
   largest: dict[str, int] = {}
   for row in results:
     title = row["algorithm"]
     largest[title] = max(largest.get(title, 0), row["workers"])
   at_largest = [r for r in curves if r["workers"] == largest[r["algorithm"]]]
-  groups = _by(at_largest, "algorithm", "workers", "epoch")
+  groups = group_by(at_largest, "algorithm", "workers", "epoch")
   for panel, key in (
     ("accuracy_curve", "test_accuracy"),
     ("gap_curve", "gap_mean"),
@@ -72,7 +76,7 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
     for (title, workers, epoch), rows in groups.items():
       x = epoch
       if panel == "accuracy_by_time":
-        x, _ = mean_and_std([row["time"] for row in rows])
+        x, _ = mean_and_std(rows, "time")
       points.append(_point(panel, title, workers, x, rows, key))
   return points
 

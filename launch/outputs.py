@@ -60,6 +60,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
   return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
+def to_lines(rows: Iterable[Mapping]) -> str:
+  """JSON lines: each row's JSON, ended by a newline."""
+  return "".join(to_json(row) + "\n" for row in rows)
+
+
 def _finite(value):
   if isinstance(value, Mapping):
     return {k: _finite(v) for k, v in value.items()}
@@ -232,8 +237,7 @@ class CellLog:
     """Starts the log with the rows that a checkpoint kept; later ones, written
     before a kill, are dropped."""
     rows = list(rows)
-    text = "".join(to_json(row) + "\n" for row in rows)
-    write_atomically(folder / "metrics.jsonl", text)
+    write_atomically(folder / "metrics.jsonl", to_lines(rows))
     self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
     self._board = None
     if board is not None:
@@ -245,7 +249,7 @@ class CellLog:
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
-    self._file.write(to_json(row) + "\n")
+    self._file.write(to_lines([row]))
     self._file.flush()
     if self._board is None:
       return

@@ -74,29 +74,25 @@ _TABLE = (
 
 def _tabulate(results):
   """Returns (CSV rows, text table): one row per algorithm and workers."""
-  groups: dict[tuple, list] = {}
-  for result in results:
-    key = result["workers"], result["algorithm"]
-    groups.setdefault(key, []).append(result)
-  columns = (*_TABLE, ("", "sent_accuracy", 100))  # the last in the CSV only
+  groups = figures.group_by(results, "workers", "algorithm")
   csv_rows, text_rows = [], []
   for group in groups.values():
     csv_row = {"algorithm": group[0]["algorithm"]}
     csv_row.update(workers=group[0]["workers"], seeds=len(group))
     cells = []
-    for _, key, scale in columns:
+    for _, key, scale in _TABLE:
       if scale is None:
-        cells.append(str(max(r[key] for r in group)))
         csv_row[key] = max(r[key] for r in group)
+        cells.append(str(csv_row[key]))
         continue
-      values = [np.nan if r[key] is None else r[key] for r in group]
-      mean, std = figures.mean_and_std(values)
+      mean, std = figures.mean_and_std(group, key)
       csv_row[key], csv_row[f"{key}_std"] = mean, std
       text = f"{scale * mean:.1f}" if scale == 100 else f"{mean:.3g}"
       if scale == 100 and np.isfinite(std):
         text += f" ± {scale * std:.1f}"
       cells.append(text if np.isfinite(mean) else "-")
-    cells.pop()
+    mean, std = figures.mean_and_std(group, "sent_accuracy")
+    csv_row["sent_accuracy"], csv_row["sent_accuracy_std"] = mean, std
     diverged = sum(r["diverged"] for r in group)
     csv_row["diverged"] = diverged
     cells.append(f"{diverged} of {len(group)} diverged" if diverged else "")
@@ -113,10 +109,7 @@ def write(
   rows = []
   for cell in exp.cells:
     rows += cell_run.read_rows(folder / "cells" / cell.name)
-  outputs.write_atomically(
-    folder / "metrics.jsonl",
-    "".join(outputs.to_json(row) + "\n" for row in rows),
-  )
+  outputs.write_atomically(folder / "metrics.jsonl", outputs.to_lines(rows))
   csv_rows, table = _tabulate(results)
   outputs.write_csv(folder / "results.csv", csv_rows)
   heading = (

@@ -25,8 +25,8 @@ __all__ = [
   "lookahead",
   "own_statistics",
   "per_worker",
-  "precede",
   "peek",
+  "precede",
   "scale_by_staleness",
   "velocity_lookahead",
 ]
