@@ -12,6 +12,7 @@ Data flows one way: order -> ticket -> message -> delay -> update -> record.
 Index letters used in shape comments, here and elsewhere:
   N  workers
   E  rows (events) of a trace
+  S  shards of a server
   U  received messages
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 import optax
 
 Batch = Any  # a pytree of arrays with a leading axis of examples
@@ -55,6 +57,7 @@ class Ticket(NamedTuple):
   worker: jax.Array  # int32[], the gradient stream (replica), never a stage
   version: jax.Array  # int32[], parameter changes made when it was sent
   params: optax.Params  # the parameters sent (predicted ones, for DANA)
+  fresh: Any = np.True_  # bool[], False when the worker keeps an earlier one
 
 
 class Delay(NamedTuple):
@@ -151,7 +154,12 @@ class Metrics(NamedTuple):
 
 
 class Worker(NamedTuple):
-  """Everything done between receiving a ticket and sending a message."""
+  """Everything done between receiving a ticket and sending a message.
+
+  `init` reads shapes and dtypes only, never values: a worker that joins late,
+  or in the place of one that died, starts as any other. What it needs of the
+  values it takes from its first ticket.
+  """
 
   init: Callable[[optax.Params], Any]
   work: Callable[
@@ -169,11 +177,19 @@ class Trace(NamedTuple):
   time: Any  # float64[E], seconds or the unit of the durations
   worker: Any  # int32[E]
   job: Any  # int32[E], which piece of data: batch = f(seed, worker, job)
-  action: Any  # int8[E], SEND or RECEIVE
+  action: Any  # int8[E], one of ACTIONS
 
 
-SEND = 0
-RECEIVE = 1
+SEND = 0  # the worker is sent a ticket and starts the job on it
+RECEIVE = 1  # the job's message is given to the server
+KEEP = 2  # the worker starts the job on the ticket that it was sent before
+LOST = 3  # the job's ticket dies: its worker was killed, hung or left
+REJECT = 4  # the job's message came and was refused: not finite, or cut short
+JOIN = 5  # somebody takes the place `worker`, as new; job counts its holders
+LEAVE = 6  # the holder goes
+ROLLBACK = 7  # the server goes back to what it was before row `job`
+ACTIONS = ("send", "receive", "keep", "lost", "reject", "join", "leave")
+ACTIONS += ("rollback",)
 
 
 class Records(NamedTuple):

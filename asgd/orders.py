@@ -26,11 +26,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asgd import base, names
+from asgd import base, dispatch, names
 from asgd.durations import Durations
 
-_ACTIONS = {base.SEND: "send", base.RECEIVE: "receive"}
 HEADER = "time,worker,job,action"
+_NAMES = ", ".join(base.ACTIONS)
 
 
 def _trace(rows: list[tuple[float, int, int, int]]) -> base.Trace:
@@ -49,63 +49,110 @@ def _check_positive(name: str, value: int) -> None:
     raise ValueError(f"{name} must be a positive whole number, not {value!r}")
 
 
+def _play(
+  rules: dispatch.Rules, durations: Durations, workers: int, messages: int
+) -> base.Trace:
+  """Drives a protocol with durations, until so many messages are received."""
+  _check_positive("workers", workers)
+  _check_positive("messages", messages)
+  streams = [durations.stream(worker) for worker in range(workers)]
+  free = [0.0] * workers  # when each worker has done all it was given
+  running = []  # heap of (finish time, job, worker, seq); ties go by job
+  rows = []
+  dispatcher = dispatch.Dispatcher(rules, log=rows.append)
+  for worker in range(workers):
+    dispatcher.join(worker, 0.0)
+    for _ in range(rules.depth):
+      dispatcher.ask(worker)
+  rows.clear()  # who is there from the start need not join
+  now = 0.0
+  while dispatcher.received < messages:
+    for grant in dispatcher.grants(now):
+      worker = grant.worker
+      free[worker] = max(now, free[worker]) + next(streams[worker])
+      heapq.heappush(running, (free[worker], grant.job, worker, grant.seq))
+    now, _, worker, seq = heapq.heappop(running)
+    dispatcher.arrive(worker, seq)
+    for worker, _, _ in dispatcher.deliver(now):
+      dispatcher.ask(worker)
+  return _trace(rows)
+
+
 def stale_synchronous(
-  durations: Durations, *, workers: int, messages: int, bound: float
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  bound: float,
+  cache: bool = False,
+  depth: int = 1,
+  fetch_every: int = 1,
 ) -> base.Trace:
   """Stale synchronous parallel (Ho et al. 2013).
 
-  A worker that has finished c batches may start another while the slowest has
+  A worker that has finished c jobs may start another while the slowest has
   finished at least c - bound. Bound 0 is bulk synchronous, an infinite bound
   is asynchronous.
 
   Args:
-    durations: how long each batch takes.
+    durations: how long each job takes.
     workers: N; all send at time 0, in the order of their numbers.
     messages: RECEIVE rows to produce.
-    bound: how many batches a worker may be ahead of the slowest.
+    bound: how many jobs a worker may be ahead of the slowest.
+    cache: a worker reads its own copy of the parameters while that is fresh
+      enough for the bound, as the paper's clients do; otherwise it fetches
+      before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
+    depth: tickets that a worker may hold; 2 fetches while it computes.
+    fetch_every: jobs done on one ticket (Downpour's n_fetch).
 
   Returns:
-    A Trace that ends with the last RECEIVE; its N - 1 or fewer open tickets
-    are never received.
+    A Trace that ends with the last RECEIVE; its N depth - 1 or fewer open
+    tickets are never received.
 
   Raises:
     ValueError: for counts that are not positive, or a negative bound.
   """
-  _check_positive("workers", workers)
-  _check_positive("messages", messages)
-  if isinstance(bound, (str, bool)) or bound is None or not bound >= 0:
-    raise ValueError(f"bound must be a number, 0 or more, not {bound!r}")
-  streams = [durations.stream(worker) for worker in range(workers)]
-  finished = [0] * workers  # batches, per worker
-  waiting = set(range(workers))  # may not start, or not yet asked
-  running = []  # heap of (finish time, job, worker); ties go by job
-  rows = []
-  job = received = 0
-  now = 0.0
-  while received < messages:
-    slowest = min(finished)
-    for worker in sorted(waiting):
-      if finished[worker] - slowest <= bound:
-        waiting.discard(worker)
-        rows.append((now, worker, job, base.SEND))
-        finish = now + next(streams[worker])
-        heapq.heappush(running, (finish, job, worker))
-        job += 1
-    now, done, worker = heapq.heappop(running)
-    rows.append((now, worker, done, base.RECEIVE))
-    finished[worker] += 1
-    waiting.add(worker)
-    received += 1
-  return _trace(rows)
+  rules = dispatch.Rules(
+    bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
+  )
+  return _play(rules, durations, workers, messages)
 
 
 def asynchronous(
-  durations: Durations, *, workers: int, messages: int
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  depth: int = 1,
+  fetch_every: int = 1,
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received."""
-  return stale_synchronous(
-    durations, workers=workers, messages=messages, bound=math.inf
-  )
+  rules = dispatch.Rules(depth=depth, fetch_every=fetch_every)
+  return _play(rules, durations, workers, messages)
+
+
+def backup_workers(
+  durations: Durations, *, workers: int, messages: int, backup: int
+) -> base.Trace:
+  """Synchronous rounds of N - backup messages, the fastest of N (Chen et al.
+  2016; K-sync of Dutta et al. 2018).
+
+  Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
+  which drops what comes after its round. The messages of a round are received
+  together, when it is complete, in the order of their jobs.
+
+  Raises:
+    ValueError: if nobody is left to wait for.
+  """
+  _check_positive("workers", workers)
+  integral = isinstance(backup, (int, np.integer))
+  if isinstance(backup, bool) or not integral or not 0 <= backup < workers:
+    raise ValueError(
+      f"backup must be a whole number from 0 to {workers - 1}, of {workers}"
+      f" workers, not {backup!r}"
+    )
+  rules = dispatch.Rules(round=workers - int(backup), backup=int(backup))
+  return _play(rules, durations, workers, messages)
 
 
 def bulk_synchronous(
@@ -154,6 +201,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
 _PROTOCOLS = {
   "asynchronous": asynchronous,
+  "backup_workers": backup_workers,
   "bulk_synchronous": bulk_synchronous,
   "stale_synchronous": stale_synchronous,
   "fixed_delay": fixed_delay,
@@ -179,30 +227,59 @@ def build(
   return names.call("order", name, maker, {**common, **kwargs})
 
 
-def check(trace: base.Trace) -> int:
+def check(trace: base.Trace, depth: int = 1) -> int:
   """Checks that a trace can be obeyed and returns its number of workers.
+
+  Args:
+    trace: an order.
+    depth: tickets that a worker may hold at once; more than one where workers
+      fetch while they compute.
 
   Raises:
     ValueError: naming the first row that is wrong, and why.
   """
-  open_jobs = {}
+  held = {}  # worker -> its open jobs, in their order
+  sent = set()  # workers that hold a ticket to keep
+  ended = set()  # workers that lost a ticket, or left, and must join first
   last = -math.inf
   for row, (time, worker, job, action) in enumerate(zip(*trace, strict=True)):
-    where = f"trace row {row} ({_line(time, worker, job, action)})"
+    where = f"trace row {row} ({format_row(time, worker, job, action)})"
     if worker < 0 or job < 0:
       raise ValueError(f"{where}: worker and job must be 0 or more")
     if not time >= last:
       raise ValueError(f"{where}: time goes back from {last}")
     last = time
-    if action == base.SEND:
-      if worker in open_jobs:
+    jobs = held.setdefault(worker, [])
+    if action in (base.SEND, base.KEEP):
+      if worker in ended:
+        raise ValueError(f"{where}: the worker is gone and did not join again")
+      if len(jobs) >= depth:
         raise ValueError(f"{where}: the worker holds a ticket already")
-      open_jobs[worker] = job
-    elif action == base.RECEIVE:
-      if open_jobs.pop(worker, None) != job:
+      if action == base.KEEP and worker not in sent:
+        raise ValueError(f"{where}: the worker was sent no ticket to keep")
+      jobs.append(job)
+      sent.add(worker)
+    elif action in (base.RECEIVE, base.LOST, base.REJECT):
+      if job not in jobs:
         raise ValueError(f"{where}: that job was not sent to the worker")
+      if action == base.RECEIVE and (job != jobs[0] or worker in ended):
+        raise ValueError(f"{where}: the worker's jobs end in their order")
+      jobs.remove(job)
+      if action != base.RECEIVE:
+        ended.add(worker)
+    elif action in (base.JOIN, base.LEAVE):
+      if jobs:
+        raise ValueError(f"{where}: the worker still holds a ticket")
+      sent.discard(worker)
+      if action == base.JOIN:
+        ended.discard(worker)
+      else:
+        ended.add(worker)
+    elif action == base.ROLLBACK:
+      if job > row:
+        raise ValueError(f"{where}: that row is still to come")
     else:
-      raise ValueError(f"{where}: action must be send or receive")
+      raise ValueError(f"{where}: action must be one of {_NAMES}")
   return int(trace.worker.max(initial=-1)) + 1
 
 
@@ -210,31 +287,36 @@ def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
   """Counts the staleness of each received message, int32[U], without a model.
 
   Args:
-    trace: an order.
+    trace: an order without rollbacks, all of whose messages are accepted.
     every: messages averaged into one parameter change.
   """
-  version = {}
+  version = {}  # (worker, job) -> version it was sent
+  latest = {}  # worker -> version it was sent last
   counts = []
-  for worker, action in zip(
-    trace.worker.tolist(), trace.action.tolist(), strict=True
+  for worker, job, action in zip(
+    *(column.tolist() for column in trace[1:]), strict=True
   ):
     changes = len(counts) // every
     if action == base.SEND:
-      version[worker] = changes
-    else:
-      counts.append(changes - version[worker])
+      version[worker, job] = latest[worker] = changes
+    elif action == base.KEEP:
+      version[worker, job] = latest[worker]
+    elif action == base.RECEIVE:
+      counts.append(changes - version.pop((worker, job)))
   return np.array(counts, np.int32)
 
 
-def _line(time, worker, job, action) -> str:
-  name = _ACTIONS.get(int(action), int(action))
+def format_row(time, worker, job, action) -> str:
+  """One row as a line of the file, without its newline."""
+  known = 0 <= action < len(base.ACTIONS)
+  name = base.ACTIONS[action] if known else int(action)
   return f"{float(time)!r},{worker},{job},{name}"
 
 
 def dump(trace: base.Trace) -> str:
   """Returns the trace as CSV, one line a row; times keep all their bits."""
   rows = zip(*trace, strict=True)
-  return "\n".join([HEADER, *(_line(*row) for row in rows), ""])
+  return "\n".join([HEADER, *(format_row(*row) for row in rows), ""])
 
 
 def load(lines: Iterable[str]) -> base.Trace:
@@ -249,7 +331,7 @@ def load(lines: Iterable[str]) -> base.Trace:
   Raises:
     ValueError: naming the line that cannot be read.
   """
-  codes = {name: code for code, name in _ACTIONS.items()}
+  codes = {name: code for code, name in enumerate(base.ACTIONS)}
   rows = []
   for number, line in enumerate(lines, 1):
     if not line.endswith("\n"):

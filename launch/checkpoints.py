@@ -42,27 +42,35 @@ def digest(tree: Any) -> str:
 
 
 def _pack(simulation):
-  """Returns (tree, holders): tickets that share parameters are stored once."""
+  """Returns (tree, holders): tickets that share parameters are stored once.
+  A holder is [worker, job, version, index, fresh]; a kept ticket's job is
+  None."""
   trees, index, holders = [], {}, []
-  for worker, ticket in enumerate(simulation.tickets):
-    if ticket is None:
-      continue
-    identity = tuple(map(id, jax.tree.leaves(ticket.params)))
-    if identity not in index:
-      index[identity] = len(trees)
-      trees.append(ticket.params)
-    holders.append([worker, int(ticket.version), index[identity]])
+  for worker, kept in enumerate(simulation.kept):
+    held = {} if kept is None else {None: kept}
+    for job, ticket in (held | simulation.tickets[worker]).items():
+      identity = tuple(map(id, jax.tree.leaves(ticket.params)))
+      if identity not in index:
+        index[identity] = len(trees)
+        trees.append(ticket.params)
+      row = [worker, job, int(ticket.version), index[identity]]
+      holders.append([*row, bool(ticket.fresh)])
   return (simulation.server, simulation.workers, trees), holders
 
 
 def _unpack(tree, holders, event):
   server, workers, trees = tree
-  tickets = [None] * len(workers)
-  for worker, version, index in holders:
-    tickets[worker] = base.Ticket(
-      jnp.int32(worker), jnp.int32(version), trees[index]
+  tickets, kept = tuple({} for _ in workers), [None] * len(workers)
+  for worker, job, version, index, fresh in holders:
+    ticket = base.Ticket(
+      *(jnp.int32(worker), jnp.int32(version), trees[index], np.bool_(fresh))
     )
-  return simulator.Simulation(event, server, workers, tuple(tickets))
+    if job is None:
+      kept[worker] = ticket
+    else:
+      tickets[worker][job] = ticket
+  # A simulation to be rolled back is a replay, which starts from the beginning.
+  return simulator.Simulation(event, server, workers, tickets, tuple(kept), {})
 
 
 def _brief(error: Exception) -> str:
@@ -155,7 +163,7 @@ class Checkpoints:
     leaves = [np.asarray(arrays[name]) for name in sorted(arrays)]
     if digest(leaves) != meta["digest"]:
       raise ValueError("the checksum does not match")
-    count = len({index for _, _, index in meta["tickets"]})
+    count = len({index for _, _, _, index, _ in meta["tickets"]})
     tree = (template.server, template.workers, [template.server.params] * count)
     records = simulator.concatenate([])
     structure = jax.tree.structure((tree, records))

@@ -65,22 +65,23 @@ def test_a_restored_run_goes_on_to_the_same_bits(folder, name):
 
 def test_tickets_that_share_parameters_still_share_them(folder):
   host, simulation, records, _ = simulate("asgd", 5)
-  open_tickets = [t for t in simulation.tickets if t is not None]
-  assert len({id(t.params) for t in open_tickets}) < len(open_tickets)
+  before = {
+    (worker, job): ticket
+    for worker, tickets in enumerate(simulation.tickets)
+    for job, ticket in tickets.items()
+  }
+  assert len({id(t.params) for t in before.values()}) < len(before)
   folder.save(simulation, records, None)
   restored = folder.restore(start(host)).simulation
-  for worker, ticket in enumerate(simulation.tickets):
-    if ticket is None:
-      assert restored.tickets[worker] is None
-      continue
-    assert int(restored.tickets[worker].version) == int(ticket.version)
-    same = [
-      other
-      for other, t in enumerate(simulation.tickets)
-      if t is not None and t.params is ticket.params
-    ]
-    for other in same:
-      assert restored.tickets[other].params is restored.tickets[worker].params
+  assert [list(t) for t in restored.tickets] == [
+    list(t) for t in simulation.tickets
+  ]
+  for (worker, job), ticket in before.items():
+    again = restored.tickets[worker][job]
+    assert int(again.version) == int(ticket.version)
+    for (other, its_job), its_ticket in before.items():
+      if its_ticket.params is ticket.params:
+        assert restored.tickets[other][its_job].params is again.params
 
 
 def test_the_newest_of_two_is_restored_and_no_more_are_kept(folder, tmp_path):

@@ -21,6 +21,7 @@ RANKS = {
   "transforms": 1,
   "server": 1,
   "worker": 1,
+  "dispatch": 1,
   "durations": 1,
   "data": 1,
   "models": 1,

@@ -507,8 +507,8 @@ def test_check_names_the_first_wrong_row_and_why(row, why):
 
 def test_check_names_an_unknown_action():
   trace = table("0.0,0,0,send", "1.0,0,0,receive")
-  trace.action[1] = 2
-  words = r"trace row 1 \(1.0,0,0,2\): action must be send or receive"
+  trace.action[1] = 9
+  words = r"trace row 1 \(1.0,0,0,9\): action must be one of send, receive"
   with pytest.raises(ValueError, match=words):
     orders.check(trace)
 

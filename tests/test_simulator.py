@@ -37,7 +37,8 @@ def test_tickets_that_do_not_look_ahead_are_references():
   _, start, run = make()
   simulation, records = run(start, 3)  # the three first sends
   assert not len(records.loss)
-  for ticket in simulation.tickets:
+  for held in simulation.tickets:
+    (ticket,) = held.values()
     assert ticket.params is simulation.server.params
 
 
@@ -45,7 +46,7 @@ def test_open_tickets_survive_the_updates_made_since():
   _, start, run = make()
   initial = np.array(start.server.params)
   simulation, _ = run(start, 4)  # three sends and one receive
-  held = [t for t in simulation.tickets if t is not None]
+  held = [t for tickets in simulation.tickets for t in tickets.values()]
   assert len(held) == 2
   for ticket in held:
     np.testing.assert_array_equal(ticket.params, initial)
@@ -142,7 +143,7 @@ def test_a_receive_without_a_send_is_named():
   trace, start, run = make()
   first = int(np.flatnonzero(trace.action == 1)[0])
   skipped = start._replace(event=first)
-  with pytest.raises(ValueError, match="holds no ticket; orders.check finds"):
+  with pytest.raises(ValueError, match="holds no ticket for it; orders.check finds"):
     run(skipped, first + 1)
 
 

@@ -2,10 +2,28 @@
 
 from asgd.simulator.host import (
   Host,
+  Row,
   Simulation,
+  Steps,
+  compile_steps,
+  compile_work,
   concatenate,
   end_of_message,
   make_host,
+  records,
+  start,
 )
 
-__all__ = ["Host", "Simulation", "concatenate", "end_of_message", "make_host"]
+__all__ = [
+  "Host",
+  "Row",
+  "Simulation",
+  "Steps",
+  "compile_steps",
+  "compile_work",
+  "concatenate",
+  "end_of_message",
+  "make_host",
+  "records",
+  "start",
+]

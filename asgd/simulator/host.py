@@ -26,7 +26,9 @@ class Simulation(NamedTuple):
   event: int  # the next row of the trace
   server: base.ServerState
   workers: tuple[Any, ...]  # N worker states
-  tickets: tuple[base.Ticket | None, ...]  # N, None where none is open
+  tickets: tuple[dict[int, base.Ticket], ...]  # N, the open ones by job
+  kept: tuple[base.Ticket | None, ...]  # N, the last sent, if the trace keeps
+  marks: dict[int, base.ServerState]  # by row, for rollbacks to come
 
 
 class Host(NamedTuple):
@@ -36,8 +38,27 @@ class Host(NamedTuple):
   run: Callable[..., tuple[Simulation, base.Records]]
 
 
+class Steps(NamedTuple):
+  """The compiled functions that every runtime calls; same calls, same bits.
+
+  `receive` consumes opt_state, inbox and message, whose buffers it donates;
+  params and version it does not, as open tickets refer to them.
+  """
+
+  work: Callable  # (state, ticket, batch, root, job) -> as Worker.work
+  send: Callable  # (ServerState, worker) -> Ticket
+  receive: Callable  # (ServerState, ticket, message, loss) -> (state, Row)
+
+
+class Row(NamedTuple):
+  """What was seen of one message, on the device; `records` fetches many."""
+
+  whole: jax.Array  # int32[3], version after it, staleness, accepted
+  real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
+
+
 @functools.lru_cache(maxsize=32)
-def _compiled_work(worker: base.Worker) -> Callable:
+def compile_work(worker: base.Worker) -> Callable:
   """Compiles a worker once, however many servers it serves."""
 
   @jax.jit
@@ -46,6 +67,44 @@ def _compiled_work(worker: base.Worker) -> Callable:
     return worker.work(state, ticket, batch, key)
 
   return work
+
+
+def compile_steps(server: base.Server, worker: base.Worker) -> Steps:
+  """Compiles what runtimes call: not one fused step, but its three parts, so
+  that a recorded run replays to the same bits.
+
+  Args:
+    server: from `make_server`.
+    worker: what every worker does.
+  """
+
+  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
+    state = base.ServerState(params, opt_state, version, inbox)
+    state, report = server.receive(state, ticket, message)
+    return state, _pack(state.version, report, loss)
+
+  compiled = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+
+  def receive(state, ticket, message, loss):
+    return compiled(
+      *(state.opt_state, state.inbox, message),
+      *(state.params, state.version, ticket, loss),
+    )
+
+  if server.sends_current:
+
+    def send(state, worker):
+      return base.Ticket(worker, state.version, state.params)
+
+  else:
+    send = jax.jit(server.send)
+  return Steps(compile_work(worker), send, receive)
+
+
+def start(server: base.Server, params: Any) -> base.ServerState:
+  """Returns a server's first state, sharing no buffer with `params`."""
+  # Copied, because a state that holds the parameters would donate them.
+  return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
 
 
 def make_host(server: base.Server, worker: base.Worker) -> Host:
@@ -63,18 +122,9 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
     from which `worker.job_key` derives those of the work. It consumes the
     simulation it is given: buffers that nothing else may refer to are donated.
     It raises ValueError if the trace asks for a worker that is not there, or
-    receives from one that holds no ticket.
+    closes a ticket that its worker does not hold.
   """
-  work = _compiled_work(worker)
-
-  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
-    state = base.ServerState(params, opt_state, version, inbox)
-    state, report = server.receive(state, ticket, message)
-    return state, _pack(state.version, report, loss)
-
-  # params and version are not donated: open tickets refer to them.
-  receive = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
-  send = jax.jit(server.send)
+  steps = compile_steps(server, worker)
 
   def init(params, workers):
     if server.workers is not None and workers > server.workers:
@@ -82,15 +132,15 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
         f"the algorithm was built for {server.workers} workers, the simulation"
         f" has {workers}; build both with the same number"
       )
-    params = jax.tree.map(jnp.asarray, params)
-    # Copied, because a state that holds the parameters would donate them.
-    state = jax.tree.map(jnp.copy, server.init(params))
-    states = tuple(worker.init(params) for _ in range(workers))
-    return Simulation(0, state, states, (None,) * workers)
+    state = start(server, params)
+    states = tuple(worker.init(state.params) for _ in range(workers))
+    tickets = tuple({} for _ in range(workers))
+    return Simulation(0, state, states, tickets, (None,) * workers, {})
 
   def run(simulation, trace, end, *, batch, root):
-    event, state, workers, tickets = simulation
-    workers, tickets = list(workers), list(tickets)
+    event, state, workers, tickets, kept, marks = simulation
+    workers, kept, marks = list(workers), list(kept), dict(marks)
+    tickets = [dict(held) for held in tickets]
     numbers = [jnp.int32(w) for w in range(len(workers))]
     rows = slice(event, end)
     columns = [column[rows].tolist() for column in trace]
@@ -99,51 +149,80 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
         f"the trace has a worker {max(columns[1])}, the simulation only"
         f" {len(workers)} workers, counted from 0"
       )
-    known, seen = [], []
-    for time, w, job, action in zip(*columns, strict=True):
-      if action == base.SEND:
-        if server.sends_current:
-          tickets[w] = base.Ticket(numbers[w], state.version, state.params)
-        else:
-          tickets[w] = send(state, numbers[w])
-        continue
-      ticket, tickets[w] = tickets[w], None
-      if ticket is None:
+    keeps = bool((trace.action == base.KEEP).any())
+    returns = set(trace.job[trace.action == base.ROLLBACK].tolist())
+
+    def close(w, job):
+      try:
+        return tickets[w].pop(job)
+      except KeyError:
         raise ValueError(
-          f"the trace receives job {job} from worker {w}, which holds no"
-          " ticket; orders.check finds the row"
+          f"the trace closes job {job} of worker {w}, which holds no ticket for"
+          " it; orders.check finds the row"
+        ) from None
+
+    known, seen = [], []
+    for row, (time, w, job, action) in enumerate(
+      zip(*columns, strict=True), event
+    ):
+      if row in returns:
+        marks[row] = jax.tree.map(jnp.copy, state)
+      if action == base.SEND:
+        tickets[w][job] = ticket = steps.send(state, numbers[w])
+        if keeps:
+          kept[w] = ticket._replace(fresh=np.False_)
+      elif action == base.RECEIVE:
+        ticket = close(w, job)
+        workers[w], message, metrics = steps.work(
+          workers[w], ticket, batch(w, job), root, np.int32(job)
         )
-      workers[w], message, metrics = work(
-        workers[w], ticket, batch(w, job), root, np.int32(job)
-      )
-      state, row = receive(
-        *(state.opt_state, state.inbox, message),
-        *(state.params, state.version, ticket, metrics.loss),
-      )
-      known.append((time, w, job))
-      seen.append(row)
+        state, report = steps.receive(state, ticket, message, metrics.loss)
+        known.append((time, w, job))
+        seen.append(report)
+      elif action == base.KEEP:
+        if kept[w] is None:
+          raise ValueError(
+            f"the trace lets worker {w} keep a ticket for job {job}, and it was"
+            " sent none; orders.check finds the row"
+          )
+        tickets[w][job] = kept[w]
+      elif action in (base.LOST, base.REJECT):
+        close(w, job)
+      elif action == base.JOIN:
+        workers[w], kept[w] = worker.init(state.params), None
+      elif action == base.ROLLBACK:
+        state = jax.tree.map(jnp.copy, marks[job])
     event += len(columns[0])
-    simulation = Simulation(event, state, tuple(workers), tuple(tickets))
-    return simulation, _records(known, seen)
+    simulation = Simulation(
+      event, state, tuple(workers), tuple(tickets), tuple(kept), marks
+    )
+    return simulation, records(known, seen)
 
   return Host(init, run)
 
 
-def _pack(version, report, loss) -> tuple[jax.Array, jax.Array]:
+def _pack(version, report, loss) -> Row:
   """One event's row as two arrays: a fetch costs as much for one number."""
   whole = jnp.stack([version, report.staleness, report.accepted])
   real = (report.gap, loss, report.message_norm, report.update_norm)
-  return whole.astype(jnp.int32), jnp.stack(
-    [x.astype(jnp.float32) for x in real]
+  return Row(
+    whole.astype(jnp.int32), jnp.stack([x.astype(jnp.float32) for x in real])
   )
 
 
-def _records(known: list[tuple], seen: list[tuple]) -> base.Records:
-  """Fetches what was seen, once for all, into columns."""
+def records(
+  known: list[tuple[float, int, int]], seen: list[Row]
+) -> base.Records:
+  """Fetches what was seen, once for all, into columns.
+
+  Args:
+    known: (time, worker, job) of each message.
+    seen: what `Steps.receive` returned of each.
+  """
   time, worker, job = zip(*known, strict=True) if known else ((),) * 3
   seen = jax.device_get(seen)
-  whole = np.array([row for row, _ in seen], np.int32).reshape(-1, 3).T
-  real = np.array([row for _, row in seen], np.float32).reshape(-1, 4).T
+  whole = np.array([row.whole for row in seen], np.int32).reshape(-1, 3).T
+  real = np.array([row.real for row in seen], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole
   gap, loss, message_norm, update_norm = real
   return base.Records(
@@ -163,7 +242,7 @@ def _records(known: list[tuple], seen: list[tuple]) -> base.Records:
 def concatenate(parts: list[base.Records]) -> base.Records:
   """Joins records of consecutive stretches of a run."""
   if not parts:
-    return _records([], [])
+    return records([], [])
   return base.Records(*map(np.concatenate, zip(*parts, strict=True)))
 
 
