@@ -1,0 +1,1 @@
+"""Live runs: workers and server shards that really wait for one another."""
