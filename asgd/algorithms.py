@@ -2,8 +2,10 @@
 
 A Recipe says what runs where. Most of it is the Algorithm at the server; a few
 also transform messages at the worker (DANA-Slim) or average several of them
-into an update (SSGD, n-softsync). All take the learning rate first, then the
-number of workers, and these two in common:
+into an update (SSGD, n-softsync). The last few leave most to workers that take
+several steps of their own between two messages (Downpour, parameter averaging,
+EASGD, DiLoCo, FedAsync). All take the learning rate first, then the number of
+workers, and most of them these two in common:
 
   momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
                 in which v does not hold the learning rate eta;
@@ -11,6 +13,11 @@ number of workers, and these two in common:
                 the server, after any compensation and before the momentum.
                 Gap-Aware penalises it with the gradient; in DANA-Slim, whose
                 momentum is the worker's, so is the decay.
+
+Where workers take steps of their own, the learning rate, the momentum and the
+weight decay are those of these steps (Downpour's learning rate is the
+server's). A learning rate that is a schedule counts the server's updates there,
+too: a job is done at the rate that was in force when its ticket was sent.
 """
 
 import inspect
@@ -18,10 +25,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import optax
 
 from asgd import base, names, transforms
 from asgd import server as server_lib
+from asgd import worker as worker_lib
 
 
 class Recipe(NamedTuple):
@@ -33,6 +42,34 @@ class Recipe(NamedTuple):
   every: int = 1  # messages per update
   order: str = "asynchronous"  # the protocol it is meant for
   workers: int | None = None  # most workers it can serve; None is any
+  worker: Callable[[worker_lib.Loss], base.Worker] | None = None  # None: sends
+  # one gradient, passed through `message`
+  steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
+  fetch_every: int = 1  # jobs on one ticket
+
+  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
+    """Builds what each of its workers does.
+
+    Args:
+      loss: of one batch.
+
+    Raises:
+      ValueError: if the recipe asks a worker that sends plain gradients for
+        several steps, or gives `message` to one that does not.
+    """
+    if self.worker is None:
+      if self.steps != 1:
+        raise ValueError(
+          f"a gradient worker takes one batch a job, not steps={self.steps};"
+          " give the Recipe a worker, such as asgd.worker.local_worker"
+        )
+      return worker_lib.gradient_worker(loss, self.message)
+    if self.message is not None:
+      raise ValueError(
+        "the Recipe has a worker of its own, which would ignore its `message`"
+        " transform; put that into the worker"
+      )
+    return self.worker(loss)
 
   def server(
     self,
@@ -75,9 +112,13 @@ def _trace(
   return optax.trace(momentum, nesterov=nesterov)
 
 
-def _momentum(momentum: float) -> optax.GradientTransformation:
+def _momentum(
+  momentum: float, *, nesterov: bool = False
+) -> optax.GradientTransformation:
   """Momentum that keeps no state where there is none."""
-  return optax.identity() if momentum == 0 else _trace(momentum)
+  if momentum == 0:
+    return optax.identity()
+  return _trace(momentum, nesterov=nesterov)
 
 
 def _sgd(
@@ -332,6 +373,278 @@ def dana_dc(
   return Recipe(transforms.precede(algorithm, compensate, _decay(weight_decay)))
 
 
+def downpour(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  weight_decay: float = 0.0,
+  fetch_every: int | None = None,
+  push_every: int = 1,
+  local_rate: optax.ScalarOrSchedule | None = None,
+  optimizer: str = "adagrad",
+) -> Recipe:
+  """Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012).
+
+  A worker pushes the sum of the gradients of `push_every` batches and fetches
+  parameters every `fetch_every` batches; in between it takes plain gradient
+  steps of its own, which the next fetch replaces. With the default of 1 and 1
+  no such step is ever seen, and it is ASGD with Adagrad at the server.
+
+  Args:
+    learning_rate: the server's. Adagrad's gamma may be, in the paper, an order
+      of magnitude larger than the best fixed rate: its first update moves each
+      parameter by gamma, whatever the gradient.
+    workers: N.
+    weight_decay: at the server, of each of the gradients in a push.
+    fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
+    push_every: n_push, in batches.
+    local_rate: of the worker's own steps. None is the learning rate, or a tenth
+      of it with Adagrad, whose gamma is no rate for a plain step.
+    optimizer: of the server: "adagrad", as the paper has it, with neither an
+      epsilon nor a first value in its accumulator (so not `optax.adagrad`), or
+      "sgd".
+
+  Raises:
+    ValueError: for values out of range, and a fetch in the middle of a push:
+      that message would belong to two tickets, and have two stalenesses.
+  """
+  worker_lib.check_steps(push_every, "push_every")
+  fetch_every = push_every if fetch_every is None else fetch_every
+  worker_lib.check_steps(fetch_every, "fetch_every")
+  if fetch_every % push_every:
+    above = fetch_every + push_every - fetch_every % push_every
+    raise ValueError(
+      f"fetch_every must be a multiple of push_every ({push_every}), not"
+      f" {fetch_every}: a push is computed against one ticket, and a fetch in"
+      f" the middle would give it two; use {above}"
+    )
+  if optimizer == "adagrad":
+    # So small that it changes no square that can be told from zero.
+    tiny = float(np.finfo(np.float32).tiny)
+    precondition, fraction = optax.scale_by_rss(0.0, eps=tiny), 0.1
+  elif optimizer == "sgd":
+    precondition, fraction = optax.identity(), 1.0
+  else:
+    raise ValueError(f"optimizer must be 'adagrad' or 'sgd', not {optimizer!r}")
+  if local_rate is None:
+    local_rate = learning_rate
+  else:
+    _check_rate("local_rate", local_rate)
+    fraction = 1.0
+  tx = optax.chain(
+    optax.scale(fraction), transforms.scale_by_sent_rate(local_rate)
+  )
+  decay = _decay(push_every * weight_decay)
+  return Recipe(
+    _sgd(learning_rate, 0.0, 0.0, decay, precondition),
+    worker=lambda loss: worker_lib.local_worker(
+      loss, tx, steps=push_every, message="gradients"
+    ),
+    steps=push_every,
+    fetch_every=fetch_every // push_every,
+  )
+
+
+def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
+  if not callable(rate) and not 0 < rate < math.inf:
+    raise ValueError(f"{name} must be positive, not {rate}")
+
+
+def _local_sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float,
+  weight_decay: float,
+  *first: optax.GradientTransformation,
+  nesterov: bool = False,
+) -> optax.GradientTransformation:
+  """SGD of a worker, at the learning rate of its ticket."""
+  return optax.chain(
+    *first,
+    _decay(weight_decay),
+    _momentum(momentum, nesterov=nesterov),
+    transforms.scale_by_sent_rate(learning_rate),
+  )
+
+
+def model_averaging(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  keep_state: bool = True,
+) -> Recipe:
+  """Local SGD: all workers take `steps` steps, then their models are averaged.
+
+  Args:
+    learning_rate: of the local steps.
+    workers: N.
+    momentum: of the local steps.
+    weight_decay: of the local steps.
+    steps: H, between two averages. With 1, and no momentum, it is `ssgd`.
+    keep_state: a worker keeps its momentum across the average; otherwise it
+      starts each job with none. The momenta are not averaged.
+  """
+  tx = _local_sgd(learning_rate, momentum, weight_decay)
+  worker_lib.check_steps(steps)
+  return Recipe(
+    _sgd(1.0, 0.0, 0.0),
+    every=workers,
+    order="bulk_synchronous",
+    worker=lambda loss: worker_lib.local_worker(
+      loss, tx, steps=steps, message="displacement", keep_state=keep_state
+    ),
+    steps=steps,
+  )
+
+
+def easgd(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  moving_rate: float = 0.9,
+) -> Recipe:
+  """Elastic averaging SGD, asynchronous (Zhang, Choromanska, LeCun 2015).
+
+  Each worker trains parameters of its own, and every `steps` steps it and the
+  server's, the centre that is evaluated, are drawn to each other. A schedule
+  counts exchanges. `asgd.worker.elastic_worker` says where it differs from the
+  paper.
+
+  Args:
+    learning_rate: of the local steps.
+    workers: N, p of the paper.
+    momentum: Nesterov's, of the local steps (EAMSGD).
+    weight_decay: of the local steps.
+    steps: tau, between two exchanges.
+    moving_rate: beta; each exchange closes alpha = beta / N of the distance
+      from either side.
+
+  Raises:
+    ValueError: for values out of range.
+  """
+  if not 0 < moving_rate <= 1:
+    raise ValueError(f"moving_rate must be in (0, 1], not {moving_rate}")
+  tx = _local_sgd(learning_rate, momentum, weight_decay, nesterov=True)
+  worker_lib.check_steps(steps)
+  return Recipe(
+    _sgd(1.0, 0.0, 0.0),
+    worker=lambda loss: worker_lib.elastic_worker(
+      loss, tx, steps=steps, alpha=moving_rate / workers
+    ),
+    steps=steps,
+  )
+
+
+def diloco(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  weight_decay: float = 0.1,
+  steps: int = 500,
+  outer_rate: float = 0.7,
+  outer_momentum: float = 0.9,
+) -> Recipe:
+  """DiLoCo (Douillard et al. 2023): AdamW inside, Nesterov momentum outside.
+
+  All workers take `steps` steps of AdamW, each with a state that it keeps to
+  itself; the mean of how far they came is the gradient of an outer step.
+
+  Args:
+    learning_rate: of the inner AdamW.
+    workers: N.
+    weight_decay: of the inner AdamW, decoupled from the gradient.
+    steps: H, inner steps to an outer one.
+    outer_rate: learning rate of the outer step. With 1, and an outer momentum
+      of 0, it is parameter averaging.
+    outer_momentum: of the outer step.
+
+  Raises:
+    ValueError: for values out of range.
+  """
+  _check_rate("outer_rate", outer_rate)
+  outer = optax.chain(
+    _trace(outer_momentum, nesterov=True),
+    optax.scale_by_learning_rate(outer_rate),
+  )
+  inner = optax.chain(
+    optax.scale_by_adam(),
+    _decay(weight_decay),
+    transforms.scale_by_sent_rate(learning_rate),
+  )
+  worker_lib.check_steps(steps)
+  return Recipe(
+    base.as_algorithm(outer),
+    every=workers,
+    order="bulk_synchronous",
+    worker=lambda loss: worker_lib.local_worker(
+      loss, inner, steps=steps, message="displacement"
+    ),
+    steps=steps,
+  )
+
+
+def fedasync(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  mixing: float = 0.6,
+  discount: str = "polynomial",
+  decay: float | None = None,
+  grace: int = 4,
+  proximal: float = 0.0,
+) -> Recipe:
+  """FedAsync (Xie, Koyejo, Gupta 2019): the server mixes in whole models.
+
+  x <- (1 - alpha_t) x + alpha_t x_new, with alpha_t = alpha s(staleness), and
+  x_new where a worker came in `steps` steps of SGD from what it was sent.
+
+  Args:
+    learning_rate: of the local steps.
+    workers: N.
+    weight_decay: of the local steps.
+    steps: H, local steps.
+    mixing: alpha, in (0, 1].
+    discount: s: "constant" is 1, "polynomial" (staleness + 1)^-a, "hinge" 1 up
+      to a staleness of b and 1 / (a (staleness - b) + 1) beyond.
+    decay: a; None is 0.5 for "polynomial" and 10 for "hinge".
+    grace: b, of "hinge".
+    proximal: rho, of rho / 2 ||x - x_sent||^2 added to the local loss.
+
+  Raises:
+    ValueError: for values out of range.
+  """
+  del workers
+  makers = {
+    "constant": lambda: transforms.constant_discount,
+    "polynomial": lambda: transforms.polynomial_discount(
+      0.5 if decay is None else decay
+    ),
+    "hinge": lambda: transforms.hinge_discount(
+      10.0 if decay is None else decay, grace
+    ),
+  }
+  made = names.lookup("discount", discount, makers)()
+  tx = _local_sgd(
+    *(learning_rate, 0.0, weight_decay),
+    transforms.add_proximal_pull(proximal),
+  )
+  worker_lib.check_steps(steps)
+  return Recipe(
+    base.as_algorithm(transforms.mix_models(mixing, made)),
+    worker=lambda loss: worker_lib.local_worker(
+      loss, tx, steps=steps, message="displacement"
+    ),
+    steps=steps,
+  )
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (
@@ -346,6 +659,11 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     dana_zero,
     dana_slim,
     dana_dc,
+    downpour,
+    model_averaging,
+    easgd,
+    diloco,
+    fedasync,
   )
 }
 

@@ -1,9 +1,11 @@
 """Configs: overrides, defaults, and what is wrong with them."""
 
+import jax
 import ml_collections
 import numpy as np
 import pytest
 
+from asgd import base, data, orders
 from launch import experiment
 
 ASGD = {"asgd": {"recipe": "asgd"}}
@@ -124,6 +126,114 @@ def test_the_schedule_counts_updates_not_messages():
     assert float(schedule(2 * per_epoch + 1)) == pytest.approx(0.2)
 
 
+LOCAL = {
+  "downpour": {"recipe": "downpour", "push_every": 2, "fetch_every": 4},
+  "averaging": {"recipe": "model_averaging", "steps": 2, "momentum": 0.9},
+  "easgd": {"recipe": "easgd", "steps": 2},
+  "diloco": {"recipe": "diloco", "steps": 2},
+  "fedasync": {"recipe": "fedasync", "steps": 2},
+}
+
+
+def local(**config):
+  return experiment.build(
+    {
+      "algorithms": LOCAL,
+      "workers": (3,),
+      "batch_size": 16,  # 89 batches in an epoch
+      "learning_rate": 0.01,
+      **config,
+    }
+  )
+
+
+@pytest.mark.parametrize("label", LOCAL)
+def test_recipes_that_work_locally_run(label):
+  exp = local(only=(label,), schedule={"warmup_epochs": 0.1})
+  (cell,) = exp.cells
+  plan = experiment.plan(exp, cell)
+  assert plan.steps == 2
+  assert plan.messages == 42  # of 44 jobs of two batches: 14 whole rounds
+  assert np.isnan(plan.curvature_limit)
+  trace = experiment.trace(exp, cell, messages=6)
+  assert orders.check(trace) == 3
+  assert (trace.action == base.KEEP).any() == (label == "downpour")
+  params = exp.problem.init(jax.random.key(0))
+  simulation, records = plan.host.run(
+    *(plan.host.init(params, 3), trace, len(trace.action)),
+    batch=experiment.batches(exp, cell),
+    root=jax.random.key(0),
+  )
+  assert len(records.loss) == 6
+  every = 3 if plan.order == "bulk_synchronous" else 1
+  assert int(simulation.server.version) == 6 // every
+  for column in records:
+    assert np.isfinite(column).all()
+  assert (records.message_norm > 0).all()
+
+
+def test_a_job_is_consecutive_batches_and_takes_their_time():
+  exp = local(
+    algorithms={**LOCAL, "asgd": {"recipe": "asgd"}},
+    only=("asgd", "easgd"),
+    workers=(1,),
+  )
+  two, one = exp.cells
+  images, labels = experiment.batches(exp, two)(0, 3)
+  assert images.shape == (2, 16, 8, 8, 1)
+  for h in range(2):
+    image, label = experiment.batches(exp, one)(0, 6 + h)
+    np.testing.assert_array_equal(images[h], image)
+    np.testing.assert_array_equal(labels[h], label)
+  batches, jobs = (
+    experiment.trace(exp, cell, messages=n) for cell, n in ((one, 8), (two, 4))
+  )
+  times = batches.time[batches.action == base.RECEIVE]
+  np.testing.assert_allclose(
+    jobs.time[jobs.action == base.RECEIVE], times[1::2], rtol=1e-12
+  )
+
+
+def test_the_schedule_counts_updates_of_long_jobs():
+  exp = local(
+    only=("averaging", "easgd"),
+    epochs=2.0,
+    schedule={"warmup_epochs": 1.0},
+  )
+  # 89 batches are 44.5 jobs of two, and 14.8 rounds of three such jobs.
+  for cell, updates in zip(exp.cells, (15, 44), strict=True):
+    schedule = experiment.plan(exp, cell).schedule
+    assert float(schedule(0)) == pytest.approx(0.01 / 3)
+    assert float(schedule(updates - 1)) < 0.0099
+    assert float(schedule(updates)) == pytest.approx(0.01)
+
+
+def test_plain_gradients_share_a_worker():
+  exp = experiment.build(
+    {
+      "algorithms": {"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}},
+      "workers": (2,),
+    }
+  )
+  before = experiment._gradient_worker.cache_info()
+  for cell in exp.cells:
+    experiment.plan(exp, cell)
+  after = experiment._gradient_worker.cache_info()
+  assert after.misses - before.misses == 1
+  assert after.hits - before.hits == 1
+
+
+def test_a_dataset_that_is_loaded_is_used_as_it_is():
+  digits = data.load("digits")
+  some = digits._replace(
+    train_images=digits.train_images[:64], train_labels=digits.train_labels[:64]
+  )
+  config = {"algorithms": ASGD, "data": {"name": "nowhere"}, "batch_size": 8}
+  exp = experiment.build(config, dataset=some)
+  assert exp.dataset is some
+  assert exp.problem.batches_per_epoch == 8
+
+
 MISTAKES = {
   "epocs": ({"epocs": 3}, "unknown config key 'epocs'; did you mean 'epochs'"),
   "schedule.warmup": (
@@ -202,6 +312,32 @@ MISTAKES = {
   ),
   "only": ({"only": ("dana",)}, "unknown label in config.only 'dana'"),
   "object": ({"seeds": object()}, "a config holds numbers"),
+  "short": (
+    {"algorithms": {"a": {"recipe": "diloco"}}},
+    "1 is 44 batches, and one message from each of 8 workers takes 4000",
+  ),
+  "fetches twice": (
+    {
+      "algorithms": {"a": {"recipe": "downpour", "fetch_every": 3}},
+      "order": {"name": "asynchronous", "fetch_every": 2},
+    },
+    "order.fetch_every is 2, but the recipe has 3 jobs on a ticket",
+  ),
+  "fetch": (
+    {
+      "algorithms": {"a": {"recipe": "downpour", "fetch_every": 3}},
+      "order": {"name": "fixed_delay"},
+    },
+    "'fixed_delay' takes no argument 'fetch_every'",
+  ),
+  "push": (
+    {
+      "algorithms": {
+        "a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}
+      }
+    },
+    "algorithms.a: fetch_every must be a multiple of push_every",
+  ),
   "decay": (
     {"schedule": {"warmup_epochs": 2.0, "decay_epochs": (1.0,)}},
     "inside the warm-up",

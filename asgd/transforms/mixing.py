@@ -1,0 +1,118 @@
+"""Mixing of models: the server moves part of the way to what a worker has.
+
+FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019,
+algorithm 1) averages models, not gradients:
+
+  x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
+
+An alpha near 1 overwrites the server. The discount s is 1, or falls with the
+staleness, polynomially or after a hinge.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
+
+
+def _check_decay(decay: float) -> None:
+  if not 0 < decay < math.inf:
+    raise ValueError(f"decay (a) must be positive, not {decay}")
+
+
+def constant_discount(staleness: jax.Array) -> jax.Array:
+  """The discount that is none: s = 1."""
+  return jnp.ones_like(staleness, dtype=float)
+
+
+def polynomial_discount(decay: float = 0.5) -> Discount:
+  """s = (staleness + 1)^-decay."""
+  _check_decay(decay)
+  return lambda staleness: (staleness + 1.0) ** -decay
+
+
+def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
+  """s = 1 up to a staleness of `grace`, then 1 / (decay excess + 1)."""
+  _check_decay(decay)
+  if not 0 <= grace < math.inf:
+    raise ValueError(f"grace (b) must be 0 or more, not {grace}")
+  return lambda staleness: (
+    1.0 / (decay * jnp.maximum(staleness - grace, 0.0) + 1.0)
+  )
+
+
+def mix_models(
+  mixing: float, discount: Discount = constant_discount
+) -> optax.GradientTransformationExtraArgs:
+  """Turns a displacement into a step towards the worker's model.
+
+  A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
+  has become since: the update is alpha_t (x_sent - d - x).
+
+  Args:
+    mixing: alpha, in (0, 1].
+    discount: s, of the staleness.
+
+  Returns:
+    A stateless transform, the whole of a server's rule, whose update needs
+    `params` and the extra args `staleness` and `sent_params`. Each message has
+    to start at its ticket: no worker may do two jobs on one.
+
+  Raises:
+    ValueError: for an alpha out of range.
+  """
+  if not 0 < mixing <= 1:
+    raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
+
+  def update_fn(
+    updates, state, params=None, *, staleness, sent_params, **extra_args
+  ):
+    del extra_args
+    rate = mixing * discount(staleness)
+    updates = jax.tree.map(
+      lambda d, sent, now: rate.astype(d.dtype) * (sent - d - now),
+      *(updates, sent_params, params),
+    )
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(
+    optax.init_empty_state, update_fn
+  )
+
+
+def add_proximal_pull(
+  strength: float,
+) -> optax.GradientTransformationExtraArgs:
+  """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
+
+  Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
+  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added.
+
+  Args:
+    strength: rho, 0 or more.
+
+  Returns:
+    A stateless transform whose update needs `params` and the extra arg
+    `sent_params`.
+
+  Raises:
+    ValueError: for a negative strength.
+  """
+  if not 0 <= strength < math.inf:
+    raise ValueError(f"proximal strength must be 0 or more, not {strength}")
+
+  def update_fn(updates, state, params=None, *, sent_params, **extra_args):
+    del extra_args
+    updates = jax.tree.map(
+      lambda g, now, sent: g + strength * (now - sent),
+      *(updates, params, sent_params),
+    )
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(
+    optax.init_empty_state, update_fn
+  )
