@@ -97,7 +97,7 @@ class _Place:
     self.finished = 0  # the worker's clock
     self.on_ticket = 0  # jobs started on the latest ticket
     self.slowest = 0  # the slowest clock when that was sent
-    self.wants = 0  # jobs it asked for and did not get
+    self.paused = False  # it is about to leave: nothing new for it
 
 
 class Dispatcher:
@@ -174,9 +174,9 @@ class Dispatcher:
     self._write(now, worker, place.open[seq].job, base.REJECT)
     return [seq, *self.leave(worker, now)]
 
-  def ask(self, worker: int) -> None:
-    """A worker could do one job more."""
-    self._places[worker].wants += 1
+  def pause(self, worker: int) -> None:
+    """Starts nothing new at a worker that is about to leave."""
+    self._places[worker].paused = True
 
   def arrive(self, worker: int, seq: int) -> bool:
     """A message has come. False if its ticket is closed: a duplicate, or one
@@ -210,6 +210,12 @@ class Dispatcher:
   def _ready(self):
     """Returns arrived messages that may go now: all whose worker's earlier
     ones have arrived, by (largest job so far, worker, seq)."""
+    if not self.rules.round:  # in the order of their arrival
+      return [
+        (worker, seq)
+        for worker, seq in self._arrived
+        if seq == next(iter(self._places[worker].open))
+      ]
     late, current = [], []
     for worker in {worker for worker, _ in self._arrived}:
       last = 0
@@ -219,9 +225,6 @@ class Dispatcher:
         last = max(last, ticket.job)
         kind = current if ticket.round == self._round else late
         kind.append((last, worker, seq))
-    if not self.rules.round:  # in the order of their arrival
-      ready = {(worker, seq) for _, worker, seq in current}
-      return [message for message in self._arrived if message in ready]
     missing = self.rules.round - self._in_round
     chosen = sorted(late)  # dropped by the server: their round is over
     if len(current) >= missing or (current and not self._more_to_come()):
@@ -240,25 +243,23 @@ class Dispatcher:
     return opened > len(self._arrived)
 
   def grants(self, now: float) -> list[Grant]:
-    """Returns what may start now, by worker; it is started."""
+    """Returns what may start now, in rounds over the workers; it is started."""
     out = []
-    progress = True
-    while progress:
-      progress = False
+    while True:
+      before = len(out)
       slowest = self.slowest()
-      for worker in sorted(w for w, p in self._places.items() if p.wants):
-        place = self._places[worker]
+      for worker in self.workers:
         if not self._may_start(worker, slowest):
           continue
         job = self._take_job(worker)
         if job is None:
           continue
+        place = self._places[worker]
         keep = self._keeps(place)
         self._write(now, worker, job, base.KEEP if keep else base.SEND)
-        place.wants -= 1
         out.append(Grant(worker, place.seq - 1, job, keep))
-        progress = bool(place.wants)
-    return out
+      if len(out) == before:
+        return out
 
   def slowest(self) -> int:
     """The clock of the slowest worker that is there."""
@@ -269,7 +270,7 @@ class Dispatcher:
   def _may_start(self, worker, slowest):
     rules, place = self.rules, self._places[worker]
     busy = sum((worker, seq) not in self._arrived for seq in place.open)
-    if busy >= rules.depth:
+    if busy >= rules.depth or place.paused:
       return False
     if rules.round:
       return self._granted < rules.round + rules.backup
@@ -315,11 +316,11 @@ class Dispatcher:
       self._end(place, worker, job, action)
     elif action == base.JOIN:
       others = self.slowest()
-      place.present, place.wants, place.on_ticket = True, 0, 0
+      place.present, place.paused, place.on_ticket = True, False, 0
       place.holders += 1
       place.finished = max(place.finished, others)
     elif action == base.LEAVE:
-      place.present, place.wants = False, 0
+      place.present = False
 
   def _start(self, place, worker, job, action):
     owner = worker if self._owned else 0

@@ -62,8 +62,6 @@ def _play(
   dispatcher = dispatch.Dispatcher(rules, log=rows.append)
   for worker in range(workers):
     dispatcher.join(worker, 0.0)
-    for _ in range(rules.depth):
-      dispatcher.ask(worker)
   rows.clear()  # who is there from the start need not join
   now = 0.0
   while dispatcher.received < messages:
@@ -73,8 +71,7 @@ def _play(
       heapq.heappush(running, (free[worker], grant.job, worker, grant.seq))
     now, _, worker, seq = heapq.heappop(running)
     dispatcher.arrive(worker, seq)
-    for worker, _, _ in dispatcher.deliver(now):
-      dispatcher.ask(worker)
+    dispatcher.deliver(now)
   return _trace(rows)
 
 

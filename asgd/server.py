@@ -121,7 +121,7 @@ def make_server(
     version = jnp.zeros([], jnp.int32)
     if every > 1:
       total = jax.tree.map(jnp.zeros_like, params)
-      oldest = base.Ticket(version, version, params)
+      oldest = base.Ticket(version, version, params, jnp.bool_(True))
     message_state = scale.init(base.weights_of(params))
     inbox = Inbox(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
@@ -206,5 +206,6 @@ def make_server(
 
 
 def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:
-  staleness = state.version - ticket.version
+  # A server that was rolled back may be younger than a ticket.
+  staleness = jnp.maximum(state.version - ticket.version, 0)
   return base.Delay(ticket.worker, staleness, ticket.params)

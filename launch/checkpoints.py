@@ -1,9 +1,9 @@
-"""Checkpoints of a simulation, at event boundaries, with orbax.
+"""Checkpoints of a run, with orbax.
 
-A checkpoint holds everything: server, worker states, tickets in flight, the
-position in the trace and the records so far. Batches and keys need no place in
-it, as they are functions of (seed, worker, job), and neither does the trace,
-which is a function of the config.
+A simulation's is made at an event boundary and holds everything: server,
+worker states, tickets in flight, the position in the trace and the records so
+far. Batches and keys need no place in it, as they are functions of (seed,
+worker, job), and neither does the trace, which is a function of the config.
 
 Orbax writes a step under a temporary name and renames it, so a killed save
 leaves no step behind. What a disk or a copy cut short later is found by a
@@ -12,6 +12,7 @@ checksum over the arrays.
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,8 @@ def _brief(error: Exception) -> str:
   return f"{type(error).__name__}: {text[:200]}"
 
 
-class Checkpoints:
-  """The last few checkpoints of one run, in one folder."""
+class _Folder:
+  """The last few checkpoints of one run, in one folder: arrays and JSON."""
 
   def __init__(self, folder: Path, *, keep: int = 2):
     options = ocp.CheckpointManagerOptions(
@@ -89,33 +90,20 @@ class Checkpoints:
     self._folder = folder
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
-  def save(
-    self, simulation: simulator.Simulation, records: base.Records, notes: Any
-  ) -> None:
+  def _write(self, step, tree, meta):
     """Writes a checkpoint; when this returns it is on disk, whole.
-
-    Args:
-      simulation: at an event boundary, with at least one message received.
-      records: of all messages so far.
-      notes: any JSON.
 
     Raises:
       ValueError: if it cannot be written; what was there is left as it was.
     """
-    if simulation.event == self._manager.latest_step():
-      return  # restored from, or saved at, this very event
-    tree, holders = _pack(simulation)
-    leaves = jax.device_get(jax.tree.leaves((tree, records)))
-    meta = {
-      "event": simulation.event,
-      "tickets": holders,
-      "digest": digest(leaves),
-      "notes": notes,
-    }
+    if step == self._manager.latest_step():
+      return  # restored from, or saved at, this very step
+    leaves = jax.device_get(jax.tree.leaves(tree))
+    meta = {**meta, "digest": digest(leaves)}
     arrays = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
     try:
       self._manager.save(
-        simulation.event,
+        step,
         args=ocp.args.Composite(
           arrays=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)
         ),
@@ -127,17 +115,12 @@ class Checkpoints:
         " room and go on with --resume"
       ) from error
 
-  def restore(self, template: simulator.Simulation) -> Saved | None:
-    """Returns the newest checkpoint that is whole, None if there is none.
-
-    Says on stderr which ones it could not use.
-
-    Args:
-      template: a simulation of the same structure, such as a new one.
-    """
+  def _newest(self, unpack):
+    """Returns unpack(leaves, meta) of the newest checkpoint that is whole, None
+    if there is none. Says on stderr which ones it could not use."""
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
-        return self._read(step, template)
+        return unpack(*self._read(step))
       except Exception as error:  # whatever a damaged file makes orbax raise
         aside = self._folder.parent / f"damaged-{step}"
         while aside.exists():
@@ -152,7 +135,7 @@ class Checkpoints:
         )
     return None
 
-  def _read(self, step, template):
+  def _read(self, step):
     saved = self._manager.restore(
       step,
       args=ocp.args.Composite(
@@ -163,6 +146,46 @@ class Checkpoints:
     leaves = [np.asarray(arrays[name]) for name in sorted(arrays)]
     if digest(leaves) != meta["digest"]:
       raise ValueError("the checksum does not match")
+    return leaves, meta
+
+  def close(self) -> None:
+    """Releases the folder."""
+    self._manager.close()
+
+
+class Checkpoints(_Folder):
+  """Checkpoints of a simulation."""
+
+  def save(
+    self, simulation: simulator.Simulation, records: base.Records, notes: Any
+  ) -> None:
+    """Writes a checkpoint; when this returns it is on disk, whole.
+
+    Args:
+      simulation: at an event boundary, with at least one message received.
+      records: of all messages so far.
+      notes: any JSON.
+
+    Raises:
+      ValueError: if it cannot be written; what was there is left as it was.
+    """
+    tree, holders = _pack(simulation)
+    meta = {"event": simulation.event, "tickets": holders, "notes": notes}
+    self._write(simulation.event, (tree, records), meta)
+
+  def restore(self, template: simulator.Simulation) -> Saved | None:
+    """Returns the newest checkpoint that is whole, None if there is none.
+
+    Says on stderr which ones it could not use.
+
+    Args:
+      template: a simulation of the same structure, such as a new one.
+    """
+    return self._newest(
+      lambda leaves, meta: self._unpack(leaves, meta, template)
+    )
+
+  def _unpack(self, leaves, meta, template):
     count = len({index for _, _, _, index, _ in meta["tickets"]})
     tree = (template.server, template.workers, [template.server.params] * count)
     records = simulator.concatenate([])
@@ -174,6 +197,35 @@ class Checkpoints:
       _unpack(tree, meta["tickets"], meta["event"]), records, meta["notes"]
     )
 
-  def close(self) -> None:
-    """Releases the folder."""
-    self._manager.close()
+
+Image = tuple[base.ServerState, Any]  # of a live shard: NumPy arrays, and JSON
+
+
+class LiveCheckpoints(_Folder):
+  """Checkpoints of a live server: an image of each of its shards. They are for
+  when the memory of the machine is lost; see `asgd.runtimes.shard`."""
+
+  def save(self, images: Sequence[Image]) -> None:
+    """Writes a checkpoint; when this returns it is on disk, whole.
+
+    Raises:
+      ValueError: if it cannot be written; what was there is left as it was.
+    """
+    states, metas = zip(*images, strict=True)
+    step = sum(meta["rows"] for meta in metas)
+    self._write(step, states, {"shards": metas})
+
+  def restore(self, template: Sequence[base.ServerState]) -> list[Image] | None:
+    """Returns the newest checkpoint that is whole, None if there is none.
+
+    Says on stderr which ones it could not use.
+
+    Args:
+      template: states of the same structure.
+    """
+
+    def unpack(leaves, meta):
+      states = jax.tree.unflatten(jax.tree.structure(tuple(template)), leaves)
+      return list(zip(states, meta["shards"], strict=True))
+
+    return self._newest(unpack)

@@ -12,6 +12,10 @@ from ml_collections import config_flags
 USAGE_ERROR = 2  # exit status
 
 
+class Failed(Exception):
+  """What was asked for was done, and the answer is no."""
+
+
 class Stopped(Exception):
   """A signal asked the run to stop, and it has been saved."""
 
@@ -101,6 +105,9 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     except Stopped as stop:
       print(stop, file=sys.stderr)
       sys.exit(stop.status)
+    except Failed as failed:
+      print(failed, file=sys.stderr)
+      sys.exit(1)
     except KeyboardInterrupt:
       print("interrupted", file=sys.stderr)
       sys.exit(128 + signal.SIGINT)

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from asgd import (
   base,
   data,
   diagnosis,
+  dispatch,
   durations,
   models,
   names,
@@ -30,6 +32,7 @@ from asgd import (
   schedules,
   simulator,
 )
+from asgd import server as server_lib
 from asgd import worker as worker_lib
 
 DEFAULTS = {
@@ -45,6 +48,23 @@ DEFAULTS = {
   "schedule": {"warmup_epochs": 0.0, "decay_epochs": (), "decay_factor": 0.1},
   "order": {"name": "asynchronous"},
   "durations": {"name": "homogeneous"},
+  "gate": {"max_staleness": None},  # messages staler than that are dropped
+  "server": {
+    "shards": 1,
+    "consistent": False,  # all shards apply messages in one order
+    "log": 16,  # messages kept until a snapshot; 0: none
+    "wire": "float32",  # or "bfloat16": how parameters and messages travel
+  },
+  "live": {
+    "slowdown": (),  # factors on the time of workers 0, 1, ...; () is none
+    "refill": True,  # replace workers that die
+    "late_mads": 10.0,  # see asgd.runtimes.deadlines
+    "late_seconds": 2.0,
+    "start_seconds": 120.0,
+    "worker_cpus": 0.0,  # what Ray reserves for each worker
+    "worker_gpus": 0.0,
+    "spans": False,  # write what workers do when
+  },
   "evaluations": 10,  # per cell, evenly spaced, the last at the end
   "evaluation_examples": 0,  # test examples used; 0 is all
   "curvature_checks": 4,  # how many of them estimate the sharpness
@@ -82,12 +102,14 @@ class Plan(NamedTuple):
   """What cells that differ only in the seed have in common."""
 
   server: base.Server
+  worker: base.Worker
   host: simulator.Host
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
   order: str
   messages: int  # received in one cell
-  curvature_limit: float  # largest stable curvature at the peak rate
+  steps: int  # batches in one message
+  curvature_limit: float  # largest stable curvature at the peak rate, or NaN
 
 
 class Experiment(NamedTuple):
@@ -239,13 +261,18 @@ def _positive(config, key, *, or_zero=False):
 
 
 def build(
-  config: ml_collections.ConfigDict | Mapping, *, data_dir: str | None = None
+  config: ml_collections.ConfigDict | Mapping,
+  *,
+  data_dir: str | None = None,
+  dataset: data.Dataset | None = None,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
 
   Args:
     config: keys as in DEFAULTS.
     data_dir: where the dataset's files are; None looks in the usual places.
+    dataset: one that is loaded already, used as it is; `config.data.name` is
+      not looked for.
 
   Returns:
     The Experiment; `plan` builds what each cell needs.
@@ -254,14 +281,14 @@ def build(
     ValueError: for anything wrong, naming it and the remedy.
   """
   try:
-    return _build(resolve(config), data_dir)
+    return _build(resolve(config), data_dir, dataset)
   except (TypeError, OverflowError, ArithmeticError, LookupError) as error:
     raise ValueError(
       f"the config has a value of the wrong kind: {error}"
     ) from error
 
 
-def _build(config, data_dir) -> Experiment:
+def _build(config, data_dir, dataset) -> Experiment:
   _numbers(config, "workers", 1, _MOST_WORKERS)
   _numbers(config, "seeds", 0, 2**32 - 1)
   for key in ("batch_size", "epochs", "learning_rate", "evaluations"):
@@ -277,6 +304,7 @@ def _build(config, data_dir) -> Experiment:
       f"config.data.augment must be True or False, not"
       f" {config['data']['augment']!r}"
     )
+  _check_live(config)
   for section in _OPEN_SECTIONS:
     for key in _RESERVED[section]:
       if key in config[section]:
@@ -289,7 +317,8 @@ def _build(config, data_dir) -> Experiment:
       _recipe(config, cell.label, cell.workers, config["learning_rate"])
   with _blame("durations"):
     durations.build(**config["durations"])
-  dataset = data.load(config["data"]["name"], data_dir=data_dir)
+  if dataset is None:
+    dataset = data.load(config["data"]["name"], data_dir=data_dir)
   options = dict(config["model"])
   with _blame("model"):
     layers = models.build(options.pop("name"), dataset.classes, **options)
@@ -320,9 +349,73 @@ def _build(config, data_dir) -> Experiment:
         f" {messages(experiment, cell):.3g} messages in one cell; use at most"
         f" {_MOST_MESSAGES:.0e}"
       )
+    _check_length(experiment, cell)
     with _blame("order or config.durations"):
       trace(experiment, cell, messages=cell.workers)
+    with _blame("gate"):
+      _server(config, _cell_recipe(experiment, cell))
   return experiment
+
+
+def _check_length(experiment, cell):
+  """A round of long jobs may be more than was asked for."""
+  steps = _cell_recipe(experiment, cell).steps
+  epochs = experiment.config["epochs"]
+  passes = round(epochs * experiment.problem.batches_per_epoch)
+  if steps > 1 and steps * cell.workers > passes:
+    raise ValueError(
+      f"config.epochs {epochs:g} is {passes} batches, and one message from each"
+      f" of {cell.workers} workers takes {steps * cell.workers}, as a job of"
+      f" config.algorithms.{cell.label} has {steps}; use more epochs, fewer"
+      f" workers or shorter jobs (steps, push_every)"
+    )
+
+
+def _check_live(config):
+  """Checks what is read by live runs only."""
+  server, live = config["server"], config["live"]
+  for key, least in (("shards", 1), ("log", 0)):
+    value = server[key]
+    if type(value) is not int or value < least:
+      raise ValueError(
+        f"config.server.{key} must be a whole number from {least}, not"
+        f" {value!r}"
+      )
+  if server["wire"] not in ("float32", "bfloat16"):
+    raise ValueError(
+      f"config.server.wire must be 'float32' or 'bfloat16', not"
+      f" {server['wire']!r}"
+    )
+  for section, key in (
+    ("server", "consistent"),
+    ("live", "refill"),
+    ("live", "spans"),
+  ):
+    if not isinstance(config[section][key], bool):
+      raise ValueError(
+        f"config.{section}.{key} must be True or False, not"
+        f" {config[section][key]!r}"
+      )
+  if server["consistent"] and server["shards"] > 1 and not server["log"]:
+    raise ValueError(
+      "config.server.consistent needs a log, or shards that come back would"
+      " differ from the others; set config.server.log=16"
+    )
+  for key in ("late_mads", "late_seconds", "start_seconds"):
+    value = live[key]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+      raise ValueError(f"config.live.{key} must be positive, not {value!r}")
+  for key in ("worker_cpus", "worker_gpus"):
+    value = live[key]
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+      raise ValueError(f"config.live.{key} must be 0 or more, not {value!r}")
+  slowdown = live["slowdown"]
+  if not isinstance(slowdown, list) or any(
+    type(x) not in (int, float) or not 1 <= x < math.inf for x in slowdown
+  ):
+    raise ValueError(
+      f"config.live.slowdown must be factors of 1 or more, not {slowdown!r}"
+    )
 
 
 @contextlib.contextmanager
@@ -399,7 +492,67 @@ def _check_options(label, entry):
 def _recipe(config, label, workers, learning_rate) -> algorithms.Recipe:
   entry = config["algorithms"][label]
   options = {k: v for k, v in entry.items() if k not in _LABEL_KEYS}
-  return algorithms.build(entry["recipe"], learning_rate, workers, **options)
+  recipe = algorithms.build(entry["recipe"], learning_rate, workers, **options)
+  order = config["order"]
+  if recipe.order == "asynchronous" and order["name"] == "backup_workers":
+    # An update takes the messages of a round, without those of the slowest.
+    backup = order.get("backup", 0)
+    recipe = recipe._replace(every=max(workers - backup, 1))
+  return recipe
+
+
+def _server(config, recipe) -> base.Server:
+  """The server, with its gate."""
+  bound = config["gate"]["max_staleness"]
+  order = _order(config, recipe)["name"]
+  if order == "backup_workers":
+    bound = 0 if bound is None else min(bound, 0)
+  if bound is None:
+    return recipe.server()
+  if type(bound) is not int:
+    raise ValueError(
+      f"config.gate.max_staleness must be a whole number or None, not {bound!r}"
+    )
+  return recipe.server(gate=server_lib.max_staleness(bound))
+
+
+def only(config: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+  """Returns the config of an experiment that has this cell alone."""
+  config = copy.deepcopy(dict(config))
+  entry = {**config["algorithms"][cell.label], "workers": [cell.workers]}
+  config["algorithms"] = {cell.label: entry}
+  return {
+    **config,
+    "only": [],
+    "workers": [cell.workers],
+    "seeds": [cell.seed],
+  }
+
+
+def rules(experiment: Experiment, cell: Cell) -> dispatch.Rules:
+  """Returns the protocol of a cell, for a live run.
+
+  Raises:
+    ValueError: for an order that only a simulation can keep.
+  """
+  config, recipe = experiment.config, _cell_recipe(experiment, cell)
+  options = dict(_order(config, recipe))
+  name = options.pop("name")
+  if name == "bulk_synchronous":
+    if recipe.every > 1:
+      return dispatch.Rules(round=recipe.every)
+    return dispatch.Rules(bound=0)
+  if name == "backup_workers":
+    return dispatch.Rules(round=recipe.every, **options)
+  if name in ("asynchronous", "stale_synchronous"):
+    if options.get("bound") == 0 and recipe.every == cell.workers > 1:
+      return dispatch.Rules(round=recipe.every)
+    return dispatch.check_rules(dispatch.Rules(**options))
+  raise ValueError(
+    f"config.order.name {name!r} is kept by simulations only: a live worker"
+    " takes the time it takes; use asynchronous, stale_synchronous,"
+    " bulk_synchronous or backup_workers"
+  )
 
 
 def _peak(config, label) -> float:
@@ -410,8 +563,9 @@ def _peak(config, label) -> float:
 def _schedule(experiment, label, workers):
   config = experiment.config
   peak = _peak(config, label)
-  every = _recipe(config, label, workers, peak).every
-  updates_per_epoch = experiment.problem.batches_per_epoch / every
+  recipe = _recipe(config, label, workers, peak)
+  batches_per_update = recipe.every * recipe.steps
+  updates_per_epoch = experiment.problem.batches_per_epoch / batches_per_update
   section = config["schedule"]
   return schedules.warmup_steps(
     peak,
@@ -423,18 +577,46 @@ def _schedule(experiment, label, workers):
 
 
 def _order(config, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it."""
+  """A recipe made for a protocol of its own keeps it, and so does one whose
+  workers do several jobs on a ticket."""
   if recipe.order != "asynchronous":
     return {"name": recipe.order}
-  return config["order"]
+  order = config["order"]
+  if recipe.fetch_every == 1:
+    return order
+  if "fetch_every" in order:
+    raise ValueError(
+      f"config.order.fetch_every is {order['fetch_every']}, but the recipe has"
+      f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
+    )
+  return {**order, "fetch_every": recipe.fetch_every}
+
+
+def _of_jobs(times: durations.Durations, steps: int) -> durations.Durations:
+  """A job takes the time of its batches, one after the other."""
+  if steps == 1:
+    return times
+
+  def stream(worker):
+    batches = times.stream(worker)
+    while True:
+      yield math.fsum(itertools.islice(batches, steps))
+
+  return durations.Durations(stream)
+
+
+def _cell_recipe(experiment, cell) -> algorithms.Recipe:
+  """The recipe at its peak rate, for all but its learning rate."""
+  config = experiment.config
+  return _recipe(config, cell.label, cell.workers, _peak(config, cell.label))
 
 
 def trace(experiment: Experiment, cell: Cell, messages: int) -> base.Trace:
   """Builds the order of a cell: a function of the config and the seed."""
-  config = experiment.config
-  recipe = _recipe(config, cell.label, cell.workers, _peak(config, cell.label))
+  config, recipe = experiment.config, _cell_recipe(experiment, cell)
+  times = durations.build(**{"seed": cell.seed, **config["durations"]})
   return orders.build(
-    durations=durations.build(**{"seed": cell.seed, **config["durations"]}),
+    durations=_of_jobs(times, recipe.steps),
     workers=cell.workers,
     messages=messages,
     **_order(config, recipe),
@@ -443,32 +625,70 @@ def trace(experiment: Experiment, cell: Cell, messages: int) -> base.Trace:
 
 def messages(experiment: Experiment, cell: Cell) -> int:
   """Returns how many messages are received: whole rounds, at least one."""
+  steps = _cell_recipe(experiment, cell).steps
   passes = experiment.config["epochs"] * experiment.problem.batches_per_epoch
-  return max(round(passes) // cell.workers, 1) * cell.workers
+  return max(round(passes / steps) // cell.workers, 1) * cell.workers
+
+
+def batches(experiment: Experiment, cell: Cell) -> problems.Batches:
+  """Returns what the jobs of a cell are done on, as its workers take it."""
+  return worker_lib.job_batches(
+    experiment.problem.batches(cell.seed, cell.workers),
+    _cell_recipe(experiment, cell).steps,
+  )
 
 
 # One Worker for all algorithms that send plain gradients: one compile.
 _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 
 
+def _worker(recipe, loss) -> base.Worker:
+  if recipe.worker is None and recipe.steps == 1:
+    return _gradient_worker(loss, recipe.message)
+  return recipe.make_worker(loss)
+
+
+def _curvature_limit(experiment, cell) -> float:
+  recipe = _cell_recipe(experiment, cell)
+  start = trace(experiment, cell, messages=40 * cell.workers)
+  # It is measured with workers that send one gradient for each ticket: of
+  # others nothing is known.
+  if recipe.worker is not None or (start.action == base.KEEP).any():
+    return math.nan
+  peak = _peak(experiment.config, cell.label)
+  return diagnosis.curvature_limit(recipe, start, learning_rate=peak)
+
+
+def recipe(experiment: Experiment, cell: Cell) -> algorithms.Recipe:
+  """Builds the recipe of a cell, with its schedule."""
+  schedule = _schedule(experiment, cell.label, cell.workers)
+  return _recipe(experiment.config, cell.label, cell.workers, schedule)
+
+
+def server(experiment: Experiment, cell: Cell) -> base.Server:
+  """Builds the server of a cell."""
+  return _server(experiment.config, recipe(experiment, cell))
+
+
+def worker(experiment: Experiment, cell: Cell) -> base.Worker:
+  """Builds what the workers of a cell do."""
+  return _worker(recipe(experiment, cell), experiment.problem.loss)
+
+
 def plan(experiment: Experiment, cell: Cell) -> Plan:
   """Builds what the seeds of a cell have in common."""
-  config, problem = experiment.config, experiment.problem
-  peak = _peak(config, cell.label)
-  schedule = _schedule(experiment, cell.label, cell.workers)
-  recipe = _recipe(config, cell.label, cell.workers, schedule)
-  worker = _gradient_worker(problem.loss, recipe.message)
-  constant = _recipe(config, cell.label, cell.workers, peak)
-  start = trace(experiment, cell, messages=40 * cell.workers)
-  server = recipe.server()
+  config = experiment.config
+  built = recipe(experiment, cell)
+  server = _server(config, built)
+  worker = _worker(built, experiment.problem.loss)
   return Plan(
     server=server,
+    worker=worker,
     host=simulator.make_host(server, worker),
-    learning_rate=peak,
-    schedule=schedule,
-    order=_order(config, recipe)["name"],
+    learning_rate=_peak(config, cell.label),
+    schedule=_schedule(experiment, cell.label, cell.workers),
+    order=_order(config, built)["name"],
     messages=messages(experiment, cell),
-    curvature_limit=diagnosis.curvature_limit(
-      constant, start, learning_rate=peak
-    ),
+    steps=built.steps,
+    curvature_limit=_curvature_limit(experiment, cell),
   )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import cell_run, experiment, figures, outputs
+from launch import cell_book, experiment, figures, outputs
 
 Row = Mapping[str, Any]  # of a result.json
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
@@ -108,7 +108,7 @@ def write(
   """Writes what is made from all cells, and says where everything is."""
   rows = []
   for cell in exp.cells:
-    rows += cell_run.read_rows(folder / "cells" / cell.name)
+    rows += cell_book.read_rows(folder / "cells" / cell.name)
   outputs.write_atomically(folder / "metrics.jsonl", outputs.to_lines(rows))
   csv_rows, table = _tabulate(results)
   outputs.write_csv(folder / "results.csv", csv_rows)

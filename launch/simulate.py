@@ -7,52 +7,31 @@ run in simulated time. Ctrl-C, or a kill, loses nothing that matters: the same
 command with --resume ends with the same parameters, to the bit.
 """
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 
 from asgd import diagnosis
 from launch import (
+  cell_book,
   cell_run,
-  checkpoints,
   cli,
   experiment,
-  outputs,
   progress,
+  replay,
   report,
+  session,
 )
 
-_CONFIG = cli.define_config()
-_OUT = flags.DEFINE_string(
-  "out", None, "Folder for results. Default: the next free runs/CONFIG-NNN."
-)
-_RESUME = flags.DEFINE_bool(
-  "resume", False, "Go on with this experiment where it stopped."
-)
-_DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder with the dataset's files. Default: look for them."
+_TRACE = flags.DEFINE_string(
+  "trace",
+  None,
+  "Folder RESULTS/cells/NAME of a live run: compute it again from its trace.",
 )
 
 _CHUNK_SECONDS = 0.25  # between two looks at clocks and signals
-
-
-class _Signals:
-  """Remembers the first request to stop; a second one interrupts at once."""
-
-  def __init__(self):
-    self.received = 0
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      signal.signal(number, self._handle)
-
-  def _handle(self, number, frame):
-    del frame
-    if self.received:
-      raise KeyboardInterrupt
-    self.received = number
 
 
 def _run_cell(run: cell_run.CellRun, exp, cell, bar, signals) -> dict[str, Any]:
@@ -87,34 +66,15 @@ def _run_cell(run: cell_run.CellRun, exp, cell, bar, signals) -> dict[str, Any]:
   return result
 
 
-def _open_folder(exp: experiment.Experiment) -> Path:
-  """Finds or makes the folder of this experiment and of no other."""
-  free = ("on_nan", "checkpoint_seconds")  # may differ when resuming
-  identity = {
-    "config": {k: v for k, v in exp.config.items() if k not in free},
-    "dataset": {
-      "name": exp.dataset.name,
-      "sha256": checkpoints.digest(exp.dataset[2:]),
-    },
-    "free": {
-      **{k: exp.config[k] for k in free},
-      "data source": exp.dataset.source,
-      "jax": f"{jax.__version__} on {jax.default_backend()}",
-    },
-  }
-  name = Path(flags.FLAGS["config"].config_filename.split(":")[0]).stem
-  return outputs.open_folder(_OUT.value, name, identity, resume=_RESUME.value)
-
-
 def _run_all(exp, folder, bar) -> list[dict[str, Any]]:
   """Runs the cells that are not finished; returns the results of all."""
-  signals = _Signals()
+  signals = session.Signals()
   sharpness = diagnosis.make_sharpness(exp.problem.loss, exp.problem.probe)
   plan, planned, warned = None, None, set()
   results = []
   for cell in exp.cells:
     place = folder / "cells" / cell.name
-    result = cell_run.finished_result(place)
+    result = cell_book.finished_result(place)
     if result is not None:
       bar.skip(experiment.messages(exp, cell))
       results.append(result)
@@ -144,20 +104,24 @@ def _run_all(exp, folder, bar) -> list[dict[str, Any]]:
   return results
 
 
+def _replay(folder):
+  """Replays a live run; the exit status says whether it came to the same."""
+  if session.CONFIG.value is not None or cli.overrides():
+    raise ValueError("--trace brings its own config; drop --config")
+  held, _ = replay.load(folder)
+  replayed = replay.run(folder, data_dir=session.DATA_DIR.value)
+  print(replay.describe(replayed, held))
+  if replayed.recorded not in (None, replayed.digest):
+    raise cli.Failed("the replay differs from the run")
+
+
 def main() -> None:
   """Runs the experiment that the flags describe."""
-  if _CONFIG.value is None:
-    raise ValueError("no --config; try --config=configs/simulate_digits.py")
-  try:
-    jax.devices()
-  except RuntimeError as error:
-    raise ValueError(
-      f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
-    ) from error
-  config = experiment.override(_CONFIG.value, cli.overrides())
-  exp = experiment.build(config, data_dir=_DATA_DIR.value)
-  folder = _open_folder(exp)
-  print(f"data: {exp.dataset.source}\nresults go to {folder}")
+  if _TRACE.value is not None:
+    _replay(Path(_TRACE.value))
+    return
+  exp = session.build("configs/simulate_digits.py")
+  folder = session.open_folder(exp)
   total = sum(experiment.messages(exp, cell) for cell in exp.cells)
   bar = progress.Progress(total)
   try:

@@ -143,7 +143,8 @@ def test_a_receive_without_a_send_is_named():
   trace, start, run = make()
   first = int(np.flatnonzero(trace.action == 1)[0])
   skipped = start._replace(event=first)
-  with pytest.raises(ValueError, match="holds no ticket for it; orders.check finds"):
+  words = "holds no ticket for it; orders.check finds"
+  with pytest.raises(ValueError, match=words):
     run(skipped, first + 1)
 
 

@@ -13,10 +13,12 @@ from asgd.simulator.host import (
   records,
   start,
 )
+from asgd.simulator.sharded import Sharded, run_sharded
 
 __all__ = [
   "Host",
   "Row",
+  "Sharded",
   "Simulation",
   "Steps",
   "compile_steps",
@@ -25,5 +27,6 @@ __all__ = [
   "end_of_message",
   "make_host",
   "records",
+  "run_sharded",
   "start",
 ]

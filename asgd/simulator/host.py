@@ -45,7 +45,7 @@ class Steps(NamedTuple):
   params and version it does not, as open tickets refer to them.
   """
 
-  work: Callable  # (state, ticket, batch, root, job) -> as Worker.work
+  work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
   send: Callable  # (ServerState, worker) -> Ticket
   receive: Callable  # (ServerState, ticket, message, loss) -> (state, Row)
 
@@ -69,17 +69,38 @@ def compile_work(worker: base.Worker) -> Callable:
   return work
 
 
-def compile_steps(server: base.Server, worker: base.Worker) -> Steps:
+def _rounded(tree: Any, dtype: str | None) -> Any:
+  """What is left of a tree's real numbers after a journey in `dtype`."""
+  if dtype is None:
+    return tree
+
+  def there_and_back(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    # Or XLA drops a conversion that is undone at once.
+    return jax.lax.reduce_precision(
+      x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant
+    )
+
+  return jax.tree.map(there_and_back, tree)
+
+
+def compile_steps(
+  server: base.Server, worker: base.Worker | None, *, wire: str | None = None
+) -> Steps:
   """Compiles what runtimes call: not one fused step, but its three parts, so
   that a recorded run replays to the same bits.
 
   Args:
     server: from `make_server`.
-    worker: what every worker does.
+    worker: what every worker does; None where no work is done.
+    wire: the dtype in which parameters and messages travel, such as "bfloat16";
+      None is their own. Tickets hold what arrives.
   """
 
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
+    message = _rounded(message, wire)
     state, report = server.receive(state, ticket, message)
     return state, _pack(state.version, report, loss)
 
@@ -91,14 +112,18 @@ def compile_steps(server: base.Server, worker: base.Worker) -> Steps:
       *(state.params, state.version, ticket, loss),
     )
 
-  if server.sends_current:
+  def send_rounded(state, worker):
+    ticket = server.send(state, worker)
+    return ticket._replace(params=_rounded(ticket.params, wire))
+
+  if server.sends_current and wire is None:
 
     def send(state, worker):
       return base.Ticket(worker, state.version, state.params)
 
   else:
-    send = jax.jit(server.send)
-  return Steps(compile_work(worker), send, receive)
+    send = jax.jit(send_rounded)
+  return Steps(compile_work(worker) if worker else None, send, receive)
 
 
 def start(server: base.Server, params: Any) -> base.ServerState:
@@ -107,12 +132,16 @@ def start(server: base.Server, params: Any) -> base.ServerState:
   return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
 
 
-def make_host(server: base.Server, worker: base.Worker) -> Host:
+def make_host(
+  server: base.Server, worker: base.Worker, *, wire: str | None = None
+) -> Host:
   """Builds the engine for a server and its workers.
 
   Args:
     server: from `make_server`; its functions are compiled here.
     worker: what every worker does; compiled once per Worker.
+    wire: the dtype in which parameters and messages travel, as in
+      `compile_steps`.
 
   Returns:
     A Host. `init(params, workers)` starts a simulation.
@@ -124,7 +153,7 @@ def make_host(server: base.Server, worker: base.Worker) -> Host:
     It raises ValueError if the trace asks for a worker that is not there, or
     closes a ticket that its worker does not hold.
   """
-  steps = compile_steps(server, worker)
+  steps = compile_steps(server, worker, wire=wire)
 
   def init(params, workers):
     if server.workers is not None and workers > server.workers:

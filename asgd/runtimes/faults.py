@@ -1,0 +1,108 @@
+"""Faults on purpose: scripted by (worker, seq), counted when they happen.
+
+A script is data. What happens at a place is the same in threads and in
+processes, but for `kill`, which ends a thread's loop and a process with -9.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.runtimes.protocol import Frame
+
+KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
+
+
+class Fault(NamedTuple):
+  """One fault."""
+
+  worker: int
+  seq: int  # of the place's jobs, counted from 0
+  kind: str  # one of KINDS
+  seconds: float = 0.0  # of a slow job
+
+
+class Killed(BaseException):
+  """Ends a worker's thread where a process would be killed."""
+
+
+def parse(text: str) -> Fault:
+  """Reads KIND:WORKER:SEQ, or slow:WORKER:SEQ:SECONDS.
+
+  Raises:
+    ValueError: for anything else.
+  """
+  kind, *numbers = text.split(":")
+  try:
+    if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
+      raise ValueError
+    worker, seq = int(numbers[0]), int(numbers[1])
+    return Fault(worker, seq, kind, *map(float, numbers[2:]))
+  except ValueError:
+    raise ValueError(
+      f"no fault: {text!r}; write KIND:WORKER:SEQ with a kind of"
+      f" {', '.join(KINDS)}, or slow:WORKER:SEQ:SECONDS"
+    ) from None
+
+
+class Script:
+  """Injects faults into worker loops; each of them once."""
+
+  def __init__(
+    self,
+    faults: Sequence[Fault],
+    *,
+    kill: Callable[[], None],
+    wait: Callable[[float], None],
+  ):
+    """Prepares.
+
+    Args:
+      faults: what is to happen.
+      kill: ends this worker, and does not return.
+      wait: lets seconds go by.
+    """
+    self._waiting = {(f.worker, f.seq, f.kind): f for f in faults}
+    self._kill, self._wait = kill, wait
+    self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
+    self._lock = threading.Lock()
+    self.injected: list[Fault] = []
+
+  def _take(self, worker, seq, kind):
+    with self._lock:
+      fault = self._waiting.pop((worker, seq, kind), None)
+      if fault:
+        self.injected.append(fault)
+    return fault
+
+  def before_work(self, worker: int, seq: int) -> None:
+    """Kills, hangs or slows down."""
+    if self._take(worker, seq, "kill"):
+      self._kill()
+    if self._take(worker, seq, "hang"):
+      while True:
+        self._wait(3600.0)
+    slow = self._take(worker, seq, "slow")
+    if slow:
+      self._wait(slow.seconds)
+
+  def message(self, worker: int, seq: int, message: Any) -> Any:
+    """Spoils a message with NaN."""
+    if not self._take(worker, seq, "nan"):
+      return message
+    return jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), message)
+
+  def frames(self, worker: int, frame: Frame) -> list[Frame]:
+    """Loses, doubles or holds back a frame until the next one."""
+    if self._take(worker, frame.seq, "lose"):
+      return []
+    if self._take(worker, frame.seq, "double"):
+      return [frame, frame]
+    if self._take(worker, frame.seq, "reorder"):
+      self._late[worker] = frame
+      return []
+    late = self._late.pop(worker, None)
+    return [frame, late] if late else [frame]

@@ -1,0 +1,171 @@
+"""Memory that a shard and its workers share, in numbered slots.
+
+There are three kinds of slots: parameters that were sent, messages that came
+in, and two snapshots of the shard. `LocalMemory` holds references, for threads
+of one process. `SharedMemory` holds bytes in mapped files, which live in the
+kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
+them the log of a shard.
+"""
+
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.runtimes import wire
+
+PARAMS, MESSAGES = 0, 1  # kinds of slots
+
+
+class Sizes(NamedTuple):
+  """How many slots there are."""
+
+  params: int
+  messages: int
+
+
+class LocalMemory:
+  """Slots that hold references; survives a shard, not the process."""
+
+  def __init__(self, sizes: Sizes):
+    self.sizes = sizes
+    self.fresh = False  # it lives as long as anybody who knows of it
+    self._slots: tuple[list, list] = tuple([None] * n for n in sizes)
+    self._snapshot: tuple[Any, Any] | None = None
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    """Puts a tree into a slot."""
+    self._slots[kind][slot] = tree
+
+  def read(self, kind: int, slot: int) -> Any:
+    """Returns the tree in a slot, to be used before the slot is given away."""
+    return self._slots[kind][slot]
+
+  def read_copy(self, kind: int, slot: int) -> Any:
+    """Returns the tree in a slot in a form that the slot's reuse leaves be."""
+    return self._slots[kind][slot]
+
+  def save(self, tree: Any, meta: Any) -> None:
+    """Keeps a snapshot in place of the one before."""
+    self._snapshot = jax.tree.map(np.array, tree), meta
+
+  def load(self, like: Any) -> tuple[Any, Any] | None:
+    """Returns (tree, meta) of the last snapshot, None if there is none."""
+    del like
+    return self._snapshot
+
+
+class SharedMemory:
+  """Slots in mapped files of one folder; several processes may open it."""
+
+  def __init__(
+    self,
+    folder: Path,
+    sizes: Sizes,
+    like: tuple[Any, Any, Any],
+    *,
+    compress: str | None = None,
+  ):
+    """Opens the files, making those that are not there.
+
+    Args:
+      folder: best one in memory, /dev/shm/NAME, for nobody but its owner.
+      sizes: slots of each kind.
+      like: what lies in params, message and snapshot slots (shapes and dtypes).
+      compress: of params and messages, as in `wire.layout`; snapshots are kept
+        whole.
+
+    Raises:
+      ValueError: if there is no room, or the files hold something else.
+    """
+    self.sizes = sizes
+    self._folder = Path(folder)
+    # Whether there was nothing: what a shard's journal refers to is lost.
+    self.fresh = not (self._folder / "messages").exists()
+    self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    params, message, snapshot = like
+    self._layouts = (
+      wire.layout(params, compress=compress),
+      wire.layout(message, compress=compress),
+    )
+    self._image = None if snapshot is None else wire.layout(snapshot)
+    self._slots = tuple(
+      self._map(name, layout.nbytes, count)
+      for name, layout, count in zip(
+        ("params", "messages"), self._layouts, sizes, strict=True
+      )
+    )
+    self._images = None
+    self._turn = 0
+
+  def _map(self, name, nbytes, count):
+    stride = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+    path, size = self._folder / name, stride * count
+    try:
+      descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+      try:
+        held = os.fstat(descriptor).st_size
+        if held not in (0, size):
+          raise ValueError(
+            f"{path} has {held} bytes where {size} are needed: it belongs to"
+            " another run; remove its folder"
+          )
+        if not held:
+          os.posix_fallocate(descriptor, 0, size)
+        mapped = mmap.mmap(descriptor, size)
+      finally:
+        os.close(descriptor)
+    except OSError as error:
+      raise ValueError(
+        f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
+        " fewer workers, a smaller log or another folder (--memory_dir)"
+      ) from error
+    rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
+    return [row[:nbytes] for row in rows]
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    """Copies a tree into a slot."""
+    wire.write(self._layouts[kind], tree, self._slots[kind][slot])
+
+  def read(self, kind: int, slot: int) -> Any:
+    """Returns views of a slot, to be used before the slot is given away."""
+    return wire.read(self._layouts[kind], self._slots[kind][slot])
+
+  def read_copy(self, kind: int, slot: int) -> Any:
+    """Returns a copy of what lies in a slot."""
+    return jax.tree.map(np.array, self.read(kind, slot))
+
+  def save(self, tree: Any, meta: Any) -> None:
+    """Keeps a snapshot; a kill on the way leaves the one before."""
+    if self._images is None:
+      self._images = self._map("snapshots", self._image.nbytes, 2)
+      last = self._meta()
+      self._turn = 0 if last is None else 1 - last["image"]
+    wire.write(self._image, tree, self._images[self._turn])
+    path = self._folder / "snapshot.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"image": self._turn, "meta": meta}))
+    os.replace(temporary, path)
+    self._turn = 1 - self._turn
+
+  def _meta(self):
+    try:
+      return json.loads((self._folder / "snapshot.json").read_text())
+    except FileNotFoundError:
+      return None
+
+  def load(self, like: Any) -> tuple[Any, Any] | None:
+    """Returns (tree, meta) of the last snapshot, None if there is none."""
+    del like
+    saved = self._meta()
+    if saved is None:
+      return None
+    if self._images is None:
+      self._images = self._map("snapshots", self._image.nbytes, 2)
+    self._turn = 1 - saved["image"]
+    tree = wire.read(self._image, self._images[saved["image"]])
+    return jax.tree.map(np.array, tree), saved["meta"]

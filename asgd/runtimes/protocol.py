@@ -1,0 +1,136 @@
+"""What workers and server shards say to each other.
+
+Frames are small and of one size; parameters and messages lie in memory that
+both sides see, and a frame names the slot. A worker talks to every shard; the
+first, the lead, decides who starts what.
+
+  worker -> shard                      shard -> worker
+  HELLO   I hold this place            WELCOME  you are holder number `job`
+  FETCH   my part for (seq, job)       TICKET   for (seq, job): read the params
+  PUSH    (seq) lies in its slot                slot, write to the message slot
+  DRAIN   nothing new for me           ACK      (seq) is committed
+  BYE     I am gone                    EXPEL    you are taken for dead
+                                       STOP     all jobs are received
+
+A message is named by (worker, seq): the seq counts the jobs of the place, not
+of its holder, so it is applied exactly once, however often it is sent. In a
+consistent run the other shards are workers of the lead in one more way: they
+FOLLOW it, get its trace ROW by row, and tell what they have with PREPARED.
+"""
+
+import struct
+from typing import NamedTuple
+
+from asgd import base
+
+(
+  HELLO,
+  FETCH,
+  PUSH,
+  DRAIN,
+  BYE,
+  WELCOME,
+  TICKET,
+  ACK,
+  EXPEL,
+  STOP,
+  FOLLOW,
+  ROW,
+  PREPARED,
+) = range(13)
+KINDS = (
+  *("hello", "fetch", "push", "drain", "bye", "welcome", "ticket", "ack"),
+  *("expel", "stop", "follow", "row", "prepared"),
+)
+
+
+class Frame(NamedTuple):
+  """One thing said; what a field means depends on the kind."""
+
+  kind: int
+  worker: int = 0  # place; of a follower, its shard
+  seq: int = 0
+  job: int = 0  # HELLO, WELCOME: number of the holder, -1 for a new one
+  version: int = 0  # TICKET: of the parameters; ROW: number of the row
+  flag: int = 0  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced
+  params: int = -1  # slot
+  message: int = -1  # slot
+  value: float = 0.0  # PUSH: loss; ROW: time
+
+
+_FORMAT = struct.Struct("<4sBxxxiqqqqiid")
+_MAGIC = b"asg1"
+SIZE = _FORMAT.size  # bytes of a packed frame
+
+
+def pack(frame: Frame) -> bytes:
+  """Returns a frame as bytes[SIZE]."""
+  return _FORMAT.pack(_MAGIC, *frame)
+
+
+def unpack(data: bytes) -> Frame:
+  """Returns what `pack` packed.
+
+  Raises:
+    ValueError: for anything else.
+  """
+  if len(data) != SIZE:
+    raise ValueError(f"a frame has {SIZE} bytes, not {len(data)}")
+  magic, *fields = _FORMAT.unpack(data)
+  if magic != _MAGIC or fields[0] >= len(KINDS):
+    raise ValueError(
+      f"no frame of this version: it starts with {data[:5]!r}; are all"
+      " processes of the same release?"
+    )
+  return Frame(*fields)
+
+
+class Entry(NamedTuple):
+  """One row of a shard's journal: a row of its trace, and what a recovery
+  needs to know beside it."""
+
+  time: float
+  worker: int
+  job: int
+  action: int  # one of base.ACTIONS
+  seq: int = -1
+  version: int = -1  # SEND: of the ticket
+  params: int = -1  # SEND: slot
+  message: int = -1  # slot, where the message comes to lie
+  loss: float = 0.0  # RECEIVE
+
+  @property
+  def event(self):
+    """The row of the trace."""
+    return self[:4]
+
+
+HEADER = "time,worker,job,action,seq,version,params,message,loss"
+
+
+def format_entry(entry: Entry) -> str:
+  """Returns an entry as a line, its newline included."""
+  time, worker, job, action, seq, version, params, message, loss = entry
+  return (
+    f"{time!r},{worker},{job},{base.ACTIONS[action]},{seq},{version},{params},"
+    f"{message},{loss!r}\n"
+  )
+
+
+def parse_entry(line: str) -> Entry:
+  """Returns what `format_entry` formatted.
+
+  Raises:
+    ValueError: if it is something else.
+  """
+  fields = line.rstrip("\n").split(",")
+  if not line.endswith("\n") or len(fields) != 9 or (
+    fields[3] not in base.ACTIONS
+  ):
+    raise ValueError(f"no row of a journal: {line!r}")
+  time, worker, job, action, *rest, loss = fields
+  return Entry(
+    *(float(time), int(worker), int(job), base.ACTIONS.index(action)),
+    *map(int, rest),
+    float(loss),
+  )

@@ -1,0 +1,390 @@
+"""A cluster of processes: workers and server shards are Ray actors.
+
+Ray starts the processes where there is room for them, tells when one dies, and
+carries what is said seldom: what to do, how it goes, parameters to evaluate.
+What is said for every message goes through sockets and shared memory of the
+machine (`sockets`, `memory`): an actor call costs half a millisecond, a frame a
+twentieth of that.
+
+Ray is imported when a cluster is made, so that the rest of the package does
+without it.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, sharding, simulator
+from asgd.runtimes import faults as faults_lib
+from asgd.runtimes import files
+from asgd.runtimes.memory import SharedMemory
+from asgd.runtimes.shard import Setup, Shard, sizes
+from asgd.runtimes.sockets import ShardServer, SocketLink
+from asgd.runtimes.worker_loop import Duty, Span, WorkerLoop
+
+
+class Site(NamedTuple):
+  """Where a run is; the same for all of its processes."""
+
+  setup: Setup
+  run: str  # folder: journals and records, kept
+  memory: str  # folder: sockets and shared memory, removed at the end
+  began: float  # time.monotonic() of the machine
+  compress: str | None = None  # of parameters and messages, as `wire.layout`
+  spans: bool = False  # write what workers do when
+  devices: int = 1  # of a worker's own, on the CPU
+
+
+def _prepare_jax(site, worker):
+  """Settings of a process that has not used JAX yet."""
+  if worker and site.devices > 1:
+    jax.config.update("jax_num_cpu_devices", site.devices)
+
+
+def _clock(site):
+  return lambda: time.monotonic() - site.began
+
+
+def _socket(site, index):
+  return Path(site.memory) / f"{index}.sock"
+
+
+def _memory(site, index, like):
+  return SharedMemory(
+    *(Path(site.memory) / f"shard-{index}", sizes(site.setup), like),
+    compress=site.compress,
+  )
+
+
+def _write_pid(site, kind, index):
+  (Path(site.memory) / f"{kind}-{index}.pid").write_text(str(os.getpid()))
+
+
+class ShardProcess:
+  """What a shard's actor does."""
+
+  def __init__(
+    self,
+    index: int,
+    site: Site,
+    make_server: Callable[[], base.Server],
+    params: Any,
+    image: tuple[Any, Any] | None,
+    resumed: bool,
+  ):
+    _prepare_jax(site, worker=False)
+    self._site, self._index = site, index
+    _write_pid(site, "shard", index)
+    folder = Path(site.memory) / f"shard-{index}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    self._lock = files.lock(folder / "lock", seconds=30.0)
+    setup, clock = site.setup, _clock(site)
+    if setup.shards > 1:
+      plan = sharding.plan(params, setup.shards)
+      params = sharding.part(plan, params, index)
+    server = make_server()
+    steps = simulator.compile_steps(server, None, wire=site.compress)
+    self._warm_up(server, steps, params)
+    state = simulator.start(server, params)
+    shard = Shard(
+      *(index, setup, steps, state),
+      _memory(site, index, (params, params, state)),
+      files.FileJournal(files.journal_path(site.run, index)),
+      files.FileSink(files.records_path(site.run, index)),
+      now=clock(),
+      image=image,
+      resumed=resumed,
+    )
+    follows = index > 0 and setup.consistent
+    self._server = ShardServer(
+      shard,
+      _socket(site, index),
+      clock=clock,
+      lead=_socket(site, 0) if follows else None,
+    )
+
+  def _warm_up(self, server, steps, params):
+    """Compiles before the first message comes."""
+    state = simulator.start(server, params)
+    ticket = steps.send(state, np.int32(0))
+    ticket = ticket._replace(version=np.int32(ticket.version))
+    message = jax.tree.map(np.zeros_like, params)
+    jax.block_until_ready(
+      steps.receive(state, ticket, message, np.float32(0.0))
+    )
+
+  def serve(self) -> None:
+    """Serves until `end`; dies with the process."""
+    self._server.serve()
+
+  def status(self) -> dict[str, Any]:
+    """Returns how it goes; see `Shard.status`."""
+    return self._server.ask(lambda shard: shard.status())
+
+  def kept_params(self, received: int) -> Any:
+    """Returns the parameters as they were after so many messages, and drops
+    them."""
+    return jax.device_get(
+      self._server.ask(lambda shard: shard.kept_params.pop(received))
+    )
+
+  def params(self) -> Any:
+    """Returns the parameters as they are."""
+    return jax.device_get(self._server.ask(lambda shard: shard.params))
+
+  def image(self) -> tuple[Any, Any]:
+    """Returns what a checkpoint needs; see `Shard`."""
+    return self._server.ask(lambda shard: shard.image())
+
+  def pause(self) -> None:
+    """Starts nothing new, at the lead."""
+    self._server.ask(lambda shard: shard.pause())
+
+  def end(self) -> None:
+    """Ends `serve`."""
+    with contextlib.suppress(Exception):
+      self._server.ask(lambda shard: shard.flush())
+    self._server.end()
+
+
+class WorkerProcess:
+  """What a worker's actor does."""
+
+  def __init__(self, worker: int, site: Site):
+    _prepare_jax(site, worker=True)
+    self._worker, self._site = worker, site
+    _write_pid(site, "worker", worker)
+
+  def run(
+    self,
+    make_duty: Callable[[], Duty],
+    faults: Sequence[faults_lib.Fault] = (),
+  ) -> str:
+    """Works until there is no more to do; see `WorkerLoop.run`."""
+    site, duty = self._site, make_duty()
+    shards = range(site.setup.shards)
+    parts = (
+      [duty.params]
+      if duty.plan is None
+      else sharding.split(duty.plan, duty.params)
+    )
+    clock = _clock(site)
+    link = SocketLink([_socket(site, index) for index in shards])
+    for shard in shards:
+      while not link.connect(shard):
+        pass
+    script = faults_lib.Script(
+      faults,
+      kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
+      wait=time.sleep,
+    )
+    loop = WorkerLoop(
+      *(self._worker, duty, link),
+      [_memory(site, i, (parts[i], parts[i], None)) for i in shards],
+      clock=clock,
+      wait=time.sleep,
+      faults=script,
+      span=self._span_writer() if site.spans else None,
+    )
+    with contextlib.suppress(ValueError):  # not the main thread
+      signal.signal(signal.SIGTERM, lambda *_: loop.drain())
+    return loop.run()
+
+  def _span_writer(self):
+    path = Path(self._site.run) / f"spans-{self._worker}.csv"
+    file = path.open("a", buffering=1 << 16)
+
+    def write(span: Span):
+      name, start, end, seq, job = span
+      file.write(f"{name},{start:.6f},{end:.6f},{seq},{job}\n")
+      if name == "push":
+        file.flush()
+
+    return write
+
+
+class Resources(NamedTuple):
+  """What Ray is asked for."""
+
+  worker: Mapping[str, Any] = {"num_cpus": 0}
+  shard: Mapping[str, Any] = {"num_cpus": 0}
+
+
+class Cluster:
+  """Shards and workers as Ray actors, watched over and replaced."""
+
+  def __init__(
+    self,
+    site: Site,
+    make_server: Callable[[], base.Server],
+    params: Any,
+    make_duty: Callable[[], Duty],
+    *,
+    faults: Sequence[faults_lib.Fault] = (),
+    refill: bool = True,
+    resources: Resources | None = None,
+    images: Sequence[tuple[Any, Any]] | None = None,
+    resumed: bool = False,
+  ):
+    """Prepares; `start` begins. `ray.init` has been called.
+
+    Args:
+      site: of the run.
+      make_server: called in each shard's process.
+      params: NumPy arrays, before the first message.
+      make_duty: called in each worker's process.
+      faults: to be injected.
+      refill: put a new worker in the place of one that died.
+      resources: for each worker and each shard, as Ray's `options`.
+      images: checkpoints of each shard, for when the memory is lost.
+      resumed: the journals hold a run that stopped.
+    """
+    import ray
+
+    self._ray, resources = ray, resources or Resources()
+    self.site = site
+    self._make_server, self._make_duty = make_server, make_duty
+    self._params = ray.put(jax.tree.map(np.asarray, params))
+    self._faults, self._refill = list(faults), refill
+    self._images = list(images or [None] * site.setup.shards)
+    self._resumed = resumed
+    self._shard_actor = ray.remote(ShardProcess).options(
+      max_concurrency=8, **resources.shard
+    )
+    self._worker_actor = ray.remote(WorkerProcess).options(**resources.worker)
+    self._shards: list[Any] = [None] * site.setup.shards
+    self._workers: dict[int, Any] = {}
+    self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
+    self.replaced = {"worker": 0, "shard": 0}
+    self.draining = False
+
+  def start(self) -> None:
+    """Starts all processes."""
+    folder = Path(self.site.memory)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for index in range(self.site.setup.shards):
+      self._start_shard(index, self._resumed)
+    for worker in range(self.site.setup.workers):
+      self.add_worker(worker, self._faults)
+
+  def _start_shard(self, index, resumed=False):
+    actor = self._shard_actor.remote(
+      *(index, self.site, self._make_server, self._params),
+      *(self._images[index], resumed),
+    )
+    self._shards[index] = actor
+    self._running[actor.serve.remote()] = "shard", index
+
+  def add_worker(
+    self, worker: int, faults: Sequence[faults_lib.Fault] = ()
+  ) -> None:
+    """Has a new process take a worker's place."""
+    actor = self._worker_actor.remote(worker, self.site)
+    self._workers[worker] = actor
+    mine = [fault for fault in faults if fault.worker == worker]
+    self._running[actor.run.remote(self._make_duty, mine)] = "worker", worker
+
+  def check(self) -> list[str]:
+    """Replaces who is gone; returns what there is to tell.
+
+    Raises:
+      RuntimeError: if a process failed in a way that a new one would, too.
+    """
+    news = []
+    done, _ = self._ray.wait(
+      list(self._running), num_returns=len(self._running), timeout=0
+    )
+    for ref in done:
+      kind, index = self._running.pop(ref)
+      try:
+        how = self._ray.get(ref)
+      except self._ray.exceptions.RayActorError as error:
+        if "__init__" in str(error) or "creation task" in str(error):
+          raise RuntimeError(f"{kind} {index} cannot start: {error}") from error
+        how = "died"
+      if kind == "shard" and how == "died":
+        news.append(f"shard {index} died; another takes over")
+        self.replaced["shard"] += 1
+        self._start_shard(index)
+      elif kind == "worker":
+        news += self._worker_ended(index, how)
+    return news
+
+  def _worker_ended(self, worker, how):
+    self._workers.pop(worker, None)
+    if how == "stopped" or self.draining:
+      return []
+    if not self._refill:
+      return [f"worker {worker} {how}"]
+    self.replaced["worker"] += 1
+    self.add_worker(worker)
+    return [f"worker {worker} {how}; another takes its place"]
+
+  def status(self) -> list[dict[str, Any]] | None:
+    """Returns how each shard is doing (`Shard.status`); None while one is being
+    replaced. Workers that were taken for dead are killed."""
+    calls = [shard.status.remote() for shard in self._shards]
+    try:
+      found = self._ray.get(calls, timeout=60.0)
+    except (
+      self._ray.exceptions.RayActorError,
+      self._ray.exceptions.GetTimeoutError,
+    ):
+      return None
+    for worker in found[0]["expelled"]:
+      if worker in self._workers:
+        self._ray.kill(self._workers[worker])
+    return found
+
+  def pids(self) -> dict[str, dict[int, int]]:
+    """Returns the processes, for those who want to kill them."""
+    found = {"shard": {}, "worker": {}}
+    for kind, actors in (
+      ("shard", dict(enumerate(self._shards))),
+      ("worker", self._workers),
+    ):
+      for index in actors:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+          path = Path(self.site.memory) / f"{kind}-{index}.pid"
+          found[kind][index] = int(path.read_text())
+    return found
+
+  def params(self, received: int | None = None) -> Any:
+    """Returns the whole parameters: now, or as kept after so many messages."""
+    if received is None:
+      calls = [shard.params.remote() for shard in self._shards]
+    else:
+      calls = [shard.kept_params.remote(received) for shard in self._shards]
+    parts = self._ray.get(calls)
+    if len(parts) == 1:
+      return parts[0]
+    whole = self._ray.get(self._params)
+    return sharding.join(sharding.plan(whole, len(parts)), parts)
+
+  def images(self) -> list[tuple[Any, Any]]:
+    """Returns what a checkpoint needs, of each shard."""
+    return self._ray.get([shard.image.remote() for shard in self._shards])
+
+  def pause(self) -> None:
+    """Has workers finish what they do, and start nothing new."""
+    self._ray.get(self._shards[0].pause.remote())
+
+  def close(self) -> None:
+    """Ends all processes; what they wrote stays."""
+    for shard in self._shards:
+      with contextlib.suppress(self._ray.exceptions.RayError):
+        self._ray.get(shard.end.remote(), timeout=5.0)
+    for actor in (*self._workers.values(), *self._shards):
+      self._ray.kill(actor)
+
+  def remove_memory(self) -> None:
+    """Removes the shared memory: after this, nothing can be resumed from it."""
+    shutil.rmtree(self.site.memory, ignore_errors=True)

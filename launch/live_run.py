@@ -1,0 +1,310 @@
+"""One cell of an experiment, run live: real workers, real time, real faults.
+
+The driver watches: it replaces what dies, evaluates the parameters that the
+shards keep for it, and writes down what it sees. Training does not wait for it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, elementwise, sharding, simulator, transforms
+from asgd.runtimes import files, threads
+from asgd.runtimes.deadlines import Ladder
+from asgd.runtimes.shard import Setup
+from asgd.runtimes.worker_loop import Duty
+from launch import cell_book, checkpoints, experiment
+
+_LOOK = 0.1  # seconds between two looks at the cluster
+
+
+class Live(NamedTuple):
+  """What a live run is made of; a runtime makes a cluster of it."""
+
+  exp: experiment.Experiment
+  plan: experiment.Plan
+  cell: experiment.Cell
+  setup: Setup
+  folder: Path  # of the cell
+  memory: Path  # shared memory and sockets
+  params: Any  # NumPy arrays, before the first message
+
+
+def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
+  """Returns the dtype to which numbers are rounded on their way, or None."""
+  wire = config["server"]["wire"]
+  return None if wire == "float32" else wire
+
+
+def prepare(
+  exp: experiment.Experiment,
+  plan: experiment.Plan,
+  cell: experiment.Cell,
+  folder: Path,
+  memory: Path,
+) -> Live:
+  """Says what a live run of a cell is.
+
+  Raises:
+    ValueError: for an order that only a simulation can keep, and for an
+      algorithm that cannot be split into shards.
+  """
+  server, live = exp.config["server"], exp.config["live"]
+  key, _ = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(exp.problem.init(key))
+  if server["shards"] > 1:
+    sharding.plan(params, server["shards"])
+    recipe = experiment.recipe(exp, cell)
+    elementwise.check(transforms.own_statistics(recipe.algorithm), params)
+  book = cell_book.Book(exp, plan, cell, lambda params: 0.0)
+  setup = Setup(
+    rules=experiment.rules(exp, cell),
+    workers=cell.workers,
+    jobs=plan.messages,
+    shards=server["shards"],
+    consistent=server["consistent"] and server["shards"] > 1,
+    log=server["log"],
+    snapshot_seconds=exp.config["checkpoint_seconds"],
+    owned=exp.config["data"]["partition"] == "sharded",
+    ladder=Ladder(
+      live["late_mads"], live["late_seconds"], live["start_seconds"]
+    ),
+    keep_params_at=tuple(book.due),
+  )
+  return Live(exp, plan, cell, setup, folder, memory, params)
+
+
+def make_duty(live: Live) -> Duty:
+  """Returns what its workers do."""
+  exp, cell, setup = live.exp, live.cell, live.setup
+  _, root = jax.random.split(jax.random.key(cell.seed))
+  split = sharding.plan(live.params, setup.shards) if setup.shards > 1 else None
+  return Duty(
+    simulator.compile_work(live.plan.worker),
+    live.plan.worker.init,
+    experiment.batches(exp, cell),
+    root,
+    live.params,
+    split,
+    setup.consistent,
+    setup.rules.depth,
+    tuple(exp.config["live"]["slowdown"]),
+  )
+
+
+class NotFinite(ValueError):
+  """Workers send what is not finite."""
+
+
+class LiveRun:
+  """Watches a cell until it is done."""
+
+  def __init__(
+    self,
+    live: Live,
+    make_cluster: Callable[..., Any],
+    sharpness: Callable[[Any], float],
+    board: Path,
+    *,
+    resume: bool,
+  ):
+    """Starts the cell, or goes on where its journals end.
+
+    Args:
+      live: what is run.
+      make_cluster: (live, images, resumed, began) -> a cluster.
+      sharpness: from `diagnosis.make_sharpness`.
+      board: folder for TensorBoard.
+      resume: go on, if there is something to go on with.
+    """
+    self._live = live
+    folder = live.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    self._book = cell_book.Book(live.exp, live.plan, live.cell, sharpness)
+    self._checkpoints = checkpoints.LiveCheckpoints(folder / "checkpoints")
+    entries = []
+    journal = files.journal_path(folder, 0)
+    if resume and journal.exists():
+      entries = files.read_journal(journal)
+    images = None
+    if entries:
+      images = self._checkpoints.restore(self._template())
+    rows = []
+    if entries and (folder / "metrics.jsonl").exists():
+      rows = cell_book.read_rows(folder)
+    received = sum(entry.action == base.RECEIVE for entry in entries)
+    rows = [row for row in rows if row["message"] <= received]
+    self._book.open(folder, board, rows)
+    before = entries[-1].time if entries else 0.0
+    self._began = time.monotonic() - before
+    self._seconds = time.monotonic()
+    self.message = received
+    self.records = self._read_records()
+    self.cluster = make_cluster(live, images, bool(entries), self._began)
+    self._saved = time.monotonic()
+    self._next_look = 0.0
+
+  def _template(self):
+    live = self._live
+    parts = [live.params]
+    if live.setup.shards > 1:
+      plan = sharding.plan(live.params, live.setup.shards)
+      parts = sharding.split(plan, live.params)
+    return [simulator.start(live.plan.server, part) for part in parts]
+
+  def start(self) -> None:
+    """Starts the cluster."""
+    self.cluster.start()
+
+  def look(self) -> tuple[list[str], base.Records, bool]:
+    """Looks at the cluster once; to be called again and again.
+
+    Returns:
+      What there is to tell, the records that are new, whether all is done.
+
+    Raises:
+      NotFinite: if nothing else comes, and that is not to be recorded.
+    """
+    pause = self._next_look - time.monotonic()
+    if pause > 0:
+      time.sleep(pause)
+    self._next_look = time.monotonic() + _LOOK
+    news = self.cluster.check()
+    status = self.cluster.status()
+    if status is None:
+      return news, simulator.concatenate([]), False
+    new = self._new_records()
+    self._check_refused(status[0])
+    self._evaluate(status)
+    if time.monotonic() - self._saved > self._live.exp.config[
+      "checkpoint_seconds"
+    ]:
+      self.save()
+    return news, new, threads.finished(status)
+
+  def _read_records(self):
+    paths = [
+      files.records_path(self._live.folder, index)
+      for index in range(self._live.setup.shards)
+    ]
+    return _combine([files.read_records(path) for path in paths], self._live)
+
+  def _new_records(self):
+    path = files.records_path(self._live.folder, 0)
+    new = files.read_records(path, self.message)
+    self.message += len(new.loss)
+    return new
+
+  def _check_refused(self, status):
+    if status["refused"] <= 3 * self._live.setup.workers:
+      return
+    cell, plan = self._live.cell, self._live.plan
+    raise NotFinite(
+      f"{cell.name}: the last {status['refused']} messages were not finite, at"
+      f" message {status['received']}, with learning rate"
+      f" {plan.learning_rate:g}. This algorithm at {cell.workers} workers is"
+      f" stable up to a sharpness of {plan.curvature_limit:.3g} at that rate:"
+      " lower --config.learning_rate, use fewer workers or a longer warm-up"
+    )
+
+  def _evaluate(self, status):
+    """Makes the evaluations whose parameters are there."""
+    while self._book.next is not None:
+      due = self._book.next
+      if any(shard["received"] < due for shard in status):
+        return
+      kept = all(due in shard["kept_params"] for shard in status)
+      # What was kept died with a driver: the parameters of now will do.
+      message = due if kept else min(shard["received"] for shard in status)
+      params = self.cluster.params(due if kept else None)
+      records = files.read_records(files.records_path(self._live.folder, 0))
+      first = self._book.rows[-1]["message"] if self._book.rows else 0
+      part = base.Records(
+        *(column[min(first, message - 1) : message] for column in records)
+      )
+      if not len(part.loss):
+        return  # not written yet
+      self._book.evaluate(
+        message, params, int(part.update[-1]), float(part.time[-1]), part
+      )
+
+  def save(self) -> None:
+    """Writes a checkpoint."""
+    self._checkpoints.save(self.cluster.images())
+    self._saved = time.monotonic()
+
+  def drain(self, seconds: float) -> bool:
+    """Lets workers finish what they do; False if they did not in that time."""
+    self.cluster.pause()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+      status = self.cluster.status()
+      if status and not any(shard["busy"] for shard in status):
+        return True
+      time.sleep(_LOOK)
+    return False
+
+  def finish(self) -> dict[str, Any]:
+    """Writes what is kept of a finished cell, and returns its result."""
+    live = self._live
+    params = self.cluster.params()
+    images = self.cluster.images()
+    sent = None
+    if not live.plan.server.sends_current:
+      send = jax.jit(live.plan.server.send)
+      parts = [send(state, np.int32(0)).params for state, _ in images]
+      sent = parts[0]
+      if len(parts) > 1:
+        plan = sharding.plan(live.params, len(parts))
+        sent = sharding.join(plan, jax.device_get(parts))
+    records = self._read_records()
+    result = self._book.result(
+      *(records, params, sent, int(images[0][0].version)),
+      time.monotonic() - self._seconds,
+      diverged=not cell_book.finite(records).all(),
+    )
+    result["replaced"] = dict(self.cluster.replaced)
+    cell_book.finish(live.folder, result, records, params)
+    return result
+
+  def close(self) -> None:
+    """Ends the cluster and releases the files."""
+    self.cluster.close()
+    self._book.close()
+    self._checkpoints.close()
+
+
+def _combine(parts, live) -> base.Records:
+  """Makes one table of the shards' records: that of the lead, with the norms of
+  the whole where every shard has received the message."""
+  lead = parts[0]
+  if len(parts) == 1 or not len(lead.loss):
+    return lead
+  plan = sharding.plan(live.params, len(parts))
+  sizes = sharding.trained_sizes(plan, live.params)
+  rows = [
+    {(w, j): i for i, (w, j) in enumerate(zip(part.worker, part.job))}  # noqa: B905
+    for part in parts
+  ]
+  whole = [
+    i
+    for i, key in enumerate(zip(lead.worker.tolist(), lead.job.tolist()))  # noqa: B905
+    if all(key in index for index in rows)
+  ]
+  keys = [(lead.worker[i], lead.job[i]) for i in whole]
+  reports = []
+  for part, index in zip(parts, rows, strict=True):
+    at = [index[key] for key in keys]
+    columns = [getattr(part, field)[at] for field in base.Report._fields]
+    reports.append(base.Report(*columns))
+  combined = sharding.combine(reports, sizes)._asdict()
+  out = {}
+  for name, column in lead._asdict().items():
+    out[name] = column.copy()
+    if name in combined:
+      out[name][whole] = combined[name]
+  return base.Records(**out)

@@ -1,0 +1,76 @@
+"""Ray, started so that nobody else can reach it."""
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+from unittest import mock
+
+_MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
+
+
+def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
+  """Starts or joins a Ray cluster, and puts something into its object store.
+
+  Ray listens on all interfaces of a machine unless its address is the loopback
+  one, which it does not take from its users as it is: a private function
+  replaces it. That function is replaced here, and what came of it is checked.
+
+  Args:
+    shared: what all processes need, such as data.
+    address: of a cluster to join; None starts one on this machine.
+    allow_network: whether Ray may listen beyond this machine.
+
+  Returns:
+    A reference to `shared`.
+
+  Raises:
+    ValueError: if Ray is not there, or would listen to others.
+  """
+  try:
+    import ray
+    from ray._private import services
+  except ImportError as error:
+    raise ValueError(
+      f"--runtime=ray needs Ray ({error}): pip install -e '.[ray]', or use"
+      " --runtime=threads"
+    ) from error
+  if address and not allow_network:
+    raise ValueError(
+      f"--address={address} joins a Ray cluster, which others may reach: read"
+      " Security in the README, and add --allow_network"
+    )
+  # Ray starts programs, which is safe: they do not go on as this process.
+  warnings.filterwarnings("ignore", message="os.fork.. was called")
+  os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+  options = {
+    "log_to_driver": False,
+    "logging_level": logging.CRITICAL,
+    "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+  }
+  if address:
+    ray.init(address=address, **options)
+    return ray.put(shared)
+  options.update(include_dashboard=False, object_store_memory=_MEMORY)
+  if allow_network:
+    ray.init(**options)
+    return ray.put(shared)
+  with mock.patch.object(
+    services, "resolve_ip_for_localhost", lambda host: host
+  ):
+    ray.init(_node_ip_address="127.0.0.1", **options)
+  if ray.util.get_node_ip_address() != "127.0.0.1":
+    ray.shutdown()
+    raise ValueError(
+      f"Ray {ray.__version__} does not stay on the loopback interface; use"
+      " another version, --runtime=threads, or --allow_network"
+    )
+  return ray.put(shared)
+
+
+def stop() -> None:
+  """Ends what `start` started."""
+  import ray
+
+  ray.shutdown()
