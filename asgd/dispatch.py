@@ -247,7 +247,7 @@ class Dispatcher:
     out = []
     while True:
       before = len(out)
-      slowest = self.slowest()
+      slowest = self.slowest() if self.rules.bound < math.inf else 0
       for worker in self.workers:
         if not self._may_start(worker, slowest):
           continue

@@ -136,10 +136,12 @@ def make_server(
       message, state.opt_state, state.params, **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
+    # Not of `updates`, which nobody else needs as an array.
+    norm = gap(params, state.params)
     state = state._replace(
       params=params, opt_state=opt_state, version=state.version + 1
     )
-    return state, rms(base.weights_of(updates))
+    return state, norm
 
   def enqueue(state, message, ticket):
     """Adds one message; applies the average when `every` have come."""

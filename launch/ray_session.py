@@ -10,7 +10,13 @@ from unittest import mock
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 
 
-def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
+def start(
+  shared: Any,
+  address: str | None = None,
+  *,
+  allow_network: bool = False,
+  memory: int = _MEMORY,
+) -> Any:
   """Starts or joins a Ray cluster, and puts something into its object store.
 
   Ray listens on all interfaces of a machine unless its address is the loopback
@@ -21,6 +27,7 @@ def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
     shared: what all processes need, such as data.
     address: of a cluster to join; None starts one on this machine.
     allow_network: whether Ray may listen beyond this machine.
+    memory: bytes of the object store, if one is started.
 
   Returns:
     A reference to `shared`.
@@ -31,6 +38,7 @@ def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
   try:
     import ray
     from ray._private import services
+    from ray._private import worker as ray_worker
   except ImportError as error:
     raise ValueError(
       f"--runtime=ray needs Ray ({error}): pip install -e '.[ray]', or use"
@@ -41,6 +49,7 @@ def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
       f"--address={address} joins a Ray cluster, which others may reach: read"
       " Security in the README, and add --allow_network"
     )
+  _quieten(ray_worker)
   # Ray starts programs, which is safe: they do not go on as this process.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -52,7 +61,7 @@ def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
   if address:
     ray.init(address=address, **options)
     return ray.put(shared)
-  options.update(include_dashboard=False, object_store_memory=_MEMORY)
+  options.update(include_dashboard=False, object_store_memory=memory)
   if allow_network:
     ray.init(**options)
     return ray.put(shared)
@@ -67,6 +76,21 @@ def start(shared: Any, address: str | None, *, allow_network: bool) -> Any:
       " another version, --runtime=threads, or --allow_network"
     )
   return ray.put(shared)
+
+
+def _quieten(ray_worker) -> None:
+  """Keeps Ray from printing a paragraph for each process that dies: whoever
+  watches over them says so in a line. What else it has to say, it may."""
+  said = getattr(ray_worker, "print_to_stdstream", None)
+  if said is None or hasattr(said, "quiet"):
+    return
+
+  def say_others(data, *args, **kwargs):
+    if "A worker died or was killed" not in "".join(data.get("lines", ())):
+      said(data, *args, **kwargs)
+
+  say_others.quiet = True
+  ray_worker.print_to_stdstream = say_others
 
 
 def stop() -> None:

@@ -17,7 +17,7 @@ import statistics
 from typing import NamedTuple
 
 _FEW = 5  # jobs that must have ended before their times mean something
-_DEAD = 3.0  # times T
+DEAD = 3.0  # times T
 _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
@@ -66,4 +66,4 @@ class Deadlines:
   @property
   def dead(self) -> float:
     """When a worker is given up, in seconds."""
-    return _DEAD * self.late
+    return DEAD * self.late

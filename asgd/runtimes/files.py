@@ -5,8 +5,10 @@ process leaves whole entries and at most one that is cut short, which is dropped
 when the file is opened again.
 """
 
+import contextlib
 import fcntl
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -147,3 +149,50 @@ def lock(path: Path, seconds: float) -> int:
           f"{path} is held by another process; end it first"
         ) from error
       time.sleep(0.05)
+
+
+def process(pid: int) -> tuple[str, str]:
+  """Returns (state, when it was started) of a process, as the kernel says them;
+  its number alone may be another's by now.
+
+  Raises:
+    OSError: if there is no such process.
+  """
+  text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+  fields = text[text.rindex(")") + 1 :].split()
+  return fields[0], fields[19]
+
+
+def write_pid(folder: Path, kind: str, index: int) -> None:
+  """Writes down, for `pids`, that this process is worker or shard `index`."""
+  path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
+  temporary = path.with_suffix(f".{pid}")
+  temporary.write_text(f"{pid} {process(pid)[1]}")
+  os.replace(temporary, path)
+
+
+def pids(folder: Path) -> dict[str, dict[int, int]]:
+  """Returns the processes of a run that are alive: kind -> index -> number.
+
+  Args:
+    folder: the run's memory.
+  """
+  found = {"shard": {}, "worker": {}}
+  for path in Path(folder).glob("*-*.pid"):
+    kind, index = path.stem.split("-")
+    try:
+      pid, started = path.read_text().split()
+      state, now = process(int(pid))
+    except (OSError, ValueError):
+      continue
+    if now == started and state not in "ZX":
+      found[kind][int(index)] = int(pid)
+  return found
+
+
+def end_all(folder: Path) -> None:
+  """Kills what is left of a run whose driver was killed."""
+  for processes in pids(folder).values():
+    for pid in processes.values():
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

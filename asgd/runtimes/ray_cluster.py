@@ -10,7 +10,9 @@ Ray is imported when a cluster is made, so that the rest of the package does
 without it.
 """
 
+import collections
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -20,15 +22,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.runtimes import faults as faults_lib
 from asgd.runtimes import files
+from asgd.runtimes.deadlines import DEAD
 from asgd.runtimes.memory import SharedMemory
 from asgd.runtimes.shard import Setup, Shard, sizes
 from asgd.runtimes.sockets import ShardServer, SocketLink
-from asgd.runtimes.worker_loop import Duty, Span, WorkerLoop
+from asgd.runtimes.worker_loop import Disconnected, Duty, Span, WorkerLoop
 
 
 class Site(NamedTuple):
@@ -43,8 +47,28 @@ class Site(NamedTuple):
   devices: int = 1  # of a worker's own, on the CPU
 
 
+def _keep_memory():
+  """Has malloc keep what is freed, where it can be told to.
+
+  Each new version of the parameters is a new array. By default glibc gets each
+  large one from the kernel, page by page and zeroed, and gives it back: that
+  takes twice the time of an update itself.
+  """
+  trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+  with contextlib.suppress(OSError, AttributeError):
+    malloc_option = ctypes.CDLL(None).mallopt
+    malloc_option(mmap_max, 0)
+    malloc_option(trim_threshold, 2**31 - 1)
+    malloc_option(top_pad, 2**26)
+
+
 def _prepare_jax(site, worker):
   """Settings of a process that has not used JAX yet."""
+  _keep_memory()
+  if not worker or site.setup.rules.depth == 1:
+    # Nothing is done while a result is waited for, and a second thread costs
+    # two switches.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
 
@@ -64,10 +88,6 @@ def _memory(site, index, like):
   )
 
 
-def _write_pid(site, kind, index):
-  (Path(site.memory) / f"{kind}-{index}.pid").write_text(str(os.getpid()))
-
-
 class ShardProcess:
   """What a shard's actor does."""
 
@@ -82,7 +102,7 @@ class ShardProcess:
   ):
     _prepare_jax(site, worker=False)
     self._site, self._index = site, index
-    _write_pid(site, "shard", index)
+    files.write_pid(site.memory, "shard", index)
     folder = Path(site.memory) / f"shard-{index}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     self._lock = files.lock(folder / "lock", seconds=30.0)
@@ -114,8 +134,7 @@ class ShardProcess:
   def _warm_up(self, server, steps, params):
     """Compiles before the first message comes."""
     state = simulator.start(server, params)
-    ticket = steps.send(state, np.int32(0))
-    ticket = ticket._replace(version=np.int32(ticket.version))
+    ticket = steps.send(state, jnp.int32(0))
     message = jax.tree.map(np.zeros_like, params)
     jax.block_until_ready(
       steps.receive(state, ticket, message, np.float32(0.0))
@@ -161,7 +180,7 @@ class WorkerProcess:
   def __init__(self, worker: int, site: Site):
     _prepare_jax(site, worker=True)
     self._worker, self._site = worker, site
-    _write_pid(site, "worker", worker)
+    files.write_pid(site.memory, "worker", worker)
 
   def run(
     self,
@@ -211,6 +230,16 @@ class WorkerProcess:
     return write
 
 
+def _failure(what: str, error: Exception) -> Exception:
+  """What to raise where a process has failed: one line if it is the user's to
+  mend, all that is known if it is ours."""
+  last = str(error).strip().splitlines()[-1]
+  kind, _, text = last.partition(": ")
+  if kind in ("ValueError", "OSError", "FileNotFoundError"):
+    return ValueError(f"{what}: {text}")
+  return RuntimeError(f"{what}: {error}")
+
+
 class Resources(NamedTuple):
   """What Ray is asked for."""
 
@@ -249,7 +278,7 @@ class Cluster:
     """
     import ray
 
-    self._ray, resources = ray, resources or Resources()
+    self._ray, self._resources = ray, resources or Resources()
     self.site = site
     self._make_server, self._make_duty = make_server, make_duty
     self._params = ray.put(jax.tree.map(np.asarray, params))
@@ -257,23 +286,54 @@ class Cluster:
     self._images = list(images or [None] * site.setup.shards)
     self._resumed = resumed
     self._shard_actor = ray.remote(ShardProcess).options(
-      max_concurrency=8, **resources.shard
+      max_concurrency=8, **self._resources.shard
     )
-    self._worker_actor = ray.remote(WorkerProcess).options(**resources.worker)
+    self._worker_actor = ray.remote(WorkerProcess).options(**self._resources.worker)
     self._shards: list[Any] = [None] * site.setup.shards
     self._workers: dict[int, Any] = {}
     self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
+    self._asked: tuple[float, list[Any]] | None = None  # when, for status
+    self._absent: dict[int, float] = {}  # workers that have not joined, since
     self.replaced = {"worker": 0, "shard": 0}
     self.draining = False
 
   def start(self) -> None:
-    """Starts all processes."""
+    """Starts all processes.
+
+    Raises:
+      ValueError: if Ray has not what they need.
+    """
+    self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.end_all(folder)
     for index in range(self.site.setup.shards):
       self._start_shard(index, self._resumed)
     for worker in range(self.site.setup.workers):
       self.add_worker(worker, self._faults)
+
+  def _check_resources(self):
+    """Refuses what Ray would wait for without a word."""
+    setup, there = self.site.setup, self._ray.cluster_resources()
+    needed = collections.Counter()
+    for count, options in (
+      (setup.shards, self._resources.shard),
+      (setup.workers, self._resources.worker),
+    ):
+      asked = {
+        "CPU": options.get("num_cpus") or 0,
+        "GPU": options.get("num_gpus") or 0,
+        **options.get("resources", {}),
+      }
+      for name, amount in asked.items():
+        needed[name] += count * amount
+    for name, amount in needed.items():
+      if amount > there.get(name, 0):
+        raise ValueError(
+          f"{setup.workers} workers and {setup.shards} shards ask Ray for"
+          f" {amount:g} {name}, and it has {there.get(name, 0):g}: ask for less"
+          " for each, or use fewer"
+        )
 
   def _start_shard(self, index, resumed=False):
     actor = self._shard_actor.remote(
@@ -296,7 +356,8 @@ class Cluster:
     """Replaces who is gone; returns what there is to tell.
 
     Raises:
-      RuntimeError: if a process failed in a way that a new one would, too.
+      ValueError, RuntimeError: if a process failed in a way that a new one
+        would, too.
     """
     news = []
     done, _ = self._ray.wait(
@@ -307,9 +368,11 @@ class Cluster:
       try:
         how = self._ray.get(ref)
       except self._ray.exceptions.RayActorError as error:
-        if "__init__" in str(error) or "creation task" in str(error):
-          raise RuntimeError(f"{kind} {index} cannot start: {error}") from error
+        if getattr(error, "actor_init_failed", False):
+          raise _failure(f"{kind} {index} cannot start", error) from error
         how = "died"
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"{kind} {index} failed", error) from error
       if kind == "shard" and how == "died":
         news.append(f"shard {index} died; another takes over")
         self.replaced["shard"] += 1
@@ -330,52 +393,95 @@ class Cluster:
 
   def status(self) -> list[dict[str, Any]] | None:
     """Returns how each shard is doing (`Shard.status`); None while one is being
-    replaced. Workers that were taken for dead are killed."""
-    calls = [shard.status.remote() for shard in self._shards]
-    try:
-      found = self._ray.get(calls, timeout=60.0)
-    except (
-      self._ray.exceptions.RayActorError,
-      self._ray.exceptions.GetTimeoutError,
-    ):
+    replaced. Workers that were taken for dead are killed, and so is a shard
+    that does not answer."""
+    now = time.monotonic()
+    if self._asked is None:
+      self._asked = now, [shard.status.remote() for shard in self._shards]
+    since, calls = self._asked
+    ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
+    if len(ready) < len(calls):
+      if now - since > DEAD * self.site.setup.ladder.start:
+        self._asked = None
+        for call, shard in zip(calls, self._shards, strict=True):
+          if call not in ready:
+            self._ray.kill(shard)
       return None
-    for worker in found[0]["expelled"]:
-      if worker in self._workers:
-        self._ray.kill(self._workers[worker])
-    return found
+    self._asked = None
+    found = []
+    for call in calls:
+      try:
+        found.append(self._ray.get(call))
+      except self._ray.exceptions.RayActorError:
+        found.append(None)
+    if found[0]:
+      self._end_lost_workers(found[0], now)
+    return found if all(found) else None
+
+  def _end_lost_workers(self, status, now):
+    """Kills workers that were taken for dead, or that never come."""
+    lost = set(status["expelled"])
+    for worker in self._workers:
+      if worker in status["workers"]:
+        self._absent.pop(worker, None)
+        continue
+      since = self._absent.setdefault(worker, now)
+      if now - since > DEAD * self.site.setup.ladder.start:
+        del self._absent[worker]
+        lost.add(worker)
+    for worker in lost & set(self._workers):
+      self._ray.kill(self._workers[worker])
 
   def pids(self) -> dict[str, dict[int, int]]:
-    """Returns the processes, for those who want to kill them."""
-    found = {"shard": {}, "worker": {}}
-    for kind, actors in (
-      ("shard", dict(enumerate(self._shards))),
-      ("worker", self._workers),
-    ):
-      for index in actors:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-          path = Path(self.site.memory) / f"{kind}-{index}.pid"
-          found[kind][index] = int(path.read_text())
-    return found
+    """Returns the processes that are alive, for those who want to kill them:
+    kind -> index -> number."""
+    return files.pids(self.site.memory)
+
+  def _ask_all(self, method, *args):
+    """Calls a method of all shards.
+
+    Raises:
+      Disconnected: if one of them is gone.
+    """
+    calls = [getattr(shard, method).remote(*args) for shard in self._shards]
+    answers = []
+    for index, call in enumerate(calls):
+      try:
+        answers.append(self._ray.get(call))
+      except self._ray.exceptions.RayActorError as error:
+        raise Disconnected(index) from error
+    return answers
 
   def params(self, received: int | None = None) -> Any:
-    """Returns the whole parameters: now, or as kept after so many messages."""
+    """Returns the whole parameters: now, or as kept after so many messages.
+
+    Raises:
+      Disconnected: if a shard is gone.
+    """
     if received is None:
-      calls = [shard.params.remote() for shard in self._shards]
+      parts = self._ask_all("params")
     else:
-      calls = [shard.kept_params.remote(received) for shard in self._shards]
-    parts = self._ray.get(calls)
+      parts = self._ask_all("kept_params", received)
     if len(parts) == 1:
       return parts[0]
     whole = self._ray.get(self._params)
     return sharding.join(sharding.plan(whole, len(parts)), parts)
 
   def images(self) -> list[tuple[Any, Any]]:
-    """Returns what a checkpoint needs, of each shard."""
-    return self._ray.get([shard.image.remote() for shard in self._shards])
+    """Returns what a checkpoint needs, of each shard.
+
+    Raises:
+      Disconnected: if a shard is gone.
+    """
+    return self._ask_all("image")
 
   def pause(self) -> None:
-    """Has workers finish what they do, and start nothing new."""
-    self._ray.get(self._shards[0].pause.remote())
+    """Has workers finish what they do, and start nothing new.
+
+    Raises:
+      Disconnected: if a shard is gone.
+    """
+    self._ask_all("pause")
 
   def close(self) -> None:
     """Ends all processes; what they wrote stays."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, dispatch, simulator
@@ -115,7 +116,7 @@ class Shard:
     self.index, self.setup = index, setup
     self._steps, self._memory = steps, memory
     self._journal, self._sink = journal, sink
-    self._numbers = [np.int32(w) for w in range(setup.workers)]
+    self._numbers = [jnp.int32(w) for w in range(setup.workers)]
     self._state = state
     self._tickets: dict[tuple[int, int], Held] = {}
     self._kept: dict[int, Held] = {}
@@ -139,6 +140,7 @@ class Shard:
     self._time = now
     self._saved = now
     self._deadlines = Deadlines(setup.ladder)
+    self._awake = now  # nobody could hand in anything before
     self._missing: dict[int, float] = {}  # held places without a peer, since
     self.late: set[int] = set()  # workers that are slower than they should be
     self.received = 0
@@ -226,7 +228,8 @@ class Shard:
         if (worker, seq) not in self._pushed
       ]
       # Of several tickets, one is worked on at a time.
-      age = (now - min(times)) / max(len(times), 1) if times else 0.0
+      began = max(min(times, default=now), self._awake)
+      age = (now - began) / max(len(times), 1)
       if worker not in self._peers:
         age = max(age, now - self._missing.setdefault(worker, now))
       else:
@@ -321,7 +324,7 @@ class Shard:
       self.refused = 0
       self._pushed[key] = frame
       started = self.dispatcher.open(frame.worker)[frame.seq].time
-      self._deadlines.ended(self._time - started)
+      self._deadlines.ended(self._time - max(started, self._awake))
       self._consider(*key)
     elif self.setup.consistent:
       self._pushed[key] = frame
@@ -476,8 +479,6 @@ class Shard:
     ticket = self._steps.send(self._state, self._numbers[worker])
     slot = self._publish(ticket.params, entry.params)
     message = self._take_message_slot(entry)
-    # The version as a number: whoever waits for parameters has waited for it.
-    ticket = ticket._replace(version=np.int32(ticket.version))
     held = Held(ticket, entry.job, slot, message)
     self._tickets[worker, seq] = held
     self._seqs[worker] = seq + 1
@@ -615,7 +616,7 @@ class Shard:
 
   def _restore(self, tree, meta, intact):
     """Takes over a snapshot; returns the rows before it."""
-    self._state = jax.tree.map(jax.numpy.array, tree)
+    self._state = jax.tree.map(jnp.array, tree)
     self.rows, self.received = meta["rows"], meta["received"]
     self._seqs = dict(meta["seqs"])
     for fresh, *fields in meta["tickets"]:
@@ -696,7 +697,7 @@ class Shard:
     params = self._memory.read_copy(PARAMS, entry.params) if intact else None
     ticket = base.Ticket(
       self._numbers[entry.worker],
-      np.int32(entry.version),
+      jnp.int32(entry.version),
       params,
       np.bool_(fresh),
     )

@@ -126,14 +126,22 @@ class SocketLink:
 class _Peer:
   """One connection to a shard, and the way back."""
 
-  def __init__(self, connection: _Connection):
+  def __init__(self, connection: _Connection, waiting: set["_Peer"]):
     self.connection = connection
     self.worker: int | None = None
+    self._waiting = waiting  # peers that have something to be sent
+    self._out = bytearray()
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame; a peer that is gone is noticed elsewhere."""
+    """Sends a frame with the next `flush`: an answer is often two of them."""
+    self._out += protocol.pack(frame)
+    self._waiting.add(self)
+
+  def flush(self) -> None:
+    """Sends what was said; a peer that is gone is noticed elsewhere."""
     with contextlib.suppress(OSError):
-      self.connection.sock.sendall(protocol.pack(frame))
+      self.connection.sock.sendall(self._out)
+    self._out.clear()
 
 
 class ShardServer:
@@ -180,6 +188,7 @@ class ShardServer:
     self._listener.listen(1024)
     self._selector.register(self._listener, selectors.EVENT_READ, self)
     self._lead: _Peer | None = None
+    self._waiting: set[_Peer] = set()
     self._over = False
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
@@ -220,6 +229,8 @@ class ShardServer:
       if now - ticked >= self._tick:
         ticked = now
         self.shard.tick(now)
+      while self._waiting:
+        self._waiting.pop().flush()
 
   def _answer(self, call, answer):
     try:
@@ -229,12 +240,12 @@ class ShardServer:
 
   def _accept(self):
     sock, _ = self._listener.accept()
-    peer = _Peer(_Connection(sock))
+    peer = _Peer(_Connection(sock), self._waiting)
     self._selector.register(sock, selectors.EVENT_READ, peer)
 
   def _find_lead(self):
     try:
-      self._lead = _Peer(_open(self._lead_path))
+      self._lead = _Peer(_open(self._lead_path), self._waiting)
     except OSError:
       return  # it is being replaced; the next round tries again
     self._selector.register(

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding
+from asgd import base, sharding, simulator
 from asgd.runtimes import protocol
 from asgd.runtimes.memory import MESSAGES, PARAMS
 from asgd.runtimes.protocol import Frame
@@ -83,11 +82,18 @@ class Span(NamedTuple):
   job: int
 
 
-@jax.jit
-def _finite(message, loss):
-  leaves = [x for x in jax.tree.leaves(message) if x.size]
-  checks = [jnp.isfinite(jnp.sum(jnp.abs(x))) for x in leaves]
-  return jnp.stack([*checks, jnp.isfinite(loss)]).all()
+def _finite(message: Any, loss: float) -> bool:
+  """Whether there is no NaN or infinity in a message of NumPy arrays.
+
+  One sum for each leaf tells: neither ever goes away in one. A sum that
+  overflows is taken for infinite, too.
+  """
+  with np.errstate(all="ignore"):
+    sums = [
+      np.sum(x, dtype=np.promote_types(x.dtype, np.float32))
+      for x in jax.tree.leaves(message)
+    ]
+  return bool(np.isfinite(sums).all() and np.isfinite(loss))
 
 
 class _Job:
@@ -309,13 +315,13 @@ class WorkerLoop:
     message, loss = job.result
     if self._faults:
       message = self._faults.message(self.worker, job.seq, message)
-    finite = bool(_finite(message, loss))
+    message, loss = simulator.fetch((message, loss))
     if self._slowdown > 1:
       self._wait((self._slowdown - 1) * (self._clock() - job.started))
     computed = self._clock()
     self._span(Span("compute", job.started, computed, job.seq, job.job))
     plan = self._duty.plan
-    message = jax.device_get(message)
+    finite = _finite(message, loss)
     parts = [message] if plan is None else sharding.split(plan, message)
     for shard in reversed(self._shards):
       slot = job.tickets[shard].message

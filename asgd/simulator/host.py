@@ -41,8 +41,10 @@ class Host(NamedTuple):
 class Steps(NamedTuple):
   """The compiled functions that every runtime calls; same calls, same bits.
 
-  `receive` consumes opt_state, inbox and message, whose buffers it donates;
-  params and version it does not, as open tickets refer to them.
+  `receive` consumes opt_state and inbox, whose buffers it donates; params and
+  version it does not, as open tickets refer to them. It consumes the message as
+  well if that is of jax arrays; NumPy arrays, which cannot be donated, it reads
+  where they lie.
   """
 
   work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
@@ -104,10 +106,12 @@ def compile_steps(
     state, report = server.receive(state, ticket, message)
     return state, _pack(state.version, report, loss)
 
-  compiled = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+  donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+  reading = jax.jit(receive_parts, donate_argnums=(0, 1))
 
   def receive(state, ticket, message, loss):
-    return compiled(
+    here = all(isinstance(x, jax.Array) for x in jax.tree.leaves(message))
+    return (donating if here else reading)(
       *(state.opt_state, state.inbox, message),
       *(state.params, state.version, ticket, loss),
     )
@@ -230,6 +234,20 @@ def make_host(
   return Host(init, run)
 
 
+def fetch(tree: Any) -> Any:
+  """Returns a tree as NumPy arrays, like `jax.device_get`, which takes its time
+  over each array that is here already."""
+  leaves = jax.tree.leaves(tree)
+  first = leaves[0] if leaves else None
+  if isinstance(first, jax.Array) and not first.is_fully_replicated:
+    return jax.device_get(tree)
+  if isinstance(first, jax.Array) and any(
+    device.platform != "cpu" for device in first.devices()
+  ):
+    return jax.device_get(tree)
+  return jax.tree.map(np.asarray, tree)
+
+
 def _pack(version, report, loss) -> Row:
   """One event's row as two arrays: a fetch costs as much for one number."""
   whole = jnp.stack([version, report.staleness, report.accepted])
@@ -249,7 +267,7 @@ def records(
     seen: what `Steps.receive` returned of each.
   """
   time, worker, job = zip(*known, strict=True) if known else ((),) * 3
-  seen = jax.device_get(seen)
+  seen = fetch(seen)
   whole = np.array([row.whole for row in seen], np.int32).reshape(-1, 3).T
   real = np.array([row.real for row in seen], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole

@@ -1,0 +1,184 @@
+"""Live parameter server against Ray's own and against memory copies."""
+
+import functools
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import algorithms, base, dispatch, simulator
+from asgd.runtimes import ray_cluster
+from asgd.runtimes.shard import Setup
+from asgd.runtimes.worker_loop import Duty
+from launch import outputs, ray_session
+
+SIZES = (0.1, 1.0, 10.0, 100.0)  # MB of parameters
+_WORKERS = 2
+_LEAVES = 4
+_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
+
+
+def _params(megabytes: float) -> dict[str, np.ndarray]:
+  """A few equal matrices, of so many MB together."""
+  rows = max(round(megabytes * 1e6 / 4 / _LEAVES / 256), 1)
+  rng = np.random.default_rng(0)
+  return {
+    f"layer{i}": rng.standard_normal((rows, 256), np.float32)
+    for i in range(_LEAVES)
+  }
+
+
+def _gradient_worker() -> base.Worker:
+  """Work that costs as little as it can: one pass over the parameters."""
+
+  def work(state, ticket, batch, key):
+    del batch, key
+    message = jax.tree.map(lambda x: _CURVATURE * x, ticket.params)
+    return state, message, base.Metrics(jnp.float32(0.0))
+
+  return base.Worker(lambda params: (), work)
+
+
+def _make_server() -> base.Server:
+  return algorithms.build("asgd", _RATE, _WORKERS).server()
+
+
+def _make_duty(params: Any) -> Duty:
+  worker = _gradient_worker()
+  batch = np.zeros(1, np.float32)
+  return Duty(
+    simulator.compile_work(worker),
+    worker.init,
+    lambda worker, job: batch,
+    jax.random.key(0),
+    params,
+    None,
+  )
+
+
+def _ours(params: Any, seconds: float, log: int) -> float:
+  """Updates per second of the Ray runtime."""
+  setup = Setup(dispatch.Rules(), _WORKERS, 10**7, log=log)
+  run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
+  site = ray_cluster.Site(
+    setup, str(run), f"/dev/shm/{run.name}", time.monotonic()
+  )
+  cluster = ray_cluster.Cluster(
+    *(site, _make_server, params, functools.partial(_make_duty, params))
+  )
+  try:
+    cluster.start()
+    first = None
+    while True:
+      cluster.check()
+      status = cluster.status()
+      if status and status[0]["received"] > 20:
+        now = time.perf_counter(), status[0]["received"]
+        first = first or now
+        if now[0] - first[0] >= seconds:
+          return (now[1] - first[1]) / (now[0] - first[0])
+      time.sleep(0.05 if first is None else seconds / 4)
+  finally:
+    cluster.close()
+    cluster.remove_memory()
+    shutil.rmtree(run)
+
+
+class _CanonicalServer:
+  """The server of Ray's own parameter-server example, in NumPy."""
+
+  def __init__(self, weights):
+    self._weights = {name: w.copy() for name, w in weights.items()}
+
+  def apply_gradients(self, gradients):
+    for name, gradient in gradients.items():
+      self._weights[name] -= _RATE * gradient
+    return self._weights
+
+  def get_weights(self):
+    return self._weights
+
+
+class _CanonicalWorker:
+  def compute_gradients(self, weights):
+    return {name: np.float32(_CURVATURE) * w for name, w in weights.items()}
+
+
+def _canonical(params: Any, seconds: float) -> float:
+  """Updates per second of the loop that Ray's documentation shows."""
+  import ray
+
+  server = ray.remote(_CanonicalServer).options(num_cpus=0).remote(params)
+  actor = ray.remote(_CanonicalWorker).options(num_cpus=0)
+  weights = server.get_weights.remote()
+  workers = [actor.remote() for _ in range(_WORKERS)]
+  running = {w.compute_gradients.remote(weights): w for w in workers}
+  updates, start = -20, None
+  while True:
+    (ready,), _ = ray.wait(list(running), num_returns=1)
+    worker = running.pop(ready)
+    weights = server.apply_gradients.remote(ready)
+    running[worker.compute_gradients.remote(weights)] = worker
+    updates += 1
+    if updates == 0:
+      ray.get(server.get_weights.remote())
+      start = time.perf_counter()
+    if start and time.perf_counter() - start >= seconds:
+      ray.get(weights)
+      rate = updates / (time.perf_counter() - start)
+      for actor in (server, *workers):
+        ray.kill(actor)
+      return rate
+
+
+def _copies_per_second(megabytes: float, seconds: float) -> float:
+  """How often so much memory can be copied in a second."""
+  source = np.ones(round(megabytes * 1e6), np.uint8)
+  target = np.empty_like(source)
+  count, start = 0, time.perf_counter()
+  while time.perf_counter() - start < seconds:
+    np.copyto(target, source)
+    count += 1
+  return count / (time.perf_counter() - start)
+
+
+def run(seconds: float = 5.0, sizes=SIZES) -> None:
+  """Prints updates/s and MB/s by size, and the ratios."""
+  ray_session.start(None, memory=4 * 2**30)  # the Ray loop needs it
+  rows = []
+  try:
+    for size in sizes:
+      params = _params(size)
+      held = sum(x.nbytes for x in params.values()) / 1e6
+      copies = _copies_per_second(held, seconds / 4)
+      theirs = _canonical(params, seconds)
+      with_log = _ours(params, seconds, log=16 if size < 50 else 4)
+      without = _ours(params, seconds, log=0)
+      copies = max(copies, _copies_per_second(held, seconds / 4))
+      rows.append(
+        [
+          f"{held:.1f}",
+          f"{copies:.0f}",
+          f"{theirs:.1f}",
+          f"{with_log:.1f}",
+          f"{2 * held * with_log:.0f}",
+          f"{with_log / theirs:.1f}",
+          f"{copies / 2 / with_log:.2f}",
+          f"{without:.1f}",
+          f"{without / theirs:.1f}",
+          f"{copies / 2 / without:.2f}",
+        ]
+      )
+      print(rows[-1], flush=True)
+  finally:
+    ray_session.stop()
+  header = [
+    *("MB", "copies/s", "Ray loop", "ours", "MB/s", "of Ray loop"),
+    *("of 2 copies", "no log", "of Ray loop", "of 2 copies"),
+  ]
+  print(outputs.format_table(header, rows), end="")
