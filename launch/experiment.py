@@ -30,7 +30,9 @@ from asgd import (
   orders,
   problems,
   schedules,
+  sharding,
   simulator,
+  transforms,
 )
 from asgd import server as server_lib
 from asgd import worker as worker_lib
@@ -49,6 +51,7 @@ DEFAULTS = {
   "order": {"name": "asynchronous"},
   "durations": {"name": "homogeneous"},
   "gate": {"max_staleness": None},  # messages staler than that are dropped
+  "clip_norm": None,  # global norm to which messages are clipped
   "server": {
     "shards": 1,
     "consistent": False,  # all shards apply messages in one order
@@ -493,6 +496,16 @@ def _recipe(config, label, workers, learning_rate) -> algorithms.Recipe:
   entry = config["algorithms"][label]
   options = {k: v for k, v in entry.items() if k not in _LABEL_KEYS}
   recipe = algorithms.build(entry["recipe"], learning_rate, workers, **options)
+  clip = config["clip_norm"]
+  if clip is not None:
+    if type(clip) not in (int, float) or not 0 < clip < math.inf:
+      raise ValueError(
+        f"config.clip_norm must be a positive number or None, not {clip!r}"
+      )
+    algorithm = transforms.precede(
+      recipe.algorithm, sharding.clip_by_global_norm(clip)
+    )
+    recipe = recipe._replace(algorithm=algorithm)
   order = config["order"]
   if recipe.order == "asynchronous" and order["name"] == "backup_workers":
     # An update takes the messages of a round, without those of the slowest.

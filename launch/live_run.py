@@ -4,6 +4,7 @@ The driver watches: it replaces what dies, evaluates the parameters that the
 shards keep for it, and writes down what it sees. Training does not wait for it.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from asgd import base, elementwise, sharding, simulator, transforms
 from asgd.runtimes import files, threads
 from asgd.runtimes.deadlines import Ladder
 from asgd.runtimes.shard import Setup
-from asgd.runtimes.worker_loop import Duty
+from asgd.runtimes.worker_loop import Disconnected, Duty
 from launch import cell_book, checkpoints, experiment
 
 _LOOK = 0.1  # seconds between two looks at the cluster
@@ -56,10 +57,7 @@ def prepare(
   server, live = exp.config["server"], exp.config["live"]
   key, _ = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(exp.problem.init(key))
-  if server["shards"] > 1:
-    sharding.plan(params, server["shards"])
-    recipe = experiment.recipe(exp, cell)
-    elementwise.check(transforms.own_statistics(recipe.algorithm), params)
+  totals = server["shards"] > 1 and _needs_totals(exp, plan, cell, params)
   book = cell_book.Book(exp, plan, cell, lambda params: 0.0)
   setup = Setup(
     rules=experiment.rules(exp, cell),
@@ -67,6 +65,7 @@ def prepare(
     jobs=plan.messages,
     shards=server["shards"],
     consistent=server["consistent"] and server["shards"] > 1,
+    totals=totals,
     log=server["log"],
     snapshot_seconds=exp.config["checkpoint_seconds"],
     owned=exp.config["data"]["partition"] == "sharded",
@@ -76,6 +75,44 @@ def prepare(
     keep_params_at=tuple(book.due),
   )
   return Live(exp, plan, cell, setup, folder, memory, params)
+
+
+def _needs_totals(exp, plan, cell, params) -> bool:
+  """Whether an algorithm, on shards, needs numbers of the whole.
+
+  Raises:
+    ValueError: if it cannot be split into shards, naming the remedy.
+  """
+  server = exp.config["server"]
+  parts = sharding.split(sharding.plan(params, server["shards"]), params)
+  recipe = experiment.recipe(exp, cell)
+  algorithm = transforms.own_statistics(recipe.algorithm)
+  try:
+    elementwise.check(algorithm, params)
+    return False
+  except ValueError as error:
+    refused = error
+  try:
+    elementwise.check(algorithm, params, totals=True)
+  except ValueError:
+    raise refused from None
+  if not server["consistent"]:
+    raise ValueError(
+      f"{cell.label} needs a norm over all shards, which are of one version in"
+      " a consistent run only: set config.server.consistent=True, or"
+      " config.server.shards=1"
+    )
+  if recipe.every > 1 or exp.config["gate"]["max_staleness"] is not None:
+    raise ValueError(
+      f"{cell.label} needs a norm over all shards, which works where each"
+      " message is an update: without rounds, gate or averaging, or with"
+      " config.server.shards=1"
+    )
+  steps = simulator.compile_steps(plan.server, None)
+  state = simulator.start(plan.server, parts[0])
+  ticket = steps.send(state, jax.numpy.int32(0))
+  jax.eval_shape(steps.stage, (), state, ticket, parts[0], np.float32(0))
+  return True
 
 
 def make_duty(live: Live) -> Duty:
@@ -147,6 +184,7 @@ class LiveRun:
     self.cluster = make_cluster(live, images, bool(entries), self._began)
     self._saved = time.monotonic()
     self._next_look = 0.0
+    self.looked = self._saved  # when records were last read
 
   def _template(self):
     live = self._live
@@ -178,13 +216,17 @@ class LiveRun:
     if status is None:
       return news, simulator.concatenate([]), False
     new = self._new_records()
+    self.looked = time.monotonic()
     self._check_refused(status[0])
-    self._evaluate(status)
-    if time.monotonic() - self._saved > self._live.exp.config[
-      "checkpoint_seconds"
-    ]:
-      self.save()
-    return news, new, threads.finished(status)
+    done = threads.finished(status)
+    with contextlib.suppress(Disconnected):  # the next look will do
+      self._evaluate(status)
+      if time.monotonic() - self._saved > self._live.exp.config[
+        "checkpoint_seconds"
+      ]:
+        self.save()
+    done = done and (self._book.next is None or not self.message)
+    return news, new, done
 
   def _read_records(self):
     paths = [
@@ -223,11 +265,11 @@ class LiveRun:
       params = self.cluster.params(due if kept else None)
       records = files.read_records(files.records_path(self._live.folder, 0))
       first = self._book.rows[-1]["message"] if self._book.rows else 0
-      part = base.Records(
-        *(column[min(first, message - 1) : message] for column in records)
-      )
+      # At least one; without a log, some die with a shard.
+      first = max(min(first, message - 1, len(records.loss) - 1), 0)
+      part = base.Records(*(column[first:message] for column in records))
       if not len(part.loss):
-        return  # not written yet
+        return
       self._book.evaluate(
         message, params, int(part.update[-1]), float(part.time[-1]), part
       )
@@ -239,8 +281,8 @@ class LiveRun:
 
   def drain(self, seconds: float) -> bool:
     """Lets workers finish what they do; False if they did not in that time."""
-    self.cluster.pause()
     end = time.monotonic() + seconds
+    self._ask(self.cluster.pause)
     while time.monotonic() < end:
       status = self.cluster.status()
       if status and not any(shard["busy"] for shard in status):
@@ -248,11 +290,20 @@ class LiveRun:
       time.sleep(_LOOK)
     return False
 
+  def _ask(self, question: Callable[[], Any]) -> Any:
+    """Asks the shards something, again if one has to be replaced first."""
+    while True:
+      try:
+        return question()
+      except Disconnected:
+        self.cluster.check()
+        time.sleep(_LOOK)
+
   def finish(self) -> dict[str, Any]:
     """Writes what is kept of a finished cell, and returns its result."""
     live = self._live
-    params = self.cluster.params()
-    images = self.cluster.images()
+    params = self._ask(self.cluster.params)
+    images = self._ask(self.cluster.images)
     sent = None
     if not live.plan.server.sends_current:
       send = jax.jit(live.plan.server.send)

@@ -107,6 +107,7 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
       *(server, worker, params, traces, seqs),
       workers=cell.workers,
       wire=wire,
+      totals=_totals(journals),
       **common,
     )
     records = replayed.records[0]
@@ -121,6 +122,12 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
     checkpoints.digest(final),
     result.get("params_sha256"),
   )
+
+
+def _totals(journals):
+  """What was needed of all shards, if the algorithm needed anything."""
+  totals = [[entry.totals for entry in journal] for journal in journals]
+  return totals if any(map(any, totals)) else None
 
 
 def describe(replay: Replay, held: dict[str, Any]) -> str:

@@ -14,8 +14,10 @@ first, the lead, decides who starts what.
 
 A message is named by (worker, seq): the seq counts the jobs of the place, not
 of its holder, so it is applied exactly once, however often it is sent. In a
-consistent run the other shards are workers of the lead in one more way: they
-FOLLOW it, get its trace ROW by row, and tell what they have with PREPARED.
+consistent run the other shards FOLLOW the lead: they get its trace ROW by row,
+and tell what they have with PREPARED. An algorithm that needs a TOTAL over all
+shards is ASKed at each of them before the row is written; they say what is
+theirs with ASKED, and the lead adds up.
 """
 
 import struct
@@ -37,10 +39,13 @@ from asgd import base
   FOLLOW,
   ROW,
   PREPARED,
-) = range(13)
+  ASK,
+  ASKED,
+  TOTAL,
+) = range(16)
 KINDS = (
   *("hello", "fetch", "push", "drain", "bye", "welcome", "ticket", "ack"),
-  *("expel", "stop", "follow", "row", "prepared"),
+  *("expel", "stop", "follow", "row", "prepared", "ask", "asked", "total"),
 )
 
 
@@ -50,12 +55,12 @@ class Frame(NamedTuple):
   kind: int
   worker: int = 0  # place; of a follower, its shard
   seq: int = 0
-  job: int = 0  # HELLO, WELCOME: number of the holder, -1 for a new one
-  version: int = 0  # TICKET: of the parameters; ROW: number of the row
+  job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
+  version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
   flag: int = 0  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced
   params: int = -1  # slot
   message: int = -1  # slot
-  value: float = 0.0  # PUSH: loss; ROW: time
+  value: float = 0.0  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
 
 
 _FORMAT = struct.Struct("<4sBxxxiqqqqiid")
@@ -98,6 +103,7 @@ class Entry(NamedTuple):
   params: int = -1  # SEND: slot
   message: int = -1  # slot, where the message comes to lie
   loss: float = 0.0  # RECEIVE
+  totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
 
   @property
   def event(self):
@@ -105,15 +111,15 @@ class Entry(NamedTuple):
     return self[:4]
 
 
-HEADER = "time,worker,job,action,seq,version,params,message,loss"
+HEADER = "time,worker,job,action,seq,version,params,message,loss,totals"
 
 
 def format_entry(entry: Entry) -> str:
   """Returns an entry as a line, its newline included."""
-  time, worker, job, action, seq, version, params, message, loss = entry
+  time, worker, job, action, seq, version, params, message, loss, totals = entry
   return (
     f"{time!r},{worker},{job},{base.ACTIONS[action]},{seq},{version},{params},"
-    f"{message},{loss!r}\n"
+    f"{message},{loss!r},{';'.join(map(repr, totals))}\n"
   )
 
 
@@ -124,13 +130,14 @@ def parse_entry(line: str) -> Entry:
     ValueError: if it is something else.
   """
   fields = line.rstrip("\n").split(",")
-  if not line.endswith("\n") or len(fields) != 9 or (
+  if not line.endswith("\n") or len(fields) != 10 or (
     fields[3] not in base.ACTIONS
   ):
     raise ValueError(f"no row of a journal: {line!r}")
-  time, worker, job, action, *rest, loss = fields
+  time, worker, job, action, *rest, loss, totals = fields
   return Entry(
     *(float(time), int(worker), int(job), base.ACTIONS.index(action)),
     *map(int, rest),
     float(loss),
+    tuple(map(float, totals.split(";"))) if totals else (),
   )

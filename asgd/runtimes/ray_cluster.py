@@ -112,7 +112,8 @@ class ShardProcess:
       params = sharding.part(plan, params, index)
     server = make_server()
     steps = simulator.compile_steps(server, None, wire=site.compress)
-    self._warm_up(server, steps, params)
+    if not setup.totals:
+      self._warm_up(server, steps, params)
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
@@ -150,9 +151,9 @@ class ShardProcess:
 
   def kept_params(self, received: int) -> Any:
     """Returns the parameters as they were after so many messages, and drops
-    them."""
+    them; None if they died with the shard before this one."""
     return jax.device_get(
-      self._server.ask(lambda shard: shard.kept_params.pop(received))
+      self._server.ask(lambda shard: shard.kept_params.pop(received, None))
     )
 
   def params(self) -> Any:
@@ -195,6 +196,7 @@ class WorkerProcess:
       if duty.plan is None
       else sharding.split(duty.plan, duty.params)
     )
+    self._warm_up(duty)
     clock = _clock(site)
     link = SocketLink([_socket(site, index) for index in shards])
     for shard in shards:
@@ -216,6 +218,19 @@ class WorkerProcess:
     with contextlib.suppress(ValueError):  # not the main thread
       signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     return loop.run()
+
+  def _warm_up(self, duty):
+    """Compiles before it takes the place: others, who have done so, are not to
+    take it for hung."""
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), duty.params)
+    ticket = base.Ticket(
+      np.int32(self._worker), np.int32(0), params, np.bool_(True)
+    )
+    batch = duty.batch(self._worker, 0)
+    state = duty.init(params)
+    jax.block_until_ready(
+      duty.work(state, ticket, batch, duty.root, np.int32(0))
+    )
 
   def _span_writer(self):
     path = Path(self._site.run) / f"spans-{self._worker}.csv"
@@ -288,7 +303,9 @@ class Cluster:
     self._shard_actor = ray.remote(ShardProcess).options(
       max_concurrency=8, **self._resources.shard
     )
-    self._worker_actor = ray.remote(WorkerProcess).options(**self._resources.worker)
+    self._worker_actor = ray.remote(WorkerProcess).options(
+      **self._resources.worker
+    )
     self._shards: list[Any] = [None] * site.setup.shards
     self._workers: dict[int, Any] = {}
     self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
@@ -462,6 +479,9 @@ class Cluster:
       parts = self._ask_all("params")
     else:
       parts = self._ask_all("kept_params", received)
+      for index, part in enumerate(parts):
+        if part is None:
+          raise Disconnected(index)
     if len(parts) == 1:
       return parts[0]
     whole = self._ray.get(self._params)

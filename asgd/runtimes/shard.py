@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, dispatch, simulator
+from asgd import base, dispatch, sharding, simulator
 from asgd.runtimes import protocol
 from asgd.runtimes.deadlines import Deadlines, Ladder
 from asgd.runtimes.memory import MESSAGES, PARAMS, Sizes
@@ -38,6 +38,7 @@ class Setup(NamedTuple):
   jobs: int  # each to be received once
   shards: int = 1
   consistent: bool = False  # all shards obey the lead's order
+  totals: bool = False  # the algorithm needs totals; consistent only
   log: int = 16  # messages kept until a snapshot; 0: none
   snapshot_seconds: float = 30.0  # between two, where there is no log
   owned: bool = False  # jobs belong to places (sharded data)
@@ -134,6 +135,10 @@ class Shard:
     self._pushed: dict[tuple[int, int], Frame] = {}
     self._prepared: dict[tuple[int, int], set[int]] = {}
     self._ordered: collections.deque[Entry] = collections.deque()
+    self._queue: list[tuple[int, int]] = []  # messages that all shards have
+    self._asking: _Asking | None = None  # of the lead
+    self._asked: Frame | None = None  # of a follower: not answered yet
+    self._totals: dict[tuple[int, int], dict[int, float]] = {}
     self._known: list[tuple[float, int, int]] = []
     self._seen: list[simulator.Row] = []
     self.stopped = False  # every job is received
@@ -158,6 +163,8 @@ class Shard:
       for worker in self.workers:
         self._holder.pop(worker)
         self._leave(worker, was_there=True)
+    # Workers that were told to stop will not say anything any more.
+    self.stopped = bool(self.dispatcher and self.dispatcher.finished)
 
   # Peers.
 
@@ -169,7 +176,10 @@ class Shard:
       self._followers[worker] = say
       for row, entry in enumerate(self._journal.entries()):
         if row >= frame.version:
-          say(_row(row, entry))
+          for said in _row(row, entry):
+            say(said)
+      if self._asking:
+        self._say_ask(say)
     elif frame.kind == protocol.PREPARED:
       self._prepared.setdefault((worker_of(frame), frame.seq), set()).add(
         frame.job
@@ -182,6 +192,14 @@ class Shard:
         )
       )
       self._follow()
+    elif frame.kind == protocol.TOTAL:
+      totals = self._totals.setdefault((worker, frame.seq), {})
+      totals[frame.version] = frame.value
+    elif frame.kind == protocol.ASK:
+      self._asked = frame
+      self._follow()
+    elif frame.kind == protocol.ASKED:
+      self._add_up(frame)
     elif frame.kind == protocol.HELLO:
       self._hello(frame, say)
     elif self._peers.get(worker) != say:
@@ -355,13 +373,77 @@ class Shard:
     if (worker, seq) not in self._pushed or not self.dispatcher:
       return
     others = self.setup.shards - 1 if self.setup.consistent else 0
-    if len(self._prepared.get((worker, seq), ())) == others:
+    if len(self._prepared.get((worker, seq), ())) < others:
+      return
+    if not self.setup.totals:
       self.dispatcher.arrive(worker, seq)
+    elif (worker, seq) not in self._queue:
+      self._queue.append((worker, seq))
+      self._propose()
+
+  def _propose(self):
+    """Begins with the totals of the next message, one message at a time."""
+    if self._asking and self._asking.key not in self._pushed:
+      self._asking = None  # its worker died
+    self._queue = [key for key in self._queue if key in self._pushed]
+    for worker, seq in self._queue:
+      first = next(iter(self.dispatcher.open(worker)))
+      if self._asking is None and seq == first:
+        self._asking = _Asking((worker, seq), [], {})
+        self._next_stage()
+        return
+
+  def _next_stage(self):
+    """Goes as far as the totals that are known allow."""
+    asking = self._asking
+    out = self._stage(asking.key, asking.totals)
+    if isinstance(out, sharding.Ask):
+      asking.operands[0] = out.operand
+      for say in self._followers.values():
+        self._say_ask(say)
+      return
+    self._asking = None
+    self._queue.remove(asking.key)
+    self._totals[asking.key] = dict(enumerate(asking.totals))
+    self.dispatcher.arrive(*asking.key)
+
+  def _say_ask(self, say):
+    worker, seq = self._asking.key
+    for said in _totals(worker, seq, self._asking.totals):
+      say(said)
+    count = len(self._asking.totals)
+    say(Frame(protocol.ASK, worker, seq, version=count))
+
+  def _add_up(self, frame):
+    asking = self._asking
+    if not asking or asking.key != (frame.worker, frame.seq):
+      return
+    if frame.version != len(asking.totals):
+      return
+    mine = np.asarray(asking.operands[0])
+    asking.operands[frame.job] = mine.dtype.type(frame.value)
+    if len(asking.operands) < self.setup.shards:
+      return
+    operands = [asking.operands[i] for i in range(self.setup.shards)]
+    asking.totals.append(float(sharding.add_up(operands)))
+    asking.operands.clear()
+    self._next_stage()
+
+  def _stage(self, key, totals):
+    held = self._tickets[key]
+    return self._steps.stage(
+      simulator.as_totals(totals),
+      *(self._state, held.ticket, self._memory.read(MESSAGES, held.message)),
+      np.float32(self._pushed[key].value),
+    )
 
   def _advance(self):
     if not self.dispatcher or self.stopped:
       return
-    self.dispatcher.deliver(self._time)
+    while self.dispatcher.deliver(self._time) and self._queue:
+      self._propose()
+    if self._queue:
+      self._propose()
     self.dispatcher.grants(self._time)
     if self.dispatcher.finished:
       self.stopped = True
@@ -371,7 +453,7 @@ class Shard:
   def _decided(self, event):
     """The dispatcher's log: carries out what it has decided."""
     time, worker, job, action = event
-    seq, message, loss = -1, -1, 0.0
+    seq, message, loss, totals = -1, -1, 0.0, ()
     if action in (base.SEND, base.KEEP):
       seq = self._seqs.get(worker, 0)
     elif action in (base.RECEIVE, base.LOST, base.REJECT):
@@ -383,10 +465,19 @@ class Shard:
       if action == base.RECEIVE:
         frame = self._pushed[worker, seq]
         message, loss = self._tickets[worker, seq].message, frame.value
-    entry = Entry(
-      *(time, worker, job, action, seq), message=message, loss=loss
+        totals = self._known_totals((worker, seq))
+    self._do(
+      Entry(
+        *(time, worker, job, action, seq),
+        message=message,
+        loss=loss,
+        totals=totals,
+      )
     )
-    self._do(entry)
+
+  def _known_totals(self, key):
+    held = self._totals.pop(key, {})
+    return tuple(held[i] for i in sorted(held))
 
   # A follower in a consistent run.
 
@@ -413,10 +504,29 @@ class Shard:
           return
         held = self._tickets[key]
         entry = entry._replace(
-          message=held.message, loss=self._pushed[key].value
+          message=held.message,
+          loss=self._pushed[key].value,
+          totals=self._known_totals(key),
         )
       self._ordered.popleft()
       self._do(entry)
+    if self._asked:
+      self._answer(self._asked)
+
+  def _answer(self, frame):
+    """Says this shard's part of a total, if it is where the lead is."""
+    key, lead = (frame.worker, frame.seq), self._followers.get(0)
+    if key not in self._pushed or key not in self._tickets or not lead:
+      return
+    known = self._totals.get(key, {})
+    out = self._stage(key, [known[i] for i in range(frame.version)])
+    self._asked = None
+    lead(
+      Frame(
+        *(protocol.ASKED, frame.worker, frame.seq, self.index, frame.version),
+        value=float(out.operand),
+      )
+    )
 
   # Obeying entries.
 
@@ -434,7 +544,8 @@ class Shard:
       )
     self._journal.append(entry)
     for say in self._followers.values() if self.dispatcher else ():
-      say(_row(self.rows - 1, entry))
+      for said in _row(self.rows - 1, entry):
+        say(said)
     if answer:
       self._say(entry.worker, answer())
 
@@ -473,6 +584,7 @@ class Shard:
   def _forget(self, key):
     self._pushed.pop(key, None)
     self._prepared.pop(key, None)
+    self._totals.pop(key, None)
 
   def _send(self, entry):
     worker, seq = entry.worker, entry.seq
@@ -528,9 +640,12 @@ class Shard:
     key = entry.worker, entry.seq
     held = self._tickets.pop(key)
     message = self._memory.read(MESSAGES, held.message)
-    self._state, row = self._steps.receive(
-      self._state, held.ticket, message, np.float32(entry.loss)
-    )
+    args = self._state, held.ticket, message, np.float32(entry.loss)
+    if self.setup.totals:
+      known = simulator.as_totals(entry.totals)
+      self._state, row = self._steps.stage(known, *args).result
+    else:
+      self._state, row = self._steps.receive(*args)
     self._release(held.params)
     if self.setup.log:
       self._logged.append(held.message)
@@ -761,11 +876,29 @@ def worker_of(frame: Frame) -> int:
   return frame.worker
 
 
+class _Asking(NamedTuple):
+  """A message whose totals are being added up."""
+
+  key: tuple[int, int]  # worker, seq
+  totals: list[float]  # known so far
+  operands: dict[int, Any]  # of the next one, by shard
+
+
+def _totals(worker, seq, totals):
+  """Frames that tell of totals."""
+  return [
+    Frame(protocol.TOTAL, worker, seq, version=i, value=value)
+    for i, value in enumerate(totals)
+  ]
+
+
 def _row(number, entry):
-  return Frame(
+  """Frames that tell of a row."""
+  row = Frame(
     *(protocol.ROW, entry.worker, entry.seq, entry.job, number, entry.action),
     value=entry.time,
   )
+  return [*_totals(entry.worker, entry.seq, entry.totals), row]
 
 
 def _describe(worker, seq, held):

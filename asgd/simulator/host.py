@@ -9,14 +9,14 @@ immutable, so a ticket is a reference to parameters, not a copy: memory is
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base
+from asgd import base, sharding
 from asgd import worker as worker_lib
 
 
@@ -50,6 +50,7 @@ class Steps(NamedTuple):
   work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
   send: Callable  # (ServerState, worker) -> Ticket
   receive: Callable  # (ServerState, ticket, message, loss) -> (state, Row)
+  stage: Callable  # (totals, *as receive) -> sharding.Ask, or Done of the same
 
 
 class Row(NamedTuple):
@@ -116,6 +117,14 @@ def compile_steps(
       *(state.params, state.version, ticket, loss),
     )
 
+  @jax.jit
+  @sharding.staged
+  def stage(state, ticket, message, loss):
+    return receive_parts(
+      *(state.opt_state, state.inbox, message),
+      *(state.params, state.version, ticket, loss),
+    )
+
   def send_rounded(state, worker):
     ticket = server.send(state, worker)
     return ticket._replace(params=_rounded(ticket.params, wire))
@@ -127,7 +136,14 @@ def compile_steps(
 
   else:
     send = jax.jit(send_rounded)
-  return Steps(compile_work(worker) if worker else None, send, receive)
+  work = compile_work(worker) if worker else None
+  return Steps(work, send, receive, stage)
+
+
+def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
+  """Returns totals that were written down, as `Steps.stage` takes them."""
+  dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+  return tuple(dtype(value) for value in values)
 
 
 def start(server: base.Server, params: Any) -> base.ServerState:

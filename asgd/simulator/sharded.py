@@ -58,6 +58,7 @@ def run_sharded(
   batch: Callable[[int, int], base.Batch],
   root: jax.Array,
   wire: str | None = None,
+  totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
 ) -> Sharded:
   """Replays a run whose server was in shards.
 
@@ -72,6 +73,8 @@ def run_sharded(
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
     wire: as in `host.compile_steps`.
+    totals: of each row of each trace, those that its message needed; None where
+      the algorithm needs none.
 
   Returns:
     The shards' states and records.
@@ -137,9 +140,12 @@ def run_sharded(
       message = job_of(key, job)
       if message is None:
         return False
-      shard.state, row = steps.receive(
-        shard.state, shard.tickets[key], message.parts[index], message.loss
-      )
+      args = shard.state, shard.tickets[key], message.parts[index], message.loss
+      if totals is None:
+        shard.state, row = steps.receive(*args)
+      else:
+        known = host.as_totals(totals[index][shard.row])
+        shard.state, row = steps.stage(known, *args).result
       close(shard, key)
       shard.known.append((time, w, job))
       shard.seen.append(row)
