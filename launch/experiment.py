@@ -66,6 +66,8 @@ DEFAULTS = {
     "start_seconds": 120.0,
     "worker_cpus": 0.0,  # what Ray reserves for each worker
     "worker_gpus": 0.0,
+    "devices": 1,  # of each worker, and how they divide its work
+    "parallel": "data",  # or "tensor"
     "spans": False,  # write what workers do when
   },
   "evaluations": 10,  # per cell, evenly spaced, the last at the end
@@ -412,6 +414,16 @@ def _check_live(config):
     value = live[key]
     if type(value) not in (int, float) or not 0 <= value < math.inf:
       raise ValueError(f"config.live.{key} must be 0 or more, not {value!r}")
+  if type(live["devices"]) is not int or live["devices"] < 1:
+    raise ValueError(
+      "config.live.devices must be a positive whole number, not"
+      f" {live['devices']!r}"
+    )
+  if live["parallel"] not in ("data", "tensor"):
+    raise ValueError(
+      "config.live.parallel must be 'data' or 'tensor', not"
+      f" {live['parallel']!r}"
+    )
   slowdown = live["slowdown"]
   if not isinstance(slowdown, list) or any(
     type(x) not in (int, float) or not 1 <= x < math.inf for x in slowdown

@@ -41,6 +41,15 @@ def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
   return None if wire == "float32" else wire
 
 
+def group(
+  exp: experiment.Experiment, cell: experiment.Cell
+) -> simulator.Group:
+  """Returns the devices of each worker of a cell."""
+  live = exp.config["live"]
+  several = experiment.recipe(exp, cell).steps > 1  # batches in a job
+  return simulator.Group(live["devices"], live["parallel"], int(several))
+
+
 def prepare(
   exp: experiment.Experiment,
   plan: experiment.Plan,
@@ -121,7 +130,7 @@ def make_duty(live: Live) -> Duty:
   _, root = jax.random.split(jax.random.key(cell.seed))
   split = sharding.plan(live.params, setup.shards) if setup.shards > 1 else None
   return Duty(
-    simulator.compile_work(live.plan.worker),
+    simulator.compile_work(live.plan.worker, group(exp, cell)),
     live.plan.worker.init,
     experiment.batches(exp, cell),
     root,

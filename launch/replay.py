@@ -73,6 +73,8 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
   """
   held, journals = load(folder)
   config, name = _cell(held, folder)
+  if config["live"]["devices"] > 1:
+    jax.config.update("jax_num_cpu_devices", config["live"]["devices"])
   exp = experiment.build(config, data_dir=data_dir)
   if checkpoints.digest(exp.dataset[2:]) != held["dataset"]["sha256"]:
     raise ValueError(
@@ -89,11 +91,11 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
   init_key, root = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(exp.problem.init(init_key))
   server, worker = experiment.server(exp, cell), experiment.worker(exp, cell)
-  wire = live_run.dtype_on_wire(config)
+  wire, group = live_run.dtype_on_wire(config), live_run.group(exp, cell)
   common = {"batch": experiment.batches(exp, cell), "root": root}
   if len(traces) == 1:
     (trace,) = traces
-    host = simulator.make_host(server, worker, wire=wire)
+    host = simulator.make_host(server, worker, wire=wire, group=group)
     simulation, parts = host.init(params, cell.workers), []
     while simulation.event < len(trace.time):
       end = min(simulation.event + _CHUNK, len(trace.time))
@@ -108,6 +110,7 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
       workers=cell.workers,
       wire=wire,
       totals=_totals(journals),
+      group=group,
       **common,
     )
     records = replayed.records[0]

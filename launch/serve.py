@@ -33,7 +33,10 @@ from launch import (
   cell_book,
   cli,
   experiment,
+  live_cell,
+  live_figures,
   live_run,
+  outputs,
   progress,
   report,
   session,
@@ -60,6 +63,8 @@ _GRACE = flags.DEFINE_float(
   "grace_seconds", 20.0, "How long workers may take to finish when stopped."
 )
 
+RUNNING = "running.json"  # in a cell's folder: who runs it, and in which memory
+
 
 def _memory_folder(cell_folder: Path) -> Path:
   """A run's own place in memory: short, and the same when it is resumed."""
@@ -68,8 +73,19 @@ def _memory_folder(cell_folder: Path) -> Path:
       f"--memory_dir={_MEMORY_DIR.value} is no folder; use one in memory, such"
       " as /dev/shm, or any other (slower)"
     )
+  held = outputs.read_json(cell_folder / RUNNING)
+  if session.RESUME.value and held and os.path.isdir(held["memory"]):
+    return Path(held["memory"])
   name = hashlib.sha256(str(cell_folder.absolute()).encode()).hexdigest()[:12]
-  return Path(_MEMORY_DIR.value) / f"asgd-{os.getuid()}-{name}"
+  return Path(_MEMORY_DIR.value).absolute() / f"asgd-{os.getuid()}-{name}"
+
+
+def _forget(cell_folder: Path) -> None:
+  """Removes the memory of a finished run."""
+  held = outputs.read_json(cell_folder / RUNNING)
+  if held:
+    shutil.rmtree(held["memory"], ignore_errors=True)
+    (cell_folder / RUNNING).unlink()
 
 
 def _memory(live, index, like):
@@ -111,6 +127,11 @@ def _thread_cluster(faults, live, images, resumed, began):
     images=images,
     resumed=resumed,
     began=began,
+    span=(
+      live_cell.SpanWriter(live.folder)
+      if live.exp.config["live"]["spans"]
+      else None
+    ),
   )
 
 
@@ -155,6 +176,7 @@ def _ray_cluster(faults, dataset, live, images, resumed, began):
     began,
     compress=live_run.dtype_on_wire(config),
     spans=settings["spans"],
+    devices=settings["devices"],
   )
   return ray_cluster.Cluster(
     site,
@@ -176,12 +198,13 @@ def _ray_cluster(faults, dataset, live, images, resumed, began):
   )
 
 
-def _run_cell(run, cell, bar, signals) -> dict[str, Any]:
+def _run_cell(run, cell, bar, signals, watch) -> dict[str, Any]:
   """Runs one cell to its end, or raises Stopped after saving it."""
   bar.skip(run.message)
   run.start()
   while True:
     news, new, done = run.look()
+    seen = watch.look(run.looked, new, run.message)
     for line in news:
       bar.line(f"{cell.name}: {line}")
     if len(new.loss):
@@ -191,6 +214,7 @@ def _run_cell(run, cell, bar, signals) -> dict[str, Any]:
         float(new.loss.mean()),
         float(new.staleness.mean()),
         float(new.gap.mean()),
+        seen,
       )
     if done:
       return run.finish()
@@ -216,6 +240,7 @@ def _run_all(exp, folder, bar, make_cluster, signals):
       plan = experiment.plan(exp, cell)
       memory = _memory_folder(place)
       if not session.RESUME.value:
+        files.end_all(memory)
         shutil.rmtree(memory, ignore_errors=True)
       live = live_run.prepare(exp, plan, cell, place, memory)
       run = live_run.LiveRun(
@@ -223,20 +248,29 @@ def _run_all(exp, folder, bar, make_cluster, signals):
         folder / "tensorboard" / cell.name,
         resume=session.RESUME.value,
       )
+      watch = live_figures.Watch(
+        live,
+        folder / "tensorboard" / cell.name,
+        compress=live_run.dtype_on_wire(exp.config),
+      )
+      running = {"driver": os.getpid(), "memory": str(memory)}
+      outputs.write_atomically(place / RUNNING, outputs.to_json(running))
       try:
-        result = _run_cell(run, cell, bar, signals)
+        result = _run_cell(run, cell, bar, signals, watch)
       finally:
         run.close()
-      shutil.rmtree(memory, ignore_errors=True)
+        watch.close()
+      _forget(place)
       bar.line(report.line(result))
     else:
+      _forget(place)  # killed right after it had finished
       bar.skip(experiment.messages(exp, cell))
     results.append(result)
   return results
 
 
-def main() -> None:
-  """Runs the experiment that the flags describe."""
+def train() -> Path:
+  """Runs the experiment that the flags describe; returns its folder."""
   faults = [faults_lib.parse(text) for text in _FAULTS.value]
   exp = session.build("configs/simulate_digits.py")
   for cell in exp.cells:
@@ -267,6 +301,12 @@ def main() -> None:
       ray_session.stop()
   del started
   report.write(folder, exp, results)
+  return folder
+
+
+def main() -> None:
+  """Trains."""
+  train()
 
 
 if __name__ == "__main__":

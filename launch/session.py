@@ -11,7 +11,7 @@ from absl import flags
 from launch import checkpoints, cli, experiment, outputs
 
 CONFIG = cli.define_config()
-_OUT = flags.DEFINE_string(
+OUT = flags.DEFINE_string(
   "out", None, "Folder for results. Default: the next free runs/CONFIG-NNN."
 )
 RESUME = flags.DEFINE_bool(
@@ -49,13 +49,17 @@ def build(example: str) -> experiment.Experiment:
   """
   if CONFIG.value is None:
     raise ValueError(f"no --config; try --config={example}")
+  config = experiment.override(CONFIG.value, cli.overrides())
+  live = config.get("live", {})
+  devices = live.get("devices", 1) if isinstance(live, Mapping) else 1
+  if isinstance(devices, int) and devices > 1:  # before JAX counts them
+    jax.config.update("jax_num_cpu_devices", devices)
   try:
     jax.devices()
   except RuntimeError as error:
     raise ValueError(
       f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
     ) from error
-  config = experiment.override(CONFIG.value, cli.overrides())
   return experiment.build(config, data_dir=DATA_DIR.value)
 
 
@@ -91,7 +95,7 @@ def open_folder(
   }
   name = Path(flags.FLAGS["config"].config_filename.split(":")[0]).stem
   folder = outputs.open_folder(
-    _OUT.value, name + suffix, held, resume=RESUME.value
+    OUT.value, name + suffix, held, resume=RESUME.value
   )
   print(f"data: {exp.dataset.source}\nresults go to {folder}")
   return folder

@@ -1,6 +1,7 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
 from asgd.simulator.host import (
+  Group,
   Host,
   Row,
   Simulation,
@@ -18,6 +19,7 @@ from asgd.simulator.host import (
 from asgd.simulator.sharded import Sharded, run_sharded
 
 __all__ = [
+  "Group",
   "Host",
   "Row",
   "Sharded",

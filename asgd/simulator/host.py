@@ -60,16 +60,68 @@ class Row(NamedTuple):
   real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
 
 
-@functools.lru_cache(maxsize=32)
-def compile_work(worker: base.Worker) -> Callable:
-  """Compiles a worker once, however many servers it serves."""
+class Group(NamedTuple):
+  """Devices that do the work of one worker together."""
 
-  @jax.jit
+  devices: int = 1
+  parallel: str = "data"  # examples are split; or "tensor", the weights are
+  axis: int = 0  # of the examples in a batch
+
+
+@functools.lru_cache(maxsize=32)
+def compile_work(worker: base.Worker, group: Group = Group()) -> Callable:  # noqa: B008
+  """Compiles a worker once, however many servers it serves.
+
+  Args:
+    worker: what it does.
+    group: its devices, the first of those that are here. XLA divides the work
+      among them: of a "data" group each takes part of the examples, of a
+      "tensor" group part of the last axis of each weight. What they do not
+      divide they all do. Another group adds up in another order, so it gives
+      other bits.
+
+  Returns:
+    (state, ticket, batch, root, job) -> as Worker.work; what it returns lies
+    whole on each device.
+
+  Raises:
+    ValueError: if there are fewer devices.
+  """
+
   def work(state, ticket, batch, root, job):
     key = worker_lib.job_key(root, ticket.worker, job)
     return worker.work(state, ticket, batch, key)
 
-  return work
+  if group.devices == 1:
+    return jax.jit(work)
+  devices = jax.local_devices()
+  if len(devices) < group.devices:
+    raise ValueError(
+      f"a worker is to have {group.devices} devices, and there are"
+      f" {len(devices)}; for CPU devices set"
+      " jax.config.update('jax_num_cpu_devices', N) before JAX is used"
+    )
+  mesh = jax.sharding.Mesh(devices[: group.devices], ("group",))
+
+  def split(x, axis):
+    names = [None] * x.ndim
+    if x.ndim > axis >= -x.ndim and x.shape[axis] % group.devices == 0:
+      names[axis] = "group"
+    spec = jax.sharding.PartitionSpec(*names)
+    return jax.lax.with_sharding_constraint(
+      x, jax.sharding.NamedSharding(mesh, spec)
+    )
+
+  def divided(state, ticket, batch, root, job):
+    if group.parallel == "data":
+      batch = jax.tree.map(lambda x: split(x, group.axis), batch)
+    else:
+      params = jax.tree.map(lambda x: split(x, -1), ticket.params)
+      ticket = ticket._replace(params=params)
+    return work(state, ticket, batch, root, job)
+
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.jit(divided, in_shardings=whole, out_shardings=whole)
 
 
 def _rounded(tree: Any, dtype: str | None) -> Any:
@@ -89,7 +141,11 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
 
 
 def compile_steps(
-  server: base.Server, worker: base.Worker | None, *, wire: str | None = None
+  server: base.Server,
+  worker: base.Worker | None,
+  *,
+  wire: str | None = None,
+  group: Group = Group(),  # noqa: B008
 ) -> Steps:
   """Compiles what runtimes call: not one fused step, but its three parts, so
   that a recorded run replays to the same bits.
@@ -99,6 +155,7 @@ def compile_steps(
     worker: what every worker does; None where no work is done.
     wire: the dtype in which parameters and messages travel, such as "bfloat16";
       None is their own. Tickets hold what arrives.
+    group: the devices of each worker.
   """
 
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
@@ -136,7 +193,7 @@ def compile_steps(
 
   else:
     send = jax.jit(send_rounded)
-  work = compile_work(worker) if worker else None
+  work = compile_work(worker, group) if worker else None
   return Steps(work, send, receive, stage)
 
 
@@ -153,7 +210,11 @@ def start(server: base.Server, params: Any) -> base.ServerState:
 
 
 def make_host(
-  server: base.Server, worker: base.Worker, *, wire: str | None = None
+  server: base.Server,
+  worker: base.Worker,
+  *,
+  wire: str | None = None,
+  group: Group = Group(),  # noqa: B008
 ) -> Host:
   """Builds the engine for a server and its workers.
 
@@ -162,6 +223,7 @@ def make_host(
     worker: what every worker does; compiled once per Worker.
     wire: the dtype in which parameters and messages travel, as in
       `compile_steps`.
+    group: the devices of each worker.
 
   Returns:
     A Host. `init(params, workers)` starts a simulation.
@@ -173,7 +235,7 @@ def make_host(
     It raises ValueError if the trace asks for a worker that is not there, or
     closes a ticket that its worker does not hold.
   """
-  steps = compile_steps(server, worker, wire=wire)
+  steps = compile_steps(server, worker, wire=wire, group=group)
 
   def init(params, workers):
     if server.workers is not None and workers > server.workers:
@@ -225,7 +287,10 @@ def make_host(
         workers[w], message, metrics = steps.work(
           workers[w], ticket, batch(w, job), root, np.int32(job)
         )
-        state, report = steps.receive(state, ticket, message, metrics.loss)
+        loss = metrics.loss
+        if group.devices > 1:
+          message, loss = fetch((message, loss))
+        state, report = steps.receive(state, ticket, message, loss)
         known.append((time, w, job))
         seen.append(report)
       elif action == base.KEEP:

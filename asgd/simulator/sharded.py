@@ -59,6 +59,7 @@ def run_sharded(
   root: jax.Array,
   wire: str | None = None,
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
+  group: host.Group = host.Group(),  # noqa: B008
 ) -> Sharded:
   """Replays a run whose server was in shards.
 
@@ -75,6 +76,7 @@ def run_sharded(
     wire: as in `host.compile_steps`.
     totals: of each row of each trace, those that its message needed; None where
       the algorithm needs none.
+    group: the devices of each worker.
 
   Returns:
     The shards' states and records.
@@ -83,7 +85,7 @@ def run_sharded(
     ValueError: if the traces do not belong together.
   """
   plan = sharding.plan(params, len(traces))
-  steps = host.compile_steps(server, worker, wire=wire)
+  steps = host.compile_steps(server, worker, wire=wire, group=group)
   numbers = [jnp.int32(w) for w in range(workers)]
   shards = [
     _Shard(host.start(server, part), trace, seq, workers)
@@ -113,7 +115,8 @@ def run_sharded(
     states[who], message, metrics = steps.work(
       states[who], ticket, batch(w, job), root, np.int32(job)
     )
-    done[key] = _Job(sharding.split(plan, message), metrics.loss)
+    message, loss = host.fetch((message, metrics.loss))
+    done[key] = _Job(sharding.split(plan, message), loss)
     uses[key] = len(shards)
     return done[key]
 
