@@ -1,6 +1,7 @@
 """Benchmarks: ratios against a baseline in the same run.
 
   python -m launch.bench simulator
+  python -m launch.bench server
 
 Machines are noisy, so contestants take turns in short blocks, and what is
 printed is the median over rounds of each one's speed over the baseline's.
@@ -26,8 +27,12 @@ from asgd import (
   simulator,
 )
 from asgd import worker as worker_lib
-from launch import cli, outputs
+from launch import bench_server, cli, outputs
 
+_SIZES = flags.DEFINE_list(
+  "sizes", ["0.1", "1", "10", "100"], "MB of parameters (server)."
+)
+_SECONDS = flags.DEFINE_float("seconds", 5.0, "For each contestant (server).")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Blocks each contestant runs.")
 _BLOCK = flags.DEFINE_integer("block", 24, "Updates in a block.")
 _BATCH = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
@@ -138,15 +143,20 @@ def _simulator() -> None:
   print(outputs.format_table(header, rows), end="")
 
 
-BENCHMARKS = {"simulator": _simulator}
+def _server() -> None:
+  """Updates per second of the live server against Ray's own example."""
+  bench_server.run(_SECONDS.value, [float(x) for x in _SIZES.value])
+
+
+BENCHMARKS = {"simulator": _simulator, "server": _server}
 
 
 def main(name: str = "") -> None:
   """Runs one benchmark."""
   if not name:
     raise ValueError(f"which benchmark? one of: {', '.join(BENCHMARKS)}")
-  if _ROUNDS.value < 1 or _BLOCK.value < 1:
-    raise ValueError("--rounds and --block must be positive")
+  if _ROUNDS.value < 1 or _BLOCK.value < 1 or not _SECONDS.value > 0:
+    raise ValueError("--rounds, --block and --seconds must be positive")
   names.lookup("benchmark", name, BENCHMARKS)()
 
 
