@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
+_EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 
 
@@ -59,7 +60,15 @@ def start(
     "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
   }
   if address:
-    ray.init(address=address, **options)
+    # Other machines get the code as it is here.
+    options["runtime_env"] = {"working_dir": os.getcwd(), "excludes": _EXCLUDES}
+    try:
+      ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError) as error:
+      raise ValueError(
+        f"--address={address}: no Ray cluster answers there ({error}); is it"
+        " started (ray start --head), and the token the same?"
+      ) from error
     return ray.put(shared)
   options.update(include_dashboard=False, object_store_memory=memory)
   if allow_network:

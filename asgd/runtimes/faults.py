@@ -57,6 +57,7 @@ class Script:
     *,
     kill: Callable[[], None],
     wait: Callable[[float], None],
+    tell: Callable[[Fault], None] = lambda fault: None,
   ):
     """Prepares.
 
@@ -64,9 +65,10 @@ class Script:
       faults: what is to happen.
       kill: ends this worker, and does not return.
       wait: lets seconds go by.
+      tell: called with each fault before it happens.
     """
     self._waiting = {(f.worker, f.seq, f.kind): f for f in faults}
-    self._kill, self._wait = kill, wait
+    self._kill, self._wait, self._tell = kill, wait, tell
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
     self._lock = threading.Lock()
     self.injected: list[Fault] = []
@@ -76,6 +78,7 @@ class Script:
       fault = self._waiting.pop((worker, seq, kind), None)
       if fault:
         self.injected.append(fault)
+        self._tell(fault)
     return fault
 
   def before_work(self, worker: int, seq: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from asgd import base, simulator
-from asgd.runtimes import protocol
+from asgd.runtimes import faults, protocol
 from asgd.runtimes.protocol import Entry
 
 RECORD = np.dtype(
@@ -42,6 +42,20 @@ def journal_path(run: Path, index: int) -> Path:
 def records_path(run: Path, index: int) -> Path:
   """The file of a shard's records."""
   return Path(run) / f"records-{index}.bin"
+
+
+def append_fault(run: Path, fault: faults.Fault) -> None:
+  """Writes down a fault that is injected on purpose."""
+  with (Path(run) / "faults.csv").open("a") as file:
+    file.write(",".join(map(str, fault)) + "\n")
+
+
+def read_faults(run: Path) -> list[faults.Fault]:
+  """Returns the faults that were injected."""
+  path = Path(run) / "faults.csv"
+  lines = path.read_text().splitlines() if path.exists() else []
+  rows = [line.split(",") for line in lines]
+  return [faults.Fault(int(w), int(s), k, float(x)) for w, s, k, x in rows]
 
 
 class FileJournal:

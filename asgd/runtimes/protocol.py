@@ -61,9 +61,10 @@ class Frame(NamedTuple):
   params: int = -1  # slot
   message: int = -1  # slot
   value: float = 0.0  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  loss: float = 0.0  # ROW
 
 
-_FORMAT = struct.Struct("<4sBxxxiqqqqiid")
+_FORMAT = struct.Struct("<4sBxxxiqqqqiidd")
 _MAGIC = b"asg1"
 SIZE = _FORMAT.size  # bytes of a packed frame
 

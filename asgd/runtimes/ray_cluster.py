@@ -4,7 +4,8 @@ Ray starts the processes where there is room for them, tells when one dies, and
 carries what is said seldom: what to do, how it goes, parameters to evaluate.
 What is said for every message goes through sockets and shared memory of the
 machine (`sockets`, `memory`): an actor call costs half a millisecond, a frame a
-twentieth of that.
+twentieth of that. Shards are on the driver's machine; workers on another one
+say it by actor calls (`remote`).
 
 Ray is imported when a cluster is made, so that the rest of the package does
 without it.
@@ -13,10 +14,12 @@ without it.
 import collections
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +30,9 @@ import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.runtimes import faults as faults_lib
-from asgd.runtimes import files
+from asgd.runtimes import files, protocol, remote
 from asgd.runtimes.deadlines import DEAD
-from asgd.runtimes.memory import SharedMemory
+from asgd.runtimes.memory import MESSAGES, SharedMemory
 from asgd.runtimes.shard import Setup, Shard, sizes
 from asgd.runtimes.sockets import ShardServer, SocketLink
 from asgd.runtimes.worker_loop import Disconnected, Duty, Span, WorkerLoop
@@ -45,6 +48,9 @@ class Site(NamedTuple):
   compress: str | None = None  # of parameters and messages, as `wire.layout`
   spans: bool = False  # write what workers do when
   devices: int = 1  # of a worker's own, on the CPU
+  token: str = ""  # by which its actors are found
+  machine: str = ""  # the driver's node in Ray's cluster
+  sockets: bool = True  # use them where both are on one machine
 
 
 def _keep_memory():
@@ -81,6 +87,25 @@ def _socket(site, index):
   return Path(site.memory) / f"{index}.sock"
 
 
+def _node():
+  """This machine's node in Ray's cluster."""
+  import ray
+
+  return ray.get_runtime_context().get_node_id()
+
+
+def _name(site, index, generation):
+  """A shard's actor's name. A dead actor may keep its own for a while."""
+  return f"{site.token}-shard-{index}-{generation}"
+
+
+def _find(site, index, generation):
+  """Returns a shard's actor. Raises ValueError if there is none."""
+  import ray
+
+  return ray.get_actor(_name(site, index, generation))
+
+
 def _memory(site, index, like):
   return SharedMemory(
     *(Path(site.memory) / f"shard-{index}", sizes(site.setup), like),
@@ -102,6 +127,7 @@ class ShardProcess:
   ):
     _prepare_jax(site, worker=False)
     self._site, self._index = site, index
+    self._sessions: dict[str, remote.Session] = {}
     files.write_pid(site.memory, "shard", index)
     folder = Path(site.memory) / f"shard-{index}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -145,6 +171,32 @@ class ShardProcess:
     """Serves until `end`; dies with the process."""
     self._server.serve()
 
+  def open(self, token: str) -> None:
+    """Opens a session for a worker on another machine."""
+    self._sessions[token] = self._server.ask(
+      lambda shard: remote.Session(shard.memory)
+    )
+
+  def tell(self, token: str, data: bytes, message: Any) -> None:
+    """Takes a frame of a session, and the message of a PUSH."""
+    frame, session = protocol.unpack(data), self._sessions[token]
+
+    def take(shard):
+      if message is not None and shard.accepts(frame):
+        shard.memory.write(MESSAGES, frame.message, message)
+      shard.handle(frame, session.say, _clock(self._site)())
+
+    self._server.ask(take)
+
+  def listen(self, token: str) -> list[tuple[bytes, Any]]:
+    """Returns what is said to a session, when something is."""
+    return self._sessions[token].listen()
+
+  def gone(self, worker: int) -> None:
+    """A worker's process has ended; a socket would have told."""
+    now = _clock(self._site)()
+    self._server.ask(lambda shard: shard.gone(worker, now))
+
   def status(self) -> dict[str, Any]:
     """Returns how it goes; see `Shard.status`."""
     return self._server.ask(lambda shard: shard.status())
@@ -181,7 +233,10 @@ class WorkerProcess:
   def __init__(self, worker: int, site: Site):
     _prepare_jax(site, worker=True)
     self._worker, self._site = worker, site
-    files.write_pid(site.memory, "worker", worker)
+    here = _node() == site.machine
+    self._near = here and site.sockets
+    if here:
+      files.write_pid(site.memory, "worker", worker)
 
   def run(
     self,
@@ -198,7 +253,14 @@ class WorkerProcess:
     )
     self._warm_up(duty)
     clock = _clock(site)
-    link = SocketLink([_socket(site, index) for index in shards])
+    if self._near:
+      link = SocketLink([_socket(site, index) for index in shards])
+      memories = [
+        _memory(site, i, (parts[i], parts[i], None)) for i in shards
+      ]
+    else:
+      link = remote.RayLink(functools.partial(_find, site), len(shards))
+      memories = link.memories
     for shard in shards:
       while not link.connect(shard):
         pass
@@ -206,10 +268,10 @@ class WorkerProcess:
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
       wait=time.sleep,
+      tell=functools.partial(files.append_fault, site.run),
     )
     loop = WorkerLoop(
-      *(self._worker, duty, link),
-      [_memory(site, i, (parts[i], parts[i], None)) for i in shards],
+      *(self._worker, duty, link, memories),
       clock=clock,
       wait=time.sleep,
       faults=script,
@@ -294,25 +356,32 @@ class Cluster:
     import ray
 
     self._ray, self._resources = ray, resources or Resources()
-    self.site = site
+    self.site = site._replace(token=uuid.uuid4().hex, machine=_node())
     self._make_server, self._make_duty = make_server, make_duty
     self._params = ray.put(jax.tree.map(np.asarray, params))
     self._faults, self._refill = list(faults), refill
     self._images = list(images or [None] * site.setup.shards)
     self._resumed = resumed
-    self._shard_actor = ray.remote(ShardProcess).options(
-      max_concurrency=8, **self._resources.shard
-    )
+    self._shard_actor = ray.remote(ShardProcess)
     self._worker_actor = ray.remote(WorkerProcess).options(
       **self._resources.worker
     )
     self._shards: list[Any] = [None] * site.setup.shards
+    self._generations = [0] * site.setup.shards
     self._workers: dict[int, Any] = {}
     self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
     self._asked: tuple[float, list[Any]] | None = None  # when, for status
     self._absent: dict[int, float] = {}  # workers that have not joined, since
     self.replaced = {"worker": 0, "shard": 0}
     self.draining = False
+
+  def _here(self):
+    """Shards are where their files and their memory are."""
+    from ray.util import scheduling_strategies
+
+    return scheduling_strategies.NodeAffinitySchedulingStrategy(
+      self.site.machine, soft=False
+    )
 
   def start(self) -> None:
     """Starts all processes.
@@ -353,7 +422,14 @@ class Cluster:
         )
 
   def _start_shard(self, index, resumed=False):
-    actor = self._shard_actor.remote(
+    generation = self._generations[index]
+    self._generations[index] += 1
+    actor = self._shard_actor.options(
+      name=_name(self.site, index, generation),
+      max_concurrency=8 + self.site.setup.workers,  # one listens for each
+      scheduling_strategy=self._here(),
+      **self._resources.shard,
+    ).remote(
       *(index, self.site, self._make_server, self._params),
       *(self._images[index], resumed),
     )
@@ -400,6 +476,8 @@ class Cluster:
 
   def _worker_ended(self, worker, how):
     self._workers.pop(worker, None)
+    for shard in self._shards:
+      shard.gone.remote(worker)  # a socket has said so already
     if how == "stopped" or self.draining:
       return []
     if not self._refill:
@@ -505,10 +583,10 @@ class Cluster:
 
   def close(self) -> None:
     """Ends all processes; what they wrote stays."""
-    for shard in self._shards:
+    for shard in filter(None, self._shards):
       with contextlib.suppress(self._ray.exceptions.RayError):
         self._ray.get(shard.end.remote(), timeout=5.0)
-    for actor in (*self._workers.values(), *self._shards):
+    for actor in (*self._workers.values(), *filter(None, self._shards)):
       self._ray.kill(actor)
 
   def remove_memory(self) -> None:

@@ -128,6 +128,9 @@ class Shard:
     made = sizes(setup)
     self._free_params = list(range(made.params))[::-1]
     self._free_messages = list(range(made.messages))[::-1]
+    # Message slots of tickets that died, by worker: whoever held them may not
+    # know yet, and write. They are free when the place is held by another.
+    self._dead_messages: dict[int, list[int]] = {}
     self._peers: dict[int, Say] = {}
     self._followers: dict[int, Say] = {}
     self._holder: dict[int, int] = {}  # worker -> number of its holder
@@ -147,6 +150,7 @@ class Shard:
     self._deadlines = Deadlines(setup.ladder)
     self._awake = now  # nobody could hand in anything before
     self._missing: dict[int, float] = {}  # held places without a peer, since
+    self._heard: dict[int, float] = {}  # worker -> its last sign of life
     self.late: set[int] = set()  # workers that are slower than they should be
     self.received = 0
     self.rows = 0
@@ -172,6 +176,8 @@ class Shard:
     """Takes one frame of a peer whose answers go to `say`."""
     self._time = max(now, self._time)
     worker = frame.worker
+    if self._peers.get(worker) == say:
+      self._heard[worker] = self._time
     if frame.kind == protocol.FOLLOW:
       self._followers[worker] = say
       for row, entry in enumerate(self._journal.entries()):
@@ -188,7 +194,9 @@ class Shard:
     elif frame.kind == protocol.ROW:
       self._ordered.append(
         Entry(
-          *(frame.value, worker, frame.job, frame.flag), seq=frame.seq
+          *(frame.value, worker, frame.job, frame.flag),
+          seq=frame.seq,
+          loss=frame.loss,
         )
       )
       self._follow()
@@ -246,7 +254,8 @@ class Shard:
         if (worker, seq) not in self._pushed
       ]
       # Of several tickets, one is worked on at a time.
-      began = max(min(times, default=now), self._awake)
+      heard = self._heard.get(worker, self._awake)
+      began = max(min(times, default=now), heard)
       age = (now - began) / max(len(times), 1)
       if worker not in self._peers:
         age = max(age, now - self._missing.setdefault(worker, now))
@@ -286,6 +295,7 @@ class Shard:
         old(Frame(protocol.EXPEL, worker, flag=1))
       self._leave(worker)
     self._peers[worker] = say
+    self._heard[worker] = self._time
     if not again:
       if self.dispatcher:
         self._holder[worker] = self.dispatcher.join(worker, self._time)
@@ -495,18 +505,15 @@ class Shard:
       self._tell_prepared(worker, seq)
 
   def _follow(self):
-    """Obeys the lead's rows, as far as their messages are here."""
+    """Obeys the lead's rows."""
     while self._ordered:
       entry = self._ordered[0]
       key = entry.worker, entry.seq
       if entry.action == base.RECEIVE:
-        if key not in self._pushed:
-          return
-        held = self._tickets[key]
+        # What the lead has received was prepared here. It lies in its slot even
+        # if this shard was killed since, and does not know.
         entry = entry._replace(
-          message=held.message,
-          loss=self._pushed[key].value,
-          totals=self._known_totals(key),
+          message=self._tickets[key].message, totals=self._known_totals(key)
         )
       self._ordered.popleft()
       self._do(entry)
@@ -571,9 +578,11 @@ class Shard:
     elif action in (base.LOST, base.REJECT):
       held = self._tickets.pop(key)
       self._release(held.params)
-      self._free_messages.append(held.message)
+      self._dead_messages.setdefault(worker, []).append(held.message)
       self._forget(key)
     elif action in (base.JOIN, base.LEAVE):
+      if action == base.JOIN:
+        self._free_messages += self._dead_messages.pop(worker, [])
       kept = self._kept.pop(worker, None)
       if kept:
         self._release(kept.params)
@@ -850,6 +859,21 @@ class Shard:
       "kept_params": sorted(self.kept_params),
     }
 
+  def accepts(self, frame: Frame) -> bool:
+    """Whether a PUSH is for a ticket that is open, and in its slot: a message
+    that comes with it may be written there."""
+    held = self._tickets.get((frame.worker, frame.seq))
+    return (
+      held is not None
+      and held.message == frame.message
+      and (frame.worker, frame.seq) not in self._pushed
+    )
+
+  @property
+  def memory(self) -> Any:
+    """Its slots."""
+    return self._memory
+
   @property
   def busy(self) -> bool:
     """Whether tickets are open."""
@@ -897,6 +921,7 @@ def _row(number, entry):
   row = Frame(
     *(protocol.ROW, entry.worker, entry.seq, entry.job, number, entry.action),
     value=entry.time,
+    loss=entry.loss,
   )
   return [*_totals(entry.worker, entry.seq, entry.totals), row]
 

@@ -7,6 +7,7 @@ pushing overlap.
 """
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ from asgd import base, sharding, simulator
 from asgd.runtimes import protocol
 from asgd.runtimes.memory import MESSAGES, PARAMS
 from asgd.runtimes.protocol import Frame
+
+_SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
 
 
 class Disconnected(Exception):
@@ -211,8 +214,14 @@ class WorkerLoop:
 
   def _come_back(self, shard):
     """Waits for a shard that is being replaced, and says everything again."""
+    said = self._clock()
     while not self._link.connect(shard):
-      pass
+      if shard and self._clock() - said > _SIGN_OF_LIFE:
+        said = self._clock()
+        with contextlib.suppress(Disconnected):  # there is time for that
+          self._link.say(
+            0, Frame(protocol.HELLO, self.worker, job=self._holder)
+          )
     self._repeat(shard)
 
   def _repeat(self, only=None):

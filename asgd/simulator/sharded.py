@@ -32,6 +32,8 @@ class _Shard:
       zip(*(column.tolist() for column in (*trace, seqs)), strict=True)
     )
     self.row = 0
+    # Until the job has ended at all shards: a worker that the lead took for
+    # dead may yet have handed in its part elsewhere.
     self.tickets: dict[tuple[int, int], base.Ticket] = {}
     self.kept: list[base.Ticket | None] = [None] * workers
     self.known, self.seen = [], []
@@ -97,7 +99,7 @@ def run_sharded(
   holder: dict[tuple[int, int], int] = {}  # (worker, seq) -> holder
   holders = [0] * workers
   done: dict[tuple[int, int], _Job] = {}
-  uses: dict[tuple[int, int], int] = {}
+  ended: dict[tuple[int, int], int] = {}  # at how many shards
 
   def job_of(key, job):
     """Returns a message, computing it if all shards have sent; else None."""
@@ -117,15 +119,15 @@ def run_sharded(
     )
     message, loss = host.fetch((message, metrics.loss))
     done[key] = _Job(sharding.split(plan, message), loss)
-    uses[key] = len(shards)
     return done[key]
 
-  def close(shard, key):
-    shard.tickets.pop(key, None)
-    if key in uses:
-      uses[key] -= 1
-      if not uses[key]:
-        del done[key], uses[key], holder[key]
+  def close(key):
+    ended[key] = ended.get(key, 0) + 1
+    if ended[key] == len(shards):
+      for shard in shards:
+        shard.tickets.pop(key, None)
+      for table in (done, ended, holder):
+        table.pop(key, None)
 
   def obey(index, shard):
     """Obeys one row; False if it has to wait for other shards."""
@@ -149,11 +151,11 @@ def run_sharded(
       else:
         known = host.as_totals(totals[index][shard.row])
         shard.state, row = steps.stage(known, *args).result
-      close(shard, key)
+      close(key)
       shard.known.append((time, w, job))
       shard.seen.append(row)
     elif action in (base.LOST, base.REJECT):
-      close(shard, key)
+      close(key)
     elif action == base.JOIN and index == 0:
       holders[w] = job
     elif action == base.ROLLBACK:
