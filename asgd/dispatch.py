@@ -262,14 +262,21 @@ class Dispatcher:
         return out
 
   def slowest(self) -> int:
-    """The clock of the slowest worker that is there."""
+    """The clock of the slowest worker that is there and has something to do."""
     return min(
-      (p.finished for p in self._places.values() if p.present), default=0
+      (
+        place.finished
+        for worker, place in self._places.items()
+        if place.present and (place.open or self._take_job(worker) is not None)
+      ),
+      default=0,
     )
 
   def _may_start(self, worker, slowest):
     rules, place = self.rules, self._places[worker]
-    busy = sum((worker, seq) not in self._arrived for seq in place.open)
+    busy = len(place.open)
+    if rules.round:  # what has come waits for its round, not its worker
+      busy = sum((worker, seq) not in self._arrived for seq in place.open)
     if busy >= rules.depth or place.paused:
       return False
     if rules.round:

@@ -57,7 +57,9 @@ class Frame(NamedTuple):
   seq: int = 0
   job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
   version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
-  flag: int = 0  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced
+  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and
+  # wait for another shard
+  flag: int = 0
   params: int = -1  # slot
   message: int = -1  # slot
   value: float = 0.0  # PUSH: loss; ROW: time; ASKED, TOTAL: the number

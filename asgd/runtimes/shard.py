@@ -165,8 +165,7 @@ class Shard:
     self._recover(now, image)
     if resumed:
       for worker in self.workers:
-        self._holder.pop(worker)
-        self._leave(worker, was_there=True)
+        self._leave(worker)
     # Workers that were told to stop will not say anything any more.
     self.stopped = bool(self.dispatcher and self.dispatcher.finished)
 
@@ -177,7 +176,9 @@ class Shard:
     self._time = max(now, self._time)
     worker = frame.worker
     if self._peers.get(worker) == say:
-      self._heard[worker] = self._time
+      waits = frame.kind == protocol.HELLO and frame.flag
+      if waits or frame.kind == protocol.PUSH:
+        self._heard[worker] = self._time
     if frame.kind == protocol.FOLLOW:
       self._followers[worker] = say
       for row, entry in enumerate(self._journal.entries()):
@@ -227,7 +228,6 @@ class Shard:
     """A worker's connection broke, or it left: its tickets die."""
     self._time = max(now, self._time)
     self._peers.pop(worker, None)
-    self._holder.pop(worker, None)
     self._leave(worker)
     self._advance()
 
@@ -284,9 +284,13 @@ class Shard:
     if not 0 <= worker < self.setup.workers:
       say(Frame(protocol.EXPEL, worker))
       return
-    again = frame.job >= 0 and self._holder.get(worker) == frame.job
+    held = self._holder.get(worker, -1)
+    again = held >= 0 and frame.job == held
+    if frame.job < 0 and self._peers.get(worker) == say:
+      again = True  # it said so before, and did not wait for the answer
     if not again:
-      if frame.job >= 0 and self.dispatcher:
+      before = frame.job < held if frame.job >= 0 else False
+      if before or (frame.job >= 0 and self.dispatcher):
         # A holder from before, whose tickets have died since.
         say(Frame(protocol.EXPEL, worker, flag=int(worker in self._peers)))
         return
@@ -295,8 +299,8 @@ class Shard:
         old(Frame(protocol.EXPEL, worker, flag=1))
       self._leave(worker)
     self._peers[worker] = say
-    self._heard[worker] = self._time
     if not again:
+      self._heard[worker] = self._time
       if self.dispatcher:
         self._holder[worker] = self.dispatcher.join(worker, self._time)
       else:
@@ -310,17 +314,20 @@ class Shard:
     if self.stopped:
       say(Frame(protocol.STOP, worker))
 
-  def _leave(self, worker, *, was_there=False):
+  def _leave(self, worker):
+    number = self._holder.pop(worker, None)
     if self.dispatcher:
       self.dispatcher.leave(worker, self._time)
     elif not self.setup.consistent:
       mine = [key for key in self._tickets if key[0] == worker]
       for key in mine:
         job = self._tickets[key].job
-        self._do(Entry(self._time, worker, job, base.LOST, key[1]))
-      if mine or was_there or worker in self._holder:
-        number = self._holder.get(worker, 0)
-        self._do(Entry(self._time, worker, number, base.LEAVE))
+        slot = self._dead_slot(key)
+        self._do(
+          Entry(self._time, worker, job, base.LOST, key[1], message=slot)
+        )
+      if mine or number is not None:
+        self._do(Entry(self._time, worker, number or 0, base.LEAVE))
     for key in [key for key in self._pushed if key[0] == worker]:
       if key not in self._tickets:
         del self._pushed[key]
@@ -365,10 +372,13 @@ class Shard:
       self._do(
         Entry(
           *(self._time, frame.worker, held.job, action, frame.seq),
-          message=held.message,
+          message=held.message if frame.flag else -1,
           loss=frame.value,
         )
       )
+      if action == base.REJECT:
+        self._leave(frame.worker)
+        self._expel_quietly(frame.worker)
 
   def _expel_quietly(self, worker):
     say = self._peers.pop(worker, None)
@@ -476,6 +486,8 @@ class Shard:
         frame = self._pushed[worker, seq]
         message, loss = self._tickets[worker, seq].message, frame.value
         totals = self._known_totals((worker, seq))
+      else:
+        message = self._dead_slot((worker, seq))
     self._do(
       Entry(
         *(time, worker, job, action, seq),
@@ -484,6 +496,10 @@ class Shard:
         totals=totals,
       )
     )
+
+  def _dead_slot(self, key):
+    """The slot of a ticket that dies, if its message may still be written."""
+    return -1 if key in self._pushed else self._tickets[key].message
 
   def _known_totals(self, key):
     held = self._totals.pop(key, {})
@@ -509,7 +525,9 @@ class Shard:
     while self._ordered:
       entry = self._ordered[0]
       key = entry.worker, entry.seq
-      if entry.action == base.RECEIVE:
+      if entry.action in (base.LOST, base.REJECT):
+        entry = entry._replace(message=self._dead_slot(key))
+      elif entry.action == base.RECEIVE:
         # What the lead has received was prepared here. It lies in its slot even
         # if this shard was killed since, and does not know.
         entry = entry._replace(
@@ -578,7 +596,10 @@ class Shard:
     elif action in (base.LOST, base.REJECT):
       held = self._tickets.pop(key)
       self._release(held.params)
-      self._dead_messages.setdefault(worker, []).append(held.message)
+      if entry.message < 0:  # it had come: nobody writes there any more
+        self._free_messages.append(held.message)
+      else:
+        self._dead_messages.setdefault(worker, []).append(held.message)
       self._forget(key)
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:
@@ -700,6 +721,7 @@ class Shard:
       "received": self.received,
       "tickets": held,
       "seqs": sorted(self._seqs.items()),
+      "dead": sorted(self._dead_messages.items()),
       "published": self._published[1] if self._published else -1,
       "current": bool(
         self._published and self._published[0] is self._state.params
@@ -732,17 +754,28 @@ class Shard:
         time = max(now, entries[-1].time)
         self._do(Entry(time, 0, rows, base.ROLLBACK))
     self._time = max(now, self._time)
+    ended = set()  # workers that lost a ticket: a kill came before they left
     for entry in entries:  # who may come back to which place
       if entry.action == base.JOIN:
         self._holder[entry.worker] = entry.job
       elif entry.action == base.LEAVE:
         self._holder.pop(entry.worker, None)
+      if entry.action in (base.LOST, base.REJECT):
+        ended.add(entry.worker)
+      elif entry.action in (base.JOIN, base.LEAVE):
+        ended.discard(entry.worker)
+    for worker in () if self.index and self.setup.consistent else ended:
+      self._leave(worker)
 
   def _restore(self, tree, meta, intact):
     """Takes over a snapshot; returns the rows before it."""
     self._state = jax.tree.map(jnp.array, tree)
     self.rows, self.received = meta["rows"], meta["received"]
     self._seqs = dict(meta["seqs"])
+    for worker, slots in meta["dead"]:
+      self._dead_messages[worker] = list(slots)
+      for slot in slots:
+        self._free_messages.remove(slot)
     for fresh, *fields in meta["tickets"]:
       entry = Entry(*fields)
       held = self._read_held(entry, fresh, intact)
@@ -787,7 +820,11 @@ class Shard:
         self._tickets.pop(key, None)
         self.received += entry.action == base.RECEIVE
         changed |= entry.action == base.RECEIVE
+        if entry.action != base.RECEIVE and entry.message >= 0:
+          self._dead_messages.setdefault(entry.worker, []).append(entry.message)
       elif entry.action in (base.JOIN, base.LEAVE):
+        if entry.action == base.JOIN:
+          self._dead_messages.pop(entry.worker, None)
         kept.pop(entry.worker, None)
         self._kept.pop(entry.worker, None)
     for key, entry in opened.items():
@@ -808,6 +845,7 @@ class Shard:
       slot for slot in range(made.params) if not self._params_use[slot]
     ]
     taken = {held.message for held in self._tickets.values()}
+    taken.update(*self._dead_messages.values())
     self._free_messages = [
       slot for slot in range(made.messages) if slot not in taken
     ]

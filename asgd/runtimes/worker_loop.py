@@ -220,7 +220,7 @@ class WorkerLoop:
         said = self._clock()
         with contextlib.suppress(Disconnected):  # there is time for that
           self._link.say(
-            0, Frame(protocol.HELLO, self.worker, job=self._holder)
+            0, Frame(protocol.HELLO, self.worker, job=self._holder, flag=1)
           )
     self._repeat(shard)
 
@@ -286,6 +286,8 @@ class WorkerLoop:
     """Starts complete jobs, in their order, as far as the depth allows."""
     for seq in sorted(self._jobs):
       job = self._jobs[seq]
+      if 0 not in job.tickets:
+        continue  # of the holder before: another shard does not know yet
       if len(job.tickets) < len(self._shards):
         return
       if len(self._running) >= self._duty.depth:
