@@ -101,6 +101,10 @@ class _Folder:
     leaves = jax.device_get(jax.tree.leaves(tree))
     meta = {**meta, "digest": digest(leaves)}
     arrays = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+    # Orbax takes no array without elements, such as a shard may have.
+    empty = {name: x for name, x in arrays.items() if not x.size}
+    arrays = {name: x for name, x in arrays.items() if x.size}
+    meta["empty"] = {n: [x.dtype.str, x.shape] for n, x in empty.items()}
     try:
       self._manager.save(
         step,
@@ -143,6 +147,8 @@ class _Folder:
       ),
     )
     meta, arrays = saved["meta"], saved["arrays"]
+    for name, (dtype, shape) in meta.get("empty", {}).items():
+      arrays[name] = np.empty(shape, dtype)
     leaves = [np.asarray(arrays[name]) for name in sorted(arrays)]
     if digest(leaves) != meta["digest"]:
       raise ValueError("the checksum does not match")

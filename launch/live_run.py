@@ -66,7 +66,9 @@ def prepare(
   server, live = exp.config["server"], exp.config["live"]
   key, _ = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(exp.problem.init(key))
-  totals = server["shards"] > 1 and _needs_totals(exp, plan, cell, params)
+  totals = check(exp, cell)
+  if totals:
+    _check_totals(plan, params, server["shards"])
   book = cell_book.Book(exp, plan, cell, lambda params: 0.0)
   setup = Setup(
     rules=experiment.rules(exp, cell),
@@ -86,14 +88,27 @@ def prepare(
   return Live(exp, plan, cell, setup, folder, memory, params)
 
 
-def _needs_totals(exp, plan, cell, params) -> bool:
-  """Whether an algorithm, on shards, needs numbers of the whole.
+def check(exp: experiment.Experiment, cell: experiment.Cell) -> bool:
+  """Checks that a cell can be run live, before anything is written.
+
+  Returns:
+    Whether its algorithm, on shards, needs numbers of the whole.
 
   Raises:
-    ValueError: if it cannot be split into shards, naming the remedy.
+    ValueError: for an order that only a simulation can keep, and for what
+      cannot be split into shards, naming the remedy.
   """
-  server = exp.config["server"]
-  parts = sharding.split(sharding.plan(params, server["shards"]), params)
+  server, rules = exp.config["server"], experiment.rules(exp, cell)
+  if server["shards"] == 1:
+    return False
+  if rules.round and not server["consistent"]:
+    raise ValueError(
+      f"{cell.label} works in rounds, of which shards with an order of their"
+      " own would make different ones after a failure: set"
+      " config.server.consistent=True, or config.server.shards=1"
+    )
+  params = jax.device_get(exp.problem.init(jax.random.key(cell.seed)))
+  sharding.plan(params, server["shards"])
   recipe = experiment.recipe(exp, cell)
   algorithm = transforms.own_statistics(recipe.algorithm)
   try:
@@ -117,11 +132,16 @@ def _needs_totals(exp, plan, cell, params) -> bool:
       " message is an update: without rounds, gate or averaging, or with"
       " config.server.shards=1"
     )
+  return True
+
+
+def _check_totals(plan, params, shards):
+  """Checks that the totals of an algorithm can be asked for, on a shard."""
+  parts = sharding.split(sharding.plan(params, shards), params)
   steps = simulator.compile_steps(plan.server, None)
   state = simulator.start(plan.server, parts[0])
   ticket = steps.send(state, jax.numpy.int32(0))
   jax.eval_shape(steps.stage, (), state, ticket, parts[0], np.float32(0))
-  return True
 
 
 def make_duty(live: Live) -> Duty:
@@ -229,7 +249,7 @@ class LiveRun:
     self._check_refused(status[0])
     done = threads.finished(status)
     with contextlib.suppress(Disconnected):  # the next look will do
-      self._evaluate(status)
+      self._evaluate(status, done)
       if time.monotonic() - self._saved > self._live.exp.config[
         "checkpoint_seconds"
       ]:
@@ -262,15 +282,16 @@ class LiveRun:
       " lower --config.learning_rate, use fewer workers or a longer warm-up"
     )
 
-  def _evaluate(self, status):
+  def _evaluate(self, status, done):
     """Makes the evaluations whose parameters are there."""
     while self._book.next is not None:
       due = self._book.next
-      if any(shard["received"] < due for shard in status):
+      # Parts of a message may be lost with its worker, and never come.
+      if not done and any(shard["received"] < due for shard in status):
         return
       kept = all(due in shard["kept_params"] for shard in status)
-      # What was kept died with a driver: the parameters of now will do.
-      message = due if kept else min(shard["received"] for shard in status)
+      # What was kept died with a shard: the parameters of now will do.
+      message = due if kept else status[0]["received"]
       params = self.cluster.params(due if kept else None)
       records = files.read_records(files.records_path(self._live.folder, 0))
       first = self._book.rows[-1]["message"] if self._book.rows else 0

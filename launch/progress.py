@@ -7,6 +7,8 @@ from typing import TextIO
 
 import tqdm
 
+from launch import live_figures
+
 
 class Progress:
   """Shows how far an experiment is, and the state of its current cell."""
@@ -45,12 +47,21 @@ class Progress:
       self._bar.update(messages)
 
   def update(
-    self, cell: str, messages: int, loss: float, staleness: float, gap: float
+    self,
+    cell: str,
+    messages: int,
+    loss: float,
+    staleness: float,
+    gap: float,
+    live: live_figures.Figures | None = None,
   ) -> None:
-    """Counts messages and shows what they were like."""
+    """Counts messages and shows what they were like, and how a live run goes:
+    in short in a bar, in full in a line."""
     self._done += messages
     state = f"loss {loss:.3f} staleness {staleness:.1f} gap {gap:.2g}"
     if self._bar is not None:
+      if live is not None:
+        state = f"{state} {live_figures.short(live)}"
       self._bar.set_description_str(cell, refresh=False)
       self._bar.set_postfix_str(state, refresh=False)
       self._bar.update(messages)
@@ -58,6 +69,8 @@ class Progress:
     now = time.monotonic()
     if now - self._last >= self._seconds:
       self._last = now
+      if live is not None:
+        state = f"{state}, {live_figures.long(live)}"
       self.line(f"{self._done / self._total:4.0%} {cell}: {state}")
 
   def line(self, text: str) -> None:

@@ -11,6 +11,22 @@ _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 
 
+def check(address: str | None, *, allow_network: bool) -> None:
+  """Raises ValueError where `start` would, as far as that is known before."""
+  try:
+    import ray  # noqa: F401
+  except ImportError as error:
+    raise ValueError(
+      f"--runtime=ray needs Ray ({error}): pip install -e '.[ray]', or use"
+      " --runtime=threads"
+    ) from error
+  if address and not allow_network:
+    raise ValueError(
+      f"--address={address} joins a Ray cluster, which others may reach: read"
+      " Security in the README, and add --allow_network"
+    )
+
+
 def start(
   shared: Any,
   address: str | None = None,
@@ -36,20 +52,11 @@ def start(
   Raises:
     ValueError: if Ray is not there, or would listen to others.
   """
-  try:
-    import ray
-    from ray._private import services
-    from ray._private import worker as ray_worker
-  except ImportError as error:
-    raise ValueError(
-      f"--runtime=ray needs Ray ({error}): pip install -e '.[ray]', or use"
-      " --runtime=threads"
-    ) from error
-  if address and not allow_network:
-    raise ValueError(
-      f"--address={address} joins a Ray cluster, which others may reach: read"
-      " Security in the README, and add --allow_network"
-    )
+  check(address, allow_network=allow_network)
+  import ray
+  from ray._private import services
+  from ray._private import worker as ray_worker
+
   _quieten(ray_worker)
   # Ray starts programs, which is safe: they do not go on as this process.
   warnings.filterwarnings("ignore", message="os.fork.. was called")

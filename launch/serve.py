@@ -22,9 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
-from asgd import diagnosis, sharding, simulator
+from asgd import base, diagnosis, sharding, simulator
 from asgd.runtimes import faults as faults_lib
 from asgd.runtimes import files, threads
 from asgd.runtimes.memory import SharedMemory
@@ -38,6 +41,7 @@ from launch import (
   live_run,
   outputs,
   progress,
+  ray_session,
   report,
   session,
 )
@@ -66,13 +70,19 @@ _GRACE = flags.DEFINE_float(
 RUNNING = "running.json"  # in a cell's folder: who runs it, and in which memory
 
 
-def _memory_folder(cell_folder: Path) -> Path:
-  """A run's own place in memory: short, and the same when it is resumed."""
+def _check_flags() -> None:
+  """Raises ValueError for what cannot be, before anything is written."""
   if not os.path.isdir(_MEMORY_DIR.value):
     raise ValueError(
       f"--memory_dir={_MEMORY_DIR.value} is no folder; use one in memory, such"
       " as /dev/shm, or any other (slower)"
     )
+  if _RUNTIME.value == "ray":
+    ray_session.check(_ADDRESS.value, allow_network=_ALLOW_NETWORK.value)
+
+
+def _memory_folder(cell_folder: Path) -> Path:
+  """A run's own place in memory: short, and the same when it is resumed."""
   held = outputs.read_json(cell_folder / RUNNING)
   if session.RESUME.value and held and os.path.isdir(held["memory"]):
     return Path(held["memory"])
@@ -97,6 +107,27 @@ def _memory(live, index, like):
   )
 
 
+def _warm_up(live, duty, steps, states):
+  """Compiles before the first ticket is sent: nobody is to be slow, or to be
+  stale, because of that."""
+  ticket = base.Ticket(np.int32(0), np.int32(0), live.params, np.True_)
+  batch = duty.batch(0, 0)
+  made = duty.work(
+    *(duty.init(live.params), ticket, batch, duty.root, np.int32(0))
+  )
+  jax.block_until_ready(made)
+  if live.setup.totals:
+    return
+  for state in states:
+    state = jax.tree.map(jnp.array, state)  # it is consumed
+    ticket = steps.send(state, jnp.int32(0))
+    ticket = ticket._replace(version=np.int32(ticket.version))
+    message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
+    jax.block_until_ready(
+      steps.receive(state, ticket, message, np.float32(0.0))
+    )
+
+
 def _thread_cluster(faults, live, images, resumed, began):
   """Builds a cluster of threads, whose memory outlives the process."""
   duty = live_run.make_duty(live)
@@ -108,6 +139,7 @@ def _thread_cluster(faults, live, images, resumed, began):
     live.plan.server, live.plan.worker, wire=wire
   )
   states = [simulator.start(live.plan.server, part) for part in parts]
+  _warm_up(live, duty, steps, states)
   likes = [
     (part, part, state) for part, state in zip(parts, states, strict=True)
   ]
@@ -274,7 +306,8 @@ def train() -> Path:
   faults = [faults_lib.parse(text) for text in _FAULTS.value]
   exp = session.build("configs/simulate_digits.py")
   for cell in exp.cells:
-    experiment.rules(exp, cell)
+    live_run.check(exp, cell)
+  _check_flags()
   folder = session.open_folder(
     exp,
     suffix="-live",
@@ -284,8 +317,6 @@ def train() -> Path:
   total = sum(experiment.messages(exp, cell) for cell in exp.cells)
   started = time.monotonic()
   if _RUNTIME.value == "ray":
-    from launch import ray_session
-
     dataset = ray_session.start(
       exp.dataset, _ADDRESS.value, allow_network=_ALLOW_NETWORK.value
     )

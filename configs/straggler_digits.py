@@ -1,0 +1,34 @@
+"""One worker of four takes three times as long: who waits, and what it costs.
+
+Asynchronous against bulk synchronous SGD, live, on handwritten digits, with
+batches so large that computing is nearly all of the work.
+
+  python -m launch.compare --config=configs/straggler_digits.py
+
+trains both with real workers, measures them, and prints when each reached a
+loss, beside simulations with the measured durations.
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  del arg
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(512, 512))
+  config.algorithms = dict(
+    asgd=dict(recipe="asgd", title="asynchronous"),
+    # An update is the mean of four messages, so at four times the rate.
+    ssgd=dict(recipe="ssgd", title="bulk synchronous", learning_rate=0.02),
+  )
+  config.workers = (4,)
+  config.batch_size = 512
+  config.epochs = 250.0
+  config.learning_rate = 0.005
+  config.schedule = dict(warmup_epochs=5.0)
+  # Nobody is to take the slow one for dead.
+  config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
+  config.evaluations = 1  # at the end: they take the workers' cores
+  config.curvature_checks = 0
+  return config.lock()
