@@ -193,13 +193,15 @@ class Shard:
       )
       self._consider(worker_of(frame), frame.seq)
     elif frame.kind == protocol.ROW:
-      self._ordered.append(
-        Entry(
-          *(frame.value, worker, frame.job, frame.flag),
-          seq=frame.seq,
-          loss=frame.loss,
+      # Who asks twice is told twice.
+      if frame.version == self.rows + len(self._ordered):
+        self._ordered.append(
+          Entry(
+            *(frame.value, worker, frame.job, frame.flag),
+            seq=frame.seq,
+            loss=frame.loss,
+          )
         )
-      )
       self._follow()
     elif frame.kind == protocol.TOTAL:
       totals = self._totals.setdefault((worker, frame.seq), {})
@@ -641,9 +643,11 @@ class Shard:
       return slot
     if slot < 0:
       slot = self._free_params.pop()
-    else:  # a recovery: it lies there already
+      self._memory.write(PARAMS, slot, params)
+    else:
+      # A recovery: it was written then. Somebody may be reading what the slot
+      # was used for since.
       self._free_params.remove(slot)
-    self._memory.write(PARAMS, slot, params)
     self._unpublish()
     self._published = params, slot
     self._params_use[slot] += 2  # the ticket, and `_published`
