@@ -16,16 +16,10 @@ exponential times with a mean of --mtbf seconds:
   term     SIGTERM to a worker, as a preemption notice
   driver   SIGKILL to the driver, which is started again with --resume
 
-Then the run ends in peace, and each of its cells is audited:
-
-  jobs      each was received once, at the lead and at every shard
-  updates   each acknowledged message is an update and a row of the records;
-            without a log (--config.server.log=0), how many were rolled back
-  deaths    who was killed is gone in the trace and did no more work, and who is
-            gone in the trace was killed, or took too long
-  order     the trace is one that the protocol allows
-  replay    the trace leads to the same records and parameters, to the bit
-  left      no process and no shared memory is left behind
+Then the run ends in peace, and each of its cells is audited (`launch.audit`):
+every job received once, every acknowledged message an update and a row of the
+records, every death in the trace one of these, the order allowed, the replay
+the same to the bit, and no process and no memory left behind.
 
 The exit status is 1 if anything fails, or if the run stands still for
 --patience seconds.
@@ -39,16 +33,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 from absl import flags
 
-from asgd import base, names, orders
-from asgd.runtimes import files, protocol, shard
-from launch import cli, experiment, outputs, replay, serve, session
+from asgd import base, names
+from asgd.runtimes import files, protocol
+from launch import audit, cli, live_run, outputs, serve, session
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
 _SIGNALS = {
@@ -70,17 +61,6 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the failures' times and victims.")
 _PATIENCE = flags.DEFINE_float(
   "patience", 180.0, "Seconds without an event after which the run has hung."
 )
-
-
-class Failure(NamedTuple):
-  """One thing that was done to a process."""
-
-  kind: str
-  cell: str
-  index: int  # worker or shard
-  holders: tuple[tuple[int, int], ...]  # (worker, holder) who died by it
-  before: int  # rows of the lead's journal before it was done
-  after: int  # and when it had taken effect
 
 
 class _Hung(Exception):
@@ -125,7 +105,7 @@ class Victim:
       resume: whether there is something to go on with.
     """
     self._out, self._arguments = out, arguments
-    self.failures: list[Failure] = []
+    self.failures: list[audit.Failure] = []
     self._memories: set[Path] = set()
     self._processes: set[tuple[int, str]] = set()  # (number, when started)
     self._journal: tuple[int, int] = (0, 0)  # how many, bytes
@@ -134,8 +114,9 @@ class Victim:
 
   def _start(self, resume):
     command = [sys.executable, "-m", "launch.serve", *self._arguments]
+    # In a session of its own, or Ctrl-C would interrupt it, too, and not once.
     self.process = subprocess.Popen(
-      [*command, "--resume"] if resume else command
+      [*command, "--resume"] if resume else command, start_new_session=True
     )
 
   def _cell(self) -> tuple[str, Path] | None:
@@ -221,7 +202,7 @@ class Victim:
     entries = self._entries(cell)
     held = _holders(entries)
     dead = tuple((w, held[w]) for w in workers if w in held)
-    failure = Failure(kind, cell, index, dead, before, len(entries))
+    failure = audit.Failure(kind, cell, index, dead, before, len(entries))
     self.failures.append(failure)
     whom = "driver" if kind == "driver" else f"worker {index}"
     whom = f"shard {index}" if kind == "shard" else whom
@@ -264,208 +245,9 @@ def _inject(victim: Victim, kinds: list[str], rng: random.Random) -> None:
       with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         if victim.fail(kind, rng):
           due, kind = now + rng.expovariate(1 / _MTBF.value), None
-  if end is None or time.monotonic() < end:
+  ended_well = victim.process.returncode == 0
+  if ended_well and (end is None or time.monotonic() < end):
     _say("the run ended before the time was over; try more --config.epochs")
-
-
-# The audit.
-
-Finding = tuple[str, str, bool]  # what, what was found, whether that is well
-
-
-def _jobs(journals, jobs, consistent) -> Iterator[Finding]:
-  """Each job once at the lead, and what the other shards make of it."""
-  lost = sum(entry.action == base.LOST for entry in journals[0])
-  lead = [e.event[1:] for e in journals[0] if e.action != base.ROLLBACK]
-  for index, entries in enumerate(journals):
-    counts = collections.Counter(
-      entry.job for entry in entries if entry.action == base.RECEIVE
-    )
-    missing = sum(job not in counts for job in range(jobs))
-    doubled = sum(counts.values()) - len(counts)
-    strange = sum(not 0 <= job < jobs for job in counts)
-    found = f"{len(counts)} of {jobs} received, {doubled} twice"
-    well = missing == doubled == strange == 0
-    name = "jobs" if len(journals) == 1 else f"jobs of shard {index}"
-    if index and consistent:
-      same = lead == [e.event[1:] for e in entries if e.action != base.ROLLBACK]
-      found += ", in the order of shard 0" if same else ", NOT as shard 0"
-      well = well and same
-    elif index:
-      # A worker that dies between its parts of a message leaves one half.
-      here = sum(entry.action == base.LOST for entry in entries)
-      found += f" (shard 0 lost {lost} tickets, this one {here})"
-      well = not strange and doubled <= lost and missing <= here
-    yield name, found, well
-
-
-def rolled_back(entries: list) -> tuple[int, int]:
-  """Returns how many ROLLBACK rows there are, and how many updates they undid.
-
-  Args:
-    entries: of a journal.
-  """
-  alive, count, undone = [], 0, 0  # rows of messages that are in the state
-  for row, entry in enumerate(entries):
-    if entry.action == base.RECEIVE:
-      alive.append(row)
-    elif entry.action == base.ROLLBACK:
-      kept = [r for r in alive if r < entry.job]
-      undone += len(alive) - len(kept)
-      alive, count = kept, count + 1
-  return count, undone
-
-
-def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
-  """What was acknowledged is in the parameters and in the records."""
-  for index, entries in enumerate(journals):
-    name = "updates" if len(journals) == 1 else f"updates of shard {index}"
-    received = sum(entry.action == base.RECEIVE for entry in entries)
-    records = files.read_records(files.records_path(folder, index))
-    rollbacks, undone = rolled_back(entries)
-    found = f"{received} received, {len(records.loss)} records"
-    well = len(records.loss) == received
-    if rollbacks:
-      found += f", {rollbacks} rollbacks that undid {undone} updates"
-      # What a shard saw since it last looked up dies with it.
-      well = not log and received - undone <= len(records.loss) <= received
-    else:
-      updates = int(records.update[-1]) if len(records.loss) else 0
-      accepted = int(records.accepted.sum())
-      found += f", {updates} updates"
-      well = well and updates == accepted // every
-      if index == 0:
-        well = well and updates == result["updates"]
-    yield name, found, well
-
-
-def _deaths(entries, failures, depth, slow) -> Iterator[Finding]:
-  """Who was killed is gone, and who is gone was killed or took too long."""
-  killed: dict[tuple[int, int], Failure] = {}
-  for failure in failures:
-    for key in failure.holders:
-      killed.setdefault(key, failure)
-  holder: dict[int, int] = {}  # worker -> number
-  opened: dict[tuple[int, int], float] = {}
-  late: set[int] = set()  # workers whose last ticket was given up
-  left: set[tuple[int, int]] = set()
-  done_dead: collections.Counter[tuple[int, int]] = collections.Counter()
-  how: collections.Counter[str] = collections.Counter()
-  # Who has no more to do may go.
-  last = max(
-    (r for r, e in enumerate(entries) if e.action == base.RECEIVE), default=0
-  )
-  for row, entry in enumerate(entries[: last + 1]):
-    when, worker, job, action = entry.event
-    key = worker, holder.get(worker, -1)
-    failure = killed.get(key)
-    if action == base.JOIN:
-      holder[worker] = job
-      late.discard(worker)
-    elif action in (base.SEND, base.KEEP):
-      opened[worker, job] = when
-    elif action == base.RECEIVE:
-      opened.pop((worker, job))
-      if failure and row >= failure.after:
-        done_dead[key] += 1
-    elif action in (base.LOST, base.REJECT):
-      if when - opened.pop((worker, job)) >= slow:
-        late.add(worker)
-    elif action == base.LEAVE:
-      left.add(key)
-      if failure and row >= failure.before:
-        how[failure.kind] += 1
-      else:
-        how["took too long" if worker in late else "NOT EXPLAINED"] += 1
-  # What was on its way when a worker was killed still comes in.
-  ghosts = [key for key, count in done_dead.items() if count > depth + 1]
-  deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
-  found = f"{len(left)} left ({deaths or 'nobody'})"
-  for worker, number in ghosts:
-    failure = killed[worker, number]
-    found += f"; worker {worker} worked on after {failure.kind} at"
-    found += f" row {failure.after}"
-  yield "deaths", found, not ghosts and not how["NOT EXPLAINED"]
-
-
-def _same(a: base.Records, b: base.Records) -> bool:
-  return all(
-    np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
-    for x, y in zip(a, b, strict=True)
-  )
-
-
-def _replay(folder, result, rollbacks) -> Iterator[Finding]:
-  """The trace leads to the same."""
-  replayed = replay.run(folder, data_dir=session.DATA_DIR.value)
-  same = replayed.digest == result["params_sha256"]
-  yield (
-    "replay",
-    f"parameters {replayed.digest[:12]}, live {result['params_sha256'][:12]}",
-    same,
-  )
-  if not rollbacks:
-    live = files.read_records(files.records_path(folder, 0))
-    well = _same(live, replayed.records)
-    yield "records", "the same" if well else "NOT those of the replay", well
-  yield (
-    "accuracy",
-    f"{100 * replayed.accuracy:.2f} %, live"
-    f" {100 * result['test_accuracy']:.2f} %",
-    not same or replayed.accuracy == result["test_accuracy"],
-  )
-
-
-def audit(
-  exp: experiment.Experiment,
-  cell: experiment.Cell,
-  folder: Path,
-  failures: list[Failure],
-) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell.
-
-  Args:
-    exp: the experiment.
-    cell: which one.
-    folder: of the cell.
-    failures: what was done to it.
-  """
-  result = outputs.read_json(folder / "result.json")
-  if result is None:
-    yield "result", f"{folder} has no result.json", False
-    return
-  try:
-    _, journals = replay.load(folder)
-  except ValueError as error:
-    yield "journals", str(error), False
-    return
-  server, rules = exp.config["server"], experiment.rules(exp, cell)
-  recipe = experiment.recipe(exp, cell)
-  consistent = server["consistent"] and server["shards"] > 1
-  yield from _jobs(journals, experiment.messages(exp, cell), consistent)
-  yield from _updates(
-    folder, journals, result, recipe.every, server["log"]
-  )
-  # No ladder is shorter, see `asgd.runtimes.deadlines`.
-  slow = 3 * exp.config["live"]["late_seconds"]
-  yield from _deaths(journals[0], failures, rules.depth, slow)
-  wrong = []
-  for index, entries in enumerate(journals):
-    try:
-      # Only the lead decides; others may hold what it has closed.
-      depth = len(entries) if index or rules.round else rules.depth
-      orders.check(shard.entries_to_trace(entries), depth=depth)
-    except ValueError as error:
-      wrong.append(f"shard {index}: {error}")
-  yield "order", "; ".join(wrong) or "obeys the protocol", not wrong
-  try:
-    yield from _replay(folder, result, any(map(_rolls_back, journals)))
-  except ValueError as error:
-    yield "replay", str(error), False
-
-
-def _rolls_back(entries):
-  return any(entry.action == base.ROLLBACK for entry in entries)
 
 
 def _free_folder(name: str) -> Path:
@@ -511,11 +293,13 @@ def _report(exp, out, victim) -> bool:
   rows, fine = [], True
   for cell in exp.cells:
     failures = [f for f in victim.failures if f.cell == cell.name]
-    for what, found, well in audit(
-      exp, cell, out / "cells" / cell.name, failures
+    place = out / "cells" / cell.name
+    for finding in audit.findings(
+      exp, cell, place, failures, data_dir=session.DATA_DIR.value
     ):
-      rows.append([cell.name, what, "ok" if well else "FAILED", found])
-      fine &= well
+      how = "ok" if finding.well else "FAILED"
+      rows.append([cell.name, finding.what, how, finding.found])
+      fine &= finding.well
   memory, processes = victim.left()
   left = [f"memory {path}" for path in memory]
   left += [f"process {pid}" for pid in processes]
@@ -537,7 +321,7 @@ def main() -> None:
   """Runs, disturbs, audits."""
   exp = session.build("configs/simulate_digits.py")
   for cell in exp.cells:
-    experiment.rules(exp, cell)
+    live_run.check(exp, cell)
   kinds = _check_kinds(flags.FLAGS.runtime)
   if session.OUT.value is None:
     name = Path(flags.FLAGS["config"].config_filename.split(":")[0]).stem

@@ -6,9 +6,13 @@ measures how long the jobs of a live run took, plays the same protocol with
 these times, trains the same cell in simulation, and draws both: how stale
 messages were, how many came in a second, and the loss against time. There are
 two simulations. In one, the jobs of a worker take what they took, one after the
-other: where nobody waits for others, that is the run again, and says that the
-simulator does what the runtime does. In the other, times are drawn from those
-of each worker: that is a prediction, from how they are distributed alone.
+other: that is the run again, and says that the simulator does what the runtime
+does. In the other, times are drawn from those of each worker: a prediction from
+how they are distributed alone. It takes workers for independent; where they
+share cores, what slows all of them at once is more than it knows of.
+
+The time of a job holds that of the server and of waiting for it. So it is that
+of a number of workers, and of machines as busy as they were.
 
 With RESULTS alone, all its cells are compared, and with each other: when each
 of them reached the same loss. With --durations_of=RESULTS/cells/OTHER, times
@@ -45,6 +49,7 @@ _DURATIONS_OF = flags.DEFINE_string(
   "durations_of", None, "Other RESULTS/cells/NAME to take the durations from."
 )
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
+_EARLY = 0.05  # of the messages, from where on it is said
 _BINS = 40  # of time, in the picture
 _POINTS = 2000  # most of a curve in the picture
 _LIVE, _ORDER, _DRAWN = "live", "in order", "drawn"
@@ -369,7 +374,7 @@ def draw_race(found: Sequence[Comparison], loss: float, stem: Path) -> None:
   _save(plt, figure, "live, and simulated with measured durations", stem)
 
 
-def _drawn(make, stem):
+def _picture(make, stem):
   """Draws; says where the picture is, or what is missing."""
   try:
     make()
@@ -391,7 +396,13 @@ def _compare_cell(folder, out):
     f"\n{both.name}: live, and simulated with its durations in order, and drawn"
     f" from them{of}\n\n{table(rows)}\n{parts_text(both.parts)}"
   )
-  print(_drawn(lambda: draw(both, stem), stem))
+  early, messages = both.zero, len(both.runs[_LIVE].time)
+  if early > _EARLY * messages:
+    print(
+      f"note: {early} of {messages} messages came before all workers were"
+      " there: what is counted from the first ticket depends on that"
+    )
+  print(_picture(lambda: draw(both, stem), stem))
   return both
 
 
@@ -413,7 +424,7 @@ def _compare_all(folder, out):
   rows = race(found, loss)
   outputs.write_csv(stem.with_suffix(".csv"), rows)
   print(f"\n{race_table(rows, loss)}")
-  print(_drawn(lambda: draw_race(found, loss, stem), stem))
+  print(_picture(lambda: draw_race(found, loss, stem), stem))
 
 
 def main(folder: str | None = None) -> None:

@@ -316,6 +316,7 @@ class LiveRun:
     while time.monotonic() < end:
       status = self.cluster.status()
       if status and not any(shard["busy"] for shard in status):
+        self._new_records()
         return True
       time.sleep(_LOOK)
     return False

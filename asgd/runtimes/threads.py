@@ -5,6 +5,7 @@ Parameters and messages are passed by reference. This is the embedded default,
 and where faults are tried without killing anything.
 """
 
+import contextlib
 import functools
 import queue
 import threading
@@ -109,12 +110,13 @@ class _ShardThread:
   def _run(self):
     try:
       self.shard = shard = self._make()
+      ticked = self._clock()
       while True:
-        try:
-          call = self._box.get(timeout=_TICK)
-        except queue.Empty:
-          call = Shard.tick
-        call(shard, self._clock())
+        with contextlib.suppress(queue.Empty):
+          self._box.get(timeout=_TICK)(shard, self._clock())
+        if self._clock() - ticked >= _TICK:
+          ticked = self._clock()
+          shard.tick(ticked)
     except _Killed:
       pass
     except BaseException as error:  # to be raised where somebody can act
