@@ -2,7 +2,8 @@
 
 XLA runs without Python's lock, so workers really run at the same time.
 Parameters and messages are passed by reference. This is the embedded default,
-and where faults are tried without killing anything.
+and where faults are tried without killing anything. A thread that hangs cannot
+be killed: another takes its place, and what it does when it goes on is ignored.
 """
 
 import contextlib
@@ -136,7 +137,10 @@ class _ThreadLink:
     self._ways = [self._way(shard) for shard in range(len(self._threads))]
 
   def _way(self, shard):
-    return lambda frame: self._box.put((shard, frame))
+    def way(frame):
+      self._box.put((shard, way, frame))
+
+    return way
 
   def say(self, shard, frame):
     thread = self._threads[shard]
@@ -146,17 +150,19 @@ class _ThreadLink:
     thread.put(lambda shard, now: shard.handle(frame, way, now))
 
   def hear(self, seconds):
-    try:
-      if seconds == 0:
-        heard = self._box.get_nowait()
-      else:
-        heard = self._box.get(timeout=seconds)
-    except queue.Empty:
-      heard = None
-    for shard, thread in enumerate(self._threads):
-      if not thread.alive:
-        raise Disconnected(shard)
-    return heard
+    while True:
+      for shard, thread in enumerate(self._threads):
+        if not thread.alive:
+          raise Disconnected(shard)
+      try:
+        heard = self._box.get(block=seconds != 0, timeout=seconds or None)
+      except queue.Empty:
+        return None
+      if heard is None:
+        return None
+      shard, way, frame = heard
+      if way is self._ways[shard]:  # or it was said before a connection broke
+        return shard, frame
 
   def connect(self, shard):
     if self._cluster.over:
@@ -378,6 +384,7 @@ class Cluster:
     except Disconnected:
       return None
     for worker in found[0]["expelled"]:
+      self._loops[worker].revoked = True
       self.replaced["worker"] += 1
       self.add_worker(worker)
     return found

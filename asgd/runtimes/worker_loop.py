@@ -149,6 +149,7 @@ class WorkerLoop:
     self._shards = range(len(memories))
     self._number = np.int32(worker)
     self.draining = False
+    self.revoked = False  # somebody else has its place: it may write no more
     self._drain_said = False
     self.messages = 0
     self._reset()
@@ -175,7 +176,7 @@ class WorkerLoop:
       if somebody else took its place.
     """
     self._say(0, Frame(protocol.HELLO, self.worker, job=-1))
-    while True:
+    while not self.revoked:
       if self.draining and not self._drain_said:
         self._drain_said = True
         self._say(0, Frame(protocol.DRAIN, self.worker))
@@ -196,6 +197,7 @@ class WorkerLoop:
         self._finish(self._running.popleft())
       elif not self.draining or self._drain_said:
         self._repeat()
+    return "replaced"
 
   # Frames.
 
@@ -327,6 +329,8 @@ class WorkerLoop:
     if self._faults:
       message = self._faults.message(self.worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
+    if self.revoked:
+      return
     if self._slowdown > 1:
       self._wait((self._slowdown - 1) * (self._clock() - job.started))
     computed = self._clock()
