@@ -183,6 +183,8 @@ class Victim:
       return False
     index = rng.choice(sorted(there))
     os.kill(there[index], _SIGNALS[kind])
+    whom = "shard" if kind == "shard" else "worker"
+    _say(f"{kind}: {whom} {index} of {cell}")
     holders = [] if kind == "shard" else [index]
     self._note(kind, cell, index, holders, before)
     return True
@@ -190,6 +192,7 @@ class Victim:
   def _kill_driver(self, cell, before, pids):
     self.process.kill()
     self.process.wait()
+    _say(f"driver: that of {cell}")
     self._start(True)
     # Its processes work on until they notice.
     old = {p for k in pids.values() for p in k.values()}
@@ -204,9 +207,6 @@ class Victim:
     dead = tuple((w, held[w]) for w in workers if w in held)
     failure = audit.Failure(kind, cell, index, dead, before, len(entries))
     self.failures.append(failure)
-    whom = "driver" if kind == "driver" else f"worker {index}"
-    whom = f"shard {index}" if kind == "shard" else whom
-    _say(f"{kind}: {whom} of {cell}, at row {failure.after}")
 
   def left(self) -> tuple[list[Path], list[int]]:
     """Returns (memory, processes) that are left when it has ended."""
