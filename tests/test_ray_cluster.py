@@ -160,6 +160,7 @@ class Live:
 
   def __init__(self, folder, name, rules, jobs, held=None, **options):
     compress = options.pop("compress", None)
+    sockets = options.pop("sockets", True)
     workers = options.pop("workers", WORKERS)
     ours = {"faults", "refill", "resources", "make_server", "make_duty"}
     given = {key: options.pop(key) for key in ours & set(options)}
@@ -172,6 +173,7 @@ class Live:
       f"/dev/shm/asgd-test-{os.getpid()}-{next(NUMBERS)}",
       time.monotonic(),
       compress=compress,
+      sockets=sockets,
     )
     self.held = jobs if held is None else held
     self.batch = functools.partial(batch, str(folder), self.held)
@@ -283,15 +285,17 @@ def live(session, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("name", "shards", "consistent"),
-  [("dana_zero", 1, False), ("nag_asgd", 2, False), ("dana_zero", 2, True)],
-  ids=["one", "two", "two-consistent"],
+  ("name", "shards", "options"),
+  [
+    ("dana_zero", 1, {}),
+    ("dana_zero", 1, {"sockets": False}),  # as on several machines
+    ("nag_asgd", 2, {}),
+    ("dana_zero", 2, {"consistent": True}),
+  ],
+  ids=["one", "one-far", "two", "two-consistent"],
 )
-def test_a_worker_and_all_shards_are_killed(live, name, shards, consistent):
-  run = live(
-    *(name, Rules(), 60, 30),
-    **dict(shards=shards, consistent=consistent, log=4),
-  )
+def test_a_worker_and_all_shards_are_killed(live, name, shards, options):
+  run = live(*(name, Rules(), 60, 30), shards=shards, log=4, **options)
   run.cluster.start()
   run.wait_for_gate()
   before = run.cluster.pids()

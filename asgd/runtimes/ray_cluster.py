@@ -99,6 +99,13 @@ def _name(site, index, generation):
   return f"{site.token}-shard-{index}-{generation}"
 
 
+def _actor_id():
+  """Returns the number of the actor that asks."""
+  import ray
+
+  return ray.get_runtime_context().get_actor_id()
+
+
 def _find(site, index, generation):
   """Returns a shard's actor. Raises ValueError if there is none."""
   import ray
@@ -180,6 +187,7 @@ class ShardProcess:
   def tell(self, token: str, data: bytes, message: Any) -> None:
     """Takes a frame of a session, and the message of a PUSH."""
     frame, session = protocol.unpack(data), self._sessions[token]
+    session.worker = frame.worker
 
     def take(shard):
       if message is not None and shard.accepts(frame):
@@ -192,10 +200,17 @@ class ShardProcess:
     """Returns what is said to a session, when something is."""
     return self._sessions[token].listen()
 
-  def gone(self, worker: int) -> None:
-    """A worker's process has ended; a socket would have told."""
-    now = _clock(self._site)()
-    self._server.ask(lambda shard: shard.gone(worker, now))
+  def gone(self, owner: str) -> None:
+    """The actor of a worker's sessions has ended; a socket would have told."""
+
+    def drop(shard):
+      for token in [t for t in self._sessions if t.startswith(owner)]:
+        session = self._sessions.pop(token)
+        # Another may have taken the place before this was heard.
+        if shard.peer(session.worker) == session.say:
+          shard.gone(session.worker, _clock(self._site)())
+
+    self._server.ask(drop)
 
   def status(self) -> dict[str, Any]:
     """Returns how it goes; see `Shard.status`."""
@@ -259,7 +274,9 @@ class WorkerProcess:
         _memory(site, i, (parts[i], parts[i], None)) for i in shards
       ]
     else:
-      link = remote.RayLink(functools.partial(_find, site), len(shards))
+      link = remote.RayLink(
+        functools.partial(_find, site), len(shards), _actor_id()
+      )
       memories = link.memories
     for shard in shards:
       while not link.connect(shard):
@@ -475,9 +492,10 @@ class Cluster:
     return news
 
   def _worker_ended(self, worker, how):
-    self._workers.pop(worker, None)
-    for shard in self._shards:
-      shard.gone.remote(worker)  # a socket has said so already
+    actor = self._workers.pop(worker, None)
+    if actor is not None:
+      for shard in self._shards:
+        shard.gone.remote(actor._actor_id.hex())
     if how == "stopped" or self.draining:
       return []
     if not self._refill:

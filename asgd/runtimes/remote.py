@@ -32,6 +32,7 @@ class Session:
   """A shard's end: what is to be said to one worker."""
 
   def __init__(self, memory: Any):
+    self.worker = -1  # not known yet
     self._memory = memory
     self._out: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -56,17 +57,20 @@ class Session:
 class RayLink:
   """A worker's way to shards on another machine; see `worker_loop.Link`."""
 
-  def __init__(self, find: Callable[[int, int], Any], shards: int):
+  def __init__(
+    self, find: Callable[[int, int], Any], shards: int, owner: str
+  ):
     """Connects to nobody yet.
 
     Args:
       find: (shard, generation) -> its actor, the first one being of generation
         0, the one that replaces it of 1; raises ValueError if there is none.
       shards: how many.
+      owner: who opens the sessions.
     """
     import ray
 
-    self._ray, self._find = ray, find
+    self._ray, self._find, self._owner = ray, find, owner
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards
     self._tokens = [""] * shards
@@ -125,7 +129,7 @@ class RayLink:
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; waits a moment if it is not there."""
-    token = uuid.uuid4().hex
+    token = f"{self._owner}-{uuid.uuid4().hex}"
     try:
       actor = self._find(shard, self._generations[shard])
       # It may be starting, which takes longer than a worker may be silent.
