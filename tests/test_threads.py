@@ -583,34 +583,6 @@ def test_a_message_of_the_dead_is_not_taken_for_another():
   run.check()
 
 
-def test_a_message_of_the_dead_does_not_change_the_log():
-  """It may write even after another has taken its place."""
-  zombie, calls = Zombie(), []
-
-  def held(worker, job):
-    """All but one job of worker 1 and the first few of worker 0 wait."""
-    del job
-    calls.append(worker)
-    return calls.count(worker) > (4, 1, 0)[worker]
-
-  setup = dict(log=16)
-  try:
-    with live(kit("asgd"), setup=setup, held=held, span=zombie) as run:
-      until(lambda: zombie.asleep and run.lead.received == 1, "a message")
-      lead = run.cluster.shards[0]
-      lead.ask(lambda shard, now: shard.expel(0, now))
-      run.cluster.status()  # puts another in its place
-      until(lambda: run.lead.received == 4, "messages of the other")
-      zombie.wake()
-      until(lambda: zombie.done, "a message of the dead")
-      run.cluster.kill_shard(0)
-      run.gate.open()
-      run.cluster.run(LONG)
-  finally:
-    zombie.wake()
-  run.check()
-
-
 def test_what_a_worker_raises_is_raised_and_names_the_worker():
   def batch(worker, job):
     if job == 7:
