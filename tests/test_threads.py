@@ -858,7 +858,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
       assert (shard, frame.kind) == (0, kind)
     link.say(1, Frame(protocol.HELLO, 0, job=0))
     follower = cluster.shards[1]
-    until(lambda: follower.shard.peer(0) is not None, "a welcome")
+    until(lambda: follower.shard and follower.shard.peer(0), "a welcome")
     cluster.kill_shard(0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
