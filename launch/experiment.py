@@ -61,6 +61,7 @@ DEFAULTS = {
   "live": {
     "slowdown": (),  # factors on the time of workers 0, 1, ...; () is none
     "refill": True,  # replace workers that die
+    "together": False,  # wait for every worker before the first begins
     "late_mads": 10.0,  # see asgd.runtimes.deadlines
     "late_seconds": 2.0,
     "start_seconds": 120.0,
@@ -394,6 +395,7 @@ def _check_live(config):
   for section, key in (
     ("server", "consistent"),
     ("live", "refill"),
+    ("live", "together"),
     ("live", "spans"),
   ):
     if not isinstance(config[section][key], bool):

@@ -84,6 +84,7 @@ def prepare(
       live["late_mads"], live["late_seconds"], live["start_seconds"]
     ),
     keep_params_at=tuple(book.due),
+    together=live["together"],
   )
   return Live(exp, plan, cell, setup, folder, memory, params)
 

@@ -378,7 +378,8 @@ def test_who_is_asked_to_leave_finishes_what_it_has(at_the_gate):
   run.check()
   assert [entry.worker for entry in run.rows(base.LEAVE)][:1] == [1]
   assert not run.rows(base.LOST)
-  assert "worker 1 left; another takes its place" in run.news
+  # The run may be over before the actor is; if not, another takes its place.
+  assert run.cluster.replaced["worker"] == len(run.news) <= 1
 
 
 def test_faults_on_purpose_are_all_injected_and_survived(live):

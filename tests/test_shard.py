@@ -788,6 +788,37 @@ def test_who_waits_for_others_is_not_late():
   assert bench.lead.expelled == [1]
 
 
+def test_who_is_there_waits_for_the_others():
+  bench = Bench(one(together=True, ladder=Ladder(start=10.0)))
+  first, second = bench.join(0, 1)
+  bench.tick(9.0)
+  assert first.listen() + second.listen() == 2 * ["welcome 0"]
+  third = bench.join(2)
+  for job, hand in enumerate((first, second, third)):
+    assert hand.listen()[-1] == f"ticket 0: job {job} v0"
+  bench.lead.gone(2, 9.5)  # once it has begun, nobody waits
+  first.push()
+  assert first.listen()[-1].startswith("ticket 1: job ")
+
+
+def test_nobody_waits_for_ever_for_who_does_not_come():
+  bench = Bench(one(together=True, ladder=Ladder(start=10.0)))
+  first, second = bench.join(0, 1)
+  for now, tickets in ((9.9, 0), (10.0, 1), (12.0, 0)):
+    bench.tick(now)
+    for hand in (first, second):
+      assert sum("ticket" in said for said in hand.listen()) == tickets
+
+
+def test_a_shard_that_comes_back_waits_for_nobody():
+  bench = Bench(one(together=True, ladder=Ladder(start=10.0)))
+  first, *_ = bench.join(0, 1, 2)
+  bench.shards[0] = None
+  bench.mend()
+  first.push()
+  assert first.listen()[-1].startswith("ticket 1: job ")
+
+
 def test_of_two_tickets_one_is_worked_on_at_a_time():
   bench = Bench(one(ladder=Ladder(start=10.0), rules=Rules(depth=2)))
   bench.join(0)

@@ -44,6 +44,7 @@ class Setup(NamedTuple):
   owned: bool = False  # jobs belong to places (sharded data)
   ladder: Ladder = Ladder()
   keep_params_at: tuple[int, ...] = ()  # received counts, for evaluations
+  together: bool = False  # the first job waits until every place is held
 
 
 def sizes(setup: Setup) -> Sizes:
@@ -148,7 +149,7 @@ class Shard:
     self._time = now
     self._saved = now
     self._deadlines = Deadlines(setup.ladder)
-    self._awake = now  # nobody could hand in anything before
+    self._awake = now  # nobody could hand in anything before, or join
     self._missing: dict[int, float] = {}  # held places without a peer, since
     self._heard: dict[int, float] = {}  # worker -> its last sign of life
     self.late: set[int] = set()  # workers that are slower than they should be
@@ -247,6 +248,9 @@ class Shard:
       self._saved = now
     if not self.dispatcher or self.stopped:
       return
+    if not self._seqs:
+      self._time = max(now, self._time)
+      self._advance()  # who waits for others may have waited long enough
     late, dead = self._deadlines.late, self._deadlines.dead
     self.late.clear()
     for worker in self.dispatcher.workers:
@@ -466,11 +470,22 @@ class Shard:
       self._propose()
     if self._queue:
       self._propose()
-    self.dispatcher.grants(self._time)
+    if not self._waits_for_others():
+      self.dispatcher.grants(self._time)
     if self.dispatcher.finished:
       self.stopped = True
       for worker, say in list(self._peers.items()):
         say(Frame(protocol.STOP, worker))
+
+  def _waits_for_others(self):
+    """Whether the run has not begun, because some are still to come; not longer
+    than the ladder gives them."""
+    return (
+      self.setup.together
+      and not self._seqs
+      and len(self.dispatcher.workers) < self.setup.workers
+      and self._time - self._awake < self.setup.ladder.start
+    )
 
   def _decided(self, event):
     """The dispatcher's log: carries out what it has decided."""
