@@ -19,7 +19,7 @@ from asgd.base import (
   as_algorithm,
 )
 from asgd.server import make_server
-from asgd.worker import gradient_worker
+from asgd.worker import elastic_worker, gradient_worker, local_worker
 
 __all__ = [
   "RECIPES",
@@ -36,6 +36,8 @@ __all__ = [
   "Worker",
   "as_algorithm",
   "build",
+  "elastic_worker",
   "gradient_worker",
+  "local_worker",
   "make_server",
 ]

@@ -150,7 +150,7 @@ class Server(NamedTuple):
 class Metrics(NamedTuple):
   """What a worker tells about one message, beside the message itself."""
 
-  loss: jax.Array  # float[], on its batch, at the parameters it was sent
+  loss: jax.Array  # float[], mean over the batches of the message
 
 
 class Worker(NamedTuple):
@@ -201,7 +201,7 @@ class Records(NamedTuple):
   job: Any  # int32[U]
   staleness: Any  # int32[U]
   gap: Any  # float32[U]
-  loss: Any  # float32[U], on the worker's batch, at the parameters it was sent
+  loss: Any  # float32[U], mean over the batches of the message
   accepted: Any  # bool[U]
   message_norm: Any  # float32[U]
   update_norm: Any  # float32[U]
