@@ -1,0 +1,448 @@
+"""Facts read off a table: time, bubbles, memory, versions, staleness, bytes.
+
+A table says who goes before whom; `Costs` say how long it takes. From both
+follow the start and the end of every task, when each begins as soon as what it
+needs is there. What is said about weights (`versions`, `staleness`) depends on
+the order alone.
+"""
+
+import collections
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import base
+from pipeline import validate as validate_lib
+from pipeline.schedule import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  WEIGHT,
+  Schedule,
+  ScheduleError,
+)
+
+WEIGHTS = ("latest", "stash", "2bw", "vertical")
+
+
+class Costs(NamedTuple):
+  """Seconds, or any other unit of time."""
+
+  forward: np.ndarray  # float[S]
+  backward: np.ndarray  # float[S], of inputs and weights
+  input: np.ndarray  # float[S]
+  weight: np.ndarray  # float[S]
+  transfer: np.ndarray  # float[S - 1], activations from stage s to s + 1
+  transfer_back: np.ndarray  # float[S - 1], gradients from stage s + 1 to s
+  overlap: float | None  # a block of forward and backward; None: their sum
+  own: Mapping[str, float]  # actions of the user
+
+
+def costs(
+  stages: int,
+  *,
+  forward=1.0,
+  backward=None,
+  input=1.0,  # noqa: A002 - the name of the action
+  weight=1.0,
+  transfer=0.0,
+  transfer_back=None,
+  overlap: float | None = None,
+  own: Mapping[str, float] | None = None,
+) -> Costs:
+  """Returns costs; a number stands for one of each stage.
+
+  Args:
+    stages: S.
+    forward: float or float[S].
+    backward: float or float[S]; None is input + weight.
+    input: float or float[S].
+    weight: float or float[S].
+    transfer: float or float[S - 1], between stages on different devices.
+    transfer_back: the same for gradients; None is `transfer`.
+    overlap: of a block of a forward and a backward; None is their sum.
+    own: of the user's actions, by name; those not named take no time.
+
+  Raises:
+    ValueError: for times that are negative, not finite or of another length.
+  """
+
+  def column(name, value, length):
+    array = np.asarray(value, np.float64)
+    if array.ndim > 1 or array.ndim == 1 and len(array) != length:
+      raise ValueError(
+        f"{name} must be a number or {length} of them, not of shape"
+        f" {array.shape}"
+      )
+    if not (np.isfinite(array) & (array >= 0)).all():
+      raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+    return np.broadcast_to(array, (length,))
+
+  between = max(stages - 1, 0)
+  inputs = column("input", input, stages)
+  weights = column("weight", weight, stages)
+  if backward is None:
+    backward = inputs + weights
+  for name, value in {"overlap": overlap, **(own or {})}.items():
+    if value is not None:
+      column(name, value, 0)
+  back = transfer if transfer_back is None else transfer_back
+  return Costs(
+    column("forward", forward, stages),
+    column("backward", backward, stages),
+    *(inputs, weights, column("transfer", transfer, between)),
+    column("transfer_back", back, between),
+    *(overlap, dict(own or {})),
+  )
+
+
+class Timing(NamedTuple):
+  """When tasks run."""
+
+  start: np.ndarray  # float[T]
+  end: np.ndarray  # float[T]
+
+
+def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
+  """Returns float[T]: how long each task takes by itself."""
+  out = np.zeros(len(schedule.time))
+  for action, column in (
+    *((FORWARD, cost.forward), (BACKWARD, cost.backward)),
+    *((INPUT, cost.input), (WEIGHT, cost.weight)),
+  ):
+    mine = schedule.action == action
+    out[mine] = column[schedule.stage[mine]]
+  for action, value in cost.own.items():
+    out[schedule.action == action] = value
+  return out
+
+
+def times(schedule: Schedule, cost: Costs) -> Timing:
+  """Returns when each task of a valid table runs, as soon as it can.
+
+  A transfer between devices takes its time and keeps neither of them busy. In a
+  synchronous schedule a forward waits for the update of the batch before, at
+  all replicas of its stage; the update itself takes no time.
+  """
+  where = validate_lib.rows(schedule)
+  count = len(schedule.time)
+  own = durations(schedule, cost).tolist()
+  nothing = np.full(count, -1, np.int64)
+  first, second = nothing.copy(), nothing.copy()
+  delay = np.zeros(count)
+  device = schedule.device
+
+  def need(column, later, earlier, transfer=None):
+    later, earlier = later.ravel(), earlier.ravel()
+    there = (later >= 0) & (earlier >= 0)
+    column[later[there]] = earlier[there]
+    if transfer is not None:
+      moved = device[later] != device[earlier]
+      delay[later[there]] = np.where(moved, transfer.ravel(), 0.0)[there]
+
+  shape = where.forward[1:].shape
+  need(
+    *(second, where.forward[1:], where.forward[:-1]),
+    np.broadcast_to(cost.transfer[:, None], shape),
+  )
+  need(first, where.backward, where.forward)
+  need(
+    *(second, where.backward[:-1], where.backward[1:]),
+    np.broadcast_to(cost.transfer_back[:, None], shape),
+  )
+  split = np.where(where.weight == where.backward, -1, where.weight)
+  need(first, split, where.backward)
+
+  every = schedule.every
+  flush = schedule.flush and schedule.microbatches > every
+  updated: dict[tuple[int, int], float] = collections.defaultdict(float)
+  columns = (
+    *(schedule.time.tolist(), device.tolist(), schedule.stage.tolist()),
+    *(schedule.microbatch.tolist(), schedule.action.tolist()),
+    *(first.tolist(), second.tolist(), delay.tolist()),
+  )
+  free = [0.0] * schedule.devices
+  start, end = [0.0] * count, [0.0] * count
+  before = (-1, -1)
+  for row, (slot, d, stage, batch, action, one, two, wait) in enumerate(
+    zip(*columns, strict=True)
+  ):
+    begin = free[d]
+    block = before == (d, slot)
+    before = d, slot
+    if block:
+      begin = start[row - 1]
+    if one >= 0 and end[one] > begin:
+      begin = end[one]
+    if two >= 0 and end[two] + wait > begin:
+      begin = end[two] + wait
+    if flush and action == FORWARD and batch >= every:
+      begin = max(begin, updated[stage, batch // every - 1])
+    start[row] = begin
+    end[row] = free[d] = begin + own[row]
+    if block:
+      both = own[row - 1] + own[row]
+      finish = begin + (both if cost.overlap is None else cost.overlap)
+      start[row - 1] = begin
+      end[row] = end[row - 1] = free[d] = finish
+    if flush and action in (BACKWARD, WEIGHT):
+      key = stage, batch // every
+      updated[key] = max(updated[key], end[row])
+  return Timing(np.array(start), np.array(end))
+
+
+class Versions(NamedTuple):
+  """Of which version weights are; a version is a number of updates."""
+
+  forward: np.ndarray  # int[S, M], those that the forward reads
+  backward: np.ndarray  # int[S, M], those that the backward reads
+  update: np.ndarray  # int[S, M], those that the gradient is added to
+
+
+class Staleness(NamedTuple):
+  """Updates between reading weights and adding a gradient to them."""
+
+  forward: np.ndarray  # int[S, M]
+  backward: np.ndarray  # int[S, M]
+
+
+def versions(schedule: Schedule, weights: str = "stash") -> Versions:
+  """Returns the versions that a valid table's tasks read.
+
+  A stage is updated when `schedule.every` of its microbatches are done.
+
+  Args:
+    schedule: the table.
+    weights: "latest" reads what is there, in the forward and in the backward;
+      "stash" keeps the forward's for the backward (PipeDream); "2bw" reads the
+      version before the last, the same for all of a batch (PipeDream-2BW);
+      "vertical" reads at all stages the version that the first one had
+      (PipeDream's vertical sync).
+
+  Raises:
+    ValueError: for other weights.
+    ScheduleError: if a version is read before it is made: 2BW needs at least as
+      many microbatches in an update as there are stages.
+  """
+  if weights not in WEIGHTS:
+    raise ValueError(
+      f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}"
+    )
+  where = validate_lib.rows(schedule)
+  shape = schedule.stages, schedule.microbatches
+  forward, backward, update = (np.zeros(shape, np.int64) for _ in range(3))
+  if (where.weight < 0).any():
+    return Versions(forward, backward, update)
+  for stage in range(shape[0]):
+    rows = where.weight[stage]
+    done = np.sort(schedule.time[rows])
+    # Of two replicas in the same slot, the one on the first device.
+    order = np.lexsort((schedule.device[rows], schedule.time[rows]))
+    update[stage, order] = np.arange(shape[1]) // schedule.every
+    for table, out in ((where.forward, forward), (where.backward, backward)):
+      read = schedule.time[table[stage]]
+      out[stage] = np.searchsorted(done, read, "left") // schedule.every
+  latest = forward
+  if weights == "stash":
+    backward = forward
+  elif weights == "2bw":
+    forward = backward = np.maximum(update - 1, 0)
+  elif weights == "vertical":
+    forward = backward = np.broadcast_to(latest[:1], shape)
+  early = np.argwhere(forward > latest)
+  if len(early):
+    stage, microbatch = early[0]
+    raise ScheduleError(
+      f"{schedule.name}: stage {stage} needs version"
+      f" {forward[stage, microbatch]} for microbatch {microbatch} and has made"
+      f" {latest[stage, microbatch]}: weights={weights!r} needs more"
+      f" microbatches in an update (every={schedule.every}, {shape[0]} stages)"
+    )
+  return Versions(forward, backward, update)
+
+
+def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
+  """Returns how old, in updates, what is read is when it counts.
+
+  Raises:
+    ValueError: as `versions`.
+  """
+  read = versions(schedule, weights)
+  return Staleness(read.update - read.forward, read.update - read.backward)
+
+
+def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
+  """Returns int[S]: the most versions of its weights that a stage holds at
+  once, the newest included.
+
+  Raises:
+    ValueError: as `versions`.
+  """
+  read = versions(schedule, weights)
+  where = validate_lib.rows(schedule)
+  out = np.ones(schedule.stages, np.int64)
+  if weights == "latest" or (where.weight < 0).any():
+    return out
+  for stage in range(schedule.stages):
+    rows = np.concatenate([where.forward[stage], where.weight[stage]])
+    reads = read.forward[stage].tolist()
+    # A version that is read later than it is made is kept until then.
+    last = np.zeros(max(reads) + 1, np.int64)
+    np.maximum.at(last, reads, schedule.time[where.weight[stage]])
+    order = rows[
+      np.lexsort((schedule.action[rows] != FORWARD, schedule.time[rows]))
+    ]
+    done, most = 0, 1
+    oldest = 0
+    needed = last.tolist()
+    times_, actions = schedule.time[order].tolist(), schedule.action[order]
+    for time, forward in zip(
+      times_, (actions == FORWARD).tolist(), strict=True
+    ):
+      newest = done // schedule.every
+      while oldest < len(needed) and needed[oldest] < time:
+        oldest += 1
+      held = sum(n >= time for n in needed[oldest:newest])
+      most = max(most, held + 1)
+      done += not forward
+    out[stage] = most
+  return out
+
+
+def traces(
+  schedule: Schedule, weights: str = "stash"
+) -> list[tuple[base.Trace, np.ndarray]]:
+  """Returns the order of sends and receives at each stage, for the simulator.
+
+  `asgd.simulator.run_sharded` obeys them on the whole model, with the stages as
+  the shards of its server: what a pipeline that stashes weights computes,
+  without a pipeline. A microbatch is a job, of one worker.
+
+  Returns:
+    A trace for each stage, and the sequence numbers of its rows.
+
+  Raises:
+    ValueError: as `versions`, and for weights that change between forward and
+      backward, which is no gradient at any parameters.
+  """
+  if weights == "latest" and not schedule.flush:
+    raise ValueError(
+      "weights='latest' differ between forward and backward: no ticket holds"
+      " both; use 'stash', '2bw' or 'vertical'"
+    )
+  read = versions(schedule, weights)
+  where = validate_lib.rows(schedule)
+  out = []
+  for stage in range(schedule.stages):
+    rows = where.weight[stage]
+    order = np.lexsort((schedule.device[rows], schedule.time[rows]))
+    sends = collections.defaultdict(list)
+    for job, version in enumerate(read.forward[stage].tolist()):
+      sends[version].append(job)
+    events = []
+    for number, job in enumerate(order.tolist()):
+      if number % schedule.every == 0:
+        events += [(j, base.SEND) for j in sends[number // schedule.every]]
+      events.append((job, base.RECEIVE))
+    jobs, actions = np.array(events, np.int32).T
+    count = len(events)
+    trace = base.Trace(
+      *(np.arange(count, dtype=np.float64), np.zeros(count, np.int32)),
+      *(jobs, actions),
+    )
+    out.append((trace, jobs))
+  return out
+
+
+class Analysis(NamedTuple):
+  """What a table costs."""
+
+  makespan: float
+  busy: np.ndarray  # float[D]
+  bubble_of_total: float  # idle / (D x makespan): (p - 1) / (m + p - 1)
+  bubble_of_ideal: float  # idle / busy: (p - 1) / m
+  idle: np.ndarray  # float[D], makespan - busy
+  peak_activations: np.ndarray  # float[D], in stage-microbatches or bytes
+  weight_versions: np.ndarray  # int[S]
+  staleness: Staleness
+  sent: np.ndarray  # float[D], transfers made, or bytes
+  timing: Timing
+
+
+def analyze(
+  schedule: Schedule,
+  cost: Costs | None = None,
+  *,
+  weights: str | None = None,
+  activation=1.0,
+  boundary=1.0,
+) -> Analysis:
+  """Returns what a valid table costs.
+
+  Args:
+    schedule: the table.
+    cost: None is 1 for F, I and W, 2 for B, and nothing for transfers.
+    weights: as in `versions`; None is "latest" for a synchronous schedule and
+      "stash" for another.
+    activation: float or float[S], what a stage holds for one microbatch from
+      its forward until its weights' gradient is done.
+    boundary: float or float[S - 1], what goes from stage s to s + 1, and back.
+
+  Raises:
+    ValueError: as `versions` and `costs`.
+  """
+  cost = costs(schedule.stages) if cost is None else cost
+  if weights is None:
+    weights = "latest" if schedule.flush else "stash"
+  timing = times(schedule, cost)
+  busy = np.zeros(schedule.devices)
+  own = durations(schedule, cost)
+  if cost.overlap is not None:
+    block = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
+    at = np.flatnonzero(block)
+    own[at], own[at + 1] = cost.overlap, 0.0
+  np.add.at(busy, schedule.device, own)
+  makespan = float(timing.end.max(initial=0.0))
+  total = makespan * schedule.devices
+  where = validate_lib.rows(schedule)
+  sent = np.zeros(schedule.devices)
+  size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
+  pairs = np.array(validate_lib.transfers(schedule, where)).reshape(-1, 2)
+  stage = np.minimum(*schedule.stage[pairs].T) if len(pairs) else []
+  np.add.at(
+    sent, schedule.device[pairs[:, 0]], size[stage] if len(pairs) else 0
+  )
+  return Analysis(
+    makespan,
+    busy,
+    1 - busy.sum() / total if total else 0.0,
+    total / busy.sum() - 1 if busy.sum() else 0.0,
+    makespan - busy,
+    _peaks(schedule, timing, np.asarray(activation, float)),
+    weight_versions(schedule, weights),
+    staleness(schedule, weights),
+    sent,
+    timing,
+  )
+
+
+def _peaks(schedule, timing, size):
+  """The most that devices hold, at any time."""
+  size = np.broadcast_to(size, (schedule.stages,))
+  made = schedule.action == FORWARD
+  freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
+  out = np.zeros(schedule.devices)
+  if not freed.any():
+    return out
+  when = np.concatenate([timing.start[made], timing.end[freed]])
+  device = np.concatenate([schedule.device[made], schedule.device[freed]])
+  change = np.concatenate(
+    [size[schedule.stage[made]], -size[schedule.stage[freed]]]
+  )
+  # At the same time, what is freed goes first.
+  order = np.lexsort((change, when))
+  for d in range(schedule.devices):
+    mine = order[device[order] == d]
+    out[d] = np.cumsum(change[mine]).max(initial=0.0)
+  return out

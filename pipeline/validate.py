@@ -1,0 +1,339 @@
+"""Rejects tables that cannot be run, and shows the cell where they cannot."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline import schedule as schedule_lib
+from pipeline.schedule import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  KNOWN,
+  WEIGHT,
+  Schedule,
+  ScheduleError,
+)
+
+TRANSFERS = ("buffered", "rendezvous")
+_AROUND = 12  # slots shown on either side of a mark
+_MOST_DEVICES = 16  # shown
+
+
+class Rows(NamedTuple):
+  """Where in the table a stage's work on a microbatch is; -1: nowhere."""
+
+  forward: np.ndarray  # int[S, M]
+  backward: np.ndarray  # int[S, M], of the inputs: B or I
+  weight: np.ndarray  # int[S, M], of the weights: B or W
+
+
+def rows(schedule: Schedule) -> Rows:
+  """Returns the rows of each (stage, microbatch); nothing is there twice."""
+  shape = schedule.stages, schedule.microbatches
+  out = Rows(*(np.full(shape, -1, np.int64) for _ in Rows._fields))
+  for actions, table in (
+    ((FORWARD,), out.forward),
+    ((BACKWARD, INPUT), out.backward),
+    ((BACKWARD, WEIGHT), out.weight),
+  ):
+    at = np.flatnonzero(np.isin(schedule.action, actions))
+    table[schedule.stage[at], schedule.microbatch[at]] = at
+  return out
+
+
+def validate(
+  schedule: Schedule,
+  *,
+  max_in_flight: int | None = None,
+  transfers: str = "buffered",
+) -> Schedule:
+  """Returns `schedule` if it can be run.
+
+  That is: every stage does every microbatch forward and backward, once and on
+  one device; nothing before what it needs; no device two things at a time, save
+  a forward and a backward in one block; in a synchronous schedule no forward of
+  a batch before the update of the one before. A table without any backward is
+  for inference, and valid.
+
+  Args:
+    schedule: the table.
+    max_in_flight: forwards of one device whose backward is still to come, at
+      most. None is any number.
+    transfers: "buffered" sends do not wait. "rendezvous" sends do, until the
+      other side receives; what a task needs is received right before it, what
+      it makes is sent right after.
+
+  Raises:
+    ScheduleError: with the reason and the table around the cell.
+    ValueError: for an argument that is not one of those above.
+  """
+  if transfers not in TRANSFERS:
+    raise ValueError(
+      f"transfers must be one of {', '.join(TRANSFERS)}, not {transfers!r}"
+    )
+  if max_in_flight is not None and max_in_flight < 1:
+    raise ValueError(
+      f"max_in_flight must be positive, or None, not {max_in_flight!r}"
+    )
+  known = np.isin(schedule.action, KNOWN)
+  if not known.any():
+    raise ScheduleError(f"{schedule.name}: there is no task of a stage")
+  _check_doubles(schedule, known)
+  _check_blocks(schedule)
+  where = rows(schedule)
+  trains = bool((where.backward >= 0).any() or (where.weight >= 0).any())
+  _check_complete(schedule, where, trains)
+  _check_order(schedule, where, trains)
+  if trains:
+    _check_batches(schedule, where)
+    _check_in_flight(schedule, max_in_flight)
+  if transfers == "rendezvous":
+    _check_rendezvous(schedule, where)
+  return schedule
+
+
+def _fail(schedule, why, *marked):
+  raise ScheduleError(f"{schedule.name}: {why}\n{_window(schedule, marked)}")
+
+
+def _describe(schedule, row):
+  task = schedule_lib.Task(*(column[row] for column in schedule[1:6]))
+  return (
+    f"{task.action} of stage {task.stage}, microbatch {task.microbatch} (device"
+    f" {task.device}, slot {task.time})"
+  )
+
+
+def _window(schedule, marked):
+  """The table around the marked rows, which stand between > and <."""
+  marked = np.asarray(marked, np.int64)
+  first = max(int(schedule.time[marked].min()) - _AROUND, 0)
+  last = int(schedule.time[marked].max()) + _AROUND
+  if last - first > 4 * _AROUND:  # show the later end of a long way
+    first = last - 4 * _AROUND
+  near = (schedule.time >= first) & (schedule.time <= last)
+  if schedule.devices > _MOST_DEVICES:
+    at = schedule.device[marked]
+    lowest = max(int(at.min()) - _MOST_DEVICES // 2, 0)
+    near &= schedule.device >= lowest
+    near &= schedule.device <= max(int(at.max()), lowest + _MOST_DEVICES)
+  shown = schedule._replace(
+    **{
+      name: getattr(schedule, name)[near]
+      for name in ("time", "device", "stage", "microbatch", "action")
+    }
+  )
+  shown = shown._replace(time=shown.time - first)
+  marks = {
+    (int(schedule.device[row]), int(schedule.time[row]) - first): "!"
+    for row in marked
+  }
+  begins = f"(slots from {first})\n" if first else ""
+  return begins + schedule_lib.to_text(shown, marks)
+
+
+def _check_doubles(schedule, known):
+  """Each action of a stage on a microbatch, once."""
+  at = np.flatnonzero(known)
+  action = schedule.action[at]
+  kinds = [
+    np.isin(action, (FORWARD,)),
+    np.isin(action, (BACKWARD, INPUT)),
+    np.isin(action, (BACKWARD, WEIGHT)),
+  ]
+  count = schedule.microbatches
+  for kind in kinds:
+    mine = at[kind]
+    key = schedule.stage[mine].astype(np.int64) * count
+    key += schedule.microbatch[mine]
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    doubles = np.flatnonzero(first[inverse] != np.arange(len(mine)))
+    if len(doubles):
+      row, other = mine[doubles[0]], mine[first[inverse[doubles[0]]]]
+      _fail(
+        schedule,
+        f"{_describe(schedule, row)} was done before, as"
+        f" {_describe(schedule, other)}",
+        *(other, row),
+      )
+
+
+def _check_blocks(schedule):
+  """One task of a device at a time, or a forward and a backward."""
+  # Rows are sorted, so what shares a device and a slot is adjacent.
+  same = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
+  for row in np.flatnonzero(same).tolist():
+    pair = schedule.action[row], schedule.action[row + 1]
+    third = row and same[row - 1]
+    if third or pair[0] != FORWARD or pair[1] not in (BACKWARD, INPUT):
+      _fail(
+        schedule,
+        f"{_describe(schedule, row + 1)} while the device does"
+        f" {_describe(schedule, row)}: one task at a time, or one forward and"
+        " one backward",
+        *(row, row + 1),
+      )
+
+
+def _check_complete(schedule, where, trains):
+  tables = (FORWARD, where.forward), ("B or I", where.backward)
+  for name, table in (*tables, ("B or W", where.weight)):
+    if name != FORWARD and not trains:
+      continue
+    missing = np.argwhere(table < 0)
+    if len(missing):
+      stage, microbatch = missing[0]
+      found = [t[stage, microbatch] for t in where]
+      there = [row for row in found if row >= 0]
+      why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
+      if there:
+        _fail(schedule, why, *there)
+      raise ScheduleError(f"{schedule.name}: {why}")
+  if not trains:
+    return
+  for table in (where.backward, where.weight):
+    moved = np.argwhere(
+      schedule.device[table] != schedule.device[where.forward]
+    )
+    if len(moved):
+      row = table[tuple(moved[0])]
+      forward = where.forward[tuple(moved[0])]
+      _fail(
+        schedule,
+        f"{_describe(schedule, row)} is not on the device of its forward"
+        f" ({schedule.device[forward]})",
+        *(forward, row),
+      )
+
+
+def _check_order(schedule, where, trains):
+  """Nothing before what it needs."""
+  needs = [(where.forward[1:], where.forward[:-1])]
+  if trains:
+    needs += [
+      (where.backward, where.forward),
+      (where.backward[:-1], where.backward[1:]),
+    ]
+    split = where.weight != where.backward
+    needs.append((where.weight[split], where.backward[split]))
+  for later, earlier in needs:
+    wrong = np.argwhere(schedule.time[later] <= schedule.time[earlier])
+    if len(wrong):
+      row, other = later[tuple(wrong[0])], earlier[tuple(wrong[0])]
+      _fail(
+        schedule,
+        f"{_describe(schedule, row)} needs {_describe(schedule, other)}, which"
+        " is not done before",
+        *(other, row),
+      )
+
+
+def _check_batches(schedule, where):
+  count, every = schedule.microbatches, schedule.every
+  if count % every:
+    raise ScheduleError(
+      f"{schedule.name}: {count} microbatches are not a multiple of the"
+      f" {every} of one update: the last {count % every} would never count"
+    )
+  if not schedule.flush or count == every:
+    return
+  shape = schedule.stages, count // every, every
+  forward = schedule.time[where.forward].reshape(shape)
+  done = schedule.time[where.weight].reshape(shape).max(2)
+  wrong = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
+  if len(wrong):
+    stage, batch, at = wrong[0]
+    mine = where.weight[stage, batch * every : (batch + 1) * every]
+    last = mine[np.argmax(schedule.time[mine])]
+    row = where.forward[stage, (batch + 1) * every + at]
+    _fail(
+      schedule,
+      f"{_describe(schedule, row)} is of batch {batch + 1}, and the stage is"
+      f" updated only after {_describe(schedule, last)}: flush first",
+      *(last, row),
+    )
+
+
+def in_flight(schedule: Schedule) -> np.ndarray:
+  """Returns int[T]: forwards of the row's device whose backward (of weights) is
+  not done, when the row is."""
+  change = np.zeros(len(schedule.time), np.int64)
+  change[schedule.action == FORWARD] = 1
+  change[np.isin(schedule.action, (BACKWARD, WEIGHT))] = -1
+  order = np.lexsort((schedule.time, schedule.device))
+  held = np.cumsum(change[order])
+  device = schedule.device[order]
+  starts = np.flatnonzero(np.diff(device, prepend=-1))
+  before = np.concatenate([[0], held])[starts]
+  held -= np.repeat(before, np.diff(np.append(starts, len(device))))
+  # What is released is there until the task ends.
+  out = np.empty_like(held)
+  out[order] = held - np.minimum(change[order], 0)
+  return out
+
+
+def _check_in_flight(schedule, limit):
+  if limit is None:
+    return
+  over = np.flatnonzero(in_flight(schedule) > limit)
+  if len(over):
+    _fail(
+      schedule,
+      f"{_describe(schedule, over[0])} is the {limit + 1}th in flight on its"
+      f" device; max_in_flight={limit}",
+      over[0],
+    )
+
+
+def transfers(schedule: Schedule, where: Rows) -> list[tuple[int, int]]:
+  """Returns (row that makes it, row that needs it) of all that goes from one
+  device to another."""
+  pairs = [np.stack([where.forward[:-1], where.forward[1:]], -1)]
+  if (where.backward >= 0).all():
+    pairs.append(np.stack([where.backward[1:], where.backward[:-1]], -1))
+  both = np.concatenate([pair.reshape(-1, 2) for pair in pairs])
+  devices = schedule.device[both]
+  moved = both[devices[:, 0] != devices[:, 1]]
+  return [tuple(pair) for pair in moved.tolist()]
+
+
+def _check_rendezvous(schedule, where):
+  """Runs the table with sends that wait for the other side."""
+  before, after = {}, {}
+  for pair in transfers(schedule, where):
+    after.setdefault(pair[0], []).append(pair)
+    before.setdefault(pair[1], []).append(pair)
+  programs = [[] for _ in range(schedule.devices)]
+  for row, device in enumerate(schedule.device.tolist()):
+    programs[device] += before.get(row, [])
+    programs[device] += after.get(row, [])
+  at = [0] * len(programs)
+  device_of = schedule.device.tolist()
+  waiting = list(range(len(programs)))
+  while waiting:
+    device = waiting.pop()
+    while at[device] < len(programs[device]):
+      pair = programs[device][at[device]]
+      other = device_of[pair[0] if device_of[pair[1]] == device else pair[1]]
+      theirs = programs[other]
+      if at[other] == len(theirs) or theirs[at[other]] != pair:
+        break
+      at[device] += 1
+      at[other] += 1
+      waiting.append(other)
+  stuck = [
+    program[n]
+    for n, program in zip(at, programs, strict=True)
+    if n < len(program)
+  ]
+  if stuck:
+    source, target = stuck[0]
+    _fail(
+      schedule,
+      "deadlock, if sends wait for the other side:"
+      f" {_describe(schedule, source)} sends to {_describe(schedule, target)},"
+      " which first waits for something else. Use buffered transfers, or"
+      " exchange in both directions at once",
+      *sorted({row for pair in stuck for row in pair}),
+    )
