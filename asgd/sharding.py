@@ -21,6 +21,7 @@ import contextlib
 import functools
 import itertools
 import math
+import numbers
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -117,6 +118,44 @@ def plan(params: optax.Params, shards: int) -> Plan:
     cuts[i] = tuple(min(max(b - start, 0), count) * step for b in bounds)
   shapes = tuple(x.shape for x in leaves)
   return Plan(shards, shapes, tuple(row_bytes), tuple(cuts))
+
+
+def plan_of(params: optax.Params, owners: Sequence[int]) -> Plan:
+  """Gives each leaf to a shard, whole.
+
+  Args:
+    params: as in `plan`.
+    owners: the shard of each leaf, int[L], as jax.tree.leaves has them; none of
+      the shards from 0 to the last is without a leaf.
+
+  Raises:
+    ValueError: for another number of owners, or a shard without a leaf.
+
+  Example:
+    >>> plan_of({"b": np.zeros(6), "w": np.zeros((4, 3))}, [1, 0]).cuts
+    ((0, 0, 6), (0, 4, 4))
+  """
+  leaves = [shape_of(x) for x in jax.tree.leaves(params)]
+  if len(owners) != len(leaves):
+    raise ValueError(
+      f"owners must name a shard for each of {len(leaves)} leaves, not"
+      f" {len(owners)}"
+    )
+  shards = max(owners, default=-1) + 1
+  if set(owners) != set(range(shards)):
+    raise ValueError(
+      f"owners must name every shard from 0 to the last, not {sorted(owners)}"
+    )
+  rows = [x.shape[0] if x.shape else 1 for x in leaves]
+  return Plan(
+    shards,
+    tuple(x.shape for x in leaves),
+    tuple(math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves),
+    tuple(
+      tuple(n * (shard > owner) for shard in range(shards + 1))
+      for n, owner in zip(rows, owners, strict=True)
+    ),
+  )
 
 
 def bytes_of(plan: Plan) -> tuple[int, ...]:
@@ -450,6 +489,9 @@ def run_staged(
     known += (add_up([out.operand for out in outs]),)
 
 
+_MOST_NORM = 1e30  # so that float32 holds it
+
+
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
   """`optax.clip_by_global_norm`, of the norm over all shards.
 
@@ -459,10 +501,15 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     max_norm: the largest norm of an update.
 
   Raises:
-    ValueError: if it is not positive.
+    ValueError: if it is no positive number, or infinite.
   """
-  if not max_norm > 0:
-    raise ValueError(f"max_norm must be positive, not {max_norm}")
+  number = isinstance(max_norm, numbers.Real) and max_norm is not True
+  if not number or not 0 < max_norm <= _MOST_NORM:
+    raise ValueError(
+      f"max_norm must be a positive number, at most {_MOST_NORM:g}, not"
+      f" {max_norm!r}"
+    )
+  max_norm = float(max_norm)
 
   def update_fn(updates, state, params=None):
     del params

@@ -62,6 +62,7 @@ def run_sharded(
   wire: str | None = None,
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
   group: host.Group = host.Group(),  # noqa: B008
+  plan: sharding.Plan | None = None,
 ) -> Sharded:
   """Replays a run whose server was in shards.
 
@@ -79,6 +80,10 @@ def run_sharded(
     totals: of each row of each trace, those that its message needed; None where
       the algorithm needs none.
     group: the devices of each worker.
+    plan: what each shard holds; None is `sharding.plan`. With the stages of a
+      pipeline as shards (`sharding.plan_of`) and their traces
+      (`pipeline.analyze.traces`), the delays of a pipeline are those of the
+      simulation.
 
   Returns:
     The shards' states and records.
@@ -86,7 +91,7 @@ def run_sharded(
   Raises:
     ValueError: if the traces do not belong together.
   """
-  plan = sharding.plan(params, len(traces))
+  plan = sharding.plan(params, len(traces)) if plan is None else plan
   steps = host.compile_steps(server, worker, wire=wire, group=group)
   numbers = [jnp.int32(w) for w in range(workers)]
   shards = [

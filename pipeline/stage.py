@@ -1,0 +1,289 @@
+"""One stage, compiled: forward, backward, and the backward in two halves.
+
+A stage is a function fn(params, x, extra) -> (y, aux). `x` comes from the stage
+before, `extra` (examples, labels, keys) from outside. Its backward is taken
+apart on the level of the program (jaxpr), once, when it is compiled:
+
+- What the backward reads of `params` is not kept with the activations: it is
+  read from the parameters that the backward is given. So a forward copies no
+  weights, and the caller decides whether a backward sees the weights of its
+  forward (a stash) or those of now (PipeMare, FTPipe without recomputation).
+- The gradient of the inputs (I) and that of the weights (W) share one set of
+  residuals: what I has computed of W's work, W is given, and nothing is
+  computed twice (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+StageFn = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(params, x, extra) -> (y, aux); the last stage's y is the loss, float[]."""
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+
+
+class Stage(NamedTuple):
+  """Compiled functions. `kept` is what the backward needs of the forward beside
+  the weights, `gy` and `gx` are gradients of the floating leaves of y and x."""
+
+  forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
+  backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
+  input: Callable[..., Any]  # params, kept, gy -> gx, half
+  weight: Callable[..., Any]  # params, kept, half -> gradient
+  recompute: Callable[..., Any]  # params, x, extra, gy -> gradient, gx
+  kept_bytes: int  # of one microbatch
+  y: Any  # shapes
+
+
+def floating(tree: Any) -> list[Any]:
+  """Returns the leaves that have gradients."""
+  return [x for x in jax.tree.leaves(tree) if _is_floating(x)]
+
+
+def _is_floating(x):
+  return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def compile_stage(fn: StageFn, params: Any, x: Any, extra: Any) -> Stage:
+  """Compiles a stage for arguments of these shapes, once.
+
+  Args:
+    fn: the stage.
+    params: its parameters, or their shapes.
+    x: its input, or its shape; () for the first stage.
+    extra: the rest of its input, or its shape. Nothing is differentiated by it.
+
+  Raises:
+    ValueError: if there is nothing to differentiate.
+  """
+  leaves, tree = jax.tree.flatten((params, x, extra))
+  return _compile(fn, tree, *map(_shape, leaves))
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(fn, tree, *leaves):
+  params, x, extra = jax.tree.unflatten(tree, leaves)
+  if not floating(params):
+    raise ValueError(
+      "a stage needs parameters of a floating point dtype; give its layers to"
+      " the stage before or after"
+    )
+  y, aux = jax.eval_shape(fn, params, x, extra)
+  program = _Program(fn, params, x, extra)
+  gy = floating(y)
+  kept = program.kept_shapes
+
+  def forward(params, x, extra):
+    return program.forward(params, x, extra)
+
+  def recompute(params, x, extra, gy):
+    *_, kept = program.forward(params, x, extra)
+    return program.backward(params, kept, gy)
+
+  split = _Split(program.backward, params, kept, gy)
+  return Stage(
+    jax.jit(forward),
+    jax.jit(program.backward),
+    jax.jit(split.input),
+    jax.jit(split.weight),
+    jax.jit(recompute),
+    sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(kept)),
+    y,
+  )
+
+
+def _shape(x):
+  return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
+
+
+class _Program:
+  """The forward with what it keeps, and the backward from that."""
+
+  def __init__(self, fn, params, x, extra):
+    self._params = jax.tree.structure(params)
+    n_params = self._params.num_leaves
+
+    def full(params, x, extra):
+      leaves, tree = jax.tree.flatten(x)
+      moving = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+
+      def of(params, floats):
+        given = list(leaves)
+        for i, value in zip(moving, floats, strict=True):
+          given[i] = value
+        y, aux = fn(params, jax.tree.unflatten(tree, given), extra)
+        outs, y_tree = jax.tree.flatten(y)
+        self._fixed = [None if _is_floating(o) else o for o in outs]
+        self._y = y_tree
+        return [o for o in outs if _is_floating(o)], (y, aux)
+
+      _, vjp, (y, aux) = jax.vjp(
+        of, params, [leaves[i] for i in moving], has_aux=True
+      )
+      residuals, self._vjp = jax.tree.flatten(vjp)
+      return y, aux, residuals
+
+    closed, shapes = jax.make_jaxpr(full, return_shape=True)(params, x, extra)
+    self._out = jax.tree.structure(shapes[:2])
+    n_out = self._out.num_leaves
+    jaxpr = _inline(closed)
+    params_vars = set(jaxpr.jaxpr.invars[:n_params])
+    others = set(jaxpr.jaxpr.invars[n_params:])
+    # What follows from the parameters alone is computed again from them.
+    free = params_vars | set(jaxpr.jaxpr.constvars)
+    for eqn in jaxpr.jaxpr.eqns:
+      if all(_literal(v) or v in free for v in eqn.invars) and not eqn.effects:
+        free.update(eqn.outvars)
+    outs = jaxpr.jaxpr.outvars
+    residuals = outs[n_out:]
+    self._kept = list(
+      dict.fromkeys(v for v in residuals if not _literal(v) and v not in free)
+    )
+    made = [v for v in self._kept if v not in others]
+    self._given = {
+      i: v
+      for i, v in enumerate(jaxpr.jaxpr.invars)
+      if v in others and v in self._kept
+    }
+    self._made = made
+    self._forward = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *made])
+    self._residuals = residuals
+    again = [v for v in residuals if _literal(v) or v in free]
+    self._again = _function(jaxpr, jaxpr.jaxpr.invars[:n_params], again)
+    self.kept_shapes = tuple(
+      jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+      for v in [*made, *self._given.values()]
+    )
+
+  def forward(self, params, x, extra):
+    flat = jax.tree.leaves((params, x, extra))
+    outs = self._forward(*flat)
+    count = self._out.num_leaves
+    y, aux = jax.tree.unflatten(self._out, outs[:count])
+    return y, aux, (*outs[count:], *(flat[i] for i in self._given))
+
+  def backward(self, params, kept, gy):
+    again = iter(self._again(*jax.tree.leaves(params)))
+    held = dict(zip([*self._made, *self._given.values()], kept, strict=True))
+    residuals = [
+      held[v] if not _literal(v) and v in held else next(again)
+      for v in self._residuals
+    ]
+    vjp = jax.tree.unflatten(self._vjp, residuals)
+    gradient, gx = vjp(list(gy))
+    return gradient, gx
+
+
+class _Split:
+  """A backward in two: what the inputs' gradient needs, and the rest."""
+
+  def __init__(self, backward, params, kept, gy):
+    closed, shapes = jax.make_jaxpr(backward, return_shape=True)(
+      params, kept, gy
+    )
+    jaxpr = _inline(closed)
+    self._gradient = jax.tree.structure(shapes[0])
+    n = self._gradient.num_leaves
+    weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
+    first = _needed(jaxpr.jaxpr.eqns, inputs)
+    invars = jaxpr.jaxpr.invars
+    own = invars[: len(invars) - len(gy)]
+    done = {v for eqn in first for v in eqn.outvars} | set(invars[len(own) :])
+    second = [
+      eqn
+      for eqn in _needed(jaxpr.jaxpr.eqns, weights)
+      if not any(eqn is e for e in first)
+    ]
+    used = [v for eqn in second for v in eqn.invars] + list(weights)
+    self._half = list(
+      dict.fromkeys(v for v in used if not _literal(v) and v in done)
+    )
+    self._n_inputs = len(inputs)
+    self._input = _function(jaxpr, invars, [*inputs, *self._half])
+    self._weight = _function(jaxpr, [*own, *self._half], weights, second)
+
+  def input(self, params, kept, gy):
+    outs = self._input(*jax.tree.leaves((params, kept, gy)))
+    return list(outs[: self._n_inputs]), tuple(outs[self._n_inputs :])
+
+  def weight(self, params, kept, half):
+    outs = self._weight(*jax.tree.leaves((params, kept)), *half)
+    return jax.tree.unflatten(self._gradient, outs)
+
+
+# Programs.
+
+
+def _literal(v):
+  return isinstance(v, core.Literal)
+
+
+def _inline(closed):
+  """Returns the program with calls replaced by what they call."""
+
+  def run(*args):
+    return _evaluate(closed.jaxpr, closed.consts, args)
+
+  shapes = [
+    jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+    for v in closed.jaxpr.invars
+  ]
+  return jax.make_jaxpr(run)(*shapes)
+
+
+def _evaluate(jaxpr, consts, args):
+  values = dict(zip(jaxpr.constvars, consts, strict=True))
+  values.update(zip(jaxpr.invars, args, strict=True))
+
+  def read(v):
+    return v.val if _literal(v) else values[v]
+
+  for eqn in jaxpr.eqns:
+    inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+    if inner is not None:
+      outs = _evaluate(inner.jaxpr, inner.consts, map(read, eqn.invars))
+    else:
+      free = list(dict.fromkeys(v for v in eqn.invars if not _literal(v)))
+      outs = _run(free, [eqn], eqn.outvars, map(read, free))
+    values.update(zip(eqn.outvars, outs, strict=True))
+  return [read(v) for v in jaxpr.outvars]
+
+
+_INFO = core.DebugInfo("stage", "pipeline.stage", None, None)
+
+
+def _run(invars, eqns, outvars, args):
+  effects = frozenset().union(*(eqn.effects for eqn in eqns))
+  jaxpr = core.Jaxpr((), invars, outvars, eqns, effects, _INFO)
+  return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*args)
+
+
+def _needed(eqns, outs):
+  """The equations that `outs` depend on, in their order."""
+  wanted = {v for v in outs if not _literal(v)}
+  found = []
+  for eqn in reversed(eqns):
+    if eqn.effects or any(v in wanted for v in eqn.outvars):
+      found.append(eqn)
+      wanted.update(v for v in eqn.invars if not _literal(v))
+  return found[::-1]
+
+
+def _function(closed, invars, outs, eqns=None):
+  """Returns the function of `invars` that computes `outs`, by `eqns`, or by all
+  equations that are needed for it."""
+  jaxpr = closed.jaxpr
+  eqns = _needed(jaxpr.eqns, outs) if eqns is None else eqns
+
+  def run(*args):
+    return _run(
+      [*jaxpr.constvars, *invars], eqns, outs, [*closed.consts, *args]
+    )
+
+  return run
