@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from asgd import base, names
+from asgd import base, names, transformer
 
 Layers = tuple[nn.Module, ...]
 
@@ -528,7 +528,8 @@ def wrn16_4(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
 
 
 MODELS: dict[str, Callable[..., Layers]] = {
-  model.__name__: model for model in (mlp, cnn, resnet20, wrn16_4)
+  model.__name__: model
+  for model in (mlp, cnn, resnet20, wrn16_4, transformer.gpt)
 }
 
 

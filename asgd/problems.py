@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, data, models
+from asgd import base, data, models, text
 from asgd import worker as worker_lib
 
 
@@ -27,6 +27,15 @@ class Evaluation(NamedTuple):
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 
 
+class Pieces(NamedTuple):
+  """The training loss in pieces, for those who cut the layers: that of a batch
+  is criterion(apply(layers, params, prepare(batch, key, dtype)), batch)."""
+
+  layers: models.Layers
+  prepare: Callable[..., jax.Array]  # batch, key, dtype -> what layer 0 gets
+  criterion: Callable[..., jax.Array]  # (what the last gives, batch) -> float[]
+
+
 class Problem(NamedTuple):
   """Something to train. Nothing in it is drawn: seeds come from outside, so
   that runs which differ in the seed share what is compiled."""
@@ -37,6 +46,7 @@ class Problem(NamedTuple):
   batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
   probe: base.Batch  # training examples to measure curvature on
   batches_per_epoch: int  # batches in one pass over the training data
+  pieces: Pieces | None = None  # None: it cannot be cut
 
 
 _EVALUATION_BATCH = 500  # images evaluated at once
@@ -88,8 +98,7 @@ def classification(
     )
   batches(0, 1)  # raises what is wrong with the arguments here, not later
 
-  def normalise(images, like):
-    dtype = jax.tree.leaves(like)[0].dtype
+  def normalise(images, dtype):
     mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
     return (images.astype(dtype) - mean) / std
 
@@ -97,22 +106,21 @@ def classification(
     images = jnp.zeros((1, *dataset.train_images.shape[1:]), jnp.float32)
     return models.init(layers, key, images)
 
-  def loss(params, batch, key):
-    images, labels = batch
-    images = normalise(images, params)
-    augment_key, model_key = jax.random.split(key)
-    if augment:
-      images = data.augment(images, augment_key)
-    logits, stats = models.apply(
-      layers, params, images, train=True, key=model_key
-    )
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), worker_lib.Aux(stats)
+  def prepare(batch, key, dtype):
+    images = normalise(batch[0], dtype)
+    return data.augment(images, key) if augment else images
+
+  def criterion(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+    return losses.mean()
+
+  pieces = Pieces(layers, prepare, criterion)
 
   @jax.jit
   def score(params, images, labels):
     """Returns summed loss and number of hits over one batch."""
-    logits, _ = models.apply(layers, params, normalise(images, params))
+    images = normalise(images, dtype_of(params))
+    logits, _ = models.apply(layers, params, images)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.sum(), (logits.argmax(-1) == labels).sum()
 
@@ -132,7 +140,95 @@ def classification(
   train = len(dataset.train_labels)
   spread = np.linspace(0, train - 1, min(_PROBE, train)).astype(int)
   probe = dataset.train_images[spread], dataset.train_labels[spread]
-  return Problem(init, loss, evaluate, batches, probe, train // batch_size)
+  return Problem(
+    *(init, whole_loss(pieces), evaluate, batches, probe),
+    *(train // batch_size, pieces),
+  )
+
+
+def dtype_of(params: optax.Params) -> Any:
+  """Returns the dtype in which a model computes: that of its parameters."""
+  return jax.tree.leaves(params)[0].dtype
+
+
+def whole_loss(pieces: Pieces) -> worker_lib.Loss:
+  """Returns the loss of all layers, one after the other."""
+
+  def loss(params, batch, key):
+    prepare_key, model_key = jax.random.split(key)
+    x = pieces.prepare(batch, prepare_key, dtype_of(params))
+    y, stats = models.apply(pieces.layers, params, x, train=True, key=model_key)
+    return pieces.criterion(y, batch), worker_lib.Aux(stats)
+
+  return loss
+
+
+def language(
+  held: text.Text,
+  layers: models.Layers,
+  *,
+  batch_size: int,
+  context: int,
+  evaluation_windows: int = 64,
+) -> Problem:
+  """Prediction of the next character, with cross-entropy.
+
+  Args:
+    held: from `text.load`.
+    layers: from `models.build`, with as many classes as the text.
+    batch_size: windows in one worker's batch.
+    context: characters predicted in a window.
+    evaluation_windows: of the test part, evenly spaced.
+
+  Returns:
+    A Problem; its accuracy is of characters.
+
+  Raises:
+    ValueError: as `text.make_batches`, and for no evaluation windows.
+  """
+  if evaluation_windows < 1:
+    raise ValueError(
+      f"evaluation_windows must be positive, not {evaluation_windows!r}"
+    )
+
+  def batches(seed, workers):
+    del workers
+    return text.make_batches(
+      held.train, batch_size=batch_size, context=context, seed=seed
+    )
+
+  def criterion(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch[:, 1:]
+    )
+    return losses.mean()
+
+  def prepare(batch, key, dtype):
+    del key, dtype
+    return batch[:, :-1]
+
+  pieces = Pieces(layers, prepare, criterion)
+
+  def init(key):
+    return models.init(layers, key, jnp.zeros((1, context), jnp.int32))
+
+  @jax.jit
+  def score(params, tokens):
+    logits, _ = models.apply(layers, params, tokens[:, :-1])
+    hits = logits.argmax(-1) == tokens[:, 1:]
+    return criterion(logits, tokens), hits.mean()
+
+  test = np.lib.stride_tricks.sliding_window_view(held.test, context + 1)
+  rows = np.linspace(0, len(test) - 1, min(evaluation_windows, len(test)))
+  windows = test[rows.astype(int)]
+
+  def evaluate(params):
+    return Evaluation(*map(float, jax.device_get(score(params, windows))))
+
+  probe = batches(0, 1)(0, 0)
+  count = max(len(held.train) // (batch_size * context), 1)
+  loss = whole_loss(pieces)
+  return Problem(init, loss, evaluate, batches, probe, count, pieces)
 
 
 def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
