@@ -1,0 +1,179 @@
+"""A circular pipeline as one program: shard_map and ppermute.
+
+All devices run the same loop. In each step a device applies its layers to what
+its neighbour sent in the step before; the last sends to the first, so that with
+`rounds` > 1 a microbatch goes around several times and a device holds several
+chunks of layers (looped, as breadth-first schedules are). It is synchronous
+(GPipe's order), every stage has the same shapes, and XLA derives the backward.
+It runs where one program spans all devices, a TPU or a GPU host, and checks the
+executor, with which it shares no code.
+
+References:
+  Huang et al., "GPipe", NeurIPS 2019. Xu et al., "GSPMD", 2021, section 3.3.
+  Lamy-Poirier, "Breadth-first pipeline parallelism", MLSys 2023.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+AXIS = "stage"
+
+
+def stack(trees: Sequence[Any]) -> Any:
+  """Stacks the parameters of layers of one structure on a new leading axis."""
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def pipeline(
+  layer: Callable[[Any, Any, jax.Array], Any],
+  mesh: jax.sharding.Mesh,
+  *,
+  axis: str = AXIS,
+  rounds: int = 1,
+  remat: bool = False,
+  fill: float = 0.0,
+) -> Callable[..., Any]:
+  """Returns a function that applies a stack of layers by a pipeline.
+
+  Other axes of the mesh (data, tensor) are XLA's to use: what is sharded over
+  them when it is passed in stays so.
+
+  Args:
+    layer: (params of one layer, x, key) -> y, of x's shape and dtype.
+    mesh: with `axis`, whose size is S.
+    axis: the stages.
+    rounds: v, how often a microbatch goes around.
+    remat: compute a layer's forward again in the backward, instead of keeping
+      what it needs.
+    fill: what slots hold before anything has come. Nothing depends on it; tests
+      put NaN here.
+
+  Returns:
+    (params, x, key=None) -> y: params with leaves [L, ...] (`stack`), of which
+    device s holds, in round r, those from (r S + s) L / (v S) on; x a tree with
+    leaves [M, B, ...], M microbatches, and y the same, on every device. The key
+    of layer l on microbatch m is fold_in(fold_in(key, m), l).
+
+  Raises:
+    ValueError: if the mesh lacks the axis, and, when it is called, if stages
+      and rounds do not divide the layers, or there are fewer microbatches than
+      stages although they go around several times.
+  """
+  if axis not in mesh.shape:
+    raise ValueError(
+      f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r};"
+      " name one of them so, or give axis="
+    )
+  if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+    raise ValueError(f"rounds must be a positive whole number, not {rounds!r}")
+  stages = mesh.shape[axis]
+  apply = jax.checkpoint(layer) if remat else layer
+
+  def call(params, x, key=None):
+    layers = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
+    count = {leaf.shape[0] for leaf in jax.tree.leaves(x)}
+    if len(layers) != 1 or len(count) != 1:
+      raise ValueError(
+        "all parameters must have one leading axis, of layers, and all inputs"
+        f" one, of microbatches; not {sorted(layers)} and {sorted(count)}"
+      )
+    (layers,), (count,) = layers, count
+    if layers % (stages * rounds):
+      raise ValueError(
+        f"{layers} layers cannot be divided among {stages} stages in {rounds}"
+        f" rounds: use a multiple of {stages * rounds}"
+      )
+    if rounds > 1 and count < stages:
+      raise ValueError(
+        f"{count} microbatches are fewer than the {stages} stages, and go"
+        f" around {rounds} times: use {stages} or more, or one round"
+      )
+    each = layers // (stages * rounds)
+    shape = rounds, stages, each
+    chunks = jax.tree.map(lambda p: p.reshape(*shape, *p.shape[1:]), params)
+    key = jax.random.key(0) if key is None else key
+    spec = PartitionSpec(None, axis), PartitionSpec(), PartitionSpec()
+    return jax.shard_map(
+      lambda chunks, x, key: run(chunks, x, key, count, each),
+      mesh=mesh,
+      in_specs=spec,
+      out_specs=PartitionSpec(),
+      axis_names={axis},
+      check_vma=False,
+    )(chunks, x, key)
+
+  def run(chunks, x, key, count, each):
+    """What one device does; chunks [v, 1, each, ...]."""
+    stage = jax.lax.axis_index(axis)
+    chunks = jax.tree.map(lambda p: p[:, 0], chunks)
+    last = stages - 1
+
+    def chunk(params, h, layer_number, microbatch):
+      mine = jax.random.fold_in(key, microbatch)
+
+      def one(h, item):
+        p, number = item
+        return apply(p, h, jax.random.fold_in(mine, number)), None
+
+      numbers = layer_number + jnp.arange(each)
+      return jax.lax.scan(one, h, (params, numbers))[0]
+
+    def pick(tree, index):
+      return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+        tree,
+      )
+
+    def put(tree, value, index, when):
+      def write(leaf, new):
+        old = jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+        new = jnp.where(when, new, old)
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, index, 0)
+
+      return jax.tree.map(write, tree, value)
+
+    def choose(when, a, b):
+      return jax.tree.map(lambda p, q: jnp.where(when, p, q), a, b)
+
+    def step(carry, time):
+      arriving, waiting, done = carry
+      # What has come from the last stage waits for its next round.
+      back = time - stages  # the number of what the last stage did before
+      waiting = put(waiting, arriving, back % count, (stage == 0) & (back >= 0))
+      number = time - stage
+      at_work = (number >= 0) & (number < rounds * count)
+      number = jnp.clip(number, 0, rounds * count - 1)
+      turn, microbatch = number // count, number % count
+      fresh = pick(x, microbatch)
+      entering = choose(turn == 0, fresh, pick(waiting, microbatch))
+      h = choose(stage == 0, entering, arriving)
+      # A device without work does some that counts for nothing, on real
+      # numbers: zero times what a NaN gives is NaN, in the backward too.
+      h = choose(at_work, h, fresh)
+      first = (turn * stages + stage) * each
+      h = chunk(pick(chunks, turn), h, first, microbatch)
+      ends = at_work & (stage == last) & (turn == rounds - 1)
+      done = put(done, h, microbatch, ends)
+      ring = [(s, (s + 1) % stages) for s in range(stages)]
+      sent = jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, ring), h)
+      return (sent, waiting, done), None
+
+    def filled(leaf):
+      return jnp.full_like(leaf, fill)
+
+    empty = jax.tree.map(lambda leaf: filled(leaf[0]), x)
+    waiting, done = jax.tree.map(filled, x), jax.tree.map(filled, x)
+    times = jnp.arange(rounds * count + stages - 1)
+    (_, _, done), _ = jax.lax.scan(step, (empty, waiting, done), times)
+    # All have the answer, as what follows (a loss) is not a matter of stages.
+    mine = jax.tree.map(
+      lambda leaf: jnp.where(stage == last, leaf, jnp.zeros_like(leaf)), done
+    )
+    return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axis), mine)
+
+  # Not before it is compiled may a program leave axes of the mesh to XLA.
+  return jax.jit(call)
