@@ -105,7 +105,16 @@ class Timing(NamedTuple):
 
 
 def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
-  """Returns float[T]: how long each task takes by itself."""
+  """Returns float[T]: how long each task takes by itself.
+
+  Raises:
+    ValueError: for costs of another number of stages.
+  """
+  if len(cost.forward) != schedule.stages:
+    raise ValueError(
+      f"costs are of {len(cost.forward)} stages, and {schedule.name} has"
+      f" {schedule.stages}: make them with costs({schedule.stages}, ...)"
+    )
   out = np.zeros(len(schedule.time))
   for action, column in (
     *((FORWARD, cost.forward), (BACKWARD, cost.backward)),
@@ -124,6 +133,9 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
   A transfer between devices takes its time and keeps neither of them busy. In a
   synchronous schedule a forward waits for the update of the batch before, at
   all replicas of its stage; the update itself takes no time.
+
+  Raises:
+    ValueError: as `durations`.
   """
   where = validate_lib.rows(schedule)
   count = len(schedule.time)
@@ -285,27 +297,18 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   if weights == "latest" or (where.weight < 0).any():
     return out
   for stage in range(schedule.stages):
-    rows = np.concatenate([where.forward[stage], where.weight[stage]])
+    done = np.sort(schedule.time[where.weight[stage]])
     reads = read.forward[stage].tolist()
     # A version that is read later than it is made is kept until then.
     last = np.zeros(max(reads) + 1, np.int64)
     np.maximum.at(last, reads, schedule.time[where.weight[stage]])
-    order = rows[
-      np.lexsort((schedule.action[rows] != FORWARD, schedule.time[rows]))
-    ]
-    done, most = 0, 1
-    oldest = 0
-    needed = last.tolist()
-    times_, actions = schedule.time[order].tolist(), schedule.action[order]
-    for time, forward in zip(
-      times_, (actions == FORWARD).tolist(), strict=True
-    ):
-      newest = done // schedule.every
-      while oldest < len(needed) and needed[oldest] < time:
+    slots = np.union1d(schedule.time[where.forward[stage]], done)
+    newest = np.searchsorted(done, slots, "left") // schedule.every
+    most, oldest, needed = 1, 0, last.tolist()
+    for slot, new in zip(slots.tolist(), newest.tolist(), strict=True):
+      while oldest < len(needed) and needed[oldest] < slot:
         oldest += 1
-      held = sum(n >= time for n in needed[oldest:newest])
-      most = max(most, held + 1)
-      done += not forward
+      most = max(most, 1 + sum(n >= slot for n in needed[oldest:new]))
     out[stage] = most
   return out
 
@@ -323,8 +326,9 @@ def traces(
     A trace for each stage, and the sequence numbers of its rows.
 
   Raises:
-    ValueError: as `versions`, and for weights that change between forward and
-      backward, which is no gradient at any parameters.
+    ValueError: as `versions`, for weights that change between forward and
+      backward, which is no gradient at any parameters, and for a table without
+      backward.
   """
   if weights == "latest" and not schedule.flush:
     raise ValueError(
@@ -333,6 +337,8 @@ def traces(
     )
   read = versions(schedule, weights)
   where = validate_lib.rows(schedule)
+  if (where.weight < 0).any():
+    raise ValueError(f"{schedule.name} has no backward: nothing is received")
   out = []
   for stage in range(schedule.stages):
     rows = where.weight[stage]
@@ -349,7 +355,7 @@ def traces(
     count = len(events)
     trace = base.Trace(
       *(np.arange(count, dtype=np.float64), np.zeros(count, np.int32)),
-      *(jobs, actions),
+      *(jobs, actions.astype(np.int8)),
     )
     out.append((trace, jobs))
   return out
@@ -408,11 +414,12 @@ def analyze(
   where = validate_lib.rows(schedule)
   sent = np.zeros(schedule.devices)
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
-  pairs = np.array(validate_lib.transfers(schedule, where)).reshape(-1, 2)
-  stage = np.minimum(*schedule.stage[pairs].T) if len(pairs) else []
-  np.add.at(
-    sent, schedule.device[pairs[:, 0]], size[stage] if len(pairs) else 0
-  )
+  pairs = validate_lib.transfers(schedule, where)
+  if pairs:
+    pairs = np.array(pairs)
+    np.add.at(
+      sent, schedule.device[pairs[:, 0]], size[schedule.stage[pairs].min(1)]
+    )
   return Analysis(
     makespan,
     busy,

@@ -28,6 +28,7 @@ from asgd import base, simulator
 from pipeline import analyze, validate
 from pipeline import stage as stage_lib
 from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from pipeline.spans import Span
 
 Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("w", ...)
 
@@ -43,17 +44,6 @@ class Part(NamedTuple):
   params: Any  # at first
   server: base.Server  # one update a message: the table says how many are one
   message: optax.GradientTransformation | None = None  # DANA-Slim's momentum
-
-
-class Span(NamedTuple):
-  """A task as it was run."""
-
-  device: int
-  stage: int
-  microbatch: int
-  action: str
-  start: float  # seconds of the clock
-  end: float
 
 
 class State(NamedTuple):
@@ -168,13 +158,13 @@ class Executor:
     self._blocks = clock is not None or devices[0].platform == "cpu"
     self.weights = weights
     self._versions = analyze.versions(schedule, weights)
-    self._places = schedule.places()
+    self.places = schedule.places()
     for stage, part in enumerate(self.parts):
       if part.server.workers not in (None, 1) and part.server.workers < len(
-        self._places[stage]
+        self.places[stage]
       ):
         raise ValueError(
-          f"stage {stage} has {len(self._places[stage])} replicas, and its"
+          f"stage {stage} has {len(self.places[stage])} replicas, and its"
           f" algorithm was built for {part.server.workers} workers"
         )
     self._compile()
@@ -184,7 +174,8 @@ class Executor:
 
   def _compile(self):
     """Compiles each stage once, from shapes."""
-    self._stages, self._steps, self._transforms = [], [], []
+    self.compiled: list[stage_lib.Stage] = []
+    self._steps, self._transforms = [], []
     x: Any = ()
     for index, part in enumerate(self.parts):
       extra = self._extra(index, 0)
@@ -194,7 +185,7 @@ class Executor:
         raise PipelineError(
           f"stage {index} cannot be compiled: {error}"
         ) from error
-      self._stages.append(compiled)
+      self.compiled.append(compiled)
       self._steps.append(_steps(part.server))
       self._transforms.append(_transform(part.message))
       x = compiled.y
@@ -208,7 +199,7 @@ class Executor:
     """Writes a program for each lane, and counts who reads what how often."""
     schedule, where = self.schedule, validate.rows(self.schedule)
     columns = (column.tolist() for column in schedule[1:6])
-    replica = [{d: i for i, d in enumerate(p)} for p in self._places]
+    replica = [{d: i for i, d in enumerate(p)} for p in self.places]
     programs = [[] for _ in self.devices]
     for slot, device, stage, microbatch, action in zip(*columns, strict=True):
       mine = replica[stage][device] if stage >= 0 else 0
@@ -216,7 +207,7 @@ class Executor:
     uses = collections.Counter()
     self._uses_of = {}
     self.every = schedule.every
-    for stage, places in enumerate(self._places):
+    for stage, places in enumerate(self.places):
       rows = where.weight[stage]
       order = np.lexsort((schedule.device[rows], schedule.time[rows]))
       for number, microbatch in enumerate(order.tolist()):
@@ -255,7 +246,7 @@ class Executor:
       state = jax.device_put(state, self._home(stage))
       servers.append(state)
       if self._transforms[stage]:
-        for mine, _ in enumerate(self._places[stage]):
+        for mine, _ in enumerate(self.places[stage]):
           messages[stage, mine] = jax.device_put(
             self._transforms[stage].init(base.weights_of(state.params)),
             self._home(stage),
@@ -293,7 +284,7 @@ class Executor:
     device = self.schedule.device
 
     def lane(key):
-      return self.devices[_goes_to(key, where, device, self._places)]
+      return self.devices[_goes_to(key, where, device, self.places)]
 
     def own(key):
       return self.devices[device[where.forward[key]]]
@@ -306,7 +297,7 @@ class Executor:
       messages=put(state.messages, lambda key: self._home(key[0])),
       tickets=put(
         state.tickets,
-        lambda key: self.devices[self._places[key[0]][key[2]]],
+        lambda key: self.devices[self.places[key[0]][key[2]]],
       ),
       sums=put(state.sums, self._home),
       on_their_way=put(state.on_their_way, lane),
@@ -322,12 +313,12 @@ class Executor:
     }
 
   def _home(self, stage):
-    return self.devices[self._places[stage][0]]
+    return self.devices[self.places[stage][0]]
 
   def _ticket(self, stage, state, replica):
     """What a replica is sent, on its device."""
     ticket = self._steps[stage].send(state, jnp.int32(replica))
-    device = self.devices[self._places[stage][replica]]
+    device = self.devices[self.places[stage][replica]]
     return jax.device_put(ticket, device)
 
   def params(self, state: State) -> list[Any]:
@@ -410,12 +401,12 @@ class _Run:
       _goes_to,
       where=validate.rows(executor.schedule),
       device=executor.schedule.device,
-      places=executor._places,
+      places=executor.places,
     )
     for key, value in state.on_their_way.items():
       self.boxes[self._goes_to(key)][key] = value
     for (stage, version, mine), ticket in state.tickets.items():
-      lane = executor._places[stage][mine]
+      lane = executor.places[stage][mine]
       self.tickets[lane][stage, version, mine] = ticket
     self.left = collections.Counter(executor._uses)
     # Those that were read before.
@@ -551,7 +542,7 @@ class _Run:
   def _task(self, lane, op):
     """Runs a row of the table; returns when it began."""
     executor, (stage, number) = self.executor, (op.stage, op.microbatch)
-    compiled, last = executor._stages[stage], stage == len(executor.parts) - 1
+    compiled, last = executor.compiled[stage], stage == len(executor.parts) - 1
     versions, at = executor._versions, (op.stage, op.microbatch)
     clock = executor._clock or (lambda: 0.0)
     if op.kind == FORWARD:
@@ -642,7 +633,7 @@ class _Run:
     version = op.group + 1
     for mine in executor._made[stage, version]:
       made = executor._ticket(stage, state, mine)
-      target = executor._places[stage][mine]
+      target = executor.places[stage][mine]
       key = stage, version, mine
       if target == lane:
         self.tickets[lane][key] = made

@@ -175,7 +175,11 @@ def from_columns(
 ) -> Schedule:
   """`make` for columns that are NumPy arrays already."""
   if not isinstance(name, str) or not name.isprintable() or ";" in name:
-    raise ScheduleError(f"a schedule's name must be one line, not {name!r}")
+    raise ScheduleError(
+      f"a schedule's name must be one line without ;, not {name!r}"
+    )
+  if name != name.strip():  # it could not be read again
+    raise ScheduleError("a schedule's name must not begin or end in a space")
   known = np.isin(action, KNOWN)
   for what, column, least in (
     *(("time", time, 0), ("device", device, 0)),
@@ -185,14 +189,14 @@ def from_columns(
     if len(wrong):
       i = wrong[0]
       raise ScheduleError(
-        f"{what} {column[i]} of {action[i]!r} (slot {time[i]}, device"
+        f"{what} {column[i]} of '{action[i]}' (slot {time[i]}, device"
         f" {device[i]}) must not be negative"
       )
   alone = np.flatnonzero((stage < 0) != (microbatch < 0))
   if len(alone):
     i = alone[0]
     raise ScheduleError(
-      f"{action[i]!r} (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
+      f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
       f" and microbatch {microbatch[i]}: give both, or -1 for both"
     )
   rank = np.full(len(time), 9, np.int8)
@@ -356,7 +360,7 @@ def to_text(
       "&".join(cells[device, slot]) or _IDLE for slot in range(schedule.slots)
     ]
     for (other, slot), mark in marks.items():
-      if other == device and slot < len(row):
+      if other == device and 0 <= slot < len(row):
         row[slot] = f"{mark}{row[slot]}{mark}"
     rows.append(row)
   width = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -391,7 +395,7 @@ def from_text(text: str) -> Schedule:
   rows = []
   for number, line in lines[1:]:
     head, bar, body = line.partition("|")
-    if not bar or not head.strip().isdigit():
+    if not bar or not head.strip().isdecimal():
       raise ScheduleError(
         f"line {number}: {line!r} must be a device, | and its cells"
       )
@@ -453,6 +457,8 @@ def from_csv(text: str) -> Schedule:
     raise ScheduleError(f"line 2 must be {','.join(_COLUMNS)}")
   tasks = []
   for number, row in enumerate(rows[1:], 3):
+    if not row:
+      continue
     try:
       tasks.append((*map(int, row[:4]), row[4]))
       if len(row) != 5:

@@ -1,5 +1,6 @@
 """Rejects tables that cannot be run, and shows the cell where they cannot."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,7 @@ def validate(
     raise ScheduleError(f"{schedule.name}: there is no task of a stage")
   _check_doubles(schedule, known)
   _check_blocks(schedule)
+  _check_forwards(schedule)
   where = rows(schedule)
   trains = bool((where.backward >= 0).any() or (where.weight >= 0).any())
   _check_complete(schedule, where, trains)
@@ -94,7 +96,8 @@ def validate(
 
 
 def _fail(schedule, why, *marked):
-  raise ScheduleError(f"{schedule.name}: {why}\n{_window(schedule, marked)}")
+  table = f"\n{_window(schedule, marked)}" if marked else ""
+  raise ScheduleError(f"{schedule.name}: {why}{table}")
 
 
 def _describe(schedule, row):
@@ -106,13 +109,14 @@ def _describe(schedule, row):
 
 
 def _window(schedule, marked):
-  """The table around the marked rows, which stand between > and <."""
+  """The table around the marked rows, which stand between two !."""
   marked = np.asarray(marked, np.int64)
   first = max(int(schedule.time[marked].min()) - _AROUND, 0)
   last = int(schedule.time[marked].max()) + _AROUND
   if last - first > 4 * _AROUND:  # show the later end of a long way
     first = last - 4 * _AROUND
   near = (schedule.time >= first) & (schedule.time <= last)
+  lowest = 0
   if schedule.devices > _MOST_DEVICES:
     at = schedule.device[marked]
     lowest = max(int(at.min()) - _MOST_DEVICES // 2, 0)
@@ -130,7 +134,8 @@ def _window(schedule, marked):
     for row in marked
   }
   begins = f"(slots from {first})\n" if first else ""
-  return begins + schedule_lib.to_text(shown, marks)
+  head, *lines = schedule_lib.to_text(shown, marks).splitlines(keepends=True)
+  return begins + "".join([head, *lines[lowest:]])
 
 
 def _check_doubles(schedule, known):
@@ -176,22 +181,39 @@ def _check_blocks(schedule):
       )
 
 
+def _check_forwards(schedule):
+  """Every forward is there. Until that is known there may be no array of all
+  stages and microbatches: a misprinted number would make a huge one."""
+  count = schedule.microbatches
+  at = np.flatnonzero(schedule.action == FORWARD)
+  keys = np.sort(
+    schedule.stage[at].astype(np.int64) * count + schedule.microbatch[at]
+  )
+  if len(keys) == schedule.stages * count:
+    return
+  gaps = np.flatnonzero(keys != np.arange(len(keys)))
+  stage, microbatch = divmod(int(gaps[0]) if len(gaps) else len(keys), count)
+  same = (schedule.stage == stage) & (schedule.microbatch == microbatch)
+  _fail(
+    schedule,
+    f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing",
+    *np.flatnonzero(same & np.isin(schedule.action, KNOWN)),
+  )
+
+
 def _check_complete(schedule, where, trains):
-  tables = (FORWARD, where.forward), ("B or I", where.backward)
-  for name, table in (*tables, ("B or W", where.weight)):
-    if name != FORWARD and not trains:
-      continue
+  if not trains:
+    return
+  for name, table in (("B or I", where.backward), ("B or W", where.weight)):
     missing = np.argwhere(table < 0)
     if len(missing):
       stage, microbatch = missing[0]
       found = [t[stage, microbatch] for t in where]
-      there = [row for row in found if row >= 0]
-      why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
-      if there:
-        _fail(schedule, why, *there)
-      raise ScheduleError(f"{schedule.name}: {why}")
-  if not trains:
-    return
+      _fail(
+        schedule,
+        f"{name} of stage {stage}, microbatch {microbatch} is missing",
+        *[row for row in found if row >= 0],
+      )
   for table in (where.backward, where.weight):
     moved = np.argwhere(
       schedule.device[table] != schedule.device[where.forward]
@@ -280,7 +302,7 @@ def _check_in_flight(schedule, limit):
   if len(over):
     _fail(
       schedule,
-      f"{_describe(schedule, over[0])} is the {limit + 1}th in flight on its"
+      f"{_describe(schedule, over[0])} makes {limit + 1} in flight on its"
       f" device; max_in_flight={limit}",
       over[0],
     )
@@ -305,9 +327,12 @@ def _check_rendezvous(schedule, where):
     after.setdefault(pair[0], []).append(pair)
     before.setdefault(pair[1], []).append(pair)
   programs = [[] for _ in range(schedule.devices)]
-  for row, device in enumerate(schedule.device.tolist()):
-    programs[device] += before.get(row, [])
-    programs[device] += after.get(row, [])
+  slots = list(zip(*(c.tolist() for c in (schedule.time, schedule.device))))  # noqa: B905
+  for _, block in itertools.groupby(range(len(slots)), slots.__getitem__):
+    block = list(block)  # one task, or two that begin and end together
+    program = programs[slots[block[0]][1]]
+    for pairs in (before, after):
+      program += [pair for row in block for pair in pairs.get(row, [])]
   at = [0] * len(programs)
   device_of = schedule.device.tolist()
   waiting = list(range(len(programs)))

@@ -1,0 +1,367 @@
+"""Draws a table with its times: text, a picture, tracks for Perfetto.
+
+A run that was measured is drawn beside its plan, in the same tracks.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import spans as spans_lib
+from pipeline import tracks as tracks_lib
+from pipeline.analyze import Timing
+from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from pipeline.spans import Span
+
+# Text.
+
+
+def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
+  """Returns the times as text: a line for each device, and a task is as wide as
+  it is long.
+
+  A task begins with its name and goes on with -; nobody works at a dot. The
+  number, or the whole name, is left out where there is no room for it.
+
+  >>> from pipeline import analyze, schedule
+  >>> orders = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]]
+  >>> table = schedule.lay_out("two", orders, every=1, flush=True)
+  >>> times = analyze.times(table, analyze.costs(2))
+  >>> print(to_text(table, times, columns=80))
+  # two; a column is 0.5
+  0 | F0......B0--
+  1 | ..F0B0--....
+  <BLANKLINE>
+
+  Args:
+    schedule: the table.
+    timing: its times.
+    columns: how many the makespan takes; fewer, if all names fit in fewer.
+
+  Raises:
+    ValueError: if there is no room at all.
+  """
+  if columns < 1:
+    raise ValueError(f"columns must be positive, not {columns!r}")
+  run = spans_lib.planned(schedule, timing)
+  blocks: dict[tuple[int, float, float], list[str]] = {}
+  for device, _, microbatch, action, start, end in _rows(run):
+    if end > start:
+      names = blocks.setdefault((device, start, end), [])
+      names.append(_name(action, microbatch))
+  makespan = float(run.end.max(initial=0.0))
+  needed = [
+    len("&".join(names)) / (end - start)
+    for (_, start, end), names in blocks.items()
+  ]
+  scale = min(columns / makespan, max(needed)) if blocks else 1.0
+  grid = [["."] * round(makespan * scale) for _ in range(schedule.devices)]
+  for (device, start, end), names in blocks.items():
+    first, last = round(start * scale), round(end * scale)
+    name = _fit(names, last - first)
+    grid[device][first:last] = name.ljust(last - first, "-")
+  number = len(str(schedule.devices - 1))
+  head = f"# {schedule.name}; a column is {1 / scale:.6g}"
+  rows = [
+    f"{device:>{number}} | {''.join(row)}" for device, row in enumerate(grid)
+  ]
+  return "\n".join([head, *rows]) + "\n"
+
+
+def _fit(names, room):
+  """The most of the names that there is room for."""
+  bare = [name.rstrip("0123456789") for name in names]
+  for text in ("&".join(names), "&".join(bare), bare[0]):
+    if len(text) <= room:
+      return text
+  return ""
+
+
+def _rows(run):
+  return zip(*(column.tolist() for column in run), strict=True)
+
+
+def _name(action, microbatch):
+  return action if microbatch < 0 else f"{action}{microbatch}"
+
+
+# Tracks.
+
+_PLANNED, _MEASURED = 1, 2  # pids
+
+
+def perfetto(
+  schedule: Schedule, timing: Timing, measured: Sequence[Span] | None = None
+) -> dict[str, Any]:
+  """Returns the content of a JSON file for Perfetto: a track for each device. A
+  unit of the costs is shown as a second.
+
+  Args:
+    schedule: the table.
+    timing: its times.
+    measured: a run of the table, for tracks of the same names below those of
+      the plan.
+
+  Raises:
+    ValueError: as `spans.measured`.
+  """
+  runs = _runs(schedule, timing, measured)
+  pids = {"planned": _PLANNED, "measured": _MEASURED}
+  tracks = tracks_lib.Tracks({pids[name]: name for name in runs})
+  events = []
+  for name, run in runs.items():
+    pid = pids[name]
+    for device in range(schedule.devices):
+      tracks.tid(pid, f"device {device}", 100 * device)
+    lanes = [tracks_lib.Lanes() for _ in range(schedule.devices)]
+    for device, stage, microbatch, action, start, end in _rows(run):
+      # Pieces of a track may not overlap, and the tasks of a block do.
+      lane = lanes[device].take(start, end)
+      track = f"device {device}" + (f", beside {lane}" if lane else "")
+      tid = tracks.tid(pid, track, 100 * device + lane)
+      args = {"stage": stage, "microbatch": microbatch, "action": action}
+      title = _name(action, microbatch)
+      events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
+  return tracks_lib.document(tracks.ordered(events))
+
+
+def _runs(schedule, timing, measured):
+  runs = {"planned": spans_lib.planned(schedule, timing)}
+  if measured is not None:
+    runs["measured"] = spans_lib.measured(schedule, measured)
+  return runs
+
+
+# Picture. Lengths are in inches, sizes of letters in points.
+
+_COLOURS = {
+  FORWARD: "#2166ac",
+  BACKWARD: "#d9730d",
+  INPUT: "#b5338a",
+  WEIGHT: "#1b8a5a",
+}
+_OTHER_COLOURS = ("#6a51a3", "#8c6d31", "#636363", "#17a2b8")
+_PALEST = 0.6  # how much white is in the colour of the last stage
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.95, 1.5, 0.75, 0.85  # around the axes
+_NUMBERED = 6000  # tasks, above which no numbers are written
+_VECTORS = 20000  # tasks, above which they are pixels in an SVG, too
+_LETTER = 0.62  # of its size, the width of a digit
+
+
+def gantt(
+  schedule: Schedule,
+  timing: Timing,
+  *paths: str | Path,
+  measured: Sequence[Span] | None = None,
+) -> None:
+  """Draws a row for each device: tasks in the colour of their action, paler for
+  later stages, with the number of their microbatch where there is room. Bubbles
+  are white, and in numbers on the right.
+
+  Args:
+    schedule: the table.
+    timing: its times.
+    *paths: files, PNG or SVG by their names.
+    measured: a run of the table, drawn below the plan in each row.
+
+  Raises:
+    ValueError: as `spans.measured`.
+    ImportError: without matplotlib.
+  """
+  try:
+    import matplotlib
+    from matplotlib.figure import Figure
+  except ImportError as error:
+    raise ImportError(
+      "pictures need matplotlib: pip install -e '.[viz]'"
+    ) from error
+  runs = _runs(schedule, timing, measured)
+  longest = max(len(run.start) for run in runs.values()) / schedule.devices
+  width = float(np.clip(0.3 * longest, 7, 28))
+  height = float(np.clip(0.45 * len(runs) * schedule.devices, 0.9, 24))
+  size = width + _LEFT + _RIGHT, height + _TOP + _BOTTOM
+  figure = Figure(figsize=size)
+  axes = figure.add_axes(
+    (_LEFT / size[0], _BOTTOM / size[1], width / size[0], height / size[1])
+  )
+  idle = {
+    name: spans_lib.idle(run, schedule.devices) for name, run in runs.items()
+  }
+  end = max(part.makespan for part in idle.values()) or 1.0
+  room = width / end, height / schedule.devices
+  colours = _colours(runs.values())
+  for place, run in enumerate(runs.values()):
+    bars = _bars(run, place, len(runs))
+    _draw(axes, run, bars, colours, schedule.stages, room)
+  _dress(axes, schedule, idle, end, room[1])
+  _legend(figure, colours, schedule.stages)
+  # The same file for the same run: no date, and names that are not drawn.
+  with matplotlib.rc_context({"svg.hashsalt": "gantt"}):
+    for path in map(Path, paths):
+      svg = path.suffix == ".svg"
+      metadata = {"Date": None} if svg else {"Software": None}
+      figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def _colours(runs):
+  found = sorted({action for run in runs for action in run.action.tolist()})
+  others = [action for action in found if action not in _COLOURS]
+  own = {
+    action: _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
+    for i, action in enumerate(others)
+  }
+  return {a: c for a, c in {**_COLOURS, **own}.items() if a in found}
+
+
+def _bars(run, place, places):
+  """float[T, 4]: start, end, top and bottom of each task; the row of device d
+  is from d to d + 1. Tasks that overlap share its height."""
+  lane, lanes = _share(run)
+  height = 0.86 / places
+  top = run.device + 0.07 + place * height
+  each = height / lanes
+  top = top + lane * each
+  return np.stack([run.start, run.end, top, top + 0.94 * each], 1)
+
+
+def _share(run):
+  """int[T], int[T]: lanes of tasks, and how many there are beside them."""
+  lane = np.zeros(len(run.start), np.int64)
+  lanes = np.ones(len(run.start), np.int64)
+  group: dict[int, list[int]] = {}  # device -> tasks that touch each other
+  reach: dict[int, float] = {}
+  free: dict[int, tracks_lib.Lanes] = {}
+  for task, (device, *_, start, end) in enumerate(_rows(run)):
+    if device not in group or start >= reach[device]:
+      group[device], reach[device] = [], end
+      free[device] = tracks_lib.Lanes()
+    reach[device] = max(reach[device], end)
+    lane[task] = free[device].take(start, end)
+    group[device].append(task)
+    lanes[group[device]] = lane[group[device]].max() + 1
+  return lane, lanes
+
+
+def _paler(colour, share):
+  parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+  return parts + (1 - parts) * share
+
+
+def _draw(axes, run, bars, colours, stages, room):
+  """Draws the bars of a run, and numbers on them."""
+  from matplotlib.collections import PolyCollection
+
+  share = _PALEST * np.maximum(run.stage, 0) / max(stages - 1, 1)
+  base = np.array(
+    [_paler(colours[action], 0) for action in run.action.tolist()]
+  )
+  fill = base + (1 - base) * share[:, None]
+  left, right, top, bottom = bars.T
+  corners = np.stack(
+    [
+      np.stack([left, top], 1),
+      np.stack([right, top], 1),
+      np.stack([right, bottom], 1),
+      np.stack([left, bottom], 1),
+    ],
+    1,
+  )
+  many = len(bars) > _VECTORS
+  axes.add_collection(
+    PolyCollection(
+      corners,
+      facecolors=fill,
+      edgecolors="white",
+      linewidths=0 if many else 0.4,
+      rasterized=many,
+    )
+  )
+  if len(bars) > _NUMBERED:
+    return
+  dark = fill @ [0.299, 0.587, 0.114] < 0.6
+  wide, high = 72 * room[0] * (right - left), 72 * room[1] * (bottom - top)
+  for task, number in enumerate(run.microbatch.tolist()):
+    text = str(number)
+    size = min(9.0, 0.8 * high[task], (wide[task] - 1) / _LETTER / len(text))
+    if number < 0 or size < 4:
+      continue
+    axes.text(
+      *((left[task] + right[task]) / 2, (top[task] + bottom[task]) / 2, text),
+      ha="center",
+      va="center_baseline",
+      fontsize=size,
+      color="white" if dark[task] else "black",
+      clip_on=True,
+    )
+
+
+def _dress(axes, schedule, idle, end, room):
+  """Writes around the axes; `room` is the height of a row."""
+  size = float(np.clip(72 * room * 0.6 / len(idle), 2, 9))
+  devices = range(schedule.devices)
+  axes.set(xlim=(0, end), ylim=(schedule.devices, 0), xlabel="time")
+  axes.set_yticks([device + 0.5 for device in devices])
+  axes.set_yticklabels([f"device {device}" for device in devices])
+  axes.tick_params(axis="y", length=0, labelsize=min(size * len(idle), 9))
+  axes.spines[["top", "right", "left"]].set_visible(False)
+  for device in range(1, schedule.devices):
+    axes.axhline(device, color="#dddddd", lw=0.4, zorder=0)
+  beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
+  words = {1: ("",), 2: ("planned ", "measured ")}[len(idle)]
+  for place, (word, part) in enumerate(zip(words, idle.values(), strict=True)):
+    for device in devices:
+      height = device + (place + 0.5) / len(idle)
+      text = f"{word}{part.bubble[device]:.1%}"
+      axes.text(1.01, height, text, fontsize=size, **beside)
+  axes.text(
+    *(1.01, 1, "bubble"),
+    transform=axes.transAxes,
+    va="bottom",
+    fontsize=9,
+  )
+  lines = [
+    f"{schedule.name}: {schedule.stages} stages on {schedule.devices} devices,"
+    f" {schedule.microbatches} microbatches"
+  ]
+  lines += [f"{word}{_facts(part)}" for word, part in zip(words, idle.values())]  # noqa: B905
+  axes.set_title("\n".join(lines).replace("$", r"\$"), fontsize=10, loc="left")
+
+
+def _facts(idle):
+  return (
+    f"makespan {idle.makespan:.5g}; bubble {idle.of_total:.1%} of the total,"
+    f" {idle.of_ideal:.1%} of the ideal"
+  )
+
+
+_WORDS = {
+  FORWARD: "F forward",
+  BACKWARD: "B backward",
+  INPUT: "I backward of inputs",
+  WEIGHT: "W backward of weights",
+}
+
+
+def _legend(figure, colours, stages):
+  from matplotlib.patches import Patch
+
+  handles = [
+    Patch(color=colour, label=_WORDS.get(action, action))
+    for action, colour in colours.items()
+  ]
+  if stages > 1:
+    pale = _paler("#404040", _PALEST)
+    handles += [
+      Patch(color="#404040", label="stage 0"),
+      Patch(color=pale, label=f"stage {stages - 1}"),
+    ]
+  figure.legend(
+    handles=handles,
+    loc="lower center",
+    ncols=len(handles),
+    frameon=False,
+    fontsize=9,
+    handlelength=1.0,
+  )

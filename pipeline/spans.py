@@ -1,0 +1,244 @@
+"""What devices did and when: a measured run, to be held against its plan.
+
+Seconds are those of any clock; a run begins where its first span does.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline import analyze
+from pipeline.schedule import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  KNOWN,
+  WEIGHT,
+  Schedule,
+)
+
+
+class Span(NamedTuple):
+  """A piece of work of a measured run."""
+
+  device: int
+  stage: int  # -1: none
+  microbatch: int  # -1: none
+  action: str
+  start: float  # seconds
+  end: float
+
+
+class Run(NamedTuple):
+  """Work in columns, planned or measured, by time of start; it begins at 0."""
+
+  device: np.ndarray  # int[T]
+  stage: np.ndarray  # int[T]
+  microbatch: np.ndarray  # int[T]
+  action: np.ndarray  # str[T]
+  start: np.ndarray  # float[T]
+  end: np.ndarray  # float[T]
+
+
+class Idle(NamedTuple):
+  """How much of a run is bubble."""
+
+  makespan: float
+  busy: np.ndarray  # float[D]; what overlaps counts once
+  idle: np.ndarray  # float[D]
+  bubble: np.ndarray  # float[D], idle / makespan
+  of_total: float  # of all devices: idle / (D x makespan)
+  of_ideal: float  # of all devices: idle / busy
+
+
+class Comparison(NamedTuple):
+  """A plan and what came of it."""
+
+  planned: Idle
+  measured: Idle
+  missing: int  # tasks of the table that were not measured
+
+
+def planned(schedule: Schedule, timing: analyze.Timing) -> Run:
+  """Returns the run that a table and its times say."""
+  if len(timing.start) != len(schedule.time):
+    raise ValueError(
+      f"timing is of {len(timing.start)} tasks, and {schedule.name} has"
+      f" {len(schedule.time)}: use analyze.times of this table"
+    )
+  return _sorted(*schedule[2:6], timing.start, timing.end)
+
+
+def measured(schedule: Schedule, spans: Iterable[Span]) -> Run:
+  """Returns the run that was measured.
+
+  Args:
+    schedule: the table that it obeyed. Actions of the user's own need not be in
+      it.
+    spans: in any order.
+
+  Raises:
+    ValueError: for spans that are no times, or no work of this table.
+  """
+  spans = [Span(*span) for span in spans]
+  if not spans:
+    raise ValueError("there is no span: nothing was measured")
+  known = {task[1:] for task in schedule.tasks}
+  seen = set()
+  for span in spans:
+    _check(span, schedule)
+    if span.action not in KNOWN:
+      continue
+    if span[:4] not in known:
+      raise ValueError(
+        f"{_describe(span)} is not in the table {schedule.name}: was another"
+        " one measured?"
+      )
+    if span[:4] in seen:
+      raise ValueError(
+        f"{_describe(span)} was measured twice: give the spans of one pass"
+        " through the table"
+      )
+    seen.add(span[:4])
+  columns = [np.array(column) for column in zip(*spans, strict=True)]
+  begin = columns[4].min()
+  return _sorted(*columns[:4], columns[4] - begin, columns[5] - begin)
+
+
+def _describe(span):
+  return (
+    f"{span.action} of stage {span.stage}, microbatch {span.microbatch} on"
+    f" device {span.device}"
+  )
+
+
+def _check(span, schedule):
+  if not 0 <= span.device < schedule.devices:
+    raise ValueError(
+      f"{_describe(span)}: the table {schedule.name} has devices 0 to"
+      f" {schedule.devices - 1}"
+    )
+  if not (np.isfinite(span[4:]).all() and span.start <= span.end):
+    raise ValueError(
+      f"{_describe(span)} is from {span.start!r} to {span.end!r}: these must be"
+      " finite, and not fall"
+    )
+
+
+def _sorted(device, stage, microbatch, action, start, end):
+  order = np.lexsort((device, start))
+  columns = device, stage, microbatch, action, start, end
+  return Run(*(np.asarray(column)[order] for column in columns))
+
+
+def idle(run: Run, devices: int) -> Idle:
+  """Returns how much of a run is bubble."""
+  busy, reach = [0.0] * devices, [0.0] * devices
+  for device, start, end in zip(
+    run.device.tolist(), run.start.tolist(), run.end.tolist(), strict=True
+  ):
+    busy[device] += max(end - max(start, reach[device]), 0.0)
+    reach[device] = max(reach[device], end)
+  makespan = float(run.end.max(initial=0.0))
+  work = np.array(busy)
+  left = makespan - work
+  return Idle(
+    *(makespan, work, left, left / (makespan or 1.0)),
+    float(left.sum() / (makespan * devices)) if makespan else 0.0,
+    float(left.sum() / work.sum()) if work.any() else 0.0,
+  )
+
+
+def compare(
+  schedule: Schedule, timing: analyze.Timing, spans: Sequence[Span]
+) -> Comparison:
+  """Returns the bubbles of a plan beside the measured ones.
+
+  Raises:
+    ValueError: as `measured`.
+  """
+  run = measured(schedule, spans)
+  count = int(np.isin(schedule.action, KNOWN).sum())
+  return Comparison(
+    idle(planned(schedule, timing), schedule.devices),
+    idle(run, schedule.devices),
+    count - int(np.isin(run.action, KNOWN).sum()),
+  )
+
+
+def costs(schedule: Schedule, spans: Iterable[Span]) -> analyze.Costs:
+  """Returns the costs of a plan that knows how long its tasks take: of each
+  stage's actions, and of the user's own, the median. Transfers take nothing,
+  and blocks the sum of their tasks; what a run took longer is not its tasks.
+
+  Raises:
+    ValueError: as `measured`.
+  """
+  run = measured(schedule, spans)
+  took = run.end - run.start
+
+  def median(mine):
+    return float(np.median(took[mine])) if mine.any() else 0.0
+
+  def column(action):
+    return [
+      median((run.action == action) & (run.stage == stage))
+      for stage in range(schedule.stages)
+    ]
+
+  own = sorted(set(run.action.tolist()) - set(KNOWN))
+  return analyze.costs(
+    schedule.stages,
+    forward=column(FORWARD),
+    backward=column(BACKWARD),
+    input=column(INPUT),
+    weight=column(WEIGHT),
+    own={action: median(run.action == action) for action in own},
+  )
+
+
+# Forms.
+
+
+def to_json(spans: Iterable[Span]) -> str:
+  """Returns spans as a JSON object; `spans` holds the rows."""
+  rows = [
+    (*map(int, span[:3]), str(span[3]), *map(float, span[4:])) for span in spans
+  ]
+  return json.dumps({"columns": Span._fields, "spans": rows})
+
+
+def from_json(text: str) -> list[Span]:
+  """Reads what `to_json` writes.
+
+  Raises:
+    ValueError: if it is not such an object, with the first row that is wrong.
+  """
+  try:
+    rows = json.loads(text)["spans"]
+    rows = list(rows)
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"not spans in JSON ({type(error).__name__}: {error}); it must be an"
+      ' object like {"spans": [[0, 0, 0, "F", 0.0, 0.5]]}'
+    ) from None
+  for number, row in enumerate(rows):
+    if not _is_span(row):
+      raise ValueError(
+        f"span {number} {json.dumps(row)} must be"
+        f" [{', '.join(Span._fields)}]: three whole numbers, a name, two"
+        " seconds"
+      )
+  return [Span(*row) for row in rows]
+
+
+def _is_span(row):
+  return (
+    isinstance(row, list)
+    and len(row) == 6
+    and all(type(value) is int for value in row[:3])
+    and isinstance(row[3], str)
+    and all(type(value) in (int, float) for value in row[4:])
+  )
