@@ -148,6 +148,12 @@ def asgd(
 
   With momentum it is the plain momentum at the server that asynchrony makes
   unstable; with one worker it is sequential SGD.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, at the server; 0 is none.
+    weight_decay: at the server.
   """
   del workers
   return Recipe(_sgd(learning_rate, momentum, weight_decay))
@@ -160,7 +166,14 @@ def ssgd(
   momentum: float = 0.0,
   weight_decay: float = 0.0,
 ) -> Recipe:
-  """Synchronous SGD: one update on the mean of a message from every worker."""
+  """Synchronous SGD: one update on the mean of a message from every worker.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, at the server; 0 is none.
+    weight_decay: at the server.
+  """
   return Recipe(
     _sgd(learning_rate, momentum, weight_decay),
     every=workers,
@@ -179,6 +192,12 @@ def nag_asgd(
 
   One velocity for all workers; sends params - eta gamma v. The look-ahead is
   of one update, while N are to come.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma.
+    weight_decay: at the server.
   """
   del workers
   algorithm = transforms.velocity_lookahead(
@@ -259,7 +278,15 @@ def dc_asgd_c(
   weight_decay: float = 0.0,
   strength: float = 0.04,
 ) -> Recipe:
-  """Delay compensation with a constant lambda (Zheng et al. 2017)."""
+  """Delay compensation with a constant lambda (Zheng et al. 2017).
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: at the server, after the compensation; 0 is none.
+    weight_decay: at the server, not compensated.
+    strength: lambda.
+  """
   del workers
   compensate = transforms.delay_compensation(strength)
   return Recipe(_sgd(learning_rate, momentum, weight_decay, compensate))
@@ -302,7 +329,14 @@ def gap_aware(
   momentum: float = 0.9,
   weight_decay: float = 0.0,
 ) -> Recipe:
-  """Divides gradients by the elementwise gap (Barkai et al. 2020)."""
+  """Divides gradients by the elementwise gap (Barkai et al. 2020).
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: of what is left after the division; 0 is none.
+    weight_decay: at the server, divided with the gradient.
+  """
   del workers
   tx = optax.chain(
     _decay(weight_decay),
@@ -335,6 +369,12 @@ def dana_zero(
 
   Sends params - eta gamma sum_j v^j, where the parameters will be, but for new
   gradients, when every worker has sent once more (Hakimi et al. 2019).
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, of each worker's velocity.
+    weight_decay: at the server.
   """
   algorithm = _dana(learning_rate, workers, momentum)
   return Recipe(transforms.precede(algorithm, _decay(weight_decay)))
@@ -353,6 +393,12 @@ def dana_slim(
   are DANA-Zero's look-ahead as long as the learning rate is constant. Weight
   decay, too, is the worker's: of the parameters it was sent. The recorded gap
   is between those parameters, about twice that of DANA-Zero on the same path.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, at the workers.
+    weight_decay: at the workers.
   """
   del workers
   nesterov = optax.chain(_decay(weight_decay), _trace(momentum, nesterov=True))
@@ -367,7 +413,15 @@ def dana_dc(
   weight_decay: float = 0.0,
   strength: float = 2.0,
 ) -> Recipe:
-  """DANA-Zero on compensated gradients, around the look-ahead that was sent."""
+  """DANA-Zero on compensated gradients, around the look-ahead that was sent.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, of each worker's velocity.
+    weight_decay: at the server, not compensated.
+    strength: lambda of the compensation, as in `dc_asgd_c`.
+  """
   algorithm = _dana(learning_rate, workers, momentum)
   compensate = transforms.delay_compensation(strength)
   return Recipe(transforms.precede(algorithm, compensate, _decay(weight_decay)))

@@ -18,6 +18,7 @@ made by driving it with drawn durations, live runs by driving it with real ones.
 
 import heapq
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -37,6 +38,10 @@ class Rules(NamedTuple):
   cache: bool = False  # keep a ticket for as long as `bound` allows it
 
 
+# Each ticket that may be open is a slot of a live run's memory.
+MOST_DEPTH = 1000
+
+
 def check_rules(rules: Rules) -> Rules:
   """Returns rules that can be obeyed.
 
@@ -44,19 +49,24 @@ def check_rules(rules: Rules) -> Rules:
     ValueError: naming what is wrong.
   """
   bound = rules.bound
-  if isinstance(bound, (str, bool)) or bound is None or not bound >= 0:
+  known = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
+  if not known or not bound >= 0:
     raise ValueError(f"bound must be a number, 0 or more, not {bound!r}")
-  for name, least in (
-    ("round", 0),
-    ("backup", 0),
-    ("depth", 1),
-    ("fetch_every", 1),
+  for name, least, most in (
+    ("round", 0, math.inf),
+    ("backup", 0, math.inf),
+    ("depth", 1, MOST_DEPTH),
+    ("fetch_every", 1, math.inf),
   ):
     value = getattr(rules, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+      to = "" if most == math.inf else f" to {most}"
       raise ValueError(
-        f"{name} must be a whole number from {least}, not {value!r}"
+        f"{name} must be a whole number from {least}{to}, not {value!r}"
       )
+  if not isinstance(rules.cache, bool):
+    raise ValueError(f"cache must be True or False, not {rules.cache!r}")
   if rules.backup and not rules.round:
     raise ValueError("backup workers need rounds: set the messages of a round")
   if rules.cache and rules.bound == math.inf:

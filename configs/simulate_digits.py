@@ -1,4 +1,4 @@
-"""The main job: what staleness costs, and what cures it, in two minutes.
+"""The main job: what staleness costs, and what cures it, in a minute.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
 digits (scikit-learn, 1,437 images), with workers whose times follow the

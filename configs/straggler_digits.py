@@ -28,9 +28,7 @@ def get_config(arg=None):
   config.learning_rate = 0.005
   config.schedule = dict(warmup_epochs=5.0)
   # Nobody is to take the slow one for dead.
-  config.live = dict(
-    slowdown=(1, 1, 1, 3), late_seconds=20.0, together=True, spans=True
-  )
+  config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
   config.evaluations = 1  # at the end: they take the workers' cores
   config.curvature_checks = 0
   return config.lock()

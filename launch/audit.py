@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import base, orders
-from asgd.runtimes import files, shard
+from asgd.runtimes import files, protocol, shard
 from asgd.runtimes.deadlines import DEAD
 from launch import experiment, outputs, replay
 
@@ -31,6 +31,8 @@ class Failure(NamedTuple):
   holders: tuple[tuple[int, int], ...]  # (worker, holder) who died by it
   before: int  # rows of the lead's journal before it was done
   after: int  # and when it had taken effect
+  coming: tuple[int, int] | None = None  # (worker, holder) it was to become: it
+  # had not joined yet, and may or may not do so before it dies
 
 
 class Finding(NamedTuple):
@@ -67,30 +69,13 @@ def _jobs(journals, jobs, consistent) -> Iterator[Finding]:
     yield Finding(name, found, well)
 
 
-def rolled_back(entries: list) -> tuple[int, int]:
-  """Returns how many ROLLBACK rows there are, and how many updates they undid.
-
-  Args:
-    entries: of a journal.
-  """
-  alive, count, undone = [], 0, 0  # rows of messages that are in the state
-  for row, entry in enumerate(entries):
-    if entry.action == base.RECEIVE:
-      alive.append(row)
-    elif entry.action == base.ROLLBACK:
-      kept = [r for r in alive if r < entry.job]
-      undone += len(alive) - len(kept)
-      alive, count = kept, count + 1
-  return count, undone
-
-
 def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
   """What was acknowledged is in the parameters and in the records."""
   for index, entries in enumerate(journals):
     name = "updates" if len(journals) == 1 else f"updates of shard {index}"
     received = sum(entry.action == base.RECEIVE for entry in entries)
     records = files.read_records(files.records_path(folder, index))
-    rollbacks, undone = rolled_back(entries)
+    rollbacks, undone = protocol.rolled_back(entries)
     found = f"{received} received, {len(records.loss)} records"
     well = len(records.loss) == received
     if rollbacks:
@@ -107,12 +92,35 @@ def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
     yield Finding(name, found, well)
 
 
+def _not_seen(failures, counted, killed) -> str:
+  """What was done to a worker that left no row in the trace, and why."""
+  why: collections.Counter[str] = collections.Counter()
+  for failure in failures:
+    if failure.kind not in ("worker", "hang", "term"):
+      continue
+    if any(failure is other for other in counted):
+      continue
+    if not failure.holders:
+      text = "before it had joined"
+    elif any(killed[key] is not failure for key in failure.holders):
+      text = "to one that was hit before"
+    else:
+      text = "when there was no more to do"
+    why[f"{failure.kind} {text}"] += 1
+  return "".join(f"; {count} {text}" for text, count in sorted(why.items()))
+
+
 def _deaths(entries, failures, depth, slow) -> Iterator[Finding]:
   """Who was killed is gone, and who is gone was killed or took too long."""
   killed: dict[tuple[int, int], Failure] = {}
+  coming: dict[tuple[int, int], Failure] = {}
   for failure in failures:
     for key in failure.holders:
       killed.setdefault(key, failure)
+    if failure.coming:
+      coming.setdefault(failure.coming, failure)
+  worked: set[tuple[int, int]] = set()
+  counted: list[Failure] = []  # who of them is gone in the trace
   holder: dict[int, int] = {}  # worker -> number
   opened: dict[tuple[int, int], float] = {}
   excuse: dict[int, str] = {}  # worker -> how its last ticket died
@@ -133,6 +141,7 @@ def _deaths(entries, failures, depth, slow) -> Iterator[Finding]:
     elif action in (base.SEND, base.KEEP):
       opened[worker, job] = when
     elif action == base.RECEIVE:
+      worked.add(key)
       if failure and row >= failure.after:
         done_dead[key] += 1
     elif action == base.REJECT:
@@ -142,14 +151,18 @@ def _deaths(entries, failures, depth, slow) -> Iterator[Finding]:
         excuse.setdefault(worker, "took too long")
     elif action == base.LEAVE:
       left.add(key)
+      if failure is None and key not in worked:
+        failure = coming.get(key)
       if failure and row >= failure.before:
         how[failure.kind] += 1
+        counted.append(failure)
       else:
         how[excuse.get(worker, "NOT EXPLAINED")] += 1
   # What was on its way when a worker was killed still comes in.
   ghosts = [key for key, count in done_dead.items() if count > depth + 1]
   deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
   found = f"{len(left)} left ({deaths or 'nobody'})"
+  found += _not_seen(failures, counted, killed)
   for worker, number in ghosts:
     failure = killed[worker, number]
     found += f"; worker {worker} worked on after {failure.kind} at"
@@ -226,7 +239,7 @@ def findings(
     except ValueError as error:
       wrong.append(f"shard {index}: {error}")
   yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
-  rollbacks = any(rolled_back(entries)[0] for entries in journals)
+  rollbacks = any(protocol.rolled_back(entries)[0] for entries in journals)
   try:
     yield from _replay(folder, result, rollbacks, data_dir)
   except ValueError as error:

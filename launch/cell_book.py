@@ -37,6 +37,40 @@ def finite(records: base.Records) -> np.ndarray:
   return np.isfinite(records.loss) & np.isfinite(records.update_norm)
 
 
+_CLEARLY = 1.2  # times the loss at the beginning
+_GUESSING = 0.95  # of the loss of who guesses; noise and class sizes are less
+
+
+def has_diverged(loss: np.ndarray, workers: int, classes: int) -> bool:
+  """Whether training made it worse, as far as the losses of its messages tell.
+
+  The beginning is the mean of the first messages, one for each worker and 8 at
+  least; the end is that of the last tenth. A run has diverged if it ends more
+  than a fifth above where it began; or if it was more than a fifth above that
+  on the way (in as many messages in a row) and ends no better than who guesses
+  (log of the number of classes), as networks do that died of it. A loss that
+  falls from first to last has not, however high it still is.
+
+  Args:
+    loss: of each message, float[U], in their order.
+    workers: N.
+    classes: of the problem.
+  """
+  few = max(workers, 8)
+  if not np.isfinite(loss).all():
+    return True
+  if len(loss) < 2 * few:
+    return False  # beginning and end are one
+  began = loss[:few].mean()
+  ended = loss[-max(few, len(loss) // 10) :].mean()
+  if ended > _CLEARLY * began:
+    return True
+  parts = np.array_split(loss, len(loss) // few)
+  highest = max(part.mean() for part in parts)
+  rose = highest > _CLEARLY * began
+  return bool(rose and ended > _GUESSING * np.log(classes))
+
+
 class Book:
   """The evaluations of a cell, when they are due, and what comes of them."""
 
@@ -161,7 +195,8 @@ class Book:
       "rate_x_sharpness": products[0],
       "sustained": products[min(1, len(products) - 1)],
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "diverged": diverged or self._collapsed(),
+      "diverged": diverged
+      or has_diverged(records.loss, cell.workers, self._exp.dataset.classes),
       "params_sha256": checkpoints.digest(params),
       "seconds": seconds,
     }
@@ -173,18 +208,6 @@ class Book:
     return sorted(filter(outputs.is_known, values), reverse=True) or [
       float("nan")
     ]
-
-  def _collapsed(self) -> bool:
-    """Whether the training loss blew up and ended no better than chance."""
-    losses = [row["train_loss"] for row in self.rows]
-    chance = np.log(self._exp.dataset.classes)
-    if losses[-1] < 0.9 * chance:
-      return False  # it has learnt something
-    return bool(
-      losses[-1] > 1.15 * min(losses)
-      or losses[0] > 1.5 * chance
-      or max(losses) > 1.1 * max(losses[0], chance)
-    )
 
   def close(self) -> None:
     """Releases the log."""
@@ -205,10 +228,11 @@ def finish(
 
 
 # What a report needs of a result; one without was written by another version.
+# A live one has no simulated time: `seconds` is its time.
 RESULT_KEYS = frozenset(
   (
-    *("algorithm", "workers", "messages", "evaluations", "simulated_time"),
-    *("test_accuracy", "sent_accuracy", "test_loss", "diverged"),
+    *("algorithm", "workers", "messages", "evaluations", "seconds"),
+    *("test_accuracy", "sent_accuracy", "test_loss", "diverged", "accepted"),
     *("staleness_mean", "staleness_max", "gap_mean", "effective_rate"),
     *("rate_x_sharpness", "rate_x_sharpness_limit"),
   )

@@ -8,7 +8,9 @@
 Runs `launch.serve` with the flags and the config that it is given (the runtime
 is Ray unless --runtime says another), and from the first message on, for so
 many seconds, does one of these things after another to a process of it, at
-exponential times with a mean of --mtbf seconds:
+exponential times with a mean of --mtbf seconds, each kind once before any comes
+again. The seconds are those in which messages come: while a driver is started
+again nothing is done, and no time is counted.
 
   worker   SIGKILL to a worker
   shard    SIGKILL to a server shard
@@ -21,25 +23,27 @@ every job received once, every acknowledged message an update and a row of the
 records, every death in the trace one of these, the order allowed, the replay
 the same to the bit, and no process and no memory left behind.
 
-The exit status is 1 if anything fails, or if the run stands still for
---patience seconds.
+The exit status is 1 if anything fails, if nothing was done to it, or if the run
+stands still for --patience seconds.
 """
 
 import collections
 import contextlib
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
 from asgd import base, names
 from asgd.runtimes import files, protocol
-from launch import audit, cli, live_run, outputs, serve, session
+from launch import audit, cli, live_run, running, serve, session
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
 _SIGNALS = {
@@ -50,11 +54,11 @@ _SIGNALS = {
 }
 _LOOK = 0.05  # seconds between two looks at the run
 
-_MTBF = flags.DEFINE_float(
-  "mtbf", 5.0, "Mean seconds between two failures.", lower_bound=0.01
-)
+for _module in (session, serve):  # --help lists theirs, too
+  flags.adopt_module_key_flags(_module)
+_MTBF = flags.DEFINE_float("mtbf", 5.0, "Mean seconds between two failures.")
 _SECONDS = flags.DEFINE_float(
-  "seconds", 60.0, "How long failures are injected.", lower_bound=0.0
+  "seconds", 60.0, "How long failures are injected, while messages come."
 )
 _KINDS = flags.DEFINE_list("kinds", list(KINDS), "What is done to whom.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the failures' times and victims.")
@@ -71,9 +75,16 @@ def _say(text):
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
 
-def _holders(entries) -> dict[int, int]:
-  """Returns worker -> number of its latest holder."""
-  return {e.worker: e.job for e in entries if e.action == base.JOIN}
+def _holders(entries) -> tuple[dict[int, int], set[int]]:
+  """Returns (worker -> number of its latest holder, workers that are there)."""
+  held, there = {}, set()
+  for entry in entries:
+    if entry.action == base.JOIN:
+      held[entry.worker] = entry.job
+      there.add(entry.worker)
+    elif entry.action == base.LEAVE:
+      there.discard(entry.worker)
+  return held, there
 
 
 def _state(process) -> str:
@@ -110,6 +121,8 @@ class Victim:
     self._processes: set[tuple[int, str]] = set()  # (number, when started)
     self._journal: tuple[int, int] = (0, 0)  # how many, bytes
     self._moved = time.monotonic()
+    self._run: tuple[int, str] | None = None  # driver, cell
+    self._rows, self._works = 0, False  # before it; a message has come since
     self._start(resume)
 
   def _start(self, resume):
@@ -121,12 +134,11 @@ class Victim:
 
   def _cell(self) -> tuple[str, Path] | None:
     """Returns the name and the memory of the cell that is run now."""
-    for path in sorted(self._out.glob(f"cells/*/{serve.RUNNING}")):
-      held = outputs.read_json(path)
-      if held and held["driver"] == self.process.pid:
-        memory = Path(held["memory"])
-        self._memories.add(memory)
-        return path.parent.name, memory
+    for path in sorted(self._out.glob(f"cells/*/{running.RUNNING}")):
+      held = running.read(path.parent)
+      if held and held.driver == self.process.pid:
+        self._memories.add(held.memory)
+        return path.parent.name, held.memory
     return None
 
   def _pids(self, memory) -> dict[str, dict[int, int]]:
@@ -146,11 +158,19 @@ class Victim:
     return files.read_journal(path) if path.exists() else []
 
   def working(self) -> bool:
-    """Whether messages have come."""
+    """Whether messages have come since this driver began with this cell."""
     found = self._cell()
-    return found is not None and any(
-      entry.action == base.RECEIVE for entry in self._entries(found[0])
-    )
+    if found is None:
+      return False
+    run = self.process.pid, found[0]
+    if run == self._run and self._works:
+      return True
+    entries = self._entries(found[0])
+    if run != self._run:
+      self._run, self._rows = run, len(entries)
+    new = entries[self._rows :]
+    self._works = any(entry.action == base.RECEIVE for entry in new)
+    return self._works
 
   def check(self) -> None:
     """Raises _Hung if nothing has happened for long."""
@@ -167,7 +187,7 @@ class Victim:
     if found is None:
       return False
     cell, memory = found
-    before = len(self._entries(cell))
+    before = self._entries(cell)
     if not before:
       return False
     pids = self._pids(memory)
@@ -185,8 +205,19 @@ class Victim:
     os.kill(there[index], _SIGNALS[kind])
     whom = "shard" if kind == "shard" else "worker"
     _say(f"{kind}: {whom} {index} of {cell}")
-    holders = [] if kind == "shard" else [index]
-    self._note(kind, cell, index, holders, before)
+    after = self._entries(cell)
+    dead, coming = (), None
+    if kind != "shard":
+      held, present = _holders(before)
+      if index not in present:  # it was on its way; has it come?
+        held, present = _holders(after)
+      if index in present:
+        dead = ((index, held[index]),)
+      else:
+        coming = index, held.get(index, -1) + 1
+    self.failures.append(
+      audit.Failure(kind, cell, index, dead, len(before), len(after), coming)
+    )
     return True
 
   def _kill_driver(self, cell, before, pids):
@@ -198,15 +229,11 @@ class Victim:
     old = {p for k in pids.values() for p in k.values()}
     old = {process for process in self._processes if process[0] in old}
     _wait_for(lambda: all(_state(p) in "ZX" for p in old), 20.0)
-    holders = {entry.worker for entry in self._entries(cell)}
-    self._note("driver", cell, 0, sorted(holders), before)
-
-  def _note(self, kind, cell, index, workers, before):
-    entries = self._entries(cell)
-    held = _holders(entries)
-    dead = tuple((w, held[w]) for w in workers if w in held)
-    failure = audit.Failure(kind, cell, index, dead, before, len(entries))
-    self.failures.append(failure)
+    after = self._entries(cell)
+    dead = tuple(sorted(_holders(after)[0].items()))
+    self.failures.append(
+      audit.Failure("driver", cell, 0, dead, len(before), len(after))
+    )
 
   def left(self) -> tuple[list[Path], list[int]]:
     """Returns (memory, processes) that are left when it has ended."""
@@ -229,25 +256,31 @@ class Victim:
         files.end_all(memory)
 
 
-def _inject(victim: Victim, kinds: list[str], rng: random.Random) -> None:
+def _inject(victim: Victim, kinds: Sequence[str], rng: random.Random) -> None:
   """Lets things fail for the time that the flags say, and waits for the end."""
-  end = due = kind = None
+  worked, due = 0.0, rng.expovariate(1 / _MTBF.value)  # seconds of its work
+  waiting: list[str] = []  # kinds whose turn is to come
+  last = time.monotonic()
   while victim.process.poll() is None:
     time.sleep(_LOOK)
     victim.check()
     now = time.monotonic()
-    if end is None:
-      if victim.working():
-        end = now + _SECONDS.value
-        due = now + rng.expovariate(1 / _MTBF.value)
-    elif due <= now < end:
-      kind = kind or rng.choice(kinds)
-      with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-        if victim.fail(kind, rng):
-          due, kind = now + rng.expovariate(1 / _MTBF.value), None
-  ended_well = victim.process.returncode == 0
-  if ended_well and (end is None or time.monotonic() < end):
-    _say("the run ended before the time was over; try more --config.epochs")
+    if victim.working():
+      worked += now - last
+    last = now
+    if not due <= worked < _SECONDS.value:
+      continue
+    waiting = waiting or rng.sample(kinds, len(kinds))
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+      if victim.fail(waiting[-1], rng):
+        waiting.pop()
+        due = worked + rng.expovariate(1 / _MTBF.value)
+        last = time.monotonic()  # what that took does not count
+  if victim.process.returncode == 0 and worked < _SECONDS.value:
+    _say(
+      f"the run ended after {worked:.0f} of {_SECONDS.value:g} seconds; try"
+      " more --config.epochs"
+    )
 
 
 def _free_folder(name: str) -> Path:
@@ -270,13 +303,33 @@ def _arguments(out: Path) -> list[str]:
   return [*given, f"--out={out}"]
 
 
+def _check_flags() -> None:
+  """Raises ValueError for what cannot be, before anything is started."""
+  for flag in (_MTBF, _SECONDS, _PATIENCE):
+    if not 0 < flag.value < math.inf:
+      raise ValueError(
+        f"--{flag.name}={flag.value:g} must be positive and finite; it is a"
+        " time in seconds"
+      )
+  if flags.FLAGS["fault"].value:
+    raise ValueError(
+      f"--fault={flags.FLAGS['fault'].value[0]}: the audit knows of what chaos"
+      " does alone; drop it, or give it to launch.serve"
+    )
+
+
 def _check_kinds(runtime: str) -> list[str]:
   kinds = _KINDS.value
+  if not any(kinds):
+    raise ValueError(f"--kinds is empty; choose of {','.join(KINDS)}")
   for kind in kinds:
+    if not kind:
+      raise ValueError(
+        f"--kinds={','.join(kinds)} has a comma too many, or a kind too few;"
+        f" choose of {','.join(KINDS)}"
+      )
     if kind not in KINDS:
       raise ValueError(f"--kinds={kind}: {names.nearest(kind, KINDS)}")
-  if not kinds:
-    raise ValueError(f"--kinds is empty; choose of {','.join(KINDS)}")
   if runtime != "ray" and set(kinds) != {"driver"}:
     raise ValueError(
       f"--runtime={runtime} has one process, the driver: use --kinds=driver, or"
@@ -285,11 +338,21 @@ def _check_kinds(runtime: str) -> list[str]:
   return kinds
 
 
-def _report(exp, out, victim) -> bool:
-  """Prints what was done and what came of it; whether all is well."""
-  count = collections.Counter(failure.kind for failure in victim.failures)
+def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
+  """Says what was done, and what was to be and was not."""
+  count = collections.Counter(failure.kind for failure in failures)
   done = ", ".join(f"{count[kind]} {kind}" for kind in KINDS if count[kind])
-  print(f"\ninjected: {done or 'nothing'}\n")
+  text = f"injected: {done or 'nothing'}"
+  never = [kind for kind in KINDS if kind in kinds and not count[kind]]
+  if never:
+    text += f"\nnever tried: {', '.join(never)}; give it more --seconds, more"
+    text += " --config.epochs or a smaller --mtbf"
+  return text
+
+
+def _report(exp, out, victim, kinds) -> bool:
+  """Prints what was done and what came of it; whether all is well."""
+  print(f"\n{summary(kinds, victim.failures)}\n")
   rows, fine = [], True
   for cell in exp.cells:
     failures = [f for f in victim.failures if f.cell == cell.name]
@@ -319,6 +382,7 @@ def _table(header, rows):
 
 def main() -> None:
   """Runs, disturbs, audits."""
+  _check_flags()
   exp = session.build("configs/simulate_digits.py")
   for cell in exp.cells:
     live_run.check(exp, cell)
@@ -342,8 +406,10 @@ def main() -> None:
     raise cli.Failed(
       f"chaos: launch.serve ended with status {victim.process.returncode}"
     )
-  if not _report(exp, out, victim):
+  if not _report(exp, out, victim, kinds):
     raise cli.Failed("chaos: the audit failed")
+  if not victim.failures:
+    raise cli.Failed("chaos: nothing was injected, so nothing was tried")
   print("\nthe audit found nothing wrong")
 
 

@@ -221,16 +221,27 @@ class LiveCheckpoints(_Folder):
     step = sum(meta["rows"] for meta in metas)
     self._write(step, states, {"shards": metas})
 
-  def restore(self, template: Sequence[base.ServerState]) -> list[Image] | None:
+  def restore(
+    self,
+    template: Sequence[base.ServerState],
+    rows: Sequence[int] | None = None,
+  ) -> list[Image] | None:
     """Returns the newest checkpoint that is whole, None if there is none.
 
     Says on stderr which ones it could not use.
 
     Args:
       template: states of the same structure.
+      rows: how many each shard's trace has; it must not be made of more.
     """
 
     def unpack(leaves, meta):
+      for index, held in enumerate(meta["shards"] if rows else ()):
+        if held["rows"] > rows[index]:
+          raise ValueError(
+            f"trace-{index}.csv has {rows[index]} rows, the checkpoint is of"
+            f" row {held['rows']}"
+          )
       states = jax.tree.unflatten(jax.tree.structure(tuple(template)), leaves)
       return list(zip(states, meta["shards"], strict=True))
 

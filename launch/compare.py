@@ -39,6 +39,7 @@ from launch import (
   cli,
   experiment,
   live_cell,
+  live_run,
   measured,
   outputs,
   serve,
@@ -81,9 +82,14 @@ def _experiment(held, folder, data_dir):
   raise ValueError(f"{folder}: the experiment has no cell {folder.name!r}")
 
 
-def _streams(cell, read, other):
+def _streams(cell, read, other, durations_of):
   """Yields (kind, times of the jobs of each worker) of the simulations."""
   found = measured.jobs(other.journals[0], other.spans)
+  if not found:
+    raise ValueError(
+      f"{durations_of} holds no message: there is no time of a job to be"
+      " measured; train longer (--config.epochs)"
+    )
   measured_at = 1 + max(job.worker for job in found)
   settled = measured.settled(found, measured_at)
   rows = settled if other is not read else measured.in_order(found, measured_at)
@@ -126,9 +132,12 @@ def compare(
     )
   result = outputs.read_json(folder / "result.json") or {}
   accuracy = result.get("test_accuracy", np.nan)
-  runs = {_LIVE: measured.of_records(records, journal[0].time, accuracy)}
+  began = live_run.first_ticket(journal)
+  runs = {_LIVE: measured.of_records(records, began, accuracy)}
   comes = measured.joins(journal, cell.workers)
-  for kind, streams in _streams(cell, read, other):
+  for kind, streams in _streams(
+    *(cell, read, other, durations_of or folder)
+  ):
     rules = experiment.rules(exp, cell)
     trace = measured.play(rules, streams, comes, messages)
     runs[kind] = measured.simulate(exp, cell, trace)

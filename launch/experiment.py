@@ -61,7 +61,7 @@ DEFAULTS = {
   "live": {
     "slowdown": (),  # factors on the time of workers 0, 1, ...; () is none
     "refill": True,  # replace workers that die
-    "together": False,  # wait for every worker before the first begins
+    "together": True,  # wait for every worker before the first begins
     "late_mads": 10.0,  # see asgd.runtimes.deadlines
     "late_seconds": 2.0,
     "start_seconds": 120.0,
@@ -86,6 +86,11 @@ _RESERVED = {
   "durations": (),
 }
 _MOST_WORKERS, _MOST_MESSAGES, _MOST_PARAMETERS = 10_000, 10**8, 10**10
+_MOST_NUMBER = 1e30  # so that float32 holds it, and its inverse
+_MOST_INTEGER = 2**31 - 1  # so that int32 holds it
+_MOST_SECONDS = 1e9  # that a clock can count
+# Of a live run, on one machine.
+_MOST_SHARDS, _MOST_DEVICES, _MOST_LOG, _MOST_SLOWDOWN = 256, 256, 10_000, 1e4
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LABEL_KEYS = ("recipe", "title", "workers", "learning_rate")
 
@@ -240,29 +245,32 @@ def _plain(value):
   return value
 
 
-def _numbers(config, key, least, most):
+def _numbers(config, key, least, most, section=""):
   values = config[key]
   values = values if isinstance(values, list) else [values]
   bad = [v for v in values if type(v) is not int or not least <= v <= most]
   if bad or not values or len(set(values)) != len(values):
     what = bad[0] if bad else values
     raise ValueError(
-      f"config.{key} must be different whole numbers from {least} to {most}, at"
-      f" least one of them, not {what!r}"
+      f"config.{section}{key} must be different whole numbers from {least} to"
+      f" {most}, at least one of them, not {what!r}"
     )
   return values
 
 
-def _positive(config, key, *, or_zero=False):
+def _positive(config, key, *, or_zero=False, section=""):
   """Returns a number that must be positive, whole if its default is."""
   value, kind = config[key], type(DEFAULTS[key])
+  name = f"config.{section}{key}"
   known = (int,) if kind is int else (int, float)
   if isinstance(value, bool) or not isinstance(value, known):
     what = "whole number" if kind is int else "number"
-    raise ValueError(f"config.{key} must be a {what}, not {value!r}")
+    raise ValueError(f"{name} must be a {what}, not {value!r}")
   if not (value > 0 or (or_zero and value == 0)) or value == math.inf:
     least = "0 or more" if or_zero else "positive"
-    raise ValueError(f"config.{key} must be {least} and finite, not {value!r}")
+    raise ValueError(f"{name} must be {least} and finite, not {value!r}")
+  if value > _MOST_NUMBER:
+    raise ValueError(f"{name} must be at most {_MOST_NUMBER:g}, not {value!r}")
   return value
 
 
@@ -317,12 +325,18 @@ def _build(config, data_dir, dataset) -> Experiment:
         raise ValueError(
           f"config.{section}.{key} is set by other keys; drop it"
         )
+  _check_clip_norm(config["clip_norm"])
+  _check_gate(config["gate"]["max_staleness"])
+  _check_order(config["order"])
   cells = tuple(_cells(config))
   for cell in cells:
-    with _blame(f"algorithms.{cell.label}"):
+    with _blame(f"algorithms.{cell.label}", config["algorithms"][cell.label]):
       _recipe(config, cell.label, cell.workers, config["learning_rate"])
-  with _blame("durations"):
-    durations.build(**config["durations"])
+  with _blame("durations", config["durations"]):
+    times = durations.build(**config["durations"])
+    for worker in range(max(cell.workers for cell in cells)):
+      if not 0 <= next(times.stream(worker)) <= _MOST_NUMBER:
+        raise ValueError(f"a job may take at most {_MOST_NUMBER:g}")
   if dataset is None:
     dataset = data.load(config["data"]["name"], data_dir=data_dir)
   options = dict(config["model"])
@@ -344,9 +358,12 @@ def _build(config, data_dir, dataset) -> Experiment:
       f"config.model has {parameters:,} parameters; use at most"
       f" {_MOST_PARAMETERS:,}"
     )
+  if config["server"]["shards"] > 1:
+    with _blame("server", config["server"]):
+      sharding.plan(shapes, config["server"]["shards"])
   experiment = Experiment(config, dataset, problem, cells)
   for cell in cells:
-    with _blame("schedule"):
+    with _blame("schedule", config["schedule"]):
       _schedule(experiment, cell.label, cell.workers)
     problem.batches(cell.seed, cell.workers)
     if messages(experiment, cell) > _MOST_MESSAGES:
@@ -356,11 +373,56 @@ def _build(config, data_dir, dataset) -> Experiment:
         f" {_MOST_MESSAGES:.0e}"
       )
     _check_length(experiment, cell)
-    with _blame("order or config.durations"):
+    with _blame("order", config["order"]):
       trace(experiment, cell, messages=cell.workers)
-    with _blame("gate"):
-      _server(config, _cell_recipe(experiment, cell))
+      _check_fetches(experiment, cell)
   return experiment
+
+
+def _check_clip_norm(value):
+  known = type(value) in (int, float) and 0 < value <= _MOST_NUMBER
+  if value is not None and not known:
+    raise ValueError(
+      "config.clip_norm must be a positive number, at most"
+      f" {_MOST_NUMBER:g}, or None, not {value!r}"
+    )
+
+
+def _check_gate(value):
+  known = type(value) is int and 0 <= value <= _MOST_MESSAGES
+  if value is not None and not known:
+    raise ValueError(
+      "config.gate.max_staleness must be a whole number from 0 to"
+      f" {_MOST_MESSAGES}, or None, not {value!r}"
+    )
+
+
+def _check_order(order):
+  """Checks what is read before a trace is made, which checks the rest."""
+  backup = order.get("backup", 0)
+  if type(backup) is not int or backup < 0:
+    raise ValueError(
+      "config.order.backup must be a whole number from 0, below the number of"
+      f" workers, not {backup!r}"
+    )
+
+
+def _check_fetches(experiment, cell):
+  """A ticket kept for longer than there are jobs is the first and the last."""
+  recipe = _cell_recipe(experiment, cell)
+  order = _order(experiment.config, recipe)
+  fetch_every = order.get("fetch_every", 1)
+  jobs = messages(experiment, cell) // cell.workers
+  if fetch_every <= max(jobs, 1):
+    return
+  key = f"algorithms.{cell.label}.fetch_every"
+  if "fetch_every" in experiment.config["order"]:
+    key = "order.fetch_every"
+  raise ValueError(
+    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
+    f" {cell.workers} workers has {jobs} in all, so that none would ever fetch"
+    " again; make it smaller, or config.epochs larger"
+  )
 
 
 def _check_length(experiment, cell):
@@ -380,12 +442,12 @@ def _check_length(experiment, cell):
 def _check_live(config):
   """Checks what is read by live runs only."""
   server, live = config["server"], config["live"]
-  for key, least in (("shards", 1), ("log", 0)):
+  for key, least, most in (("shards", 1, _MOST_SHARDS), ("log", 0, _MOST_LOG)):
     value = server[key]
-    if type(value) is not int or value < least:
+    if type(value) is not int or not least <= value <= most:
       raise ValueError(
-        f"config.server.{key} must be a whole number from {least}, not"
-        f" {value!r}"
+        f"config.server.{key} must be a whole number from {least} to {most},"
+        f" not {value!r}"
       )
   if server["wire"] not in ("float32", "bfloat16"):
     raise ValueError(
@@ -410,34 +472,58 @@ def _check_live(config):
     )
   for key in ("late_mads", "late_seconds", "start_seconds"):
     value = live[key]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-      raise ValueError(f"config.live.{key} must be positive, not {value!r}")
+    if type(value) not in (int, float) or not 0 < value <= _MOST_SECONDS:
+      raise ValueError(
+        f"config.live.{key} must be positive, at most {_MOST_SECONDS:g}, not"
+        f" {value!r}"
+      )
   for key in ("worker_cpus", "worker_gpus"):
     value = live[key]
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-      raise ValueError(f"config.live.{key} must be 0 or more, not {value!r}")
-  if type(live["devices"]) is not int or live["devices"] < 1:
-    raise ValueError(
-      "config.live.devices must be a positive whole number, not"
-      f" {live['devices']!r}"
-    )
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_WORKERS:
+      raise ValueError(
+        f"config.live.{key} must be from 0 to {_MOST_WORKERS}, not {value!r}"
+      )
+  devices = check_devices(live["devices"])
   if live["parallel"] not in ("data", "tensor"):
     raise ValueError(
       "config.live.parallel must be 'data' or 'tensor', not"
       f" {live['parallel']!r}"
     )
+  if live["parallel"] == "data" and config["batch_size"] % devices:
+    raise ValueError(
+      f"config.live.devices {devices} must divide config.batch_size"
+      f" {config['batch_size']}, or each device would do the whole batch; use"
+      f" {math.gcd(devices, config['batch_size'])}, or another batch size"
+    )
   slowdown = live["slowdown"]
   if not isinstance(slowdown, list) or any(
-    type(x) not in (int, float) or not 1 <= x < math.inf for x in slowdown
+    type(x) not in (int, float) or not 1 <= x <= _MOST_SLOWDOWN
+    for x in slowdown
   ):
     raise ValueError(
-      f"config.live.slowdown must be factors of 1 or more, not {slowdown!r}"
+      "config.live.slowdown must be factors from 1 to"
+      f" {_MOST_SLOWDOWN:g}, not {slowdown!r}"
     )
 
 
+def check_devices(value: Any) -> int:
+  """Returns config.live.devices, which is used before all else is checked.
+
+  Raises:
+    ValueError: for what is no number of devices.
+  """
+  if type(value) is not int or not 1 <= value <= _MOST_DEVICES:
+    raise ValueError(
+      f"config.live.devices must be a whole number from 1 to {_MOST_DEVICES},"
+      f" not {value!r}"
+    )
+  return value
+
+
 @contextlib.contextmanager
-def _blame(section):
-  """Names the section of the config in errors about its values."""
+def _blame(section, keys=()):
+  """Names the section of the config in errors about its values, and the key if
+  an error begins with it."""
   try:
     yield
   except (TypeError, OverflowError, ArithmeticError) as error:
@@ -448,7 +534,8 @@ def _blame(section):
     text = str(error)
     if "config." in text:
       raise
-    raise ValueError(f"config.{section}: {text}") from error
+    mark = "." if text.split(" ")[0] in keys else ": "
+    raise ValueError(f"config.{section}{mark}{text}") from error
 
 
 def _cells(config) -> Iterator[Cell]:
@@ -484,7 +571,7 @@ def _cells(config) -> Iterator[Cell]:
     titles[title] = label
     if not config["only"] or label in config["only"]:
       own = (
-        _numbers(entry, "workers", 1, _MOST_WORKERS)
+        _numbers(entry, "workers", 1, _MOST_WORKERS, f"algorithms.{label}.")
         if "workers" in entry
         else None
       )
@@ -504,20 +591,24 @@ def _check_options(label, entry):
       raise ValueError(
         f"unknown config key 'algorithms.{label}.{key}'; {_near(key, known)}"
       )
+    value = entry[key]
+    if key in _LABEL_KEYS or not isinstance(value, (int, float)):
+      continue
+    most = _MOST_INTEGER if isinstance(value, int) else _MOST_NUMBER
+    if not abs(value) <= most:
+      raise ValueError(
+        f"config.algorithms.{label}.{key} must be a number up to"
+        f" {_MOST_NUMBER:g}, a whole one up to {_MOST_INTEGER}, not {value!r}"
+      )
 
 
 def _recipe(config, label, workers, learning_rate) -> algorithms.Recipe:
   entry = config["algorithms"][label]
   options = {k: v for k, v in entry.items() if k not in _LABEL_KEYS}
   recipe = algorithms.build(entry["recipe"], learning_rate, workers, **options)
-  clip = config["clip_norm"]
-  if clip is not None:
-    if type(clip) not in (int, float) or not 0 < clip < math.inf:
-      raise ValueError(
-        f"config.clip_norm must be a positive number or None, not {clip!r}"
-      )
+  if config["clip_norm"] is not None:
     algorithm = transforms.precede(
-      recipe.algorithm, sharding.clip_by_global_norm(clip)
+      recipe.algorithm, sharding.clip_by_global_norm(config["clip_norm"])
     )
     recipe = recipe._replace(algorithm=algorithm)
   order = config["order"]
@@ -536,10 +627,6 @@ def _server(config, recipe) -> base.Server:
     bound = 0 if bound is None else min(bound, 0)
   if bound is None:
     return recipe.server()
-  if type(bound) is not int:
-    raise ValueError(
-      f"config.gate.max_staleness must be a whole number or None, not {bound!r}"
-    )
   return recipe.server(gate=server_lib.max_staleness(bound))
 
 
@@ -584,7 +671,10 @@ def rules(experiment: Experiment, cell: Cell) -> dispatch.Rules:
 
 def _peak(config, label) -> float:
   entry = config["algorithms"][label]
-  return _positive({**config, **entry}, "learning_rate")
+  if "learning_rate" in entry:
+    section = f"algorithms.{label}."
+    return float(_positive(entry, "learning_rate", section=section))
+  return float(_positive(config, "learning_rate"))
 
 
 def _schedule(experiment, label, workers):
@@ -594,12 +684,24 @@ def _schedule(experiment, label, workers):
   batches_per_update = recipe.every * recipe.steps
   updates_per_epoch = experiment.problem.batches_per_epoch / batches_per_update
   section = config["schedule"]
+  most = _MOST_INTEGER / updates_per_epoch
+  for key in ("warmup_epochs", "decay_epochs"):
+    values = section[key] if key == "decay_epochs" else [section[key]]
+    if not all(0 <= value <= most for value in values):
+      raise ValueError(
+        f"{key} must be from 0 to {most:.3g} epochs, not {section[key]!r}"
+      )
+  if not 0 < section["decay_factor"] <= _MOST_NUMBER:
+    raise ValueError(
+      f"decay_factor must be positive, at most {_MOST_NUMBER:g}, not"
+      f" {section['decay_factor']!r}"
+    )
   return schedules.warmup_steps(
     peak,
     warmup=round(section["warmup_epochs"] * updates_per_epoch),
     start=peak / workers,
     boundaries=[round(e * updates_per_epoch) for e in section["decay_epochs"]],
-    factor=section["decay_factor"],
+    factor=float(section["decay_factor"]),
   )
 
 

@@ -26,6 +26,19 @@ def group_by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
   return groups
 
 
+def time_key(results: Sequence[Row]) -> str:
+  """Returns the column of the times of results: the simulated ones, or the
+  seconds of live runs, which have none."""
+  simulated = all("simulated_time" in row for row in results)
+  return "simulated_time" if simulated else "seconds"
+
+
+def time_label(results: Sequence[Row]) -> str:
+  """Returns what a clock of these results counts."""
+  simulated = time_key(results) == "simulated_time"
+  return "time (mean batches)" if simulated else "seconds"
+
+
 def _point(panel, title, workers, x, rows, key):
   mean, std = mean_and_std(rows, key)
   return {
@@ -48,15 +61,15 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
 
   Returns:
     Rows of panel, algorithm, workers, x, mean, std, seeds. Panels: "accuracy",
-    "gap" and "time" (simulated, to the end) against workers; "accuracy_curve"
+    "gap" and "time" (to the end, `time_key`) against workers; "accuracy_curve"
     and "gap_curve" against epochs and "accuracy_by_time" against the mean
-    simulated time, at the largest number of workers of each algorithm.
+    time, at the largest number of workers of each algorithm.
   """
   points = []
   for panel, key in (
     ("accuracy", "test_accuracy"),
     ("gap", "gap_mean"),
-    ("time", "simulated_time"),
+    ("time", time_key(results)),
   ):
     for (title, workers), rows in group_by(
       results, "algorithm", "workers"
@@ -81,13 +94,14 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
   return points
 
 
+# Panel, what is along it, what is up it; TIME is the clock of the results.
 _PANELS = (
   ("accuracy", "workers", "test accuracy (%)"),
   ("gap", "workers", "mean gap"),
-  ("time", "workers", "simulated time"),
+  ("time", "workers", "TIME"),
   ("accuracy_curve", "epoch", "test accuracy (%)"),
   ("gap_curve", "epoch", "mean gap"),
-  ("accuracy_by_time", "simulated time", "test accuracy (%)"),
+  ("accuracy_by_time", "TIME", "test accuracy (%)"),
 )
 _ACCURACY_TICKS = (0, 20, 50, 70, 80, 90, 95, 98, 99, 99.9)
 _BEST = 100.3  # percent; where the logarithm of the error would end
@@ -143,12 +157,23 @@ def _draw_rows(axis, rows, style, *, scale, curve, level):
     axis.errorbar(x, mean, (mean - low, high - mean), capsize=3, **style)
 
 
-def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
+def draw(
+  points: Sequence[Row],
+  stem: Path,
+  heading: str,
+  time: str = "time (mean batches)",
+) -> list[Path]:
   """Draws the points of `numbers` as STEM.png and STEM.svg.
 
   Lines are means over seeds, bars and bands one standard deviation (by a factor
   on logarithmic axes). An algorithm that ran at one number of workers, which no
   sweep of the others has, is a horizontal line in the panels against workers.
+
+  Args:
+    points: from `numbers`.
+    stem: of the files' names.
+    heading: above all panels.
+    time: what the clock counts, from `time_label`.
 
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
@@ -193,7 +218,7 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
       axis.set_xscale("log", base=2)
       axis.set_xticks(ticks, [str(t) for t in ticks])
       axis.minorticks_off()
-    elif xlabel == "simulated time":
+    elif xlabel == "TIME":
       axis.set_xscale("log")
     positive = [p["mean"] for p in shown if 0 < p["mean"] < np.inf]
     if scale == 100:
@@ -203,7 +228,9 @@ def draw(points: Sequence[Row], stem: Path, heading: str) -> list[Path]:
       axis.set_ylim(0.3 * min(positive))
     when = "at the end" if against_workers else "at the most workers"
     axis.set_title(when, fontsize="medium")
-    axis.set(xlabel=xlabel, ylabel=ylabel)
+    axis.set(
+      xlabel=xlabel.replace("TIME", time), ylabel=ylabel.replace("TIME", time)
+    )
     axis.grid(alpha=0.3)
   handles, labels = axes[0, 0].get_legend_handles_labels()
   figure.legend(

@@ -76,8 +76,10 @@ def read(folder: Path) -> Cell:
   """Reads what a live cell wrote, be it finished or not.
 
   Raises:
-    ValueError: if the folder holds no such thing.
+    ValueError: if the folder holds no such thing, or not all of it, or what no
+      run wrote.
   """
+  folder = only_cell(folder)
   held = outputs.read_json(folder.parent.parent / "config.json")
   if held is None or "runtime" not in held:
     raise ValueError(
@@ -91,14 +93,51 @@ def read(folder: Path) -> Cell:
     entries = files.read_journal(path) if path.exists() else []
     if not entries:
       raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+    files.check_entries(path, entries)
     journals.append(entries)
+  records = _records(folder, journals)
   paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
   return Cell(
     held,
     journals,
     {w: read_spans(path) for w, path in paths.items() if path.exists()},
-    [files.read_records(files.records_path(folder, index)) for index in shards],
+    records,
   )
+
+
+def only_cell(folder: Path) -> Path:
+  """Returns RESULTS/cells/NAME, also for RESULTS if it has one cell.
+
+  Raises:
+    ValueError: if it has several, naming them.
+  """
+  if not (folder / "cells").is_dir():
+    return folder
+  cells = sorted(path for path in (folder / "cells").iterdir() if path.is_dir())
+  if len(cells) != 1:
+    names = ", ".join(path.name for path in cells[:5])
+    raise ValueError(
+      f"{folder} has {len(cells)} runs: name one of {folder}/cells/ ({names})"
+    )
+  return cells[0]
+
+
+def _records(folder, journals):
+  """Reads the records of each shard, and checks that they are all there."""
+  result, out = outputs.read_json(folder / "result.json"), []
+  for index, entries in enumerate(journals):
+    path = files.records_path(folder, index)
+    records = files.read_records(path)
+    count = len(records.loss)
+    if path.exists() or result:
+      files.check_records(path, count, entries, whole=result is not None)
+    if result and not index and count != result.get("messages"):
+      raise ValueError(
+        f"{path} has {count} records, result.json {result.get('messages')}"
+        " messages: one of the two was changed; put it back as the run wrote it"
+      )
+    out.append(records)
+  return out
 
 
 def jobs(journal: Iterable[Entry]) -> list[Job]:

@@ -95,7 +95,7 @@ class Counter:
     messages = int(workers.sum())
     before = np.pad(old.staleness, (0, len(new.staleness) - len(old.staleness)))
     return Figures(
-      updates=(new.update - old.update) / seconds,
+      updates=max(new.update - old.update, 0) / seconds,  # or rolled back
       messages=messages / seconds,
       workers=workers / seconds,
       staleness=new.staleness - before,

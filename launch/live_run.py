@@ -5,8 +5,9 @@ shards keep for it, and writes down what it sees. Training does not wait for it.
 """
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import jax
 import numpy as np
 
 from asgd import base, elementwise, sharding, simulator, transforms
-from asgd.runtimes import files, threads
+from asgd.runtimes import files, memory, protocol, threads
 from asgd.runtimes.deadlines import Ladder
-from asgd.runtimes.shard import Setup
+from asgd.runtimes.protocol import Entry
+from asgd.runtimes.shard import Setup, sizes
 from asgd.runtimes.worker_loop import Disconnected, Duty
 from launch import cell_book, checkpoints, experiment
 
@@ -136,6 +138,83 @@ def check(exp: experiment.Experiment, cell: experiment.Cell) -> bool:
   return True
 
 
+def memory_needed(exp: experiment.Experiment, cell: experiment.Cell) -> int:
+  """Returns the bytes of shared memory that a cell takes, or a little less."""
+  server = exp.config["server"]
+  setup = Setup(
+    experiment.rules(exp, cell), cell.workers, 0, log=server["log"]
+  )
+  params = jax.eval_shape(exp.problem.init, jax.random.key(cell.seed))
+  return memory.needed(
+    sizes(setup), params, compress=dtype_on_wire(exp.config)
+  )
+
+
+def first_ticket(entries: Sequence[Entry]) -> float:
+  """Returns when the first ticket was sent, in seconds; clocks that start with
+  the run count the time in which workers come, too."""
+  sent = (e.time for e in entries if e.action in (base.SEND, base.KEEP))
+  return next(sent, entries[0].time if entries else 0.0)
+
+
+def read_journals(folder: Path, shards: int) -> list[list[Entry]]:
+  """Returns the journals of a cell that is to go on, empty if it did nothing.
+
+  Raises:
+    ValueError: if they are not all there, or not what a run wrote.
+  """
+  paths = [files.journal_path(folder, index) for index in range(shards)]
+  journals = [files.read_journal(p) if p.exists() else [] for p in paths]
+  sinks = [files.records_path(folder, index) for index in range(shards)]
+  left = [path for path in (*sinks, folder / "metrics.jsonl") if _size(path)]
+  left += (folder / "checkpoints").glob("[0-9]*")
+  for path, entries in zip(paths, journals, strict=True):
+    began = left or (journals[0] and not path.exists() and paths[:1])
+    if not entries and began:
+      raise ValueError(
+        f"{path} is gone or empty, and {began[0]} is there: what the run did"
+        " cannot be known without it. Put it back, or start anew in another"
+        " folder (--out)"
+      )
+    files.check_entries(path, entries)
+  return journals
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+  """Returns the evaluations of a cell that is to go on; a last one that was cut
+  short is dropped.
+
+  Raises:
+    ValueError: naming the line that is none.
+  """
+  path, rows = folder / "metrics.jsonl", []
+  if not path.exists():
+    return rows
+  lines = path.read_text(encoding="utf-8", errors="replace").splitlines(True)
+  for number, line in enumerate(lines, 1):
+    if not line.endswith("\n"):
+      break
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if not isinstance(row, dict) or not row.keys() >= _IN_A_ROW or not (
+      isinstance(row["message"], int)
+    ):
+      raise ValueError(
+        f"{path}, line {number} is no evaluation: {line[:60].strip()!r}. Put"
+        " the file back as the run wrote it, or remove it; evaluations that"
+        " were made are then made again, with the parameters of now"
+      )
+    rows.append(row)
+  return rows
+
+
+_IN_A_ROW = {
+  *("message", "update", "time", "train_loss", "test_loss", "test_accuracy")
+}
+
+
 def _check_totals(plan, params, shards):
   """Checks that the totals of an algorithm can be asked for, on a shard."""
   parts = sharding.split(sharding.plan(params, shards), params)
@@ -178,6 +257,7 @@ class LiveRun:
     board: Path,
     *,
     resume: bool,
+    replaced: Mapping[str, int] | None = None,
   ):
     """Starts the cell, or goes on where its journals end.
 
@@ -187,30 +267,38 @@ class LiveRun:
       sharpness: from `diagnosis.make_sharpness`.
       board: folder for TensorBoard.
       resume: go on, if there is something to go on with.
+      replaced: processes, before that.
+
+    Raises:
+      ValueError: if what is there is not all there, or does not fit together.
     """
-    self._live = live
+    self._live, self._replaced = live, dict(replaced or {})
+    self._ticket: float | None = None  # when the first was sent
     folder = live.folder
     folder.mkdir(parents=True, exist_ok=True)
+    count = range(live.setup.shards)
+    self._journals = [files.journal_path(folder, index) for index in count]
+    self._sinks = [files.records_path(folder, index) for index in count]
+    journals = read_journals(folder, len(count)) if resume else [[]]
+    entries = journals[0]
     self._book = cell_book.Book(live.exp, live.plan, live.cell, sharpness)
     self._checkpoints = checkpoints.LiveCheckpoints(folder / "checkpoints")
-    entries = []
-    journal = files.journal_path(folder, 0)
-    if resume and journal.exists():
-      entries = files.read_journal(journal)
-    images = None
+    images, rows = None, []
     if entries:
-      images = self._checkpoints.restore(self._template())
-    rows = []
-    if entries and (folder / "metrics.jsonl").exists():
-      rows = cell_book.read_rows(folder)
+      held = [len(journal) for journal in journals]
+      images = self._checkpoints.restore(self._template(), held)
+      rows = read_rows(folder)
     received = sum(entry.action == base.RECEIVE for entry in entries)
     rows = [row for row in rows if row["message"] <= received]
     self._book.open(folder, board, rows)
     before = entries[-1].time if entries else 0.0
     self._began = time.monotonic() - before
-    self._seconds = time.monotonic()
     self.message = received
-    self.records = self._read_records()
+    self._rollbacks = [None for _ in count]  # that were told
+    # What is to be told once it is known.
+    self._resumed = bool(entries)
+    self._fresh = not (live.memory / "shard-0" / "messages").exists()
+    self._gathers = live.setup.together and not received
     self.cluster = make_cluster(live, images, bool(entries), self._began)
     self._saved = time.monotonic()
     self._next_look = 0.0
@@ -245,6 +333,8 @@ class LiveRun:
     status = self.cluster.status()
     if status is None:
       return news, simulator.concatenate([]), False
+    self._check_files()
+    news += self._news(status)
     new = self._new_records()
     self.looked = time.monotonic()
     self._check_refused(status[0])
@@ -258,16 +348,60 @@ class LiveRun:
     done = done and (self._book.next is None or not self.message)
     return news, new, done
 
+  def _check_files(self):
+    """Raises ValueError if what the shards write is not there any more."""
+    for path in (*self._journals, *self._sinks):
+      if not path.exists():
+        raise ValueError(files.gone(path))
+
+  def _news(self, status) -> list[str]:
+    """What the shards have to tell: where they go on, and who is there."""
+    news, shards = [], len(status)
+    if self._resumed:
+      self._resumed = False
+      news.append(self._going_on(status))
+      self._rollbacks = [shard["rollback"] for shard in status]
+    for index, shard in enumerate(status):
+      if shard["rollback"] in (None, self._rollbacks[index]):
+        continue
+      self._rollbacks[index] = back = shard["rollback"]
+      of = f"shard {index} " if shards > 1 else ""
+      why = f" ({back.why})" if back.why else ""
+      news.append(
+        f"{of}rolled back {back.updates} updates, to message {back.message}"
+        f"{why}"
+      )
+    workers, there = self._live.setup.workers, len(status[0]["workers"])
+    if self._gathers and status[0]["received"]:
+      self._gathers = False
+      if there < workers:
+        news.append(
+          f"it began with only {there} of {workers} workers; the others may"
+          " still come"
+        )
+    return news
+
+  def _going_on(self, status):
+    at = f"going on at message {self.message}, from"
+    back = [shard["rollback"] for shard in status if shard["rollback"]]
+    if not back:
+      # Everything since the checkpoint, if there is one, was without effect.
+      return f"{at} {'the trace' if self._fresh else 'shared memory'}"
+    undone = sum(rollback.updates for rollback in back)
+    from_where = f"the checkpoint of message {back[0].message}"
+    if not back[0].row:
+      from_where = "the beginning, as there is no checkpoint"
+    of = f" of {len(back)} shards" if len(back) > 1 else ""
+    why = f" ({back[0].why})" if back[0].why else ""
+    return f"{at} {from_where}: {undone} updates{of} rolled back{why}"
+
   def _read_records(self):
-    paths = [
-      files.records_path(self._live.folder, index)
-      for index in range(self._live.setup.shards)
-    ]
-    return _combine([files.read_records(path) for path in paths], self._live)
+    return _combine(
+      [files.read_records(path) for path in self._sinks], self._live
+    )
 
   def _new_records(self):
-    path = files.records_path(self._live.folder, 0)
-    new = files.read_records(path, self.message)
+    new = files.read_records(self._sinks[0], self.message)
     self.message += len(new.loss)
     return new
 
@@ -295,33 +429,45 @@ class LiveRun:
       # What was kept died with a shard: the parameters of now will do.
       message = due if kept else status[0]["received"]
       params = self.cluster.params(due if kept else None)
-      records = files.read_records(files.records_path(self._live.folder, 0))
+      records = files.read_records(self._sinks[0])
       first = self._book.rows[-1]["message"] if self._book.rows else 0
       # At least one; without a log, some die with a shard.
       first = max(min(first, message - 1, len(records.loss) - 1), 0)
       part = base.Records(*(column[first:message] for column in records))
       if not len(part.loss):
         return
-      self._book.evaluate(
-        message, params, int(part.update[-1]), float(part.time[-1]), part
-      )
+      seconds = float(part.time[-1]) - self._first_ticket()
+      self._book.evaluate(message, params, int(part.update[-1]), seconds, part)
+
+  def _first_ticket(self):
+    if self._ticket is None:
+      self._ticket = first_ticket(files.read_journal(self._journals[0]))
+    return self._ticket
 
   def save(self) -> None:
-    """Writes a checkpoint."""
+    """Writes a checkpoint.
+
+    Raises:
+      Disconnected: if a shard is gone.
+      ValueError: if it cannot be written.
+    """
     self._checkpoints.save(self.cluster.images())
     self._saved = time.monotonic()
 
   def drain(self, seconds: float) -> bool:
-    """Lets workers finish what they do; False if they did not in that time."""
+    """Lets workers finish what they do, and writes a checkpoint; False if they
+    did not in that time."""
     end = time.monotonic() + seconds
     self._ask(self.cluster.pause)
-    while time.monotonic() < end:
+    whole = False
+    while not whole and time.monotonic() < end:
       status = self.cluster.status()
-      if status and not any(shard["busy"] for shard in status):
-        self._new_records()
-        return True
-      time.sleep(_LOOK)
-    return False
+      whole = status and not any(shard["busy"] for shard in status)
+      if not whole:
+        time.sleep(_LOOK)
+    self._ask(self.save)
+    self._new_records()
+    return bool(whole)
 
   def _ask(self, question: Callable[[], Any]) -> Any:
     """Asks the shards something, again if one has to be replaced first."""
@@ -333,10 +479,26 @@ class LiveRun:
         time.sleep(_LOOK)
 
   def finish(self) -> dict[str, Any]:
-    """Writes what is kept of a finished cell, and returns its result."""
+    """Writes what is kept of a finished cell, and returns its result.
+
+    Raises:
+      ValueError: if what the shards wrote is not all there.
+    """
     live = self._live
     params = self._ask(self.cluster.params)
     images = self._ask(self.cluster.images)
+    self._check_files()
+    journals = [files.read_journal(path) for path in self._journals]
+    for path, sink, entries, (_, meta) in zip(
+      self._journals, self._sinks, journals, images, strict=True
+    ):
+      if len(entries) < meta["rows"]:
+        raise ValueError(
+          f"{path} has {len(entries)} rows where the run wrote {meta['rows']}:"
+          " it was cut short or changed; start anew in another folder (--out)"
+        )
+      count = _size(sink) // files.RECORD.itemsize
+      files.check_records(sink, count, entries, whole=True)
     sent = None
     if not live.plan.server.sends_current:
       send = jax.jit(live.plan.server.send)
@@ -346,20 +508,39 @@ class LiveRun:
         plan = sharding.plan(live.params, len(parts))
         sent = sharding.join(plan, jax.device_get(parts))
     records = self._read_records()
+    seconds = float(records.time[-1]) - first_ticket(journals[0])
     result = self._book.result(
-      *(records, params, sent, int(images[0][0].version)),
-      time.monotonic() - self._seconds,
+      *(records, params, sent, int(images[0][0].version), seconds),
       diverged=not cell_book.finite(records).all(),
     )
-    result["replaced"] = dict(self.cluster.replaced)
+    undone = sum(protocol.rolled_back(entries)[1] for entries in journals)
+    del result["simulated_time"]  # it is real
+    result.update(
+      replaced=self.replaced,
+      rolled_back=undone,
+      took_part=len(np.unique(records.worker)),
+    )
     cell_book.finish(live.folder, result, records, params)
     return result
+
+  @property
+  def replaced(self) -> dict[str, int]:
+    """How many processes were replaced since the cell began."""
+    return {
+      kind: self._replaced.get(kind, 0) + count
+      for kind, count in self.cluster.replaced.items()
+    }
 
   def close(self) -> None:
     """Ends the cluster and releases the files."""
     self.cluster.close()
     self._book.close()
     self._checkpoints.close()
+
+
+def _size(path):
+  """Bytes of a file; 0 if there is none."""
+  return path.stat().st_size if path.exists() else 0
 
 
 def _combine(parts, live) -> base.Records:

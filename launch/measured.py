@@ -119,12 +119,13 @@ def all_there(worker: np.ndarray, workers: int) -> int:
 
 
 def joins(journal: Sequence[Entry], workers: int) -> list[float]:
-  """Returns when each worker came first, in seconds since the first did; the
-  last of those that there are did, for those that never came."""
-  times: dict[int, float] = {}
+  """Returns when each worker came first, in seconds since the first ticket was
+  sent, or 0 if that is later; the last of those that there are did, for those
+  that never came."""
+  times, began = {}, live_run.first_ticket(journal)
   for entry in journal:
     if entry.action == base.JOIN:
-      times.setdefault(entry.worker, entry.time - journal[0].time)
+      times.setdefault(entry.worker, max(entry.time - began, 0.0))
   return [times.get(worker, max(times.values())) for worker in range(workers)]
 
 
@@ -182,6 +183,8 @@ def play(
     now, number, worker, seq = heapq.heappop(coming)
     if number < 0:
       dispatcher.join(worker, now)
+      if coming and coming[0][0] == now and coming[0][1] < 0:
+        continue  # who comes together is sent to together
     else:
       dispatcher.arrive(worker, seq)
     dispatcher.deliver(now)

@@ -29,6 +29,7 @@ class Replay(NamedTuple):
   accuracy: float
   digest: str  # of the parameters
   recorded: str | None  # the same, of the run, if it was finished
+  messages: int | None = None  # of the run, if it was finished
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[list]]:
@@ -86,8 +87,17 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
     raise ValueError(f"{folder}: the experiment has no cell {name!r}")
   (cell,) = matching
   traces = [shard.entries_to_trace(entries) for entries in journals]
-  for trace in traces:
-    orders.check(trace, depth=len(trace.time))
+  for index, trace in enumerate(traces):
+    path = files.journal_path(folder, index)
+    try:
+      orders.check(trace, depth=len(trace.time))
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from error
+    if not (trace.action == base.RECEIVE).any():
+      raise ValueError(
+        f"{path} holds no message that was received: there is nothing to be"
+        " computed (yet)"
+      )
   init_key, root = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(exp.problem.init(init_key))
   server, worker = experiment.server(exp, cell), experiment.worker(exp, cell)
@@ -124,6 +134,7 @@ def run(folder: Path, *, data_dir: str | None = None) -> Replay:
     exp.problem.evaluate(final).accuracy,
     checkpoints.digest(final),
     result.get("params_sha256"),
+    result.get("messages"),
   )
 
 
@@ -152,8 +163,13 @@ def describe(replay: Replay, held: dict[str, Any]) -> str:
   elif replay.recorded == replay.digest:
     lines.append("the same parameters as the live run, to the bit")
   else:
-    why = ""
-    if held["cpus"] != os.cpu_count():
+    why, came = "", counts["receive"]
+    if came < (replay.messages or 0):
+      why = (
+        f": the trace has {came} messages, result.json {replay.messages}; it"
+        " was cut short"
+      )
+    elif held["cpus"] != os.cpu_count():
       why = f": it had {held['cpus']} CPU cores, this machine {os.cpu_count()}"
     lines.append(
       f"NOT the parameters of the live run ({replay.recorded[:16]}){why}"

@@ -21,10 +21,14 @@ def line(result: Row) -> str:
     f" learning rate {result['effective_rate']:.2g}"
   )
   if outputs.is_known(result["rate_x_sharpness"]):
+    limit = result["rate_x_sharpness_limit"]
+    below = f"{limit:.2g}" if outputs.is_known(limit) else "-"
     text += (
       f", rate x sharpness up to {result['rate_x_sharpness']:.2g} (stable below"
-      f" {result['rate_x_sharpness_limit']:.2g})"
+      f" {below})"
     )
+  if result["accepted"] < 1:
+    text += f", {_percent(result['accepted'])} of the messages accepted"
   return text
 
 
@@ -57,30 +61,37 @@ def warnings(result: Row) -> list[str]:
   return lines
 
 
-_TABLE = (
-  ("algorithm", "algorithm", None),
-  ("workers", "workers", None),
-  ("accuracy %", "test_accuracy", 100),
-  ("loss", "test_loss", 1),
-  ("time", "simulated_time", 1),
-  ("staleness", "staleness_mean", 1),
-  ("max", "staleness_max", None),
-  ("gap", "gap_mean", 1),
-  ("eff. rate", "effective_rate", 1),
-  ("rate x sharp.", "rate_x_sharpness", 1),
-  ("stable below", "rate_x_sharpness_limit", 1),
-)
+def _columns(results):
+  """Returns (header, key, scale) of each column of the table."""
+  time = figures.time_key(results)
+  columns = [
+    ("algorithm", "algorithm", None),
+    ("workers", "workers", None),
+    ("accuracy %", "test_accuracy", 100),
+    ("loss", "test_loss", 1),
+    ("seconds" if time == "seconds" else "time", time, 1),
+    ("staleness", "staleness_mean", 1),
+    ("max", "staleness_max", None),
+    ("gap", "gap_mean", 1),
+    ("eff. rate", "effective_rate", 1),
+    ("rate x sharp.", "rate_x_sharpness", 1),
+    ("stable below", "rate_x_sharpness_limit", 1),
+  ]
+  if any(row["accepted"] < 1 for row in results):
+    columns.append(("accepted %", "accepted", 100))
+  return columns
 
 
 def _tabulate(results):
   """Returns (CSV rows, text table): one row per algorithm and workers."""
+  columns = _columns(results)
   groups = figures.group_by(results, "workers", "algorithm")
   csv_rows, text_rows = [], []
   for group in groups.values():
     csv_row = {"algorithm": group[0]["algorithm"]}
     csv_row.update(workers=group[0]["workers"], seeds=len(group))
     cells = []
-    for _, key, scale in _TABLE:
+    for _, key, scale in columns:
       if scale is None:
         csv_row[key] = max(r[key] for r in group)
         cells.append(str(csv_row[key]))
@@ -98,7 +109,7 @@ def _tabulate(results):
     cells.append(f"{diverged} of {len(group)} diverged" if diverged else "")
     csv_rows.append(csv_row)
     text_rows.append(cells)
-  header = [name for name, _, _ in _TABLE] + [""]
+  header = [name for name, _, _ in columns] + [""]
   return csv_rows, outputs.format_table(header, text_rows)
 
 
@@ -122,7 +133,8 @@ def write(
   outputs.write_csv(folder / "figure.csv", points)
   figure = f"{folder}/figure.png, .svg; its numbers {folder}/figure.csv"
   try:
-    figures.draw(points, folder / "figure", heading)
+    time = figures.time_label(results)
+    figures.draw(points, folder / "figure", heading, time)
   except ImportError:
     figure = f"not drawn: pip install -e '.[viz]'; {folder}/figure.csv"
   except Exception as error:  # the runs are done: their numbers come first

@@ -14,11 +14,14 @@ Ctrl-C lets workers hand in what they have begun; after that, or after a kill of
 everything, --resume goes on.
 """
 
+import contextlib
+import errno
 import functools
-import hashlib
 import os
-import shutil
-import time
+import signal
+import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from absl import flags
 from asgd import base, diagnosis, sharding, simulator
 from asgd.runtimes import faults as faults_lib
 from asgd.runtimes import files, threads
-from asgd.runtimes.memory import SharedMemory
+from asgd.runtimes.memory import SharedMemory, check_room
 from asgd.runtimes.shard import sizes
 from launch import (
   cell_book,
@@ -39,13 +42,14 @@ from launch import (
   live_cell,
   live_figures,
   live_run,
-  outputs,
   progress,
   ray_session,
   report,
+  running,
   session,
 )
 
+flags.adopt_module_key_flags(session)
 _RUNTIME = flags.DEFINE_enum(
   "runtime", "threads", ["threads", "ray"], "Threads, or processes by Ray."
 )
@@ -67,35 +71,34 @@ _GRACE = flags.DEFINE_float(
   "grace_seconds", 20.0, "How long workers may take to finish when stopped."
 )
 
-RUNNING = "running.json"  # in a cell's folder: who runs it, and in which memory
+RUNNING = running.RUNNING
 
 
-def _check_flags() -> None:
+def _check_flags(exp) -> None:
   """Raises ValueError for what cannot be, before anything is written."""
   if not os.path.isdir(_MEMORY_DIR.value):
     raise ValueError(
       f"--memory_dir={_MEMORY_DIR.value} is no folder; use one in memory, such"
       " as /dev/shm, or any other (slower)"
     )
+  try:
+    os.rmdir(tempfile.mkdtemp(prefix="asgd-", dir=_MEMORY_DIR.value))
+  except OSError as error:
+    raise ValueError(
+      f"--memory_dir={_MEMORY_DIR.value}: no folder can be made there"
+      f" ({error.strerror}); use one in memory, such as /dev/shm, or any other"
+      " (slower)"
+    ) from error
+  if not session.RESUME.value:  # else it may have its memory
+    needed = max(live_run.memory_needed(exp, cell) for cell in exp.cells)
+    check_room(_MEMORY_DIR.value, needed)
   if _RUNTIME.value == "ray":
     ray_session.check(_ADDRESS.value, allow_network=_ALLOW_NETWORK.value)
-
-
-def _memory_folder(cell_folder: Path) -> Path:
-  """A run's own place in memory: short, and the same when it is resumed."""
-  held = outputs.read_json(cell_folder / RUNNING)
-  if session.RESUME.value and held and os.path.isdir(held["memory"]):
-    return Path(held["memory"])
-  name = hashlib.sha256(str(cell_folder.absolute()).encode()).hexdigest()[:12]
-  return Path(_MEMORY_DIR.value).absolute() / f"asgd-{os.getuid()}-{name}"
-
-
-def _forget(cell_folder: Path) -> None:
-  """Removes the memory of a finished run."""
-  held = outputs.read_json(cell_folder / RUNNING)
-  if held:
-    shutil.rmtree(held["memory"], ignore_errors=True)
-    (cell_folder / RUNNING).unlink()
+  elif _ADDRESS.value:
+    raise ValueError(
+      f"--address={_ADDRESS.value} is of a Ray cluster, and threads are of this"
+      " process: add --runtime=ray, or drop --address"
+    )
 
 
 def _memory(live, index, like):
@@ -230,12 +233,16 @@ def _ray_cluster(faults, dataset, live, images, resumed, began):
   )
 
 
-def _run_cell(run, cell, bar, signals, watch) -> dict[str, Any]:
+def _run_cell(run, cell, bar, signals, watch, claim) -> dict[str, Any]:
   """Runs one cell to its end, or raises Stopped after saving it."""
   bar.skip(run.message)
   run.start()
+  replaced = run.replaced
   while True:
     news, new, done = run.look()
+    if run.replaced != replaced:
+      replaced = run.replaced
+      claim.note(replaced)
     seen = watch.look(run.looked, new, run.message)
     for line in news:
       bar.line(f"{cell.name}: {line}")
@@ -252,7 +259,6 @@ def _run_cell(run, cell, bar, signals, watch) -> dict[str, Any]:
       return run.finish()
     if signals.received:
       whole = run.drain(_GRACE.value)
-      run.save()
       what = "" if whole else "; some workers did not finish in time"
       raise cli.Stopped(
         f"stopped in {cell.name} at message {run.message}{what}; the same"
@@ -261,43 +267,118 @@ def _run_cell(run, cell, bar, signals, watch) -> dict[str, Any]:
       )
 
 
+def _closer(close):
+  """Closes something at the end; what went wrong before that is told first."""
+
+  def leave(kind, error, trace):
+    del error, trace
+    with contextlib.suppress(*([OSError, ValueError] if kind else [])):
+      close()
+
+  return leave
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _say_once_that_it_is_full():
+  """Keeps what others (TensorBoard's writer) print of a full disk from stderr,
+  at length, from their threads and at the exit: one line of ours says it."""
+
+  def quiet(before):
+    def hook(args):
+      error, thread = args.exc_value, type(getattr(args, "thread", None))
+      board = thread.__module__.startswith("tensorboardX")
+      full = isinstance(error, OSError) and error.errno in _FULL
+      if not full and not (board and isinstance(error, OSError)):
+        before(args)
+
+    return hook
+
+  sys.unraisablehook = quiet(sys.unraisablehook)
+  threading.excepthook = quiet(threading.excepthook)
+
+
+@contextlib.contextmanager
+def _naming(folder):
+  """Names the folder in an error that names no file."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is not None or error.errno not in _FULL:
+      raise
+    raise ValueError(
+      f"cannot write to {folder} ({error.strerror}); make room and go on with"
+      " --resume"
+    ) from error
+
+
+def _run_one(exp, folder, cell, bar, make_cluster, sharpness, signals):
+  """Runs a cell from its start, or from where it stopped; returns its result.
+  """
+  place, board = folder / "cells" / cell.name, folder / "tensorboard"
+  plan, begun = experiment.plan(exp, cell), False
+  if session.RESUME.value:
+    shards = exp.config["server"]["shards"]
+    begun = bool(live_run.read_journals(place, shards)[0])
+  claim = running.Claim(place, _MEMORY_DIR.value, resume=begun)
+  run = None
+  try:
+    with contextlib.ExitStack() as stack:
+      live = live_run.prepare(exp, plan, cell, place, claim.memory)
+      run = live_run.LiveRun(
+        *(live, make_cluster, sharpness, board / cell.name),
+        resume=begun,
+        replaced=claim.replaced,
+      )
+      stack.push(_closer(run.close))
+      watch = live_figures.Watch(
+        live,
+        board / cell.name,
+        compress=live_run.dtype_on_wire(exp.config),
+      )
+      stack.push(_closer(watch.close))
+      claim.note(claim.replaced)
+      result = _run_cell(run, cell, bar, signals, watch, claim)
+    claim.remove()
+    return result
+  except (ValueError, OSError):
+    new = not claim.kept and (run is None or not run.message)
+    if new or not place.exists():
+      claim.remove()  # there is nothing to go on with
+    raise
+  finally:
+    claim.close()
+
+
 def _run_all(exp, folder, bar, make_cluster, signals):
   """Runs the cells that are not finished; returns the results of all."""
   sharpness = diagnosis.make_sharpness(exp.problem.loss, exp.problem.probe)
-  results = []
+  results, warned = [], set()
   for cell in exp.cells:
     place = folder / "cells" / cell.name
     result = cell_book.finished_result(place)
-    if result is None:
-      plan = experiment.plan(exp, cell)
-      memory = _memory_folder(place)
-      if not session.RESUME.value:
-        files.end_all(memory)
-        shutil.rmtree(memory, ignore_errors=True)
-      live = live_run.prepare(exp, plan, cell, place, memory)
-      run = live_run.LiveRun(
-        *(live, make_cluster, sharpness),
-        folder / "tensorboard" / cell.name,
-        resume=session.RESUME.value,
-      )
-      watch = live_figures.Watch(
-        live,
-        folder / "tensorboard" / cell.name,
-        compress=live_run.dtype_on_wire(exp.config),
-      )
-      running = {"driver": os.getpid(), "memory": str(memory)}
-      outputs.write_atomically(place / RUNNING, outputs.to_json(running))
-      try:
-        result = _run_cell(run, cell, bar, signals, watch)
-      finally:
-        run.close()
-        watch.close()
-      _forget(place)
-      bar.line(report.line(result))
-    else:
-      _forget(place)  # killed right after it had finished
+    if result is not None:
+      running.forget(place)  # killed right after it had finished
       bar.skip(experiment.messages(exp, cell))
+      results.append(result)
+      continue
+    result = _run_one(
+      exp, folder, cell, bar, make_cluster, sharpness, signals
+    )
     results.append(result)
+    bar.line(report.line(result))
+    if result["took_part"] < cell.workers:
+      bar.line(
+        f"{cell.name}: only {result['took_part']} of {cell.workers} workers"
+        " took part; what is said of this many is not known from it"
+      )
+    key = cell.label, cell.workers
+    if key not in warned:  # one seed tells
+      lines = report.warnings(result)
+      warned |= {key} if lines else set()
+      for line in lines:
+        bar.line(line)
   return results
 
 
@@ -307,7 +388,8 @@ def train() -> Path:
   exp = session.build("configs/simulate_digits.py")
   for cell in exp.cells:
     live_run.check(exp, cell)
-  _check_flags()
+    faults_lib.check(faults, cell.workers, experiment.messages(exp, cell))
+  _check_flags(exp)
   folder = session.open_folder(
     exp,
     suffix="-live",
@@ -315,7 +397,6 @@ def train() -> Path:
   )
   signals = session.Signals()
   total = sum(experiment.messages(exp, cell) for cell in exp.cells)
-  started = time.monotonic()
   if _RUNTIME.value == "ray":
     dataset = ray_session.start(
       exp.dataset, _ADDRESS.value, allow_network=_ALLOW_NETWORK.value
@@ -324,14 +405,22 @@ def train() -> Path:
   else:
     make_cluster = functools.partial(_thread_cluster, faults)
   bar = progress.Progress(total)
+  _say_once_that_it_is_full()
   try:
-    results = _run_all(exp, folder, bar, make_cluster, signals)
+    with _naming(folder):
+      results = _run_all(exp, folder, bar, make_cluster, signals)
+  except KeyboardInterrupt:
+    raise cli.Stopped(
+      "interrupted; the same command with --resume goes on from the last"
+      " message that was received",
+      signals.received or signal.SIGINT,
+    ) from None
   finally:
     bar.close()
     if _RUNTIME.value == "ray":
       ray_session.stop()
-  del started
-  report.write(folder, exp, results)
+  with _naming(folder):
+    report.write(folder, exp, results)
   return folder
 
 

@@ -11,6 +11,7 @@ from absl import flags
 from launch import checkpoints, cli, experiment, outputs
 
 CONFIG = cli.define_config()
+flags.declare_key_flag("config")  # with the others here: commands adopt them
 OUT = flags.DEFINE_string(
   "out", None, "Folder for results. Default: the next free runs/CONFIG-NNN."
 )
@@ -52,7 +53,7 @@ def build(example: str) -> experiment.Experiment:
   config = experiment.override(CONFIG.value, cli.overrides())
   live = config.get("live", {})
   devices = live.get("devices", 1) if isinstance(live, Mapping) else 1
-  if isinstance(devices, int) and devices > 1:  # before JAX counts them
+  if experiment.check_devices(devices) > 1:  # before JAX counts them
     jax.config.update("jax_num_cpu_devices", devices)
   try:
     jax.devices()

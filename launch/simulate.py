@@ -25,6 +25,7 @@ from launch import (
   session,
 )
 
+flags.adopt_module_key_flags(session)  # --help lists them, too
 _TRACE = flags.DEFINE_string(
   "trace",
   None,

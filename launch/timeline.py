@@ -2,10 +2,10 @@
 
   python -m launch.timeline RESULTS/cells/NAME
 
-writes timeline.json there, in Chrome's trace-event format, to be opened with
-Perfetto. What workers do on a job is known if the run wrote it down
-(--config.live.spans=True); without that, a job is one piece, from its ticket to
-its message.
+(or RESULTS, of one run) writes timeline.json there, in Chrome's trace-event
+format, to be opened with Perfetto. What workers do on a job is known if the run
+wrote it down (--config.live.spans=True); without that, a job is one piece, from
+its ticket to its message.
 """
 
 import collections
@@ -17,9 +17,10 @@ from absl import flags
 
 from asgd import base
 from launch import cli, live_cell, outputs
+from pipeline import tracks as tracks_lib
+from pipeline.tracks import event
 
 _WORKERS, _SERVER = 1, 2  # pids of the two groups of tracks
-_FIRST_TID = 11  # 0 is the idle task, and the others are pids
 _OF_WORKERS = (base.JOIN, base.LEAVE, base.LOST, base.REJECT)
 _ENDS = {
   base.RECEIVE: "job",
@@ -28,36 +29,12 @@ _ENDS = {
 }
 
 
-def _event(phase, name, pid, tid, **fields) -> dict[str, Any]:
-  return {"name": name, "ph": phase, "pid": pid, "tid": tid, **fields}
-
-
-def _microseconds(seconds: float) -> int:
-  return round(1e6 * seconds)
-
-
-class _Tracks:
-  """Tracks of workers and shards, named when they are met."""
+class _Tracks(tracks_lib.Tracks):
+  """Tracks of workers and shards."""
 
   def __init__(self):
-    self._tids: dict[tuple[int, str], int] = {}
-    self._lanes: dict[int, list[float]] = collections.defaultdict(list)
-    self.names: list[dict[str, Any]] = [
-      _event("M", "process_name", pid, 0, args={"name": name})
-      for pid, name in ((_WORKERS, "workers"), (_SERVER, "server"))
-    ]
-
-  def tid(self, pid: int, name: str, place: int) -> int:
-    """Returns the number of a track, to be shown at a place in its group."""
-    key = pid, name
-    if key not in self._tids:
-      self._tids[key] = tid = _FIRST_TID + len(self._tids)
-      for what, args in (
-        ("thread_name", {"name": name}),
-        ("thread_sort_index", {"sort_index": place}),
-      ):
-        self.names.append(_event("M", what, pid, tid, args=args))
-    return self._tids[key]
+    super().__init__({_WORKERS: "workers", _SERVER: "server"})
+    self._lanes = collections.defaultdict(tracks_lib.Lanes)
 
   def worker(self, worker: int, lane: int = 0) -> int:
     """Returns a track of a worker."""
@@ -68,13 +45,7 @@ class _Tracks:
     """Returns a track of a worker that is free from `start`, which must not
     decrease: pieces of a track may not overlap, and the jobs of a worker that
     holds several tickets do."""
-    lanes = self._lanes[worker]
-    for lane, free in enumerate(lanes):
-      if free <= start:
-        lanes[lane] = end
-        return self.worker(worker, lane)
-    lanes.append(end)
-    return self.worker(worker, len(lanes) - 1)
+    return self.worker(worker, self._lanes[worker].take(start, end))
 
 
 def _pieces(cell) -> Iterator[tuple[int, int, list[tuple[str, float, float]]]]:
@@ -99,25 +70,22 @@ def _work(cell, tracks):
   for start, end, worker, job, pieces in sorted(found):
     tid = tracks.lane(worker, start, end)
     for name, start, end in pieces:
-      time = _microseconds(start)
-      length = _microseconds(end) - time
       args = {"job": job}
-      yield _event("X", name, _WORKERS, tid, ts=time, dur=length, args=args)
+      yield tracks_lib.piece(name, _WORKERS, tid, start, end, args=args)
 
 
 def _decisions(cell, shard, tracks):
   """Yields what a shard did: its rows, and what they brought about."""
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
   for start, end in live_cell.served(cell.journals[shard], cell.spans):
-    time = _microseconds(start)
-    length = _microseconds(end) - time
-    yield _event("X", "serve", _SERVER, tid, ts=time, dur=length)
+    yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   records = cell.records[shard]
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
   seen = dict(zip(keys, zip(records.update, records.staleness, strict=True)))  # noqa: B905
   of_shard = f" (shard {shard})" if len(cell.journals) > 1 else ""
   for entry in cell.journals[shard]:
-    name, time = base.ACTIONS[entry.action], _microseconds(entry.time)
+    name = base.ACTIONS[entry.action]
+    time = tracks_lib.microseconds(entry.time)
     args = {"worker": entry.worker, "job": entry.job, "seq": entry.seq}
     where, scope = (_SERVER, tid), "t"
     if entry.action == base.ROLLBACK:
@@ -128,12 +96,12 @@ def _decisions(cell, shard, tracks):
       where = _WORKERS, tracks.worker(entry.worker)
     elif entry.action != base.RECEIVE:
       args["version"] = entry.version
-    yield _event("i", name, *where, ts=time, s=scope, args=args)
+    yield event("i", name, *where, ts=time, s=scope, args=args)
     if entry.action == base.RECEIVE and (entry.worker, entry.job) in seen:
       values = seen[entry.worker, entry.job]
       for counter, value in zip(("version", "staleness"), values, strict=True):
         args = {counter: int(value)}
-        yield _event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
+        yield event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
 
 
 def events(cell: live_cell.Cell) -> list[dict[str, Any]]:
@@ -144,7 +112,7 @@ def events(cell: live_cell.Cell) -> list[dict[str, Any]]:
   out = list(_work(cell, tracks))
   for shard in range(len(cell.journals)):
     out += _decisions(cell, shard, tracks)
-  return tracks.names + sorted(out, key=lambda event: event["ts"])
+  return tracks.ordered(out)
 
 
 def main(folder: str | None = None, *, out: str | None = None) -> None:
@@ -154,10 +122,14 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
       "which run? write python -m launch.timeline RESULTS/cells/NAME, a folder"
       " that launch.serve made"
     )
-  cell = live_cell.read(Path(folder))
+  place = live_cell.only_cell(Path(folder))
+  path = Path(out or place / "timeline.json")
+  if out and (path.is_dir() or not path.parent.is_dir()):
+    what = "is a folder" if path.is_dir() else "is in no folder that is there"
+    raise ValueError(f"--out={path} {what}: name a file in one that is")
+  cell = live_cell.read(place)
   made = events(cell)
-  path = Path(out or Path(folder) / "timeline.json")
-  text = outputs.to_json({"displayTimeUnit": "ms", "traceEvents": made})
+  text = outputs.to_json(tracks_lib.document(made))
   outputs.write_atomically(path, text)
   print(
     f"{len(made)} events in {path}: drop the file on https://ui.perfetto.dev"

@@ -1,6 +1,7 @@
 """Chaos: what is killed is counted, and the audit misses nothing."""
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from asgd import base
 from asgd.runtimes import files, protocol
 from launch import audit, experiment
+from launch import chaos as chaos_lib
+
+if not flags.FLAGS.is_parsed():
+  flags.FLAGS(["test"])
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 240  # seconds until a subprocess is taken to hang
@@ -58,7 +65,7 @@ def disturbed(tmp_path_factory):
   return out, chaos(
     *CONFIG,
     *("--runtime=threads", "--kinds=driver", f"--out={out}"),
-    *("--mtbf=1", "--seconds=4", "--seed=1"),
+    *("--mtbf=1", "--seconds=1", "--seed=1"),
   )
 
 
@@ -222,6 +229,48 @@ def test_it_finds_who_worked_on_after_it_was_killed(cell):
   assert "worker 2 worked on after worker at row 10" in found.found
 
 
+def left_by(entries, failures):
+  """What the audit says of deaths, of rows (worker, job, action)."""
+  rows = [
+    protocol.Entry(float(i), *row) for i, row in enumerate(entries)
+  ]
+  (finding,) = audit._deaths(rows, failures, 1, 1e9)
+  return finding
+
+
+def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
+  join, leave = base.JOIN, base.LEAVE
+  send, receive = base.SEND, base.RECEIVE
+  trace = [(0, 0, join), (1, 0, join)]
+  trace += [(0, 0, send), (0, 0, receive), (0, 0, leave)]  # rows 2 to 4
+  trace += [(0, 1, join), (0, 1, leave), (0, 2, join)]  # rows 5 to 7
+  trace += [(1, 1, send), (1, 1, receive)]
+
+  def term(worker, holder, before, **more):
+    holders = ((worker, holder),) if holder is not None else ()
+    return audit.Failure("term", "a", worker, holders, before, before, **more)
+
+  known = term(0, 0, 3)
+  unborn = term(0, None, 5, coming=(0, 1))
+  found = left_by(trace, [known, unborn])
+  assert found.well
+  assert found.found == "2 left (2 term)"
+  # One that died before it had joined leaves no row; the next has its number.
+  found = left_by(trace[:5] + trace[8:], [known, unborn])
+  assert found.found == "1 left (1 term); 1 term before it had joined"
+  again = audit.Failure("hang", "a", 0, ((0, 0),), 3, 3)
+  late = term(1, 0, 9)
+  found = left_by(trace[:5] + trace[8:], [known, again, late])
+  assert found.well
+  assert found.found == (
+    "1 left (1 term); 1 hang to one that was hit before; 1 term when there was"
+    " no more to do"
+  )
+  # Who has worked under that number was not the one.
+  worked = [*trace[:6], (0, 2, send), (0, 2, receive), *trace[6:]]
+  assert not left_by(worked, [known, unborn]).well
+
+
 def test_it_finds_that_there_is_no_result(cell):
   (cell / "result.json").unlink()
   assert wrong(cell) == {"result"}
@@ -236,9 +285,9 @@ def test_rollbacks_count_what_they_undo_once():
     *(entry(base.RECEIVE), entry(base.ROLLBACK, 1)),
     *(entry(base.RECEIVE), entry(base.ROLLBACK, 0)),
   ]
-  assert audit.rolled_back(rows[:4]) == (0, 0)
-  assert audit.rolled_back(rows[:5]) == (1, 2)
-  assert audit.rolled_back(rows) == (2, 4)
+  assert protocol.rolled_back(rows[:4]) == (0, 0)
+  assert protocol.rolled_back(rows[:5]) == (1, 2)
+  assert protocol.rolled_back(rows) == (2, 4)
 
 
 # Mistakes: (arguments, what the one line says).
@@ -247,6 +296,94 @@ MISTAKES = {
   "threads": (["--runtime=threads"], "use --kinds=driver, or --runtime=ray"),
   "config": (["--config.epocs=3"], "did you mean 'epochs'"),
 }
+
+
+# The same, without a process of their own.
+WRONG_FLAGS = [
+  ("patience", "-1", "--patience=-1 must be positive and finite"),
+  ("seconds", "nan", "--seconds=nan must be positive and finite"),
+  ("seconds", "0", "--seconds=0 must be positive and finite"),
+  ("mtbf", "nan", "--mtbf=nan must be positive and finite"),
+  ("mtbf", "inf", "--mtbf=inf must be positive and finite"),
+  ("fault", ["kill:0:3"], "--fault=kill:0:3: .* give it to launch.serve"),
+  ("kinds", "driver,,worker", "--kinds=driver,,worker has a comma too many"),
+  ("kinds", "", "--kinds is empty; choose of worker,shard"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_FLAGS)
+def test_flags_that_cannot_be_are_named(name, value, message):
+  with (
+    flagsaver.as_parsed(**{name: value}),
+    pytest.raises(ValueError, match=message),
+  ):
+    chaos_lib._check_flags()
+    chaos_lib._check_kinds("ray")
+
+
+def test_it_says_what_was_done_and_what_was_never_tried():
+  failures = [
+    audit.Failure(kind, "a", 0, (), 0, 0) for kind in ("term", "worker", "term")
+  ]
+  some = chaos_lib.summary(["term", "worker"], failures)
+  assert some == "injected: 1 worker, 2 term"
+  first, second = chaos_lib.summary(chaos_lib.KINDS, failures).splitlines()
+  assert first == some
+  assert second.startswith("never tried: shard, hang, driver; give it more")
+  none = chaos_lib.summary(["driver"], [])
+  assert none.startswith("injected: nothing\nnever tried: driver;")
+
+
+class Still:
+  """A victim that works when the test says so; each kill of it takes long."""
+
+  def __init__(self, clock):
+    self.clock, self.done, self.process = clock, [], self
+    self.returncode = None
+    self.down = 0.0  # until when
+
+  def poll(self):
+    if self.clock.now > 500.0:
+      self.returncode = 0
+    return self.returncode
+
+  def check(self):
+    pass
+
+  def working(self):
+    return self.clock.now >= self.down
+
+  def fail(self, kind, rng):
+    del rng
+    if not self.working():
+      return False
+    self.done.append(kind)
+    if kind == "driver":
+      self.clock.now += 20.0  # until its processes have gone
+      self.down = self.clock.now + 15.0  # until it works again
+    return True
+
+
+class Clock:
+  now = 0.0
+
+  def monotonic(self):
+    return self.now
+
+  def sleep(self, seconds):
+    self.now += seconds
+
+
+def test_a_driver_that_starts_again_takes_no_time_of_the_others(monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(chaos_lib, "time", clock)
+  victim = Still(clock)
+  with flagsaver.as_parsed(seconds="60", mtbf="2"):
+    chaos_lib._inject(victim, chaos_lib.KINDS, random.Random(0))
+  # Thirty are expected, give or take; each kind comes before any comes again.
+  assert 15 <= len(victim.done) <= 45
+  assert set(victim.done[:5]) == set(chaos_lib.KINDS)
+  assert victim.done.count("driver") >= 4
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -129,3 +129,20 @@ def test_a_digest_sees_values_dtypes_and_shapes():
   assert len(digests) == len(different)
   with jax.enable_x64(True):
     assert checkpoints.digest([jnp.asarray(x)]) == checkpoints.digest([x])
+
+
+def test_a_live_checkpoint_of_more_than_the_trace_has_is_not_used(
+  tmp_path, capsys
+):
+  folder = checkpoints.LiveCheckpoints(tmp_path / "checkpoints")
+  for rows in (5, 9):
+    folder.save([({"w": np.full(3, rows)}, {"rows": rows})])
+  template = [{"w": np.zeros(3)}]
+  ((state, meta),) = folder.restore(template, [9])
+  assert meta["rows"] == 9
+  ((state, meta),) = folder.restore(template, [7])
+  assert (state["w"].tolist(), meta["rows"]) == ([5] * 3, 5)
+  said = capsys.readouterr().err
+  assert "trace-0.csv has 7 rows, the checkpoint is of row 9" in said
+  assert folder.restore(template, [4]) is None
+  folder.close()

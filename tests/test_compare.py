@@ -154,6 +154,17 @@ def test_in_order_all_jobs_are_there():
   assert measured.joins(STARTING, 3) == [0, 5.5, 5.5]
 
 
+def test_who_waits_for_the_others_has_come_when_the_first_ticket_is_sent():
+  journal = [*join(1.0, 0), *join(4.0, 1), *send(4.0, (0, 0), (1, 0))]
+  assert measured.joins(journal, 2) == [0.0, 0.0]
+  late = [*journal, *join(6.0, 2), *send(6.0, (2, 0))]
+  assert measured.joins(late, 3) == [0.0, 0.0, 2.0]
+  # With two tickets each: all get their first before anybody a second.
+  rules = dispatch.Rules(depth=2)
+  trace = measured.play(rules, streams(TIMES), [0.0] * 3, 12)
+  assert trace.worker[:9].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+
+
 def test_settled_times_begin_when_all_are_there():
   found = measured.jobs(STARTING, {})
   assert measured.all_there(np.array([j.worker for j in found]), 2) == 4

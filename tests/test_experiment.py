@@ -234,6 +234,30 @@ def test_a_dataset_that_is_loaded_is_used_as_it_is():
   assert exp.problem.batches_per_epoch == 8
 
 
+STALE = {"name": "stale_synchronous", "bound": 1}
+
+
+def test_large_values_that_are_taken_can_be_computed_with():
+  exp = build(
+    clip_norm=10**20, gate={"max_staleness": 10**8}, learning_rate=10**20
+  )
+  (cell,) = exp.cells
+  server = experiment.server(exp, cell)
+  shapes = jax.eval_shape(exp.problem.init, jax.random.key(0))
+  state = jax.eval_shape(server.init, shapes)
+  ticket = jax.eval_shape(server.send, state, np.int32(0))
+  jax.eval_shape(server.receive, state, ticket, shapes)
+
+
+def test_a_worker_of_many_weights_may_have_any_number_of_devices():
+  exp = build(live={"devices": 40, "parallel": "tensor"})
+  assert exp.config["live"]["devices"] == 40
+
+
+def test_live_runs_begin_together():
+  assert resolved()["live"]["together"] is True
+
+
 MISTAKES = {
   "epocs": ({"epocs": 3}, "unknown config key 'epocs'; did you mean 'epochs'"),
   "schedule.warmup": (
@@ -336,7 +360,85 @@ MISTAKES = {
         "a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}
       }
     },
-    "algorithms.a: fetch_every must be a multiple of push_every",
+    "algorithms.a.fetch_every must be a multiple of push_every",
+  ),
+  "cache": (
+    {"order": {**STALE, "cache": "yes"}},
+    "^config.order.cache must be True or False, not 'yes'",
+  ),
+  "depth": (
+    {"order": {"name": "asynchronous", "depth": 10**20}},
+    "^config.order.depth must be a whole number from 1 to 1000, not 1000",
+  ),
+  "bound list": (
+    {"order": {**STALE, "bound": [1]}},
+    r"^config.order.bound must be a number, 0 or more, not \[1\]",
+  ),
+  "backup": (
+    {"order": {"name": "backup_workers", "backup": "abc"}},
+    "^config.order.backup must be a whole number .* not 'abc'",
+  ),
+  "backup all": (
+    {"order": {"name": "backup_workers", "backup": 8}},
+    "^config.order.backup must be a whole number from 0 to 7",
+  ),
+  "never fetches": (
+    {"order": {"name": "asynchronous", "fetch_every": 10**20}},
+    "^config.order.fetch_every makes .* each of 8 workers has 5 in all",
+  ),
+  "never fetches either": (
+    {"algorithms": {"a": {"recipe": "downpour", "fetch_every": 6}}},
+    "^config.algorithms.a.fetch_every makes 6 jobs on one ticket",
+  ),
+  "splits": (
+    {"algorithms": {"a": {"recipe": "staleness_aware", "splits": 9}}},
+    "^config.algorithms.a.splits must be from 1 to the 8 workers, not 9",
+  ),
+  "integer": (
+    {"algorithms": {"a": {"recipe": "asgd", "weight_decay": 10**20}}},
+    "^config.algorithms.a.weight_decay must be a number up to 1e.30",
+  ),
+  "clip": ({"clip_norm": 1e99}, "^config.clip_norm must be .*at most 1e.30"),
+  "gate": (
+    {"gate": {"max_staleness": 10**20}},
+    "^config.gate.max_staleness must be a whole number from 0 to 100000000",
+  ),
+  "slowdown": (
+    {"live": {"slowdown": (1, 1e20)}},
+    "^config.live.slowdown must be factors from 1 to 10000",
+  ),
+  "late": (
+    {"live": {"late_seconds": 1e300}},
+    "^config.live.late_seconds must be positive, at most 1e.09",
+  ),
+  "devices": (
+    {"live": {"devices": 40}},
+    "^config.live.devices 40 must divide config.batch_size 32, .* use 8",
+  ),
+  "many devices": (
+    {"live": {"devices": 10**9}},
+    "^config.live.devices must be a whole number from 1 to 256",
+  ),
+  "shards": (
+    {"server": {"shards": 10**9}},
+    "^config.server.shards must be a whole number from 1 to 256",
+  ),
+  "shards of little": (
+    {"server": {"shards": 256}, "model": {"name": "mlp", "hidden": (3,)}},
+    "^config.server.shards must be at most 80, the rows",
+  ),
+  "log": ({"server": {"log": 10**20}}, "^config.server.log must be .*to 10000"),
+  "mean": (
+    {"durations": {"name": "gamma", "mean": -1}},
+    "^config.durations.mean must be positive",
+  ),
+  "warm-up": (
+    {"schedule": {"warmup_epochs": 1e300}},
+    "^config.schedule.warmup_epochs must be from 0 to",
+  ),
+  "own rate": (
+    {"algorithms": {"a": {"recipe": "asgd", "learning_rate": 10**50}}},
+    "^config.algorithms.a.learning_rate must be at most 1e.30",
   ),
   "decay": (
     {"schedule": {"warmup_epochs": 2.0, "decay_epochs": (1.0,)}},

@@ -46,6 +46,36 @@ def test_what_is_no_fault_is_named(text):
   )
 
 
+@pytest.mark.parametrize(
+  ("text", "why"),
+  [
+    ("kill:-1:2", "worker must be 0 or more, not -1"),
+    ("kill:1:-2", "seq must be 0 or more, not -2"),
+    ("slow:1:2:-3", "seconds must be from 0 to 1,000,000, not -3"),
+    ("slow:1:2:nan", "seconds must be from 0 to 1,000,000, not nan"),
+    ("slow:1:2:inf", "seconds must be from 0 to 1,000,000, not inf"),
+    ("slow:1:2:1e30", "seconds must be from 0 to 1,000,000, not 1e+30"),
+  ],
+)
+def test_numbers_that_no_fault_has_are_named(text, why):
+  with pytest.raises(ValueError) as error:
+    faults.parse(text)
+  assert str(error.value) == f"fault {text!r}: {why}"
+
+
+def test_faults_that_cannot_happen_in_a_run_are_named():
+  some = [Fault(1, 5, "kill"), Fault(1, 5, "slow", 0.5), Fault(0, 9, "kill")]
+  faults.check(some, 2, jobs=10)
+  with pytest.raises(ValueError, match="'kill:1:5': there is no worker 1; the"):
+    faults.check(some, 1)
+  with pytest.raises(ValueError, match="'kill:0:9': the run has 9 jobs in all"):
+    faults.check(some, 2, jobs=9)
+  with pytest.raises(ValueError, match="'slow:1:5:0.5' is there twice"):
+    faults.check([*some, Fault(1, 5, "slow", 0.5)], 2)
+  with pytest.raises(ValueError, match="'slow:0:0:nan': seconds must be"):
+    faults.check([Fault(0, 0, "slow", math.nan)], 2)
+
+
 # Injecting.
 
 
@@ -252,9 +282,15 @@ def test_the_ladder_is_its_definition(times, k, floor):
 
 
 @pytest.mark.parametrize("name", Ladder._fields)
-@pytest.mark.parametrize("value", [0, -1, math.nan])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e30, "x", None])
 def test_settings_must_be_positive(name, value):
+  key = {
+    "k": r" \(live.late_mads\)",
+    "floor": r" \(live.late_seconds\)",
+    "start": r" \(live.start_seconds\)",
+    "window": "",
+  }[name]
   with pytest.raises(
-    ValueError, match=f"^{name} must be positive, not {value}"
+    ValueError, match=f"^{name}{key} must be a positive number, at most 1e.09"
   ):
     Deadlines(Ladder()._replace(**{name: value}))

@@ -553,7 +553,10 @@ def test_vmap_over_models_agrees_with_one_by_one():
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: models.build("resnet", 10), "mean 'resnet20'.*known: cnn, gpt, mlp"),
+    (
+      lambda: models.build("resnet", 10),
+      "mean 'resnet20'.*known: cnn, gpt, mlp",
+    ),
     (lambda: models.build("mlp", 10, hiden=(3,)), "'hiden'.*mean 'hidden'"),
     (lambda: models.build("wrn16_4", 10, widen=2), "no argument 'widen'"),
     (lambda: models.build("mlp", 0), "classes .* not 0"),

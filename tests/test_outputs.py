@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from launch import figures, outputs, progress
+from launch import cell_book, figures, outputs, progress, report
 
 
 def test_json_has_null_for_what_is_not_finite():
@@ -153,3 +153,98 @@ def test_the_points_of_the_figure_are_means_over_seeds():
   assert found["accuracy_by_time", 4.0]["mean"] == 0.4
   # Curves are drawn at each algorithm's largest number of workers.
   assert found["gap_curve", 1.0]["workers"] == 16
+
+
+# Whether a run diverged.
+
+
+def losses(*parts):
+  """The losses of so many messages each, with a little noise."""
+  rng = np.random.default_rng(0)
+  values = np.concatenate([np.linspace(a, b, n) for n, a, b in parts])
+  return values + rng.normal(0, 0.02, len(values))
+
+
+GUESS = np.log(10)
+
+
+@pytest.mark.parametrize(
+  ("loss", "diverged"),
+  [
+    # Falling, though it is above that of who guesses throughout.
+    (losses((400, 3.7, 2.4)), False),
+    (losses((44, 3.7, 3.2)), False),
+    # Flat: it has learnt nothing, but nothing blew up.
+    (losses((400, GUESS, GUESS)), False),
+    (losses((400, 0.1, 0.1)), False),
+    # Up and down again, to something learnt.
+    (losses((50, 2.5, 5.0), (350, 5.0, 1.5)), False),
+    # It ends above where it began, in the end or all the time.
+    (losses((350, 2.5, 0.5), (50, 3.5, 3.5)), True),
+    (losses((400, 2.5, 25.0)), True),
+    (losses((400, 0.3, 0.5)), True),
+    # Up, and then dead.
+    (losses((50, 2.6, 6.0), (350, GUESS, GUESS)), True),
+    (losses((100, 2.4, np.nan)), True),
+    # Too few to tell beginning and end.
+    (losses((15, 1.0, 3.0)), False),
+    (np.zeros(0), False),
+  ],
+)
+def test_a_run_has_diverged_if_it_ends_above_where_it_began(loss, diverged):
+  for workers in (1, 4, 8):
+    assert cell_book.has_diverged(loss, workers, 10) is diverged
+
+
+# The report of runs.
+
+
+def finished(**kwargs):
+  return {
+    **result("A", 8, 0.5, 1.0),
+    "cell": "a-n8-s0",
+    "test_loss": 1.0,
+    "sent_accuracy": 0.5,
+    "staleness_mean": 7.0,
+    "staleness_max": 9,
+    "gap_max": 2.0,
+    "effective_rate": 0.1,
+    "rate_x_sharpness": 0.5,
+    "rate_x_sharpness_limit": 0.4,
+    "diverged": False,
+    "accepted": 1.0,
+    "seconds": 33.0,
+    **kwargs,
+  }
+
+
+def test_clocks_are_called_what_they_are():
+  simulated, live = finished(), finished()
+  del live["simulated_time"]
+  rows, table = report._tabulate([simulated])
+  assert rows[0]["simulated_time"] == 1.25
+  assert " time " in table
+  assert figures.time_label([simulated]) == "time (mean batches)"
+  rows, table = report._tabulate([live])
+  assert rows[0]["seconds"] == 33.0
+  assert " seconds " in table
+  assert figures.time_label([live]) == "seconds"
+  found = {p["panel"]: p for p in figures.numbers([live], [])}
+  assert found["time"]["mean"] == 33.0
+
+
+def test_the_share_that_was_accepted_is_shown_where_some_was_not():
+  assert "accepted" not in report._tabulate([finished()])[1]
+  assert "accepted" not in report.line(finished())
+  rows = [finished(accepted=0.75), finished(algorithm="B")]
+  _, table = report._tabulate(rows)
+  assert "accepted %" in table
+  assert "75.0" in table
+  assert "100.0" in table
+  assert "75.0 % of the messages accepted" in report.line(rows[0])
+
+
+def test_a_limit_that_is_not_known_is_a_dash():
+  line = report.line(finished(rate_x_sharpness_limit=float("nan")))
+  assert line.endswith("(stable below -)")
+  assert report.line(finished()).endswith("(stable below 0.4)")

@@ -1,5 +1,7 @@
 """What the README says can be run runs as it is written."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 import asgd
 from launch import experiment
+from pipeline import generate
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +24,7 @@ def block(word):
 
 
 def test_every_block_is_tested_here():
-  assert len(BLOCKS) == 3
+  assert len(BLOCKS) == 4
 
 
 def test_the_library_example(capsys):
@@ -59,6 +62,21 @@ def test_a_config_of_your_own():
   assert {cell.label for cell in exp.cells} == {"softsync", "dana"}
 
 
+def test_a_pipeline(capsys):
+  devices = 'jax.config.update("jax_num_cpu_devices", 4)'
+  text = block("generate.pipedream")
+  assert devices in text  # tests have more of them already
+  names = {}
+  exec(text.replace(devices, ""), names)
+  assert capsys.readouterr().out.startswith("[3 2 1 0]")
+  assert sorted(names["result"].losses) == list(range(16))
+
+
+def test_the_table_of_schedules_names_every_one():
+  for name in generate.SCHEDULES:
+    assert f"`{name}`" in README, name
+
+
 def test_the_table_of_keys_names_every_key():
   table = README[README.index("| key | meaning") :]
   for key in experiment.DEFAULTS:
@@ -68,6 +86,21 @@ def test_the_table_of_keys_names_every_key():
 def test_the_table_of_algorithms_names_every_recipe():
   for name in asgd.RECIPES:
     assert f"`{name}`" in README, name
+
+
+def test_the_table_of_algorithms_names_every_option_and_its_default():
+  table = README[README.index("| recipe |") :]
+  for name, maker in asgd.RECIPES.items():
+    row = re.search(rf"^\| `{name}` \|.*$", table, re.MULTILINE)[0]
+    said = dict(re.findall(r"`(\w+)` \(([^:)]+)", row.split(" | ")[2]))
+    parameters = inspect.signature(maker).parameters.values()
+    options = {
+      p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY
+    }
+    assert options.pop("weight_decay") == (0.1 if name == "diloco" else 0)
+    assert {k: ast.literal_eval(v) for k, v in said.items()} == options
+    for option in (*options, "weight_decay"):
+      assert re.search(rf"^ +{option}: ", maker.__doc__, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("path", re.findall(r"configs/\w+\.py", README))

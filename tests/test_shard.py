@@ -25,7 +25,7 @@ from asgd.dispatch import Rules
 from asgd.runtimes import protocol
 from asgd.runtimes import shard as shard_lib
 from asgd.runtimes.deadlines import Ladder
-from asgd.runtimes.memory import MESSAGES, PARAMS, LocalMemory
+from asgd.runtimes.memory import MESSAGES, PARAMS, Damaged, LocalMemory
 from asgd.runtimes.protocol import Frame
 from asgd.runtimes.shard import Setup, Shard
 from asgd.runtimes.threads import ListJournal, ListSink
@@ -73,6 +73,12 @@ class Memory(LocalMemory):
   guarded: what is written there must be what lies there."""
 
   guarded = ()  # slots of parameters
+  damaged = False  # the snapshot
+
+  def load(self, like):
+    if self.damaged:
+      raise Damaged("snapshot.json is damaged")
+    return super().load(like)
 
   def save(self, tree, meta):
     super().save(tree, json.loads(json.dumps(meta)))
@@ -529,6 +535,7 @@ def test_a_conversation():
     "late": [],
     "expelled": [],
     "refused": 0,
+    "rollback": None,
     "kept_params": [],
   }
   third = bench.join(2)  # too late
@@ -1161,6 +1168,153 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
   audit(bench.lead)
   bench.check_once()
   bench.check_replay(some=True)
+
+
+# What was changed or cut short by others.
+
+
+def lose_everything(bench, **kwargs):
+  """Everybody dies; what is given is what is left."""
+  bench.hands.clear()
+  bench.start_shard(0, resumed=True, **kwargs)
+  bench.settle()
+  audit(bench.lead)
+
+
+def forget_memory(bench):
+  bench.memories[0] = Memory(shard_lib.sizes(bench.setup))
+  bench.memories[0].fresh = True
+
+
+@pytest.mark.parametrize("log", [0, 4])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
+  bench = Bench(one(jobs=24, log=log), "dana_zero")
+  play_on = play(bench, seed=4, steps=24)
+  for step, _ in enumerate(play_on):
+    if step == 8:
+      image, saved = bench.lead.image(), bits(bench.lead.state)
+      row, received = bench.lead.rows, bench.lead.received
+    if step == 16:
+      bench.lead.snapshot()
+      before = bench.lead.received
+      bench.memories[0].damaged = True
+      if resumed:
+        bench.hands.clear()
+      bench.start_shard(0, image=image, resumed=resumed)
+      audit(bench.lead)
+      assert bits(bench.lead.state) == saved
+      assert f"rollback 0:{row}" in bench.rows()
+      back = bench.lead.status()["rollback"]
+      assert back[:3] == (row, received, before - received)
+      assert back.why == "snapshot.json is damaged"
+      bench.memories[0].damaged = False
+      # It has saved where it is: to be killed again costs nothing more.
+      bench.start_shard(0, image=image)
+      audit(bench.lead)
+      assert bits(bench.lead.state) == saved
+      assert sum("rollback" in text for text in bench.rows()) == 1
+      for hand in bench.hands.values():
+        hand.reconnect(0)
+      bench.settle()
+  bench.finish()
+  bench.check_once()
+  bench.check_replay(some=True)
+
+
+def test_killed_again_after_a_rollback_it_does_not_begin_anew():
+  bench = Bench(one(jobs=12, log=8))
+  hand = bench.join(0)
+  hand.push()
+  image, saved = bench.lead.image(), bits(bench.lead.state)
+  hand.push()
+  forget_memory(bench)
+  lose_everything(bench, image=image)
+  bench.memories[0].fresh = False
+  assert bits(bench.lead.state) == saved
+  for before in (True, False):  # it has saved that, or was killed before
+    if before:
+      bench.memories[0].forget()
+    lose_everything(bench, image=image)
+    assert bits(bench.lead.state) == saved
+  bench.finish()
+  bench.check_once()
+  bench.check_replay(some=True)
+
+
+def test_a_trace_that_was_cut_short_goes_back_to_the_checkpoint():
+  bench = Bench(one(jobs=12, log=3))
+  hand = bench.join(0)
+  hand.push()
+  image, saved = bench.lead.image(), bits(bench.lead.state)
+  for _ in range(6):
+    hand.push()
+  rows = bench.lead.rows
+  del bench.journals[0]._entries[7:]
+  with pytest.raises(ValueError, match="has 7 rows, the snapshot is of"):
+    bench.start_shard(0, image=image)  # workers live, and know better
+  lose_everything(bench, image=image)
+  assert bits(bench.lead.state) == saved
+  why = bench.lead.status()["rollback"].why
+  assert why.startswith("journal has 7 rows, the snapshot is of row")
+  assert bench.lead.rows < rows
+  bench.finish()
+  bench.check_once()
+  bench.check_replay(some=True)
+
+
+def test_a_trace_shorter_than_the_checkpoint_is_refused():
+  bench = Bench(one(jobs=12))
+  hand = bench.join(0)
+  hand.push()
+  hand.push()
+  image = bench.lead.image()
+  del bench.journals[0]._entries[3:]
+  forget_memory(bench)
+  message = f"journal has 3 rows, the checkpoint is of row {image[1]['rows']}"
+  with pytest.raises(ValueError, match=message):
+    lose_everything(bench, image=image)
+
+
+def test_records_that_are_gone_are_missed():
+  bench = Bench(one(jobs=12, log=3))
+  hand = bench.join(0)
+  for _ in range(7):
+    hand.push()
+  bench.sinks[0].truncate(2)
+  with pytest.raises(ValueError, match="records has 2 records where"):
+    lose_everything(bench)
+
+
+def change(bench, row, **fields):
+  entries = bench.journals[0]._entries
+  entries[row] = entries[row]._replace(**fields)
+
+
+def test_a_row_that_was_changed_is_no_riddle():
+  bench = Bench(one(jobs=12, log=3))
+  hand = bench.join(0)
+  for _ in range(7):
+    hand.push()
+  saved = bench.memories[0].load(None)[1]["rows"]
+  whole = bench.journals[0].entries()
+  last = max(i for i, e in enumerate(whole) if e.action == base.RECEIVE)
+  early = next(i for i, e in enumerate(whole) if e.action == base.RECEIVE)
+  assert early < saved < last
+  for row, fields in (
+    (last, dict(seq=999)),
+    (last, dict(worker=1)),
+    (last + 1, dict(message=99)),
+    (early, dict(worker=1)),
+    (early, dict(action=base.LOST)),
+  ):
+    change(bench, row, **fields)
+    with pytest.raises(ValueError, match="^journal (cannot be obeyed|is not)"):
+      lose_everything(bench)
+    bench.journals[0]._entries[:] = whole
+  lose_everything(bench)
+  bench.finish()
+  bench.check_replay()
 
 
 def tickets_of(bench):

@@ -483,9 +483,11 @@ def test_a_gate_hides_the_total_of_a_shard():
     step((), state, ticket, TREE.weights)
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
-def test_the_largest_norm_is_positive(max_norm):
-  with pytest.raises(ValueError, match="max_norm must be positive"):
+@pytest.mark.parametrize(
+  "max_norm", [0.0, -1.0, math.nan, math.inf, 10**400, None, "x", True]
+)
+def test_the_largest_norm_is_a_positive_number(max_norm):
+  with pytest.raises(ValueError, match="max_norm must be a positive number"):
     sharding.clip_by_global_norm(max_norm)
 
 

@@ -1,6 +1,7 @@
 """What live cells leave, read again, and drawn as a timeline."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -267,6 +268,110 @@ def test_what_was_written_is_read_again(tmp_path):
   with live_cell.spans_path(place, 0).open("a") as file:
     file.write("compute,5.0,6")
   assert live_cell.read(place).spans == read.spans
+
+
+def write_records(place, count):
+  """A file of so many records, and the result of a finished run."""
+  rows = np.zeros(count, files.RECORD)
+  files.records_path(place, 0).write_bytes(rows.tobytes())
+  (place / "result.json").write_text(json.dumps({"messages": count}))
+
+
+def rewrite(place, change):
+  path = files.journal_path(place, 0)
+  path.write_text(change(path.read_text()))
+
+
+def without(text, number):
+  lines = text.splitlines(True)
+  return "".join(lines[:number] + lines[number + 1 :])
+
+
+def twice(text, number):
+  lines = text.splitlines(True)
+  return "".join(lines[: number + 1] + lines[number:])
+
+
+DAMAGE = {
+  "records that are cut": (
+    lambda place: os.truncate(files.records_path(place, 0), 100),
+    "records-0.bin has 2 records, and the trace beside it 3 messages",
+  ),
+  "no records": (
+    lambda place: files.records_path(place, 0).unlink(),
+    "records-0.bin has 0 records, and the trace beside it 3 messages",
+  ),
+  "another result": (
+    lambda place: (place / "result.json").write_text('{"messages": 2}'),
+    "records-0.bin has 3 records, result.json 2 messages",
+  ),
+  "a trace that is cut": (
+    lambda place: rewrite(place, lambda text: text[: len(text) // 2]),
+    "records-0.bin has 3 records, and the trace beside it 0 messages",
+  ),
+  "no time": (
+    lambda place: rewrite(place, lambda text: text.replace("9.0", "nan")),
+    "trace-0.csv, line 12: the time nan is no number of seconds",
+  ),
+  "the end of time": (
+    lambda place: rewrite(place, lambda text: text.replace("9.0", "inf")),
+    "trace-0.csv, line 12: the time inf",
+  ),
+  "a job below 0": (
+    lambda place: rewrite(place, lambda text: text.replace("1,4,", "1,-5,")),
+    "trace-0.csv, line 11: the job -5",
+  ),
+  "a worker beyond all": (
+    lambda place: rewrite(
+      place, lambda text: text.replace(",1,4,", ",99999999999,4,")
+    ),
+    "trace-0.csv, line 11: the worker 99999999999",
+  ),
+  "a row that is gone": (
+    lambda place: rewrite(place, lambda text: without(text, 6)),
+    "trace-0.csv, line 7 .* was not sent that job",
+  ),
+  "a row that is there twice": (
+    lambda place: rewrite(place, lambda text: twice(text, 5)),
+    "trace-0.csv, line 7 .* was not sent that job",
+  ),
+  "another worker": (
+    lambda place: rewrite(
+      place, lambda text: text.replace("3.0,0,2,rec", "3.0,1,2,rec")
+    ),
+    "trace-0.csv, line 8 .* was not sent that job",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_line_that_names_the_file(tmp_path, name):
+  place = write(tmp_path, JOURNAL)
+  write_records(place, 3)
+  assert len(live_cell.read(place).records[0].loss) == 3
+  change, message = DAMAGE[name]
+  change(place)
+  with pytest.raises(ValueError, match=message) as error:
+    live_cell.read(place)
+  assert "\n" not in str(error.value)
+
+
+def test_results_of_one_run_are_as_good_as_the_run(tmp_path, capsys):
+  place = write(tmp_path, JOURNAL)
+  timeline.main(str(tmp_path))
+  assert (place / "timeline.json").exists()
+  assert live_cell.read(tmp_path).journals == [JOURNAL]
+  (tmp_path / "cells" / "b-n2-s0").mkdir()
+  with pytest.raises(ValueError, match="has 2 runs: name one .*a-n2-s0, b-n2"):
+    timeline.main(str(tmp_path))
+
+
+@pytest.mark.parametrize("out", ["missing/timeline.json", "cells"])
+def test_a_place_where_no_file_can_be_is_refused(tmp_path, out):
+  place = write(tmp_path, JOURNAL)
+  with pytest.raises(ValueError, match=f"--out=.*{out} is "):
+    timeline.main(str(place), out=str(tmp_path / out))
+  assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_jobs_end_with_their_message_or_with_their_ticket():

@@ -13,6 +13,7 @@ which must cover compiling.
 """
 
 import collections
+import numbers
 import statistics
 from typing import NamedTuple
 
@@ -22,12 +23,40 @@ _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
 class Ladder(NamedTuple):
-  """Settings."""
+  """Settings; in a config they are `live.late_mads`, `live.late_seconds` and
+  `live.start_seconds`."""
 
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # seconds
   start: float = 120.0  # seconds
   window: int = 128  # jobs looked back at
+
+
+# What a config calls them.
+_KEYS = {
+  "k": "live.late_mads",
+  "floor": "live.late_seconds",
+  "start": "live.start_seconds",
+}
+_MOST = 1e9  # seconds that a clock can count
+
+
+def check(ladder: Ladder) -> Ladder:
+  """Returns a ladder that can be climbed.
+
+  Raises:
+    ValueError: for a setting that is no positive number, or beyond 1e9, naming
+      it and what a config calls it.
+  """
+  for name, value in ladder._asdict().items():
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < value <= _MOST:
+      key = f" ({_KEYS[name]})" if name in _KEYS else ""
+      raise ValueError(
+        f"{name}{key} must be a positive number, at most {_MOST:g}, not"
+        f" {value!r}"
+      )
+  return ladder
 
 
 class Deadlines:
@@ -39,10 +68,7 @@ class Deadlines:
     Raises:
       ValueError: for settings that are not positive.
     """
-    for name, value in ladder._asdict().items():
-      if not value > 0:
-        raise ValueError(f"{name} must be positive, not {value!r}")
-    self._ladder = ladder
+    self._ladder = check(ladder)
     self._times = collections.deque(maxlen=ladder.window)
     self._late: float | None = None
 

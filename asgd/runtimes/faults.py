@@ -14,6 +14,7 @@ import numpy as np
 from asgd.runtimes.protocol import Frame
 
 KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
+MOST_SECONDS = 1e6  # that a slow job may be given: twelve days
 
 
 class Fault(NamedTuple):
@@ -40,12 +41,66 @@ def parse(text: str) -> Fault:
     if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
       raise ValueError
     worker, seq = int(numbers[0]), int(numbers[1])
-    return Fault(worker, seq, kind, *map(float, numbers[2:]))
+    fault = Fault(worker, seq, kind, *map(float, numbers[2:]))
   except ValueError:
     raise ValueError(
       f"no fault: {text!r}; write KIND:WORKER:SEQ with a kind of"
       f" {', '.join(KINDS)}, or slow:WORKER:SEQ:SECONDS"
     ) from None
+  _check_numbers(fault, text)
+  return fault
+
+
+def format_fault(fault: Fault) -> str:
+  """Writes a fault as `parse` reads it."""
+  text = f"{fault.kind}:{fault.worker}:{fault.seq}"
+  return f"{text}:{fault.seconds:g}" if fault.kind == "slow" else text
+
+
+def _check_numbers(fault, text):
+  for name in ("worker", "seq"):
+    if getattr(fault, name) < 0:
+      raise ValueError(
+        f"fault {text!r}: {name} must be 0 or more, not {getattr(fault, name)}"
+      )
+  if not 0 <= fault.seconds <= MOST_SECONDS:
+    raise ValueError(
+      f"fault {text!r}: seconds must be from 0 to {MOST_SECONDS:,.0f}, not"
+      f" {fault.seconds:g}"
+    )
+
+
+def check(
+  faults: Sequence[Fault], workers: int, jobs: int | None = None
+) -> None:
+  """Checks that faults can happen in a run.
+
+  Args:
+    faults: what is to happen.
+    workers: N; places are numbered from 0 to N - 1.
+    jobs: how many the run has; None is not known.
+
+  Raises:
+    ValueError: for one that cannot, as nobody is there or nothing is left to
+      do, and for one that is there twice.
+  """
+  seen = set()
+  for fault in faults:
+    text = format_fault(fault)
+    _check_numbers(fault, text)
+    if fault.worker >= workers:
+      raise ValueError(
+        f"fault {text!r}: there is no worker {fault.worker}; the {workers} are"
+        f" numbered from 0 to {workers - 1}"
+      )
+    if jobs is not None and fault.seq >= jobs:
+      raise ValueError(
+        f"fault {text!r}: the run has {jobs} jobs in all, so none of a worker"
+        f" has seq {fault.seq}; use a smaller one"
+      )
+    if fault[:3] in seen:
+      raise ValueError(f"fault {text!r} is there twice; drop one")
+    seen.add(fault[:3])
 
 
 class Script:

@@ -1,8 +1,9 @@
 """What a shard writes to disk: its journal and its records.
 
-Both are only ever added to, by one `write` an entry, so that whatever kills the
-process leaves whole entries and at most one that is cut short, which is dropped
-when the file is opened again.
+Both are only ever added to, entry by entry, so that whatever kills the process
+leaves whole entries and at most one that is cut short, which is dropped when
+the file is opened again. What does not fit on the disk is taken back: a file
+holds whole entries, in their order, and all of them.
 """
 
 import contextlib
@@ -10,13 +11,15 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, orders, simulator
 from asgd.runtimes import faults, protocol
 from asgd.runtimes.protocol import Entry
+from asgd.runtimes.shard import entries_to_trace
 
 RECORD = np.dtype(
   [
@@ -58,7 +61,70 @@ def read_faults(run: Path) -> list[faults.Fault]:
   return [faults.Fault(int(w), int(s), k, float(x)) for w, s, k, x in rows]
 
 
-class FileJournal:
+class _Growing:
+  """A file that grows by whole rows."""
+
+  def __init__(self, path: Path):
+    self.name = str(path)
+    self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    self._size = os.fstat(self._file).st_size
+
+  def _add(self, data: bytes) -> None:
+    """Adds all of it, or nothing.
+
+    Raises:
+      ValueError: if that is not possible, or the file was changed by others.
+    """
+    seen = os.fstat(self._file)
+    if not seen.st_nlink:
+      raise ValueError(gone(self.name))
+    if seen.st_size != self._size:
+      raise ValueError(
+        f"{self.name} has {seen.st_size} bytes where this run wrote"
+        f" {self._size}: somebody else changed it. Put it back as it was and go"
+        " on with --resume, or start anew in another folder (--out)"
+      )
+    rest = memoryview(data)
+    try:
+      while rest:
+        rest = rest[os.write(self._file, rest) :]
+    except OSError as error:
+      with contextlib.suppress(OSError):
+        os.ftruncate(self._file, self._size)
+      raise ValueError(
+        f"cannot write {self.name} ({error.strerror}); make room and go on with"
+        " --resume"
+      ) from error
+    self._size += len(data)
+
+  def _cut(self, size: int) -> None:
+    os.ftruncate(self._file, size)
+    self._size = size
+
+  def sync(self) -> None:
+    """When this returns, a loss of power does not lose what was written.
+
+    Raises:
+      ValueError: if the disk does not take it.
+    """
+    try:
+      os.fsync(self._file)
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {self.name} ({error.strerror}); go on with --resume"
+        " when the disk is well"
+      ) from error
+
+
+def gone(path: Path | str) -> str:
+  """Says that a file of a run was deleted."""
+  return (
+    f"{path} is gone: it was deleted while the run wrote it. Put it back from a"
+    " copy and go on with --resume, or start anew in another folder (--out)"
+  )
+
+
+class FileJournal(_Growing):
   """A shard's journal: CSV, the trace and the columns of an Entry."""
 
   def __init__(self, path: Path):
@@ -68,17 +134,18 @@ class FileJournal:
       ValueError: if the file is no journal.
     """
     self._entries = read_journal(path) if path.exists() else []
-    whole = protocol.HEADER + "\n"
-    whole += "".join(map(protocol.format_entry, self._entries))
-    self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    if os.fstat(self._file).st_size == 0:
-      os.write(self._file, whole.encode())
-    os.ftruncate(self._file, len(whole))
-    os.lseek(self._file, 0, os.SEEK_END)
+    super().__init__(path)
+    self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
+    if not self._size:
+      self._add(f"{protocol.HEADER}\n".encode())
 
   def append(self, entry: Entry) -> None:
-    """Writes an entry; when this returns, a kill does not lose it."""
-    os.write(self._file, protocol.format_entry(entry).encode())
+    """Writes an entry; when this returns, a kill does not lose it.
+
+    Raises:
+      ValueError: if it cannot be written: it is not in the file then.
+    """
+    self._add(protocol.format_entry(entry).encode())
     self._entries.append(entry)
 
   def entries(self) -> list[Entry]:
@@ -96,6 +163,11 @@ def read_journal(path: Path) -> list[Entry]:
     head = next(lines, "")
     if not head.endswith("\n"):
       return []
+    if head.endswith("\r\n"):
+      raise ValueError(
+        f"{path}, line 1: its lines end as those of Windows do (CRLF); write"
+        " them as the run did (LF)"
+      )
     if head.strip() != protocol.HEADER:
       raise ValueError(f"{path} is no journal: it starts with {head[:60]!r}")
     entries = []
@@ -109,26 +181,93 @@ def read_journal(path: Path) -> list[Entry]:
   return entries
 
 
-class FileSink:
+def check_entries(path: Path | str, entries: Sequence[Entry]) -> None:
+  """Checks that a journal can be obeyed: that it is one that a shard wrote.
+
+  Args:
+    path: of the journal, for the message.
+    entries: what it holds.
+
+  Raises:
+    ValueError: naming the file and the first line that is wrong, and why.
+  """
+
+  def wrong(row, text):
+    line = protocol.format_entry(entries[row]).strip()
+    raise ValueError(
+      f"{path}, line {row + 2} ({line}): {text}. The file was changed: put it"
+      " back as the run wrote it"
+    )
+
+  last, opened = {}, {}  # worker -> seq; (worker, seq) -> job
+  for row, entry in enumerate(entries):
+    key = entry.worker, entry.seq
+    if entry.action in (base.SEND, base.KEEP):
+      if entry.seq <= last.get(entry.worker, -1):
+        wrong(row, "the worker has begun that number (seq) before")
+      last[entry.worker], opened[key] = entry.seq, entry.job
+    elif entry.action in (base.RECEIVE, base.LOST, base.REJECT) and (
+      opened.pop(key, None) != entry.job
+    ):
+      wrong(row, "the worker was not sent that job under that number (seq)")
+  try:
+    orders.check(entries_to_trace(entries), depth=len(entries))
+  except ValueError as error:
+    raise ValueError(
+      f"{path}: {error}. The file was changed: put it back as the run wrote it"
+    ) from error
+
+
+def check_records(
+  path: Path, count: int, entries: Sequence[Entry], *, whole: bool
+) -> None:
+  """Checks that a file has a record of each message.
+
+  Args:
+    path: of the records, for the message.
+    count: how many there are.
+    entries: of the same shard's journal.
+    whole: whether the run has ended; until then some are still to come.
+
+  Raises:
+    ValueError: if there are too many, or too few that no rollback explains.
+  """
+  received = sum(entry.action == base.RECEIVE for entry in entries)
+  least = received - protocol.rolled_back(entries)[1] if whole else 0
+  if not least <= count <= received:
+    raise ValueError(
+      f"{path} has {count} records, and the trace beside it {received}"
+      " messages: one of the two was cut short or changed. Put it back as the"
+      " run wrote it, or start anew in another folder (--out)"
+    )
+
+
+class FileSink(_Growing):
   """A shard's records: rows of RECORD."""
 
   def __init__(self, path: Path):
-    self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    size = os.fstat(self._file).st_size
-    self.truncate(size // RECORD.itemsize)
+    super().__init__(path)
+    self._cut(self.count * RECORD.itemsize)
+
+  @property
+  def count(self) -> int:
+    """How many there are."""
+    return self._size // RECORD.itemsize
 
   def append(self, records: base.Records) -> None:
-    """Adds records."""
+    """Adds records.
+
+    Raises:
+      ValueError: if they cannot be written: none of them is in the file then.
+    """
     rows = np.empty(len(records.loss), RECORD)
     for name, column in records._asdict().items():
       rows[name] = column
-    os.write(self._file, rows.tobytes())
+    self._add(rows.tobytes())
 
   def truncate(self, count: int) -> None:
     """Drops all but the first `count`."""
-    held = os.fstat(self._file).st_size
-    os.ftruncate(self._file, min(count * RECORD.itemsize, held))
-    os.lseek(self._file, 0, os.SEEK_END)
+    self._cut(min(count * RECORD.itemsize, self._size))
 
 
 def read_records(path: Path, start: int = 0) -> base.Records:

@@ -7,6 +7,7 @@ kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -21,6 +22,10 @@ from asgd.runtimes import wire
 PARAMS, MESSAGES = 0, 1  # kinds of slots
 
 
+class Damaged(ValueError):
+  """A snapshot that cannot be read."""
+
+
 class Sizes(NamedTuple):
   """How many slots there are."""
 
@@ -28,8 +33,38 @@ class Sizes(NamedTuple):
   messages: int
 
 
+def _stride(nbytes: int) -> int:
+  """Bytes of a slot, in whole pages."""
+  return max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+
+
+def needed(sizes: Sizes, part: Any, *, compress: str | None = None) -> int:
+  """Returns the bytes that a shard's slots take, those of snapshots left out.
+
+  Args:
+    sizes: slots of each kind.
+    part: the shard's parameters (shapes and dtypes).
+    compress: as for `SharedMemory`.
+  """
+  return sum(sizes) * _stride(wire.layout(part, compress=compress).nbytes)
+
+
+def check_room(folder: Path | str, nbytes: int) -> None:
+  """Raises ValueError unless a folder's disk has room for so many bytes."""
+  disk = os.statvfs(folder)
+  free = disk.f_bavail * disk.f_frsize
+  if nbytes > free:
+    raise ValueError(
+      f"no room for {nbytes / 1e6:.0f} MB of shared memory in {folder}, which"
+      f" has {free / 1e6:.0f} MB left: use fewer workers, a smaller log"
+      " (--config.server.log) or another folder (--memory_dir)"
+    )
+
+
 class LocalMemory:
   """Slots that hold references; survives a shard, not the process."""
+
+  name = "memory"
 
   def __init__(self, sizes: Sizes):
     self.sizes = sizes
@@ -58,6 +93,10 @@ class LocalMemory:
     del like
     return self._snapshot
 
+  def forget(self) -> None:
+    """Drops the snapshot."""
+    self._snapshot = None
+
 
 class SharedMemory:
   """Slots in mapped files of one folder; several processes may open it."""
@@ -84,6 +123,7 @@ class SharedMemory:
     """
     self.sizes = sizes
     self._folder = Path(folder)
+    self.name = str(self._folder.parent)  # of all shards
     # Whether there was nothing: what a shard's journal refers to is lost.
     self.fresh = not (self._folder / "messages").exists()
     self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,7 +143,7 @@ class SharedMemory:
     self._turn = 0
 
   def _map(self, name, nbytes, count):
-    stride = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+    stride = _stride(nbytes)
     path, size = self._folder / name, stride * count
     try:
       descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -111,11 +151,17 @@ class SharedMemory:
         held = os.fstat(descriptor).st_size
         if held not in (0, size):
           raise ValueError(
-            f"{path} has {held} bytes where {size} are needed: it belongs to"
-            " another run; remove its folder"
+            f"{path} has {held} bytes where {size} are needed: it was made by a"
+            f" run with other settings. Remove {self._folder.parent}; --resume"
+            " then goes back to the last checkpoint"
           )
         if not held:
-          os.posix_fallocate(descriptor, 0, size)
+          try:
+            check_room(self._folder, size)
+            os.posix_fallocate(descriptor, 0, size)
+          except (OSError, ValueError):
+            path.unlink()
+            raise
         mapped = mmap.mmap(descriptor, size)
       finally:
         os.close(descriptor)
@@ -143,23 +189,51 @@ class SharedMemory:
     """Keeps a snapshot; a kill on the way leaves the one before."""
     if self._images is None:
       self._images = self._map("snapshots", self._image.nbytes, 2)
-      last = self._meta()
-      self._turn = 0 if last is None else 1 - last["image"]
+      with contextlib.suppress(Damaged):
+        last = self._meta()
+        self._turn = 0 if last is None else 1 - last["image"]
     wire.write(self._image, tree, self._images[self._turn])
     path = self._folder / "snapshot.json"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"image": self._turn, "meta": meta}))
-    os.replace(temporary, path)
+    try:
+      temporary.write_text(json.dumps({"image": self._turn, "meta": meta}))
+      os.replace(temporary, path)
+    except FileNotFoundError as error:
+      raise ValueError(
+        f"the shared memory {self._folder} is gone: somebody removed it while"
+        " the run used it; --resume goes on from the last checkpoint"
+      ) from error
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {path} ({error.strerror}); make room and go on with"
+        " --resume"
+      ) from error
     self._turn = 1 - self._turn
 
   def _meta(self):
+    """Returns what was saved last, None if there is nothing. Raises Damaged."""
+    path = self._folder / "snapshot.json"
     try:
-      return json.loads((self._folder / "snapshot.json").read_text())
+      saved = json.loads(path.read_text())
+      if saved["image"] in (0, 1) and isinstance(saved["meta"], dict):
+        return saved
+      reason = "it is no snapshot"
     except FileNotFoundError:
       return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+      reason = f"{type(error).__name__}: {error}"
+    raise Damaged(f"{path} is damaged and is not used ({reason})")
+
+  def forget(self) -> None:
+    """Drops the snapshot."""
+    (self._folder / "snapshot.json").unlink(missing_ok=True)
 
   def load(self, like: Any) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none."""
+    """Returns (tree, meta) of the last snapshot, None if there is none.
+
+    Raises:
+      Damaged: if it cannot be read.
+    """
     del like
     saved = self._meta()
     if saved is None:

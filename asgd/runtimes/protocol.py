@@ -20,7 +20,9 @@ shards is ASKed at each of them before the row is written; they say what is
 theirs with ASKED, and the lead adds up.
 """
 
+import math
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from asgd import base
@@ -138,9 +140,32 @@ def parse_entry(line: str) -> Entry:
   ):
     raise ValueError(f"no row of a journal: {line!r}")
   time, worker, job, action, *rest, loss, totals = fields
-  return Entry(
+  entry = Entry(
     *(float(time), int(worker), int(job), base.ACTIONS.index(action)),
     *map(int, rest),
     float(loss),
     tuple(map(float, totals.split(";"))) if totals else (),
   )
+  if not 0 <= entry.time < math.inf:
+    raise ValueError(f"the time {time} is no number of seconds from 0")
+  for name, value in zip(("worker", "job"), entry[1:3], strict=True):
+    if not 0 <= value < 2**31:
+      raise ValueError(f"the {name} {value} is not from 0 to 2147483647")
+  return entry
+
+
+def rolled_back(entries: Iterable[Entry]) -> tuple[int, int]:
+  """Returns how many ROLLBACK rows there are, and how many updates they undid.
+
+  Args:
+    entries: of a journal.
+  """
+  alive, count, undone = [], 0, 0  # rows of messages that are in the state
+  for row, entry in enumerate(entries):
+    if entry.action == base.RECEIVE:
+      alive.append(row)
+    elif entry.action == base.ROLLBACK:
+      kept = [r for r in alive if r < entry.job]
+      undone += len(alive) - len(kept)
+      alive, count = kept, count + 1
+  return count, undone

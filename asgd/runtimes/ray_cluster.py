@@ -231,6 +231,10 @@ class ShardProcess:
     """Returns what a checkpoint needs; see `Shard`."""
     return self._server.ask(lambda shard: shard.image())
 
+  def stopped(self) -> bool:
+    """Whether every job was received, as far as this shard decides that."""
+    return self._server.ask(lambda shard: shard.stopped)
+
   def pause(self) -> None:
     """Starts nothing new, at the lead."""
     self._server.ask(lambda shard: shard.pause())
@@ -296,7 +300,10 @@ class WorkerProcess:
     )
     with contextlib.suppress(ValueError):  # not the main thread
       signal.signal(signal.SIGTERM, lambda *_: loop.drain())
-    return loop.run()
+    how = loop.run()
+    if self._near:
+      link.close()  # shards notice at once that it has left
+    return how
 
   def _warm_up(self, duty):
     """Compiles before it takes the place: others, who have done so, are not to
@@ -527,6 +534,8 @@ class Cluster:
         found.append(self._ray.get(call))
       except self._ray.exceptions.RayActorError:
         found.append(None)
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"shard {len(found)} failed", error) from error
     if found[0]:
       self._end_lost_workers(found[0], now)
     return found if all(found) else None
@@ -563,6 +572,8 @@ class Cluster:
         answers.append(self._ray.get(call))
       except self._ray.exceptions.RayActorError as error:
         raise Disconnected(index) from error
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"shard {index} failed", error) from error
     return answers
 
   def params(self, received: int | None = None) -> Any:
@@ -601,11 +612,22 @@ class Cluster:
 
   def close(self) -> None:
     """Ends all processes; what they wrote stays."""
+    self._let_workers_leave()
     for shard in filter(None, self._shards):
       with contextlib.suppress(self._ray.exceptions.RayError):
         self._ray.get(shard.end.remote(), timeout=5.0)
     for actor in (*self._workers.values(), *filter(None, self._shards)):
       self._ray.kill(actor)
+
+  def _let_workers_leave(self):
+    """When all is done, workers end by themselves, and traces say so."""
+    with contextlib.suppress(self._ray.exceptions.RayError):
+      lead = self._shards[0]
+      if lead is None or not self._ray.get(lead.stopped.remote(), timeout=1.0):
+        return
+      working = [r for r, who in self._running.items() if who[0] == "worker"]
+      if working:
+        self._ray.wait(working, num_returns=len(working), timeout=2.0)
 
   def remove_memory(self) -> None:
     """Removes the shared memory: after this, nothing can be resumed from it."""

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, dispatch, sharding, simulator
-from asgd.runtimes import protocol
+from asgd.runtimes import deadlines, protocol
 from asgd.runtimes.deadlines import Deadlines, Ladder
-from asgd.runtimes.memory import MESSAGES, PARAMS, Sizes
+from asgd.runtimes.memory import MESSAGES, PARAMS, Damaged, Sizes
 from asgd.runtimes.protocol import Entry, Frame
 
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
@@ -47,6 +47,26 @@ class Setup(NamedTuple):
   together: bool = False  # the first job waits until every place is held
 
 
+def check(setup: Setup) -> Setup:
+  """Returns a setup that can be run.
+
+  Raises:
+    ValueError: for a number that is out of range, and as `dispatch.check_rules`
+      and `deadlines.check`.
+  """
+  least = {"workers": 1, "jobs": 1, "shards": 1, "log": 0}
+  for name, at_least in least.items():
+    value = getattr(setup, name)
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < at_least:
+      raise ValueError(
+        f"{name} must be a whole number from {at_least} on, not {value!r}"
+      )
+  dispatch.check_rules(setup.rules)
+  deadlines.check(setup.ladder)
+  return setup
+
+
 def sizes(setup: Setup) -> Sizes:
   """Slots that a shard needs: for tickets that are open now, were open at the
   last snapshot or are kept, and for messages on their way and in the log."""
@@ -58,21 +78,41 @@ def sizes(setup: Setup) -> Sizes:
 class Journal(Protocol):
   """Where entries are written, and read after a crash."""
 
+  name: str  # for messages
+
   def append(self, entry: Entry) -> None:
     """Writes an entry; when this returns, a kill does not lose it."""
 
   def entries(self) -> list[Entry]:
     """Returns what was written."""
 
+  def sync(self) -> None:
+    """When this returns, a loss of power does not lose it either."""
+
 
 class Sink(Protocol):
   """Where records are kept."""
+
+  name: str  # for messages
+  count: int  # how many there are
 
   def append(self, records: base.Records) -> None:
     """Adds records."""
 
   def truncate(self, count: int) -> None:
     """Drops all but the first `count`: they will be made again."""
+
+  def sync(self) -> None:
+    """When this returns, a loss of power does not lose them."""
+
+
+class Rollback(NamedTuple):
+  """Where a shard went back to."""
+
+  row: int  # of its journal
+  message: int  # how many had been received
+  updates: int  # that were undone
+  why: str = ""  # if it could have been otherwise
 
 
 class Held(NamedTuple):
@@ -163,10 +203,14 @@ class Shard:
       self.dispatcher = dispatch.Dispatcher(
         *(setup.rules,), jobs=setup.jobs, owned=setup.owned, log=self._decided
       )
-    self._recover(now, image)
+    self.rollback: Rollback | None = None  # at its start
+    self._why = ""
+    restarted = self._recover(now, image, resumed)
     if resumed:
       for worker in self.workers:
         self._leave(worker)
+    if restarted:  # what the memory held is of no use to the next one
+      self.snapshot()
     # Workers that were told to stop will not say anything any more.
     self.stopped = bool(self.dispatcher and self.dispatcher.finished)
 
@@ -729,7 +773,11 @@ class Shard:
     self._pinned = pinned
 
   def image(self) -> tuple[Any, Any]:
-    """Returns (state, meta), all that a checkpoint needs, as plain data."""
+    """Returns (state, meta), all that a checkpoint needs, as plain data. What
+    it builds on is on the disk then, and does not go with the power."""
+    self.flush()
+    self._journal.sync()
+    self._sink.sync()
     return jax.tree.map(np.array, self._state), self._meta()
 
   def _meta(self):
@@ -738,6 +786,7 @@ class Shard:
     return {
       "rows": self.rows,
       "received": self.received,
+      "records": self._sink.count,
       "tickets": held,
       "seqs": sorted(self._seqs.items()),
       "dead": sorted(self._dead_messages.items()),
@@ -753,25 +802,51 @@ class Shard:
       self._sink.append(simulator.records(self._known, self._seen))
       self._known, self._seen = [], []
 
-  def _recover(self, now, image):
+  def _recover(self, now, image, resumed):
+    """Comes back to where the journal ends.
+
+    Returns:
+      Whether a checkpoint took the place of what the memory held.
+
+    Raises:
+      ValueError: if what is there does not fit together.
+    """
     entries = self._journal.entries()
     if not entries:
-      return
-    if self.dispatcher:
-      self.dispatcher.obey(entry.event for entry in entries)
-    intact = not self._memory.fresh
-    if intact:
-      image = self._memory.load(self._state)
-    rows = self._restore(*image, intact) if image else 0
-    if intact and self.setup.log:
-      self._sink.truncate(self.received)
-      for entry in entries[rows:]:
-        self._obey(entry)
-    else:
-      changed = self._reopen(entries[rows:], intact)
-      if changed:
-        time = max(now, entries[-1].time)
-        self._do(Entry(time, 0, rows, base.ROLLBACK))
+      return False
+    try:
+      image, intact, logged, back = self._choose(entries, image, resumed)
+      if image:
+        self._check_fit(entries, image[1], "checkpoint" if back else "snapshot")
+      if self.dispatcher:
+        self.dispatcher.obey(entry.event for entry in entries)
+      rows = self._restore(*image, intact) if image else 0
+      if logged:
+        self._sink.truncate(image[1]["records"] if image else 0)
+        for entry in entries[rows:]:
+          self._obey(entry)
+        changed = False
+      else:
+        changed = self._reopen(entries[rows:], intact)
+        self._sink.truncate(self.received)  # if it is the trace that was cut
+    except _Unfit as error:
+      raise ValueError(str(error)) from error
+    except (LookupError, StopIteration, TypeError, ValueError) as error:
+      raise ValueError(
+        f"{self._journal.name} cannot be obeyed (after row {self.rows},"
+        f" {type(error).__name__}: {error}): it, or the shared memory in"
+        f" {self._memory.name}, was changed. Put them back as they were, or"
+        f" remove {self._memory.name}; --resume then goes back to the last"
+        " checkpoint"
+      ) from error
+    if changed:
+      row = Entry(max(now, entries[-1].time), 0, rows, base.ROLLBACK)
+      before, after = (
+        protocol.rolled_back(held)[1] for held in (entries, [*entries, row])
+      )
+      message = image[1]["received"] if image else 0
+      self.rollback = Rollback(rows, message, after - before, self._why)
+      self._do(row)
     self._time = max(now, self._time)
     ended = set()  # workers that lost a ticket: a kill came before they left
     for entry in entries:  # who may come back to which place
@@ -785,6 +860,79 @@ class Shard:
         ended.discard(entry.worker)
     for worker in () if self.index and self.setup.consistent else ended:
       self._leave(worker)
+    return back
+
+  def _choose(self, entries, image, resumed):
+    """Chooses what to begin with.
+
+    Returns:
+      (image, whether the memory is that of the journal, whether it holds the
+      messages since the image, whether the image is the checkpoint's).
+
+    Raises:
+      ValueError: if there is nothing that fits.
+    """
+    intact, saved, useful = not self._memory.fresh, None, False
+    if intact:
+      try:
+        saved = self._memory.load(self._state)
+        rows = saved[1]["rows"] if saved else 0
+        # If it went back since, it was killed before it saved that.
+        late = self.setup.log or not saved
+        useful = rows <= len(entries) and not (
+          late and any(e.action == base.ROLLBACK for e in entries[rows:])
+        )
+        if rows > len(entries):
+          self._why = self._too_short(entries, "snapshot", rows)
+          if not resumed:
+            raise _Unfit(self._why)
+          intact = False
+      except Damaged as error:  # what workers hold is elsewhere
+        self._why = str(error)
+    if useful:
+      return saved, True, bool(self.setup.log), False
+    self._memory.forget()
+    if image and image[1]["rows"] > len(entries):
+      raise _Unfit(self._too_short(entries, "checkpoint", image[1]["rows"]))
+    return image, intact, False, True
+
+  def _too_short(self, entries, what, rows):
+    return (
+      f"{self._journal.name} has {len(entries)} rows, the {what} is of row"
+      f" {rows}: the trace was cut short. Put it back as the run wrote it, or"
+      " start anew in another folder (--out)"
+    )
+
+  def _check_fit(self, entries, meta, what):
+    """Checks that an image is of this journal, and that its records are there.
+
+    Raises:
+      _Unfit: if not.
+    """
+    opened, received = {}, 0
+    for entry in entries[: meta["rows"]]:
+      if entry.action in (base.SEND, base.KEEP):
+        opened[entry.worker, entry.seq] = entry.job
+      elif entry.action in (base.RECEIVE, base.LOST, base.REJECT):
+        opened.pop((entry.worker, entry.seq), None)
+        received += entry.action == base.RECEIVE
+    tickets = [Entry(*fields) for _, *fields in meta["tickets"]]
+    held = {(t.worker, t.seq): t.job for t in tickets if t.seq >= 0}
+    if held != opened or received != meta["received"]:
+      if what == "snapshot":
+        what = f"snapshot in {self._memory.name}"
+      raise _Unfit(
+        f"{self._journal.name} is not the trace that the {what} was made of"
+        f" (at row {meta['rows']}): one of the two was changed. Put it back as"
+        " the run wrote it, or start anew in another folder (--out)"
+      )
+    if self._sink.count < meta["records"]:
+      raise _Unfit(
+        f"{self._sink.name} has {self._sink.count} records where the run had"
+        f" written {meta['records']}: it was removed or cut short. Put it back,"
+        " or start anew in another folder (--out); launch.simulate --trace"
+        " makes the parameters so far from the trace"
+      )
 
   def _restore(self, tree, meta, intact):
     """Takes over a snapshot; returns the rows before it."""
@@ -913,6 +1061,7 @@ class Shard:
       "late": sorted(self.late),
       "expelled": expelled,
       "refused": self.refused,
+      "rollback": self.rollback,
       "kept_params": sorted(self.kept_params),
     }
 
@@ -955,6 +1104,10 @@ class Shard:
 def worker_of(frame: Frame) -> int:
   """Returns the worker that a PREPARED frame tells of."""
   return frame.worker
+
+
+class _Unfit(Exception):
+  """What a shard has written does not fit together."""
 
 
 class _Asking(NamedTuple):

@@ -114,6 +114,11 @@ class SocketLink:
     with contextlib.suppress(BlockingIOError):
       os.write(self._wake_write, b"x")
 
+  def close(self) -> None:
+    """Closes all ways: to the shards, the worker has left."""
+    for shard in range(len(self._ways)):
+      self._drop(shard)
+
   def _drop(self, shard):
     way = self._ways[shard]
     if way is not None:

@@ -22,11 +22,14 @@ from asgd.runtimes import faults as faults_lib
 from asgd.runtimes.memory import LocalMemory
 from asgd.runtimes.protocol import Entry
 from asgd.runtimes.shard import Setup, Shard, sizes
+from asgd.runtimes.shard import check as check_setup
 from asgd.runtimes.worker_loop import Disconnected, Duty, Span, WorkerLoop
 
 
 class ListJournal:
   """A journal in memory."""
+
+  name = "journal"
 
   def __init__(self, entries: Sequence[Entry] = ()):
     self._entries = list(entries)
@@ -39,9 +42,14 @@ class ListJournal:
     """Returns them all."""
     return list(self._entries)
 
+  def sync(self) -> None:
+    """Nothing of it outlives the process."""
+
 
 class ListSink:
   """Records in memory."""
+
+  name = "records"
 
   def __init__(self):
     self._parts: list[base.Records] = []
@@ -55,9 +63,17 @@ class ListSink:
     records = self.records()
     self._parts = [base.Records(*(column[:count] for column in records))]
 
+  @property
+  def count(self) -> int:
+    """How many there are."""
+    return sum(len(part.loss) for part in self._parts)
+
   def records(self) -> base.Records:
     """Returns them all."""
     return simulator.concatenate(self._parts)
+
+  def sync(self) -> None:
+    """Nothing of them outlives the process."""
 
 
 class _Killed(Exception):
@@ -234,6 +250,12 @@ class Cluster:
       began: `time.monotonic()` when the run began, or would have; None: now.
       span: told (worker, stretch of time).
     """
+    check_setup(setup)
+    faults_lib.check(faults, setup.workers, setup.jobs)
+    if len(states) != setup.shards:
+      raise ValueError(
+        f"states must be of {setup.shards} shards, not of {len(states)}"
+      )
     count = range(setup.shards)
     self._setup, self._steps, self._duty = setup, steps, duty
     self._states = list(states)
