@@ -28,8 +28,8 @@ def cut(
 
   Raises:
     ValueError: for a problem that cannot be cut, cuts that leave out a layer or
-      make a stage without weights, or a recipe whose workers do more than
-      compute gradients.
+      make a stage without weights, another number of recipes, or one whose
+      workers do more than compute gradients.
   """
   if problem.pieces is None:
     raise ValueError("this problem is not made of layers: it cannot be cut")
@@ -47,6 +47,10 @@ def cut(
   recipes = (
     [recipe] * count if isinstance(recipe, algorithms.Recipe) else recipe
   )
+  if len(recipes) != count:
+    raise ValueError(
+      f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
+    )
   out = []
   for stage, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
     held = slice_of(params, first, last)

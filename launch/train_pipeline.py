@@ -1,0 +1,655 @@
+"""Trains in pipelines, a schedule beside the other, and compares them.
+
+  python -m launch.train_pipeline --config=configs/pipeline_digits.py
+  python -m launch.train_pipeline --config=configs/pipeline_gpt.py \\
+    --config.only=gpipe,pipedream --config.runs.gpipe.schedule=zb_h1
+
+Every run is given the same microbatches in the same order: `updates` times
+`microbatches` of them. A synchronous schedule averages `every` (default:
+`microbatches`) to one update and flushes; an asynchronous one updates each
+stage on every microbatch (`every=1`), or on the mean of some. The learning
+rate is that of an update of `microbatches`; a run whose update has fewer takes
+its part of it (1 / microbatches for PipeDream), so that an example moves the
+parameters as far, unless the run has a `learning_rate` of its own.
+
+Keys of a run: schedule (of pipeline.generate), recipe (of asgd.algorithms),
+title, weights (latest, stash, 2bw, vertical), predict (send weights rolled
+forward by the stage's staleness), recompute, every, stages, learning_rate, and
+the options of its schedule and of its recipe.
+
+Stages run on CPU devices of their own, or share what is there; seconds are
+those of training alone. Ctrl-C, or a kill, loses nothing that matters: the same
+command with --resume ends with the same parameters, to the bit.
+"""
+
+import collections
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from asgd import base, simulator
+from launch import (
+  cell_book,
+  checkpoints,
+  cli,
+  outputs,
+  pipeline_experiment,
+  pipeline_figures,
+  progress,
+  session,
+)
+from pipeline import analyze, executor, parts, spans, validate
+from pipeline import stage as stage_lib
+from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+
+flags.adopt_module_key_flags(session)  # --help lists them, too
+_CHUNK_SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
+_MANY = 400  # durations of a task that are remembered
+_RESULT_KEYS = frozenset(
+  (*("algorithm", "schedule", "messages", "updates", "seconds", "test_loss"),)
+)
+
+
+class Trained(NamedTuple):
+  """What is recorded of a cell."""
+
+  loss: np.ndarray  # float32[M], of each microbatch learned from
+  update: np.ndarray  # int32[S, U]
+  staleness: np.ndarray  # int32[S, U]
+  gap: np.ndarray  # float32[S, U]
+  update_norm: np.ndarray  # float32[S, U]
+
+
+# A checkpoint: all of the executor's state, so what is in flight too.
+
+_NODES = {node.__name__: node for node in (base.Ticket, base.Variables)}
+
+
+def _describe(tree: Any, leaves: list[np.ndarray]) -> Any:
+  """Puts the arrays of a tree into `leaves`; returns JSON that says where."""
+  if tree is None:
+    return None
+  if isinstance(tree, dict):
+    pairs = [[key, _describe(held, leaves)] for key, held in tree.items()]
+    return {"dict": pairs}
+  if isinstance(tree, (tuple, list)):
+    name = type(tree).__name__
+    return {name: [_describe(held, leaves) for held in tree]}
+  kind = "array"
+  if jnp.issubdtype(getattr(tree, "dtype", np.bool_), jax.dtypes.prng_key):
+    kind, tree = "key", jax.random.key_data(tree)
+  leaves.append(np.asarray(tree))
+  return {kind: len(leaves) - 1}
+
+
+def _recall(said: Any, leaves: Sequence[np.ndarray]) -> Any:
+  """Returns the tree that `_describe` was given; its arrays are copies."""
+  if said is None:
+    return None
+  ((kind, held),) = said.items()
+  if kind == "dict":
+    return {_hashable(key): _recall(value, leaves) for key, value in held}
+  if kind == "array":
+    return jnp.array(leaves[held])
+  if kind == "key":
+    return jax.random.wrap_key_data(jnp.array(leaves[held]))
+  made = [_recall(value, leaves) for value in held]
+  if kind in ("tuple", "list"):
+    return made if kind == "list" else tuple(made)
+  return _NODES[kind](*made)
+
+
+def _hashable(key):
+  return tuple(key) if isinstance(key, list) else key
+
+
+class _Checkpoints(checkpoints._Folder):
+  """Checkpoints of a cell."""
+
+  def save(
+    self,
+    step: int,
+    state: executor.State,
+    trained: Any,
+    notes: dict[str, Any],
+  ) -> None:
+    """Writes one; when this returns it is on disk, whole.
+
+    Raises:
+      ValueError: if it cannot be written; what was there is left as it was.
+    """
+    leaves: list[np.ndarray] = []
+    on_way = _describe(tuple(state[4:]), leaves)
+    tree = state.servers, state.messages, leaves, trained
+    meta = {"at": [state.slot, state.microbatch], "state": on_way}
+    counts = [len(jax.tree.leaves(part)) for part in tree]
+    self._write(step, tree, {**meta, "counts": counts, "notes": notes})
+
+  def restore(
+    self, template: executor.State, trained: Any
+  ) -> tuple[executor.State, Any, dict[str, Any]] | None:
+    """Returns the newest that is whole: state, what was recorded, notes.
+
+    Args:
+      template: a state of the same servers, such as the first one.
+      trained: something of the structure that was saved.
+    """
+
+    def unpack(leaves, meta):
+      ends = np.cumsum(meta["counts"])[:-1]
+      groups = [
+        leaves[start:end]
+        for start, end in zip([0, *ends], [*ends, len(leaves)], strict=True)
+      ]
+      servers, messages = (
+        jax.tree.unflatten(jax.tree.structure(held), map(jnp.array, group))
+        for held, group in zip(template[2:4], groups, strict=False)
+      )
+      rest = _recall(meta["state"], groups[2])
+      state = executor.State(*meta["at"], servers, messages, *rest)
+      kept = jax.tree.unflatten(jax.tree.structure(trained), groups[3])
+      return state, kept, meta["notes"]
+
+    return self._newest(unpack)
+
+
+# One cell.
+
+
+class Signals:
+  """What a run looks at where nobody can ask it to stop."""
+
+  received = 0
+
+
+class _Clock:
+  """Sums up what devices did, from spans."""
+
+  def __init__(self, table):
+    self._table = table
+    self._took = collections.defaultdict(
+      lambda: collections.deque(maxlen=_MANY)
+    )
+    self._busy = self._whole = 0.0
+
+  def add(self, found: Sequence[executor.Span]) -> None:
+    """Counts the spans of one call of `run`."""
+    if not found:
+      return
+    for span in found:
+      self._took[span.stage, span.action].append(span.end - span.start)
+    count = self._table.devices
+    idle = spans.idle(spans.measured(self._table, found), count)
+    self._busy += float(idle.busy.sum())
+    self._whole += count * idle.makespan
+
+  @property
+  def bubble(self) -> float:
+    """The part of all devices' time in which they did no task."""
+    return 1 - self._busy / self._whole if self._whole else float("nan")
+
+  def costs(self) -> analyze.Costs | None:
+    """Medians of what tasks took; None if nothing was measured."""
+    if not self._took:
+      return None
+
+    def column(action):
+      return [
+        float(np.median(self._took.get((stage, action), [0.0])))
+        for stage in range(self._table.stages)
+      ]
+
+    return analyze.costs(
+      self._table.stages,
+      forward=column(FORWARD),
+      backward=column(BACKWARD),
+      input=column(INPUT),
+      weight=column(WEIGHT),
+    )
+
+
+class PipelineRun:
+  """One cell: trains, evaluates, keeps its checkpoints and its log."""
+
+  def __init__(
+    self,
+    exp: pipeline_experiment.Experiment,
+    cell: pipeline_experiment.Cell,
+    folder: Path,
+    board: Path | None = None,
+  ):
+    """Starts the cell, or goes on from its last checkpoint.
+
+    Args:
+      exp: the experiment.
+      cell: which one.
+      folder: for its files.
+      board: folder for TensorBoard.
+    """
+    self._exp, self._cell, self._folder = exp, cell, folder
+    self.plan = plan = exp.plans[cell.label]
+    table = plan.table
+    init_key, root = jax.random.split(jax.random.key(cell.seed))
+    params = exp.problem.init(init_key)
+    self._parts = [
+      part._replace(params=parts.slice_of(params, first, last))
+      for part, first, last in zip(
+        plan.parts, plan.cuts, plan.cuts[1:], strict=False
+      )
+    ]
+    batches = exp.problem.batches(cell.seed, 1)
+    self._extra = parts.extras(
+      lambda microbatch: batches(0, microbatch), root, table.stages
+    )
+    here = jax.local_devices()
+    self._executor = executor.Executor(
+      *(table, self._parts, self._extra),
+      devices=[here[d % len(here)] for d in range(table.devices)],
+      weights=plan.weights,
+      recompute=plan.recompute,
+      clock=time.perf_counter,
+    )
+    self._done = _updates_done(table)
+    count = min(exp.config["evaluations"], plan.updates)
+    self._due = [round((k + 1) * plan.updates / count) for k in range(count)]
+    self._clock, self._slots = _Clock(table), 4 * table.stages
+    self.state = self._executor.start()
+    self._loss = np.full(plan.microbatches, np.nan, np.float32)
+    self._pieces = [[simulator.concatenate([])] for _ in range(table.stages)]
+    self.seconds, self.rows = 0.0, []
+    self.diverged = False  # whether a loss was not finite
+    folder.mkdir(parents=True, exist_ok=True)
+    self._checkpoints = _Checkpoints(folder / "checkpoints")
+    self._restore()
+    self._log = outputs.CellLog(folder, board, self.rows)
+
+  def _restore(self):
+    trained = self._loss, self._records()
+    found = self._checkpoints.restore(self.state, trained)
+    if found is None:
+      return
+    state, (loss, records), notes = found
+    self.state = self._executor.place(state)
+    self._loss, self._pieces = np.array(loss), [[rows] for rows in records]
+    self.seconds, self.rows = notes["seconds"], notes["rows"]
+    self.diverged = notes["diverged"]
+
+  def _records(self):
+    """What each stage recorded, a row an update."""
+    whole = [simulator.concatenate(pieces) for pieces in self._pieces]
+    self._pieces = [[rows] for rows in whole]
+    return whole
+
+  def save(self) -> None:
+    """Writes a checkpoint."""
+    notes = {"seconds": self.seconds, "rows": self.rows}
+    notes["diverged"] = self.diverged
+    trained = self._loss, self._records()
+    self._checkpoints.save(self._step(), self.state, trained, notes)
+
+  def _step(self):
+    """Slots since the beginning."""
+    table = self.plan.table
+    passes = self.state.microbatch // table.microbatches
+    return passes * table.slots + self.state.slot
+
+  def warm_up(self) -> None:
+    """Compiles all there is, by training that is forgotten."""
+    if self.finished:
+      return
+    updates = min(2, self.plan.updates)
+    until = None if self.plan.table.flush else self._slot_of(updates)
+    self._executor.run(self._executor.start(), until)
+
+  @property
+  def update(self) -> int:
+    """Updates that every stage has made."""
+    table = self.plan.table
+    before = self.state.microbatch // table.every
+    if self.state.slot == table.slots:
+      return before + table.microbatches // table.every
+    return before + int(np.searchsorted(self._done, self.state.slot, "left"))
+
+  @property
+  def message(self) -> int:
+    """Microbatches that every stage has learned from."""
+    return self.update * self.plan.table.every
+
+  def _slot_of(self, update):
+    """The slot before which every stage has made that many updates."""
+    if update == self.plan.updates:
+      return self.plan.table.slots
+    return int(self._done[update - 1]) + 1
+
+  @property
+  def finished(self) -> bool:
+    """Whether the last evaluation was made, or one after a NaN."""
+    if self.diverged:
+      return bool(self.rows) and self.rows[-1]["diverged"]
+    return len(self.rows) == len(self._due)
+
+  def advance(self) -> np.ndarray:
+    """Trains on: an update, or some slots, not past an evaluation.
+
+    Returns:
+      The losses that are new.
+
+    Raises:
+      ValueError: for a loss that is not finite, if that is not to be recorded.
+    """
+    flush, due = self.plan.table.flush, self._due[len(self.rows)]
+    until = None
+    if not flush:
+      until = min(self.state.slot + self._slots, self._slot_of(due))
+    start = time.perf_counter()
+    result = self._executor.run(self.state, until)
+    jax.block_until_ready(self._executor.params(result.state))
+    took = time.perf_counter() - start
+    self.seconds += took
+    self._slots = max(1, round(self._slots * min(2, _CHUNK_SECONDS / took)))
+    self.state = result.state
+    if flush:
+      self.state = self._executor.again(self.state)
+    numbers = sorted(result.losses)
+    new = np.array([float(result.losses[number]) for number in numbers])
+    self._loss[numbers] = new
+    broken = np.flatnonzero(~np.isfinite(new))
+    self.diverged = self.diverged or bool(len(broken))
+    for pieces, found in zip(self._pieces, result.records, strict=True):
+      pieces.append(found)
+    self._clock.add(result.spans)
+    if len(broken) and self._exp.config["on_nan"] == "stop":
+      raise ValueError(self._not_finite(numbers[broken[0]]))
+    if self.update >= due or self.diverged:
+      self._evaluate()
+    return new
+
+  def _not_finite(self, first):
+    label, rate = self._cell.label, self.plan.learning_rate
+    return (
+      f"{self._cell.name}: the loss of microbatch {first} is"
+      f" {self._loss[first]}, with learning rate {rate:g}: set a lower"
+      f" --config.runs.{label}.learning_rate, a longer warm-up or"
+      " --config.clip_norm, or --config.on_nan=record to keep the cell as"
+      " diverged and go on"
+    )
+
+  def _evaluate(self):
+    params = parts.whole(self._executor.params(self.state))
+    found = self._exp.problem.evaluate(params)
+    plan, size = self.plan, self._exp.config["microbatch_size"]
+    last = self.rows[-1] if self.rows else {"message": 0, "update": 0}
+    rate = plan.rate(self.update) if callable(plan.rate) else plan.rate
+    new = [
+      (rows.staleness[last["update"] :], rows.gap[last["update"] :])
+      for rows in self._records()
+    ]
+    staleness, gap = (np.concatenate(columns) for columns in zip(*new))  # noqa: B905
+    row = {
+      "cell": self._cell.name,
+      "algorithm": plan.title,
+      "schedule": plan.table.name,
+      "seed": self._cell.seed,
+      "message": self.message,
+      "update": self.update,
+      "examples": self.message * size,
+      "seconds": self.seconds,
+      "learning_rate": float(rate),
+      "train_loss": _mean(self._loss[last["message"] : self.message]),
+      "test_loss": found.loss,
+      "test_accuracy": found.accuracy,
+      "staleness_mean": _mean(staleness),
+      "gap_mean": _mean(gap),
+      "diverged": self.diverged,
+    }
+    self.rows.append(row)
+    self._log.write(row)
+
+  def trained(self) -> Trained:
+    """What was recorded, of updates that all stages have made."""
+    records = self._records()
+    count = min(len(rows.update) for rows in records)
+    columns = (
+      np.stack([getattr(rows, name)[:count] for rows in records])
+      for name in ("update", "staleness", "gap", "update_norm")
+    )
+    return Trained(self._loss[: self.message], *columns)
+
+  def _kept_bytes(self):
+    """Bytes that each stage keeps for a microbatch's backward."""
+    sizes, x = [], ()
+    for stage, part in enumerate(self._parts):
+      extra = self._extra(stage, 0)
+      compiled = stage_lib.compile_stage(part.fn, part.params, x, extra)
+      size = compiled.kept_bytes
+      if self.plan.recompute:
+        size = sum(
+          leaf.size * leaf.dtype.itemsize
+          for leaf in jax.tree.leaves((x, extra))
+        )
+      sizes.append(size)
+      x = compiled.y
+    return sizes
+
+  def result(self) -> dict[str, Any]:
+    """What the cell came to."""
+    plan, config, last = self.plan, self._exp.config, self.rows[-1]
+    table, trained = plan.table, self.trained()
+    costs = self._clock.costs()
+    facts = analyze.analyze(
+      table, costs, weights=plan.weights, activation=self._kept_bytes()
+    )
+    classes = self._exp.dataset.classes
+    params = parts.whole(self._executor.params(self.state))
+    stale = trained.staleness
+    return {
+      "cell": self._cell.name,
+      "label": self._cell.label,
+      "algorithm": plan.title,
+      "schedule": table.name,
+      "recipe": config["runs"][self._cell.label].get("recipe", "asgd"),
+      "seed": self._cell.seed,
+      "stages": table.stages,
+      "devices": table.devices,
+      "cuts": list(plan.cuts),
+      "weights": plan.weights,
+      "recompute": plan.recompute,
+      "every": table.every,
+      "learning_rate": plan.learning_rate,
+      "messages": self.message,
+      "evaluations": len(self.rows),
+      "updates": self.update,
+      "examples": self.message * config["microbatch_size"],
+      "seconds": self.seconds,
+      "train_loss": last["train_loss"],
+      "test_loss": last["test_loss"],
+      "test_accuracy": last["test_accuracy"],
+      "staleness": stale.max(1, initial=0).tolist(),
+      "staleness_mean": _mean(stale),
+      "gap_mean": _mean(trained.gap),
+      "weight_versions": facts.weight_versions.tolist(),
+      "peak_bytes": facts.peak_activations.tolist(),
+      "bubble_predicted": facts.bubble_of_total if costs else float("nan"),
+      "bubble_measured": self._clock.bubble,
+      "diverged": self.diverged
+      or cell_book.has_diverged(trained.loss, table.every, classes),
+      "params_sha256": checkpoints.digest(params),
+    }
+
+  def finish(self) -> dict[str, Any]:
+    """Writes what is kept of a finished cell, result.json last."""
+    result = self.result()
+    self.save()
+    outputs.save_records(self._folder / "records.npz", self.trained())
+    params = parts.whole(self._executor.params(self.state))
+    content = flax.serialization.to_bytes(params)
+    outputs.write_atomically(self._folder / "params.msgpack", content)
+    outputs.write_atomically(
+      self._folder / "result.json", outputs.to_json(result, indent=2) + "\n"
+    )
+    return result
+
+  def close(self) -> None:
+    """Releases the files."""
+    self._log.close()
+    self._checkpoints.close()
+
+
+def _mean(values: np.ndarray) -> float:
+  return float(values.mean()) if values.size else float("nan")
+
+
+def _updates_done(table) -> np.ndarray:
+  """int[U]: the slot in which the last stage makes each update of a table."""
+  times = np.sort(table.time[validate.rows(table).weight], axis=1)
+  return times[:, table.every - 1 :: table.every].max(0)
+
+
+def finished_result(folder: Path) -> dict[str, Any] | None:
+  """Returns the result of a cell that is finished and whole, else None."""
+  result = outputs.read_json(folder / "result.json")
+  try:
+    whole = len(read_rows(folder)) == result["evaluations"]
+    return result if whole and set(result) >= _RESULT_KEYS else None
+  except Exception:  # whatever is missing or cut short
+    return None
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+  """Returns the evaluations of a cell."""
+  lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+  return [json.loads(line) for line in lines]
+
+
+# All cells.
+
+
+def _train(run, exp, cell, bar, signals) -> dict[str, Any]:
+  """Runs one cell to its end, or raises Stopped after saving it."""
+  bar.skip(run.message)
+  run.warm_up()
+  saved = time.monotonic()
+  while not run.finished:
+    before, rows = run.message, len(run.rows)
+    loss = run.advance()
+    stale, gap = 0.0, 0.0
+    if run.rows:
+      stale, gap = run.rows[-1]["staleness_mean"], run.rows[-1]["gap_mean"]
+    mean = float(loss.mean()) if len(loss) else float("nan")
+    bar.update(cell.name, run.message - before, mean, stale, gap)
+    if run.finished:
+      break
+    due = time.monotonic() - saved >= exp.config["checkpoint_seconds"]
+    if len(run.rows) > rows or due or signals.received:
+      run.save()
+      saved = time.monotonic()
+    if signals.received:
+      raise cli.Stopped(
+        f"stopped in {cell.name} at microbatch {run.message}; the same command"
+        " with --resume goes on from there",
+        signals.received,
+      )
+  return run.finish()
+
+
+def train(
+  exp: pipeline_experiment.Experiment,
+  folder: Path,
+  bar: progress.Progress,
+  signals: Any = Signals,
+) -> list[dict[str, Any]]:
+  """Runs the cells that are not finished; returns the results of all.
+
+  Args:
+    exp: the experiment.
+    folder: for results.
+    bar: told how far it is.
+    signals: its `received` says whether to stop.
+
+  Raises:
+    Stopped: once all is saved.
+  """
+  results = []
+  for cell in exp.cells:
+    place = folder / "cells" / cell.name
+    result = finished_result(place)
+    if result is not None:
+      bar.skip(exp.plans[cell.label].microbatches)
+      results.append(result)
+      continue
+    board = folder / "tensorboard" / cell.name
+    run = PipelineRun(exp, cell, place, board)
+    try:
+      result = _train(run, exp, cell, bar, signals)
+    finally:
+      run.close()
+    results.append(result)
+    for line in pipeline_figures.lines(result):
+      bar.line(line)
+    if signals.received and len(results) < len(exp.cells):
+      raise cli.Stopped(
+        f"stopped after {cell.name}; the same command with --resume goes on"
+        " from there",
+        signals.received,
+      )
+  return results
+
+
+def _build(seconds=None) -> pipeline_experiment.Experiment:
+  """Builds the experiment that the flags describe."""
+  if session.CONFIG.value is None:
+    raise ValueError("no --config; try --config=configs/pipeline_digits.py")
+  return pipeline_experiment.build(
+    pipeline_experiment.override(session.CONFIG.value, cli.overrides()),
+    data_dir=session.DATA_DIR.value,
+    start=pipeline_experiment.start_jax,
+    seconds=seconds,
+  )
+
+
+def _same_cuts(exp, folder, build: Callable[[list[float]], Any]):
+  """Returns the experiment with the cuts that it began with, if they were made
+  by times: those are others whenever they are measured."""
+  if exp.seconds is None:
+    return exp
+  path = folder / "layer_seconds.json"
+  held = outputs.read_json(path)
+  if held is not None:
+    return build(held["seconds"])
+  text = outputs.to_json({"seconds": exp.seconds})
+  outputs.write_atomically(path, text + "\n")
+  return exp
+
+
+def main() -> None:
+  """Runs the experiment that the flags describe."""
+  exp = _build()
+  folder = session.open_folder(exp)
+  exp = _same_cuts(exp, folder, _build)
+  most = max(plan.table.devices for plan in exp.plans.values())
+  here = jax.local_devices()
+  if most > len(here):
+    print(f"{most} devices of the tables share {len(here)}: {here[0].platform}")
+  signals = session.Signals()
+  total = sum(exp.plans[cell.label].microbatches for cell in exp.cells)
+  bar = progress.Progress(total)
+  try:
+    results = train(exp, folder, bar, signals)
+  finally:
+    bar.close()
+  rows = [
+    row for cell in exp.cells for row in read_rows(folder / "cells" / cell.name)
+  ]
+  pipeline_figures.write(folder, exp, results, rows)
+
+
+if __name__ == "__main__":
+  cli.run(main)
