@@ -2,6 +2,7 @@
 
   python -m launch.bench simulator
   python -m launch.bench server
+  python -m launch.bench pipeline
 
 Machines are noisy, so contestants take turns in short blocks, and what is
 printed is the median over rounds of each one's speed over the baseline's.
@@ -27,7 +28,7 @@ from asgd import (
   simulator,
 )
 from asgd import worker as worker_lib
-from launch import bench_server, cli, outputs
+from launch import bench_pipeline, bench_server, cli, outputs
 
 _SIZES = flags.DEFINE_list(
   "sizes", ["0.1", "1", "10", "100"], "MB of parameters (server)."
@@ -148,7 +149,16 @@ def _server() -> None:
   bench_server.run(_SECONDS.value, [float(x) for x in _SIZES.value])
 
 
-BENCHMARKS = {"simulator": _simulator, "server": _server}
+def _pipeline() -> None:
+  """Tables obeyed on two stages against one device."""
+  bench_pipeline.run(_ROUNDS.value)
+
+
+BENCHMARKS = {
+  "simulator": _simulator,
+  "server": _server,
+  "pipeline": _pipeline,
+}
 
 
 def main(name: str = "") -> None:

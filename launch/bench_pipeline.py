@@ -1,16 +1,17 @@
 """The pipeline benchmark: what executing a table costs.
 
-A stack of transformer blocks on two stages, one core each, against the same
-stack and the same microbatches on one core:
+A stack of transformer blocks on two stages and two cores, against the same
+stack and the same microbatches on one device and one core:
 
 - GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S;
-- PipeDream against T / S, in its steady state;
+- PipeDream against T / S;
 - a table of 64 stages and 1,024 microbatches made, checked and analysed;
 - what a task costs beside what is compiled, on a stage that does nothing;
 - memory of activations, counted and as the table says.
 
-It is run by `python -m launch.bench pipeline` in a process of its own, as XLA
-reads the number of its threads when it starts.
+The one device is another process, which has one core when JAX starts: XLA sizes
+its threads by the cores that it may use. The stages share XLA's two threads, so
+what a stage leaves of its core the other may take.
 """
 
 import functools
@@ -28,20 +29,45 @@ from asgd import algorithms, models, transformer
 from launch import cli, outputs
 from pipeline import analyze, executor, generate, validate
 
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Turns that each contestant has.")
+_ONE_CORE = flags.DEFINE_bool("one_core", False, "Be the baseline; see above.")
 
 _STAGES, _MICROBATCHES = 2, 8
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
 _ASYNCHRONOUS = 48  # microbatches of a PipeDream run
 
 
-def run(rounds: int) -> None:
-  """Runs the benchmark with one thread for each stage."""
-  threads = "--xla_cpu_multi_thread_eigen=false"
-  given = os.environ.get("XLA_FLAGS", "")
-  environment = {**os.environ, "XLA_FLAGS": f"{given} {threads}".strip()}
-  command = [sys.executable, "-m", "launch.bench_pipeline"]
-  subprocess.run([*command, f"--rounds={rounds}"], env=environment, check=True)
+class _OneCore:
+  """The baseline, in a process that has one core."""
+
+  def __init__(self):
+    command = [sys.executable, "-m", "launch.bench_pipeline", "--one_core"]
+    self._process = subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+  def seconds(self, microbatches: int) -> float:
+    """Has it compute the gradients of so many microbatches."""
+    self._process.stdin.write(f"{microbatches}\n")
+    self._process.stdin.flush()
+    answer = self._process.stdout.readline()
+    if not answer:
+      raise RuntimeError("the process with one core has died; see above")
+    return float(answer)
+
+  def close(self) -> None:
+    """Ends it."""
+    self._process.communicate()
+
+
+def _serve_one_core():
+  """Does what `_OneCore` asks for."""
+  layers, params, x = _stack()
+  _one_device(layers, params, x)(1)
+  once = _one_device(layers, params, x)
+  for line in sys.stdin:
+    start = time.perf_counter()
+    once(int(line))
+    print(time.perf_counter() - start, flush=True)
 
 
 def _stack():
@@ -63,13 +89,13 @@ def _stage_fn(layers, first, last):
   return fn
 
 
-def _one_device(layers, params, x, microbatches):
+def _one_device(layers, params, x):
   """Gradients of microbatches, one after the other, and their sum."""
   fn = _stage_fn(layers, 0, len(layers))
   gradient = jax.jit(jax.grad(lambda p: fn(p, (), x)[0]))
   add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
-  def once():
+  def once(microbatches):
     total = gradient(params)
     for _ in range(microbatches - 1):
       total = add(total, gradient(params))
@@ -98,47 +124,41 @@ def _pipelined(table, layers, params, x, **options):
   return engine, once
 
 
-def _turns(contestants, rounds):
-  """Returns the seconds of each contestant's turns."""
-  for once in contestants.values():
-    once()
-  seconds = {name: [] for name in contestants}
-  for _ in range(rounds):
-    for name, once in contestants.items():
-      start = time.perf_counter()
-      once()
-      seconds[name].append(time.perf_counter() - start)
-  return seconds
-
-
 def _speed(rounds):
   """(a) and (b)."""
   layers, params, x = _stack()
   s, m = _STAGES, _MICROBATCHES
-  contestants = {
-    "one": _one_device(layers, params, x, m),
-    "GPipe": _pipelined(generate.gpipe(s, m), layers, params, x)[1],
-    "1F1B": _pipelined(generate.one_f_one_b(s, m), layers, params, x)[1],
-    "one, long": _one_device(layers, params, x, _ASYNCHRONOUS),
-    "PipeDream": _pipelined(
-      generate.pipedream(s, _ASYNCHRONOUS), layers, params, x
-    )[1],
-  }
-  seconds = _turns(contestants, rounds)
+  contestants = (
+    ("GPipe", generate.gpipe(s, m), (m + s - 1) / m / s),
+    ("1F1B", generate.one_f_one_b(s, m), (m + s - 1) / m / s),
+    ("PipeDream", generate.pipedream(s, _ASYNCHRONOUS), 1 / s),
+  )
+  engines = [_pipelined(t, layers, params, x)[1] for _, t, _ in contestants]
+  one = _OneCore()
+  try:
+    seconds = []
+    for turn in range(rounds + 1):  # the first compiles and is not counted
+      row = []
+      for (_, table, _), once in zip(contestants, engines, strict=True):
+        base = one.seconds(table.microbatches)
+        start = time.perf_counter()
+        once()
+        row.append((base, time.perf_counter() - start))
+      if turn:
+        seconds.append(row)
+  finally:
+    one.close()
+  seconds = np.array(seconds)  # [rounds, contestants, (one core, pipeline)]
   rows = []
-  for name, base, bound in (
-    ("GPipe", "one", (m + s - 1) / m / s),
-    ("1F1B", "one", (m + s - 1) / m / s),
-    ("PipeDream", "one, long", 1 / s),
-  ):
+  for i, (name, _, bound) in enumerate(contestants):
+    base, mine = seconds[:, i].T
     # Turn by turn: what slows the machine slows both.
-    ratio = np.array(seconds[base]) * bound / np.array(seconds[name])
-    times = [np.median(seconds[base]), bound * np.median(seconds[base])]
-    times.append(np.median(seconds[name]))
+    ratio = base * bound / mine
+    times = (base, bound * base, mine)
     rows.append(
       [
-        *(name, *(f"{1e3 * value:.0f}" for value in times)),
-        *(f"{np.median(ratio):.2f}", f"{ratio.max():.2f}"),
+        *(name, *(f"{1e3 * np.median(value):.0f}" for value in times)),
+        *(f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"),
       ]
     )
   print(
@@ -146,7 +166,7 @@ def _speed(rounds):
     f" microbatch, {s} stages, {m} microbatches (PipeDream:"
     f" {_ASYNCHRONOUS}, with its fill and drain)\n"
   )
-  header = ["schedule", "one device ms", "bound ms", "ms", "of bound", "best"]
+  header = ["schedule", "one core ms", "bound ms", "ms", "of bound", "range"]
   print(outputs.format_table(header, rows))
 
 
@@ -227,14 +247,29 @@ def _memory():
   print(outputs.format_table(["schedule", "device", "said MB", "MB"], rows))
 
 
-def main() -> None:
-  """Runs all of it, with as many threads as XLA has."""
+def run(rounds: int) -> None:
+  """Runs all of it.
+
+  Raises:
+    ValueError: for rounds that are not positive.
+  """
+  if rounds < 1:
+    raise ValueError(f"--rounds must be positive, not {rounds}")
   jax.config.update("jax_num_cpu_devices", _STAGES)
-  _speed(_ROUNDS.value)
+  _speed(rounds)
   _table()
-  _overhead(_ROUNDS.value)
+  _overhead(rounds)
   _memory()
 
 
+def main() -> None:
+  """Is the baseline's process."""
+  if not _ONE_CORE.value:
+    raise ValueError("use `python -m launch.bench pipeline`")
+  _serve_one_core()
+
+
 if __name__ == "__main__":
+  if "--one_core" in sys.argv and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
   cli.run(main)

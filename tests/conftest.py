@@ -4,3 +4,18 @@ and JAX makes them once in a process."""
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Files that take long, the longest first: two processes share files, and the
+# last one should not be a long one.
+SLOW = (
+  *("test_launch", "test_serve", "test_train_pipeline", "test_executor"),
+  *("test_ray_cluster", "test_chaos", "test_parts", "test_threads"),
+  *("test_compare", "test_shard", "test_spmd", "test_local_workers"),
+  *("test_contract", "test_configs", "test_stage", "test_readme"),
+)
+
+
+def pytest_collection_modifyitems(items):
+  """Sorts tests by file, without moving them inside of a file."""
+  rank = {name: number for number, name in enumerate(SLOW)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
