@@ -161,7 +161,7 @@ def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
       value = {**default, **value}
     if isinstance(default, tuple) and isinstance(value, (str, int, float)):
       value = [value]
-    resolved[key] = _plain(value)
+    resolved[key] = plain(value)
   return resolved
 
 
@@ -232,12 +232,17 @@ def _near(key, known):
   return names.nearest(key, known)
 
 
-def _plain(value):
-  """Tuples become lists, as they will be when read back from JSON."""
+def plain(value):
+  """Returns a config's value with tuples as lists, as they will be when read
+  back from JSON.
+
+  Raises:
+    ValueError: for what is no plain data.
+  """
   if isinstance(value, Mapping):
-    return {str(k): _plain(v) for k, v in value.items()}
+    return {str(k): plain(v) for k, v in value.items()}
   if isinstance(value, (list, tuple, range)):
-    return [_plain(v) for v in value]
+    return [plain(v) for v in value]
   if value is not None and not isinstance(value, (bool, int, float, str)):
     raise ValueError(
       f"a config holds numbers, strings, lists and dicts, not {value!r}"

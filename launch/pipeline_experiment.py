@@ -156,21 +156,8 @@ def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
       value = {**default, **value}
     if isinstance(default, tuple) and isinstance(value, (str, int, float)):
       value = [value]
-    resolved[key] = _plain(value)
+    resolved[key] = experiment.plain(value)
   return resolved
-
-
-def _plain(value):
-  """Tuples become lists, as they will be when read back from JSON."""
-  if isinstance(value, Mapping):
-    return {str(k): _plain(v) for k, v in value.items()}
-  if isinstance(value, (list, tuple, range)):
-    return [_plain(v) for v in value]
-  if value is not None and not isinstance(value, (bool, int, float, str)):
-    raise ValueError(
-      f"a config holds numbers, strings, lists and dicts, not {value!r}"
-    )
-  return value
 
 
 def override(

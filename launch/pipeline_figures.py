@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import figures, outputs, pipeline_experiment
+from launch import figures, outputs, pipeline_experiment, report
 
 Row = Mapping[str, Any]
 _PANELS = (
@@ -191,19 +191,6 @@ def write(
   outputs.write_atomically(folder / "table.txt", text)
   points = numbers(rows)
   outputs.write_csv(folder / "figure.csv", points)
-  figure = f"{folder}/figure.png, .svg; its numbers {folder}/figure.csv"
-  try:
-    draw(points, folder / "figure", heading)
-  except ImportError:
-    figure = f"not drawn: pip install -e '.[viz]'; {folder}/figure.csv"
-  except Exception as error:  # the runs are done: their numbers come first
-    figure = f"not drawn: {error!r}; {folder}/figure.csv"
-  print(f"\n{text}")
-  print(
-    f"figure       {figure}\n"
-    f"table        {folder}/table.txt, {folder}/results.csv\n"
-    f"metrics      {folder}/metrics.jsonl, and {folder}/tensorboard for"
-    " TensorBoard\n"
-    f"each run     {folder}/cells/ (params.msgpack, records.npz, result.json)\n"
-    f"config       {folder}/config.json"
+  report.conclude(
+    folder, text, lambda: draw(points, folder / "figure", heading)
   )

@@ -1,6 +1,6 @@
 """What an experiment says at its end: lines, warnings, table and figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +131,31 @@ def write(
   outputs.write_atomically(folder / "table.txt", f"{heading}\n\n{table}")
   points = figures.numbers(results, rows)
   outputs.write_csv(folder / "figure.csv", points)
-  figure = f"{folder}/figure.png, .svg; its numbers {folder}/figure.csv"
-  try:
+
+  def draw():
     time = figures.time_label(results)
     figures.draw(points, folder / "figure", heading, time)
+
+  conclude(folder, f"{heading}\n\n{table}", draw)
+
+
+def conclude(folder: Path, text: str, draw: Callable[[], None]) -> None:
+  """Draws the figure, if that can be, prints the table and says where
+  everything is.
+
+  Args:
+    folder: of the results.
+    text: heading and table.
+    draw: writes figure.png and figure.svg.
+  """
+  figure = f"{folder}/figure.png, .svg; its numbers {folder}/figure.csv"
+  try:
+    draw()
   except ImportError:
     figure = f"not drawn: pip install -e '.[viz]'; {folder}/figure.csv"
   except Exception as error:  # the runs are done: their numbers come first
     figure = f"not drawn: {error!r}; {folder}/figure.csv"
-  print(f"\n{heading}\n\n{table}")
+  print(f"\n{text}")
   print(
     f"figure       {figure}\n"
     f"table        {folder}/table.txt, {folder}/results.csv\n"

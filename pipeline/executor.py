@@ -126,7 +126,8 @@ class Executor:
         f"the schedule has {schedule.stages} stages, and there are"
         f" {len(parts)} parts; give as many"
       )
-    if schedule.tasks and (validate.rows(schedule).weight < 0).any():
+    self.where = validate.rows(schedule)
+    if (self.where.weight < 0).any():
       raise ValueError(
         f"{schedule.name} has no backward: there is nothing to train"
       )
@@ -197,7 +198,7 @@ class Executor:
 
   def _plan(self):
     """Writes a program for each lane, and counts who reads what how often."""
-    schedule, where = self.schedule, validate.rows(self.schedule)
+    schedule, where = self.schedule, self.where
     columns = (column.tolist() for column in schedule[1:6])
     replica = [{d: i for i, d in enumerate(p)} for p in self.places]
     programs = [[] for _ in self.devices]
@@ -280,8 +281,7 @@ class Executor:
         key: jax.device_put(value, home(key)) for key, value in held.items()
       }
 
-    where = validate.rows(self.schedule)
-    device = self.schedule.device
+    where, device = self.where, self.schedule.device
 
     def lane(key):
       return self.devices[_goes_to(key, where, device, self.places)]
@@ -399,7 +399,7 @@ class _Run:
     self.failed: list[PipelineError] = []
     self._goes_to = functools.partial(
       _goes_to,
-      where=validate.rows(executor.schedule),
+      where=executor.where,
       device=executor.schedule.device,
       places=executor.places,
     )
