@@ -10,9 +10,11 @@ staleness works here as it does anywhere.
 
 Slots are cuts: no task of slot t needs anything of slot t or later. So a run
 can stop before any slot, with all that is on its way in `State`, and go on.
+
+A process may have some of the lanes only; `pipeline.processes` is about those
+who have the others.
 """
 
-import collections
 import functools
 import queue
 import threading
@@ -25,12 +27,13 @@ import numpy as np
 import optax
 
 from asgd import base, simulator
-from pipeline import analyze, validate
+from pipeline import analyze, program, validate
 from pipeline import stage as stage_lib
+from pipeline.program import UPDATE
 from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from pipeline.spans import Span
 
-Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("w", ...)
+Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("m", ...)
 
 
 class PipelineError(RuntimeError):
@@ -47,7 +50,9 @@ class Part(NamedTuple):
 
 
 class State(NamedTuple):
-  """A run before a slot. Keys are of the table: a checkpoint is this."""
+  """A run before a slot. Keys are of the table: a checkpoint is this. Of a
+  process that has some lanes only, it is their part, with None for the servers
+  that are elsewhere."""
 
   slot: int  # the next
   microbatch: int  # that the first of the table stands for
@@ -69,20 +74,8 @@ class Result(NamedTuple):
   spans: tuple[Span, ...]
 
 
-class _Op(NamedTuple):
-  """A line of a lane's program: a row of the table, or an update."""
-
-  slot: int
-  kind: str  # an action, or "update"
-  stage: int
-  microbatch: int
-  replica: int
-  last: bool = False  # of an update's microbatches
-  group: int = 0  # the update
-
-
-class _Stop:
-  """Tells a lane that another one failed."""
+class Stop:
+  """What a lane's queue is told when another lane failed."""
 
 
 class Executor:
@@ -99,6 +92,7 @@ class Executor:
     recompute: bool = False,
     own: dict[str, Callable[[int], Any]] | None = None,
     clock: Callable[[], float] | None = None,
+    elsewhere: dict[int, Any] | None = None,
   ):
     """Compiles the stages.
 
@@ -108,13 +102,16 @@ class Executor:
       extra: (stage, microbatch) -> what `Part.fn` gets besides parameters and
         the stage before's output: examples at the first, labels at the last,
         keys. Called by many threads.
-      devices: D; None is the first ones that are here.
+      devices: D, or as many as lanes that are here; None is the first ones.
       weights: of which version a backward is, as in `analyze.versions`; None is
         "latest" for a synchronous schedule and "stash" for another.
       recompute: keep a stage's input instead of what its backward needs, and
         run its forward again; with "latest" weights, those of now.
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
+      elsewhere: lanes that another process has -> their queues, whose `put`
+        takes (key, value). What they make for the lanes here is put into
+        `inboxes`.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
@@ -126,25 +123,28 @@ class Executor:
         f"the schedule has {schedule.stages} stages, and there are"
         f" {len(parts)} parts; give as many"
       )
-    self.where = validate.rows(schedule)
-    if (self.where.weight < 0).any():
+    if (validate.rows(schedule).weight < 0).any():
       raise ValueError(
         f"{schedule.name} has no backward: there is nothing to train"
       )
-    here = jax.local_devices()
+    elsewhere = dict(elsewhere or {})
+    self.lanes = [d for d in range(schedule.devices) if d not in elsewhere]
+    count, here = len(self.lanes), jax.local_devices()
     if devices is None:
-      if len(here) < schedule.devices:
+      if len(here) < count:
         raise ValueError(
-          f"the schedule has {schedule.devices} devices, and there are"
-          f" {len(here)}; for CPU devices set"
-          " jax.config.update('jax_num_cpu_devices', N) before JAX is used"
+          f"the schedule has {count} devices, and there are {len(here)}; for"
+          " CPU devices set jax.config.update('jax_num_cpu_devices', N) before"
+          " JAX is used"
         )
-      devices = here[: schedule.devices]
-    if len(devices) != schedule.devices:
-      raise ValueError(
-        f"the schedule has {schedule.devices} devices, not {len(devices)}"
-      )
-    self.devices = tuple(devices)
+      devices = here[:count]
+    if len(devices) != count:
+      raise ValueError(f"the schedule has {count} devices, not {len(devices)}")
+    self.devices = dict(zip(self.lanes, devices, strict=True))
+    self.inboxes = None  # of the lanes here, if there are others elsewhere
+    if elsewhere:
+      self.inboxes = {lane: queue.SimpleQueue() for lane in self.lanes}
+      self._queues = {**elsewhere, **self.inboxes}
     self._own = dict(own or {})
     unknown = set(schedule.action) - set(self._own) - set(validate.KNOWN)
     if unknown:
@@ -158,8 +158,8 @@ class Executor:
     self._clock = clock
     self._blocks = clock is not None or devices[0].platform == "cpu"
     self.weights = weights
-    self._versions = analyze.versions(schedule, weights)
-    self.places = schedule.places()
+    self.program = program.write(schedule, analyze.versions(schedule, weights))
+    self.places = self.program.places
     for stage, part in enumerate(self.parts):
       if part.server.workers not in (None, 1) and part.server.workers < len(
         self.places[stage]
@@ -169,19 +169,22 @@ class Executor:
           f" algorithm was built for {part.server.workers} workers"
         )
     self._compile()
-    self._plan()
 
   # Before a run.
 
   def _compile(self):
-    """Compiles each stage once, from shapes."""
-    self.compiled: list[stage_lib.Stage] = []
+    """Compiles each stage that is here once, from shapes."""
+    self.compiled: list[stage_lib.Stage | None] = []
     self._steps, self._transforms = [], []
     x: Any = ()
     for index, part in enumerate(self.parts):
-      extra = self._extra(index, 0)
+      extra, compiled = self._extra(index, 0), None
       try:
-        compiled = stage_lib.compile_stage(part.fn, part.params, x, extra)
+        if any(device in self.devices for device in self.places[index]):
+          compiled = stage_lib.compile_stage(part.fn, part.params, x, extra)
+          x = compiled.y
+        else:
+          x = jax.eval_shape(part.fn, part.params, x, extra)[0]
       except Exception as error:
         raise PipelineError(
           f"stage {index} cannot be compiled: {error}"
@@ -189,71 +192,31 @@ class Executor:
       self.compiled.append(compiled)
       self._steps.append(_steps(part.server))
       self._transforms.append(_transform(part.message))
-      x = compiled.y
     if getattr(x, "shape", None) != ():
       raise ValueError(
         "the last stage must return its loss, float[], not"
         f" {jax.tree.map(lambda s: s.shape, x)}"
       )
 
-  def _plan(self):
-    """Writes a program for each lane, and counts who reads what how often."""
-    schedule, where = self.schedule, self.where
-    columns = (column.tolist() for column in schedule[1:6])
-    replica = [{d: i for i, d in enumerate(p)} for p in self.places]
-    programs = [[] for _ in self.devices]
-    for slot, device, stage, microbatch, action in zip(*columns, strict=True):
-      mine = replica[stage][device] if stage >= 0 else 0
-      programs[device].append(_Op(slot, action, stage, microbatch, mine))
-    uses = collections.Counter()
-    self._uses_of = {}
-    self.every = schedule.every
-    for stage, places in enumerate(self.places):
-      rows = where.weight[stage]
-      order = np.lexsort((schedule.device[rows], schedule.time[rows]))
-      for number, microbatch in enumerate(order.tolist()):
-        row = rows[microbatch]
-        programs[places[0]].append(
-          _Op(
-            *(int(schedule.time[row]), "update", stage, microbatch),
-            replica[stage][int(schedule.device[row])],
-            last=(number + 1) % schedule.every == 0,
-            group=number // schedule.every,
-          )
-        )
-      for microbatch in range(schedule.microbatches):
-        mine = replica[stage][int(schedule.device[rows[microbatch]])]
-        reads = (
-          self._versions.forward[stage, microbatch],
-          self._versions.backward[stage, microbatch],
-        )
-        for version in reads:
-          uses[stage, int(version), mine] += 1
-    # At the end of its slot, an update goes before what comes later.
-    self._programs = [
-      sorted(program, key=lambda op: (op.slot, op.kind == "update"))
-      for program in programs
-    ]
-    self._uses = uses
-    self._made = collections.defaultdict(list)  # (stage, version) -> replicas
-    for stage, version, mine in sorted(uses):
-      self._made[stage, version].append(mine)
-
   def start(self) -> State:
     """Returns the state before the first slot."""
-    servers, messages = [], {}
-    for stage, part in enumerate(self.parts):
+    servers, messages = [None] * len(self.parts), {}
+    for stage in self._homes():
+      part = self.parts[stage]
       state = simulator.start(part.server, part.params)
-      state = jax.device_put(state, self._home(stage))
-      servers.append(state)
+      servers[stage] = jax.device_put(state, self._home(stage))
       if self._transforms[stage]:
         for mine, _ in enumerate(self.places[stage]):
           messages[stage, mine] = jax.device_put(
             self._transforms[stage].init(base.weights_of(state.params)),
             self._home(stage),
           )
-    servers, tickets = tuple(servers), self._first_tickets(servers)
-    return State(0, 0, servers, messages, tickets, {}, {}, {}, {})
+    state = State(0, 0, tuple(servers), messages, {}, {}, {}, {}, {})
+    return self._with_first_tickets(state)
+
+  def _homes(self):
+    """Stages whose servers are here."""
+    return [s for s, held in enumerate(self.places) if held[0] in self.devices]
 
   def again(self, state: State) -> State:
     """Returns the state from which the table can be obeyed once more, with the
@@ -267,50 +230,49 @@ class Executor:
         f"the table is at slot {state.slot} of {self.schedule.slots}: run it to"
         " its end first"
       )
-    return State(
-      *(0, state.microbatch + self.schedule.microbatches, state.servers),
-      *(state.messages, self._first_tickets(state.servers), {}, {}, {}, {}),
+    done = state.microbatch + self.schedule.microbatches
+    return self._with_first_tickets(
+      State(0, done, state.servers, state.messages, {}, {}, {}, {}, {})
     )
+
+  def fetch(self, state: State) -> State:
+    """Returns a state as a checkpoint may have it."""
+    return state
 
   def place(self, state: State) -> State:
     """Puts a state that was read from a checkpoint on the devices that it is
-    for."""
+    for; of one that is whole, what is for the lanes here."""
 
-    def put(held, home):
+    def lane(field, key):
+      return program.lane_of(self.program, self.schedule, field, key)
+
+    def put(field):
       return {
-        key: jax.device_put(value, home(key)) for key, value in held.items()
+        key: jax.device_put(value, self.devices[lane(field, key)])
+        for key, value in getattr(state, field).items()
+        if lane(field, key) in self.devices
       }
 
-    where, device = self.where, self.schedule.device
+    servers = [None] * len(self.parts)
+    for stage in self._homes():
+      held = jax.device_put(state.servers[stage], self._home(stage))
+      servers[stage] = jax.tree.map(jnp.copy, held)  # they are donated
+    fields = {field: put(field) for field in State._fields[3:]}
+    return state._replace(servers=tuple(servers), **fields)
 
-    def lane(key):
-      return self.devices[_goes_to(key, where, device, self.places)]
-
-    def own(key):
-      return self.devices[device[where.forward[key]]]
-
-    return state._replace(
-      servers=tuple(
-        jax.tree.map(jnp.copy, jax.device_put(server, self._home(stage)))
-        for stage, server in enumerate(state.servers)
-      ),
-      messages=put(state.messages, lambda key: self._home(key[0])),
-      tickets=put(
-        state.tickets,
-        lambda key: self.devices[self.places[key[0]][key[2]]],
-      ),
-      sums=put(state.sums, self._home),
-      on_their_way=put(state.on_their_way, lane),
-      kept=put(state.kept, own),
-      halves=put(state.halves, own),
-    )
-
-  def _first_tickets(self, servers):
-    return {
-      (stage, 0, mine): self._ticket(stage, state, mine)
-      for stage, state in enumerate(servers)
-      for mine in self._made[stage, 0]
-    }
+  def _with_first_tickets(self, state):
+    """Adds what is read of the weights as they are now. Tickets for lanes that
+    are elsewhere are on their way."""
+    tickets = {}
+    for stage in self._homes():
+      for mine in self.program.made.get((stage, 0), ()):
+        made = self._ticket(stage, state.servers[stage], mine)
+        lane = self.places[stage][mine]
+        if lane in self.devices:
+          tickets[stage, 0, mine] = made
+        else:
+          self._queues[lane].put((("w", stage, 0, mine), made))
+    return state._replace(tickets=tickets)
 
   def _home(self, stage):
     return self.devices[self.places[stage][0]]
@@ -318,13 +280,15 @@ class Executor:
   def _ticket(self, stage, state, replica):
     """What a replica is sent, on its device."""
     ticket = self._steps[stage].send(state, jnp.int32(replica))
-    device = self.devices[self.places[stage][replica]]
-    return jax.device_put(ticket, device)
+    lane = self.places[stage][replica]
+    if lane not in self.devices:
+      return ticket
+    return jax.device_put(ticket, self.devices[lane])
 
   def params(self, state: State) -> list[Any]:
     """Returns the parameters of each stage, as they are: nothing that is on its
     way is waited for or disturbed."""
-    return [server.params for server in state.servers]
+    return [server and server.params for server in state.servers]
 
   # Running.
 
@@ -344,16 +308,6 @@ class Executor:
 @functools.lru_cache(maxsize=64)
 def _steps(server):
   return simulator.compile_steps(server, None)
-
-
-def _goes_to(key, where, device, places):
-  """The lane that a value is for."""
-  kind, stage, number = key
-  if kind == "x":
-    return int(device[where.forward[stage, number]])
-  if kind == "g":
-    return int(device[where.backward[stage, number]])
-  return places[stage][0]  # "m", a message
 
 
 class _Transform(NamedTuple):
@@ -384,6 +338,7 @@ class _Run:
 
   def __init__(self, executor, state, until):
     self.executor, self.until = executor, until
+    self.program = executor.program
     self.x64 = jax.config.jax_enable_x64
     self.first, self.offset = state.slot, state.microbatch
     self.servers = list(state.servers)
@@ -392,50 +347,39 @@ class _Run:
     self.kept, self.halves = dict(state.kept), dict(state.halves)
     self.losses, self.seen = {}, [[] for _ in executor.parts]
     self.spans = []
-    count = len(executor.devices)
-    self.queues = [queue.SimpleQueue() for _ in range(count)]
-    self.boxes = [{} for _ in range(count)]
-    self.tickets = [{} for _ in range(count)]
+    if executor.inboxes is None:
+      self.queues = {lane: queue.SimpleQueue() for lane in executor.lanes}
+    else:  # which have been given something, perhaps
+      self.queues = executor._queues
+    self.boxes = {lane: {} for lane in executor.lanes}
+    self.tickets = {lane: {} for lane in executor.lanes}
+    self.left: dict[program.Ticket, int] = {}
     self.failed: list[PipelineError] = []
-    self._goes_to = functools.partial(
-      _goes_to,
-      where=executor.where,
-      device=executor.schedule.device,
-      places=executor.places,
-    )
     for key, value in state.on_their_way.items():
-      self.boxes[self._goes_to(key)][key] = value
-    for (stage, version, mine), ticket in state.tickets.items():
-      lane = executor.places[stage][mine]
-      self.tickets[lane][stage, version, mine] = ticket
-    self.left = collections.Counter(executor._uses)
-    # Those that were read before.
-    for lane, program in enumerate(executor._programs):
-      for op in program:
-        if op.slot < self.first:
-          self._count(op, lane)
+      self.boxes[self._lane_of("on_their_way", key)][key] = value
+    for key, ticket in state.tickets.items():
+      self.tickets[self._lane_of("tickets", key)][key] = ticket
 
-  def _count(self, op, lane):
-    """Notes that what an op read of the tickets is read."""
-    versions = self.executor._versions
-    at = op.stage, op.microbatch
-    table = self.tickets[lane]
-    if op.kind == "update":
-      return
-    if op.kind in (BACKWARD, WEIGHT):
-      for version in {versions.forward[at], versions.backward[at]}:
-        key = op.stage, int(version), op.replica
-        same = versions.forward[at] == versions.backward[at]
-        self.left[key] -= 2 if same else 1
-        if not self.left[key]:
-          table.pop(key, None)
+  def _lane_of(self, field, key):
+    return program.lane_of(self.program, self.executor.schedule, field, key)
+
+  def _count(self, line, lane):
+    """Notes that what a line read of the tickets is read."""
+    versions, at = self.program.versions, (line.stage, line.microbatch)
+    for version in (versions.forward[at], versions.backward[at]):
+      key = line.stage, int(version), line.replica
+      if key not in self.left:
+        self.left[key] = self.program.reads_left(key, self.first)
+      self.left[key] -= 1
+      if not self.left[key]:
+        self.tickets[lane].pop(key, None)
 
   def result(self):
     lanes = [
       threading.Thread(
         target=self._lane, args=(index,), name=f"lane-{index}", daemon=True
       )
-      for index in range(len(self.queues))
+      for index in self.executor.lanes
     ]
     for lane in lanes:
       lane.start()
@@ -443,14 +387,16 @@ class _Run:
       lane.join()
     if self.failed:
       raise self.failed[0]
-    on_their_way = {}
-    for index, box in enumerate(self.boxes):
+    on_their_way, tickets = {}, {}
+    for index, box in self.boxes.items():
       while not self.queues[index].empty():
         self._take(index)
-      on_their_way.update(box)
-    tickets = {}
-    for table in self.tickets:
-      tickets.update(table)
+      tickets.update(self.tickets[index])
+      for key, value in box.items():
+        if key[0] == "w":
+          tickets[key[1:]] = value
+        else:
+          on_their_way[key] = value
     state = State(
       *(self.until, self.offset, tuple(self.servers), self.messages, tickets),
       *(self.sums, on_their_way, self.kept, self.halves),
@@ -468,23 +414,22 @@ class _Run:
       self._obey(index)
 
   def _obey(self, index):
-    op = None
+    line = None
     try:
-      for op in self.executor._programs[index]:
-        if self.first <= op.slot < self.until:
-          self._do(index, op)
+      for line in self.program.lines(index, self.first, self.until):
+        self._do(index, line)
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
-      what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+      what = f"{line.kind} of stage {line.stage}, microbatch {line.microbatch}"
       failure = PipelineError(
-        f"{what} (device {index}, slot {op.slot}) failed:"
+        f"{what} (device {index}, slot {line.slot}) failed:"
         f" {type(error).__name__}: {error}"
       )
       failure.__cause__ = error
       self.failed.append(failure)
-      for other in self.queues:
-        other.put(_Stop)
+      for other in self.executor.lanes:
+        self.queues[other].put(Stop)
 
   def _settle(self, value):
     """Waits, where a lane's own core does the work or its time is taken."""
@@ -493,7 +438,7 @@ class _Run:
 
   def _take(self, lane):
     said = self.queues[lane].get()
-    if said is _Stop:
+    if said is Stop:
       raise _Stopped
     key, value = said
     self.boxes[lane][key] = value
@@ -505,17 +450,18 @@ class _Run:
       self._take(lane)
     return box.pop(key)
 
-  def _give(self, lane, key, value, to=None):
-    target = self._goes_to(key) if to is None else to
+  def _give(self, lane, key, value):
+    target = self._lane_of("on_their_way", key)
     if target == lane:
       self.boxes[lane][key] = value
-    else:
+      return
+    if target in self.executor.devices:
       value = jax.device_put(value, self.executor.devices[target])
-      self.queues[target].put((key, value))
+    self.queues[target].put((key, value))
 
-  def _read(self, lane, op, version):
+  def _read(self, lane, line, version):
     """Returns a ticket."""
-    key = op.stage, int(version), op.replica
+    key = line.stage, int(version), line.replica
     table = self.tickets[lane]
     if key not in table:
       while (found := self.boxes[lane].pop(("w", *key), None)) is None:
@@ -523,31 +469,30 @@ class _Run:
       table[key] = found
     return table[key]
 
-  def _do(self, lane, op):
+  def _do(self, lane, line):
     executor = self.executor
     clock = executor._clock
-    if op.kind == "update":
-      self._update(lane, op)
-      return
-    if op.stage < 0:
+    if line.kind == UPDATE:
+      start = self._update(lane, line)
+    elif line.stage < 0:
       start = clock() if clock else 0.0
-      jax.block_until_ready(executor._own[op.kind](lane))
+      jax.block_until_ready(executor._own[line.kind](lane))
     else:
-      start = self._task(lane, op)
+      start = self._task(lane, line)
     if clock:
       self.spans.append(
-        Span(lane, op.stage, op.microbatch, op.kind, start, clock())
+        Span(lane, line.stage, line.microbatch, line.kind, start, clock())
       )
 
-  def _task(self, lane, op):
+  def _task(self, lane, line):
     """Runs a row of the table; returns when it began."""
-    executor, (stage, number) = self.executor, (op.stage, op.microbatch)
+    executor, (stage, number) = self.executor, (line.stage, line.microbatch)
     compiled, last = executor.compiled[stage], stage == len(executor.parts) - 1
-    versions, at = executor._versions, (op.stage, op.microbatch)
+    versions, at = self.program.versions, (line.stage, line.microbatch)
     clock = executor._clock or (lambda: 0.0)
-    if op.kind == FORWARD:
+    if line.kind == FORWARD:
       x = self._wait(lane, ("x", stage, number)) if stage else ()
-      ticket = self._read(lane, op, versions.forward[at])
+      ticket = self._read(lane, line, versions.forward[at])
       extra = executor._extra(stage, self.offset + number)
       start = clock()
       y, aux, kept = compiled.forward(ticket.params, x, extra)
@@ -560,23 +505,23 @@ class _Run:
         self._settle(y)
         self._give(lane, ("x", stage + 1, number), y)
       return start
-    if op.kind == WEIGHT:
-      ticket = self._read(lane, op, versions.backward[at])
+    if line.kind == WEIGHT:
+      ticket = self._read(lane, line, versions.backward[at])
       (kept, aux), half = self.kept.pop(at), self.halves.pop(at)
       start = clock()
       gradient = compiled.weight(ticket.params, kept, half)
-      self._hand_in(lane, op, gradient, aux)
+      self._hand_in(lane, line, gradient, aux)
       return start
     # Backward, of the inputs at least.
     one = [np.ones((), compiled.y.dtype)] if last else None
     gy = one if last else self._wait(lane, ("g", stage, number))
-    ticket = self._read(lane, op, versions.backward[at])
+    ticket = self._read(lane, line, versions.backward[at])
     kept, aux = self.kept[at]
     start = clock()
-    if executor._recompute and op.kind == INPUT:
+    if executor._recompute and line.kind == INPUT:
       kept = compiled.forward(ticket.params, *kept)[2]
       self.kept[at] = kept, aux
-    if op.kind == INPUT:
+    if line.kind == INPUT:
       gx, self.halves[at] = compiled.input(ticket.params, kept, gy)
     else:
       del self.kept[at]
@@ -587,39 +532,42 @@ class _Run:
     if stage:
       self._settle(gx)
       self._give(lane, ("g", stage - 1, number), gx)
-    if op.kind == BACKWARD:
-      self._hand_in(lane, op, gradient, aux)
+    if line.kind == BACKWARD:
+      self._hand_in(lane, line, gradient, aux)
     return start
 
-  def _hand_in(self, lane, op, gradient, aux):
+  def _hand_in(self, lane, line, gradient, aux):
     """Gives a gradient to the stage's server, with the forward's ticket."""
     self._settle(gradient)
-    forward = self.executor._versions.forward[op.stage, op.microbatch]
-    ticket = self._read(lane, op, forward)
+    forward = self.program.versions.forward[line.stage, line.microbatch]
+    ticket = self._read(lane, line, forward)
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
-    self._give(lane, ("m", op.stage, op.microbatch), (gradient, ticket))
-    self._count(op, lane)
+    self._give(lane, ("m", line.stage, line.microbatch), (gradient, ticket))
+    self._count(line, lane)
 
-  def _update(self, lane, op):
-    """Receives a message; the last of an update makes a new version."""
-    executor, stage = self.executor, op.stage
-    message, ticket = self._wait(lane, ("m", stage, op.microbatch))
-    if executor.every > 1:
+  def _update(self, lane, line):
+    """Receives a message; the last of an update makes a new version. Returns
+    when it began."""
+    executor, stage = self.executor, line.stage
+    every = executor.schedule.every
+    message, ticket = self._wait(lane, ("m", stage, line.microbatch))
+    start = executor._clock() if executor._clock else float(line.slot)
+    if every > 1:
       if stage in self.sums:
         total, oldest = self.sums.pop(stage)
         message = _add(total, message)
         older = self._version(ticket) < self._version(oldest)
         ticket = ticket if older else oldest
-      if not op.last:
+      if not line.last:
         self.sums[stage] = message, ticket
-        return
-      message = _mean(message, executor.every)
+        return start
+      message = _mean(message, every)
     transform = executor._transforms[stage]
     state = self.servers[stage]
     if transform:
-      weights, self.messages[stage, op.replica] = transform.update(
-        *(base.weights_of(message), self.messages[stage, op.replica]),
+      weights, self.messages[stage, line.replica] = transform.update(
+        *(base.weights_of(message), self.messages[stage, line.replica]),
         base.weights_of(ticket.params),
       )
       message = base.with_weights(message, weights)
@@ -628,10 +576,10 @@ class _Run:
     )
     self._settle(state.params)
     self.servers[stage] = state
-    time = executor._clock() if executor._clock else float(op.slot)
-    self.seen[stage].append((time, op.replica, op.group, row))
-    version = op.group + 1
-    for mine in executor._made[stage, version]:
+    time = executor._clock() if executor._clock else start
+    self.seen[stage].append((time, line.replica, line.group, row))
+    version = line.group + 1
+    for mine in self.program.made.get((stage, version), ()):
       made = executor._ticket(stage, state, mine)
       target = executor.places[stage][mine]
       key = stage, version, mine
@@ -639,6 +587,7 @@ class _Run:
         self.tickets[lane][key] = made
       else:
         self.queues[target].put((("w", *key), made))
+    return start
 
   @staticmethod
   def _version(ticket):

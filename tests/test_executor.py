@@ -11,7 +11,7 @@ import pytest
 
 from asgd import algorithms, base, models, sharding, simulator
 from asgd import worker as worker_lib
-from pipeline import analyze, schedule
+from pipeline import analyze, generate, schedule
 from pipeline import stage as stage_lib
 from pipeline.executor import Executor, Part, PipelineError
 
@@ -426,6 +426,15 @@ def test_a_run_can_be_cut_before_any_slot(options):
   assert losses == others
 
 
+def test_a_replicated_run_can_be_cut_before_any_slot():
+  """Weights for a replica are on their way, too."""
+  table = generate.pipedream(2, 12, replicas=(2, 1))
+  whole, losses, _ = run(table, 2)
+  found, others, _ = run(table, 2, stops=range(1, table.slots))
+  same(found, whole)
+  assert losses == others
+
+
 def test_what_is_on_its_way_is_plain_arrays():
   """So that a checkpoint can hold it."""
   table = one_f_one_b(STAGES, 8, 1, False, ("I", "W"))
@@ -475,6 +484,12 @@ def test_spans_tell_what_was_done_when():
     clock=lambda: float(next(ticks)),
   )
   spans = run_.run(run_.start()).spans
+  updates = [span for span in spans if span.action == "update"]
+  assert sorted((u.stage, u.microbatch) for u in updates) == [
+    (stage, m) for stage in range(2) for m in range(4)
+  ]
+  assert all(update.device == update.stage for update in updates)
+  spans = [span for span in spans if span.action != "update"]
   assert len(spans) == len(table.tasks)
   for device in range(2):
     mine = [span for span in spans if span.device == device]
