@@ -110,8 +110,8 @@ class Executor:
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
       elsewhere: lanes that another process has -> their queues, whose `put`
-        takes (key, value). What they make for the lanes here is put into
-        `inboxes`.
+        takes (key, value). What they make for a lane that is here is to be put
+        into its queue in `inboxes`. None is that all are here.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
@@ -127,8 +127,8 @@ class Executor:
       raise ValueError(
         f"{schedule.name} has no backward: there is nothing to train"
       )
-    elsewhere = dict(elsewhere or {})
-    self.lanes = [d for d in range(schedule.devices) if d not in elsewhere]
+    away = elsewhere or {}
+    self.lanes = [d for d in range(schedule.devices) if d not in away]
     count, here = len(self.lanes), jax.local_devices()
     if devices is None:
       if len(here) < count:
@@ -141,8 +141,8 @@ class Executor:
     if len(devices) != count:
       raise ValueError(f"the schedule has {count} devices, not {len(devices)}")
     self.devices = dict(zip(self.lanes, devices, strict=True))
-    self.inboxes = None  # of the lanes here, if there are others elsewhere
-    if elsewhere:
+    self.inboxes = None
+    if elsewhere is not None:
       self.inboxes = {lane: queue.SimpleQueue() for lane in self.lanes}
       self._queues = {**elsewhere, **self.inboxes}
     self._own = dict(own or {})

@@ -1,0 +1,371 @@
+"""Stages in processes of their own, on one machine or many: actors of Ray.
+
+Each process has some of a table's lanes and obeys them as `executor.Executor`
+does; what a lane makes for one elsewhere goes there as NumPy arrays, by a call
+from actor to actor. Nothing goes through the driver but losses, records, and
+the state when it is asked for.
+
+Why Ray and not `jax.distributed`: its processes run one program and end
+together, while stages run different programs, each when its input is there, and
+a pipeline whose stage has died must be able to say so. Why at all, on one
+machine: XLA's threads belong to a process, so here each stage has its own.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pipeline import executor
+from pipeline.executor import PipelineError, Result, State, Stop
+from pipeline.schedule import Schedule
+
+_CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
+_PATIENCE = 20.0  # seconds for the others to stop after one has failed
+_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+
+Make = Callable[[], Mapping[str, Any]]
+"""() -> arguments of `executor.Executor`, in a process that has JAX running:
+schedule, parts, extra, and any other but devices and elsewhere."""
+
+
+class Held(NamedTuple):
+  """A state that the processes hold."""
+
+  slot: int
+  microbatch: int
+  serial: int  # only the latest is held
+
+
+class _Away:
+  """The queue of a lane that another process has."""
+
+  def __init__(self, lane, actor):
+    self._lane, self._actor = lane, actor
+    self._sent, self._lock = [], threading.Lock()
+
+  def put(self, item):
+    """Sends (key, value); if the lane is to stop, the driver tells it."""
+    if item is Stop:
+      return
+    key, value = item
+    call = self._actor.put.remote(self._lane, key, _to_host(value))
+    with self._lock:
+      self._sent.append(call)
+
+  def settle(self):
+    """Waits until all that was put has arrived."""
+    import ray
+
+    with self._lock:
+      sent, self._sent = self._sent, []
+    ray.get(sent)
+
+
+class _Key(NamedTuple):
+  """A key of JAX, on its way."""
+
+  data: np.ndarray
+
+
+def _to_host(tree):
+  def move(x):
+    if not isinstance(x, jax.Array):
+      return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return _Key(np.asarray(jax.random.key_data(x)))
+    return np.asarray(x)
+
+  return jax.tree.map(move, tree)
+
+
+def _with_keys(tree):
+  """Makes keys of what was one; arrays stay NumPy's."""
+
+  def move(x):
+    return jax.random.wrap_key_data(x.data) if isinstance(x, _Key) else x
+
+  return jax.tree.map(move, tree, is_leaf=lambda x: isinstance(x, _Key))
+
+
+class StageProcess:
+  """What an actor does: some lanes of a table."""
+
+  def __init__(self, lanes: Sequence[int], cores: Sequence[int] | None):
+    """Prepares; `open` begins.
+
+    Args:
+      lanes: those that are here.
+      cores: that this process keeps to; None is any. It must be known before
+        JAX starts its threads.
+    """
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+      os.sched_setaffinity(0, cores)
+    self._lanes, self._state = lanes, None
+    self._away: dict[int, _Away] = {}
+
+  def open(self, make: Make, actors: Sequence[Any], x64: bool) -> None:
+    """Starts JAX and compiles the stages of the lanes that are here.
+
+    Args:
+      make: the arguments of the executor.
+      actors: D; who has each lane.
+      x64: as `jax.config.jax_enable_x64` of the driver.
+    """
+    jax.config.update("jax_enable_x64", x64)
+    # Where there are others than CPUs, this does no harm.
+    jax.config.update("jax_num_cpu_devices", len(self._lanes))
+    for lane, actor in enumerate(actors):
+      if lane not in self._lanes:
+        self._away[lane] = _Away(lane, actor)
+    here = jax.local_devices()
+    self._executor = executor.Executor(
+      **make(),
+      devices=[here[i % len(here)] for i in range(len(self._lanes))],
+      elsewhere=self._away,
+    )
+
+  def put(self, lane: int, key: Any, value: Any) -> None:
+    """Takes what another process has made for a lane."""
+    device = self._executor.devices[lane]
+    # A copy: what came is Ray's memory, and may be donated here.
+    value = jax.tree.map(lambda x: jax.device_put(np.array(x), device), value)
+    self._executor.inboxes[lane].put((key, value))
+
+  def forget(self) -> None:
+    """Drops what was on its way to lanes that are here."""
+    for inbox in self._executor.inboxes.values():
+      while not inbox.empty():
+        inbox.get()
+
+  def start(self) -> None:
+    """Begins anew."""
+    self._state = self._executor.start()
+    self._settle()
+
+  def run(self, until: int) -> tuple[Any, Any, Any]:
+    """Obeys the lanes up to a slot; returns losses, records and spans."""
+    result = self._executor.run(self._state, until)
+    self._state = result.state
+    self._settle()
+    losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
+    return losses, result.records, result.spans
+
+  def again(self) -> None:
+    """Begins the table once more."""
+    self._state = self._executor.again(self._state)
+    self._settle()
+
+  def stop(self) -> None:
+    """Ends a run: another process has failed."""
+    for inbox in self._executor.inboxes.values():
+      inbox.put(Stop)
+
+  def fetch(self) -> State:
+    """Returns its part of the state. All runs have returned."""
+    # What has arrived since is in the inboxes: a run of nothing takes it in.
+    slot = self._state.slot
+    self._state = self._executor.run(self._state, slot).state
+    return _to_host(self._state)
+
+  def place(self, state: State) -> None:
+    """Takes its part of a whole state."""
+    self._state = self._executor.place(_with_keys(state))
+
+  def params(self) -> list[Any]:
+    """Returns the parameters of the stages that are here, None for others."""
+    return _to_host(self._executor.params(self._state))
+
+  def _settle(self):
+    for queue in self._away.values():
+      queue.settle()
+
+
+class Processes:
+  """An executor whose lanes are in processes; used like `executor.Executor`.
+
+  It holds one state, the latest that `start`, `run`, `again` or `place` gave.
+  """
+
+  def __init__(
+    self,
+    make: Make,
+    schedule: Schedule,
+    count: int,
+    *,
+    cores: Sequence[Sequence[int]] | None = None,
+    options: Mapping[str, Any] | None = None,
+  ):
+    """Starts the processes. Ray has been started.
+
+    Args:
+      make: called in each process; it travels there by Ray's own pickling.
+      schedule: the table, the same that `make` gives.
+      count: processes; each has D / count lanes in a row, some one more.
+      cores: of each process; None leaves that to the system.
+      options: of each actor, such as num_gpus; see `ray.remote`. By default
+        Ray reserves no core and spreads them over machines.
+
+    Raises:
+      ValueError: for a count that is not from 1 to D, or that `cores` does not
+        have.
+      PipelineError: if a process cannot start.
+    """
+    import ray
+
+    devices = schedule.devices
+    if not 1 <= count <= devices:
+      raise ValueError(
+        f"the {devices} devices of {schedule.name} are in 1 to {devices}"
+        f" processes, not {count}"
+      )
+    if cores is not None and len(cores) != count:
+      raise ValueError(
+        f"{count} processes need a list of cores each, not {list(cores)}"
+      )
+    self._ray, self.schedule = ray, schedule
+    self.lanes = [
+      held.tolist() for held in np.array_split(np.arange(devices), count)
+    ]
+    actor = ray.remote(StageProcess).options(
+      **{**_OPTIONS, **(options or {}), "max_concurrency": _CALLS}
+    )
+    self._actors = [
+      actor.remote(lanes, cores[index] if cores else None)
+      for index, lanes in enumerate(self.lanes)
+    ]
+    self._broken, self._serial = None, 0
+    of_lane = [
+      owner
+      for owner, lanes in zip(self._actors, self.lanes, strict=True)
+      for _ in lanes
+    ]
+    try:
+      self._all("open", make, of_lane, bool(jax.config.jax_enable_x64))
+    except BaseException:
+      self.close()
+      raise
+
+  def _all(self, name, *args):
+    """Calls all processes; returns their answers in order."""
+    if self._broken:
+      raise PipelineError(
+        f"these processes are of no use any more ({self._broken}): make new"
+        " ones, and go on from a checkpoint"
+      )
+    calls = [getattr(actor, name).remote(*args) for actor in self._actors]
+    waiting = list(calls)
+    while waiting:
+      done, waiting = self._ray.wait(waiting)
+      try:
+        self._ray.get(done)
+      except self._ray.exceptions.RayError as error:
+        self._broken = self._why(calls, waiting)
+        raise PipelineError(self._broken) from error
+    return self._ray.get(calls)
+
+  def _why(self, calls, waiting):
+    """Stops all, and says what has gone wrong."""
+    for actor in self._actors:
+      with contextlib.suppress(self._ray.exceptions.RayError):
+        actor.stop.remote()
+    if waiting:  # for tasks that have begun
+      self._ray.wait(waiting, num_returns=len(waiting), timeout=_PATIENCE)
+    reasons = []
+    for call, lanes in zip(calls, self.lanes, strict=True):
+      who = f"the process of devices {', '.join(map(str, lanes))}"
+      try:
+        self._ray.get(call, timeout=0.0)
+      except self._ray.exceptions.RayTaskError as error:
+        cause = error.cause  # whose class the error has, too
+        if isinstance(cause, PipelineError):
+          reasons.append((1, str(cause)))
+        elif isinstance(cause, self._ray.exceptions.RayError):
+          reasons.append((3, f"{who} cannot reach another"))
+        else:
+          what = f"{type(cause).__name__}: {cause}"
+          reasons.append((2, f"{who} failed: {what}"))
+      except self._ray.exceptions.RayActorError:
+        reasons.append((0, f"{who} has died"))
+      except self._ray.exceptions.RayError as error:  # it does not answer
+        reasons.append((4, f"{who} does not stop: {type(error).__name__}"))
+    return min(reasons)[1]
+
+  def _held(self, slot, microbatch):
+    self._serial += 1
+    return Held(slot, microbatch, self._serial)
+
+  def _check(self, held):
+    if held.serial != self._serial:
+      raise ValueError(
+        "the processes hold another state by now: use the one that the last"
+        " call of start, run, again or place returned, and fetch what you want"
+        " to keep"
+      )
+
+  def start(self) -> Held:
+    """As `Executor.start`."""
+    self._all("forget")  # before anybody sends the first tickets
+    self._all("start")
+    return self._held(0, 0)
+
+  def run(self, held: Held, until: int | None = None) -> Result:
+    """As `Executor.run`; losses are NumPy's.
+
+    Raises:
+      PipelineError: if a task failed, or a process died; all others stop.
+      ValueError: for a state that is no longer held.
+    """
+    self._check(held)
+    until = self.schedule.slots if until is None else until
+    losses, records, spans = {}, [None] * self.schedule.stages, []
+    for index, answer in enumerate(self._all("run", until)):
+      losses.update(answer[0])
+      spans += answer[2]
+      for stage, places in enumerate(self.schedule.places()):
+        if places[0] in self.lanes[index]:
+          records[stage] = answer[1][stage]
+    spans.sort(key=lambda span: span.start)
+    state = self._held(until, held.microbatch)
+    return Result(state, losses, tuple(records), tuple(spans))
+
+  def again(self, held: Held) -> Held:
+    """As `Executor.again`."""
+    self._check(held)
+    self._all("again")
+    return self._held(0, held.microbatch + self.schedule.microbatches)
+
+  def fetch(self, held: Held) -> State:
+    """Returns the whole state, in NumPy arrays."""
+    self._check(held)
+    parts = [_with_keys(part) for part in self._all("fetch")]
+    servers = [
+      next(server for server in held if server is not None)
+      for held in zip(*(part.servers for part in parts), strict=True)
+    ]
+    fields = {
+      field: {k: v for part in parts for k, v in getattr(part, field).items()}
+      for field in State._fields[3:]
+    }
+    return State(held.slot, held.microbatch, tuple(servers), **fields)
+
+  def place(self, state: State) -> Held:
+    """Gives each process its part of a state."""
+    self._all("forget")
+    self._all("place", self._ray.put(_to_host(state)))
+    return self._held(state.slot, state.microbatch)
+
+  def params(self, held: Held) -> list[Any]:
+    """As `Executor.params`, in NumPy arrays."""
+    self._check(held)
+    found = zip(*self._all("params"), strict=True)
+    return [next(p for p in held if p is not None) for held in found]
+
+  def close(self) -> None:
+    """Ends the processes."""
+    for actor in self._actors:
+      self._ray.kill(actor)
