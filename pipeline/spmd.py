@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from asgd.parallel import meshes
+
 AXIS = "stage"
 
 
@@ -68,10 +70,8 @@ def pipeline(
       f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r};"
       " name one of them so, or give axis="
     )
-  if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-    raise ValueError(f"rounds must be a positive whole number, not {rounds!r}")
   stages = mesh.shape[axis]
-  apply = jax.checkpoint(layer) if remat else layer
+  run = inside(layer, axis=axis, rounds=rounds, remat=remat, fill=fill)
 
   def call(params, x, key=None):
     layers = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
@@ -87,18 +87,16 @@ def pipeline(
         f"{layers} layers cannot be divided among {stages} stages in {rounds}"
         f" rounds: use a multiple of {stages * rounds}"
       )
-    if rounds > 1 and count < stages:
-      raise ValueError(
-        f"{count} microbatches are fewer than the {stages} stages, and go"
-        f" around {rounds} times: use {stages} or more, or one round"
-      )
+    _check_microbatches(count, stages, rounds)
     each = layers // (stages * rounds)
     shape = rounds, stages, each
     chunks = jax.tree.map(lambda p: p.reshape(*shape, *p.shape[1:]), params)
     key = jax.random.key(0) if key is None else key
     spec = PartitionSpec(None, axis), PartitionSpec(), PartitionSpec()
     return jax.shard_map(
-      lambda chunks, x, key: run(chunks, x, key, count, each),
+      lambda chunks, x, key: run(
+        jax.tree.map(lambda p: p[:, 0], chunks), x, key
+      ),
       mesh=mesh,
       in_specs=spec,
       out_specs=PartitionSpec(),
@@ -106,10 +104,49 @@ def pipeline(
       check_vma=False,
     )(chunks, x, key)
 
-  def run(chunks, x, key, count, each):
-    """What one device does; chunks [v, 1, each, ...]."""
-    stage = jax.lax.axis_index(axis)
-    chunks = jax.tree.map(lambda p: p[:, 0], chunks)
+  # Not before it is compiled may a program leave axes of the mesh to XLA.
+  return jax.jit(call)
+
+
+def inside(
+  layer: Callable[[Any, Any, jax.Array], Any],
+  *,
+  axis: str = AXIS,
+  rounds: int = 1,
+  remat: bool = False,
+  fill: float = 0.0,
+) -> Callable[..., Any]:
+  """What each device does in `pipeline`, for those who are in shard_map.
+
+  There the layer may use the other axes of the mesh by itself. With check_vma
+  gradients may be taken inside, too.
+
+  Args:
+    layer: as in `pipeline`.
+    axis: as in `pipeline`.
+    rounds: as in `pipeline`.
+    remat: as in `pipeline`.
+    fill: as in `pipeline`.
+
+  Returns:
+    (chunks, x, key=None) -> y: leaves of `chunks` are [v, L / (v S), ...],
+    those that this stage holds (of [v, L / v, ...], divided over `axis`); x and
+    y as in `pipeline`, the same on all stages.
+
+  Raises:
+    ValueError: for rounds that are not positive and whole; when it is called,
+      for fewer microbatches than stages that go around several times.
+  """
+  if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+    raise ValueError(f"rounds must be a positive whole number, not {rounds!r}")
+  apply = jax.checkpoint(layer) if remat else layer
+
+  def run(chunks, x, key=None):
+    stages, stage = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    ((_, each),) = {leaf.shape[:2] for leaf in jax.tree.leaves(chunks)}
+    (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(x)}
+    _check_microbatches(count, stages, rounds)
+    key = jax.random.key(0) if key is None else key
     last = stages - 1
 
     def chunk(params, h, layer_number, microbatch):
@@ -163,7 +200,9 @@ def pipeline(
       return (sent, waiting, done), None
 
     def filled(leaf):
-      return jnp.full_like(leaf, fill)
+      # What will be kept differs from stage to stage, and where x does.
+      axes = (axis, *meshes.varying(leaf))
+      return meshes.vary(jnp.full_like(leaf, fill), axes)
 
     empty = jax.tree.map(lambda leaf: filled(leaf[0]), x)
     waiting, done = jax.tree.map(filled, x), jax.tree.map(filled, x)
@@ -175,5 +214,12 @@ def pipeline(
     )
     return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axis), mine)
 
-  # Not before it is compiled may a program leave axes of the mesh to XLA.
-  return jax.jit(call)
+  return run
+
+
+def _check_microbatches(count: int, stages: int, rounds: int) -> None:
+  if rounds > 1 and count < stages:
+    raise ValueError(
+      f"{count} microbatches are fewer than the {stages} stages, and go"
+      f" around {rounds} times: use {stages} or more, or one round"
+    )

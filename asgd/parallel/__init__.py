@@ -1,0 +1,1 @@
+"""Synchronous parallelism: many devices take one step together."""

@@ -1,0 +1,289 @@
+"""Hybrid meshes: replicas of a model each of which has several devices.
+
+A mesh names its axes, and each name says what its devices share:
+
+  data    examples: replicas, `asgd.parallel.data`
+  tensor  every matrix of a GPT: `asgd.parallel.tensor`
+  pipe    the blocks of a GPT, by a pipeline that is passed in
+  rows    the images of a ResNet: `asgd.parallel.halo`
+
+A Task is a model made for a mesh: a loss for use inside shard_map, where each
+parameter lies, and the way from whole parameters and back. Its step gives the
+numbers of one device on any mesh, as far as `data.make_step` promises it: a
+replica is one device there, whatever it is made of. So a checkpoint of whole
+parameters goes from any mesh to any other.
+
+References:
+  Narayanan et al., "Efficient large-scale language model training on GPU
+  clusters using Megatron-LM", SC 2021, section 3.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from asgd import models, problems, transformer
+from asgd import worker as worker_lib
+from asgd.parallel import data, halo, meshes, tensor
+
+
+class Task(NamedTuple):
+  """A model made for a mesh."""
+
+  loss: worker_lib.Loss  # inside shard_map; the mean over a replica's examples
+  specs: data.Specs  # where each parameter lies, of trained ones
+  split: Callable[[optax.Params], optax.Params]  # whole -> trained
+  join: Callable[[optax.Params], optax.Params]  # trained -> whole
+
+
+# (layer, *, axis, rounds) -> (chunks, x, key) -> y: `pipeline.spmd.inside`
+Pipe = Callable[..., Callable[..., Any]]
+
+
+def whole(loss: worker_lib.Loss) -> Task:
+  """A model that each device has all of."""
+
+  def same(params):
+    return params
+
+  return Task(loss, data.replicated, same, same)
+
+
+def language(
+  layers: models.Layers,
+  mesh: Mesh,
+  *,
+  sequence: bool = False,
+  pipe: Pipe | None = None,
+  microbatches: int = 1,
+  rounds: int = 1,
+) -> Task:
+  """A GPT on the axes "tensor" and "pipe", as far as the mesh has them.
+
+  The loss is that of `problems.language`, of windows int[B, T + 1]. It draws
+  the same dropout as one device, but in a pipeline, where the key of each block
+  is another one.
+
+  Args:
+    layers: of `transformer.gpt`.
+    mesh: whose axes they are.
+    sequence: split the stream by positions, see `asgd.parallel.tensor`.
+    pipe: `pipeline.spmd.inside`, for a mesh with the axis "pipe".
+    microbatches: into which a pipeline cuts a replica's examples.
+    rounds: how often a microbatch goes around the stages.
+
+  Returns:
+    The Task.
+
+  Raises:
+    ValueError: as `tensor.parallel`, for other layers, blocks that the stages
+      do not divide, `sequence` without the axis "tensor", and an axis "pipe"
+      without a pipeline; when it is called, for examples that are no multiple
+      of the microbatches.
+  """
+  embed, *blocks, unembed = layers if len(layers) > 2 else (None,) * 3
+  wanted = (transformer.Embed, transformer.Unembed)
+  if (type(embed), type(unembed)) != wanted or len(set(blocks)) != 1:
+    raise ValueError(
+      "only the layers of transformer.gpt can be divided over the axes 'tensor'"
+      f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"
+    )
+  vocabulary = unembed.vocabulary
+  size = mesh.shape.get(meshes.TENSOR, 1)
+  splits = meshes.TENSOR in mesh.shape
+  if sequence and not splits:
+    raise ValueError(
+      f"sequence=True is for a mesh with the axis {meshes.TENSOR!r}, and this"
+      f" one has {tuple(mesh.axis_names)}"
+    )
+  parts = layers
+  if splits:
+    parts = tensor.parallel(layers, mesh, sequence=sequence)
+  pipelined = meshes.PIPE in mesh.shape
+  if pipelined:
+    _check_pipe(
+      pipe, len(blocks), mesh.shape[meshes.PIPE], microbatches, rounds
+    )
+
+  def block(params, x, key):
+    return parts[1].apply(
+      {"params": params}, x, train=True, rngs={"dropout": key}
+    )
+
+  def logits(params, tokens, key):
+    if not pipelined:
+      return models.apply(parts, params, tokens, train=True, key=key)[0]
+    first, stages, last = params
+    options = dict(train=True, key=key)
+    x, _ = models.apply(parts[:1], (first,), tokens, **options)
+    if len(x) % microbatches:
+      raise ValueError(
+        f"{len(x)} examples of a replica cannot be cut into {microbatches}"
+        " microbatches: use a multiple"
+      )
+    cut = x.reshape(microbatches, -1, *x.shape[1:])
+    y = pipe(block, axis=meshes.PIPE, rounds=rounds)(stages, cut, key)
+    y = y.reshape(x.shape)
+    return models.apply(parts[-1:], (last,), y, first=len(parts) - 1)[0]
+
+  def loss(params, batch, key):
+    _, key = jax.random.split(key)  # as problems.whole_loss
+    tokens, labels = batch[:, :-1], batch[:, 1:]
+    made = logits(params, tokens, key)
+    if splits:
+      losses = tensor.cross_entropy(made, labels, vocabulary=vocabulary)
+    else:
+      made = made.astype(jnp.promote_types(made.dtype, jnp.float32))
+      losses = optax.softmax_cross_entropy_with_integer_labels(made, labels)
+    return losses.mean(), worker_lib.Aux(())
+
+  def split(params):
+    params = tensor.pad(params, size)
+    return _stack(params, rounds) if pipelined else params
+
+  def join(params):
+    params = _unstack(params, len(blocks)) if pipelined else params
+    return tensor.unpad(params, vocabulary)
+
+  def specs(params):
+    found = tensor.partition(params) if splits else data.replicated(params)
+    if not pipelined:
+      return found
+    first, stages, last = found
+    stages = jax.tree.map(
+      lambda spec: P(None, meshes.PIPE, *spec),
+      stages,
+      is_leaf=lambda x: isinstance(x, P),
+    )
+    return first, stages, last
+
+  return Task(loss, specs, split, join)
+
+
+def _check_pipe(pipe, blocks, stages, microbatches, rounds):
+  if pipe is None:
+    raise ValueError(
+      f"a mesh with the axis {meshes.PIPE!r} needs a pipeline:"
+      " pipe=pipeline.spmd.inside"
+    )
+  worker_lib.check_steps(microbatches, "microbatches")
+  worker_lib.check_steps(rounds, "rounds")
+  if blocks % (stages * rounds):
+    raise ValueError(
+      f"{blocks} blocks cannot be divided among {stages} stages in {rounds}"
+      f" rounds: use a depth that is a multiple of {stages * rounds}"
+    )
+
+
+def _stack(params, rounds):
+  """(embed, block, ..., block, unembed) -> (embed, [v, L / v, ...], unembed)"""
+
+  def stack(*leaves):
+    return jnp.stack(leaves).reshape(rounds, -1, *leaves[0].shape)
+
+  return params[0], jax.tree.map(stack, *params[1:-1]), params[-1]
+
+
+def _unstack(params, count):
+  flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), params[1])
+  blocks = [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
+  return params[0], *blocks, params[2]
+
+
+def images(pieces: problems.Pieces, mesh: Mesh) -> Task:
+  """A ResNet, or a locally connected model, on the axis "rows".
+
+  Every device prepares the whole images of its replica (augmentation moves
+  rows about), and goes on with its own rows.
+
+  Args:
+    pieces: of an image problem, whose layers `halo.check` knows.
+    mesh: with the axis "rows".
+
+  Returns:
+    The Task.
+
+  Raises:
+    ValueError: for an axis that the mesh lacks, or layers that cannot be split;
+      when it is called, for rows that the axis does not divide, down to the
+      smallest image inside the model.
+  """
+  meshes.size(mesh, meshes.ROWS)
+  halo.check(pieces.layers)
+
+  def loss(params, batch, key):
+    prepare_key, model_key = jax.random.split(key)
+    dtype = problems.dtype_of(params)
+    x = halo.rows(pieces.prepare(batch, prepare_key, dtype))
+    logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
+    return pieces.criterion(logits, batch), worker_lib.Aux(())
+
+  def same(params):
+    return params
+
+  return Task(loss, halo.partition, same, same)
+
+
+def task(problem: problems.Problem, mesh: Mesh, **options: Any) -> Task:
+  """Makes a problem ready for a mesh, by the names of its axes.
+
+  Args:
+    problem: of images for the axis "rows", with a GPT for "tensor" and "pipe",
+      any for "data" alone.
+    mesh: of any of these axes.
+    **options: of `language`.
+
+  Returns:
+    The Task.
+
+  Raises:
+    ValueError: for other axes, axes that do not go together, a problem that has
+      no pieces, and as `language` and `images`.
+  """
+  axes = set(mesh.axis_names) - {meshes.DATA}
+  known = {meshes.TENSOR, meshes.PIPE}, {meshes.ROWS}
+  if not any(axes <= some for some in known):
+    raise ValueError(
+      "the axes of a mesh are data, and tensor and pipe, or rows; not"
+      f" {tuple(mesh.axis_names)}"
+    )
+  if axes and problem.pieces is None:
+    raise ValueError(
+      f"this problem has no layers to divide over {sorted(axes)}; use the axis"
+      " 'data' alone"
+    )
+  if not axes:
+    return whole(problem.loss)
+  if meshes.ROWS in axes:
+    return images(problem.pieces, mesh)
+  return language(problem.pieces.layers, mesh, **options)
+
+
+def make_step(
+  task: Task, tx: optax.GradientTransformation, mesh: Mesh, **options: Any
+) -> data.Step:
+  """Makes the step of a Task.
+
+  Args:
+    task: made for this mesh.
+    tx: any optax transform.
+    mesh: with the axis "data".
+    **options: of `data.make_step`.
+
+  Returns:
+    A Step, from and to whole parameters.
+
+  Raises:
+    ValueError: as `data.make_step`.
+  """
+  made = data.make_step(task.loss, tx, mesh, specs=task.specs, **options)
+  split, join = jax.jit(task.split), jax.jit(task.join)
+  return made._replace(
+    init=lambda params: made.init(split(params)),
+    params=lambda state: join(made.params(state)),
+  )

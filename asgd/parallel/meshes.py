@@ -1,0 +1,216 @@
+"""Meshes of devices, and where arrays lie on them.
+
+A mesh is a grid of devices with named axes: "data" for replicas, "tensor" for
+the parts of a layer, "rows" for the parts of an image, "pipe" for stages. What
+is placed here may belong to several processes: each of them calls the same
+functions, and gives the devices it has what they need.
+
+Inside shard_map, JAX knows of each value over which axes it varies from device
+to device (with check_vma, the default). Where a value that does not vary meets
+one that does, it is cast, and the derivative of that cast is a sum over the
+axis. `vary` is this cast, written out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DATA, TENSOR, ROWS, PIPE = "data", "tensor", "rows", "pipe"
+
+
+def make(
+  shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Lays devices out in a grid.
+
+  Args:
+    shape: size of each axis, outermost first; one may be -1, for as many as
+      there are devices left.
+    devices: those of all processes if None. If they are more than asked for,
+      the first are taken, which several processes cannot do.
+
+  Returns:
+    The mesh, whose axes are all `AxisType.Auto`.
+
+  Raises:
+    ValueError: for no axis, a size that is not positive and whole, fewer
+      devices than asked for, or more if there are several processes.
+
+  Example:
+    >>> make({"data": 1, "tensor": 1}).shape_tuple
+    (('data', 1), ('tensor', 1))
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  if not shape:
+    raise ValueError("a mesh needs an axis, as {'data': 8}")
+  sizes = dict(shape)
+  for name, size in sizes.items():
+    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    if not whole or (size < 1 and size != -1):
+      raise ValueError(
+        f"the mesh's axis {name!r} must have a positive whole size, or -1 for"
+        f" what is left, not {size!r}"
+      )
+  free = [name for name, size in sizes.items() if size == -1]
+  if len(free) > 1:
+    raise ValueError(f"only one axis can have what is left, not {free}")
+  if free:
+    others = math.prod(size for size in sizes.values() if size != -1)
+    if len(devices) % others:
+      raise ValueError(
+        f"{len(devices)} devices cannot be divided by {others}, the other axes"
+        f" of the mesh {_text(sizes)}"
+      )
+    sizes[free[0]] = max(len(devices) // others, 1)
+  asked = math.prod(sizes.values())
+  if asked > len(devices):
+    raise ValueError(
+      f"the mesh {_text(sizes)} needs {asked} devices and there are"
+      f" {len(devices)}; for {asked} on this host's CPU, call"
+      f" jax.config.update('jax_num_cpu_devices', {asked}) before JAX is used"
+      f" (and set JAX_PLATFORMS=cpu)"
+    )
+  if asked < len(devices) and jax.process_count() > 1:
+    raise ValueError(
+      f"the mesh {_text(sizes)} needs {asked} devices and the"
+      f" {jax.process_count()} processes have {len(devices)}: use all of them"
+    )
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    tuple(sizes),
+    axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+    devices=devices[:asked],
+  )
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+  return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def size(mesh: Mesh, axis: str) -> int:
+  """Returns how many devices an axis has.
+
+  Raises:
+    ValueError: if the mesh has no such axis.
+  """
+  if axis not in mesh.shape:
+    raise ValueError(
+      f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r}"
+    )
+  return mesh.shape[axis]
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+  """Makes a NamedSharding of each PartitionSpec of a tree."""
+  return jax.tree.map(
+    lambda spec: NamedSharding(mesh, spec),
+    specs,
+    is_leaf=lambda x: isinstance(x, PartitionSpec),
+  )
+
+
+def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
+  """Puts whole arrays on a mesh.
+
+  Args:
+    tree: of arrays; every process has the same, or they are global already.
+    mesh: of any processes.
+    specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None is
+      all of each array on every device.
+
+  Returns:
+    The tree as global arrays, of which each device holds its part.
+
+  Raises:
+    ValueError: for an axis of an array that its spec does not divide.
+  """
+  specs = PartitionSpec() if specs is None else specs
+  if isinstance(specs, PartitionSpec):
+    specs = jax.tree.map(lambda _: specs, tree)
+
+  def put(path, x, spec):
+    sharding = NamedSharding(mesh, spec)
+    shape = np.shape(x)
+    try:
+      sharding.shard_shape(shape)
+    except ValueError as error:
+      raise ValueError(
+        f"the array {jax.tree_util.keystr(path) or '(the only one)'} of shape"
+        f" {shape} cannot be divided as {spec} over the mesh"
+        f" {_text(mesh.shape)}"
+      ) from error
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      return jax.jit(lambda x: x, out_shardings=sharding)(x)
+    if jax.process_count() == 1:
+      return jax.device_put(x, sharding)
+    # Canonical, as jax.device_put makes it: float64 without x64 is float32.
+    x = np.asarray(x)
+    x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+  return jax.tree_util.tree_map_with_path(put, tree, specs)
+
+
+def place_batch(
+  batch: Any, mesh: Mesh, *, axis: str = DATA, local: bool = False
+) -> Any:
+  """Puts a batch on a mesh, its examples divided over one axis.
+
+  Args:
+    batch: a tree of arrays whose leading axis is that of examples.
+    mesh: of any processes.
+    axis: over which examples are divided; over other axes they are repeated.
+    local: whether `batch` holds this process's examples only, instead of all;
+      they follow those of the process before it.
+
+  Returns:
+    The tree as global arrays.
+
+  Raises:
+    ValueError: if the axis does not divide the examples.
+  """
+  spec = PartitionSpec(axis)
+  size(mesh, axis)
+  if not local:
+    return place(batch, mesh, spec)
+  sharding = NamedSharding(mesh, spec)
+  return jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
+    batch,
+  )
+
+
+def whole(tree: Any, mesh: Mesh) -> Any:
+  """Copies global arrays so that every device holds all of each."""
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  copy = jax.jit(
+    lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=everywhere
+  )
+  return copy(tree)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+  """Returns the manual axes over which a traced value may vary; none outside
+  shard_map, and none inside of one with check_vma=False."""
+  aval = jax.typeof(x)
+  return aval.mat.varying
+
+
+def vary(tree: Any, axes: str | Sequence[str]) -> Any:
+  """Casts values to ones that vary over `axes`, too.
+
+  The values stay what they are; the derivative is summed over these axes. With
+  check_vma=False it is the identity.
+  """
+  axes = (axes,) if isinstance(axes, str) else tuple(axes)
+
+  def cast(x):
+    new = tuple(axis for axis in axes if axis not in varying(x))
+    return jax.lax.pcast(x, new, to="varying") if new else x
+
+  return jax.tree.map(cast, tree)

@@ -1,0 +1,140 @@
+"""Mixed precision: which dtype for what, and a loss scale that adapts.
+
+float16 has 5 bits of exponent: gradients below 6e-8 become 0. So the loss is
+multiplied by a scale before it is differentiated, and the gradient divided
+after. The scale is as large as can be without overflow: it is halved at each
+gradient that is not finite, for which no step is taken, and doubled after many
+that were. bfloat16 has float32's exponent and needs none.
+
+Reference:
+  Micikevicius et al., "Mixed precision training", ICLR 2018, sections 3.1, 3.2.
+"""
+
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asgd import names
+
+
+class Policy(NamedTuple):
+  """Dtypes of floating point numbers; None leaves them as they are."""
+
+  param: Any = None  # of parameters and the optimizer's state
+  compute: Any = None  # in which the loss is evaluated and differentiated
+  reduce: Any = None  # in which gradients are added up, over pieces and devices
+
+
+POLICIES = {
+  "unchanged": Policy(),
+  "float32": Policy(jnp.float32, jnp.float32, jnp.float32),
+  "bfloat16": Policy(jnp.float32, jnp.bfloat16, jnp.float32),
+  "float16": Policy(jnp.float32, jnp.float16, jnp.float32),
+}
+
+
+def policy(which: str | Policy) -> Policy:
+  """Returns a Policy by name.
+
+  Raises:
+    ValueError: for a name that is not of POLICIES, or a dtype of a Policy that
+      is none of floating point.
+  """
+  if isinstance(which, str):
+    return names.lookup("precision", which, POLICIES)
+  if not isinstance(which, Policy):
+    raise ValueError(f"policy must be a Policy or a name, not {which!r}")
+  for field, dtype in which._asdict().items():
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(
+        f"the dtype {field} of a policy must be of floating point, not"
+        f" {jnp.dtype(dtype).name}"
+      )
+  return which
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+  """Casts the floating point leaves of a tree; dtype None casts nothing."""
+
+  def one(x):
+    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return x.astype(dtype) if floating else x
+
+  return tree if dtype is None else jax.tree.map(one, tree)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Tells whether no leaf holds a NaN or an infinity, bool[]."""
+  each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+  return jnp.stack(each).all() if each else jnp.array(True)
+
+
+class LossScale(NamedTuple):
+  """The loss scale now."""
+
+  scale: jax.Array  # float32[]
+  finite: jax.Array  # int32[], finite gradients since the scale changed
+
+
+class Dynamic(NamedTuple):
+  """How a loss scale moves."""
+
+  initial: float = 2.0**15
+  factor: float = 2.0  # it is multiplied or divided by this
+  interval: int = 2000  # finite gradients in a row, after which it grows
+  least: float = 1.0
+  most: float = 2.0**24  # beyond that float16's gradients are never finite
+
+
+def check_dynamic(rule: Dynamic) -> None:
+  """Raises ValueError for numbers by which no scale can move."""
+  for field in ("initial", "factor", "least", "most"):
+    value = getattr(rule, field)
+    if not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+      raise ValueError(
+        f"{field} of a loss scale must be a positive number, not {value!r}"
+      )
+  if rule.factor <= 1:
+    raise ValueError(
+      f"factor of a loss scale must be more than 1, not {rule.factor!r}"
+    )
+  if not rule.least <= rule.initial <= rule.most:
+    raise ValueError(
+      f"a loss scale cannot start at {rule.initial!r}, outside of its bounds"
+      f" {rule.least!r} and {rule.most!r}"
+    )
+  if not isinstance(rule.interval, int) or rule.interval < 1:
+    raise ValueError(
+      "interval of a loss scale must be a positive whole number of steps, not"
+      f" {rule.interval!r}"
+    )
+
+
+def start(rule: Dynamic) -> LossScale:
+  """Returns the scale to begin with."""
+  return LossScale(jnp.float32(rule.initial), jnp.int32(0))
+
+
+def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
+  """Returns the scale after a gradient.
+
+  Args:
+    rule: how it moves.
+    state: the scale that the gradient was computed with.
+    finite: bool[], whether all of the gradient was finite.
+
+  Example:
+    >>> rule = Dynamic(initial=8.0, interval=1)
+    >>> float(adjust(rule, start(rule), jnp.array(False)).scale)
+    4.0
+    >>> float(adjust(rule, start(rule), jnp.array(True)).scale)
+    16.0
+  """
+  count = state.finite + 1
+  grows = count >= rule.interval
+  larger = jnp.where(grows, state.scale * rule.factor, state.scale)
+  scale = jnp.where(finite, larger, state.scale / rule.factor)
+  scale = jnp.clip(scale, rule.least, rule.most)
+  return LossScale(scale, jnp.where(finite & ~grows, count, 0))
