@@ -1,0 +1,475 @@
+"""All-reduce written out: what `jax.lax.psum` may do inside, in messages.
+
+Every collective here is made of `jax.lax.ppermute`, rounds in which a device
+sends at most one message each way and receives at most one, so that what it
+costs can be counted (`asgd.parallel.costs` has the same numbers as formulas).
+They are to teach and to be measured; training uses XLA's own, "psum".
+
+All are for use inside `jax.shard_map`. An axis is a name of the mesh's, or a
+tuple of names, which is one axis of all their devices. An array may have any
+shape and dtype that can be added; it is cut into equal chunks, of zeros at the
+end. All devices are given the same result, to the bit. JAX cannot know that it
+is the same, so the shard_map needs check_vma=False, or the axis in its
+out_specs. Rounds are written out, not looped over, so that XLA can overlap
+them with other work; the program grows with N.
+
+Index letters in shape comments:
+  N  devices of the axis
+  C  elements of a chunk
+  P  shards of a parameter server
+  L  leaves of a tree
+
+References:
+  Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+  workstations", JPDC 2009: the ring.
+  Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+  operations in MPICH", IJHPCA 2005: recursive doubling, and halving and
+  doubling, for any number of devices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asgd import names
+
+Axis = str | tuple[str, ...]
+Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
+BUCKET_BYTES = 4 * 1024 * 1024
+
+
+def _cut(x: jax.Array, pieces: int) -> jax.Array:
+  """Returns x as [pieces, C], zeros at the end."""
+  flat = x.reshape(-1)
+  chunk = -(-flat.size // pieces)
+  flat = jnp.pad(flat, (0, pieces * chunk - flat.size))
+  return flat.reshape(pieces, chunk)
+
+
+def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
+  """The inverse of `_cut`."""
+  return chunks.reshape(-1)[: like.size].reshape(like.shape)
+
+
+def _pick(chunks: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
+
+
+def _ring(devices: int, step: int) -> list[tuple[int, int]]:
+  return [(d, (d + step) % devices) for d in range(devices)]
+
+
+def _reduce_scatter(chunks, axis, step):
+  """[N, C] -> [C], the sum of chunk d on device d."""
+  devices, here = chunks.shape[0], jax.lax.axis_index(axis)
+  # A sum starts at its owner's neighbour, and comes around to the owner.
+  total = _pick(chunks, (here - step) % devices)
+  for turn in range(1, devices):
+    total = jax.lax.ppermute(total, axis, _ring(devices, step))
+    total = total + _pick(chunks, (here - (turn + 1) * step) % devices)
+  return total
+
+
+def _all_gather(chunk, axis, step):
+  """[...] -> [N, ...], what device d has in row d."""
+  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  held = [chunk]
+  for _ in range(devices - 1):
+    held.append(jax.lax.ppermute(held[-1], axis, _ring(devices, step)))
+  # Row i came from i devices before.
+  order = (here - jnp.arange(devices)) * step % devices
+  return jnp.take(jnp.stack(held), order, axis=0)
+
+
+def ring_reduce_scatter(x: jax.Array, axis: Axis) -> jax.Array:
+  """Adds an array over devices, and leaves each a chunk of the sum.
+
+  N - 1 rounds, in each of which every device sends a chunk to the next.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+
+  Returns:
+    [C]: of the sum, flat and padded to [N, C], the row of this device. It is
+    `jax.lax.psum_scatter` of what is padded so.
+  """
+  x = jnp.asarray(x)
+  devices = jax.lax.axis_size(axis)
+  if not x.size:
+    return x.reshape(-1)
+  return _reduce_scatter(_cut(x, devices), axis, 1)
+
+
+def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
+  """Gives every device what each has: `jax.lax.all_gather`.
+
+  N - 1 rounds, in each of which every device passes on what came last.
+
+  Args:
+    x: [...], any shape.
+    axis: of the mesh.
+
+  Returns:
+    [N, ...], on all devices.
+  """
+  return _all_gather(jnp.asarray(x), axis, 1)
+
+
+def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
+  """Reduce-scatter, then all-gather, around a ring: `jax.lax.psum`.
+
+  2 (N - 1) rounds of an N-th of the array, so that each device sends about
+  twice the array, however many there are.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+  """
+  x = jnp.asarray(x)
+  if not x.size:
+    return x
+  return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
+
+
+def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
+  """Two rings at once, each of a half, one each way around.
+
+  As many rounds as a ring, each of two messages of a 2 N-th, to either
+  neighbour: half the time where a device can send to both at once.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+  """
+  x = jnp.asarray(x)
+  devices = jax.lax.axis_size(axis)
+  if not x.size or devices == 1:
+    return x
+  chunks = _cut(x, 2 * devices)
+  halves = (1, chunks[:devices]), (-1, chunks[devices:])
+  # The rounds of both side by side, as XLA meets them.
+  sums = [_reduce_scatter(half, axis, step) for step, half in halves]
+  both = [
+    _all_gather(total, axis, step)
+    for (step, _), total in zip(halves, sums, strict=True)
+  ]
+  return _paste(jnp.concatenate(both), x)
+
+
+class _Cube(NamedTuple):
+  """The 2^k devices that exchange, of N; device d's number among them.
+
+  Where N is no power of 2, the first 2 (N - 2^k) devices pair up: the even one
+  of a pair lends its part to the odd one, and is told the sum at the end.
+  """
+
+  size: int  # 2^k
+  lent: int  # N - 2^k pairs
+
+  def device(self, number: int) -> int:
+    """The device with that number."""
+    return 2 * number + 1 if number < self.lent else number + self.lent
+
+  def exchange(self, bit: int) -> list[tuple[int, int]]:
+    """Who sends to whom: numbers that differ in that bit."""
+    return [(self.device(i), self.device(i ^ bit)) for i in range(self.size)]
+
+
+def _cube(devices: int) -> _Cube:
+  size = 1 << (devices.bit_length() - 1)
+  return _Cube(size, devices - size)
+
+
+def _on_cube(x, axis, inner):
+  """Runs inner(cube, x, number of this device) on a power of 2 of devices."""
+  cube = _cube(jax.lax.axis_size(axis))
+  here = jax.lax.axis_index(axis)
+  number = jnp.where(here < 2 * cube.lent, here // 2, here - cube.lent)
+  if not cube.lent:
+    return inner(cube, x, number)
+  there = [(2 * i, 2 * i + 1) for i in range(cube.lent)]
+  x = x + jax.lax.ppermute(x, axis, there)  # zeros where nobody lends
+  x = inner(cube, x, number)
+  told = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
+  return jnp.where((here < 2 * cube.lent) & (here % 2 == 0), told, x)
+
+
+def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
+  """Partners at distance 1, 2, 4, ... exchange all they have, and add it.
+
+  log2 N rounds of the whole array: the fewest rounds, for small arrays. Where N
+  is no power of 2 there are two more, see `_Cube`.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+  """
+
+  def inner(cube, x, number):
+    del number
+    bit = 1
+    while bit < cube.size:
+      x = x + jax.lax.ppermute(x, axis, cube.exchange(bit))
+      bit *= 2
+    return x
+
+  return _on_cube(jnp.asarray(x), axis, inner)
+
+
+def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
+  """Rabenseifner's: reduce-scatter by halves, all-gather by doubling.
+
+  2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
+  otherwise two more rounds of the whole array, see `_Cube`.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+  """
+  x = jnp.asarray(x)
+  if not x.size:
+    return x
+
+  def inner(cube, x, number):
+    held = _cut(x, cube.size)
+    bit = cube.size // 2
+    while bit:
+      # Keeps the half in which its own chunk is, and sends the other one.
+      half = held.reshape(2, bit, -1)
+      mine = (number // bit) % 2
+      got = jax.lax.ppermute(_pick(half, 1 - mine), axis, cube.exchange(bit))
+      held = _pick(half, mine) + got
+      bit //= 2
+    bit = 1
+    while bit < cube.size:
+      got = jax.lax.ppermute(held, axis, cube.exchange(bit))
+      low = (number // bit) % 2 == 0
+      first, second = jnp.where(low, held, got), jnp.where(low, got, held)
+      held = jnp.concatenate([first, second])
+      bit *= 2
+    return _paste(held, x)
+
+  return _on_cube(x, axis, inner)
+
+
+def tree(x: jax.Array, axis: Axis) -> jax.Array:
+  """A binomial tree: reduce to device 0, then broadcast from it.
+
+  2 ceil(log2 N) rounds of the whole array.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+  """
+  x = jnp.asarray(x)
+  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  distances = [1 << i for i in range((devices - 1).bit_length())]
+
+  def edges(distance):
+    """(child, parent) of a level."""
+    children = range(distance, devices, 2 * distance)
+    return [(child, child - distance) for child in children]
+
+  for distance in distances:
+    x = x + jax.lax.ppermute(x, axis, edges(distance))
+  for distance in reversed(distances):
+    down = [(parent, child) for child, parent in edges(distance)]
+    got = jax.lax.ppermute(x, axis, down)
+    x = jnp.where(here % (2 * distance) == distance, got, x)
+  return x
+
+
+def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
+  """Two levels: a ring inside of each node, and rings between nodes.
+
+  Reduce-scatter inside, so that each device of a node has a chunk; all-reduce
+  of that chunk with its peers in the other nodes; all-gather inside. The slow
+  links between nodes carry an array per node, not one per device.
+
+  Args:
+    x: any shape.
+    axis: two names of the mesh's: inside of a node, and between nodes.
+
+  Raises:
+    ValueError: for anything but two names.
+  """
+  if not isinstance(axis, tuple) or len(axis) != 2:
+    raise ValueError(
+      "hierarchical needs two axes, (inside of a node, between nodes), not"
+      f" {axis!r}"
+    )
+  x = jnp.asarray(x)
+  if not x.size:
+    return x
+  inside, between = axis
+  chunk = ring_all_reduce(ring_reduce_scatter(x, inside), between)
+  return _paste(ring_all_gather(chunk, inside), x)
+
+
+def parameter_server(
+  x: jax.Array, axis: Axis, *, shards: int | None = None
+) -> jax.Array:
+  """What a sharded parameter server does, in one step of all workers.
+
+  Device j < P is a worker and also owns chunk j of P. All send it that chunk,
+  one after the other, as it has one link; it adds them, and sends the sum to
+  each. 2 (N - 1) rounds of a P-th of the array: as a ring if P = N, and N / P
+  times as long otherwise.
+
+  Args:
+    x: any shape.
+    axis: of the mesh.
+    shards: P, from 1 to N; None is N.
+
+  Raises:
+    ValueError: for another number of shards.
+  """
+  x = jnp.asarray(x)
+  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  shards = devices if shards is None else shards
+  if type(shards) is not int or not 1 <= shards <= devices:
+    raise ValueError(
+      f"shards must be from 1 to the {devices} devices, not {shards!r}"
+    )
+  if not x.size:
+    return x
+  chunks = _cut(x, shards)
+
+  def pairs(turn):
+    """(worker, owner): in each turn an owner hears of one worker."""
+    everyone = ((d, (d + turn) % devices) for d in range(devices))
+    return [(worker, owner) for worker, owner in everyone if owner < shards]
+
+  total = _pick(chunks, jnp.minimum(here, shards - 1))
+  for turn in range(1, devices):
+    part = _pick(chunks, jnp.minimum((here + turn) % devices, shards - 1))
+    total = total + jax.lax.ppermute(part, axis, pairs(turn))
+  held = [total]
+  for turn in range(1, devices):
+    back = [(owner, worker) for worker, owner in pairs(turn)]
+    held.append(jax.lax.ppermute(total, axis, back))
+  # In turn i it heard of the owner i devices after.
+  order = (jnp.arange(shards) - here) % devices
+  return _paste(jnp.take(jnp.stack(held), order, axis=0), x)
+
+
+COLLECTIVES: dict[str, Reduce] = {
+  "psum": jax.lax.psum,  # XLA's own
+  "ring": ring_all_reduce,
+  "bidirectional_ring": bidirectional_ring,
+  "recursive_doubling": recursive_doubling,
+  "halving_doubling": halving_doubling,
+  "tree": tree,
+  "hierarchical": hierarchical,  # of two axes
+  "parameter_server": parameter_server,
+}
+
+
+def lookup(reduce: str | Reduce) -> Reduce:
+  """Returns a collective by its name, or the function that it is given.
+
+  Raises:
+    ValueError: for an unknown name, naming the nearest.
+  """
+  if callable(reduce):
+    return reduce
+  return names.lookup("collective", reduce, COLLECTIVES)
+
+
+# Buckets: many small arrays as a few large ones.
+
+
+def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+  """Puts the leaves of a tree of gradients into buckets.
+
+  A backward ends with the first layer, so leaves are taken from the last to
+  the first. A bucket has one dtype, and is closed when the next leaf would
+  make it larger than `bucket_bytes`; a larger leaf has one of its own.
+
+  Args:
+    tree: arrays, or shapes and dtypes; leaves in the order of the forward.
+    bucket_bytes: most bytes of a bucket.
+
+  Returns:
+    The leaves' indices as jax.tree.leaves has them, for each bucket, sorted by
+    when it is full in a backward.
+
+  Raises:
+    ValueError: for bytes that are not a positive whole number.
+
+  Example:
+    >>> params = [jnp.zeros(3), jnp.zeros(2), jnp.zeros(1)]
+    >>> buckets(params, 12)  # bytes, of 4 each
+    ((2, 1), (0,))
+  """
+  if type(bucket_bytes) is not int or bucket_bytes < 1:
+    raise ValueError(
+      f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}"
+    )
+  leaves = jax.tree.leaves(tree)
+  held: dict[Any, list[int]] = {}
+  size: dict[Any, int] = {}
+  done = []
+  for i in reversed(range(len(leaves))):
+    dtype = jnp.dtype(leaves[i].dtype)
+    bytes_ = math.prod(leaves[i].shape) * dtype.itemsize
+    if dtype in held and size[dtype] + bytes_ > bucket_bytes:
+      done.append(tuple(held.pop(dtype)))
+    if dtype not in held:
+      held[dtype], size[dtype] = [], 0
+    held[dtype].append(i)
+    size[dtype] += bytes_
+  done += (tuple(bucket) for bucket in held.values())
+  return tuple(sorted(done, key=lambda bucket: -bucket[-1]))
+
+
+def pack(leaves: Sequence[jax.Array]) -> jax.Array:
+  """Returns arrays of one dtype as a flat one."""
+  return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+
+def unpack(flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
+  """The inverse of `pack`, for arrays of these shapes."""
+  out, start = [], 0
+  for leaf in like:
+    size = math.prod(leaf.shape)
+    out.append(flat[start : start + size].reshape(leaf.shape))
+    start += size
+  return out
+
+
+def all_reduce_tree(
+  tree: Any,
+  axis: Axis,
+  *,
+  bucket_bytes: int = BUCKET_BYTES,
+  reduce: str | Reduce = "psum",
+) -> Any:
+  """Adds every leaf of a tree over devices, in buckets.
+
+  Args:
+    tree: arrays; leaves in the order of the forward.
+    axis: of the mesh, as `reduce` takes it.
+    bucket_bytes: most bytes of a bucket, see `buckets`.
+    reduce: one of COLLECTIVES, or a function of its kind.
+
+  Returns:
+    A tree of the same structure, shapes and dtypes: `jax.lax.psum(tree, axis)`.
+
+  Raises:
+    ValueError: as `buckets` and `lookup`.
+  """
+  reduce = lookup(reduce)
+  leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+  out = list(leaves)
+  for bucket in buckets(leaves, bucket_bytes):
+    held = [leaves[i] for i in bucket]
+    for i, leaf in zip(
+      bucket, unpack(reduce(pack(held), axis), held), strict=True
+    ):
+      out[i] = leaf
+  return jax.tree.unflatten(structure, out)

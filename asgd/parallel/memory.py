@@ -1,0 +1,420 @@
+"""What training holds in memory: bytes a parameter, and of activations.
+
+Training with Adam in mixed precision holds 16 bytes a parameter: 2 of weights
+and 2 of gradients in bfloat16, and 4 each of a float32 copy and two moments. So
+0.32 billion parameters are 5.12 GB, 1.5 are 24, 17.2 are 275.2 and 175 are
+2,800 (GB of 10^9 bytes); what is split over devices is divided. Formulas are
+for what there is before there is a model; `bytes_of` and `optimizer_bytes`
+count what a model and an optimizer really hold.
+
+Index letters:
+  N  devices that share states (ZeRO)
+  B  sequences of a microbatch (b of the papers)
+  T  positions (s)
+  C  features (h)
+  A  heads (a)
+  L  blocks (l)
+  V  tokens of the vocabulary
+
+References:
+  Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+  parameter models", SC 2020.
+  Korthikanti et al., "Reducing activation recomputation in large transformer
+  models", MLSys 2023: activations.
+  Narayanan et al., "Efficient large-scale language model training on GPU
+  clusters using Megatron-LM", SC 2021: parameters and operations of a GPT.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import optax
+
+from asgd import algorithms, base, names
+
+GB = 10**9
+
+
+class Bytes(NamedTuple):
+  """Bytes of training, of a parameter or of all."""
+
+  weights: float  # as the forward reads them
+  gradients: float
+  master: float  # a copy of the weights in more precision
+  optimizer: float  # moments
+  stash: float = 0.0  # further versions of the weights
+
+  @property
+  def total(self) -> float:
+    """All of them."""
+    return sum(self)
+
+
+class Precision(NamedTuple):
+  """Bytes of a number of each kind."""
+
+  weights: int
+  gradients: int
+  master: int  # 0: the weights are the only copy
+  moments: int
+
+
+PRECISIONS = {
+  "float32": Precision(4, 4, 0, 4),
+  # bfloat16 weights and gradients, all else float32 (ZeRO's 16 with Adam).
+  "mixed": Precision(2, 2, 4, 4),
+  # The same, with gradients added up in float32 (Megatron's 18).
+  "mixed_main_gradients": Precision(2, 4, 4, 4),
+  # float32 weights and gradients, and a bfloat16 copy to compute with: what
+  # casting parameters inside of a loss comes to in JAX.
+  "cast": Precision(2, 4, 4, 4),
+  "bfloat16": Precision(2, 2, 0, 2),
+}
+
+# Moments that are kept of each parameter. Adafactor keeps a row and a column of
+# a matrix, which is nothing beside it.
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adafactor": 0}
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+def _whole(name, value, least=1):
+  if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    kind = (
+      "a positive whole number" if least == 1 else f"{least} or more, whole"
+    )
+    raise ValueError(f"{name} must be {kind}, not {value!r}")
+
+
+def per_parameter(
+  optimizer: str = "adam",
+  precision: str = "mixed",
+  *,
+  zero: int = 0,
+  devices: int = 1,
+  versions: int = 1,
+) -> Bytes:
+  """Returns bytes a parameter on one device.
+
+  Args:
+    optimizer: one of OPTIMIZERS.
+    precision: one of PRECISIONS.
+    zero: what data parallel devices share out instead of each holding all: 0
+      nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3
+      weights too.
+    devices: N, that share.
+    versions: k, of the weights that a pipeline keeps; those beyond the first
+      are in the precision of the weights.
+
+  Raises:
+    ValueError: for an unknown name, or a number out of range.
+
+  Example:
+    >>> [per_parameter(zero=z, devices=4).total for z in ZERO_STAGES]
+    [16.0, 7.0, 5.5, 4.0]
+    >>> [round(p * per_parameter().total, 2) for p in (0.32, 1.5, 17.2, 175)]
+    [5.12, 24.0, 275.2, 2800.0]
+  """
+  moments = names.lookup("optimizer", optimizer, OPTIMIZERS)
+  numbers = names.lookup("precision", precision, PRECISIONS)
+  if zero not in ZERO_STAGES or isinstance(zero, bool):
+    raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
+  _whole("devices", devices)
+  _whole("versions", versions)
+
+  def share(bytes_, stage):
+    return bytes_ / devices if zero >= stage else float(bytes_)
+
+  return Bytes(
+    share(numbers.weights, 3),
+    share(numbers.gradients, 2),
+    share(numbers.master, 1),
+    share(moments * numbers.moments, 1),
+    share((versions - 1) * numbers.weights, 3),
+  )
+
+
+def state(
+  parameters: float,
+  optimizer: str = "adam",
+  precision: str = "mixed",
+  *,
+  zero: int = 0,
+  data: int = 1,
+  tensor: int = 1,
+  stages: int = 1,
+  versions: int = 1,
+) -> Bytes:
+  """Returns the bytes of all but activations on one device.
+
+  Args:
+    parameters: of the model; split evenly over tensor x stages.
+    optimizer: one of OPTIMIZERS.
+    precision: one of PRECISIONS.
+    zero: see `per_parameter`.
+    data: devices that hold the same part of the model.
+    tensor: devices into which each layer is split.
+    stages: of a pipeline.
+    versions: of the weights, see `per_parameter`.
+
+  Raises:
+    ValueError: as `per_parameter`.
+  """
+  if not 0 <= parameters < math.inf:
+    raise ValueError(f"parameters must be 0 or more, not {parameters!r}")
+  _whole("tensor", tensor)
+  _whole("stages", stages)
+  each = per_parameter(
+    optimizer, precision, zero=zero, devices=data, versions=versions
+  )
+  return Bytes(*(parameters / (tensor * stages) * part for part in each))
+
+
+# What is counted, not estimated.
+
+
+def bytes_of(tree: Any) -> int:
+  """Returns the bytes of arrays, or of their shapes."""
+  return sum(
+    math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
+  """Returns the bytes of an optimizer's state, of which none are made.
+
+  Args:
+    tx: of optax, or an `asgd.base.Algorithm`.
+    params: or their shapes.
+  """
+  return bytes_of(jax.eval_shape(tx.init, params))
+
+
+class Cure(NamedTuple):
+  """What a recipe against staleness holds, in bytes a parameter."""
+
+  server: float  # state of its algorithm, beside the parameters
+  tickets: float  # parameters that it was sent by, one set for each worker
+  worker: float  # state of one worker, beside parameters and gradient
+
+  @property
+  def total(self) -> float:
+    """At the server, beside the parameters."""
+    return self.server + self.tickets
+
+
+_SAMPLE = 1 << 16  # parameters on which a recipe is measured
+
+
+def cure(recipe: str, workers: int, **options) -> Cure:
+  """Counts what a recipe of `asgd.algorithms` keeps in float32.
+
+  The state is what its `init` makes. Tickets are counted where its update reads
+  what was sent (compensation, the gap); a server that also reports gaps has to
+  keep them in any case.
+
+  Args:
+    recipe: a name of `asgd.algorithms.RECIPES`.
+    workers: N.
+    **options: of the recipe.
+
+  Raises:
+    ValueError: for an unknown recipe or option, or as the recipe does.
+
+  Example:
+    >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
+    Cure(server=40.0, tickets=0.0, worker=0.0)
+    >>> cure("dc_asgd_c", 8).tickets
+    32.0
+  """
+  made = algorithms.build(recipe, 0.1, workers, **options)
+  params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
+  held = jax.eval_shape(made.algorithm.init, params)
+  kept = 0
+  if made.every > 1:  # messages are added up until there are enough
+    kept += bytes_of(params)
+  if _reads_sent(made.algorithm, held, params):
+    tickets = 4.0 * workers
+  else:
+    tickets = 0.0
+  message = 0
+  if made.message is not None:
+    message = optimizer_bytes(made.message, params)
+  elif made.worker is not None:
+    worker = made.make_worker(lambda params, batch, key: None)
+    message = bytes_of(jax.eval_shape(worker.init, params))
+
+  def each(bytes_):
+    return float(bytes_ // _SAMPLE)  # counters are no bytes a parameter
+
+  return Cure(each(bytes_of(held) + kept), tickets, each(message))
+
+
+def _reads_sent(algorithm: base.Algorithm, held: Any, params: Any) -> bool:
+  """Whether anything in an update depends on the parameters that were sent."""
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+
+  def update(sent, message, state, params, worker, staleness):
+    return algorithm.update(
+      *(message, state, params),
+      worker=worker,
+      staleness=staleness,
+      sent_params=sent,
+    )
+
+  made = jax.make_jaxpr(update)(params, params, held, params, number, number)
+  sent = made.jaxpr.invars[0]
+  return any(
+    operand is sent for eqn in made.jaxpr.eqns for operand in eqn.invars
+  )
+
+
+# Transformers.
+
+
+class Gpt(NamedTuple):
+  """The sizes of a GPT."""
+
+  depth: int  # L
+  width: int  # C
+  heads: int  # A
+  context: int  # T
+  vocabulary: int  # V
+
+
+def check_gpt(gpt: Gpt) -> Gpt:
+  """Returns the sizes, if they are some.
+
+  Raises:
+    ValueError: for a number that is not positive and whole, or heads that do
+      not divide the width.
+  """
+  for name, value in gpt._asdict().items():
+    _whole(name, value)
+  if gpt.width % gpt.heads:
+    raise ValueError(
+      f"heads must divide the width: {gpt.heads} does not divide {gpt.width}"
+    )
+  return gpt
+
+
+def gpt_parameters(gpt: Gpt) -> int:
+  """12 L C^2 (1 + 13 / (12 C) + (V + T) / (12 L C)).
+
+  Logits use the token embedding. Not counted is the last norm, of 2 C.
+  """
+  depth, width, _, context, vocabulary = gpt
+  return depth * (12 * width**2 + 13 * width) + (vocabulary + context) * width
+
+
+def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
+  """Operations of a forward and backward: additions and multiplications.
+
+  72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
+  is computed again, 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
+
+  Args:
+    gpt: sizes.
+    sequences: B.
+    recompute: full activation recomputation.
+  """
+  depth, width, _, context, vocabulary = gpt
+  block = 24 * width**2 + 4 * context * width  # of a position, forward
+  passes = 4 if recompute else 3
+  position = passes * depth * block + 3 * 2 * width * vocabulary
+  return sequences * context * position
+
+
+ACTIVATIONS: dict[str, str] = {
+  "plain": "everything is kept",
+  "sequence": "tensor and sequence parallel: everything is split",
+  "full": "the input of each block, and its forward is computed again",
+}
+
+
+def activations(
+  gpt: Gpt,
+  sequences: int,
+  *,
+  kind: str = "plain",
+  tensor: int = 1,
+  itemsize: int = 2,
+) -> float:
+  """Bytes of activations that a block keeps for its backward, on one device.
+
+  In bytes of 16-bit numbers, and masks of dropout of one byte:
+
+    plain     T B C (34 + 5 A T / C), of one device; of t tensor parallel ones
+              T B C (10 + 24 / t + 5 A T / (C t))
+    sequence  (T B C / t) (34 + 5 A T / C)
+    full      2 T B C
+
+  Args:
+    gpt: sizes.
+    sequences: B, of a microbatch.
+    kind: one of ACTIVATIONS.
+    tensor: t, devices into which the block is split.
+    itemsize: bytes of an activation; 4 doubles all but the masks.
+
+  Raises:
+    ValueError: for an unknown kind, or a number that is not positive and whole.
+
+  Example:
+    >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)
+    >>> activations(gpt3, 1) / 2**20  # MiB of a block
+    2736.0
+  """
+  names.lookup("kind of activations", kind, ACTIVATIONS)
+  _whole("tensor", tensor)
+  _whole("sequences", sequences, 0)
+  _whole("itemsize", itemsize)
+  _, width, heads, context, _ = check_gpt(gpt)
+  stream = context * sequences * width
+  if kind == "full":
+    return float(itemsize * stream)
+  # Of the 34: what each device has whole (norms, inputs, two masks), and what
+  # is split by columns or heads.
+  whole, split = 4 * itemsize + 2, 12 * itemsize
+  scores = (2 * itemsize + 1) * heads * context / width
+  if kind == "sequence":
+    return stream * (whole + split + scores) / tensor
+  return stream * (whole + (split + scores) / tensor)
+
+
+def kept(
+  forward: Callable[..., Any], params: Any, *inputs: Any
+) -> tuple[int, int]:
+  """Counts what JAX keeps of a forward for its backward.
+
+  That is before XLA fuses anything, and computes again what is cheap: an upper
+  bound.
+
+  Args:
+    forward: (params, *inputs) -> y; traced, not run.
+    params: or their shapes; they are kept in any case and not counted.
+    *inputs: or their shapes.
+
+  Returns:
+    (bytes kept, bytes of y).
+  """
+
+  def run(params, *inputs):
+    y, pull = jax.vjp(lambda p: forward(p, *inputs), params)
+    return y, pull
+
+  made = jax.make_jaxpr(run)(params, *inputs).jaxpr
+  count = len(jax.tree.leaves(params))
+  given = set(made.invars[:count])
+  structure = jax.eval_shape(run, params, *inputs)
+  outputs = len(jax.tree.leaves(structure[0]))
+  unique = {}
+  for variable in made.outvars[outputs:]:
+    if not isinstance(variable, jax.extend.core.Literal):
+      unique[variable] = variable.aval
+  held = [aval for variable, aval in unique.items() if variable not in given]
+  return bytes_of(held), bytes_of(structure[0])

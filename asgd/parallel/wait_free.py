@@ -1,0 +1,373 @@
+"""Wait-free backpropagation: send a layer's gradient while others are computed.
+
+A backward goes from the last layer to the first. The gradient of a layer is
+complete as soon as its own backward is, so its all-reduce can run under the
+backward of the layers before it; only that of the first layer has nothing to
+hide behind. Here the backward is made layer by layer, and each all-reduce is
+issued at that point: it depends on nothing that is computed later, and XLA may
+overlap the two. (Of small ones XLA makes one again, up to a size that depends
+on the backend: these would wait for their latency, not for their bytes.)
+
+Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
+[K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
+these two and multiply, in the place of adding up products of M x N; Poseidon's
+rule says for which layers that moves fewer bytes.
+
+Everything here is for use inside `jax.shard_map` with check_vma=False.
+
+Index letters:
+  D  devices of the axis
+  K  rows (examples, or positions of sequences) of one device's batch
+  M  inputs of a dense layer
+  N  outputs of it
+
+References:
+  Zhang et al., "Poseidon: an efficient communication architecture for
+  distributed deep learning on GPU clusters", ATC 2017.
+  Xie et al., "Lighter-communication distributed machine learning via
+  sufficient factor broadcasting", UAI 2016.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from asgd import base, models, problems
+from asgd import worker as worker_lib
+from asgd.parallel import collectives, costs
+
+FACTORS = ("rule", "always", "never")
+
+Path = tuple[str, ...]  # of a module inside of a layer, as flax has it
+
+
+class Dense(NamedTuple):
+  """A dense layer and how its kernel's gradient travels."""
+
+  layer: int  # in the model
+  path: Path  # in the layer
+  rows: int  # K
+  inputs: int  # M
+  outputs: int  # N
+  factors: bool  # gathered as factors; otherwise reduced as it is
+
+
+class _Call(NamedTuple):
+  """A call of a dense layer, as it was seen: arrays, or their shapes."""
+
+  path: Path
+  inputs: Any  # float[..., M]
+  output: Any  # float[..., N]
+
+
+@contextlib.contextmanager
+def _watch(calls: list[_Call], taps: dict[Path, jax.Array]):
+  """Records calls of nn.Dense, and adds taps to what they return."""
+
+  def intercept(next_call, args, kwargs, context):
+    out = next_call(*args, **kwargs)
+    module = context.module
+    if type(module) is not nn.Dense or context.method_name != "__call__":
+      return out
+    if module.path in taps:
+      out = out + taps[module.path]
+    calls.append(_Call(module.path, args[0], out))
+    return out
+
+  with nn.intercept_methods(intercept):
+    yield
+
+
+# A layer's weights without the kernels of which factors are sent.
+
+
+def _without(tree: dict, paths: Collection[Path], at: Path = ()) -> dict:
+  return {
+    key: _without(held, paths, (*at, key)) if isinstance(held, dict) else held
+    for key, held in tree.items()
+    if (*at, key) not in paths
+  }
+
+
+def _with(tree: dict, leaves: Mapping[Path, Any], at: Path = ()) -> dict:
+  """The inverse of `_without`."""
+  out = {
+    key: _with(held, leaves, (*at, key)) if isinstance(held, dict) else held
+    for key, held in tree.items()
+  }
+  return out | {p[-1]: leaf for p, leaf in leaves.items() if p[:-1] == at}
+
+
+def _kernel(path: Path) -> Path:
+  return (*path, "kernel")
+
+
+def _find(tree: dict, path: Path) -> Any:
+  for name in path:
+    tree = tree[name]
+  return tree
+
+
+# The forward.
+
+
+def _apply(layer, params, number, x, key):
+  """One layer, as it is in the whole model: (y, its statistics)."""
+  part = slice(number, number + 1)
+  if isinstance(params, base.Variables):
+    params = base.Variables(params.weights[part], params.stats[part])
+  else:
+    params = params[part]
+  return models.apply((layer,), params, x, train=True, key=key, first=number)
+
+
+def _survey(pieces, params, batch) -> list[list[_Call]]:
+  """The dense layers in each layer, with shapes; those called once only."""
+  found: list[list[_Call]] = []
+
+  def forward(params, batch, key):
+    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    for number, layer in enumerate(pieces.layers):
+      calls: list[_Call] = []
+      with _watch(calls, {}):
+        x, _ = _apply(layer, params, number, x, key)
+      paths = [call.path for call in calls]
+      found.append(
+        [
+          _Call(path, *(jax.typeof(array) for array in arrays))
+          for path, *arrays in calls
+          if paths.count(path) == 1
+        ]
+      )
+    return x
+
+  jax.eval_shape(forward, params, batch, jax.random.key(0))
+  return found
+
+
+def _check_factors(factors):
+  if factors not in FACTORS:
+    raise ValueError(
+      f"factors must be one of {', '.join(FACTORS)}, not {factors!r}"
+    )
+
+
+def _decide(number, call, devices, factors, shards) -> Dense:
+  *lead, inputs = call.inputs.shape
+  shape = math.prod(lead), inputs, call.output.shape[-1]
+  wanted = factors == "always" or (
+    factors == "rule" and costs.prefers_factors(*shape, devices, shards)
+  )
+  return Dense(number, call.path, *shape, wanted and devices > 1)
+
+
+def choose(
+  pieces: problems.Pieces,
+  params: optax.Params,
+  batch: base.Batch,
+  devices: int,
+  *,
+  factors: str = "rule",
+  shards: int | None = None,
+) -> tuple[Dense, ...]:
+  """Says of every dense layer how its gradient is to travel.
+
+  Nothing is computed. A layer that is called twice is left out: its gradient
+  is not one product.
+
+  Args:
+    pieces: of a Problem.
+    params: or their shapes.
+    batch: of one device, or its shapes.
+    devices: D.
+    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never".
+    shards: P2 of the rule, of a parameter server; None is all devices.
+
+  Returns:
+    One for each dense layer, in the order of the forward.
+
+  Raises:
+    ValueError: for another word.
+  """
+  _check_factors(factors)
+  return tuple(
+    _decide(number, call, devices, factors, shards)
+    for number, calls in enumerate(_survey(pieces, params, batch))
+    for call in calls
+  )
+
+
+def _forward(layer, params, number, x, key, calls, first):
+  """Runs a layer.
+
+  Args:
+    layer: of the model.
+    params: of the whole model.
+    number: of the layer.
+    x: what it gets.
+    key: of the model.
+    calls: of dense layers, with shapes, that send factors.
+    first: whether no layer before has weights, so that nobody needs dx.
+
+  Returns:
+    (y, backward, stats): backward(dy) gives the gradient of the weights without
+    those kernels, (x, dy) of each of them, and dx, or None.
+  """
+  weights = base.weights_of(params)[number]
+  kernels = {_kernel(c.path): _find(weights, _kernel(c.path)) for c in calls}
+  taps = {c.path: jnp.zeros(c.output.shape, c.output.dtype) for c in calls}
+
+  def run(rest, taps, x):
+    whole = base.weights_of(params)
+    whole = (*whole[:number], _with(rest, kernels), *whole[number + 1 :])
+    seen: list[_Call] = []
+    with _watch(seen, taps):
+      y, stats = _apply(layer, base.with_weights(params, whole), number, x, key)
+    inputs = {call.path: call.inputs for call in seen if call.path in taps}
+    return y, (stats, inputs)
+
+  rest = _without(weights, kernels)
+  if first:
+    y, pull, (stats, inputs) = jax.vjp(
+      lambda rest, taps: run(rest, taps, x), rest, taps, has_aux=True
+    )
+  else:
+    y, pull, (stats, inputs) = jax.vjp(run, rest, taps, x, has_aux=True)
+
+  def backward(dy):
+    d_rest, d_taps, *dx = pull(dy)
+    pairs = {path: (inputs[path], d_taps[path]) for path in inputs}
+    return d_rest, pairs, dx[0] if dx else None
+
+  return y, backward, stats
+
+
+# The gradient.
+
+
+def _product(x, dy, axis, dtype):
+  """The sum over devices of x^T dy, from what all of them have."""
+  flat = [part.reshape(-1, part.shape[-1]).astype(dtype) for part in (x, dy)]
+  x, dy = (jax.lax.all_gather(part, axis, tiled=True) for part in flat)
+  return x.T @ dy
+
+
+def _bytes(tree) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def gradient(
+  pieces: problems.Pieces,
+  axis: collectives.Axis,
+  *,
+  reduce: str | collectives.Reduce = "psum",
+  bucket_bytes: int = 0,
+  factors: str = "never",
+) -> Callable[..., tuple[tuple[jax.Array, worker_lib.Aux], optax.Params]]:
+  """Makes the wait-free gradient of a problem's loss, averaged over devices.
+
+  Args:
+    pieces: of a Problem.
+    axis: of the mesh, over whose D devices batches are spread.
+    reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
+    bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
+      each layer by themselves.
+    factors: which dense layers send factors, see `choose`.
+
+  Returns:
+    (params, batch, key) -> ((loss, aux), gradients), to be called inside of
+    shard_map: what `jax.value_and_grad(problem.loss, has_aux=True)` returns, of
+    the mean over devices of their losses. Batch and key are the device's own.
+    Statistics are averaged, too.
+
+  Raises:
+    ValueError: for an unknown collective or word, or bytes that are not whole.
+
+  Example:
+    problem = problems.classification(...)
+    step = jax.shard_map(
+      wait_free.gradient(problem.pieces, "data"),
+      mesh=mesh,  # with an axis "data"
+      in_specs=(P(), P("data"), P()),
+      out_specs=P(),
+      check_vma=False,
+    )
+    (loss, aux), grads = jax.jit(step)(params, batch, key)
+  """
+  _check_factors(factors)
+  all_reduce = collectives.lookup(reduce)
+  if type(bucket_bytes) is not int or bucket_bytes < 0:
+    raise ValueError(
+      f"bucket_bytes must be a whole number from 0, not {bucket_bytes!r}"
+    )
+
+  def call(params, batch, key):
+    devices = jax.lax.axis_size(axis)
+
+    def mean(tree):
+      return jax.tree.map(lambda x: x / devices, tree)
+
+    def send(waiting):
+      """All-reduces gradients of some layers, as one array of a dtype."""
+      return mean(
+        collectives.all_reduce_tree(
+          waiting, axis, bucket_bytes=_bytes(waiting) or 1, reduce=all_reduce
+        )
+      )
+
+    def dtype_of(number, path):
+      return _find(weights[number], _kernel(path)).dtype
+
+    weights = base.weights_of(params)
+    calls: list[list[_Call]] = [[] for _ in pieces.layers]
+    if factors != "never":
+      calls = [
+        [c for c in held if _decide(i, c, devices, factors, None).factors]
+        for i, held in enumerate(_survey(pieces, params, batch))
+      ]
+    prepare_key, model_key = jax.random.split(key)
+    x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
+    backwards, stats = [], []
+    held = [bool(jax.tree.leaves(tree)) for tree in weights]
+    for number, layer in enumerate(pieces.layers):
+      x, backward, seen = _forward(
+        *(layer, params, number, x, model_key, calls[number]),
+        first=not any(held[:number]),
+      )
+      backwards.append(backward)
+      stats.extend(seen)
+    loss, pull = jax.vjp(lambda y: pieces.criterion(y, batch), x)
+    (dy,) = pull(jnp.ones_like(loss))
+
+    sent: dict[int, Any] = {}  # layer -> gradient
+    products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
+    waiting: dict[int, Any] = {}
+    for number in reversed(range(len(backwards))):
+      if not any(held[: number + 1]):  # the backward ends before
+        waiting[number], products[number] = weights[number], {}
+        continue
+      waiting[number], pairs, dy = backwards[number](dy)
+      products[number] = {
+        _kernel(path): mean(_product(*pair, axis, dtype_of(number, path)))
+        for path, pair in pairs.items()
+      }
+      if _bytes(waiting) >= max(bucket_bytes, 1):
+        sent |= send(waiting)
+        waiting = {}
+    sent |= send(waiting)
+    grads = tuple(_with(sent[i], products[i]) for i in range(len(weights)))
+
+    loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
+    if isinstance(params, base.Variables):
+      # As jax.grad has it: in training nothing depends on those given.
+      nothing = jax.tree.map(jnp.zeros_like, params.stats)
+      grads = base.Variables(grads, nothing)
+    return (loss, worker_lib.Aux(stats)), grads
+
+  return call
