@@ -3,22 +3,29 @@
 A stack of transformer blocks on two stages and two cores, against the same
 stack and the same microbatches on one device and one core:
 
-- GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S;
+- GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S, with stages
+  as threads, and as processes that have a core each (these need Ray);
 - PipeDream against T / S;
+- GPipe and 1F1B of torch.distributed.pipelining over Gloo, if there is torch,
+  against their own bound (`--peer` names a Python that has it);
 - a table of 64 stages and 1,024 microbatches made, checked and analysed;
 - what a task costs beside what is compiled, on a stage that does nothing;
 - memory of activations, counted and as the table says.
 
 The one device is another process, which has one core when JAX starts: XLA sizes
-its threads by the cores that it may use. The stages share XLA's two threads, so
-what a stage leaves of its core the other may take.
+its threads by the cores that it may use. As threads, the stages share XLA's two
+threads, so what a stage leaves of its core the other may take.
 """
 
+import contextlib
 import functools
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +33,13 @@ import numpy as np
 from absl import flags
 
 from asgd import algorithms, models, transformer
-from launch import cli, outputs
-from pipeline import analyze, executor, generate, validate
+from launch import cli, outputs, ray_session
+from pipeline import analyze, executor, generate, processes, validate
 
 _ONE_CORE = flags.DEFINE_bool("one_core", False, "Be the baseline; see above.")
+_PEER = flags.DEFINE_string(
+  "peer", None, "Python that has torch (pipeline). Default: this, if it has."
+)
 
 _STAGES, _MICROBATCHES = 2, 8
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
@@ -104,16 +114,26 @@ def _one_device(layers, params, x):
   return once
 
 
-def _pipelined(table, layers, params, x, **options):
+def _arguments(table):
+  """What an executor of the stack needs."""
+  layers, params, x = _stack()
   server = algorithms.build("asgd", 1e-6, 1).server()
   cuts = np.linspace(0, len(layers), table.stages + 1).astype(int).tolist()
   parts = [
     executor.Part(_stage_fn(layers, a, b), params[a:b], server)
     for a, b in zip(cuts, cuts[1:], strict=False)
   ]
-  engine = executor.Executor(
-    table, parts, lambda stage, m: x if stage == 0 else (), **options
-  )
+  extra = functools.partial(_extra, x)
+  return {"schedule": table, "parts": parts, "extra": extra}
+
+
+def _extra(x, stage, microbatch):
+  del microbatch
+  return x if stage == 0 else ()
+
+
+def _again_and_again(engine):
+  """Returns a function that obeys the whole table, with what follows."""
   held = {"state": engine.start()}
 
   def once():
@@ -121,53 +141,118 @@ def _pipelined(table, layers, params, x, **options):
     held["state"] = engine.again(result.state)
     return result
 
-  return engine, once
+  return once
+
+
+@contextlib.contextmanager
+def _of_own_core(tables):
+  """Engines whose stages are processes with a core each; none without Ray."""
+  if importlib.util.find_spec("ray") is None:
+    print("no Ray, so no stages in processes: pip install -e '.[ray]'")
+    yield []
+    return
+  cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
+  with contextlib.ExitStack() as stack:
+    ray_session.start(None)
+    stack.callback(ray_session.stop)
+    engines = []
+    for table in tables:
+      make = functools.partial(_arguments, table)
+      engine = processes.Processes(make, table, _STAGES, cores=cores)
+      engines.append(engine)
+      stack.callback(engine.close)
+    yield engines
 
 
 def _speed(rounds):
   """(a) and (b)."""
-  layers, params, x = _stack()
   s, m = _STAGES, _MICROBATCHES
-  contestants = (
-    ("GPipe", generate.gpipe(s, m), (m + s - 1) / m / s),
-    ("1F1B", generate.one_f_one_b(s, m), (m + s - 1) / m / s),
-    ("PipeDream", generate.pipedream(s, _ASYNCHRONOUS), 1 / s),
-  )
-  engines = [_pipelined(t, layers, params, x)[1] for _, t, _ in contestants]
+  flushing = (m + s - 1) / m / s
+  tables = {
+    "GPipe": (generate.gpipe(s, m), flushing),
+    "1F1B": (generate.one_f_one_b(s, m), flushing),
+    "PipeDream": (generate.pipedream(s, _ASYNCHRONOUS), 1 / s),
+  }
+  names, seconds = list(tables), []
+  engines = [executor.Executor(**_arguments(t)) for t, _ in tables.values()]
   one = _OneCore()
-  try:
-    seconds = []
+  with (
+    contextlib.closing(one),
+    _of_own_core([table for table, _ in tables.values()]) as others,
+  ):
+    contestants = [
+      (name, where, *tables[name], _again_and_again(engine))
+      for where, held in (("threads", engines), ("processes", others))
+      for name, engine in zip(names, held, strict=False)
+    ]
     for turn in range(rounds + 1):  # the first compiles and is not counted
       row = []
-      for (_, table, _), once in zip(contestants, engines, strict=True):
+      for _, _, table, _, once in contestants:
         base = one.seconds(table.microbatches)
         start = time.perf_counter()
         once()
         row.append((base, time.perf_counter() - start))
       if turn:
         seconds.append(row)
-  finally:
-    one.close()
   seconds = np.array(seconds)  # [rounds, contestants, (one core, pipeline)]
-  rows = []
-  for i, (name, _, bound) in enumerate(contestants):
-    base, mine = seconds[:, i].T
-    # Turn by turn: what slows the machine slows both.
-    ratio = base * bound / mine
-    times = (base, bound * base, mine)
-    rows.append(
-      [
-        *(name, *(f"{1e3 * np.median(value):.0f}" for value in times)),
-        *(f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"),
-      ]
-    )
+  rows = [
+    _row(name, where, bound, *seconds[:, i].T)
+    for i, (name, where, _, bound, _) in enumerate(contestants)
+  ]
+  rows += _peer(rounds, flushing)
   print(
     f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_LENGTH} tokens a"
     f" microbatch, {s} stages, {m} microbatches (PipeDream:"
     f" {_ASYNCHRONOUS}, with its fill and drain)\n"
   )
-  header = ["schedule", "one core ms", "bound ms", "ms", "of bound", "range"]
+  header = [
+    *("schedule", "stages are", "one core ms", "bound ms", "ms", "of bound"),
+    "range",
+  ]
   print(outputs.format_table(header, rows))
+
+
+def _row(name, where, bound, base, mine):
+  # Turn by turn: what slows the machine slows both.
+  ratio = base * bound / mine
+  times = (base, bound * base, mine)
+  return [
+    *(name, where, *(f"{1e3 * np.median(value):.0f}" for value in times)),
+    *(f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"),
+  ]
+
+
+def _peer(rounds, bound):
+  """Rows of PyTorch, if there is one."""
+  python = _PEER.value
+  if python is None:
+    if importlib.util.find_spec("torch") is None:
+      print("no torch to compare with: pip install torch, or --peer=PYTHON\n")
+      return []
+    python = sys.executable
+  sizes = {
+    "rounds": rounds,
+    "depth": _DEPTH,
+    "width": _WIDTH,
+    "heads": _HEADS,
+    "length": _LENGTH,
+    "batch": _BATCH,
+    "microbatches": _MICROBATCHES,
+  }
+  script = Path(__file__).with_name("bench_torch.py")
+  command = [python, script, *(f"--{k}={v}" for k, v in sizes.items())]
+  try:
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+  except OSError as error:
+    raise ValueError(f"--peer={python}: {error.strerror}") from error
+  except subprocess.CalledProcessError as error:
+    last = (error.stderr.strip() or "it said nothing").splitlines()[-1]
+    raise ValueError(f"--peer={python} has failed: {last}") from error
+  found = {k: np.array(v) for k, v in json.loads(said.stdout).items()}
+  base = np.full(rounds, np.median(found.pop("one_core")))
+  return [
+    _row(name, "torch", bound, base, mine) for name, mine in found.items()
+  ]
 
 
 def _table():
@@ -221,11 +306,10 @@ def _overhead(rounds):
 
 def _memory():
   """(d)."""
-  layers, params, x = _stack()
   rows = []
   for make in (generate.gpipe, generate.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
-    engine, _ = _pipelined(table, layers, params, x)
+    engine = executor.Executor(**_arguments(table))
     sizes = [stage.kept_bytes for stage in engine.compiled]
     state, held = engine.start(), np.zeros(table.devices)
     for slot in range(1, table.slots + 1):

@@ -7,18 +7,40 @@ import warnings
 from typing import Any
 from unittest import mock
 
+from absl import flags
+
+ADDRESS = flags.DEFINE_string(
+  "address", None, "Ray cluster to join. Default: one on this machine."
+)
+ALLOW_NETWORK = flags.DEFINE_bool(
+  "allow_network",
+  False,
+  "Let Ray listen beyond this machine; see Security in the README.",
+)
 _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 
 
-def check(address: str | None, *, allow_network: bool) -> None:
-  """Raises ValueError where `start` would, as far as that is known before."""
+def check(
+  address: str | None,
+  *,
+  allow_network: bool,
+  asked: str = "--runtime=ray",
+  instead: str = "--runtime=threads",
+) -> None:
+  """Raises ValueError where `start` would, as far as that is known before.
+
+  Args:
+    address: as for `start`.
+    allow_network: as for `start`.
+    asked: the flag that asks for Ray.
+    instead: the one that does not.
+  """
   try:
     import ray  # noqa: F401
   except ImportError as error:
     raise ValueError(
-      f"--runtime=ray needs Ray ({error}): pip install -e '.[ray]', or use"
-      " --runtime=threads"
+      f"{asked} needs Ray ({error}): pip install -e '.[ray]', or use {instead}"
     ) from error
   if address and not allow_network:
     raise ValueError(

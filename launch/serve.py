@@ -53,14 +53,8 @@ flags.adopt_module_key_flags(session)
 _RUNTIME = flags.DEFINE_enum(
   "runtime", "threads", ["threads", "ray"], "Threads, or processes by Ray."
 )
-_ADDRESS = flags.DEFINE_string(
-  "address", None, "Ray cluster to join. Default: one on this machine."
-)
-_ALLOW_NETWORK = flags.DEFINE_bool(
-  "allow_network",
-  False,
-  "Let Ray listen beyond this machine; see Security in the README.",
-)
+flags.adopt_module_key_flags(ray_session)
+_ADDRESS, _ALLOW_NETWORK = ray_session.ADDRESS, ray_session.ALLOW_NETWORK
 _MEMORY_DIR = flags.DEFINE_string(
   "memory_dir", "/dev/shm", "Where shared memory is made."
 )

@@ -15,15 +15,29 @@ parameters as far, unless the run has a `learning_rate` of its own.
 Keys of a run: schedule (of pipeline.generate), recipe (of asgd.algorithms),
 title, weights (latest, stash, 2bw, vertical), predict (send weights rolled
 forward by the stage's staleness), recompute, every, stages, learning_rate, and
-the options of its schedule and of its recipe.
+the options of its schedule and of its recipe. With partition=pipedream (of the
+schedule pipedream: stages with replicas) or mixed_pipe (of ftpipe: several
+stages on a device) the layers are timed, and `stages` is how many devices there
+are; `bandwidth` is in bytes a second between them (1e10).
 
 Stages run on CPU devices of their own, or share what is there; seconds are
-those of training alone. Ctrl-C, or a kill, loses nothing that matters: the same
-command with --resume ends with the same parameters, to the bit.
+those of training alone. With --processes=N they are in N processes, by Ray, on
+this machine or (--address) on others: the same parameters, to the bit. One that
+dies is replaced, and the run goes on from its last checkpoint. Ctrl-C, or a
+kill, loses nothing that matters: the same command with --resume ends with the
+same parameters, to the bit, in processes or not.
+
+With --spans each run's folder has what its devices did when, the last time
+through the table, to be drawn beside the plan, or looked at in Perfetto:
+
+  python -m launch.draw_schedule --table=RUN/schedule.csv \\
+    --measured=RUN/spans.json --out=FOLDER
 """
 
 import collections
+import functools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,15 +58,27 @@ from launch import (
   pipeline_experiment,
   pipeline_figures,
   progress,
+  ray_session,
   session,
 )
-from pipeline import analyze, executor, parts, spans, validate
+from pipeline import analyze, executor, parts, processes, spans, validate
+from pipeline import schedule as schedule_lib
 from pipeline import stage as stage_lib
 from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
 flags.adopt_module_key_flags(session)  # --help lists them, too
+flags.adopt_module_key_flags(ray_session)
+_PROCESSES = flags.DEFINE_integer(
+  "processes", 0, "Processes for the stages, by Ray. 0: threads of this one."
+)
+_GPUS = flags.DEFINE_float("gpus_per_process", 0.0, "That Ray reserves.")
+_SPANS = flags.DEFINE_bool(
+  "spans", False, "Write what each device did when, for launch.draw_schedule."
+)
+_DEATHS = 3  # of processes, without a checkpoint in between
 _CHUNK_SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
 _MANY = 400  # durations of a task that are remembered
+_MOST_SPANS = 200_000  # that are written, the last ones
 _RESULT_KEYS = frozenset(
   (*("algorithm", "schedule", "messages", "updates", "seconds", "test_loss"),)
 )
@@ -216,6 +242,73 @@ class _Clock:
     )
 
 
+class Way(NamedTuple):
+  """How stages are run."""
+
+  processes: int = 0  # of Ray; 0 is threads of this process
+  shared: Any = None  # reference to the dataset, in Ray's object store
+  gpus: float = 0.0  # of each process
+  cores: bool = True  # each process keeps to its part of this machine's cores
+  spans: bool = False  # write what devices did when
+
+
+def _engine_arguments(exp, cell, clock=time.perf_counter) -> dict[str, Any]:
+  """Arguments of the executor for a cell."""
+  plan = exp.plans[cell.label]
+  init_key, root = jax.random.split(jax.random.key(cell.seed))
+  params = exp.problem.init(init_key)
+  batches = exp.problem.batches(cell.seed, 1)
+  return {
+    "schedule": plan.table,
+    "parts": [
+      part._replace(params=parts.slice_of(params, first, last))
+      for part, first, last in zip(
+        plan.parts, plan.cuts, plan.cuts[1:], strict=False
+      )
+    ],
+    "extra": parts.extras(
+      lambda microbatch: batches(0, microbatch), root, plan.table.stages
+    ),
+    "weights": plan.weights,
+    "recompute": plan.recompute,
+    "together": plan.together,
+    "clock": clock,
+  }
+
+
+def _remote_arguments(config, shared, seconds, cell):
+  """The same, in a process that was given the data."""
+  import ray
+
+  config = {**config, "only": [cell.label]}
+  exp = pipeline_experiment.build(
+    config, dataset=ray.get(shared[0]), seconds=seconds
+  )
+  return _engine_arguments(exp, cell, time.time)  # of all machines
+
+
+def _cores(count):
+  """Shares of this machine's cores; None if there are not enough."""
+  if not hasattr(os, "sched_getaffinity"):
+    return None
+  here = sorted(os.sched_getaffinity(0))
+  return np.array_split(here, count) if len(here) >= count else None
+
+
+def _in_processes(exp, cell, way) -> processes.Processes:
+  table = exp.plans[cell.label].table
+  count = min(way.processes, table.devices)
+  make = functools.partial(
+    _remote_arguments, exp.config, [way.shared], exp.seconds, cell
+  )
+  cores = _cores(count) if way.cores else None
+  return processes.Processes(
+    *(make, table, count),
+    cores=cores and [share.tolist() for share in cores],
+    options={"num_gpus": way.gpus},
+  )
+
+
 class PipelineRun:
   """One cell: trains, evaluates, keeps its checkpoints and its log."""
 
@@ -225,6 +318,7 @@ class PipelineRun:
     cell: pipeline_experiment.Cell,
     folder: Path,
     board: Path | None = None,
+    way: Way = Way(),  # noqa: B008
   ):
     """Starts the cell, or goes on from its last checkpoint.
 
@@ -233,38 +327,34 @@ class PipelineRun:
       cell: which one.
       folder: for its files.
       board: folder for TensorBoard.
+      way: how its stages are run.
+
+    Raises:
+      PipelineError: if a process cannot start.
     """
     self._exp, self._cell, self._folder = exp, cell, folder
     self.plan = plan = exp.plans[cell.label]
     table = plan.table
-    init_key, root = jax.random.split(jax.random.key(cell.seed))
-    params = exp.problem.init(init_key)
-    self._parts = [
-      part._replace(params=parts.slice_of(params, first, last))
-      for part, first, last in zip(
-        plan.parts, plan.cuts, plan.cuts[1:], strict=False
+    arguments = _engine_arguments(exp, cell)
+    self._parts, self._extra = arguments["parts"], arguments["extra"]
+    if way.processes:
+      self._executor = _in_processes(exp, cell, way)
+    else:
+      here = jax.local_devices()
+      self._executor = executor.Executor(
+        **arguments,
+        devices=[here[d % len(here)] for d in range(table.devices)],
       )
-    ]
-    batches = exp.problem.batches(cell.seed, 1)
-    self._extra = parts.extras(
-      lambda microbatch: batches(0, microbatch), root, table.stages
-    )
-    here = jax.local_devices()
-    self._executor = executor.Executor(
-      *(table, self._parts, self._extra),
-      devices=[here[d % len(here)] for d in range(table.devices)],
-      weights=plan.weights,
-      recompute=plan.recompute,
-      clock=time.perf_counter,
-    )
     self._done = _updates_done(table)
     count = min(exp.config["evaluations"], plan.updates)
     self._due = [round((k + 1) * plan.updates / count) for k in range(count)]
     self._clock, self._slots = _Clock(table), 4 * table.stages
-    self.state = self._executor.start()
     self._loss = np.full(plan.microbatches, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in range(table.stages)]
     self.seconds, self.rows = 0.0, []
+    # Of the last time through the table.
+    self._spans = collections.deque(maxlen=_MOST_SPANS) if way.spans else None
+    self._end = 0.0  # of the spans
     self.diverged = False  # whether a loss was not finite
     folder.mkdir(parents=True, exist_ok=True)
     self._checkpoints = _Checkpoints(folder / "checkpoints")
@@ -272,9 +362,11 @@ class PipelineRun:
     self._log = outputs.CellLog(folder, board, self.rows)
 
   def _restore(self):
-    trained = self._loss, self._records()
-    found = self._checkpoints.restore(self.state, trained)
+    trained, first = (self._loss, self._records()), self._executor.start()
+    template = self._executor.fetch(first)
+    found = self._checkpoints.restore(template, trained)
     if found is None:
+      self.state = first
       return
     state, (loss, records), notes = found
     self.state = self._executor.place(state)
@@ -293,7 +385,8 @@ class PipelineRun:
     notes = {"seconds": self.seconds, "rows": self.rows}
     notes["diverged"] = self.diverged
     trained = self._loss, self._records()
-    self._checkpoints.save(self._step(), self.state, trained, notes)
+    state = self._executor.fetch(self.state)
+    self._checkpoints.save(self._step(), state, trained, notes)
 
   def _step(self):
     """Slots since the beginning."""
@@ -307,7 +400,9 @@ class PipelineRun:
       return
     updates = min(2, self.plan.updates)
     until = None if self.plan.table.flush else self._slot_of(updates)
+    held = self._executor.fetch(self.state)
     self._executor.run(self._executor.start(), until)
+    self.state = self._executor.place(held)
 
   @property
   def update(self) -> int:
@@ -351,7 +446,6 @@ class PipelineRun:
       until = min(self.state.slot + self._slots, self._slot_of(due))
     start = time.perf_counter()
     result = self._executor.run(self.state, until)
-    jax.block_until_ready(self._executor.params(result.state))
     took = time.perf_counter() - start
     self.seconds += took
     self._slots = max(1, round(self._slots * min(2, _CHUNK_SECONDS / took)))
@@ -366,11 +460,25 @@ class PipelineRun:
     for pieces, found in zip(self._pieces, result.records, strict=True):
       pieces.append(found)
     self._clock.add(result.spans)
+    if self._spans is not None:
+      self._keep_spans(result.spans)
     if len(broken) and self._exp.config["on_nan"] == "stop":
       raise ValueError(self._not_finite(numbers[broken[0]]))
     if self.update >= due or self.diverged:
       self._evaluate()
     return new
+
+  def _keep_spans(self, new):
+    """Adds the spans of a call, right after those before: what lies between
+    two calls, such as an evaluation, is no bubble."""
+    if self.plan.table.flush:
+      self._spans.clear()
+    shift = self._end - new[0].start if self._spans and new else 0.0
+    for span in new:
+      self._end = max(self._end, span.end + shift) if self._spans else span.end
+      self._spans.append(
+        span._replace(start=span.start + shift, end=span.end + shift)
+      )
 
   def _not_finite(self, first):
     label, rate = self._cell.label, self.plan.learning_rate
@@ -489,6 +597,12 @@ class PipelineRun:
     result = self.result()
     self.save()
     outputs.save_records(self._folder / "records.npz", self.trained())
+    if self._spans:
+      for name, text in (
+        ("schedule.csv", schedule_lib.to_csv(self.plan.table)),
+        ("spans.json", spans.to_json(self._spans) + "\n"),
+      ):
+        outputs.write_atomically(self._folder / name, text)
     params = parts.whole(self._executor.params(self.state))
     content = flax.serialization.to_bytes(params)
     outputs.write_atomically(self._folder / "params.msgpack", content)
@@ -498,9 +612,11 @@ class PipelineRun:
     return result
 
   def close(self) -> None:
-    """Releases the files."""
+    """Releases the files, and ends the processes."""
     self._log.close()
     self._checkpoints.close()
+    if isinstance(self._executor, processes.Processes):
+      self._executor.close()
 
 
 def _mean(values: np.ndarray) -> float:
@@ -560,11 +676,37 @@ def _train(run, exp, cell, bar, signals) -> dict[str, Any]:
   return run.finish()
 
 
+def _train_whoever_dies(exp, cell, place, board, bar, signals, way):
+  """Runs one cell; when a process dies, goes on with new ones."""
+  deaths, before = 0, -1
+  while True:
+    run = None
+    try:
+      run = PipelineRun(exp, cell, place, board, way)
+      if run.message > before:
+        deaths, before = 0, run.message
+      return _train(run, exp, cell, bar, signals)
+    except executor.PipelineError as error:
+      if not way.processes:
+        raise
+      deaths += 1
+      if not isinstance(error, processes.Died) or deaths == _DEATHS:
+        raise ValueError(
+          f"{cell.name}: {error}; what was saved goes on with --resume"
+        ) from error
+      bar.line(f"{cell.name}: {error}; on from the last checkpoint")
+    finally:
+      if run is not None:
+        bar.skip(-run.message if way.processes and not run.finished else 0)
+        run.close()
+
+
 def train(
   exp: pipeline_experiment.Experiment,
   folder: Path,
   bar: progress.Progress,
   signals: Any = Signals,
+  way: Way = Way(),  # noqa: B008
 ) -> list[dict[str, Any]]:
   """Runs the cells that are not finished; returns the results of all.
 
@@ -573,9 +715,11 @@ def train(
     folder: for results.
     bar: told how far it is.
     signals: its `received` says whether to stop.
+    way: how stages are run.
 
   Raises:
     Stopped: once all is saved.
+    ValueError: if a process fails, or dies again and again.
   """
   results = []
   for cell in exp.cells:
@@ -586,11 +730,9 @@ def train(
       results.append(result)
       continue
     board = folder / "tensorboard" / cell.name
-    run = PipelineRun(exp, cell, place, board)
-    try:
-      result = _train(run, exp, cell, bar, signals)
-    finally:
-      run.close()
+    result = _train_whoever_dies(
+      *(exp, cell, place, board, bar, signals, way)
+    )
     results.append(result)
     for line in pipeline_figures.lines(result):
       bar.line(line)
@@ -631,6 +773,21 @@ def _same_cuts(exp, folder, build: Callable[[list[float]], Any]):
 
 def main() -> None:
   """Runs the experiment that the flags describe."""
+  count = _PROCESSES.value
+  if count < 0:
+    raise ValueError(f"--processes must be 0 or more, not {count}")
+  if count:
+    ray_session.check(
+      *(ray_session.ADDRESS.value,),
+      allow_network=ray_session.ALLOW_NETWORK.value,
+      asked=f"--processes={count}",
+      instead="--processes=0",
+    )
+  elif ray_session.ADDRESS.value:
+    raise ValueError(
+      f"--address={ray_session.ADDRESS.value} is of a Ray cluster, and stages"
+      " are threads of this process: add --processes=N, or drop --address"
+    )
   exp = _build()
   folder = session.open_folder(exp)
   exp = _same_cuts(exp, folder, _build)
@@ -638,13 +795,24 @@ def main() -> None:
   here = jax.local_devices()
   if most > len(here):
     print(f"{most} devices of the tables share {len(here)}: {here[0].platform}")
+  way = Way()
+  if count:
+    address = ray_session.ADDRESS.value
+    shared = ray_session.start(
+      *(exp.dataset, address),
+      allow_network=ray_session.ALLOW_NETWORK.value,
+    )
+    way = Way(count, shared, _GPUS.value, cores=not address)
+  way = way._replace(spans=_SPANS.value)
   signals = session.Signals()
   total = sum(exp.plans[cell.label].microbatches for cell in exp.cells)
   bar = progress.Progress(total)
   try:
-    results = train(exp, folder, bar, signals)
+    results = train(exp, folder, bar, signals, way)
   finally:
     bar.close()
+    if count:
+      ray_session.stop()
   rows = [
     row for cell in exp.cells for row in read_rows(folder / "cells" / cell.name)
   ]

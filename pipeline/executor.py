@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, simulator
+from asgd import base, sharding, simulator
 from pipeline import analyze, program, validate
 from pipeline import stage as stage_lib
 from pipeline.program import UPDATE
@@ -90,6 +90,7 @@ class Executor:
     devices: Sequence[jax.Device] | None = None,
     weights: str | None = None,
     recompute: bool = False,
+    together: bool = False,
     own: dict[str, Callable[[int], Any]] | None = None,
     clock: Callable[[], float] | None = None,
     elsewhere: dict[int, Any] | None = None,
@@ -107,6 +108,10 @@ class Executor:
         "latest" for a synchronous schedule and "stash" for another.
       recompute: keep a stage's input instead of what its backward needs, and
         run its forward again; with "latest" weights, those of now.
+      together: updates of a synchronous schedule are made at the end of each
+        batch, and what they ask of `sharding.total` is of all stages, such as
+        the norm that `sharding.clip_by_global_norm` clips to. Otherwise each
+        stage makes its own, with its own norm.
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
       elsewhere: lanes that another process has -> their queues, whose `put`
@@ -158,7 +163,10 @@ class Executor:
     self._clock = clock
     self._blocks = clock is not None or devices[0].platform == "cpu"
     self.weights = weights
-    self.program = program.write(schedule, analyze.versions(schedule, weights))
+    self.together = together
+    self.program = program.write(
+      schedule, analyze.versions(schedule, weights), together=together
+    )
     self.places = self.program.places
     for stage, part in enumerate(self.parts):
       if part.server.workers not in (None, 1) and part.server.workers < len(
@@ -549,10 +557,28 @@ class _Run:
   def _update(self, lane, line):
     """Receives a message; the last of an update makes a new version. Returns
     when it began."""
+    executor = self.executor
+    lines = (line, *line.also)
+    # Waits for the last that comes before the clock is looked at.
+    came = [self._wait(lane, ("m", at.stage, at.microbatch)) for at in lines]
+    start = executor._clock() if executor._clock else float(line.slot)
+    arguments = [
+      self._arguments(at, *got) for at, got in zip(lines, came, strict=True)
+    ]
+    if arguments[0] is None:  # there are more to come
+      return start
+    if executor.together:
+      made = self._receive_together(lane, lines, arguments)
+    else:
+      made = [executor._steps[line.stage].receive(*arguments[0])]
+    for at, (state, row) in zip(lines, made, strict=True):
+      self._made(lane, at, state, row, start)
+    return start
+
+  def _arguments(self, line, message, ticket):
+    """What a server is to receive; None before all of an update are there."""
     executor, stage = self.executor, line.stage
     every = executor.schedule.every
-    message, ticket = self._wait(lane, ("m", stage, line.microbatch))
-    start = executor._clock() if executor._clock else float(line.slot)
     if every > 1:
       if stage in self.sums:
         total, oldest = self.sums.pop(stage)
@@ -561,19 +587,44 @@ class _Run:
         ticket = ticket if older else oldest
       if not line.last:
         self.sums[stage] = message, ticket
-        return start
+        return None
       message = _mean(message, every)
     transform = executor._transforms[stage]
-    state = self.servers[stage]
     if transform:
       weights, self.messages[stage, line.replica] = transform.update(
         *(base.weights_of(message), self.messages[stage, line.replica]),
         base.weights_of(ticket.params),
       )
       message = base.with_weights(message, weights)
-    state, row = executor._steps[stage].receive(
-      state, ticket, message, np.float32(0)
-    )
+    return self.servers[stage], ticket, message, np.float32(0)
+
+  def _receive_together(self, lane, lines, arguments):
+    """Receives what stages of several lanes have to add up to know."""
+    executor, known = self.executor, ()
+    steps = [executor._steps[line.stage].stage for line in lines]
+    others = {held[0] for held in executor.places} - {lane}
+    while True:
+      outs = [
+        step(known, *held) for step, held in zip(steps, arguments, strict=True)
+      ]
+      if isinstance(outs[0], sharding.Done):
+        return [out.result for out in outs]
+      operands = {
+        line.stage: jax.device_get(out.operand)
+        for line, out in zip(lines, outs, strict=True)
+      }
+      at = lines[0].group, len(known)
+      for other in others:
+        self.queues[other].put((("n", lane, *at), operands))
+      for other in others:
+        operands |= self._wait(lane, ("n", other, *at))
+      # In the order of the stages, so that it is the same bits everywhere.
+      ordered = [operands[stage] for stage in sorted(operands)]
+      known += (sharding.add_up(ordered),)
+
+  def _made(self, lane, line, state, row, start):
+    """Keeps a new version, and sends it to those who read it."""
+    executor, stage = self.executor, line.stage
     self._settle(state.params)
     self.servers[stage] = state
     time = executor._clock() if executor._clock else start
@@ -587,7 +638,6 @@ class _Run:
         self.tickets[lane][key] = made
       else:
         self.queues[target].put((("w", *key), made))
-    return start
 
   @staticmethod
   def _version(ticket):

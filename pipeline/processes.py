@@ -33,6 +33,10 @@ Make = Callable[[], Mapping[str, Any]]
 schedule, parts, extra, and any other but devices and elsewhere."""
 
 
+class Died(PipelineError):
+  """A process is gone; the same work may well be done by a new one."""
+
+
 class Held(NamedTuple):
   """A state that the processes hold."""
 
@@ -264,12 +268,12 @@ class Processes:
       try:
         self._ray.get(done)
       except self._ray.exceptions.RayError as error:
-        self._broken = self._why(calls, waiting)
-        raise PipelineError(self._broken) from error
+        kind, self._broken = self._why(calls, waiting)
+        raise kind(self._broken) from error
     return self._ray.get(calls)
 
   def _why(self, calls, waiting):
-    """Stops all, and says what has gone wrong."""
+    """Stops all; returns what has gone wrong, as a kind of error and a text."""
     for actor in self._actors:
       with contextlib.suppress(self._ray.exceptions.RayError):
         actor.stop.remote()
@@ -293,7 +297,8 @@ class Processes:
         reasons.append((0, f"{who} has died"))
       except self._ray.exceptions.RayError as error:  # it does not answer
         reasons.append((4, f"{who} does not stop: {type(error).__name__}"))
-    return min(reasons)[1]
+    first, text = min(reasons)
+    return (PipelineError if first in (1, 2) else Died), text
 
   def _held(self, slot, microbatch):
     self._serial += 1
@@ -317,7 +322,7 @@ class Processes:
     """As `Executor.run`; losses are NumPy's.
 
     Raises:
-      PipelineError: if a task failed, or a process died; all others stop.
+      PipelineError: if a task failed; `Died` if a process did. All stop.
       ValueError: for a state that is no longer held.
     """
     self._check(held)

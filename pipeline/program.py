@@ -29,6 +29,7 @@ class Line(NamedTuple):
   replica: int
   last: bool = False  # of an update's microbatches
   group: int = 0  # the update
+  also: tuple["Line", ...] = ()  # updates that are made with it
 
 
 class Program(NamedTuple):
@@ -54,12 +55,20 @@ class Program(NamedTuple):
     return len(slots) - bisect.bisect_left(slots, slot)
 
 
-def write(schedule: Schedule, versions: analyze.Versions) -> Program:
+def write(
+  schedule: Schedule, versions: analyze.Versions, *, together: bool = False
+) -> Program:
   """Returns the program of a table that is valid.
 
   Args:
     schedule: the table; every microbatch has a backward.
     versions: of the weights that its tasks read.
+    together: a batch's updates of all stages are made at its end, those of a
+      lane in one line. Otherwise each is made as soon as it can be.
+
+  Raises:
+    ValueError: if a stage begins a batch before others have ended the one
+      before, and updates are to be together.
   """
   where, places = validate.rows(schedule), schedule.places()
   replica = [{d: i for i, d in enumerate(held)} for held in places]
@@ -84,6 +93,8 @@ def write(schedule: Schedule, versions: analyze.Versions) -> Program:
       )
       for version in (versions.forward, versions.backward):
         reads[stage, int(version[stage, microbatch]), mine].append(slot)
+  if together:
+    lanes = _with_updates_together(lanes, schedule, where)
   for lane in lanes:
     lane.sort(key=lambda line: (line.slot, line.kind == UPDATE))
   made = collections.defaultdict(list)
@@ -96,6 +107,30 @@ def write(schedule: Schedule, versions: analyze.Versions) -> Program:
     {ticket: sorted(slots) for ticket, slots in reads.items()},
     made,
   )
+
+
+def _with_updates_together(lanes, schedule, where):
+  every = schedule.every
+  ends = schedule.time[where.weight].reshape(schedule.stages, -1, every)
+  ends = ends.max((0, 2))
+  begins = schedule.time[where.forward].reshape(schedule.stages, -1, every)
+  if schedule.flush is False or (begins.min((0, 2))[1:] <= ends[:-1]).any():
+    raise ValueError(
+      f"{schedule.name} begins a batch before the one before has ended at all"
+      " stages, so their updates cannot be made together: use a table of one"
+      " batch"
+    )
+  out = []
+  for lane in lanes:
+    rest = [line for line in lane if not line.last]
+    groups = collections.defaultdict(list)
+    for line in lane:
+      if line.last:
+        groups[line.group].append(line._replace(slot=int(ends[line.group])))
+    for first, *others in groups.values():
+      rest.append(first._replace(also=tuple(others)))
+    out.append(rest)
+  return out
 
 
 def lane_of(program: Program, schedule: Schedule, field: str, key: Any) -> int:

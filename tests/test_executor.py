@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import asgd
 from asgd import algorithms, base, models, sharding, simulator
 from asgd import worker as worker_lib
 from pipeline import analyze, generate, schedule
@@ -233,6 +234,34 @@ def test_a_synchronous_pipeline_is_the_monolith(name, recompute):
 def test_two_directions_are_the_monolith():
   found, _, _ = run(both_ways(8), stages=2)
   close(found, monolith(8, 8))
+
+
+CLIP = 0.05  # less than the norms
+
+
+@functools.cache
+def clipping():
+  tx = optax.chain(sharding.clip_by_global_norm(CLIP), optax.sgd(RATE))
+  return asgd.make_server(base.as_algorithm(tx))
+
+
+@pytest.mark.parametrize("name", ["1F1B, I and W", "several stages on a device"])
+def test_norms_are_of_all_stages_if_updates_are_together(name):
+  table = TABLES[name]()
+  made = [part._replace(server=clipping()) for part in parts(STAGES)]
+  run_ = Executor(
+    *(table, made, functools.partial(extra, STAGES)), together=True
+  )
+  params = numbers()[2]
+  gradients = [gradient(params, m) for m in range(table.microbatches)]
+  mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
+  assert optax.tree.norm(mean) > 2 * CLIP
+  clipped, _ = optax.clip_by_global_norm(CLIP).update(mean, ())
+  wanted = jax.tree.map(lambda p, g: p - RATE * g, params, clipped)
+  state = run_.start()
+  for slot in (*range(1, table.slots), None):  # cut anywhere
+    state = run_.run(state, slot).state
+  close(sum(map(tuple, run_.params(state)), ()), wanted)
 
 
 def test_a_table_is_obeyed_again_with_the_microbatches_that_follow():
@@ -519,6 +548,10 @@ MISTAKES = {
   "loss": (
     lambda: Executor(gpipe(1, 2), parts(4)[:1], functools.partial(extra, 4)),
     "last stage must return its loss",
+  ),
+  "together": (
+    lambda: run(one_f_one_b(4, 8, 1, False), together=True),
+    "their updates cannot be made together",
   ),
   "again": (
     lambda: (lambda e: e.again(e.start()))(

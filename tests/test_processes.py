@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from asgd import algorithms, models
-from launch import ray_session
+from launch import pipeline_experiment, ray_session, train_pipeline
 from pipeline import executor, generate
 from pipeline.executor import PipelineError
 
@@ -76,8 +76,11 @@ def make(table, recipe, weights, recompute, mistake=None):
     return (examples(microbatch) if ends else ()), key
 
   return {
-    **{"schedule": table, "parts": parts, "extra": extra},
-    **{"weights": weights, "recompute": recompute},
+    "schedule": table,
+    "parts": parts,
+    "extra": extra,
+    "weights": weights,
+    "recompute": recompute,
   }
 
 
@@ -181,7 +184,60 @@ def test_a_failure_is_told_by_the_driver_and_nothing_hangs(mistake, said):
 
 
 def test_what_cannot_start_says_why():
-  with pytest.raises(PipelineError, match="ValueError: unknown algorithm 'magic'"):
+  with pytest.raises(
+    PipelineError, match="ValueError: unknown algorithm 'magic'"
+  ):
     in_processes(1, generate.gpipe(2, 2), "magic", None, False)
   with pytest.raises(ValueError, match="are in 1 to 2 processes, not 3"):
     in_processes(3, generate.gpipe(2, 2), "asgd", None, False)
+
+
+CONFIG = {
+  "model": {"name": "mlp", "hidden": [8, 6]},
+  "microbatches": 4,
+  "updates": 30,
+  "evaluations": 3,
+  "evaluation_examples": 50,
+  "checkpoint_seconds": 0,
+  "runs": {"pipedream": {"schedule": "pipedream", "recipe": "dana_zero"}},
+}
+
+
+class Bar:
+  """Kills a process of the first engine when it has made some updates."""
+
+  def __init__(self, engines):
+    self.engines, self.updates, self.lines = engines, 0, []
+
+  def update(self, *args):
+    self.updates += 1
+    if self.updates == 3:
+      ray.kill(self.engines[0]._actors[1])
+
+  def skip(self, messages):
+    pass
+
+  def line(self, text):
+    self.lines.append(text)
+
+
+def test_a_killed_process_is_replaced_and_no_bit_differs(tmp_path, monkeypatch):
+  exp = pipeline_experiment.build(CONFIG)
+  quiet = Bar([])
+  quiet.updates = 3
+  (wanted,) = train_pipeline.train(exp, tmp_path / "threads", quiet)
+  bar = Bar(engines := [])
+  original = train_pipeline._in_processes
+
+  def remember(*args):
+    engines.append(original(*args))
+    return engines[-1]
+
+  monkeypatch.setattr(train_pipeline, "_in_processes", remember)
+  way = train_pipeline.Way(2, ray.put(exp.dataset))
+  (found,) = train_pipeline.train(exp, tmp_path / "ray", bar, way=way)
+  assert len(engines) == 2
+  assert "the process of devices 1 has died; on from" in bar.lines[0]
+  assert found["params_sha256"] == wanted["params_sha256"]
+  for key in ("messages", "updates", "train_loss", "staleness", "test_loss"):
+    assert found[key] == wanted[key]

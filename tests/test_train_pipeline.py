@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import pytest
 
+from asgd import data
 from launch import checkpoints, cli, outputs, pipeline_figures, progress
 from launch import pipeline_experiment as experiment
 from launch import train_pipeline as launcher
-from pipeline import generate
+from pipeline import analyze, generate, schedule, spans
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 240  # seconds until a subprocess is taken to hang
@@ -214,6 +215,51 @@ def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
   assert made == [exp.seconds]
 
 
+def test_a_partitioner_places_the_stages():
+  config = small(
+    replicas={"schedule": "pipedream", "partition": "pipedream"},
+    mixed={"schedule": "ftpipe", "partition": "mixed_pipe", "stages": 2},
+    plain={"schedule": "gpipe"},
+  )
+  config["stages"] = 3
+  # Flatten, which goes with the next, and four layers with weights.
+  seconds = [[0.0, 0.0], [3.0, 6.0], [1.0, 2.0], [1.0, 1.0], [1.0, 3.0]]
+  plans = experiment.build(config, seconds=seconds).plans
+  # 18 seconds on three devices: no cut does better than 6.
+  assert plans["replicas"].cuts == (0, 5)
+  assert plans["replicas"].table.places() == [[0, 1, 2]]
+  # 9 + 0 on a device, 3 + 2 + 4 on the other.
+  assert plans["mixed"].table.places() == [[0], [1]]
+  assert plans["plain"].table.devices == 3
+  # Where a kilobyte takes twenty seconds, nobody is to have replicas.
+  config["runs"]["replicas"]["bandwidth"] = 50.0
+  plan = experiment.build(config, seconds=seconds).plans["replicas"]
+  assert plan.cuts[:2] == (0, 2)
+  assert plan.table.places() == [[0], [1], [2]]
+  seconds = [[0.0, 0.0], [1.0, 3.0], [1.0, 1.0], [0.5, 0.5], [1.0, 2.0]]
+  mixed = experiment.build(config, seconds=seconds).plans["mixed"]
+  # 4 + 1 and 2 + 3, where no cut of a chain does better than 6 and 4.
+  assert mixed.cuts == (0, 2, 3, 4, 5)
+  assert mixed.table.places() == [[0], [1], [0], [1]]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "stale"])
+def test_what_devices_did_can_be_held_against_the_plan(name, tmp_path):
+  exp = build("runs.x.schedule=" + name, "evaluations=4")
+  bar = progress.Progress(1, stream=io.StringIO())
+  launcher.train(exp, tmp_path, bar, way=launcher.Way(spans=True))
+  place = tmp_path / "cells" / "x-s0"
+  table = schedule.from_csv((place / "schedule.csv").read_text())
+  found = spans.from_json((place / "spans.json").read_text())
+  assert table.tasks == exp.plans["x"].table.tasks
+  timing = analyze.times(table, spans.costs(table, found))
+  compared = spans.compare(table, timing, found)
+  assert compared.missing == 0
+  # An update for each microbatch and stage: none is missing, none is twice.
+  updates = [span for span in found if span.action == "update"]
+  assert len(updates) == len(set(updates)) == STAGES * table.microbatches
+
+
 def test_the_loss_of_a_text_falls(tmp_path):
   config = small(x={"schedule": "pipedream", "momentum": 0.9})
   config["data"] = {"name": "pydoc", "context": 8}
@@ -229,7 +275,21 @@ def test_seeds_are_runs_of_their_own(tmp_path):
   assert first["params_sha256"] != second["params_sha256"]
 
 
-@pytest.mark.parametrize("name", ["pipeline_digits", "pipeline_gpt"])
+def images():
+  """As CIFAR-10 is, but random."""
+  rng = np.random.default_rng(0)
+  pixels = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
+  labels = rng.integers(0, 10, 64, np.int32)
+  return data.Dataset(
+    *("cifar10", "drawn here", pixels, labels, pixels[:8], labels[:8], 10),
+    *(np.full(3, 128, np.float32), np.full(3, 74, np.float32)),
+  )
+
+
+CONFIGS = ["pipeline_digits", "pipeline_gpt", "pipeline_cifar10"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_configs_build_and_give_their_command(name):
   names = {}
   source = (ROOT / "configs" / f"{name}.py").read_text()
@@ -237,7 +297,10 @@ def test_the_configs_build_and_give_their_command(name):
   config = names["get_config"]()
   assert config.is_locked
   assert f"--config=configs/{name}.py" in source
-  exp = experiment.build(config)
+  given = {}
+  if config.data.name == "cifar10":
+    given = {"dataset": images(), "seconds": [[1.0, 2.0]] * 11}
+  exp = experiment.build(config, **given)
   assert list(exp.plans) == list(config.runs)
   assert max(plan.table.devices for plan in exp.plans.values()) == 4
 
@@ -473,6 +536,20 @@ MISTAKES = {
     ["runs.x.schedule=ftpipe", "runs.x.devices=0,1"],
     "config.runs.x.devices must be a device for each of 4",
   ),
+  "partition": (
+    ["runs.x.partition=pipedram"],
+    "config.runs.x.partition must be one of pipedream, mixed_pipe",
+  ),
+  "partition of another": (
+    ["runs.x.partition=mixed_pipe"],
+    "mixed_pipe is for the schedule ftpipe, not gpipe",
+  ),
+  "partition and devices": (
+    ["runs.x.schedule=ftpipe", "runs.x.partition=mixed_pipe"]
+    + ["runs.x.devices=0,1"],
+    "config.runs.x.devices follows from config.runs.x.partition",
+  ),
+  "bandwidth": (["runs.x.bandwidth=3"], "is for a partition: drop it"),
   "rule": (["runs.x.schedule=custom"], "config.runs.x.rule must be the place"),
   "weights": (
     ["runs.x.schedule=stale", "runs.x.weights=newest"],
