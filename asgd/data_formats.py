@@ -278,7 +278,7 @@ def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
 # CIFAR-10, its two published forms.
 
 
-def _tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
+def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of every regular file of a .tar.gz or .tar.xz."""
   unpack = lzma.open if path.suffix == ".xz" else gzip.open
   try:
@@ -302,7 +302,7 @@ def _cifar_files(place: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
     found = [name for name in names if (place / name).is_file()]
     content = {name: (place / name).read_bytes() for name in found}
   else:
-    files = ((PurePosixPath(n).name, data) for n, data in _tar_files(place))
+    files = ((PurePosixPath(n).name, data) for n, data in tar_files(place))
     content = {n: data for n, data in files if n in names}
   if missing := [n for n in names if n not in content]:
     raise DataError(
@@ -533,7 +533,7 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
       _log.warning("%s is damaged (%s): decoding again", cached, error)
       with contextlib.suppress(OSError):
         cached.unlink()
-  arrays, _ = _decode(_tar_files(archive), archive)
+  arrays, _ = _decode(tar_files(archive), archive)
   try:
     with _written_whole(cached) as file:
       np.savez(file, **arrays._asdict())

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from asgd import base, names, transformer
+from asgd import base, encoder, names, transformer
 
 Layers = tuple[nn.Module, ...]
 
@@ -529,7 +529,7 @@ def wrn16_4(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
 
 MODELS: dict[str, Callable[..., Layers]] = {
   model.__name__: model
-  for model in (mlp, cnn, resnet20, wrn16_4, transformer.gpt)
+  for model in (mlp, cnn, resnet20, wrn16_4, transformer.gpt, encoder.bert)
 }
 
 

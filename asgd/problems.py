@@ -5,7 +5,8 @@ evaluation, and batches as a function of (worker, job). Runtimes see nothing
 else of either.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, data, models, text
+from asgd import base, data, models, sentences, text
 from asgd import worker as worker_lib
 
 
@@ -22,6 +23,7 @@ class Evaluation(NamedTuple):
 
   loss: float  # mean cross-entropy, nats
   accuracy: float  # fraction in [0, 1]
+  measure: float = float("nan")  # the task's own beside these, if it has one
 
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
@@ -50,6 +52,7 @@ class Problem(NamedTuple):
 
 
 _EVALUATION_BATCH = 500  # images evaluated at once
+_EVALUATION_SENTENCES = 128  # evaluated at once
 _PROBE = 256  # training images on which curvature is estimated
 
 
@@ -229,6 +232,124 @@ def language(
   count = max(len(held.train) // (batch_size * context), 1)
   loss = whole_loss(pieces)
   return Problem(init, loss, evaluate, batches, probe, count, pieces)
+
+
+def classify_sentences(
+  held: sentences.Sentences,
+  layers: models.Layers,
+  *,
+  batch_size: int,
+  evaluation_examples: int = 0,
+  weights: Sequence[Mapping[str, Any]] | None = None,
+) -> Problem:
+  """Classification of sentences, or of pairs of them, with cross-entropy.
+
+  Args:
+    held: from `sentences.load`.
+    layers: `encoder.bert`, with as many classes as the task.
+    batch_size: examples in one worker's batch.
+    evaluation_examples: evaluate on so many test examples, evenly spaced; 0 is
+      all.
+    weights: of each layer, as `encoder.pretrained` has them: where training
+      begins. What a layer has beside them, such as the classifier, is drawn.
+
+  Returns:
+    A Problem.
+
+  Raises:
+    ValueError: for a task of more words than the model's, weights of another
+      model, and as `data.make_batches`.
+  """
+  if held.vocabulary > layers[0].vocabulary:
+    raise ValueError(
+      f"{held.name} has {held.vocabulary:,} different words, and the model has"
+      f" {layers[0].vocabulary:,}; use the tokenizer that the model was trained"
+      " with"
+    )
+  if evaluation_examples < 0:
+    raise ValueError(
+      f"evaluation_examples must be 0 (all) or more, not {evaluation_examples}"
+    )
+  if weights is not None and len(weights) != len(layers):
+    raise ValueError(
+      f"{len(layers)} layers need weights each, not {len(weights)}"
+    )
+
+  def batches(seed, workers):
+    return data.make_batches(
+      held.train_tokens,
+      held.train_labels,
+      batch_size=batch_size,
+      seed=seed,
+      workers=workers,
+    )
+
+  batches(0, 1)  # raises what is wrong with the arguments here, not later
+
+  def init(key):
+    shape = 1, *held.train_tokens.shape[1:]
+    params = models.init(layers, key, jnp.zeros(shape, jnp.int32))
+    if weights is None:
+      return params
+    made = []
+    for number, (drawn, given) in enumerate(zip(params, weights, strict=True)):
+      chosen = {**drawn, **jax.tree.map(jnp.asarray, dict(given))}
+      if _shapes_of(chosen) != _shapes_of(drawn):
+        raise ValueError(
+          f"the weights given for layer {number} are not of its sizes; build"
+          " the model with those that `encoder.pretrained` tells"
+        )
+      made.append(chosen)
+    return tuple(made)
+
+  def prepare(batch, key, dtype):
+    del key, dtype
+    return batch[0]
+
+  def criterion(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+    return losses.mean()
+
+  pieces = Pieces(layers, prepare, criterion)
+
+  test = len(held.test_labels)
+  count = min(evaluation_examples or test, test)
+  rows = np.linspace(0, test - 1, count).astype(int)
+  labels = held.test_labels[rows]
+
+  def evaluate(params):
+    found = []
+    for start in range(0, count, _EVALUATION_SENTENCES):
+      some = rows[start : start + _EVALUATION_SENTENCES]
+      batch = held.test_tokens[some], held.test_labels[some]
+      found.append(jax.device_get(_score_sentences(layers, params, *batch)))
+    loss, predicted = map(np.concatenate, zip(*found, strict=True))
+    hits = predicted == labels
+    evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
+    if held.measure is None:
+      return evaluation
+    measure = sentences.MEASURES[held.measure](labels, predicted)
+    return evaluation._replace(measure=float(measure))
+
+  train = len(held.train_labels)
+  spread = np.linspace(0, train - 1, min(_PROBE, train)).astype(int)
+  probe = held.train_tokens[spread], held.train_labels[spread]
+  loss = whole_loss(pieces)
+  return Problem(
+    init, loss, evaluate, batches, probe, train // batch_size, pieces
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score_sentences(layers, params, tokens, labels):
+  """Returns the loss of each example, and the class predicted for it."""
+  logits, _ = models.apply(layers, params, tokens)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return losses, logits.argmax(-1)
+
+
+def _shapes_of(tree):
+  return jax.tree.map(lambda leaf: leaf.shape, tree)
 
 
 def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:

@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,22 +25,35 @@ from asgd import (
   algorithms,
   base,
   data,
+  encoder,
   models,
   names,
   problems,
   schedules,
+  sentences,
   sharding,
   text,
   transforms,
 )
 from launch import experiment
-from pipeline import analyze, generate, graph, partition, parts, validate
+from pipeline import (
+  analyze,
+  generate,
+  graph,
+  mixed_pipe,
+  partition,
+  parts,
+  pipedream_partition,
+  validate,
+)
 from pipeline.executor import Part
 from pipeline.schedule import Schedule
 
 DEFAULTS = {
-  # `context`: characters of a window, of texts; `augment`: of images.
+  # `context`: characters of a window, of texts; pieces of words of an example,
+  # of sentences; `augment`: of images.
   "data": {"name": "digits", "context": 64, "augment": False},
+  # `pretrained`, of bert: a package or folder that has its weights.
   "model": {"name": "mlp"},
   "stages": 2,
   "cuts": "parameters",  # what is balanced; or "time", or a list of layers
@@ -56,16 +69,21 @@ DEFAULTS = {
   },
   "runs": {},  # label -> {schedule, [recipe, title, weights, ...], options}
   "only": (),  # labels to run; () is all
-  "clip_norm": None,  # norm to which a stage's gradient of an update is clipped
+  # Norm to which the gradient of an update is clipped: of all stages, or of
+  # each in an asynchronous schedule, where there is no update of all.
+  "clip_norm": None,
   "evaluations": 10,  # per cell, evenly spaced, the last at the end
-  "evaluation_examples": 0,  # 0 is all images, or 64 windows
+  "evaluation_examples": 0,  # 0 is all images or sentences, or 64 windows
   "checkpoint_seconds": 30.0,
   "on_nan": "stop",  # or "record": keep the cell as diverged and go on
 }
 _RUN_KEYS = (
   *("schedule", "recipe", "title", "weights", "predict", "recompute"),
-  *("every", "stages", "learning_rate"),
+  *("every", "stages", "learning_rate", "partition", "bandwidth"),
 )
+# Partitioners that also place stages, and the schedule that each is for.
+_PARTITIONS = {"pipedream": "pipedream", "mixed_pipe": "ftpipe"}
+_BANDWIDTH = 1e10  # bytes a second between devices
 # What follows from other keys; `devices` too, where it is not a list.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
 _LISTS = ("zero_bubble", "ftpipe", "custom")
@@ -103,6 +121,7 @@ class Plan(NamedTuple):
   microbatches: int  # in all
   parts: tuple[Part, ...]  # with shapes in the place of parameters
   cuts: tuple[int, ...]
+  together: bool  # whether the updates of a batch know a norm of all stages
 
   @property
   def updates(self) -> int:
@@ -114,18 +133,26 @@ class Experiment(NamedTuple):
   """All there is to run."""
 
   config: dict[str, Any]  # resolved: every key, plain data
-  dataset: data.Dataset | text.Text
+  dataset: data.Dataset | text.Text | sentences.Sentences
   problem: problems.Problem
   plans: dict[str, Plan]
   cells: tuple[Cell, ...]
-  seconds: list[float] | None  # of each layer, where cuts are made by time
+  # Of each layer (forward, backward), where stages are made by time.
+  seconds: list[list[float]] | None
 
 
 # The config.
 
 
-def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
+def resolve(
+  config: ml_collections.ConfigDict | Mapping,
+  defaults: Mapping[str, Any] = DEFAULTS,
+) -> dict[str, Any]:
   """Returns the config as plain data, with defaults filled in.
+
+  Args:
+    config: keys as in `defaults`.
+    defaults: of an experiment.
 
   Raises:
     ValueError: for a key that means nothing, naming the nearest that does.
@@ -137,12 +164,12 @@ def resolve(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
       f"get_config() must return a ConfigDict, not {type(config).__name__}"
     )
   for key in config:
-    if key not in DEFAULTS:
+    if key not in defaults:
       raise ValueError(
-        f"unknown config key {key!r}; {names.nearest(key, DEFAULTS)}"
+        f"unknown config key {key!r}; {names.nearest(key, defaults)}"
       )
   resolved = {}
-  for key, default in DEFAULTS.items():
+  for key, default in defaults.items():
     value = config.get(key, default)
     if isinstance(default, dict):
       if not isinstance(value, Mapping):
@@ -167,7 +194,7 @@ def override(
   """Applies command-line overrides to a config.
 
   Another schedule of a run drops what the config has for the old one: its
-  weights, its `every` and its options.
+  weights, its `every`, its partition and its options.
 
   Args:
     config: keys as in DEFAULTS.
@@ -197,6 +224,7 @@ def override(
         key: held
         for key, held in run.items()
         if key not in ("weights", "every", "devices", *_all_options())
+        and key not in ("partition", "bandwidth")
       }
   return resolve(experiment.override(config, overrides))
 
@@ -220,7 +248,7 @@ def options(schedule: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _blame(key):
+def blame(key: str) -> Iterator[None]:
   """Names the key of the config in errors about its value."""
   try:
     yield
@@ -237,7 +265,9 @@ def _blame(key):
     raise ValueError(f"config.{key}: {error}") from error
 
 
-def _whole(value, key, least=1, most=_MOST):
+def whole(value, key, least=1, most=_MOST):
+  """Returns a key's value if it is a whole number in range, or raises
+  ValueError."""
   if type(value) is not int or not least <= value <= most:
     raise ValueError(
       f"config.{key} must be a whole number from {least} to {most}, not"
@@ -246,7 +276,8 @@ def _whole(value, key, least=1, most=_MOST):
   return value
 
 
-def _positive(value, key, *, or_zero=False):
+def positive(value, key, *, or_zero=False):
+  """Returns a key's value as a float, or raises ValueError."""
   known = type(value) in (int, float) and 0 <= value <= 1e30
   if not known or not (value or or_zero):
     least = "from 0" if or_zero else "positive and"
@@ -256,17 +287,47 @@ def _positive(value, key, *, or_zero=False):
   return float(value)
 
 
-def _flag(value, key):
+def flag(value, key):
+  """Returns a key's value if it is a bool, or raises ValueError."""
   if not isinstance(value, bool):
     raise ValueError(f"config.{key} must be True or False, not {value!r}")
   return value
 
 
+def check_common(config: Mapping[str, Any]) -> None:
+  """Checks what experiments of all kinds have that train synchronously, too.
+
+  Raises:
+    ValueError: naming a key, its value and the remedy.
+  """
+  for key in ("updates", "evaluations"):
+    whole(config[key], key)
+  whole(config["evaluation_examples"], "evaluation_examples", least=0)
+  whole(config["data"]["context"], "data.context")
+  flag(config["data"]["augment"], "data.augment")
+  positive(config["learning_rate"], "learning_rate")
+  positive(config["checkpoint_seconds"], "checkpoint_seconds", or_zero=True)
+  if config["clip_norm"] is not None:
+    positive(config["clip_norm"], "clip_norm")
+  if config["on_nan"] not in ("stop", "record"):
+    raise ValueError(
+      f"config.on_nan must be 'stop' or 'record', not {config['on_nan']!r}"
+    )
+  seeds = config["seeds"]
+  for seed in seeds:
+    whole(seed, "seeds", 0, 2**32 - 1)
+  if not seeds or len(set(seeds)) != len(seeds):
+    raise ValueError(f"config.seeds must be different numbers, not {seeds!r}")
+  if "classes" in config["model"]:
+    raise ValueError("config.model.classes follows from the data; drop it")
+
+
 def _check(config):
   """Checks all but the runs."""
-  _whole(config["stages"], "stages", most=_MOST_STAGES)
-  for key in ("microbatch_size", "microbatches", "updates", "evaluations"):
-    _whole(config[key], key)
+  whole(config["stages"], "stages", most=_MOST_STAGES)
+  for key in ("microbatch_size", "microbatches"):
+    whole(config[key], key)
+  check_common(config)
   total = config["updates"] * config["microbatches"]
   if total > _MOST_MICROBATCHES:
     raise ValueError(
@@ -274,30 +335,12 @@ def _check(config):
       f" {config['microbatches']} are {total:,} microbatches; use at most"
       f" {_MOST_MICROBATCHES:,}"
     )
-  _whole(config["evaluation_examples"], "evaluation_examples", least=0)
-  _whole(config["data"]["context"], "data.context")
-  _flag(config["data"]["augment"], "data.augment")
-  _positive(config["learning_rate"], "learning_rate")
-  _positive(config["checkpoint_seconds"], "checkpoint_seconds", or_zero=True)
-  if config["clip_norm"] is not None:
-    _positive(config["clip_norm"], "clip_norm")
-  if config["on_nan"] not in ("stop", "record"):
-    raise ValueError(
-      f"config.on_nan must be 'stop' or 'record', not {config['on_nan']!r}"
-    )
-  seeds = config["seeds"]
-  for seed in seeds:
-    _whole(seed, "seeds", 0, 2**32 - 1)
-  if not seeds or len(set(seeds)) != len(seeds):
-    raise ValueError(f"config.seeds must be different numbers, not {seeds!r}")
   cuts = config["cuts"]
   if cuts not in _CUTS and not isinstance(cuts, list):
     raise ValueError(
       f"config.cuts must be 'parameters', 'time', or a list of layers from 0"
       f" to their number, not {cuts!r}"
     )
-  if "classes" in config["model"]:
-    raise ValueError("config.model.classes follows from the data; drop it")
   if not config["runs"]:
     raise ValueError(
       "config.runs names no run; give it entries such as"
@@ -344,7 +387,7 @@ class _Draft(NamedTuple):
 def _draft(config, label) -> _Draft:
   run = config["runs"][label]
   where = f"runs.{label}"
-  with _blame(where):
+  with blame(where):
     recipe = run.get("recipe", "asgd")
     known = options(run["schedule"])
     of_recipe = algorithms.options(recipe)
@@ -356,9 +399,7 @@ def _draft(config, label) -> _Draft:
           f" {run['schedule']!r}, recipe {recipe!r});"
           f" {names.nearest(key, everything)}"
         )
-    stages = _whole(
-      run.get("stages", config["stages"]), f"{where}.stages", 1, _MOST_STAGES
-    )
+    stages = _stages(config, label)
     table = _table(config, label, stages)
     weights = run.get("weights")
     if weights is None:
@@ -369,7 +410,7 @@ def _draft(config, label) -> _Draft:
         f" {run['schedule']} flushes: drop it"
       )
     analyze.versions(table, weights)
-    predict = _flag(run.get("predict", False), f"{where}.predict")
+    predict = flag(run.get("predict", False), f"{where}.predict")
     if predict and weights == "latest" and not table.flush:
       raise ValueError(
         f"config.{where}.predict needs the predicted weights in the backward,"
@@ -377,10 +418,15 @@ def _draft(config, label) -> _Draft:
       )
     return _Draft(
       *(table, weights),
-      _flag(run.get("recompute", False), f"{where}.recompute"),
+      flag(run.get("recompute", False), f"{where}.recompute"),
       *(predict, stages, recipe),
       {key: run[key] for key in of_recipe if key in run},
     )
+
+
+def _stages(config, label):
+  wanted = config["runs"][label].get("stages", config["stages"])
+  return whole(wanted, f"runs.{label}.stages", 1, _MOST_STAGES)
 
 
 def _table(config, label, stages) -> Schedule:
@@ -403,7 +449,7 @@ def _table(config, label, stages) -> Schedule:
     each = 2
     if "chunks" in takes:
       each = given.setdefault("chunks", 2)
-      _whole(each, f"{where}.chunks")
+      whole(each, f"{where}.chunks")
     if stages % each:
       raise ValueError(
         f"{name} has {each} stages on each device, and {stages} are no multiple"
@@ -418,7 +464,7 @@ def _table(config, label, stages) -> Schedule:
   every = run.get("every")
   if every is None:
     every = config["microbatches"] if flush or name == "pipedream_2bw" else 1
-  _whole(every, f"{where}.every")
+  whole(every, f"{where}.every")
   total = config["updates"] * config["microbatches"]
   if total % every:
     raise ValueError(
@@ -470,16 +516,19 @@ def build(
   config: ml_collections.ConfigDict | Mapping,
   *,
   data_dir: str | None = None,
+  dataset: Any = None,
   start: Callable[[int], None] = lambda devices: None,
-  seconds: list[float] | None = None,
+  seconds: list[list[float]] | None = None,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
 
   Args:
     config: keys as in DEFAULTS.
     data_dir: where the data's files are; of a text, the file.
+    dataset: of another process, instead of what would be loaded.
     start: called with the number of devices that are needed, before JAX is.
-    seconds: of each layer, for cuts by time; None measures them.
+    seconds: of each layer (forward, backward), where stages are made by time;
+      None measures them.
 
   Raises:
     ValueError: for anything wrong, naming it and the remedy.
@@ -490,33 +539,46 @@ def build(
   for label in config["runs"]:
     if label not in labels:  # what is not run must make sense, too
       options(config["runs"][label]["schedule"])
-  drafts = {label: _draft(config, label) for label in labels}
-  start(max(draft.table.devices for draft in drafts.values()))
-  dataset, problem = _problem(config, data_dir)
-  shapes = _shapes(config, problem)
-  if config["cuts"] == "time" and seconds is None:
+  later = [label for label in labels if _partition_of(config, label)]
+  drafts = {
+    label: _draft(config, label) for label in labels if label not in later
+  }
+  counts = [draft.table.devices for draft in drafts.values()]
+  start(max(counts + [_stages(config, label) for label in later]))
+  dataset, problem = load_problem(config, data_dir, dataset)
+  shapes = shapes_of(config, problem)
+  if seconds is None and (config["cuts"] == "time" or later):
     seconds = _layer_seconds(problem)
+  placed = {}
+  for label in later:
+    made = _placed(config, label, problem, shapes, seconds)
+    placed[label], drafts[label] = made, _draft(made, label)
   servers: dict[Any, Part] = {}
   plans = {
-    label: _plan(config, label, draft, problem, shapes, seconds, servers)
-    for label, draft in drafts.items()
+    label: _plan(
+      *(placed.get(label, config), label, drafts[label], problem, shapes),
+      *(seconds, servers),
+    )
+    for label in labels
   }
   cells = [Cell(label, seed) for label in labels for seed in config["seeds"]]
   return Experiment(config, dataset, problem, plans, tuple(cells), seconds)
 
 
-def _problem(config, data_dir):
+def load_problem(config, data_dir, held, size_key="microbatch_size"):
+  """The dataset (`held`, or loaded) and the problem; `size_key` is the key of
+  the config that says how many examples a batch has."""
   chosen, model = config["data"], dict(config["model"])
-  kind, size = model.pop("name"), config["microbatch_size"]
+  kind, size = model.pop("name"), config[size_key]
   examples = config["evaluation_examples"]
   if chosen["name"] in _TEXTS:
-    with _blame("data"):
-      held = text.load(chosen["name"], data_dir=data_dir)
+    with blame("data"):
+      held = held or text.load(chosen["name"], data_dir=data_dir)
     if kind == "gpt":
       model.setdefault("context", chosen["context"])
-    with _blame("model"):
+    with blame("model"):
       layers = models.build(kind, held.classes, **model)
-    with _blame("data"):
+    with blame("data"):
       problem = problems.language(
         held,
         layers,
@@ -526,16 +588,20 @@ def _problem(config, data_dir):
       )
       problem.batches(0, 1)  # are there windows?
     return held, problem
+  if chosen["name"] in sentences.TASKS:
+    return _sentences(config, data_dir, held, size_key)
   try:
-    held = data.load(chosen["name"], data_dir=data_dir)
+    held = held or data.load(chosen["name"], data_dir=data_dir)
   except ValueError as error:
     if not str(error).startswith("unknown dataset"):
       raise
-    texts = ", ".join(_TEXTS)
-    raise ValueError(f"config.data.name: {error}; texts: {texts}") from None
-  with _blame("model"):
+    texts, tasks = ", ".join(_TEXTS), ", ".join(sentences.TASKS)
+    raise ValueError(
+      f"config.data.name: {error}; texts: {texts}; sentences: {tasks}"
+    ) from None
+  with blame("model"):
     layers = models.build(kind, held.classes, **model)
-  with _blame("microbatch_size"):
+  with blame(size_key):
     problem = problems.classification(
       held,
       layers,
@@ -546,7 +612,48 @@ def _problem(config, data_dir):
   return held, problem
 
 
-def _shapes(config, problem):
+def _sentences(config, data_dir, held, size_key):
+  """The dataset and the problem of a task of sentences."""
+  chosen, model = config["data"], dict(config["model"])
+  if (kind := model.pop("name")) != "bert":
+    raise ValueError(f"config.model.name must be 'bert' here, not {kind!r}")
+  found, place = None, model.pop("pretrained", None)
+  if place is not None:
+    try:
+      found = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"config.model.pretrained: {error}") from error
+    for key in found.sizes:
+      if key in model and key != "pooling":
+        raise ValueError(
+          f"config.model.{key} follows from config.model.pretrained; drop it"
+        )
+    model |= found.sizes
+  elif "vocabulary" in model:
+    raise ValueError("config.model.vocabulary follows from the data; drop it")
+  with blame("data"):
+    held = held or sentences.load(
+      chosen["name"],
+      context=chosen["context"],
+      data_dir=data_dir,
+      tokenizer=found and found.folder,
+    )
+  model.setdefault("context", chosen["context"])
+  model.setdefault("vocabulary", held.vocabulary)
+  with blame("model"):
+    layers = models.build(kind, held.classes, **model)
+  with blame(size_key):
+    problem = problems.classify_sentences(
+      held,
+      layers,
+      batch_size=config[size_key],
+      evaluation_examples=config["evaluation_examples"],
+      weights=found and found.weights,
+    )
+  return held, problem
+
+
+def shapes_of(config, problem):
   """The parameters' shapes, if the model fits the data."""
   key = jax.random.key(0)
   try:
@@ -566,12 +673,12 @@ def _plan(config, label, draft, problem, shapes, seconds, servers) -> Plan:
   table = draft.table
   peak = config["learning_rate"] * table.every / config["microbatches"]
   if "learning_rate" in run:
-    peak = _positive(run["learning_rate"], f"{where}.learning_rate")
-  with _blame("schedule"):
-    rate = _rate(config, peak, table.every)
-  with _blame("cuts"):
+    peak = positive(run["learning_rate"], f"{where}.learning_rate")
+  with blame("schedule"):
+    rate = rate_of(config, peak, table.every)
+  with blame("cuts"):
     at = _cuts(config, draft.stages, problem, shapes, seconds)
-  with _blame(where):
+  with blame(where):
     ahead = [None] * draft.stages  # as the recipe has it
     if draft.predict:
       ahead = _steady(table, draft.weights)
@@ -592,24 +699,25 @@ def _plan(config, label, draft, problem, shapes, seconds, servers) -> Plan:
     *(label, str(run.get("title", label)), table, draft.weights),
     *(draft.recompute, peak, rate),
     *(config["updates"] * config["microbatches"], tuple(made), tuple(at)),
+    together=table.flush and config["clip_norm"] is not None,
   )
 
 
-def _rate(config, peak, every):
+def rate_of(config, peak, every):
   """The learning rate, in updates of that many microbatches."""
   section, each = config["schedule"], config["microbatches"] / every
   decays = section["decay_updates"]
-  _positive(section["warmup_updates"], "schedule.warmup_updates", or_zero=True)
+  positive(section["warmup_updates"], "schedule.warmup_updates", or_zero=True)
   if not isinstance(decays, list):
     decays = [decays]
   for update in decays:
-    _positive(update, "schedule.decay_updates", or_zero=True)
+    positive(update, "schedule.decay_updates", or_zero=True)
   return schedules.warmup_steps(
     peak,
     warmup=round(section["warmup_updates"] * each),
     start=_START * peak,
     boundaries=[round(update * each) for update in decays],
-    factor=_positive(section["decay_factor"], "schedule.decay_factor"),
+    factor=positive(section["decay_factor"], "schedule.decay_factor"),
   )
 
 
@@ -648,20 +756,19 @@ def _cuts(config, stages, problem, shapes, seconds) -> list[int]:
         f" {len(layers)}, not {wanted}"
       )
     for layer in wanted:
-      _whole(layer, "cuts", 0, len(layers))
+      whole(layer, "cuts", 0, len(layers))
     return wanted
-  weights = base.weights_of(shapes)
-  sizes = [models.count(weight) for weight in weights]
-  # What has no weights is no stage: it goes with the layer after it.
-  ends = [i + 1 for i, size in enumerate(sizes) if size]
-  ends[-1] = len(layers)
+  ends = _ends(problem, shapes)
   if stages > len(ends):
     raise ValueError(
       f"the model has {len(ends)} layers with weights, and that many stages at"
       f" most, not {stages}: set config.stages={len(ends)}, or a deeper"
       " config.model"
     )
-  costs = seconds if wanted == "time" else sizes
+  if wanted == "time":
+    costs = [sum(both) for both in seconds]
+  else:
+    costs = [models.count(weights) for weights in base.weights_of(shapes)]
   groups = [
     sum(costs[start:end]) for start, end in zip([0, *ends], ends, strict=False)
   ]
@@ -669,17 +776,96 @@ def _cuts(config, stages, problem, shapes, seconds) -> list[int]:
   return [0, *(ends[nodes[-1]] for nodes in found)]
 
 
-def _layer_seconds(problem) -> list[float]:
-  """Seconds of each layer, forward and backward, as measured here and now."""
+def _ends(problem, shapes) -> list[int]:
+  """Where layers may be cut: each piece has weights. What has none goes with
+  the layer after it."""
+  held = enumerate(base.weights_of(shapes), 1)
+  ends = [after for after, weights in held if models.count(weights)]
+  return [*ends[:-1], len(problem.pieces.layers)]
+
+
+def _partition_of(config, label) -> str | None:
+  """The partitioner of a run, if it has one."""
+  run, where = config["runs"][label], f"config.runs.{label}"
+  wanted = run.get("partition")
+  if wanted is None:
+    if "bandwidth" in run:
+      raise ValueError(f"{where}.bandwidth is for a partition: drop it")
+    return None
+  if not isinstance(wanted, str) or wanted not in _PARTITIONS:
+    raise ValueError(
+      f"{where}.partition must be one of {', '.join(_PARTITIONS)}, not"
+      f" {wanted!r}"
+    )
+  if run["schedule"] != _PARTITIONS[wanted]:
+    raise ValueError(
+      f"{where}.partition={wanted} is for the schedule {_PARTITIONS[wanted]},"
+      f" not {run['schedule']}"
+    )
+  for key in ("devices", "replicas"):
+    if key in run:
+      raise ValueError(
+        f"{where}.{key} follows from {where}.partition: drop one of them"
+      )
+  return wanted
+
+
+def _placed(config, label, problem, shapes, seconds) -> dict[str, Any]:
+  """The config with what the partitioner of a run says: stages, cuts, and
+  which devices have them. Its `stages` are the devices that there are."""
+  run, where = config["runs"][label], f"runs.{label}"
+  devices = _stages(config, label)
+  speed = positive(run.get("bandwidth", _BANDWIDTH), f"{where}.bandwidth")
+  ends = _ends(problem, shapes)
+  with blame(where):
+    profile = _profile(problem, shapes)
+    nodes = []
+    for first, last in zip([0, *ends], ends, strict=False):
+      held = profile.nodes[first:last]
+      times = np.sum(seconds[first:last], axis=0).tolist()
+      nodes.append(
+        held[-1]._replace(
+          forward=times[0],
+          backward=times[1],
+          parameters=sum(node.parameters for node in held),
+          stash=sum(node.stash for node in held),
+        )
+      )
+    chain = graph.chain(nodes)
+    if run["partition"] == "pipedream":
+      made = pipedream_partition.pipedream(chain, devices, speed)
+      placed = {"replicas": list(made.replicas)}
+    else:
+      again = "all" if run.get("recompute") else "none"
+      made = mixed_pipe.mixed_pipe(
+        chain, devices, bandwidth=speed, recompute=again
+      )
+      places = made.partition.devices
+      placed = {"devices": [device for (device,) in places]}
+    at = [0, *(ends[cut - 1] for cut in partition.cuts(made.partition)[1:])]
+  new = {k: v for k, v in run.items() if k not in ("partition", "bandwidth")}
+  new |= {"stages": len(at) - 1, **placed}
+  runs = {**config["runs"], label: new}
+  return {**config, "runs": runs, "stages": len(at) - 1, "cuts": at}
+
+
+def _profile(problem, params, **options):
+  """The graph of the model's layers."""
   key = jax.random.key(0)
-  params = problem.init(key)
   dtype = problems.dtype_of(base.weights_of(params))
-  x = problem.pieces.prepare(problem.batches(0, 1)(0, 0), key, dtype)
-  made = graph.profile(
-    problem.pieces.layers,
-    params,
-    jax.numpy.asarray(x),
-    measure=functools.partial(graph.measure, clock=time.perf_counter),
-    key=key,
+  batch = problem.batches(0, 1)(0, 0)
+  x = jax.eval_shape(
+    lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
   )
-  return [node.forward + node.backward for node in made.nodes]
+  if options:  # it is run
+    x = jax.numpy.asarray(problem.pieces.prepare(batch, key, dtype))
+  return graph.profile(problem.pieces.layers, params, x, key=key, **options)
+
+
+def _layer_seconds(problem) -> list[list[float]]:
+  """Seconds of each layer, forward and backward, as measured here and now."""
+  made = _profile(
+    *(problem, problem.init(jax.random.key(0))),
+    measure=functools.partial(graph.measure, clock=time.perf_counter),
+  )
+  return [[node.forward, node.backward] for node in made.nodes]

@@ -25,7 +25,9 @@ RANKS = {
   "dispatch": 1,
   "durations": 1,
   "data": 1,
-  "models": 1,
+  "encoder": 1,
+  "models": 2,
+  "sentences": 2,
   "text": 2,
   "orders": 2,
   "algorithms": 2,
@@ -35,6 +37,7 @@ RANKS = {
   "diagnosis": 3,
   "simulator": 3,
   "runtimes": 4,
+  "parallel": 4,
   "__init__": 5,
 }
 # asgd does no I/O beyond reading data, and looks at no clock and no flag. Live

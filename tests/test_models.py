@@ -555,7 +555,7 @@ def test_vmap_over_models_agrees_with_one_by_one():
   [
     (
       lambda: models.build("resnet", 10),
-      "mean 'resnet20'.*known: cnn, gpt, mlp",
+      "mean 'resnet20'.*known: bert, cnn, gpt, mlp",
     ),
     (lambda: models.build("mlp", 10, hiden=(3,)), "'hiden'.*mean 'hidden'"),
     (lambda: models.build("wrn16_4", 10, widen=2), "no argument 'widen'"),
