@@ -2,6 +2,7 @@
 and JAX makes them once in a process."""
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -19,3 +20,11 @@ def pytest_collection_modifyitems(items):
   """Sorts tests by file, without moving them inside of a file."""
   rank = {name: number for number, name in enumerate(SLOW)}
   items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """For equalities up to rounding: what runs for a moment is not optimised."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

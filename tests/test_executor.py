@@ -245,7 +245,9 @@ def clipping():
   return asgd.make_server(base.as_algorithm(tx))
 
 
-@pytest.mark.parametrize("name", ["1F1B, I and W", "several stages on a device"])
+@pytest.mark.parametrize(
+  "name", ["1F1B, I and W", "several stages on a device"]
+)
 def test_norms_are_of_all_stages_if_updates_are_together(name):
   table = TABLES[name]()
   made = [part._replace(server=clipping()) for part in parts(STAGES)]

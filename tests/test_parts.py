@@ -16,7 +16,7 @@ STAGES, MICROBATCHES, RATE = 3, 4, 0.1
 
 
 @pytest.fixture(autouse=True, scope="module")
-def double():
+def double(quick_compilation):
   with jax.enable_x64(True):
     yield
 

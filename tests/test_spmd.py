@@ -10,7 +10,7 @@ from pipeline import spmd
 
 
 @pytest.fixture(autouse=True)
-def double():
+def double(quick_compilation):
   with jax.enable_x64(True):
     yield
 

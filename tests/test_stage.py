@@ -12,7 +12,7 @@ from pipeline import stage as stage_lib
 
 
 @pytest.fixture(autouse=True)
-def double():
+def double(quick_compilation):
   with jax.enable_x64(True):
     yield
 

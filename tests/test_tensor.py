@@ -21,12 +21,9 @@ KEY = jax.random.key(5)
 
 
 @pytest.fixture(autouse=True)
-def double():
-  """Exact enough for equalities; what runs for a moment compiles quickly."""
-  jax.config.update("jax_disable_most_optimizations", True)
+def double(quick_compilation):
   with jax.enable_x64(True):
     yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 def normal(*shape, seed=0):
