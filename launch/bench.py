@@ -3,6 +3,7 @@
   python -m launch.bench simulator
   python -m launch.bench server
   python -m launch.bench pipeline
+  python -m launch.bench parallel
 
 Machines are noisy, so contestants take turns in short blocks, and what is
 printed is the median over rounds of each one's speed over the baseline's.
@@ -28,7 +29,7 @@ from asgd import (
   simulator,
 )
 from asgd import worker as worker_lib
-from launch import bench_pipeline, bench_server, cli, outputs
+from launch import bench_parallel, bench_pipeline, bench_server, cli, outputs
 
 _SIZES = flags.DEFINE_list(
   "sizes", ["0.1", "1", "10", "100"], "MB of parameters (server)."
@@ -154,10 +155,16 @@ def _pipeline() -> None:
   bench_pipeline.run(_ROUNDS.value)
 
 
+def _parallel() -> None:
+  """Steps shared by two devices against one, collectives against psum."""
+  bench_parallel.run(_ROUNDS.value)
+
+
 BENCHMARKS = {
   "simulator": _simulator,
   "server": _server,
   "pipeline": _pipeline,
+  "parallel": _parallel,
 }
 
 

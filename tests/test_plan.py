@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asgd.parallel import costs, memory
-from launch import plan
+from launch import plan, strategies
 
 ROOT = Path(__file__).parent.parent
 BASE = dict(params="1.5e9", devices=64, bandwidth=25.0, memory=16.0)
@@ -70,16 +70,16 @@ def test_it_says_what_fits_and_draws_it(tmp_path, capsys):
 
 
 # A model whose numbers are easy.
-WORK = plan.Workload(
+WORK = strategies.Workload(
   *("tiny", 1000, 4, 250, 100.0, 30.0, lambda n, t: 10.0 * n / t, 5.0),
   gpt=memory.Gpt(4, 8, 4, 1, 1),
 )
-CLUSTER = plan.Cluster(4, 10_000.0, 10.0, costs.link(1000.0, 0.01))
-JOB = plan.Job(16, 2, variation=0.0)
+CLUSTER = strategies.Cluster(4, 10_000.0, 10.0, costs.link(1000.0, 0.01))
+JOB = strategies.Job(16, 2, variation=0.0)
 
 
 def found(work=WORK, cluster=CLUSTER, job=JOB):
-  made = plan.strategies(work, cluster, job)
+  made = strategies.find(work, cluster, job)
   assert len({one.name for one in made}) == len(made)
   return {one.name: one for one in made}
 
@@ -182,18 +182,18 @@ def test_a_batch_that_cannot_be_divided():
   job = JOB._replace(batch=6, microbatch=2)
   held = found(job=job)
   assert "data, ring" not in held and "pipeline 4, 1F1B" in held
-  said = plan.left_out(WORK, CLUSTER, job)
+  said = strategies.left_out(WORK, CLUSTER, job)
   assert said == ["data: a batch of 6 is not divided by 4 devices"]
 
 
 def test_a_gpt_of_that_size():
   for text, depth, width in (("1.5B", 20, 2560), ("175B", 96, 12288)):
     parameters = plan.size(text)
-    gpt = plan.guess_gpt(parameters)
+    gpt = strategies.guess_gpt(parameters)
     assert (gpt.depth, gpt.width, gpt.heads) == (depth, width, width // 128)
     found = memory.gpt_parameters(gpt)
     assert found == pytest.approx(parameters, rel=0.2)
-  gpt = plan.guess_gpt(plan.size("350M"), depth=24, heads=16)
+  gpt = strategies.guess_gpt(plan.size("350M"), depth=24, heads=16)
   assert (gpt.depth, gpt.width) == (24, 1104) and gpt.heads == 16
   assert plan.size("2.5e3") == 2500
 
