@@ -84,8 +84,16 @@ class _Folder:
   """The last few checkpoints of one run, in one folder: arrays and JSON."""
 
   def __init__(self, folder: Path, *, keep: int = 2):
+    alone = {}
+    if jax.process_count() > 1:  # this process writes, and asks no other
+      here = jax.process_index()
+      alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}
+      )
+      alone["create"] = False
+      folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=keep, enable_async_checkpointing=False
+      max_to_keep=keep, enable_async_checkpointing=False, **alone
     )
     self._folder = folder
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)

@@ -47,6 +47,7 @@ _COLUMNS = (
   ("rate", "learning_rate", None),
   ("test loss", "test_loss", (1, "{:.3f}")),
   ("accuracy %", "test_accuracy", (100, "{:.1f}")),
+  ("measure %", "test_measure", (100, "{:.1f}")),  # of tasks that have one
   ("train loss", "train_loss", (1, "{:.3f}")),
   ("seconds", "seconds", (1, "{:.1f}")),
   ("staleness", "staleness", None),
@@ -60,10 +61,18 @@ _COLUMNS = (
 def tabulate(results: Sequence[Row]) -> tuple[list[dict[str, Any]], str]:
   """Returns (CSV rows, text table): one row for each run, means over seeds."""
   results = [{**row, "peak_bytes": max(row["peak_bytes"])} for row in results]
+  # JSON has null for NaN.
+  held = [row.get("test_measure") for row in results]
+  measured = any(value is not None and np.isfinite(value) for value in held)
+  columns = [
+    column
+    for column in _COLUMNS
+    if measured or column[1] != "test_measure"
+  ]
   csv_rows, text_rows = [], []
   for group in figures.group_by(results, "algorithm").values():
     csv_row, cells = {"seeds": len(group)}, []
-    for _, key, form in _COLUMNS:
+    for _, key, form in columns:
       if form is None:
         value = group[0][key]
         if isinstance(value, list):
@@ -85,7 +94,7 @@ def tabulate(results: Sequence[Row]) -> tuple[list[dict[str, Any]], str]:
     cells.append(f"{diverged} of {len(group)} diverged" if diverged else "")
     csv_rows.append({"algorithm": csv_row.pop("algorithm"), **csv_row})
     text_rows.append(cells)
-  header = [name for name, _, _ in _COLUMNS] + [""]
+  header = [name for name, _, _ in columns] + [""]
   return csv_rows, outputs.format_table(header, text_rows)
 
 

@@ -10,8 +10,9 @@ prints a table of strategies: whether a device's memory holds its part, and
 what a step takes in seconds: computing, sending, and waiting (for the slowest
 worker, or in a pipeline's bubble). Of --params alone a GPT of that size is
 assumed, 128 times as wide as deep, unless --depth, --width and others say more.
-A config of launch.simulate or launch.train_pipeline is read, its model built
-and counted: parameters, operations, what is kept for the backward.
+A config of launch.simulate, launch.train_pipeline or launch.train_sync is read,
+its model built and counted: parameters, operations, and what is kept for the
+backward.
 
 What is assumed:
 
@@ -44,7 +45,14 @@ from absl import flags
 
 from asgd import algorithms, names
 from asgd.parallel import costs, memory
-from launch import cli, experiment, outputs, pipeline_experiment, strategies
+from launch import (
+  cli,
+  experiment,
+  outputs,
+  pipeline_experiment,
+  strategies,
+  sync_experiment,
+)
 from launch.strategies import Cluster, Job, Strategy, Workload
 
 _GB = memory.GB
@@ -199,6 +207,14 @@ def _read(config, data_dir):
     plain = pipeline_experiment.override(config, overrides)
     built = pipeline_experiment.build(plain, data_dir=data_dir)
     batch = built.config["microbatch_size"] * built.config["microbatches"]
+  elif "algorithms" not in plain:
+    plain = sync_experiment.override(config, overrides)
+    sync_experiment.check(plain)
+    dataset, problem = pipeline_experiment.load_problem(
+      *(plain, data_dir, None, "batch_size")
+    )
+    name = f"{plain['model']['name']} on {dataset.name}"
+    return problem, name, plain["batch_size"]
   else:
     built = experiment.build(
       experiment.override(config, overrides), data_dir=data_dir

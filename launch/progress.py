@@ -51,14 +51,17 @@ class Progress:
     cell: str,
     messages: int,
     loss: float,
-    staleness: float,
-    gap: float,
+    staleness: float | None = None,
+    gap: float | None = None,
     live: live_figures.Figures | None = None,
   ) -> None:
-    """Counts messages and shows what they were like, and how a live run goes:
-    in short in a bar, in full in a line."""
+    """Counts messages and shows what they were like (where nothing is ever
+    stale, the loss), and how a live run goes: in short in a bar, in full in a
+    line."""
     self._done += messages
-    state = f"loss {loss:.3f} staleness {staleness:.1f} gap {gap:.2g}"
+    state = f"loss {loss:.3f}"
+    if staleness is not None:
+      state += f" staleness {staleness:.1f} gap {gap:.2g}"
     if self._bar is not None:
       if live is not None:
         state = f"{state} {live_figures.short(live)}"

@@ -19,7 +19,7 @@ RESUME = flags.DEFINE_bool(
   "resume", False, "Go on with this experiment where it stopped."
 )
 DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder with the dataset's files. Default: look for them."
+  "data_dir", None, "The dataset's folder or file. Default: look for it."
 )
 _FREE = ("on_nan", "checkpoint_seconds")  # may differ when resuming
 

@@ -3,6 +3,7 @@
   python -m launch.train_pipeline --config=configs/pipeline_digits.py
   python -m launch.train_pipeline --config=configs/pipeline_gpt.py \\
     --config.only=gpipe,pipedream --config.runs.gpipe.schedule=zb_h1
+  python -m launch.train_pipeline --config=configs/pipeline_sentences.py:small
 
 Every run is given the same microbatches in the same order: `updates` times
 `microbatches` of them. A synchronous schedule averages `every` (default:
@@ -501,6 +502,8 @@ class PipelineRun:
       for rows in self._records()
     ]
     staleness, gap = (np.concatenate(columns) for columns in zip(*new))  # noqa: B905
+    # None where the task has none: NaN is not itself.
+    measured = found.measure if outputs.is_known(found.measure) else None
     row = {
       "cell": self._cell.name,
       "algorithm": plan.title,
@@ -514,6 +517,7 @@ class PipelineRun:
       "train_loss": _mean(self._loss[last["message"] : self.message]),
       "test_loss": found.loss,
       "test_accuracy": found.accuracy,
+      "test_measure": measured,
       "staleness_mean": _mean(staleness),
       "gap_mean": _mean(gap),
       "diverged": self.diverged,
@@ -580,6 +584,7 @@ class PipelineRun:
       "train_loss": last["train_loss"],
       "test_loss": last["test_loss"],
       "test_accuracy": last["test_accuracy"],
+      "test_measure": last["test_measure"],
       "staleness": stale.max(1, initial=0).tolist(),
       "staleness_mean": _mean(stale),
       "gap_mean": _mean(trained.gap),

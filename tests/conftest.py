@@ -10,7 +10,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # last one should not be a long one.
 SLOW = (
   *("test_launch", "test_serve", "test_train_pipeline", "test_executor"),
-  *("test_ray_cluster", "test_chaos", "test_parts", "test_threads"),
+  *("test_train_sync", "test_processes", "test_ray_cluster", "test_chaos"),
+  *("test_threads", "test_hybrid", "test_parts", "test_data_parallel"),
   *("test_compare", "test_shard", "test_spmd", "test_local_workers"),
   *("test_contract", "test_configs", "test_stage", "test_readme"),
 )

@@ -213,6 +213,13 @@ def test_a_config_is_counted(capsys):
   )
 
 
+def test_a_config_of_a_mesh_is_counted_without_its_devices(capsys):
+  plan.main(config=_config("gpt_text"), devices=512, bandwidth=1.0)
+  said = capsys.readouterr().out
+  assert "gpt on pydoc: 216,960 parameters in 6 layers, counted" in said
+  assert "batch 32" in said
+
+
 def test_dense_layers_of_a_config_may_send_factors(capsys):
   config = _config("simulate_digits")
   with config.unlocked():

@@ -144,6 +144,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
         f" {shape} cannot be divided as {spec} over the mesh"
         f" {_text(mesh.shape)}"
       ) from error
+    if isinstance(x, jax.core.Tracer):
+      return jax.lax.with_sharding_constraint(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
       return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.process_count() == 1:
