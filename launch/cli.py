@@ -111,6 +111,9 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     except KeyboardInterrupt:
       print("interrupted", file=sys.stderr)
       sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read what is printed has had enough
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
       if os.environ.get("ASGD_TRACEBACK"):
         raise

@@ -183,7 +183,7 @@ def size(text: str, flag: str = "params") -> float:
   """Returns a number: 1.5e9, 350M, 1.5B.
 
   Raises:
-    ValueError: for what is none, or not positive.
+    ValueError: for what is none, or less than 1.
   """
   text = text.strip()
   unit = _UNITS.get(text[-1:].upper())
@@ -191,7 +191,7 @@ def size(text: str, flag: str = "params") -> float:
     value = float(text[:-1]) * unit if unit else float(text)
   except ValueError:
     value = math.nan
-  if not 0 < value <= 1e18:
+  if not 1 <= value <= 1e18:
     raise ValueError(
       f"--{flag} must be a positive number such as 1.5e9, 350M or 1.5B, not"
       f" {text!r}"

@@ -57,7 +57,7 @@ def build(example: str) -> experiment.Experiment:
     jax.config.update("jax_num_cpu_devices", devices)
   try:
     jax.devices()
-  except RuntimeError as error:
+  except (RuntimeError, AssertionError) as error:
     raise ValueError(
       f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
     ) from error

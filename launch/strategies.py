@@ -128,14 +128,13 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   heads = known.get("heads", heads)
   gpt = memory.check_gpt(memory.Gpt(depth, width, heads, context, vocabulary))
   blocks = 12 * depth * width**2
-  if (
-    "depth" in known
-    and "width" in known
-    and not (parameters / 2 <= blocks <= 2 * parameters)
+  if known.keys() & {"depth", "width", "heads"} and not (
+    parameters / 2 <= blocks <= 2 * parameters
   ):
     raise ValueError(
-      f"{parameters:g} parameters, a depth of {depth} and a width of {width} do"
-      f" not agree: their blocks have {blocks:.3g} parameters; leave one out"
+      f"{parameters:g} parameters, a depth of {depth} and a width of {width}"
+      f" ({heads} heads) do not agree: their blocks have {blocks:.3g}"
+      " parameters; leave one out, or change it"
     )
   return gpt
 

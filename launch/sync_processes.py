@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,7 +51,9 @@ _START_SECONDS = flags.DEFINE_float(
 _LIFELINE = "ASGD_LIFELINE"  # a pipe that ends when the supervisor does
 _GRACE = 2.0  # seconds for the others to end by themselves, once one died
 _SAVING = 60.0  # seconds to save, once asked to stop
+_LOOK = 0.5  # seconds between two looks at whether one was asked to stop
 _ALONE = 10.0  # seconds to save, once the supervisor died
+_MOST_DEVICES = 2048  # of a process: JAX takes others for another process's
 _MOST = 300  # bytes of an error that others are told
 _LOUD = "[Gloo]"  # begins lines of the library that are no news
 
@@ -127,9 +130,11 @@ def join(given: Way, devices: int | None) -> None:
   try:
     with loopback:
       jax.devices()
-  except RuntimeError as error:
+  except (RuntimeError, AssertionError) as error:
+    # JAX asserts it, for a platform of which nothing is installed.
     raise ValueError(
-      f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
+      f"JAX finds no device: {str(error) or 'none'}; see the variable"
+      f" JAX_PLATFORMS, which is {os.environ.get('JAX_PLATFORMS', 'not set')}"
     ) from error
 
 
@@ -137,12 +142,19 @@ def devices_of_each(devices: int, count: int) -> int:
   """Returns how many devices each process has.
 
   Raises:
-    ValueError: if they are not as many for each.
+    ValueError: if they are not as many for each, or more than JAX can make.
   """
   if devices % count:
     raise ValueError(
-      f"the {devices} devices of config.mesh cannot be divided among"
-      f" --num_processes={count}: use another mesh, or a divisor of {devices}"
+      f"the {devices} devices of config.mesh (or config.devices) cannot be"
+      f" divided among --num_processes={count}: use another mesh, or a divisor"
+      f" of {devices}"
+    )
+  if devices // count > _MOST_DEVICES:
+    raise ValueError(
+      f"the {devices} devices of config.mesh (or config.devices) are"
+      f" {devices // count:,} for each process; JAX makes at most"
+      f" {_MOST_DEVICES:,}: use a smaller mesh, or more --num_processes"
     )
   return devices // count
 
@@ -317,6 +329,8 @@ def run(main: Callable[[], None]) -> None:
     if isinstance(end, SystemExit):
       status = end.code
     failed = status in (1, cli.USAGE_ERROR)
+    # Asked twice to stop: the others may be in the middle of something.
+    failed |= isinstance(end.__context__, KeyboardInterrupt)
     if not failed or not jax.distributed.is_initialized():
       raise
     if not isinstance(end, SystemExit):
@@ -358,6 +372,7 @@ class _Supervisor:
   def run(self):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, self._pass_on)
+    killed: list[str] = []
     ours, theirs = os.pipe()  # both ends are closed when this process ends
     try:
       for number in range(self._count):
@@ -368,6 +383,7 @@ class _Supervisor:
       for child in self._children:
         if child.poll() is None:
           child.kill()
+          killed.append(child.args[-2].removeprefix("--process_id="))
         child.wait()
       for reader, stream in self._readers:
         reader.join(_GRACE)
@@ -375,6 +391,13 @@ class _Supervisor:
           stream.close()
       os.close(theirs)
     if self._signal:
+      if killed:
+        print(
+          f"process {', '.join(killed)} of {self._count} did not stop in"
+          f" {_SAVING:g} s and was killed; what was saved goes on with"
+          " --resume",
+          file=sys.stderr,
+        )
       sys.exit(128 + self._signal)
     if failed is not None:
       raise ValueError(self._describe(*failed))
@@ -414,9 +437,14 @@ class _Supervisor:
 
   def _listen(self, number):
     """Remembers what a process complains of; errors come in the end."""
+    interrupted = False
     for line in self._children[number].stderr:
       self._said[number].append(line.strip())
-      if number == 0 and not line.startswith(("error: ", _LOUD)):
+      if self._signal and line.startswith(("Traceback (", "Could not import")):
+        interrupted = True  # before it listened to signals: no news
+      if interrupted or number != 0:
+        continue
+      if not line.startswith(("error: ", _LOUD)):
         print(line, end="", file=sys.stderr, flush=True)
 
   def _await(self, number):
@@ -431,24 +459,32 @@ class _Supervisor:
 
   def _wait(self):
     """Returns the first that failed, (number, status), when all are to end."""
-    failed, patience = None, None
-    for _ in range(self._count):
+    failed, end, left = None, None, self._count
+    while left:
+      if end is None and self._signal:
+        end = time.monotonic() + _SAVING
       try:
-        number, status = self._deaths.get(timeout=patience)
+        number, status = self._deaths.get(timeout=_LOOK)
       except queue.Empty:
-        break
+        if end is not None and time.monotonic() > end:
+          break
+        continue
+      left -= 1
       if status and failed is None:
         failed = number, status
         patience = _SAVING if self._signal else _GRACE
+        end = time.monotonic() + patience
     return failed
 
   def _describe(self, number, status):
-    how = f"failed with status {status}"
+    how, remedy = f"failed with status {status}", ""
     if status < 0:
       how = f"was killed by {signal.Signals(-status).name}"
+      remedy = "; what was saved goes on with --resume"
     lines = [line for line in self._said[number] if line]
     errors = [line for line in lines if line.startswith("error: ")]
     last = (errors or lines or ["it said nothing"])[-1]
     return (
-      f"process {number} of {self._count} {how}: {last.removeprefix('error: ')}"
+      f"process {number} of {self._count} {how}:"
+      f" {last.removeprefix('error: ')}{remedy}"
     )

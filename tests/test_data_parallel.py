@@ -155,6 +155,17 @@ def bytes_on_a_device(tree):
   )
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_tree_may_have_places_without_an_array(zero):
+  held = {"absent": None, **weights()}  # a layer without a bias, first
+  held["gain"] = 0.7  # and a number that is no array
+  options = dict(accumulate=2, zero=zero, clip_norm=CLIP)
+  made = data.make_step(loss, TRANSFORMS["adafactor"](), mesh(4), **options)
+  params, _ = train(made, held)
+  assert params.pop("absent") is None
+  close(params, one_device("adafactor")[0])
+
+
 def test_what_a_device_keeps():
   params = weights() | {"bias": normal(8)}
   whole = sum(x.nbytes for x in params.values() if np.ndim(x))
@@ -370,6 +381,10 @@ MISTAKES = {
     lambda: meshes.place({"w": normal(3, 2)}, mesh(2), PartitionSpec("data")),
     r"\['w'\] of shape \(3, 2\) cannot be divided .* over the mesh data 2",
   ),
+  "axes": (
+    lambda: meshes.place_batch({"x": normal()}, mesh(2)),
+    r"\['x'\] of shape \(\) cannot be divided .* over the mesh data 2",
+  ),
   "batch": (
     lambda: call((normal(12, 6), normal(12, 3)), accumulate=2),
     "a batch of 12 examples cannot be divided into 8 pieces",
@@ -394,6 +409,22 @@ MISTAKES = {
   "first scale": (
     lambda: quick(loss_scale=precision.Dynamic(initial=0.5)),
     "cannot start at 0.5, outside of its bounds 1.0",
+  ),
+  "no dtype": (
+    lambda: quick(policy=precision.Policy(compute="float61")),
+    "the dtype compute of a policy must be of floating point, not float61",
+  ),
+  "no rule": (
+    lambda: quick(loss_scale=2.0),
+    "a loss scale must be a Dynamic, not 2.0",
+  ),
+  "infinite in float32": (
+    lambda: quick(loss_scale=precision.Dynamic(initial=1e300, most=1e301)),
+    "initial of a loss scale must be a positive number of float32",
+  ),
+  "interval": (
+    lambda: quick(loss_scale=precision.Dynamic(interval=True)),
+    "interval of a loss scale must be.*not True",
   ),
   "pmap and zero": (
     lambda: quick(form="pmap", zero=1),

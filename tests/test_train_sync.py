@@ -257,7 +257,7 @@ def test_all_end_when_one_dies_and_its_last_line_is_told(supervise, capfd):
     ),
     (
       "os.kill(os.getpid(), signal.SIGKILL)",
-      "process 1 of 2 was killed by SIGKILL: it said nothing",
+      "process 1 of 2 was killed by SIGKILL: it said nothing; .*--resume",
     ),
   ):
     with pytest.raises(ValueError, match=message):
@@ -281,6 +281,30 @@ def test_signals_are_passed_on(supervise, capfd):
     )
   assert end.value.code == 143
   assert capfd.readouterr().out == "told 0\n"
+
+
+def test_no_trace_of_who_is_interrupted_before_it_listens(supervise, capfd):
+  with pytest.raises(SystemExit) as end:
+    supervise(
+      "if me == '0':",
+      "  os.kill(os.getppid(), signal.SIGINT)",
+      "signal.pause()",
+    )
+  assert end.value.code == 130
+  assert capfd.readouterr().err == ""
+
+
+def test_who_does_not_stop_is_killed(supervise, capfd, monkeypatch):
+  monkeypatch.setattr(sync_processes, "_SAVING", 0.1)
+  with pytest.raises(SystemExit) as end:
+    supervise(
+      "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+      "if me == '0':",
+      "  os.kill(os.getppid(), signal.SIGTERM)",
+      "signal.pause()",
+    )
+  assert end.value.code == 143
+  assert "did not stop in 0.1 s and was killed" in capfd.readouterr().err
 
 
 def test_processes_end_when_all_have(supervise, capfd):
@@ -493,3 +517,5 @@ def test_who_supervises(flag_values):
   assert sync_processes.way() == sync_processes.Way(2, auto=True)
   with pytest.raises(ValueError, match="the 3 devices .* cannot be divided"):
     sync_processes.devices_of_each(3, 2)
+  with pytest.raises(ValueError, match="4,096 for each .* at most 2,048"):
+    sync_processes.devices_of_each(8192, 2)

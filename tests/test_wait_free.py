@@ -97,9 +97,19 @@ class Twice(nn.Module):
     return dense(dense(x))
 
 
+class Tied(nn.Module):
+  """A kernel that is read beside its dense layer, too."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    dense = nn.Dense(x.shape[-1], use_bias=False, name="dense")
+    y = dense(x)
+    return y + x @ dense.variables["params"]["kernel"].T
+
+
 def everything():
   """What is special about layers: tokens, positions, statistics, ..."""
-  layers = transformer.Embed(7, 3, 4), Block(), Noise(), Twice()
+  layers = transformer.Embed(7, 3, 4), Block(), Noise(), Twice(), Tied()
   layers = (*layers, models.Classifier(7))
   rng = np.random.default_rng(0)
   batch = tuple(rng.integers(0, 7, (2, DEVICES, 3)))
@@ -301,7 +311,7 @@ def test_positions_are_rows_and_what_is_called_twice_goes_dense():
   assert [(c.layer, c.path, c[2:5]) for c in chosen] == [
     (1, ("up",), (12, 4, 8)),
     (1, ("down",), (12, 8, 4)),
-    (4, ("dense",), (12, 4, 7)),
+    (5, ("dense",), (12, 4, 7)),
   ]
 
 

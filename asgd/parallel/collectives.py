@@ -7,11 +7,12 @@ They are to teach and to be measured; training uses XLA's own, "psum".
 
 All are for use inside `jax.shard_map`. An axis is a name of the mesh's, or a
 tuple of names, which is one axis of all their devices. An array may have any
-shape and dtype that can be added; it is cut into equal chunks, of zeros at the
-end. All devices are given the same result, to the bit. JAX cannot know that it
-is the same, so the shard_map needs check_vma=False, or the axis in its
-out_specs. Rounds are written out, not looped over, so that XLA can overlap
-them with other work; the program grows with N.
+shape and dtype that can be added (for booleans + is "or", where psum counts);
+it is cut into equal chunks, of zeros at the end. All devices are given the same
+result, to the bit. JAX cannot know that it is the same, so the shard_map needs
+check_vma=False, or the axis in its out_specs. Rounds are written out, not
+looped over, so that XLA can overlap them with other work; the program grows
+with N.
 
 Index letters in shape comments:
   N  devices of the axis

@@ -117,8 +117,11 @@ def divided(shape: tuple[int, ...], spec: P, parts: int, axis: str) -> P:
   return P(*held[:best], axis, *held[best + 1 :])
 
 
-def _dimension(spec: P, axis: str) -> int | None:
-  return tuple(spec).index(axis) if axis in tuple(spec) else None
+_WHOLE = -1  # no dimension: what is not divided
+
+
+def _dimension(spec: P, axis: str) -> int:
+  return tuple(spec).index(axis) if axis in tuple(spec) else _WHOLE
 
 
 def _state_specs(state, weights, specs, choose):
@@ -230,14 +233,14 @@ def make_step(
   def gradient(params, batch, key, scale, dims):
     """What one device computes: mean loss, gradient and statistics.
 
-    `dims` has for each weight its dimension that is divided, None if none is.
+    `dims` has for each weight its dimension that is divided, or _WHOLE.
     """
     weights = meshes.vary(base.weights_of(params), axis)
     first = jax.lax.axis_index(axis) * accumulate
 
     def objective(weights, piece, number):
       if zero == 3:
-        weights = _map(gather, weights, dims)
+        weights = jax.tree.map(gather, weights, dims)
       value, aux = loss(
         precision.cast(base.with_weights(params, weights), policy.compute),
         precision.cast(piece, policy.compute),
@@ -251,12 +254,12 @@ def make_step(
 
     def gather(leaf, dim):
       leaf = precision.cast(leaf, policy.compute)
-      if dim is None:
+      if dim == _WHOLE:
         return leaf
       return _gather(axis, dim, policy.reduce, leaf)
 
     def scatter(leaf, dim):
-      if dim is None:
+      if dim == _WHOLE:
         return leaf
       return jax.lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
 
@@ -268,7 +271,9 @@ def make_step(
         weights, piece, first + i
       )
       grads = precision.cast(grads, policy.reduce)
-      return value, _map(scatter, grads, dims) if zero == 2 else grads, stats
+      if zero == 2:
+        grads = jax.tree.map(scatter, grads, dims)
+      return value, grads, stats
 
     total = one(0)
     if accumulate > 1:
@@ -280,9 +285,9 @@ def make_step(
       )
     value, grads, stats = total
     if zero == 1:
-      grads = _map(scatter, grads, dims)
-    grads = _map(
-      lambda leaf, dim: jax.lax.psum(leaf, axis) if dim is None else leaf,
+      grads = jax.tree.map(scatter, grads, dims)
+    grads = jax.tree.map(
+      lambda leaf, dim: jax.lax.psum(leaf, axis) if dim == _WHOLE else leaf,
       *(grads, dims),
     )
     value, stats = jax.lax.psum((value, stats), axis)
@@ -320,7 +325,7 @@ def make_step(
     """Returns the specs of parameters: between steps, and as updated."""
 
     def choose(leaf, spec):
-      return divided(leaf.shape, spec, devices, axis) if zero else spec
+      return divided(jnp.shape(leaf), spec, devices, axis) if zero else spec
 
     weights = base.weights_of(params)
     given = specs(weights)
@@ -387,13 +392,6 @@ def _wide(x):
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _map(fn, tree, dims):
-  """Calls fn(leaf, dimension); None is no leaf for jax.tree.map."""
-  leaves, structure = jax.tree.flatten(tree)
-  given = jax.tree.leaves(dims, is_leaf=lambda x: x is None)
-  return jax.tree.unflatten(structure, map(fn, leaves, given))
-
-
 def _keep(primitive, *_, **__):
   """What jax.checkpoint keeps for the backward: all but what is gathered.
 
@@ -431,7 +429,7 @@ def _pmap_step(begin, gradient, update, scale_of, mesh, axis, pieces):
   devices = meshes.size(mesh, axis)
 
   def device_step(state, batch, key):
-    dims = jax.tree.map(lambda _: None, base.weights_of(state.params))
+    dims = jax.tree.map(lambda _: _WHOLE, base.weights_of(state.params))
     totals = gradient(state.params, batch, key, scale_of(state), dims)
     return update(state, *totals)
 

@@ -127,7 +127,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     The tree as global arrays, of which each device holds its part.
 
   Raises:
-    ValueError: for an axis of an array that its spec does not divide.
+    ValueError: for an axis of an array that its spec does not divide, or that
+      it does not have.
   """
   specs = PartitionSpec() if specs is None else specs
   if isinstance(specs, PartitionSpec):
@@ -138,7 +139,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     shape = np.shape(x)
     try:
       sharding.shard_shape(shape)
-    except ValueError as error:
+    except (IndexError, ValueError) as error:  # too few axes, or not divided
       raise ValueError(
         f"the array {jax.tree_util.keystr(path) or '(the only one)'} of shape"
         f" {shape} cannot be divided as {spec} over the mesh"

@@ -47,10 +47,14 @@ def policy(which: str | Policy) -> Policy:
   if not isinstance(which, Policy):
     raise ValueError(f"policy must be a Policy or a name, not {which!r}")
   for field, dtype in which._asdict().items():
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+    try:
+      known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype at all
+      known = False
+    if not known:
       raise ValueError(
         f"the dtype {field} of a policy must be of floating point, not"
-        f" {jnp.dtype(dtype).name}"
+        f" {getattr(dtype, '__name__', dtype)}"
       )
   return which
 
@@ -78,6 +82,10 @@ class LossScale(NamedTuple):
   finite: jax.Array  # int32[], finite gradients since the scale changed
 
 
+_FLOAT32 = jnp.finfo(jnp.float32)
+_SMALLEST, _LARGEST = float(_FLOAT32.smallest_normal), float(_FLOAT32.max)
+
+
 class Dynamic(NamedTuple):
   """How a loss scale moves."""
 
@@ -90,11 +98,16 @@ class Dynamic(NamedTuple):
 
 def check_dynamic(rule: Dynamic) -> None:
   """Raises ValueError for numbers by which no scale can move."""
+  if not isinstance(rule, Dynamic):
+    raise ValueError(f"a loss scale must be a Dynamic, not {rule!r}")
   for field in ("initial", "factor", "least", "most"):
     value = getattr(rule, field)
-    if not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # They are kept in float32, where others are 0 or infinite.
+    if not number or not _SMALLEST <= value <= _LARGEST:
       raise ValueError(
-        f"{field} of a loss scale must be a positive number, not {value!r}"
+        f"{field} of a loss scale must be a positive number of float32, from"
+        f" {_SMALLEST:.2g} to {_LARGEST:.2g}, not {value!r}"
       )
   if rule.factor <= 1:
     raise ValueError(
@@ -105,10 +118,10 @@ def check_dynamic(rule: Dynamic) -> None:
       f"a loss scale cannot start at {rule.initial!r}, outside of its bounds"
       f" {rule.least!r} and {rule.most!r}"
     )
-  if not isinstance(rule.interval, int) or rule.interval < 1:
+  if type(rule.interval) is not int or not 1 <= rule.interval < 2**31:
     raise ValueError(
-      "interval of a loss scale must be a positive whole number of steps, not"
-      f" {rule.interval!r}"
+      "interval of a loss scale must be a positive whole number of steps, below"
+      f" 2^31, not {rule.interval!r}"
     )
 
 

@@ -11,7 +11,8 @@ on the backend: these would wait for their latency, not for their bytes.)
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
 [K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
 these two and multiply, in the place of adding up products of M x N; Poseidon's
-rule says for which layers that moves fewer bytes.
+rule says for which layers that moves fewer bytes. A kernel that is used for
+anything else, too (a tied embedding that reads it), is reduced as it is.
 
 Everything here is for use inside `jax.shard_map` with check_vma=False.
 
@@ -28,6 +29,7 @@ References:
   sufficient factor broadcasting", UAI 2016.
 """
 
+import collections
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -127,14 +129,37 @@ def _apply(layer, params, number, x, key):
   return models.apply((layer,), params, x, train=True, key=key, first=number)
 
 
+def _read_once(layer, params, number, x, key) -> set[Path]:
+  """The weights of a layer that one operation reads, and no more."""
+  weights = base.weights_of(params)
+
+  def forward(held):
+    whole = (*weights[:number], held, *weights[number + 1 :])
+    return _apply(layer, base.with_weights(params, whole), number, x, key)
+
+  program = jax.make_jaxpr(forward)(weights[number]).jaxpr
+  reads = collections.Counter(
+    id(v) for eqn in program.eqns for v in eqn.invars
+  )
+  reads.update(id(v) for v in program.outvars)
+  leaves = jax.tree_util.tree_leaves_with_path(weights[number])
+  return {
+    tuple(entry.key for entry in path)
+    for (path, _), v in zip(leaves, program.invars, strict=True)
+    if reads[id(v)] == 1
+  }
+
+
 def _survey(pieces, params, batch) -> list[list[_Call]]:
-  """The dense layers in each layer, with shapes; those called once only."""
+  """The dense layers in each layer, with shapes; those called once only, whose
+  kernels nothing else reads."""
   found: list[list[_Call]] = []
 
   def forward(params, batch, key):
     x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
     for number, layer in enumerate(pieces.layers):
       calls: list[_Call] = []
+      own = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
         x, _ = _apply(layer, params, number, x, key)
       paths = [call.path for call in calls]
@@ -142,7 +167,7 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
         [
           _Call(path, *(jax.typeof(array) for array in arrays))
           for path, *arrays in calls
-          if paths.count(path) == 1
+          if paths.count(path) == 1 and _kernel(path) in own
         ]
       )
     return x
@@ -178,8 +203,8 @@ def choose(
 ) -> tuple[Dense, ...]:
   """Says of every dense layer how its gradient is to travel.
 
-  Nothing is computed. A layer that is called twice is left out: its gradient
-  is not one product.
+  Nothing is computed. A layer that is called twice is left out, and one whose
+  kernel is read by something else: its gradient is not one product.
 
   Args:
     pieces: of a Problem.
