@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from asgd import names
-from launch import cli, outputs
+from launch import cli, outputs, tables
 from pipeline import analyze, generate, render, spans, validate
 from pipeline import schedule as schedule_lib
 from pipeline.schedule import Schedule, ScheduleError
@@ -110,28 +110,17 @@ def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
   return analyze.costs(stages, **numbers, own=own)
 
 
-def _read_table(path: Path) -> Schedule:
-  """Reads a table, in the form that its name says."""
-  forms = {
-    ".csv": schedule_lib.from_csv,
-    ".json": schedule_lib.from_json,
-  }
-  return forms.get(path.suffix, schedule_lib.from_text)(_read(path))
-
-
-def _read(path: Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8")
-  except UnicodeDecodeError:
-    raise ValueError(f"{path} is no text: not UTF-8") from None
-
-
 def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
   """Builds a schedule; one that depends on costs, for those that are given."""
   known = names.lookup("schedule", name, _SCHEDULES)
   values = {key: _value(text) for key, text in options.items()}
   if "costs" in values:
     raise ValueError("costs are flags: --forward=1 --backward=2 and so on")
+  if (count := generate.forwards(values)) > _MOST_CELLS:  # before it is made
+    raise ValueError(
+      f"{name} of {count:,} forwards is too large to be drawn: is there a"
+      " misprint?"
+    )
   table = generate.build(name, **values)
   if "costs" in known and (costs or own):
     cost = _costs(costs, own, table.stages)
@@ -256,7 +245,9 @@ def _free(folder: Path) -> Path:
   """Returns a folder that holds nothing but what is written here."""
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"--out={folder} is a file; choose a folder")
-  others = {path.name for path in folder.glob("*")} - set(_FILES)
+  # A full disk leaves a temporary file.
+  held = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
+  others = held - set(_FILES)
   if others:
     raise ValueError(
       f"--out={folder} holds {min(others)}, which is not of a drawing; choose"
@@ -305,7 +296,7 @@ def _make(schedule, table, options, costs, own) -> Schedule:
     raise ValueError(
       f"--table has all that --{next(iter(options))} says; drop one of them"
     )
-  return _read_table(Path(table))
+  return tables.read(Path(table))
 
 
 def main(
@@ -332,7 +323,9 @@ def main(
         " many to be drawn: is there a misprint?"
       )
     validate.validate(made, max_in_flight=max_in_flight, transfers=transfers)
-    seen = None if measured is None else spans.from_json(_read(Path(measured)))
+    seen = None
+    if measured is not None:
+      seen = spans.from_json(tables.read_text(Path(measured)))
     if seen is not None and not costs and not own:
       cost = spans.costs(made, seen)
     else:

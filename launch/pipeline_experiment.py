@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from asgd import (
   text,
   transforms,
 )
-from launch import experiment
+from launch import experiment, tables
 from pipeline import (
   analyze,
   generate,
@@ -47,7 +48,7 @@ from pipeline import (
   validate,
 )
 from pipeline.executor import Part
-from pipeline.schedule import Schedule
+from pipeline.schedule import KNOWN, Schedule
 
 DEFAULTS = {
   # `context`: characters of a window, of texts; pieces of words of an example,
@@ -194,7 +195,7 @@ def override(
   """Applies command-line overrides to a config.
 
   Another schedule of a run drops what the config has for the old one: its
-  weights, its `every`, its partition and its options.
+  weights, its `every`, its title, its partition and its options.
 
   Args:
     config: keys as in DEFAULTS.
@@ -224,7 +225,7 @@ def override(
         key: held
         for key, held in run.items()
         if key not in ("weights", "every", "devices", *_all_options())
-        and key not in ("partition", "bandwidth")
+        and key not in ("partition", "bandwidth", "title")
       }
   return resolve(experiment.override(config, overrides))
 
@@ -240,6 +241,8 @@ def options(schedule: str) -> list[str]:
   Raises:
     ValueError: for an unknown schedule, naming the nearest.
   """
+  if tables.is_file(schedule):
+    return []  # all is in the table
   maker = names.lookup("schedule", schedule, generate.SCHEDULES)
   own = [k for k in inspect.signature(maker).parameters if k not in _DERIVED]
   if schedule not in _LISTS and "devices" in own:
@@ -400,7 +403,11 @@ def _draft(config, label) -> _Draft:
           f" {names.nearest(key, everything)}"
         )
     stages = _stages(config, label)
-    table = _table(config, label, stages)
+    if tables.is_file(run["schedule"]):
+      table = _read_table(config, label)
+      stages = table.stages
+    else:
+      table = _table(config, label, stages)
     weights = run.get("weights")
     if weights is None:
       weights = "latest" if table.flush else _WEIGHTS.get(table.name, "stash")
@@ -481,6 +488,47 @@ def _table(config, label, stages) -> Schedule:
   return table
 
 
+def _read_table(config, label) -> Schedule:
+  """A table of the user's, which must be of the microbatches of the config."""
+  run, where = config["runs"][label], f"config.runs.{label}"
+  path, total = run["schedule"], config["updates"] * config["microbatches"]
+  try:
+    table = validate.validate(tables.read(Path(path)))
+  except OSError as error:
+    raise ValueError(
+      f"{where}.schedule: {path} cannot be read: {error.strerror}"
+    ) from error
+  own = sorted(set(table.action.tolist()) - set(KNOWN))
+  if own:
+    raise ValueError(
+      f"{where}.schedule: {path} has actions {own}, for which there are no"
+      " functions here: use pipeline.executor, or drop them"
+    )
+  if (validate.rows(table).weight < 0).any():
+    raise ValueError("its table has no backward: there is nothing to train")
+  if "stages" in run and run["stages"] != table.stages:
+    raise ValueError(
+      f"{where}.stages {run['stages']} are not the {table.stages} of {path}:"
+      " drop it"
+    )
+  every = run.get("every", config["microbatches"] if table.flush else None)
+  if every is not None and every != table.every:
+    raise ValueError(
+      f"{path} has {table.every} microbatches in an update, not {every!r}: set"
+      f" {where}.every={table.every}, or leave it out and set"
+      f" config.microbatches={table.every}"
+    )
+  wanted = table.every if table.flush else total
+  if table.microbatches != wanted or total % table.every:
+    raise ValueError(
+      f"{path} has {table.microbatches} microbatches, {table.every} in an"
+      f" update; a table that flushes must be of one update, and divide the"
+      f" {total} of config.updates x config.microbatches, another must have"
+      " them all"
+    )
+  return table
+
+
 def _function(path, key) -> Callable:
   """Returns the function MODULE:NAME."""
   module, _, name = path.partition(":") if isinstance(path, str) else ("", 0, 0)
@@ -506,7 +554,7 @@ def start_jax(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
   try:
     jax.devices()
-  except RuntimeError as error:
+  except (RuntimeError, AssertionError) as error:
     raise ValueError(
       f"JAX finds no device: {error}; see the variable JAX_PLATFORMS"
     ) from error
@@ -535,7 +583,7 @@ def build(
   """
   config = resolve(config)
   _check(config)
-  labels = config["only"] or list(config["runs"])
+  labels = list(dict.fromkeys(config["only"] or config["runs"]))
   for label in config["runs"]:
     if label not in labels:  # what is not run must make sense, too
       options(config["runs"][label]["schedule"])
@@ -571,6 +619,8 @@ def load_problem(config, data_dir, held, size_key="microbatch_size"):
   chosen, model = config["data"], dict(config["model"])
   kind, size = model.pop("name"), config[size_key]
   examples = config["evaluation_examples"]
+  if not isinstance(chosen["name"], str):
+    raise ValueError(f"config.data.name must be a name, not {chosen['name']!r}")
   if chosen["name"] in _TEXTS:
     with blame("data"):
       held = held or text.load(chosen["name"], data_dir=data_dir)

@@ -25,8 +25,8 @@ def lines(result: Row) -> list[str]:
     f" staleness of stages {stale}, versions"
     f" {' '.join(map(str, result['weight_versions']))}, activations"
     f" {max(result['peak_bytes']) / 2**20:.3g} MiB, bubble"
-    f" {100 * result['bubble_measured']:.0f} % (predicted"
-    f" {100 * result['bubble_predicted']:.0f} %)"
+    f" {_percent(result['bubble_measured'])} (predicted"
+    f" {_percent(result['bubble_predicted'])})"
   ]
   if result["diverged"]:
     out.append(
@@ -35,6 +35,11 @@ def lines(result: Row) -> list[str]:
       " --config.clip_norm, or a cure such as gap_aware or predict"
     )
   return out
+
+
+def _percent(share):
+  """Of a run that has ended before it was resumed nothing was measured."""
+  return f"{100 * share:.0f} %" if outputs.is_known(share) else "unknown"
 
 
 # Header, key, scale and digits; None: as it is, of the first seed.

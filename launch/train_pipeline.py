@@ -19,7 +19,12 @@ forward by the stage's staleness), recompute, every, stages, learning_rate, and
 the options of its schedule and of its recipe. With partition=pipedream (of the
 schedule pipedream: stages with replicas) or mixed_pipe (of ftpipe: several
 stages on a device) the layers are timed, and `stages` is how many devices there
-are; `bandwidth` is in bytes a second between them (1e10).
+are; `bandwidth` is in bytes a second between them (1e10). What was measured is
+kept, so --resume has the same stages. Instead of a name, schedule may be
+FILE.txt, .csv or .json of a table, as launch.draw_schedule writes them.
+
+The table's staleness is the largest of each stage; bubbles are of the whole
+run, with updates as work, and predicted from medians of its tasks.
 
 Stages run on CPU devices of their own, or share what is there; seconds are
 those of training alone. With --processes=N they are in N processes, by Ray, on
@@ -72,7 +77,9 @@ flags.adopt_module_key_flags(ray_session)
 _PROCESSES = flags.DEFINE_integer(
   "processes", 0, "Processes for the stages, by Ray. 0: threads of this one."
 )
-_GPUS = flags.DEFINE_float("gpus_per_process", 0.0, "That Ray reserves.")
+_GPUS = flags.DEFINE_float(
+  "gpus_per_process", 0.0, "That Ray reserves.", lower_bound=0.0
+)
 _SPANS = flags.DEFINE_bool(
   "spans", False, "Write what each device did when, for launch.draw_schedule."
 )
@@ -80,8 +87,18 @@ _DEATHS = 3  # of processes, without a checkpoint in between
 _CHUNK_SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
 _MANY = 400  # durations of a task that are remembered
 _MOST_SPANS = 200_000  # that are written, the last ones
+# What comparing cells reads of them; see `pipeline_figures`.
 _RESULT_KEYS = frozenset(
-  (*("algorithm", "schedule", "messages", "updates", "seconds", "test_loss"),)
+  (
+    *("cell", "label", "algorithm", "schedule", "weights", "recompute"),
+    *("every", "learning_rate", "stages", "devices", "updates", "examples"),
+    *("seconds", "train_loss", "test_loss", "test_accuracy", "staleness"),
+    *("weight_versions", "peak_bytes", "bubble_predicted", "diverged"),
+    *("bubble_measured", "evaluations", "messages"),
+  )
+)
+_ROW_KEYS = frozenset(
+  ("algorithm", "message", "update", "examples", "seconds", "test_loss")
 )
 
 
@@ -161,16 +178,21 @@ class _Checkpoints(checkpoints._Folder):
     self._write(step, tree, {**meta, "counts": counts, "notes": notes})
 
   def restore(
-    self, template: executor.State, trained: Any
+    self, template: executor.State, trained: Any, of: Sequence[Any] = ()
   ) -> tuple[executor.State, Any, dict[str, Any]] | None:
     """Returns the newest that is whole: state, what was recorded, notes.
 
     Args:
       template: a state of the same servers, such as the first one.
       trained: something of the structure that was saved.
+      of: what the notes must have as "of", if they have it: a checkpoint of
+        something else may have the same shapes.
     """
 
     def unpack(leaves, meta):
+      held = meta["notes"].get("of", of)
+      if list(held) != list(of):
+        raise ValueError(f"it is of {held}, not of {list(of)}")
       ends = np.cumsum(meta["counts"])[:-1]
       groups = [
         leaves[start:end]
@@ -365,7 +387,7 @@ class PipelineRun:
   def _restore(self):
     trained, first = (self._loss, self._records()), self._executor.start()
     template = self._executor.fetch(first)
-    found = self._checkpoints.restore(template, trained)
+    found = self._checkpoints.restore(template, trained, self._of())
     if found is None:
       self.state = first
       return
@@ -374,6 +396,10 @@ class PipelineRun:
     self._loss, self._pieces = np.array(loss), [[rows] for rows in records]
     self.seconds, self.rows = notes["seconds"], notes["rows"]
     self.diverged = notes["diverged"]
+
+  def _of(self):
+    """What a checkpoint must be of: stages may be cut elsewhere by now."""
+    return [self._cell.name, self.plan.table.name, list(self.plan.cuts)]
 
   def _records(self):
     """What each stage recorded, a row an update."""
@@ -384,7 +410,7 @@ class PipelineRun:
   def save(self) -> None:
     """Writes a checkpoint."""
     notes = {"seconds": self.seconds, "rows": self.rows}
-    notes["diverged"] = self.diverged
+    notes["diverged"], notes["of"] = self.diverged, self._of()
     trained = self._loss, self._records()
     state = self._executor.fetch(self.state)
     self._checkpoints.save(self._step(), state, trained, notes)
@@ -638,8 +664,9 @@ def finished_result(folder: Path) -> dict[str, Any] | None:
   """Returns the result of a cell that is finished and whole, else None."""
   result = outputs.read_json(folder / "result.json")
   try:
-    whole = len(read_rows(folder)) == result["evaluations"]
-    return result if whole and set(result) >= _RESULT_KEYS else None
+    rows = read_rows(folder)
+    whole = len(rows) == result["evaluations"] and set(result) >= _RESULT_KEYS
+    return result if whole and all(set(r) >= _ROW_KEYS for r in rows) else None
   except Exception:  # whatever is missing or cut short
     return None
 
@@ -733,6 +760,11 @@ def train(
     if result is not None:
       bar.skip(exp.plans[cell.label].microbatches)
       results.append(result)
+      if way.spans and not (place / "spans.json").exists():
+        bar.line(
+          f"{cell.name} is finished, and no --spans were written of it: another"
+          " --out trains it again"
+        )
       continue
     board = folder / "tensorboard" / cell.name
     result = _train_whoever_dies(
@@ -769,11 +801,46 @@ def _same_cuts(exp, folder, build: Callable[[list[float]], Any]):
     return exp
   path = folder / "layer_seconds.json"
   held = outputs.read_json(path)
-  if held is not None:
-    return build(held["seconds"])
+  if path.exists() or (folder / "cells").exists():
+    return build(_seconds(path, held, exp))
   text = outputs.to_json({"seconds": exp.seconds})
   outputs.write_atomically(path, text + "\n")
   return exp
+
+
+def _seconds(path, held, exp):
+  """The times of layers that a file has, if it has them."""
+  try:
+    found = np.array(held["seconds"], float)
+    if found.shape == np.shape(exp.seconds) and (found >= 0).all():
+      return found.tolist()
+  except (KeyError, TypeError, ValueError):
+    pass
+  raise ValueError(
+    f"{path} does not say what each of {len(exp.seconds)} layers takes, forward"
+    " and backward, by which this experiment's stages were cut: put it back as"
+    " it was, or choose another folder with --out=FOLDER"
+  )
+
+
+def _describe_partition(plan) -> str:
+  """Which layers a partitioner put where."""
+  stages = zip(plan.cuts, plan.cuts[1:], plan.table.places(), strict=False)
+  said = (
+    f"{first} to {last - 1} on {', '.join(map(str, places))}"
+    for first, last, places in stages
+  )
+  return f"{plan.label}: layers (on devices) {'; '.join(said)}"
+
+
+def _check_gpus(each: float, count: int, there: float) -> None:
+  """Refuses processes for which Ray would wait forever."""
+  if each * count > there:
+    raise ValueError(
+      f"{count} processes of --gpus_per_process={each:g} need {each * count:g}"
+      f" GPUs, and Ray has {there:g}: use fewer --processes, or parts of a GPU"
+      " (0.5)"
+    )
 
 
 def main() -> None:
@@ -809,10 +876,18 @@ def main() -> None:
     )
     way = Way(count, shared, _GPUS.value, cores=not address)
   way = way._replace(spans=_SPANS.value)
+  for label in exp.plans:
+    if "partition" in exp.config["runs"][label]:
+      print(_describe_partition(exp.plans[label]))
   signals = session.Signals()
   total = sum(exp.plans[cell.label].microbatches for cell in exp.cells)
   bar = progress.Progress(total)
   try:
+    if count:
+      import ray
+
+      there = ray.cluster_resources().get("GPU", 0.0)
+      _check_gpus(way.gpus, min(count, most), there)
     results = train(exp, folder, bar, signals, way)
   finally:
     bar.close()

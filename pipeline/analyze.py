@@ -18,12 +18,14 @@ from pipeline.schedule import (
   BACKWARD,
   FORWARD,
   INPUT,
+  KNOWN,
   WEIGHT,
   Schedule,
   ScheduleError,
 )
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
+_MOST = 1e30  # time of a task
 
 
 class Costs(NamedTuple):
@@ -77,6 +79,8 @@ def costs(
       )
     if not (np.isfinite(array) & (array >= 0)).all():
       raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+    if (array > _MOST).any():  # so that sums are finite, too
+      raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
   between = max(stages - 1, 0)
@@ -84,6 +88,12 @@ def costs(
   weights = column("weight", weight, stages)
   if backward is None:
     backward = inputs + weights
+  for name in own or {}:
+    if name in KNOWN:
+      raise ValueError(
+        f"own={name!r} is no action of the user's own: give forward, backward,"
+        " input or weight"
+      )
   for name, value in {"overlap": overlap, **(own or {})}.items():
     if value is not None:
       column(name, value, 0)

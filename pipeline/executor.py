@@ -150,7 +150,16 @@ class Executor:
     if elsewhere is not None:
       self.inboxes = {lane: queue.SimpleQueue() for lane in self.lanes}
       self._queues = {**elsewhere, **self.inboxes}
-    self._own = dict(own or {})
+    self._own = {
+      name: function
+      for name, function in (own or {}).items()
+      if name not in validate.KNOWN
+    }
+    if UPDATE in schedule.action:
+      raise ValueError(
+        f"the schedule has actions {UPDATE!r}, which is what the executor calls"
+        " its own updates: give them another name"
+      )
     unknown = set(schedule.action) - set(self._own) - set(validate.KNOWN)
     if unknown:
       raise ValueError(
@@ -186,6 +195,12 @@ class Executor:
     self._steps, self._transforms = [], []
     x: Any = ()
     for index, part in enumerate(self.parts):
+      for leaf in jax.tree.leaves(base.weights_of(part.params)):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+          raise ValueError(
+            f"stage {index} has parameters of dtype {leaf.dtype}, which have no"
+            " gradient: make them constants of its fn, or give them by extra"
+          )
       extra, compiled = self._extra(index, 0), None
       try:
         if any(device in self.devices for device in self.places[index]):
@@ -200,10 +215,12 @@ class Executor:
       self.compiled.append(compiled)
       self._steps.append(_steps(part.server))
       self._transforms.append(_transform(part.message))
-    if getattr(x, "shape", None) != ():
+    dtype = getattr(x, "dtype", None)
+    real = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if getattr(x, "shape", None) != () or not real:
       raise ValueError(
         "the last stage must return its loss, float[], not"
-        f" {jax.tree.map(lambda s: s.shape, x)}"
+        f" {jax.tree.map(lambda s: f'{s.dtype}{list(s.shape)}', x)}"
       )
 
   def start(self) -> State:
@@ -249,7 +266,13 @@ class Executor:
 
   def place(self, state: State) -> State:
     """Puts a state that was read from a checkpoint on the devices that it is
-    for; of one that is whole, what is for the lanes here."""
+    for; of one that is whole, what is for the lanes here.
+
+    Raises:
+      ValueError: for a state that is not of this table, or not whole.
+    """
+
+    self._check(state)
 
     def lane(field, key):
       return program.lane_of(self.program, self.schedule, field, key)
@@ -307,10 +330,66 @@ class Executor:
 
     Raises:
       PipelineError: if a task fails, naming it. The state is lost.
+      ValueError: for a slot that the table has not, or that is before that of
+        the state; for a state that is not of this table, or was consumed.
     """
-    until = self.schedule.slots if until is None else until
+    until = check_until(self.schedule, state.slot, until)
+    if self.inboxes is None:  # of one in parts, the rest may not have arrived
+      self._check(state)
     run = _Run(self, state, until)
     return run.result()
+
+  def _check(self, state):
+    """Refuses what is no state of this table: its lanes would wait forever."""
+    table = self.schedule
+    if len(state.servers) != len(self.parts):
+      raise ValueError(
+        f"the state has {len(state.servers)} stages, and {table.name} has"
+        f" {len(self.parts)}: it is of another table"
+      )
+    for leaf in jax.tree.leaves((state.servers, state.sums)):
+      if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(
+          "this state was consumed by a run: go on with the one that the run"
+          " returned"
+        )
+    wanted = program.held(
+      self.program, table, state.slot, together=self.together
+    )
+    wanted["messages"] = {
+      (stage, mine)
+      for stage, places in enumerate(self.places)
+      for mine, _ in enumerate(places if self._transforms[stage] else ())
+    }
+    for field, keys in wanted.items():
+      found = set(getattr(state, field))
+      # A version may be held that is read no more.
+      if field == "tickets":
+        found &= keys
+      wrong = min(keys ^ found, default=None)
+      if wrong is not None:
+        raise ValueError(
+          f"before slot {state.slot} of {table.name} a state has"
+          f" {'no ' if wrong in found else ''}{field} {wrong}, unlike this one:"
+          " it is of another table, or not whole"
+        )
+
+
+def check_until(schedule: Schedule, slot: int, until: int | None) -> int:
+  """Returns the slot before which a run from `slot` is to stop; None: all.
+
+  Raises:
+    ValueError: if that is no slot from `slot` to the end of the table.
+  """
+  if until is None:
+    return schedule.slots
+  whole = isinstance(until, (int, np.integer)) and not isinstance(until, bool)
+  if not whole or not slot <= until <= schedule.slots:
+    raise ValueError(
+      f"a run of {schedule.name} that is at slot {slot} can stop before slots"
+      f" {slot} to {schedule.slots}, not {until!r}"
+    )
+  return int(until)
 
 
 @functools.lru_cache(maxsize=64)
@@ -429,9 +508,13 @@ class _Run:
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
-      what = f"{line.kind} of stage {line.stage}, microbatch {line.microbatch}"
+      what, slot = "what is to be done", self.first
+      if line is not None:
+        slot = line.slot
+        what = f"{line.kind} of stage {line.stage}, microbatch"
+        what += f" {line.microbatch}"
       failure = PipelineError(
-        f"{what} (device {index}, slot {line.slot}) failed:"
+        f"{what} (device {index}, slot {slot}) failed:"
         f" {type(error).__name__}: {error}"
       )
       failure.__cause__ = error
@@ -482,7 +565,7 @@ class _Run:
     clock = executor._clock
     if line.kind == UPDATE:
       start = self._update(lane, line)
-    elif line.stage < 0:
+    elif line.kind in executor._own:
       start = clock() if clock else 0.0
       jax.block_until_ready(executor._own[line.kind](lane))
     else:

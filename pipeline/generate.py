@@ -36,6 +36,7 @@ from pipeline.schedule import (
   Step,
 )
 
+_MOST = 10**7  # forwards of a table that `build` makes
 _NOT_THERE = -1  # a microbatch
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
@@ -44,6 +45,19 @@ def _check_positive(name: str, value: int) -> None:
   integral = isinstance(value, (int, np.integer))
   if isinstance(value, bool) or not integral or value < 1:
     raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+
+
+def _check_bool(name: str, value: bool) -> None:
+  if not isinstance(value, (bool, np.bool_)):
+    raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _list(value) -> list | None:
+  """A list of what is one thing after the other, and no text; else None."""
+  try:
+    return None if isinstance(value, (str, bytes)) else list(value)
+  except TypeError:
+    return None
 
 
 def _check_even(name: str, value: int) -> None:
@@ -104,6 +118,7 @@ def gpipe(
   """
   _check_positive("stages", stages)
   _check_positive("microbatches", microbatches)
+  _check_bool("reverse", reverse)
   step = -1 if reverse else 1
   orders = [
     [(FORWARD, stage, i) for i in range(microbatches)]
@@ -400,10 +415,11 @@ def pipedream(
   """
   _check_positive("stages", stages)
   _check_updates(microbatches, every)
-  replicas = [1] * stages if replicas is None else list(replicas)
-  if len(replicas) != stages:
+  given = replicas
+  replicas = [1] * stages if replicas is None else _list(replicas)
+  if replicas is None or len(replicas) != stages:
     raise ValueError(
-      f"replicas must be {stages} numbers, one for each stage, not {replicas!r}"
+      f"replicas must be {stages} numbers, one for each stage, not {given!r}"
     )
   for number in replicas:
     _check_positive("replicas", number)
@@ -513,9 +529,11 @@ def ftpipe(
     raise ValueError(f"ftpipe has no replicas: devices={devices!r}")
   _check_updates(microbatches, every)
   count = len(places)
-  depth = range(count)[::-1] if stage_depth is None else list(stage_depth)
-  if len(depth) != count or not all(
-    isinstance(d, (int, np.integer)) and d >= 0 for d in depth
+  depth = range(count)[::-1] if stage_depth is None else _list(stage_depth)
+  if (
+    depth is None
+    or len(depth) != count
+    or not all(isinstance(d, (int, np.integer)) and d >= 0 for d in depth)
   ):
     raise ValueError(
       f"stage_depth must be {count} whole numbers from 0, one for each stage,"
@@ -614,12 +632,15 @@ class _Played:
 
 def _places(devices) -> list[tuple[int, ...]]:
   """The devices of each stage, checked."""
+  whole = int, np.integer
   try:
     places = [
-      (int(place),) if isinstance(place, (int, np.integer)) else tuple(place)
+      (int(place),) if isinstance(place, whole) else tuple(place)
       for place in devices
     ]
-    found = {int(device) for place in places for device in place}
+    found = {device for place in places for device in place}
+    if not all(isinstance(device, whole) for device in found):
+      found = None
   except TypeError:
     found = None
   if not found or not all(places) or found != set(range(len(found))):
@@ -901,6 +922,7 @@ def custom(
   places = _places(devices)
   every = microbatches if every is None else every
   _check_updates(microbatches, every)
+  _check_bool("flush", flush)
   if costs is None:
     costs = analyze.costs(len(places))._replace(own=_Ones())
   costs = _costs(costs, len(places))
@@ -1080,8 +1102,9 @@ def zero_bubble(
   owned = _stages_of(places)
   if isinstance(max_activations, (int, np.integer)):
     max_activations = [max_activations] * len(owned)
-  limits = list(max_activations)
-  if len(limits) != len(owned):
+  _check_positive("microbatches", microbatches)
+  limits = _list(max_activations)
+  if limits is None or len(limits) != len(owned):
     raise ValueError(
       f"max_activations must be one number, or {len(owned)}, one for each"
       f" device, not {max_activations!r}"
@@ -1347,7 +1370,29 @@ def build(name: str, **options) -> Schedule:
   """Builds a table by the name of its schedule.
 
   Raises:
-    ValueError: for an unknown name or option, naming the nearest known one.
+    ValueError: for an unknown name or option, naming the nearest known one, and
+      for a table of more than 10 million forwards.
   """
   maker = names.lookup("schedule", name, SCHEDULES)
+  count = forwards(options)
+  if count > _MOST:
+    raise ValueError(
+      f"{name} would have {count:,} forwards (stages x microbatches x batches),"
+      f" and {_MOST:,} are the most: is there a misprint?"
+    )
   return names.call("schedule", name, maker, options)
+
+
+def forwards(options: Mapping[str, object]) -> int:
+  """Returns how many forwards a table of these options has, or fewer. What is
+  no number counts as 1: whoever makes the table says what is wrong with it."""
+
+  def number(value):
+    whole = isinstance(value, (int, np.integer))
+    return max(int(value), 1) if whole else 1
+
+  devices = options.get("devices")
+  listed = devices is not None and _list(devices)
+  keys = ("stages", "chunks", "microbatches", "batches")
+  counts = [number(options.get(key)) for key in keys]
+  return math.prod([len(listed) if listed else number(devices), *counts])

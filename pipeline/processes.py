@@ -9,6 +9,18 @@ Why Ray and not `jax.distributed`: its processes run one program and end
 together, while stages run different programs, each when its input is there, and
 a pipeline whose stage has died must be able to say so. Why at all, on one
 machine: XLA's threads belong to a process, so here each stage has its own.
+
+Ray must have been started before, by `ray.init` or `launch.ray_session.start`,
+which keeps it on the loopback interface. Then
+
+  def make():  # called in each process
+    return {"schedule": table, "parts": parts_of(seed), "extra": extra_of(seed)}
+
+  with contextlib.closing(Processes(make, table, 2)) as engine:
+    result = engine.run(engine.start())
+    params = engine.params(result.state)
+
+is what an Executor of the same arguments does, to the bit.
 """
 
 import contextlib
@@ -207,7 +219,8 @@ class Processes:
     """Starts the processes. Ray has been started.
 
     Args:
-      make: called in each process; it travels there by Ray's own pickling.
+      make: called in each process, see `Make`; it travels there by Ray's own
+        pickling.
       schedule: the table, the same that `make` gives.
       count: processes; each has D / count lanes in a row, some one more.
       cores: of each process; None leaves that to the system.
@@ -216,11 +229,16 @@ class Processes:
 
     Raises:
       ValueError: for a count that is not from 1 to D, or that `cores` does not
-        have.
+        have, and if Ray was not started.
       PipelineError: if a process cannot start.
     """
     import ray
 
+    if not ray.is_initialized():  # it would start, and listen on all interfaces
+      raise ValueError(
+        "stages in processes need Ray: call ray.init first, or"
+        " launch.ray_session.start, which keeps others out"
+      )
     devices = schedule.devices
     if not 1 <= count <= devices:
       raise ValueError(
@@ -323,10 +341,11 @@ class Processes:
 
     Raises:
       PipelineError: if a task failed; `Died` if a process did. All stop.
-      ValueError: for a state that is no longer held.
+      ValueError: for a state that is no longer held, or a slot that the table
+        has not, or that is before that of the state.
     """
     self._check(held)
-    until = self.schedule.slots if until is None else until
+    until = executor.check_until(self.schedule, held.slot, until)
     losses, records, spans = {}, [None] * self.schedule.stages, []
     for index, answer in enumerate(self._all("run", until)):
       losses.update(answer[0])

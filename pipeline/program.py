@@ -75,7 +75,7 @@ def write(
   lanes: list[list[Line]] = [[] for _ in range(schedule.devices)]
   columns = (column.tolist() for column in schedule[1:6])
   for slot, device, stage, microbatch, action in zip(*columns, strict=True):
-    mine = replica[stage][device] if stage >= 0 else 0
+    mine = replica[stage][device] if action in validate.KNOWN else 0
     lanes[device].append(Line(slot, action, stage, microbatch, mine))
   reads = collections.defaultdict(list)
   for stage, held in enumerate(places):
@@ -131,6 +131,64 @@ def _with_updates_together(lanes, schedule, where):
       rest.append(first._replace(also=tuple(others)))
     out.append(rest)
   return out
+
+
+def held(
+  program: Program, schedule: Schedule, slot: int, *, together: bool
+) -> dict[str, set]:
+  """Returns the keys that an `executor.State` of the whole table has before a
+  slot: field -> keys; of tickets, those that will be read.
+
+  Args:
+    program: of the table.
+    schedule: the table.
+    slot: from 0 to its end.
+    together: as in `write`.
+  """
+  where, versions = program.where, program.versions
+  forward, backward, weight = (schedule.time[rows] for rows in where)
+
+  def keys(mask, *prefix):
+    return {(*prefix, *at) for at in map(tuple, np.argwhere(mask).tolist())}
+
+  def between(first, last):
+    return (first < slot) & (slot <= last)
+
+  sent = np.zeros((schedule.stages, schedule.microbatches), bool)
+  came = sent.copy()
+  sent[1:] = between(forward[:-1], forward[1:])
+  came[:-1] = between(backward[1:], backward[:-1])
+  # When the version after each update is made.
+  every = schedule.every
+  made = np.sort(weight, axis=1)[:, every - 1 :: every]
+  if together:
+    made = np.broadcast_to(made.max(0), made.shape)
+  tickets, sums, last = set(), set(), set()
+  for stage, places in enumerate(program.places):
+    later = np.flatnonzero(weight[stage] >= slot)
+    replica = np.searchsorted(
+      places, schedule.device[where.weight[stage, later]]
+    )
+    before = int(np.searchsorted(made[stage], slot, "left"))  # versions made
+    done = len(weight[stage]) - len(later) - before * every
+    if every > 1 and done:
+      sums.add(stage)
+    if done == every:  # the last one waits for the other stages
+      rows = where.weight[stage]
+      order = np.lexsort((schedule.device[rows], schedule.time[rows]))
+      last.add(("m", stage, int(order[(before + 1) * every - 1])))
+    for read in (versions.forward, versions.backward):
+      version = read[stage, later]
+      there = version <= before
+      pairs = zip(version[there].tolist(), replica[there].tolist(), strict=True)
+      tickets.update((stage, *pair) for pair in pairs)
+  return {
+    "tickets": tickets,
+    "kept": keys(between(forward, weight)),
+    "halves": keys(between(backward, weight) & (weight != backward)),
+    "on_their_way": keys(sent, "x") | keys(came, "g") | last,
+    "sums": sums,
+  }
 
 
 def lane_of(program: Program, schedule: Schedule, field: str, key: Any) -> int:

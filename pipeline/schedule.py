@@ -89,11 +89,12 @@ class Schedule(NamedTuple):
 
   def places(self) -> list[list[int]]:
     """Returns the devices of each stage; several, if it is replicated."""
-    pairs = np.unique(np.stack([self.stage, self.device], 1), axis=0)
+    # Not those of a user's own actions, which may be anywhere.
+    pairs = np.stack([self.stage, self.device], 1)
+    pairs = np.unique(pairs[np.isin(self.action, KNOWN)], axis=0)
     out = [[] for _ in range(self.stages)]
     for stage, device in pairs.tolist():
-      if stage >= 0:
-        out[stage].append(device)
+      out[stage].append(device)
     return out
 
   def orders(self) -> list[list[tuple["Task", ...]]]:
@@ -326,7 +327,8 @@ class _Updates:
 # Forms.
 
 _NAME = re.compile(r"[A-Za-z_]+")
-_CELL = re.compile(r"([A-Za-z_]+)(\d+)?(?:@(\d+))?")
+# More digits are no number that a table has, and int() would not read them all.
+_CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
 
 
@@ -377,7 +379,7 @@ def to_text(
   return "\n".join(lines) + "\n"
 
 
-_HEAD = re.compile(r"#\s*(.*?); every (\d+)(; flush)?\s*")
+_HEAD = re.compile(r"#\s*(.*?); every (\d{1,20})(; flush)?\s*")
 
 
 def from_text(text: str) -> Schedule:
@@ -395,7 +397,7 @@ def from_text(text: str) -> Schedule:
   rows = []
   for number, line in lines[1:]:
     head, bar, body = line.partition("|")
-    if not bar or not head.strip().isdecimal():
+    if not bar or not re.fullmatch(r"\d{1,20}", head.strip()):
       raise ScheduleError(
         f"line {number}: {line!r} must be a device, | and its cells"
       )
@@ -452,7 +454,10 @@ def from_csv(text: str) -> Schedule:
   """
   lines = text.splitlines() or [""]
   name, every, flush = _head(1, lines[0])
-  rows = list(csv.reader(lines[1:]))
+  try:
+    rows = list(csv.reader(lines[1:]))
+  except csv.Error as error:
+    raise ScheduleError(f"not a schedule in CSV: {error}") from None
   if not rows or tuple(rows[0]) != _COLUMNS:
     raise ScheduleError(f"line 2 must be {','.join(_COLUMNS)}")
   tasks = []
@@ -494,7 +499,9 @@ def from_json(text: str) -> Schedule:
     held = json.loads(text)
     name, every, flush = held["name"], held["every"], held["flush"]
     tasks = [tuple(task) for task in held["tasks"]]
-  except (ValueError, KeyError, TypeError) as error:
+    if not isinstance(flush, bool):
+      raise TypeError(f"flush must be true or false, not {flush!r}")
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise ScheduleError(
       f"not a schedule in JSON ({type(error).__name__}: {error}); it must have"
       " name, every, flush and tasks"

@@ -19,6 +19,8 @@ from pipeline.schedule import (
   Schedule,
 )
 
+_MOST = 1e15  # seconds, and numbers, in a file
+
 
 class Span(NamedTuple):
   """A piece of work of a measured run."""
@@ -219,7 +221,7 @@ def from_json(text: str) -> list[Span]:
   try:
     rows = json.loads(text)["spans"]
     rows = list(rows)
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise ValueError(
       f"not spans in JSON ({type(error).__name__}: {error}); it must be an"
       ' object like {"spans": [[0, 0, 0, "F", 0.0, 0.5]]}'
@@ -229,7 +231,7 @@ def from_json(text: str) -> list[Span]:
       raise ValueError(
         f"span {number} {json.dumps(row)} must be"
         f" [{', '.join(Span._fields)}]: three whole numbers, a name, two"
-        " seconds"
+        " seconds, none of them above 1e15"
       )
   return [Span(*row) for row in rows]
 
@@ -240,5 +242,8 @@ def _is_span(row):
     and len(row) == 6
     and all(type(value) is int for value in row[:3])
     and isinstance(row[3], str)
+    and row[3].isprintable()
     and all(type(value) in (int, float) for value in row[4:])
+    # NaN is for `measured` to name.
+    and not any(abs(value) > _MOST for value in (*row[:3], *row[4:]))
   )

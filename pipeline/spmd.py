@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from asgd.parallel import meshes
@@ -71,15 +72,22 @@ def pipeline(
       " name one of them so, or give axis="
     )
   stages = mesh.shape[axis]
+  # As jax.make_mesh makes them, axes are explicit: what is cut here would have
+  # to be sharded so before.
+  automatic = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+  mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, automatic)
   run = inside(layer, axis=axis, rounds=rounds, remat=remat, fill=fill)
 
+  def leading(tree):
+    return {(*np.shape(leaf), None)[0] for leaf in jax.tree.leaves(tree)}
+
   def call(params, x, key=None):
-    layers = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
-    count = {leaf.shape[0] for leaf in jax.tree.leaves(x)}
-    if len(layers) != 1 or len(count) != 1:
+    layers, count = leading(params), leading(x)
+    if None in layers | count or len(layers) != 1 or len(count) != 1:
       raise ValueError(
         "all parameters must have one leading axis, of layers, and all inputs"
-        f" one, of microbatches; not {sorted(layers)} and {sorted(count)}"
+        f" one, of microbatches; not {sorted(layers, key=str)} and"
+        f" {sorted(count, key=str)}"
       )
     (layers,), (count,) = layers, count
     if layers % (stages * rounds):

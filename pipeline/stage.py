@@ -47,7 +47,8 @@ def floating(tree: Any) -> list[Any]:
 
 
 def _is_floating(x):
-  return jnp.issubdtype(x.dtype, jnp.inexact)
+  dtype = x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+  return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def compile_stage(fn: StageFn, params: Any, x: Any, extra: Any) -> Stage:
@@ -68,7 +69,8 @@ def compile_stage(fn: StageFn, params: Any, x: Any, extra: Any) -> Stage:
 
 @functools.lru_cache(maxsize=256)
 def _compile(fn, tree, *leaves):
-  params, x, extra = jax.tree.unflatten(tree, leaves)
+  params, *given = jax.tree.unflatten(tree, leaves)
+  x, extra = given
   if not floating(params):
     raise ValueError(
       "a stage needs parameters of a floating point dtype; give its layers to"
@@ -80,6 +82,8 @@ def _compile(fn, tree, *leaves):
   kept = program.kept_shapes
 
   def forward(params, x, extra):
+    _check_same("x", x, given[0])
+    _check_same("extra", extra, given[1])
     return program.forward(params, x, extra)
 
   def recompute(params, x, extra, gy):
@@ -96,6 +100,22 @@ def _compile(fn, tree, *leaves):
     sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(kept)),
     y,
   )
+
+
+def _check_same(name, found, wanted):
+  """Refuses what a stage was not compiled for: its program is for those shapes,
+  and would compute something else."""
+  trees = jax.tree.structure(found), jax.tree.structure(wanted)
+  shapes = [
+    [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    for tree in (found, wanted)
+  ]
+  if trees[0] != trees[1] or shapes[0] != shapes[1]:
+    shown = [jax.tree.map(np.shape, tree) for tree in (found, wanted)]
+    raise ValueError(
+      f"{name} has shapes {shown[0]}, and the stage was compiled for those of"
+      f" the first microbatch, {shown[1]}: make all microbatches alike"
+    )
 
 
 def _shape(x):
@@ -155,7 +175,9 @@ class _Program:
     self._forward = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *made])
     self._residuals = residuals
     again = [v for v in residuals if _literal(v) or v in free]
-    self._again = _function(jaxpr, jaxpr.jaxpr.invars[:n_params], again)
+    # Without effects, such as prints: those are of the forward.
+    eqns = _needed(jaxpr.jaxpr.eqns, again, effects=False)
+    self._again = _function(jaxpr, jaxpr.jaxpr.invars[:n_params], again, eqns)
     self.kept_shapes = tuple(
       jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
       for v in [*made, *self._given.values()]
@@ -264,12 +286,14 @@ def _run(invars, eqns, outvars, args):
   return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*args)
 
 
-def _needed(eqns, outs):
-  """The equations that `outs` depend on, in their order."""
+def _needed(eqns, outs, *, effects=True):
+  """The equations that `outs` depend on, in their order, and those that have
+  effects of their own."""
   wanted = {v for v in outs if not _literal(v)}
   found = []
   for eqn in reversed(eqns):
-    if eqn.effects or any(v in wanted for v in eqn.outvars):
+    own = effects and eqn.effects
+    if own or any(v in wanted for v in eqn.outvars):
       found.append(eqn)
       wanted.update(v for v in eqn.invars if not _literal(v))
   return found[::-1]

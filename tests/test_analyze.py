@@ -155,6 +155,8 @@ def test_numbers_stand_for_all_stages():
     ({"input": float("nan")}, "input must be finite and not negative, not nan"),
     ({"overlap": -0.5}, "overlap must be finite and not negative"),
     ({"own": {"sync": float("inf")}}, "sync must be finite"),
+    ({"own": {"B": 1.0}}, "own='B' is no action of the user's own"),
+    ({"forward": 1e300}, r"forward must be at most 1e\+30, not 1e\+300"),
   ],
 )
 def test_costs_are_checked(kwargs, message):

@@ -117,6 +117,17 @@ def test_any_file_that_is_written_is_a_table_again(tmp_path, capsys):
     draw(capsys, None, str(out), table=str(out / "grid.txt"))
 
 
+def test_what_editors_and_full_disks_leave_behind(tmp_path, capsys):
+  table, out = generate.gpipe(2, 2), tmp_path / "out"
+  path = tmp_path / "A.CSV"
+  path.write_text(schedule.to_csv(table), encoding="utf-8-sig")
+  out.mkdir()
+  (out / "schedule.json.tmp").write_text("{")
+  draw_schedule.main(table=str(path), out=str(out))
+  assert schedule.from_json((out / "schedule.json").read_text()).name == "gpipe"
+  capsys.readouterr()
+
+
 def test_costs_are_for_all_stages_or_for_each(capsys):
   said = draw(
     capsys,
@@ -283,6 +294,19 @@ MISTAKES = {
   "weights": ({**GPIPE, "weights": "old"}, "latest, stash, 2bw, vertical, not"),
   "transfers": ({**GPIPE, "transfers": "slow"}, "buffered, rendezvous, not"),
   "in flight": ({**GPIPE, "max_in_flight": 1}, "makes 2 in flight"),
+  "number for a list": (
+    {
+      "schedule": "pipedream",
+      "options": {"stages": "2", "microbatches": "4", "replicas": "2"},
+    },
+    "replicas must be 2 numbers, one for each stage, not 2",
+  ),
+  "too large": (
+    {"schedule": "gpipe", "options": {"stages": "9999", "microbatches": "999"}},
+    "gpipe of 9,989,001 forwards is too large to be drawn",
+  ),
+  "own F": ({**GPIPE, "own": {"F": "3"}}, "own='F' is no action of the user's"),
+  "too long": ({**GPIPE, "costs": {"input": "1e31"}}, "input must be at most"),
   "no file": ({"table": "nope.txt"}, "No such file or directory: 'nope.txt'"),
   "no run": ({**GPIPE, "measured": "nope.json"}, "No such file or directory"),
 }

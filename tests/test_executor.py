@@ -505,6 +505,51 @@ def test_own_actions_are_called():
     run(table, 1)
 
 
+def test_own_actions_may_be_of_a_stage():
+  """Which does not make their device one of the stage's."""
+  rows = [(0, 0, 0, 0, "F"), (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B")]
+  table = schedule.make("own", rows, every=1, flush=True)
+  called = []
+  found, _, _ = run(table, 1, own={"K": called.append})
+  assert called == [1]
+  close(found, monolith(1, 1))
+
+
+def test_a_state_must_be_one_of_the_table():
+  """Or its lanes would wait for what never comes."""
+  table = generate.pipedream(2, 4)
+  run_ = Executor(table, parts(2), functools.partial(extra, 2))
+  middle = run_.run(run_.start(), 5).state
+  there = jax.device_get(middle)
+  for until in (3, -1, table.slots + 1, 5.0, "5", True):
+    with pytest.raises(ValueError, match=r"at slot 5 can stop before slots 5"):
+      run_.run(middle, until)
+  for field in ("tickets", "kept", "on_their_way"):
+    assert getattr(there, field)
+    for call in (run_.run, run_.place):
+      with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
+        call(there._replace(**{field: {}}))
+  with pytest.raises(ValueError, match="1 stages, and pipedream has 2"):
+    run_.run(there._replace(servers=there.servers[:1]))
+  table = gpipe(2, 4)
+  slim = Executor(
+    table, parts(2, "dana_slim"), functools.partial(extra, 2), together=True
+  )
+  there = jax.device_get(slim.run(slim.start(), table.slots - 1).state)
+  assert ("m", 1, 3) in there.on_their_way
+  for field in ("sums", "messages", "on_their_way"):
+    with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
+      slim.place(there._replace(**{field: {}}))
+  slim.run(slim.place(there))
+  first = run_.start()
+  run_.run(first)
+  with pytest.raises(ValueError, match="was consumed by a run"):
+    run_.run(first)
+  other = Executor(table, parts(2), functools.partial(extra, 2))
+  with pytest.raises(ValueError, match="has no on_their_way .'m', 1, 3., "):
+    other.run(other.place(there))
+
+
 def test_spans_tell_what_was_done_when():
   ticks = iter(range(10**6))
   table = one_f_one_b(2, 4, 4, True)
@@ -550,6 +595,41 @@ MISTAKES = {
   "loss": (
     lambda: Executor(gpipe(1, 2), parts(4)[:1], functools.partial(extra, 4)),
     "last stage must return its loss",
+  ),
+  "whole loss": (
+    lambda: Executor(
+      gpipe(1, 2),
+      [Part(lambda p, x, e: (p.astype(int), ()), np.ones(()), server("asgd"))],
+      functools.partial(extra, 1),
+    ),
+    r"must return its loss, float\[\], not int64\[\]",
+  ),
+  "whole parameters": (
+    lambda: Executor(
+      gpipe(1, 2),
+      [
+        Part(
+          lambda p, x, e: (p[0] * p[1], ()),
+          (np.ones(()), np.int32(1)),
+          server("asgd"),
+        )
+      ],
+      functools.partial(extra, 1),
+    ),
+    "stage 0 has parameters of dtype int32, which have no gradient",
+  ),
+  "update": (
+    lambda: run(
+      schedule.lay_out(
+        "own",
+        [[("F", 0, 0), ("B", 0, 0), ("update", -1, -1)]],
+        every=1,
+        flush=True,
+      ),
+      1,
+      own={"update": print},
+    ),
+    "actions 'update', which is what the executor calls",
   ),
   "together": (
     lambda: run(one_f_one_b(4, 8, 1, False), together=True),

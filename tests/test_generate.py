@@ -989,6 +989,47 @@ def test_fill_puts_own_actions_into_idle_slots():
     ),
     (
       "pipedream",
+      {"stages": 2, "microbatches": 3, "replicas": 2},
+      "replicas must be 2 numbers, one for each stage, not 2",
+    ),
+    (
+      "ftpipe",
+      {"devices": [0, 1], "microbatches": 2, "stage_depth": 1},
+      "stage_depth must be 2 whole numbers .* not 1",
+    ),
+    ("ftpipe", {"devices": "01", "microbatches": 2}, "devices must be .* '01'"),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 2, "max_activations": 2.5},
+      "max_activations must be one number, or 2, .* not 2.5",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 1.5, "max_activations": 2},
+      "microbatches must be a positive whole number, not 1.5",
+    ),
+    (
+      "gpipe",
+      {"stages": 2, "microbatches": 3, "reverse": "false"},
+      "reverse must be True or False, not 'false'",
+    ),
+    (
+      "custom",
+      {"rule": alternate(1), "devices": [0], "microbatches": 3, "flush": "no"},
+      "flush must be True or False, not 'no'",
+    ),
+    (
+      "gpipe",
+      {"stages": 10**20, "microbatches": 3},
+      "gpipe would have 300,000.* forwards .* misprint",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 10**7, "max_activations": 2},
+      "would have 20,000,000 forwards",
+    ),
+    (
+      "pipedream",
       {"stages": 2, "microbatches": 3, "replicas": (1, 4)},
       "3 microbatches leave some of 4 replicas without work; use 4 at least",
     ),

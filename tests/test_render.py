@@ -285,6 +285,9 @@ def test_spans_of_something_else_are_refused(case):
     ),
     ('{"spans": [[0, 0, 0, 7, 0, 1]]}', "span 0 .* must be"),
     ('{"spans": [[0, 0, 0, "F", null, 1]]}', "span 0 .* must be"),
+    ('{"spans": [[0, 0, 0, "F", 0, 1e400]]}', "must be .* above 1e15"),
+    ('{"spans": [[0, 0, 0, "\\ud800", 0, 1]]}', "span 0 .* must be"),
+    ("[" * 10**5, "not spans in JSON .RecursionError"),
   ],
 )
 def test_other_json_is_refused(content, message):

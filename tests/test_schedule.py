@@ -69,6 +69,11 @@ def test_places_are_the_devices_of_a_stage():
   assert [len(order) for order in table.orders()] == [1, 1, 2]
 
 
+def test_own_actions_of_a_stage_may_be_anywhere():
+  table = make(ROW, (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B"))
+  assert table.places() == [[0]] and table.devices == 2
+
+
 def test_a_table_without_rows():
   table = schedule.make("t", [], every=1, flush=True)
   assert (table.devices, table.stages, table.microbatches, table.slots) == (
@@ -363,11 +368,26 @@ REFUSED = {
     lambda: schedule.from_csv(HEAD + COLUMNS + "0,0,0,0"),
     "line 3: '0,0,0,0' must be",
   ),
+  "CSV, field": (
+    lambda: schedule.from_csv(HEAD + COLUMNS + "0,0,0,0," + "F" * 200_000),
+    "not a schedule in CSV: field larger than",
+  ),
+  "no such number": (
+    lambda: schedule.from_text(HEAD + "0 | F" + "9" * 5000),
+    "line 2, slot 0: 'F999",
+  ),
   "CSV, long": (
     lambda: schedule.from_csv(HEAD + COLUMNS + "0,0,0,0,F,1"),
     "line 3: '0,0,0,0,F,1' must be",
   ),
   "JSON": (lambda: schedule.from_json("[1"), "not a schedule in JSON"),
+  "JSON flush": (  # which would be true
+    lambda: schedule.from_json(
+      '{"name": "a", "every": 1, "flush": "false", "tasks": []}'
+    ),
+    "flush must be true or false, not 'false'",
+  ),
+  "JSON nested": (lambda: schedule.from_json("[" * 10**5), "RecursionError"),
   "JSON list": (
     lambda: schedule.from_json("[1]"),
     "it must have name, every, flush and tasks",

@@ -121,7 +121,20 @@ def test_the_blocks_of_a_gpt():
   close(found(params), wanted(params))
 
 
+def test_axes_may_be_explicit_as_make_mesh_makes_them():
+  params, x, key = weights(4), normal(3, 2, 5), jax.random.key(0)
+  grid = jax.make_mesh(
+    (2, 1), ("stage", "data"), (jax.sharding.AxisType.Explicit,) * 2
+  )
+  found = spmd.pipeline(layer, grid)(params, x, key)
+  close(found, spmd.pipeline(layer, mesh(2))(params, x, key))
+
+
 MISTAKES = {
+  "a scalar": (
+    lambda: spmd.pipeline(layer, mesh(2))(1.0, normal(4, 4, 5)),
+    r"must have one leading axis, .* not \[None\] and \[4\]",
+  ),
   "axis": (
     lambda: spmd.pipeline(layer, mesh(2), axis="pipe"),
     r"axes \('stage', 'data'\) and none named 'pipe'",

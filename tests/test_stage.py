@@ -180,6 +180,34 @@ def test_what_follows_from_the_weights_alone_is_not_kept():
   close(stage.backward(params, kept, [jnp.ones((2, 5))]), (gradient, gx))
 
 
+def test_microbatches_are_alike():
+  """A compiled program would compute something else from another tree."""
+  stage = stage_lib.compile_stage(
+    lambda p, x, e: (p * (e["a"] - e["b"]).sum(), ()),
+    *(normal(2), (), {"a": normal(3), "b": normal(3)}),
+  )
+  for extra in ({"a": normal(2), "b": normal(2)}, {"A": normal(3), "b": 0.0}):
+    with pytest.raises(ValueError, match="extra has shapes .* alike"):
+      stage.forward(normal(2), (), extra)
+
+
+def test_effects_are_of_the_forward():
+  called = []
+
+  def noisy(params, x, extra):
+    del extra
+    jax.debug.callback(lambda: called.append(1))
+    return jnp.sin(x @ params), ()
+
+  params, x = normal(3, 3), normal(2, 3)
+  stage = stage_lib.compile_stage(noisy, params, x, ())
+  y, _, kept = stage.forward(params, x, ())
+  _, half = stage.input(params, kept, [y])
+  jax.block_until_ready(stage.weight(params, kept, half))
+  jax.effects_barrier()
+  assert called == [1]
+
+
 def test_a_stage_without_weights_is_refused():
   with pytest.raises(ValueError, match="give its layers to the stage before"):
     stage_lib.compile_stage(lambda p, x, e: (x, ()), {}, normal(2), ())

@@ -192,6 +192,10 @@ def test_another_schedule_drops_what_the_old_one_was_given():
   assert exp.plans["x"].weights == "latest"
 
 
+def test_a_label_that_is_given_twice_is_run_once():
+  assert len(build("only=x,x").cells) == 1
+
+
 def test_only_chooses_the_runs_and_their_order():
   config = small(**{n: {"schedule": n} for n in ("gpipe", "stale", "zb_v")})
   exp = build("only=zb_v,gpipe", config=config)
@@ -213,6 +217,16 @@ def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
   assert launcher._same_cuts(exp, tmp_path, made.append) is exp
   launcher._same_cuts(exp, tmp_path, made.append)
   assert made == [exp.seconds]
+  # What has been cut by them can be cut by no others.
+  path = tmp_path / "layer_seconds.json"
+  for damage in ('{"seconds": [', '{"seconds": [[1, 2]]}', '{"second": 1}'):
+    path.write_text(damage)
+    with pytest.raises(ValueError, match="what each of 5 layers takes"):
+      launcher._same_cuts(exp, tmp_path, made.append)
+  path.unlink()
+  (tmp_path / "cells").mkdir()
+  with pytest.raises(ValueError, match="put it back as it was"):
+    launcher._same_cuts(exp, tmp_path, made.append)
 
 
 def test_a_partitioner_places_the_stages():
@@ -241,6 +255,29 @@ def test_a_partitioner_places_the_stages():
   # 4 + 1 and 2 + 3, where no cut of a chain does better than 6 and 4.
   assert mixed.cuts == (0, 2, 3, 4, 5)
   assert mixed.table.places() == [[0], [1], [0], [1]]
+
+
+def test_a_table_of_a_file_is_obeyed(tmp_path):
+  made = generate.dualpipe(2, MICROBATCHES)
+  path = tmp_path / "mine.CSV"
+  path.write_text(schedule.to_csv(made))
+  exp = build(f"runs.x.schedule={path}")
+  assert exp.plans["x"].table.tasks == made.tasks
+  assert exp.plans["x"].table.devices == 2
+  (found,) = train(exp, tmp_path / "out")
+  (wanted,) = train(build("runs.x.schedule=gpipe"), tmp_path / "gpipe")
+  assert found["test_loss"] == pytest.approx(wanted["test_loss"], rel=1e-4)
+  stale = generate.pipedream(STAGES, MICROBATCHES * UPDATES - 1)
+  for table, overrides, said in (
+    (made, ["microbatches=4", "updates=4"], "8 microbatches in an update.*=8"),
+    (stale, [], "another must have them all"),
+    (made, ["runs.x.stages=3"], "stages 3 are not the 2 of"),
+  ):
+    path.write_text(schedule.to_csv(table))
+    with pytest.raises(ValueError, match=said):
+      build(f"runs.x.schedule={path}", *overrides)
+  with pytest.raises(ValueError, match="none.txt cannot be read: No such file"):
+    build("runs.x.schedule=none.txt")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "stale"])
@@ -406,10 +443,44 @@ def test_a_finished_run_without_a_result_is_finished_again(
 ):
   exp = everything._replace(cells=(experiment.Cell("gpipe", 0),))
   (first,) = train(exp, tmp_path)
-  (tmp_path / "cells" / "gpipe-s0" / "result.json").unlink()
+  path = tmp_path / "cells" / "gpipe-s0" / "result.json"
+  held = json.loads(path.read_text())
+  del held["staleness"]
+  path.write_text(json.dumps(held))
+  assert launcher.finished_result(path.parent) is None
+  path.unlink()
   (again,) = train(exp, tmp_path)
+  said = pipeline_figures.lines(again)[0]
+  assert "bubble unknown (predicted unknown)" in said
   assert again["params_sha256"] == first["params_sha256"]
   assert again["test_loss"] == first["test_loss"]
+
+
+def test_a_checkpoint_of_other_stages_is_set_aside(tmp_path, capsys):
+  """Its arrays are as many."""
+  config = small()
+  config["model"]["hidden"] = (8, 8, 8, 8)
+  for cuts in ("0,2,3,4,6", "0,3,4,5,6"):
+    exp = build(f"cuts={cuts}", config=config)
+    run = launcher.PipelineRun(exp, exp.cells[0], tmp_path / "x-s0")
+    if cuts == "0,2,3,4,6":
+      run.advance()
+      run.save()
+    assert bool(run.message) == (cuts == "0,2,3,4,6")
+    run.close()
+  said = capsys.readouterr().err
+  assert "[0, 2, 3, 4, 6]], not of ['x-s0', 'gpipe', [0, 3, 4, 5, 6]]" in said
+
+
+def test_spans_of_a_finished_run_are_missed(everything, tmp_path):
+  exp = everything._replace(cells=(experiment.Cell("gpipe", 0),))
+  train(exp, tmp_path)
+  stream = io.StringIO()
+  bar = progress.Progress(1, stream=stream)
+  launcher.train(exp, tmp_path, bar, way=launcher.Way(spans=True))
+  assert "gpipe-s0 is finished, and no --spans were written" in (
+    stream.getvalue()
+  )
 
 
 def test_a_signal_saves_and_stops(everything, run_of, tmp_path):
@@ -504,6 +575,7 @@ MISTAKES = {
   "run key": (["runs.x.chunk=3"], "'runs.x.chunk'.*known"),
   "option of another": (["runs.x.chunks=3"], "'runs.x.chunks'.*gpipe"),
   "only": (["only=y"], "config.only 'y'"),
+  "data's name": (["data.name=1,2"], "config.data.name must be a name, not"),
   "data": (["data.name=pydok"], "config.data.name: .* texts: pydoc, file"),
   "no file": (["data.name=file"], "config.data: .* data_dir"),
   "model": (["model.name=gpd"], "config.model: .*did you mean 'gpt'"),
@@ -591,6 +663,12 @@ def test_a_mistake_names_key_value_and_remedy(name):
   overrides, message = MISTAKES[name]
   with pytest.raises(ValueError, match=message):
     build(*overrides)
+
+
+def test_processes_need_no_more_gpus_than_there_are():
+  launcher._check_gpus(0.5, 4, 2.0)
+  with pytest.raises(ValueError, match="=1 need 4 GPUs, and Ray has 2: use"):
+    launcher._check_gpus(1.0, 4, 2.0)
 
 
 def test_runs_need_labels_titles_and_schedules():
