@@ -6,28 +6,28 @@
 of 4 windows for every run. Test loss (nats; 4.6 at first), accuracy of
 characters in percent, staleness of the stages, versions of the first stage's
 weights, activations of the fullest device in MiB, and bubble in percent, as
-predicted from measured durations and as measured:
+predicted from measured durations:
 
                                loss   acc.  stale    versions  MiB   bubble
-  GPipe                        2.641  36.4  0 0 0 0  1         44.2  40  51
-  1F1B                         2.641  36.4  0 0 0 0  1         16.6  35  44
-  interleaved, 8 stages        2.637  36.1  0 ...    1         24.9  25  39
-  ZB-H1                        2.641  36.4  0 0 0 0  1         22.1  27  36
-  PipeDream (stash)            2.465  37.4  3 2 1 0  4         16.6  25  55
-  PipeDream-2BW, momentum 0.5  2.827  32.8  1 1 1 1  2         16.6  23  47
-  PipeDream-2BW, predicted     2.763  34.5  1 1 1 1  2         16.6  20  48
-  FTPipe, stale                2.463  38.1  3 2 1 0  1         16.6  24  56
-  FTPipe, stale, recomputing   2.477  37.4  3 2 1 0  1          0.2  26  55
-  PipeDream, Gap-Aware         2.462  38.1  3 2 1 0  4         16.6  25  58
-  PipeDream, DC-ASGD           2.460  38.4  3 2 1 0  4         16.6  21  61
-  PipeDream, predicted         2.426  38.5  3 2 1 0  4         16.6  26  55
+  GPipe                        2.603  36.5  0 0 0 0  1         44.2  39
+  1F1B                         2.603  36.5  0 0 0 0  1         16.6  35
+  interleaved, 8 stages        2.603  36.5  0 ...    1         24.9  25
+  ZB-H1                        2.603  36.5  0 0 0 0  1         22.1  27
+  PipeDream (stash)            2.465  37.4  3 2 1 0  4         16.6  20
+  PipeDream-2BW, momentum 0.5  2.827  32.8  1 1 1 1  2         16.6  24
+  PipeDream-2BW, predicted     2.763  34.5  1 1 1 1  2         16.6  20
+  FTPipe, stale                2.463  38.1  3 2 1 0  1         16.6  24
+  FTPipe, stale, recomputing   2.477  37.4  3 2 1 0  1          0.2  26
+  PipeDream, Gap-Aware         2.462  38.1  3 2 1 0  4         16.6  25
+  PipeDream, DC-ASGD           2.460  38.4  3 2 1 0  4         16.6  21
+  PipeDream, predicted         2.426  38.5  3 2 1 0  4         16.6  26
 
 One seed, 5 minutes (of which 2 are training) on two cores that others used,
 too. PipeDream makes eight updates where GPipe makes one. Two cores do the work
-of four devices, so seconds compare no schedules. The measured bubble is of
-tasks only: in it are updates, sends and waits for a core, which is why it is
-above the prediction, the more so the more updates there are. Interleaved
-stages are cut elsewhere, and a stage's gradient is clipped by its own norm.
+of four devices, so seconds compare no schedules, and bubbles that are measured
+are larger than those predicted. A synchronous schedule clips by the norm of all
+stages, so that each is the same training; asynchronous stages each clip by
+their own.
 """
 
 import ml_collections

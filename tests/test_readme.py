@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import jax
 import ml_collections
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def block(word):
 
 
 def test_every_block_is_tested_here():
-  assert len(BLOCKS) == 4
+  assert len(BLOCKS) == 5
 
 
 def test_the_library_example(capsys):
@@ -70,6 +71,17 @@ def test_a_pipeline(capsys):
   exec(text.replace(devices, ""), names)
   assert capsys.readouterr().out.startswith("[3 2 1 0]")
   assert sorted(names["result"].losses) == list(range(16))
+
+
+def test_a_step_on_a_mesh():
+  devices = 'jax.config.update("jax_num_cpu_devices", 4)'
+  text = block("hybrid.make_step")
+  assert devices in text  # tests have more of them already
+  names = {}
+  exec(text.replace(devices, ""), names)
+  problem, params = names["problem"], names["made"].params(names["state"])
+  assert problem.evaluate(problem.init(jax.random.key(0))).accuracy < 0.3
+  assert problem.evaluate(params).accuracy > 0.8
 
 
 def test_the_table_of_schedules_names_every_one():
