@@ -2,7 +2,21 @@
 
   python -m launch.train_pipeline --config=configs/pipeline_cifar10.py
 
-RESULTS
+640 microbatches of 16 images for every run. Test loss and accuracy in percent
+on 2,000 images, on the lossy archive `cifar10_jpeg.tar.xz`:
+
+                         loss   acc.  stale    activations MiB
+  1F1B, rate 0.02        2.003  26.1  0 0 0 0  39
+  PipeDream (stash)      1.884  30.8  3 2 1 0  39
+  FTPipe, stale          1.900  30.0  3 2 1 0  39
+  PipeDream, Gap-Aware   1.882  30.7  3 2 1 0  39
+  PipeDream, predicted   1.844  33.6  3 2 1 0  39
+
+One seed, a fifth of an epoch, 5 minutes on two cores: this shows that it runs
+and learns, and little more. 1F1B makes 80 updates where PipeDream makes 640,
+and does not learn at rates of 0.1 and more, so early. Another machine measures
+other layers, cuts elsewhere, and gives the asynchronous runs other numbers.
+`configs/pipeline_cifar10.py:smoke` makes two updates.
 """
 
 import ml_collections
@@ -18,11 +32,13 @@ def get_config(arg=None):
   config.microbatches = 8
   config.updates = 80
   config.seeds = (0,)
-  config.learning_rate = 0.4  # of 8 microbatches; PipeDream takes an eighth
+  config.learning_rate = 0.4  # of 8 microbatches: PipeDream takes an eighth
   config.schedule = dict(warmup_updates=8, decay_updates=(64,))
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   runs = dict(
-    one_f_one_b=dict(schedule="one_f_one_b", title="1F1B", **sgd),
+    one_f_one_b=dict(
+      schedule="one_f_one_b", learning_rate=0.02, title="1F1B", **sgd
+    ),
     pipedream=dict(schedule="pipedream", title="PipeDream (stash)", **sgd),
     stale=dict(
       schedule="ftpipe", weights="latest", title="FTPipe, stale", **sgd
