@@ -1,11 +1,11 @@
 """The contract: the few types that every algorithm and every runtime share.
 
-Delay is one concept. A worker computes a message (a gradient, usually) against
-a `Ticket`: the parameters it was sent and the version they had. When the
-message comes back, the server compares ticket and current state, and what it
-finds is a `Delay`. A Delay is passed to an ordinary optax transform as keyword
-extra args, so an algorithm against staleness is an optax transform that reads
-`worker`, `staleness` or `sent_params`, and nothing else knows about it.
+Delay is one concept. A worker computes a message (usually a gradient) against a
+`Ticket`: the parameters it was sent and their version. When the message comes
+back, the server compares the ticket with its current state; the result is a
+`Delay`. It is passed to an ordinary optax transform as keyword extra args. So
+an algorithm against staleness is an optax transform that reads `worker`,
+`staleness` or `sent_params`; no other part of the library depends on it.
 
 Data flows one way: order -> ticket -> message -> delay -> update -> record.
 
@@ -57,13 +57,13 @@ class Ticket(NamedTuple):
   worker: jax.Array  # int32[], the gradient stream (replica), never a stage
   version: jax.Array  # int32[], parameter changes made when it was sent
   params: optax.Params  # the parameters sent (predicted ones, for DANA)
-  fresh: Any = np.True_  # bool[], False when the worker keeps an earlier one
+  fresh: Any = np.True_  # bool[], False if this is the ticket of an earlier job
 
 
 class Delay(NamedTuple):
   """How late a message is; passed to `update` as keyword extra args."""
 
-  worker: jax.Array  # int32[], who sent the message
+  worker: jax.Array  # int32[], the worker that sent the message
   staleness: jax.Array  # int32[], parameter changes since; 0 = synchronous
   sent_params: optax.Params  # what the message was computed against
 
@@ -112,8 +112,11 @@ def as_algorithm(
 
 
 class ServerState(NamedTuple):
-  """All that a server knows. `version` counts parameter changes, not messages,
-  so staleness tells the truth when messages are accumulated or dropped."""
+  """The whole state of a server.
+
+  `version` counts parameter changes, not messages, so that staleness is right
+  also where messages are accumulated or dropped.
+  """
 
   params: optax.Params
   opt_state: optax.OptState
@@ -122,7 +125,7 @@ class ServerState(NamedTuple):
 
 
 class Report(NamedTuple):
-  """What the server saw of one message."""
+  """Measurements that the server made on one message."""
 
   staleness: jax.Array  # int32[]
   gap: jax.Array  # float32[], RMS over parameters of current minus sent
@@ -148,7 +151,7 @@ class Server(NamedTuple):
 
 
 class Metrics(NamedTuple):
-  """What a worker tells about one message, beside the message itself."""
+  """What a worker reports beside a message."""
 
   loss: jax.Array  # float[], mean over the batches of the message
 
@@ -156,9 +159,8 @@ class Metrics(NamedTuple):
 class Worker(NamedTuple):
   """Everything done between receiving a ticket and sending a message.
 
-  `init` reads shapes and dtypes only, never values: a worker that joins late,
-  or in the place of one that died, starts as any other. What it needs of the
-  values it takes from its first ticket.
+  `init` reads shapes and dtypes only. So a worker that joins late, or replaces
+  one that died, starts like any other; values come with its first ticket.
   """
 
   init: Callable[[optax.Params], Any]
@@ -176,6 +178,8 @@ class Trace(NamedTuple):
 
   time: Any  # float64[E], seconds or the unit of the durations
   worker: Any  # int32[E]
+  seq: Any  # int32[E], counts the jobs of the worker's place: (worker, seq)
+  # names a message; -1 in rows that are about none
   job: Any  # int32[E], which piece of data: batch = f(seed, worker, job)
   action: Any  # int8[E], one of ACTIONS
 
@@ -183,10 +187,10 @@ class Trace(NamedTuple):
 SEND = 0  # the worker is sent a ticket and starts the job on it
 RECEIVE = 1  # the job's message is given to the server
 KEEP = 2  # the worker starts the job on the ticket that it was sent before
-LOST = 3  # the job's ticket dies: its worker was killed, hung or left
-REJECT = 4  # the job's message came and was refused: not finite, or cut short
-JOIN = 5  # somebody takes the place `worker`, as new; job counts its holders
-LEAVE = 6  # the holder goes
+LOST = 3  # the job ends without a message: its worker died, hung or left
+REJECT = 4  # the job's message was refused: not finite, or incomplete
+JOIN = 5  # a new worker takes the place `worker`; job counts those before it
+LEAVE = 6  # the worker in that place goes
 ROLLBACK = 7  # the server goes back to what it was before row `job`
 ACTIONS = ("send", "receive", "keep", "lost", "reject", "join", "leave")
 ACTIONS += ("rollback",)

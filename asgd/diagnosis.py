@@ -2,11 +2,11 @@
 
 On a quadratic of curvature lambda, SGD with a fixed delay tau is stable while
 eta lambda < 2 sin(pi / (4 tau + 2)) (the lemma behind PipeMare, Yang et al.
-2021). Momentum lowers the bound about tenfold as soon as tau is 1, and each
-cure raises it again. So the bound of a recipe is measured, on the scalar
-quadratic, by running the recipe itself, along the order it is to be run in.
-The curvature of the real loss (its sharpness, the largest Hessian eigenvalue)
-comes from power iteration.
+2021). Momentum lowers the bound about tenfold as soon as tau is 1; algorithms
+against staleness raise it again. So the bound of a recipe is measured, by
+running it on the scalar quadratic along a given order. The curvature of the
+real loss (its sharpness, the largest eigenvalue of the Hessian) comes from
+power iteration.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def make_sharpness(
       )(weights)
 
     norm = optax.tree.norm(direction)
-    # A flat loss has no direction, and is left with sharpness 0.
+    # Where the loss is flat, the product is 0, and so is the sharpness.
     direction = optax.tree.scale(1 / jnp.where(norm == 0, 1, norm), direction)
     (value, _), (_, product) = jax.jvp(
       value_and_gradient, (base.weights_of(params),), (direction,)
@@ -97,8 +97,8 @@ def curvature_limit(
 
   Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
   1e-4 to 4 over the learning rate, and takes the last before the first at which
-  w does not shrink from the second to the last quarter of the order. What it
-  finds is below the true limit by up to one step of the grid.
+  w does not shrink from the second to the last quarter of the order. The result
+  is below the true limit by up to one step of the grid.
 
   Args:
     recipe: built with a constant learning rate.
@@ -122,7 +122,7 @@ def curvature_limit(
   return float(curvatures[first - 1]) if first else 0.0
 
 
-_START = 1e-3  # w at the start: small, where all rules are linear
+_START = 1e-3  # initial w, so small that all rules are linear there
 
 
 def _quadratic(params, curvature, key):
@@ -168,7 +168,7 @@ def _growth(server, worker, workers, rows, curvature):
   quarter = len(rows[0]) // 4
   early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()
   growth = jnp.log(late) - jnp.log(early)
-  # Rounding holds a path that has shrunk far enough where it is.
+  # A path that has shrunk to rounding errors shrinks no further: stable.
   growth = jnp.where(late < 1e-4 * path.max(), -jnp.inf, growth)
-  # A rule that is not linear may hold a path that has grown in a cycle.
+  # A nonlinear rule may end in a large cycle, which does not grow: unstable.
   return jnp.where(late > 100 * _START, jnp.inf, growth)

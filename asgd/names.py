@@ -1,4 +1,4 @@
-"""Lookups by name whose errors name the nearest valid one."""
+"""Lookups by name; their errors show the nearest valid name and all others."""
 
 import difflib
 import inspect
@@ -6,12 +6,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-  """Returns a hint for a misspelt name: the nearest if any, and all known."""
-  known = sorted(known)
-  close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+def nearest(name: str, valid: Iterable[str]) -> str:
+  """Returns a hint for a misspelt name: the nearest, if any, and all valid.
+
+  A name of several words is also recognised by its initials.
+  """
+  valid = sorted(valid)
+  close = [each for each in valid if _initials(each) == name]
+  if not close:
+    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
   hint = f"did you mean {close[0]!r}? " if close else ""
-  return f"{hint}known: {', '.join(known)}"
+  return f"{hint}known: {', '.join(valid)}"
+
+
+def _initials(name: str) -> str | None:
+  """Returns lr of learning_rate, None of a single word."""
+  words = [word for word in name.split("_") if word]
+  return "".join(word[0] for word in words) if len(words) > 1 else None
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base
+from asgd import base, checks
 
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
 
@@ -49,6 +49,43 @@ class Inbox(NamedTuple):
   total: optax.Updates  # their sum; None when every == 1
   oldest: Any  # Ticket of the stalest; None when every == 1
   message_state: optax.OptState  # of the `per_message` transform
+
+
+def gather(
+  total: optax.Updates,
+  oldest: base.Ticket,
+  message: optax.Updates,
+  ticket: base.Ticket,
+  *,
+  first: jax.Array | bool = False,
+  add: Callable[[Any, Any], Any] = optax.tree.add,
+) -> tuple[optax.Updates, base.Ticket]:
+  """Adds a message to those of an update, which is told the oldest's Delay.
+
+  Args:
+    total: sum of the messages before.
+    oldest: the ticket of the stalest of them.
+    message: the new one.
+    ticket: it was computed against this one.
+    first: bool[], whether there is no message before; `oldest` is then unread.
+    add: adds two trees; another one may donate the first's buffers.
+
+  Returns:
+    The sum, and the ticket of the stalest message; outside of a compiled
+    program that is one of the two given, and no parameters are copied.
+  """
+  total = add(total, message)
+  numbers = first, ticket.version, oldest.version
+  if not any(isinstance(x, jax.core.Tracer) for x in numbers):
+    older = first or int(ticket.version) < int(oldest.version)
+    return total, ticket if older else oldest
+  older = first | (ticket.version < oldest.version)
+  return total, optax.tree.where(older, ticket, oldest)
+
+
+def mean(total: optax.Updates, count: int) -> optax.Updates:
+  """Returns the message of an update, from the sum of `count` of them."""
+  return jax.tree.map(lambda x: x / count, total)
 
 
 def rms(tree: optax.Params) -> jax.Array:
@@ -108,12 +145,9 @@ def make_server(
   Raises:
     ValueError: if `every` is not a positive integer.
   """
-  if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-    raise ValueError(
-      f"every must be a positive number of messages, not {every!r}; 1 updates"
-      " on each message, the number of workers is synchronous"
-    )
+  checks.whole("every", every)
   scale = optax.with_extra_args_support(per_message or optax.identity())
+  accept = _make_accept(algorithm, every, scale)
 
   def init(params):
     params = jax.tree.map(jnp.asarray, params)
@@ -130,13 +164,39 @@ def make_server(
     params = algorithm.send(state.opt_state, state.params, worker=worker)
     return base.Ticket(worker, state.version, params)
 
+  def receive(state, ticket, message):
+    delay = _delay(state, ticket)
+    distance = gap(state.params, ticket.params)
+    message_norm = rms(base.weights_of(message))
+    accepted = gate(delay, message)
+    if gate is accept_all:
+      state, update_norm = accept(state, ticket, message)
+    else:
+      state, update_norm = jax.lax.cond(
+        accepted,
+        accept,
+        lambda state, ticket, message: (state, jnp.float32(0.0)),
+        *(state, ticket, message),
+      )
+    report = base.Report(
+      delay.staleness, distance, accepted, message_norm, update_norm
+    )
+    return state, report
+
+  sends_current = algorithm.send is base.send_current
+  return base.Server(init, send, receive, sends_current, workers)
+
+
+def _make_accept(algorithm, every, scale):
+  """Returns (state, ticket, message) -> the state after an accepted message and
+  the RMS of the parameters' change."""
+
   def apply(state, message, delay):
-    """One parameter change. Returns the new state and the change's RMS."""
     updates, opt_state = algorithm.update(
       message, state.opt_state, state.params, **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
-    # Not of `updates`, which nobody else needs as an array.
+    # Not of `updates`, which nothing else needs as an array.
     norm = gap(params, state.params)
     state = state._replace(
       params=params, opt_state=opt_state, version=state.version + 1
@@ -146,16 +206,13 @@ def make_server(
   def enqueue(state, message, ticket):
     """Adds one message; applies the average when `every` have come."""
     inbox = state.inbox
-    older = (inbox.count == 0) | (ticket.version < inbox.oldest.version)
-    oldest = jax.tree.map(
-      lambda new, old: jnp.where(older, new, old), ticket, inbox.oldest
+    total, oldest = gather(
+      *(inbox.total, inbox.oldest, message, ticket), first=inbox.count == 0
     )
-    total = optax.tree.add(inbox.total, message)
     count = inbox.count + 1
 
     def flush(state):
-      mean = jax.tree.map(lambda x: x / every, total)
-      state, norm = apply(state, mean, _delay(state, oldest))
+      state, norm = apply(state, mean(total, every), _delay(state, oldest))
       empty = inbox._replace(
         count=jnp.zeros_like(count),
         total=jax.tree.map(jnp.zeros_like, total),
@@ -184,27 +241,7 @@ def make_server(
       return enqueue(state, message, ticket)
     return apply(state, message, delay)
 
-  def receive(state, ticket, message):
-    delay = _delay(state, ticket)
-    distance = gap(state.params, ticket.params)
-    message_norm = rms(base.weights_of(message))
-    accepted = gate(delay, message)
-    if gate is accept_all:
-      state, update_norm = accept(state, ticket, message)
-    else:
-      state, update_norm = jax.lax.cond(
-        accepted,
-        accept,
-        lambda state, ticket, message: (state, jnp.float32(0.0)),
-        *(state, ticket, message),
-      )
-    report = base.Report(
-      delay.staleness, distance, accepted, message_norm, update_norm
-    )
-    return state, report
-
-  sends_current = algorithm.send is base.send_current
-  return base.Server(init, send, receive, sends_current, workers)
+  return accept
 
 
 def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:

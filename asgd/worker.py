@@ -1,11 +1,11 @@
 """The worker: everything between receiving a ticket and sending a message.
 
-One kind sends a gradient for each ticket. The others work locally: a job of
-theirs is several batches, on which they run an optimizer of their own, and what
-they send is how far they came (parameter averaging, DiLoCo, FedAsync), what
-gradients they met (Downpour) or how hard they pull at the server (EASGD).
-Whatever a worker does between two messages is in its `base.Worker`, and so no
-engine knows of any of this.
+A gradient worker sends one gradient for each ticket. The others work locally: a
+job is several batches, on which the worker runs an optimizer of its own, and
+its message is the displacement (parameter averaging, DiLoCo, FedAsync), the sum
+of the gradients (Downpour) or a pull on the server's parameters (EASGD). All
+that a worker does between two messages is in its `base.Worker`; engines do not
+depend on its kind.
 
 Index letters used in shape comments:
   H  steps of a job, each on one batch
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base
+from asgd import base, checks
 
 
 class Aux(NamedTuple):
@@ -35,7 +35,7 @@ Loss = Callable[
 
 
 class WorkerState(NamedTuple):
-  """What a worker keeps from one message to the next."""
+  """State of `gradient_worker`."""
 
   message: optax.OptState  # of the message transform: momentum, residual, ...
 
@@ -72,8 +72,7 @@ def gradient_worker(
     out, message_state = transform.update(
       base.weights_of(grads), state.message, weights
     )
-    if isinstance(ticket.params, base.Variables):
-      out = base.Variables(out, aux.stats)
+    out = _message(ticket, out, aux.stats)
     return WorkerState(message_state), out, base.Metrics(value)
 
   return base.Worker(init, work)
@@ -96,7 +95,7 @@ def job_batches(
   Raises:
     ValueError: if `steps` is not a positive whole number.
   """
-  check_steps(steps)
+  checks.whole("steps", steps)
   if steps == 1:
     return batches
 
@@ -107,37 +106,27 @@ def job_batches(
   return batch
 
 
-def check_steps(steps: int, name: str = "steps") -> None:
-  """Raises ValueError unless `steps` is a positive whole number."""
-  if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-    raise ValueError(
-      f"{name} must be a positive whole number of batches, not {steps!r}"
-    )
-
-
-class _Seen(NamedTuple):
-  """What is summed over the steps of a job."""
+class _Sums(NamedTuple):
+  """Sums over the steps of a job."""
 
   loss: jax.Array  # float[]
   stats: Any  # the batch's own statistics; () if none
   gradient: Any  # like weights; None unless it is the message
 
 
-# How many steps are written out one after the other. XLA's CPU backend runs a
-# convolution inside a loop 18 (small CNN) to 25 (ResNet-20) times slower than
-# outside: measured, 80 against 4.4 ms and 780 against 31 ms a step. Compiling
-# one more copy of a step takes 0.06 s (MLP), 0.1 s (CNN) or 0.7 s (ResNet-20),
-# which a job or two earn back. The bound is for the program, that grows with
-# the steps: the 500 of DiLoCo would take minutes.
+# Up to so many steps are unrolled. XLA's CPU backend runs a convolution inside
+# a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times (ResNet-20, 780
+# against 31 ms) slower than outside. Compiling one more copy of a step takes
+# 0.06 s (MLP), 0.1 s (CNN) or 0.7 s (ResNet-20), which one or two jobs save
+# again. DiLoCo's 500 steps, unrolled, would compile for minutes.
 _UNROLLED = 32
 
 
 def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
   """Returns a function that takes `steps` optimizer steps from `weights`:
 
-  (weights, opt_state, ticket, batch, key) -> (weights, opt_state, _Seen).
-  What it has seen is the mean over the steps of loss and statistics, and the
-  sum of the gradients.
+  (weights, opt_state, ticket, batch, key) -> (weights, opt_state, _Sums).
+  In _Sums, loss and statistics are means over the steps, the gradient a sum.
   """
   gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -151,27 +140,27 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
       sent_params=base.weights_of(ticket.params),
     )
     weights = optax.apply_updates(weights, updates)
-    kept = grads if sum_gradients else None
-    return weights, opt_state, _Seen(value, aux.stats, kept)
+    gradient_sum = grads if sum_gradients else None
+    return weights, opt_state, _Sums(value, aux.stats, gradient_sum)
 
   def unrolled(weights, opt_state, ticket, batch, key):
     total = None
     for h in range(steps):
       part = jax.tree.map(lambda x, h=h: x[h], batch)
-      weights, opt_state, seen = step(
+      weights, opt_state, sums = step(
         *(weights, opt_state, ticket, part, jax.random.fold_in(key, h))
       )
-      total = seen if total is None else jax.tree.map(jnp.add, total, seen)
+      total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return weights, opt_state, total
 
   def looped(weights, opt_state, ticket, batch, key):
     def body(carry, xs):
       weights, opt_state, total = carry
       h, part = xs
-      weights, opt_state, seen = step(
+      weights, opt_state, sums = step(
         *(weights, opt_state, ticket, part, jax.random.fold_in(key, h))
       )
-      return (weights, opt_state, jax.tree.map(jnp.add, total, seen)), None
+      return (weights, opt_state, jax.tree.map(jnp.add, total, sums)), None
 
     first = jax.tree.map(lambda x: x[0], batch)
     shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
@@ -193,20 +182,20 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
     run = unrolled if steps <= _UNROLLED else looped
     weights, opt_state, total = run(weights, opt_state, ticket, batch, key)
     loss, stats = jax.tree.map(lambda x: x / steps, (total.loss, total.stats))
-    return weights, opt_state, _Seen(loss, stats, total.gradient)
+    return weights, opt_state, _Sums(loss, stats, total.gradient)
 
   return local_steps
 
 
 def _message(ticket, weights, stats):
-  """A message like the parameters that were sent."""
+  """Returns a message in the structure of the parameters that were sent."""
   if isinstance(ticket.params, base.Variables):
     return base.Variables(weights, stats)
   return weights
 
 
 class LocalState(NamedTuple):
-  """What a worker that works locally keeps."""
+  """State of `local_worker`."""
 
   inner: optax.OptState  # of the local optimizer; () if it starts anew
   local: optax.Params  # like weights, where the worker stopped
@@ -270,7 +259,7 @@ def local_worker(
     >>> print(message, metrics.loss)  # 4 -> 2 -> 1; (8 + 2) / 2
     3.0 5.0
   """
-  check_steps(steps)
+  checks.whole("steps", steps)
   if message not in MESSAGES:
     raise ValueError(f"message must be one of {MESSAGES}, not {message!r}")
   tx = optax.with_extra_args_support(tx)
@@ -283,21 +272,19 @@ def local_worker(
     return LocalState(inner, optax.tree.zeros_like(weights))
 
   def work(state, ticket, batch, key):
-    start = jax.tree.map(
-      lambda sent, own: jnp.where(ticket.fresh, sent, own),
-      *(base.weights_of(ticket.params), state.local),
-    )
+    sent = base.weights_of(ticket.params)
+    start = optax.tree.where(ticket.fresh, sent, state.local)
     inner = state.inner if keep_state else tx.init(start)
-    end, inner, seen = local_steps(start, inner, ticket, batch, key)
-    out = seen.gradient if sum_gradients else optax.tree.sub(start, end)
+    end, inner, sums = local_steps(start, inner, ticket, batch, key)
+    out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     state = LocalState(inner if keep_state else (), end)
-    return state, _message(ticket, out, seen.stats), base.Metrics(seen.loss)
+    return state, _message(ticket, out, sums.stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work)
 
 
 class ElasticState(NamedTuple):
-  """What a worker on an elastic band keeps."""
+  """State of `elastic_worker`."""
 
   inner: optax.OptState  # of the local optimizer
   local: optax.Params  # like weights, x^i
@@ -340,7 +327,7 @@ def elastic_worker(
     ValueError: for steps or an alpha out of range; on tracing, for a batch that
       is not `steps` of them.
   """
-  check_steps(steps)
+  checks.whole("steps", steps)
   if not 0 < alpha <= 1:
     raise ValueError(
       f"alpha must be in (0, 1], not {alpha}: beyond 1 an exchange overshoots"
@@ -355,13 +342,10 @@ def elastic_worker(
 
   def work(state, ticket, batch, key):
     centre = base.weights_of(ticket.params)
-    start = jax.tree.map(
-      lambda own, sent: jnp.where(state.started, own, sent),
-      *(state.local, centre),
-    )
-    end, inner, seen = local_steps(start, state.inner, ticket, batch, key)
+    start = optax.tree.where(state.started, state.local, centre)
+    end, inner, sums = local_steps(start, state.inner, ticket, batch, key)
     pull = jax.tree.map(lambda x, c: alpha * (c - x), end, centre)  # -d
     state = ElasticState(inner, optax.tree.add(end, pull), jnp.bool_(True))
-    return state, _message(ticket, pull, seen.stats), base.Metrics(seen.loss)
+    return state, _message(ticket, pull, sums.stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work)

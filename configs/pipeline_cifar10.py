@@ -1,6 +1,6 @@
 """ResNet-20 on CIFAR-10 in pipelines of four stages, cut where time says.
 
-  python -m launch.train_pipeline --config=configs/pipeline_cifar10.py
+  python -m launch.train --config=configs/pipeline_cifar10.py
 
 640 microbatches of 16 images for every run. Test loss and accuracy in percent
 on 2,000 images, on the lossy archive `cifar10_jpeg.tar.xz`:
@@ -26,18 +26,19 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="cifar10", augment=True)
   config.model = dict(name="resnet20", norm="group")
-  config.stages = 4
-  config.cuts = "time"
-  config.microbatch_size = 16
-  config.microbatches = 8
-  config.updates = 80
+  config.engine = "pipeline"
+  config.pipeline = dict(stages=4, cuts="time", microbatches=8)
+  config.batch_size = 16  # of a microbatch
+  config.examples = 10240  # 80 updates of 8 microbatches
   config.seeds = (0,)
-  config.learning_rate = 0.4  # of 8 microbatches: PipeDream takes an eighth
-  config.schedule = dict(warmup_updates=8, decay_updates=(64,))
+  config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate_schedule = dict(
+    warmup_examples=1024, decay_examples=(8192,)
+  )
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   runs = dict(
     one_f_one_b=dict(
-      schedule="one_f_one_b", learning_rate=0.02, title="1F1B", **sgd
+      schedule="one_f_one_b", learning_rate=0.0025, title="1F1B", **sgd
     ),
     pipedream=dict(schedule="pipedream", title="PipeDream (stash)", **sgd),
     stale=dict(
@@ -53,14 +54,16 @@ def get_config(arg=None):
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.only = ()
+  config.curvature_checks = 0
   config.evaluations = 8
   config.evaluation_examples = 2000
   config.checkpoint_seconds = 60.0
   config.on_nan = "record"
   if arg == "smoke":
-    config.microbatch_size, config.microbatches, config.updates = 4, 2, 2
+    config.pipeline = dict(stages=4, cuts="time", microbatches=2)
+    config.batch_size, config.examples = 4, 16
     config.evaluations, config.evaluation_examples = 1, 100
-    config.schedule = dict(warmup_updates=0, decay_updates=())
+    config.learning_rate_schedule = dict()
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: smoke")
   return config.lock()

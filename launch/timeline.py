@@ -1,8 +1,8 @@
 """Draws a live run: what each worker and each shard did when.
 
-  python -m launch.timeline RESULTS/cells/NAME
+  python -m launch.timeline WORKDIR/cells/NAME
 
-(or RESULTS, of one run) writes timeline.json there, in Chrome's trace-event
+(or WORKDIR, of one run) writes timeline.json there, in Chrome's trace-event
 format, to be opened with Perfetto. What workers do on a job is known if the run
 wrote it down (--config.live.spans=True); without that, a job is one piece, from
 its ticket to its message.
@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from absl import flags as absl_flags
 
 from asgd import base
-from launch import cli, live_cell, outputs
-from pipeline import tracks as tracks_lib
-from pipeline.tracks import event
+from asgd import tracks as tracks_lib
+from asgd.experiment import live_files, storage
+from asgd.tracks import event
+from launch import flags
 
 _WORKERS, _SERVER = 1, 2  # pids of the two groups of tracks
 _OF_WORKERS = (base.JOIN, base.LEAVE, base.LOST, base.REJECT)
@@ -56,18 +57,19 @@ def _pieces(cell) -> Iterator[tuple[int, int, list[tuple[str, float, float]]]]:
       of_job[seq, job].append((name, start, end))
     for (_, job), pieces in of_job.items():
       yield worker, job, pieces
-  for worker, _, job, start, end, action in live_cell.jobs(cell.journals[0]):
-    if worker not in cell.spans:
-      yield worker, job, [(_ENDS[action], start, end)]
+  for start, end in live_files.ended_jobs(cell.journals[0]):
+    if end.worker not in cell.spans:
+      piece = _ENDS[end.action], start.time, end.time
+      yield end.worker, end.job, [piece]
 
 
 def _work(cell, tracks):
   """Yields what workers did."""
-  found = [
+  jobs = [
     (pieces[0][1], pieces[-1][2], worker, job, pieces)
     for worker, job, pieces in _pieces(cell)
   ]
-  for start, end, worker, job, pieces in sorted(found):
+  for start, end, worker, job, pieces in sorted(jobs):
     tid = tracks.lane(worker, start, end)
     for name, start, end in pieces:
       args = {"job": job}
@@ -77,37 +79,37 @@ def _work(cell, tracks):
 def _decisions(cell, shard, tracks):
   """Yields what a shard did: its rows, and what they brought about."""
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
-  for start, end in live_cell.served(cell.journals[shard], cell.spans):
+  for start, end in live_files.served(cell.journals[shard], cell.spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   records = cell.records[shard]
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
   seen = dict(zip(keys, zip(records.update, records.staleness, strict=True)))  # noqa: B905
   of_shard = f" (shard {shard})" if len(cell.journals) > 1 else ""
-  for entry in cell.journals[shard]:
-    name = base.ACTIONS[entry.action]
-    time = tracks_lib.microseconds(entry.time)
-    args = {"worker": entry.worker, "job": entry.job, "seq": entry.seq}
+  for row in cell.journals[shard]:
+    name = base.ACTIONS[row.action]
+    time = tracks_lib.microseconds(row.time)
+    args = {"worker": row.worker, "job": row.job, "seq": row.seq}
     where, scope = (_SERVER, tid), "t"
-    if entry.action == base.ROLLBACK:
-      args, scope = {"row": entry.job}, "g"
-    elif entry.action in _OF_WORKERS:
+    if row.action == base.ROLLBACK:
+      args, scope = {"row": row.job}, "g"
+    elif row.action in _OF_WORKERS:
       if shard:  # the lead has said it
         continue
-      where = _WORKERS, tracks.worker(entry.worker)
-    elif entry.action != base.RECEIVE:
-      args["version"] = entry.version
+      where = _WORKERS, tracks.worker(row.worker)
+    elif row.action != base.RECEIVE:
+      args["version"] = row.version
     yield event("i", name, *where, ts=time, s=scope, args=args)
-    if entry.action == base.RECEIVE and (entry.worker, entry.job) in seen:
-      values = seen[entry.worker, entry.job]
+    if row.action == base.RECEIVE and (row.worker, row.job) in seen:
+      values = seen[row.worker, row.job]
       for counter, value in zip(("version", "staleness"), values, strict=True):
         args = {counter: int(value)}
         yield event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
 
 
-def events(cell: live_cell.Cell) -> list[dict[str, Any]]:
+def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
   """Returns the events of a timeline: names first, then by time."""
   tracks = _Tracks()
-  for worker in sorted({entry.worker for entry in cell.journals[0]}):
+  for worker in sorted({row.worker for row in cell.journals[0]}):
     tracks.worker(worker)
   out = list(_work(cell, tracks))
   for shard in range(len(cell.journals)):
@@ -119,31 +121,31 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   """Writes the timeline of the run that is named."""
   if folder is None:
     raise ValueError(
-      "which run? write python -m launch.timeline RESULTS/cells/NAME, a folder"
-      " that launch.serve made"
+      "which run? write python -m launch.timeline WORKDIR/cells/NAME, a folder"
+      " that launch.train made"
     )
-  place = live_cell.only_cell(Path(folder))
+  place = live_files.only_cell(Path(folder))
   path = Path(out or place / "timeline.json")
   if out and (path.is_dir() or not path.parent.is_dir()):
     what = "is a folder" if path.is_dir() else "is in no folder that is there"
     raise ValueError(f"--out={path} {what}: name a file in one that is")
-  cell = live_cell.read(place)
-  made = events(cell)
-  text = outputs.to_json(tracks_lib.document(made))
-  outputs.write_atomically(path, text)
+  cell = live_files.read(place)
+  timeline = events(cell)
+  text = storage.to_json(tracks_lib.document(timeline))
+  storage.write_atomically(path, text)
   print(
-    f"{len(made)} events in {path}: drop the file on https://ui.perfetto.dev"
+    f"{len(timeline)} events in {path}: drop the file on https://ui.perfetto.dev"
     " (it stays on your machine), or open it at chrome://tracing"
   )
   if not cell.spans:
     print(
-      "each job is one piece: run launch.serve with --config.live.spans=True to"
+      "each job is one piece: run launch.train with --config.live.spans=True to"
       " see what workers do on it"
     )
 
 
 if __name__ == "__main__":
-  _OUT = flags.DEFINE_string(
+  _OUT = absl_flags.DEFINE_string(
     "out", None, "File to write. Default: timeline.json in the run's folder."
   )
-  cli.run(lambda *words: main(*words, out=_OUT.value), words=1)
+  flags.run(lambda *words: main(*words, out=_OUT.value), words=1)

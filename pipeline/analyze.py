@@ -1,9 +1,9 @@
 """Facts read off a table: time, bubbles, memory, versions, staleness, bytes.
 
-A table says who goes before whom; `Costs` say how long it takes. From both
-follow the start and the end of every task, when each begins as soon as what it
-needs is there. What is said about weights (`versions`, `staleness`) depends on
-the order alone.
+A table says which task goes before which; `Costs` say how long it takes. From
+both follow the start and the end of every task, when each begins as soon as
+what it needs is there. What is said about weights (`versions`, `staleness`)
+depends on the order alone.
 """
 
 import collections
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base
+from asgd import base, checks
 from pipeline import validate as validate_lib
-from pipeline.schedule import (
+from pipeline.table import (
   BACKWARD,
   FORWARD,
   INPUT,
@@ -147,41 +147,14 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
   Raises:
     ValueError: as `durations`.
   """
-  where = validate_lib.rows(schedule)
   count = len(schedule.time)
   own = durations(schedule, cost).tolist()
-  nothing = np.full(count, -1, np.int64)
-  first, second = nothing.copy(), nothing.copy()
-  delay = np.zeros(count)
-  device = schedule.device
-
-  def need(column, later, earlier, transfer=None):
-    later, earlier = later.ravel(), earlier.ravel()
-    there = (later >= 0) & (earlier >= 0)
-    column[later[there]] = earlier[there]
-    if transfer is not None:
-      moved = device[later] != device[earlier]
-      delay[later[there]] = np.where(moved, transfer.ravel(), 0.0)[there]
-
-  shape = where.forward[1:].shape
-  need(
-    *(second, where.forward[1:], where.forward[:-1]),
-    np.broadcast_to(cost.transfer[:, None], shape),
-  )
-  need(first, where.backward, where.forward)
-  need(
-    *(second, where.backward[:-1], where.backward[1:]),
-    np.broadcast_to(cost.transfer_back[:, None], shape),
-  )
-  split = np.where(where.weight == where.backward, -1, where.weight)
-  need(first, split, where.backward)
-
+  first, second, delay = _needs(schedule, cost)
   every = schedule.every
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
   columns = (
-    *(schedule.time.tolist(), device.tolist(), schedule.stage.tolist()),
-    *(schedule.microbatch.tolist(), schedule.action.tolist()),
+    *(column.tolist() for column in schedule[1:6]),
     *(first.tolist(), second.tolist(), delay.tolist()),
   )
   free = [0.0] * schedule.devices
@@ -212,6 +185,31 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
       key = stage, batch // every
       updated[key] = max(updated[key], end[row])
   return Timing(np.array(start), np.array(end))
+
+
+def _needs(schedule, cost):
+  """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
+  perhaps on another, whose transfer takes float[T]."""
+  where, device = validate_lib.rows(schedule), schedule.device
+  first, second = np.full((2, len(device)), -1, np.int64)
+  delay = np.zeros(len(device))
+
+  def need(column, later, earlier, transfer=None):
+    later, earlier = later.ravel(), earlier.ravel()
+    there = (later >= 0) & (earlier >= 0)
+    column[later[there]] = earlier[there]
+    if transfer is not None:
+      moved = device[later] != device[earlier]
+      delay[later[there]] = np.where(moved, transfer.ravel(), 0.0)[there]
+
+  forward, backward, width = *where[:2], (1, schedule.microbatches)
+  there, back = cost.transfer[:, None], cost.transfer_back[:, None]
+  need(second, forward[1:], forward[:-1], np.tile(there, width))
+  need(first, backward, forward)
+  need(second, backward[:-1], backward[1:], np.tile(back, width))
+  split = np.where(where.weight == where.backward, -1, where.weight)
+  need(first, split, where.backward)
+  return first, second, delay
 
 
 class Versions(NamedTuple):
@@ -247,10 +245,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
     ScheduleError: if a version is read before it is made: 2BW needs at least as
       many microbatches in an update as there are stages.
   """
-  if weights not in WEIGHTS:
-    raise ValueError(
-      f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}"
-    )
+  checks.one_of("weights", weights, WEIGHTS)
   where = validate_lib.rows(schedule)
   shape = schedule.stages, schedule.microbatches
   forward, backward, update = (np.zeros(shape, np.int64) for _ in range(3))
@@ -323,17 +318,16 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   return out
 
 
-def traces(
-  schedule: Schedule, weights: str = "stash"
-) -> list[tuple[base.Trace, np.ndarray]]:
+def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   """Returns the order of sends and receives at each stage, for the simulator.
 
   `asgd.simulator.run_sharded` obeys them on the whole model, with the stages as
   the shards of its server: what a pipeline that stashes weights computes,
-  without a pipeline. A microbatch is a job, of one worker.
+  without a pipeline. A microbatch is a job of one worker, and its number names
+  its message at every stage.
 
   Returns:
-    A trace for each stage, and the sequence numbers of its rows.
+    A trace for each stage.
 
   Raises:
     ValueError: as `versions`, for weights that change between forward and
@@ -363,11 +357,8 @@ def traces(
       events.append((job, base.RECEIVE))
     jobs, actions = np.array(events, np.int32).T
     count = len(events)
-    trace = base.Trace(
-      *(np.arange(count, dtype=np.float64), np.zeros(count, np.int32)),
-      *(jobs, actions.astype(np.int8)),
-    )
-    out.append((trace, jobs))
+    time, worker = np.arange(count, dtype=np.float64), np.zeros(count, np.int32)
+    out.append(base.Trace(time, worker, jobs, jobs, actions.astype(np.int8)))
   return out
 
 
@@ -447,15 +438,15 @@ def analyze(
 def _peaks(schedule, timing, size):
   """The most that devices hold, at any time."""
   size = np.broadcast_to(size, (schedule.stages,))
-  made = schedule.action == FORWARD
+  begun = schedule.action == FORWARD
   freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
   if not freed.any():
     return out
-  when = np.concatenate([timing.start[made], timing.end[freed]])
-  device = np.concatenate([schedule.device[made], schedule.device[freed]])
+  when = np.concatenate([timing.start[begun], timing.end[freed]])
+  device = np.concatenate([schedule.device[begun], schedule.device[freed]])
   change = np.concatenate(
-    [size[schedule.stage[made]], -size[schedule.stage[freed]]]
+    [size[schedule.stage[begun]], -size[schedule.stage[freed]]]
   )
   # At the same time, what is freed goes first.
   order = np.lexsort((change, when))

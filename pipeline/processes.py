@@ -10,7 +10,7 @@ together, while stages run different programs, each when its input is there, and
 a pipeline whose stage has died must be able to say so. Why at all, on one
 machine: XLA's threads belong to a process, so here each stage has its own.
 
-Ray must have been started before, by `ray.init` or `launch.ray_session.start`,
+Ray must have been started before, by `ray.init` or `launch.ray_runtime.start`,
 which keeps it on the loopback interface. Then
 
   def make():  # called in each process
@@ -33,8 +33,10 @@ import jax
 import numpy as np
 
 from pipeline import executor
-from pipeline.executor import PipelineError, Result, State, Stop
-from pipeline.schedule import Schedule
+from pipeline.compiled import PipelineError
+from pipeline.lanes import Stop
+from pipeline.state import PipelineResult, PipelineState
+from pipeline.table import Schedule
 
 _CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
 _PATIENCE = 20.0  # seconds for the others to stop after one has failed
@@ -45,11 +47,11 @@ Make = Callable[[], Mapping[str, Any]]
 schedule, parts, extra, and any other but devices and elsewhere."""
 
 
-class Died(PipelineError):
+class ProcessDied(PipelineError):
   """A process is gone; the same work may well be done by a new one."""
 
 
-class Held(NamedTuple):
+class RemoteState(NamedTuple):
   """A state that the processes hold."""
 
   slot: int
@@ -129,7 +131,7 @@ class StageProcess:
 
     Args:
       make: the arguments of the executor.
-      actors: D; who has each lane.
+      actors: D; that of each lane.
       x64: as `jax.config.jax_enable_x64` of the driver.
     """
     jax.config.update("jax_enable_x64", x64)
@@ -181,14 +183,14 @@ class StageProcess:
     for inbox in self._executor.inboxes.values():
       inbox.put(Stop)
 
-  def fetch(self) -> State:
+  def fetch(self) -> PipelineState:
     """Returns its part of the state. All runs have returned."""
     # What has arrived since is in the inboxes: a run of nothing takes it in.
     slot = self._state.slot
     self._state = self._executor.run(self._state, slot).state
     return _to_host(self._state)
 
-  def place(self, state: State) -> None:
+  def place(self, state: PipelineState) -> None:
     """Takes its part of a whole state."""
     self._state = self._executor.place(_with_keys(state))
 
@@ -237,7 +239,7 @@ class Processes:
     if not ray.is_initialized():  # it would start, and listen on all interfaces
       raise ValueError(
         "stages in processes need Ray: call ray.init first, or"
-        " launch.ray_session.start, which keeps others out"
+        " launch.ray_runtime.start, which keeps others out"
       )
     devices = schedule.devices
     if not 1 <= count <= devices:
@@ -251,7 +253,7 @@ class Processes:
       )
     self._ray, self.schedule = ray, schedule
     self.lanes = [
-      held.tolist() for held in np.array_split(np.arange(devices), count)
+      lanes.tolist() for lanes in np.array_split(np.arange(devices), count)
     ]
     actor = ray.remote(StageProcess).options(
       **{**_OPTIONS, **(options or {}), "max_concurrency": _CALLS}
@@ -299,7 +301,7 @@ class Processes:
       self._ray.wait(waiting, num_returns=len(waiting), timeout=_PATIENCE)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
-      who = f"the process of devices {', '.join(map(str, lanes))}"
+      process = f"the process of devices {', '.join(map(str, lanes))}"
       try:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
@@ -307,45 +309,45 @@ class Processes:
         if isinstance(cause, PipelineError):
           reasons.append((1, str(cause)))
         elif isinstance(cause, self._ray.exceptions.RayError):
-          reasons.append((3, f"{who} cannot reach another"))
+          reasons.append((3, f"{process} cannot reach another"))
         else:
           what = f"{type(cause).__name__}: {cause}"
-          reasons.append((2, f"{who} failed: {what}"))
+          reasons.append((2, f"{process} failed: {what}"))
       except self._ray.exceptions.RayActorError:
-        reasons.append((0, f"{who} has died"))
+        reasons.append((0, f"{process} has died"))
       except self._ray.exceptions.RayError as error:  # it does not answer
-        reasons.append((4, f"{who} does not stop: {type(error).__name__}"))
+        reasons.append((4, f"{process} does not stop: {type(error).__name__}"))
     first, text = min(reasons)
-    return (PipelineError if first in (1, 2) else Died), text
+    return (PipelineError if first in (1, 2) else ProcessDied), text
 
-  def _held(self, slot, microbatch):
+  def _new_state(self, slot, microbatch):
     self._serial += 1
-    return Held(slot, microbatch, self._serial)
+    return RemoteState(slot, microbatch, self._serial)
 
-  def _check(self, held):
-    if held.serial != self._serial:
+  def _check(self, state):
+    if state.serial != self._serial:
       raise ValueError(
         "the processes hold another state by now: use the one that the last"
         " call of start, run, again or place returned, and fetch what you want"
         " to keep"
       )
 
-  def start(self) -> Held:
+  def start(self) -> RemoteState:
     """As `Executor.start`."""
-    self._all("forget")  # before anybody sends the first tickets
+    self._all("forget")  # before any process sends the first tickets
     self._all("start")
-    return self._held(0, 0)
+    return self._new_state(0, 0)
 
-  def run(self, held: Held, until: int | None = None) -> Result:
+  def run(self, state: RemoteState, until: int | None = None) -> PipelineResult:
     """As `Executor.run`; losses are NumPy's.
 
     Raises:
-      PipelineError: if a task failed; `Died` if a process did. All stop.
+      PipelineError: if a task failed; `ProcessDied` if a process did. All stop.
       ValueError: for a state that is no longer held, or a slot that the table
         has not, or that is before that of the state.
     """
-    self._check(held)
-    until = executor.check_until(self.schedule, held.slot, until)
+    self._check(state)
+    until = executor.check_until(self.schedule, state.slot, until)
     losses, records, spans = {}, [None] * self.schedule.stages, []
     for index, answer in enumerate(self._all("run", until)):
       losses.update(answer[0])
@@ -354,40 +356,40 @@ class Processes:
         if places[0] in self.lanes[index]:
           records[stage] = answer[1][stage]
     spans.sort(key=lambda span: span.start)
-    state = self._held(until, held.microbatch)
-    return Result(state, losses, tuple(records), tuple(spans))
+    state = self._new_state(until, state.microbatch)
+    return PipelineResult(state, losses, tuple(records), tuple(spans))
 
-  def again(self, held: Held) -> Held:
+  def again(self, state: RemoteState) -> RemoteState:
     """As `Executor.again`."""
-    self._check(held)
+    self._check(state)
     self._all("again")
-    return self._held(0, held.microbatch + self.schedule.microbatches)
+    return self._new_state(0, state.microbatch + self.schedule.microbatches)
 
-  def fetch(self, held: Held) -> State:
+  def fetch(self, state: RemoteState) -> PipelineState:
     """Returns the whole state, in NumPy arrays."""
-    self._check(held)
+    self._check(state)
     parts = [_with_keys(part) for part in self._all("fetch")]
     servers = [
-      next(server for server in held if server is not None)
-      for held in zip(*(part.servers for part in parts), strict=True)
+      next(server for server in servers if server is not None)
+      for servers in zip(*(part.servers for part in parts), strict=True)
     ]
     fields = {
       field: {k: v for part in parts for k, v in getattr(part, field).items()}
-      for field in State._fields[3:]
+      for field in PipelineState._fields[3:]
     }
-    return State(held.slot, held.microbatch, tuple(servers), **fields)
+    return PipelineState(state.slot, state.microbatch, tuple(servers), **fields)
 
-  def place(self, state: State) -> Held:
+  def place(self, state: PipelineState) -> RemoteState:
     """Gives each process its part of a state."""
     self._all("forget")
     self._all("place", self._ray.put(_to_host(state)))
-    return self._held(state.slot, state.microbatch)
+    return self._new_state(state.slot, state.microbatch)
 
-  def params(self, held: Held) -> list[Any]:
+  def params(self, state: RemoteState) -> list[Any]:
     """As `Executor.params`, in NumPy arrays."""
-    self._check(held)
-    found = zip(*self._all("params"), strict=True)
-    return [next(p for p in held if p is not None) for held in found]
+    self._check(state)
+    of_stages = zip(*self._all("params"), strict=True)
+    return [next(p for p in each if p is not None) for each in of_stages]
 
   def close(self) -> None:
     """Ends the processes."""

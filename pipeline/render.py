@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from asgd import tracks as tracks_lib
 from pipeline import spans as spans_lib
-from pipeline import tracks as tracks_lib
 from pipeline.analyze import Timing
-from pipeline.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
-from pipeline.spans import Span
+from pipeline.spans import TaskSpan
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 # Text.
 
@@ -22,12 +22,13 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   """Returns the times as text: a line for each device, and a task is as wide as
   it is long.
 
-  A task begins with its name and goes on with -; nobody works at a dot. The
+  A task begins with its name and goes on with -; a device is idle at a dot. The
   number, or the whole name, is left out where there is no room for it.
 
-  >>> from pipeline import analyze, schedule
+  >>> from pipeline import analyze
+  >>> from pipeline import table as table_lib
   >>> orders = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]]
-  >>> table = schedule.lay_out("two", orders, every=1, flush=True)
+  >>> table = table_lib.lay_out("two", orders, every=1, flush=True)
   >>> times = analyze.times(table, analyze.costs(2))
   >>> print(to_text(table, times, columns=80))
   # two; a column is 0.5
@@ -93,7 +94,7 @@ _PLANNED, _MEASURED = 1, 2  # pids
 
 
 def perfetto(
-  schedule: Schedule, timing: Timing, measured: Sequence[Span] | None = None
+  schedule: Schedule, timing: Timing, measured: Sequence[TaskSpan] | None = None
 ) -> dict[str, Any]:
   """Returns the content of a JSON file for Perfetto: a track for each device. A
   unit of the costs is shown as a second.
@@ -154,7 +155,7 @@ def gantt(
   schedule: Schedule,
   timing: Timing,
   *paths: str | Path,
-  measured: Sequence[Span] | None = None,
+  measured: Sequence[TaskSpan] | None = None,
 ) -> None:
   """Draws a row for each device: tasks in the colour of their action, paler for
   later stages, with the number of their microbatch where there is room. Bubbles
@@ -206,13 +207,13 @@ def gantt(
 
 
 def _colours(runs):
-  found = sorted({action for run in runs for action in run.action.tolist()})
-  others = [action for action in found if action not in _COLOURS]
+  actions = sorted({action for run in runs for action in run.action.tolist()})
+  others = [action for action in actions if action not in _COLOURS]
   own = {
     action: _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
     for i, action in enumerate(others)
   }
-  return {a: c for a, c in {**_COLOURS, **own}.items() if a in found}
+  return {a: c for a, c in {**_COLOURS, **own}.items() if a in actions}
 
 
 def _bars(run, place, places):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline import analyze
-from pipeline.schedule import (
+from pipeline.table import (
   BACKWARD,
   FORWARD,
   INPUT,
@@ -22,7 +22,7 @@ from pipeline.schedule import (
 _MOST = 1e15  # seconds, and numbers, in a file
 
 
-class Span(NamedTuple):
+class TaskSpan(NamedTuple):
   """A piece of work of a measured run."""
 
   device: int
@@ -33,7 +33,7 @@ class Span(NamedTuple):
   end: float
 
 
-class Run(NamedTuple):
+class Timeline(NamedTuple):
   """Work in columns, planned or measured, by time of start; it begins at 0."""
 
   device: np.ndarray  # int[T]
@@ -55,7 +55,7 @@ class Idle(NamedTuple):
   of_ideal: float  # of all devices: idle / busy
 
 
-class Comparison(NamedTuple):
+class BubbleComparison(NamedTuple):
   """A plan and what came of it."""
 
   planned: Idle
@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
   missing: int  # tasks of the table that were not measured
 
 
-def planned(schedule: Schedule, timing: analyze.Timing) -> Run:
+def planned(schedule: Schedule, timing: analyze.Timing) -> Timeline:
   """Returns the run that a table and its times say."""
   if len(timing.start) != len(schedule.time):
     raise ValueError(
@@ -73,7 +73,7 @@ def planned(schedule: Schedule, timing: analyze.Timing) -> Run:
   return _sorted(*schedule[2:6], timing.start, timing.end)
 
 
-def measured(schedule: Schedule, spans: Iterable[Span]) -> Run:
+def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
   """Returns the run that was measured.
 
   Args:
@@ -84,26 +84,26 @@ def measured(schedule: Schedule, spans: Iterable[Span]) -> Run:
   Raises:
     ValueError: for spans that are no times, or no work of this table.
   """
-  spans = [Span(*span) for span in spans]
+  spans = [TaskSpan(*span) for span in spans]
   if not spans:
     raise ValueError("there is no span: nothing was measured")
-  known = {task[1:] for task in schedule.tasks}
-  seen = set()
+  tasks = {task[1:] for task in schedule.tasks}
+  done = set()
   for span in spans:
     _check(span, schedule)
     if span.action not in KNOWN:
       continue
-    if span[:4] not in known:
+    if span[:4] not in tasks:
       raise ValueError(
         f"{_describe(span)} is not in the table {schedule.name}: was another"
         " one measured?"
       )
-    if span[:4] in seen:
+    if span[:4] in done:
       raise ValueError(
         f"{_describe(span)} was measured twice: give the spans of one pass"
         " through the table"
       )
-    seen.add(span[:4])
+    done.add(span[:4])
   columns = [np.array(column) for column in zip(*spans, strict=True)]
   begin = columns[4].min()
   return _sorted(*columns[:4], columns[4] - begin, columns[5] - begin)
@@ -132,10 +132,10 @@ def _check(span, schedule):
 def _sorted(device, stage, microbatch, action, start, end):
   order = np.lexsort((device, start))
   columns = device, stage, microbatch, action, start, end
-  return Run(*(np.asarray(column)[order] for column in columns))
+  return Timeline(*(np.asarray(column)[order] for column in columns))
 
 
-def idle(run: Run, devices: int) -> Idle:
+def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
   busy, reach = [0.0] * devices, [0.0] * devices
   for device, start, end in zip(
@@ -154,8 +154,8 @@ def idle(run: Run, devices: int) -> Idle:
 
 
 def compare(
-  schedule: Schedule, timing: analyze.Timing, spans: Sequence[Span]
-) -> Comparison:
+  schedule: Schedule, timing: analyze.Timing, spans: Sequence[TaskSpan]
+) -> BubbleComparison:
   """Returns the bubbles of a plan beside the measured ones.
 
   Raises:
@@ -163,14 +163,14 @@ def compare(
   """
   run = measured(schedule, spans)
   count = int(np.isin(schedule.action, KNOWN).sum())
-  return Comparison(
+  return BubbleComparison(
     idle(planned(schedule, timing), schedule.devices),
     idle(run, schedule.devices),
     count - int(np.isin(run.action, KNOWN).sum()),
   )
 
 
-def costs(schedule: Schedule, spans: Iterable[Span]) -> analyze.Costs:
+def costs(schedule: Schedule, spans: Iterable[TaskSpan]) -> analyze.Costs:
   """Returns the costs of a plan that knows how long its tasks take: of each
   stage's actions, and of the user's own, the median. Transfers take nothing,
   and blocks the sum of their tasks; what a run took longer is not its tasks.
@@ -204,15 +204,15 @@ def costs(schedule: Schedule, spans: Iterable[Span]) -> analyze.Costs:
 # Forms.
 
 
-def to_json(spans: Iterable[Span]) -> str:
+def to_json(spans: Iterable[TaskSpan]) -> str:
   """Returns spans as a JSON object; `spans` holds the rows."""
   rows = [
     (*map(int, span[:3]), str(span[3]), *map(float, span[4:])) for span in spans
   ]
-  return json.dumps({"columns": Span._fields, "spans": rows})
+  return json.dumps({"columns": TaskSpan._fields, "spans": rows})
 
 
-def from_json(text: str) -> list[Span]:
+def from_json(text: str) -> list[TaskSpan]:
   """Reads what `to_json` writes.
 
   Raises:
@@ -230,10 +230,10 @@ def from_json(text: str) -> list[Span]:
     if not _is_span(row):
       raise ValueError(
         f"span {number} {json.dumps(row)} must be"
-        f" [{', '.join(Span._fields)}]: three whole numbers, a name, two"
+        f" [{', '.join(TaskSpan._fields)}]: three whole numbers, a name, two"
         " seconds, none of them above 1e15"
       )
-  return [Span(*row) for row in rows]
+  return [TaskSpan(*row) for row in rows]
 
 
 def _is_span(row):

@@ -20,12 +20,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend import core
+
+from asgd import base
 
 StageFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(params, x, extra) -> (y, aux); the last stage's y is the loss, float[]."""
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
+
+
+class Part(NamedTuple):
+  """One stage, for the executor."""
+
+  fn: StageFn  # the last stage's y is the loss, float[]
+  params: Any  # at first
+  server: base.Server  # one update a message: the table says how many are one
+  message: optax.GradientTransformation | None = None  # DANA-Slim's momentum
 
 
 class Stage(NamedTuple):
@@ -102,16 +114,16 @@ def _compile(fn, tree, *leaves):
   )
 
 
-def _check_same(name, found, wanted):
+def _check_same(name, actual, wanted):
   """Refuses what a stage was not compiled for: its program is for those shapes,
   and would compute something else."""
-  trees = jax.tree.structure(found), jax.tree.structure(wanted)
+  trees = jax.tree.structure(actual), jax.tree.structure(wanted)
   shapes = [
     [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    for tree in (found, wanted)
+    for tree in (actual, wanted)
   ]
   if trees[0] != trees[1] or shapes[0] != shapes[1]:
-    shown = [jax.tree.map(np.shape, tree) for tree in (found, wanted)]
+    shown = [jax.tree.map(np.shape, tree) for tree in (actual, wanted)]
     raise ValueError(
       f"{name} has shapes {shown[0]}, and the stage was compiled for those of"
       f" the first microbatch, {shown[1]}: make all microbatches alike"

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import schedule as schedule_lib
-from pipeline.schedule import (
+from asgd import checks
+from pipeline import table as table_lib
+from pipeline.table import (
   BACKWARD,
   FORWARD,
   INPUT,
@@ -21,7 +22,7 @@ _AROUND = 12  # slots shown on either side of a mark
 _MOST_DEVICES = 16  # shown
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
   """Where in the table a stage's work on a microbatch is; -1: nowhere."""
 
   forward: np.ndarray  # int[S, M]
@@ -29,10 +30,10 @@ class Rows(NamedTuple):
   weight: np.ndarray  # int[S, M], of the weights: B or W
 
 
-def rows(schedule: Schedule) -> Rows:
+def rows(schedule: Schedule) -> TableRows:
   """Returns the rows of each (stage, microbatch); nothing is there twice."""
   shape = schedule.stages, schedule.microbatches
-  out = Rows(*(np.full(shape, -1, np.int64) for _ in Rows._fields))
+  out = TableRows(*(np.full(shape, -1, np.int64) for _ in TableRows._fields))
   for actions, table in (
     ((FORWARD,), out.forward),
     ((BACKWARD, INPUT), out.backward),
@@ -69,18 +70,15 @@ def validate(
     ScheduleError: with the reason and the table around the cell.
     ValueError: for an argument that is not one of those above.
   """
-  if transfers not in TRANSFERS:
-    raise ValueError(
-      f"transfers must be one of {', '.join(TRANSFERS)}, not {transfers!r}"
-    )
+  checks.one_of("transfers", transfers, TRANSFERS)
   if max_in_flight is not None and max_in_flight < 1:
     raise ValueError(
       f"max_in_flight must be positive, or None, not {max_in_flight!r}"
     )
-  known = np.isin(schedule.action, KNOWN)
-  if not known.any():
+  of_stages = np.isin(schedule.action, KNOWN)
+  if not of_stages.any():
     raise ScheduleError(f"{schedule.name}: there is no task of a stage")
-  _check_doubles(schedule, known)
+  _check_doubles(schedule, of_stages)
   _check_blocks(schedule)
   _check_forwards(schedule)
   where = rows(schedule)
@@ -101,7 +99,7 @@ def _fail(schedule, why, *marked):
 
 
 def _describe(schedule, row):
-  task = schedule_lib.Task(*(column[row] for column in schedule[1:6]))
+  task = table_lib.Task(*(column[row] for column in schedule[1:6]))
   return (
     f"{task.action} of stage {task.stage}, microbatch {task.microbatch} (device"
     f" {task.device}, slot {task.time})"
@@ -134,13 +132,13 @@ def _window(schedule, marked):
     for row in marked
   }
   begins = f"(slots from {first})\n" if first else ""
-  head, *lines = schedule_lib.to_text(shown, marks).splitlines(keepends=True)
+  head, *lines = table_lib.to_text(shown, marks).splitlines(keepends=True)
   return begins + "".join([head, *lines[lowest:]])
 
 
-def _check_doubles(schedule, known):
+def _check_doubles(schedule, of_stages):
   """Each action of a stage on a microbatch, once."""
-  at = np.flatnonzero(known)
+  at = np.flatnonzero(of_stages)
   action = schedule.action[at]
   kinds = [
     np.isin(action, (FORWARD,)),
@@ -208,11 +206,11 @@ def _check_complete(schedule, where, trains):
     missing = np.argwhere(table < 0)
     if len(missing):
       stage, microbatch = missing[0]
-      found = [t[stage, microbatch] for t in where]
+      there = [t[stage, microbatch] for t in where]
       _fail(
         schedule,
         f"{name} of stage {stage}, microbatch {microbatch} is missing",
-        *[row for row in found if row >= 0],
+        *[row for row in there if row >= 0],
       )
   for table in (where.backward, where.weight):
     moved = np.argwhere(
@@ -284,14 +282,14 @@ def in_flight(schedule: Schedule) -> np.ndarray:
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, (BACKWARD, WEIGHT))] = -1
   order = np.lexsort((schedule.time, schedule.device))
-  held = np.cumsum(change[order])
+  count = np.cumsum(change[order])
   device = schedule.device[order]
   starts = np.flatnonzero(np.diff(device, prepend=-1))
-  before = np.concatenate([[0], held])[starts]
-  held -= np.repeat(before, np.diff(np.append(starts, len(device))))
+  before = np.concatenate([[0], count])[starts]
+  count -= np.repeat(before, np.diff(np.append(starts, len(device))))
   # What is released is there until the task ends.
-  out = np.empty_like(held)
-  out[order] = held - np.minimum(change[order], 0)
+  out = np.empty_like(count)
+  out[order] = count - np.minimum(change[order], 0)
   return out
 
 
@@ -308,7 +306,7 @@ def _check_in_flight(schedule, limit):
     )
 
 
-def transfers(schedule: Schedule, where: Rows) -> list[tuple[int, int]]:
+def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
   """Returns (row that makes it, row that needs it) of all that goes from one
   device to another."""
   pairs = [np.stack([where.forward[:-1], where.forward[1:]], -1)]

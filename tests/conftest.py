@@ -9,11 +9,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Files that take long, the longest first: two processes share files, and the
 # last one should not be a long one.
 SLOW = (
-  *("test_launch", "test_serve", "test_train_pipeline", "test_executor"),
-  *("test_train_sync", "test_processes", "test_ray_cluster", "test_chaos"),
-  *("test_threads", "test_hybrid", "test_parts", "test_data_parallel"),
-  *("test_compare", "test_shard", "test_spmd", "test_local_workers"),
-  *("test_contract", "test_configs", "test_stage", "test_readme"),
+  *("test_train", "test_train_live", "test_engine", "test_engine_contract"),
+  *("test_actors", "test_executor", "test_chaos", "test_processes"),
+  *("test_mesh_engine", "test_threads", "test_configs", "test_audit"),
+  *("test_replay", "test_hybrid", "test_data_parallel", "test_circular"),
+  *("test_local_work", "test_contract", "test_lead", "test_recovery"),
+  *("test_compare", "test_probe", "test_stage", "test_readme"),
 )
 
 
@@ -21,6 +22,13 @@ def pytest_collection_modifyitems(items):
   """Sorts tests by file, without moving them inside of a file."""
   rank = {name: number for number, name in enumerate(SLOW)}
   items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture
+def float64():
+  """64-bit arrays in the thread of the test."""
+  with jax.enable_x64(True):
+    yield
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 
 import asgd
-from launch import experiment
-from pipeline import generate
+from asgd import experiment
+from asgd.experiment import schema
+from pipeline import schedules
+from pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+
+
 def block(word):
-  (found,) = (text for text in BLOCKS if word in text)
-  return found
+  (code,) = (text for text in BLOCKS if word in text)
+  return code
 
 
 def test_every_block_is_tested_here():
@@ -45,10 +50,10 @@ def test_an_algorithm_of_your_own(capsys):
     exec(block("halve_when_stale"), {})
     assert capsys.readouterr().out == "asynchronous\n"
     exp = experiment.build(
-      {"algorithms": {"mine": {"recipe": "careful", "limit": 2}}}
+      {"runs": {"mine": {"recipe": "careful", "limit": 2}}}, engines=ENGINES
     )
     (cell,) = exp.cells
-    assert np.isfinite(experiment.plan(exp, cell).curvature_limit)
+    assert np.isfinite(exp.plan(cell).curvature_limit)
   finally:
     asgd.RECIPES.clear()
     asgd.RECIPES.update(before)
@@ -59,13 +64,13 @@ def test_a_config_of_your_own():
   exec(block("softsync"), names)
   config = names["get_config"]()
   assert isinstance(config, ml_collections.ConfigDict)
-  exp = experiment.build(config)
+  exp = experiment.build(config, engines=ENGINES)
   assert {cell.label for cell in exp.cells} == {"softsync", "dana"}
 
 
 def test_a_pipeline(capsys):
   devices = 'jax.config.update("jax_num_cpu_devices", 4)'
-  text = block("generate.pipedream")
+  text = block("schedules.pipedream")
   assert devices in text  # tests have more of them already
   names = {}
   exec(text.replace(devices, ""), names)
@@ -85,13 +90,13 @@ def test_a_step_on_a_mesh():
 
 
 def test_the_table_of_schedules_names_every_one():
-  for name in generate.SCHEDULES:
+  for name in schedules.SCHEDULES:
     assert f"`{name}`" in README, name
 
 
 def test_the_table_of_keys_names_every_key():
   table = README[README.index("| key | meaning") :]
-  for key in experiment.DEFAULTS:
+  for key in schema.sections(ENGINES):
     assert f"`{key}`" in table, key
 
 

@@ -5,14 +5,15 @@ sends at most one message each way and receives at most one, so that what it
 costs can be counted (`asgd.parallel.costs` has the same numbers as formulas).
 They are to teach and to be measured; training uses XLA's own, "psum".
 
-All are for use inside `jax.shard_map`. An axis is a name of the mesh's, or a
-tuple of names, which is one axis of all their devices. An array may have any
-shape and dtype that can be added (for booleans + is "or", where psum counts);
-it is cut into equal chunks, of zeros at the end. All devices are given the same
-result, to the bit. JAX cannot know that it is the same, so the shard_map needs
-check_vma=False, or the axis in its out_specs. Rounds are written out, not
-looped over, so that XLA can overlap them with other work; the program grows
-with N.
+All are for use inside `jax.shard_map` and take (x, axis). An axis is a name of
+the mesh's, or a tuple of names, which is one axis of all their devices. The
+array x may have any shape and dtype that can be added (for booleans + is "or",
+where psum counts); it is cut into equal chunks, of zeros at the end. Unless a
+function says otherwise it returns the sum over devices, in the shape and dtype
+of x; all devices are given the same result, to the bit. JAX cannot know that it
+is the same, so the shard_map needs check_vma=False, or the axis in its
+out_specs. Rounds are written out, not looped over, so that XLA can overlap them
+with other work; the program grows with N.
 
 Index letters in shape comments:
   N  devices of the axis
@@ -29,13 +30,14 @@ References:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
-from asgd import names
+from asgd import checks, names
 
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
@@ -77,12 +79,12 @@ def _reduce_scatter(chunks, axis, step):
 def _all_gather(chunk, axis, step):
   """[...] -> [N, ...], what device d has in row d."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  held = [chunk]
+  chunks = [chunk]
   for _ in range(devices - 1):
-    held.append(jax.lax.ppermute(held[-1], axis, _ring(devices, step)))
+    chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
   # Row i came from i devices before.
   order = (here - jnp.arange(devices)) * step % devices
-  return jnp.take(jnp.stack(held), order, axis=0)
+  return jnp.take(jnp.stack(chunks), order, axis=0)
 
 
 def ring_reduce_scatter(x: jax.Array, axis: Axis) -> jax.Array:
@@ -125,10 +127,6 @@ def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
 
   2 (N - 1) rounds of an N-th of the array, so that each device sends about
   twice the array, however many there are.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
   """
   x = jnp.asarray(x)
   if not x.size:
@@ -141,10 +139,6 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
 
   As many rounds as a ring, each of two messages of a 2 N-th, to either
   neighbour: half the time where a device can send to both at once.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
   """
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
@@ -165,7 +159,7 @@ class _Cube(NamedTuple):
   """The 2^k devices that exchange, of N; device d's number among them.
 
   Where N is no power of 2, the first 2 (N - 2^k) devices pair up: the even one
-  of a pair lends its part to the odd one, and is told the sum at the end.
+  of a pair lends its part to the odd one, and is sent the sum at the end.
   """
 
   size: int  # 2^k
@@ -176,27 +170,24 @@ class _Cube(NamedTuple):
     return 2 * number + 1 if number < self.lent else number + self.lent
 
   def exchange(self, bit: int) -> list[tuple[int, int]]:
-    """Who sends to whom: numbers that differ in that bit."""
+    """(sender, receiver) pairs, whose numbers differ in that bit."""
     return [(self.device(i), self.device(i ^ bit)) for i in range(self.size)]
-
-
-def _cube(devices: int) -> _Cube:
-  size = 1 << (devices.bit_length() - 1)
-  return _Cube(size, devices - size)
 
 
 def _on_cube(x, axis, inner):
   """Runs inner(cube, x, number of this device) on a power of 2 of devices."""
-  cube = _cube(jax.lax.axis_size(axis))
-  here = jax.lax.axis_index(axis)
+  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  size = 1 << (devices.bit_length() - 1)
+  cube = _Cube(size, devices - size)
   number = jnp.where(here < 2 * cube.lent, here // 2, here - cube.lent)
   if not cube.lent:
     return inner(cube, x, number)
   there = [(2 * i, 2 * i + 1) for i in range(cube.lent)]
-  x = x + jax.lax.ppermute(x, axis, there)  # zeros where nobody lends
+  # A device that receives nothing gets zeros.
+  x = x + jax.lax.ppermute(x, axis, there)
   x = inner(cube, x, number)
-  told = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
-  return jnp.where((here < 2 * cube.lent) & (here % 2 == 0), told, x)
+  total = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
+  return jnp.where((here < 2 * cube.lent) & (here % 2 == 0), total, x)
 
 
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
@@ -204,10 +195,6 @@ def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
 
   log2 N rounds of the whole array: the fewest rounds, for small arrays. Where N
   is no power of 2 there are two more, see `_Cube`.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
   """
 
   def inner(cube, x, number):
@@ -226,33 +213,29 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
 
   2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
   otherwise two more rounds of the whole array, see `_Cube`.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
   """
   x = jnp.asarray(x)
   if not x.size:
     return x
 
   def inner(cube, x, number):
-    held = _cut(x, cube.size)
+    part = _cut(x, cube.size)
     bit = cube.size // 2
     while bit:
       # Keeps the half in which its own chunk is, and sends the other one.
-      half = held.reshape(2, bit, -1)
+      half = part.reshape(2, bit, -1)
       mine = (number // bit) % 2
       got = jax.lax.ppermute(_pick(half, 1 - mine), axis, cube.exchange(bit))
-      held = _pick(half, mine) + got
+      part = _pick(half, mine) + got
       bit //= 2
     bit = 1
     while bit < cube.size:
-      got = jax.lax.ppermute(held, axis, cube.exchange(bit))
+      got = jax.lax.ppermute(part, axis, cube.exchange(bit))
       low = (number // bit) % 2 == 0
-      first, second = jnp.where(low, held, got), jnp.where(low, got, held)
-      held = jnp.concatenate([first, second])
+      first, second = jnp.where(low, part, got), jnp.where(low, got, part)
+      part = jnp.concatenate([first, second])
       bit *= 2
-    return _paste(held, x)
+    return _paste(part, x)
 
   return _on_cube(x, axis, inner)
 
@@ -261,10 +244,6 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   """A binomial tree: reduce to device 0, then broadcast from it.
 
   2 ceil(log2 N) rounds of the whole array.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -342,20 +321,20 @@ def parameter_server(
 
   def pairs(turn):
     """(worker, owner): in each turn an owner hears of one worker."""
-    everyone = ((d, (d + turn) % devices) for d in range(devices))
-    return [(worker, owner) for worker, owner in everyone if owner < shards]
+    turns = ((d, (d + turn) % devices) for d in range(devices))
+    return [(worker, owner) for worker, owner in turns if owner < shards]
 
   total = _pick(chunks, jnp.minimum(here, shards - 1))
   for turn in range(1, devices):
     part = _pick(chunks, jnp.minimum((here + turn) % devices, shards - 1))
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
-  held = [total]
+  sums = [total]
   for turn in range(1, devices):
     back = [(owner, worker) for worker, owner in pairs(turn)]
-    held.append(jax.lax.ppermute(total, axis, back))
+    sums.append(jax.lax.ppermute(total, axis, back))
   # In turn i it heard of the owner i devices after.
   order = (jnp.arange(shards) - here) % devices
-  return _paste(jnp.take(jnp.stack(held), order, axis=0), x)
+  return _paste(jnp.take(jnp.stack(sums), order, axis=0), x)
 
 
 COLLECTIVES: dict[str, Reduce] = {
@@ -407,40 +386,22 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     >>> buckets(params, 12)  # bytes, of 4 each
     ((2, 1), (0,))
   """
-  if type(bucket_bytes) is not int or bucket_bytes < 1:
-    raise ValueError(
-      f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}"
-    )
+  checks.whole("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
-  held: dict[Any, list[int]] = {}
+  open_: dict[Any, list[int]] = {}
   size: dict[Any, int] = {}
   done = []
   for i in reversed(range(len(leaves))):
     dtype = jnp.dtype(leaves[i].dtype)
     bytes_ = math.prod(leaves[i].shape) * dtype.itemsize
-    if dtype in held and size[dtype] + bytes_ > bucket_bytes:
-      done.append(tuple(held.pop(dtype)))
-    if dtype not in held:
-      held[dtype], size[dtype] = [], 0
-    held[dtype].append(i)
+    if dtype in open_ and size[dtype] + bytes_ > bucket_bytes:
+      done.append(tuple(open_.pop(dtype)))
+    if dtype not in open_:
+      open_[dtype], size[dtype] = [], 0
+    open_[dtype].append(i)
     size[dtype] += bytes_
-  done += (tuple(bucket) for bucket in held.values())
+  done += (tuple(bucket) for bucket in open_.values())
   return tuple(sorted(done, key=lambda bucket: -bucket[-1]))
-
-
-def pack(leaves: Sequence[jax.Array]) -> jax.Array:
-  """Returns arrays of one dtype as a flat one."""
-  return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-
-
-def unpack(flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
-  """The inverse of `pack`, for arrays of these shapes."""
-  out, start = [], 0
-  for leaf in like:
-    size = math.prod(leaf.shape)
-    out.append(flat[start : start + size].reshape(leaf.shape))
-    start += size
-  return out
 
 
 def all_reduce_tree(
@@ -468,9 +429,8 @@ def all_reduce_tree(
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
   out = list(leaves)
   for bucket in buckets(leaves, bucket_bytes):
-    held = [leaves[i] for i in bucket]
-    for i, leaf in zip(
-      bucket, unpack(reduce(pack(held), axis), held), strict=True
-    ):
+    flat, unravel = ravel_pytree([leaves[i] for i in bucket])
+    sums = unravel(reduce(flat, axis))
+    for i, leaf in zip(bucket, sums, strict=True):
       out[i] = leaf
   return jax.tree.unflatten(structure, out)

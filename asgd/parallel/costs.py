@@ -1,4 +1,4 @@
-"""What communication and waiting cost: formulas in seconds and bytes.
+"""What communication costs: formulas in seconds and bytes.
 
 The alpha-beta model: a message of n bytes takes alpha + n / B seconds, alpha
 being the link's latency and B its bandwidth. A device has one link, which sends
@@ -6,11 +6,8 @@ one message and receives one at the same time. Collectives go in rounds, so a
 `Cost` is how many, and what the largest messages of all rounds add up to. Those
 of `asgd.parallel.collectives` move exactly these bytes in these rounds.
 
-Waiting: a synchronous step takes as long as its slowest worker. Batch times are
-the gamma model of `asgd.durations`, of which this has the expectations.
-
 Index letters:
-  N  devices, or workers
+  N  devices
   P  shards of a parameter server
   S  bytes of what is reduced
 
@@ -19,23 +16,17 @@ References:
   Thakur, Rabenseifner and Gropp, IJHPCA 2005.
   Zhang et al., "Poseidon: an efficient communication architecture for
   distributed deep learning on GPU clusters", ATC 2017, table 1, algorithm 1.
-  Ali et al., "Task execution time modeling for heterogeneous computing
-  systems", HCW 2000: the gamma model.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-import scipy.integrate
-import scipy.special
-import scipy.stats
+from asgd import checks
 
 
-class Link(NamedTuple):
-  """What connects devices."""
+class LinkSpeed(NamedTuple):
+  """The alpha-beta model of what connects devices."""
 
   bandwidth: float  # B, bytes a second, each way
   latency: float = 0.0  # alpha, seconds of a message of no bytes
@@ -52,8 +43,8 @@ class Cost(NamedTuple):
 FREE = Cost(0, 0, 0)
 
 
-def link(bandwidth: float, latency: float = 0.0) -> Link:
-  """Returns a Link.
+def link(bandwidth: float, latency: float = 0.0) -> LinkSpeed:
+  """Returns a LinkSpeed, checked.
 
   Args:
     bandwidth: bytes a second, each way.
@@ -62,19 +53,12 @@ def link(bandwidth: float, latency: float = 0.0) -> Link:
   Raises:
     ValueError: for a bandwidth that is not positive, or a negative latency.
   """
-  if not 0 < bandwidth < math.inf:
-    raise ValueError(
-      f"bandwidth must be positive and finite, in bytes a second, not"
-      f" {bandwidth!r}"
-    )
-  if not 0 <= latency < math.inf:
-    raise ValueError(
-      f"latency must be 0 or more and finite, in seconds, not {latency!r}"
-    )
-  return Link(float(bandwidth), float(latency))
+  checks.positive("bandwidth", bandwidth)
+  checks.nonnegative("latency", latency)
+  return LinkSpeed(float(bandwidth), float(latency))
 
 
-def seconds(cost: Cost, link: Link) -> float:
+def seconds(cost: Cost, link: LinkSpeed) -> float:
   """Returns steps x alpha + bytes / B."""
   return cost.steps * link.latency + cost.bytes / link.bandwidth
 
@@ -85,11 +69,9 @@ def add(*costs: Cost) -> Cost:
 
 
 def _check(size, devices, grain):
-  for name, value in (("devices", devices), ("grain", grain)):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name} must be a positive whole number, not {value!r}")
-  if not 0 <= size < math.inf:
-    raise ValueError(f"bytes must be 0 or more and finite, not {size!r}")
+  checks.whole("devices", devices)
+  checks.whole("grain", grain)
+  checks.nonnegative("bytes", size)
 
 
 def _chunk(size, pieces, grain):
@@ -126,36 +108,28 @@ def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
   return Cost(steps, moved, 2 * moved)
 
 
-def _on_cube(size, devices, inner):
-  """With the two rounds in which what is beyond a power of 2 lends its part."""
-  power = 1 << (devices.bit_length() - 1)
-  cost = inner(power)
-  if power == devices:
+def _on_cube(cost, size, devices):
+  """Adds the two rounds of devices beyond a power of 2, which lend their part
+  to a partner and are sent the sum."""
+  if not devices & (devices - 1):
     return cost
-  # The busiest is the one that is lent to, and tells the sum.
+  # The busiest device receives a lent part and sends the sum back.
   return Cost(cost.steps + 2, cost.bytes + 2 * size, cost.sent + size)
 
 
 def recursive_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
   """log2 N rounds of S; N no power of 2: two rounds more."""
   _check(size, devices, grain)
-
-  def inner(power):
-    rounds = power.bit_length() - 1
-    return Cost(rounds, rounds * size, rounds * size)
-
-  return _on_cube(size, devices, inner)
+  rounds = devices.bit_length() - 1
+  return _on_cube(Cost(rounds, rounds * size, rounds * size), size, devices)
 
 
 def halving_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
   """2 log2 N rounds, 2 (N - 1) / N S; N no power of 2: 2 more of S."""
   _check(size, devices, grain)
-
-  def inner(power):
-    moved = 2 * (power - 1) * _chunk(size, power, grain)
-    return Cost(2 * (power.bit_length() - 1), moved, moved)
-
-  return _on_cube(size, devices, inner)
+  rounds = devices.bit_length() - 1
+  moved = 2 * ((1 << rounds) - 1) * _chunk(size, 1 << rounds, grain)
+  return _on_cube(Cost(2 * rounds, moved, moved), size, devices)
 
 
 def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
@@ -189,7 +163,7 @@ def hierarchical(
 
 
 def hierarchical_seconds(
-  size: float, inside: int, between: int, near: Link, far: Link
+  size: float, inside: int, between: int, near: LinkSpeed, far: LinkSpeed
 ) -> float:
   """Returns the time of `hierarchical`, by the links of its two levels."""
   cost = hierarchical(size, inside, between)
@@ -220,8 +194,7 @@ def parameter_server(
   """
   shards = devices if shards is None else shards
   _check(size, devices, grain)
-  if type(shards) is not int or shards < 1:
-    raise ValueError(f"shards must be a positive whole number, not {shards!r}")
+  checks.whole("shards", shards)
   if colocated and shards > devices:
     raise ValueError(
       f"{shards} shards do not fit on {devices} workers: use fewer, or"
@@ -322,199 +295,6 @@ def prefers_factors(
   """
   moved = poseidon(rows, inputs, outputs, workers, shards)
   return moved["factors"] <= moved["server"]
-
-
-# Waiting for the slowest.
-
-
-_CELLS = 2000  # into which the means of machines are put
-
-
-def _slower(variation, machine_variation):
-  """Returns x -> probability that a batch takes longer, of mean 1."""
-  shape = 1 / variation**2
-  if not machine_variation:
-    return lambda x: scipy.special.gammaincc(shape, x * shape)
-  machine = 1 / machine_variation**2
-  last = scipy.special.gammainccinv(machine, 1e-16) / machine
-  edges = np.append(np.linspace(0, last, _CELLS), np.inf)
-  # The probability of each cell, and the mean of the machines in it.
-  weights = np.diff(scipy.special.gammainc(machine, edges * machine))
-  moments = np.diff(scipy.special.gammainc(machine + 1, edges * machine))
-  held = (weights > 0) & (moments > 0)
-  weights, means = weights[held], moments[held] / weights[held]
-
-  def slower(x):
-    return scipy.special.gammaincc(shape, x / means * shape) @ weights
-
-  return slower
-
-
-def expected_slowest(
-  workers: int,
-  *,
-  mean: float = 1.0,
-  variation: float = 0.1,
-  machine_variation: float = 0.0,
-  wait_for: int | None = None,
-) -> float:
-  """The expected time of a step that waits for workers, in a gamma cluster.
-
-  E[max] of N batch times for all of them: the integral of 1 - F(x)^N. With
-  machines that differ, it is the expectation over clusters.
-
-  Args:
-    workers: N.
-    mean: time of a batch.
-    variation: V, of `asgd.durations.gamma`; 0 is none.
-    machine_variation: V_m, of the same.
-    wait_for: K, the step ends with the K-th fastest, and the others are backup
-      workers; None is N.
-
-  Raises:
-    ValueError: for a number out of range.
-
-  Example:
-    >>> expected_slowest(1), round(expected_slowest(64), 2)
-    (1.0, 1.25)
-  """
-  wait_for = workers if wait_for is None else wait_for
-  for name, value in (("workers", workers), ("wait_for", wait_for)):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name} must be a positive whole number, not {value!r}")
-  if wait_for > workers:
-    raise ValueError(f"wait_for {wait_for} of {workers} workers: ask for fewer")
-  if not 0 < mean < math.inf:
-    raise ValueError(f"mean must be positive and finite, not {mean!r}")
-  for name, value in (
-    ("variation", variation),
-    ("machine_variation", machine_variation),
-  ):
-    if not 0 <= value <= 3:
-      raise ValueError(f"{name} must be from 0 to 3, not {value!r}")
-  if workers == 1 or not (variation or machine_variation):
-    return float(mean)
-  if not variation:
-    variation, machine_variation = machine_variation, 0.0
-  slower = _slower(variation, machine_variation)
-
-  def waiting(x):
-    """Probability that fewer than K have ended."""
-    late = slower(x)
-    return scipy.special.betainc(workers - wait_for + 1, wait_for, late)
-
-  end = 2.0
-  while waiting(end) > 1e-15:
-    end *= 2
-  # In pieces, as the integrand falls from 1 to 0 within few of them.
-  edges = np.linspace(0, end, 33)
-  parts = (
-    scipy.integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
-    for a, b in itertools.pairwise(edges)
-  )
-  return mean * float(sum(parts))
-
-
-def synchronous_step(
-  workers: int,
-  *,
-  communication: float,
-  compute: float,
-  variation: float = 0.1,
-  machine_variation: float = 0.0,
-  overlap: float = 0.0,
-) -> float:
-  """Seconds of a synchronous step: E[max] + what communication is not hidden.
-
-  Args:
-    workers: N.
-    communication: seconds of a step's.
-    compute: mean seconds of a worker's.
-    variation: V.
-    machine_variation: V_m.
-    overlap: part of `compute` that communication can hide behind, such as 2/3,
-      the backward's, with wait-free backpropagation.
-
-  Raises:
-    ValueError: as `expected_slowest`.
-  """
-  slowest = expected_slowest(
-    workers,
-    mean=compute,
-    variation=variation,
-    machine_variation=machine_variation,
-  )
-  return slowest + max(communication - overlap * compute, 0.0)
-
-
-def asynchronous_throughput(
-  workers: int,
-  *,
-  compute: float,
-  size: float = 0.0,
-  link: Link | None = None,
-  shards: int | None = None,
-  colocated: bool = True,
-  machine_variation: float = 0.0,
-) -> float:
-  """Messages a second of workers that wait for nobody but the server.
-
-  The lesser of two: what workers ask for, each of whom computes, pushes S bytes
-  and fetches S; and what the busiest link carries, each way S / P a message, or
-  S (N + P - 2) / (P N) if it is a shard's and a worker's.
-
-  Args:
-    workers: N.
-    compute: mean seconds of a batch. How batches vary on one machine changes
-      nothing.
-    size: S; 0 is free.
-    link: of workers and shards; None is free.
-    shards: P; None is N.
-    colocated: the shards are on the first P workers.
-    machine_variation: V_m; fast machines send more than slow ones less. Below
-      1: beyond, the expected speed of a machine is infinite.
-
-  Raises:
-    ValueError: for a number out of range.
-
-  Example:
-    >>> asynchronous_throughput(8, compute=0.5)
-    16.0
-  """
-  shards = workers if shards is None else shards
-  parameter_server(size, workers, shards=shards, colocated=colocated)  # checks
-  if not 0 <= machine_variation < 1:
-    raise ValueError(
-      f"machine_variation must be from 0 to below 1, not {machine_variation!r}"
-    )
-  if not 0 < compute < math.inf:
-    raise ValueError(
-      f"compute must be positive and finite seconds, not {compute!r}"
-    )
-  waiting, most = 0.0, math.inf
-  if link is not None:
-    # What goes to its own shard is no message.
-    at_home = int(colocated and shards == workers)
-    messages = 2 * (shards - at_home)
-    waiting = messages * (link.latency + size / shards / link.bandwidth)
-    busiest = size / shards
-    if colocated:
-      busiest *= (workers + shards - 2) / workers
-    most = link.bandwidth / busiest if busiest else math.inf
-  return min(workers * _rate(compute, waiting, machine_variation), most)
-
-
-def _rate(compute, waiting, variation):
-  """E[1 / (m + waiting)] of the mean m of a machine."""
-  if not variation:
-    return 1 / (compute + waiting)
-  shape = 1 / variation**2
-  law = scipy.stats.gamma(shape, scale=compute / shape)
-  edges = (0, compute / 2, compute, 2 * compute, math.inf)
-  return sum(
-    scipy.integrate.quad(lambda m: law.pdf(m) / (m + waiting), a, b)[0]
-    for a, b in itertools.pairwise(edges)
-  )
 
 
 def hybrid(

@@ -13,15 +13,15 @@ parameters, too, are those of the whole model.
 
 DistBelief's models are split as these are, but that their weights are not
 shared by the pixels of an image (`locally_connected`): then the rows of a
-device have weights of their own, which nobody else holds, and all that is ever
-sent, forward and backward, is the boundary.
+device have weights of their own, which no other device holds, and all that is
+ever sent, forward and backward, is the boundary.
 
 Index letters:
   B  examples
   H  rows of the image, of which a device has H / r
   W  columns
   C  channels
-  r  devices of the axis
+  r  devices of the axis "rows"
 
 References:
   Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3.
@@ -38,22 +38,20 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from asgd import base, models
+from asgd import base, checks, models
 from asgd.parallel import meshes
 
+_AXIS = meshes.ROWS
 _ROWS = 1  # the dimension of [B, H, W, C]
 
 
-def exchange(
-  x: jax.Array, before: int, after: int, axis: str = meshes.ROWS
-) -> jax.Array:
+def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
   """Adds the neighbours' nearest rows to this device's.
 
   Args:
     x: float[B, H / r, W, C].
     before: rows of the device before, its last ones.
     after: rows of the device after, its first ones.
-    axis: of the mesh.
 
   Returns:
     float[B, before + H / r + after, W, C]; zeros beyond the image.
@@ -61,28 +59,27 @@ def exchange(
   Raises:
     ValueError: if neighbours have fewer rows than are needed.
   """
-  size, rows = jax.lax.axis_size(axis), x.shape[_ROWS]
+  size, rows = jax.lax.axis_size(_AXIS), x.shape[_ROWS]
   if max(before, after) > rows:
     raise ValueError(
-      f"a device of the axis {axis!r} has {rows} rows, and its neighbour needs"
+      f"a device of the axis {_AXIS!r} has {rows} rows, and its neighbour needs"
       f" {max(before, after)} of them: use fewer devices or larger images"
     )
   parts = [x]
   if before:
     down = [(i, i + 1) for i in range(size - 1)]
-    parts.insert(0, jax.lax.ppermute(x[:, rows - before :], axis, down))
+    parts.insert(0, jax.lax.ppermute(x[:, rows - before :], _AXIS, down))
   if after:
     up = [(i + 1, i) for i in range(size - 1)]
-    parts.append(jax.lax.ppermute(x[:, :after], axis, up))
+    parts.append(jax.lax.ppermute(x[:, :after], _AXIS, up))
   return jnp.concatenate(parts, axis=_ROWS) if len(parts) > 1 else x
 
 
-def rows(x: jax.Array, axis: str = meshes.ROWS) -> jax.Array:
+def rows(x: jax.Array) -> jax.Array:
   """Returns this device's rows of whole images.
 
   Args:
     x: float[B, H, W, C], the same on all devices of the axis.
-    axis: of the mesh.
 
   Returns:
     float[B, H / r, W, C].
@@ -90,14 +87,14 @@ def rows(x: jax.Array, axis: str = meshes.ROWS) -> jax.Array:
   Raises:
     ValueError: if the axis does not divide the rows.
   """
-  size = jax.lax.axis_size(axis)
+  size = jax.lax.axis_size(_AXIS)
   if x.ndim != 4 or x.shape[_ROWS] % size:
     raise ValueError(
       f"images [B, H, W, C] of shape {x.shape} have no rows that can be divided"
-      f" among the {size} devices of the axis {axis!r}"
+      f" among the {size} devices of the axis {_AXIS!r}"
     )
   mine = x.shape[_ROWS] // size
-  start = jax.lax.axis_index(axis) * mine
+  start = jax.lax.axis_index(_AXIS) * mine
   return jax.lax.dynamic_slice_in_dim(x, start, mine, _ROWS)
 
 
@@ -105,16 +102,13 @@ def _pair(value: Any) -> tuple[int, int]:
   return (value, value) if isinstance(value, int | None) else tuple(value)
 
 
-def convolve(
-  module: nn.Module, x: jax.Array, axis: str = meshes.ROWS
-) -> jax.Array:
+def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   """Runs a convolution on this device's rows, as if they were all there.
 
   Args:
     module: an `nn.Conv` or `nn.ConvLocal` of two dimensions, within a model
       that is being applied.
     x: float[B, H / r, W, C].
-    axis: of the mesh.
 
   Returns:
     This device's rows of what the module makes of the whole.
@@ -126,7 +120,7 @@ def convolve(
   kernel = tuple(module.kernel_size)
   stride = tuple(n or 1 for n in _pair(module.strides))
   here, columns = x.shape[1:3]
-  whole = here * jax.lax.axis_size(axis)
+  whole = here * jax.lax.axis_size(_AXIS)
   if (
     len(kernel) != 2
     or module.padding in ("CIRCULAR", "REFLECT", "CAUSAL")
@@ -143,15 +137,15 @@ def convolve(
     padding = (padding, padding)
   (low, high), across = map(_pair, padding)
   k, s = kernel[0], stride[0]
-  made = (whole + low + high - k) // s + 1
-  if here % s or made != whole // s:
+  out = (whole + low + high - k) // s + 1  # rows
+  if here % s or out != whole // s:
     raise ValueError(
       f"a convolution with a kernel of {k} rows, stride {s} and padding"
-      f" {(low, high)} makes {made} rows of {whole}, which cannot be divided as"
-      f" {here} on each device of the axis {axis!r}: use fewer devices, or"
+      f" {(low, high)} makes {out} rows of {whole}, which cannot be divided as"
+      f" {here} on each device of the axis {_AXIS!r}: use fewer devices, or"
       " images with more rows"
     )
-  x = exchange(x, low, max(k - s - low, 0), axis)
+  x = exchange(x, low, max(k - s - low, 0))
   split = module.clone(parent=None, name=_DONE, padding=((0, 0), across))
   return split.apply({"params": module.variables["params"]}, x)
 
@@ -159,26 +153,23 @@ def convolve(
 _DONE = "rows"  # the name of modules that see to their rows already
 
 
-def _intercept(axis):
-  def call(method, args, kwargs, context):
-    module = context.module
-    if context.method_name != "__call__" or module.name == _DONE:
-      return method(*args, **kwargs)
-    if isinstance(module, nn.Conv | nn.ConvLocal):
-      return convolve(module, *args, axis)
-    if isinstance(module, nn.GroupNorm):
-      whole = module.clone(parent=None, name=_DONE, axis_name=axis)
-      return whole.apply({"params": module.variables["params"]}, *args)
-    if isinstance(module, nn.BatchNorm):
-      raise ValueError(
-        "the statistics of BatchNorm are not kept by rows; use norm='group'"
-      )
-    if isinstance(module, nn.Dense) and isinstance(module.parent, models.Head):
-      # What comes is the mean over this device's rows.
-      return method(jax.lax.pmean(args[0], axis), **kwargs)
+def _intercept(method, args, kwargs, context):
+  module = context.module
+  if context.method_name != "__call__" or module.name == _DONE:
     return method(*args, **kwargs)
-
-  return call
+  if isinstance(module, nn.Conv | nn.ConvLocal):
+    return convolve(module, *args)
+  if isinstance(module, nn.GroupNorm):
+    whole = module.clone(parent=None, name=_DONE, axis_name=_AXIS)
+    return whole.apply({"params": module.variables["params"]}, *args)
+  if isinstance(module, nn.BatchNorm):
+    raise ValueError(
+      "the statistics of BatchNorm are not kept by rows; use norm='group'"
+    )
+  if isinstance(module, nn.Dense) and isinstance(module.parent, models.Head):
+    # What comes is the mean over this device's rows.
+    return method(jax.lax.pmean(args[0], _AXIS), **kwargs)
+  return method(*args, **kwargs)
 
 
 class Local(nn.Module):
@@ -207,14 +198,13 @@ class Local(nn.Module):
 
 
 def locally_connected(
-  classes: int, *, features: Sequence[int] = (8, 16), kernel: int = 3
+  classes: int, *, features: Sequence[int] = (8, 16)
 ) -> models.Layers:
   """DistBelief's kind of model: locally connected layers, then a head.
 
   Args:
     classes: number of logits.
     features: of each layer; all but the first halve the image.
-    kernel: rows and columns that a pixel is made of.
 
   Returns:
     A Local per entry of features, Head.
@@ -224,27 +214,24 @@ def locally_connected(
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")
-  for name, value in (
-    *(("classes", classes), ("kernel", kernel)),
-    *(("each of features", n) for n in features),
-  ):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+  checks.whole("classes", classes)
+  for width in features:
+    checks.whole("each of features", width)
   strides = (1, *(2,) * (len(features) - 1))
-  layers = [Local(n, kernel, s) for n, s in zip(features, strides, strict=True)]
+  layers = [Local(n, stride=s) for n, s in zip(features, strides, strict=True)]
   return (*layers, models.Head(classes))
 
 
-_KNOWN = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
+_LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
 
 
 def check(layers: models.Layers) -> None:
   """Raises ValueError for a layer that cannot be split by rows."""
   for layer in layers:
-    if not isinstance(layer, _KNOWN):
-      known = ", ".join(kind.__name__ for kind in _KNOWN)
+    if not isinstance(layer, _LAYERS):
+      kinds = ", ".join(kind.__name__ for kind in _LAYERS)
       raise ValueError(
-        f"a {type(layer).__name__} cannot be split by rows; these can: {known}"
+        f"a {type(layer).__name__} cannot be split by rows; these can: {kinds}"
       )
 
 
@@ -253,7 +240,6 @@ def apply(
   params: optax.Params,
   x: jax.Array,
   *,
-  axis: str = meshes.ROWS,
   train: bool = False,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, optax.Params]:
@@ -263,7 +249,6 @@ def apply(
     layers: of a ResNet, or of `locally_connected`.
     params: of the whole model; of a Local, this device's part (`partition`).
     x: float[B, H / r, W, C].
-    axis: of the mesh.
     train: as in `models.apply`.
     key: as in `models.apply`.
 
@@ -274,27 +259,23 @@ def apply(
     ValueError: for a layer that cannot be split, or rows that are too few.
   """
   check(layers)
-  with nn.intercept_methods(_intercept(axis)):
+  with nn.intercept_methods(_intercept):
     return models.apply(layers, params, x, train=train, key=key)
 
 
-def partition(params: optax.Params, axis: str = meshes.ROWS) -> Any:
+def partition(params: optax.Params) -> Any:
   """Says how parameters are split: the kernels and biases of locally connected
   layers by their rows, and nothing else.
 
   Args:
     params: of the whole model.
-    axis: of the mesh.
 
   Returns:
     A tree of PartitionSpecs.
   """
 
   def spec(path, _):
-    return P(axis) if any(_key(k) == "local" for k in path) else P()
+    names = {getattr(entry, "key", None) for entry in path}
+    return P(_AXIS) if "local" in names else P()
 
   return jax.tree_util.tree_map_with_path(spec, base.weights_of(params))
-
-
-def _key(entry) -> Any:
-  return getattr(entry, "key", None)

@@ -2,22 +2,23 @@
 
 A mesh names its axes, and each name says what its devices share:
 
-  data    examples: replicas, `asgd.parallel.data`
+  data    examples: replicas, `asgd.parallel.data_parallel`
   tensor  every matrix of a GPT: `asgd.parallel.tensor`
   pipe    the blocks of a GPT, by a pipeline that is passed in
   rows    the images of a ResNet: `asgd.parallel.halo`
 
-A Task is a model made for a mesh: a loss for use inside shard_map, where each
-parameter lies, and the way from whole parameters and back. Its step gives the
-numbers of one device on any mesh, as far as `data.make_step` promises it: a
-replica is one device there, whatever it is made of. So a checkpoint of whole
-parameters goes from any mesh to any other.
+A MeshModel is a model made for a mesh: a loss for use inside shard_map, where
+each parameter lies, and the way from whole parameters and back. Its step gives
+the numbers of one device on any mesh, as far as `data_parallel.make_step`
+promises it: a replica counts as one device there, whatever it is made of. So a
+checkpoint of whole parameters goes from any mesh to any other.
 
 References:
   Narayanan et al., "Efficient large-scale language model training on GPU
   clusters using Megatron-LM", SC 2021, section 3.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,31 +28,38 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from asgd import models, problems, transformer
+from asgd import base, checks, models, problems
 from asgd import worker as worker_lib
-from asgd.parallel import data, halo, meshes, tensor
+from asgd.models import transformer
+from asgd.parallel import (
+  data_parallel,
+  halo,
+  meshes,
+  tensor,
+  zero,
+)
 
 
-class Task(NamedTuple):
+class MeshModel(NamedTuple):
   """A model made for a mesh."""
 
   loss: worker_lib.Loss  # inside shard_map; the mean over a replica's examples
-  specs: data.Specs  # where each parameter lies, of trained ones
+  specs: zero.Specs  # where each parameter lies, of trained ones
   split: Callable[[optax.Params], optax.Params]  # whole -> trained
   join: Callable[[optax.Params], optax.Params]  # trained -> whole
 
 
-# (layer, *, axis, rounds) -> (chunks, x, key) -> y: `pipeline.spmd.inside`
+# (layer, *, axis, rounds) -> (chunks, x, key) -> y: `circular.inside`
 Pipe = Callable[..., Callable[..., Any]]
 
 
-def whole(loss: worker_lib.Loss) -> Task:
+def _same(params):
+  return params
+
+
+def whole(loss: worker_lib.Loss) -> MeshModel:
   """A model that each device has all of."""
-
-  def same(params):
-    return params
-
-  return Task(loss, data.replicated, same, same)
+  return MeshModel(loss, zero.replicated, _same, _same)
 
 
 def language(
@@ -62,7 +70,7 @@ def language(
   pipe: Pipe | None = None,
   microbatches: int = 1,
   rounds: int = 1,
-) -> Task:
+) -> MeshModel:
   """A GPT on the axes "tensor" and "pipe", as far as the mesh has them.
 
   The loss is that of `problems.language`, of windows int[B, T + 1]. It draws
@@ -73,12 +81,12 @@ def language(
     layers: of `transformer.gpt`.
     mesh: whose axes they are.
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
-    pipe: `pipeline.spmd.inside`, for a mesh with the axis "pipe".
+    pipe: `asgd.parallel.circular.inside`, for a mesh with the axis "pipe".
     microbatches: into which a pipeline cuts a replica's examples.
     rounds: how often a microbatch goes around the stages.
 
   Returns:
-    The Task.
+    The MeshModel.
 
   Raises:
     ValueError: as `tensor.parallel`, for other layers, blocks that the stages
@@ -86,93 +94,94 @@ def language(
       without a pipeline; when it is called, for examples that are no multiple
       of the microbatches.
   """
-  embed, *blocks, unembed = layers if len(layers) > 2 else (None,) * 3
-  wanted = (transformer.Embed, transformer.Unembed)
-  if (type(embed), type(unembed)) != wanted or len(set(blocks)) != 1:
-    raise ValueError(
-      "only the layers of transformer.gpt can be divided over the axes 'tensor'"
-      f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"
-    )
-  vocabulary = unembed.vocabulary
-  size = mesh.shape.get(meshes.TENSOR, 1)
-  splits = meshes.TENSOR in mesh.shape
+  vocabulary, depth = _check_gpt(layers)
+  splits, pipelined = meshes.TENSOR in mesh.shape, meshes.PIPE in mesh.shape
   if sequence and not splits:
     raise ValueError(
       f"sequence=True is for a mesh with the axis {meshes.TENSOR!r}, and this"
       f" one has {tuple(mesh.axis_names)}"
     )
-  parts = layers
   if splits:
-    parts = tensor.parallel(layers, mesh, sequence=sequence)
-  pipelined = meshes.PIPE in mesh.shape
+    layers = tensor.parallel(layers, mesh, sequence=sequence)
+  logits = functools.partial(_logits, layers)
   if pipelined:
-    _check_pipe(
-      pipe, len(blocks), mesh.shape[meshes.PIPE], microbatches, rounds
+    stages = mesh.shape[meshes.PIPE]
+    _check_pipe(pipe, depth, stages, microbatches, rounds)
+    logits = functools.partial(
+      _pipelined_logits, layers, pipe, microbatches, rounds
     )
-
-  def block(params, x, key):
-    return parts[1].apply(
-      {"params": params}, x, train=True, rngs={"dropout": key}
-    )
-
-  def logits(params, tokens, key):
-    if not pipelined:
-      return models.apply(parts, params, tokens, train=True, key=key)[0]
-    first, stages, last = params
-    options = dict(train=True, key=key)
-    x, _ = models.apply(parts[:1], (first,), tokens, **options)
-    if len(x) % microbatches:
-      raise ValueError(
-        f"{len(x)} examples of a replica cannot be cut into {microbatches}"
-        " microbatches: use a multiple"
-      )
-    cut = x.reshape(microbatches, -1, *x.shape[1:])
-    y = pipe(block, axis=meshes.PIPE, rounds=rounds)(stages, cut, key)
-    y = y.reshape(x.shape)
-    return models.apply(parts[-1:], (last,), y, first=len(parts) - 1)[0]
 
   def loss(params, batch, key):
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
-    made = logits(params, tokens, key)
+    out = logits(params, tokens, key)
     if splits:
-      losses = tensor.cross_entropy(made, labels, vocabulary=vocabulary)
+      losses = tensor.cross_entropy(out, labels, vocabulary=vocabulary)
     else:
-      made = made.astype(jnp.promote_types(made.dtype, jnp.float32))
-      losses = optax.softmax_cross_entropy_with_integer_labels(made, labels)
+      out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
+      losses = optax.softmax_cross_entropy_with_integer_labels(out, labels)
     return losses.mean(), worker_lib.Aux(())
 
   def split(params):
-    params = tensor.pad(params, size)
+    params = tensor.pad(params, mesh.shape.get(meshes.TENSOR, 1))
     return _stack(params, rounds) if pipelined else params
 
   def join(params):
-    params = _unstack(params, len(blocks)) if pipelined else params
+    params = _unstack(params, depth) if pipelined else params
     return tensor.unpad(params, vocabulary)
 
   def specs(params):
-    found = tensor.partition(params) if splits else data.replicated(params)
-    if not pipelined:
-      return found
-    first, stages, last = found
-    stages = jax.tree.map(
-      lambda spec: P(None, meshes.PIPE, *spec),
-      stages,
-      is_leaf=lambda x: isinstance(x, P),
-    )
-    return first, stages, last
+    place = tensor.partition if splits else zero.replicated
+    return _stage_specs(place(params)) if pipelined else place(params)
 
-  return Task(loss, specs, split, join)
+  return MeshModel(loss, specs, split, join)
+
+
+def _check_gpt(layers):
+  """Returns (tokens of the vocabulary, blocks) of a GPT's layers."""
+  embed, *blocks, unembed = layers if len(layers) > 2 else (None,) * 3
+  kinds = (transformer.Embed, transformer.Unembed)
+  if (type(embed), type(unembed)) != kinds or len(set(blocks)) != 1:
+    raise ValueError(
+      "only the layers of transformer.gpt can be divided over the axes 'tensor'"
+      f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"
+    )
+  return unembed.vocabulary, len(blocks)
+
+
+def _logits(layers, params, tokens, key):
+  return models.apply(layers, params, tokens, train=True, key=key)[0]
+
+
+def _pipelined_logits(layers, pipe, microbatches, rounds, params, tokens, key):
+  """Logits of a GPT whose blocks are stages: params as `_stack` returns."""
+  first, stages, last = params
+  x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
+  if len(x) % microbatches:
+    raise ValueError(
+      f"{len(x)} examples of a replica cannot be cut into {microbatches}"
+      " microbatches: use a multiple"
+    )
+
+  def block(params, x, key):
+    return layers[1].apply(
+      {"params": params}, x, train=True, rngs={"dropout": key}
+    )
+
+  cut = x.reshape(microbatches, -1, *x.shape[1:])
+  y = pipe(block, axis=meshes.PIPE, rounds=rounds)(stages, cut, key)
+  y = y.reshape(x.shape)
+  return models.apply(layers[-1:], (last,), y, first=len(layers) - 1)[0]
 
 
 def _check_pipe(pipe, blocks, stages, microbatches, rounds):
   if pipe is None:
     raise ValueError(
       f"a mesh with the axis {meshes.PIPE!r} needs a pipeline:"
-      " pipe=pipeline.spmd.inside"
+      " pipe=asgd.parallel.circular.inside"
     )
-  worker_lib.check_steps(microbatches, "microbatches")
-  worker_lib.check_steps(rounds, "rounds")
+  checks.whole("microbatches", microbatches)
+  checks.whole("rounds", rounds)
   if blocks % (stages * rounds):
     raise ValueError(
       f"{blocks} blocks cannot be divided among {stages} stages in {rounds}"
@@ -189,13 +198,24 @@ def _stack(params, rounds):
   return params[0], jax.tree.map(stack, *params[1:-1]), params[-1]
 
 
+def _stage_specs(specs):
+  """Specs of stacked parameters: the second axis, of blocks, over "pipe"."""
+  first, stages, last = specs
+  stages = jax.tree.map(
+    lambda spec: P(None, meshes.PIPE, *spec),
+    stages,
+    is_leaf=lambda x: isinstance(x, P),
+  )
+  return first, stages, last
+
+
 def _unstack(params, count):
   flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), params[1])
   blocks = [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
   return params[0], *blocks, params[2]
 
 
-def images(pieces: problems.Pieces, mesh: Mesh) -> Task:
+def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   """A ResNet, or a locally connected model, on the axis "rows".
 
   Every device prepares the whole images of its replica (augmentation moves
@@ -206,7 +226,7 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> Task:
     mesh: with the axis "rows".
 
   Returns:
-    The Task.
+    The MeshModel.
 
   Raises:
     ValueError: for an axis that the mesh lacks, or layers that cannot be split;
@@ -223,13 +243,12 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> Task:
     logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
     return pieces.criterion(logits, batch), worker_lib.Aux(())
 
-  def same(params):
-    return params
-
-  return Task(loss, halo.partition, same, same)
+  return MeshModel(loss, halo.partition, _same, _same)
 
 
-def task(problem: problems.Problem, mesh: Mesh, **options: Any) -> Task:
+def mesh_model(
+  problem: problems.Problem, mesh: Mesh, **options: Any
+) -> MeshModel:
   """Makes a problem ready for a mesh, by the names of its axes.
 
   Args:
@@ -239,15 +258,15 @@ def task(problem: problems.Problem, mesh: Mesh, **options: Any) -> Task:
     **options: of `language`.
 
   Returns:
-    The Task.
+    The MeshModel.
 
   Raises:
     ValueError: for other axes, axes that do not go together, a problem that has
       no pieces, and as `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
-  known = {meshes.TENSOR, meshes.PIPE}, {meshes.ROWS}
-  if not any(axes <= some for some in known):
+  together = {meshes.TENSOR, meshes.PIPE}, {meshes.ROWS}
+  if not any(axes <= some for some in together):
     raise ValueError(
       "the axes of a mesh are data, and tensor and pipe, or rows; not"
       f" {tuple(mesh.axis_names)}"
@@ -265,25 +284,30 @@ def task(problem: problems.Problem, mesh: Mesh, **options: Any) -> Task:
 
 
 def make_step(
-  task: Task, tx: optax.GradientTransformation, mesh: Mesh, **options: Any
-) -> data.Step:
-  """Makes the step of a Task.
+  model: MeshModel,
+  tx: optax.GradientTransformation | base.Algorithm,
+  mesh: Mesh,
+  **options: Any,
+) -> data_parallel.Step:
+  """Makes the step of a MeshModel.
 
   Args:
-    task: made for this mesh.
-    tx: any optax transform.
+    model: made for this mesh.
+    tx: any optax transform, or an Algorithm.
     mesh: with the axis "data".
-    **options: of `data.make_step`.
+    **options: of `data_parallel.make_step`.
 
   Returns:
     A Step, from and to whole parameters.
 
   Raises:
-    ValueError: as `data.make_step`.
+    ValueError: as `data_parallel.make_step`.
   """
-  made = data.make_step(task.loss, tx, mesh, specs=task.specs, **options)
-  split, join = jax.jit(task.split), jax.jit(task.join)
-  return made._replace(
-    init=lambda params: made.init(split(params)),
-    params=lambda state: join(made.params(state)),
+  step = data_parallel.make_step(
+    model.loss, tx, mesh, specs=model.specs, **options
+  )
+  split, join = jax.jit(model.split), jax.jit(model.join)
+  return step._replace(
+    init=lambda params: step.init(split(params)),
+    params=lambda state: join(step.params(state)),
   )

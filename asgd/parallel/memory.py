@@ -34,7 +34,7 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from asgd import algorithms, base, names
+from asgd import algorithms, base, checks, names
 
 GB = 10**9
 
@@ -82,14 +82,6 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adafactor": 0}
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def _whole(name, value, least=1):
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    kind = (
-      "a positive whole number" if least == 1 else f"{least} or more, whole"
-    )
-    raise ValueError(f"{name} must be {kind}, not {value!r}")
-
-
 def per_parameter(
   optimizer: str = "adam",
   precision: str = "mixed",
@@ -123,8 +115,8 @@ def per_parameter(
   numbers = names.lookup("precision", precision, PRECISIONS)
   if zero not in ZERO_STAGES or isinstance(zero, bool):
     raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
-  _whole("devices", devices)
-  _whole("versions", versions)
+  checks.whole("devices", devices)
+  checks.whole("versions", versions)
 
   def share(bytes_, stage):
     return bytes_ / devices if zero >= stage else float(bytes_)
@@ -164,10 +156,9 @@ def state(
   Raises:
     ValueError: as `per_parameter`.
   """
-  if not 0 <= parameters < math.inf:
-    raise ValueError(f"parameters must be 0 or more, not {parameters!r}")
-  _whole("tensor", tensor)
-  _whole("stages", stages)
+  checks.nonnegative("parameters", parameters)
+  checks.whole("tensor", tensor)
+  checks.whole("stages", stages)
   each = per_parameter(
     optimizer, precision, zero=zero, devices=data, versions=versions
   )
@@ -232,30 +223,27 @@ def cure(recipe: str, workers: int, **options) -> Cure:
     >>> cure("dc_asgd_c", 8).tickets
     32.0
   """
-  made = algorithms.build(recipe, 0.1, workers, **options)
+  rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
-  held = jax.eval_shape(made.algorithm.init, params)
-  kept = 0
-  if made.every > 1:  # messages are added up until there are enough
-    kept += bytes_of(params)
-  if _reads_sent(made.algorithm, held, params):
-    tickets = 4.0 * workers
-  else:
-    tickets = 0.0
+  state = jax.eval_shape(rule.algorithm.init, params)
+  # Messages are added up until there are enough.
+  total = bytes_of(params) if rule.every > 1 else 0
+  reads_sent = _reads_sent(rule.algorithm, state, params)
+  tickets = 4.0 * workers if reads_sent else 0.0
   message = 0
-  if made.message is not None:
-    message = optimizer_bytes(made.message, params)
-  elif made.worker is not None:
-    worker = made.make_worker(lambda params, batch, key: None)
+  if rule.message is not None:
+    message = optimizer_bytes(rule.message, params)
+  elif rule.worker is not None:
+    worker = rule.make_worker(lambda params, batch, key: None)
     message = bytes_of(jax.eval_shape(worker.init, params))
 
   def each(bytes_):
     return float(bytes_ // _SAMPLE)  # counters are no bytes a parameter
 
-  return Cure(each(bytes_of(held) + kept), tickets, each(message))
+  return Cure(each(bytes_of(state) + total), tickets, each(message))
 
 
-def _reads_sent(algorithm: base.Algorithm, held: Any, params: Any) -> bool:
+def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
   """Whether anything in an update depends on the parameters that were sent."""
   number = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -267,11 +255,11 @@ def _reads_sent(algorithm: base.Algorithm, held: Any, params: Any) -> bool:
       sent_params=sent,
     )
 
-  made = jax.make_jaxpr(update)(params, params, held, params, number, number)
-  sent = made.jaxpr.invars[0]
-  return any(
-    operand is sent for eqn in made.jaxpr.eqns for operand in eqn.invars
-  )
+  program = jax.make_jaxpr(update)(
+    params, params, state, params, number, number
+  ).jaxpr
+  sent = program.invars[0]
+  return any(sent is operand for eqn in program.eqns for operand in eqn.invars)
 
 
 # Transformers.
@@ -295,7 +283,7 @@ def check_gpt(gpt: Gpt) -> Gpt:
       not divide the width.
   """
   for name, value in gpt._asdict().items():
-    _whole(name, value)
+    checks.whole(name, value)
   if gpt.width % gpt.heads:
     raise ValueError(
       f"heads must divide the width: {gpt.heads} does not divide {gpt.width}"
@@ -370,9 +358,9 @@ def activations(
     2736.0
   """
   names.lookup("kind of activations", kind, ACTIVATIONS)
-  _whole("tensor", tensor)
-  _whole("sequences", sequences, 0)
-  _whole("itemsize", itemsize)
+  checks.whole("tensor", tensor)
+  checks.whole("sequences", sequences, 0)
+  checks.whole("itemsize", itemsize)
   _, width, heads, context, _ = check_gpt(gpt)
   stream = context * sequences * width
   if kind == "full":
@@ -404,17 +392,13 @@ def kept(
   """
 
   def run(params, *inputs):
-    y, pull = jax.vjp(lambda p: forward(p, *inputs), params)
-    return y, pull
+    return jax.vjp(lambda p: forward(p, *inputs), params)
 
-  made = jax.make_jaxpr(run)(params, *inputs).jaxpr
-  count = len(jax.tree.leaves(params))
-  given = set(made.invars[:count])
-  structure = jax.eval_shape(run, params, *inputs)
-  outputs = len(jax.tree.leaves(structure[0]))
-  unique = {}
-  for variable in made.outvars[outputs:]:
-    if not isinstance(variable, jax.extend.core.Literal):
-      unique[variable] = variable.aval
-  held = [aval for variable, aval in unique.items() if variable not in given]
-  return bytes_of(held), bytes_of(structure[0])
+  program, (y, _) = jax.make_jaxpr(run, return_shape=True)(params, *inputs)
+  own = set(program.jaxpr.invars[: len(jax.tree.leaves(params))])
+  residuals = {
+    variable
+    for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]
+    if not isinstance(variable, jax.extend.core.Literal)
+  }
+  return bytes_of([v.aval for v in residuals - own]), bytes_of(y)

@@ -12,6 +12,7 @@ axis. `vary` is this cast, written out.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from asgd import checks
+
 DATA, TENSOR, ROWS, PIPE = "data", "tensor", "rows", "pipe"
+
+
+def find_devices() -> None:
+  """Starts JAX on what devices there are.
+
+  Raises:
+    ValueError: if there are none.
+  """
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    # JAX asserts it, for a platform of which nothing is installed.
+    raise ValueError(
+      f"JAX finds no device: {str(error) or 'none'}; see the variable"
+      f" JAX_PLATFORMS, which is {os.environ.get('JAX_PLATFORMS', 'not set')}"
+    ) from error
 
 
 def make(
@@ -50,12 +69,8 @@ def make(
     raise ValueError("a mesh needs an axis, as {'data': 8}")
   sizes = dict(shape)
   for name, size in sizes.items():
-    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-    if not whole or (size < 1 and size != -1):
-      raise ValueError(
-        f"the mesh's axis {name!r} must have a positive whole size, or -1 for"
-        f" what is left, not {size!r}"
-      )
+    if size != -1:
+      checks.whole(f"the size of the mesh's axis {name!r}", size)
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
     raise ValueError(f"only one axis can have what is left, not {free}")
@@ -67,24 +82,24 @@ def make(
         f" of the mesh {_text(sizes)}"
       )
     sizes[free[0]] = max(len(devices) // others, 1)
-  asked = math.prod(sizes.values())
-  if asked > len(devices):
+  count = math.prod(sizes.values())
+  if count > len(devices):
     raise ValueError(
-      f"the mesh {_text(sizes)} needs {asked} devices and there are"
-      f" {len(devices)}; for {asked} on this host's CPU, call"
-      f" jax.config.update('jax_num_cpu_devices', {asked}) before JAX is used"
+      f"the mesh {_text(sizes)} needs {count} devices and there are"
+      f" {len(devices)}; for {count} on this host's CPU, call"
+      f" jax.config.update('jax_num_cpu_devices', {count}) before JAX is used"
       f" (and set JAX_PLATFORMS=cpu)"
     )
-  if asked < len(devices) and jax.process_count() > 1:
+  if count < len(devices) and jax.process_count() > 1:
     raise ValueError(
-      f"the mesh {_text(sizes)} needs {asked} devices and the"
+      f"the mesh {_text(sizes)} needs {count} devices and the"
       f" {jax.process_count()} processes have {len(devices)}: use all of them"
     )
   return jax.make_mesh(
     tuple(sizes.values()),
     tuple(sizes),
     axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-    devices=devices[:asked],
+    devices=devices[:count],
   )
 
 
@@ -200,8 +215,7 @@ def whole(tree: Any, mesh: Mesh) -> Any:
 def varying(x: jax.Array) -> frozenset[str]:
   """Returns the manual axes over which a traced value may vary; none outside
   shard_map, and none inside of one with check_vma=False."""
-  aval = jax.typeof(x)
-  return aval.mat.varying
+  return jax.typeof(x).mat.varying
 
 
 def vary(tree: Any, axes: str | Sequence[str]) -> Any:

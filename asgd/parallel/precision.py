@@ -48,10 +48,10 @@ def policy(which: str | Policy) -> Policy:
     raise ValueError(f"policy must be a Policy or a name, not {which!r}")
   for field, dtype in which._asdict().items():
     try:
-      known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+      floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:  # no dtype at all
-      known = False
-    if not known:
+      floating = False
+    if not floating:
       raise ValueError(
         f"the dtype {field} of a policy must be of floating point, not"
         f" {getattr(dtype, '__name__', dtype)}"

@@ -8,8 +8,8 @@ cross-entropy is computed without the logits ever being in one place.
 
 The layers are flax modules for use inside shard_map, where each sees its part
 of the parameters. They have the names, and put together the shapes, of the
-layers of `asgd.transformer`: a checkpoint of one is a checkpoint of the other
-(`split`, `join`). Parameters are drawn by the whole model, never here.
+layers of `asgd.models.transformer`, so a checkpoint of one is one of the other
+(`partition`, `pad`). Parameters are drawn by the whole model, never here.
 
 Megatron's operators are f, the identity whose derivative is an all-reduce, and
 g, an all-reduce whose derivative is the identity. Under shard_map with
@@ -30,7 +30,7 @@ Index letters:
   T  positions
   C  features
   V  tokens of the vocabulary, rounded up to a multiple of t
-  t  devices of the axis
+  t  devices of the axis "tensor"
 
 References:
   Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -48,18 +48,19 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from asgd import models, transformer
+from asgd import models
+from asgd.models import transformer
 from asgd.parallel import meshes
 
+_AXIS = meshes.TENSOR
 _POSITIONS = 1  # the dimension that `sequence` splits
 
 
-def enter(x: jax.Array, axis: str, dim: int | None = None) -> jax.Array:
+def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
   """Megatron's f: what all devices share, into a region where each has a part.
 
   Args:
-    x: the same on all devices of the axis; or, given `dim`, a part of it each.
-    axis: of the mesh.
+    x: the same on all devices; or, given `dim`, a part of it each.
     dim: along which parts are put together.
 
   Returns:
@@ -70,49 +71,48 @@ def enter(x: jax.Array, axis: str, dim: int | None = None) -> jax.Array:
     ValueError: inside shard_map with check_vma=False.
   """
   if dim is not None:
-    out = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
   else:
-    out = meshes.vary(x, axis)
-  if axis not in meshes.varying(out):
+    out = meshes.vary(x, _AXIS)
+  if _AXIS not in meshes.varying(out):
     raise ValueError(
-      f"tensor parallel layers on the axis {axis!r} need shard_map with"
+      f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
       " check_vma=True, without which their gradients would be wrong"
     )
   return out
 
 
-def leave(x: jax.Array, axis: str, dim: int | None = None) -> jax.Array:
+def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
   """Megatron's g: adds up what each device has of a sum.
 
   Args:
     x: a summand on each device of the axis.
-    axis: of the mesh.
     dim: along which the sum is divided among the devices; None: all have it.
 
   Returns:
     The sum. Its derivative reaches every summand as it is.
   """
   if dim is not None:
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-  return jax.lax.psum(x, axis)
+    return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
+  return jax.lax.psum(x, _AXIS)
 
 
-def _share(what: str, number: int, axis: str, size: int | None = None) -> int:
+def _share(what: str, number: int, size: int | None = None) -> int:
   """Returns a device's part of a number of things."""
-  size = jax.lax.axis_size(axis) if size is None else size
+  size = jax.lax.axis_size(_AXIS) if size is None else size
   if number % size:
     raise ValueError(
       f"{number} {what} cannot be divided among the {size} devices of the axis"
-      f" {axis!r}"
+      f" {_AXIS!r}"
     )
   return number // size
 
 
-def _sum_out(axis: str, dim: int | None) -> Callable[..., jax.Array]:
+def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
   """A product whose inner dimension is split; a bias comes after the sum."""
 
   def dot_general(*args, **kwargs):
-    return leave(jax.lax.dot_general(*args, **kwargs), axis, dim)
+    return leave(jax.lax.dot_general(*args, **kwargs), dim)
 
   return dot_general
 
@@ -125,7 +125,6 @@ class ColumnDense(nn.Module):
   """
 
   features: int  # of all devices
-  axis: str = meshes.TENSOR
   sequence: bool = False
   use_bias: bool = True
   dtype: Any = None
@@ -134,7 +133,7 @@ class ColumnDense(nn.Module):
   def setup(self):
     """Is the Dense, under this module's name."""
     self.dense = nn.Dense(
-      _share("features", self.features, self.axis),
+      _share("features", self.features),
       use_bias=self.use_bias,
       dtype=self.dtype,
     )
@@ -143,7 +142,7 @@ class ColumnDense(nn.Module):
   def __call__(self, x):
     """Applies the layer."""
     if self.enters:
-      x = enter(x, self.axis, _POSITIONS if self.sequence else None)
+      x = enter(x, _POSITIONS if self.sequence else None)
     return self.dense(x)
 
 
@@ -153,7 +152,6 @@ class RowDense(nn.Module):
   positions. The bias is added once, to the sum."""
 
   features: int
-  axis: str = meshes.TENSOR
   sequence: bool = False
   use_bias: bool = True
   dtype: Any = None
@@ -164,7 +162,7 @@ class RowDense(nn.Module):
       self.features,
       use_bias=self.use_bias,
       dtype=self.dtype,
-      dot_general=_sum_out(self.axis, _POSITIONS if self.sequence else None),
+      dot_general=_sum_out(_POSITIONS if self.sequence else None),
     )
     nn.share_scope(self, self.dense)
 
@@ -173,10 +171,10 @@ class RowDense(nn.Module):
     return self.dense(x)
 
 
-def _mine(x: jax.Array, axis: str, dim: int = _POSITIONS) -> jax.Array:
+def _mine(x: jax.Array, dim: int = _POSITIONS) -> jax.Array:
   """Returns this device's part of what all have."""
-  length = _share("positions", x.shape[dim], axis)
-  start = jax.lax.axis_index(axis) * length
+  length = _share("positions", x.shape[dim])
+  start = jax.lax.axis_index(_AXIS) * length
   return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
@@ -188,7 +186,6 @@ class _Dropout(nn.Module):
   """
 
   rate: float
-  axis: str
   sequence: bool
 
   def setup(self):
@@ -203,12 +200,12 @@ class _Dropout(nn.Module):
     if not self.sequence:
       return self.dropout(x, deterministic=False)
     batch, length, width = x.shape
-    length *= jax.lax.axis_size(self.axis)
+    length *= jax.lax.axis_size(_AXIS)
     ones = jnp.ones((batch, length, width), x.dtype)
-    return x * _mine(self.dropout(ones, deterministic=False), self.axis)
+    return x * _mine(self.dropout(ones, deterministic=False))
 
 
-class Embed(nn.Module):
+class ParallelEmbed(nn.Module):
   """`transformer.Embed`, whose table is split by rows: int[B, T] ->
   float[B, T, C], or with `sequence` float[B, T / t, C]."""
 
@@ -216,7 +213,6 @@ class Embed(nn.Module):
   context: int
   width: int
   dropout: float = 0.0
-  axis: str = meshes.TENSOR
   sequence: bool = False
 
   @nn.compact
@@ -224,35 +220,31 @@ class Embed(nn.Module):
     """Raises ValueError for more positions than the context, and, with
     `sequence`, for positions that the axis does not divide."""
     length = tokens.shape[1]
-    if length > self.context:
-      raise ValueError(
-        f"{length} positions do not fit into a context of {self.context}; give"
-        " the model a longer one, or the data a shorter one"
-      )
+    transformer.check_length(length, self.context)
     if self.sequence:
-      _share("positions", length, self.axis)
-    rows = -(-self.vocabulary // jax.lax.axis_size(self.axis))
+      _share("positions", length)
+    count = -(-self.vocabulary // jax.lax.axis_size(_AXIS))
     zeros = nn.initializers.zeros_init()
-    table = self.param("tokens", zeros, (rows, self.width))
+    table = self.param("tokens", zeros, (count, self.width))
     places = self.param("positions", zeros, (self.context, self.width))
     places = places[:length]
-    found = _look_up(table, tokens, self.axis)
-    x = leave(found, self.axis, _POSITIONS if self.sequence else None)
+    rows = _look_up(table, tokens)
+    x = leave(rows, _POSITIONS if self.sequence else None)
     if self.sequence:
-      places = _mine(places, self.axis, 0)
-    dropout = _Dropout(self.dropout, self.axis, self.sequence, name="Dropout_0")
+      places = _mine(places, 0)
+    dropout = _Dropout(self.dropout, self.sequence, name="Dropout_0")
     return dropout(x + places, train)
 
 
-def _look_up(table, tokens, axis):
-  """Rows of a table that is split; zeros for those that others have."""
-  local = tokens - jax.lax.axis_index(axis) * len(table)
-  held = (local >= 0) & (local < len(table))
-  rows = jnp.take(table, jnp.where(held, local, 0), axis=0)
-  return jnp.where(held[..., None], rows, 0)
+def _look_up(table, tokens):
+  """Rows of a table that is split; zeros for rows of other devices."""
+  local = tokens - jax.lax.axis_index(_AXIS) * len(table)
+  here = (local >= 0) & (local < len(table))
+  rows = jnp.take(table, jnp.where(here, local, 0), axis=0)
+  return jnp.where(here[..., None], rows, 0)
 
 
-class Block(nn.Module):
+class ParallelBlock(nn.Module):
   """`transformer.Block`, whose heads and hidden features are split.
 
   float[B, T, C] -> the same; with `sequence`, T / t positions.
@@ -261,7 +253,6 @@ class Block(nn.Module):
   heads: int
   depth: int
   dropout: float = 0.0
-  axis: str = meshes.TENSOR
   sequence: bool = False
 
   @nn.compact
@@ -269,11 +260,11 @@ class Block(nn.Module):
     """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     dim = _POSITIONS if self.sequence else None
-    shared = dict(axis=self.axis, sequence=self.sequence)
-    heads = _share("heads", self.heads, self.axis)
+    shared = dict(sequence=self.sequence)
+    heads = _share("heads", self.heads)
 
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
-    h = enter(h, self.axis, dim)
+    h = enter(h, dim)
     h = nn.MultiHeadDotProductAttention(
       heads,
       qkv_features=width // self.heads * heads,
@@ -281,7 +272,7 @@ class Block(nn.Module):
       dtype=dtype,
       dropout_rate=self.dropout,
       deterministic=not train,
-      out_dot_general=_sum_out(self.axis, dim),
+      out_dot_general=_sum_out(dim),
       name="attention",
     )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(h.shape[:2], dtype)))
     x = x + _Dropout(self.dropout, **shared, name="Dropout_0")(h, train)
@@ -292,24 +283,22 @@ class Block(nn.Module):
     return x + _Dropout(self.dropout, **shared, name="Dropout_1")(h, train)
 
 
-class Unembed(nn.Module):
+class ParallelUnembed(nn.Module):
   """`transformer.Unembed`, split by the vocabulary: float[B, T, C], with
   `sequence` T / t positions, -> float[B, T, V / t], for `cross_entropy`."""
 
   vocabulary: int
-  axis: str = meshes.TENSOR
   sequence: bool = False
 
   @nn.compact
   def __call__(self, x, train: bool = False):
     """Applies the layer."""
     del train
-    size = jax.lax.axis_size(self.axis)
+    size = jax.lax.axis_size(_AXIS)
     padded = -(-self.vocabulary // size) * size
     x = nn.LayerNorm(dtype=x.dtype, name="LayerNorm_0")(x)
     return ColumnDense(
       padded,
-      axis=self.axis,
       sequence=self.sequence,
       use_bias=False,
       dtype=x.dtype,
@@ -322,7 +311,6 @@ def cross_entropy(
   labels: jax.Array,
   *,
   vocabulary: int,
-  axis: str = meshes.TENSOR,
 ) -> jax.Array:
   """Softmax cross-entropy of logits that are split by the vocabulary.
 
@@ -330,26 +318,25 @@ def cross_entropy(
   and the label's logit.
 
   Args:
-    logits: float[..., V / t], this device's, in the order of the axis.
+    logits: float[..., V / t], this device's, in the order of the devices.
     labels: int[...], below `vocabulary`.
     vocabulary: tokens that there are; logits beyond count for nothing.
-    axis: of the mesh.
 
   Returns:
     float[...], in nats, the same on all devices; at least float32.
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   mine = logits.shape[-1]
-  local = labels - jax.lax.axis_index(axis) * mine
-  number = jax.lax.axis_index(axis) * mine + jnp.arange(mine)
+  local = labels - jax.lax.axis_index(_AXIS) * mine
+  number = jax.lax.axis_index(_AXIS) * mine + jnp.arange(mine)
   logits = jnp.where(number < vocabulary, logits, -jnp.inf)
   top = jax.lax.stop_gradient(logits).max(-1)
-  top = jax.lax.pmax(top, axis)  # finite: some device has a token
-  held = (local >= 0) & (local < mine)
-  at = jnp.where(held, local, 0)[..., None]
+  top = jax.lax.pmax(top, _AXIS)  # finite: some device has a token
+  here = (local >= 0) & (local < mine)
+  at = jnp.where(here, local, 0)[..., None]
   label = jnp.take_along_axis(logits, at, axis=-1)[..., 0]
-  sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(held, label, 0)
-  total, label = jax.lax.psum(sums, axis)
+  sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(here, label, 0)
+  total, label = jax.lax.psum(sums, _AXIS)
   return jnp.log(total) + top - label
 
 
@@ -357,15 +344,13 @@ def parallel(
   layers: models.Layers,
   mesh: Mesh,
   *,
-  axis: str = meshes.TENSOR,
   sequence: bool = False,
 ) -> models.Layers:
   """Makes tensor parallel layers of whole ones.
 
   Args:
     layers: of `transformer.gpt`, or some of them.
-    mesh: with `axis`.
-    axis: its devices share each layer.
+    mesh: with the axis "tensor".
     sequence: split the stream between regions by positions.
 
   Returns:
@@ -375,19 +360,19 @@ def parallel(
     ValueError: for an axis that the mesh lacks, another layer, or heads that
       the axis does not divide.
   """
-  size = meshes.size(mesh, axis)
-  shared = dict(axis=axis, sequence=sequence)
+  size = meshes.size(mesh, _AXIS)
+  shared = dict(sequence=sequence)
 
   def one(layer):
     if isinstance(layer, transformer.Embed):
-      return Embed(
+      return ParallelEmbed(
         layer.vocabulary, layer.context, layer.width, layer.dropout, **shared
       )
     if isinstance(layer, transformer.Block):
-      _share("heads", layer.heads, axis, size)
-      return Block(layer.heads, layer.depth, layer.dropout, **shared)
+      _share("heads", layer.heads, size)
+      return ParallelBlock(layer.heads, layer.depth, layer.dropout, **shared)
     if isinstance(layer, transformer.Unembed):
-      return Unembed(layer.vocabulary, **shared)
+      return ParallelUnembed(layer.vocabulary, **shared)
     raise ValueError(
       f"a {type(layer).__name__} has no tensor parallel form; the layers of"
       " transformer.gpt have"
@@ -396,29 +381,7 @@ def parallel(
   return tuple(map(one, layers))
 
 
-def gpt(
-  classes: int,
-  mesh: Mesh,
-  *,
-  axis: str = meshes.TENSOR,
-  sequence: bool = False,
-  **options: Any,
-) -> models.Layers:
-  """`transformer.gpt`, tensor parallel.
-
-  Args:
-    classes: tokens of the vocabulary.
-    mesh: as for `parallel`.
-    axis: as for `parallel`.
-    sequence: as for `parallel`.
-    **options: of `transformer.gpt`.
-
-  Raises:
-    ValueError: as both.
-  """
-  layers = transformer.gpt(classes, **options)
-  return parallel(layers, mesh, axis=axis, sequence=sequence)
-
+# Parameters: drawn by the whole model, and split here.
 
 # Which dimension of which parameter is split, by the end of its path.
 _SPLIT = {
@@ -443,12 +406,11 @@ def _name(path) -> tuple[str, ...]:
   return keys[-1:] if keys[-1:] in _SPLIT else keys[-2:]
 
 
-def partition(params: optax.Params, axis: str = meshes.TENSOR) -> Any:
+def partition(params: optax.Params) -> Any:
   """Says how the parameters of a GPT, or of some of its layers, are split.
 
   Args:
     params: a tree like the whole model's; only its structure is read.
-    axis: of the mesh.
 
   Returns:
     A tree of PartitionSpecs.
@@ -456,57 +418,38 @@ def partition(params: optax.Params, axis: str = meshes.TENSOR) -> Any:
 
   def spec(path, _):
     dim = _SPLIT.get(_name(path))
-    return P() if dim is None else P(*(None,) * dim, axis)
+    return P() if dim is None else P(*(None,) * dim, _AXIS)
 
   return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def _map_vocabulary(change, params):
+  """Applies (array, its dimension of tokens) -> array where there is one."""
+
+  def one(path, x):
+    name = _name(path)
+    return change(x, _SPLIT[name]) if name in _VOCABULARY else x
+
+  return jax.tree_util.tree_map_with_path(one, params)
 
 
 def pad(params: optax.Params, size: int) -> optax.Params:
   """Adds zeros to the vocabulary until `size` divides it.
 
-  No gradient ever reaches them: no token finds the one, and `cross_entropy`
-  leaves out the other.
+  No gradient ever reaches them: no token selects the rows of the embedding, and
+  `tensor.cross_entropy` ignores the logits.
   """
 
-  def one(path, x):
-    if _name(path) not in _VOCABULARY:
-      return x
-    dim = _SPLIT[_name(path)]
+  def widen(x, dim):
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, -x.shape[dim] % size)
     return jnp.pad(x, widths) if widths[dim][1] else x
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  return _map_vocabulary(widen, params)
 
 
 def unpad(params: optax.Params, vocabulary: int) -> optax.Params:
   """Cuts off what `pad` added."""
-
-  def one(path, x):
-    if _name(path) not in _VOCABULARY:
-      return x
-    return jax.lax.slice_in_dim(x, 0, vocabulary, axis=_SPLIT[_name(path)])
-
-  return jax.tree_util.tree_map_with_path(one, params)
-
-
-def split(
-  params: optax.Params, mesh: Mesh, *, axis: str = meshes.TENSOR
-) -> optax.Params:
-  """Puts the parameters of a whole GPT on a mesh, each device its part.
-
-  Args:
-    params: as `models.init` draws them, or a checkpoint holds them.
-    mesh: with `axis`; over others they are repeated.
-    axis: of the tensor parallel layers.
-
-  Returns:
-    Global arrays of the same structure; the vocabulary is padded.
-  """
-  padded = pad(params, meshes.size(mesh, axis))
-  return meshes.place(padded, mesh, partition(padded, axis))
-
-
-def join(params: optax.Params, mesh: Mesh, vocabulary: int) -> optax.Params:
-  """Takes back what `split` did: whole parameters, on every device."""
-  return unpad(meshes.whole(params, mesh), vocabulary)
+  return _map_vocabulary(
+    lambda x, dim: jax.lax.slice_in_dim(x, 0, vocabulary, axis=dim), params
+  )

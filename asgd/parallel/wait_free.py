@@ -32,24 +32,26 @@ References:
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from flax import traverse_util
 
-from asgd import base, models, problems
+from asgd import base, checks, models, problems
 from asgd import worker as worker_lib
 from asgd.parallel import collectives, costs
+from asgd.parallel.memory import bytes_of
 
 FACTORS = ("rule", "always", "never")
 
 Path = tuple[str, ...]  # of a module inside of a layer, as flax has it
 
 
-class Dense(NamedTuple):
+class DenseGradient(NamedTuple):
   """A dense layer and how its kernel's gradient travels."""
 
   layer: int  # in the model
@@ -86,63 +88,30 @@ def _watch(calls: list[_Call], taps: dict[Path, jax.Array]):
     yield
 
 
-# A layer's weights without the kernels of which factors are sent.
-
-
-def _without(tree: dict, paths: Collection[Path], at: Path = ()) -> dict:
-  return {
-    key: _without(held, paths, (*at, key)) if isinstance(held, dict) else held
-    for key, held in tree.items()
-    if (*at, key) not in paths
-  }
-
-
-def _with(tree: dict, leaves: Mapping[Path, Any], at: Path = ()) -> dict:
-  """The inverse of `_without`."""
-  out = {
-    key: _with(held, leaves, (*at, key)) if isinstance(held, dict) else held
-    for key, held in tree.items()
-  }
-  return out | {p[-1]: leaf for p, leaf in leaves.items() if p[:-1] == at}
-
-
 def _kernel(path: Path) -> Path:
   return (*path, "kernel")
-
-
-def _find(tree: dict, path: Path) -> Any:
-  for name in path:
-    tree = tree[name]
-  return tree
 
 
 # The forward.
 
 
-def _apply(layer, params, number, x, key):
-  """One layer, as it is in the whole model: (y, its statistics)."""
-  part = slice(number, number + 1)
+def _apply(layer, weights, params, number, x, key):
+  """A layer of these weights, as in the whole model: (y, its statistics)."""
+  own = (weights,)
   if isinstance(params, base.Variables):
-    params = base.Variables(params.weights[part], params.stats[part])
-  else:
-    params = params[part]
-  return models.apply((layer,), params, x, train=True, key=key, first=number)
+    own = base.Variables(own, params.stats[number : number + 1])
+  return models.apply((layer,), own, x, train=True, key=key, first=number)
 
 
 def _read_once(layer, params, number, x, key) -> set[Path]:
   """The weights of a layer that one operation reads, and no more."""
-  weights = base.weights_of(params)
-
-  def forward(held):
-    whole = (*weights[:number], held, *weights[number + 1 :])
-    return _apply(layer, base.with_weights(params, whole), number, x, key)
-
-  program = jax.make_jaxpr(forward)(weights[number]).jaxpr
-  reads = collections.Counter(
-    id(v) for eqn in program.eqns for v in eqn.invars
-  )
+  weights = base.weights_of(params)[number]
+  program = jax.make_jaxpr(
+    lambda own: _apply(layer, own, params, number, x, key)
+  )(weights).jaxpr
+  reads = collections.Counter(id(v) for eqn in program.eqns for v in eqn.invars)
   reads.update(id(v) for v in program.outvars)
-  leaves = jax.tree_util.tree_leaves_with_path(weights[number])
+  leaves = jax.tree_util.tree_leaves_with_path(weights)
   return {
     tuple(entry.key for entry in path)
     for (path, _), v in zip(leaves, program.invars, strict=True)
@@ -153,7 +122,7 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
 def _survey(pieces, params, batch) -> list[list[_Call]]:
   """The dense layers in each layer, with shapes; those called once only, whose
   kernels nothing else reads."""
-  found: list[list[_Call]] = []
+  of_layers: list[list[_Call]] = []
 
   def forward(params, batch, key):
     x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
@@ -161,9 +130,10 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
       calls: list[_Call] = []
       own = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
-        x, _ = _apply(layer, params, number, x, key)
+        weights = base.weights_of(params)[number]
+        x, _ = _apply(layer, weights, params, number, x, key)
       paths = [call.path for call in calls]
-      found.append(
+      of_layers.append(
         [
           _Call(path, *(jax.typeof(array) for array in arrays))
           for path, *arrays in calls
@@ -173,7 +143,7 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
     return x
 
   jax.eval_shape(forward, params, batch, jax.random.key(0))
-  return found
+  return of_layers
 
 
 def _check_factors(factors):
@@ -183,13 +153,13 @@ def _check_factors(factors):
     )
 
 
-def _decide(number, call, devices, factors, shards) -> Dense:
+def _decide(number, call, devices, factors) -> DenseGradient:
   *lead, inputs = call.inputs.shape
   shape = math.prod(lead), inputs, call.output.shape[-1]
   wanted = factors == "always" or (
-    factors == "rule" and costs.prefers_factors(*shape, devices, shards)
+    factors == "rule" and costs.prefers_factors(*shape, devices)
   )
-  return Dense(number, call.path, *shape, wanted and devices > 1)
+  return DenseGradient(number, call.path, *shape, wanted and devices > 1)
 
 
 def choose(
@@ -199,8 +169,7 @@ def choose(
   devices: int,
   *,
   factors: str = "rule",
-  shards: int | None = None,
-) -> tuple[Dense, ...]:
+) -> tuple[DenseGradient, ...]:
   """Says of every dense layer how its gradient is to travel.
 
   Nothing is computed. A layer that is called twice is left out, and one whose
@@ -212,7 +181,6 @@ def choose(
     batch: of one device, or its shapes.
     devices: D.
     factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never".
-    shards: P2 of the rule, of a parameter server; None is all devices.
 
   Returns:
     One for each dense layer, in the order of the forward.
@@ -222,7 +190,7 @@ def choose(
   """
   _check_factors(factors)
   return tuple(
-    _decide(number, call, devices, factors, shards)
+    _decide(number, call, devices, factors)
     for number, calls in enumerate(_survey(pieces, params, batch))
     for call in calls
   )
@@ -238,26 +206,24 @@ def _forward(layer, params, number, x, key, calls, first):
     x: what it gets.
     key: of the model.
     calls: of dense layers, with shapes, that send factors.
-    first: whether no layer before has weights, so that nobody needs dx.
+    first: whether no layer before has weights, so that dx is not needed.
 
   Returns:
     (y, backward, stats): backward(dy) gives the gradient of the weights without
-    those kernels, (x, dy) of each of them, and dx, or None.
+    those kernels, by path, (x, dy) of each of them, and dx, or None.
   """
-  weights = base.weights_of(params)[number]
-  kernels = {_kernel(c.path): _find(weights, _kernel(c.path)) for c in calls}
+  rest = traverse_util.flatten_dict(base.weights_of(params)[number])
+  kernels = {_kernel(c.path): rest.pop(_kernel(c.path)) for c in calls}
   taps = {c.path: jnp.zeros(c.output.shape, c.output.dtype) for c in calls}
 
   def run(rest, taps, x):
-    whole = base.weights_of(params)
-    whole = (*whole[:number], _with(rest, kernels), *whole[number + 1 :])
-    seen: list[_Call] = []
-    with _watch(seen, taps):
-      y, stats = _apply(layer, base.with_weights(params, whole), number, x, key)
-    inputs = {call.path: call.inputs for call in seen if call.path in taps}
+    weights = traverse_util.unflatten_dict(rest | kernels)
+    calls: list[_Call] = []
+    with _watch(calls, taps):
+      y, stats = _apply(layer, weights, params, number, x, key)
+    inputs = {call.path: call.inputs for call in calls if call.path in taps}
     return y, (stats, inputs)
 
-  rest = _without(weights, kernels)
   if first:
     y, pull, (stats, inputs) = jax.vjp(
       lambda rest, taps: run(rest, taps, x), rest, taps, has_aux=True
@@ -281,10 +247,6 @@ def _product(x, dy, axis, dtype):
   flat = [part.reshape(-1, part.shape[-1]).astype(dtype) for part in (x, dy)]
   x, dy = (jax.lax.all_gather(part, axis, tiled=True) for part in flat)
   return x.T @ dy
-
-
-def _bytes(tree) -> int:
-  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def gradient(
@@ -327,67 +289,40 @@ def gradient(
   """
   _check_factors(factors)
   all_reduce = collectives.lookup(reduce)
-  if type(bucket_bytes) is not int or bucket_bytes < 0:
-    raise ValueError(
-      f"bucket_bytes must be a whole number from 0, not {bucket_bytes!r}"
-    )
+  checks.whole("bucket_bytes", bucket_bytes, 0)
 
   def call(params, batch, key):
     devices = jax.lax.axis_size(axis)
+    calls: list[list[_Call]] = [[] for _ in pieces.layers]
+    if factors != "never":
+      calls = [
+        [c for c in each if _decide(i, c, devices, factors).factors]
+        for i, each in enumerate(_survey(pieces, params, batch))
+      ]
+    loss, dy, backwards, stats = _forward_all(pieces, params, batch, key, calls)
 
     def mean(tree):
       return jax.tree.map(lambda x: x / devices, tree)
 
-    def send(waiting):
+    def send(layers):
       """All-reduces gradients of some layers, as one array of a dtype."""
       return mean(
         collectives.all_reduce_tree(
-          waiting, axis, bucket_bytes=_bytes(waiting) or 1, reduce=all_reduce
+          layers,
+          axis,
+          bucket_bytes=bytes_of(layers) or 1,
+          reduce=all_reduce,
         )
       )
 
-    def dtype_of(number, path):
-      return _find(weights[number], _kernel(path)).dtype
-
-    weights = base.weights_of(params)
-    calls: list[list[_Call]] = [[] for _ in pieces.layers]
-    if factors != "never":
-      calls = [
-        [c for c in held if _decide(i, c, devices, factors, None).factors]
-        for i, held in enumerate(_survey(pieces, params, batch))
-      ]
-    prepare_key, model_key = jax.random.split(key)
-    x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
-    backwards, stats = [], []
-    held = [bool(jax.tree.leaves(tree)) for tree in weights]
-    for number, layer in enumerate(pieces.layers):
-      x, backward, seen = _forward(
-        *(layer, params, number, x, model_key, calls[number]),
-        first=not any(held[:number]),
-      )
-      backwards.append(backward)
-      stats.extend(seen)
-    loss, pull = jax.vjp(lambda y: pieces.criterion(y, batch), x)
-    (dy,) = pull(jnp.ones_like(loss))
-
-    sent: dict[int, Any] = {}  # layer -> gradient
-    products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
-    waiting: dict[int, Any] = {}
-    for number in reversed(range(len(backwards))):
-      if not any(held[: number + 1]):  # the backward ends before
-        waiting[number], products[number] = weights[number], {}
-        continue
-      waiting[number], pairs, dy = backwards[number](dy)
-      products[number] = {
-        _kernel(path): mean(_product(*pair, axis, dtype_of(number, path)))
-        for path, pair in pairs.items()
-      }
-      if _bytes(waiting) >= max(bucket_bytes, 1):
-        sent |= send(waiting)
-        waiting = {}
-    sent |= send(waiting)
-    grads = tuple(_with(sent[i], products[i]) for i in range(len(weights)))
-
+    grads = _backward_all(
+      base.weights_of(params),
+      backwards,
+      dy,
+      send=send,
+      multiply=lambda x, dy, dtype: mean(_product(x, dy, axis, dtype)),
+      bucket_bytes=bucket_bytes,
+    )
     loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
     if isinstance(params, base.Variables):
       # As jax.grad has it: in training nothing depends on those given.
@@ -396,3 +331,60 @@ def gradient(
     return (loss, worker_lib.Aux(stats)), grads
 
   return call
+
+
+def _forward_all(pieces, params, batch, key, calls):
+  """The forward: (loss, its derivative at the last layer's output, the backward
+  of each layer as `_forward` returns it, statistics)."""
+  weights = base.weights_of(params)
+  prepare_key, model_key = jax.random.split(key)
+  x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
+  backwards, stats, first = [], [], True
+  for number, layer in enumerate(pieces.layers):
+    x, backward, layer_stats = _forward(
+      layer, params, number, x, model_key, calls[number], first
+    )
+    first = first and not jax.tree.leaves(weights[number])
+    backwards.append(backward)
+    stats.extend(layer_stats)
+  loss, pull = jax.vjp(lambda y: pieces.criterion(y, batch), x)
+  (dy,) = pull(jnp.ones_like(loss))
+  return loss, dy, backwards, stats
+
+
+def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
+  """The backward from the last layer to the first, sending on the way.
+
+  Args:
+    weights: of each layer.
+    backwards: of each layer, as `_forward` returns it.
+    dy: derivative at the last layer's output.
+    send: {layer: gradient} -> the same, averaged over devices.
+    multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
+    bucket_bytes: send when so many bytes of gradients wait.
+
+  Returns:
+    The gradient of each layer.
+  """
+  lowest = next((i for i, w in enumerate(weights) if jax.tree.leaves(w)), None)
+  sent: dict[int, Any] = {}  # layer -> {path: gradient} without those kernels
+  products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
+  waiting: dict[int, Any] = {}
+  for number in reversed(range(len(backwards))):
+    if lowest is None or number < lowest:  # no layer from here on has weights
+      waiting[number], products[number] = {}, {}
+      continue
+    waiting[number], pairs, dy = backwards[number](dy)
+    flat = traverse_util.flatten_dict(weights[number])
+    products[number] = {
+      _kernel(path): multiply(*pair, flat[_kernel(path)].dtype)
+      for path, pair in pairs.items()
+    }
+    if bytes_of(waiting) >= max(bucket_bytes, 1):
+      sent |= send(waiting)
+      waiting = {}
+  sent |= send(waiting)
+  return tuple(
+    traverse_util.unflatten_dict(sent[i] | products[i])
+    for i in range(len(weights))
+  )

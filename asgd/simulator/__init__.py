@@ -1,38 +1,14 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
-from asgd.simulator.host import (
-  Group,
-  Host,
-  Row,
-  Simulation,
+from asgd.simulator.records import concatenate, end_of_message, fetch, records
+from asgd.simulator.sharded import ShardedRun, run_sharded
+from asgd.simulator.steps import (
+  Observation,
   Steps,
+  WorkerDevices,
   as_totals,
   compile_steps,
   compile_work,
-  concatenate,
-  end_of_message,
-  fetch,
-  make_host,
-  records,
   start,
 )
-from asgd.simulator.sharded import Sharded, run_sharded
-
-__all__ = [
-  "Group",
-  "Host",
-  "Row",
-  "Sharded",
-  "Simulation",
-  "Steps",
-  "as_totals",
-  "compile_steps",
-  "compile_work",
-  "concatenate",
-  "end_of_message",
-  "fetch",
-  "make_host",
-  "records",
-  "run_sharded",
-  "start",
-]
+from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole

@@ -1,8 +1,8 @@
 """The engine for a server in shards: obeys one trace a shard.
 
-Shards obey their traces each by itself, as they did when they wrote them. What
-ties them together is the work: a job starts when all of them have sent their
-part of the ticket, and none can receive before it is done.
+Each shard obeys its own trace, as it did when it wrote it. What ties the shards
+together is the work: a job starts when all of them have sent their part of the
+ticket, and none can receive its part of the message before that.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, sharding
-from asgd.simulator import host
+from asgd.orders import trace as trace_lib
+from asgd.orders.trace import Event
+from asgd.simulator import steps as steps_lib
+from asgd.simulator.records import fetch, records
+
+_Key = tuple[int, int]  # (worker, seq), which names a message
 
 
-class Sharded(NamedTuple):
+class ShardedRun(NamedTuple):
   """What a run came to."""
 
   states: tuple[base.ServerState, ...]  # S
@@ -26,27 +31,119 @@ class Sharded(NamedTuple):
 class _Shard:
   """One shard, its trace and how far it is."""
 
-  def __init__(self, state, trace, seqs, workers):
+  def __init__(self, state, trace, steps, numbers):
     self.state = state
-    self.rows = list(
-      zip(*(column.tolist() for column in (*trace, seqs)), strict=True)
-    )
-    self.row = 0
+    self.events = list(trace_lib.events(trace))
+    self.ledger = trace_lib.Ledger(self._send)
+    self._steps, self._numbers = steps, numbers
     # Until the job has ended at all shards: a worker that the lead took for
     # dead may yet have handed in its part elsewhere.
-    self.tickets: dict[tuple[int, int], base.Ticket] = {}
-    self.kept: list[base.Ticket | None] = [None] * workers
-    self.known, self.seen = [], []
-    self.marks = {
-      row: None for _, _, row, action, _ in self.rows if action == base.ROLLBACK
+    self.tickets: dict[_Key, base.Ticket] = {}
+    self.messages: list[tuple[float, int, int]] = []  # time, worker, job
+    self.observations: list[steps_lib.Observation] = []
+    self._marks: dict[int, base.ServerState | None] = {
+      event.job: None for event in self.events if event.action == base.ROLLBACK
     }
 
+  @property
+  def next(self) -> Event | None:
+    """The row that is to be obeyed next, None after the last."""
+    row = self.ledger.rows
+    return self.events[row] if row < len(self.events) else None
 
-class _Job(NamedTuple):
+  def _send(self, event, kept):
+    if kept is None:
+      ticket = self._steps.send(self.state, self._numbers[event.worker])
+    else:
+      ticket = kept._replace(fresh=np.False_)
+    self.tickets[event.worker, event.seq] = ticket
+    return ticket
+
+  def obey(self, event, part, loss, totals):
+    """Obeys the next row; `part` and `loss` are of the message it receives."""
+    if self.ledger.rows in self._marks:
+      self._marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
+    ticket = self.ledger.obey(event)
+    if event.action == base.ROLLBACK:
+      self.state = jax.tree.map(jnp.copy, self._marks[event.job])
+    elif event.action == base.RECEIVE:
+      args = self.state, ticket, part, loss
+      if totals is None:
+        self.state, observation = self._steps.receive(*args)
+      else:
+        sums = steps_lib.as_totals(totals)
+        self.state, observation = self._steps.stage(sums, *args).result
+      self.messages.append((event.time, event.worker, event.job))
+      self.observations.append(observation)
+
+
+class _Message(NamedTuple):
   """A message that was computed."""
 
   parts: list[Any]  # S
   loss: Any
+
+
+class _Run:
+  """All shards, and the workers between them."""
+
+  def __init__(self, worker, params, plan, shards, work):
+    self._worker, self._params, self._plan = worker, params, plan
+    self._work = work  # (state, ticket, worker, job) -> as Worker.work
+    self._shards: list[_Shard] = shards
+    self._states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
+    self._holder: dict[_Key, int] = {}  # of each message
+    self._messages: dict[_Key, _Message] = {}
+    self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
+
+  def message(self, key: _Key, job: int) -> _Message | None:
+    """Returns a message, computing it if all shards have sent; else None."""
+    if key in self._messages:
+      return self._messages[key]
+    tickets = [shard.tickets.get(key) for shard in self._shards]
+    if any(ticket is None for ticket in tickets):
+      return None
+    ticket = tickets[0]._replace(
+      params=sharding.join(self._plan, [ticket.params for ticket in tickets])
+    )
+    place = key[0], self._holder[key]
+    if place not in self._states:
+      self._states[place] = self._worker.init(self._params)
+    self._states[place], message, metrics = self._work(
+      self._states[place], ticket, key[0], job
+    )
+    message, loss = fetch((message, metrics.loss))
+    parts = sharding.split(self._plan, message)
+    self._messages[key] = _Message(parts, loss)
+    return self._messages[key]
+
+  def obey(self, index: int, totals: Sequence[Any] | None) -> bool:
+    """Obeys a shard's next row; False if it has to wait for other shards."""
+    shard = self._shards[index]
+    event = shard.next
+    if event is None:
+      return False
+    key, part, loss, sums = (event.worker, event.seq), None, None, None
+    if event.action == base.RECEIVE and key in shard.tickets:
+      message = self.message(key, event.job)
+      if message is None:
+        return False
+      part, loss = message.parts[index], message.loss
+      sums = None if totals is None else totals[shard.ledger.rows]
+    shard.obey(event, part, loss, sums)
+    if event.action in trace_lib.ENDS:
+      self._end(key)
+    elif index == 0 and event.action in trace_lib.STARTS:
+      self._holder[key] = shard.ledger.holders.get(event.worker, 0)
+    return True
+
+  def _end(self, key):
+    self._ends[key] = self._ends.get(key, 0) + 1
+    if self._ends[key] == len(self._shards):
+      for shard in self._shards:
+        shard.tickets.pop(key, None)
+      for table in (self._messages, self._ends, self._holder):
+        table.pop(key, None)
 
 
 def run_sharded(
@@ -54,34 +151,32 @@ def run_sharded(
   worker: base.Worker,
   params: Any,
   traces: Sequence[base.Trace],
-  seqs: Sequence[np.ndarray],
   *,
   workers: int,
   batch: Callable[[int, int], base.Batch],
   root: jax.Array,
   wire: str | None = None,
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
-  group: host.Group = host.Group(),  # noqa: B008
-  plan: sharding.Plan | None = None,
-) -> Sharded:
+  group: steps_lib.WorkerDevices = steps_lib.WorkerDevices(),  # noqa: B008
+  plan: sharding.ShardPlan | None = None,
+) -> ShardedRun:
   """Replays a run whose server was in shards.
 
   Args:
     server: the pure server that each shard runs on its part.
     worker: what every worker does.
     params: before the first message.
-    traces: of each shard; S of them, at least two.
-    seqs: int[E] of each: the sequence number, at its worker, of the message
-      that a row is about.
+    traces: of each shard; S of them, at least two. (worker, seq) names the same
+      message in all of them.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    wire: as in `host.compile_steps`.
+    wire: as in `compile_steps`.
     totals: of each row of each trace, those that its message needed; None where
       the algorithm needs none.
     group: the devices of each worker.
-    plan: what each shard holds; None is `sharding.plan`. With the stages of a
-      pipeline as shards (`sharding.plan_of`) and their traces
+    plan: what each shard holds; None is `sharding.make_plan`. With the stages
+      of a pipeline as shards (`sharding.plan_by_owner`) and their traces
       (`pipeline.analyze.traces`), the delays of a pipeline are those of the
       simulation.
 
@@ -91,100 +186,30 @@ def run_sharded(
   Raises:
     ValueError: if the traces do not belong together.
   """
-  plan = sharding.plan(params, len(traces)) if plan is None else plan
-  steps = host.compile_steps(server, worker, wire=wire, group=group)
+  plan = sharding.make_plan(params, len(traces)) if plan is None else plan
+  steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
   numbers = [jnp.int32(w) for w in range(workers)]
   shards = [
-    _Shard(host.start(server, part), trace, seq, workers)
-    for part, trace, seq in zip(
-      sharding.split(plan, params), traces, seqs, strict=True
-    )
+    _Shard(steps_lib.start(server, part), trace, steps, numbers)
+    for part, trace in zip(sharding.split(plan, params), traces, strict=True)
   ]
-  states: dict[tuple[int, int], Any] = {}  # (worker, holder) -> worker state
-  holder: dict[tuple[int, int], int] = {}  # (worker, seq) -> holder
-  holders = [0] * workers
-  done: dict[tuple[int, int], _Job] = {}
-  ended: dict[tuple[int, int], int] = {}  # at how many shards
 
-  def job_of(key, job):
-    """Returns a message, computing it if all shards have sent; else None."""
-    if key in done:
-      return done[key]
-    tickets = [shard.tickets.get(key) for shard in shards]
-    if key not in holder or any(ticket is None for ticket in tickets):
-      return None
-    w, who = key[0], (key[0], holder[key])
-    ticket = tickets[0]._replace(
-      params=sharding.join(plan, [t.params for t in tickets])
-    )
-    if who not in states:
-      states[who] = worker.init(params)
-    states[who], message, metrics = steps.work(
-      states[who], ticket, batch(w, job), root, np.int32(job)
-    )
-    message, loss = host.fetch((message, metrics.loss))
-    done[key] = _Job(sharding.split(plan, message), loss)
-    return done[key]
+  def work(state, ticket, w, job):
+    return steps.work(state, ticket, batch(w, job), root, np.int32(job))
 
-  def close(key):
-    ended[key] = ended.get(key, 0) + 1
-    if ended[key] == len(shards):
-      for shard in shards:
-        shard.tickets.pop(key, None)
-      for table in (done, ended, holder):
-        table.pop(key, None)
-
-  def obey(index, shard):
-    """Obeys one row; False if it has to wait for other shards."""
-    time, w, job, action, seq = shard.rows[shard.row]
-    key = w, seq
-    if shard.row in shard.marks:
-      shard.marks[shard.row] = jax.tree.map(jnp.copy, shard.state)
-    if action == base.SEND:
-      ticket = steps.send(shard.state, numbers[w])
-      shard.tickets[key] = ticket
-      shard.kept[w] = ticket._replace(fresh=np.False_)
-    elif action == base.KEEP:
-      shard.tickets[key] = shard.kept[w]
-    elif action == base.RECEIVE:
-      message = job_of(key, job)
-      if message is None:
-        return False
-      args = shard.state, shard.tickets[key], message.parts[index], message.loss
-      if totals is None:
-        shard.state, row = steps.receive(*args)
-      else:
-        known = host.as_totals(totals[index][shard.row])
-        shard.state, row = steps.stage(known, *args).result
-      close(key)
-      shard.known.append((time, w, job))
-      shard.seen.append(row)
-    elif action in (base.LOST, base.REJECT):
-      close(key)
-    elif action == base.JOIN and index == 0:
-      holders[w] = job
-    elif action == base.ROLLBACK:
-      shard.state = jax.tree.map(jnp.copy, shard.marks[job])
-    if index == 0 and action in (base.SEND, base.KEEP):
-      holder[key] = holders[w]
-    shard.row += 1
-    return True
-
-  waiting = set(range(len(shards)))
-  while waiting:
-    before = sum(shard.row for shard in shards)
-    for index, shard in enumerate(shards):
-      while shard.row < len(shard.rows) and obey(index, shard):
+  run = _Run(worker, params, plan, shards, work)
+  while any(shard.next for shard in shards):
+    before = sum(shard.ledger.rows for shard in shards)
+    for index in range(len(shards)):
+      while run.obey(index, totals and totals[index]):
         pass
-      if shard.row == len(shard.rows):
-        waiting.discard(index)
-    if waiting and before == sum(shard.row for shard in shards):
-      stuck = {i: shards[i].rows[shards[i].row] for i in sorted(waiting)}
+    if before == sum(shard.ledger.rows for shard in shards):
+      stuck = {i: s.next.format() for i, s in enumerate(shards) if s.next}
       raise ValueError(
-        f"the shards' traces do not belong together: no row of {stuck} (time,"
-        " worker, job, action, seq) can be obeyed"
+        f"the shards' traces do not belong together: no row of {stuck}"
+        f" ({trace_lib.HEADER}) can be obeyed"
       )
-  return Sharded(
+  return ShardedRun(
     tuple(shard.state for shard in shards),
-    tuple(host.records(shard.known, shard.seen) for shard in shards),
+    tuple(records(shard.messages, shard.observations) for shard in shards),
   )

@@ -1,5 +1,6 @@
 """One idea against staleness per file, each an optax transform."""
 
+from asgd.rates import scale_by_sent_rate
 from asgd.transforms.compensation import (
   adaptive_delay_compensation,
   delay_compensation,
@@ -15,32 +16,10 @@ from asgd.transforms.mixing import (
   add_proximal_pull,
   constant_discount,
   hinge_discount,
+  make_discount,
   mix_models,
   polynomial_discount,
 )
-from asgd.transforms.per_worker import per_worker
-from asgd.transforms.rates import scale_by_sent_rate
-from asgd.transforms.rows import check_workers, peek
+from asgd.transforms.rows import peek, per_worker
 from asgd.transforms.staleness import scale_by_staleness
 from asgd.transforms.statistics import own_statistics
-
-__all__ = [
-  "add_proximal_pull",
-  "adaptive_delay_compensation",
-  "check_workers",
-  "constant_discount",
-  "dana_momentum",
-  "delay_compensation",
-  "gap_aware",
-  "hinge_discount",
-  "lookahead",
-  "mix_models",
-  "own_statistics",
-  "per_worker",
-  "peek",
-  "polynomial_discount",
-  "precede",
-  "scale_by_sent_rate",
-  "scale_by_staleness",
-  "velocity_lookahead",
-]

@@ -11,17 +11,13 @@ term is quadratic in g. `g` is the mean over a batch; with summed losses
 divide lambda by the batch size.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-
-def _check_strength(strength: float) -> None:
-  if not 0 <= strength < math.inf:
-    raise ValueError(f"strength (lambda) must be 0 or more, not {strength}")
+from asgd import checks
 
 
 def delay_compensation(
@@ -40,7 +36,7 @@ def delay_compensation(
   Raises:
     ValueError: for a negative strength.
   """
-  _check_strength(strength)
+  checks.nonnegative("strength (lambda)", strength)
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
@@ -82,9 +78,8 @@ def adaptive_delay_compensation(
   Raises:
     ValueError: for a negative strength, or a decay outside [0, 1).
   """
-  _check_strength(strength)
-  if not 0 <= decay < 1:
-    raise ValueError(f"decay must be in [0, 1), not {decay}")
+  checks.nonnegative("strength (lambda)", strength)
+  checks.fraction("decay", decay)
 
   def init_fn(params):
     return AdaptiveCompensationState(optax.tree.zeros_like(params))

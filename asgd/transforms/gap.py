@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd.transforms import rates
+from asgd import checks, rates
 
 
 class GapAwareState(NamedTuple):
@@ -56,8 +56,7 @@ def gap_aware(
   Raises:
     ValueError: for a decay outside [0, 1).
   """
-  if not 0 <= decay < 1:
-    raise ValueError(f"decay must be in [0, 1), not {decay}")
+  checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())
 
   def init_fn(params):
@@ -80,14 +79,14 @@ def gap_aware(
     largest = jnp.maximum(state.largest_rate, rate)
     if momentum is None:
       state = accumulate(state, updates)
-    # Nothing is known of a typical update before the first: no penalty then.
+    # Before the first update there is no typical size: no penalty.
     correction = 1 - decay ** jnp.maximum(state.samples, 1)
-    known = (state.samples > 0) & (largest > 0)
+    has_size = (state.samples > 0) & (largest > 0)
 
     def penalise(g, m, now, sent):
       size = largest * (jnp.sqrt(m / correction) + eps)
-      penalty = 1 + jnp.abs(now - sent) / jnp.where(known, size, 1.0)
-      return jnp.where(known, g / penalty, g).astype(g.dtype)
+      penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
+      return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
     updates = jax.tree.map(
       penalise, *(updates, state.mean_square, params, sent_params)

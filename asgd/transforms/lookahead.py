@@ -1,9 +1,9 @@
 """Look-ahead: send the parameters where they will be, not where they are.
 
-A worker's gradient arrives after others have moved the parameters. With
-momentum most of that move is known when the ticket is sent: it is in the
-velocities. So a look-ahead is a *send* rule, and an Algorithm is built here,
-from a transform, as the last step of composing it.
+A worker's gradient arrives after messages of other workers have moved the
+parameters. With momentum, most of that move is known when the ticket is sent:
+it is in the velocities. So a look-ahead is a *send* rule. It makes an Algorithm
+of a transform, as the last step of composing it.
 
 `lookahead` states the idea for any optimizer: roll it forward on zero
 gradients, once for each message that is expected. `velocity_lookahead` is its
@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base
-from asgd.transforms import rates
+from asgd import base, checks, rates
 from asgd.transforms import rows as rows_lib
 
 
@@ -32,8 +31,8 @@ def lookahead(
 
   Args:
     tx: the whole optimizer, learning rate included.
-    workers: int32[] -> int32[K]; given the worker that asks, whose messages to
-      roll forward, in order. All of them (DANA), or one (Nesterov).
+    workers: int32[] -> int32[K]; of the worker that asks, the workers whose
+      messages are rolled forward, in order. All (DANA), or one (Nesterov).
 
   Returns:
     An Algorithm; sending costs K updates.
@@ -118,8 +117,8 @@ def precede(
 ) -> base.Algorithm:
   """Puts transforms of the gradient before an Algorithm, keeping its send.
 
-  `optax.chain` would drop the send rule. The transforms may not change what
-  is to be sent.
+  `optax.chain` would drop the send rule. The transforms must not depend on the
+  send rule, nor it on them.
   """
   first = optax.with_extra_args_support(optax.chain(*transforms))
 
@@ -142,7 +141,7 @@ def precede(
 class DanaMomentumState(NamedTuple):
   """State of `dana_momentum`."""
 
-  velocity: rows_lib.Rows  # row i is v^i, the velocity of worker i
+  velocity: rows_lib.WorkerRows  # row i is v^i, the velocity of worker i
   total: optax.Updates  # like params, v^0 = the sum of all v^i
 
 
@@ -162,9 +161,8 @@ def dana_momentum(
   Returns:
     A transform whose update needs the extra arg `worker`; its update is v^i.
   """
-  rows_lib.check_workers(workers)
-  if not 0 <= decay < 1:
-    raise ValueError(f"momentum must be in [0, 1), not {decay}")
+  checks.whole("workers", workers)
+  checks.fraction("momentum", decay)
 
   def init_fn(params):
     zeros = optax.tree.zeros_like(params)

@@ -1,4 +1,4 @@
-"""Mixing of models: the server moves part of the way to what a worker has.
+"""Mixing of models: the server moves part of the way to a worker's model.
 
 FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019,
 algorithm 1) averages models, not gradients:
@@ -9,19 +9,15 @@ An alpha near 1 overwrites the server. The discount s is 1, or falls with the
 staleness, polynomially or after a hinge.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from asgd import checks, names
+
 Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
-
-
-def _check_decay(decay: float) -> None:
-  if not 0 < decay < math.inf:
-    raise ValueError(f"decay (a) must be positive, not {decay}")
 
 
 def constant_discount(staleness: jax.Array) -> jax.Array:
@@ -31,18 +27,39 @@ def constant_discount(staleness: jax.Array) -> jax.Array:
 
 def polynomial_discount(decay: float = 0.5) -> Discount:
   """s = (staleness + 1)^-decay."""
-  _check_decay(decay)
+  checks.positive("decay (a)", decay)
   return lambda staleness: (staleness + 1.0) ** -decay
 
 
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
   """s = 1 up to a staleness of `grace`, then 1 / (decay excess + 1)."""
-  _check_decay(decay)
-  if not 0 <= grace < math.inf:
-    raise ValueError(f"grace (b) must be 0 or more, not {grace}")
+  checks.positive("decay (a)", decay)
+  checks.nonnegative("grace (b)", grace)
   return lambda staleness: (
     1.0 / (decay * jnp.maximum(staleness - grace, 0.0) + 1.0)
   )
+
+
+def make_discount(
+  name: str, decay: float | None = None, grace: float = 4
+) -> Discount:
+  """Returns a discount by name.
+
+  Args:
+    name: "constant", "polynomial" or "hinge".
+    decay: a; None is the default of the discount.
+    grace: b, of "hinge".
+
+  Raises:
+    ValueError: for an unknown name, or values out of range.
+  """
+  options = {} if decay is None else {"decay": decay}
+  makers = {
+    "constant": lambda: constant_discount,
+    "polynomial": lambda: polynomial_discount(**options),
+    "hinge": lambda: hinge_discount(grace=grace, **options),
+  }
+  return names.lookup("discount", name, makers)()
 
 
 def mix_models(
@@ -102,8 +119,7 @@ def add_proximal_pull(
   Raises:
     ValueError: for a negative strength.
   """
-  if not 0 <= strength < math.inf:
-    raise ValueError(f"proximal strength must be 0 or more, not {strength}")
+  checks.nonnegative("proximal strength", strength)
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args

@@ -1,7 +1,8 @@
-"""Storage for one tree per worker, updated in place.
+"""A state for each worker, updated in place.
 
-Whatever keeps something for each worker (momentum, accumulators) keeps it in
-`Rows`, and pays for one row per update whatever the number of workers.
+Multi-ASGD, DANA and the per-worker form of DC-ASGD keep one momentum or one
+accumulator for each worker: the ordinary transform, wrapped in `per_worker`. An
+update costs one row of `WorkerRows`, whatever the number of workers.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from asgd import checks
 
-class Rows(NamedTuple):
+
+class WorkerRows(NamedTuple):
   """A tree for each worker, of which one is read and written at a time.
 
   XLA copies a whole [N, ...] buffer when a row of it is read and then written
@@ -24,34 +27,38 @@ class Rows(NamedTuple):
   owner: jax.Array  # int32[]
 
 
-def make_rows(row: optax.OptState, workers: int) -> Rows:
+def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
   """Returns the same row for each of N workers."""
   stored = jax.tree.map(
     lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
-  return Rows(stored, row, jnp.zeros([], jnp.int32))
+  return WorkerRows(stored, row, jnp.zeros([], jnp.int32))
 
 
-def settle(rows: Rows) -> optax.OptState:
+def settle(rows: WorkerRows) -> optax.OptState:
   """Returns all rows, every leaf [N, ...]."""
   return jax.tree.map(
     lambda x, y: x.at[rows.owner].set(y), rows.stored, rows.pending
   )
 
 
-def read(rows: Rows, worker: jax.Array) -> tuple[optax.OptState, Rows]:
+def read(
+  rows: WorkerRows, worker: jax.Array
+) -> tuple[optax.OptState, WorkerRows]:
   """Returns a worker's row, and the rows to `write` to."""
   stored = settle(rows)
   return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
 
 
-def write(rows: Rows, worker: jax.Array, row: optax.OptState) -> Rows:
-  """Returns the rows, that came from `read`, with the worker's row replaced."""
+def write(
+  rows: WorkerRows, worker: jax.Array, row: optax.OptState
+) -> WorkerRows:
+  """Returns `rows`, as `read` gave them, with one worker's row replaced."""
   return rows._replace(pending=row, owner=worker)
 
 
-def peek(rows: Rows, worker: jax.Array) -> optax.OptState:
-  """Returns a worker's row where nothing is to be written."""
+def peek(rows: WorkerRows, worker: jax.Array) -> optax.OptState:
+  """Returns a worker's row, for a caller that writes none."""
   return jax.tree.map(
     lambda x, y: jnp.where(worker == rows.owner, y, x[worker]),
     rows.stored,
@@ -59,9 +66,45 @@ def peek(rows: Rows, worker: jax.Array) -> optax.OptState:
   )
 
 
-def check_workers(workers: int) -> None:
-  """Raises ValueError unless `workers` is a positive whole number."""
-  if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-    raise ValueError(
-      f"workers must be a positive whole number, not {workers!r}"
-    )
+class PerWorkerState(NamedTuple):
+  """State of `per_worker`."""
+
+  inner: WorkerRows  # the wrapped transform's states
+
+
+def per_worker(
+  tx: optax.GradientTransformation, workers: int
+) -> optax.GradientTransformationExtraArgs:
+  """Gives each worker its own state of `tx`.
+
+  Args:
+    tx: any transform.
+    workers: N, how many workers there are. A worker number of N or more is
+      not detected under jit; runtimes check it (`Server.workers`).
+
+  Returns:
+    A transform whose update needs the extra arg `worker`, int32[].
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> tx = per_worker(optax.trace(0.5), workers=2)
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for worker in (0, 0, 1):
+    ...   u, state = tx.update(jnp.ones(()), state, worker=jnp.int32(worker))
+    ...   print(u)
+    1.0
+    1.5
+    1.0
+  """
+  checks.whole("workers", workers)
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params):
+    return PerWorkerState(make_rows(tx.init(params), workers))
+
+  def update_fn(updates, state, params=None, *, worker, **extra_args):
+    row, rows = read(state.inner, worker)
+    updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
+    return updates, PerWorkerState(write(rows, worker, row))
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

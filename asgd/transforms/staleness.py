@@ -5,28 +5,16 @@ Distributed Deep Learning", IJCAI 2016) divides the learning rate of each
 gradient by its staleness.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
 
 
-def inverse(staleness: jax.Array) -> jax.Array:
-  """1 / staleness, and 1 for a fresh gradient (Zhang et al. 2016)."""
-  return 1.0 / jnp.maximum(staleness, 1)
-
-
-def scale_by_staleness(
-  factor: Callable[[jax.Array], jax.Array] = inverse,
-) -> optax.GradientTransformationExtraArgs:
-  """Multiplies updates by a function of their staleness.
+def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
+  """Divides updates by their staleness; fresh ones stay as they are.
 
   As the `per_message` transform of a server that averages n messages it scales
   each of them by its own staleness, which is n-softsync of the paper.
-
-  Args:
-    factor: int32[] -> float[].
 
   Returns:
     A stateless transform whose update needs the extra arg `staleness`.
@@ -34,7 +22,7 @@ def scale_by_staleness(
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):
     del params, extra_args
-    scale = factor(staleness)
+    scale = 1.0 / jnp.maximum(staleness, 1)
     updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
     return updates, state
 

@@ -12,7 +12,7 @@ No gradient rule, momentum, look-ahead or gap ever touches them.
 
 import jax
 
-from asgd import base
+from asgd import base, checks
 
 
 def own_statistics(
@@ -33,8 +33,7 @@ def own_statistics(
   Raises:
     ValueError: for a decay outside [0, 1).
   """
-  if not 0 <= decay < 1:
-    raise ValueError(f"decay must be in [0, 1), not {decay}")
+  checks.fraction("decay", decay)
 
   def init(params):
     return algorithm.init(base.weights_of(params))

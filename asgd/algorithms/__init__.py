@@ -1,0 +1,116 @@
+"""Named recipes: the algorithms of the literature, composed from transforms.
+
+A `Recipe` says which part of an algorithm runs where. Most of it is the
+Algorithm at the server. Some recipes also transform messages at the worker
+(DANA-Slim), average several messages into one update (SSGD, n-softsync), or let
+workers take several steps of their own between two messages (Downpour,
+parameter averaging, EASGD, DiLoCo, FedAsync).
+
+Every recipe takes the learning rate first (a positive number, or a schedule
+over the server's updates), then the number of workers, then its options. Most
+have these two:
+
+  momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
+                in which v does not contain the learning rate eta;
+  weight_decay  added to gradients as weight_decay * params, by the server with
+                the server's parameters, after any compensation and before the
+                momentum. Gap-Aware divides it together with the gradient;
+                in DANA-Slim the workers add it, as they keep the momentum.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import optax
+
+from asgd import checks, names, rates
+from asgd.algorithms.local_work import (
+  diloco,
+  downpour,
+  easgd,
+  fedasync,
+  model_averaging,
+)
+from asgd.algorithms.lookahead import (
+  dana_dc,
+  dana_slim,
+  dana_zero,
+  multi_asgd,
+  nag_asgd,
+)
+from asgd.algorithms.recipe import Recipe
+from asgd.algorithms.sgd import asgd, ssgd
+from asgd.algorithms.staleness import (
+  dc_asgd_a,
+  dc_asgd_c,
+  gap_aware,
+  staleness_aware,
+)
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+  recipe.__name__: recipe
+  for recipe in (
+    asgd,
+    ssgd,
+    nag_asgd,
+    multi_asgd,
+    staleness_aware,
+    dc_asgd_c,
+    dc_asgd_a,
+    gap_aware,
+    dana_zero,
+    dana_slim,
+    dana_dc,
+    downpour,
+    model_averaging,
+    easgd,
+    diloco,
+    fedasync,
+  )
+}
+
+
+def options(name: str) -> Sequence[str]:
+  """Returns the names of the options that a recipe takes.
+
+  Raises:
+    ValueError: for an unknown recipe, naming the nearest.
+  """
+  maker = names.lookup("algorithm", name, RECIPES)
+  parameters = inspect.signature(maker).parameters.values()
+  return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def build(
+  name: str,
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  **kwargs,
+) -> Recipe:
+  """Builds a recipe by name.
+
+  Args:
+    name: one of RECIPES.
+    learning_rate: a positive number, or a schedule over parameter updates.
+    workers: N, a positive whole number.
+    **kwargs: the recipe's options.
+
+  Returns:
+    A Recipe.
+
+  Raises:
+    ValueError: for an unknown name or option (naming the nearest known one), or
+      a value out of range.
+
+  Example:
+    >>> recipe = build("dana_zero", 0.1, workers=8, momentum=0.9)
+    >>> server = recipe.server()
+    >>> recipe.order
+    'asynchronous'
+  """
+  maker = names.lookup("algorithm", name, RECIPES)
+  checks.whole("workers", workers)
+  rates.check("learning_rate", learning_rate)
+  common = {"learning_rate": learning_rate, "workers": workers}
+  recipe = names.call("algorithm", name, maker, {**common, **kwargs})
+  return recipe._replace(workers=workers)

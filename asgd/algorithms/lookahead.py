@@ -1,0 +1,147 @@
+"""Momentum that looks ahead: Nesterov's, one for each worker, and DANA."""
+
+import optax
+
+from asgd import base, transforms
+from asgd.algorithms.recipe import Recipe
+from asgd.algorithms.sgd import decay_weights, sgd, velocity
+
+
+def nag_asgd(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 0.0,
+) -> Recipe:
+  """Nesterov's momentum at the server, asynchronously (Hakimi et al. 2019).
+
+  One velocity for all workers; sends params - eta gamma v. The look-ahead is
+  of one update, while N are to come.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma.
+    weight_decay: at the server.
+  """
+  del workers
+  algorithm = transforms.velocity_lookahead(
+    velocity(momentum),
+    learning_rate,
+    lambda state, worker: optax.tree.scale(momentum, state.trace),
+  )
+  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
+
+
+def multi_asgd(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 0.0,
+  look_ahead: bool = True,
+) -> Recipe:
+  """A velocity for each worker at the server (Hakimi et al. 2019).
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma.
+    weight_decay: at the server.
+    look_ahead: send params - eta gamma v^i, the worker's own look-ahead;
+      otherwise the parameters as they are.
+  """
+  velocities = transforms.per_worker(velocity(momentum), workers)
+  factor = momentum if look_ahead else 0.0
+  algorithm = transforms.velocity_lookahead(
+    velocities,
+    learning_rate,
+    lambda state, worker: optax.tree.scale(
+      factor, transforms.peek(state.inner, worker).trace
+    ),
+  )
+  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
+
+
+def _dana(
+  learning_rate: optax.ScalarOrSchedule, workers: int, momentum: float
+) -> base.Algorithm:
+  return transforms.velocity_lookahead(
+    transforms.dana_momentum(workers, momentum),
+    learning_rate,
+    lambda state, worker: optax.tree.scale(momentum, state.total),
+  )
+
+
+def dana_zero(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 0.0,
+) -> Recipe:
+  """DANA-Zero: a velocity for each worker, and the look-ahead over all.
+
+  Sends params - eta gamma sum_j v^j, where the parameters will be, but for new
+  gradients, when every worker has sent once more (Hakimi et al. 2019).
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, of each worker's velocity.
+    weight_decay: at the server.
+  """
+  algorithm = _dana(learning_rate, workers, momentum)
+  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
+
+
+def dana_slim(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 0.0,
+) -> Recipe:
+  """DANA-Slim: DANA-Zero with the velocities kept by the workers.
+
+  The server is that of plain ASGD; a message is gamma v + g. Its parameters
+  are DANA-Zero's look-ahead as long as the learning rate is constant. Weight
+  decay, too, is the worker's: of the parameters it was sent. The recorded gap
+  is between those parameters, about twice that of DANA-Zero on the same path.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, at the workers.
+    weight_decay: at the workers.
+  """
+  del workers
+  nesterov = optax.chain(
+    decay_weights(weight_decay), velocity(momentum, nesterov=True)
+  )
+  return Recipe(sgd(learning_rate), message=nesterov)
+
+
+def dana_dc(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  momentum: float = 0.9,
+  weight_decay: float = 0.0,
+  strength: float = 2.0,
+) -> Recipe:
+  """DANA-Zero on compensated gradients, around the look-ahead that was sent.
+
+  Args:
+    learning_rate: eta.
+    workers: N.
+    momentum: gamma, of each worker's velocity.
+    weight_decay: at the server, not compensated.
+    strength: lambda of the compensation, as in `dc_asgd_c`.
+  """
+  algorithm = _dana(learning_rate, workers, momentum)
+  compensate = transforms.delay_compensation(strength)
+  return Recipe(
+    transforms.precede(algorithm, compensate, decay_weights(weight_decay))
+  )

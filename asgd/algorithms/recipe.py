@@ -1,0 +1,73 @@
+"""What a recipe is: an algorithm of the literature, placed on its runtime."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from asgd import base, transforms
+from asgd import server as server_lib
+from asgd import worker as worker_lib
+
+
+class Recipe(NamedTuple):
+  """An algorithm, and where each of its parts runs."""
+
+  algorithm: base.Algorithm  # at the server, once per update
+  message: optax.GradientTransformation | None = None  # at the worker
+  per_message: optax.GradientTransformation | None = None  # at the server
+  every: int = 1  # messages per update
+  order: str = "asynchronous"  # the protocol it is meant for
+  workers: int | None = None  # most workers it can serve; None is any
+  # Makes a worker of a loss. None: a worker that sends one gradient.
+  worker: Callable[[worker_lib.Loss], base.Worker] | None = None
+  steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
+  fetch_every: int = 1  # jobs on one ticket
+
+  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
+    """Builds the Worker that every worker of this recipe is.
+
+    Args:
+      loss: (params, batch, key) -> (float[], Aux), of one batch.
+
+    Raises:
+      ValueError: for several steps with a worker that sends plain gradients,
+        or a `message` transform beside a worker of the recipe's own.
+    """
+    if self.worker is None:
+      if self.steps != 1:
+        raise ValueError(
+          f"a gradient worker takes one batch a job, not steps={self.steps};"
+          " give the Recipe a worker, such as asgd.worker.local_worker"
+        )
+      return worker_lib.gradient_worker(loss, self.message)
+    if self.message is not None:
+      raise ValueError(
+        "the Recipe has a worker of its own, which would ignore its `message`"
+        " transform; put that into the worker"
+      )
+    return self.worker(loss)
+
+  def server(
+    self,
+    *,
+    gate: server_lib.Gate = server_lib.accept_all,
+    statistics_decay: float = 0.9,
+  ) -> base.Server:
+    """Builds its server, which also owns the statistics of BatchNorm.
+
+    Raises:
+      ValueError: if the algorithm is a bare optax transform.
+    """
+    if not hasattr(self.algorithm, "send"):
+      raise ValueError(
+        "a Recipe needs an Algorithm, not an optax transform: wrap it with"
+        " asgd.as_algorithm(tx)"
+      )
+    return server_lib.make_server(
+      transforms.own_statistics(self.algorithm, statistics_decay),
+      every=self.every,
+      gate=gate,
+      per_message=self.per_message,
+      workers=self.workers,
+    )

@@ -1,0 +1,9 @@
+"""Data: image sets, text and sentences, and batches as pure functions.
+
+`load` reads an image set and `make_batches` cuts any arrays of examples into
+batches; characters are in `asgd.data.text`, sentences in `asgd.data.sentences`.
+"""
+
+from asgd.data.batches import Batches, augment, make_batches
+from asgd.data.download import DataError
+from asgd.data.images import DATASETS, Dataset, load

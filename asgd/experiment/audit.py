@@ -1,0 +1,259 @@
+"""Whether a live run is what it says: the audit that ends `launch.chaos`.
+
+jobs      each was received once, at the lead and at every shard
+updates   each acknowledged message is an update and a row of the records;
+          without a log (config.server.log=0), how many were rolled back
+deaths    workers that were killed are gone in the trace and did no more work,
+          and workers that are gone in the trace were killed, or took too long
+order     the trace is one that the protocol allows
+replay    the trace leads to the same records and parameters, to the bit
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import base
+from asgd.experiment import replay as replay_lib
+from asgd.experiment import storage
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.live.deadlines import DEAD
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.records import read_records, records_path
+from asgd.orders import trace
+
+
+class Failure(NamedTuple):
+  """One thing that was done to a process."""
+
+  kind: str  # worker, shard, hang, term or driver
+  cell: str
+  index: int  # worker or shard
+  holders: tuple[tuple[int, int], ...]  # (worker, holder) that died by it
+  before: int  # rows of the lead's journal before it was done
+  after: int  # and when it had taken effect
+  coming: tuple[int, int] | None = None  # (worker, holder) it was to become: it
+  # had not joined yet, and may or may not do so before it dies
+
+
+class Finding(NamedTuple):
+  """One thing that was looked at."""
+
+  what: str
+  text: str
+  well: bool
+
+
+def _jobs(journals, jobs, consistent) -> Iterator[Finding]:
+  """Each job once at the lead, and what the other shards make of it."""
+
+  def decisions(events):
+    return [
+      (*event.key, event.job, event.action)
+      for event in events
+      if event.action != base.ROLLBACK
+    ]
+
+  lost = sum(event.action == base.LOST for event in journals[0])
+  lead = decisions(journals[0])
+  for index, events in enumerate(journals):
+    counts = collections.Counter(
+      event.job for event in events if event.action == base.RECEIVE
+    )
+    missing = sum(job not in counts for job in range(jobs))
+    doubled = sum(counts.values()) - len(counts)
+    strange = sum(not 0 <= job < jobs for job in counts)
+    text = f"{len(counts)} of {jobs} received, {doubled} twice"
+    well = missing == doubled == strange == 0
+    name = "jobs" if len(journals) == 1 else f"jobs of shard {index}"
+    if index and consistent:
+      same = lead == decisions(events)
+      text += ", in the order of shard 0" if same else ", NOT as shard 0"
+      well = well and same
+    elif index:
+      # A worker that dies between its parts of a message leaves one half.
+      here = sum(event.action == base.LOST for event in events)
+      text += f" (shard 0 lost {lost} tickets, this one {here})"
+      well = not strange and doubled <= lost and missing <= here
+    yield Finding(name, text, well)
+
+
+def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
+  """What was acknowledged is in the parameters and in the records."""
+  for index, events in enumerate(journals):
+    name = "updates" if len(journals) == 1 else f"updates of shard {index}"
+    ledger = trace.follow(events)
+    received = len(ledger.received) + ledger.undone
+    records = read_records(records_path(folder, index))
+    text = f"{received} received, {len(records.loss)} records"
+    well = len(records.loss) == received
+    if ledger.rollbacks:
+      text += f", {ledger.rollbacks} rollbacks that undid"
+      text += f" {ledger.undone} updates"
+      # Records that a shard had not written yet die with it.
+      least = len(ledger.received)
+      well = not log and least <= len(records.loss) <= received
+    else:
+      updates = int(records.update[-1]) if len(records.loss) else 0
+      accepted = int(records.accepted.sum())
+      text += f", {updates} updates"
+      well = well and updates == accepted // every
+      if index == 0:
+        well = well and updates == result["updates"]
+    yield Finding(name, text, well)
+
+
+def _not_seen(failures, counted, killed) -> str:
+  """What was done to a worker that left no row in the trace, and why."""
+  why: collections.Counter[str] = collections.Counter()
+  for failure in failures:
+    if failure.kind not in ("worker", "hang", "term"):
+      continue
+    if any(failure is other for other in counted):
+      continue
+    if not failure.holders:
+      text = "before it had joined"
+    elif any(killed[key] is not failure for key in failure.holders):
+      text = "to one that was hit before"
+    else:
+      text = "when there was no more to do"
+    why[f"{failure.kind} {text}"] += 1
+  return "".join(f"; {count} {text}" for text, count in sorted(why.items()))
+
+
+def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
+  """Killed workers are gone, and workers that are gone were killed or slow."""
+  killed: dict[tuple[int, int], Failure] = {}
+  coming: dict[tuple[int, int], Failure] = {}
+  for failure in failures:
+    for key in failure.holders:
+      killed.setdefault(key, failure)
+    if failure.coming:
+      coming.setdefault(failure.coming, failure)
+  ledger: trace.Ledger[trace.Event] = trace.Ledger()
+  worked: set[tuple[int, int]] = set()
+  counted: list[Failure] = []  # of workers that are gone in the trace
+  excuse: dict[int, str] = {}  # worker -> how its last ticket died
+  left: set[tuple[int, int]] = set()
+  messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
+  how: collections.Counter[str] = collections.Counter()
+  # A worker may leave when there is nothing more to do.
+  last = max(
+    (r for r, e in enumerate(events) if e.action == base.RECEIVE), default=0
+  )
+  for row, event in enumerate(events[: last + 1]):
+    worker, action, ticket = event.worker, event.action, ledger.obey(event)
+    key = worker, ledger.holders.get(worker, -1)
+    failure = killed.get(key)
+    if action == base.JOIN:
+      excuse.pop(worker, None)
+    elif action == base.RECEIVE:
+      worked.add(key)
+      if failure and row >= failure.after:
+        messages_after[key] += 1
+    elif action == base.REJECT:
+      excuse[worker] = "not finite"
+    elif action == base.LOST and event.time - ticket.time >= slow:
+      excuse.setdefault(worker, "took too long")
+    elif action == base.LEAVE:
+      left.add(key)
+      if failure is None and key not in worked:
+        failure = coming.get(key)
+      if failure and row >= failure.before:
+        how[failure.kind] += 1
+        counted.append(failure)
+      else:
+        how[excuse.get(worker, "NOT EXPLAINED")] += 1
+  # What was on its way when a worker was killed still comes in.
+  ghosts = [key for key, count in messages_after.items() if count > depth + 1]
+  deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
+  text = f"{len(left)} left ({deaths or 'none'})"
+  text += _not_seen(failures, counted, killed)
+  for worker, number in ghosts:
+    failure = killed[worker, number]
+    text += f"; worker {worker} worked on after {failure.kind} at"
+    text += f" row {failure.after}"
+  well = not ghosts and not how["NOT EXPLAINED"]
+  yield Finding("deaths", text, well)
+
+
+def _same(a: base.Records, b: base.Records) -> bool:
+  return all(
+    np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+    for x, y in zip(a, b, strict=True)
+  )
+
+
+def _replay(folder, result, rollbacks, data_dir) -> Iterator[Finding]:
+  """The trace leads to the same."""
+  replayed = replay_lib.replay(folder, data_dir=data_dir)
+  live = result["params_sha256"]
+  digests = f"parameters {replayed.digest[:12]}, live {live[:12]}"
+  yield Finding("replay", digests, replayed.digest == live)
+  if not rollbacks:
+    records = read_records(records_path(folder, 0))
+    well = _same(records, replayed.records)
+    text = "the same" if well else "NOT those of the replay"
+    yield Finding("records", text, well)
+  accuracies = replayed.accuracy, result["test_accuracy"]
+  text = "{:.2f} %, live {:.2f} %".format(*(100 * x for x in accuracies))
+  well = replayed.digest != live or accuracies[0] == accuracies[1]
+  yield Finding("accuracy", text, well)
+
+
+def findings(
+  plan: ServerPlan,
+  folder: Path,
+  failures: Sequence[Failure] = (),
+  *,
+  data_dir: str | None = None,
+) -> Iterator[Finding]:
+  """Yields what there is to say of a finished cell.
+
+  Args:
+    plan: of the cell.
+    folder: of the cell.
+    failures: what was done to it on purpose.
+    data_dir: as for `replay.replay`.
+  """
+  result = storage.read_json(folder / "result.json")
+  if result is None:
+    yield Finding("result", f"{folder} has no result.json", False)
+    return
+  config = plan.run.config
+  server, rules = config["server"], plan.rules()
+  try:
+    # As they are: what is wrong with them is for the findings to say.
+    paths = [journal_path(folder, index) for index in range(server["shards"])]
+    journals = [read_journal(path) for path in paths]
+  except (ValueError, OSError) as error:
+    yield Finding("journals", str(error), False)
+    return
+  consistent = server["consistent"] and server["shards"] > 1
+  yield from _jobs(journals, plan.messages, consistent)
+  yield from _updates(
+    folder, journals, result, plan.recipe.every, server["log"]
+  )
+  # No ladder is shorter, see `asgd.live.deadlines`.
+  slow = DEAD * config["live"]["late_seconds"]
+  yield from _deaths(journals[0], failures, rules.depth, slow)
+  wrong = []
+  for index, events in enumerate(journals):
+    # In rounds a worker may start one more before the first is received; other
+    # shards may still hold what the lead has closed.
+    depth = len(events) if index or rules.round else rules.depth
+    try:
+      trace.check(events, depth=depth)
+    except ValueError as error:
+      wrong.append(f"shard {index}: {error}")
+  yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
+  rollbacks = any(
+    event.action == base.ROLLBACK for events in journals for event in events
+  )
+  try:
+    yield from _replay(folder, result, rollbacks, data_dir)
+  except ValueError as error:
+    yield Finding("replay", str(error), False)

@@ -1,0 +1,180 @@
+"""From a config to the cells of an experiment.
+
+A cell is one training run: a run of the config, a number of workers and a seed.
+Everything that can be wrong with a config is found here, before anything is
+written or trained.
+"""
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+
+from asgd import problems
+from asgd.experiment import checks, problem, schema, storage
+from asgd.experiment.schema import Engines, Run
+from asgd.parallel import meshes
+
+
+class Cell(NamedTuple):
+  """One training run of an experiment."""
+
+  label: str  # of the run, in the config
+  title: str  # of the run, for people
+  workers: int
+  seed: int
+
+  @property
+  def name(self) -> str:
+    """Its folder."""
+    return f"{self.label}-n{self.workers}-s{self.seed}"
+
+
+class Experiment:
+  """All there is to run; plans and problems are made once, when asked for."""
+
+  def __init__(
+    self,
+    config: Mapping[str, Any],
+    engines: Engines,
+    runs: Mapping[str, Run],
+    dataset: problem.Dataset,
+    shared_problem: problems.Problem,
+    measurements: dict[str, Any] | None = None,
+  ):
+    """Expands runs into cells; see `build`.
+
+    Args:
+      config: resolved.
+      engines: by their names.
+      runs: by their labels.
+      dataset: that is trained on.
+      shared_problem: with the config's own batch size.
+      measurements: of this machine, on which plans depend; JSON.
+    """
+    self.config, self.engines = dict(config), engines
+    self.runs, self.dataset = dict(runs), dataset
+    self.measurements = {} if measurements is None else dict(measurements)
+    self.cells: tuple[Cell, ...] = tuple(_cells(self))
+    self.compiled: dict[Any, Any] = {}  # what plans of an engine share
+    self._problems = {config["batch_size"]: shared_problem}
+    self._plans: dict[tuple[str, int], Any] = {}
+
+  @functools.cached_property
+  def dataset_identity(self) -> dict[str, str]:
+    """The dataset's name, and a checksum of its arrays."""
+    digest = storage.digest(self.dataset[2:])
+    return {"name": self.dataset.name, "sha256": digest}
+
+  def kind(self, cell: Cell) -> Any:
+    """Returns the engine kind of a cell."""
+    return self.engines[self.runs[cell.label].engine]
+
+  def problem_of(self, run: Run) -> problems.Problem:
+    """Returns the problem with a run's batch size."""
+    size = run.config["batch_size"]
+    if size not in self._problems:
+      with checks.blame(f"runs.{run.label}.batch_size"):
+        shared = self._problems[self.config["batch_size"]]
+        self._problems[size] = shared.with_batch_size(size)
+    return self._problems[size]
+
+  def plan(self, cell: Cell) -> Any:
+    """Returns the plan of a cell, which those that differ in the seed share."""
+    key = cell.label, cell.workers
+    if key not in self._plans:
+      run = self.runs[cell.label]
+      make = self.engines[run.engine].plan
+      self._plans[key] = make(self, run, cell.workers)
+    return self._plans[key]
+
+
+def _cells(experiment: Experiment):
+  """Yields cells: by workers, then run, then seed."""
+  chosen = {
+    label: list(experiment.engines[run.engine].workers(run))
+    for label, run in experiment.runs.items()
+  }
+  for workers in sorted({n for counts in chosen.values() for n in counts}):
+    for label, counts in chosen.items():
+      if workers in counts:
+        for seed in experiment.config["seeds"]:
+          yield Cell(label, experiment.runs[label].title, workers, seed)
+
+
+def start_devices(devices: int) -> None:
+  """Starts JAX, on as many CPU devices if it has no others.
+
+  Raises:
+    ValueError: if there is no device.
+  """
+  if jax.config.jax_num_cpu_devices < devices:
+    # Once JAX has started, engines use what there is.
+    with contextlib.suppress(RuntimeError):
+      jax.config.update("jax_num_cpu_devices", devices)
+  meshes.find_devices()
+
+
+def build(
+  config: ml_collections.ConfigDict | Mapping,
+  *,
+  engines: Engines,
+  data_dir: str | None = None,
+  dataset: problem.Dataset | None = None,
+  measurements: dict[str, Any] | None = None,
+) -> Experiment:
+  """Builds an experiment from a config, checking all of it.
+
+  Args:
+    config: keys of `schema.SHARED` and of the engines' sections.
+    engines: by their names.
+    data_dir: where the dataset's files are; None looks in the usual places.
+    dataset: one that is loaded already, used as it is.
+    measurements: of an earlier build, on which plans depend; None measures.
+
+  Raises:
+    ValueError: for anything wrong, naming the key, the value and the remedy.
+  """
+  resolved = schema.resolve(config, engines)
+  runs = schema.runs(resolved, engines)
+  for run in runs.values():
+    engines[run.engine].check(run)
+  start_devices(max(engines[run.engine].devices(run) for run in runs.values()))
+  dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
+  experiment = Experiment(
+    resolved, engines, runs, dataset, shared, measurements
+  )
+  for cell in experiment.cells:
+    experiment.plan(cell)
+  return experiment
+
+
+def only(run: Run, cell: Cell) -> dict[str, Any]:
+  """Returns a config of which this cell is the only one: what another process
+  builds, and what a replay reads."""
+  config = {k: v for k, v in run.config.items() if k != "engine"}
+  entry = {"engine": run.engine, "recipe": run.recipe, "title": run.title}
+  return {
+    **config,
+    "runs": {run.label: {**entry, **run.options}},
+    "only": [],
+    "workers": [cell.workers],
+    "seeds": [cell.seed],
+  }
+
+
+def sections_of(config: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
+  """Returns the part of a resolved config that these engines know."""
+  known = schema.sections(engines)
+  return {key: value for key, value in config.items() if key in known}
+
+
+def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+  """Returns cells that share a plan together: what one process does best."""
+  by_plan: dict[tuple[str, int], list[Cell]] = {}
+  for cell in cells:
+    by_plan.setdefault((cell.label, cell.workers), []).append(cell)
+  return list(by_plan.values())

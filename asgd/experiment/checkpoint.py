@@ -1,0 +1,192 @@
+"""Checkpoints of a cell, with orbax: named arrays and JSON.
+
+An engine gives a tree of arrays and JSON; the arrays are stored under the names
+of their places in the tree, and come back in a tree of the same structure. What
+a checkpoint of an engine holds is the engine's to say: everything that is not a
+function of the config, the seed, the worker and the job.
+
+Orbax writes a step under a temporary name and renames it, so a save that is
+killed leaves no step behind. What a disk or a copy cut short later is found by
+a checksum over all arrays.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from asgd.experiment import storage
+
+
+class Saved(NamedTuple):
+  """What a checkpoint gives back."""
+
+  arrays: dict[str, np.ndarray]  # by their places in the tree
+  notes: dict[str, Any]  # JSON
+
+  def tree(self, template: Any) -> Any:
+    """Returns the tree that was saved, of NumPy arrays.
+
+    Args:
+      template: a tree of the same structure; its leaves have shapes, or are
+        ANY.
+
+    Raises:
+      ValueError: if the checkpoint is of another structure, or other shapes.
+    """
+    names, structure = _names(template)
+    if names.keys() != self.arrays.keys():
+      strange = sorted(names.keys() ^ self.arrays.keys())[:3]
+      raise ValueError(
+        f"it is of another model, algorithm or schedule ({', '.join(strange)})"
+      )
+    for name, leaf in names.items():
+      shape = np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape
+      if leaf is not ANY and tuple(shape) != self.arrays[name].shape:
+        raise ValueError(
+          f"{name} has shape {self.arrays[name].shape} where"
+          f" {tuple(shape)} is wanted: it is of another model"
+        )
+    return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
+
+
+class _Any:
+  """A leaf of a template that may have any shape."""
+
+
+ANY = _Any()
+
+
+def any_shapes(tree: Any) -> Any:
+  """Returns a template of the same structure whose shapes are not checked."""
+  return jax.tree.map(lambda leaf: ANY, tree)
+
+
+def _names(tree):
+  """Returns (name -> leaf, structure) of a tree."""
+  leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+  names = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+  if len(names) != len(leaves):
+    raise ValueError("two leaves of a checkpoint have the same name")
+  return names, structure
+
+
+def _brief(error: Exception) -> str:
+  """An exception's type and the beginning of its text, on one line."""
+  text = " ".join(str(error).split())
+  return f"{type(error).__name__}: {text[:200]}"
+
+
+class Checkpoints:
+  """The last few checkpoints of one cell, in one folder."""
+
+  def __init__(self, folder: Path, *, keep: int = 2):
+    """Opens the folder, making it if it is not there.
+
+    Args:
+      folder: for these checkpoints alone.
+      keep: how many are kept.
+    """
+    alone = {}
+    if jax.process_count() > 1:  # this process writes, and asks no other
+      here = jax.process_index()
+      alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}
+      )
+      alone["create"] = False
+      folder.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=keep, enable_async_checkpointing=False, **alone
+    )
+    self._folder = folder
+    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+  def save(self, step: int, tree: Any, notes: dict[str, Any]) -> None:
+    """Writes a checkpoint; when this returns it is on disk, whole.
+
+    Args:
+      step: its number; a step that is there is not written again.
+      tree: of arrays.
+      notes: JSON.
+
+    Raises:
+      ValueError: if it cannot be written; what was there is left as it was.
+    """
+    if step == self._manager.latest_step():
+      return  # restored from, or saved at, this very step
+    arrays = {
+      name: np.asarray(leaf)
+      for name, leaf in _names(jax.device_get(tree))[0].items()
+    }
+    # Orbax takes no array without elements, such as a shard may have.
+    empty = {name: x for name, x in arrays.items() if not x.size}
+    meta = {
+      "notes": notes,
+      "names": list(arrays),  # slashes and dots mean something to orbax
+      "digest": storage.digest(list(arrays.values())),
+      "empty": {n: [x.dtype.str, x.shape] for n, x in empty.items()},
+    }
+    full = {f"{i:05d}": x for i, x in enumerate(arrays.values()) if x.size}
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
+        ),
+        force=True,
+      )
+    except Exception as error:  # a full disk makes orbax raise anything
+      raise ValueError(
+        f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
+        " room and run the same command again to go on"
+      ) from error
+
+  def restore(self, rebuild: Callable[[Saved], Any]) -> Any:
+    """Returns rebuild(saved) of the newest checkpoint that is whole, None if
+    there is none. Says on stderr which ones it could not use.
+
+    Args:
+      rebuild: makes what it was saved of; raises ValueError if it cannot.
+    """
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        return rebuild(self._read(step))
+      except Exception as error:  # whatever a damaged file makes orbax raise
+        aside = self._folder.parent / f"damaged-{step}"
+        while aside.exists():
+          aside = aside.with_name(aside.name + "-again")
+        (self._folder / str(step)).rename(aside)
+        self._manager.reload()
+        print(
+          f"warning: checkpoint {self._folder / str(step)} is damaged and is"
+          f" not used ({_brief(error)}); it is kept as"
+          f" {aside}. Using the one before it, or starting again",
+          file=sys.stderr,
+        )
+    return None
+
+  def _read(self, step) -> Saved:
+    saved = self._manager.restore(
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
+      ),
+    )
+    meta, arrays = saved["meta"], {}
+    for i, name in enumerate(meta["names"]):
+      if name in meta["empty"]:
+        dtype, shape = meta["empty"][name]
+        arrays[name] = np.empty(shape, dtype)
+      else:
+        arrays[name] = np.asarray(saved["arrays"][f"{i:05d}"])
+    if storage.digest(list(arrays.values())) != meta["digest"]:
+      raise ValueError("the checksum does not match")
+    return Saved(arrays, meta["notes"])
+
+  def close(self) -> None:
+    """Releases the folder."""
+    self._manager.close()

@@ -1,0 +1,215 @@
+"""Engines: what makes a run of an experiment, and what the run loop needs.
+
+An engine trains one cell. The loop around it (`asgd.experiment.loop`) asks it
+to go on to the next evaluation, evaluates, writes checkpoints and logs, and
+ends with a result; none of that is repeated here. What an engine counts is
+messages: gradients received by a server, microbatches that every stage has
+learned from, updates of a mesh.
+
+`EngineKind` is how an experiment knows an engine before there is a cell: the
+sections of the config that are its own, the plan that cells of a run share, and
+how a cell is started. An engine that is made elsewhere (`pipeline.engine`) is
+handed in with the config that names it.
+"""
+
+import abc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import optax
+
+
+class NotFinite(ValueError):
+  """A loss or an update is NaN or infinite."""
+
+
+class Died(RuntimeError):
+  """A process of an engine died: the cell goes on from its checkpoint."""
+
+
+class Progress(NamedTuple):
+  """What one call of `Engine.advance` did."""
+
+  loss: np.ndarray  # float[k], of the messages that are new
+  staleness: float | None = None  # mean over them; None: nothing is ever stale
+  gap: float | None = None  # mean over them
+  news: Sequence[str] = ()  # what the user should be told
+  figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
+  broken: str | None = None  # which message was not finite, and why not
+
+  @property
+  def count(self) -> int:
+    """Messages that are new."""
+    return len(self.loss)
+
+
+class Snapshot(NamedTuple):
+  """Parameters, and when they were reached."""
+
+  params: optax.Params
+  message: int  # messages received by then
+  update: int  # parameter changes by then
+  clock: dict[str, float]  # {"time": simulated} or {"seconds": of training}
+
+
+class Engine(abc.ABC):
+  """One cell in training."""
+
+  total: int  # messages of the cell
+  done: int  # messages received
+  quantum: int = 1  # evaluations are at multiples of so many messages
+
+  @abc.abstractmethod
+  def advance(self, until: int) -> Progress:
+    """Trains on, not past message `until`, for about a second at most."""
+
+  @abc.abstractmethod
+  def snapshot(self) -> Snapshot:
+    """Returns the parameters as they are after message `done`."""
+
+  @abc.abstractmethod
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns the columns of an evaluation, of messages start to end."""
+
+  @abc.abstractmethod
+  def records(self) -> Any:
+    """Returns what was recorded, a NamedTuple of columns; one is `loss`."""
+
+  @abc.abstractmethod
+  def columns(self) -> dict[str, Any]:
+    """Returns its part of the row of results."""
+
+  @abc.abstractmethod
+  def save(self) -> tuple[int, Any, dict[str, Any]] | None:
+    """Returns a checkpoint, from which the constructor goes on: (a number that
+    grows, tree of arrays, JSON); None if there cannot be one now."""
+
+  def stop(self) -> str:
+    """Comes to rest where a checkpoint can be made, as training is to end.
+    Returns what the user should know."""
+    return ""
+
+  def extras(self) -> dict[str, str]:
+    """Returns further files of a finished cell: name -> text."""
+    return {}
+
+  def discard(self) -> None:
+    """Drops what is kept outside the results folder: the cell is finished."""
+    self.close()
+
+  def close(self) -> None:
+    """Releases what it holds; may be called at any time, and twice."""
+    return
+
+
+class Plan(Protocol):
+  """What the cells of a run with one number of workers share."""
+
+  learning_rate: float  # the peak
+  schedule: Any  # float, or update -> learning rate
+  messages: int  # of a cell
+  batches: int  # of `batch_size` examples, in one message
+  curvature_limit: float  # largest stable curvature at the peak; NaN: unknown
+
+
+class Context(NamedTuple):
+  """What a cell is started with."""
+
+  experiment: Any  # asgd.experiment.cells.Experiment
+  cell: Any  # asgd.experiment.cells.Cell
+  plan: Any  # a Plan of the engine
+  folder: Path | None  # of the cell; None where another process writes
+  board: Path | None  # for TensorBoard
+  restore: Callable[[Callable[[Any], Any]], Any]  # see Checkpoints.restore
+  rows: Sequence[Mapping[str, Any]]  # evaluations that the log has
+  machine: Any  # asgd.experiment.machine.Machine
+
+
+class Column(NamedTuple):
+  """A column of the table of results."""
+
+  header: str
+  key: str  # of a result
+  scale: float = 1
+  form: str = "{:.3g}"
+
+
+def no_check(*_: Any) -> None:
+  """The `check_machine` of an engine that runs anywhere."""
+
+
+def no_keys(*_: Any) -> tuple[str, ...]:
+  """The `options` and `dependents` of an engine that has none."""
+  return ()
+
+
+class EngineKind(NamedTuple):
+  """An engine, as an experiment knows it."""
+
+  sections: Mapping[str, Any]  # of the config, as in schema.SHARED
+  settings: str | None  # the section that a run may set directly
+  # (entry of a run) -> further keys that it may give: of what it selects
+  options: Callable[[Mapping[str, Any]], Sequence[str]]
+  # (section or entry, key, value) -> keys that follow from the old value
+  dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]]
+  default_recipe: str | None  # None: a run must name one
+  workers: Callable[[Any], Sequence[int]]  # of the cells of a Run
+  check: Callable[[Any], None]  # of a Run, before there are data or devices
+  devices: Callable[[Any], int]  # CPU devices that a Run needs
+  plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
+  start: Callable[[Context], Engine]
+  # (Experiment, plans of its cells, Machine): before anything is written
+  check_machine: Callable[[Any, Sequence[Any], Any], None]
+  columns: Sequence[Column]  # of the table, beside those that all have
+  describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
+  timed: bool = False  # its seconds are a result: its cells run one at a time
+  # (folder of a finished cell): removes what a kill right after its end left
+  clean: Callable[[Path], None] = no_check
+  journaled: bool = False  # it goes on from a journal: evaluations are those of
+  # the log, not those of the checkpoint
+
+
+def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
+  """Returns the messages after which a cell is evaluated, the last at its end.
+
+  Args:
+    evaluations: how many, at most.
+    total: messages of the cell.
+    quantum: they are at multiples of so many.
+  """
+  steps = total // quantum
+  count = min(evaluations, steps)
+  return [round((k + 1) * steps / count) * quantum for k in range(count)]
+
+
+class Pace:
+  """How many steps take about so many seconds."""
+
+  def __init__(self, seconds: float, first: int = 1):
+    """Starts with a guess.
+
+    Args:
+      seconds: that a call of `advance` may take.
+      first: steps of the first call.
+    """
+    self._seconds, self.steps = seconds, first
+    self._start = 0.0
+
+  def begin(self) -> int:
+    """Starts the clock; returns how many steps to make."""
+    self._start = time.perf_counter()
+    return self.steps
+
+  def end(self) -> float:
+    """Learns from what the steps took; returns that, in seconds."""
+    took = time.perf_counter() - self._start
+    self.steps = max(1, round(self.steps * min(2, self._seconds / took)))
+    return took
+
+
+def mean(values: np.ndarray) -> float:
+  """Returns the mean, NaN of nothing."""
+  return float(values.mean()) if values.size else float("nan")

@@ -1,0 +1,461 @@
+"""The engines `threads` and `ray`: real workers, real time, real faults.
+
+The driver, which is this process, watches a cluster of workers and shards: it
+replaces what dies, evaluates parameters that the shards keep for it, and writes
+down what it sees. Training does not wait for it.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asgd import base, simulator
+from asgd.experiment import checks, claim, live_figures, live_files, ray_runtime
+from asgd.experiment.engines import (
+  Column,
+  Context,
+  Engine,
+  EngineKind,
+  NotFinite,
+  Progress,
+  Snapshot,
+  due,
+  live_clusters,
+  no_keys,
+  parameter_server,
+)
+from asgd.experiment.engines.live_news import ShardNews
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.schema import Run, Setting
+from asgd.live import faults as faults_lib
+from asgd.live.append_only import FileGone
+from asgd.live.clusters import base as clusters
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.links.base import Disconnected
+from asgd.live.records import RECORD, check_records, read_records, records_path
+from asgd.live.slots import check_room
+from asgd.orders.trace import follow
+
+_LOOK = 0.1  # seconds between two looks at the cluster
+_MOST_SECONDS = 1e9  # that a clock can count
+
+SECTIONS: dict[str, Any] = {
+  **parameter_server.SECTIONS,
+  "server": {
+    "shards": Setting(1, checks.whole(1, 256)),
+    "consistent": Setting(False, checks.flag),  # one order for all shards
+    "log": Setting(16, checks.whole(0, 10_000)),  # messages kept for recovery
+    "wire": Setting("float32", checks.choice("float32", "bfloat16")),
+  },
+  "live": {
+    # Factors on the time of workers 0, 1, ...; () is none.
+    "slowdown": Setting((), checks.several(checks.number(1, 1e4))),
+    "refill": Setting(True, checks.flag),  # replace workers that die
+    "together": Setting(True, checks.flag),  # wait for all before the first job
+    "late_mads": Setting(10.0, checks.number(most=_MOST_SECONDS, above=True)),
+    "late_seconds": Setting(2.0, checks.number(most=_MOST_SECONDS, above=True)),
+    "start_seconds": Setting(
+      120.0, checks.number(most=_MOST_SECONDS, above=True)
+    ),
+    "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
+    "worker_gpus": Setting(0.0, checks.number(most=10_000)),
+    "devices": Setting(1, checks.whole(1, 256)),  # of each worker
+    "parallel": Setting("data", checks.choice("data", "tensor")),
+    "spans": Setting(False, checks.flag),  # write what workers do when
+  },
+}
+
+
+def check(run: Run) -> None:
+  """Checks what needs neither data nor a model.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  parameter_server.check(run)
+  config = run.config
+  server, live = config["server"], config["live"]
+  if server["consistent"] and server["shards"] > 1 and not server["log"]:
+    raise ValueError(
+      "config.server.consistent needs a log, or shards that come back would"
+      " differ from the others; set config.server.log=16"
+    )
+  devices, batch = live["devices"], config["batch_size"]
+  if live["parallel"] == "data" and batch % devices:
+    raise ValueError(
+      f"config.live.devices {devices} must divide config.batch_size {batch}, or"
+      " each device would do the whole batch; use"
+      f" {math.gcd(devices, batch)}, or another batch size"
+    )
+
+
+def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
+  """Builds what the cells of a run with so many workers share, checking that
+  they can be run live.
+
+  Raises:
+    ValueError: for an order that only a simulation can keep, and for what
+      cannot be split into shards, naming the remedy.
+  """
+  result = parameter_server.plan(experiment, run, workers)
+  result.rules()
+  if run.config["server"]["shards"] > 1:
+    live_clusters.needs_totals(result)
+  return result
+
+
+def check_machine(
+  experiment: Any, plans: Sequence[ServerPlan], machine: Any, *, ray: bool
+) -> None:
+  """Checks that a machine has what live cells need, before anything is written.
+
+  Raises:
+    ValueError: naming the flag and the remedy.
+  """
+  del experiment
+  for plan in plans:
+    faults_lib.check(machine.faults, plan.workers, plan.messages)
+  folder = machine.memory_dir
+  if not os.path.isdir(folder):
+    raise ValueError(
+      f"--memory_dir={folder} is no folder; use one in memory, such as"
+      " /dev/shm, or any other (slower)"
+    )
+  try:
+    os.rmdir(tempfile.mkdtemp(prefix="asgd-", dir=folder))
+  except OSError as error:
+    raise ValueError(
+      f"--memory_dir={folder}: no folder can be made there"
+      f" ({error.strerror}); use one in memory, such as /dev/shm, or any other"
+      " (slower)"
+    ) from error
+  if ray:
+    ray_runtime.check(machine.address, allow_network=machine.allow_network)
+
+
+class LiveEngine(Engine):
+  """A cell of real workers, watched until all its jobs are received."""
+
+  def __init__(self, context: Context, make_cluster: Callable[..., Any]):
+    """Starts the cell, or goes on where its journals end.
+
+    Args:
+      context: of the cell.
+      make_cluster: (live run, machine, images, resumed, began) -> a cluster.
+
+    Raises:
+      ValueError: if what is there is not all there, or does not fit together.
+    """
+    self._context, self._plan = context, context.plan
+    folder = context.folder
+    shards = range(self._plan.run.config["server"]["shards"])
+    self._journals = [journal_path(folder, index) for index in shards]
+    self._sinks = [records_path(folder, index) for index in shards]
+    journals = live_files.read_journals(folder, len(shards))
+    begun = bool(journals[0])
+    self._claim = claim.Claim(folder, context.machine.memory_dir, resume=begun)
+    self.cluster, self._watch = None, None
+    self._received = sum(e.action == base.RECEIVE for e in journals[0])
+    try:
+      self._start(context, make_cluster, journals)
+    except BaseException:
+      self.close()
+      raise
+
+  def _start(self, context, make_cluster, journals):
+    plan = self._plan
+    if not self._claim.kept:
+      check_room(context.machine.memory_dir, live_clusters.memory_needed(plan))
+    self.total, self.done = plan.messages, self._received
+    evaluated = due(context.experiment.config["evaluations"], self.total)
+    self._live = live = live_clusters.prepare(
+      plan, context.cell, context.folder, self._claim.memory, evaluated
+    )
+    events = journals[0]
+    images = None
+    if events:
+      images = context.restore(
+        lambda saved: self._images(saved, [len(j) for j in journals])
+      )
+    before = events[-1].time if events else 0.0
+    self._first = None  # when the first ticket was sent
+    self._snapshot: Snapshot | None = None
+    self._insists = False  # whether a checkpoint must be made now
+    self._news = ShardNews(live, self._received, resumed=bool(events))
+    self.cluster = make_cluster(
+      *(live, context.machine, images, bool(events)),
+      time.monotonic() - before,
+    )
+    self._claim.note(self.replaced)
+    self._watch = live_figures.Watch(
+      live,
+      context.board,
+      compress=live_clusters.dtype_on_wire(plan.run.config),
+    )
+    self._next_look = 0.0
+    self.cluster.start()
+
+  def _images(self, saved, rows):
+    """The shards' images in a checkpoint, if the journals hold all of it."""
+    for index, meta in enumerate(saved.notes["shards"]):
+      if meta["rows"] > rows[index]:
+        raise ValueError(
+          f"trace-{index}.csv has {rows[index]} rows, the checkpoint is of row"
+          f" {meta['rows']}"
+        )
+    parts = live_clusters.parts(self._live)
+    server = self._plan.server
+    states = saved.tree([simulator.start(server, part) for part in parts])
+    return list(zip(states, saved.notes["shards"], strict=True))
+
+  # Watching.
+
+  def advance(self, until: int) -> Progress:
+    """Looks at the cluster once, a moment after the last time."""
+    pause = self._next_look - time.monotonic()
+    if pause > 0:
+      time.sleep(pause)
+    self._next_look = time.monotonic() + _LOOK
+    before = self.replaced
+    news = self.cluster.check()
+    if self.replaced != before:
+      self._claim.note(self.replaced)
+    status = self.cluster.status()
+    if status is None:
+      return Progress(loss=np.empty(0), news=news)
+    self._check_files()
+    news += self._news.of(status)
+    new = read_records(self._sinks[0], self._received)
+    self._received += len(new.loss)
+    figures = self._watch.look(time.monotonic(), new, self._received)
+    self._check_refused(status[0])
+    self._look_for(until, status)
+    return Progress(
+      loss=new.loss,
+      staleness=_mean(new.staleness),
+      gap=_mean(new.gap),
+      news=news,
+      figures=figures,
+    )
+
+  def _look_for(self, until, status):
+    """Fetches the parameters of message `until`, if it was received."""
+    finished = clusters.finished(status)
+    last = until == self.total
+    everywhere = all(shard["received"] >= until for shard in status)
+    # Shards with an order of their own may receive a job twice or, in the end,
+    # not at all.
+    if not finished and (last or not everywhere):
+      self.done = min(self._received, until - 1)
+      return
+    kept = not last and all(until in s["kept_params"] for s in status)
+    # If a shard died with what it kept, the parameters of now will do.
+    message = until if kept else status[0]["received"]
+    if not self._received:
+      return
+    with contextlib.suppress(Disconnected):  # the next look will do
+      self._snapshot = self._take(message, until if kept else None)
+      self.done = until
+
+  def _take(self, message, kept=None):
+    """Fetches parameters: those kept at a message, or those of now."""
+    params = self.cluster.params(kept)
+    records = read_records(self._sinks[0])
+    row = min(message, len(records.loss)) - 1
+    seconds = float(records.time[row]) - self._first_ticket()
+    return Snapshot(
+      *(params, message, int(records.update[row])), {"seconds": seconds}
+    )
+
+  def _check_files(self):
+    """Raises ValueError if what the shards write is not there any more."""
+    for path in (*self._journals, *self._sinks):
+      if not path.exists():
+        raise FileGone(path)
+
+  def _check_refused(self, status):
+    """Raises NotFinite if nothing else comes: it is never applied."""
+    if status["refused"] <= 3 * self._plan.workers:
+      return
+    raise NotFinite(
+      parameter_server.not_finite(
+        self._plan,
+        f"the last {status['refused']} messages were not finite, at message"
+        f" {status['received']}",
+        self._context.cell.name,
+      )
+    )
+
+  def _first_ticket(self):
+    if self._first is None:
+      events = read_journal(self._journals[0])
+      self._first = live_files.first_ticket(events)
+    return self._first
+
+  # What there is to know.
+
+  def snapshot(self) -> Snapshot:
+    """Returns the parameters of the message that `advance` was to reach."""
+    if self._snapshot is None:  # all was evaluated before this process began
+      self._snapshot = self._ask(lambda: self._take(self._received))
+    return self._snapshot
+
+  def records(self) -> base.Records:
+    """Returns a row for each message, as the lead has them, with the norms of
+    all shards where each has received the message."""
+    return live_clusters.combine(
+      [read_records(path) for path in self._sinks], self._live
+    )
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns staleness, gap and losses of some messages, at least one."""
+    records = read_records(self._sinks[0])
+    # Without a log, some records die with a shard.
+    start = max(min(start, end - 1, len(records.loss) - 1), 0)
+    part = base.Records(*(column[start:end] for column in records))
+    return parameter_server.summary(part)
+
+  def columns(self) -> dict[str, Any]:
+    """Returns what the cell came to.
+
+    Raises:
+      ValueError: if what the shards wrote is not all there.
+    """
+    images = self._ask(self.cluster.images)
+    self._check_files()
+    journals = [read_journal(path) for path in self._journals]
+    for path, sink, events, (_, meta) in zip(
+      self._journals, self._sinks, journals, images, strict=True
+    ):
+      if len(events) < meta["rows"]:
+        raise ValueError(
+          f"{path} has {len(events)} rows where the run wrote {meta['rows']}:"
+          " it was cut short or changed; start anew in another folder"
+          " (--workdir)"
+        )
+      count = sink.stat().st_size // RECORD.itemsize
+      check_records(sink, count, events, whole=True)
+    records = self.records()
+    row = parameter_server.columns(
+      self._plan, records, int(images[0][0].version)
+    )
+    if not self._plan.server.sends_current:
+      sent = live_clusters.sent_params(self._live, images)
+      row["sent_accuracy"] = self._plan.problem.evaluate(sent).accuracy
+    first = live_files.first_ticket(journals[0])
+    undone = sum(follow(events).undone for events in journals)
+    return {
+      **row,
+      "seconds": float(records.time[-1]) - first,
+      "replaced": self.replaced,
+      "rolled_back": undone,
+      "took_part": len(np.unique(records.worker)),
+    }
+
+  @property
+  def replaced(self) -> dict[str, int]:
+    """How many processes were replaced since the cell began."""
+    before, cluster = self._claim.replaced, self.cluster
+    if cluster is None:
+      return dict(before)
+    return {
+      kind: before.get(kind, 0) + count
+      for kind, count in cluster.replaced.items()
+    }
+
+  # Coming to rest.
+
+  def save(self) -> tuple[int, Any, dict[str, Any]] | None:
+    """Returns an image of each shard, for when the memory of the machine is
+    lost; None if a shard cannot be asked now."""
+    try:
+      images = (
+        self._ask(self.cluster.images)
+        if self._insists
+        else self.cluster.images()
+      )
+    except Disconnected:
+      return None
+    states, metas = zip(*images, strict=True)
+    step = sum(meta["rows"] for meta in metas)
+    if not step:  # nothing has happened yet
+      return None
+    return step, list(states), {"shards": list(metas)}
+
+  def stop(self) -> str:
+    """Lets workers hand in what they have begun."""
+    end = time.monotonic() + self._context.machine.grace_seconds
+    self._ask(self.cluster.pause)
+    whole = False
+    while not whole and time.monotonic() < end:
+      status = self.cluster.status()
+      whole = bool(status) and not any(shard["busy"] for shard in status)
+      if not whole:
+        time.sleep(_LOOK)
+    self._insists = True
+    self._received = len(read_records(self._sinks[0]).loss)
+    self.done = self._received
+    return "" if whole else "; some workers did not finish in time"
+
+  def _ask(self, question: Callable[[], Any]) -> Any:
+    """Asks the shards something, again if one has to be replaced first."""
+    while True:
+      try:
+        return question()
+      except Disconnected:
+        self.cluster.check()
+        time.sleep(_LOOK)
+
+  def discard(self) -> None:
+    """Removes the shared memory: there is nothing to go on with any more."""
+    self.close()
+    claim.forget(self._context.folder)
+
+  def close(self) -> None:
+    """Ends the cluster, and lets go of the memory."""
+    if self._watch is not None:
+      self._watch.close()
+      self._watch = None
+    if self.cluster is not None:
+      self.cluster.close()
+    if self._claim is not None:
+      if not self._claim.kept and not self._received:
+        self._claim.remove()  # there is nothing to go on with
+      self._claim.close()
+      self._claim = None
+
+
+def _mean(values: np.ndarray) -> float | None:
+  return float(values.mean()) if values.size else None
+
+
+def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
+  return EngineKind(
+    sections=SECTIONS,
+    settings="live",
+    options=no_keys,
+    dependents=no_keys,
+    default_recipe=None,
+    workers=parameter_server.workers_of,
+    check=check,
+    devices=lambda run: run.config["live"]["devices"],
+    plan=plan,
+    start=lambda context: LiveEngine(context, make_cluster),
+    check_machine=functools.partial(check_machine, ray=ray),
+    columns=(Column("seconds", "seconds"), *parameter_server.COLUMNS),
+    describe=parameter_server.describe,
+    timed=True,
+    journaled=True,
+    clean=claim.forget,
+  )
+
+
+THREADS = _kind(live_clusters.thread_cluster, ray=False)
+RAY = _kind(live_clusters.ray_cluster, ray=True)

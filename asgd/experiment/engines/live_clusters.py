@@ -1,0 +1,355 @@
+"""From the plan of a cell to a cluster of threads or of Ray processes."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, sharding, simulator, transforms
+from asgd.experiment.checks import blame
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.live.clusters.threads import ThreadCluster
+from asgd.live.deadlines import Ladder
+from asgd.live.journal import FileJournal, journal_path
+from asgd.live.records import FileSink, records_path
+from asgd.live.setup import Setup, slot_counts
+from asgd.live.slots import SharedMemory, slots_nbytes
+from asgd.live.spans import SpanWriter
+from asgd.live.worker import Duty
+
+
+class LiveRun(NamedTuple):
+  """What a live cell is made of; a cluster is made of it."""
+
+  plan: ServerPlan
+  cell: Any  # asgd.experiment.cells.Cell
+  setup: Setup
+  folder: Path  # of the cell
+  memory: Path  # shared memory and sockets
+  params: Any  # NumPy arrays, before the first message
+
+
+def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
+  """Returns the dtype to which numbers are rounded on their way, or None."""
+  wire = config["server"]["wire"]
+  return None if wire == "float32" else wire
+
+
+def group(plan: ServerPlan) -> simulator.WorkerDevices:
+  """Returns the devices of each worker of a cell."""
+  live = plan.run.config["live"]
+  several = plan.recipe.steps > 1  # batches in a job
+  return simulator.WorkerDevices(
+    live["devices"], live["parallel"], int(several)
+  )
+
+
+def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
+  """Returns what all processes of a cell must agree on."""
+  config = plan.run.config
+  server, live = config["server"], config["live"]
+  return Setup(
+    rules=plan.rules(),
+    workers=plan.workers,
+    jobs=plan.messages,
+    shards=server["shards"],
+    consistent=server["consistent"] and server["shards"] > 1,
+    totals=totals,
+    log=server["log"],
+    snapshot_seconds=config["checkpoint_seconds"],
+    owned=config["data"]["partition"] == "sharded",
+    ladder=Ladder(
+      live["late_mads"], live["late_seconds"], live["start_seconds"]
+    ),
+    keep_params_at=tuple(due),
+    together=live["together"],
+  )
+
+
+@functools.lru_cache(maxsize=256)
+def needs_totals(plan: ServerPlan) -> bool:
+  """Returns whether an algorithm, on shards, needs numbers of all of them.
+
+  Raises:
+    ValueError: for what cannot be split into shards, naming the remedy.
+  """
+  server, rules = plan.run.config["server"], plan.rules()
+  label, recipe = plan.run.label, plan.recipe
+  if rules.round and not server["consistent"]:
+    raise ValueError(
+      f"{label} works in rounds, of which shards with an order of their own"
+      " would make different ones after a failure: set"
+      " config.server.consistent=True, or config.server.shards=1"
+    )
+  params = jax.device_get(plan.problem.init(jax.random.key(0)))
+  with blame("server", ("shards",)):
+    sharding.make_plan(params, server["shards"])
+  algorithm = transforms.own_statistics(recipe.algorithm)
+  try:
+    sharding.probe.check(algorithm, params)
+    return False
+  except ValueError as error:
+    refused = error
+  try:
+    sharding.probe.check(algorithm, params, totals=True)
+  except ValueError:
+    raise refused from None
+  if not server["consistent"]:
+    raise ValueError(
+      f"{label} needs a norm over all shards, which are of one version in a"
+      " consistent run only: set config.server.consistent=True, or"
+      " config.server.shards=1"
+    )
+  gated = plan.run.config["gate"]["max_staleness"] is not None
+  if recipe.every > 1 or gated:
+    raise ValueError(
+      f"{label} needs a norm over all shards, which works where each message is"
+      " an update: without rounds, gate or averaging, or with"
+      " config.server.shards=1"
+    )
+  return True
+
+
+def memory_needed(plan: ServerPlan) -> int:
+  """Returns the bytes of shared memory that a cell takes, or a little less."""
+  agreed = setup(plan, (), totals=False)
+  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  wire = dtype_on_wire(plan.run.config)
+  return slots_nbytes(slot_counts(agreed), params, compress=wire)
+
+
+def prepare(
+  plan: ServerPlan,
+  cell: Any,
+  folder: Path,
+  memory: Path,
+  due: Sequence[int],
+) -> LiveRun:
+  """Says what a live cell is.
+
+  Args:
+    plan: of the cell.
+    cell: which one.
+    folder: of the cell.
+    memory: for what its processes share.
+    due: messages at which shards keep parameters for the driver.
+  """
+  key, _ = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(plan.problem.init(key))
+  totals = plan.run.config["server"]["shards"] > 1 and needs_totals(plan)
+  if totals:
+    _check_totals(plan, params)
+  return LiveRun(
+    *(plan, cell, setup(plan, due, totals=totals), folder, memory, params)
+  )
+
+
+def _check_totals(plan, params):
+  """Checks that the totals of an algorithm can be asked for, on a shard."""
+  shards = plan.run.config["server"]["shards"]
+  pieces = sharding.split(sharding.make_plan(params, shards), params)
+  steps = simulator.compile_steps(plan.server, None)
+  state = simulator.start(plan.server, pieces[0])
+  ticket = steps.send(state, jnp.int32(0))
+  jax.eval_shape(steps.stage, (), state, ticket, pieces[0], np.float32(0))
+
+
+def parts(live: LiveRun) -> list[Any]:
+  """Returns the parameters of each shard, before the first message."""
+  if live.setup.shards == 1:
+    return [live.params]
+  plan = sharding.make_plan(live.params, live.setup.shards)
+  return sharding.split(plan, live.params)
+
+
+def make_duty(live: LiveRun) -> Duty:
+  """Returns what the workers of a cell do."""
+  plan, setup = live.plan, live.setup
+  _, root = jax.random.split(jax.random.key(live.cell.seed))
+  split = (
+    sharding.make_plan(live.params, setup.shards) if setup.shards > 1 else None
+  )
+  return Duty(
+    simulator.compile_work(plan.worker, group(plan)),
+    plan.worker.init,
+    plan.job_batches(live.cell.seed),
+    root,
+    live.params,
+    split,
+    setup.consistent,
+    setup.rules.depth,
+    tuple(plan.run.config["live"]["slowdown"]),
+  )
+
+
+def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
+  """Returns what a worker would be sent now, of shards as they are."""
+  send = jax.jit(live.plan.server.send)
+  pieces = [send(state, np.int32(0)).params for state, _ in images]
+  if len(pieces) == 1:
+    return pieces[0]
+  plan = sharding.make_plan(live.params, len(pieces))
+  return sharding.join(plan, jax.device_get(pieces))
+
+
+def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
+  """Makes one table of the shards' records: that of the lead, with the norms of
+  the whole where every shard has received the message."""
+  lead = parts[0]
+  if len(parts) == 1 or not len(lead.loss):
+    return lead
+  plan = sharding.make_plan(live.params, len(parts))
+  rows = [{key: i for i, key in enumerate(_keys(part))} for part in parts]
+  whole = [
+    i for i, key in enumerate(_keys(lead)) if all(key in each for each in rows)
+  ]
+  keys = [(lead.worker[i], lead.job[i]) for i in whole]
+  reports = []
+  for part, index in zip(parts, rows, strict=True):
+    at = [index[key] for key in keys]
+    reports.append(
+      base.Report(*(getattr(part, name)[at] for name in base.Report._fields))
+    )
+  sizes_ = sharding.trained_sizes(plan, live.params)
+  combined = sharding.combine(reports, sizes_)._asdict()
+  columns = {name: column.copy() for name, column in lead._asdict().items()}
+  for name in columns.keys() & combined.keys():
+    columns[name][whole] = combined[name]
+  return base.Records(**columns)
+
+
+def _keys(records):
+  return zip(records.worker.tolist(), records.job.tolist(), strict=True)
+
+
+# Threads.
+
+
+def _warm_up(live, duty, steps, states):
+  """Compiles before the first ticket is sent, so that no worker is slow, or
+  stale, because of that."""
+  ticket = base.Ticket(np.int32(0), np.int32(0), live.params, np.True_)
+  jax.block_until_ready(
+    duty.work(
+      *(duty.init(live.params), ticket, duty.batch(0, 0)),
+      *(duty.root, np.int32(0)),
+    )
+  )
+  if live.setup.totals:
+    return
+  for state in states:
+    state = jax.tree.map(jnp.array, state)  # it is consumed
+    ticket = steps.send(state, jnp.int32(0))
+    ticket = ticket._replace(version=np.int32(ticket.version))
+    message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
+    jax.block_until_ready(
+      steps.receive(state, ticket, message, np.float32(0.0))
+    )
+
+
+def thread_cluster(
+  live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
+) -> ThreadCluster:
+  """Builds a cluster of threads, whose memory outlives the process."""
+  duty, wire = make_duty(live), dtype_on_wire(live.plan.run.config)
+  steps = simulator.compile_steps(live.plan.server, live.plan.worker, wire=wire)
+  pieces = parts(live)
+  states = [simulator.start(live.plan.server, piece) for piece in pieces]
+  _warm_up(live, duty, steps, states)
+  settings = live.plan.run.config["live"]
+  # Values are rounded where they are made (`compile_steps`), so that what is
+  # written in the narrow dtype comes back as it was.
+  memories = [
+    SharedMemory(
+      *(
+        live.memory / f"shard-{i}",
+        slot_counts(live.setup),
+        (piece, piece, state),
+      ),
+      compress=wire,
+    )
+    for i, (piece, state) in enumerate(zip(pieces, states, strict=True))
+  ]
+  shards = range(len(pieces))
+  return ThreadCluster(
+    *(live.setup, steps, states, duty),
+    faults=machine.faults,
+    refill=settings["refill"],
+    memories=memories,
+    journals=[FileJournal(journal_path(live.folder, i)) for i in shards],
+    sinks=[FileSink(records_path(live.folder, i)) for i in shards],
+    images=images,
+    resumed=resumed,
+    began=began,
+    span=SpanWriter(live.folder) if settings["spans"] else None,
+  )
+
+
+# Ray.
+
+
+def _remote_plan(config, dataset, cell) -> ServerPlan:
+  """The plan of a cell, in a process that was given config and data."""
+  import ray
+
+  from asgd.experiment import cells
+  from asgd.experiment.engines import live
+
+  if isinstance(dataset, ray.ObjectRef):
+    dataset = ray.get(dataset)
+  experiment = cells.build(config, engines={"ray": live.RAY}, dataset=dataset)
+  return experiment.plan(cell)
+
+
+def _remote_server(config, dataset, cell):
+  return _remote_plan(config, dataset, cell).server
+
+
+def _remote_duty(config, dataset, cell, setup, params):
+  plan = _remote_plan(config, dataset, cell)
+  return make_duty(LiveRun(plan, cell, setup, None, None, params))
+
+
+def ray_cluster(
+  live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
+) -> Any:
+  """Builds a cluster of Ray actors."""
+  from asgd.experiment import cells
+  from asgd.live.clusters.actors import RayCluster, Resources
+  from asgd.live.clusters.ray_processes import Site
+
+  plan = live.plan
+  config = cells.only(plan.run, live.cell)
+  settings = plan.run.config["live"]
+  dataset = machine.share(plan.dataset)
+  site = Site(
+    live.setup,
+    str(live.folder.absolute()),
+    str(live.memory),
+    began,
+    compress=dtype_on_wire(plan.run.config),
+    spans=settings["spans"],
+    devices=settings["devices"],
+  )
+  return RayCluster(
+    site,
+    functools.partial(_remote_server, config, dataset, live.cell),
+    live.params,
+    functools.partial(
+      *(_remote_duty, config, dataset, live.cell, live.setup, live.params)
+    ),
+    faults=machine.faults,
+    refill=settings["refill"],
+    resources=Resources(
+      worker={
+        "num_cpus": settings["worker_cpus"],
+        "num_gpus": settings["worker_gpus"],
+      }
+    ),
+    images=images,
+    resumed=resumed,
+  )

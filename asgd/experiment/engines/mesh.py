@@ -1,0 +1,248 @@
+"""The engine `mesh`: one model on a mesh of devices, all of them in step.
+
+The axes of the mesh say what its devices share: data (examples), tensor (every
+matrix of a GPT), pipe (its blocks), rows (images). Whatever they are, the same
+examples are learned from in the same order and the losses are the same, but for
+round-off (and what is drawn: see `asgd.parallel.data_parallel.make_step`).
+
+An update is one message: the gradient of a batch, of staleness 0. It is made by
+an optax optimizer by its name, or by the run's recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base
+from asgd.experiment.engines import (
+  Column,
+  Context,
+  EngineKind,
+  Pace,
+  Progress,
+  Snapshot,
+  mean,
+  mesh_plan,
+  no_check,
+  no_keys,
+)
+from asgd.parallel import (
+  meshes,
+  processes,
+)
+
+_SECONDS = 1.0  # of training, between two looks at clocks and signals
+
+
+class MeshRecords(NamedTuple):
+  """What is recorded of a cell, of each update."""
+
+  loss: np.ndarray  # float32[U], before the update
+  norm: np.ndarray  # float32[U], of the gradient before it is clipped
+  finite: np.ndarray  # bool[U], False if the loss scale skipped it
+
+
+class MeshEngine:
+  """A cell on a mesh. With several processes all make the same calls."""
+
+  quantum = 1
+
+  def __init__(self, context: Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    self._plan, self._name = context.plan, context.cell.name
+    problem, seed = self._plan.problem, context.cell.seed
+    init_key, self._root = jax.random.split(jax.random.key(seed))
+    self._first = problem.init(init_key)
+    self._batches = problem.batches(seed, 1)
+    self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
+    nan = np.full(self.total, np.nan, np.float32)
+    self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
+    section = self._plan.run.config["mesh"]
+    self._scaled = section["loss_scale"] is not None
+    self._state = self._plan.step.init(self._first)
+    self._restore(context)
+    self._pace = Pace(_SECONDS)
+    self._warm_up()
+
+  def _restore(self, context):
+    template = {"state": self._state, "records": self._records}
+    restored = context.restore(
+      lambda saved: (saved.tree(template), saved.notes)
+    )
+    notes = processes.share(restored and restored[1])
+    if notes is None:
+      return
+    if restored is None:  # it is read by another process
+      tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
+    else:
+      tree = restored[0]
+    tree = processes.share_arrays(tree)
+    self._put(tree["state"])
+    self._records = MeshRecords(*map(np.array, tree["records"]))
+    self.done, self._seconds = notes["update"], notes["seconds"]
+
+  def _put(self, arrays):
+    """Goes on from a state of NumPy arrays."""
+    where = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, where)
+    placed = meshes.place(arrays, self._plan.mesh, specs)
+    # Copied: the step donates buffers, and these are NumPy's.
+    copy = jax.jit(
+      lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=where
+    )
+    self._state = copy(placed)
+
+  def _warm_up(self):
+    """Compiles all there is, by an update that is forgotten."""
+    if self.done == self.total:
+      return
+    arrays = self._whole_state() if self.done else None
+    self._step(self.done)
+    self._state = self._plan.step.init(self._first)
+    if arrays is not None:
+      self._put(arrays)
+
+  def _whole_state(self):
+    """The state as NumPy arrays, on every process."""
+    state = self._state
+    if jax.process_count() > 1:
+      state = meshes.whole(state, self._plan.mesh)
+    return jax.device_get(state)
+
+  def _step(self, update):
+    """Makes an update; returns its metrics."""
+    step = self._plan.step
+    batch = step.place(self._batches(0, update))
+    key = jax.random.fold_in(self._root, update)
+    self._state, metrics = step.step(self._state, batch, key)
+    return jax.device_get(metrics)
+
+  def advance(self, until: int) -> Progress:
+    """Makes updates, as many as process 0 has time for."""
+    first, broken = self.done, None
+    steps = int(processes.gather([self._pace.begin()])[0, 0])
+    while self.done < min(first + steps, until):
+      metrics = self._step(self.done)
+      for column, value in zip(self._records, metrics, strict=True):
+        column[self.done] = value
+      finite = np.isfinite(metrics.loss) and (metrics.finite or self._scaled)
+      if not finite and broken is None:
+        broken = self._not_finite(self.done)
+      self.done += 1
+    self._seconds += self._pace.end()
+    return Progress(loss=self._records.loss[first : self.done], broken=broken)
+
+  def _not_finite(self, update):
+    return (
+      f"{self._name}: the loss of update {update} is"
+      f" {self._records.loss[update]} and the norm of its gradient"
+      f" {self._records.norm[update]}: set a lower --config.learning_rate, a"
+      " longer warm-up or --config.clip_norm"
+    )
+
+  def snapshot(self) -> Snapshot:
+    """Returns the parameters, whole, as NumPy arrays; on every process."""
+    params = jax.device_get(self._plan.step.params(self._state))
+    clock = {"seconds": self._seconds}
+    return Snapshot(params, self.done, self.done, clock)
+
+  def records(self) -> MeshRecords:
+    """Returns a row for each update that was made."""
+    return MeshRecords(*(column[: self.done] for column in self._records))
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns losses and gradient norms of some updates."""
+    skipped = self._scaled and (~self._records.finite[start:end]).sum()
+    return {
+      "train_loss": mean(self._records.loss[start:end]),
+      "gradient_norm": mean(self._records.norm[start:end]),
+      "skipped": int(skipped),
+    }
+
+  def columns(self) -> dict[str, Any]:
+    """Returns speed and memory, and what the last updates were like."""
+    config, here = self._plan.run.config, jax.local_devices()[0]
+    kept = sum(
+      shard.data.nbytes
+      for leaf in jax.tree.leaves(self._state)
+      for shard in leaf.addressable_shards
+      if shard.device == here
+    )
+    optimizer = config["mesh"]["optimizer"]
+    weights = base.weights_of(self._first)
+    return {
+      "messages": self.done,
+      "updates": self.done,
+      "mesh": mesh_plan.mesh_text(self._plan.mesh.shape),
+      "processes": jax.process_count(),
+      "optimizer": optimizer["name"] if optimizer else self._plan.run.recipe,
+      "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights)),
+      "seconds": self._seconds,
+      "seconds_per_update": self._seconds / self.done,
+      "examples_per_second": self.done * config["batch_size"] / self._seconds,
+      "state_bytes": kept,  # parameters and the optimizer's, on one device
+      "skipped": self.summary(0, self.done)["skipped"],
+    }
+
+  def save(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns whole arrays, whatever the mesh."""
+    tree = {"state": self._whole_state(), "records": self._records}
+    return self.done, tree, {"update": self.done, "seconds": self._seconds}
+
+  def stop(self) -> str:
+    """Returns at once: it can be cut after any update."""
+    return ""
+
+  def extras(self) -> dict[str, str]:
+    """Returns nothing: records.npz has it all."""
+    return {}
+
+  def discard(self) -> None:
+    """Has nothing outside the results folder."""
+
+  def close(self) -> None:
+    """Has nothing to release."""
+
+
+def _describe(result: Mapping[str, Any]) -> str:
+  words = (
+    f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s,"
+    f" {result['examples_per_second']:.4g} examples a second, state"
+    f" {result['state_bytes'] / 2**20:.3g} MiB on each device of"
+    f" {result['mesh']}"
+  )
+  if result["skipped"]:
+    words += (
+      f"; {result['skipped']} updates were skipped, as"
+      " their gradient was not finite with the loss scale"
+    )
+  return words
+
+
+MESH = EngineKind(
+  sections=mesh_plan.SECTIONS,
+  settings="mesh",
+  options=no_keys,
+  dependents=no_keys,
+  default_recipe="asgd",
+  workers=lambda run: (1,),
+  check=mesh_plan.check,
+  devices=lambda run: mesh_plan.devices_of(run) or 1,
+  plan=mesh_plan.plan,
+  start=MeshEngine,
+  check_machine=no_check,
+  columns=(
+    Column("mesh", "mesh"),
+    Column("optimizer", "optimizer"),
+    Column("train loss", "train_loss", 1, "{:.4f}"),
+    Column("seconds", "seconds", 1, "{:.1f}"),
+    Column("ms/update", "seconds_per_update", 1000, "{:.1f}"),
+    Column("examples/s", "examples_per_second", 1, "{:.4g}"),
+    Column("MiB/device", "state_bytes", 2**-20, "{:.3g}"),
+  ),
+  describe=_describe,
+  timed=True,
+)

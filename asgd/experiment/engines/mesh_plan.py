@@ -1,0 +1,373 @@
+"""The config and the plan of a run on a mesh: axes, optimizer, step.
+
+An update is made by an optax optimizer, by its name, or by the run's recipe.
+"""
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import algorithms, base, names, problems, transforms
+from asgd.experiment import checks
+from asgd.experiment.engines import parameter_server
+from asgd.experiment.schema import Run, Setting
+from asgd.models import transformer
+from asgd.parallel import (
+  circular,
+  data_parallel,
+  hybrid,
+  meshes,
+  precision,
+)
+
+DOUBLE = "float64"  # a precision for comparisons: all of it
+_AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
+_MOST_DEVICES = 4096
+_START = 0.1  # of the peak, where a warm-up begins
+# One needs more than a gradient, one keeps a key, which no checkpoint does.
+_NOT = ("lbfgs", "noisy_sgd")
+
+
+def _axes(value: Any, key: str) -> dict[str, int]:
+  """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
+  if isinstance(value, str):
+    pairs = [part.replace("=", ":").split(":") for part in value.split(",")]
+    try:
+      axes = {axis.strip(): int(size) for axis, size in pairs}
+    except ValueError:
+      raise ValueError(
+        f"config.{key} must be axes and their sizes, as in data:2,tensor:4, not"
+        f" {value!r}"
+      ) from None
+    if len(axes) < len(pairs):
+      raise ValueError(f"config.{key} names an axis twice: {value!r}")
+    value = axes
+  if not isinstance(value, Mapping):
+    raise ValueError(
+      f"config.{key} must be a dict of axes and their sizes, not {value!r}"
+    )
+  for axis, size in value.items():
+    if axis not in _AXES:
+      raise ValueError(
+        f"unknown axis {axis!r} of config.{key}; {names.nearest(axis, _AXES)}"
+      )
+    if size != -1 or isinstance(size, bool):
+      checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
+  if list(value.values()).count(-1) > 1:
+    raise ValueError(
+      f"config.{key}: only one axis can be -1, for what is left: {value!r}"
+    )
+  axes = {axis: value[axis] for axis in _AXES if axis in value}
+  if not axes:
+    return {}
+  return axes if meshes.DATA in axes else {meshes.DATA: 1, **axes}
+
+
+def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+  """Returns optax's optimizers by their names: what takes a learning rate."""
+  makers = {}
+  for name in dir(optax):
+    maker = getattr(optax, name)
+    if name.startswith(("_", "scale_by")) or name in _NOT:
+      continue
+    if not isinstance(maker, types.FunctionType | functools.partial):
+      continue
+    if "learning_rate" in inspect.signature(maker).parameters:
+      makers[name] = maker
+  return makers
+
+
+def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
+  """Reads an optimizer: its name, or a dict of it and its options."""
+  if value is None:
+    return None
+  if isinstance(value, str):
+    value = {"name": value}
+  if not isinstance(value, Mapping) or "name" not in value:
+    raise ValueError(
+      f"config.{key} must be the name of an optimizer of optax, or a dict with"
+      f" its name and options, not {value!r}"
+    )
+  with checks.blame(f"{key}.name"):
+    maker = names.lookup("optimizer", value["name"], optimizers())
+  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
+  known.remove("learning_rate")
+  for option in value:
+    if option == "learning_rate":
+      raise ValueError(
+        f"config.{key}.learning_rate is config.learning_rate: set that"
+      )
+    if option not in (*known, "name"):
+      raise ValueError(
+        f"unknown config key '{key}.{option}' (optimizer"
+        f" {value['name']!r}); {names.nearest(option, known)}"
+      )
+  return dict(value)
+
+
+def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
+  if value is None:
+    return None
+  fields = precision.Dynamic._fields
+  if not isinstance(value, Mapping):
+    raise ValueError(
+      f"config.{key} must be None or a dict of {', '.join(fields)}, not"
+      f" {value!r}"
+    )
+  for field in value:
+    if field not in fields:
+      raise ValueError(
+        f"unknown config key '{key}.{field}'; {names.nearest(field, fields)}"
+      )
+  with checks.blame(key):
+    precision.check_dynamic(precision.Dynamic(**value))
+  return dict(value)
+
+
+_SOME = checks.optional(checks.whole(1, 10**6))
+
+SECTIONS: dict[str, Any] = {
+  "mesh": {
+    # Axis -> devices; one may be -1, for what is left; {} is all on "data".
+    "axes": Setting({}, _axes),
+    # CPU devices to make; None: as many as the mesh has.
+    "devices": Setting(None, checks.optional(checks.whole(1, _MOST_DEVICES))),
+    "accumulate": Setting(1, checks.whole(1, 10**6)),  # pieces, one by one
+    # Of optax: a name, or a dict with its options; None: the run's recipe.
+    "optimizer": Setting(None, _optimizer),
+    "zero": Setting(0, checks.whole(0, 3)),  # what a replica keeps whole
+    "precision": Setting(
+      "unchanged", checks.choice(*precision.POLICIES, DOUBLE)
+    ),
+    "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
+    "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
+    "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
+    "rounds": Setting(None, _SOME),  # axis pipe: how often around; None: once
+    "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
+  }
+}
+
+
+def mesh_text(shape: Mapping[str, int]) -> str:
+  """Returns a mesh for people: "data 2 x tensor 4"."""
+  return " x ".join(f"{axis} {size}" for axis, size in shape.items())
+
+
+def devices_of(run: Run) -> int | None:
+  """Returns how many devices a run needs, None for all there are.
+
+  Raises:
+    ValueError: for fewer `devices` than the mesh has.
+  """
+  section = run.config["mesh"]
+  shape, devices = section["axes"], section["devices"]
+  if not shape or -1 in shape.values():
+    return devices
+  size = math.prod(shape.values())
+  if size > _MOST_DEVICES:
+    raise ValueError(
+      f"config.mesh.axes {mesh_text(shape)} has {size:,} devices; use at most"
+      f" {_MOST_DEVICES:,}"
+    )
+  if devices is not None and devices < size:
+    raise ValueError(
+      f"config.mesh.devices {devices} are fewer than the {size} of"
+      f" config.mesh.axes {mesh_text(shape)}: leave it out, or use {size} or"
+      " more"
+    )
+  return size if devices is None else devices
+
+
+def check(run: Run) -> None:
+  """Checks what can be known before there are devices.
+
+  Raises:
+    ValueError: naming the key, its value and the remedy.
+  """
+  devices_of(run)
+  section = run.config["mesh"]
+  axes = section["axes"]
+  for key, axis, unset in (
+    *(("sequence", meshes.TENSOR, False), ("rounds", meshes.PIPE, None)),
+    ("microbatches", meshes.PIPE, None),
+  ):
+    if section[key] is not unset and axis not in axes:
+      raise ValueError(
+        f"config.mesh.{key} {section[key]!r} is for the axis {axis!r}, which"
+        f" config.mesh.axes {mesh_text(axes) or 'data'} has not: drop it"
+      )
+  if -1 not in axes.values():
+    _check_batch(run, axes or {meshes.DATA: 1})
+  if section["optimizer"] is not None:
+    transform = _named_optimizer(section["optimizer"], 0.1)
+    like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    with checks.blame("mesh.optimizer"):
+      jax.eval_shape(lambda w: transform.update(w, transform.init(w), w), like)
+  if section["precision"] == DOUBLE and not jax.config.jax_enable_x64:
+    raise ValueError(
+      "config.mesh.precision float64 needs jax.config.update('jax_enable_x64',"
+      " True) before anything is computed; the command launch.train does that"
+    )
+
+
+def _check_batch(run, shape):
+  """Whether a batch can be divided as the mesh and others want it."""
+  section, size = run.config["mesh"], run.config["batch_size"]
+  replicas = shape[meshes.DATA]
+  pieces = replicas * section["accumulate"]
+  each = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
+  if size % pieces:
+    raise ValueError(
+      f"config.batch_size {size} cannot be divided into {pieces} pieces"
+      f" ({each} {section['accumulate']}): use a multiple of {pieces}"
+    )
+  cut = _microbatches(section, shape)
+  if size // pieces % cut:
+    raise ValueError(
+      f"config.batch_size {size} makes pieces of {size // pieces} ({each}"
+      f" {section['accumulate']}), which config.mesh.microbatches {cut} does"
+      f" not divide: use a multiple of {pieces * cut}"
+    )
+
+
+def _microbatches(section, shape):
+  if section["microbatches"] is None:
+    return shape.get(meshes.PIPE, 1)
+  return section["microbatches"]
+
+
+# The plan.
+
+
+class MeshPlan(NamedTuple):
+  """What the cells of a run share."""
+
+  run: Run
+  problem: problems.Problem
+  mesh: jax.sharding.Mesh
+  step: data_parallel.Step
+  learning_rate: float  # the peak
+  schedule: Any  # float, or update -> learning rate
+  messages: int  # updates
+  batches: int = 1  # in one message
+  curvature_limit: float = math.nan
+
+
+def _named_optimizer(section, rate) -> optax.GradientTransformation:
+  options = dict(section)
+  maker = optimizers()[options.pop("name")]
+  with checks.blame("mesh.optimizer"):
+    return maker(learning_rate=rate, **options)
+
+
+def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
+  """What makes an update: an optimizer of optax, or the run's recipe."""
+  section = run.config["mesh"]["optimizer"]
+  if section is not None:
+    return _named_optimizer(section, rate)
+  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    recipe = algorithms.build(run.recipe, rate, 1, **run.options)
+  if recipe.worker is not None:
+    raise ValueError(
+      f"config.runs.{run.label}: the workers of {run.recipe} take steps of"
+      " their own, and a mesh has one gradient for all: use another recipe, or"
+      " engine simulate, threads or ray"
+    )
+  if recipe.message is None:
+    return recipe.algorithm
+  return transforms.precede(recipe.algorithm, recipe.message)
+
+
+def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
+  """Builds mesh and step of a run, checking that they fit the model.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  del workers
+  problem, section = experiment.problem_of(run), run.config["mesh"]
+  mesh = _make_mesh(run)
+  _check_batch(run, mesh.shape)
+  peak = float(run.config["learning_rate"])
+  rate = parameter_server.schedule(
+    run, problem, peak=peak, batches=1, start=_START * peak
+  )
+  policy, scale = section["precision"], section["loss_scale"]
+  if policy == DOUBLE:
+    policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
+  with checks.blame("mesh.form"):
+    step = hybrid.make_step(
+      *(_model(run, problem, mesh), _transform(run, rate), mesh),
+      accumulate=section["accumulate"],
+      clip_norm=run.config["clip_norm"],
+      zero=section["zero"],
+      policy=policy,
+      loss_scale=scale and precision.Dynamic(**scale),
+      form=section["form"],
+    )
+  _try(run, problem, mesh, step)
+  updates = max(round(parameter_server.passes(run, problem)), 1)
+  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
+
+
+def _make_mesh(run):
+  section = run.config["mesh"]
+  here, wanted = jax.devices(), devices_of(run)
+  if wanted is not None and wanted > len(here):
+    raise ValueError(
+      f"config.mesh.axes {mesh_text(section['axes']) or 'data'} needs {wanted}"
+      f" devices and there are {len(here)} ({here[0].platform}): use a smaller"
+      " mesh, or JAX_PLATFORMS=cpu in the environment, where this command makes"
+      " as many of the host's CPU as are needed"
+    )
+  with checks.blame("mesh.axes"):
+    return meshes.make(section["axes"] or {meshes.DATA: -1})
+
+
+def _model(run, problem, mesh):
+  section, options = run.config["mesh"], {}
+  if meshes.PIPE in mesh.shape:
+    options = {
+      "pipe": circular.inside,
+      "microbatches": _microbatches(section, mesh.shape),
+      "rounds": section["rounds"] or 1,
+    }
+  size = mesh.shape.get(meshes.TENSOR, 1)
+  for layer in problem.pieces.layers if problem.pieces else ():
+    if isinstance(layer, transformer.Block) and layer.heads % size:
+      raise ValueError(
+        f"config.model.heads {layer.heads} cannot be divided among"
+        f" config.mesh.axes.tensor {size}: use other heads or another mesh"
+      )
+  try:
+    return hybrid.mesh_model(
+      problem, mesh, sequence=section["sequence"], **options
+    )
+  except ValueError as error:
+    raise _unfit(run, mesh, error) from error
+
+
+def _try(run, problem, mesh, step):
+  """Traces a step, so that what does not fit together is found now."""
+  batch = problem.batches(0, 1)(0, 0)
+  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+  try:
+    state = jax.eval_shape(step.init, shapes)
+    jax.eval_shape(step.step, state, step.place(batch), jax.random.key(0))
+  except (TypeError, ValueError) as error:
+    raise _unfit(run, mesh, error) from error
+
+
+def _unfit(run, mesh, error):
+  line = " ".join(str(error).split())[:300]
+  return ValueError(
+    f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
+    f" {run.config['model']['name']!r}: {line}"
+  )

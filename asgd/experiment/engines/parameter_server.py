@@ -1,0 +1,425 @@
+"""What simulated and live runs share: workers, a server, and an order.
+
+Their sections of a config, and from a Run and a number of workers the plan of
+its cells: recipe, server, worker, order and how many messages there are.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asgd import (
+  algorithms,
+  base,
+  diagnosis,
+  orders,
+  problems,
+  rates,
+  sharding,
+  transforms,
+)
+from asgd import server as server_lib
+from asgd import worker as worker_lib
+from asgd.experiment import checks, storage
+from asgd.experiment.engines import Column
+from asgd.experiment.schema import Open, Run, Setting
+from asgd.orders import durations, protocol
+
+_MOST_WORKERS = 10_000
+_MOST_MESSAGES = 10**8  # of a cell
+
+SECTIONS: dict[str, Any] = {
+  "order": Open(
+    {"name": "asynchronous"}, ("durations", "workers", "messages", "delay")
+  ),
+  "durations": Open({"name": "homogeneous"}),
+  # Messages that are staler are dropped.
+  "gate": {
+    "max_staleness": Setting(
+      None, checks.optional(checks.whole(0, _MOST_MESSAGES))
+    )
+  },
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+class ServerPlan:
+  """What the cells of a run with one number of workers share."""
+
+  run: Run
+  workers: int
+  dataset: Any
+  problem: problems.Problem
+  recipe: algorithms.Recipe  # with its schedule
+  server: base.Server
+  worker: base.Worker
+  order: dict[str, Any]  # name and options of the protocol
+  learning_rate: float  # the peak
+  schedule: Any  # float, or update -> learning rate
+  messages: int  # received in one cell
+
+  @property
+  def batches(self) -> int:
+    """Batches in one message."""
+    return self.recipe.steps
+
+  @functools.cached_property
+  def curvature_limit(self) -> float:
+    """Largest curvature at which the recipe is stable along its order, at the
+    peak learning rate; NaN if that is not known."""
+    start = self.trace(0, messages=40 * self.workers)
+    # It is measured with workers that send one gradient for each ticket; of
+    # others nothing is known.
+    if self.recipe.worker is not None or (start.action == base.KEEP).any():
+      return math.nan
+    peak = self.learning_rate
+    recipe = build_recipe(self.run, self.workers, peak)
+    return diagnosis.curvature_limit(recipe, start, learning_rate=peak)
+
+  def trace(self, seed: int, messages: int | None = None) -> base.Trace:
+    """Returns the order of a cell, a function of config and seed.
+
+    Args:
+      seed: of the cell.
+      messages: received in it; None: all.
+    """
+    section = self.run.config["durations"]
+    times = durations.build(**{"seed": seed, **section})
+    return orders.build(
+      durations=_of_jobs(times, self.recipe.steps),
+      workers=self.workers,
+      messages=self.messages if messages is None else messages,
+      **self.order,
+    )
+
+  def job_batches(self, seed: int) -> problems.Batches:
+    """Returns (worker, job) -> what the job is done on."""
+    return worker_lib.job_batches(
+      self.problem.batches(seed, self.workers), self.recipe.steps
+    )
+
+  def rules(self) -> protocol.Rules:
+    """Returns the protocol of a live run.
+
+    Raises:
+      ValueError: for an order that only a simulation can keep.
+    """
+    options = dict(self.order)
+    name, every = options.pop("name"), self.recipe.every
+    if name == "bulk_synchronous":
+      if every > 1:
+        return protocol.Rules(round=every)
+      return protocol.Rules(bound=0)
+    if name == "backup_workers":
+      return protocol.Rules(round=every, **options)
+    if name in ("asynchronous", "stale_synchronous"):
+      if options.get("bound") == 0 and every == self.workers > 1:
+        return protocol.Rules(round=every)
+      return protocol.check_rules(protocol.Rules(**options))
+    raise ValueError(
+      f"config.order.name {name!r} is kept by simulations only: a live worker"
+      " takes the time it takes; use asynchronous, stale_synchronous,"
+      " bulk_synchronous or backup_workers"
+    )
+
+
+def check(run: Run) -> None:
+  """Checks what is read before a plan is made.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  order = run.config["order"]
+  backup = order.get("backup", 0)
+  if type(backup) is not int or backup < 0:
+    raise ValueError(
+      "config.order.backup must be a whole number from 0, below the number of"
+      f" workers, not {backup!r}"
+    )
+  with checks.blame("durations", tuple(run.config["durations"])):
+    times = durations.build(**run.config["durations"])
+    for worker in range(max(run.config["workers"])):
+      if not 0 <= next(times.stream(worker)) <= checks.MOST_NUMBER:
+        raise ValueError(f"a job may take at most {checks.MOST_NUMBER:g}")
+
+
+def build_recipe(
+  run: Run, workers: int, learning_rate: Any
+) -> algorithms.Recipe:
+  """Builds the recipe of a run, as its config wants it.
+
+  Args:
+    run: which one.
+    workers: N.
+    learning_rate: float, or update -> learning rate.
+
+  Raises:
+    ValueError: as `algorithms.build`.
+  """
+  config = run.config
+  recipe = algorithms.build(run.recipe, learning_rate, workers, **run.options)
+  if config["clip_norm"] is not None:
+    algorithm = transforms.precede(
+      recipe.algorithm, sharding.clip_by_global_norm(config["clip_norm"])
+    )
+    recipe = recipe._replace(algorithm=algorithm)
+  order = config["order"]
+  if recipe.order == "asynchronous" and order["name"] == "backup_workers":
+    # An update takes the messages of a round, without those of the slowest.
+    every = max(workers - order.get("backup", 0), 1)
+    recipe = recipe._replace(every=every)
+  return recipe
+
+
+def _order(run, recipe) -> dict[str, Any]:
+  """A recipe made for a protocol of its own keeps it, and so does one whose
+  workers do several jobs on a ticket."""
+  if recipe.order != "asynchronous":
+    return {"name": recipe.order}
+  order = run.config["order"]
+  if recipe.fetch_every == 1:
+    return order
+  if "fetch_every" in order:
+    raise ValueError(
+      f"config.order.fetch_every is {order['fetch_every']}, but the recipe has"
+      f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
+    )
+  return {**order, "fetch_every": recipe.fetch_every}
+
+
+def _server(run, recipe, order) -> base.Server:
+  """The server, with its gate."""
+  bound = run.config["gate"]["max_staleness"]
+  if order["name"] == "backup_workers":
+    bound = 0 if bound is None else min(bound, 0)
+  if bound is None:
+    return recipe.server()
+  return recipe.server(gate=server_lib.max_staleness(bound))
+
+
+# One Worker for all algorithms that send plain gradients: one compilation.
+_gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
+
+
+def _worker(recipe, loss) -> base.Worker:
+  if recipe.worker is None and recipe.steps == 1:
+    return _gradient_worker(loss, recipe.message)
+  return recipe.make_worker(loss)
+
+
+def _of_jobs(times: durations.Durations, steps: int) -> durations.Durations:
+  """A job takes the time of its batches, one after the other."""
+  if steps == 1:
+    return times
+
+  def stream(worker):
+    batches = times.stream(worker)
+    while True:
+      yield math.fsum(itertools.islice(batches, steps))
+
+  return durations.Durations(stream)
+
+
+def passes(run: Run, problem: problems.Problem) -> float:
+  """Returns the batches of the whole budget of a cell."""
+  config = run.config
+  if config["examples"] is not None:
+    return config["examples"] / config["batch_size"]
+  return config["epochs"] * problem.batches_per_epoch
+
+
+def schedule(
+  run: Run,
+  problem: problems.Problem,
+  *,
+  peak: float,
+  batches: int,
+  start: float,
+) -> Any:
+  """Returns the learning rate: float, or update -> float.
+
+  Args:
+    run: whose `learning_rate_schedule` it is.
+    problem: that says how many batches an epoch has.
+    peak: the learning rate after the warm-up.
+    batches: in one update.
+    start: where the warm-up begins.
+
+  Raises:
+    ValueError: for drops inside the warm-up, naming the key.
+  """
+  section = run.config["learning_rate_schedule"]
+  per_epoch = problem.batches_per_epoch / batches
+  per_example = 1 / (run.config["batch_size"] * batches)
+  with checks.blame("learning_rate_schedule"):
+    for name in ("warmup", "decay"):
+      if section[f"{name}_epochs"] and section[f"{name}_examples"]:
+        raise ValueError(
+          f"{name}_epochs and {name}_examples say the same thing; drop one"
+        )
+    drops = [round(e * per_epoch) for e in section["decay_epochs"]]
+    drops += [round(e * per_example) for e in section["decay_examples"]]
+    warmup = round(section["warmup_epochs"] * per_epoch)
+    warmup += round(section["warmup_examples"] * per_example)
+    if max([warmup, *drops]) > checks.MOST_INTEGER:
+      raise ValueError(
+        f"{max([warmup, *drops]):.3g} updates are more than can be counted"
+      )
+    return rates.warmup_steps(
+      peak,
+      warmup=warmup,
+      start=start,
+      boundaries=drops,
+      factor=float(section["decay_factor"]),
+    )
+
+
+def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
+  """Builds what the cells of a run with so many workers share, checking it.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  problem = experiment.problem_of(run)
+  peak = float(run.config["learning_rate"])
+  where = f"runs.{run.label}"
+  with checks.blame(where, tuple(run.options)):
+    first = build_recipe(run, workers, peak)
+  rate = schedule(
+    run,
+    problem,
+    peak=peak,
+    batches=first.every * first.steps,
+    start=peak / workers,
+  )
+  with checks.blame(where, tuple(run.options)):
+    recipe = build_recipe(run, workers, rate)
+  order = _order(run, recipe)
+  count = passes(run, problem)
+  messages = max(round(count / recipe.steps) // workers, 1) * workers
+  if messages > _MOST_MESSAGES:
+    raise ValueError(
+      f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
+      f" one cell; use at most {_MOST_MESSAGES:.0e}"
+    )
+  _check_length(run, recipe, workers, round(count))
+  result = ServerPlan(
+    *(run, workers, experiment.dataset, problem, recipe),
+    *(_server(run, recipe, order), _worker(recipe, problem.loss)),
+    *(order, peak, rate, messages),
+  )
+  with checks.blame("order", tuple(run.config["order"])):
+    for seed in run.config["seeds"]:
+      problem.batches(seed, workers)
+      result.trace(seed, messages=workers)
+  _check_fetches(result)
+  return result
+
+
+def _check_length(run, recipe, workers, count):
+  """A round of long jobs may be more than was asked for."""
+  steps = recipe.steps
+  if steps > 1 and steps * workers > count:
+    raise ValueError(
+      f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
+      f" message from each of {workers} workers takes {steps * workers}, as a"
+      f" job of config.runs.{run.label} has {steps}; use more epochs, fewer"
+      " workers or shorter jobs (steps, push_every)"
+    )
+
+
+def _check_fetches(plan):
+  """A ticket kept for longer than there are jobs is the first and the last."""
+  fetch_every = plan.order.get("fetch_every", 1)
+  jobs = plan.messages // plan.workers
+  if fetch_every <= max(jobs, 1):
+    return
+  key = f"runs.{plan.run.label}.fetch_every"
+  if "fetch_every" in plan.run.config["order"]:
+    key = "order.fetch_every"
+  raise ValueError(
+    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
+    f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
+    " again; make it smaller, or config.epochs larger"
+  )
+
+
+def workers_of(run: Run) -> Sequence[int]:
+  """Returns the numbers of workers that a run is swept over."""
+  return run.config["workers"]
+
+
+def summary(records: base.Records) -> dict[str, float]:
+  """Returns what a stretch of records says, as columns of an evaluation."""
+  messages = float(records.message_norm.sum())
+  return {
+    "train_loss": float(records.loss.mean()),
+    "staleness_mean": float(records.staleness.mean()),
+    "staleness_max": int(records.staleness.max()),
+    "gap_mean": float(records.gap.mean()),
+    "gap_max": float(records.gap.max()),
+    # Parameter change per unit of message: plain SGD's learning rate.
+    "effective_rate": float(records.update_norm.sum()) / max(messages, 1e-30),
+    "accepted": float(records.accepted.mean()),
+  }
+
+
+def columns(
+  plan: ServerPlan, records: base.Records, update: int
+) -> dict[str, Any]:
+  """Returns the columns of a result that simulated and live runs have."""
+  return {
+    "order": plan.order["name"],
+    "messages": len(records.loss),
+    "updates": update,
+    **summary(records),
+  }
+
+
+def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
+  """Says that a run is not finite, and what to do about it."""
+  return (
+    f"{cell}: {what}, with learning rate {plan.learning_rate:g}. This algorithm"
+    f" at {plan.workers} workers is stable up to a sharpness of"
+    f" {plan.curvature_limit:.3g} at that rate: lower --config.learning_rate,"
+    " use fewer workers or a longer warm-up"
+  )
+
+
+COLUMNS = (
+  Column("staleness", "staleness_mean"),
+  Column("max", "staleness_max"),
+  Column("gap", "gap_mean"),
+  Column("eff. rate", "effective_rate"),
+  Column("rate x sharp.", "rate_x_sharpness"),
+  Column("stable below", "rate_x_sharpness_limit"),
+)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns staleness, gap and stability of a cell in a few words."""
+  words = (
+    f"staleness mean {result['staleness_mean']:.1f} max"
+    f" {result['staleness_max']}, gap mean {result['gap_mean']:.2g} max"
+    f" {result['gap_max']:.2g}, effective learning rate"
+    f" {result['effective_rate']:.2g}"
+  )
+  if storage.is_finite(result["rate_x_sharpness"]):
+    limit = result["rate_x_sharpness_limit"]
+    below = f"{limit:.2g}" if storage.is_finite(limit) else "-"
+    words += (
+      f", rate x sharpness up to {result['rate_x_sharpness']:.2g} (stable below"
+      f" {below})"
+    )
+  if result["accepted"] < 1:
+    words += f", {100 * result['accepted']:.1f} % of the messages accepted"
+  missing = result["workers"] - result.get("took_part", result["workers"])
+  if missing > 0:
+    words += (
+      f"; only {result['took_part']} of {result['workers']} workers took part:"
+      " what is said of this many is not known from it"
+    )
+  return words

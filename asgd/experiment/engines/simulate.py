@@ -1,0 +1,207 @@
+"""The engine `simulate`: workers in simulated time, on a drawn order.
+
+What a cell computes is a function of its config and its seed. Clocks decide
+when it looks up and when a checkpoint is written, never what happens next.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, simulator
+from asgd.experiment import checkpoint
+from asgd.experiment.engines import (
+  Column,
+  Context,
+  Engine,
+  EngineKind,
+  Pace,
+  Progress,
+  Snapshot,
+  no_check,
+  no_keys,
+  parameter_server,
+)
+
+_SECONDS = 0.25  # between two looks at clocks and signals
+_FIRST = 16  # messages of the first call of `advance`
+
+
+class SimulationEngine(Engine):
+  """A cell in simulated time."""
+
+  def __init__(self, context: Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    self._plan = plan = context.plan
+    seed = context.cell.seed
+    self._name = context.cell.name
+    self._host = simulator.make_host(plan.server, plan.worker)
+    self._trace = plan.trace(seed)
+    self._ends = simulator.end_of_message(self._trace)
+    self._batch = plan.job_batches(seed)
+    init_key, self._root = jax.random.split(jax.random.key(seed))
+    simulation = self._host.init(plan.problem.init(init_key), plan.workers)
+    restored = context.restore(lambda saved: _unpack(saved, simulation))
+    self._simulation, records = restored or (
+      simulation,
+      simulator.concatenate([]),
+    )
+    self._parts = [records]
+    self.total, self.done = plan.messages, len(records.loss)
+    self._pace = Pace(_SECONDS, _FIRST)
+
+  def advance(self, until: int) -> Progress:
+    """Obeys the trace, not past message `until`."""
+    end = min(self.done + self._pace.begin(), until)
+    self._simulation, part = self._host.run(
+      self._simulation,
+      self._trace,
+      int(self._ends[end - 1]),
+      batch=self._batch,
+      root=self._root,
+    )
+    self._pace.end()
+    self._parts.append(part)
+    self.done = end
+    return Progress(
+      loss=part.loss,
+      staleness=float(part.staleness.mean()),
+      gap=float(part.gap.mean()),
+      broken=self._broken(part),
+    )
+
+  def _broken(self, part):
+    finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
+    if finite.all():
+      return None
+    first = int(np.argmin(finite))
+    return parameter_server.not_finite(
+      self._plan,
+      f"the loss is {part.loss[first]} and the update"
+      f" {part.update_norm[first]} at message"
+      f" {self.done - len(finite) + first + 1}, staleness"
+      f" {part.staleness[first]}",
+      self._name,
+    )
+
+  def snapshot(self) -> Snapshot:
+    """Returns the parameters as they are, at the simulated time."""
+    state = self._simulation.server
+    time = float(self._trace.time[self._ends[self.done - 1] - 1])
+    return Snapshot(state.params, self.done, int(state.version), {"time": time})
+
+  def records(self) -> base.Records:
+    """Returns a row for each message."""
+    self._parts = [simulator.concatenate(self._parts)]
+    return self._parts[0]
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns staleness, gap and losses of some messages."""
+    part = base.Records(*(column[start:end] for column in self.records()))
+    return parameter_server.summary(part)
+
+  def columns(self) -> dict[str, Any]:
+    """Returns what the cell came to."""
+    state, records, plan = self._simulation.server, self.records(), self._plan
+    row = parameter_server.columns(plan, records, int(state.version))
+    row["simulated_time"] = float(records.time[-1])
+    if not plan.server.sends_current:
+      sent = plan.server.send(state, jnp.int32(0)).params
+      row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
+    return row
+
+  def save(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns server, worker states, tickets in flight and records."""
+    tree, notes = _pack(self._simulation)
+    return self._simulation.event, {**tree, "records": self.records()}, notes
+
+
+class _Holder(NamedTuple):
+  """A ticket in a checkpoint; tickets that share parameters store them once."""
+
+  worker: int
+  job: int | None  # None: the ticket is kept for a job to come
+  version: int
+  params: int  # which of the trees
+  fresh: bool
+
+
+def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
+  trees, index, holders = [], {}, []
+  for worker, kept in enumerate(simulation.kept):
+    tickets = {} if kept is None else {None: kept}
+    for job, ticket in (tickets | simulation.tickets[worker]).items():
+      identity = tuple(map(id, jax.tree.leaves(ticket.params)))
+      if identity not in index:
+        index[identity] = len(trees)
+        trees.append(ticket.params)
+      holders.append(
+        _Holder(
+          *(worker, job, int(ticket.version), index[identity]),
+          bool(ticket.fresh),
+        )
+      )
+  tree = {
+    "server": simulation.server,
+    "workers": simulation.workers,
+    "sent": trees,
+  }
+  return tree, {"event": simulation.event, "tickets": holders}
+
+
+def _unpack(saved, template):
+  """Returns (simulation, records) of a checkpoint.
+
+  Args:
+    saved: from `_pack`, and records.
+    template: a simulation of the same structure, such as a new one.
+  """
+  holders = [_Holder(*row) for row in saved.notes["tickets"]]
+  count = len({holder.params for holder in holders})
+  tree = saved.tree(
+    {
+      "server": template.server,
+      "workers": template.workers,
+      "sent": [template.server.params] * count,
+      "records": checkpoint.any_shapes(simulator.concatenate([])),
+    }
+  )
+  records = tree.pop("records")
+  # Copied: the simulation donates buffers, and these are NumPy's.
+  tree = jax.tree.map(jnp.array, tree)
+  count = len(template.workers)
+  tickets, kept = tuple({} for _ in range(count)), [None] * count
+  for worker, job, version, params, fresh in holders:
+    ticket = base.Ticket(
+      *(jnp.int32(worker), jnp.int32(version), tree["sent"][params]),
+      np.bool_(fresh),
+    )
+    if job is None:
+      kept[worker] = ticket
+    else:
+      tickets[worker][job] = ticket
+  # A simulation to be rolled back is a replay, which starts from the beginning.
+  simulation = simulator.Simulation(
+    *(saved.notes["event"], tree["server"], tree["workers"]),
+    *(tickets, tuple(kept), {}),
+  )
+  return simulation, records
+
+
+SIMULATE = EngineKind(
+  sections=parameter_server.SECTIONS,
+  settings=None,
+  options=no_keys,
+  dependents=no_keys,
+  default_recipe=None,
+  workers=parameter_server.workers_of,
+  check=parameter_server.check,
+  devices=lambda run: 1,
+  plan=parameter_server.plan,
+  start=SimulationEngine,
+  check_machine=no_check,
+  columns=(Column("time", "simulated_time"), *parameter_server.COLUMNS),
+  describe=parameter_server.describe,
+)

@@ -1,0 +1,173 @@
+"""What a live cell leaves in its folder, read again: journals, spans, records.
+
+A journal says when tickets were sent and messages received, by the shard's
+clock. Spans say what a worker did in between, by the same clock; it writes them
+if it is asked to (--config.live.spans=True).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asgd import base
+from asgd.experiment import folder as folder_lib
+from asgd.experiment import storage
+from asgd.live.journal import check_journal, journal_path, read_journal
+from asgd.live.records import check_records, read_records, records_path
+from asgd.live.spans import Span, read_spans, spans_path
+from asgd.orders.trace import ENDS, STARTS, Event, Ledger
+
+
+class LiveFiles(NamedTuple):
+  """What a live cell wrote."""
+
+  description: dict[str, Any]  # cell.json
+  journals: list[list[Event]]  # of each shard
+  spans: dict[int, list[Span]]  # of each worker that wrote them
+  records: list[base.Records]  # of each shard
+
+
+def shards_of(description: Mapping[str, Any]) -> int:
+  """Returns the shards of a cell's server, as cell.json says."""
+  return description["config"]["server"]["shards"]
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+  """Returns what cell.json says of a live cell.
+
+  Raises:
+    ValueError: if the folder is of no cell, or of one that was not live.
+  """
+  description = folder_lib.read_cell(folder)
+  if description["engine"] not in ("threads", "ray"):
+    raise ValueError(
+      f"{folder} was made by engine {description['engine']!r}: only live runs"
+      " (threads, ray) leave a trace"
+    )
+  return description
+
+
+def only_cell(folder: Path) -> Path:
+  """Returns the folder of a cell, also for a WORKDIR that has one; see
+  `folder.only_cell`."""
+  return folder_lib.only_cell(folder)
+
+
+def read(folder: Path) -> LiveFiles:
+  """Reads what a live cell wrote, be it finished or not.
+
+  Raises:
+    ValueError: if the folder holds no such thing, or not all of it, or what no
+      run wrote.
+  """
+  folder = only_cell(folder)
+  description = read_description(folder)
+  journals = []
+  for index in range(shards_of(description)):
+    path = journal_path(folder, index)
+    journals.append(read_journal(path))
+    if not journals[-1]:
+      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+    check_journal(path, journals[-1])
+  records = _records(folder, journals)
+  paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
+  spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
+  return LiveFiles(description, journals, spans, records)
+
+
+def read_journals(folder: Path, shards: int) -> list[list[Event]]:
+  """Returns the journals of a cell that is to go on, empty if it did nothing.
+
+  Raises:
+    ValueError: if they are not all there, or not what a run wrote.
+  """
+  paths = [journal_path(folder, index) for index in range(shards)]
+  journals = [read_journal(path) for path in paths]
+  sinks = [records_path(folder, index) for index in range(shards)]
+  left = [
+    path
+    for path in (*sinks, folder / "metrics.jsonl")
+    if path.exists() and path.stat().st_size
+  ]
+  left += (folder / "checkpoints").glob("[0-9]*")
+  for path, journal in zip(paths, journals, strict=True):
+    began = left or (journals[0] and not path.exists() and paths[:1])
+    if not journal and began:
+      raise ValueError(
+        f"{path} is gone or empty, and {began[0]} is there: what the run did"
+        " cannot be known without it. Put it back, or start anew in another"
+        " folder (--workdir)"
+      )
+    check_journal(path, journal)
+  return journals
+
+
+def first_ticket(journal: Sequence[Event]) -> float:
+  """Returns when the first ticket was sent, in seconds; clocks that start with
+  the run count the time in which workers come, too."""
+  sent = (event.time for event in journal if event.action in STARTS)
+  return next(sent, journal[0].time if journal else 0.0)
+
+
+def _records(folder, journals):
+  """Reads the records of each shard, and checks that they are all there."""
+  result, out = storage.read_json(folder / "result.json"), []
+  for index, journal in enumerate(journals):
+    path = records_path(folder, index)
+    records = read_records(path)
+    count = len(records.loss)
+    if path.exists() or result:
+      check_records(path, count, journal, whole=result is not None)
+    if result and not index and count != result.get("messages"):
+      raise ValueError(
+        f"{path} has {count} records, result.json {result.get('messages')}"
+        " messages: one of the two was changed; put it back as the run wrote it"
+      )
+    out.append(records)
+  return out
+
+
+def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
+  """Yields the rows that started and ended each job, in the order of their
+  ends."""
+  ledger: Ledger[Event] = Ledger()
+  for event in journal:
+    start = ledger.obey(event)
+    if event.action in ENDS:
+      yield start, event
+
+
+def spans_by_job(
+  spans: Mapping[int, Sequence[Span]], name: str
+) -> dict[tuple[int, int], Span]:
+  """Returns the spans of one name, by (worker, seq)."""
+  return {
+    (worker, span.seq): span
+    for worker, mine in spans.items()
+    for span in mine
+    if span.name == name
+  }
+
+
+def served(
+  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
+) -> list[tuple[float, float]]:
+  """Returns (start, end) of each stretch in which a shard dealt with messages
+  and sent what followed. They do not overlap.
+
+  A stretch ends, as far as the files tell, when the last worker it sent to has
+  heard of its ticket, or when the next one starts: at most a little later than
+  it really did.
+  """
+  heard = spans_by_job(spans, "fetch")
+  groups: dict[float, list[Event]] = {}  # rows of one call have one time
+  for event in journal:
+    groups.setdefault(event.time, []).append(event)
+  out = []
+  following = [*groups, float("inf")][1:]
+  for (start, rows), limit in zip(groups.items(), following, strict=True):
+    sent = [event.key for event in rows if event.action == base.SEND]
+    end = max((heard[key].start for key in sent if key in heard), default=start)
+    if end > start:
+      out.append((start, min(end, limit)))
+  return out

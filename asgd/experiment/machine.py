@@ -1,0 +1,52 @@
+"""Where a command runs its engines: what changes no result.
+
+Memory for live runs, a Ray cluster that is started when the first engine needs
+it, processes for the stages of a pipeline, faults to be injected on purpose.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from asgd.experiment import ray_runtime
+from asgd.live import faults as faults_lib
+
+
+@dataclasses.dataclass
+class Machine:
+  """What the engines of one command are given; see the module."""
+
+  memory_dir: str = "/dev/shm"  # where the shared memory of live runs is made
+  grace_seconds: float = 20.0  # for live workers to finish when stopped
+  faults: Sequence[faults_lib.Fault] = ()
+  address: str | None = None  # of a Ray cluster; None: one on this machine
+  allow_network: bool = False  # whether Ray may listen beyond this machine
+  processes: int = 0  # for the stages of a pipeline; 0: threads
+  gpus_per_process: float = 0.0  # that Ray reserves for each of them
+  spans: bool = False  # write what the devices of a pipeline did when
+
+  def __post_init__(self):
+    self._shared: dict[int, Any] = {}
+    self._started = False
+
+  def share(self, value: Any) -> Any:
+    """Returns a reference to a value in Ray's object store, starting Ray.
+
+    Raises:
+      ValueError: as `ray_runtime.start`.
+    """
+    if not self._started:
+      ray_runtime.start(self.address, allow_network=self.allow_network)
+      self._started = True
+    if id(value) not in self._shared:
+      import ray
+
+      self._shared[id(value)] = ray.put(value), value
+    return self._shared[id(value)][0]
+
+  def close(self) -> None:
+    """Ends what was started."""
+    if self._started:
+      ray_runtime.stop()
+      self._started = False
+      self._shared.clear()

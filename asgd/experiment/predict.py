@@ -1,0 +1,297 @@
+"""From a live run to the simulation that predicts it.
+
+What is measured of a job is how long it kept its worker: from the ticket, or
+from the end of the worker's job before if that is later, until its message was
+there. So the time of the server, and of waiting for it, is part of a job. Time
+in which the protocol held a worker back is not: neither that before a ticket,
+nor that of a message which waited for others of its round (known if the run
+wrote its spans). The same protocol is then played with these durations.
+
+Joining and compiling are not compared: clocks start with the message by which
+every worker has handed one in.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, simulator
+from asgd.experiment import live_files
+from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.live.spans import Span
+from asgd.orders import protocol
+from asgd.orders.trace import Event, Ledger, from_events
+
+_LEAST = 1e-9  # seconds that a job takes
+
+
+class MeasuredJob(NamedTuple):
+  """A message, and the time that it took its worker."""
+
+  worker: int
+  start: float
+  end: float
+  received: float  # later than its end, if it waited for others of its round
+  first: bool  # of a worker that had just come
+
+
+class Outcome(NamedTuple):
+  """A run of a cell, live or simulated."""
+
+  began: float  # when the first ticket was sent, in seconds
+  time: np.ndarray  # float64[U], of each message, in seconds
+  worker: np.ndarray  # int32[U]
+  staleness: np.ndarray  # int32[U]
+  loss: np.ndarray  # float32[U]
+  accuracy: float  # at the end; NaN if it is not known
+
+
+def of_records(records: base.Records, began: float, accuracy: float) -> Outcome:
+  """Returns what a comparison needs of records."""
+  columns = records.time, records.worker, records.staleness, records.loss
+  return Outcome(began, *columns, accuracy)
+
+
+def handed_in(
+  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
+) -> dict[tuple[int, int], float]:
+  """Returns when each message was there, by (worker, seq).
+
+  Messages of a round are received together, when the last of them has come. Of
+  these, spans tell when they were pushed; that the last was received a moment
+  later is taken to hold for all.
+  """
+  pushed = live_files.spans_by_job(spans, "push")
+  groups: dict[float, list[tuple[int, int]]] = {}
+  for event in journal:
+    if event.action == base.RECEIVE:
+      groups.setdefault(event.time, []).append(event.key)
+  out = {}
+  for time, keys in groups.items():
+    last = time
+    if all(key in pushed for key in keys):
+      last = max(pushed[key].end for key in keys)
+    for key in keys:
+      before = last - pushed[key].end if key in pushed else 0.0
+      out[key] = time - max(before, 0.0)
+  return out
+
+
+def jobs(
+  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
+) -> list[MeasuredJob]:
+  """Returns the jobs that ended with a RECEIVE, in that order."""
+  ends = handed_in(journal, spans)
+  free: dict[int, float] = {}  # when a worker ended its last job
+  new: set[int] = set()
+  out = []
+  ledger: Ledger[Event] = Ledger()
+  for event in journal:
+    worker, ticket = event.worker, ledger.obey(event)
+    if event.action == base.JOIN:
+      new.add(worker)
+    elif event.action == base.RECEIVE:
+      start = max(ticket.time, free.get(worker, ticket.time))
+      free[worker] = end = ends[event.key]
+      out.append(MeasuredJob(worker, start, end, event.time, worker in new))
+      new.discard(worker)
+  return out
+
+
+def all_there(worker: np.ndarray, workers: int) -> int:
+  """Returns how many messages it took until each worker had handed one in.
+
+  Raises:
+    ValueError: if one of them never did.
+  """
+  _, firsts = np.unique(worker, return_index=True)
+  missing = sorted(set(range(workers)) - set(worker[firsts].tolist()))
+  if missing:
+    raise ValueError(
+      f"worker {missing[0]} handed in nothing: there is no time of its jobs to"
+      " be measured; train longer (--config.epochs)"
+    )
+  return int(firsts.max()) + 1
+
+
+def joins(journal: Sequence[Event], workers: int) -> list[float]:
+  """Returns when each worker came first, in seconds since the first ticket was
+  sent, or 0 if that is later; the last of those that there are did, for those
+  that never came."""
+  times, began = {}, live_files.first_ticket(journal)
+  for event in journal:
+    if event.action == base.JOIN:
+      times.setdefault(event.worker, max(event.time - began, 0.0))
+  return [times.get(worker, max(times.values())) for worker in range(workers)]
+
+
+def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
+  """Returns the times of each worker's jobs, in their order."""
+  rows: list[list[float]] = [[] for _ in range(workers)]
+  for job in jobs:
+    rows[job.worker].append(max(job.end - job.start, _LEAST))
+  return rows
+
+
+def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
+  """Returns the times of each worker's jobs once all are at work: without those
+  begun before that, and the first after a worker has come, which compile.
+
+  Raises:
+    ValueError: if of some worker nothing is left.
+  """
+  there = all_there(np.array([job.worker for job in jobs], int), workers)
+  zero = jobs[there - 1].received
+  late = [job for job in jobs if job.start >= zero and not job.first]
+  rows = in_order(late, workers)
+  for worker, row in enumerate(rows):
+    if not row:
+      raise ValueError(
+        f"worker {worker} did no job after all {workers} workers were there:"
+        " the run is too short to be measured; train longer (--config.epochs)"
+      )
+  return rows
+
+
+def play(
+  rules: protocol.Rules,
+  streams: Sequence[Iterator[float]],
+  comes: Sequence[float],
+  messages: int,
+) -> base.Trace:
+  """Plays a live run's protocol, that has so many jobs in all.
+
+  Args:
+    rules: the protocol.
+    streams: of each worker, the times of its jobs.
+    comes: when each worker joins.
+    messages: jobs.
+  """
+  rows: list[Event] = []
+  dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
+  # Heap of (time, number, worker, seq): a job's number is 0 or more.
+  coming = [(t, w - len(comes), w, -1) for w, t in enumerate(comes)]
+  heapq.heapify(coming)
+  free = list(comes)  # when each worker has done all that it was given
+  while not dispatcher.finished:
+    now, number, worker, seq = heapq.heappop(coming)
+    if number < 0:
+      dispatcher.join(worker, now)
+      if coming and coming[0][0] == now and coming[0][1] < 0:
+        continue  # workers that join together get tickets together
+    else:
+      dispatcher.arrive(worker, seq)
+    dispatcher.deliver(now)
+    for worker, seq, job, _ in dispatcher.grants(now):
+      free[worker] = max(now, free[worker]) + next(streams[worker])
+      heapq.heappush(coming, (free[worker], job, worker, seq))
+  return from_events(rows)
+
+
+def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
+  """Trains a cell as a live run does, in the order of a trace.
+
+  Args:
+    plan: of the cell.
+    seed: of the cell.
+    trace: the order.
+  """
+  host = simulator.make_host(
+    plan.server,
+    plan.worker,
+    wire=live_clusters.dtype_on_wire(plan.run.config),
+  )
+  key, root = jax.random.split(jax.random.key(seed))
+  params = jax.device_get(plan.problem.init(key))
+  simulation, records = simulator.run_whole(
+    *(host, params, plan.workers, trace),
+    batch=plan.job_batches(seed),
+    root=root,
+  )
+  result = plan.problem.evaluate(simulation.server.params)
+  return of_records(records, float(trace.time[0]), result.accuracy)
+
+
+def smooth(loss: np.ndarray, width: int) -> np.ndarray:
+  """Returns the means over `width` losses, float[U - width + 1]."""
+  sums = np.cumsum(np.concatenate([[0.0], np.asarray(loss, float)]))
+  return (sums[width:] - sums[:-width]) / width
+
+
+class Curve(NamedTuple):
+  """The loss of a run against time."""
+
+  time: np.ndarray  # seconds from zero
+  loss: np.ndarray  # smoothed
+
+  def way(self, share: float) -> float:
+    """Returns the loss after a share of the way down that it goes."""
+    return float(self.loss[0] - share * (self.loss[0] - self.loss.min()))
+
+  def reaches(self, loss: float) -> float:
+    """Returns when the loss is reached for the first time; NaN if never."""
+    below = np.flatnonzero(self.loss <= loss)
+    return float(self.time[below[0]]) if len(below) else float("nan")
+
+
+def curve(run: Outcome, zero: int) -> Curve:
+  """Returns the loss, over a fortieth of the run, against time.
+
+  Args:
+    run: a run.
+    zero: the number of the message with which the clock starts, the last one
+      that is left out; 0 starts it with the first ticket.
+  """
+  loss = run.loss[zero:]
+  width = max(len(loss) // 40, 1)
+  start = run.time[zero - 1] if zero else run.began
+  return Curve(run.time[zero + width - 1 :] - start, smooth(loss, width))
+
+
+def rate(run: Outcome, zero: int) -> float:
+  """Returns messages per second from message number `zero` on; NaN if there
+  are none."""
+  seconds = run.time[-1] - run.time[zero - 1]
+  return (len(run.time) - zero) / seconds if seconds > 0 else float("nan")
+
+
+BUSY = "the server is busy"  # a share, the others are seconds
+_PARTS = (
+  *("until it is heard of", "fetching", "computing", "pushing"),
+  "until it is received",
+)
+
+
+def where_time_goes(
+  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]], zero: float
+) -> dict[str, float] | None:
+  """Returns the means of the parts of a job, from its ticket to its receipt,
+  and the share of the time that the server is busy; None without spans.
+
+  Args:
+    journal: of the lead.
+    spans: of the workers.
+    zero: jobs that began before are left out.
+  """
+  kinds = ("fetch", "compute", "push")
+  pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
+  lengths = []
+  for ticket, end in live_files.ended_jobs(journal):
+    spans_of_job = [piece.get(end.key) for piece in pieces]
+    if end.action == base.RECEIVE and ticket.time >= zero and all(spans_of_job):
+      fetch, compute, push = spans_of_job
+      marks = ticket.time, fetch.start, compute.start, compute.end, push.end
+      lengths.append(np.diff((*marks, end.time)))
+  if not lengths:
+    return None
+  means = dict(zip(_PARTS, np.mean(lengths, axis=0).tolist(), strict=True))
+  work = sum(
+    end - start
+    for start, end in live_files.served(journal, spans)
+    if start >= zero
+  )
+  return {**means, BUSY: work / max(journal[-1].time - zero, _LEAST)}

@@ -1,0 +1,121 @@
+"""Ray, started so that no other machine can reach it."""
+
+import logging
+import os
+import sys
+import warnings
+from unittest import mock
+
+_EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
+_MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
+
+
+def check(
+  address: str | None,
+  *,
+  allow_network: bool,
+  asked: str = "engine='ray'",
+  instead: str = "engine='threads'",
+) -> None:
+  """Raises ValueError where `start` would, as far as that is known before.
+
+  Args:
+    address: as for `start`.
+    allow_network: as for `start`.
+    asked: the setting that asks for Ray.
+    instead: the one that does not.
+  """
+  try:
+    import ray  # noqa: F401
+  except ImportError as error:
+    raise ValueError(
+      f"{asked} needs Ray ({error}): pip install -e '.[ray]', or use {instead}"
+    ) from error
+  if address and not allow_network:
+    raise ValueError(
+      f"--address={address} joins a Ray cluster, which other machines may"
+      " reach: read Security in the README, and add --allow_network"
+    )
+
+
+def start(
+  address: str | None = None,
+  *,
+  allow_network: bool = False,
+  memory: int = _MEMORY,
+) -> None:
+  """Starts or joins a Ray cluster.
+
+  Ray listens on all interfaces of a machine unless its address is the loopback
+  one, which it does not take from its users as it is: a private function
+  replaces it. That function is replaced here, and what came of it is checked.
+
+  Args:
+    address: of a cluster to join; None starts one on this machine.
+    allow_network: whether Ray may listen beyond this machine.
+    memory: bytes of the object store, if one is started.
+
+  Raises:
+    ValueError: if Ray is not there, or would listen to other machines.
+  """
+  check(address, allow_network=allow_network)
+  import ray
+  from ray._private import services
+  from ray._private import worker as ray_worker
+
+  _quieten(ray_worker)
+  # Ray starts programs, which is safe: they do not go on as this process.
+  warnings.filterwarnings("ignore", message="os.fork.. was called")
+  os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+  options = {
+    "log_to_driver": False,
+    "logging_level": logging.CRITICAL,
+    "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+  }
+  if address:
+    # Other machines get the code as it is here.
+    options["runtime_env"] = {"working_dir": os.getcwd(), "excludes": _EXCLUDES}
+    try:
+      ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError) as error:
+      raise ValueError(
+        f"--address={address}: no Ray cluster answers there ({error}); is it"
+        " started (ray start --head), and the token the same?"
+      ) from error
+    return
+  options.update(include_dashboard=False, object_store_memory=memory)
+  if allow_network:
+    ray.init(**options)
+    return
+  with mock.patch.object(
+    services, "resolve_ip_for_localhost", lambda host: host
+  ):
+    ray.init(_node_ip_address="127.0.0.1", **options)
+  if ray.util.get_node_ip_address() != "127.0.0.1":
+    ray.shutdown()
+    raise ValueError(
+      f"Ray {ray.__version__} does not stay on the loopback interface; use"
+      " another version, engine='threads', or --allow_network"
+    )
+
+
+def _quieten(ray_worker) -> None:
+  """Keeps Ray from printing a paragraph for each process that dies: the
+  cluster that watches over them says so in a line."""
+  said = getattr(ray_worker, "print_to_stdstream", None)
+  if said is None or hasattr(said, "quiet"):
+    return
+
+  def say_others(data, *args, **kwargs):
+    if "A worker died or was killed" not in "".join(data.get("lines", ())):
+      said(data, *args, **kwargs)
+
+  say_others.quiet = True
+  ray_worker.print_to_stdstream = say_others
+
+
+def stop() -> None:
+  """Ends what `start` started."""
+  import ray
+
+  ray.shutdown()

@@ -1,0 +1,172 @@
+"""Computes again what a live run computed, from its traces.
+
+A trace says which worker was sent which parameters when, whose message came
+when, which worker died and which took its place. With the same order the same
+functions give the same bits, on the same kind of device with as many cores (XLA
+divides its sums among them).
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from asgd import base, orders, sharding, simulator
+from asgd.experiment import cells, live_files, storage
+from asgd.experiment.engines import live, live_clusters
+from asgd.live.journal import journal_path, read_journal
+from asgd.orders.trace import from_events
+
+
+class Replay(NamedTuple):
+  """What a replay came to."""
+
+  name: str  # of the cell
+  trace: base.Trace  # of the lead
+  records: base.Records  # of the lead
+  params: Any
+  accuracy: float
+  digest: str  # of the parameters
+  recorded: str | None  # the same, of the run, if it was finished
+  messages: int | None  # of the run, if it was finished
+  cpus: int  # cores of the machine of the run
+
+  @property
+  def same(self) -> bool:
+    """Whether it came to the bits of the run, as far as that is known."""
+    return self.recorded in (None, self.digest)
+
+
+def load(
+  folder: Path, *, data_dir: str | None = None
+) -> tuple[cells.Experiment, cells.Cell]:
+  """Builds the experiment of a live cell, of which it is the only cell.
+
+  Args:
+    folder: WORKDIR/cells/NAME.
+    data_dir: where the dataset's files are; None looks in the usual places.
+
+  Raises:
+    ValueError: if the folder holds no live cell, or the data are others.
+  """
+  description = live_files.read_description(folder)
+  engines = {"threads": live.THREADS, "ray": live.RAY}
+  experiment = cells.build(
+    description["config"], engines=engines, data_dir=data_dir
+  )
+  if experiment.dataset_identity != description["dataset"]:
+    raise ValueError(
+      f"the data is not that of the run ({experiment.dataset.source}); give the"
+      " folder with --data_dir"
+    )
+  (cell,) = experiment.cells
+  return experiment, cell
+
+
+def _traces(folder, shards):
+  """The traces of all shards, checked."""
+  traces, totals = [], []
+  for index in range(shards):
+    path = journal_path(folder, index)
+    events = read_journal(path)
+    if not events:
+      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+    orders.check(events, depth=len(events), path=path)
+    trace = from_events(events)
+    if not (trace.action == base.RECEIVE).any():
+      raise ValueError(
+        f"{path} holds no message that was received: there is nothing to be"
+        " computed (yet)"
+      )
+    traces.append(trace)
+    totals.append([event.totals for event in events])
+  return traces, totals if any(map(any, totals)) else None
+
+
+def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
+  """Replays a cell of a live run.
+
+  Args:
+    folder: WORKDIR/cells/NAME, or a WORKDIR that has one cell.
+    data_dir: where the dataset's files are; None looks in the usual places.
+
+  Raises:
+    ValueError: if there is nothing to replay, or it cannot be obeyed.
+
+  Example:
+    asgd.replay("runs/digits-001/cells/dana_zero-n4-s0").same
+  """
+  folder = live_files.only_cell(Path(folder))
+  description = live_files.read_description(folder)
+  traces, totals = _traces(folder, live_files.shards_of(description))
+  experiment, cell = load(folder, data_dir=data_dir)
+  plan = experiment.plan(cell)
+  init_key, root = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(plan.problem.init(init_key))
+  common = {
+    "wire": live_clusters.dtype_on_wire(plan.run.config),
+    "group": live_clusters.group(plan),
+  }
+  data = {"batch": plan.job_batches(cell.seed), "root": root}
+  if len(traces) == 1:
+    host = simulator.make_host(plan.server, plan.worker, **common)
+    simulation, records = simulator.run_whole(
+      host, params, plan.workers, traces[0], **data
+    )
+    final = jax.device_get(simulation.server.params)
+  else:
+    sharded = simulator.run_sharded(
+      *(plan.server, plan.worker, params, traces),
+      workers=plan.workers,
+      totals=totals,
+      **common,
+      **data,
+    )
+    records = sharded.records[0]
+    final = sharding.join(
+      sharding.make_plan(params, len(traces)),
+      [jax.device_get(state.params) for state in sharded.states],
+    )
+  result = storage.read_json(folder / "result.json") or {}
+  return Replay(
+    *(cell.name, traces[0], records, final),
+    plan.problem.evaluate(final).accuracy,
+    storage.digest(final),
+    result.get("params_sha256"),
+    result.get("messages"),
+    description["cpus"],
+  )
+
+
+def describe(replayed: Replay) -> str:
+  """Says what a replay came to, and whether it is what the run came to."""
+  counts = {
+    name: int((replayed.trace.action == action).sum())
+    for action, name in enumerate(base.ACTIONS)
+  }
+  events = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+  stale = replayed.records.staleness
+  lines = [
+    f"{replayed.name}: {events}",
+    f"accuracy {100 * replayed.accuracy:.1f} %, staleness mean"
+    f" {stale.mean():.1f} max {stale.max()}",
+    f"parameters {replayed.digest[:16]}",
+  ]
+  if replayed.recorded is None:
+    lines.append("the run did not finish, or not yet: nothing to compare with")
+  elif replayed.recorded == replayed.digest:
+    lines.append("the same parameters as the live run, to the bit")
+  else:
+    why, came = "", counts["receive"]
+    if came < (replayed.messages or 0):
+      why = (
+        f": the trace has {came} messages, result.json {replayed.messages}; it"
+        " was cut short"
+      )
+    elif replayed.cpus != os.cpu_count():
+      why = f": it had {replayed.cpus} CPU cores, this machine {os.cpu_count()}"
+    lines.append(
+      f"NOT the parameters of the live run ({replayed.recorded[:16]}){why}"
+    )
+  return "\n".join(lines)

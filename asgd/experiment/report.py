@@ -1,0 +1,205 @@
+"""What an experiment says: a line and warnings for each cell, and at its end a
+table and a figure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asgd import text_table
+from asgd.experiment import figure, folder, storage
+from asgd.experiment.cells import Experiment
+from asgd.experiment.engines import Column
+
+Row = Mapping[str, Any]  # of a result.json
+_CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
+
+# Columns of every table; those of engines follow.
+_FIRST = (
+  Column("run", "algorithm"),
+  Column("workers", "workers"),
+  Column("accuracy %", "test_accuracy", 100, "{:.1f}"),
+  Column("loss", "test_loss"),
+)
+_MEASURE = Column("measure %", "test_measure", 100, "{:.1f}")
+# Instead of those of engines, where runs of several kinds are compared.
+_COMMON = (
+  Column("engine", "engine"),
+  Column("updates", "updates"),
+  Column("time", "simulated_time"),
+  Column("seconds", "seconds", 1, "{:.1f}"),
+  Column("staleness", "staleness_mean"),
+  Column("gap", "gap_mean"),
+)
+
+
+def percent(value: float | None) -> str:
+  """Returns a share for people, a dash where it is not known."""
+  return f"{100 * value:.1f} %" if storage.is_finite(value) else "-"
+
+
+def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
+  """Returns what is said of a cell when it is finished: a line, and warnings
+  with their remedies.
+
+  Args:
+    result: of the cell.
+    describe: of its engine.
+  """
+  said = [
+    f"{result['cell']}: accuracy {percent(result['test_accuracy'])},"
+    f" {describe(result)}"
+  ]
+  limit, product = result["rate_x_sharpness_limit"], result["sustained"]
+  remedy = "fewer workers or a longer warm-up"
+  if result["recipe"] not in _CURES:
+    remedy += ", or a cure such as dana_zero or gap_aware"
+  # A tolerance of one step of the limit's grid.
+  known = storage.is_finite(product) and storage.is_finite(limit)
+  if known and product > 1.25 * limit:
+    lower = result["learning_rate"] * limit / product
+    said.append(
+      f"warning: {result['cell']}: learning rate x sharpness stayed at"
+      f" {product:.2g} or more; at a mean staleness of"
+      f" {result['staleness_mean']:.1f} this algorithm is stable below"
+      f" {limit:.2g} on a quadratic. If the loss suffers, try a learning rate"
+      f" of {lower:.2g}, {remedy}"
+    )
+  if result["diverged"]:
+    said.append(
+      f"warning: {result['cell']}: the loss diverged. Try a lower learning"
+      f" rate, {remedy}"
+    )
+  return said
+
+
+def columns(results: Sequence[Row], engines: Mapping[str, Any]) -> list[Column]:
+  """Returns the columns of the table: those of the engine, or what runs of
+  several engines have in common."""
+  kinds = {row["engine"]: engines[row["engine"]].columns for row in results}
+  own = next(iter(kinds.values()), ())
+  if any(each != own for each in kinds.values()):
+    own = _COMMON
+  first = list(_FIRST)
+  if any(storage.is_finite(row.get("test_measure")) for row in results):
+    first.insert(3, _MEASURE)
+  shown = [*first, *own]
+  if any((row.get("accepted") or 1) < 1 for row in results):
+    shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
+  return shown
+
+
+def _text(column: Column, group: Sequence[Row]) -> str:
+  """A cell of the table: the mean over seeds, or the value that all have."""
+  values = [row.get(column.key) for row in group]
+  first = values[0]
+  if isinstance(first, (list, tuple)):
+    return " ".join(map(str, first))
+  if isinstance(first, bool):
+    return "yes" if first else "no"
+  plain = isinstance(first, int) and column.scale == 1
+  if isinstance(first, str) or plain:
+    return str(max(values))
+  mean, std = figure.mean_and_std(group, column.key)
+  if not np.isfinite(mean):
+    return "-"
+  words = column.form.format(column.scale * mean)
+  if column.scale == 100 and np.isfinite(std) and "accuracy" in column.key:
+    words += f" ± {column.scale * std:.1f}"
+  return words
+
+
+_NOT_IN_CSV = ("cell", "seed", "params_sha256", "label")
+
+
+def _csv_row(group: Sequence[Row]) -> dict[str, Any]:
+  """All columns of results, numbers as mean and deviation over seeds."""
+  first = group[0]
+  row: dict[str, Any] = {
+    "algorithm": first["algorithm"],
+    "workers": first["workers"],
+    "seeds": len(group),
+  }
+  for key in dict.fromkeys(key for result in group for key in result):
+    value = first.get(key)
+    if key in _NOT_IN_CSV or key in row or isinstance(value, Mapping):
+      continue
+    if key == "diverged":
+      row[key] = sum(bool(result[key]) for result in group)
+    elif isinstance(value, (list, tuple)):
+      row[key] = " ".join(map(str, value))
+    elif isinstance(value, float) or value is None:
+      row[key], row[f"{key}_std"] = figure.mean_and_std(group, key)
+    elif isinstance(value, int) and not isinstance(value, bool):
+      row[key] = max(result.get(key) or 0 for result in group)
+    else:
+      row[key] = value
+  return row
+
+
+def tabulate(
+  results: Sequence[Row], engines: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
+  """Returns (CSV rows, text table): one row for each run and number of workers.
+
+  Args:
+    results: of cells.
+    engines: by their names.
+  """
+  shown = columns(results, engines)
+  csv_rows, text_rows = [], []
+  for group in figure.group_by(results, "workers", "algorithm").values():
+    csv_rows.append(_csv_row(group))
+    diverged = sum(bool(row["diverged"]) for row in group)
+    note = f"{diverged} of {len(group)} diverged" if diverged else ""
+    text_rows.append([*(_text(column, group) for column in shown), note])
+  header = [*(column.header for column in shown), ""]
+  return csv_rows, text_table.format_table(header, text_rows)
+
+
+def heading(experiment: Experiment, results: Sequence[Row]) -> str:
+  """Returns what the experiment is, and what its data were."""
+  config = experiment.config
+  budget = f"{config['epochs']:g} epochs"
+  if config["examples"] is not None:
+    budget = f"{config['examples']:,} examples"
+  seeds = len({row["seed"] for row in results})
+  return (
+    f"{experiment.dataset.name}, {config['model']['name']}, {budget},"
+    f" {seeds} {'seed' if seeds == 1 else 'seeds'}\n"
+    f"data: {experiment.dataset.source}"
+  )
+
+
+def write(workdir: Path, experiment: Experiment) -> None:
+  """Writes table and figure of all finished cells of a folder, prints the table
+  and says where everything is."""
+  results = folder.read_results(workdir)
+  places = [workdir / "cells" / row["cell"] for row in results]
+  rows = [row for place in places for row in folder.read_rows(place)]
+  csv_rows, table = tabulate(results, experiment.engines)
+  title = heading(experiment, results)
+  points = figure.numbers(results, rows)
+  text = f"{title}\n\n{table}"
+  storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
+  storage.write_csv(workdir / "results.csv", csv_rows)
+  storage.write_atomically(workdir / "table.txt", text)
+  storage.write_csv(workdir / "figure.csv", points)
+  drawn = f"{workdir}/figure.png, .svg; its numbers {workdir}/figure.csv"
+  try:
+    figure.draw(points, results, workdir / "figure", title)
+  except ImportError:
+    drawn = f"not drawn: pip install -e '.[viz]'; {workdir}/figure.csv"
+  except Exception as error:  # the runs are done: their numbers come first
+    drawn = f"not drawn: {error!r}; {workdir}/figure.csv"
+  print(f"\n{text}")
+  print(
+    f"figure       {drawn}\n"
+    f"table        {workdir}/table.txt, {workdir}/results.csv\n"
+    f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"
+    " TensorBoard\n"
+    f"each cell    {workdir}/cells/ (params.msgpack, records.npz,"
+    " result.json)\n"
+    f"config       {workdir}/config.json"
+  )

@@ -1,0 +1,471 @@
+"""The one config: its keys, their defaults and what each may be.
+
+A config says what is trained (data, model), for how long, and with what runs. A
+run names an engine and a recipe; every other key of it is a setting of that
+engine, an option of that recipe, or a shared key that is other for this run.
+So one config may hold a simulation, live training and a pipeline side by side.
+
+`resolve` gives plain data with every key; `override` applies the keys of a
+command line; `runs` gives each run the whole config as it holds for that run.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from asgd import algorithms, names
+from asgd.experiment import checks
+
+
+class Setting(NamedTuple):
+  """A key: its default and its check."""
+
+  default: Any
+  check: checks.Check
+
+
+class Open(NamedTuple):
+  """A section whose other keys are arguments of what its `name` selects."""
+
+  default: Mapping[str, Any]
+  derived: tuple[str, ...] = ()  # arguments that follow from other keys
+
+
+class Section(NamedTuple):
+  """A section with keys of its own and others that some value selects."""
+
+  keys: Mapping[str, Any]
+  options: Any  # (the section's value) -> names of the others
+
+
+_COUNT = checks.whole(0)
+_EPOCHS = checks.number(most=1e6)
+
+# Keys that are shared by the runs of an experiment, whatever their engines.
+SHARED: dict[str, Any] = {
+  "data": {
+    "name": Setting("digits", checks.text),
+    "augment": Setting(False, checks.flag),  # images: pad, crop and flip
+    "partition": Setting("shared", checks.choice("shared", "sharded")),
+    # Characters in a window of text, word pieces in a sentence.
+    "context": Setting(64, checks.whole(1, 10**6)),
+  },
+  "model": Open({"name": "mlp"}, ("classes",)),
+  "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
+  "only": Setting((), checks.several(checks.text)),  # labels; () is all
+  "engine": Setting("simulate", checks.text),  # of runs that name none
+  "workers": Setting(
+    (8,), checks.several(checks.whole(1, 10_000), distinct=True, least=1)
+  ),
+  "seeds": Setting(
+    (0,), checks.several(checks.whole(0, 2**32 - 1), distinct=True, least=1)
+  ),
+  "batch_size": Setting(32, checks.whole(1, 10**7)),  # of one gradient
+  "epochs": Setting(1.0, checks.number(most=1e9, above=True)),
+  # Instead of epochs: training examples, over all workers.
+  "examples": Setting(None, checks.optional(checks.whole(1, 10**12))),
+  "learning_rate": Setting(0.1, checks.positive),  # the peak
+  "learning_rate_schedule": {
+    "warmup_epochs": Setting(0.0, _EPOCHS),
+    "decay_epochs": Setting((), checks.several(_EPOCHS)),
+    "warmup_examples": Setting(0, checks.whole(0, 10**12)),
+    "decay_examples": Setting((), checks.several(checks.whole(0, 10**12))),
+    "decay_factor": Setting(0.1, checks.positive),
+  },
+  "clip_norm": Setting(None, checks.optional(checks.positive)),
+  "evaluations": Setting(10, checks.whole(1, 10**6)),  # evenly spaced
+  "evaluation_examples": Setting(0, _COUNT),  # 0: all images, 64 windows
+  "curvature_checks": Setting(4, _COUNT),  # evaluations with the sharpness
+  "checkpoint_seconds": Setting(30.0, checks.number(most=1e9)),
+  # or "record": keep a cell that diverges and go on with the next
+  "on_nan": Setting("stop", checks.choice("stop", "record")),
+}
+# Shared keys that a run may set for itself.
+OF_A_RUN = ("batch_size", "learning_rate", "learning_rate_schedule")
+OF_A_RUN += ("clip_norm",)
+_RESERVED = ("engine", "recipe", "title", "workers")
+# These may change when an experiment goes on.
+FREE = ("on_nan", "checkpoint_seconds")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
+
+
+class Run(NamedTuple):
+  """One run of an experiment: cells are this with a number of workers and a
+  seed."""
+
+  label: str  # in the config, and of folders
+  title: str  # for people
+  engine: str
+  recipe: str
+  options: dict[str, Any]  # of the recipe
+  config: dict[str, Any]  # the whole config, as it holds for this run
+
+
+Engines = Mapping[str, Any]  # name -> `asgd.experiment.engines.EngineKind`
+
+
+def sections(engines: Engines) -> dict[str, Any]:
+  """Returns all keys: those that are shared, and the sections of engines."""
+  keys = dict(SHARED)
+  for kind in engines.values():
+    keys.update(kind.sections)
+  return keys
+
+
+def default_of(node: Any) -> Any:
+  """Returns the default of a key or of a section, as plain data."""
+  if isinstance(node, (Setting, Open)):
+    return plain(node.default)
+  return {key: default_of(inner) for key, inner in keys_of(node).items()}
+
+
+def keys_of(node: Any) -> Mapping[str, Any]:
+  """Returns the keys of a section, none of a single setting."""
+  if isinstance(node, Section):
+    return node.keys
+  return {} if isinstance(node, (Setting, Open)) or node is None else node
+
+
+def plain(value: Any) -> Any:
+  """Returns a value with tuples as lists, as JSON gives it back.
+
+  Raises:
+    ValueError: for what is not plain data.
+  """
+  if isinstance(value, Mapping):
+    return {str(key): plain(inner) for key, inner in value.items()}
+  if isinstance(value, (list, tuple, range)):
+    return [plain(inner) for inner in value]
+  if value is not None and not isinstance(value, (bool, int, float, str)):
+    raise ValueError(
+      f"a config holds numbers, strings, lists and dicts, not {value!r}"
+    )
+  return value
+
+
+def as_dict(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
+  """Returns a config file's value as a dict of its own.
+
+  Raises:
+    ValueError: if it is no mapping.
+  """
+  if isinstance(config, ml_collections.ConfigDict):
+    config = config.to_dict()
+  if not isinstance(config, Mapping):
+    raise ValueError(
+      f"get_config() must return a ConfigDict, not {type(config).__name__}"
+    )
+  return copy.deepcopy(dict(config))
+
+
+def _unknown(key: str, known: Any, where: str = "") -> ValueError:
+  last = key.rsplit(".", 1)[-1]
+  return ValueError(
+    f"unknown config key {key!r}{where}; {names.nearest(last, known)}"
+  )
+
+
+def _section(value: Any, node: Any, key: str) -> Any:
+  """Returns the value of a key with its defaults filled in, checked."""
+  if isinstance(node, Setting):
+    listed = isinstance(node.default, (tuple, list))
+    if listed and isinstance(value, str):
+      value = [part.strip() for part in value.split(",") if part.strip()]
+    elif listed and isinstance(value, (int, float)):
+      value = [value]
+    return node.check(plain(value), key)
+  if not isinstance(value, Mapping):
+    raise ValueError(f"config.{key} must be a dict, not {value!r}")
+  if isinstance(node, Open):
+    for argument in node.derived:
+      if argument in value:
+        raise ValueError(
+          f"config.{key}.{argument} follows from other keys; drop it"
+        )
+    base = {} if "name" in value else node.default
+    return plain({**base, **value})
+  keys, others = keys_of(node), []
+  if isinstance(node, Section):
+    with checks.blame(key):
+      others = node.options(value)
+  for inner in value:
+    if inner not in keys and inner not in others:
+      raise _unknown(f"{key}.{inner}", [*keys, *others])
+  own = {k: plain(value[k]) for k in others if k in value and k not in keys}
+  return own | {
+    inner: _section(
+      value.get(inner, default_of(below)), below, f"{key}.{inner}"
+    )
+    for inner, below in keys.items()
+  }
+
+
+def resolve(
+  config: ml_collections.ConfigDict | Mapping, engines: Engines
+) -> dict[str, Any]:
+  """Returns the config as plain data, with defaults filled in and every value
+  checked.
+
+  Args:
+    config: keys of SHARED and of the engines' sections.
+    engines: that there are.
+
+  Raises:
+    ValueError: for a key that means nothing, naming the nearest that does, and
+      for a value out of range, naming the key.
+  """
+  config, keys = as_dict(config), sections(engines)
+  for key in config:
+    if key not in keys:
+      raise _unknown(key, keys)
+  resolved = {
+    key: _section(config.get(key, default_of(node)), node, key)
+    for key, node in keys.items()
+  }
+  for label in resolved["only"]:
+    names.lookup("label in config.only", label, resolved["runs"])
+  list(_entries(resolved, engines))
+  return resolved
+
+
+# Runs.
+
+
+def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
+  """Yields (label, entry, engine kind) of all runs, checked by themselves."""
+  if not isinstance(config["runs"], Mapping) or not config["runs"]:
+    raise ValueError(
+      "config.runs names no run; give it entries such as"
+      " dana=dict(recipe='dana_zero')"
+    )
+  titles: dict[str, str] = {}
+  for label, entry in config["runs"].items():
+    if not _LABEL.fullmatch(label):
+      raise ValueError(
+        "config.runs: a label names a folder; use letters, digits and _.- for"
+        f" {label!r}, and its title for other text"
+      )
+    if not isinstance(entry, Mapping):
+      raise ValueError(
+        f"config.runs.{label} must be a dict with a recipe, one of"
+        f" {', '.join(algorithms.RECIPES)}, not {entry!r}"
+      )
+    title = str(entry.get("title", label))
+    if title in titles:
+      raise ValueError(
+        f"config.runs.{label} and .{titles[title]} have the same title"
+        f" {title!r}; give each its own"
+      )
+    titles[title] = label
+    engine = entry.get("engine", config["engine"])
+    with checks.blame(
+      f"runs.{label}.engine" if "engine" in entry else "engine"
+    ):
+      kind = names.lookup("engine", engine, engines)
+    yield label, entry, kind
+
+
+def _own_keys(entry, kind, label) -> tuple[str, list[str], list[str]]:
+  """Returns (recipe, its options, settings that the run may give directly)."""
+  recipe = entry.get("recipe", kind.default_recipe)
+  if recipe is None:
+    raise ValueError(
+      f"config.runs.{label} must be a dict with a recipe, one of"
+      f" {', '.join(algorithms.RECIPES)}"
+    )
+  with checks.blame(f"runs.{label}"):
+    options = algorithms.options(recipe)
+    settings = [*keys_of(kind.sections.get(kind.settings))]
+    settings += kind.options(entry)
+  return recipe, options, settings
+
+
+def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
+  """Returns the runs of a resolved config that are chosen, by their labels.
+
+  Raises:
+    ValueError: for a key of a run that means nothing to its engine and its
+      recipe, and for values out of range.
+  """
+  keys, chosen = sections(engines), {}
+  for label, entry, kind in _entries(config, engines):
+    recipe, options, settings = _own_keys(entry, kind, label)
+    shared = (*OF_A_RUN, *kind.sections)
+    known = (*_RESERVED, *shared, *settings, *options)
+    merged = {
+      key: value
+      for key, value in config.items()
+      if key not in ("runs", "only") and key in (*SHARED, *kind.sections)
+    }
+    own = {}
+    for key, value in entry.items():
+      where = f"runs.{label}.{key}"
+      if key not in known:
+        engine = entry.get("engine", config["engine"])
+        raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
+      if key in options:
+        own[key] = _option(plain(value), where)
+      elif key in shared:
+        value = _merge(keys[key], config[key], value)
+        merged[key] = _section(value, keys[key], where)
+      elif key in settings:
+        node = keys_of(kind.sections[kind.settings])
+        if key in node:
+          value = _section(value, node[key], where)
+        merged[kind.settings] = {
+          **merged[kind.settings],
+          key: plain(value),
+        }
+      elif key == "workers":
+        merged[key] = _section(value, keys[key], where)
+    if config["only"] and label not in config["only"]:
+      continue
+    chosen[label] = Run(
+      label=label,
+      title=str(entry.get("title", label)),
+      engine=entry.get("engine", config["engine"]),
+      recipe=recipe,
+      options=own,
+      config=merged,
+    )
+  order = dict.fromkeys(config["only"] or chosen)
+  return {label: chosen[label] for label in order}
+
+
+def _merge(node, below, value):
+  """A run's value of a shared key, over that of the config."""
+  if isinstance(node, Setting) or not isinstance(value, Mapping):
+    return value
+  if (
+    isinstance(node, Open)
+    and value.get("name", below["name"]) != (below["name"])
+  ):
+    return value
+  return {**below, **value}
+
+
+def _option(value, key):
+  """An option of a recipe, which the recipe checks further."""
+  if type(value) in (int, float):
+    most = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
+    checks.number(-most, most)(value, key)
+  return value
+
+
+# Overrides.
+
+
+def override(
+  config: ml_collections.ConfigDict | Mapping,
+  overrides: Mapping[str, Any],
+  engines: Engines,
+) -> dict[str, Any]:
+  """Applies the keys of a command line to a config.
+
+  Another name for a model, an order, durations or an optimizer drops the
+  arguments that the config has for the old one; so does another schedule or
+  recipe of a run.
+
+  Args:
+    config: of a file.
+    overrides: dotted key -> value, in the order of the command line.
+    engines: that there are.
+
+  Returns:
+    The config as plain data; `resolve` checks it.
+
+  Raises:
+    ValueError: for a key below something that is no section.
+  """
+  config, keys = as_dict(config), sections(engines)
+  # Names first, so that arguments of the new name survive in any order.
+  selecting = ("name", "engine", "recipe", "schedule")
+  for path, value in sorted(
+    overrides.items(), key=lambda item: item[0].split(".")[-1] not in selecting
+  ):
+    *above, key = path.split(".")
+    place = _place(config, keys, above)
+    old = place.get(key)
+    if old != value and above:
+      _forget(place, above, key, value, engines, config)
+    place[key] = value
+  return config
+
+
+def _place(config, keys, above):
+  """Returns the dict that a dotted key's last part is in, made if need be."""
+  place, node = config, keys
+  for depth, name in enumerate(above):
+    path = ".".join(above[: depth + 1])
+    below = keys_of(node).get(name)
+    if name not in place:
+      if below is None and (depth == 0 or above[0] == "runs"):
+        raise _unknown(path, place if depth else keys)
+      place[name] = default_of(below) if below is not None else {}
+    if isinstance(place[name], ml_collections.ConfigDict):
+      place[name] = place[name].to_dict()
+    if not isinstance(place[name], dict):
+      raise ValueError(f"config.{path}: {name!r} has no keys below it")
+    place, node = place[name], below
+  return place
+
+
+def _forget(place, above, key, value, engines, config):
+  """Drops what a section or a run has for the old value of a key."""
+  if key == "name":
+    place.clear()
+    return
+  if key == "recipe" and above[0] == "runs":
+    kept = (*_RESERVED, *OF_A_RUN)
+    old = algorithms.RECIPES.get(place.get(key)) and algorithms.options(
+      place[key]
+    )
+    new = algorithms.RECIPES.get(value) and algorithms.options(value)
+    for option in set(old or ()) - set(new or ()) - set(kept):
+      place.pop(option, None)
+    return
+  engine = place.get("engine", config.get("engine", "simulate"))
+  for kind in [engines[engine]] if engine in engines else []:
+    for dependent in kind.dependents(place, key, value):
+      place.pop(dependent, None)
+
+
+def retarget(
+  config: Mapping[str, Any], engine: str, engines: Engines
+) -> dict[str, Any]:
+  """Returns a config all of whose runs are on one engine.
+
+  What a run has for another engine is dropped: its settings mean nothing here.
+
+  Raises:
+    ValueError: for an unknown engine, naming the nearest.
+  """
+  kind = names.lookup("engine", engine, engines)
+  config = as_dict(config)
+  config["engine"] = engine
+  entries = config.get("runs")
+  for label, entry in entries.items() if isinstance(entries, Mapping) else ():
+    if not isinstance(entry, Mapping):
+      continue
+    own = {k: v for k, v in entry.items() if k != "engine"}
+    own.setdefault("recipe", "asgd")
+    known = {*_RESERVED, *OF_A_RUN, *kind.sections}
+    known |= {*keys_of(kind.sections.get(kind.settings)), *kind.options(own)}
+    if own["recipe"] in algorithms.RECIPES:
+      known |= {*algorithms.options(own["recipe"])}
+    foreign = {
+      key
+      for other in engines.values()
+      for key in (
+        *other.sections,
+        *keys_of(other.sections.get(other.settings)),
+        *other.options(entry),
+      )
+    }
+    entries[label] = {
+      k: v for k, v in own.items() if k in known or k not in foreign
+    }
+  return config

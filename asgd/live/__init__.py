@@ -1,0 +1,1 @@
+"""Live runs: server shards and workers that run at the same time."""

@@ -1,0 +1,78 @@
+"""Files that are only ever added to, by whole rows.
+
+Whatever kills the process leaves whole rows and at most one that is cut short,
+which is dropped when the file is opened again. What does not fit on the disk is
+taken back: a file holds whole rows, in their order, and all of them.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+_GO_ON = "run the same command again to go on"
+_ANEW = "or start anew in another folder (--workdir)"
+
+
+class FileGone(ValueError):
+  """A file of a run was deleted while the run wrote it."""
+
+  def __init__(self, path: Path | str):
+    super().__init__(
+      f"{path} is gone: it was deleted while the run wrote it. Put it back from"
+      f" a copy and {_GO_ON}, {_ANEW}"
+    )
+
+
+class AppendOnlyFile:
+  """A file of one writer."""
+
+  def __init__(self, path: Path):
+    self.name = str(path)
+    self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    self._size = os.fstat(self._file).st_size
+
+  def _add(self, data: bytes) -> None:
+    """Adds all of it, or nothing.
+
+    Raises:
+      FileGone: if the file was deleted.
+      ValueError: if it cannot be written, or another process changed it.
+    """
+    status = os.fstat(self._file)
+    if not status.st_nlink:
+      raise FileGone(self.name)
+    if status.st_size != self._size:
+      raise ValueError(
+        f"{self.name} has {status.st_size} bytes where this run wrote"
+        f" {self._size}: another process changed it. Put it back as it was and"
+        f" {_GO_ON}, {_ANEW}"
+      )
+    rest = memoryview(data)
+    try:
+      while rest:
+        rest = rest[os.write(self._file, rest) :]
+    except OSError as error:
+      with contextlib.suppress(OSError):
+        os.ftruncate(self._file, self._size)
+      raise ValueError(
+        f"cannot write {self.name} ({error.strerror}); make room and {_GO_ON}"
+      ) from error
+    self._size += len(data)
+
+  def _cut(self, size: int) -> None:
+    os.ftruncate(self._file, size)
+    self._size = size
+
+  def sync(self) -> None:
+    """When this returns, a loss of power does not lose what was written.
+
+    Raises:
+      ValueError: if the disk does not take it.
+    """
+    try:
+      os.fsync(self._file)
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {self.name} ({error.strerror}); mend the disk and"
+        f" {_GO_ON}"
+      ) from error

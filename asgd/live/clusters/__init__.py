@@ -1,0 +1,1 @@
+"""Clusters: start, watch over and replace shards and workers."""

@@ -1,0 +1,297 @@
+"""A cluster of processes: workers and server shards are Ray actors.
+
+Ray starts the processes where there is room for them, and tells when one dies.
+It is imported when a cluster is made, so that the rest of the package does
+without it.
+"""
+
+import collections
+import contextlib
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, sharding
+from asgd.live import faults as faults_lib
+from asgd.live import processes
+from asgd.live.clusters.base import LiveCluster
+from asgd.live.clusters.ray_processes import (
+  ShardActor,
+  Site,
+  WorkerActor,
+  actor_name,
+  node_id,
+)
+from asgd.live.deadlines import DEAD
+from asgd.live.links.base import Disconnected
+from asgd.live.shard import Shard
+from asgd.live.worker import Duty
+
+
+class Resources(NamedTuple):
+  """What Ray is asked for."""
+
+  worker: Mapping[str, Any] = {"num_cpus": 0}
+  shard: Mapping[str, Any] = {"num_cpus": 0}
+
+
+def _failure(what: str, error: Exception) -> Exception:
+  """What to raise where a process has failed: one line if it is the user's to
+  mend, all that is known if it is ours."""
+  last = str(error).strip().splitlines()[-1]
+  kind, _, text = last.partition(": ")
+  if kind in ("ValueError", "OSError", "FileNotFoundError"):
+    return ValueError(f"{what}: {text}")
+  return RuntimeError(f"{what}: {error}")
+
+
+class RayCluster(LiveCluster):
+  """Shards and workers as Ray actors, watched over and replaced."""
+
+  def __init__(
+    self,
+    site: Site,
+    make_server: Callable[[], base.Server],
+    params: Any,
+    make_duty: Callable[[], Duty],
+    *,
+    faults: Sequence[faults_lib.Fault] = (),
+    refill: bool = True,
+    resources: Resources | None = None,
+    images: Sequence[tuple[Any, Any]] | None = None,
+    resumed: bool = False,
+  ):
+    """Prepares; `start` begins. `ray.init` has been called.
+
+    Args:
+      site: of the run.
+      make_server: called in each shard's process.
+      params: NumPy arrays, before the first message.
+      make_duty: called in each worker's process.
+      faults: to be injected.
+      refill: put a new worker in the place of one that died.
+      resources: for each worker and each shard, as Ray's `options`.
+      images: checkpoints of each shard, for when the memory is lost.
+      resumed: the journals hold a run that stopped.
+    """
+    import ray
+
+    setup, params = site.setup, jax.tree.map(np.asarray, params)
+    plan = (
+      sharding.make_plan(params, setup.shards) if setup.shards > 1 else None
+    )
+    super().__init__(setup, plan, refill=refill)
+    self._ray, self._resources = ray, resources or Resources()
+    self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
+    self._faults, self._resumed = list(faults), resumed
+    params = ray.put(params)
+    images = images or [None] * setup.shards
+    self._shard_arguments = [(make_server, params, image) for image in images]
+    self._make_duty = make_duty
+    self._shards: list[Any] = [None] * setup.shards
+    self._generations = [0] * setup.shards
+    self._workers: dict[int, Any] = {}
+    self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
+    self._asked: tuple[float, list[Any]] | None = None  # when, for status
+    self._absent: dict[int, float] = {}  # workers that have not joined, since
+
+  def start(self) -> None:
+    """Starts all processes.
+
+    Raises:
+      ValueError: if Ray has not what they need.
+    """
+    self._check_resources()
+    folder = Path(self.site.memory)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    processes.end_all(folder)
+    for index in range(self.setup.shards):
+      self._start_shard(index, self._resumed)
+    for worker in range(self.setup.workers):
+      faults = [fault for fault in self._faults if fault.worker == worker]
+      self._start_worker(worker, faults)
+
+  def _check_resources(self):
+    """Refuses what Ray would wait for without a word."""
+    setup, there = self.setup, self._ray.cluster_resources()
+    needed = collections.Counter()
+    for count, options in (
+      (setup.shards, self._resources.shard),
+      (setup.workers, self._resources.worker),
+    ):
+      asked = {
+        "CPU": options.get("num_cpus") or 0,
+        "GPU": options.get("num_gpus") or 0,
+        **options.get("resources", {}),
+      }
+      for name, amount in asked.items():
+        needed[name] += count * amount
+    for name, amount in needed.items():
+      if amount > there.get(name, 0):
+        raise ValueError(
+          f"{setup.workers} workers and {setup.shards} shards ask Ray for"
+          f" {amount:g} {name}, and it has {there.get(name, 0):g}: ask for less"
+          " for each, or use fewer"
+        )
+
+  def _start_shard(self, index, resumed=False):
+    from ray.util import scheduling_strategies
+
+    generation = self._generations[index]
+    self._generations[index] += 1
+    # Shards are where their files and their memory are.
+    here = scheduling_strategies.NodeAffinitySchedulingStrategy(
+      self.site.machine, soft=False
+    )
+    actor = (
+      self._ray.remote(ShardActor)
+      .options(
+        name=actor_name(self.site, index, generation),
+        max_concurrency=8 + self.setup.workers,  # one listens for each
+        scheduling_strategy=here,
+        **self._resources.shard,
+      )
+      .remote(index, self.site, *self._shard_arguments[index], resumed)
+    )
+    self._shards[index] = actor
+    self._running[actor.serve.remote()] = "shard", index
+
+  def add_worker(self, worker: int) -> None:
+    """Has a new process take a worker's place."""
+    self._start_worker(worker, ())
+
+  def _start_worker(self, worker, faults):
+    actor = (
+      self._ray.remote(WorkerActor)
+      .options(**self._resources.worker)
+      .remote(worker, self.site)
+    )
+    self._workers[worker] = actor
+    self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
+
+  def check(self) -> list[str]:
+    """Replaces workers and shards that have ended; returns what there is to
+    tell.
+
+    Raises:
+      ValueError, RuntimeError: if a process failed in a way that a new one
+        would, too.
+    """
+    news = []
+    done, _ = self._ray.wait(
+      list(self._running), num_returns=len(self._running), timeout=0
+    )
+    for ref in done:
+      kind, index = self._running.pop(ref)
+      try:
+        how = self._ray.get(ref)
+      except self._ray.exceptions.RayActorError as error:
+        if getattr(error, "actor_init_failed", False):
+          raise _failure(f"{kind} {index} cannot start", error) from error
+        how = "died"
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"{kind} {index} failed", error) from error
+      if kind == "shard" and how == "died":
+        news.append(f"shard {index} died; another takes over")
+        self.replaced["shard"] += 1
+        self._start_shard(index)
+      elif kind == "worker":
+        news += self._worker_ended(index, how)
+    return news
+
+  def _worker_ended(self, worker, how):
+    actor = self._workers.pop(worker, None)
+    if actor is not None:
+      for shard in self._shards:
+        shard.gone.remote(actor._actor_id.hex())
+    return [] if how == "stopped" else self._replace_worker(worker, how)
+
+  def _get(self, calls):
+    """Returns what calls of the shards return, None of a shard that is gone."""
+    answers = []
+    for index, call in enumerate(calls):
+      try:
+        answers.append((self._ray.get(call),))
+      except self._ray.exceptions.RayActorError:
+        answers.append(None)
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"shard {index} failed", error) from error
+    return answers
+
+  def _ask(self, call):
+    answers = self._get([shard.ask.remote(call) for shard in self._shards])
+    if None in answers:
+      raise Disconnected(answers.index(None))
+    return [answer for (answer,) in answers]
+
+  def _ask_status(self):
+    """See the base. A shard that does not answer for long is killed."""
+    now = time.monotonic()
+    if self._asked is None:
+      calls = [shard.ask.remote(Shard.status) for shard in self._shards]
+      self._asked = now, calls
+    since, calls = self._asked
+    ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
+    if len(ready) < len(calls):
+      if now - since > DEAD * self.setup.ladder.start:
+        self._asked = None
+        for call, shard in zip(calls, self._shards, strict=True):
+          if call not in ready:
+            self._ray.kill(shard)
+      return None
+    self._asked = None
+    return [answer and answer[0] for answer in self._get(calls)]
+
+  def _end_lost_workers(self, status):
+    """Kills workers that were taken for dead, or that never come; `check` then
+    replaces them."""
+    now, lost = time.monotonic(), set(status["expelled"])
+    for worker in self._workers:
+      if worker in status["workers"]:
+        self._absent.pop(worker, None)
+        continue
+      since = self._absent.setdefault(worker, now)
+      if now - since > DEAD * self.setup.ladder.start:
+        del self._absent[worker]
+        lost.add(worker)
+    for worker in lost & set(self._workers):
+      self._ray.kill(self._workers[worker])
+
+  def pids(self) -> dict[str, dict[int, int]]:
+    """Returns the processes that are alive, for tests that kill them: kind ->
+    index -> number."""
+    return processes.pids(self.site.memory)
+
+  def close(self) -> None:
+    """Ends all processes; what they wrote stays."""
+    self._let_workers_leave()
+    for shard in filter(None, self._shards):
+      with contextlib.suppress(self._ray.exceptions.RayError):
+        self._ray.get(shard.end.remote(), timeout=5.0)
+    for actor in (*self._workers.values(), *filter(None, self._shards)):
+      self._ray.kill(actor)
+
+  def _let_workers_leave(self):
+    """When all is done, workers end by themselves, and traces say so."""
+    with contextlib.suppress(self._ray.exceptions.RayError):
+      lead = self._shards[0]
+      if lead is None:
+        return
+      status = self._ray.get(lead.ask.remote(Shard.status), timeout=1.0)
+      if not status["stopped"]:
+        return
+      working = [
+        ref for ref, (kind, _) in self._running.items() if kind == "worker"
+      ]
+      if working:
+        self._ray.wait(working, num_returns=len(working), timeout=2.0)
+
+  def remove_memory(self) -> None:
+    """Removes the shared memory: after this, nothing can be resumed from it."""
+    shutil.rmtree(self.site.memory, ignore_errors=True)

@@ -1,0 +1,147 @@
+"""What all clusters do: ask shards, replace workers, hand out parameters."""
+
+import abc
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from asgd import sharding
+from asgd.live.links.base import Disconnected
+from asgd.live.setup import Setup
+from asgd.live.shard import Shard
+
+Status = dict[str, Any]  # of a shard, see `Shard.status`
+
+
+def finished(status: Sequence[Status] | None) -> bool:
+  """Whether every job was received, by all shards, as their status says."""
+  return bool(status) and status[0]["stopped"] and not any(
+    shard["busy"] for shard in status
+  )
+
+
+def _take_params(received, shard):  # of a module, to travel by its name
+  if received is None:
+    return shard.state.server.params
+  return shard.state.kept_params.pop(received, None)
+
+
+class LiveCluster(abc.ABC):
+  """Shards and workers of a run, watched over and replaced.
+
+  A subclass starts, asks and ends them; `start` begins, and `check` and
+  `status` are to be called again and again until `finished`.
+  """
+
+  def __init__(
+    self, setup: Setup, plan: sharding.ShardPlan | None, *, refill: bool
+  ):
+    """Prepares.
+
+    Args:
+      setup: of the run.
+      plan: how the parameters are split; None: one shard.
+      refill: put a new worker in the place of one that died.
+    """
+    self.setup, self._plan = setup, plan
+    self._refill = refill
+    self.replaced = {"worker": 0, "shard": 0}
+
+  @abc.abstractmethod
+  def start(self) -> None:
+    """Starts all shards and workers."""
+
+  @abc.abstractmethod
+  def add_worker(self, worker: int) -> None:
+    """Has a new worker take a place."""
+
+  @abc.abstractmethod
+  def check(self) -> list[str]:
+    """Replaces workers and shards that have ended; returns what there is to
+    tell.
+
+    Raises:
+      Exception: what ended one of them, if it would end a new one, too.
+    """
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Ends all workers and shards; what they wrote stays."""
+
+  @abc.abstractmethod
+  def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
+    """Has each shard call something.
+
+    Raises:
+      Disconnected: if one of them is gone.
+    """
+
+  @abc.abstractmethod
+  def _ask_status(self) -> list[Status | None] | None:
+    """Returns each shard's status, None in place of a shard that is gone; None
+    if they do not answer now."""
+
+  @abc.abstractmethod
+  def _end_lost_workers(self, status: Status) -> None:
+    """Replaces the workers that the lead has taken for dead."""
+
+  def _replace_worker(self, worker: int, how: str) -> list[str]:
+    """Fills the place of a worker that has ended; returns what to tell."""
+    if not self._refill:
+      return [f"worker {worker} {how}"]
+    self.replaced["worker"] += 1
+    self.add_worker(worker)
+    return [f"worker {worker} {how}; another takes its place"]
+
+  def status(self) -> list[Status] | None:
+    """Returns how each shard is doing (`Shard.status`); None while one is being
+    replaced. Workers that were taken for dead are replaced."""
+    statuses = self._ask_status()
+    if statuses and statuses[0]:
+      self._end_lost_workers(statuses[0])
+    return statuses if statuses and all(statuses) else None
+
+  def run(self, seconds: float = 600.0) -> None:
+    """Waits until it is finished.
+
+    Raises:
+      TimeoutError: if it is not, in that time.
+    """
+    end = time.monotonic() + seconds
+    while not finished(self.status()):
+      self.check()
+      if time.monotonic() > end:
+        raise TimeoutError(f"not finished after {seconds} s")
+      time.sleep(0.01)
+
+  def params(self, received: int | None = None) -> Any:
+    """Returns the whole parameters: now, or as kept after so many messages.
+
+    Raises:
+      Disconnected: if a shard is gone, or one that kept them was replaced.
+    """
+    parts = self._ask(functools.partial(_take_params, received))
+    for index, part in enumerate(parts):
+      if part is None:
+        raise Disconnected(index)
+    parts = jax.device_get(parts)
+    return parts[0] if self._plan is None else sharding.join(self._plan, parts)
+
+  def images(self) -> list[tuple[Any, Any]]:
+    """Returns what a checkpoint needs, of each shard (`Shard.image`).
+
+    Raises:
+      Disconnected: if a shard is gone.
+    """
+    return self._ask(Shard.image)
+
+  def pause(self) -> None:
+    """Has workers finish what they do, and start nothing new.
+
+    Raises:
+      Disconnected: if a shard is gone.
+    """
+    self._ask(Shard.pause)

@@ -1,0 +1,298 @@
+"""What the processes of a Ray cluster do: a server shard, or a worker.
+
+Ray carries what is said seldom: what to do, how it goes, parameters to
+evaluate. What is said for every message goes through sockets and shared memory
+of the machine (`links.sockets`, `slots`): an actor call costs half a
+millisecond, a frame a twentieth of that. Shards are on the driver's machine;
+workers on another one say it by actor calls (`links.remote`).
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, sharding, simulator
+from asgd.live import faults as faults_lib
+from asgd.live import frames, processes
+from asgd.live.journal import FileJournal, journal_path
+from asgd.live.links.remote import RayLink, Session
+from asgd.live.links.sockets import ShardServer, SocketLink
+from asgd.live.records import FileSink, records_path
+from asgd.live.setup import Setup, slot_counts
+from asgd.live.shard import Shard
+from asgd.live.slots import MESSAGES, SharedMemory
+from asgd.live.spans import SpanWriter
+from asgd.live.worker import Duty, WorkerLoop
+
+
+class Site(NamedTuple):
+  """Where a run is; the same for all of its processes."""
+
+  setup: Setup
+  run: str  # folder: journals and records, kept
+  memory: str  # folder: sockets and shared memory, removed at the end
+  began: float  # time.monotonic() of the machine
+  compress: str | None = None  # of parameters and messages, as `wire.layout`
+  spans: bool = False  # write what workers do when
+  devices: int = 1  # of a worker's own, on the CPU
+  token: str = ""  # by which its actors are found
+  machine: str = ""  # the driver's node in Ray's cluster
+  sockets: bool = True  # use them where both are on one machine
+
+
+def _keep_memory():
+  """Has malloc keep what is freed, where it can be told to.
+
+  Each new version of the parameters is a new array. By default glibc gets each
+  large one from the kernel, page by page and zeroed, and gives it back: that
+  takes twice the time of an update itself.
+  """
+  trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+  with contextlib.suppress(OSError, AttributeError):
+    malloc_option = ctypes.CDLL(None).mallopt
+    malloc_option(mmap_max, 0)
+    malloc_option(trim_threshold, 2**31 - 1)
+    malloc_option(top_pad, 2**26)
+
+
+def _prepare_jax(site, worker):
+  """Settings of a process that has not used JAX yet."""
+  _keep_memory()
+  if not worker or site.setup.rules.depth == 1:
+    # Nothing is done while a result is waited for, and a second thread costs
+    # two switches.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+  if worker and site.devices > 1:
+    jax.config.update("jax_num_cpu_devices", site.devices)
+
+
+def _clock(site):
+  return lambda: time.monotonic() - site.began
+
+
+def _socket(site, index):
+  return Path(site.memory) / f"{index}.sock"
+
+
+def node_id():
+  """This machine's node in Ray's cluster."""
+  import ray
+
+  return ray.get_runtime_context().get_node_id()
+
+
+def actor_name(site, index, generation):
+  """A shard's actor's name. A dead actor may keep its own for a while."""
+  return f"{site.token}-shard-{index}-{generation}"
+
+
+def _actor_id():
+  """Returns the number of the actor that asks."""
+  import ray
+
+  return ray.get_runtime_context().get_actor_id()
+
+
+def _find(site, index, generation):
+  """Returns a shard's actor. Raises ValueError if there is none."""
+  import ray
+
+  return ray.get_actor(actor_name(site, index, generation))
+
+
+def _memory(site, index, like):
+  return SharedMemory(
+    *(Path(site.memory) / f"shard-{index}", slot_counts(site.setup), like),
+    compress=site.compress,
+  )
+
+
+class ShardActor:
+  """A shard in a process of its own."""
+
+  def __init__(
+    self,
+    index: int,
+    site: Site,
+    make_server: Callable[[], base.Server],
+    params: Any,
+    image: tuple[Any, Any] | None,
+    resumed: bool,
+  ):
+    _prepare_jax(site, worker=False)
+    self._site = site
+    self._sessions: dict[str, Session] = {}
+    processes.write_pid(site.memory, "shard", index)
+    folder = Path(site.memory) / f"shard-{index}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    self._lock = processes.lock(folder / "lock", seconds=30.0)
+    setup, clock = site.setup, _clock(site)
+    if setup.shards > 1:
+      plan = sharding.make_plan(params, setup.shards)
+      params = sharding.part(plan, params, index)
+    server = make_server()
+    steps = simulator.compile_steps(server, None, wire=site.compress)
+    if not setup.totals:
+      self._warm_up(server, steps, params)
+    state = simulator.start(server, params)
+    shard = Shard(
+      *(index, setup, steps, state),
+      _memory(site, index, (params, params, state)),
+      FileJournal(journal_path(site.run, index)),
+      FileSink(records_path(site.run, index)),
+      now=clock(),
+      image=image,
+      resumed=resumed,
+    )
+    follows = index > 0 and setup.consistent
+    self._server = ShardServer(
+      shard,
+      _socket(site, index),
+      clock=clock,
+      lead=_socket(site, 0) if follows else None,
+    )
+
+  def _warm_up(self, server, steps, params):
+    """Compiles before the first message comes."""
+    state = simulator.start(server, params)
+    ticket = steps.send(state, jnp.int32(0))
+    message = jax.tree.map(np.zeros_like, params)
+    jax.block_until_ready(
+      steps.receive(state, ticket, message, np.float32(0.0))
+    )
+
+  def serve(self) -> None:
+    """Serves until `end`; dies with the process."""
+    self._server.serve()
+
+  def open(self, token: str) -> None:
+    """Opens a session for a worker on another machine."""
+    self._sessions[token] = self._server.ask(
+      lambda shard: Session(shard.state.slots.memory)
+    )
+
+  def tell(self, token: str, data: bytes, message: Any) -> None:
+    """Takes a frame of a session, and the message of a PUSH."""
+    frame, session = frames.unpack(data), self._sessions[token]
+    session.worker = frame.worker
+
+    def take(shard):
+      if message is not None and shard.state.accepts(frame):
+        memory = shard.state.slots.memory
+        memory.write(MESSAGES, frame.message, message)
+      shard.handle(frame, session.say, _clock(self._site)())
+
+    self._server.ask(take)
+
+  def listen(self, token: str) -> list[tuple[bytes, Any]]:
+    """Returns what is said to a session, when something is."""
+    return self._sessions[token].listen()
+
+  def gone(self, owner: str) -> None:
+    """The actor of a worker's sessions has ended; a socket would have told."""
+
+    def drop(shard):
+      for token in [t for t in self._sessions if t.startswith(owner)]:
+        session = self._sessions.pop(token)
+        # Another may have taken the place before this was heard.
+        if shard.peer(session.worker) == session.say:
+          shard.gone(session.worker, _clock(self._site)())
+
+    self._server.ask(drop)
+
+  def ask(self, call: Callable[[Shard], Any]) -> Any:
+    """Has the serving thread call something with its shard; returns the answer,
+    with NumPy arrays in place of JAX's."""
+    return jax.device_get(self._server.ask(call))
+
+  def end(self) -> None:
+    """Ends `serve`."""
+    with contextlib.suppress(Exception):
+      self._server.ask(lambda shard: shard.state.flush())
+    self._server.end()
+
+
+class WorkerActor:
+  """A worker in a process of its own."""
+
+  def __init__(self, worker: int, site: Site):
+    _prepare_jax(site, worker=True)
+    self._worker, self._site = worker, site
+    here = node_id() == site.machine
+    self._near = here and site.sockets
+    if here:
+      processes.write_pid(site.memory, "worker", worker)
+
+  def run(
+    self,
+    make_duty: Callable[[], Duty],
+    faults: Sequence[faults_lib.Fault] = (),
+  ) -> str:
+    """Works until there is no more to do; see `WorkerLoop.run`."""
+    site, duty = self._site, make_duty()
+    shards = range(site.setup.shards)
+    parts = (
+      [duty.params]
+      if duty.plan is None
+      else sharding.split(duty.plan, duty.params)
+    )
+    self._warm_up(duty)
+    clock = _clock(site)
+    if self._near:
+      link = SocketLink([_socket(site, index) for index in shards])
+      memories = [
+        _memory(site, i, (parts[i], parts[i], None)) for i in shards
+      ]
+    else:
+      link = RayLink(
+        functools.partial(_find, site), len(shards), _actor_id()
+      )
+      memories = link.memories
+    for shard in shards:
+      while not link.connect(shard):
+        pass
+    script = faults_lib.Script(
+      faults,
+      kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
+      wait=time.sleep,
+      tell=functools.partial(faults_lib.append_fault, site.run),
+    )
+    span = None
+    if site.spans:
+      span = functools.partial(SpanWriter(Path(site.run)), self._worker)
+    loop = WorkerLoop(
+      *(self._worker, duty, link, memories),
+      clock=clock,
+      wait=time.sleep,
+      faults=script,
+      span=span,
+    )
+    with contextlib.suppress(ValueError):  # not the main thread
+      signal.signal(signal.SIGTERM, lambda *_: loop.drain())
+    how = loop.run()
+    if self._near:
+      link.close()  # shards notice at once that it has left
+    return how
+
+  def _warm_up(self, duty):
+    """Compiles before it takes the place, so that the lead does not take it
+    for hung: its deadline is that of workers that have compiled."""
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), duty.params)
+    ticket = base.Ticket(
+      np.int32(self._worker), np.int32(0), params, np.bool_(True)
+    )
+    batch = duty.batch(self._worker, 0)
+    state = duty.init(params)
+    jax.block_until_ready(
+      duty.work(state, ticket, batch, duty.root, np.int32(0))
+    )

@@ -1,0 +1,254 @@
+"""A cluster in one process: workers and server shards are threads.
+
+XLA runs without Python's lock, so workers really run at the same time.
+Parameters and messages are passed by reference. This is the embedded default,
+and where faults are tried without killing anything. A thread that hangs cannot
+be killed: another takes its place, and what it does when it goes on is ignored.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asgd import base, simulator
+from asgd.live import faults as faults_lib
+from asgd.live.clusters.base import LiveCluster
+from asgd.live.journal import Journal
+from asgd.live.links.base import Disconnected
+from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
+from asgd.live.records import Sink
+from asgd.live.setup import Setup, check_setup, slot_counts
+from asgd.live.shard import Shard
+from asgd.live.slots import LocalMemory
+from asgd.live.spans import Span
+from asgd.live.worker import Duty, WorkerLoop
+
+
+class Stores(NamedTuple):
+  """What outlives a shard; of each shard, in their order."""
+
+  memories: Sequence[Any]
+  journals: Sequence[Any]
+  sinks: Sequence[Any]
+  images: Sequence[Any]  # checkpoints as `Shard` takes them, or None
+
+
+class _WorkerThread(NamedTuple):
+  """The holder of a place."""
+
+  thread: threading.Thread
+  link: ThreadLink
+  loop: WorkerLoop
+
+
+class ThreadCluster(LiveCluster):
+  """Shards and workers, as threads."""
+
+  def __init__(
+    self,
+    setup: Setup,
+    steps: simulator.Steps,
+    states: Sequence[base.ServerState],
+    duty: Duty,
+    *,
+    faults: Sequence[faults_lib.Fault] = (),
+    refill: bool = True,
+    patience: float = 5.0,
+    memories: Sequence[Any] | None = None,
+    journals: Sequence[Any] | None = None,
+    sinks: Sequence[Any] | None = None,
+    images: Sequence[Any] | None = None,
+    resumed: bool = False,
+    began: float | None = None,
+    span: Callable[[int, Span], None] | None = None,
+  ):
+    """Prepares; `start` begins.
+
+    Args:
+      setup: of the run.
+      steps: compiled functions.
+      states: of each shard, before the first message.
+      duty: of the workers.
+      faults: to be injected.
+      refill: put a new worker in the place of one that died.
+      patience: of the workers, in seconds.
+      memories: of each shard; references if None.
+      journals: of each shard; in memory if None.
+      sinks: of each shard; in memory if None.
+      images: checkpoints of each shard, as `Shard` takes them.
+      resumed: the journals hold a run that stopped.
+      began: `time.monotonic()` when the run began, or would have; None: now.
+      span: told (worker, stretch of time).
+
+    Raises:
+      ValueError: for a setup or faults that cannot be, or another number of
+        states.
+    """
+    check_setup(setup)
+    faults_lib.check(faults, setup.workers, setup.jobs)
+    if len(states) != setup.shards:
+      raise ValueError(
+        f"states must be of {setup.shards} shards, not of {len(states)}"
+      )
+    super().__init__(setup, duty.plan, refill=refill)
+    count = range(setup.shards)
+    self._steps, self._states = steps, list(states)
+    self.stores = Stores(
+      memories or [LocalMemory(slot_counts(setup)) for _ in count],
+      journals or [Journal() for _ in count],
+      sinks or [Sink() for _ in count],
+      images or [None for _ in count],
+    )
+    self._end = threading.Event()
+    self.script = faults_lib.Script(
+      faults, kill=self._kill_this_thread, wait=self._wait
+    )
+    self._began = time.monotonic() if began is None else began
+
+    def make_loop(worker, link):
+      return WorkerLoop(
+        *(worker, duty, link, self.stores.memories),
+        clock=self.clock,
+        patience=patience,
+        wait=self._wait,
+        faults=self.script,
+        span=functools.partial(span, worker) if span else None,
+      )
+
+    self._make_loop = make_loop
+    self.shards = [self._shard_thread(index, resumed) for index in count]
+    self._workers: dict[int, _WorkerThread] = {}
+    self._failure: BaseException | None = None  # of a worker
+
+  def clock(self) -> float:
+    """Seconds since the run began."""
+    return time.monotonic() - self._began
+
+  def _shard_thread(self, index, resumed=False):
+    stores, setup = self.stores, self.setup
+
+    def make():
+      # Copied, for the next one: a shard consumes its state.
+      state = jax.tree.map(jnp.array, self._states[index])
+      shard = Shard(
+        *(index, setup, self._steps, state, stores.memories[index]),
+        *(stores.journals[index], stores.sinks[index]),
+        now=self.clock(),
+        image=stores.images[index],
+        resumed=resumed,
+      )
+      if index and setup.consistent:
+        connect_follower(shard, self.shards[index], self.shards[0])
+      return shard
+
+    return ShardThread(index, make, self.clock)
+
+  def _kill_this_thread(self):
+    raise faults_lib.Killed
+
+  def _wait(self, seconds):
+    if self._end.wait(seconds):
+      raise faults_lib.Killed
+
+  def start(self) -> None:
+    """Starts all threads."""
+    for thread in self.shards:
+      thread.start()
+    for worker in range(self.setup.workers):
+      self.add_worker(worker)
+
+  def add_worker(self, worker: int) -> None:
+    """Has a new worker take a place."""
+    link = ThreadLink(worker, self.shards, self._end.is_set)
+    loop = self._make_loop(worker, link)
+    thread = threading.Thread(
+      target=self._work,
+      args=(worker, loop, link),
+      name=f"worker-{worker}",
+      daemon=True,
+    )
+    self._workers[worker] = _WorkerThread(thread, link, loop)
+    thread.start()
+
+  def _work(self, worker, loop, link):
+    try:
+      loop.run()
+    except faults_lib.Killed:
+      pass
+    except BaseException as error:
+      error.add_note(f"in worker {worker}")
+      self._failure = self._failure or error
+    finally:
+      link.close()
+
+  def drain_worker(self, worker: int) -> None:
+    """Asks a worker to finish what it has begun and to leave."""
+    self._workers[worker].loop.drain()
+
+  def kill_shard(self, index: int) -> None:
+    """Kills a shard, and puts another in its place."""
+    self.replaced["shard"] += 1
+    self.shards[index].stop()
+    self.shards[index] = self._shard_thread(index)
+    self.shards[index].start()
+    if index == 0 and self.setup.consistent:
+      lead, *followers = self.shards
+      for thread in followers:
+        thread.put(
+          lambda shard, now, thread=thread: connect_follower(
+            shard, thread, lead
+          )
+        )
+
+  def check(self) -> list[str]:
+    """Replaces workers that are gone; returns what there is to tell.
+
+    Raises:
+      BaseException: what ended a thread.
+    """
+    failures = [thread.failure for thread in self.shards]
+    for failure in (*failures, self._failure):
+      if failure:
+        raise failure
+    lead, news = self.shards[0].shard, []
+    if lead is None or not self._refill or lead.stopped:
+      return news
+    for worker, holder in list(self._workers.items()):
+      if not holder.thread.is_alive() and not holder.loop.draining:
+        news += self._replace_worker(worker, "died")
+    return news
+
+  def _ask(self, call):
+    return [thread.ask(call) for thread in self.shards]
+
+  def _ask_status(self):
+    statuses = []
+    for thread in self.shards:
+      try:
+        statuses.append(thread.ask(Shard.status))
+      except Disconnected:
+        statuses.append(None)
+    return statuses
+
+  def _end_lost_workers(self, status):
+    for worker in status["expelled"]:
+      self._workers[worker].loop.revoked = True
+      self.replaced["worker"] += 1
+      self.add_worker(worker)
+
+  def close(self) -> None:
+    """Ends all threads; what they wrote stays."""
+    self._end.set()
+    for holder in self._workers.values():
+      holder.link.wake()
+    for thread in self.shards:
+      if thread.alive:
+        thread.ask(lambda shard: shard.state.flush())
+        thread.stop()
+    for holder in self._workers.values():
+      holder.thread.join()

@@ -1,0 +1,144 @@
+"""When a worker is late, and when it is taken for dead: one ladder.
+
+  T = median + k MAD of the times that jobs took lately, at least `floor`
+
+  up to T       waiting
+  T to 3 T      late: said, and nothing done; it may be a slow machine
+  beyond 3 T    dead: its ticket dies, its job goes to another worker, and the
+                cluster replaces it
+
+The times are of all workers together: in a cluster of fast and slow machines
+the MAD grows with the difference. Before five jobs have ended, T is `start`,
+which must cover compiling.
+"""
+
+import collections
+import numbers
+import statistics
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+_FEW = 5  # jobs that must have ended before their times mean something
+DEAD = 3.0  # times T
+_SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
+
+
+class Ladder(NamedTuple):
+  """Settings; in a config they are `live.late_mads`, `live.late_seconds` and
+  `live.start_seconds`."""
+
+  k: float = 10.0  # in MADs, scaled to standard deviations
+  floor: float = 2.0  # seconds
+  start: float = 120.0  # seconds
+  window: int = 128  # jobs looked back at
+
+
+# What a config calls them.
+_KEYS = {
+  "k": "live.late_mads",
+  "floor": "live.late_seconds",
+  "start": "live.start_seconds",
+}
+_MOST = 1e9  # seconds that a clock can count
+
+
+def check(ladder: Ladder) -> Ladder:
+  """Returns a ladder that can be climbed.
+
+  Raises:
+    ValueError: for a setting that is no positive number, or beyond 1e9, naming
+      it and what a config calls it.
+  """
+  for name, value in ladder._asdict().items():
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < value <= _MOST:
+      key = f" ({_KEYS[name]})" if name in _KEYS else ""
+      raise ValueError(
+        f"{name}{key} must be a positive number, at most {_MOST:g}, not"
+        f" {value!r}"
+      )
+  return ladder
+
+
+class Deadlines:
+  """Watches how long jobs take."""
+
+  def __init__(self, ladder: Ladder):
+    """Starts knowing nothing.
+
+    Raises:
+      ValueError: for settings that are not positive.
+    """
+    self._ladder = check(ladder)
+    self._times = collections.deque(maxlen=ladder.window)
+    self._late: float | None = None
+
+  def ended(self, seconds: float) -> None:
+    """A job took so long."""
+    self._times.append(seconds)
+    self._late = None
+
+  @property
+  def late(self) -> float:
+    """T, in seconds."""
+    if len(self._times) < _FEW:
+      return self._ladder.start
+    if self._late is None:
+      median = statistics.median(self._times)
+      mad = statistics.median(abs(x - median) for x in self._times)
+      seconds = median + self._ladder.k * _SIGMA * mad
+      self._late = max(seconds, 3 * median, self._ladder.floor)
+    return self._late
+
+  @property
+  def dead(self) -> float:
+    """When a worker is given up, in seconds."""
+    return DEAD * self.late
+
+
+class WorkerWatch:
+  """Watches the workers of a run by the deadlines of a ladder."""
+
+  def __init__(self, ladder: Ladder, now: float):
+    self._deadlines = Deadlines(ladder)
+    self.awake = now  # no worker could hand in anything before, or join
+    self._missing: dict[int, float] = {}  # places without a connection, since
+    self.heard: dict[int, float] = {}  # worker -> its last sign of life
+    self.late: set[int] = set()  # workers that are slower than they should be
+
+  def ended(self, began: float, now: float) -> None:
+    """A job has ended."""
+    self._deadlines.ended(now - max(began, self.awake))
+
+  def overdue(
+    self,
+    workers: Sequence[int],
+    begun: Callable[[int], Sequence[float]],
+    present: Collection[int],
+    now: float,
+  ) -> Iterator[int]:
+    """Yields the workers that are to be taken for dead; `late` is brought up to
+    date on the way.
+
+    Args:
+      workers: that hold a place.
+      begun: worker -> when its tickets were sent that wait for a message.
+      present: workers that are connected.
+      now: seconds since the run began.
+    """
+    late, dead = self._deadlines.late, self._deadlines.dead
+    self.late.clear()
+    for worker in workers:
+      times = begun(worker)
+      # Of several tickets, one is worked on at a time.
+      heard = self.heard.get(worker, self.awake)
+      age = (now - max(min(times, default=now), heard)) / max(len(times), 1)
+      if worker not in present:
+        age = max(age, now - self._missing.setdefault(worker, now))
+      else:
+        self._missing.pop(worker, None)
+      if age > dead:
+        self._missing.pop(worker, None)
+        yield worker
+      elif age > late:
+        self.late.add(worker)

@@ -1,0 +1,181 @@
+"""Faults on purpose: scripted by (worker, seq), counted when they happen.
+
+A script is data. What happens at a place is the same in threads and in
+processes, but for `kill`, which ends a thread's loop and a process with -9.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.live.frames import Frame
+
+KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
+MOST_SECONDS = 1e6  # that a slow job may be given: twelve days
+
+
+class Fault(NamedTuple):
+  """One fault."""
+
+  worker: int
+  seq: int  # of the place's jobs, counted from 0
+  kind: str  # one of KINDS
+  seconds: float = 0.0  # of a slow job
+
+
+class Killed(BaseException):
+  """Ends a worker's thread where a process would be killed."""
+
+
+def parse(text: str) -> Fault:
+  """Reads KIND:WORKER:SEQ, or slow:WORKER:SEQ:SECONDS.
+
+  Raises:
+    ValueError: for anything else.
+  """
+  kind, *numbers = text.split(":")
+  try:
+    if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
+      raise ValueError
+    worker, seq = int(numbers[0]), int(numbers[1])
+    fault = Fault(worker, seq, kind, *map(float, numbers[2:]))
+  except ValueError:
+    raise ValueError(
+      f"no fault: {text!r}; write KIND:WORKER:SEQ with a kind of"
+      f" {', '.join(KINDS)}, or slow:WORKER:SEQ:SECONDS"
+    ) from None
+  _check_numbers(fault, text)
+  return fault
+
+
+def format_fault(fault: Fault) -> str:
+  """Writes a fault as `parse` reads it."""
+  text = f"{fault.kind}:{fault.worker}:{fault.seq}"
+  return f"{text}:{fault.seconds:g}" if fault.kind == "slow" else text
+
+
+def _check_numbers(fault, text):
+  for name in ("worker", "seq"):
+    if getattr(fault, name) < 0:
+      raise ValueError(
+        f"fault {text!r}: {name} must be 0 or more, not {getattr(fault, name)}"
+      )
+  if not 0 <= fault.seconds <= MOST_SECONDS:
+    raise ValueError(
+      f"fault {text!r}: seconds must be from 0 to {MOST_SECONDS:,.0f}, not"
+      f" {fault.seconds:g}"
+    )
+
+
+def check(
+  faults: Sequence[Fault], workers: int, jobs: int | None = None
+) -> None:
+  """Checks that faults can happen in a run.
+
+  Args:
+    faults: what is to happen.
+    workers: N; places are numbered from 0 to N - 1.
+    jobs: how many the run has; None is not known.
+
+  Raises:
+    ValueError: for one that cannot, as there is no such worker or no
+      such job, and for one that is there twice.
+  """
+  seen = set()
+  for fault in faults:
+    text = format_fault(fault)
+    _check_numbers(fault, text)
+    if fault.worker >= workers:
+      raise ValueError(
+        f"fault {text!r}: there is no worker {fault.worker}; the {workers} are"
+        f" numbered from 0 to {workers - 1}"
+      )
+    if jobs is not None and fault.seq >= jobs:
+      raise ValueError(
+        f"fault {text!r}: the run has {jobs} jobs in all, so none of a worker"
+        f" has seq {fault.seq}; use a smaller one"
+      )
+    if fault[:3] in seen:
+      raise ValueError(f"fault {text!r} is there twice; drop one")
+    seen.add(fault[:3])
+
+
+def append_fault(run: Path, fault: Fault) -> None:
+  """Writes down a fault that is injected on purpose."""
+  with (Path(run) / "faults.csv").open("a") as file:
+    file.write(",".join(map(str, fault)) + "\n")
+
+
+def read_faults(run: Path) -> list[Fault]:
+  """Returns the faults that were injected."""
+  path = Path(run) / "faults.csv"
+  lines = path.read_text().splitlines() if path.exists() else []
+  rows = [line.split(",") for line in lines]
+  return [Fault(int(w), int(s), k, float(x)) for w, s, k, x in rows]
+
+
+class Script:
+  """Injects faults into worker loops; each of them once."""
+
+  def __init__(
+    self,
+    faults: Sequence[Fault],
+    *,
+    kill: Callable[[], None],
+    wait: Callable[[float], None],
+    tell: Callable[[Fault], None] = lambda fault: None,
+  ):
+    """Prepares.
+
+    Args:
+      faults: what is to happen.
+      kill: ends this worker, and does not return.
+      wait: lets seconds go by.
+      tell: called with each fault before it happens.
+    """
+    self._waiting = {(f.worker, f.seq, f.kind): f for f in faults}
+    self._kill, self._wait, self._tell = kill, wait, tell
+    self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
+    self._lock = threading.Lock()
+    self.injected: list[Fault] = []
+
+  def _take(self, worker, seq, kind):
+    with self._lock:
+      fault = self._waiting.pop((worker, seq, kind), None)
+      if fault:
+        self.injected.append(fault)
+        self._tell(fault)
+    return fault
+
+  def before_work(self, worker: int, seq: int) -> None:
+    """Kills, hangs or slows down."""
+    if self._take(worker, seq, "kill"):
+      self._kill()
+    if self._take(worker, seq, "hang"):
+      while True:
+        self._wait(3600.0)
+    slow = self._take(worker, seq, "slow")
+    if slow:
+      self._wait(slow.seconds)
+
+  def message(self, worker: int, seq: int, message: Any) -> Any:
+    """Spoils a message with NaN."""
+    if not self._take(worker, seq, "nan"):
+      return message
+    return jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), message)
+
+  def frames(self, worker: int, frame: Frame) -> list[Frame]:
+    """Loses, doubles or holds back a frame until the next one."""
+    if self._take(worker, frame.seq, "lose"):
+      return []
+    if self._take(worker, frame.seq, "double"):
+      return [frame, frame]
+    if self._take(worker, frame.seq, "reorder"):
+      self._late[worker] = frame
+      return []
+    late = self._late.pop(worker, None)
+    return [frame, late] if late else [frame]

@@ -1,0 +1,92 @@
+"""Frames: what workers and server shards say to each other.
+
+Frames are small and of one size; parameters and messages lie in memory that
+both sides see, and a frame names the slot. A worker talks to every shard; the
+first, the lead, decides which worker starts what.
+
+  worker -> shard                      shard -> worker
+  HELLO   I hold this place            WELCOME  you are holder number `job`
+  FETCH   my part for (seq, job)       TICKET   for (seq, job): read the params
+  PUSH    (seq) lies in its slot                slot, write to the message slot
+  DRAIN   nothing new for me           ACK      (seq) is committed
+  BYE     I am gone                    EXPEL    you are taken for dead
+                                       STOP     all jobs are received
+
+A message is named by (worker, seq): the seq counts the jobs of the place, not
+of its holder, so it is applied exactly once, however often it is sent. In a
+consistent run the other shards FOLLOW the lead: they get its trace ROW by row,
+and tell what they have with PREPARED. An algorithm that needs a TOTAL over all
+shards is ASKed at each of them before the row is written; they say what is
+theirs with ASKED, and the lead adds up.
+"""
+
+import struct
+from typing import NamedTuple
+
+(
+  HELLO,
+  FETCH,
+  PUSH,
+  DRAIN,
+  BYE,
+  WELCOME,
+  TICKET,
+  ACK,
+  EXPEL,
+  STOP,
+  FOLLOW,
+  ROW,
+  PREPARED,
+  ASK,
+  ASKED,
+  TOTAL,
+) = range(16)
+KINDS = (
+  *("hello", "fetch", "push", "drain", "bye", "welcome", "ticket", "ack"),
+  *("expel", "stop", "follow", "row", "prepared", "ask", "asked", "total"),
+)
+OF_SHARDS = frozenset((FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL))
+
+
+class Frame(NamedTuple):
+  """One thing said; what a field means depends on the kind."""
+
+  kind: int
+  worker: int = 0  # place; of a follower, its shard
+  seq: int = 0
+  job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
+  version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
+  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and
+  # wait for another shard
+  flag: int = 0
+  params: int = -1  # slot
+  message: int = -1  # slot
+  value: float = 0.0  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  loss: float = 0.0  # ROW
+
+
+_FORMAT = struct.Struct("<4sBxxxiqqqqiidd")
+_MAGIC = b"asg1"
+SIZE = _FORMAT.size  # bytes of a packed frame
+
+
+def pack(frame: Frame) -> bytes:
+  """Returns a frame as bytes[SIZE]."""
+  return _FORMAT.pack(_MAGIC, *frame)
+
+
+def unpack(data: bytes) -> Frame:
+  """Returns what `pack` packed.
+
+  Raises:
+    ValueError: for anything else.
+  """
+  if len(data) != SIZE:
+    raise ValueError(f"a frame has {SIZE} bytes, not {len(data)}")
+  magic, *fields = _FORMAT.unpack(data)
+  if magic != _MAGIC or fields[0] >= len(KINDS):
+    raise ValueError(
+      f"no frame of this version: it starts with {data[:5]!r}; are all"
+      " processes of the same release?"
+    )
+  return Frame(*fields)

@@ -1,0 +1,92 @@
+"""A shard's journal: the rows of its trace, with all columns of an Event."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from asgd.live.append_only import AppendOnlyFile
+from asgd.orders import trace
+from asgd.orders.trace import Event
+
+
+class Journal:
+  """Where a shard writes its rows, and reads them after a crash: in memory."""
+
+  name = "journal"  # for messages
+
+  def __init__(self, events: Iterable[Event] = ()):
+    self._events = list(events)
+
+  def append(self, event: Event) -> None:
+    """Writes a row; when this returns, a kill of the shard does not lose it."""
+    self._events.append(event)
+
+  def events(self) -> list[Event]:
+    """Returns the rows that were written."""
+    return list(self._events)
+
+  def sync(self) -> None:
+    """Does nothing: this journal ends with the process."""
+
+
+def journal_path(run: Path, index: int) -> Path:
+  """The file of a shard's journal."""
+  return Path(run) / f"trace-{index}.csv"
+
+
+class FileJournal(AppendOnlyFile, Journal):
+  """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
+
+  def __init__(self, path: Path):
+    """Opens the journal, making it if it is not there.
+
+    Raises:
+      ValueError: if the file is no journal.
+    """
+    Journal.__init__(self, read_journal(path))
+    AppendOnlyFile.__init__(self, path)
+    self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
+    if not self._size:
+      self._add(f"{trace.JOURNAL_HEADER}\n".encode())
+
+  def append(self, event: Event) -> None:
+    """Writes a row; when this returns, a kill does not lose it.
+
+    Raises:
+      ValueError: if it cannot be written: it is not in the file then.
+    """
+    self._add(f"{event.format(journal=True)}\n".encode())
+    super().append(event)
+
+
+def read_journal(path: Path) -> list[Event]:
+  """Reads a journal, see `trace.read`; without a file it has no row.
+
+  Raises:
+    ValueError: naming the file and the line that is no row.
+  """
+  if not path.exists():
+    return []
+  with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+    try:
+      return trace.read(lines)
+    except ValueError as error:
+      raise ValueError(f"{path}, {error}") from error
+
+
+def check_journal(path: Path | str, events: Sequence[Event]) -> None:
+  """Checks that a journal can be obeyed: that it is one that a shard wrote.
+
+  Args:
+    path: of the journal, for the message.
+    events: its rows.
+
+  Raises:
+    ValueError: naming the file and the first line that is wrong, and why.
+  """
+  try:
+    trace.check(events, depth=math.inf, path=path)
+  except ValueError as error:
+    raise ValueError(
+      f"{error}. The file was changed: put it back as the run wrote it"
+    ) from error

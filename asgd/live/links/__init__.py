@@ -1,0 +1,1 @@
+"""Links: how frames travel between a worker and the shards."""

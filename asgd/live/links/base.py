@@ -1,0 +1,31 @@
+"""What a worker needs of a way to the shards."""
+
+from typing import Protocol
+
+from asgd.live.frames import Frame
+
+
+class Disconnected(Exception):
+  """A shard cannot be reached; `shard` says which."""
+
+  def __init__(self, shard: int):
+    super().__init__(f"shard {shard} cannot be reached")
+    self.shard = shard
+
+
+class WorkerLink(Protocol):
+  """The way of one worker to all shards."""
+
+  def say(self, shard: int, frame: Frame) -> None:
+    """Sends a frame. Raises Disconnected."""
+
+  def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
+    """Returns the next (shard, frame), None if none comes in that time (None:
+    forever), or if `wake` was called. Raises Disconnected."""
+
+  def connect(self, shard: int) -> bool:
+    """Opens the way to a shard anew. False if it is not there (yet); waits a
+    moment in that case."""
+
+  def wake(self) -> None:
+    """Ends a `hear` that is waiting; may be called from a signal handler."""

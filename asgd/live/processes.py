@@ -1,0 +1,76 @@
+"""The processes of a run: their locks and numbers, and how to end them."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def lock(path: Path, seconds: float) -> int:
+  """Holds a file until this process ends, waiting for the one before to end.
+
+  Raises:
+    ValueError: if it is still held after so many seconds.
+  """
+  descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+  end = time.monotonic() + seconds
+  while True:
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      return descriptor
+    except OSError as error:
+      if time.monotonic() > end:
+        os.close(descriptor)
+        raise ValueError(
+          f"{path} is held by another process; end it first"
+        ) from error
+      time.sleep(0.05)
+
+
+def stat(pid: int) -> tuple[str, str]:
+  """Returns (state, when it was started) of a process, as the kernel says them;
+  its number alone may be another's by now.
+
+  Raises:
+    OSError: if there is no such process.
+  """
+  text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+  fields = text[text.rindex(")") + 1 :].split()
+  return fields[0], fields[19]
+
+
+def write_pid(folder: Path, kind: str, index: int) -> None:
+  """Writes down, for `pids`, that this process is worker or shard `index`."""
+  path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
+  temporary = path.with_suffix(f".{pid}")
+  temporary.write_text(f"{pid} {stat(pid)[1]}")
+  os.replace(temporary, path)
+
+
+def pids(folder: Path) -> dict[str, dict[int, int]]:
+  """Returns the processes of a run that are alive: kind -> index -> number.
+
+  Args:
+    folder: the run's memory.
+  """
+  alive = {"shard": {}, "worker": {}}
+  for path in Path(folder).glob("*-*.pid"):
+    kind, index = path.stem.split("-")
+    try:
+      pid, started = path.read_text().split()
+      state, now = stat(int(pid))
+    except (OSError, ValueError):
+      continue
+    if now == started and state not in "ZX":
+      alive[kind][int(index)] = int(pid)
+  return alive
+
+
+def end_all(folder: Path) -> None:
+  """Kills the processes of a run after its driver was killed."""
+  for processes in pids(folder).values():
+    for pid in processes.values():
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,141 @@
+"""What the parts of a shard share: its state, journal, connections and time."""
+
+from collections.abc import Callable
+
+from asgd import base
+from asgd.live import frames
+from asgd.live.frames import Frame
+from asgd.live.journal import Journal
+from asgd.live.setup import Setup
+from asgd.live.shard import images
+from asgd.live.shard.state import Key, ShardState
+from asgd.orders.trace import STARTS, Event
+
+Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
+
+
+class Core:
+  """Commits rows: they are obeyed, written to the journal, and only then
+  told to any worker or shard."""
+
+  def __init__(
+    self,
+    index: int,
+    setup: Setup,
+    state: ShardState,
+    journal: Journal,
+    now: float,
+  ):
+    self.index, self.setup = index, setup
+    self.state, self.journal = state, journal
+    self.time = now  # seconds since the run began; never goes back
+    self.peers: dict[int, Say] = {}  # worker -> its connection
+    self.holders: dict[int, int] = {}  # worker -> number of its holder
+    self.followers: dict[int, Say] = {}  # of the lead: shard -> its connection
+
+  def commit(self, event: Event) -> None:
+    """Obeys a new row; it is in the journal before any peer hears of it."""
+    state, key = self.state, event.key
+    starts = event.action in STARTS
+    if starts and state.log_is_full:
+      images.snapshot(state)
+    state.obey(event)
+    if starts:
+      open_ticket = state.tickets[key]
+      event = event._replace(
+        version=int(open_ticket.ticket.version),
+        params=open_ticket.params,
+        message=open_ticket.message,
+      )
+    self.journal.append(event)
+    if self.followers:
+      rows = row_frames(state.rows - 1, event)
+      for say in self.followers.values():
+        for frame in rows:
+          say(frame)
+    if starts:
+      self.say(event.worker, state.ticket_frame(key))
+    elif event.action == base.RECEIVE:
+      self.say(event.worker, Frame(frames.ACK, *key))
+
+  def say(self, worker: int, frame: Frame) -> None:
+    """Says something to a worker, if it is connected."""
+    say = self.peers.get(worker)
+    if say:
+      say(frame)
+
+  def expel(self, worker: int) -> None:
+    """Tells a worker that it has lost its place."""
+    self.holders.pop(worker, None)
+    say = self.peers.pop(worker, None)
+    if say:
+      say(Frame(frames.EXPEL, worker))
+
+  def set_time(self, now: float) -> None:
+    """Sets the time, unless it is later already."""
+    self.time = max(now, self.time)
+
+
+def total_frames(key: Key, totals) -> list[Frame]:
+  """Returns frames that tell of a message's totals."""
+  return [
+    Frame(frames.TOTAL, *key, version=i, value=value)
+    for i, value in enumerate(totals)
+  ]
+
+
+def row_frames(number: int, event: Event) -> list[Frame]:
+  """Returns frames that tell a follower of a row of the lead's journal."""
+  row = Frame(
+    *(frames.ROW, *event.key, event.job, number, event.action),
+    value=event.time,
+    loss=event.loss,
+  )
+  return [*total_frames(event.key, event.totals), row]
+
+
+class Role:
+  """What a shard decides; a subclass for each kind of shard.
+
+  The methods here are those of a shard that decides nothing.
+  """
+
+  decides = False  # writes rows of its own, not only what the lead wrote
+  stopped = False  # every job is received, as far as this shard decides that
+  refused = 0  # messages that were not finite, in a row
+
+  def __init__(self, core: Core):
+    self._core = core
+
+  def outdated(self, worker: int, number: int) -> bool:
+    """Whether a holder by that number, not the present one, came before it."""
+    return number < self._core.holders.get(worker, -1)
+
+  def join(self, worker: int, number: int) -> None:
+    """A new holder takes a place; a follower is told its number by it."""
+    self._core.holders[worker] = number
+
+  def leave(self, worker: int) -> None:
+    """The holder of a place is gone: its tickets die."""
+    self._core.holders.pop(worker, None)
+
+  def push(self, frame: Frame) -> None:
+    """The message of an open ticket lies in its slot."""
+
+  def fetch(self, frame: Frame) -> None:
+    """A worker asks for its slice of a ticket that the lead sent."""
+
+  def hear(self, frame: Frame, say: Say) -> None:
+    """Takes a frame of another shard (`frames.OF_SHARDS`)."""
+
+  def heard(self, worker: int) -> None:
+    """The worker gave a sign of life."""
+
+  def follow(self, say: Say) -> None:
+    """The connection to the lead is open (again)."""
+
+  def pause(self, worker: int) -> None:
+    """Starts nothing new at a worker."""
+
+  def advance(self) -> None:
+    """Decides what follows from what was heard."""

@@ -1,0 +1,126 @@
+"""A shard's state as a snapshot or in a checkpoint, and the way back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base
+from asgd.live.shard.state import ShardState
+from asgd.orders.trace import Event, Ledger
+
+
+def snapshot(state: ShardState) -> None:
+  """Saves the state in the shard's memory; the log before it is no longer
+  needed."""
+  state.flush()
+  tickets = *state.tickets.values(), *state.kept.values()
+  params = [ticket.params for ticket in tickets]
+  state.slots.save(state.server, describe(state), params)
+
+
+def describe(state: ShardState) -> dict[str, Any]:
+  """Returns what has to be known beside the server's state and the rows of the
+  journal before it, as JSON."""
+  slots = state.slots
+  params, slot = slots.published or (None, -1)
+  return {
+    "rows": state.rows,
+    "received": state.received,
+    "records": state.sink.count,
+    "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
+    "dead": sorted(slots.dead.items()),
+    "published": slot,
+    "current": slot >= 0 and params is state.server.params,
+  }
+
+
+def open_tickets(
+  state: ShardState, ledger: Ledger[Event], intact: bool
+) -> None:
+  """Takes over the tickets that a journal leaves open, and its counts.
+
+  Args:
+    state: of a shard that comes back.
+    ledger: after rows of the journal.
+    intact: the parameters of tickets lie in their slots.
+  """
+  state.rows = ledger.rows
+  state.received = len(ledger.received) + ledger.undone
+  state.seqs = dict(ledger.next_seq)
+  state.tickets = {
+    event.key: state.read_ticket(event, event.action == base.SEND, intact)
+    for tickets in ledger.open.values()
+    for event in tickets.values()
+  }
+  kept = ledger.latest if state.keeps else {}
+  state.kept = {w: state.read_ticket(e, False, intact) for w, e in kept.items()}
+
+
+def restore(
+  state: ShardState,
+  image: tuple[Any, Any],
+  ledger: Ledger[Event],
+  intact: bool,
+) -> None:
+  """Takes over a snapshot.
+
+  Args:
+    state: as it starts.
+    image: (the server's state, what `describe` wrote).
+    ledger: after the rows of the journal before it.
+    intact: the parameters of tickets lie in their slots.
+  """
+  tree, meta = image
+  slots = state.slots
+  state.server = jax.tree.map(jnp.array, tree)
+  open_tickets(state, ledger, intact)
+  for worker, messages in meta["dead"]:
+    for slot in messages:
+      slots.bury(worker, slots.take_message(slot))
+  for ticket in state.tickets.values():
+    slots.take_message(ticket.message)
+  for ticket in (*state.tickets.values(), *state.kept.values()):
+    slots.use(ticket.params)
+    slots.use(ticket.params)  # the snapshot's
+    slots.pinned.append(ticket.params)
+  if meta["published"] >= 0:
+    current = state.server.params if meta["current"] else None
+    slots.published = current, meta["published"]
+    slots.use(meta["published"])
+
+
+def reopen(
+  state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
+) -> bool:
+  """Takes over the tickets that are open where the journal ends, without the
+  messages that were received since the image: they are lost.
+
+  Args:
+    state: as `restore` left it.
+    events: rows since then.
+    ledger: after these.
+    intact: as for `restore`.
+
+  Returns:
+    Whether updates are lost.
+  """
+  before = state.received
+  open_tickets(state, ledger, intact)
+  for event in events:
+    if event.action == base.JOIN:
+      state.slots.dead.pop(event.worker, None)
+    elif event.action in (base.LOST, base.REJECT) and event.message >= 0:
+      state.slots.bury(event.worker, event.message)
+  state.slots.recount(
+    [t.params for t in (*state.tickets.values(), *state.kept.values())],
+    [t.message for t in state.tickets.values()],
+  )
+  return state.received > before
+
+
+def plain(state: ShardState) -> tuple[Any, Any]:
+  """Returns (the server's state as NumPy arrays, what `describe` says)."""
+  return jax.tree.map(np.array, state.server), describe(state)

@@ -1,0 +1,232 @@
+"""A live server shard: the pure Server on its slice, fed with frames.
+
+Everything that a shard decides becomes a row of its journal before any
+worker or shard hears of it, and everything that it does is done by obeying
+rows. So a shard that was killed comes back by reading its last snapshot and
+obeying the rows since (`recovery`); the messages that it needs for that
+still lie in their slots. That log costs no copy (a message has to be written
+somewhere to get here) but the slots it lies in, and one snapshot in so many
+messages.
+
+Nothing here waits or looks at a clock: `now` comes with each call, and calls
+come from one thread.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from asgd import base, simulator
+from asgd.live import frames
+from asgd.live.frames import Frame
+from asgd.live.journal import Journal
+from asgd.live.records import Sink
+from asgd.live.setup import Setup, slot_counts
+from asgd.live.shard import images, recovery
+from asgd.live.shard.core import Core, Say
+from asgd.live.shard.follower import Follower, Independent
+from asgd.live.shard.lead import Lead
+from asgd.live.shard.slots import SlotTable
+from asgd.live.shard.state import ShardState
+
+
+class Shard:
+  """One shard. The lead (index 0) also decides which worker starts what."""
+
+  def __init__(
+    self,
+    index: int,
+    setup: Setup,
+    steps: simulator.Steps,
+    server: base.ServerState,
+    memory: Any,
+    journal: Journal,
+    sink: Sink,
+    *,
+    now: float,
+    image: tuple[Any, Any] | None = None,
+    resumed: bool = False,
+  ):
+    """Starts, or comes back to where the journal ends.
+
+    Args:
+      index: which shard.
+      setup: the same for all shards of the run.
+      steps: compiled functions; `work` is not used.
+      server: the server's state before the first row; it is donated.
+      memory: with slots as `slot_counts` says.
+      journal: what this shard did before, and will do.
+      sink: for the records of the messages it receives.
+      now: seconds since the run began.
+      image: (state, meta) of a checkpoint, for when the memory is lost.
+      resumed: no worker and no other shard is alive.
+
+    Raises:
+      ValueError: if the journal, the memory and the image do not fit together.
+    """
+    self.index, self.setup = index, setup
+    slots = SlotTable(memory, slot_counts(setup))
+    self.state = ShardState(setup, steps, server, slots, sink)
+    self.core = core = Core(index, setup, self.state, journal, now)
+    roles = Lead, Follower if setup.consistent else Independent
+    self.role = roles[min(index, 1)](core)
+    self._saved = now  # when the last snapshot was due
+    self._expelled: list[int] = []  # workers that the cluster is to replace
+    self.rollback = self._recover(image, resumed)
+    # Workers that were told to stop will not say anything any more.
+    self.role.stopped = not index and self.role.dispatcher.finished
+
+  def _recover(self, image, resumed):
+    core, role = self.core, self.role
+    back = recovery.recover(
+      *(self.state, core.journal),
+      dispatcher=None if self.index else role.dispatcher,
+      image=image,
+      now=core.time,
+      resumed=resumed,
+    )
+    if back.row:
+      core.commit(back.row)
+    core.holders.update(back.holders)
+    for worker in back.lost if role.decides else ():
+      role.leave(worker)
+    for worker in self.workers if resumed else ():
+      role.leave(worker)
+    if back.replaced:  # the memory's content is of no use any more
+      images.snapshot(self.state)
+    return back.rollback
+
+  def handle(self, frame: Frame, say: Say, now: float) -> None:
+    """Takes one frame of a peer; `say` is the way back to it."""
+    core, kind, worker = self.core, frame.kind, frame.worker
+    core.set_time(now)
+    if kind in frames.OF_SHARDS:
+      self.role.hear(frame, say)
+    elif kind == frames.HELLO:
+      self._hello(frame, say)
+    elif core.peers.get(worker) != say:
+      say(Frame(frames.EXPEL, worker, flag=int(worker in core.peers)))
+    elif kind == frames.PUSH:
+      self._push(frame)
+    elif kind == frames.FETCH:
+      self.role.fetch(frame)
+    elif kind == frames.DRAIN:
+      self.role.pause(worker)
+    elif kind == frames.BYE:
+      self._leave(worker)
+    self.role.advance()
+
+  def _hello(self, frame, say):
+    """A worker says which holder of its place it is, or (-1) that it is new."""
+    core, role, worker, number = self.core, self.role, frame.worker, frame.job
+    if not 0 <= worker < self.setup.workers:
+      say(Frame(frames.EXPEL, worker))
+      return
+    same = core.peers.get(worker) == say
+    if same and frame.flag:
+      role.heard(worker)
+    # A new worker that waits long for its answer says HELLO twice.
+    present = same if number < 0 else number == core.holders.get(worker, -1)
+    if not present:
+      if number >= 0 and role.outdated(worker, number):
+        say(Frame(frames.EXPEL, worker, flag=int(worker in core.peers)))
+        return
+      before = core.peers.pop(worker, None)
+      if before:
+        before(Frame(frames.EXPEL, worker, flag=1))
+      role.leave(worker)
+    core.peers[worker] = say
+    if not present:
+      role.join(worker, number)
+    say(Frame(frames.WELCOME, worker, job=core.holders[worker]))
+    for key in self.state.tickets:
+      if key[0] == worker and key not in self.state.pushed:
+        say(self.state.ticket_frame(key))
+    if self.stopped:
+      say(Frame(frames.STOP, worker))
+
+  def _push(self, frame):
+    key, state = (frame.worker, frame.seq), self.state
+    self.role.heard(frame.worker)
+    if key in state.pushed:
+      return  # it is said again, and not received yet
+    if key in state.tickets:
+      self.role.push(frame)
+    else:  # what is committed is acknowledged again
+      self.core.say(frame.worker, Frame(frames.ACK, *key))
+
+  def _leave(self, worker):
+    self.core.peers.pop(worker, None)
+    self.role.leave(worker)
+
+  def gone(self, worker: int, now: float) -> None:
+    """A worker's connection broke: its tickets die."""
+    self.core.set_time(now)
+    self._leave(worker)
+    self.role.advance()
+
+  def expel(self, worker: int, now: float) -> None:
+    """Takes a worker for dead: it took too long."""
+    say = self.core.peers.get(worker)
+    self.gone(worker, now)
+    self._expelled.append(worker)
+    if say:
+      say(Frame(frames.EXPEL, worker))
+
+  def follow(self, say: Say) -> None:
+    """The connection to the lead is open (again): asks for what it decided."""
+    self.role.follow(say)
+
+  def pause(self) -> None:
+    """Starts nothing new, at any worker."""
+    for worker in () if self.index else self.role.dispatcher.workers:
+      self.role.pause(worker)
+
+  def tick(self, now: float) -> None:
+    """Looks at the deadlines; to be called now and then."""
+    self.state.flush()
+    if not self.setup.log and now - self._saved > self.setup.snapshot_seconds:
+      images.snapshot(self.state)
+      self._saved = now
+    for worker in () if self.index else self.role.overdue(now):
+      self.expel(worker, now)
+
+  def image(self) -> tuple[Any, Any]:
+    """Returns (state, meta), all that a checkpoint needs, as plain data. The
+    journal and the records that it builds on are safe from a loss of power
+    then."""
+    self.state.flush()
+    self.core.journal.sync()
+    self.state.sink.sync()
+    return images.plain(self.state)
+
+  def status(self) -> dict[str, Any]:
+    """Returns how it goes, as plain data. Workers that were expelled are told
+    once."""
+    self.state.flush()
+    expelled, self._expelled = self._expelled, []
+    return {
+      "received": self.state.received,
+      "rows": self.state.rows,
+      "stopped": self.stopped,
+      "busy": bool(self.state.tickets),
+      "workers": list(self.workers),
+      "late": [] if self.index else sorted(self.role.watch.late),
+      "expelled": expelled,
+      "refused": self.role.refused,
+      "rollback": self.rollback,
+      "kept_params": sorted(self.state.kept_params),
+    }
+
+  def peer(self, worker: int) -> Say | None:
+    """Returns the connection of a worker, None if there is none."""
+    return self.core.peers.get(worker)
+
+  @property
+  def stopped(self) -> bool:
+    """Whether every job is received, as far as this shard decides that."""
+    return self.role.stopped
+
+  @property
+  def workers(self) -> Sequence[int]:
+    """The places that have a holder, as far as this shard was told."""
+    return sorted(self.core.holders)

@@ -1,0 +1,118 @@
+"""Which slots of a shard's memory are free, and what the others hold."""
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+from asgd.live.slots import MESSAGES, PARAMS, SlotCounts
+
+
+class SlotTable:
+  """Counts the uses of each slot.
+
+  A slot of parameters is free when no ticket, no snapshot and no later SEND of
+  the same version refers to it. A slot of a message belongs to its ticket, then
+  to the log until the next snapshot.
+  """
+
+  def __init__(self, memory: Any, counts: SlotCounts):
+    self.memory, self._counts = memory, counts
+    self.uses: collections.Counter[int] = collections.Counter()  # of params
+    self.published: tuple[Any, int] | None = None  # (params, their slot)
+    self.pinned: list[int] = []  # params slots that the snapshot refers to
+    self.logged: list[int] = []  # message slots since the snapshot
+    self.free_params = list(range(counts.params))[::-1]
+    self.free_messages = list(range(counts.messages))[::-1]
+    # Message slots of tickets that died, by worker: their holder may not know
+    # yet, and write. They are free when the place gets another holder.
+    self.dead: dict[int, list[int]] = {}
+
+  def publish(self, params: Any, slot: int = -1) -> int:
+    """Puts parameters where workers can read them, once for each version.
+
+    Args:
+      params: a new object for each version.
+      slot: where they lie already, in a recovery.
+
+    Returns:
+      The slot, with one use more.
+    """
+    if self.published and self.published[0] is params:
+      slot = self.published[1]
+      self.uses[slot] += 1
+      return slot
+    if slot < 0:
+      slot = self.free_params.pop()
+      self.memory.write(PARAMS, slot, params)
+    else:
+      # They were written before the kill, and are not written again: a worker
+      # may be reading what the slot was used for since.
+      self.free_params.remove(slot)
+    if self.published:
+      self.release(self.published[1])
+    self.published = params, slot
+    self.uses[slot] += 2  # the ticket, and `published`
+    return slot
+
+  def use(self, slot: int) -> None:
+    """Adds a use of a params slot."""
+    if not self.uses[slot]:
+      self.free_params.remove(slot)
+    self.uses[slot] += 1
+
+  def release(self, slot: int) -> None:
+    """Ends a use of a params slot."""
+    self.uses[slot] -= 1
+    if self.uses[slot] == 0:
+      self.free_params.append(slot)
+
+  def take_message(self, slot: int = -1) -> int:
+    """Takes a free message slot; this one, in a recovery."""
+    if slot < 0:
+      return self.free_messages.pop()
+    self.free_messages.remove(slot)
+    return slot
+
+  def read_message(self, slot: int) -> Any:
+    """Returns the message in a slot."""
+    return self.memory.read(MESSAGES, slot)
+
+  def bury(self, worker: int, slot: int) -> None:
+    """Sets aside the message slot of a ticket that died."""
+    self.dead.setdefault(worker, []).append(slot)
+
+  def exhume(self, worker: int) -> None:
+    """Frees the message slots of a place's former holders."""
+    self.free_messages += self.dead.pop(worker, [])
+
+  def save(self, state: Any, meta: Any, params: list[int]) -> None:
+    """Saves a snapshot: the log before it is no longer needed.
+
+    Args:
+      state: of the server.
+      meta: JSON beside it.
+      params: slots that `meta` refers to.
+    """
+    self.memory.save(state, meta)
+    self.free_messages += self.logged
+    self.logged = []
+    for slot in params:
+      self.uses[slot] += 1
+    for slot in self.pinned:
+      self.release(slot)
+    self.pinned = params
+
+  def recount(self, params: Iterable[int], messages: Iterable[int]) -> None:
+    """Counts anew, from the slots of all tickets: those of the snapshot and of
+    the dead stay taken, all others are free."""
+    self.published = None
+    self.uses.clear()
+    self.uses.update(params)
+    self.uses.update(self.pinned)
+    taken = set(messages).union(*self.dead.values())
+    self.free_params = [
+      slot for slot in range(self._counts.params) if not self.uses[slot]
+    ]
+    self.free_messages = [
+      slot for slot in range(self._counts.messages) if slot not in taken
+    ]

@@ -1,0 +1,138 @@
+"""Sums over all shards that an algorithm needs before a message is received.
+
+The lead asks each follower for its operand, adds up, and asks for the next
+total until the message can be received; one message at a time.
+"""
+
+import collections
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import sharding
+from asgd.live import frames
+from asgd.live.frames import Frame
+from asgd.live.shard.core import Core, Say, total_frames
+from asgd.live.shard.state import Key
+from asgd.orders import protocol
+
+
+class _Asking(NamedTuple):
+  """The message of which the totals are being added up."""
+
+  key: Key
+  totals: list[float]  # so far
+  operands: dict[int, Any]  # of the next one, by shard
+
+
+class LeadTotals:
+  """The lead's part: messages wait here until their totals are complete."""
+
+  def __init__(self, core: Core, dispatcher: protocol.Dispatcher):
+    self._core, self._dispatcher = core, dispatcher
+    self._queue: list[Key] = []  # messages that all shards have
+    self._asking: _Asking | None = None
+    self._complete: dict[Key, tuple[float, ...]] = {}
+
+  def add(self, key: Key) -> None:
+    """Every shard has its part of a message."""
+    if key not in self._queue:
+      self._queue.append(key)
+      self.propose()
+
+  def propose(self) -> None:
+    """Begins with the next message, unless one is under way."""
+    pushed = self._core.state.pushed
+    if self._asking and self._asking.key not in pushed:
+      self._asking = None  # its worker died
+    self._queue = [key for key in self._queue if key in pushed]
+    for worker, seq in self._queue:
+      first = next(iter(self._dispatcher.open(worker)))
+      if self._asking is None and seq == first:
+        self._asking = _Asking((worker, seq), [], {})
+        self._next_stage()
+        return
+
+  def _next_stage(self):
+    """Goes as far as the totals so far allow."""
+    asking = self._asking
+    out = self._core.state.stage(asking.key, asking.totals)
+    if isinstance(out, sharding.Ask):
+      asking.operands[0] = out.operand
+      for say in self._core.followers.values():
+        self.ask(say)
+      return
+    self._asking = None
+    self._queue.remove(asking.key)
+    self._complete[asking.key] = tuple(asking.totals)
+    self._dispatcher.arrive(*asking.key)
+
+  def ask(self, say: Say) -> None:
+    """Asks a follower for its operand, if one is needed."""
+    if not self._asking:
+      return
+    key, totals = self._asking.key, self._asking.totals
+    for frame in total_frames(key, totals):
+      say(frame)
+    say(Frame(frames.ASK, *key, version=len(totals)))
+
+  def answer(self, frame: Frame) -> None:
+    """Takes a follower's operand (ASKED)."""
+    asking = self._asking
+    if not asking or asking.key != (frame.worker, frame.seq):
+      return
+    if frame.version != len(asking.totals):
+      return
+    own = np.asarray(asking.operands[0])
+    asking.operands[frame.job] = own.dtype.type(frame.value)
+    count = self._core.setup.shards
+    if len(asking.operands) < count:
+      return
+    operands = [asking.operands[i] for i in range(count)]
+    asking.totals.append(float(sharding.add_up(operands)))
+    asking.operands.clear()
+    self._next_stage()
+
+  def take(self, key: Key) -> tuple[float, ...]:
+    """Returns a message's totals, and forgets them."""
+    return self._complete.pop(key, ())
+
+
+class FollowerTotals:
+  """A follower's part: what the lead has told, and its question."""
+
+  def __init__(self, core: Core):
+    self._core = core
+    self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
+    self._question: Frame | None = None  # not answered yet
+
+  def hear(self, frame: Frame) -> None:
+    """Takes a TOTAL or a question (ASK)."""
+    if frame.kind == frames.ASK:
+      self._question = frame
+    else:
+      totals = self._totals[frame.worker, frame.seq]
+      totals[frame.version] = frame.value
+
+  def answer(self, say: Say | None) -> None:
+    """Answers the lead's question, once this shard is where the lead is."""
+    frame, state = self._question, self._core.state
+    if frame is None or say is None:
+      return
+    key = frame.worker, frame.seq
+    if key not in state.pushed:
+      return
+    totals = self._totals.get(key, {})
+    out = state.stage(key, [totals[i] for i in range(frame.version)])
+    self._question = None
+    say(
+      Frame(
+        *(frames.ASKED, *key, self._core.index, frame.version),
+        value=float(out.operand),
+      )
+    )
+
+  def take(self, key: Key) -> tuple[float, ...]:
+    """Returns a message's totals, and forgets them."""
+    totals = self._totals.pop(key, {})
+    return tuple(totals[i] for i in sorted(totals))

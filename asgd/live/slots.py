@@ -1,0 +1,244 @@
+"""Memory that a shard and its workers share, in numbered slots.
+
+There are three kinds of slots: parameters that were sent, messages that came
+in, and two snapshots of the shard. `LocalMemory` holds references, for threads
+of one process. `SharedMemory` holds bytes in mapped files, which live in the
+kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
+them the log of a shard.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.live import wire
+
+PARAMS, MESSAGES = 0, 1  # kinds of slots
+
+
+class DamagedSnapshot(ValueError):
+  """A snapshot that cannot be read."""
+
+
+class SlotCounts(NamedTuple):
+  """How many slots there are."""
+
+  params: int
+  messages: int
+
+
+def _stride(nbytes: int) -> int:
+  """Bytes of a slot, in whole pages."""
+  return max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+
+
+def slots_nbytes(
+  counts: SlotCounts, part: Any, *, compress: str | None = None
+) -> int:
+  """Returns the bytes that a shard's slots take, those of snapshots left out.
+
+  Args:
+    counts: slots of each kind.
+    part: the shard's parameters (shapes and dtypes).
+    compress: as for `SharedMemory`.
+  """
+  return sum(counts) * _stride(wire.layout(part, compress=compress).nbytes)
+
+
+def check_room(folder: Path | str, nbytes: int) -> None:
+  """Raises ValueError unless a folder's disk has room for so many bytes."""
+  disk = os.statvfs(folder)
+  free = disk.f_bavail * disk.f_frsize
+  if nbytes > free:
+    raise ValueError(
+      f"no room for {nbytes / 1e6:.0f} MB of shared memory in {folder}, which"
+      f" has {free / 1e6:.0f} MB left: use fewer workers, a smaller log"
+      " (server.log) or another folder for it"
+    )
+
+
+class LocalMemory:
+  """Slots that hold references; survives a shard, not the process."""
+
+  name = "memory"
+
+  def __init__(self, counts: SlotCounts):
+    self.fresh = False  # it is never lost while the journal is in memory
+    self._slots: tuple[list, list] = tuple([None] * n for n in counts)
+    self._snapshot: tuple[Any, Any] | None = None
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    """Puts a tree into a slot."""
+    self._slots[kind][slot] = tree
+
+  def read(self, kind: int, slot: int) -> Any:
+    """Returns the tree in a slot, which the slot's reuse leaves as it is."""
+    return self._slots[kind][slot]
+
+  read_copy = read
+
+  def save(self, tree: Any, meta: Any) -> None:
+    """Keeps a snapshot in place of the one before."""
+    self._snapshot = jax.tree.map(np.array, tree), meta
+
+  def load(self) -> tuple[Any, Any] | None:
+    """Returns (tree, meta) of the last snapshot, None if there is none."""
+    return self._snapshot
+
+  def forget(self) -> None:
+    """Drops the snapshot."""
+    self._snapshot = None
+
+
+class SharedMemory:
+  """Slots in mapped files of one folder; several processes may open it."""
+
+  def __init__(
+    self,
+    folder: Path,
+    counts: SlotCounts,
+    like: tuple[Any, Any, Any],
+    *,
+    compress: str | None = None,
+  ):
+    """Opens the files, making those that are not there.
+
+    Args:
+      folder: best one in memory, /dev/shm/NAME, readable by its owner alone.
+      counts: slots of each kind.
+      like: what lies in params, message and snapshot slots (shapes and dtypes).
+      compress: of params and messages, as in `wire.layout`; snapshots are kept
+        whole.
+
+    Raises:
+      ValueError: if there is no room, or the files hold something else.
+    """
+    self._folder = Path(folder)
+    self.name = str(self._folder.parent)  # of all shards
+    # Whether there was nothing: what a shard's journal refers to is lost.
+    self.fresh = not (self._folder / "messages").exists()
+    self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    params, message, snapshot = like
+    self._layouts = (
+      wire.layout(params, compress=compress),
+      wire.layout(message, compress=compress),
+    )
+    self._image = None if snapshot is None else wire.layout(snapshot)
+    self._slots = tuple(
+      self._map(name, layout.nbytes, count)
+      for name, layout, count in zip(
+        ("params", "messages"), self._layouts, counts, strict=True
+      )
+    )
+    self._images = None
+    self._turn = 0
+
+  def _map(self, name, nbytes, count):
+    stride = _stride(nbytes)
+    path, size = self._folder / name, stride * count
+    try:
+      descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+      try:
+        nbytes_there = os.fstat(descriptor).st_size
+        if nbytes_there not in (0, size):
+          raise ValueError(
+            f"{path} has {nbytes_there} bytes where {size} are needed: it was"
+            " made by a run with other settings. Remove"
+            f" {self._folder.parent} and run the same command again to go on"
+            " from the last checkpoint"
+          )
+        if not nbytes_there:
+          try:
+            check_room(self._folder, size)
+            os.posix_fallocate(descriptor, 0, size)
+          except (OSError, ValueError):
+            path.unlink()
+            raise
+        mapped = mmap.mmap(descriptor, size)
+      finally:
+        os.close(descriptor)
+    except OSError as error:
+      raise ValueError(
+        f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
+        " fewer workers, a smaller log or another folder"
+      ) from error
+    rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
+    return [row[:nbytes] for row in rows]
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    """Copies a tree into a slot."""
+    wire.write(self._layouts[kind], tree, self._slots[kind][slot])
+
+  def read(self, kind: int, slot: int) -> Any:
+    """Returns views of a slot, to be used before the slot is given away."""
+    return wire.read(self._layouts[kind], self._slots[kind][slot])
+
+  def read_copy(self, kind: int, slot: int) -> Any:
+    """Returns a copy of what lies in a slot."""
+    return jax.tree.map(np.array, self.read(kind, slot))
+
+  def save(self, tree: Any, meta: Any) -> None:
+    """Keeps a snapshot; a kill on the way leaves the one before."""
+    if self._images is None:
+      self._images = self._map("snapshots", self._image.nbytes, 2)
+      with contextlib.suppress(DamagedSnapshot):
+        last = self._meta()
+        self._turn = 0 if last is None else 1 - last["image"]
+    wire.write(self._image, tree, self._images[self._turn])
+    path = self._folder / "snapshot.json"
+    temporary = path.with_suffix(".tmp")
+    try:
+      temporary.write_text(json.dumps({"image": self._turn, "meta": meta}))
+      os.replace(temporary, path)
+    except FileNotFoundError as error:
+      raise ValueError(
+        f"the shared memory {self._folder} is gone: it was removed while the"
+        " run used it; run the same command again to go on from the last"
+        " checkpoint"
+      ) from error
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {path} ({error.strerror}); make room and run the same"
+        " command again to go on"
+      ) from error
+    self._turn = 1 - self._turn
+
+  def _meta(self):
+    """Returns what was saved last, None if there is nothing. Raises
+    DamagedSnapshot."""
+    path = self._folder / "snapshot.json"
+    try:
+      saved = json.loads(path.read_text())
+      if saved["image"] in (0, 1) and isinstance(saved["meta"], dict):
+        return saved
+      reason = "it is no snapshot"
+    except FileNotFoundError:
+      return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+      reason = f"{type(error).__name__}: {error}"
+    raise DamagedSnapshot(f"{path} is damaged and is not used ({reason})")
+
+  def forget(self) -> None:
+    """Drops the snapshot."""
+    (self._folder / "snapshot.json").unlink(missing_ok=True)
+
+  def load(self) -> tuple[Any, Any] | None:
+    """Returns (tree, meta) of the last snapshot, None if there is none.
+
+    Raises:
+      DamagedSnapshot: if it cannot be read.
+    """
+    saved = self._meta()
+    if saved is None:
+      return None
+    if self._images is None:
+      self._images = self._map("snapshots", self._image.nbytes, 2)
+    self._turn = 1 - saved["image"]
+    tree = wire.read(self._image, self._images[saved["image"]])
+    return jax.tree.map(np.array, tree), saved["meta"]

@@ -1,0 +1,195 @@
+"""A tree of arrays as bytes, in memory that is shared or in a message.
+
+Both sides know the tree (its structure, shapes and dtypes), so nothing but the
+elements travels: the leaves lie one after the other where a `Layout` says, each
+at a multiple of 64 bytes, in the machine's own byte order. Writing is one copy,
+reading is none.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ALIGNMENT = 64  # bytes: a cache line, and what XLA wants of what it aliases
+COMPRESSIONS = (None, "bfloat16")
+
+
+class Field(NamedTuple):
+  """Where a leaf lies."""
+
+  path: str  # like ['w'], for messages
+  offset: int  # bytes
+  shape: tuple[int, ...]
+  dtype: np.dtype  # in the tree
+  stored: np.dtype  # in the buffer
+
+  @property
+  def stop(self) -> int:
+    """Where it ends, in bytes."""
+    return self.offset + math.prod(self.shape) * self.stored.itemsize
+
+
+class Layout(NamedTuple):
+  """Where the leaves of a tree lie in a buffer; equal for equal trees."""
+
+  structure: jax.tree_util.PyTreeDef
+  fields: tuple[Field, ...]  # in jax.tree.leaves order
+  nbytes: int  # of the buffer, a multiple of ALIGNMENT
+
+
+def layout(tree: Any, *, compress: str | None = None) -> Layout:
+  """Returns where the leaves of `tree` are to lie.
+
+  Args:
+    tree: arrays of numbers, or anything with shapes and dtypes; values are not
+      read.
+    compress: "bfloat16" stores floats of 32 and 64 bits in 16: each is rounded
+      to the nearest, ties to even (one of 64 bits is rounded to 32 before). The
+      relative error of a normal number is at most 2^-8; from 3.3962e38 on it
+      becomes an infinity. The rest is stored as it is, and NaN stays NaN.
+
+  Returns:
+    The Layout, a function of structure, shapes and dtypes alone.
+
+  Raises:
+    ValueError: for an unknown compression, or leaves that are not numbers.
+  """
+  if compress not in COMPRESSIONS:
+    raise ValueError(
+      f"compress must be one of {COMPRESSIONS}, not {compress!r}"
+    )
+  leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+  fields, end = [], 0
+  for path, x in leaves:
+    name = jax.tree_util.keystr(path)
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    shape, dtype = tuple(x.shape), x.dtype
+    if not _is_number(dtype):
+      raise ValueError(
+        f"the leaf {name} is of {dtype}, which is no number; send a key as"
+        " jax.random.key_data(key)"
+      )
+    dtype = stored = np.dtype(dtype).newbyteorder("=")
+    if compress and dtype in (np.float32, np.float64):
+      stored = np.dtype(jnp.bfloat16)
+    fields.append(Field(name, end, shape, dtype, stored))
+    end = -(-fields[-1].stop // ALIGNMENT) * ALIGNMENT
+  return Layout(structure, tuple(fields), end)
+
+
+def write(layout: Layout, tree: Any, buffer: Any) -> None:
+  """Copies the leaves of a tree to their places.
+
+  Args:
+    layout: of a tree of this structure, these shapes and dtypes.
+    tree: NumPy arrays, or jax arrays of any device: those of the CPU are copied
+      once, from where they lie; of another device, all transfers are started
+      before the first is waited for.
+    buffer: uint8[nbytes] at least, or what has a writable buffer of so many
+      bytes. What lies between and after the leaves is left alone.
+
+  Raises:
+    ValueError: if the tree is another, or there is no room; nothing is written
+      then.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  if structure != layout.structure:
+    raise ValueError(_difference(layout, tree, structure))
+  # These loops are most of the time that a message of a few MB takes.
+  leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+  for field, x in zip(layout.fields, leaves, strict=True):
+    if x.shape != field.shape or x.dtype != field.dtype:
+      raise ValueError(
+        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
+        f" {field.dtype}{list(field.shape)}"
+      )
+  data = _bytes(layout, buffer)
+  if not data.flags.writeable:
+    raise ValueError("the buffer is read-only")
+  if leaves and _elsewhere(leaves[0]):
+    for x in leaves:
+      if isinstance(x, jax.Array):
+        x.copy_to_host_async()
+  # What is too large for the stored dtype becomes an infinity, silently.
+  with np.errstate(over="ignore"):
+    for field, x in zip(layout.fields, leaves, strict=True):
+      _view(field, data)[...] = np.asarray(x)
+
+
+def read(layout: Layout, buffer: Any) -> Any:
+  """Returns the tree that lies in a buffer.
+
+  Args:
+    layout: it was written with an equal one.
+    buffer: as for `write`; may be read-only.
+
+  Returns:
+    A tree of NumPy arrays that cannot be written to. They are views and show
+    what is written to the buffer later, except the leaves that are stored in
+    another dtype: these are copies.
+
+  Raises:
+    ValueError: if the buffer is too small.
+  """
+  data = _bytes(layout, buffer)
+  leaves = []
+  for field in layout.fields:
+    x = _view(field, data)
+    if field.stored != field.dtype:
+      x = x.astype(field.dtype)
+    x.flags.writeable = False
+    leaves.append(x)
+  return jax.tree.unflatten(layout.structure, leaves)
+
+
+def _difference(layout, tree, structure):
+  layout_paths = [field.path for field in layout.fields]
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+  missing = [path for path in layout_paths if path not in tree_paths]
+  more = [path for path in tree_paths if path not in layout_paths]
+  if not missing and not more:
+    return f"the layout is of a {layout.structure}, not of a {structure}"
+  return (
+    "the layout is of another tree: only the layout has"
+    f" {', '.join(missing) or 'nothing'}, only the tree has"
+    f" {', '.join(more) or 'nothing'}"
+  )
+
+
+def _is_number(dtype):
+  # Keys have dtypes that NumPy does not know; numbers of 16 bits and less have
+  # some that NumPy takes for no numbers.
+  return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _elsewhere(x):
+  return isinstance(x, jax.Array) and any(
+    device.platform != "cpu" for device in x.devices()
+  )
+
+
+def _bytes(layout, buffer):
+  """The buffer as uint8[nbytes]."""
+  data = buffer
+  if not isinstance(buffer, np.ndarray):
+    empty = not memoryview(buffer).nbytes  # which frombuffer does not take
+    data = np.empty(0, np.uint8) if empty else np.frombuffer(buffer, np.uint8)
+  if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+    raise ValueError(
+      f"the buffer must be uint8[{layout.nbytes}] in one piece, not"
+      f" {data.dtype}{list(data.shape)}"
+    )
+  if data.size < layout.nbytes:
+    raise ValueError(
+      f"the buffer has {data.size} bytes, the layout needs {layout.nbytes}"
+    )
+  return data
+
+
+def _view(field, data):
+  """The place of a leaf, as an array of the stored dtype."""
+  return np.ndarray(field.shape, field.stored, data, field.offset)

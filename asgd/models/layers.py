@@ -1,0 +1,123 @@
+"""Models as tuples of layers, so that a pipeline can cut any of them.
+
+A model is not one module but a tuple of them: layers[a:b] with params[a:b] is a
+stage, and a model on one device is the stage a = 0, b = len(layers). What must
+not be cut inside, such as a residual block with its skip connection, is one
+layer. Parameters are a tuple too, one dict per layer, or `base.Variables` of
+two such tuples for models with BatchNorm.
+
+A layer is a flax module called as layer(x, train=bool). Index letters:
+  B  examples
+  H, W, C  height, width, channels of an image
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from asgd import base
+
+Layers = tuple[nn.Module, ...]
+
+
+def init(
+  layers: Layers, key: jax.Array, example: jax.Array | jax.ShapeDtypeStruct
+) -> optax.Params:
+  """Draws the parameters of every layer, in float32.
+
+  Layer i draws from fold_in(key, i): its values depend on no other layer. Only
+  the shape and dtype of `example` are read, and nothing but the parameters is
+  computed, so this is cheap outside of jit and works under it.
+
+  Args:
+    layers: the whole model.
+    key: consumed here.
+    example: a batch of any size, float[B, H, W, C] for the models below; a
+      ShapeDtypeStruct will do.
+
+  Returns:
+    A tuple with a dict of weights per layer, {} for a layer without any; if a
+    layer keeps statistics, `base.Variables` of this tuple and of one with a
+    dict of statistics per layer (mean 0, variance 1).
+  """
+  weights, stats = [], []
+  dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
+  x = jax.ShapeDtypeStruct(example.shape, dtype)
+  for i, layer in enumerate(layers):
+    variables = layer.lazy_init(jax.random.fold_in(key, i), x, train=False)
+    x = jax.eval_shape(partial(layer.apply, train=False), variables, x)
+    weights.append(variables.get("params", {}))
+    stats.append(variables.get("batch_stats", {}))
+  if any(stats):
+    return base.Variables(tuple(weights), tuple(stats))
+  return tuple(weights)
+
+
+def apply(
+  layers: Layers,
+  params: optax.Params,
+  x: jax.Array,
+  *,
+  train: bool = False,
+  key: jax.Array | None = None,
+  first: int = 0,
+) -> tuple[jax.Array, optax.Params]:
+  """Runs the layers, or the slice of them that is one stage.
+
+  Computes in the dtype of the weights: a floating point `x` is cast to it.
+
+  Args:
+    layers: the model, or layers[a:b] of it.
+    params: as from `init`, or its slice [a:b] (of `Variables`, both tuples').
+    x: a batch; float[B, H, W, C] for the models below.
+    train: normalise by the batch's statistics instead of those in `params`,
+      and let dropout-like layers drop.
+    key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
+      None if no layer does.
+    first: index in the whole model of layers[0], so that a stage draws what
+      the whole would.
+
+  Returns:
+    (y, stats): the output, float[B, classes] for a whole model, and the
+    statistics normalised by, in the structure of `params.stats`: the batch's
+    own (mean and biased variance, not averaged with anything) in training,
+    those given otherwise; () for params without statistics.
+
+  Raises:
+    ValueError: if layers and params differ in number.
+  """
+  weights = base.weights_of(params)
+  if len(weights) != len(layers):
+    raise ValueError(
+      f"{len(layers)} layers need a dict of parameters each, not"
+      f" {len(weights)}; cut both at the same place"
+    )
+  has_stats = isinstance(params, base.Variables)
+  old_stats = params.stats if has_stats else ({},) * len(layers)
+
+  x = jnp.asarray(x)
+  leaves = jax.tree.leaves(weights)
+  if leaves and jnp.issubdtype(x.dtype, jnp.floating):
+    x = x.astype(jnp.result_type(*leaves))
+
+  stats = []
+  for i, layer in enumerate(layers):
+    variables = {"params": weights[i], "batch_stats": old_stats[i]}
+    rngs = None
+    if key is not None:
+      rngs = {"dropout": jax.random.fold_in(key, first + i)}
+    mutable = ["batch_stats"] if train else []
+    x, new = layer.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
+    stats.append(new.get("batch_stats", {}) if train else old_stats[i])
+  return x, tuple(stats) if has_stats else ()
+
+
+def count(params: optax.Params) -> int:
+  """Returns the number of trained parameters, statistics not included."""
+  return sum(
+    math.prod(p.shape) for p in jax.tree.leaves(base.weights_of(params))
+  )

@@ -1,0 +1,145 @@
+"""The layers of a GPT: token and position embedding, blocks, logits.
+
+A block is one layer, as its skip connections do not leave it; a pipeline may
+cut between any two layers. Index letters in shape comments:
+  B  sequences
+  T  positions
+  C  features
+
+References:
+  Radford et al., "Language models are unsupervised multitask learners", 2019:
+  layer norm before attention and MLP, GELU, initial deviation 0.02.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from asgd import checks
+from asgd.models.layers import Layers
+
+_INIT = nn.initializers.normal(0.02)
+
+
+class Embed(nn.Module):
+  """Token plus learned position: int[B, T] -> float[B, T, C]."""
+
+  vocabulary: int
+  context: int  # most positions
+  width: int
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, tokens, train: bool = False):
+    """Raises ValueError for more positions than the context."""
+    length = tokens.shape[1]
+    check_length(length, self.context)
+    table = self.param("tokens", _INIT, (self.vocabulary, self.width))
+    places = self.param("positions", _INIT, (self.context, self.width))
+    x = jnp.take(table, tokens, axis=0) + places[:length]
+    return nn.Dropout(self.dropout, deterministic=not train)(x)
+
+
+class Block(nn.Module):
+  """Causal self-attention, then an MLP: float[B, T, C] -> the same.
+
+  Each reads the layer norm of the stream and is added to the stream. The MLP
+  has four times the width inside.
+  """
+
+  heads: int
+  depth: int  # blocks of the model; scales the initial output weights
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Applies the block."""
+    width, dtype = x.shape[-1], x.dtype
+    added = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
+    h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
+    h = nn.MultiHeadDotProductAttention(
+      self.heads,
+      dtype=dtype,
+      kernel_init=_INIT,
+      out_kernel_init=added,
+      dropout_rate=self.dropout,
+      deterministic=not train,
+      name="attention",
+    )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype)))
+    x = x + nn.Dropout(self.dropout, deterministic=not train)(h)
+    h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
+    h = nn.Dense(4 * width, dtype=dtype, kernel_init=_INIT, name="up")(h)
+    h = nn.Dense(width, dtype=dtype, kernel_init=added, name="down")(nn.gelu(h))
+    return x + nn.Dropout(self.dropout, deterministic=not train)(h)
+
+
+class Unembed(nn.Module):
+  """Layer norm and logits: float[B, T, C] -> float[B, T, vocabulary]."""
+
+  vocabulary: int
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    """Applies the layer."""
+    del train
+    x = nn.LayerNorm(dtype=x.dtype)(x)
+    return nn.Dense(
+      self.vocabulary, use_bias=False, dtype=x.dtype, kernel_init=_INIT
+    )(x)
+
+
+def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
+  """Raises ValueError unless these describe a stack of attention blocks."""
+  checks.whole("depth", depth)
+  checks.whole("width", width)
+  checks.whole("heads", heads)
+  if width % heads:
+    raise ValueError(
+      f"heads must divide the width: {heads} does not divide {width}"
+    )
+  checks.fraction("dropout", dropout)
+
+
+def check_length(length: int, context: int) -> None:
+  """Raises ValueError for more positions than the context has."""
+  if length > context:
+    raise ValueError(
+      f"{length} positions do not fit into a context of {context}; give the"
+      " model a longer one, or the data a shorter one"
+    )
+
+
+def gpt(
+  classes: int,
+  *,
+  depth: int = 4,
+  width: int = 128,
+  heads: int = 4,
+  context: int = 128,
+  dropout: float = 0.0,
+) -> Layers:
+  """A GPT: predicts each next token from those before it.
+
+  Args:
+    classes: tokens of the vocabulary.
+    depth: blocks.
+    width: features of the stream.
+    heads: of attention; they divide the width.
+    context: most positions of a sequence.
+    dropout: rate, on what is added to the stream and on attention.
+
+  Returns:
+    Embed, `depth` blocks, Unembed.
+
+  Raises:
+    ValueError: for a number that is not positive and whole, heads that do not
+      divide the width, or a rate outside [0, 1).
+  """
+  checks.whole("classes", classes)
+  checks.whole("context", context)
+  check_stream(depth, width, heads, dropout)
+  return (
+    Embed(classes, context, width, dropout),
+    *(Block(heads, depth, dropout) for _ in range(depth)),
+    Unembed(classes),
+  )

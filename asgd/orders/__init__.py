@@ -1,0 +1,12 @@
+"""Orders: which worker sends and receives when, as data."""
+
+from asgd.orders import durations, makers, protocol, trace
+from asgd.orders.makers import (
+  asynchronous,
+  backup_workers,
+  build,
+  bulk_synchronous,
+  fixed_delay,
+  stale_synchronous,
+)
+from asgd.orders.trace import HEADER, check, dump, load, staleness

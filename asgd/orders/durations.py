@@ -1,0 +1,150 @@
+"""How long workers take: the clocks that an order is made from.
+
+A `Durations` gives each worker an endless stream of positive times. Streams
+are functions of the seed and the worker alone, so adding a worker leaves the
+times of the others as they were.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import names
+from asgd.checks import nonnegative, positive
+
+
+class Durations(NamedTuple):
+  """Times of one batch, per worker, in the unit of `mean`."""
+
+  stream: Callable[[int], Iterator[float]]  # worker -> its times, in order
+
+
+_BLOCK = 256  # draws made at once; the stream does not depend on it
+
+
+def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
+  """Every batch takes `mean`; worker i takes `slowdown[i]` times as long.
+
+  Args:
+    mean: time of one batch.
+    slowdown: factors of the first workers; the others have factor 1.
+  """
+  positive("mean", mean)
+  for factor in slowdown:
+    positive("slowdown", factor)
+
+  def stream(worker):
+    factor = slowdown[worker] if worker < len(slowdown) else 1.0
+    return itertools.repeat(float(mean * factor))
+
+  return Durations(stream)
+
+
+def gamma(
+  mean: float = 1.0,
+  *,
+  seed: int = 0,
+  variation: float = 0.1,
+  machine_variation: float = 0.0,
+) -> Durations:
+  """The gamma model of Ali et al. 2000, as used by the DANA papers.
+
+  With machine_variation = 0 (homogeneous) every batch time is
+  Gamma(shape 1/V^2, scale mean V^2). Otherwise (heterogeneous) each worker
+  first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its
+  batch times around that mean. Drawing in the other order would give an almost
+  homogeneous cluster.
+
+  Args:
+    mean: expected time of one batch, over machines.
+    seed: of the draws.
+    variation: V, coefficient of variation of one machine's batch times.
+    machine_variation: V_m, coefficient of variation between machines.
+
+  Returns:
+    Durations. Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where machines
+    differ; 0.94 % and 27.9 % of the batches are then slower than 1.25 mean.
+  """
+  positive("mean", mean)
+  positive("variation", variation)
+  nonnegative("machine_variation", machine_variation)
+
+  def stream(worker):
+    rng = np.random.default_rng((seed, worker))
+    machine = mean
+    if machine_variation:
+      square = machine_variation**2
+      machine = rng.gamma(1 / square, mean * square)
+    square = variation**2
+    while True:
+      yield from rng.gamma(1 / square, machine * square, _BLOCK).tolist()
+
+  return Durations(stream)
+
+
+def homogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
+  """The DANA papers' cluster of equal machines: V = 0.1."""
+  return gamma(mean, seed=seed)
+
+
+def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
+  """The DANA papers' cluster of unequal machines: V = 0.1, V_m = 0.6."""
+  return gamma(mean, seed=seed, machine_variation=0.6)
+
+
+def measured(
+  samples: Sequence[Sequence[float]], *, resample: bool = False, seed: int = 0
+) -> Durations:
+  """Times that were measured, played back.
+
+  Args:
+    samples: one row of times per measured worker; worker i uses row i modulo
+      the number of rows.
+    resample: draw from the row at random, with replacement, instead of playing
+      it in its order, over and over.
+    seed: of the draws.
+  """
+  rows = [np.asarray(row, float) for row in samples]
+  if not rows or any(row.ndim != 1 or not row.size for row in rows):
+    raise ValueError(
+      "samples must hold at least one row of times, each with at least one"
+      f" time; got {samples!r}"
+    )
+  for row in rows:
+    if not (np.isfinite(row).all() and (row > 0).all()):
+      raise ValueError(
+        f"samples must be positive and finite times, got {row.tolist()}"
+      )
+
+  def stream(worker):
+    row = rows[worker % len(rows)]
+    if not resample:
+      yield from itertools.cycle(row.tolist())
+    rng = np.random.default_rng((seed, worker))
+    while True:
+      yield from rng.choice(row, _BLOCK).tolist()
+
+  return Durations(stream)
+
+
+_MAKERS = {
+  "constant": constant,
+  "gamma": gamma,
+  "homogeneous": homogeneous,
+  "heterogeneous": heterogeneous,
+  "measured": measured,
+}
+
+
+def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
+  """Builds durations by name; `seed` reaches those that draw.
+
+  Raises:
+    ValueError: for an unknown name or argument, naming the nearest known one.
+  """
+  maker = names.lookup("durations", name, _MAKERS)
+  if maker is not constant:
+    kwargs = {"seed": seed, **kwargs}
+  return names.call("durations", name, maker, kwargs)

@@ -1,0 +1,184 @@
+"""Makers of orders: a protocol is played with durations.
+
+Which worker may start when is all that distinguishes asynchronous from bulk or
+stale synchronous training. Each maker plays durations through one such protocol
+and returns a Trace; no model is involved, so a trace can be printed, checked,
+stored, and obeyed by any engine. `asgd.orders.trace` shows one.
+
+Jobs are numbered in the order of the sends, so every arrival consumes the next
+batch and an epoch is one pass in total over all workers, whatever their number.
+"""
+
+import heapq
+
+from asgd import base, names
+from asgd.checks import multiple, whole
+from asgd.orders import protocol
+from asgd.orders.durations import Durations
+from asgd.orders.trace import Event, from_events
+
+
+def _play(
+  rules: protocol.Rules, durations: Durations, workers: int, messages: int
+) -> base.Trace:
+  """Drives a protocol with durations, until so many messages are received."""
+  whole("workers", workers)
+  whole("messages", messages)
+  streams = [durations.stream(worker) for worker in range(workers)]
+  free = [0.0] * workers  # when each worker has done all it was given
+  running = []  # heap of (finish time, job, worker, seq); ties go by job
+  rows: list[Event] = []
+  dispatcher = protocol.Dispatcher(rules, log=rows.append)
+  for worker in range(workers):
+    dispatcher.join(worker, 0.0)
+  rows.clear()  # workers present at time 0 get no JOIN row
+  now = 0.0
+  while dispatcher.received < messages:
+    for grant in dispatcher.grants(now):
+      worker = grant.worker
+      free[worker] = max(now, free[worker]) + next(streams[worker])
+      heapq.heappush(running, (free[worker], grant.job, worker, grant.seq))
+    now, _, worker, seq = heapq.heappop(running)
+    dispatcher.arrive(worker, seq)
+    dispatcher.deliver(now)
+  return from_events(rows)
+
+
+def stale_synchronous(
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  bound: float,
+  cache: bool = False,
+  depth: int = 1,
+  fetch_every: int = 1,
+) -> base.Trace:
+  """Stale synchronous parallel (Ho et al. 2013).
+
+  A worker that has finished c jobs may start another while the slowest has
+  finished at least c - bound. Bound 0 is bulk synchronous, an infinite bound
+  is asynchronous.
+
+  Args:
+    durations: how long each job takes.
+    workers: N; all send at time 0, in the order of their numbers.
+    messages: RECEIVE rows to produce.
+    bound: how many jobs a worker may be ahead of the slowest.
+    cache: a worker reads its own copy of the parameters while that is fresh
+      enough for the bound, as the paper's clients do; otherwise it fetches
+      before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
+    depth: tickets that a worker may hold; 2 fetches while it computes.
+    fetch_every: jobs done on one ticket (Downpour's n_fetch).
+
+  Returns:
+    A Trace that ends with the last RECEIVE; its N depth - 1 or fewer open
+    tickets are never received.
+
+  Raises:
+    ValueError: for counts that are not positive, or a negative bound.
+  """
+  rules = protocol.Rules(
+    bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
+  )
+  return _play(rules, durations, workers, messages)
+
+
+def asynchronous(
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  depth: int = 1,
+  fetch_every: int = 1,
+) -> base.Trace:
+  """Every worker starts again as soon as its message is received."""
+  rules = protocol.Rules(depth=depth, fetch_every=fetch_every)
+  return _play(rules, durations, workers, messages)
+
+
+def backup_workers(
+  durations: Durations, *, workers: int, messages: int, backup: int
+) -> base.Trace:
+  """Synchronous rounds of N - backup messages, the fastest of N (Chen et al.
+  2016; K-sync of Dutta et al. 2018).
+
+  Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
+  which drops what comes after its round. The messages of a round are received
+  together, when it is complete, in the order of their jobs.
+
+  Raises:
+    ValueError: if `backup` leaves no worker to wait for.
+  """
+  whole("workers", workers)
+  backup = whole("backup", backup, 0)
+  if backup >= workers:
+    raise ValueError(
+      f"backup must be at most {workers - 1}, of {workers} workers, not"
+      f" {backup}"
+    )
+  rules = protocol.Rules(round=workers - backup, backup=backup)
+  return _play(rules, durations, workers, messages)
+
+
+def bulk_synchronous(
+  durations: Durations, *, workers: int, messages: int
+) -> base.Trace:
+  """All workers start a round together, when all have ended the one before.
+
+  Use it with `make_server(..., every=workers)`.
+
+  Raises:
+    ValueError: if `messages` is not a whole number of rounds.
+  """
+  whole("workers", workers)
+  whole("messages", messages)
+  multiple(messages, "messages", workers, "rounds of {} workers")
+  return stale_synchronous(
+    durations, workers=workers, messages=messages, bound=0
+  )
+
+
+def fixed_delay(*, delay: int, messages: int) -> base.Trace:
+  """Every message has staleness `delay`, after the first ones (0, 1, 2, ...).
+
+  w_{t+1} = w_t - eta g(w_{t-delay}), with w_t = w_0 for t < 0: the round robin
+  of delay + 1 workers, each taking as long as the others.
+  """
+  workers = whole("delay", delay, 0) + 1
+  whole("messages", messages)
+  rows = [Event(0.0, worker, 0, worker, base.SEND) for worker in range(workers)]
+  for job in range(messages):
+    time, (seq, worker) = float(job + 1), divmod(job, workers)
+    rows.append(Event(time, worker, seq, job, base.RECEIVE))
+    if job + 1 < messages:
+      rows.append(Event(time, worker, seq + 1, job + workers, base.SEND))
+  return from_events(rows)
+
+
+_PROTOCOLS = {
+  "asynchronous": asynchronous,
+  "backup_workers": backup_workers,
+  "bulk_synchronous": bulk_synchronous,
+  "stale_synchronous": stale_synchronous,
+  "fixed_delay": fixed_delay,
+}
+
+
+def build(
+  name: str, durations: Durations, *, workers: int, messages: int, **kwargs
+) -> base.Trace:
+  """Builds a trace by the name of its protocol.
+
+  Fixed delay takes its delay from the number of workers: workers - 1.
+
+  Raises:
+    ValueError: for an unknown name or argument, naming the nearest known one.
+  """
+  maker = names.lookup("order", name, _PROTOCOLS)
+  whole("workers", workers)
+  if maker is fixed_delay:
+    common = {"delay": workers - 1, "messages": messages}
+  else:
+    common = {"durations": durations, "workers": workers, "messages": messages}
+  return names.call("order", name, maker, {**common, **kwargs})

@@ -1,0 +1,379 @@
+"""Which worker may start when, and on which data: protocols without a clock.
+
+A Dispatcher is told what happens (a worker joins, asks for work, hands in a
+message, is gone) and says what may start. It writes down each decision as a row
+of a Trace and knows nothing that the rows do not say, but which workers wait:
+`Dispatcher.obey` gives it back from a recorded trace after a crash. Orders are
+made by driving it with drawn durations, live runs by driving it with real ones.
+
+  rules                          protocol
+  Rules()                        asynchronous
+  Rules(bound=s)                 stale synchronous parallel (Ho et al. 2013)
+  Rules(bound=s, cache=True)     the same, reading from the worker's cache while
+                                 the bound allows it
+  Rules(round=n)                 bulk synchronous, n messages an update
+  Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
+  Rules(depth=2)                 fetch the next ticket while computing
+"""
+
+import collections
+import heapq
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from asgd import base
+from asgd.checks import whole
+from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
+
+
+class Rules(NamedTuple):
+  """A protocol."""
+
+  bound: float = math.inf  # jobs a worker may be ahead of the slowest
+  round: int = 0  # messages of one synchronous update; 0: no rounds
+  backup: int = 0  # jobs started beyond those that a round needs
+  depth: int = 1  # tickets that a worker may hold at once
+  fetch_every: int = 1  # jobs that a worker does on one ticket
+  cache: bool = False  # keep a ticket for as long as `bound` allows it
+
+
+# Each ticket that may be open is a slot of a live run's memory.
+MOST_DEPTH = 1000
+
+
+def check_rules(rules: Rules) -> Rules:
+  """Returns rules that can be obeyed.
+
+  Raises:
+    ValueError: naming what is wrong.
+  """
+  bound = rules.bound
+  real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
+  if not real or not bound >= 0:
+    raise ValueError(f"bound must be a number, 0 or more, not {bound!r}")
+  whole("round", rules.round, 0)
+  whole("backup", rules.backup, 0)
+  whole("fetch_every", rules.fetch_every)
+  if whole("depth", rules.depth) > MOST_DEPTH:
+    raise ValueError(f"depth must be at most {MOST_DEPTH}, not {rules.depth}")
+  if not isinstance(rules.cache, bool):
+    raise ValueError(f"cache must be True or False, not {rules.cache!r}")
+  if rules.backup and not rules.round:
+    raise ValueError("backup workers need rounds: set the messages of a round")
+  if rules.cache and rules.bound == math.inf:
+    raise ValueError("a cache needs a finite bound, or it is never refreshed")
+  if rules.round and (rules.depth > 1 or rules.cache or rules.fetch_every > 1):
+    raise ValueError(
+      "a synchronous round sends every worker the new parameters: use depth=1,"
+      " fetch_every=1 and no cache"
+    )
+  return rules
+
+
+class Grant(NamedTuple):
+  """A job that may start now."""
+
+  worker: int
+  seq: int  # counts the worker's place's jobs; (worker, seq) names a message
+  job: int
+  keep: bool  # on the ticket it holds already
+
+
+class StartedJob(NamedTuple):
+  """A job that was started and has not ended."""
+
+  job: int
+  round: int  # in which it was started
+  time: float  # when
+
+
+class _Place:
+  """What is known of one worker's place, beside its tickets."""
+
+  def __init__(self):
+    self.finished = 0  # the worker's clock
+    self.on_ticket = 0  # jobs started on the latest ticket
+    self.slowest = 0  # the slowest clock when that was sent
+    self.paused = False  # it is about to leave: nothing new for it
+
+
+class Dispatcher:
+  """Decides which worker starts what; see the module."""
+
+  def __init__(
+    self,
+    rules: Rules,
+    *,
+    jobs: int | None = None,
+    owned: bool = False,
+    log: Callable[[Event], None] | None = None,
+  ):
+    """Starts without a worker.
+
+    Args:
+      rules: the protocol.
+      jobs: how many there are, each to be received once; None is no end.
+      owned: jobs belong to workers (sharded data): a job that was lost goes to
+        the next holder of the same place, not to any worker.
+      log: called with each row before it takes effect.
+
+    Raises:
+      ValueError: for rules that cannot be obeyed.
+    """
+    self.rules = check_rules(rules)
+    self.jobs = jobs
+    self._owned = owned
+    self._log = log or (lambda row: None)
+    self._places: dict[int, _Place] = collections.defaultdict(_Place)
+    self._again: dict[int, list[int]] = {}  # lost jobs: heaps, by owner or 0
+    self._arrived: dict[tuple[int, int], None] = {}  # in their order
+    self._next_job = 0
+    self._ledger: Ledger[StartedJob] = Ledger(self._open)
+    self.received = 0  # jobs
+    self.lost = 0  # tickets that died, rejected ones among them
+    self._round = self._granted = self._in_round = 0
+
+  # What happens.
+
+  def join(self, worker: int, now: float) -> int:
+    """A new holder takes a place; returns how many held it before.
+
+    Raises:
+      ValueError: if the place is taken.
+    """
+    if worker in self._ledger.present:
+      raise ValueError(f"the place of worker {worker} is taken")
+    holder = self._ledger.holders.get(worker, -1) + 1
+    self._write(now, worker, NO_SEQ, holder, base.JOIN)
+    return holder
+
+  def leave(self, worker: int, now: float) -> list[int]:
+    """The holder of a place is gone; its open jobs go to others.
+
+    Returns:
+      The seqs of the tickets that died.
+    """
+    if worker not in self._ledger.present:
+      return []
+    tickets = self.open(worker)
+    for seq, ticket in tickets.items():
+      self._write(now, worker, seq, ticket.job, base.LOST)
+    holder = self._ledger.holders.get(worker, 0)
+    self._write(now, worker, NO_SEQ, holder, base.LEAVE)
+    return list(tickets)
+
+  def reject(self, worker: int, seq: int, now: float) -> list[int]:
+    """A message is refused at the door, and with it its sender: what it works
+    on may be as bad. Returns the seqs of all tickets that died."""
+    job = self._ledger.open[worker][seq].job
+    self._write(now, worker, seq, job, base.REJECT)
+    return [seq, *self.leave(worker, now)]
+
+  def pause(self, worker: int) -> None:
+    """Starts nothing new at a worker that is about to leave."""
+    self._places[worker].paused = True
+
+  def arrive(self, worker: int, seq: int) -> bool:
+    """A message has come. False if its ticket is closed: a duplicate, or one
+    from a worker that was taken for dead."""
+    key = worker, seq
+    if seq not in self._ledger.open[worker] or key in self._arrived:
+      return False
+    self._arrived[key] = None
+    return True
+
+  # What follows.
+
+  def deliver(self, now: float) -> list[tuple[int, int, int]]:
+    """Returns the (worker, seq, job) to be given to the server now, in order.
+
+    Messages of a worker go in the order of its jobs. Those of a round wait for
+    each other and go in the order of the jobs, so that a sum over them does not
+    depend on which came first.
+    """
+    out = []
+    while True:
+      ready = self._ready()
+      if not ready:
+        return out
+      for worker, seq in ready:
+        job = self._ledger.open[worker][seq].job
+        del self._arrived[worker, seq]
+        self._write(now, worker, seq, job, base.RECEIVE)
+        out.append((worker, seq, job))
+
+  def _ready(self):
+    """Returns arrived messages that may go now: those before them of the same
+    worker have arrived. They go by (largest job so far, worker, seq)."""
+    if not self.rules.round:  # in the order of their arrival
+      return [
+        (worker, seq)
+        for worker, seq in self._arrived
+        if seq == next(iter(self._ledger.open[worker]))
+      ]
+    late, current = [], []
+    for worker in {worker for worker, _ in self._arrived}:
+      last = 0
+      for seq, ticket in self._ledger.open[worker].items():
+        if (worker, seq) not in self._arrived:
+          break
+        last = max(last, ticket.job)
+        kind = current if ticket.round == self._round else late
+        kind.append((last, worker, seq))
+    missing = self.rules.round - self._in_round
+    chosen = sorted(late)  # dropped by the server: their round is over
+    if len(current) >= missing or (current and not self._more_to_come()):
+      chosen += sorted(current)[:missing]
+    return [(worker, seq) for _, worker, seq in chosen]
+
+  def _more_to_come(self):
+    """Whether any job is left to be done or handed in."""
+    if (
+      self.jobs is None
+      or self._next_job < self.jobs
+      or any(self._again.values())
+    ):
+      return True
+    return sum(map(len, self._ledger.open.values())) > len(self._arrived)
+
+  def grants(self, now: float) -> list[Grant]:
+    """Returns what may start now, in rounds over the workers; it is started."""
+    out = []
+    while True:
+      before = len(out)
+      slowest = self.slowest() if self.rules.bound < math.inf else 0
+      for worker in self.workers:
+        if not self._may_start(worker, slowest):
+          continue
+        job = self._take_job(worker)
+        if job is None:
+          continue
+        keep = self._keeps(worker)
+        seq = self._ledger.next_seq.get(worker, 0)
+        self._write(now, worker, seq, job, base.KEEP if keep else base.SEND)
+        out.append(Grant(worker, seq, job, keep))
+      if len(out) == before:
+        return out
+
+  def slowest(self) -> int:
+    """The clock of the slowest worker that is there and has something to do."""
+    return min(
+      (
+        self._places[worker].finished
+        for worker in self._ledger.present
+        if self._ledger.open[worker] or self._take_job(worker) is not None
+      ),
+      default=0,
+    )
+
+  def _may_start(self, worker, slowest):
+    rules, tickets = self.rules, self._ledger.open[worker]
+    busy = len(tickets)
+    if rules.round:  # what has come waits for its round, not its worker
+      busy = sum((worker, seq) not in self._arrived for seq in tickets)
+    if busy >= rules.depth or self._places[worker].paused:
+      return False
+    if rules.round:
+      return self._granted < rules.round + rules.backup
+    return self._clock(worker) - slowest <= rules.bound
+
+  def _clock(self, worker):
+    """The worker's clock when it will have ended what it has started."""
+    return self._places[worker].finished + len(self._ledger.open[worker])
+
+  def _keeps(self, worker):
+    rules, place = self.rules, self._places[worker]
+    if not place.on_ticket:
+      return False
+    if rules.cache:
+      return self._clock(worker) - place.slowest <= rules.bound
+    return place.on_ticket < rules.fetch_every
+
+  def _take_job(self, worker):
+    again = self._again.get(worker if self._owned else 0)
+    if again:
+      return again[0]
+    if self.jobs is not None and self._next_job >= self.jobs:
+      return None
+    return self._next_job
+
+  # Its state, as a function of the rows.
+
+  def _write(self, now, worker, seq, job, action):
+    event = Event(max(now, self._ledger.time), worker, seq, job, action)
+    self._log(event)
+    self._obey(event)
+
+  def obey(self, rows: Iterable[Event]) -> "Dispatcher":
+    """Takes over what was decided before, row by row; nothing is logged.
+
+    Raises:
+      TraceError: for a row that cannot be obeyed.
+    """
+    for event in rows:
+      self._obey(event)
+    return self
+
+  def _obey(self, event):
+    worker, action = event.worker, event.action
+    slowest = self.slowest() if action == base.JOIN else 0
+    ticket = self._ledger.obey(event)
+    if action in ENDS:
+      self._end(event, ticket)
+    elif action == base.JOIN:
+      place = self._places[worker]
+      place.paused, place.on_ticket = False, 0
+      place.finished = max(place.finished, slowest)
+
+  def _open(self, event, kept):
+    """The ticket of a job that starts."""
+    del kept
+    worker, job, place = event.worker, event.job, self._places[event.worker]
+    again = self._again.get(worker if self._owned else 0)
+    if again and again[0] == job:
+      heapq.heappop(again)
+    self._next_job = max(self._next_job, job + 1)
+    if event.action == base.SEND:
+      place.on_ticket, place.slowest = 0, self.slowest()
+    place.on_ticket += 1
+    self._granted += 1
+    return StartedJob(job, self._round, event.time)
+
+  def _end(self, event, ticket):
+    current = ticket.round == self._round
+    if event.action == base.RECEIVE:
+      self._places[event.worker].finished += 1
+      self.received += 1
+      self._in_round += current
+      if self._in_round == self.rules.round:
+        self._round += 1
+        self._granted = self._in_round = 0
+      return
+    self.lost += 1
+    self._granted -= current
+    self._arrived.pop((event.worker, event.seq), None)
+    owner = event.worker if self._owned else 0
+    heapq.heappush(self._again.setdefault(owner, []), ticket.job)
+
+  # What others may know.
+
+  @property
+  def rows(self) -> int:
+    """Decisions so far: rows of the trace."""
+    return self._ledger.rows
+
+  @property
+  def finished(self) -> bool:
+    """Whether every job was received."""
+    return self.jobs is not None and self.received >= self.jobs
+
+  @property
+  def workers(self) -> list[int]:
+    """The places that are held."""
+    return sorted(self._ledger.present)
+
+  def open(self, worker: int) -> dict[int, StartedJob]:
+    """The jobs that a worker has started and not ended, by seq."""
+    return dict(self._ledger.open[worker])

@@ -1,0 +1,411 @@
+"""The trace: an order as a table, with one format and one reading.
+
+  time    worker  seq  job  action
+  0       0       0    0    send       two tickets of version 0
+  0       1       0    1    send
+  1       0       0    0    receive    staleness 0 -> version 1
+  1       0       1    2    send
+  1.5     1       0    1    receive    staleness 1 -> version 2
+  1.5     1       1    3    send
+  2       0       1    2    receive    staleness 1 -> version 3
+
+A job is a piece of data; `seq` counts the jobs that were started at a worker's
+place, so (worker, seq) names a message. An `Event` is a row, a `base.Trace` the
+columns. A file is CSV with one line for each row; the journal of a live shard
+is the same file with more columns. `Ledger` says what the actions mean: every
+engine, check and figure that follows a trace asks it which tickets are open.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from asgd import base
+
+T = TypeVar("T")
+STARTS = base.SEND, base.KEEP
+ENDS = base.RECEIVE, base.LOST, base.REJECT
+NO_SEQ = -1  # of rows that are about no message
+
+COLUMNS = ("time", "worker", "seq", "job", "action")
+JOURNAL_COLUMNS = (*COLUMNS, "version", "params", "message", "loss", "totals")
+HEADER = ",".join(COLUMNS)
+JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
+_CODES = {name: code for code, name in enumerate(base.ACTIONS)}
+_NAMES = ", ".join(base.ACTIONS)
+_BEGUN = "the worker has begun that number (seq) before"
+_INT32 = np.iinfo(np.int32)
+
+
+class Event(NamedTuple):
+  """A row of a trace; what follows the action is in journals only."""
+
+  time: float  # seconds, or the unit of the durations
+  worker: int
+  seq: int  # of the job among those of the worker's place, or NO_SEQ
+  job: int  # which piece of data; JOIN, LEAVE: holder; ROLLBACK: row
+  action: int  # one of base.ACTIONS
+  version: int = -1  # SEND: of the ticket
+  params: int = -1  # SEND: slot of the parameters
+  message: int = -1  # slot in which the message comes to lie
+  loss: float = 0.0  # RECEIVE
+  totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
+
+  @property
+  def key(self) -> tuple[int, int]:
+    """(worker, seq), the name of the message."""
+    return self.worker, self.seq
+
+  def format(self, *, journal: bool = False) -> str:
+    """Returns the row as a line of a trace or of a journal, without newline."""
+    named = 0 <= self.action < len(base.ACTIONS)
+    name = base.ACTIONS[self.action] if named else int(self.action)
+    line = f"{float(self.time)!r},{self.worker},{self.seq},{self.job},{name}"
+    if not journal:
+      return line
+    totals = ";".join(map(repr, self.totals))
+    return (
+      f"{line},{self.version},{self.params},{self.message},"
+      f"{float(self.loss)!r},{totals}"
+    )
+
+  @classmethod
+  def parse(cls, line: str) -> "Event":
+    """Returns what `format` formatted, in either form.
+
+    Raises:
+      ValueError: saying which value cannot be read.
+    """
+    values = line.strip().split(",")
+    if len(values) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
+      raise ValueError(
+        f"it has {len(values)} values, where a trace has {len(COLUMNS)} and a"
+        f" journal {len(JOURNAL_COLUMNS)}"
+      )
+    row = [
+      _READ.get(name, _whole)(name, value)
+      for name, value in zip(JOURNAL_COLUMNS, values, strict=False)
+    ]
+    return cls(*row)
+
+
+def _whole(name, value):
+  try:
+    number = int(value)
+  except ValueError:
+    raise ValueError(f"{name} {value!r} is no whole number") from None
+  if not _INT32.min <= number <= _INT32.max:
+    raise ValueError(f"{name} {value} does not fit into 32 bits")
+  return number
+
+
+def _real(name, value):
+  try:
+    return float(value)
+  except ValueError:
+    raise ValueError(f"{name} {value!r} is no number") from None
+
+
+def _action(name, value):
+  if value not in _CODES:
+    raise ValueError(f"{name} {value!r} is none of {_NAMES}")
+  return _CODES[value]
+
+
+def _reals(name, value):
+  return tuple(_real(name, x) for x in value.split(";")) if value else ()
+
+
+_READ = {"time": _real, "action": _action, "loss": _real, "totals": _reals}
+
+
+# Rows and columns.
+
+
+def from_events(events: Iterable[Event]) -> base.Trace:
+  """Returns rows as columns; what journals have beside them is left out."""
+  columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
+  time, worker, seq, job, action = columns or ((),) * len(COLUMNS)
+  return base.Trace(
+    np.array(time, np.float64),
+    np.array(worker, np.int32),
+    np.array(seq, np.int32),
+    np.array(job, np.int32),
+    np.array(action, np.int8),
+  )
+
+
+def events(
+  trace: base.Trace, start: int = 0, end: int | None = None
+) -> Iterator[Event]:
+  """Yields the rows from `start` up to, not including, `end`."""
+  columns = (column[start:end].tolist() for column in trace)
+  return (Event(*row) for row in zip(*columns, strict=True))
+
+
+# Files.
+
+
+def dump(trace: base.Trace) -> str:
+  """Returns the trace as CSV, one line a row; times keep all their bits."""
+  return "\n".join([HEADER, *(event.format() for event in events(trace)), ""])
+
+
+def read(lines: Iterable[str]) -> list[Event]:
+  """Reads the rows of a trace or of a journal.
+
+  A last line without its newline was cut off while being written: it is
+  dropped, and what comes before it is the trace.
+
+  Args:
+    lines: a file opened with newline="\\n", or the lines of a text with their
+      ends.
+
+  Raises:
+    ValueError: naming the line that cannot be read, and its value.
+  """
+  rows: list[Event] = []
+  for number, line in enumerate(lines, 1):
+    if not line.endswith("\n"):
+      break
+    if number == 1:
+      if line.endswith("\r\n"):
+        raise ValueError(
+          "line 1 ends as lines of Windows do (CRLF); a trace has LF"
+        )
+      if line.rstrip("\n") not in (HEADER, JOURNAL_HEADER):
+        raise ValueError(f"line 1 is {line.strip()!r}; a trace has {HEADER!r}")
+      continue
+    try:
+      rows.append(Event.parse(line))
+    except ValueError as error:
+      what = f"line {number} is no event: {line!r}"
+      raise ValueError(f"{what}: {error}") from None
+  return rows
+
+
+def load(lines: Iterable[str]) -> base.Trace:
+  """Reads a trace, or that of a journal; see `read`.
+
+  Raises:
+    ValueError: as `read`, and for a file without an event.
+  """
+  rows = read(lines)
+  if not rows:
+    raise ValueError("the trace holds no event")
+  return from_events(rows)
+
+
+# What the actions mean.
+
+
+class TraceError(ValueError):
+  """A row that cannot be obeyed."""
+
+  def __init__(
+    self, row: int, event: Event, why: str, path: Path | str | None = None
+  ):
+    place = f"{path}, line {row + 2}" if path else f"trace row {row}"
+    super().__init__(f"{place} ({event.format()}): {why}")
+    self.row, self.event, self.why = row, event, why
+
+
+class Ledger(Generic[T]):
+  """Follows a trace row by row and knows what it leaves open.
+
+  A ticket is whatever the caller makes of a SEND: the parameters in a
+  simulator, the row itself in an analysis. The ledger keeps it until the row
+  that ends its job. It accepts every row that has a meaning; what a protocol
+  forbids beyond that is found by `check`.
+  """
+
+  def __init__(
+    self,
+    start: Callable[[Event, T | None], T] | None = None,
+    *,
+    keeps: bool = True,
+  ):
+    """Starts before the first row.
+
+    Args:
+      start: (SEND or KEEP, the ticket that is kept) -> the ticket of the job;
+        None stands for the row itself. It is called before the ticket is open.
+      keeps: whether the latest ticket of each worker is held for a KEEP.
+    """
+    self._start = start or (lambda event, kept: event)
+    self._keeps = keeps
+    self.rows = 0
+    self.time = -math.inf  # of the last row
+    # worker -> seq -> ticket, in the order in which they were started
+    self.open: dict[int, dict[int, T]] = collections.defaultdict(dict)
+    self.latest: dict[int, T] = {}  # worker -> the ticket it was sent last
+    self.next_seq: dict[int, int] = {}  # worker -> jobs started at its place
+    self.holders: dict[int, int] = {}  # worker -> its latest JOIN's number
+    self.present: set[int] = set()  # workers that joined, or were sent to
+    self.ended: set[int] = set()  # workers that lost a ticket or left
+    self.received: list[int] = []  # rows of the messages in the state
+    self.rollbacks = self.undone = 0  # ROLLBACK rows, messages they undid
+
+  def obey(self, event: Event) -> T | None:
+    """Takes the next row.
+
+    Returns:
+      The ticket that the row opens or closes, None if it does neither.
+
+    Raises:
+      TraceError: if the row has no meaning after those before it.
+    """
+    _, worker, seq, job, action, *_ = event
+    ticket = None
+    if action in STARTS:
+      ticket = self._open(event)
+    elif action in ENDS:
+      ticket = self.open[worker].pop(seq, None)
+      if ticket is None:
+        self.refuse(event, "that job was not sent to the worker")
+      if action == base.RECEIVE:
+        self.received.append(self.rows)
+      else:
+        self.ended.add(worker)
+    elif action == base.JOIN:
+      self.holders[worker] = job
+      self.present.add(worker)
+      self.ended.discard(worker)
+      self.latest.pop(worker, None)
+    elif action == base.LEAVE:
+      self.present.discard(worker)
+      self.ended.add(worker)
+      self.latest.pop(worker, None)
+    elif action == base.ROLLBACK:
+      self._roll_back(event)
+    else:
+      self.refuse(event, f"action must be one of {_NAMES}")
+    self.time = event.time
+    self.rows += 1
+    return ticket
+
+  def _open(self, event):
+    worker, kept = event.worker, None
+    if event.seq in self.open[worker]:
+      self.refuse(event, _BEGUN)
+    if event.action == base.KEEP:
+      kept = self.latest.get(worker)
+      if kept is None:
+        self.refuse(event, "the worker was sent no ticket to keep")
+    self.present.add(worker)
+    ticket = self._start(event, kept)
+    if self._keeps and kept is None:
+      self.latest[worker] = ticket
+    self.open[worker][event.seq] = ticket
+    self.next_seq[worker] = max(event.seq + 1, self.next_seq.get(worker, 0))
+    return ticket
+
+  def _roll_back(self, event):
+    if event.job > self.rows:
+      self.refuse(event, "that row is still to come")
+    before = len(self.received)
+    self.received = [row for row in self.received if row < event.job]
+    self.undone += before - len(self.received)
+    self.rollbacks += 1
+
+  def refuse(self, event: Event, why: str) -> NoReturn:
+    """Raises TraceError for the next row."""
+    raise TraceError(self.rows, event, why)
+
+
+def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
+  """Returns the ledger after rows; `ledger` is where they begin.
+
+  Raises:
+    TraceError: for a row without a meaning.
+  """
+  ledger = Ledger() if ledger is None else ledger
+  for event in rows:
+    ledger.obey(event)
+  return ledger
+
+
+def check(
+  trace: base.Trace | Iterable[Event],
+  depth: float = 1,
+  *,
+  path: Path | str | None = None,
+) -> int:
+  """Checks that a trace can be obeyed and returns its number of workers.
+
+  Args:
+    trace: an order, as columns or rows.
+    depth: tickets that a worker may hold at once; more than one where workers
+      fetch while they compute.
+    path: of the file that the rows were read from, for the message.
+
+  Raises:
+    TraceError: naming the first row (of a file, the line) that is wrong, and
+      why.
+  """
+  ledger: Ledger[Event] = Ledger()
+  workers = 0
+  try:
+    for event in events(trace) if isinstance(trace, base.Trace) else trace:
+      why = _forbidden(ledger, event, depth)
+      if why:
+        ledger.refuse(event, why)
+      ledger.obey(event)
+      workers = max(workers, event.worker + 1)
+  except TraceError as error:
+    raise TraceError(error.row, error.event, error.why, path) from None
+  return workers
+
+
+def _forbidden(ledger, event, depth):
+  """Says what a protocol does not allow although the row has a meaning."""
+  time, worker, seq, job, action = event[: len(COLUMNS)]
+  tickets = ledger.open[worker]
+  if not 0 <= time < math.inf:
+    return "time must be finite, 0 or more"
+  if not (0 <= worker <= _INT32.max and 0 <= job <= _INT32.max):
+    return f"worker and job must be from 0 to {_INT32.max}"
+  if time < ledger.time:
+    return f"time goes back from {ledger.time}"
+  if action in STARTS:
+    if worker in ledger.ended:
+      return "the worker is gone and did not join again"
+    if seq < ledger.next_seq.get(worker, 0):
+      return _BEGUN
+    if len(tickets) >= depth:
+      return "the worker holds a ticket already"
+  elif action in ENDS and seq in tickets:
+    if tickets[seq].job != job:
+      return "that job was not sent to the worker"
+    first = next(iter(tickets))
+    if action == base.RECEIVE and (seq != first or worker in ledger.ended):
+      return "the worker's jobs end in their order"
+  elif action in (base.JOIN, base.LEAVE) and tickets:
+    return "the worker still holds a ticket"
+  return None
+
+
+def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
+  """Counts the staleness of each received message, int32[U], without a model.
+
+  Args:
+    trace: an order without rollbacks, in which every message is accepted.
+    every: messages averaged into one parameter change.
+  """
+
+  def version(event: Event, kept: int | None) -> int:
+    del event
+    return len(ledger.received) // every if kept is None else kept
+
+  ledger: Ledger[int] = Ledger(version)
+  counts = []
+  for event in events(trace):
+    changes = len(ledger.received) // every
+    sent: Any = ledger.obey(event)
+    if event.action == base.RECEIVE:
+      counts.append(changes - sent)
+  return np.array(counts, np.int32)

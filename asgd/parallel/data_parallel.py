@@ -1,0 +1,466 @@
+"""Data parallel training: many devices, one step, the numbers of one device.
+
+Each of d devices computes gradients on its part of a batch; their mean is the
+gradient of the batch, and every device takes the same step. What each device
+keeps between steps is set by `zero`:
+
+  0  parameters, gradients and the optimizer's state, all whole
+  1  a d-th of the state: gradients are added up by reduce-scatter, each device
+     updates a d-th of the parameters, and all gather them
+  2  and a d-th of the gradients, also while they are accumulated
+  3  and a d-th of the parameters, which are gathered where the loss needs them,
+     and in the backward once more (XLA's CPU backend keeps them instead)
+
+Gradients are computed and reduced in shard_map, by collectives that are written
+here. The optimizer runs outside of it, on global arrays of which only the
+placement is given (`asgd.parallel.zero`): XLA derives what has to be sent. So a
+transform need not be elementwise to be right: Adam sends nothing, LAMB its
+norms, Adafactor its means.
+
+Index letters:
+  B  examples of the batch
+  d  devices of the data axis
+  a  pieces that a device accumulates
+  b  = B / (d a), examples of a piece
+
+References:
+  Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+  parameter models", SC 2020, section 5.
+  Goyal et al., "Accurate, large minibatch SGD", 2017, section 3.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from asgd import base, checks, names, transforms
+from asgd import worker as worker_lib
+from asgd.parallel import meshes, precision
+from asgd.parallel import zero as zero_lib
+
+# A loop over pieces is written out up to here: XLA's CPU backend runs
+# convolutions in loops many times slower (see `asgd.worker`).
+_UNROLLED = 8
+
+
+class StepState(NamedTuple):
+  """All that is kept from one step to the next; donated to `step`."""
+
+  count: jax.Array  # int32[], steps taken, skipped ones included
+  params: optax.Params  # global arrays; [d, ...] in the form "pmap"
+  opt_state: optax.OptState
+  scale: Any  # precision.LossScale, or () without one
+
+
+class StepMetrics(NamedTuple):
+  """What a step tells; the same on every device."""
+
+  loss: jax.Array  # float[], mean over the batch, at the parameters before
+  norm: jax.Array  # float[], the gradient's, before it is clipped
+  finite: jax.Array  # bool[], False for a step skipped by the loss scale
+
+
+StepFn = Callable[
+  [StepState, base.Batch, jax.Array], tuple[StepState, StepMetrics]
+]
+
+
+class Step(NamedTuple):
+  """A training step and what goes with it. `step` donates the state."""
+
+  init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
+  step: StepFn
+  params: Callable[[StepState], optax.Params]  # whole again, on every device
+  place: Callable[..., base.Batch]  # (batch, *, local=False) -> global arrays
+
+
+def make_step(
+  loss: worker_lib.Loss,
+  tx: optax.GradientTransformation | base.Algorithm,
+  mesh: Mesh,
+  *,
+  axis: str = meshes.DATA,
+  accumulate: int = 1,
+  clip_norm: float | None = None,
+  zero: int = 0,
+  policy: str | precision.Policy = "unchanged",
+  loss_scale: precision.Dynamic | None = None,
+  statistics_decay: float = 0.9,
+  form: str = "shard_map",
+  specs: zero_lib.Specs = zero_lib.replicated,
+) -> Step:
+  """Makes a step on a batch that is divided among devices.
+
+  The batch is cut into d a pieces of b examples, in order, and piece i is drawn
+  with fold_in(key, i): dropout, augmentation and BatchNorm know of nothing but
+  their piece. Hence the contract: meshes, forms and stages of ZeRO for which
+  d a is the same give the same numbers, but for round-off; so does one device
+  with accumulate = d a. For a loss that draws nothing, and normalises by no
+  statistics of the batch, every d a gives the same. Metrics and updates
+  are those of the mean over all examples, as pieces are of one size.
+
+  `base.Variables` (BatchNorm) are trained too: the statistics of the pieces are
+  averaged, and move the kept ones as the server does.
+
+  Args:
+    loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
+      the form "shard_map" it is called inside of shard_map, with all axes of
+      the mesh, and must return the same on all devices along every axis but
+      `axis`. If there are other axes, types are checked (check_vma): a scan
+      within it needs a carry that varies as what it becomes (`meshes.vary`).
+    tx: any optax transform, elementwise or not; or an Algorithm: the gradient
+      is then taken at what it sends to worker 0, and its update is told a Delay
+      of staleness 0.
+    mesh: with `axis`.
+    axis: over which examples are divided.
+    accumulate: a, pieces that a device computes one after the other.
+    clip_norm: largest norm of the (whole) gradient; None is any.
+    zero: 0 to 3, see above.
+    policy: dtypes, a Policy or a name of `precision.POLICIES`.
+    loss_scale: scale the loss, and skip steps whose gradient is not finite;
+      None does neither.
+    statistics_decay: how much of the statistics a step keeps.
+    form: "shard_map"; or "pmap", for programs written in that form: one
+      process, one axis, zero 0.
+    specs: how the parameters are divided over other axes of the mesh (tensor,
+      rows, stages).
+
+  Returns:
+    A Step. It compiles at its first call for each shape of a batch.
+
+  Raises:
+    ValueError: for arguments out of range or that exclude one another; and when
+      it is called, for a batch that d a does not divide.
+
+  Example:
+    >>> def loss(w, piece, key):  # mean over the examples of a piece
+    ...   return jnp.mean((piece @ w) ** 2) / 2, worker_lib.Aux(())
+    >>> sgd = make_step(loss, optax.sgd(0.5), meshes.make({"data": 1}))
+    >>> state = sgd.init(jnp.ones(2))
+    >>> batch = sgd.place(jnp.array([[1.0, 0.0], [0.0, 2.0]]))
+    >>> state, metrics = sgd.step(state, batch, jax.random.key(0))
+    >>> float(metrics.loss), sgd.params(state).tolist()
+    (1.25, [0.75, 0.0])
+  """
+  devices = meshes.size(mesh, axis)
+  policy = precision.policy(policy)
+  _check(accumulate, clip_norm, zero, form)
+  if loss_scale is not None:
+    precision.check_dynamic(loss_scale)
+  if form == "pmap":
+    _check_pmap(mesh, axis, zero, specs)
+  algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
+  program = _Program(
+    loss=loss,
+    algorithm=transforms.own_statistics(algorithm, statistics_decay),
+    told=algorithm is tx,
+    mesh=mesh,
+    axis=axis,
+    devices=devices,
+    accumulate=accumulate,
+    clip=None if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+    zero=zero,
+    policy=policy,
+    loss_scale=loss_scale,
+    specs=specs,
+  )
+  return FORMS[form](program)
+
+
+class _Program(NamedTuple):
+  """What both forms of a step are made of, checked by `make_step`."""
+
+  loss: worker_lib.Loss
+  algorithm: base.Algorithm
+  told: bool  # whether its update is told a Delay
+  mesh: Mesh
+  axis: str
+  devices: int  # d
+  accumulate: int  # a
+  clip: optax.GradientTransformation | None
+  zero: int
+  policy: precision.Policy
+  loss_scale: precision.Dynamic | None
+  specs: zero_lib.Specs
+
+  @property
+  def pieces(self):
+    return self.devices * self.accumulate
+
+  def begin(self, params):
+    """The first state, of whole parameters."""
+    params = precision.cast(params, self.policy.param)
+    # A copy: the step donates the state, and the caller may keep `params`.
+    params = jax.tree.map(jnp.copy, params)
+    scale = () if self.loss_scale is None else precision.start(self.loss_scale)
+    return StepState(jnp.int32(0), params, self.algorithm.init(params), scale)
+
+  def scale_of(self, state):
+    scaled = self.loss_scale is not None
+    return state.scale.scale if scaled else jnp.float32(1)
+
+  def sent(self, state):
+    """The parameters that the gradient is taken at."""
+    send = self.algorithm.send
+    if send is base.send_current:
+      return state.params
+    return send(state.opt_state, state.params, worker=jnp.int32(0))
+
+  def _objective(self, params, key, scale, dims):
+    """(weights, piece, its number) -> the scaled loss, (loss, statistics)."""
+    policy = self.policy
+
+    def gather(leaf, dim):
+      leaf = precision.cast(leaf, policy.compute)
+      return zero_lib.gather(leaf, dim, self.axis, policy.reduce)
+
+    def objective(weights, piece, number):
+      if self.zero == 3:
+        weights = jax.tree.map(gather, weights, dims)
+      value, aux = self.loss(
+        precision.cast(base.with_weights(params, weights), policy.compute),
+        precision.cast(piece, policy.compute),
+        jax.random.fold_in(key, number),
+      )
+      value, stats = jax.tree.map(
+        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)),
+        (value, aux.stats),
+      )
+      return value * scale.astype(value.dtype), (value, stats)
+
+    if self.zero == 3:  # all that the backward needs is kept but whole weights
+      return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
+    return objective
+
+  def gradient(self, params, batch, key, scale, dims):
+    """What one device computes: mean loss, gradient and statistics.
+
+    `dims` has for each weight its dimension that is divided, or WHOLE.
+    """
+    axis, accumulate = self.axis, self.accumulate
+    weights = meshes.vary(base.weights_of(params), axis)
+    first = jax.lax.axis_index(axis) * accumulate
+    objective = self._objective(params, key, scale, dims)
+
+    def scatter(grads):
+      one = functools.partial(zero_lib.scatter, axis=axis)
+      return jax.tree.map(one, grads, dims)
+
+    def one(i):
+      piece = jax.tree.map(
+        lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
+      )
+      grads, (value, stats) = jax.grad(objective, has_aux=True)(
+        weights, piece, first + i
+      )
+      grads = precision.cast(grads, self.policy.reduce)
+      return value, scatter(grads) if self.zero == 2 else grads, stats
+
+    total = one(0)
+    if accumulate > 1:
+      total, _ = jax.lax.scan(
+        lambda total, i: (jax.tree.map(jnp.add, total, one(i)), None),
+        total,
+        jnp.arange(1, accumulate),
+        unroll=accumulate <= _UNROLLED or 1,
+      )
+    value, grads, stats = total
+    if self.zero == 1:
+      grads = scatter(grads)
+    grads = jax.tree.map(
+      lambda leaf, dim: (
+        jax.lax.psum(leaf, axis) if dim == zero_lib.WHOLE else leaf
+      ),
+      *(grads, dims),
+    )
+    pieces = self.pieces
+    value, stats = jax.lax.psum((value, stats), axis)
+    value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
+    grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
+    return value, grads, stats
+
+  def update(self, state, sent, value, grads, stats):
+    """The optimizer's part, of a gradient taken at `sent`."""
+    delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
+    norm = optax.tree.norm(grads)
+    finite = precision.all_finite(grads)
+    if self.clip is not None:
+      grads, _ = self.clip.update(grads, optax.EmptyState())
+    if isinstance(state.params, base.Variables):
+      grads = base.Variables(grads, stats)
+    grads = optax.tree.cast_like(grads, state.params)
+    updates, opt_state = self.algorithm.update(
+      *(grads, state.opt_state, state.params),
+      **(delay._asdict() if self.told else {}),
+    )
+    params = optax.apply_updates(state.params, updates)
+    new, scale = (params, opt_state), ()
+    if self.loss_scale is not None:
+      new = optax.tree.where(finite, new, (state.params, state.opt_state))
+      scale = precision.adjust(self.loss_scale, state.scale, finite)
+    metrics = StepMetrics(value, norm, finite)
+    return StepState(state.count + 1, *new, scale), metrics
+
+  def layouts(self, params):
+    """The specs of parameters: between steps, and while they are updated."""
+
+    weights = base.weights_of(params)
+    specs = self.specs(weights)
+    parts = jax.tree.map(
+      lambda leaf, spec: self._divided(jnp.shape(leaf), spec), weights, specs
+    )
+    between = parts if self.zero == 3 else specs
+    if isinstance(params, base.Variables):
+      stats = zero_lib.replicated(params.stats)
+      return base.Variables(between, stats), base.Variables(parts, stats)
+    return between, parts
+
+  def _divided(self, shape, spec):
+    if not self.zero:
+      return spec
+    return zero_lib.divided(shape, spec, self.devices, self.axis)
+
+  def constrain(self, tree, specs):
+    return jax.lax.with_sharding_constraint(
+      tree, meshes.shardings(self.mesh, specs)
+    )
+
+  def settle(self, state):
+    """Places a state as all states are placed between steps."""
+    kept, parts = self.layouts(state.params)
+    opt_specs = zero_lib.state_specs(
+      state.opt_state,
+      base.weights_of(state.params),
+      base.weights_of(parts),
+      lambda leaf: self._divided(leaf.shape, P()),
+    )
+    scale = zero_lib.replicated(state.scale)
+    return self.constrain(state, StepState(P(), kept, opt_specs, scale))
+
+
+def _shard_map_step(program):
+  """The form "shard_map": global arrays, and a program of all devices."""
+  mesh, axis = program.mesh, program.axis
+
+  def init(params):
+    placed = meshes.place(params, mesh, program.layouts(params)[0])
+    return jax.jit(lambda params: program.settle(program.begin(params)))(placed)
+
+  def step(state, batch, key):
+    _check_batch(batch, program.pieces)
+    kept, parts = program.layouts(state.params)
+    sent = program.sent(state)
+    grad_specs = base.weights_of(parts)
+    dims = jax.tree.map(
+      lambda _, spec: zero_lib.dimension(spec, axis),
+      *(base.weights_of(state.params), grad_specs),
+    )
+    value, grads, stats = jax.shard_map(
+      functools.partial(program.gradient, dims=dims),
+      mesh=mesh,
+      in_specs=(kept, P(axis), P(), P()),
+      out_specs=(P(), grad_specs, P()),
+      # Where nothing but the data is divided, any loss is right as it is.
+      check_vma=len(mesh.axis_names) > 1,
+    )(sent, batch, key, program.scale_of(state))
+    # Each device updates its part; `settle` gathers those of the others.
+    state = state._replace(params=program.constrain(state.params, parts))
+    sent = program.constrain(sent, parts)
+    state, metrics = program.update(state, sent, value, grads, stats)
+    return program.settle(state), metrics
+
+  return Step(
+    init,
+    jax.jit(step, donate_argnums=0),
+    lambda state: meshes.whole(state.params, mesh),
+    functools.partial(meshes.place_batch, mesh=mesh, axis=axis),
+  )
+
+
+def _pmap_step(program):
+  """The form "pmap": state and batch have a leading axis of devices."""
+  mesh, axis, devices = program.mesh, program.axis, program.devices
+
+  def device_step(state, batch, key):
+    dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
+    scale, sent = program.scale_of(state), program.sent(state)
+    totals = program.gradient(sent, batch, key, scale, dims)
+    return program.update(state, sent, *totals)
+
+  run = jax.pmap(
+    device_step,
+    axis_name=axis,
+    in_axes=(0, 0, None),
+    out_axes=(0, None),
+    devices=list(mesh.devices.flat),
+    donate_argnums=0,
+  )
+
+  def repeat(x):
+    return jnp.broadcast_to(x, (devices, *x.shape))
+
+  def init(params):
+    spread = jax.NamedSharding(mesh, P(axis))
+    make = jax.jit(lambda params: jax.tree.map(repeat, program.begin(params)))
+    return jax.device_put(make(params), spread)
+
+  def place(batch, *, local=False):
+    del local  # there is one process
+    _check_batch(batch, program.pieces)
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+
+  def params(state):
+    return jax.tree.map(lambda x: x[0], state.params)
+
+  return Step(init, run, params, place)
+
+
+FORMS = {"shard_map": _shard_map_step, "pmap": _pmap_step}
+
+
+def _check(accumulate, clip_norm, zero, form):
+  checks.whole("accumulate", accumulate)
+  if clip_norm is not None:
+    checks.positive("clip_norm", clip_norm)
+  if isinstance(zero, bool) or zero not in range(4):
+    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
+  names.lookup("form", form, FORMS)
+
+
+def _check_pmap(mesh, axis, zero, specs):
+  if tuple(mesh.axis_names) != (axis,):
+    raise ValueError(
+      f"the form 'pmap' is for a mesh of the axis {axis!r} alone, not of"
+      f" {tuple(mesh.axis_names)}; use 'shard_map'"
+    )
+  if zero or specs is not zero_lib.replicated:
+    raise ValueError(
+      "the form 'pmap' keeps everything whole on each device; use 'shard_map'"
+      f" for zero={zero!r} or parameters that are divided"
+    )
+  if jax.process_count() > 1:
+    raise ValueError(
+      f"the form 'pmap' is for one process, not {jax.process_count()}; use"
+      " 'shard_map'"
+    )
+
+
+def _check_batch(batch, pieces):
+  lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+  if len(lengths) != 1 or () in lengths:
+    raise ValueError(
+      "all arrays of a batch must have one leading axis, of examples; not"
+      f" {sorted(jnp.shape(x) for x in jax.tree.leaves(batch))}"
+    )
+  ((length,),) = lengths
+  if length % pieces or not length:
+    raise ValueError(
+      f"a batch of {length} examples cannot be divided into {pieces} pieces"
+      " (devices of the data axis times accumulate): use a multiple"
+    )

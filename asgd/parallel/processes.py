@@ -1,0 +1,327 @@
+"""Several processes that train as one: how they start, agree and end.
+
+On one machine `asgd.parallel.supervisor` starts the same command N times, each
+process with its share of the devices. On several machines each process is
+started with its number and the address of process 0, or by a scheduler that JAX
+knows (AUTO). Any machine that can reach the coordinator's port can take part:
+use it on trusted networks only.
+
+Errors name the flags of a command that takes `role`'s arguments:
+--num_processes, --process_id, --coordinator and --start_seconds.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from asgd.parallel import meshes
+
+AUTO = "auto"  # the coordinator, where JAX finds it
+USAGE_ERROR = 2  # exit status of a process that could not take part
+LIFELINE = "ASGD_LIFELINE"  # a pipe that ends when the supervisor does
+_ALONE = 10.0  # seconds to save, once the supervisor died
+_MOST_DEVICES = 2048  # of a process: JAX takes others for another process's
+_MOST = 300  # bytes of an error that is sent to the other processes
+
+
+class ProcessRole(NamedTuple):
+  """How this process takes part."""
+
+  count: int | None = 1  # of processes; None: JAX finds out
+  process_id: int | None = None  # None: it is alone, or JAX finds out
+  coordinator: str | None = None  # HOST:PORT of process 0, or AUTO
+  start_seconds: float = 60.0  # for all processes to come
+
+  @property
+  def auto(self) -> bool:
+    """Whether JAX finds the other processes."""
+    return self.coordinator == AUTO
+
+  @property
+  def supervises(self) -> bool:
+    """Whether it starts the other processes, and trains nothing itself."""
+    several = self.count is not None and self.count > 1
+    return several and self.process_id is None and not self.auto
+
+
+def role(
+  count: int,
+  process_id: int | None = None,
+  coordinator: str | None = None,
+  start_seconds: float = 60.0,
+) -> ProcessRole:
+  """Returns the role that a command's flags of these names ask for.
+
+  Args:
+    count: processes that train together, --num_processes.
+    process_id: of this process, from 0; None: it starts the others.
+    coordinator: HOST:PORT of process 0, or AUTO, under Slurm and others that
+      JAX knows.
+    start_seconds: for all processes to come.
+
+  Raises:
+    ValueError: for values that do not go together, naming the flags.
+  """
+  if count < 1:
+    raise ValueError(f"--num_processes must be 1 or more, not {count}")
+  if not 0 < start_seconds < 1e6:
+    raise ValueError(f"--start_seconds must be positive, not {start_seconds:g}")
+  if coordinator == AUTO:
+    if process_id is not None:
+      raise ValueError("--coordinator=auto finds the --process_id: drop it")
+    return ProcessRole(count if count > 1 else None, None, AUTO, start_seconds)
+  if (process_id is None) != (coordinator is None):
+    raise ValueError(
+      "--process_id and --coordinator=HOST:PORT go together, one process at a"
+      " time; for all of them on this machine, --num_processes is enough"
+    )
+  if process_id is not None and not 0 <= process_id < count:
+    raise ValueError(
+      f"--process_id must be from 0 to {count - 1} with --num_processes={count}"
+      f", not {process_id}"
+    )
+  if coordinator is not None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+      raise ValueError(f"--coordinator must be HOST:PORT, not {coordinator!r}")
+  return ProcessRole(count, process_id, coordinator, start_seconds)
+
+
+def join(role: ProcessRole, devices: int | None) -> None:
+  """Starts JAX, together with the other processes if there are any.
+
+  If they do not come, this process ends with one line.
+
+  Args:
+    role: how to take part; not one that supervises.
+    devices: CPU devices of all processes; None for what there is.
+
+  Raises:
+    ValueError: if the devices cannot be divided, or there are none.
+  """
+  share = None
+  if devices is not None and role.count is not None:
+    share = devices_of_each(devices, role.count)
+    if jax.config.jax_num_cpu_devices < share:
+      jax.config.update("jax_num_cpu_devices", share)
+  loopback = contextlib.nullcontext()
+  if role.auto or role.process_id is not None:
+    supervised = _watch_supervisor()
+    _connect(role, share if supervised else None)
+    loopback = _loopback() if supervised else loopback
+  with loopback:
+    meshes.find_devices()
+
+
+def devices_of_each(devices: int, count: int) -> int:
+  """Returns how many devices each process has.
+
+  Raises:
+    ValueError: if they are not as many for each, or more than JAX can make.
+  """
+  if devices % count:
+    raise ValueError(
+      f"the {devices} devices of config.mesh (or config.devices) cannot be"
+      f" divided among --num_processes={count}: use another mesh, or a divisor"
+      f" of {devices}"
+    )
+  if devices // count > _MOST_DEVICES:
+    raise ValueError(
+      f"the {devices} devices of config.mesh (or config.devices) are"
+      f" {devices // count:,} for each process; JAX makes at most"
+      f" {_MOST_DEVICES:,}: use a smaller mesh, or more --num_processes"
+    )
+  return devices // count
+
+
+def _connect(role, share):
+  """Meets the other processes, with `share` devices here; None is all."""
+  jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM
+  name = "this process"
+  options: dict[str, Any] = {"num_processes": role.count}
+  if not role.auto:
+    options["coordinator_address"] = role.coordinator
+    options["process_id"] = role.process_id
+    name = f"process {role.process_id} of {role.count}"
+  if share is not None:
+    first = role.process_id * share
+    options["local_device_ids"] = list(range(first, first + share))
+    # On the loopback interface only, not on all of them.
+    options["coordinator_bind_address"] = role.coordinator
+
+  def give_up():
+    print(
+      f"error: {name} waited {role.start_seconds:g} s at"
+      f" --coordinator={role.coordinator} and not all processes came: start"
+      " each with the same --num_processes and --coordinator and its own"
+      " --process_id, or wait longer with --start_seconds",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(USAGE_ERROR)
+
+  # JAX would end the process with a trace of its own, and later.
+  timer = threading.Timer(role.start_seconds, give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    jax.distributed.initialize(
+      **options,
+      initialization_timeout=round(role.start_seconds) + 60,
+      shutdown_timeout_seconds=10,
+    )
+  except (RuntimeError, ValueError) as error:
+    line = " ".join(str(error).split())[:_MOST]
+    raise ValueError(
+      f"{name} cannot take part at --coordinator={role.coordinator}: {line}"
+    ) from error
+  finally:
+    timer.cancel()
+
+
+@contextlib.contextmanager
+def _loopback():
+  """Keeps the processes' own connections off the network.
+
+  JAX has no option for the interface; without this it is that of the machine's
+  name, which other machines may be able to reach.
+  """
+  from jax._src import xla_bridge
+
+  library = getattr(xla_bridge, "_jax", None)
+  name = "make_gloo_tcp_collectives"
+  if not hasattr(library, name):
+    raise ValueError(
+      f"JAX {jax.__version__} does not let processes stay on the loopback"
+      " interface; use another version, or --process_id and --coordinator"
+    )
+  make = getattr(library, name)
+
+  def make_local(**options):
+    return make(**options, hostname="127.0.0.1")
+
+  with mock.patch.object(library, name, make_local):
+    yield
+
+
+def _watch_supervisor() -> bool:
+  """Ends this process if its supervisor does; False if there is none."""
+  pipe = os.environ.pop(LIFELINE, None)
+  if pipe is None:
+    return False
+
+  def watch():
+    os.read(int(pipe), 1)  # nothing is ever written: it returns at the end
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(_ALONE)
+    os._exit(1)
+
+  threading.Thread(target=watch, daemon=True).start()
+  return True
+
+
+def leads() -> bool:
+  """Whether this is the process that writes and prints."""
+  return jax.process_index() == 0
+
+
+def gather(numbers: Any) -> np.ndarray:
+  """Returns float[N, k]: the k numbers that each process gives."""
+  row = np.asarray(numbers, np.float32)
+  if jax.process_count() == 1:
+    return row[None]
+  return np.asarray(multihost_utils.process_allgather(row))
+
+
+def _gather_bytes(content: bytes) -> list[bytes]:
+  size = int(gather([len(content)]).max())
+  row = np.frombuffer(content.ljust(size + 1), np.uint8)
+  rows = np.asarray(multihost_utils.process_allgather(row.astype(np.int32)))
+  return [bytes(each.astype(np.uint8)).rstrip() for each in rows]
+
+
+def share(value: Any) -> Any:
+  """Returns process 0's value, plain data, on every process."""
+  if jax.process_count() == 1:
+    return value
+  content = json.dumps(value).encode() if leads() else b""
+  return json.loads(_gather_bytes(content)[0])
+
+
+def share_arrays(tree: Any) -> Any:
+  """Returns process 0's arrays; the others pass arrays of these shapes."""
+  if jax.process_count() == 1:
+    return tree
+  return multihost_utils.broadcast_one_to_all(tree)
+
+
+def together(make: Callable[[], Any]) -> Any:
+  """Calls `make`, and fails on all processes if it does on one.
+
+  Raises:
+    ValueError: what it raised, or another process's error.
+  """
+  value, error = None, None
+  try:
+    value = make()
+  except (ValueError, OSError) as caught:
+    error = caught
+  if not jax.distributed.is_initialized():
+    if error is not None:
+      raise error
+    return value
+  errors = _gather_bytes(str(error or "").encode()[:_MOST])
+  if error is not None:
+    raise error
+  for number, text in enumerate(errors):
+    if text:
+      raise ValueError(f"process {number}: {text.decode(errors='replace')}")
+  return value
+
+
+def same(what: str, digest: str) -> None:
+  """Checks that all processes have the same of something.
+
+  Raises:
+    ValueError: if not, on all of them.
+  """
+  if jax.process_count() == 1:
+    return
+  first, *others = _gather_bytes(digest.encode())
+  for number, other in enumerate(others, 1):
+    if other != first:
+      raise ValueError(
+        f"process {number} was given another {what} than process 0: start all"
+        " with the same command and the same files"
+      )
+
+
+def run(main: Callable[[], None]) -> None:
+  """Calls `main`; a process that failed ends without waiting for the others."""
+  try:
+    main()
+  except BaseException as end:
+    status = 1
+    if isinstance(end, SystemExit):
+      status = end.code
+    failed = status in (1, USAGE_ERROR)
+    # Asked twice to stop: the others may be in the middle of a step.
+    failed |= isinstance(end.__context__, KeyboardInterrupt)
+    if not failed or not jax.distributed.is_initialized():
+      raise
+    if not isinstance(end, SystemExit):
+      traceback.print_exception(end)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # JAX's own exit would wait for the other processes

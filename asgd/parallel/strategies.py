@@ -1,0 +1,397 @@
+"""Ways to train a model on some devices, and what each costs.
+
+A Workload is what is trained, Hardware what it is trained on, TrainingOptions
+how, whatever the strategy. `find` makes of the three a Strategy for each way to
+share the work out: bytes of a device, and seconds of a step in computing,
+sending and waiting.
+
+Assumptions:
+
+  - times are those of `asgd.parallel.costs`, each device having one link to all
+    others (inside of a node, maybe a faster one). Without `overlap` nothing is
+    sent while computing;
+  - bytes are those of `asgd.parallel.memory`. Layers are alike: a pipeline's
+    stages differ by the layers that cannot be divided evenly;
+  - each strategy takes the microbatch that is fastest of those that fit, unless
+    one is given. The batch is of all devices together;
+  - ZeRO-2 scatters gradients, and ZeRO-3 gathers weights twice, for each
+    microbatch;
+  - an asynchronous step is as many messages as there are workers. Parameters
+    and what a recipe keeps against staleness are in float32, on shards at the
+    workers;
+  - batch times vary around their mean: a synchronous step takes the expected
+    maximum.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from asgd.parallel import costs, memory
+from asgd.parallel import waiting as waiting_lib
+from asgd.parallel.workloads import TrainingOptions, Workload
+
+_HYBRIDS = 3  # of which that many are shown
+_BACKWARD = 2 / 3  # of a step's computing
+
+
+class Hardware(NamedTuple):
+  """The devices that a model is trained on, and their links."""
+
+  devices: int
+  memory: float  # bytes of a device
+  flops: float  # a second, of a device
+  far: costs.LinkSpeed  # between any two devices
+  node: int = 1  # devices of a node
+  near: costs.LinkSpeed | None = None  # inside of a node; None is as far
+
+  def link(self, devices: int) -> costs.LinkSpeed:
+    """The link between that many neighbours."""
+    inside = self.near is not None and devices <= self.node
+    return self.near if inside else self.far
+
+
+class Strategy(NamedTuple):
+  """A way to train, and what it costs."""
+
+  name: str
+  fits: bool
+  state: float  # bytes of a device: weights, gradients, optimizer, versions
+  activations: float  # bytes of a device
+  microbatch: int
+  compute: float  # seconds of a step
+  communication: float  # seconds, what is not hidden
+  waiting: float  # seconds: for the slowest, or in a bubble
+  stale: bool = False  # asynchronous: gradients of older weights
+
+  @property
+  def bytes(self) -> float:
+    """Of a device."""
+    return self.state + self.activations
+
+  @property
+  def seconds(self) -> float:
+    """Of a step."""
+    return self.compute + self.communication + self.waiting
+
+
+class _Division(NamedTuple):
+  """How devices share a synchronous step, or a pipeline without a flush."""
+
+  name: str
+  data: int = 1  # devices that hold the same part
+  tensor: int = 1  # devices that share a layer
+  stages: int = 1  # of a pipeline
+  zero: int = 0  # stage of ZeRO among `data`
+  versions: int = 1  # of the weights
+  flush: bool = True  # whether the pipeline waits for the end of a step
+  reduce: Callable[[float], float] | None = None  # bytes -> s; None: a ring
+
+  @property
+  def devices(self) -> int:
+    return self.data * self.tensor * self.stages
+
+
+class _Planner(NamedTuple):
+  work: Workload
+  hardware: Hardware
+  options: TrainingOptions
+
+  @property
+  def precision(self) -> memory.Precision:
+    return memory.PRECISIONS[self.options.precision]
+
+  def divided(self, data: int) -> int | None:
+    """Examples of a step in each of `data` parts, if it can be divided."""
+    return None if self.options.batch % data else self.options.batch // data
+
+  def microbatches(self, examples: int) -> list[int]:
+    if self.options.microbatch is not None:
+      one = self.options.microbatch
+      return [] if examples % one else [one]
+    return _divisors(examples)
+
+  def compute(self, devices: int) -> float:
+    """Mean seconds of a device's part of a step."""
+    work, options = self.work, self.options
+    again = work.again if options.activations == "full" else 0.0
+    return (
+      options.batch * (work.flops + again) / (devices * self.hardware.flops)
+    )
+
+  def slowest(self, devices: int, compute: float) -> float:
+    """Seconds that all wait for the slowest of them."""
+    factor = waiting_lib.expected_slowest(
+      devices, variation=self.options.variation
+    )
+    return (factor - 1) * compute
+
+  def best(self, candidates: Iterator[Strategy]) -> Strategy | None:
+    """The fastest that fits, or the smallest; larger microbatches if equal."""
+
+    def order(one):
+      cost = one.seconds if one.fits else one.bytes
+      return not one.fits, cost, -one.microbatch
+
+    return min(candidates, key=order, default=None)
+
+  def strategy(self, name, state, activations, *others) -> Strategy:
+    fits = state + activations <= self.hardware.memory
+    return Strategy(name, fits, state, activations, *others)
+
+  def make(self, name: str, **parts: Any) -> Strategy | None:
+    """Any synchronous strategy, and pipelines without a flush.
+
+    Args:
+      name: of the strategy.
+      **parts: other fields of _Division.
+
+    Returns:
+      None if the batch cannot be divided so.
+    """
+    division = _Division(name, **parts)
+    examples = self.divided(division.data)
+    if examples is None:
+      return None
+    return self.best(
+      self._cost(division, microbatch, examples // microbatch)
+      for microbatch in self.microbatches(examples)
+    )
+
+  def _cost(self, division, micro, count) -> Strategy:
+    """What a division costs with `count` microbatches of `micro` examples."""
+    work, options = self.work, self.options
+    _, data, tensor, stages, zero, versions, flush, _ = division
+    # The stage with most layers sets the pace, and has the most to hold.
+    uneven = math.ceil(work.layers / stages) * stages / work.layers
+    whole = memory.state(
+      *(work.parameters, options.optimizer, options.precision),
+      zero=zero,
+      data=data,
+      tensor=tensor,
+      stages=stages,
+      versions=versions,
+    ).total
+    state = uneven * whole
+    if zero == 3:  # the layer that is at work is there as a whole
+      state += work.largest * self.precision.weights / tensor
+    in_flight = min(stages, count) if flush else stages
+    activations = uneven * in_flight / stages * work.activations(micro, tensor)
+    devices = data * tensor * stages
+    compute = uneven * self.compute(devices)
+    waiting = self.slowest(devices, compute) if flush else 0.0
+    if flush:
+      waiting += (stages - 1) * (compute / count)
+    part = work.parameters * uneven / (tensor * stages)
+    sending = self._reducing(division, part, count)
+    if options.overlap:
+      sending = max(sending - _BACKWARD * compute, 0.0)
+    sending += self._inside_layers(division, micro, count)
+    sending += self._between_stages(division, micro, count)
+    times = compute, sending, waiting
+    return self.strategy(
+      division.name, state, activations, micro, *times, not flush
+    )
+
+  def _reducing(self, division, part, count) -> float:
+    """Seconds in which replicas send the gradients, and weights, of `part`
+    parameters."""
+    data = division.data
+    far = self.hardware.link(division.devices)
+    weights = part * self.precision.weights
+    gradients = part * self.precision.gradients
+
+    def gather(size):
+      return costs.seconds(costs.ring_reduce_scatter(size, data), far)
+
+    if division.zero == 0 and division.reduce is not None:
+      return division.reduce(gradients)
+    if division.zero == 0:
+      return costs.seconds(costs.ring(gradients, data), far)
+    if division.zero == 1:
+      return gather(gradients) + gather(weights)
+    if division.zero == 2:
+      return count * gather(gradients) + gather(weights)
+    return count * (gather(gradients) + 2 * gather(weights))
+
+  def _inside_layers(self, division, micro, count) -> float:
+    """Seconds in which tensor parallel devices reduce activations."""
+    work, tensor = self.work, division.tensor
+    if tensor == 1:
+      return 0.0
+    once = costs.seconds(
+      costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
+    )
+    recomputing = self.options.activations == "full"
+    times = 6 if recomputing else 4  # a block and microbatch
+    return count * times * math.ceil(work.gpt.depth / division.stages) * once
+
+  def _between_stages(self, division, micro, count) -> float:
+    """Seconds in which stages send activations and their gradients."""
+    if division.stages == 1:
+      return 0.0
+    far = self.hardware.link(division.devices)
+    stream = self.work.border * micro / division.tensor
+    turns = count + division.stages - 2 if division.flush else count
+    return 2 * turns * (far.latency + stream / far.bandwidth)
+
+
+def _data(plan: _Planner) -> Iterator[Strategy | None]:
+  hardware, options, work = plan.hardware, plan.options, plan.work
+  count = hardware.devices
+  link = hardware.link(count)
+  for kind in costs.COSTS:
+    title = kind.replace("_", " ")
+    extra: dict[str, Any] = {}
+    if kind == "parameter_server":
+      extra = {"shards": options.shards}
+      title += f", {options.shards or count} shards"
+
+    def reduce(size, kind=kind, extra=extra):
+      return costs.seconds(costs.COSTS[kind](size, count, **extra), link)
+
+    yield plan.make(f"data, {title}", data=count, reduce=reduce)
+  if 1 < hardware.node < count and count % hardware.node == 0:
+    near = hardware.near or hardware.far
+
+    def reduce_levels(size):
+      return costs.hierarchical_seconds(
+        *(size, hardware.node, count // hardware.node, near, hardware.far)
+      )
+
+    yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
+  examples = plan.divided(count)
+  if examples is not None and any(
+    costs.prefers_factors(d.rows * examples, d.inputs, d.outputs, count)
+    for d in work.dense
+  ):
+    grain = plan.precision.gradients
+
+    def reduce_hybrid(size):
+      """Poseidon: factors where they are smaller."""
+      dense = {f"{d.layer}/{d.path}": (d.inputs, d.outputs) for d in work.dense}
+      others = size - grain * sum(m * n for m, n in dense.values())
+      rows = work.dense[0].rows * examples
+      return costs.seconds(
+        costs.hybrid(dense, others, rows, count, grain=grain), link
+      )
+
+    yield plan.make(
+      "data, sufficient factors", data=count, reduce=reduce_hybrid
+    )
+  for zero in (1, 2, 3):
+    yield plan.make(f"data, ZeRO-{zero}", data=count, zero=zero)
+
+
+def _model(plan: _Planner) -> Iterator[Strategy | None]:
+  count, work = plan.hardware.devices, plan.work
+  if work.gpt is not None and work.gpt.heads % count == 0:
+    yield plan.make(f"tensor {count}", tensor=count)
+  if count <= work.layers:
+    yield plan.make(f"pipeline {count}, 1F1B", stages=count)
+    yield plan.make(
+      f"pipeline {count}, PipeDream", stages=count, versions=count, flush=False
+    )
+    yield plan.make(
+      f"pipeline {count}, 2BW", stages=count, versions=2, flush=False
+    )
+
+
+def _divisors(count: int) -> list[int]:
+  low = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+  return sorted({*low, *(count // n for n in low)})
+
+
+def _hybrids(plan: _Planner) -> list[Strategy]:
+  """The best of data x tensor x pipeline."""
+  hardware, work, hybrids = plan.hardware, plan.work, []
+  count = hardware.devices
+  for tensor, stages in itertools.product(_divisors(count), repeat=2):
+    if count % (tensor * stages) or stages > work.layers:
+      continue
+    data = count // (tensor * stages)
+    if sum(n > 1 for n in (data, tensor, stages)) < 2:
+      continue
+    if tensor > 1:
+      if work.gpt is None or work.gpt.heads % tensor:
+        continue
+      if hardware.near is not None and tensor > hardware.node:
+        continue
+    parts = (("data", data), ("tensor", tensor), ("pipe", stages))
+    name = " x ".join(f"{word} {n}" for word, n in parts if n > 1)
+    axes = dict(data=data, tensor=tensor, stages=stages)
+    both = [plan.make(name, **axes)]
+    if data > 1:
+      both.append(plan.make(f"{name}, ZeRO-1", **axes, zero=1))
+    fastest = plan.best(one for one in both if one is not None)
+    hybrids += [fastest] if fastest is not None else []
+  hybrids.sort(key=lambda one: (not one.fits, one.seconds))
+  return hybrids[:_HYBRIDS]
+
+
+def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
+  work, options, hardware = plan.work, plan.options, plan.hardware
+  count = hardware.devices
+  shards = options.shards or count
+  numbers = plan.precision
+  examples = plan.divided(count)
+  if examples is None or count == 1:
+    return
+  compute = plan.compute(count)
+  size = float(work.parameters * max(numbers.weights, numbers.gradients))
+  speed = waiting_lib.asynchronous_throughput(
+    count, compute=compute, size=size, link=hardware.link(count), shards=shards
+  )
+  for recipe in options.recipes:
+    cure = memory.cure(recipe, count)
+    at_shard = (4 + cure.total) * work.parameters / shards
+    at_worker = numbers.weights + numbers.gradients + cure.worker
+    state = at_shard + at_worker * work.parameters
+    times = compute, count / speed - compute, 0.0
+    yield plan.best(
+      plan.strategy(
+        f"asynchronous, {recipe}",
+        *(state, work.activations(micro, 1), micro, *times, True),
+      )
+      for micro in plan.microbatches(examples)
+    )
+
+
+def find(
+  work: Workload, hardware: Hardware, options: TrainingOptions
+) -> list[Strategy]:
+  """Returns the strategies, those that do not fit into memory among them.
+
+  Divisions that the batch, the heads or the layers do not allow are left out.
+  """
+  plan = _Planner(work, hardware, options)
+  candidates = [plan.make("one device")]
+  if hardware.devices > 1:
+    candidates += [*_data(plan), *_model(plan), *_hybrids(plan)]
+    candidates += _asynchronous(plan)
+  return [one for one in candidates if one is not None]
+
+
+def left_out(
+  work: Workload, hardware: Hardware, options: TrainingOptions
+) -> list[str]:
+  """Returns what `find` leaves out on all devices at once, and why."""
+  count, out = hardware.devices, []
+  if options.batch % count:
+    out.append(
+      f"data: a batch of {options.batch} is not divided by {count} devices"
+    )
+  if work.gpt is None:
+    out.append("tensor: the model is no GPT")
+  elif work.gpt.heads % count:
+    out.append(f"tensor: {work.gpt.heads} heads are not divided by {count}")
+  if work.layers < count:
+    out.append(f"pipeline: {work.layers} layers are fewer than {count} devices")
+  return out
+
+
+def best(strategies: Sequence[Strategy], *, stale: bool) -> Strategy | None:
+  """Returns the fastest that fits, of the asynchronous or the others."""
+  fitting = (one for one in strategies if one.fits and one.stale == stale)
+  return min(fitting, key=lambda one: one.seconds, default=None)

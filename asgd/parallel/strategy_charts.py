@@ -1,0 +1,124 @@
+"""Strategies as a table, as bars of text and as a picture."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from asgd import text_table
+from asgd.parallel import memory
+from asgd.parallel.strategies import Strategy
+
+
+def _seconds(value: float) -> str:
+  return f"{value:.3g}" if value else "0"
+
+
+def tabulate(strategies: Sequence[Strategy]) -> str:
+  """Returns a table with a row for each strategy."""
+  rows = [
+    [
+      one.name,
+      "yes" if one.fits else "no",
+      f"{one.bytes / memory.GB:.3g}",
+      f"{one.state / memory.GB:.3g}",
+      f"{one.activations / memory.GB:.3g}",
+      f"{one.microbatch}",
+      *map(_seconds, (one.compute, one.communication, one.waiting)),
+      _seconds(one.seconds),
+    ]
+    for one in strategies
+  ]
+  head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
+  head += ["compute", "send", "wait", "s/step"]
+  return text_table.format_table(head, rows)
+
+
+def bars(
+  strategies: Sequence[Strategy], limit: float, columns: int = 100
+) -> str:
+  """Returns the table's numbers as bars, of the same scale for all.
+
+  Memory is a bar up to twice the limit, `|`; time is `#` computing, `=` sending
+  and `.` waiting.
+  """
+  name = max(len(one.name) for one in strategies)
+  width = max((columns - name - 6) // 2, 10)
+  longest = max((one.seconds for one in strategies if one.fits), default=0.0)
+  longest = longest or max(one.seconds for one in strategies)
+  lines = [
+    " ".join(
+      [
+        "".ljust(name),
+        f"memory, | is {limit / memory.GB:g} GB".ljust(width),
+        " " + f"# compute = send . wait, to {longest:.3g} s",
+      ]
+    ).rstrip()
+  ]
+  for one in strategies:
+    filled = min(round(one.bytes / (2 * limit) * width), width)
+    space = ["#" if i < filled else " " for i in range(width)]
+    space[width // 2] = "|"
+    if one.bytes > 2 * limit:
+      space[-1] = ">"
+    ends = itertools.accumulate((one.compute, one.communication, one.waiting))
+    ends = [round(end / longest * width) if longest else 0 for end in ends]
+    time = ""
+    for mark, end in zip("#=.", ends, strict=True):
+      time += mark * (min(end, width) - len(time))
+    if ends[-1] > width:
+      time = time[:-1] + ">"
+    mark = "  " if one.fits else " x"
+    lines.append(
+      f"{one.name.ljust(name)}{mark} {''.join(space)} {time}".rstrip()
+    )
+  return "\n".join(lines) + "\n"
+
+
+def draw(
+  strategies: Sequence[Strategy], limit: float, path: Path, heading: str
+) -> None:
+  """Draws memory and time of each strategy.
+
+  Raises:
+    ImportError: without matplotlib, which is in the extra `viz`.
+  """
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot as plt
+
+  names_ = [one.name for one in strategies]
+  figure, (left, right) = plt.subplots(
+    1,
+    2,
+    figsize=(13, 1.5 + 0.3 * len(strategies)),
+    layout="constrained",
+    sharey=True,
+  )
+  panels = (
+    (left, memory.GB, ("state", "activations"), "GB a device"),
+    (right, 1.0, ("compute", "communication", "waiting"), "seconds a step"),
+  )
+  for axis, unit, parts, label in panels:
+    start = [0.0] * len(strategies)
+    for i, part in enumerate(parts):
+      values = [getattr(one, part) / unit for one in strategies]
+      colors = [
+        (*plt.get_cmap("tab10")(i)[:3], 1.0 if one.fits else 0.35)
+        for one in strategies
+      ]
+      axis.barh(names_, values, left=start, color=colors)
+      axis.barh([names_[0]], [0], color=plt.get_cmap("tab10")(i), label=part)
+      start = [a + b for a, b in zip(start, values, strict=True)]
+    axis.set_xlabel(label)
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(loc="lower right")
+  left.axvline(limit / memory.GB, color="black", ls="--", lw=1)
+  left.set_xlim(0, 2 * limit / memory.GB)
+  times = [one.seconds for one in strategies if one.fits]
+  if times:
+    right.set_xlim(0, 1.05 * max(times))
+  left.invert_yaxis()
+  figure.suptitle(f"{heading}\npale: does not fit", fontsize=10)
+  figure.savefig(path, dpi=110)
+  plt.close(figure)

@@ -1,0 +1,174 @@
+"""Starts a command as several processes that train together, and ends them.
+
+The processes find one another on the loopback interface. The supervisor passes
+on what the first of them prints, and signals to all. If one dies, the others,
+which would wait for it, are ended within seconds; if the supervisor dies, they
+save and end (`asgd.parallel.processes.join` watches for that).
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from asgd.parallel.processes import LIFELINE
+
+_GRACE = 2.0  # seconds for processes to end by themselves, once one died
+_SAVING = 60.0  # seconds to save, once asked to stop
+_LOOK = 0.5  # seconds between two looks at signals
+_LOUD = "[Gloo]"  # begins lines of the library that say nothing
+
+
+def supervise(count: int) -> None:
+  """Starts this command `count` times, as processes that train together.
+
+  Returns when all are done.
+
+  Raises:
+    ValueError: if one fails: which, and the last line that it printed.
+    SystemExit: if they were stopped by a signal, which was passed on to them.
+  """
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  _Supervisor(count, f"127.0.0.1:{port}").run()
+
+
+class _Supervisor:
+  """Starts the processes, passes on what they print, and ends them."""
+
+  def __init__(self, count, place):
+    self._count, self._place = count, place
+    self._children: list[subprocess.Popen] = []
+    self._lines = [collections.deque(maxlen=100) for _ in range(count)]
+    self._readers: list[tuple[threading.Thread, Any]] = []
+    self._deaths = queue.SimpleQueue()  # of (number, status), as they come
+    self._signal = 0
+
+  def run(self):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      signal.signal(number, self._pass_on)
+    killed: list[str] = []
+    ours, theirs = os.pipe()  # both ends are closed when this process ends
+    try:
+      for number in range(self._count):
+        self._start(number, ours)
+      os.close(ours)
+      failed = self._wait()
+    finally:
+      for child in self._children:
+        if child.poll() is None:
+          child.kill()
+          killed.append(child.args[-2].removeprefix("--process_id="))
+        child.wait()
+      for reader, stream in self._readers:
+        reader.join(_GRACE)
+        if stream is not None and not reader.is_alive():
+          stream.close()
+      os.close(theirs)
+    if self._signal:
+      if killed:
+        print(
+          f"process {', '.join(killed)} of {self._count} did not stop in"
+          f" {_SAVING:g} s and was killed; the same command goes on from what"
+          " was saved",
+          file=sys.stderr,
+        )
+      sys.exit(128 + self._signal)
+    if failed is not None:
+      raise ValueError(self._describe(*failed))
+
+  def _start(self, number, pipe):
+    command = [
+      *(sys.executable, *sys.orig_argv[1:]),
+      *(f"--process_id={number}", f"--coordinator={self._place}"),
+    ]
+    child = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      env={**os.environ, LIFELINE: str(pipe), "PYTHONUNBUFFERED": "1"},
+      pass_fds=(pipe,),
+      start_new_session=True,  # the terminal's Ctrl-C is passed on from here
+      text=True,
+      errors="replace",
+    )
+    self._children.append(child)
+    if self._signal:
+      child.send_signal(self._signal)
+    for read, stream in (
+      (self._print, child.stdout),
+      (self._remember, child.stderr),
+      (self._await, None),
+    ):
+      reader = threading.Thread(target=read, args=(number,), daemon=True)
+      reader.start()
+      self._readers.append((reader, stream))
+
+  def _print(self, number):
+    """Passes on what the first process prints."""
+    for line in self._children[number].stdout:
+      if number == 0 and not line.startswith(_LOUD):
+        print(line, end="", flush=True)
+
+  def _remember(self, number):
+    """Keeps a process's last lines on stderr, for the error at the end."""
+    interrupted = False
+    for line in self._children[number].stderr:
+      self._lines[number].append(line.strip())
+      if self._signal and line.startswith(("Traceback (", "Could not import")):
+        interrupted = True  # by Ctrl-C before it had a handler: no error
+      if interrupted or number != 0:
+        continue
+      if not line.startswith(("error: ", _LOUD)):
+        print(line, end="", file=sys.stderr, flush=True)
+
+  def _await(self, number):
+    self._deaths.put((number, self._children[number].wait()))
+
+  def _pass_on(self, number, frame):
+    del frame
+    self._signal = number
+    for child in self._children:
+      with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+  def _wait(self):
+    """Returns the first that failed, (number, status), when all are to end."""
+    failed, end, left = None, None, self._count
+    while left:
+      if end is None and self._signal:
+        end = time.monotonic() + _SAVING
+      try:
+        number, status = self._deaths.get(timeout=_LOOK)
+      except queue.Empty:
+        if end is not None and time.monotonic() > end:
+          break
+        continue
+      left -= 1
+      if status and failed is None:
+        failed = number, status
+        patience = _SAVING if self._signal else _GRACE
+        end = time.monotonic() + patience
+    return failed
+
+  def _describe(self, number, status):
+    how, remedy = f"failed with status {status}", ""
+    if status < 0:
+      how = f"was killed by {signal.Signals(-status).name}"
+      remedy = "; the same command goes on from what was saved"
+    lines = [line for line in self._lines[number] if line]
+    errors = [line for line in lines if line.startswith("error: ")]
+    last = (errors or lines or ["it said nothing"])[-1]
+    return (
+      f"process {number} of {self._count} {how}:"
+      f" {last.removeprefix('error: ')}{remedy}"
+    )

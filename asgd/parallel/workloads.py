@@ -1,0 +1,203 @@
+"""What is trained, in numbers: parameters, operations and bytes.
+
+By the formulas of a GPT, or counted on any problem of layers. Strategies
+(`asgd.parallel.strategies`) are made of these numbers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from asgd import base, models, problems
+from asgd.models import transformer
+from asgd.parallel import memory, wait_free
+
+RECIPES = ("asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc")
+_HEADS = (128, 64, 8)  # features of a head, the first of which fits well
+
+
+class Workload(NamedTuple):
+  """What is trained."""
+
+  name: str
+  parameters: int
+  layers: int  # between which a pipeline may cut
+  largest: int  # parameters of the largest layer
+  flops: float  # of an example, forward and backward
+  again: float  # of an example, what computing the forward again adds
+  activations: Callable[[int, int], float]  # (examples, tensor) -> bytes of all
+  border: float  # bytes of an example between two layers, at most
+  gpt: memory.Gpt | None = None  # only that can be split into tensors
+  dense: tuple[wait_free.DenseGradient, ...] = ()  # rows are of an example
+
+
+class TrainingOptions(NamedTuple):
+  """How a model is trained, whatever the strategy."""
+
+  batch: int  # examples of a step, of all devices
+  microbatch: int | None = None  # None: the best
+  optimizer: str = "adam"
+  precision: str = "mixed"
+  activations: str = "plain"
+  variation: float = 0.1
+  overlap: bool = False
+  shards: int | None = None  # of a parameter server; None: all devices
+  recipes: tuple[str, ...] = RECIPES
+
+
+def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
+  """Returns the sizes of a GPT with about that many parameters.
+
+  Args:
+    parameters: wanted; of blocks, 12 depth width^2.
+    **sizes: of `memory.Gpt`, where they are given; None is not.
+
+  Raises:
+    ValueError: for sizes that are none, or have another number of parameters.
+  """
+  given = {name: value for name, value in sizes.items() if value is not None}
+  for name, value in given.items():
+    if value < 1:
+      raise ValueError(f"{name} must be positive, not {value!r}")
+  context, vocabulary = (
+    given.get("context", 2048),
+    given.get("vocabulary", 51200),
+  )
+  depth, width = given.get("depth"), given.get("width")
+  if depth is None and width is None:
+    depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
+  if width is None:
+    width = math.sqrt(parameters / (12 * depth))
+    step = next((n for n in _HEADS if width >= 4 * n), 1)
+    step = given.get("heads", step)
+    width = max(round(width / step), 1) * step
+  if depth is None:
+    depth = max(round(parameters / (12 * width**2)), 1)
+  heads = next((width // n for n in _HEADS if width % n == 0), 1)
+  heads = given.get("heads", heads)
+  gpt = memory.check_gpt(memory.Gpt(depth, width, heads, context, vocabulary))
+  blocks = 12 * depth * width**2
+  if given.keys() & {"depth", "width", "heads"} and not (
+    parameters / 2 <= blocks <= 2 * parameters
+  ):
+    raise ValueError(
+      f"{parameters:g} parameters, a depth of {depth} and a width of {width}"
+      f" ({heads} heads) do not agree: their blocks have {blocks:.3g}"
+      " parameters; leave one out, or change it"
+    )
+  return gpt
+
+
+def of_gpt(
+  gpt: memory.Gpt, parameters: int, options: TrainingOptions
+) -> Workload:
+  """Returns the workload of a GPT, by the formulas of its papers."""
+  itemsize = memory.PRECISIONS[options.precision].weights
+  plain = memory.gpt_flops(gpt, 1)
+
+  def kept(examples, tensor):
+    return gpt.depth * memory.activations(
+      *(gpt, examples),
+      kind=options.activations,
+      tensor=tensor,
+      itemsize=itemsize,
+    )
+
+  return Workload(
+    f"GPT of {parameters:,} parameters: {gpt.depth} blocks of {gpt.width},"
+    f" {gpt.heads} heads, {gpt.context} positions, {gpt.vocabulary} tokens",
+    parameters=parameters,
+    layers=gpt.depth,
+    largest=parameters // gpt.depth,
+    flops=plain,
+    again=memory.gpt_flops(gpt, 1, recompute=True) - plain,
+    activations=kept,
+    border=float(gpt.context * gpt.width * itemsize),
+    gpt=gpt,
+  )
+
+
+def _find_gpt(layers, tokens) -> memory.Gpt | None:
+  blocks = [layer for layer in layers if isinstance(layer, transformer.Block)]
+  first, last = layers[0], layers[-1]
+  if not blocks or not isinstance(first, transformer.Embed):
+    return None
+  return memory.Gpt(
+    *(len(blocks), first.width, blocks[0].heads, tokens.shape[1]),
+    getattr(last, "vocabulary", first.vocabulary),
+  )
+
+
+def of_problem(
+  problem: problems.Problem, name: str, options: TrainingOptions
+) -> Workload:
+  """Returns the workload of a problem; its model is traced and counted.
+
+  Raises:
+    ValueError: if it cannot be cut into layers.
+  """
+  pieces = problem.pieces
+  if pieces is None:
+    raise ValueError(f"{name} has no layers that could be counted")
+  key = jax.random.key(0)
+  params = jax.eval_shape(problem.init, key)
+  batch = problem.batches(0, 1)(0, 0)
+  examples = len(jax.tree.leaves(batch)[0])
+  lowered = jax.jit(jax.grad(problem.loss, has_aux=True)).lower(
+    params, batch, key
+  )
+  flops = lowered.cost_analysis()["flops"] / examples
+  kept, borders = _activations(pieces, params, batch, key)
+  sizes = [models.count(weights) for weights in base.weights_of(params)]
+  tokens = jax.eval_shape(
+    lambda b, k: pieces.prepare(b, k, jax.numpy.float32), batch, key
+  )
+  dense = wait_free.choose(pieces, params, batch, 2)
+  layers = sum(size > 0 for size in sizes)
+  recomputing = options.activations == "full"
+  each = (sum(borders) if recomputing else kept) / examples
+  gpt = _find_gpt(pieces.layers, tokens)
+
+  def activations(examples, tensor):
+    part = 1.0
+    if tensor > 1 and not recomputing:
+      split = memory.activations(
+        gpt, 1, kind=options.activations, tensor=tensor
+      )
+      part = split / memory.activations(gpt, 1)
+    return examples * each * part
+
+  return Workload(
+    f"{name}: {sum(sizes):,} parameters in {layers} layers, counted",
+    parameters=sum(sizes),
+    layers=layers,
+    largest=max(sizes),
+    flops=flops,
+    again=flops / 3,
+    activations=activations,
+    border=max(borders[: len(sizes) - 1], default=borders[-1]) / examples,
+    gpt=gpt,
+    dense=tuple(d._replace(rows=d.rows // examples) for d in dense),
+  )
+
+
+def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
+  """(bytes kept for the backward of a batch, bytes after each layer)."""
+  borders: list[int] = []
+
+  def forward(params, batch, key):
+    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    for i, layer in enumerate(pieces.layers):
+      own = jax.tree.map(
+        lambda tree, i=i: tree[i : i + 1],
+        params,
+        is_leaf=lambda tree: type(tree) is tuple,
+      )
+      x, _ = models.apply((layer,), own, x, train=True, key=key, first=i)
+      borders.append(memory.bytes_of(x))
+    return pieces.criterion(x, batch)
+
+  kept, _ = memory.kept(forward, params, batch, key)
+  return kept, borders

@@ -1,0 +1,163 @@
+"""What a problem is: a model, its data and its loss, as functions."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from asgd import base, data, models
+from asgd import worker as worker_lib
+
+Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
+
+_PROBE = 256  # training examples on which curvature is estimated
+
+
+class Evaluation(NamedTuple):
+  """How good parameters are on data that was not trained on."""
+
+  loss: float  # mean cross-entropy, nats
+  accuracy: float  # fraction in [0, 1]
+  measure: float = float("nan")  # the task's own beside these, if it has one
+
+
+class Pieces(NamedTuple):
+  """The training loss in pieces, for a runtime that cuts between layers.
+
+  The loss of a batch is criterion(apply(layers, params, prepare(batch, key,
+  dtype)), batch).
+  """
+
+  layers: models.Layers
+  prepare: Callable[..., jax.Array]  # batch, key, dtype -> input of layer 0
+  criterion: Callable[..., jax.Array]  # (output of the last, batch) -> float[]
+
+
+class Problem(NamedTuple):
+  """Something to train, for one batch size.
+
+  It holds no seed: seeds are arguments, so that runs which differ in the seed
+  share what is compiled.
+  """
+
+  init: Callable[[jax.Array], optax.Params]  # key -> parameters
+  loss: worker_lib.Loss  # (params, batch, key) -> (float[], Aux)
+  evaluate: Callable[[optax.Params], Evaluation]
+  batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
+  probe: base.Batch  # training examples to measure curvature on
+  batches_per_epoch: int  # batches in one pass over the training data
+  pieces: Pieces | None = None  # None: it cannot be cut
+  rebatch: Callable[[int], "Problem"] | None = None  # batch size -> Problem
+
+  def with_batch_size(self, batch_size: int) -> "Problem":
+    """Returns the same problem with batches of another size.
+
+    It shares `init`, `loss`, `evaluate` and `pieces`, and so everything that
+    was compiled for them; the rest is as of a problem built with that size.
+
+    Args:
+      batch_size: examples in one worker's batch.
+
+    Raises:
+      ValueError: for a size that the data cannot fill, or a problem whose
+        batches have no size.
+    """
+    if self.rebatch is None:
+      raise ValueError(
+        f"this problem has no batches of {batch_size!r} examples: its batches"
+        " have no size"
+      )
+    return self.rebatch(batch_size)
+
+
+def dtype_of(params: optax.Params) -> Any:
+  """Returns the dtype in which a model computes: that of its parameters."""
+  return jax.tree.leaves(params)[0].dtype
+
+
+def whole_loss(pieces: Pieces) -> worker_lib.Loss:
+  """Returns the loss of all layers, one after the other."""
+
+  def loss(params, batch, key):
+    prepare_key, model_key = jax.random.split(key)
+    x = pieces.prepare(batch, prepare_key, dtype_of(params))
+    y, stats = models.apply(pieces.layers, params, x, train=True, key=model_key)
+    return pieces.criterion(y, batch), worker_lib.Aux(stats)
+
+  return loss
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  """Returns the loss of each example (or position), in nats: float[...]."""
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def classification_loss(logits: jax.Array, batch: tuple) -> jax.Array:
+  """The criterion for batches (examples, labels): their mean, float[]."""
+  return cross_entropy(logits, batch[1]).mean()
+
+
+def spread(count: int, limit: int) -> np.ndarray:
+  """Returns indices of `limit` of `count` things, or all: evenly spaced."""
+  return np.linspace(0, count - 1, min(limit, count)).astype(int)
+
+
+def join(
+  pieces: Pieces,
+  init: Callable[[jax.Array], optax.Params],
+  evaluate: Callable[[optax.Params], Evaluation],
+  data_of: Callable[[int], tuple[Callable, base.Batch, int]],
+  batch_size: int,
+) -> Problem:
+  """Joins a model to its data, which may be cut into batches of another size.
+
+  Args:
+    pieces: of the loss.
+    init: of the Problem.
+    evaluate: of the Problem.
+    data_of: batch size -> (batches, probe, batches_per_epoch) of the Problem.
+    batch_size: the first one.
+  """
+  loss = whole_loss(pieces)
+
+  def rebatch(size):
+    return Problem(init, loss, evaluate, *data_of(size), pieces, rebatch)
+
+  return rebatch(batch_size)
+
+
+def on_examples(
+  pieces: Pieces,
+  init: Callable[[jax.Array], optax.Params],
+  evaluate: Callable[[optax.Params], Evaluation],
+  examples: np.ndarray,
+  labels: np.ndarray,
+  *,
+  batch_size: int,
+  partition: str = "shared",
+) -> Problem:
+  """Joins a model to labelled training examples, [n, ...] and int[n].
+
+  Raises:
+    ValueError: as `data.make_batches`.
+  """
+  rows = spread(len(labels), _PROBE)
+  probe = examples[rows], labels[rows]
+
+  def data_of(size):
+    def batches(seed, workers):
+      return data.make_batches(
+        examples,
+        labels,
+        batch_size=size,
+        seed=seed,
+        partition=partition,
+        workers=workers,
+      )
+
+    batches(0, 1)  # raises here, not in a run, what is wrong with arguments
+    return batches, probe, len(labels) // size
+
+  return join(pieces, init, evaluate, data_of, batch_size)

@@ -1,1 +1,0 @@
-"""Live runs: workers and server shards that really wait for one another."""

@@ -1,0 +1,34 @@
+"""Parameters that are split over the shards of a server.
+
+A `ShardPlan` says which shard holds which rows; `split` and `join` go there and
+back. It is the same training as without shards if the algorithm keeps rows
+apart: SGD, Adam, delay compensation, gap-awareness and DANA do, all in each
+element. `probe.check` finds out whether an algorithm does. A rule that needs a
+number of the whole asks for it by `total`, as `clip_by_global_norm` does. What
+a Server reports is of its own part: `combine` makes the whole's of them.
+"""
+
+from asgd.sharding import probe
+from asgd.sharding.plan import (
+  ShardPlan,
+  bytes_of,
+  combine,
+  join,
+  make_plan,
+  part,
+  paths_of,
+  plan_by_owner,
+  shape_of,
+  split,
+  trained_sizes,
+)
+from asgd.sharding.totals import (
+  Ask,
+  Done,
+  add_up,
+  clip_by_global_norm,
+  exchanging,
+  run_staged,
+  staged,
+  total,
+)

@@ -1,0 +1,302 @@
+"""Plans: which rows of which leaf each shard of a server holds.
+
+A server that is too large or too busy for one place is cut into S shards. Each
+holds some rows (indices of the leading axis) of every leaf and runs the pure
+Server on them as if they were all there is.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base
+from asgd.checks import whole
+
+SMALL = 64 * 1024  # bytes; a leaf of no more is not split, if it can be helped
+
+
+class ShardPlan(NamedTuple):
+  """Which rows of which leaf a shard holds; L leaves as jax.tree.leaves has
+  them. Plain numbers: it can be compared, printed and sent."""
+
+  shards: int  # S
+  shapes: tuple[tuple[int, ...], ...]  # [L] of the whole leaves
+  row_bytes: tuple[int, ...]  # [L]
+  cuts: tuple[tuple[int, ...], ...]  # [L][S + 1], shard s: [cut[s], cut[s + 1])
+
+
+def make_plan(params: optax.Params, shards: int) -> ShardPlan:
+  """Splits parameters so that shards hold about the same number of bytes.
+
+  The leaves are laid one after the other and cut at S - 1 places: where equal
+  parts would end, moved to the nearest end of a piece. A piece is a row of a
+  leaf, or a whole leaf if it is small: no more than 64 KiB and than an eighth
+  of a shard. So a shard holds at most the S-th part and one piece more, and
+  none holds nothing. If there are fewer pieces than shards, small leaves are
+  split too.
+
+  Args:
+    params: any tree of arrays, `base.Variables` too; only shapes and dtypes
+      are read, `jax.ShapeDtypeStruct` will do.
+    shards: S.
+
+  Returns:
+    The ShardPlan, a function of shapes and dtypes alone.
+
+  Raises:
+    ValueError: if `shards` is not a positive whole number, or more than there
+      are rows.
+
+  Example:
+    >>> params = {"b": np.zeros(6), "w": np.zeros((4, 3))}
+    >>> make_plan(params, 2).cuts
+    ((0, 6, 6), (0, 1, 4))
+    >>> bytes_of(make_plan(params, 2))
+    (72, 72)
+  """
+  whole("shards", shards)
+  shapes, rows, row_bytes = _rows_of(params)
+  sizes = [n * size for n, size in zip(rows, row_bytes, strict=True)]
+  most = sum(n for n, size in zip(rows, sizes, strict=True) if size)
+  if shards > max(most, 1):
+    raise ValueError(
+      f"shards must be at most {max(most, 1)}, the rows (of the leading axes)"
+      f" of these parameters, not {shards}"
+    )
+  nbytes = sum(sizes)
+  small = min(SMALL, nbytes // (8 * shards))
+  filled = [i for i, size in enumerate(sizes) if size]
+  pieces = [1 if sizes[i] <= small else rows[i] for i in filled]
+  if sum(pieces) < shards:
+    pieces = [rows[i] for i in filled]
+  first_piece = list(itertools.accumulate(pieces, initial=0))
+  first_byte = list(itertools.accumulate((sizes[i] for i in filled), initial=0))
+
+  def nearest(shard):
+    """The piece that starts nearest to where an equal part would."""
+    at = bisect.bisect_right(first_byte, shard * nbytes // shards) - 1
+    # In units of an S-th of a byte, to stay with whole numbers.
+    inside = shard * nbytes - first_byte[at] * shards
+    piece = (first_byte[at + 1] - first_byte[at]) * shards // pieces[at]
+    return first_piece[at] + (2 * inside + piece) // (2 * piece)
+
+  bounds = [0]
+  for shard in range(1, shards):
+    latest = first_piece[-1] - (shards - shard)  # leaves one for each to come
+    bounds.append(min(max(nearest(shard), bounds[-1] + 1), latest))
+  bounds.append(first_piece[-1])
+
+  # What has no bytes is shown where the tree starts.
+  cuts = [(0,) + (n,) * shards for n in rows]
+  for i, start, count in zip(filled, first_piece, pieces, strict=False):
+    step = rows[i] // count
+    cuts[i] = tuple(min(max(b - start, 0), count) * step for b in bounds)
+  return ShardPlan(shards, shapes, row_bytes, tuple(cuts))
+
+
+def plan_by_owner(params: optax.Params, owners: Sequence[int]) -> ShardPlan:
+  """Gives each leaf to a shard, whole.
+
+  Args:
+    params: as in `make_plan`.
+    owners: the shard of each leaf, int[L], as jax.tree.leaves has them; none of
+      the shards from 0 to the last is without a leaf.
+
+  Raises:
+    ValueError: for another number of owners, or a shard without a leaf.
+
+  Example:
+    >>> plan_by_owner({"b": np.zeros(6), "w": np.zeros((4, 3))}, [1, 0]).cuts
+    ((0, 0, 6), (0, 4, 4))
+  """
+  shapes, rows, row_bytes = _rows_of(params)
+  if len(owners) != len(rows):
+    raise ValueError(
+      f"owners must name a shard for each of {len(rows)} leaves, not"
+      f" {len(owners)}"
+    )
+  shards = max(owners, default=-1) + 1
+  if set(owners) != set(range(shards)):
+    raise ValueError(
+      f"owners must name every shard from 0 to the last, not {sorted(owners)}"
+    )
+  cuts = tuple(
+    tuple(n * (shard > owner) for shard in range(shards + 1))
+    for n, owner in zip(rows, owners, strict=True)
+  )
+  return ShardPlan(shards, shapes, row_bytes, cuts)
+
+
+def _rows_of(params):
+  """Returns the shape, the number of rows and the bytes of a row of leaves."""
+  leaves = [shape_of(x) for x in jax.tree.leaves(params)]
+  shapes = tuple(x.shape for x in leaves)
+  rows = [shape[0] if shape else 1 for shape in shapes]
+  row_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves]
+  return shapes, rows, tuple(row_bytes)
+
+
+def bytes_of(plan: ShardPlan) -> tuple[int, ...]:
+  """Returns the bytes that each shard holds, int[S]."""
+  return tuple(
+    sum(
+      (cut[s + 1] - cut[s]) * size
+      for cut, size in zip(plan.cuts, plan.row_bytes, strict=True)
+    )
+    for s in range(plan.shards)
+  )
+
+
+def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
+  """Returns the trained elements (`base.weights_of`) of each shard, int[S]."""
+  parts = split(plan, jax.tree.map(shape_of, params))
+  return tuple(
+    sum(math.prod(x.shape) for x in jax.tree.leaves(base.weights_of(part)))
+    for part in parts
+  )
+
+
+def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
+  """Returns what one shard holds of a tree.
+
+  Args:
+    plan: made for leaves of these shapes; dtypes may be others.
+    tree: NumPy or jax arrays, or `jax.ShapeDtypeStruct`.
+    shard: from 0 to S - 1.
+
+  Returns:
+    A tree of the same structure. Each leaf is a slice of the leading axis, with
+    no rows where the shard holds none; a leaf without axes is shown as [1] or
+    [0]. NumPy leaves are views, and jax leaves that are not split the very
+    arrays.
+
+  Raises:
+    ValueError: if the shapes are not the plan's.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  _check_shapes(tree, leaves, plan.shapes, "the plan")
+  out = [
+    _rows(x, cut[shard], cut[shard + 1])
+    for x, cut in zip(leaves, plan.cuts, strict=True)
+  ]
+  return jax.tree.unflatten(structure, out)
+
+
+def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
+  """Returns the `part` of each shard, S trees."""
+  return [part(plan, tree, s) for s in range(plan.shards)]
+
+
+def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
+  """Puts together what `split` split.
+
+  Args:
+    plan: as given to `split`.
+    parts: S trees of one structure; jax arrays on one device.
+
+  Returns:
+    The whole tree. A leaf that lies in one shard is not copied.
+
+  Raises:
+    ValueError: for another number of parts, or shapes that are not the plan's.
+  """
+  if len(parts) != plan.shards:
+    raise ValueError(f"the plan is of {plan.shards} shards, not {len(parts)}")
+  structure = jax.tree.structure(parts[0])
+  columns = []
+  for s, tree in enumerate(parts):
+    leaves, other = jax.tree.flatten(tree)
+    if other != structure:
+      raise ValueError(f"part {s} is a {other}, part 0 a {structure}")
+    shapes = [
+      (cut[s + 1] - cut[s], *shape[1:])
+      for shape, cut in zip(plan.shapes, plan.cuts, strict=True)
+    ]
+    _check_shapes(tree, leaves, shapes, f"part {s} of the plan")
+    columns.append(leaves)
+  out = []
+  for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
+    filled = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
+    pieces = [columns[s][i] for s in filled]
+    if len(pieces) == 1:
+      out.append(pieces[0] if shape else pieces[0].reshape(()))
+    else:
+      numpy = all(isinstance(x, np.ndarray) for x in pieces)
+      out.append((np if numpy else jnp).concatenate(pieces))
+  return jax.tree.unflatten(structure, out)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of an array or a number."""
+  x = x if hasattr(x, "dtype") else np.asarray(x)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _rows(x, start, stop):
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((stop - start, *x.shape[1:]), x.dtype)
+  x = x if isinstance(x, jax.Array) else np.asarray(x)
+  x = x if x.ndim else x.reshape(1)
+  return x if stop - start == x.shape[0] else x[start:stop]
+
+
+def _check_shapes(tree, leaves, shapes, whose):
+  if len(leaves) != len(shapes):
+    raise ValueError(
+      f"a tree of {len(leaves)} leaves, where {whose} has {len(shapes)}"
+    )
+  for i, (x, shape) in enumerate(zip(leaves, shapes, strict=True)):
+    actual = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+    if actual != shape:
+      raise ValueError(
+        f"the leaf {paths_of(tree)[i]} has shape {actual}, in {whose} {shape}"
+      )
+
+
+def paths_of(tree: Any) -> list[str]:
+  """Returns what the leaves of a tree are called."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [jax.tree_util.keystr(path) or "(the only one)" for path, _ in leaves]
+
+
+def combine(
+  reports: Sequence[base.Report], sizes: Sequence[int]
+) -> base.Report:
+  """Makes the Report of a message from those of its parts.
+
+  Args:
+    reports: S Reports, of numbers, or of columns of one length.
+    sizes: trained elements of each shard (`trained_sizes`).
+
+  Returns:
+    A Report of NumPy arrays: root mean squares over all trained elements, the
+    largest staleness, and accepted if it was by all.
+
+  Raises:
+    ValueError: if there is not one size for each report, or none.
+  """
+  if len(reports) != len(sizes) or not reports:
+    raise ValueError(f"{len(reports)} reports and {len(sizes)} sizes")
+
+  def column(field):
+    return np.stack([np.asarray(getattr(report, field)) for report in reports])
+
+  def rms(field):
+    squares = np.square(column(field).astype(np.float64))
+    total = np.tensordot(np.asarray(sizes, np.float64), squares, axes=1)
+    return np.float32(np.sqrt(total / max(sum(sizes), 1)))
+
+  return base.Report(
+    staleness=column("staleness").max(axis=0),
+    gap=rms("gap"),
+    accepted=column("accepted").all(axis=0),
+    message_norm=rms("message_norm"),
+    update_norm=rms("update_norm"),
+  )

@@ -1,0 +1,249 @@
+"""A probe that decides whether an algorithm may be split into shards by rows.
+
+The whole algorithm and its two parts are run on the same random messages, in
+float64, over several steps and scales, with delays and with a message that is
+not finite. Parts that end with other updates, or send other parameters, than
+the whole read more than their own rows.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base
+from asgd.sharding import totals as totals_lib
+from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
+
+EXAMPLE = "asgd.sharding.clip_by_global_norm"  # of a transform made for shards
+_ROWS = 5  # of a leaf, at most
+_ELEMENTS = 4096  # of all leaves, about at most; rows are never shortened more
+# Scales of the messages; those that clip, damp or branch do so at one of them.
+_SCALES = (1e-3, 1.0, 1e3)
+_STEPS = 5  # at each scale
+_STALEST = 3  # updates
+# Compiling takes most of the time.
+_QUICK = {
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
+}
+# Relative to the largest element of a leaf: schedules make their rates in
+# float32, which compilers round in more than one way.
+_CLOSE = 1e-6
+
+
+class _Refused(Exception):
+  """Says what is not the same on parts."""
+
+
+def _shorten(structs: Any, most: float, widest: float = math.inf) -> Any:
+  """Shapes of at least two and at most so many rows, of this size at most."""
+
+  def shorten(x):
+    if not math.prod(x.shape):
+      return x
+    rows = min(max(x.shape[0] if x.shape else 1, 2), most)
+    others = (min(size, widest) for size in x.shape[1:])
+    return jax.ShapeDtypeStruct((rows, *others), x.dtype)
+
+  return jax.tree.map(shorten, structs)
+
+
+def _small(structs: Any) -> Any:
+  for widest in (math.inf, 256, 64, 16, 4):
+    small = _shorten(structs, _ROWS, widest)
+    if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
+      break
+  return small
+
+
+def _halves(structs: Any) -> ShardPlan:
+  """Cuts the leaves at different rows; of the last of four, part 1 has all."""
+  leaves = jax.tree.leaves(structs)
+  cuts = []
+  for i, x in enumerate(leaves):
+    rows = x.shape[0]
+    whole = rows < 2 or (i % 4 == 3 and i < len(leaves) - 1)
+    cuts.append((0, 0 if whole else 1 + i % (rows - 1), rows))
+  shapes = tuple(x.shape for x in leaves)
+  return ShardPlan(2, shapes, (0,) * len(leaves), tuple(cuts))
+
+
+def _random(structs: Any, rng: np.random.Generator) -> Any:
+  def draw(x):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      return rng.standard_normal(x.shape)
+    return rng.integers(0, 3, x.shape).astype(x.dtype)
+
+  return jax.tree.map(draw, structs)
+
+
+def _update(algorithm):
+  def update(updates, state, params, worker, staleness, sent):
+    delay = base.Delay(worker, staleness, sent)
+    return algorithm.update(updates, state, params, **delay._asdict())
+
+  return update
+
+
+def _operations(fn, *args) -> list[str]:
+  """Names the operations of a program and of those within it, in order."""
+
+  def names(jaxpr):
+    for eqn in jaxpr.eqns:
+      yield eqn.primitive.name
+      for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+        yield from names(inner)
+
+  return list(names(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+class _Probe:
+  """An algorithm on the whole and on both parts, compiled as one program."""
+
+  def __init__(self, algorithm, structs, totals):
+    self._algorithm, self._structs = algorithm, structs
+    self._plan, self._totals = _halves(structs), totals
+    self._init, self._step = (
+      jax.jit(fn, compiler_options=_QUICK) for fn in (self._start, self._turn)
+    )
+
+  def _all(self, fn, args):
+    """Calls `fn` for the whole, args[0], and for the parts, args[1:]."""
+    if not self._totals:
+      return [fn(*each) for each in args]
+    step = totals_lib.staged(fn)
+    parts = totals_lib.run_staged(
+      step, args[1:], lambda xs: jax.tree.map(lambda x, y: x + y, *xs)
+    )
+    return [fn(*args[0]), *parts]
+
+  def _start(self, params):
+    params = [params, *split(self._plan, params)]
+    return params, self._all(self._algorithm.init, [(p,) for p in params])
+
+  def _send(self, states, params, worker):
+    def send(state, params):
+      return self._algorithm.send(state, params, worker=worker)
+
+    return self._all(send, list(zip(states, params, strict=True)))
+
+  def _turn(self, params, states, sent, message, worker, staleness):
+    """One update and one ticket; returns what the whole and the parts make."""
+    messages = [message, *split(self._plan, message)]
+    columns = zip(messages, states, params, sent, strict=True)
+    update = _update(self._algorithm)
+    args = [(*row[:3], worker, staleness, row[3]) for row in columns]
+    updates, states = zip(*self._all(update, args), strict=True)
+    params = list(map(optax.apply_updates, params, updates))
+    return params, list(states), updates, self._send(states, params, worker)
+
+  def _compare(self, what, whole, *parts):
+    """Raises _Refused unless the parts are the whole."""
+    try:
+      joined = join(self._plan, jax.tree.map(np.asarray, parts))
+    except ValueError as error:
+      what = f"{what} the parameters has other shapes than they"
+      raise _Refused(f"{what} ({error})") from error
+    paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
+    for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
+      scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
+      limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
+      if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
+        raise _Refused(f"{what} {path} reads more than its own rows")
+
+  def run(self) -> None:
+    """Trains on random messages; raises _Refused where the parts differ."""
+    rng = np.random.default_rng(0)
+    params, states = self._init(_random(self._structs, rng))
+    drift = _random(self._structs, rng)  # gradients agree about a direction
+    sent = [params]
+    for step in range(_STEPS * len(_SCALES) + 2):
+      scale = _SCALES[min(step // _STEPS, len(_SCALES) - 1)]
+      noise = _random(self._structs, rng)
+      message = jax.tree.map(lambda d, n: scale * (d + n), drift, noise)  # noqa: B023
+      if step == _STEPS * len(_SCALES):
+        leaf = max(jax.tree.leaves(message), key=np.size)
+        leaf[(-1,) * leaf.ndim] = np.nan
+      staleness = min(step % (_STALEST + 1), step)
+      params, states, updates, ticket = self._step(
+        *(params, states, sent[-1 - staleness], message),
+        *(np.int32(step % 2), np.int32(staleness)),
+      )
+      sent.append(ticket)
+      self._compare("the update of", *updates)
+      self._compare("what is sent of", *ticket)
+
+
+def check(
+  algorithm: base.Algorithm | optax.GradientTransformation,
+  params: optax.Params,
+  *,
+  totals: bool = False,
+) -> None:
+  """Raises unless an algorithm does the same on parts as on the whole.
+
+  It does, if what it makes of a row (of the leading axis) of a leaf, and what
+  it sends of it, depend on nothing but the same row of the parameters, messages
+  and tickets, and on what no row holds, like a count or a learning rate. That
+  is tried on random numbers, so a rule that reads other rows only in a case
+  that the probe does not meet passes. Norms, factored and matrix statistics,
+  means, tests for NaN and noise are refused, unless they reach neither
+  parameters nor tickets.
+
+  Parameters are small random arrays, made from the shapes; of large ones, the
+  program has to be the same as at the shapes that are given. A leaf without
+  axes is taken as rows, too. Gates, the transforms of single messages
+  (`per_message`; check them alone) and workers are not looked at.
+
+  Args:
+    algorithm: an Algorithm or an optax transform.
+    params: what its `init` is given; shapes and dtypes are enough.
+    totals: whether the host carries totals between shards (`staged`,
+      `exchanging`); then a `total` of sums over rows may be used.
+
+  Raises:
+    ValueError: naming the leaf, and the remedy.
+
+  Example:
+    >>> params = {"w": jnp.zeros((4, 3))}
+    >>> check(optax.adam(1e-3), params)
+    >>> check(optax.lamb(1e-3), params)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: ... the update of ['w'] reads more than its own rows...
+  """
+  if not hasattr(algorithm, "send"):
+    algorithm = base.as_algorithm(algorithm)
+  structs = jax.tree.map(shape_of, params)
+  number = jax.ShapeDtypeStruct((), np.int32)
+  small = _small(structs)
+
+  def once(params, worker):
+    state = algorithm.init(params)
+    update = _update(algorithm)(params, state, params, worker, worker, params)
+    return update, algorithm.send(state, params, worker=worker)
+
+  # The algorithm's own errors, at the shapes it is for, are not ours.
+  jax.eval_shape(once, structs, number)
+  large = _shorten(structs, math.inf)
+  try:
+    if small != large and (
+      _operations(once, small, number) != _operations(once, large, number)
+    ):
+      raise _Refused("it is another program at another number of rows")
+    with jax.enable_x64(True):
+      _Probe(algorithm, small, totals).run()
+  except Exception as error:
+    reason = error
+    if not isinstance(error, _Refused):
+      kind = type(error).__name__
+      reason = f"it fails on a part of the rows ({kind}: {error})"
+    remedy = f", or transforms made for shards, such as {EXAMPLE}"
+    raise ValueError(
+      f"this algorithm is not the same on shards: {reason}; use one shard"
+      f"{remedy if totals else ''}"
+    ) from error

@@ -1,0 +1,228 @@
+"""Totals: numbers of the whole that a rule needs while it runs on one shard.
+
+A rule that needs one number of all rows (a global norm) asks for it by `total`,
+which is the identity without shards. Where shards are joined by collectives,
+`exchanging` names the collective; elsewhere `staged` cuts the rule at its
+totals, so that a host can carry them between shards.
+"""
+
+import contextlib
+import functools
+import numbers
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Exchange = Callable[[Any], Any]  # this shard's summands -> the sums over shards
+# Part of the key of compiled functions, so that none that was traced without
+# shards is used with them.
+_EXCHANGE = jax.make_user_context(default_value=None)
+
+
+def total(x: Any) -> Any:
+  """Returns the sum of `x` over all shards; without shards, x itself.
+
+  Args:
+    x: an array or a tree of arrays, a sum over the rows that are here, like
+      jnp.sum(jnp.square(g)).
+
+  Returns:
+    The same for all rows of the parameters, on whichever shard they are.
+  """
+  exchange = _EXCHANGE.value
+  return x if exchange is None else exchange(x)
+
+
+@contextlib.contextmanager
+def exchanging(exchange: Exchange | None) -> Iterator[None]:
+  """Lets `total` call `exchange` in what is traced here.
+
+  Args:
+    exchange: is called while tracing, with traced arrays, for one a collective
+      like `lambda x: jax.lax.psum(x, "shards")`. Compiled functions are kept
+      for each exchange, so pass the same object each time. None is no shards.
+  """
+  with _EXCHANGE(exchange):
+    yield
+
+
+class Ask(NamedTuple):
+  """A staged function cannot go on without a total."""
+
+  operand: Any  # this shard's summands
+
+
+class Done(NamedTuple):
+  """A staged function came to its end."""
+
+  result: Any
+
+
+class _Asked(BaseException):
+  """Leaves the rule at a total; its `except Exception` does not catch this."""
+
+
+class _Call:
+  """A staged function at work."""
+
+  def __init__(self, totals):
+    self.totals = totals
+    self.asked = 0
+    self.operand = None
+    self.trace = jax.extend.core.get_opaque_trace_state()
+
+
+_CALLS = threading.local()  # .now: the _Call of this thread
+
+
+def _ask(x):
+  call = _CALLS.now
+  if jax.extend.core.get_opaque_trace_state() != call.trace:
+    raise ValueError(
+      "sharding.total was called inside jit, cond, scan, vmap or grad, where a"
+      " staged function cannot be left: call it outside, and pass the total in"
+      " (a server that gates or averages messages, every > 1, updates inside a"
+      " cond)"
+    )
+  call.asked += 1
+  if call.asked > len(call.totals):
+    call.operand = x
+    raise _Asked
+  given = call.totals[call.asked - 1]
+  if jax.tree.map(jnp.shape, given) != jax.tree.map(jnp.shape, x):
+    raise ValueError(
+      f"total number {call.asked} is asked for {jax.tree.map(jnp.shape, x)},"
+      f" but given as {jax.tree.map(jnp.shape, given)}"
+    )
+  return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), given, x)
+
+
+def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
+  """Cuts a function at its calls of `total`.
+
+  For places that are not joined by collectives: each evaluates `step` with the
+  totals so far; the host between them adds up what they ask for (`add_up`) and
+  calls them again with one total more. What comes before the k-th
+  total is computed again in each of the steps after it, as far as it is needed.
+
+  Args:
+    fn: any function; calls `total` as often for every shard, and not inside
+      jit, cond, scan, vmap or grad.
+
+  Returns:
+    step(totals, *args): `totals` is a tuple of totals. Ask, if `fn` needs one
+    more, otherwise Done. Both are trees of arrays: jax.jit(step) compiles once
+    for each number of totals.
+
+  Example:
+    >>> step = jax.jit(staged(lambda x: x / total(x.sum())))
+    >>> step((), np.float32([1, 2])).operand.item()
+    3.0
+    >>> step((np.float32(6),), np.float32([1, 2])).result.tolist()
+    [0.1666666716337204, 0.3333333432674408]
+  """
+
+  def step(totals, *args, **kwargs):
+    outer = getattr(_CALLS, "now", None)
+    _CALLS.now = call = _Call(tuple(totals))
+    try:
+      with _EXCHANGE(_ask):
+        result = fn(*args, **kwargs)
+    except _Asked:
+      return Ask(call.operand)
+    finally:
+      _CALLS.now = outer
+    if call.asked < len(call.totals):
+      raise ValueError(
+        f"{len(call.totals)} totals were given to a function that asks for"
+        f" {call.asked}"
+      )
+    return Done(result)
+
+  return step
+
+
+def add_up(operands: Sequence[Any]) -> Any:
+  """Sums trees in the order of the shards, in their own dtypes, with NumPy.
+
+  The order and the precision are said so that it gives the same bits wherever
+  it is done.
+  """
+  return jax.tree.map(
+    lambda *xs: functools.reduce(np.add, map(np.asarray, xs)), *operands
+  )
+
+
+def run_staged(
+  step: Callable[..., Ask | Done],
+  args: Sequence[Sequence[Any]],
+  add: Callable[[Sequence[Any]], Any] = add_up,
+) -> list[Any]:
+  """Evaluates a staged function for all shards, in one place.
+
+  Args:
+    step: from `staged`, compiled or not.
+    args: S tuples of arguments.
+    add: S operands -> their sum.
+
+  Returns:
+    S results.
+
+  Raises:
+    ValueError: if some shards ask for more totals than others.
+  """
+  totals = ()
+  while True:
+    outs = [step(totals, *these) for these in args]
+    done = [isinstance(out, Done) for out in outs]
+    if all(done):
+      return [out.result for out in outs]
+    if any(done):
+      raise ValueError(
+        f"after {len(totals)} totals shards {np.flatnonzero(done).tolist()} are"
+        " done and the others ask for more: the calls of total may not depend"
+        " on what a shard holds"
+      )
+    totals += (add([out.operand for out in outs]),)
+
+
+_MOST_NORM = 1e30  # so that float32 holds it
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+  """`optax.clip_by_global_norm`, of the norm over all shards.
+
+  Without shards it is the same. Asks for one total.
+
+  Args:
+    max_norm: the largest norm of an update.
+
+  Raises:
+    ValueError: if it is no positive number, or infinite.
+  """
+  number = isinstance(max_norm, numbers.Real) and max_norm is not True
+  if not number or not 0 < max_norm <= _MOST_NORM:
+    raise ValueError(
+      f"max_norm must be a positive number, at most {_MOST_NORM:g}, not"
+      f" {max_norm!r}"
+    )
+  max_norm = float(max_norm)
+
+  def update_fn(updates, state, params=None):
+    del params
+    norm = jnp.sqrt(total(optax.tree.norm(updates, squared=True)))
+
+    def clip(g):
+      return jax.lax.select(
+        norm < max_norm, g, (g / norm.astype(g.dtype)) * max_norm
+      )
+
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformation(optax.init_empty_state, update_fn)

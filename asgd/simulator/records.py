@@ -1,0 +1,68 @@
+"""Records of a simulation: fetched from the device, joined and cut."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import base
+from asgd.simulator.steps import Observation
+
+
+def fetch(tree: Any) -> Any:
+  """Returns a tree as NumPy arrays, like `jax.device_get`, which takes its time
+  over each array that is here already."""
+  leaves = jax.tree.leaves(tree)
+  first = leaves[0] if leaves else None
+  if isinstance(first, jax.Array) and not first.is_fully_replicated:
+    return jax.device_get(tree)
+  if isinstance(first, jax.Array) and any(
+    device.platform != "cpu" for device in first.devices()
+  ):
+    return jax.device_get(tree)
+  return jax.tree.map(np.asarray, tree)
+
+
+def records(
+  messages: list[tuple[float, int, int]], observations: list[Observation]
+) -> base.Records:
+  """Fetches observations, once for all, into columns.
+
+  Args:
+    messages: (time, worker, job) of each message.
+    observations: what `Steps.receive` returned of each.
+  """
+  time, worker, job = zip(*messages, strict=True) if messages else ((),) * 3
+  rows = fetch(observations)
+  whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3).T
+  real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
+  version, staleness, accepted = whole
+  gap, loss, message_norm, update_norm = real
+  return base.Records(
+    update=version,
+    time=np.array(time, np.float64),
+    worker=np.array(worker, np.int32),
+    job=np.array(job, np.int32),
+    staleness=staleness,
+    gap=gap,
+    loss=loss,
+    accepted=accepted.astype(bool),
+    message_norm=message_norm,
+    update_norm=update_norm,
+  )
+
+
+def concatenate(parts: list[base.Records]) -> base.Records:
+  """Joins records of consecutive stretches of a run."""
+  if not parts:
+    return records([], [])
+  return base.Records(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def end_of_message(trace: base.Trace) -> np.ndarray:
+  """Returns int[U]: the row after each RECEIVE, where a run can be cut.
+
+  Args:
+    trace: an order; see `asgd.orders`.
+  """
+  return np.flatnonzero(np.asarray(trace.action) == base.RECEIVE) + 1

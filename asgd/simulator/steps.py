@@ -1,0 +1,201 @@
+"""The compiled functions that every runtime calls, simulated or live.
+
+They are the three parts of a step - a worker's work, the server's receive and,
+for algorithms that look ahead, its send - and not one fused step, so that a
+recorded run replays to the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, sharding
+from asgd import worker as worker_lib
+
+
+class Steps(NamedTuple):
+  """The compiled functions that every runtime calls; same calls, same bits.
+
+  `receive` consumes opt_state and inbox, whose buffers it donates; params and
+  version it does not, as open tickets refer to them. It consumes the message as
+  well if that is of jax arrays; NumPy arrays, which cannot be donated, it reads
+  where they lie.
+  """
+
+  work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
+  send: Callable  # (ServerState, worker) -> Ticket
+  # (ServerState, ticket, message, loss) -> (ServerState, Observation)
+  receive: Callable
+  stage: Callable  # (totals, *as receive) -> sharding.Ask, or Done of the same
+
+
+class Observation(NamedTuple):
+  """What the server saw of one message, on the device; see `records`."""
+
+  whole: jax.Array  # int32[3], version after it, staleness, accepted
+  real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
+
+
+class WorkerDevices(NamedTuple):
+  """Devices that do the work of one worker together."""
+
+  devices: int = 1
+  parallel: str = "data"  # examples are split; or "tensor", the weights are
+  axis: int = 0  # of the examples in a batch
+
+
+@functools.lru_cache(maxsize=32)
+def compile_work(
+  worker: base.Worker,
+  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+) -> Callable:
+  """Compiles a worker once, however many servers it serves.
+
+  Args:
+    worker: what it does.
+    group: its devices, the first of those that are here. XLA divides the work
+      among them: of a "data" group each takes part of the examples, of a
+      "tensor" group part of the last axis of each weight. What they do not
+      divide they all do. Another group adds up in another order, so it gives
+      other bits.
+
+  Returns:
+    (state, ticket, batch, root, job) -> as Worker.work; what it returns lies
+    whole on each device.
+
+  Raises:
+    ValueError: if there are fewer devices.
+  """
+
+  def work(state, ticket, batch, root, job):
+    key = worker_lib.job_key(root, ticket.worker, job)
+    return worker.work(state, ticket, batch, key)
+
+  if group.devices == 1:
+    return jax.jit(work)
+  devices = jax.local_devices()
+  if len(devices) < group.devices:
+    raise ValueError(
+      f"a worker is to have {group.devices} devices, and there are"
+      f" {len(devices)}; for CPU devices set"
+      " jax.config.update('jax_num_cpu_devices', N) before JAX is used"
+    )
+  mesh = jax.sharding.Mesh(devices[: group.devices], ("group",))
+
+  def split(x, axis):
+    names = [None] * x.ndim
+    if x.ndim > axis >= -x.ndim and x.shape[axis] % group.devices == 0:
+      names[axis] = "group"
+    spec = jax.sharding.PartitionSpec(*names)
+    return jax.lax.with_sharding_constraint(
+      x, jax.sharding.NamedSharding(mesh, spec)
+    )
+
+  def divided(state, ticket, batch, root, job):
+    if group.parallel == "data":
+      batch = jax.tree.map(lambda x: split(x, group.axis), batch)
+    else:
+      params = jax.tree.map(lambda x: split(x, -1), ticket.params)
+      ticket = ticket._replace(params=params)
+    return work(state, ticket, batch, root, job)
+
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.jit(divided, in_shardings=whole, out_shardings=whole)
+
+
+def _rounded(tree: Any, dtype: str | None) -> Any:
+  """What is left of a tree's real numbers after a journey in `dtype`."""
+  if dtype is None:
+    return tree
+
+  def there_and_back(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    # Or XLA drops a conversion that is undone at once.
+    return jax.lax.reduce_precision(
+      x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant
+    )
+
+  return jax.tree.map(there_and_back, tree)
+
+
+def compile_steps(
+  server: base.Server,
+  worker: base.Worker | None,
+  *,
+  wire: str | None = None,
+  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+) -> Steps:
+  """Compiles what runtimes call: not one fused step, but its three parts, so
+  that a recorded run replays to the same bits.
+
+  Args:
+    server: from `make_server`.
+    worker: what every worker does; None where no work is done.
+    wire: the dtype in which parameters and messages travel, such as "bfloat16";
+      None is their own. Tickets hold what arrives.
+    group: the devices of each worker.
+  """
+
+  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
+    state = base.ServerState(params, opt_state, version, inbox)
+    message = _rounded(message, wire)
+    state, report = server.receive(state, ticket, message)
+    return state, _pack(state.version, report, loss)
+
+  donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+  reading = jax.jit(receive_parts, donate_argnums=(0, 1))
+
+  def receive(state, ticket, message, loss):
+    here = all(isinstance(x, jax.Array) for x in jax.tree.leaves(message))
+    return (donating if here else reading)(
+      *(state.opt_state, state.inbox, message),
+      *(state.params, state.version, ticket, loss),
+    )
+
+  @jax.jit
+  @sharding.staged
+  def stage(state, ticket, message, loss):
+    return receive_parts(
+      *(state.opt_state, state.inbox, message),
+      *(state.params, state.version, ticket, loss),
+    )
+
+  def send_rounded(state, worker):
+    ticket = server.send(state, worker)
+    return ticket._replace(params=_rounded(ticket.params, wire))
+
+  if server.sends_current and wire is None:
+
+    def send(state, worker):
+      return base.Ticket(worker, state.version, state.params)
+
+  else:
+    send = jax.jit(send_rounded)
+  work = compile_work(worker, group) if worker else None
+  return Steps(work, send, receive, stage)
+
+
+def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
+  """Returns totals that were written down, as `Steps.stage` takes them."""
+  dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+  return tuple(dtype(value) for value in values)
+
+
+def start(server: base.Server, params: Any) -> base.ServerState:
+  """Returns a server's first state, sharing no buffer with `params`."""
+  # Copied, because a state that holds the parameters would donate them.
+  return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
+
+
+def _pack(version, report, loss) -> Observation:
+  """Two arrays for one message: a fetch costs as much for one number."""
+  whole = jnp.stack([version, report.staleness, report.accepted])
+  real = (report.gap, loss, report.message_norm, report.update_norm)
+  return Observation(
+    whole.astype(jnp.int32), jnp.stack([x.astype(jnp.float32) for x in real])
+  )

@@ -1,0 +1,66 @@
+"""The settings of the DANA paper: ResNet-20 on CIFAR-10 (Hakimi et al. 2019).
+
+Batch 128 a worker, learning rate 0.1 whatever the number of workers, momentum
+0.9, weight decay 1e-4, 160 epochs in total over all workers, a tenth at epochs
+80 and 120, 5 epochs of warm-up from 0.1 / N, gamma durations, five seeds. The
+model has GroupNorm where the paper's has BatchNorm, whose statistics its
+simulator shares between all workers; `--config.model.norm=batch` gives
+BatchNorm with statistics that the server averages from the messages.
+
+  python -m launch.train --config=configs/cifar10.py
+
+The orders to expect: gap of NAG-ASGD far above DANA-Zero and ASGD, which are
+near each other; NAG-ASGD collapses at 16 to 20 workers; DANA-DC and DANA-Zero
+stay above Multi-ASGD, and that above NAG-ASGD. This is 2 million updates of
+ResNet-20: a job for an accelerator. `configs/cifar10.py:smoke` runs
+two updates' worth of every algorithm at two workers.
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="cifar10", augment=True, partition="shared")
+  config.model = dict(name="resnet20", norm="group")
+  decay = dict(weight_decay=1e-4)
+  config.runs = dict(
+    sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,), **decay),
+    ssgd=dict(recipe="ssgd", title="SSGD", momentum=0.9, **decay),
+    asgd=dict(recipe="asgd", title="ASGD", **decay),
+    nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD", **decay),
+    multi_asgd=dict(recipe="multi_asgd", title="Multi-ASGD", **decay),
+    # As in that paper: with momentum, and lambda = 2 constant.
+    dc_asgd=dict(
+      recipe="dc_asgd_c", title="DC-ASGD", momentum=0.9, strength=2.0, **decay
+    ),
+    gap_aware=dict(recipe="gap_aware", title="Gap-Aware", **decay),
+    dana_slim=dict(recipe="dana_slim", title="DANA-Slim", **decay),
+    dana_zero=dict(recipe="dana_zero", title="DANA-Zero", **decay),
+    dana_dc=dict(recipe="dana_dc", title="DANA-DC", **decay),
+  )
+  config.only = ()
+  config.workers = (4, 8, 12, 16, 20, 24, 32)
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 128
+  config.epochs = 160.0
+  config.learning_rate = 0.1
+  config.learning_rate_schedule = dict(
+    warmup_epochs=5.0, decay_epochs=(80.0, 120.0), decay_factor=0.1
+  )
+  config.order = dict(name="asynchronous")
+  config.durations = dict(name="homogeneous")
+  config.evaluations = 40
+  config.evaluation_examples = 0
+  config.curvature_checks = 8
+  config.checkpoint_seconds = 120.0
+  config.on_nan = "record"
+  if arg == "smoke":
+    config.workers, config.seeds = (2,), (0,)
+    config.batch_size = 8
+    config.epochs, config.evaluations, config.curvature_checks = 0.0003, 1, 0
+    config.evaluation_examples = 100
+    config.learning_rate_schedule = dict()
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: smoke")
+  return config.lock()

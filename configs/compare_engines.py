@@ -1,0 +1,58 @@
+"""One problem on every engine: one table, one figure.
+
+Handwritten digits and an MLP of four layers, given the same 7,680 examples by
+sequential SGD, by asynchronous SGD with four workers (simulated, in threads,
+and in processes of Ray), by a PipeDream pipeline of four stages, and in step on
+eight devices. All have momentum 0.9 and the same learning rate for a gradient
+of 16 examples.
+
+  python -m launch.train --config=configs/compare_engines.py
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(64, 64, 64))
+  recipe = dict(recipe="asgd", momentum=0.9)
+  cure = dict(recipe="dana_zero", momentum=0.9)
+  runs = dict(
+    sgd=dict(engine="simulate", title="SGD, one worker", workers=1, **recipe),
+    asgd=dict(engine="simulate", title="ASGD, simulated", **recipe),
+    dana=dict(engine="simulate", title="DANA, simulated", **cure),
+    threads=dict(engine="threads", title="DANA, threads", **cure),
+    ray=dict(engine="ray", title="DANA, Ray processes", **cure),
+    pipeline=dict(
+      engine="pipeline",
+      schedule="pipedream",
+      stages=4,
+      title="PipeDream, 4 stages",
+      **recipe,
+    ),
+    mesh=dict(
+      engine="mesh",
+      axes=dict(data=8),
+      optimizer=dict(name="sgd", momentum=0.9),
+      title="8 devices in step",
+    ),
+  )
+  # In this order in tables, not in that of the alphabet.
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.workers = (4,)
+  config.seeds = (0,)
+  config.batch_size = 16
+  config.examples = 7680  # 480 gradients
+  config.learning_rate = 0.01
+  config.learning_rate_schedule = dict(warmup_examples=768)
+  config.evaluations = 10
+  config.curvature_checks = 0
+  config.checkpoint_seconds = 30.0
+  config.on_nan = "record"
+  if arg == "tiny":
+    config.examples, config.evaluations = 256, 2
+    config.learning_rate_schedule = dict()
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
+  return config.lock()

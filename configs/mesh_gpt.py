@@ -1,0 +1,55 @@
+"""A small GPT on Python's language reference, on any mesh.
+
+  python -m launch.train --config=configs/mesh_gpt.py
+
+217,000 parameters, 64 characters of context, 200 updates of 32 windows by AdamW
+(ZeRO 1), on eight devices. On any mesh the same: train loss 2.4195 nats over
+the last 20 updates (4.6 at first), test loss 2.1540, 42.2 % of the characters.
+Losses of single updates differ by 3e-5 at most. What is different is what each
+device keeps, parameters and the optimizer's state in MiB:
+
+  --config.mesh.axes=data:8                    1.03
+  --config.mesh.axes=data:2,tensor:2,pipe:2    0.47  (the default)
+  --config.mesh.axes=data:2,tensor:4           0.45
+  --config.mesh.axes=tensor:8                  0.37
+
+One seed; a minute each on two cores that do the work of eight devices, so
+seconds compare no meshes.
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="pydoc", context=64)
+  config.model = dict(name="gpt", depth=4, width=64, heads=8)
+  config.runs = dict(gpt=dict(title="GPT, AdamW"))
+  config.engine = "mesh"
+  config.mesh = dict(
+    axes=dict(data=2, tensor=2, pipe=2),
+    optimizer=dict(name="adamw", b2=0.95, weight_decay=0.1),
+    zero=1,
+  )
+  config.batch_size = 32
+  config.examples = 6400  # 200 updates
+  config.learning_rate = 3e-3
+  config.learning_rate_schedule = dict(
+    warmup_examples=640, decay_examples=(5120,)
+  )
+  config.clip_norm = 1.0
+  config.seeds = (0,)
+  config.curvature_checks = 0
+  config.evaluations = 10
+  config.evaluation_examples = 64
+  config.checkpoint_seconds = 30.0
+  config.on_nan = "stop"
+  if arg == "tiny":
+    config.data = dict(name="pydoc", context=8)
+    config.model = dict(name="gpt", depth=2, width=16, heads=8)
+    config.batch_size, config.examples, config.evaluations = 16, 64, 2
+    config.evaluation_examples = 16
+    config.learning_rate_schedule = dict(warmup_examples=32)
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
+  return config.lock()

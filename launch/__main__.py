@@ -1,0 +1,33 @@
+"""Lists the commands: python -m launch."""
+
+import ast
+from pathlib import Path
+
+_COMMANDS = (
+  *("train", "replay", "chaos", "compare", "timeline"),
+  *("plan", "draw_schedule", "bench"),
+)
+
+
+def _summary(name: str) -> str:
+  """The first line of a command's docstring."""
+  path = Path(__file__).parent / f"{name}.py"
+  if not path.exists():
+    path = Path(__file__).parent / name / "__main__.py"
+  docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+  return docstring.partition("\n")[0]
+
+
+def main() -> None:
+  """Prints each command with what it does."""
+  width = max(map(len, _COMMANDS))
+  for name in _COMMANDS:
+    print(f"python -m launch.{name.ljust(width)}  {_summary(name)}")
+  print(
+    "\nEach takes --help. python -m launch.train --list lists recipes,"
+    " schedules,\nengines, models and datasets."
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,337 @@
+"""The benchmark of synchronous parallelism: what sharing a step out costs.
+
+All on CPU devices of one machine, which share its cores and its memory: devices
+add no speed here, so 1.00 of ideal is a step that takes as long as on one
+device with the same cores, and what is lost is what sharing costs.
+
+- a data parallel step on two devices, at every stage of ZeRO, against a plain
+  jitted optax step on the same batch;
+- a tensor parallel MLP on two devices, forward and backward, against the same
+  on one;
+- gradients reduced layer by layer behind the backward, against all at the end.
+  Here 1.00 is the best possible: the cores that add gradients up are those that
+  compute, so no time can be hidden, and XLA's CPU backend makes one all-reduce,
+  at the end, of small ones;
+- collectives written out, on two and on eight devices, against `jax.lax.psum`:
+  with the sum in new memory, and in place (the argument is donated, which
+  `psum` is copied for). These run in processes of their own:
+    - one as it comes. Large arrays are given back to the system after each
+      call, and the next one waits for new pages, which takes longer than to add
+      the numbers up;
+    - one that keeps the memory it has had, by what glibc reads from the
+      environment (MALLOC_MMAP_MAX_ and others). Here times are those of
+      messages, and beside them is what `asgd.parallel.costs` says, of a link
+      fitted to the ring's times in place at the smallest and the largest size.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from asgd import models
+from asgd.parallel import (
+  collectives,
+  costs,
+  data_parallel,
+  meshes,
+  tensor,
+  wait_free,
+)
+from launch.bench import turns
+from launch.bench.turns import Contestant
+
+_DEVICES = 2
+_HIDDEN, _BATCH, _SMALL_BATCH = (512,) * 4, 2048, 256
+_WIDTH, _ROWS = 512, 1024  # of the tensor parallel MLP
+_SIZES = (1.0, 64.0)  # MB of each device
+_CHUNKED = 10**9  # bytes of a bucket that takes all gradients
+_KEPT = {  # what has glibc keep memory that is freed
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": str(2**40),
+  "MALLOC_ARENA_MAX": "1",
+}
+
+
+def _problem(batch_size):
+  """An MLP on images of noise."""
+  layers = models.mlp(10, hidden=_HIDDEN)
+  return turns.image_problem(layers, batch_size, batch_size)
+
+
+def data_steps() -> dict[str, Contestant]:
+  """Returns the step of one device, and those of two at all stages of ZeRO."""
+  problem = _problem(_BATCH)
+  tx = optax.adam(1e-3)
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  mesh = meshes.make({meshes.DATA: _DEVICES})
+  params, here = problem.init(key), jax.device_put(batch)
+  plain = turns.plain_step(problem, tx)
+
+  def shared(zero):
+    step = data_parallel.make_step(problem.loss, tx, mesh, zero=zero)
+    placed = step.place(batch)
+    return turns.repeated(
+      lambda state: step.step(state, placed, key)[0], step.init(params)
+    )
+
+  steps = {f"two devices, zero={zero}": shared(zero) for zero in range(4)}
+  one = turns.repeated(
+    lambda state: plain(*state, here, key)[:2], (params, tx.init(params))
+  )
+  return {"one device": one, **steps}
+
+
+class _Mlp(nn.Module):
+  """The MLP of a transformer's block."""
+
+  width: int
+  parallel: bool
+
+  @nn.compact
+  def __call__(self, x):
+    first, second = nn.Dense, nn.Dense
+    if self.parallel:
+      first, second = tensor.ColumnDense, tensor.RowDense
+    x = nn.gelu(first(4 * self.width, name="first")(x))
+    return second(self.width, name="second")(x)
+
+
+def tensor_steps(
+  width: int = _WIDTH, rows: int = _ROWS
+) -> dict[str, Contestant]:
+  """Returns forward and backward of an MLP, on one device and on two."""
+  mesh = meshes.make({meshes.TENSOR: _DEVICES})
+  x = jax.random.normal(jax.random.key(0), (rows, width))
+  params = _Mlp(width, False).init(jax.random.key(1), x)
+  column, row = P(None, meshes.TENSOR), P(meshes.TENSOR, None)
+  specs = {
+    "params": {
+      "first": {"kernel": column, "bias": P(meshes.TENSOR)},
+      "second": {"kernel": row, "bias": P()},
+    }
+  }
+
+  def gradient(parallel):
+    def loss(params, x):
+      return jnp.mean(_Mlp(width, parallel).apply(params, x) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+  shared = jax.shard_map(
+    gradient(True),
+    mesh=mesh,
+    in_specs=(specs, P()),
+    out_specs=(P(), (specs, P())),
+  )
+  return {
+    "one device": turns.alone(jax.jit(gradient(False)), params, x),
+    "two devices": turns.alone(
+      jax.jit(shared), meshes.place(params, mesh, specs), meshes.place(x, mesh)
+    ),
+  }
+
+
+def reductions() -> dict[str, Contestant]:
+  """Returns gradients that are reduced at the end, and layer by layer."""
+  problem = _problem(_SMALL_BATCH)
+  mesh = meshes.make({meshes.DATA: _DEVICES})
+  key = jax.random.key(0)
+  params = meshes.place(problem.init(key), mesh)
+  batch = meshes.place_batch(problem.batches(0, 1)(0, 0), mesh)
+
+  def contestant(**options):
+    call = wait_free.gradient(problem.pieces, meshes.DATA, **options)
+    step = jax.jit(
+      jax.shard_map(
+        lambda *args: call(*args)[1],
+        mesh=mesh,
+        in_specs=(P(), P(meshes.DATA), P()),
+        out_specs=P(),
+        check_vma=False,
+      )
+    )
+    return turns.alone(step, params, batch, key)
+
+  return {
+    "all at the end": contestant(bucket_bytes=_CHUNKED),
+    "wait-free": contestant(),
+    "wait-free, ring": contestant(reduce="ring"),
+  }
+
+
+# Collectives.
+
+
+def shapes(devices: int) -> dict[str, dict[str, int]]:
+  """The mesh of each collective that fits so many devices."""
+  fits = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})
+  del fits["hierarchical"]
+  if devices % 2 == 0 and devices > 2:
+    fits["hierarchical"] = {"inside": 2, "between": devices // 2}
+  return fits
+
+
+def _reductions_of(name, devices, size) -> dict[bool, Contestant]:
+  """A collective of so many MB a device, by whether it is in place."""
+  mesh, reduce = meshes.make(shapes(devices)[name]), collectives.lookup(name)
+  spec = P(tuple(mesh.axis_names))
+  axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
+  zeros = np.zeros((devices, max(round(size * 1e6 / 4), 1)), np.float32)
+
+  def contestant(in_place):
+    call = jax.jit(
+      jax.shard_map(
+        lambda x: reduce(x[0], axis)[None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+      ),
+      donate_argnums=0 if in_place else (),
+    )
+    x = meshes.place(zeros, mesh, spec)
+    if in_place:  # of zeros, the sum is zeros
+      return turns.repeated(call, x)
+    return turns.alone(call, x)
+
+  return {in_place: contestant(in_place) for in_place in (False, True)}
+
+
+def cost(name: str, size: float, devices: int) -> costs.Cost:
+  """Returns what a collective costs for so many MB of float32, on one link."""
+  bytes_, grain = 4 * round(size * 1e6 / 4), 4
+  if name != "hierarchical":
+    return costs.COSTS[name](bytes_, devices, grain=grain)
+  shape = shapes(devices)[name]
+  return costs.add(*costs.hierarchical(bytes_, *shape.values(), grain=grain))
+
+
+def fit(
+  small: tuple[costs.Cost, float], large: tuple[costs.Cost, float]
+) -> costs.LinkSpeed:
+  """Returns the link on which two costs take these seconds.
+
+  Where the larger one takes longer than its share, or less time than the
+  smaller, no such link fits: the latency is 0 then, and only the larger one is
+  reproduced.
+  """
+  rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
+  latency, inverse = np.linalg.solve(rounds, [t for _, t in (small, large)])
+  if latency < 0 or inverse <= 0:
+    latency, inverse = 0.0, large[1] / large[0].bytes
+  return costs.link(1 / inverse, latency)
+
+
+class CollectiveTimes(NamedTuple):
+  """A collective's times, and those of psum in the same rounds."""
+
+  new: np.ndarray  # float64[rounds], seconds; the sum is in new memory
+  in_place: np.ndarray  # float64[rounds], seconds
+  psum_new: np.ndarray  # float64[rounds], seconds
+  psum_in_place: np.ndarray  # float64[rounds], seconds
+
+
+def measure(
+  name: str, devices: int, size: float, rounds: int
+) -> CollectiveTimes:
+  """Measures a collective of so many MB a device, taking turns with psum."""
+  contestants = {
+    (kind, in_place): once
+    for kind in dict.fromkeys((name, "psum"))
+    for in_place, once in _reductions_of(kind, devices, size).items()
+  }
+  # A small one is over before a clock is sure of it.
+  calls = 8 if size < 8 else 1
+  seconds = list(turns.take_turns(contestants, rounds, calls).values())
+  return CollectiveTimes(*seconds[:2], *seconds[-2:])
+
+
+def cells(
+  name: str,
+  devices: int,
+  size: float,
+  times: CollectiveTimes,
+  link: costs.LinkSpeed | None = None,
+) -> list[str]:
+  """Returns a row: what was measured, and what the model says of a link."""
+  row = [name, f"{devices}", f"{size:g}"]
+  for mine, psum in zip(times[:2], times[2:], strict=True):
+    row += [f"{1e3 * np.median(mine):.2f}", *turns.ratio_cells(mine / psum)]
+  if link is None:
+    return row
+  if name == "psum":
+    return [*row, "", ""]
+  model = costs.seconds(cost(name, size, devices), link)
+  share = model / np.median(times.in_place)
+  return [*row, f"{1e3 * model:.2f}", f"{share:.2f}"]
+
+
+def _measure_collectives(rounds, keeps_memory):
+  """Measures all collectives in this process."""
+  header = ["collective", "devices", "MB", "ms", "x psum", "range"]
+  header += ["in place", "x psum", "range"]
+  for devices in (2, 8):
+    sizes, link = _SIZES[-1:], None
+    rings = {}  # MB -> times of the ring, which the link is fitted to
+    if keeps_memory:
+      sizes = _SIZES
+      rings = {size: measure("ring", devices, size, rounds) for size in sizes}
+      seconds = [float(np.median(ring.in_place)) for ring in rings.values()]
+      sums = [cost("ring", size, devices) for size in sizes]
+      link = fit(*zip(sums, seconds, strict=True))
+      print(
+        f"model: {link.bandwidth / 1e9:.2f} GB/s each way, and"
+        f" {1e6 * link.latency:.0f} us a message",
+        flush=True,
+      )
+    model = [] if link is None else ["model", "of measured"]
+    table = turns.Table([*header, *model], first=18)
+    for size, name in itertools.product(sizes, shapes(devices)):
+      times = rings[size] if name == "ring" and rings else None
+      times = times or measure(name, devices, size, rounds)
+      table.row(*cells(name, devices, size, times, link))
+    print(flush=True)
+
+
+def run(rounds: int) -> None:
+  """Prints steps on two devices against one, and collectives against psum."""
+  jax.config.update("jax_num_cpu_devices", _DEVICES)
+  load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+  print(f"{os.cpu_count()} cores, load {load:.1f} before it begins\n")
+  parts = (
+    (f"data parallel: MLP of {_HIDDEN}, Adam, batch {_BATCH}", data_steps),
+    (f"tensor parallel: MLP {_WIDTH}-{4 * _WIDTH}, {_ROWS} rows", tensor_steps),
+    (f"reducing gradients: MLP of {_HIDDEN}, batch {_SMALL_BATCH}", reductions),
+  )
+  for title, make in parts:
+    print(title, flush=True)
+    (base, once), *others = make().items()
+    contestants = {name: lambda other=other: other for name, other in others}
+    table = turns.Table([f"against {base}", "ms", "of ideal", "range"])
+    for name, theirs, mine in turns.against(once, contestants, rounds, calls=3):
+      ms = f"{1e3 * np.median(mine):.1f}"
+      table.row(name, ms, *turns.ratio_cells(theirs / mine))
+    print(flush=True)
+  command = [sys.executable, "-m", "launch.bench.parallel", str(rounds)]
+  for title, environment in (
+    ("collectives", {}),
+    ("collectives, in a process that keeps its memory", _KEPT),
+  ):
+    print(title, flush=True)
+    subprocess.run(command, env={**os.environ, **environment}, check=True)
+
+
+if __name__ == "__main__":  # the process that measures collectives
+  jax.config.update("jax_num_cpu_devices", 8)
+  _measure_collectives(
+    int(sys.argv[1]), keeps_memory=_KEPT.items() <= os.environ.items()
+  )

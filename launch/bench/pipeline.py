@@ -1,0 +1,300 @@
+"""The pipeline benchmark: what executing a table costs.
+
+A stack of transformer blocks on two stages and two cores, against the same
+stack and the same microbatches on one device and one core:
+
+- GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S, with stages
+  as threads, and as processes that have a core each (these need Ray);
+- PipeDream against T / S;
+- GPipe and 1F1B of torch.distributed.pipelining over Gloo, if there is torch,
+  against their own bound (`--peer` names a Python that has it);
+- a table of 64 stages and 1,024 microbatches made, checked and analysed;
+- what a task costs beside what is compiled, on a stage that does nothing;
+- memory of activations, counted and as the table says.
+
+The one device is another process, which has one core when JAX starts: XLA sizes
+its threads by the cores that it may use. As threads, the stages share XLA's two
+threads, so one stage may use the time in which the other is idle.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import algorithms, models
+from asgd.experiment import ray_runtime
+from asgd.models import transformer
+from launch.bench import turns
+from pipeline import analyze, executor, processes, schedules, validate
+from pipeline import stage as stage_lib
+
+_STAGES, _MICROBATCHES = 2, 8
+_DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
+_ASYNCHRONOUS = 48  # microbatches of a PipeDream run
+
+
+def _stack():
+  """Returns transformer blocks, their parameters, and noise as their input."""
+  layers = transformer.gpt(
+    2, depth=_DEPTH, width=_WIDTH, heads=_HEADS, context=_LENGTH
+  )[1:-1]
+  x = jax.random.normal(jax.random.key(0), (_BATCH, _LENGTH, _WIDTH))
+  return layers, models.init(layers, jax.random.key(1), x), x
+
+
+@functools.cache
+def _stage_fn(layers, first, last):
+  def fn(params, x, extra):
+    x = extra if first == 0 else x
+    y, _ = models.apply(layers[first:last], params, x, first=first)
+    return (jnp.mean(y**2) if last == len(layers) else y), ()
+
+  return fn
+
+
+def _one_device(layers, params, x):
+  """Gradients of microbatches, one after the other, and their sum."""
+  fn = _stage_fn(layers, 0, len(layers))
+  gradient = jax.jit(jax.grad(lambda p: fn(p, (), x)[0]))
+  add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+
+  def once(microbatches):
+    total = gradient(params)
+    for _ in range(microbatches - 1):
+      total = add(total, gradient(params))
+    jax.block_until_ready(total)
+
+  return once
+
+
+def _take_core():
+  if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+@functools.cache
+def _warm():
+  """The baseline, compiled."""
+  once = _one_device(*_stack())
+  once(2)
+  return once
+
+
+def _seconds(microbatches: int) -> float:
+  """Times the gradients of so many microbatches in this process."""
+  once = _warm()
+  start = time.perf_counter()
+  once(microbatches)
+  return time.perf_counter() - start
+
+
+def _arguments(table):
+  """What an executor of the stack needs."""
+  layers, params, x = _stack()
+  cuts = np.linspace(0, len(layers), table.stages + 1).astype(int).tolist()
+  parts = _parts(layers, params, cuts)
+  extra = functools.partial(_input, x)
+  return {"schedule": table, "parts": parts, "extra": extra}
+
+
+def _parts(layers, params, cuts):
+  server = algorithms.build("asgd", 1e-6, 1).server()
+  return [
+    stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
+    for a, b in itertools.pairwise(cuts)
+  ]
+
+
+def _input(x, stage, microbatch):
+  del microbatch
+  return x if stage == 0 else ()
+
+
+def _repeated(engine) -> turns.Contestant:
+  """Returns a function that runs the whole table, with the state it left."""
+  state = engine.start()
+
+  def once():
+    nonlocal state
+    result = engine.run(state)
+    state = engine.again(result.state)
+    return result
+
+  return once
+
+
+def _threads(table):
+  """An engine whose stages are threads."""
+  return contextlib.nullcontext(executor.Executor(**_arguments(table)))
+
+
+def _own_cores(table):
+  """An engine whose stages are processes with a core each."""
+  cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
+  make = functools.partial(_arguments, table)
+  return contextlib.closing(
+    processes.Processes(make, table, _STAGES, cores=cores)
+  )
+
+
+def _speed(rounds, peer):
+  """Prints rows of tables against the bubble bound."""
+  s, m = _STAGES, _MICROBATCHES
+  flushing = (m + s - 1) / m / s
+  tables = {
+    "GPipe": (schedules.gpipe(s, m), flushing),
+    "1F1B": (schedules.one_f_one_b(s, m), flushing),
+    "PipeDream": (schedules.pipedream(s, _ASYNCHRONOUS), 1 / s),
+  }
+  print(
+    f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_LENGTH} tokens a"
+    f" microbatch, {s} stages, {m} microbatches (PipeDream:"
+    f" {_ASYNCHRONOUS}, with its fill and drain)\n"
+  )
+  header = ["schedule, stages", "one core ms", "bound ms", "ms", "of bound"]
+  printed = turns.Table([*header, "range"])
+  with contextlib.ExitStack() as stack:
+    one = stack.enter_context(
+      concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), _take_core
+      )
+    )
+    places = {"threads": _threads, "processes": _own_cores}
+    for where, open_engine in places.items():
+      if where == "processes":
+        if importlib.util.find_spec("ray") is None:
+          print("no Ray, so no stages in processes: pip install -e '.[ray]'")
+          break
+        ray_runtime.start(None)
+        stack.callback(ray_runtime.stop)
+      for name, (table, bound) in tables.items():
+        with open_engine(table) as engine:
+          once, seconds = _repeated(engine), []
+          for _ in range(rounds + 1):
+            base = one.submit(_seconds, table.microbatches).result()
+            start = time.perf_counter()
+            once()
+            seconds.append((base, time.perf_counter() - start))
+        base, mine = np.array(seconds[1:]).T  # the first compiles
+        printed.row(*_cells(f"{name}, {where}", bound, base, mine))
+  for name, base, mine in _peer(rounds, peer):
+    printed.row(*_cells(f"{name}, torch", flushing, base, mine))
+
+
+def _cells(name, bound, base, mine):
+  """A row; ratios are turn by turn: what slows the machine slows both."""
+  times = (base, bound * base, mine)
+  times = (f"{1e3 * np.median(value):.0f}" for value in times)
+  return [name, *times, *turns.ratio_cells(base * bound / mine)]
+
+
+def _peer(rounds, python):
+  """Yields PyTorch's (schedule, seconds of one core, seconds)."""
+  if python is None:
+    if importlib.util.find_spec("torch") is None:
+      print("no torch to compare with: pip install torch, or --peer=PYTHON")
+      return
+    python = sys.executable
+  sizes = {
+    "rounds": rounds,
+    "depth": _DEPTH,
+    "width": _WIDTH,
+    "heads": _HEADS,
+    "length": _LENGTH,
+    "batch": _BATCH,
+    "microbatches": _MICROBATCHES,
+  }
+  script = Path(__file__).with_name("torch_peer.py")
+  command = [python, script, json.dumps(sizes)]
+  try:
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+  except OSError as error:
+    raise ValueError(f"--peer={python}: {error.strerror}") from error
+  except subprocess.CalledProcessError as error:
+    last = (error.stderr.strip() or "it said nothing").splitlines()[-1]
+    raise ValueError(f"--peer={python} has failed: {last}") from error
+  seconds = {k: np.array(v) for k, v in json.loads(out.stdout).items()}
+  base = np.full(rounds, np.median(seconds.pop("one_core")))
+  for name, mine in seconds.items():
+    yield name, base, mine
+
+
+def _table():
+  """Prints what it takes to make, check and analyse a large table."""
+  times = [time.perf_counter()]
+  table = schedules.one_f_one_b(64, 1024)
+  for step in (lambda table: None, validate.validate, analyze.analyze):
+    step(table)
+    times.append(time.perf_counter())
+  make, check, analyse = np.diff(times)
+  print(
+    f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
+    f" {check:.2f} s, analysed in {analyse:.2f} s",
+    flush=True,
+  )
+
+
+def _overhead(rounds):
+  """Prints what a task costs beside what is compiled."""
+  layers = models.mlp(2, hidden=(2, 2))[1:]
+  x = jnp.zeros((1, 2))
+  params = models.init(layers, jax.random.key(0), x)
+  table = schedules.one_f_one_b(2, 256)
+  parts = _parts(layers, params, (0, 1, 3))
+  engine = executor.Executor(table, parts, functools.partial(_input, x))
+  (seconds,) = turns.take_turns({"": _repeated(engine)}, rounds).values()
+  each = 1e6 * seconds / len(table.time)
+  print(
+    f"a task of a stage that does nothing: {each.min():.0f} us at best,"
+    f" {np.median(each):.0f} us median (forward, or backward with its update)",
+    flush=True,
+  )
+
+
+def _memory():
+  """Prints the memory of activations, counted and as the table says."""
+  print("\nmost activations held, between slots, and as the table says")
+  printed = turns.Table(["schedule, device", "table MB", "MB"])
+  for make in (schedules.gpipe, schedules.one_f_one_b):
+    table = make(_STAGES, _MICROBATCHES)
+    engine = executor.Executor(**_arguments(table))
+    sizes = [part.stage.kept_bytes for part in engine.compiled]
+    state, most = engine.start(), np.zeros(table.devices)
+    for slot in range(1, table.slots + 1):
+      state = engine.run(state, slot).state
+      now = np.zeros(table.devices)
+      for (stage, _), (kept, _) in state.kept.items():
+        for leaf in jax.tree.leaves(kept):
+          now[engine.places[stage][0]] += leaf.nbytes
+      most = np.maximum(most, now)
+    planned = analyze.analyze(table, activation=sizes).peak_activations
+    for device in range(table.devices):
+      megabytes = f"{planned[device] / 1e6:.1f}", f"{most[device] / 1e6:.1f}"
+      printed.row(f"{table.name}, {device}", *megabytes)
+
+
+def run(rounds: int, peer: str | None) -> None:
+  """Runs all of it.
+
+  Args:
+    rounds: turns of each schedule.
+    peer: a Python that has torch; None is this one, if it has.
+  """
+  jax.config.update("jax_num_cpu_devices", _STAGES)
+  _speed(rounds, peer)
+  _table()
+  _overhead(rounds)
+  _memory()

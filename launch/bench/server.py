@@ -1,0 +1,231 @@
+"""The live parameter server against Ray's own, and against memory copies.
+
+Workers whose gradient costs one pass over the parameters train as fast as the
+server lets them, in processes of their own, with all records on. The peer is
+the asynchronous parameter-server loop that Ray's documentation shows.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import algorithms, base, orders, simulator
+from asgd.experiment import ray_runtime
+from asgd.live.clusters.actors import RayCluster
+from asgd.live.clusters.ray_processes import Site
+from asgd.live.setup import Setup
+from asgd.live.worker import Duty
+from launch.bench import turns
+
+_WORKERS = 2
+_LEAVES = 4
+_TURNS = 2  # of each contestant
+_LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
+
+
+def _params(megabytes: float) -> dict[str, np.ndarray]:
+  """Returns equal matrices, of so many MB together."""
+  rows = max(round(megabytes * 1e6 / 4 / _LEAVES / 256), 1)
+  rng = np.random.default_rng(0)
+  return {
+    f"layer{i}": rng.standard_normal((rows, 256), np.float32)
+    for i in range(_LEAVES)
+  }
+
+
+def _gradient_worker() -> base.Worker:
+  """Work that costs as little as it can: one pass over the parameters."""
+
+  def work(state, ticket, batch, key):
+    del batch, key
+    message = jax.tree.map(lambda x: _CURVATURE * x, ticket.params)
+    return state, message, base.Metrics(jnp.float32(0.0))
+
+  return base.Worker(lambda params: (), work)
+
+
+def _make_server() -> base.Server:
+  return algorithms.build("asgd", _LEARNING_RATE, _WORKERS).server()
+
+
+def _make_duty(params: Any) -> Duty:
+  worker = _gradient_worker()
+  batch = np.zeros(1, np.float32)
+  return Duty(
+    simulator.compile_work(worker),
+    worker.init,
+    lambda worker, job: batch,
+    jax.random.key(0),
+    params,
+    None,
+  )
+
+
+def _ours(params: Any, seconds: float, log: int) -> float:
+  """Updates per second of the Ray runtime."""
+  setup = Setup(orders.protocol.Rules(), _WORKERS, 10**7, log=log)
+  run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
+  site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
+  cluster = RayCluster(
+    *(site, _make_server, params, functools.partial(_make_duty, params))
+  )
+  try:
+    cluster.start()
+    first = None
+    while True:
+      cluster.check()
+      status = cluster.status()
+      if status and status[0]["received"] > 20:
+        now = time.perf_counter(), status[0]["received"]
+        first = first or now
+        if now[0] - first[0] >= seconds:
+          return (now[1] - first[1]) / (now[0] - first[0])
+      time.sleep(0.05 if first is None else seconds / 4)
+  finally:
+    cluster.close()
+    cluster.remove_memory()
+    shutil.rmtree(run)
+
+
+class _CanonicalServer:
+  """The server of Ray's own parameter-server example, in NumPy."""
+
+  def __init__(self, weights):
+    self._weights = {name: w.copy() for name, w in weights.items()}
+
+  def apply_gradients(self, gradients):
+    for name, gradient in gradients.items():
+      self._weights[name] -= _LEARNING_RATE * gradient
+    return self._weights
+
+  def get_weights(self):
+    return self._weights
+
+
+class _CanonicalWorker:
+  def compute_gradients(self, weights):
+    return {name: np.float32(_CURVATURE) * w for name, w in weights.items()}
+
+
+def _canonical(params: Any, seconds: float) -> float:
+  """Updates per second of the loop that Ray's documentation shows."""
+  import ray
+
+  server = ray.remote(_CanonicalServer).options(num_cpus=0).remote(params)
+  actor = ray.remote(_CanonicalWorker).options(num_cpus=0)
+  weights = server.get_weights.remote()
+  workers = [actor.remote() for _ in range(_WORKERS)]
+  running = {w.compute_gradients.remote(weights): w for w in workers}
+  updates, start = -20, None
+  while True:
+    (ready,), _ = ray.wait(list(running), num_returns=1)
+    worker = running.pop(ready)
+    weights = server.apply_gradients.remote(ready)
+    running[worker.compute_gradients.remote(weights)] = worker
+    updates += 1
+    if updates == 0:
+      ray.get(server.get_weights.remote())
+      start = time.perf_counter()
+    if start and time.perf_counter() - start >= seconds:
+      ray.get(weights)
+      rate = updates / (time.perf_counter() - start)
+      for actor in (server, *workers):
+        ray.kill(actor)
+      return rate
+
+
+def _rate(once: Callable[[], None], seconds: float) -> float:
+  """How often in a second something can be done."""
+  count, start = 0, time.perf_counter()
+  while time.perf_counter() - start < seconds:
+    once()
+    count += 1
+  return count / (time.perf_counter() - start)
+
+
+def _unavoidable(params: Any, seconds: float) -> float:
+  """Updates per second of the work that no server can do without, in one
+  thread: a message is copied to where the server finds it, the parameters are
+  changed, and copied to where the workers find them."""
+  source, slot, weights, published = (
+    {name: x.copy() for name, x in params.items()} for _ in range(4)
+  )
+  scratch = {name: np.empty_like(x) for name, x in params.items()}
+
+  def once():
+    for name in params:
+      np.copyto(slot[name], source[name])
+      np.multiply(slot[name], np.float32(_LEARNING_RATE), out=scratch[name])
+      np.subtract(weights[name], scratch[name], out=weights[name])
+      np.copyto(published[name], weights[name])
+
+  return _rate(once, seconds)
+
+
+def _copies(params: Any, seconds: float) -> float:
+  """How often in a second all parameters can be copied."""
+  target = {name: np.empty_like(x) for name, x in params.items()}
+
+  def once():
+    for name, x in params.items():
+      np.copyto(target[name], x)
+
+  return _rate(once, seconds)
+
+
+def run(seconds: float, sizes: Sequence[float]) -> None:
+  """Prints updates/s and MB/s by size, and the ratios.
+
+  Args:
+    seconds: for each contestant and size.
+    sizes: MB of parameters.
+  """
+  print(
+    f"{_WORKERS} workers, {os.cpu_count()} cores; floor: message in, update and"
+    " parameters out in one thread of NumPy\n",
+    flush=True,
+  )
+  ray_runtime.start(None, memory=4 * 2**30)  # the Ray loop needs it
+  try:
+    table = turns.Table(
+      [
+        *("MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"),
+        *("of Ray loop", "time of floor", "of 2 copies", "no log/s"),
+        "of Ray loop",
+      ],
+      first=6,
+    )
+    for size in sizes:
+      table.row(*_cells(_params(size), seconds / _TURNS))
+  finally:
+    ray_runtime.stop()
+
+
+def _cells(params: Any, seconds: float) -> list[str]:
+  """Has the contestants take turns; returns a row of the table."""
+  megabytes = sum(x.nbytes for x in params.values()) / 1e6
+  log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
+  contestants = (
+    lambda: _copies(params, seconds / 4),
+    lambda: _unavoidable(params, seconds / 4),
+    lambda: _canonical(params, seconds),
+    lambda: _ours(params, seconds, log),
+    lambda: _ours(params, seconds, 0),
+  )
+  rates = [[once() for once in contestants] for _ in range(_TURNS)]
+  copy, floor, theirs, ours, fast = np.median(rates, axis=0)
+  return [
+    *(f"{megabytes:.1f}", f"{copy:.0f}", f"{floor:.0f}", f"{theirs:.1f}"),
+    *(f"{ours:.1f}", f"{2 * megabytes * ours:.0f}", f"{ours / theirs:.1f}"),
+    *(f"{floor / ours:.2f}", f"{copy / 2 / ours:.2f}"),
+    *(f"{fast:.1f}", f"{fast / theirs:.1f}"),
+  ]

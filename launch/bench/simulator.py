@@ -1,0 +1,93 @@
+"""Updates per second of the simulator against a plain jitted optax loop."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+
+from asgd import algorithms, models, orders, problems, simulator
+from asgd import worker as worker_lib
+from asgd.orders import durations
+from launch.bench import turns
+
+_RATE = 0.01
+_RECIPES = ("asgd", "dc_asgd_a", "nag_asgd", "gap_aware", "dana_zero")
+_WORKERS = (8, 64)
+
+
+def _plain_sgd(problem, updates) -> turns.Contestant:
+  """Makes so many updates with one worker and no simulator."""
+  tx = optax.sgd(_RATE)
+  step = turns.plain_step(problem, tx)
+  batch, key = problem.batches(0, 1), jax.random.key(0)
+  params = problem.init(key)
+  opt_state, job = tx.init(params), 0
+
+  def once():
+    nonlocal params, opt_state, job
+    losses = []
+    for _ in range(updates):
+      params, opt_state, loss = step(params, opt_state, batch(0, job), key)
+      losses.append(loss)
+      job += 1
+    jax.device_get(losses)
+
+  return once
+
+
+def _simulated(
+  problem: problems.Problem, name: str, workers: int, updates: int, rounds: int
+) -> turns.Contestant:
+  """Simulates so many messages of a recipe in each of `rounds` + 1 calls."""
+  recipe = algorithms.build(name, _RATE, workers)
+  worker = worker_lib.gradient_worker(problem.loss)
+  host = simulator.make_host(recipe.server(), worker)
+  trace = orders.asynchronous(
+    durations.homogeneous(), workers=workers, messages=(rounds + 1) * updates
+  )
+  ends = simulator.end_of_message(trace)
+  simulation = host.init(problem.init(jax.random.key(0)), workers)
+  batch, root = problem.batches(0, workers), jax.random.key(0)
+  message = 0
+
+  def once():
+    nonlocal simulation, message
+    message += updates
+    simulation, _ = host.run(
+      simulation, trace, int(ends[message - 1]), batch=batch, root=root
+    )
+
+  return once
+
+
+def run(rounds: int, block: int, batch_size: int) -> None:
+  """Prints updates/s and their ratio to the plain loop's.
+
+  Args:
+    rounds: turns of each recipe and number of workers.
+    block: updates of a turn.
+    batch_size: images; the model is the CNN of configs/fashion.py.
+  """
+  layers = models.build("cnn", 10)
+  problem = turns.image_problem(layers, 2048, batch_size)
+  parameters = models.count(problem.init(jax.random.key(0)))
+  print(
+    f"CNN of {parameters:,} parameters, batch {batch_size}, on"
+    f" {jax.default_backend()}; {rounds} rounds of {block} updates\n",
+    flush=True,
+  )
+  contestants = {
+    f"{name}, {workers} workers": functools.partial(
+      _simulated, problem, name, workers, block, rounds
+    )
+    for name in _RECIPES
+    for workers in _WORKERS
+  }
+  table = turns.Table(
+    ["algorithm", "updates/s", "plain/s", "of plain", "range"]
+  )
+  plain = _plain_sgd(problem, block)
+  for name, base, mine in turns.against(plain, contestants, rounds):
+    speeds = (f"{block / np.median(seconds):.0f}" for seconds in (mine, base))
+    table.row(name, *speeds, *turns.ratio_cells(base / mine))

@@ -1,0 +1,142 @@
+"""What the benchmarks share: turns, ratios, tables, and a plain optax step."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from asgd import data, models, problems
+
+Contestant = Callable[[], object]  # does its work once, to the end
+
+
+def alone(step: Callable, *args: Any) -> Contestant:
+  """Returns a contestant that makes the same step each time."""
+  return lambda: jax.block_until_ready(step(*args))
+
+
+def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
+  """Returns a contestant that makes a step from the state that it left."""
+
+  def once():
+    nonlocal state
+    state = jax.block_until_ready(step(state))
+
+  return once
+
+
+def take_turns(
+  contestants: Mapping[str, Contestant], rounds: int, calls: int = 1
+) -> dict[str, np.ndarray]:
+  """Has contestants work one after the other, round by round.
+
+  Args:
+    contestants: by name.
+    rounds: that are counted; in one before them programs are compiled.
+    calls: of a contestant in a round.
+
+  Returns:
+    float64[rounds], seconds of a call, for each.
+  """
+  seconds = {name: [] for name in contestants}
+  for turn in range(rounds + 1):
+    for name, once in contestants.items():
+      start = time.perf_counter()
+      for _ in range(calls):
+        once()
+      if turn:
+        seconds[name].append((time.perf_counter() - start) / calls)
+  return {name: np.array(each) for name, each in seconds.items()}
+
+
+def against(
+  baseline: Contestant,
+  contestants: Mapping[str, Callable[[], Contestant]],
+  rounds: int,
+  calls: int = 1,
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+  """Has each contestant take turns with the baseline.
+
+  What slows the machine down slows both.
+
+  Args:
+    baseline: of all.
+    contestants: name -> what makes it; it is dropped before the next is made.
+    rounds: as in `take_turns`.
+    calls: as in `take_turns`.
+
+  Yields:
+    (name, seconds of the baseline, seconds of the contestant), float64[rounds].
+  """
+  for name, make in contestants.items():
+    pair = {"baseline": baseline, "contestant": make()}
+    yield name, *take_turns(pair, rounds, calls).values()
+
+
+def ratio_cells(ratio: np.ndarray) -> list[str]:
+  """Returns the median and the range of ratios, two cells of a table."""
+  return [f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"]
+
+
+class Table:
+  """A table whose rows are printed as soon as they are known."""
+
+  def __init__(self, header: Sequence[str], first: int = 24, least: int = 9):
+    """Prints the header.
+
+    Args:
+      header: of the columns; texts to the left in the first, else numbers.
+      first: columns of text in the first one.
+      least: the same of any other, which is as wide as its header at least.
+    """
+    self._widths = [first, *(max(len(h), least) for h in header[1:])]
+    print(line := self._line(header), "-" * len(line), sep="\n", flush=True)
+
+  def row(self, *cells: str) -> None:
+    """Prints a row."""
+    print(self._line(cells), flush=True)
+
+  def _line(self, cells):
+    first, *others = zip(cells, self._widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]
+    return "  ".join(padded).rstrip()
+
+
+def image_problem(
+  layers: models.Layers, images: int, batch_size: int
+) -> problems.Problem:
+  """Returns a problem of 10 classes, on so many 28 x 28 images of noise."""
+  rng = np.random.default_rng(0)
+  x = rng.integers(0, 256, (images, 28, 28, 1), np.uint8)
+  labels = rng.integers(0, 10, images, np.int32)
+  dataset = data.Dataset(
+    name="random",
+    source="drawn here",
+    train_images=x,
+    train_labels=labels,
+    test_images=x[:64],
+    test_labels=labels[:64],
+    classes=10,
+    mean=np.float32([128]),
+    std=np.float32([74]),
+  )
+  return problems.classification(dataset, layers, batch_size=batch_size)
+
+
+def plain_step(
+  problem: problems.Problem, tx: optax.GradientTransformation
+) -> Callable:
+  """Returns (params, opt_state, batch, key) -> (params, opt_state, loss)."""
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, opt_state, batch, key):
+    gradient = jax.value_and_grad(problem.loss, has_aux=True)
+    (loss, _), grads = gradient(params, batch, key)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return step

@@ -1,0 +1,279 @@
+"""What every command does with its command line: parse it, and end with one
+clear line and a status that is not 0 when something is wrong.
+
+--config=FILE and --config.KEY=VALUE are read by ml_collections, as
+`--config FILE` and `--config.KEY VALUE` are. A value is a Python literal, or
+else a string. A KEY may be any that `asgd.experiment.schema` knows, whether the
+file has it or not; `overrides` returns what was given.
+"""
+
+import ast
+import logging as std_logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+from ml_collections.config_flags import config_flags as parsers
+
+from asgd.experiment import ENGINES as _OWN
+from asgd.experiment import schema
+from asgd.experiment.signals import Stopped
+from pipeline.engine import PIPELINE
+
+USAGE_ERROR = 2  # exit status
+ENGINES = {**_OWN, "pipeline": PIPELINE}
+_OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
+
+
+class Failed(Exception):
+  """What was asked for was done, and the answer is no."""
+
+
+def fail(message: object) -> None:
+  """Prints one line on stderr and exits."""
+  print("error: " + " ".join(str(message).split()), file=sys.stderr)
+  sys.exit(USAGE_ERROR)
+
+
+class _ConfigParser(parsers.ConfigFileFlagParser):
+  """Loads a config file, and leaves overrides to `override`.
+
+  ml_collections takes overrides of keys that a file spells out, in the type
+  that they have there. Here every key of the command line is one, as text:
+  which keys there are depends on engines, recipes and models by name.
+  """
+
+  def parse(self, path: str) -> ml_collections.ConfigDict:
+    """Returns a config of the keys that are overridden, without values."""
+    if not os.path.isfile(path.split(":")[0]):
+      fail(f"--config={path}: there is no such file")
+    self.config = super().parse(path)
+    texts = ml_collections.ConfigDict()
+    for argument in sys.argv[1:]:
+      match = _OVERRIDE.match(argument)
+      if match:
+        self._add(texts, match[1].split("."))
+    return texts
+
+  def _add(self, texts, keys):
+    place = texts
+    for key in keys[:-1]:
+      if not isinstance(place.get(key), ml_collections.ConfigDict):
+        place[key] = ml_collections.ConfigDict()
+      place = place[key]
+    if not isinstance(place.get(keys[-1]), ml_collections.ConfigDict):
+      place[keys[-1]] = ml_collections.config_dict.placeholder(str)
+
+
+def define_config() -> flags.FlagHolder:
+  """Defines --config=FILE.py, once however many commands are imported."""
+  if "config" in flags.FLAGS:
+    return flags.FLAGS["config"]
+  holder = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "Python file with get_config(); --config.KEY=VALUE overrides its keys.",
+    lock_config=False,
+  )
+  flags.FLAGS["config"].parser = _ConfigParser("config", lock_config=False)
+  return holder
+
+
+def _literal(text: str) -> Any:
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return {"true": True, "false": False}.get(text, text)
+
+
+def overrides() -> dict[str, Any]:
+  """Returns KEY -> VALUE of each --config.KEY=VALUE, in their order."""
+  if not has_config():
+    return {}
+  values = config_flags.get_override_values(flags.FLAGS["config"])
+  return {key: _literal(text) for key, text in values.items()}
+
+
+def config_name() -> str:
+  """Returns the config file's name, without folder and ending."""
+  filename = config_flags.get_config_filename(flags.FLAGS["config"])
+  return Path(filename.split(":")[0]).stem
+
+
+def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
+  """Returns the config that the flags describe, resolved.
+
+  Args:
+    example: a config to name where there is none.
+    engine: for all its runs; None is as the config has it.
+
+  Raises:
+    ValueError: for anything wrong with its keys.
+  """
+  if not has_config():
+    raise ValueError(f"no --config; try --config={example}")
+  config = flags.FLAGS["config"].parser.config
+  if engine is not None:
+    config = schema.retarget(config, engine, ENGINES)
+  config = schema.override(config, overrides(), ENGINES)
+  return schema.resolve(config, ENGINES)
+
+
+def has_config() -> bool:
+  """Whether --config was given."""
+  return flags.FLAGS["config"].value is not None
+
+
+def training_arguments(
+  holders: Mapping[str, flags.FlagHolder], workdir: Path
+) -> list[str]:
+  """Returns the arguments with which launch.train does what the flags say.
+
+  Args:
+    holders: the flags of TRAINING, as `define` returned them.
+    workdir: of the experiment.
+  """
+  filename = config_flags.get_config_filename(flags.FLAGS["config"])
+  values = config_flags.get_override_values(flags.FLAGS["config"])
+  given = [f"--config={filename}"]
+  given += [f"--config.{key}={text}" for key, text in values.items()]
+  for name in holders:
+    if name != "workdir" and flags.FLAGS[name].value is not None:
+      given += flags.FLAGS[name].serialize().splitlines()
+  return [*given, f"--workdir={workdir}"]
+
+
+def free_folder(name: str) -> Path:
+  """Returns the next of runs/NAME-001, -002, ... that is not there."""
+  number = 1
+  while (folder := Path("runs") / f"{name}-{number:03d}").exists():
+    number += 1
+  return folder
+
+
+def define(
+  table: Mapping[str, tuple[type | Sequence[str], Any, str]],
+) -> dict[str, flags.FlagHolder]:
+  """Defines flags from a table: name -> (kind, default, help).
+
+  Args:
+    table: a kind is str, int, float, bool, list, or the names of an enum.
+  """
+  makers = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+    list: flags.DEFINE_list,
+  }
+  holders = {}
+  for name, (kind, default, text) in table.items():
+    if name in flags.FLAGS:  # another command is imported beside this one
+      holders[name] = flags.FLAGS[name]
+    elif kind in makers:
+      holders[name] = makers[kind](name, default, text)
+    else:
+      holders[name] = flags.DEFINE_enum(name, default, list(kind), text)
+  return holders
+
+
+# Of every command that trains.
+TRAINING = {
+  "workdir": (
+    str,
+    None,
+    "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
+    " experiment or the next that is free.",
+  ),
+  "data_dir": (
+    str,
+    None,
+    "The dataset's folder or file. Default: look for it.",
+  ),
+  "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
+  "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
+  "grace_seconds": (
+    float,
+    20.0,
+    "How long live workers may take to finish when stopped.",
+  ),
+  "address": (str, None, "Ray cluster to join. Default: one on this machine."),
+  "allow_network": (
+    bool,
+    False,
+    "Let Ray listen beyond this machine; see Security in the README.",
+  ),
+}
+
+
+def _last_line(error: Exception) -> str:
+  """What an error says, without the traceback it may quote."""
+  text = str(error).strip()
+  if "Traceback (most recent call last)" in text:
+    return text.splitlines()[-1]
+  return text
+
+
+def _parse(argv: Sequence[str]) -> Sequence[str]:
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    return fail(_last_line(error))
+  except SystemExit:
+    raise
+  except Exception as error:  # whatever a user's config file raises
+    if "has no attribute 'get_config'" in str(error):
+      return fail("--config: the file defines no get_config()")
+    return fail(f"--config: {_last_line(error)}")
+
+
+def run(main: Callable[..., None], *, words: int = 0) -> None:
+  """Parses flags and runs main; user errors become one line, not a trace.
+
+  A ValueError or OSError is the user's; anything else is ours and keeps its
+  traceback. With ASGD_TRACEBACK set in the environment, so do the user's.
+
+  Args:
+    main: called with the words.
+    words: how many arguments that are no flags the command takes at most.
+  """
+
+  def guarded(argv):
+    if argv[words + 1 :]:
+      fail(f"unexpected argument {argv[words + 1]!r}; flags start with --")
+    try:
+      main(*argv[1:])
+    except Stopped as stop:
+      print(stop, file=sys.stderr)
+      sys.exit(128 + stop.signal_number)
+    except Failed as failed:
+      print(failed, file=sys.stderr)
+      sys.exit(1)
+    except KeyboardInterrupt:
+      print(
+        "interrupted; run the same command again to go on from what was saved",
+        file=sys.stderr,
+      )
+      sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of the output has closed it
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      sys.exit(128 + signal.SIGPIPE)
+    except (ValueError, OSError) as error:
+      if os.environ.get("ASGD_TRACEBACK"):
+        raise
+      fail(error)
+
+  # Libraries' own words about a failure come before our one line about it.
+  logging.set_verbosity(logging.FATAL)
+  std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
+  for stream in (sys.stdout, sys.stderr):
+    if stream is not None:
+      stream.reconfigure(errors="replace")
+  app.run(guarded, flags_parser=_parse)

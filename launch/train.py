@@ -1,0 +1,284 @@
+"""Trains the runs of a config, whatever their engines, and compares them.
+
+  python -m launch.train --config=configs/digits.py
+  python -m launch.train --config=configs/digits.py --engine=threads \\
+    --config.workers=4 --config.only=dana_zero --config.seeds=0
+  python -m launch.train --config=configs/compare_engines.py
+
+The same command with the same folder goes on where it stopped: after Ctrl-C, a
+kill or a requeued job. Runs, numbers of workers and seeds may be added to an
+experiment that has begun; another experiment's folder is refused.
+
+Simulated cells are independent: --jobs=N trains so many at once (default: one
+for each core), --jobs=ray as tasks of a Ray cluster, and --cells=I/N is a share
+of them, for commands on several machines with one --workdir. Cells whose
+seconds are a result (live runs, pipelines, meshes) are trained one by one.
+
+With --num_processes=N a mesh's devices are in N processes of this machine. On
+several machines, start the same command on each with --num_processes,
+--process_id and --coordinator=HOST_OF_0:PORT, or under Slurm (and others that
+JAX knows) with --coordinator=auto alone.
+
+  python -m launch.train --list
+
+lists recipes, schedules, engines, models and datasets with their options.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import threading
+
+import jax
+import numpy as np
+
+from asgd.experiment import build, folder, jobs, report, storage
+from asgd.experiment import schema as schema_lib
+from asgd.experiment.engines import mesh_plan
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import ProgressBar, Silent
+from asgd.experiment.signals import Signals
+from asgd.live import faults as faults_lib
+from asgd.parallel import processes, supervisor
+from launch import flags, listing
+
+EXAMPLE = "configs/digits.py"
+_CONFIG = flags.define_config()
+_F = flags.define(
+  {
+    **flags.TRAINING,
+    "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
+    "cells": (str, "1/1", "Share of the cells, I/N."),
+    "fault": (list, [], "Faults of live runs, KIND:WORKER:SEQ (kill:1:20)."),
+    "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
+    "gpus_per_process": (float, 0.0, "That Ray reserves for each of them."),
+    "spans": (bool, False, "Write what each device of a pipeline did when."),
+    "num_processes": (int, 1, "Processes of a mesh, on this machine or more."),
+    "process_id": (int, None, "This process's number, from 0."),
+    "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
+    "start_seconds": (float, 60.0, "For all processes to come."),
+    "list": (bool, False, "List recipes, schedules, engines, models, data."),
+  }
+)
+
+
+def machine() -> Machine:
+  """Returns what the flags say of the machine."""
+  return Machine(
+    memory_dir=_F["memory_dir"].value,
+    grace_seconds=_F["grace_seconds"].value,
+    faults=[faults_lib.parse(text) for text in _F["fault"].value],
+    address=_F["address"].value,
+    allow_network=_F["allow_network"].value,
+    processes=_F["processes"].value,
+    gpus_per_process=_F["gpus_per_process"].value,
+    spans=_F["spans"].value,
+  )
+
+
+def _jobs() -> int | str:
+  text = _F["jobs"].value
+  if text in ("auto", "ray"):
+    return text
+  if not text.isdecimal() or not 0 < int(text) <= 1024:
+    raise ValueError(
+      f"--jobs must be auto, ray, or a number from 1 to 1024, not {text!r}"
+    )
+  return int(text)
+
+
+def _share() -> jobs.Share:
+  text = _F["cells"].value
+  match = re.fullmatch(r"(\d+)/(\d+)", text)
+  if match is None or not 1 <= int(match[1]) <= int(match[2]):
+    raise ValueError(
+      f"--cells must be I/N with I from 1 to N, such as 2/4, not {text!r}"
+    )
+  return jobs.Share(int(match[1]) - 1, int(match[2]))
+
+
+def _role() -> processes.ProcessRole:
+  return processes.role(
+    *(_F["num_processes"].value, _F["process_id"].value),
+    *(_F["coordinator"].value, _F["start_seconds"].value),
+  )
+
+
+def _quieten_full_disks():
+  """Keeps what TensorBoard's threads print of a full disk, at length, from
+  stderr: one line of ours says it."""
+
+  def quiet(before):
+    def hook(args):
+      error, thread = args.exc_value, type(getattr(args, "thread", None))
+      board = thread.__module__.startswith("tensorboardX")
+      full = isinstance(error, OSError) and error.errno in storage.DISK_FULL
+      if not full and not (board and isinstance(error, OSError)):
+        before(args)
+
+    return hook
+
+  sys.unraisablehook = quiet(sys.unraisablehook)
+  threading.excepthook = quiet(threading.excepthook)
+
+
+def _check_mesh_only(runs, role):
+  """Several processes train a mesh, and nothing else."""
+  if role.count == 1:
+    return
+  for run in runs.values():
+    if run.engine != "mesh":
+      raise ValueError(
+        f"--num_processes={role.count} is for engine mesh, and"
+        f" config.runs.{run.label} is of engine {run.engine}: choose runs with"
+        " --config.only, or add --engine=mesh"
+      )
+
+
+def _start_float64(runs):
+  """Turns on JAX's float64, which holds for all that a process computes."""
+  double = [
+    run.engine == "mesh" and run.config["mesh"]["precision"] == mesh_plan.DOUBLE
+    for run in runs.values()
+  ]
+  if any(double) and not all(double):
+    raise ValueError(
+      f"config.mesh.precision {mesh_plan.DOUBLE} is for all runs of a command,"
+      " and there are others: choose runs with --config.only"
+    )
+  if any(double):
+    jax.config.update("jax_enable_x64", True)
+
+
+def _build(config, measurements=None):
+  return build(
+    config,
+    engines=flags.ENGINES,
+    data_dir=_F["data_dir"].value,
+    measurements=measurements,
+  )
+
+
+def _check_address(runs):
+  """An address is of a Ray cluster, which not every engine uses."""
+  engines = {run.engine for run in runs.values()}
+  used = "ray" in engines or _F["jobs"].value == "ray"
+  if "pipeline" in engines and _F["processes"].value:
+    used = True
+  if _F["address"].value and not used:
+    raise ValueError(
+      f"--address={_F['address'].value} is of a Ray cluster, and nothing here"
+      " runs on it: add --engine=ray (--jobs=ray for simulations, --processes=N"
+      " for pipelines), or drop --address"
+    )
+
+
+def _check_machine(experiment, where):
+  plans = {}
+  for cell in experiment.cells:
+    plans.setdefault(experiment.kind(cell).check_machine, []).append(
+      experiment.plan(cell)
+    )
+  for check, own in plans.items():
+    check(experiment, own, where)
+
+
+def _open(config):
+  """Builds the experiment and opens its folder; None where process 0 does."""
+  experiment = processes.together(lambda: _build(config))
+  text = json.dumps(experiment.config, sort_keys=True)
+  content = [np.frombuffer(text.encode(), np.uint8)]
+  processes.same("config", storage.digest(content))
+  processes.same("dataset", experiment.dataset_identity["sha256"])
+  where = machine()
+  _check_machine(experiment, where)
+
+  def open_folder():
+    if not processes.leads():
+      return None
+    return folder.open_folder(
+      _F["workdir"].value, flags.config_name(), experiment
+    )
+
+  workdir = processes.together(open_folder)
+  if workdir is not None:
+    stored = folder.read_measurements(workdir)
+    if stored is not None and stored != experiment.measurements:
+      experiment = _build(config, stored)
+    print(f"data: {experiment.dataset.source}\nresults go to {workdir}")
+  return experiment, workdir, where
+
+
+def _train(config) -> None:
+  experiment, workdir, where = _open(config)
+  signals, share, count = Signals(), _share(), _jobs()
+  if count == "auto":
+    count = jobs.default_jobs()
+  total = sum(experiment.plan(c).messages for c in share.of(experiment.cells))
+  bar = Silent()
+  if workdir is not None:
+    bar = ProgressBar(
+      total,
+      describe=lambda engine, row: flags.ENGINES[engine].describe(row),
+    )
+  _quieten_full_disks()
+  naming = contextlib.nullcontext()
+  if workdir is not None:
+    naming = storage.naming_full_disks(workdir)
+  with naming:
+    try:
+      jobs.train_all(
+        *(experiment, workdir),
+        bar=bar,
+        machine=where,
+        jobs=count,
+        share=share,
+        signals=signals,
+        data_dir=_F["data_dir"].value,
+      )
+    finally:
+      bar.close()
+      where.close()
+    # Together: JAX lets no process wait for long for another at its end.
+    processes.together(lambda: workdir and report.write(workdir, experiment))
+
+
+def main() -> None:
+  """Trains what the flags describe."""
+  if _F["list"].value:
+    print(listing.text(flags.ENGINES))
+    return
+  role = _role()
+  config = flags.load_config(EXAMPLE, _F["engine"].value)
+  runs = schema_lib.runs(config, flags.ENGINES)
+  _check_mesh_only(runs, role)
+  _check_address(runs)
+  _jobs(), _share()  # refuse what they cannot read, before anything is written
+  _start_float64(runs)
+  devices = None
+  if role.count != 1:
+    kind = flags.ENGINES["mesh"]
+    for run in runs.values():
+      kind.check(run)
+    devices = max(kind.devices(run) for run in runs.values())
+  if role.supervises:
+    processes.devices_of_each(devices, role.count)
+    supervisor.supervise(role.count)
+    return
+  if role.count == 1 and not role.auto:
+    _train(config)
+    return
+  processes.join(role, devices)
+  try:
+    _train(config)
+  except jax.errors.JaxRuntimeError as error:
+    line = " ".join(str(error).split())[:200]
+    raise ValueError(
+      "another process has ended, or cannot be reached; run the same command"
+      f" again to go on from what was saved ({line})"
+    ) from error
+
+
+if __name__ == "__main__":
+  processes.run(lambda: flags.run(main))

@@ -1,0 +1,134 @@
+"""Cuts a problem of `asgd` into the stages of a pipeline."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import algorithms, base, models, problems
+from asgd import worker as worker_lib
+from pipeline.stage import Part
+
+
+def cut(
+  problem: problems.Problem,
+  params: Any,
+  cuts: Sequence[int],
+  recipe: algorithms.Recipe | Sequence[algorithms.Recipe],
+) -> list[Part]:
+  """Returns the stages: layers[cuts[s] : cuts[s + 1]] and a server for them.
+
+  Args:
+    problem: one that has `pieces`.
+    params: of the whole model.
+    cuts: S + 1 layers, from 0 to the number of layers, rising.
+    recipe: of each stage, or of all.
+
+  Raises:
+    ValueError: for a problem that cannot be cut, cuts that leave out a layer or
+      make a stage without weights, another number of recipes, or one whose
+      workers do more than compute gradients.
+  """
+  if problem.pieces is None:
+    raise ValueError("this problem is not made of layers: it cannot be cut")
+  layers = problem.pieces.layers
+  if (
+    list(cuts) != sorted(set(cuts))
+    or not len(cuts) > 1
+    or (cuts[0], cuts[-1]) != (0, len(layers))
+  ):
+    raise ValueError(
+      f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
+      f" layer in one stage, not {list(cuts)}"
+    )
+  count = len(cuts) - 1
+  recipes = (
+    [recipe] * count if isinstance(recipe, algorithms.Recipe) else recipe
+  )
+  if len(recipes) != count:
+    raise ValueError(
+      f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
+    )
+  out = []
+  for stage, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    own = slice_of(params, first, last)
+    if not jax.tree.leaves(base.weights_of(own)):
+      raise ValueError(
+        f"stage {stage} (layers {first} to {last - 1}) has no weights; give its"
+        " layers to another stage"
+      )
+    rules = recipes[stage]
+    if rules.worker is not None or rules.every > 1 or rules.per_message:
+      raise ValueError(
+        "a pipeline's stages send plain gradients, averaged as the schedule"
+        " says: recipes with workers, rounds or message scales of their own do"
+        " not fit; use asgd, nag_asgd, dana_zero, dana_slim, dc_asgd_c,"
+        " dc_asgd_a or gap_aware"
+      )
+    fn = _stage_fn(problem.pieces, first, last)
+    out.append(Part(fn, own, rules.server(), rules.message))
+  return out
+
+
+def slice_of(params: Any, first: int, last: int) -> Any:
+  """Returns the parameters of layers[first:last]."""
+  if isinstance(params, base.Variables):
+    return base.Variables(params.weights[first:last], params.stats[first:last])
+  return params[first:last]
+
+
+def whole(parts: Sequence[Any]) -> Any:
+  """Returns the parameters of all layers, on the host."""
+  parts = [jax.tree.map(np.asarray, part) for part in parts]
+  if isinstance(parts[0], base.Variables):
+    return base.Variables(
+      sum((tuple(part.weights) for part in parts), ()),
+      sum((tuple(part.stats) for part in parts), ()),
+    )
+  return sum((tuple(part) for part in parts), ())
+
+
+@functools.lru_cache(maxsize=256)
+def _stage_fn(pieces, first, last):
+  ends = last == len(pieces.layers)
+
+  def fn(params, x, extra):
+    batch, key = extra
+    prepare_key, model_key = jax.random.split(key)
+    if first == 0:
+      dtype = problems.dtype_of(base.weights_of(params))
+      x = pieces.prepare(batch, prepare_key, dtype)
+    layers = pieces.layers[first:last]
+    y, stats = models.apply(
+      layers, params, x, train=True, key=model_key, first=first
+    )
+    return (pieces.criterion(y, batch) if ends else y), stats
+
+  return fn
+
+
+def extras(
+  batch: Callable[[int], base.Batch], root: jax.Array, stages: int
+) -> Callable[[int, int], Any]:
+  """Returns what stages get beside the stage before's output: the batch, at the
+  first and the last, and the microbatch's key, as a worker of `asgd` would have
+  it.
+
+  Args:
+    batch: microbatch -> NumPy arrays. Called once or twice for each.
+    root: key of the run.
+    stages: S.
+  """
+
+  @jax.jit
+  def key_of(microbatch):
+    return worker_lib.job_key(root, np.int32(0), microbatch)
+
+  def extra(stage, microbatch):
+    key = key_of(np.int32(microbatch))
+    ends = stage in (0, stages - 1)
+    return (batch(microbatch) if ends else ()), key
+
+  return extra

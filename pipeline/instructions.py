@@ -1,0 +1,136 @@
+"""A table as instructions: what each lane does, and which weights it reads.
+
+A lane obeys the instructions of one device. Updates are instructions of their
+own, on the first of a stage's devices, where its server is: an update belongs
+to the slot of the backward that it is for, and goes before what comes later.
+"""
+
+import bisect
+import collections
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline import analyze, validate
+from pipeline.table import Schedule
+
+UPDATE = "update"  # the kind of an instruction that is no row of the table
+
+TicketKey = tuple[int, int, int]  # stage, version, replica
+
+
+class Instruction(NamedTuple):
+  """A row of the table, or an update."""
+
+  slot: int
+  kind: str  # an action, or UPDATE
+  stage: int  # -1: none, of an action of the user's own
+  microbatch: int
+  replica: int
+  last: bool = False  # of an update's microbatches
+  group: int = 0  # the update
+  also: tuple["Instruction", ...] = ()  # updates that are made with it
+
+
+class Program(NamedTuple):
+  """A table, taken apart."""
+
+  schedule: Schedule
+  together: bool  # as in `write`
+  lanes: tuple[list[Instruction], ...]  # D, by slot
+  slots: tuple[list[int], ...]  # D, of the instructions
+  places: list[list[int]]  # S, devices of each stage's replicas
+  where: validate.TableRows
+  versions: analyze.Versions
+  reads: dict[TicketKey, list[int]]  # slots after which one read less follows
+  readers: dict[tuple[int, int], list[int]]  # (stage, version) -> replicas
+
+  def of_lane(self, lane: int, first: int, until: int) -> list[Instruction]:
+    """Returns what a lane does from slot `first` on, before slot `until`."""
+    slots = self.slots[lane]
+    start = bisect.bisect_left(slots, first)
+    return self.lanes[lane][start : bisect.bisect_left(slots, until)]
+
+  def reads_left(self, ticket: TicketKey, slot: int) -> int:
+    """Returns how often a ticket is read from that slot on."""
+    slots = self.reads[ticket]
+    return len(slots) - bisect.bisect_left(slots, slot)
+
+
+def write(
+  schedule: Schedule, versions: analyze.Versions, *, together: bool = False
+) -> Program:
+  """Returns the program of a table that is valid.
+
+  Args:
+    schedule: the table; every microbatch has a backward.
+    versions: of the weights that its tasks read.
+    together: a batch's updates of all stages are made at its end, those of a
+      lane in one instruction. Otherwise each is made as soon as it can be.
+
+  Raises:
+    ValueError: if a stage begins a batch before others have ended the one
+      before, and updates are to be together.
+  """
+  where, places = validate.rows(schedule), schedule.places()
+  replica = [{d: i for i, d in enumerate(devices)} for devices in places]
+  lanes: list[list[Instruction]] = [[] for _ in range(schedule.devices)]
+  columns = (column.tolist() for column in schedule[1:6])
+  for slot, device, stage, microbatch, action in zip(*columns, strict=True):
+    mine = replica[stage][device] if action in validate.KNOWN else 0
+    lanes[device].append(Instruction(slot, action, stage, microbatch, mine))
+  reads = collections.defaultdict(list)
+  for stage, owners in enumerate(places):
+    rows = where.weight[stage]
+    slots, devices = schedule.time[rows], schedule.device[rows]
+    for number, microbatch in enumerate(np.lexsort((devices, slots)).tolist()):
+      slot = int(slots[microbatch])
+      mine = replica[stage][int(devices[microbatch])]
+      lanes[owners[0]].append(
+        Instruction(
+          *(slot, UPDATE, stage, microbatch, mine),
+          last=(number + 1) % schedule.every == 0,
+          group=number // schedule.every,
+        )
+      )
+      for version in (versions.forward, versions.backward):
+        reads[stage, int(version[stage, microbatch]), mine].append(slot)
+  if together:
+    lanes = _with_updates_together(lanes, schedule, where)
+  for lane in lanes:
+    lane.sort(key=lambda op: (op.slot, op.kind == UPDATE))
+  readers = collections.defaultdict(list)
+  for stage, version, mine in sorted(reads):
+    readers[stage, version].append(mine)
+  return Program(
+    *(schedule, together, tuple(lanes)),
+    tuple([op.slot for op in lane] for lane in lanes),
+    *(places, where, versions),
+    {ticket: sorted(slots) for ticket, slots in reads.items()},
+    readers,
+  )
+
+
+def _with_updates_together(lanes, schedule, where):
+  """The lanes with the updates of a batch in one instruction at its end."""
+  every = schedule.every
+  ends = schedule.time[where.weight].reshape(schedule.stages, -1, every)
+  ends = ends.max((0, 2))
+  begins = schedule.time[where.forward].reshape(schedule.stages, -1, every)
+  if schedule.flush is False or (begins.min((0, 2))[1:] <= ends[:-1]).any():
+    raise ValueError(
+      f"{schedule.name} begins a batch before the one before has ended at all"
+      " stages, so their updates cannot be made together: use a table of one"
+      " batch"
+    )
+  out = []
+  for lane in lanes:
+    rest = [op for op in lane if not op.last]
+    groups = collections.defaultdict(list)
+    for op in lane:
+      if op.last:
+        groups[op.group].append(op._replace(slot=int(ends[op.group])))
+    for first, *others in groups.values():
+      rest.append(first._replace(also=tuple(others)))
+    out.append(rest)
+  return out

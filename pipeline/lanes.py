@@ -1,0 +1,408 @@
+"""Lanes: threads that obey a program, and what goes from one to another.
+
+Every device has a lane, which does the device's instructions in their order and
+waits for nothing else than what a task needs. What one lane makes for another
+is put into the other's queue, moved by `jax.device_put`. A lane's box holds
+what has come and was not needed yet.
+"""
+
+import functools
+import queue
+import threading
+
+import jax
+import numpy as np
+import optax
+
+from asgd import base, sharding, simulator
+from asgd import server as server_lib
+from pipeline.compiled import CompiledProgram, PipelineError
+from pipeline.instructions import UPDATE
+from pipeline.spans import TaskSpan
+from pipeline.state import PipelineResult, PipelineState
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
+
+
+class Stop:
+  """What a lane's queue is told when another lane failed."""
+
+
+class _Stopped(Exception):
+  """Another lane failed."""
+
+
+_add = functools.partial(jax.jit, donate_argnums=0)(optax.tree.add)
+_mean = functools.partial(jax.jit, donate_argnums=0, static_argnums=1)(
+  server_lib.mean
+)
+
+
+class _Mail:
+  """What lanes give each other: of each lane here a queue and a box."""
+
+  def __init__(self, compiled, on_their_way):
+    self._compiled = compiled
+    self._queues = compiled.queues  # which hold something already, perhaps
+    if compiled.queues is None:
+      self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
+    self._boxes = {lane: {} for lane in compiled.devices}
+    for key, value in on_their_way.items():
+      self._boxes[compiled.lane_of("on_their_way", key)][key] = value
+
+  def _take(self, lane):
+    item = self._queues[lane].get()
+    if item is Stop:
+      raise _Stopped
+    key, value = item
+    self._boxes[lane][key] = value
+
+  def wait(self, lane, key):
+    """Returns what comes from another lane."""
+    box = self._boxes[lane]
+    while key not in box:
+      self._take(lane)
+    return box.pop(key)
+
+  def give(self, lane, key, value):
+    """Moves what a lane has made to the lane that needs it."""
+    target = self._compiled.lane_of("on_their_way", key)
+    if target == lane:
+      self._boxes[lane][key] = value
+      return
+    if target in self._compiled.devices:
+      value = jax.device_put(value, self._compiled.devices[target])
+    self.post(target, key, value)
+
+  def post(self, lane, key, value):
+    """Puts something into a lane's queue."""
+    self._queues[lane].put((key, value))
+
+  def stop(self):
+    """Tells all lanes that one has failed."""
+    for lane in self._compiled.devices:
+      self._queues[lane].put(Stop)
+
+  def rest(self):
+    """Returns all that nothing has waited for."""
+    out = {}
+    for lane, box in self._boxes.items():
+      while not self._queues[lane].empty():
+        self._take(lane)
+      out.update(box)
+    return out
+
+
+class _Tickets:
+  """The weights that lanes read, each until it is read no more."""
+
+  def __init__(self, compiled, mail, tickets, first):
+    self._program, self._mail, self._first = compiled.program, mail, first
+    self.of_lane = {lane: {} for lane in compiled.devices}
+    for key, ticket in tickets.items():
+      self.of_lane[compiled.lane_of("tickets", key)][key] = ticket
+    self._left = {}  # key -> reads that are to come
+
+  def read(self, lane, op, version):
+    """Returns the ticket of a version, which may have to come."""
+    key = op.stage, int(version), op.replica
+    table = self.of_lane[lane]
+    if key not in table:
+      table[key] = self._mail.wait(lane, ("w", *key))
+    return table[key]
+
+  def release(self, lane, op):
+    """Notes that a microbatch has read its tickets."""
+    versions, at = self._program.versions, (op.stage, op.microbatch)
+    for version in (versions.forward[at], versions.backward[at]):
+      key = op.stage, int(version), op.replica
+      if key not in self._left:
+        self._left[key] = self._program.reads_left(key, self._first)
+      self._left[key] -= 1
+      if not self._left[key]:
+        self.of_lane[lane].pop(key, None)
+
+
+class _Updates:
+  """The servers of the stages that are here, and what they receive."""
+
+  def __init__(self, compiled, mail, tickets, state):
+    self._compiled, self._mail, self._tickets = compiled, mail, tickets
+    self._clock = compiled.clock
+    self.servers = list(state.servers)
+    self.messages, self.sums = dict(state.messages), dict(state.sums)
+    self._rows = [[] for _ in compiled.parts]
+
+  def records(self):
+    """Returns the records of each stage."""
+    return tuple(
+      simulator.records(
+        [(time, worker, group) for time, worker, group, _ in rows],
+        [row for *_, row in rows],
+      )
+      for rows in self._rows
+    )
+
+  def receive(self, lane, op):
+    """Receives a message; the last of an update makes a new version. Returns
+    when it began."""
+    ops, parts = (op, *op.also), self._compiled.parts
+    # Waits for the last that comes before the clock is looked at.
+    messages = [
+      self._mail.wait(lane, ("m", each.stage, each.microbatch)) for each in ops
+    ]
+    start = self._clock() if self._clock else float(op.slot)
+    arguments = [
+      self._arguments(each, *message)
+      for each, message in zip(ops, messages, strict=True)
+    ]
+    if arguments[0] is None:  # there are more to come
+      return start
+    if self._compiled.program.together:
+      results = self._receive_together(lane, ops, arguments)
+    else:
+      results = [parts[op.stage].steps.receive(*arguments[0])]
+    for each, (server, row) in zip(ops, results, strict=True):
+      self._publish(lane, each, server, row, start)
+    return start
+
+  def _arguments(self, op, message, ticket):
+    """What a server is to receive; None before all of an update are there."""
+    stage, every = op.stage, self._compiled.program.schedule.every
+    if every > 1:
+      if stage in self.sums:
+        message, ticket = server_lib.gather(
+          *(*self.sums.pop(stage), message, ticket), add=_add
+        )
+      if not op.last:
+        self.sums[stage] = message, ticket
+        return None
+      message = _mean(message, every)
+    transform = self._compiled.parts[stage].message
+    if transform:
+      key = stage, op.replica
+      weights, self.messages[key] = transform.update(
+        *(base.weights_of(message), self.messages[key]),
+        base.weights_of(ticket.params),
+      )
+      message = base.with_weights(message, weights)
+    return self.servers[stage], ticket, message, np.float32(0)
+
+  def _receive_together(self, lane, ops, arguments):
+    """Receives what stages of several lanes have to add up to know."""
+    program, totals = self._compiled.program, ()
+    steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
+    others = {lanes[0] for lanes in program.places} - {lane}
+    while True:
+      outs = [
+        step(totals, *given)
+        for step, given in zip(steps, arguments, strict=True)
+      ]
+      if isinstance(outs[0], sharding.Done):
+        return [out.result for out in outs]
+      operands = {
+        op.stage: jax.device_get(out.operand)
+        for op, out in zip(ops, outs, strict=True)
+      }
+      at = ops[0].group, len(totals)
+      for other in others:
+        self._mail.post(other, ("n", lane, *at), operands)
+      for other in others:
+        operands |= self._mail.wait(lane, ("n", other, *at))
+      # In the order of the stages, so that it is the same bits everywhere.
+      ordered = [operands[stage] for stage in sorted(operands)]
+      totals += (sharding.add_up(ordered),)
+
+  def _publish(self, lane, op, server, row, start):
+    """Keeps a new version, and sends it to the lanes that read it."""
+    if self._compiled.waits:
+      jax.block_until_ready(server.params)
+    self.servers[op.stage] = server
+    time = self._clock() if self._clock else start
+    self._rows[op.stage].append((time, op.replica, op.group, row))
+    for key, target, ticket in self._compiled.tickets(
+      op.stage, op.group + 1, server
+    ):
+      if target == lane:
+        self._tickets.of_lane[lane][key] = ticket
+      else:
+        self._mail.post(target, ("w", *key), ticket)
+
+
+class LaneRun:
+  """One call of `executor.Executor.run`: from a state to a slot."""
+
+  def __init__(
+    self, compiled: CompiledProgram, state: PipelineState, until: int
+  ):
+    self._compiled, self._program = compiled, compiled.program
+    self._first, self._until = state.slot, until
+    self._offset = state.microbatch
+    self._kept, self._halves = dict(state.kept), dict(state.halves)
+    self._losses, self._spans = {}, []
+    self._failures: list[PipelineError] = []
+    self._mail = _Mail(compiled, state.on_their_way)
+    self._tickets = _Tickets(compiled, self._mail, state.tickets, self._first)
+    self._updates = _Updates(compiled, self._mail, self._tickets, state)
+
+  def result(self) -> PipelineResult:
+    """Obeys the program; returns when all lanes are at the last slot.
+
+    Raises:
+      PipelineError: the first of any lane.
+    """
+    # A context of the caller's thread, which is not that of a lane.
+    x64 = jax.config.jax_enable_x64
+    lanes = [
+      threading.Thread(
+        target=self._lane, args=(lane, x64), name=f"lane-{lane}", daemon=True
+      )
+      for lane in self._compiled.devices
+    ]
+    for lane in lanes:
+      lane.start()
+    for lane in lanes:
+      lane.join()
+    if self._failures:
+      raise self._failures[0]
+    on_their_way = self._mail.rest()
+    tickets = {}
+    for table in self._tickets.of_lane.values():
+      tickets.update(table)
+    for key in [key for key in on_their_way if key[0] == "w"]:
+      tickets[key[1:]] = on_their_way.pop(key)
+    updates = self._updates
+    state = PipelineState(
+      slot=self._until,
+      microbatch=self._offset,
+      servers=tuple(updates.servers),
+      messages=updates.messages,
+      tickets=tickets,
+      sums=updates.sums,
+      on_their_way=on_their_way,
+      kept=self._kept,
+      halves=self._halves,
+    )
+    spans = sorted(self._spans, key=lambda span: span.start)
+    return PipelineResult(state, self._losses, updates.records(), tuple(spans))
+
+  def _lane(self, lane, x64):
+    with jax.enable_x64(x64):
+      self._obey(lane)
+
+  def _obey(self, lane):
+    op = None
+    try:
+      for op in self._program.of_lane(lane, self._first, self._until):
+        self._do(lane, op)
+    except _Stopped:
+      pass
+    except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
+      what, slot = "what is to be done", self._first
+      if op is not None:
+        slot = op.slot
+        what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+      failure = PipelineError(
+        f"{what} (device {lane}, slot {slot}) failed:"
+        f" {type(error).__name__}: {error}"
+      )
+      failure.__cause__ = error
+      self._failures.append(failure)
+      self._mail.stop()
+
+  def _do(self, lane, op):
+    clock, own = self._compiled.clock, self._compiled.own
+    if op.kind == UPDATE:
+      start = self._updates.receive(lane, op)
+    elif op.kind in own:
+      start = self._now()
+      jax.block_until_ready(own[op.kind](lane))
+    elif op.kind == FORWARD:
+      start = self._forward(lane, op)
+    elif op.kind == WEIGHT:
+      start = self._weight(lane, op)
+    else:
+      start = self._backward(lane, op)
+    if clock:
+      span = TaskSpan(lane, op.stage, op.microbatch, op.kind, start, clock())
+      self._spans.append(span)
+
+  def _now(self):
+    return self._compiled.clock() if self._compiled.clock else 0.0
+
+  def _settle(self, value):
+    """Waits, where a lane's own core does the work or its time is taken."""
+    if self._compiled.waits:
+      jax.block_until_ready(value)
+
+  def _forward(self, lane, op):
+    """Does a forward; returns when it began."""
+    compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
+    x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
+    version = self._program.versions.forward[stage, number]
+    ticket = self._tickets.read(lane, op, version)
+    extra = compiled.extra(stage, self._offset + number)
+    start = self._now()
+    y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
+    if compiled.recompute:
+      kept = x, extra
+    self._kept[stage, number] = kept, aux
+    if stage == len(compiled.parts) - 1:
+      self._losses[self._offset + number] = y
+    else:
+      self._settle(y)
+      self._mail.give(lane, ("x", stage + 1, number), y)
+    return start
+
+  def _weight(self, lane, op):
+    """Does a backward of weights; returns when it began."""
+    at = op.stage, op.microbatch
+    version = self._program.versions.backward[at]
+    ticket = self._tickets.read(lane, op, version)
+    (kept, aux), half = self._kept.pop(at), self._halves.pop(at)
+    start = self._now()
+    compiled = self._compiled.parts[op.stage].stage
+    gradient = compiled.weight(ticket.params, kept, half)
+    self._hand_in(lane, op, gradient, aux)
+    return start
+
+  def _backward(self, lane, op):
+    """Does a backward, of the inputs at least; returns when it began."""
+    whole, at = self._compiled, (op.stage, op.microbatch)
+    stage, number = at
+    compiled = whole.parts[stage].stage
+    if stage == len(whole.parts) - 1:
+      gy = [np.ones((), compiled.y.dtype)]
+    else:
+      gy = self._mail.wait(lane, ("g", stage, number))
+    version = self._program.versions.backward[at]
+    params = self._tickets.read(lane, op, version).params
+    kept, aux = self._kept[at]
+    start = self._now()
+    if op.kind == INPUT:
+      if whole.recompute:
+        kept = compiled.forward(params, *kept)[2]
+        self._kept[at] = kept, aux
+      gx, self._halves[at] = compiled.input(params, kept, gy)
+    else:
+      del self._kept[at]
+      if whole.recompute:
+        gradient, gx = compiled.recompute(params, *kept, gy)
+      else:
+        gradient, gx = compiled.backward(params, kept, gy)
+    if stage:
+      self._settle(gx)
+      self._mail.give(lane, ("g", stage - 1, number), gx)
+    if op.kind == BACKWARD:
+      self._hand_in(lane, op, gradient, aux)
+    return start
+
+  def _hand_in(self, lane, op, gradient, aux):
+    """Gives a gradient to the stage's server, with the forward's ticket."""
+    self._settle(gradient)
+    version = self._program.versions.forward[op.stage, op.microbatch]
+    ticket = self._tickets.read(lane, op, version)
+    if isinstance(gradient, base.Variables):
+      gradient = gradient._replace(stats=aux)
+    key = "m", op.stage, op.microbatch
+    self._mail.give(lane, key, (gradient, ticket))
+    self._tickets.release(lane, op)

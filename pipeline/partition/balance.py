@@ -1,0 +1,52 @@
+"""Cuts a chain whose communication costs nothing."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+  """Cuts a chain in stages so that the largest load is as small as can be.
+
+  Args:
+    costs: of each node.
+    stages: S; each gets a node or more.
+
+  Returns:
+    The nodes of each stage; among equals always the same.
+
+  Raises:
+    ValueError: for fewer nodes than stages, or costs that are negative or not
+      finite.
+
+  Example:
+    >>> balance([3, 1, 1, 1], 2)
+    ((0,), (1, 2, 3))
+  """
+  array = np.asarray(costs, np.float64)
+  if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
+    raise ValueError(
+      f"costs must be a list of numbers, finite and not negative, not {costs!r}"
+    )
+  if not 1 <= stages <= len(array):
+    raise ValueError(
+      f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
+    )
+  upto = np.concatenate([[0.0], np.cumsum(array)])
+  # best[j]: the largest load of the first j nodes, in as many stages as yet.
+  best = upto.copy()
+  best[0] = np.inf
+  froms = []
+  for _ in range(stages - 1):
+    new, start = np.full(len(upto), np.inf), np.zeros(len(upto), int)
+    for j in range(1, len(upto)):
+      loads = np.maximum(best[:j], upto[j] - upto[:j])
+      start[j] = loads.argmin()
+      new[j] = loads[start[j]]
+    best = new
+    froms.append(start)
+  end, out = len(array), []
+  for start in reversed(froms):
+    out.append(tuple(range(start[end], end)))
+    end = start[end]
+  return (tuple(range(end)), *reversed(out))

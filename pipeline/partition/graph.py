@@ -1,0 +1,376 @@
+"""What a network costs, node by node, and how its nodes hang together.
+
+A partitioner reads a `Graph` and nothing else: it knows no layers and no
+devices. A chain of layers is the common case. A skip connection, or an input
+that later nodes read too (an attention mask), is one more edge; parameters that
+several nodes use are a `Tie`. `profile` makes the graph of a model.
+
+Index letters in shape comments, here and in the partitioners:
+  N  nodes, numbered in an order in which they can run
+  S  stages, numbered along the network
+  D  devices
+"""
+
+import math
+import statistics
+from collections.abc import (
+  Callable,
+  Collection,
+  Hashable,
+  Iterable,
+  Sequence,
+)
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base, models
+
+
+class Node(NamedTuple):
+  """A part of the network that is not cut inside; times are of a microbatch."""
+
+  name: str  # unique; slashes make scopes: block3/conv1
+  forward: float = 0.0  # seconds
+  backward: float = 0.0  # seconds, of inputs and weights
+  activation: float = 0.0  # bytes of the output
+  parameters: float = 0.0  # bytes
+  stash: float = 0.0  # bytes kept for one microbatch's backward
+  kind: str = ""  # blocks that are alike have the same
+
+
+class Edge(NamedTuple):
+  """A tensor that one node makes and another one needs.
+
+  Edges of one source are taken for the same tensor, or parts of it: it is sent
+  once to each stage that needs it, at the size of the largest such edge.
+  """
+
+  source: int
+  target: int
+  bytes: float
+  cut: bool = True  # False: both ends must be in one stage
+
+
+class Tie(NamedTuple):
+  """Parameters that several nodes share; each node's bytes include them."""
+
+  nodes: tuple[int, ...]
+  bytes: float
+
+
+class Graph(NamedTuple):
+  """Nodes are numbered in an order in which they can run."""
+
+  nodes: tuple[Node, ...]
+  edges: tuple[Edge, ...]
+  tied: tuple[Tie, ...]
+
+
+def make(
+  nodes: Iterable[Node],
+  edges: Iterable[Edge | tuple] = (),
+  tied: Iterable[Tie | tuple] = (),
+) -> Graph:
+  """Returns a graph, when it is one.
+
+  Args:
+    nodes: in an order in which they can run.
+    edges: (source, target), numbers or names of nodes; a third entry is the
+      bytes sent (None: all of the source's activation), a fourth whether the
+      edge may be cut.
+    tied: (nodes, bytes) for each group of nodes with common parameters.
+
+  Raises:
+    ValueError: for two nodes of one name, a cost that is negative or not
+      finite, an edge that is twice there or goes back.
+
+  Example:
+    >>> g = make([Node("a", activation=8), Node("b")], [("a", "b")])
+    >>> g.edges
+    (Edge(source=0, target=1, bytes=8, cut=True),)
+  """
+  nodes = tuple(nodes)
+  if not nodes:
+    raise ValueError("a graph needs a node or more, not none")
+  number: dict[str, int] = {}
+  for i, node in enumerate(nodes):
+    if node.name in number:
+      raise ValueError(
+        f"nodes {number[node.name]} and {i} are both called {node.name!r};"
+        " number them"
+      )
+    number[node.name] = i
+    for field in Node._fields[1:-1]:
+      _check_cost(f"{field} of node {node.name!r}", getattr(node, field))
+
+  def find(end):
+    if isinstance(end, str):
+      if end not in number:
+        raise ValueError(f"no node is called {end!r}")
+      return number[end]
+    if not 0 <= end < len(nodes):
+      raise ValueError(f"no node has number {end}; there are {len(nodes)}")
+    return int(end)
+
+  by_ends = {}
+  for edge in edges:
+    source, target = find(edge[0]), find(edge[1])
+    between = f"{nodes[source].name!r} to {nodes[target].name!r}"
+    if source >= target:
+      raise ValueError(
+        f"the edge from {between} goes back; list nodes in an order in which"
+        " they can run"
+      )
+    if (source, target) in by_ends:
+      raise ValueError(f"the edge from {between} is there twice; add them up")
+    size = edge[2] if len(edge) > 2 else None
+    size = nodes[source].activation if size is None else size
+    _check_cost(f"bytes from {between}", size)
+    cut = bool(edge[3]) if len(edge) > 3 else True
+    by_ends[source, target] = Edge(source, target, size, cut)
+  ties = []
+  for members, size in tied:
+    members = tuple(sorted({find(i) for i in members}))
+    if len(members) < 2:
+      raise ValueError(f"a tie needs two nodes or more, not {members}")
+    _check_cost(f"bytes of the tie {members}", size)
+    least = min(nodes[i].parameters for i in members)
+    if size > least:
+      raise ValueError(
+        f"nodes {members} cannot share {size} bytes: one of them has {least}"
+        " bytes of parameters"
+      )
+    ties.append(Tie(members, size))
+  ordered = tuple(by_ends[ends] for ends in sorted(by_ends))
+  return Graph(nodes, ordered, tuple(ties))
+
+
+def _check_cost(name, value):
+  if not (math.isfinite(value) and value >= 0):
+    raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+
+
+def chain(nodes: Iterable[Node]) -> Graph:
+  """Returns the graph in which each node needs the one before."""
+  nodes = tuple(nodes)
+  return make(nodes, [(i, i + 1) for i in range(len(nodes) - 1)])
+
+
+def parameters(graph: Graph, nodes: Collection[int]) -> float:
+  """Returns the bytes of parameters of some nodes, what they share once."""
+  total = sum(graph.nodes[i].parameters for i in nodes)
+  for tie in graph.tied:
+    here = sum(i in nodes for i in tie.nodes)
+    total -= max(here - 1, 0) * tie.bytes
+  return total
+
+
+def bytes_of(tensors: Iterable[tuple[Hashable, float]]) -> float:
+  """Returns the bytes of tensors, each of which goes once, at its largest.
+
+  Args:
+    tensors: (which tensor, bytes).
+  """
+  sizes: dict[Hashable, float] = {}
+  for tensor, size in tensors:
+    sizes[tensor] = max(sizes.get(tensor, 0.0), size)
+  return sum(sizes.values())
+
+
+def sent(graph: Graph, stage: Sequence[int]) -> dict[tuple[int, int], float]:
+  """Returns (source node, receiving stage) -> bytes, for a stage per node."""
+  out: dict[tuple[int, int], float] = {}
+  for source, target, size, _ in graph.edges:
+    if stage[source] != stage[target]:
+      key = source, stage[target]
+      out[key] = max(out.get(key, 0.0), size)
+  return out
+
+
+def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
+  """Returns the successors and the predecessors of each node."""
+  after: list[set[int]] = [set() for _ in graph.nodes]
+  before: list[set[int]] = [set() for _ in graph.nodes]
+  for edge in graph.edges:
+    after[edge.source].add(edge.target)
+    before[edge.target].add(edge.source)
+  return after, before
+
+
+def measure(
+  run: Callable[[], object], *, clock: Callable[[], float], repeats: int = 5
+) -> float:
+  """Returns the median time of `run`, in seconds of `clock`.
+
+  One run before does not count.
+
+  Args:
+    run: starts a computation and returns its results.
+    clock: `time.perf_counter`, for instance.
+    repeats: runs that count.
+
+  Raises:
+    ValueError: for fewer than one repeat.
+  """
+  if repeats < 1:
+    raise ValueError(f"repeats must be 1 or more, not {repeats!r}")
+  jax.block_until_ready(run())
+  seconds = []
+  for _ in range(repeats):
+    start = clock()
+    jax.block_until_ready(run())
+    seconds.append(clock() - start)
+  return statistics.median(seconds)
+
+
+def profile(
+  layers: models.Layers,
+  params: optax.Params,
+  example,
+  *,
+  measure: Callable[[Callable[[], object]], float] | None = None,
+  flops: float = 1e13,
+  bandwidth: float = 1e12,
+  key: jax.Array | None = None,
+) -> Graph:
+  """Returns the chain of a model's layers, in training.
+
+  Bytes follow from shapes. A layer's stash is what its backward reads, save
+  the parameters: what JAX would hold for it, of which XLA may recompute some.
+  The first layer's backward is of its weights only. Layers that are alike are
+  looked at once.
+
+  Args:
+    layers: as of `asgd.models`.
+    params: as from `models.init`; shapes will do.
+    example: a microbatch, or its shape.
+    measure: times a computation, such as `partial(graph.measure,
+      clock=time.perf_counter)`; the backward's time is that of both less the
+      forward's, and 0 where the clock is too coarse to tell. None asks XLA
+      what it counts in the compiled programs and takes the larger of
+      operations / `flops` and bytes / `bandwidth` (the roofline).
+    flops: operations a second that a device is assumed to do.
+    bandwidth: bytes a second that its memory is assumed to move.
+    key: for layers that draw "dropout".
+
+  Returns:
+    A graph with a node per layer, of the layer's class as its kind.
+
+  Raises:
+    ValueError: if layers and params differ in number, or for a speed that is
+      not positive.
+  """
+  for name, value in (("flops", flops), ("bandwidth", bandwidth)):
+    if not value > 0:
+      raise ValueError(f"{name} must be positive, not {value!r}")
+  weights = base.weights_of(params)
+  if len(weights) != len(layers):
+    raise ValueError(
+      f"{len(layers)} layers need a dict of parameters each, not {len(weights)}"
+    )
+  has_stats = isinstance(params, base.Variables)
+  dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
+  x = jax.ShapeDtypeStruct(example.shape, dtype)
+  if measure is not None:
+    params = jax.tree.map(_array, params)
+    weights = base.weights_of(params)
+    x = _array(example).astype(dtype)
+
+  def roofline(program):
+    counts = program.cost_analysis() or {}
+    return max(
+      max(counts.get("flops", 0.0), 0.0) / flops,
+      max(counts.get("bytes accessed", 0.0), 0.0) / bandwidth,
+    )
+
+  costs, nodes = {}, []
+  for i, layer in enumerate(layers):
+    stats = params.stats[i] if has_stats else None
+    calls = _Calls(layer, i, key, (weights[i], stats, x))
+    shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), calls.args)
+    which = repr((layer, shapes, i == 0))
+    if which not in costs:
+      forward, both = calls.compile()
+      if measure is None:
+        times = roofline(forward), roofline(both)
+      else:
+        gradient = _array(calls.output)
+        times = (
+          measure(partial(forward, *calls.args)),
+          measure(partial(both, *calls.args, gradient)),
+        )
+      backward = max(times[1] - times[0], 0.0)
+      costs[which] = times[0], backward, calls.stash(), forward
+    *times, stash, forward = costs[which]
+    kind = type(layer).__name__
+    nodes.append(
+      Node(
+        *(f"{kind}_{i}", *times, _bytes(calls.output)),
+        *(_bytes(weights[i]), stash, kind),
+      )
+    )
+    x = calls.output if measure is None else forward(*calls.args)
+  return chain(nodes)
+
+
+class _Calls:
+  """The forward of one layer, and forward and backward together."""
+
+  def __init__(self, layer, index, key, args):
+    # Inputs of the network need no gradient, and may be whole numbers.
+    self._inputs_too = index > 0
+    self.args = args  # weights, statistics or None, x
+
+    def forward(weights, stats, x):
+      params = (weights,)
+      if stats is not None:
+        params = base.Variables(params, (stats,))
+      return models.apply(
+        (layer,), params, x, train=True, key=key, first=index
+      )[0]
+
+    self.forward = forward
+    self.output = jax.eval_shape(forward, *args)
+
+  def _pull(self, weights, stats, x):
+    if self._inputs_too:
+      return jax.vjp(lambda w, x: self.forward(w, stats, x), weights, x)
+    return jax.vjp(lambda w: self.forward(w, stats, x), weights)
+
+  def _both(self, weights, stats, x, gradient):
+    y, pull = self._pull(weights, stats, x)
+    return y, pull(gradient)
+
+  def compile(self):
+    forward = jax.jit(self.forward).lower(*self.args).compile()
+    return forward, jax.jit(self._both).lower(*self.args, self.output).compile()
+
+  def stash(self):
+    """Returns the bytes that the backward reads, save parameters."""
+    program = jax.make_jaxpr(
+      lambda *args: jax.tree.leaves(self._pull(*args)[1])
+    )(*self.args).jaxpr
+    inputs = program.invars[: len(jax.tree.leaves(self.args[:2]))]
+    kept = {id(v): v.aval for v in program.outvars}
+    for variable in inputs:
+      kept.pop(id(variable), None)
+    return _bytes(list(kept.values()))
+
+
+def _array(leaf):
+  if not isinstance(leaf, jax.ShapeDtypeStruct):
+    return jnp.asarray(leaf)
+  # Not zeros: some hardware is quicker on them.
+  real = jnp.issubdtype(leaf.dtype, jnp.inexact)
+  return jnp.full(leaf.shape, 0.5 if real else 0, leaf.dtype)
+
+
+def _bytes(tree) -> int:
+  return sum(
+    math.prod(leaf.shape) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )

@@ -1,0 +1,391 @@
+"""PipeDream's partitioner: stages with replicas, by dynamic programming.
+
+One microbatch after another goes through the stages, so the slowest stage or
+border sets the pace. With A(j, m) the pace of the best pipeline of the first j
+layers on m machines, a_s the bytes between layers s and s + 1, w_l a layer's
+bytes of parameters, T_l its time and B the bandwidth (Narayanan et al.,
+section 3.1):
+
+  A(j, m)      = min(T(1 -> j, m),
+                     min over s < j, m' < m of
+                       max(A(s, m - m'), 2 a_s / B, T(s + 1 -> j, m')))
+  T(i -> j, m) = (1 / m) max(sum of T_l, 2 (m - 1) sum of |w_l| / B)
+
+Machines come in levels, such as devices in a server and servers in a room. The
+machines of level k are whole pipelines of level k - 1: the sum of T_l becomes
+the A of level k - 1, and B that of level k.
+
+The released code computes something else (`formula="code"`):
+  1. T adds communication to compute, and sends twice as much:
+     (1 / m) (sum of T_l + 4 (m - 1) sum of |w_l| / (B m)).
+  2. Transfers between stages take no time unless activations are compressed;
+     then 2 a / (B m'), before and after the last stage, over the ratio.
+  3. A DAG may be cut along any antichain, not only along the nodes' order.
+  4. Memory: ceil((M - m) / m') (outputs + parameters), where m machines end
+     with this stage, must fit; on one level, M its machines. What the stage
+     itself works on is not counted, nor other levels.
+  5. At an outer level the communication of the first stage, and of no other,
+     is divided by the machines of the level within.
+
+References:
+  Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
+    training", SOSP 2019.
+  github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import checks
+from pipeline.partition import graph as graph_lib
+from pipeline.partition import placement
+from pipeline.partition.graph import Graph
+from pipeline.partition.placement import Partition
+from pipeline.table import check_positive
+
+FORMULAS = ("paper", "code")
+CUTS = ("order", "antichains")
+MOST_STATES = 2000
+
+
+class PipeDreamPlan(NamedTuple):
+  """A partition, and what it promises."""
+
+  partition: Partition
+  replicas: tuple[int, ...]  # of each stage
+  time: float  # seconds between microbatches, as by the formula
+  noam: int  # microbatches in flight that keep all busy
+  memory: np.ndarray  # float[S], bytes on each device of the stage
+
+
+class _Level(NamedTuple):
+  machines: int
+  bandwidth: float
+  within: int  # machines of the level below; 1 for the first
+  size: int  # devices of a machine
+
+
+def pipedream(
+  graph: Graph,
+  machines: int | Sequence[int],
+  bandwidth: float | Sequence[float],
+  *,
+  formula: str = "paper",
+  straight: bool = False,
+  fewer: bool = False,
+  memory: float | None = None,
+  tied: str = "allow",
+  cuts: str | None = None,
+  compression: float | None = None,
+) -> PipeDreamPlan:
+  """Returns the partition of least time for a microbatch.
+
+  Takes O(S^2 M^2) on one level, for S places to cut and M machines; more levels
+  solve that for all S^2 ranges.
+
+  With the paper's formula a stage of m replicas that `later` devices follow
+  holds 1 + ceil(later / m) microbatches' stashes and versions of its
+  parameters, and that must fit.
+
+  Args:
+    graph: the profile.
+    machines: of each level from the innermost, (8, 2) for two servers of eight
+      devices; all are used, unless `fewer`.
+    bandwidth: of each level, in bytes a second.
+    formula: "paper" or "code".
+    straight: no stage has replicas.
+    fewer: machines may be left idle where more do not help.
+    memory: bytes of a device; None: without end.
+    tied: "together" keeps nodes with common parameters in one stage; "allow"
+      does not, and the partition says which stages have to synchronise them.
+    cuts: "order" cuts between two nodes, in their order; "antichains" along
+      any antichain. None is the first for the paper, the second for the code.
+    compression: of activations between stages; for the code only.
+
+  Returns:
+    The plan; among equals always the same.
+
+  Raises:
+    ValueError: for unknown options, or if nothing fits.
+  """
+  levels = _levels(machines, bandwidth)
+  checks.one_of("formula", formula, FORMULAS)
+  if cuts is None:
+    cuts = "order" if formula == "paper" else "antichains"
+  checks.one_of("cuts", cuts, CUTS)
+  checks.one_of("tied", tied, placement.TIED)
+  placement.check_memory(memory)
+  if compression is not None and (formula == "paper" or not compression > 0):
+    raise ValueError(
+      f"compression must be positive, and is for formula 'code' only; it is"
+      f" {compression!r} with formula {formula!r}"
+    )
+  states = _states(graph, cuts, placement.must_stay(graph, tied))
+  search = (_Paper if formula == "paper" else _Code)(
+    *(graph, states, levels, straight, fewer, memory, compression)
+  )
+  time, count = search.whole(len(levels), 0, len(states) - 1, Fraction(0))
+  if math.isinf(time):
+    raise ValueError(_why_not(graph, states, levels, straight, fewer, memory))
+  stages = search.stages(
+    *(len(levels), 0, len(states) - 1, count, Fraction(0), (0,))
+  )
+  total = math.prod(level.machines for level in levels)
+  nodes, devices = zip(*stages, strict=True)
+  partition = placement.make(graph, nodes, devices, count=total)
+  replicas = tuple(map(len, devices))
+  used = sum(replicas)
+  sizes, later = [], used
+  for stage, places in zip(nodes, replicas, strict=True):
+    later -= places
+    flying = 1 + -(-later // places)
+    stash = sum(graph.nodes[i].stash for i in stage)
+    sizes.append(flying * (stash + graph_lib.parameters(graph, stage)))
+  noam = -(-used // replicas[0])
+  return PipeDreamPlan(partition, replicas, time, noam, np.array(sizes, float))
+
+
+def _levels(machines, bandwidth):
+  counts = machines if isinstance(machines, Sequence) else (machines,)
+  speeds = bandwidth if isinstance(bandwidth, Sequence) else (bandwidth,)
+  if not counts or len(counts) != len(speeds):
+    raise ValueError(
+      f"each level of machines needs its bandwidth: there are {len(counts)} and"
+      f" {len(speeds)}"
+    )
+  out, size, within = [], 1, 1
+  for count, speed in zip(counts, speeds, strict=True):
+    check_positive(**{"machines of a level": count})
+    if speed is None:
+      raise ValueError("a level's bandwidth must be a number, not None")
+    placement.check_bandwidth(speed)
+    out.append(_Level(count, speed, within, size))
+    size, within = size * count, count
+  return tuple(out)
+
+
+def _why_not(graph, states, levels, straight, fewer, memory):
+  total = math.prod(level.machines for level in levels)
+  if memory is not None:
+    nodes = max(
+      graph.nodes, key=lambda node: (node.parameters + node.stash, node.name)
+    )
+    return (
+      f"nothing fits in {memory} bytes on each of {total} machines; the largest"
+      f" node is {nodes.name!r} with {nodes.parameters} bytes of parameters and"
+      f" {nodes.stash} of stash for each microbatch in flight; give more memory"
+      " or machines"
+    )
+  return (
+    f"{total} machines cannot all be used: there are {len(states) - 1} places"
+    f" to end a stage (straight={straight}); set fewer=True or give fewer"
+    " machines"
+  )
+
+
+def _states(graph, cuts, groups):
+  """Returns the sets of nodes that may lie before a cut, as bit masks."""
+  count = len(graph.nodes)
+  if cuts == "order":
+    reached = {(1 << i) - 1 for i in range(count + 1)}
+  else:
+    _, before = graph_lib.neighbours(graph)
+    needs = [sum(1 << j for j in before[i]) for i in range(count)]
+    reached, new = {0}, [0]
+    while new:
+      state = new.pop()
+      for i in range(count):
+        if not state >> i & 1 and needs[i] & state == needs[i]:
+          larger = state | 1 << i
+          if larger not in reached:
+            reached.add(larger)
+            new.append(larger)
+      if len(reached) > MOST_STATES:
+        raise ValueError(
+          f"the graph of {count} nodes has more than {MOST_STATES} antichains;"
+          " use cuts='order', or merge nodes that are alike"
+        )
+  masks = [sum(1 << i for i in group) for group in groups]
+  kept = (s for s in reached if all(s & mask in (0, mask) for mask in masks))
+  return sorted(kept, key=lambda s: (s.bit_count(), s))
+
+
+def _nodes(mask):
+  return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+class _Search:
+  """The recursion; states are numbered, and a stage is between two of them.
+
+  `down` is the number of devices that work on what this pipeline sends on, for
+  each copy of the pipeline: how much is in flight depends on it. Without a
+  limit of memory it is 0 throughout.
+  """
+
+  def __init__(
+    self, graph, states, levels, straight, fewer, memory, compression
+  ):
+    self.graph, self.states, self.levels = graph, states, levels
+    self.straight, self.fewer = straight, fewer
+    self.memory, self.compression = memory, compression
+    self._sums, self._found = {}, {}
+    self.border = [
+      graph_lib.bytes_of(
+        (edge.source, edge.bytes)
+        for edge in graph.edges
+        if state >> edge.source & 1 and not state >> edge.target & 1
+      )
+      for state in states
+    ]
+    self.inside = [
+      [i for i in range(j) if states[i] & states[j] == states[i]]
+      for j in range(len(states))
+    ]
+
+  def sums(self, i, j):
+    """Returns time, parameters, stash and outputs of the nodes between."""
+    if (i, j) not in self._sums:
+      nodes = _nodes(self.states[j] & ~self.states[i])
+      mine = [self.graph.nodes[n] for n in nodes]
+      self._sums[i, j] = (
+        sum(node.forward + node.backward for node in mine),
+        graph_lib.parameters(self.graph, nodes),
+        sum(node.stash for node in mine),
+        sum(node.activation for node in mine),
+      )
+    return self._sums[i, j]
+
+  def whole(self, k, i, j, down):
+    """Returns the least time on a whole level, and the machines used."""
+    most = self.levels[k - 1].machines
+    counts = range(1, most + 1) if self.fewer else (most,)
+    times = [(self.best(k, i, j, m, down)[0], m) for m in counts]
+    return min(times)
+
+  def best(self, k, i, j, m, down):
+    """Returns A: its time, and state and machines of its last stage's cut."""
+    key = k, i, j, m, down
+    if key in self._found:
+      return self._found[key]
+    least = self.first(k, i, j, m, down), None, m
+    for s in self.inside[j] if m > 1 else ():
+      if s <= i or self.states[i] & self.states[s] != self.states[i]:
+        continue
+      for last in range(1, 2 if self.straight else m):
+        border = self.borders(k, s, j, last)
+        if border >= least[0]:
+          continue
+        time = max(border, self.last(k, s, j, last, m, down))
+        if time >= least[0]:
+          continue
+        left = self.best(k, i, s, m - last, self.after(k, last, down))[0]
+        if max(time, left) < least[0]:
+          least = max(time, left), s, last
+    self._found[key] = least
+    return least
+
+  def after(self, k, last, down):
+    if self.memory is None:
+      return down
+    return down + last * self.levels[k - 1].size
+
+  def inner(self, k, i, j, down):
+    """Returns the time of a machine of level k by itself."""
+    return self.whole(k - 1, i, j, down)[0]
+
+  def stages(self, k, i, j, m, down, copies):
+    """Yields nodes and devices of the stages of the best pipeline."""
+    if k == 0:
+      nodes = _nodes(self.states[j] & ~self.states[i])
+      return [(nodes, tuple(sorted(copies)))]
+    _, s, last = self.best(k, i, j, m, down)
+    out = []
+    if s is not None:
+      after = self.after(k, last, down)
+      out = self.stages(k, i, s, m - last, after, copies)
+      i = s
+    size = self.levels[k - 1].size
+    copies = [c + n * size for c in copies for n in range(m - last, m)]
+    down = self.share(down, last)
+    used = self.whole(k - 1, i, j, down)[1] if k > 1 else 1
+    return out + self.stages(k - 1, i, j, used, down, copies)
+
+  def share(self, down, m):
+    return down if self.memory is None else down / m
+
+
+class _Paper(_Search):
+  """The formula of the paper."""
+
+  def first(self, k, i, j, m, down):
+    if m > 1 and self.straight:
+      return math.inf
+    level = self.levels[k - 1]
+    down = self.share(down, m)
+    if k == 1:
+      work, parameters, stash, _ = self.sums(i, j)
+      flying = 1 + math.ceil(down)
+      if self.memory is not None and (
+        flying * (stash + parameters) > self.memory
+      ):
+        return math.inf
+    else:
+      work = self.inner(k, i, j, down)
+      parameters = self.sums(i, j)[1]
+    return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
+
+  def last(self, k, s, j, last, m, down):
+    del m
+    return self.first(k, s, j, last, down)
+
+  def borders(self, k, s, j, last):
+    del j, last
+    return 2 * self.border[s] / self.levels[k - 1].bandwidth
+
+
+class _Code(_Search):
+  """The formula of the released code."""
+
+  def _time(self, k, i, j, m, within):
+    level = self.levels[k - 1]
+    work = self.sums(i, j)[0] if k == 1 else self.inner(k, i, j, Fraction(0))
+    sync = 4 * (m - 1) * self.sums(i, j)[1] / (level.bandwidth * m) / within
+    return (work + sync) / m
+
+  def _fits(self, k, i, j, ends, m):
+    if self.memory is None:
+      return True
+    _, parameters, _, outputs = self.sums(i, j)
+    copies = -(-(self.levels[k - 1].machines - ends) // m)
+    return copies * (outputs + parameters) <= self.memory
+
+  def first(self, k, i, j, m, down):
+    del down
+    if m > 1 and self.straight or not self._fits(k, i, j, m, m):
+      return math.inf
+    return self._time(k, i, j, m, self.levels[k - 1].within)
+
+  def last(self, k, s, j, last, m, down):
+    del down
+    if not self._fits(k, s, j, m, last):
+      return math.inf
+    return self._time(k, s, j, last, 1)
+
+  def borders(self, k, s, j, last):
+    if self.compression is None:
+      return 0.0
+    sent = max(self.border[s], self.border[j])  # after the last: nothing
+    speed = self.levels[k - 1].bandwidth * last * self.compression
+    return 2 * sent / speed
+
+  def after(self, k, last, down):
+    del k, last
+    return down
+
+  def share(self, down, m):
+    del m
+    return down

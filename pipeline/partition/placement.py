@@ -1,0 +1,248 @@
+"""Which nodes make a stage, and which devices hold it.
+
+What every partitioner returns, and what is asked of all of them: each node is
+placed exactly once, and tensors go from earlier stages to later ones. There are
+three partitioners: `balance` for a chain whose communication costs nothing,
+`pipedream` for chains of stages that may be replicated, `mixed_pipe` for
+devices that hold several stages that are not neighbours.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline import analyze
+from pipeline.partition import graph as graph_lib
+from pipeline.partition.graph import Graph
+
+TIED = ("allow", "together")
+
+
+class Partition(NamedTuple):
+  """Stages are numbered along the network: no tensor goes back."""
+
+  stages: tuple[tuple[int, ...], ...]  # S x nodes, in ascending order
+  devices: tuple[tuple[int, ...], ...]  # S x devices; several: replicas
+  load: np.ndarray  # float[D], seconds of work for each microbatch
+  shared: tuple[tuple[int, ...], ...]  # stages with parameters to synchronise
+
+
+def make(
+  graph: Graph,
+  stages: Iterable[Collection[int]],
+  devices: Iterable[int | Collection[int]] | None = None,
+  *,
+  count: int | None = None,
+  recompute: Collection[int] = (),
+) -> Partition:
+  """Returns a partition, when it is one of the graph.
+
+  Args:
+    graph: what is partitioned.
+    stages: the nodes of each stage, stages in their order along the network.
+    devices: of each stage; None gives stage s device s.
+    count: D; None is as many as are named.
+    recompute: stages that run their forward again before the backward.
+
+  Raises:
+    ValueError: as `check`.
+  """
+  stages = tuple(tuple(sorted(stage)) for stage in stages)
+  if devices is None:
+    devices = range(len(stages))
+  devices = tuple(
+    (d,) if isinstance(d, int | np.integer) else tuple(sorted(d))
+    for d in devices
+  )
+  named = 1 + max((d for stage in devices for d in stage), default=-1)
+  count = named if count is None else count
+  if named > count:
+    raise ValueError(f"device {named - 1} is not one of {count} devices")
+  partition = Partition(stages, devices, np.zeros(count), ())
+  check(partition, graph)
+  load = np.zeros(count)
+  for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
+    work = _work(graph, nodes, s in recompute)
+    for d in places:
+      load[d] += work / len(places)
+  where = stage_of(partition)
+  shared = (sorted({where[i] for i in tie.nodes}) for tie in graph.tied)
+  shared = tuple(tuple(owners) for owners in shared if len(owners) > 1)
+  return partition._replace(load=load, shared=shared)
+
+
+def _work(graph, nodes, recompute):
+  again = 2 if recompute else 1
+  return sum(
+    again * graph.nodes[i].forward + graph.nodes[i].backward for i in nodes
+  )
+
+
+def stage_of(partition: Partition) -> tuple[int, ...]:
+  """Returns the stage of each node."""
+  pairs = [(i, s) for s, stage in enumerate(partition.stages) for i in stage]
+  return tuple(s for _, s in sorted(pairs))
+
+
+def cuts(partition: Partition) -> tuple[int, ...]:
+  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N.
+
+  Raises:
+    ValueError: for a stage that is not the nodes from one to another.
+  """
+  out = [0]
+  for s, stage in enumerate(partition.stages):
+    if stage != tuple(range(out[-1], out[-1] + len(stage))):
+      raise ValueError(
+        f"stage {s} is nodes {stage}, not all from {out[-1]} to another: the"
+        " stages are not pieces of a chain"
+      )
+    out.append(out[-1] + len(stage))
+  return tuple(out)
+
+
+def check(partition: Partition, graph: Graph) -> Partition:
+  """Returns `partition` if it is one of the graph.
+
+  Raises:
+    ValueError: for a node that is in no stage or in two, a tensor that goes
+      back, an edge that is cut and must not be, a stage without nodes or
+      devices. It names the node.
+  """
+  names = [node.name for node in graph.nodes]
+  where: dict[int, int] = {}
+  for s, stage in enumerate(partition.stages):
+    if not stage:
+      raise ValueError(f"stage {s} has no nodes; leave it out")
+    for i in stage:
+      if not 0 <= i < len(names):
+        raise ValueError(
+          f"stage {s} has node {i}; the graph has {len(names)} nodes"
+        )
+      if i in where:
+        raise ValueError(
+          f"node {names[i]!r} is in stage {where[i]} and in stage {s}; place it"
+          " once"
+        )
+      where[i] = s
+  for i, name in enumerate(names):
+    if i not in where:
+      raise ValueError(f"node {name!r} is in no stage; place it")
+  if len(partition.devices) != len(partition.stages):
+    raise ValueError(
+      f"{len(partition.stages)} stages need their devices, not"
+      f" {len(partition.devices)}"
+    )
+  for s, places in enumerate(partition.devices):
+    if not places or len(set(places)) != len(places) or min(places) < 0:
+      raise ValueError(
+        f"stage {s} of node {names[partition.stages[s][0]]!r} needs a device"
+        f" or several different ones, not {tuple(places)}"
+      )
+  for source, target, _, cut in graph.edges:
+    first, second = where[source], where[target]
+    if first > second:
+      raise ValueError(
+        f"node {names[target]!r} in stage {second} needs {names[source]!r} of"
+        f" stage {first}: stages must be in the order of the network, and no"
+        " two may need each other"
+      )
+    if first != second and not cut:
+      raise ValueError(
+        f"the edge from node {names[source]!r} (stage {first}) to"
+        f" {names[target]!r} (stage {second}) must not be cut"
+      )
+  return partition
+
+
+def costs_of(
+  partition: Partition,
+  graph: Graph,
+  *,
+  bandwidth: float | None = None,
+  recompute: Collection[int] = (),
+) -> analyze.Costs:
+  """Returns what `analyze` needs to know of the stages.
+
+  The profile does not tell the gradient of inputs from that of weights: each
+  gets half of the backward; recomputing goes with the inputs' half. A tensor
+  for a later stage than the next passes through those between, so every border
+  carries all that is made before it and needed after.
+
+  Args:
+    partition: of the graph.
+    graph: the profile.
+    bandwidth: bytes a second between devices; None: transfers take no time.
+    recompute: stages that run their forward again before the backward.
+
+  Raises:
+    ValueError: as `check`, and for a bandwidth that is not positive.
+  """
+  check(partition, graph)
+  check_bandwidth(bandwidth)
+  forward, backward, again = [], [], []
+  for s, stage in enumerate(partition.stages):
+    forward.append(sum(graph.nodes[i].forward for i in stage))
+    backward.append(sum(graph.nodes[i].backward for i in stage))
+    again.append(forward[-1] if s in recompute else 0.0)
+  half = np.array(backward) / 2
+  transfer = np.zeros(max(len(forward) - 1, 0))
+  if bandwidth is not None:
+    transfer = np.array(border_bytes(partition, graph)) / bandwidth
+  return analyze.costs(
+    len(forward),
+    forward=forward,
+    backward=np.array(backward) + again,
+    input=half + again,
+    weight=half,
+    transfer=transfer,
+  )
+
+
+def border_bytes(partition: Partition, graph: Graph) -> list[float]:
+  """Returns the bytes that pass from each stage to the next, S - 1 of them."""
+  where = stage_of(partition)
+  return [
+    graph_lib.bytes_of(
+      (edge.source, edge.bytes)
+      for edge in graph.edges
+      if where[edge.source] <= s < where[edge.target]
+    )
+    for s in range(len(partition.stages) - 1)
+  ]
+
+
+def describe(partition: Partition, graph: Graph) -> str:
+  """Returns a line for each stage, and one for what stages share."""
+  lines = []
+  for s, (stage, places) in enumerate(
+    zip(partition.stages, partition.devices, strict=True)
+  ):
+    nodes = " ".join(graph.nodes[i].name for i in stage)
+    lines.append(f"stage {s} on {', '.join(map(str, places))}: {nodes}")
+  for stages in partition.shared:
+    lines.append(f"stages {', '.join(map(str, stages))} share parameters")
+  return "\n".join(lines)
+
+
+def check_bandwidth(bandwidth: float | None) -> None:
+  """Refuses what is neither None nor positive."""
+  if bandwidth is not None and not bandwidth > 0:
+    raise ValueError(
+      f"bandwidth must be positive, in bytes a second, not {bandwidth!r}"
+    )
+
+
+def check_memory(memory: float | None) -> None:
+  """Refuses what is neither None nor positive."""
+  if memory is not None and not memory > 0:
+    raise ValueError(f"memory must be positive, in bytes, not {memory!r}")
+
+
+def must_stay(graph: Graph, tied: str) -> list[tuple[int, ...]]:
+  """Returns groups of nodes that no cut may part."""
+  groups = [(e.source, e.target) for e in graph.edges if not e.cut]
+  if tied == "together":
+    groups += [tie.nodes for tie in graph.tied]
+  return groups

@@ -1,0 +1,154 @@
+"""Moves nodes between stages that are next to each other while that lowers the
+objective of `mixed_pipe`: the largest cost of a stage."""
+
+import collections
+from collections.abc import Collection
+
+from pipeline.partition import graph as graph_lib
+from pipeline.partition import placement
+from pipeline.partition.graph import Graph
+from pipeline.partition.placement import Partition
+
+_SLACK = 1e-12  # of the objective: differences below it are rounding
+
+
+class Refinement:
+  """Stages of units while they are refined."""
+
+  def __init__(self, units, stages, devices, weights, bandwidth, sizes, memory):
+    self.units, self.devices = units, devices
+    self.weights, self.bandwidth = weights, bandwidth
+    self.sizes, self.memory = sizes, memory
+    self.stage = {}
+    node_stage = {i: s for s, stage in enumerate(stages) for i in stage}
+    for unit in units.members:
+      self.stage[unit] = node_stage[unit]
+    self.now = self.cost()
+
+  def cost(self) -> tuple[float, float]:
+    """Returns the objective and the bytes sent."""
+    return _cost(
+      *(self.units.graph, self.nodes(), self.devices, self.weights),
+      self.bandwidth,
+    )
+
+  def nodes(self) -> list[int]:
+    """Returns the stage of each node."""
+    out = [0] * len(self.units.graph.nodes)
+    for unit, stage in self.stage.items():
+      for i in self.units.members[unit]:
+        out[i] = stage
+    return out
+
+  def has_room(self, unit: int, stage: int) -> bool:
+    """Returns whether the device of a stage has memory for a unit."""
+    device = self.devices[stage]
+    if self.memory is None or device == self.devices[self.stage[unit]]:
+      return True
+    used = sum(
+      self.sizes[u] for u, s in self.stage.items() if self.devices[s] == device
+    )
+    return used + self.sizes[unit] <= self.memory
+
+  def move(self, unit: int, stage: int) -> bool:
+    """Moves a unit, if that is better; returns whether it is."""
+    before = self.stage[unit]
+    if not self.has_room(unit, stage):
+      return False
+    self.stage[unit] = stage
+    new = self.cost()
+    slack = _SLACK * self.now[0]
+    same = abs(new[0] - self.now[0]) <= slack
+    if new[0] < self.now[0] - slack or same and new[1] < self.now[1]:
+      # The least yet, lest moves within the rounding add up.
+      self.now = min(new[0], self.now[0]), new[1]
+      return True
+    self.stage[unit] = before
+    return False
+
+
+def _cost(graph, stage, devices, weights, bandwidth):
+  """Returns the objective and the bytes sent between devices."""
+  work = collections.defaultdict(float)
+  for i, s in enumerate(stage):
+    work[devices[s]] += weights[i]
+  out, back = collections.defaultdict(float), collections.defaultdict(float)
+  total = 0.0
+  for (source, target), size in graph_lib.sent(graph, stage).items():
+    s = stage[source]
+    if devices[s] != devices[target]:
+      out[s] += size
+      back[target] += size
+      total += size
+  most = 0.0
+  for s in set(stage):
+    own = work[devices[s]]
+    cost = own
+    if bandwidth is not None:
+      cost += max(0.0, out[s] / bandwidth - own)
+      cost += max(0.0, back[s] / bandwidth - own)
+    most = max(most, cost)
+  return most, total
+
+
+def objective(
+  partition: Partition,
+  graph: Graph,
+  *,
+  bandwidth: float | None = None,
+  recompute: Collection[int] = (),
+) -> float:
+  """Returns the largest cost of a stage, in seconds for a microbatch.
+
+  Args:
+    partition: of the graph, without replicas.
+    graph: the profile.
+    bandwidth: bytes a second between devices; None: communication is free.
+    recompute: stages that run their forward again before the backward.
+
+  Raises:
+    ValueError: for a stage with replicas.
+  """
+  for s, places in enumerate(partition.devices):
+    if len(places) > 1:
+      raise ValueError(f"stage {s} has replicas, which this does not cost")
+  placement.check_bandwidth(bandwidth)
+  stage = placement.stage_of(partition)
+  weights = [
+    (2 if s in recompute else 1) * node.forward + node.backward
+    for node, s in zip(graph.nodes, stage, strict=True)
+  ]
+  devices = [places[0] for places in partition.devices]
+  return _cost(graph, stage, devices, weights, bandwidth)[0]
+
+
+def refine(state: Refinement) -> None:
+  """Moves units at borders while that helps: to later stages, then to earlier.
+
+  Stages stay in the order of the network: a unit goes no further on than what
+  needs it, and no further back than what it needs.
+  """
+  units, stage = state.units, state.stage
+  moved = True
+  while moved:
+    moved = False
+    for later in (True, False):
+      side = units.after if later else units.before
+      for s in reversed(range(len(state.devices))):
+        edges = sorted(
+          (
+            (unit, other)
+            for unit, mine in stage.items()
+            if mine == s
+            for other in side[unit]
+            if stage[other] != s
+          ),
+          reverse=later,
+        )
+        for unit, other in edges:
+          to, around = stage[other], {stage[o] for o in side[unit]}
+          if stage[unit] != s or to == s:
+            continue
+          nearest = min(around) if later else max(around)
+          if to == nearest and state.move(unit, to):
+            moved = True

@@ -1,0 +1,403 @@
+"""From a run of an experiment to its table, its cuts and its stages.
+
+Every run is given the same microbatches in the same order: `batch_size`
+examples each, in whole numbers of `microbatches`. A synchronous schedule
+averages `every` (default: `microbatches`) of them to one update and flushes; an
+asynchronous one updates each stage on every microbatch (`every=1`), or on the
+mean of some. The learning rate is that of one microbatch; an update of several
+takes as many times that, so that an example moves the parameters as far.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from asgd import algorithms, base, models, problems, sharding, transforms
+from asgd.experiment import checks
+from asgd.experiment.engines import parameter_server
+from asgd.experiment.schema import Run, Section, Setting
+from pipeline import analyze, cut, files, schedules
+from pipeline.partition import balance, graph, mixed_pipe, pipedream, placement
+from pipeline.stage import Part
+from pipeline.table import Schedule
+
+_MOST_STAGES = 256
+_MOST_MICROBATCHES = 10**6
+_START = 0.1  # of the peak, where a warm-up begins
+_CUTS = ("parameters", "time")
+
+
+def _cuts_setting(value: Any, key: str) -> Any:
+  """What the cuts balance, or the layers where they are."""
+  if value in _CUTS:
+    return value
+  layers = value
+  if isinstance(value, str):
+    parts = value.split(",")
+    layers = [int(part) for part in parts if part.strip().isdecimal()]
+    layers = layers if len(layers) == len(parts) else None
+  if not isinstance(layers, list) or {*map(type, layers)} - {int}:
+    raise ValueError(
+      f"config.{key} must be 'parameters', 'time', or a list of layers from 0"
+      f" to their number, not {value!r}"
+    )
+  return layers
+
+
+def options(section: Mapping[str, Any]) -> Sequence[str]:
+  """Returns the options of the schedule that a section or a run names."""
+  return schedules.describe(section.get("schedule", "pipedream")).options
+
+
+SECTIONS: dict[str, Any] = {
+  "pipeline": Section(
+    {
+      # Of pipeline.schedules, or a table: FILE.txt, .csv or .json.
+      "schedule": Setting("pipedream", checks.text),
+      "stages": Setting(2, checks.whole(1, _MOST_STAGES)),
+      # What is balanced, or "time", or a list of layers.
+      "cuts": Setting("parameters", _cuts_setting),
+      # Of an update of a synchronous schedule.
+      "microbatches": Setting(8, checks.whole(1, _MOST_MICROBATCHES)),
+      # Of an update; None: `microbatches`, or 1 of an asynchronous schedule.
+      "every": Setting(
+        None, checks.optional(checks.whole(1, _MOST_MICROBATCHES))
+      ),
+      # What a backward sees; None: as the schedule has it.
+      "weights": Setting(
+        None,
+        checks.optional(checks.choice("latest", "stash", "2bw", "vertical")),
+      ),
+      # Send weights rolled forward by the stage's staleness.
+      "predict": Setting(False, checks.flag),
+      "recompute": Setting(False, checks.flag),  # keep inputs only
+      # What cuts and places stages; then `stages` are the devices.
+      "partition": Setting(
+        None, checks.optional(checks.choice("pipedream", "mixed_pipe"))
+      ),
+      "bandwidth": Setting(1e10, checks.positive),  # bytes/s between devices
+    },
+    options,
+  )
+}
+
+
+def dependents(entry: Mapping[str, Any], key: str, value: Any) -> list[str]:
+  """Returns what follows from the schedule that an entry has had."""
+  del value
+  if key != "schedule":
+    return []
+  follows = ["weights", "every", "partition", "bandwidth", "title", "devices"]
+  return follows + [
+    option
+    for name in schedules.SCHEDULES
+    for option in schedules.describe(name).options
+  ]
+
+
+class PipelinePlan(NamedTuple):
+  """What the cells of a run share."""
+
+  run: Run
+  dataset: Any
+  problem: problems.Problem
+  table: Schedule  # of one update if synchronous, else of the whole run
+  weights: str  # as in `analyze.versions`
+  recompute: bool
+  learning_rate: float  # the peak, of an update
+  schedule: Any  # float, or update -> learning rate
+  messages: int  # microbatches in all
+  parts: tuple[Part, ...]  # with shapes in the place of parameters
+  cuts: tuple[int, ...]
+  together: bool  # whether the updates of a batch know a norm of all stages
+  measurements: dict[str, Any]  # of the experiment
+  batches: int = 1  # in one message
+  curvature_limit: float = math.nan
+
+  @property
+  def updates(self) -> int:
+    """Of each stage, in all."""
+    return self.messages // self.table.every
+
+  def describe_partition(self) -> str:
+    """Returns which layers a partitioner put where."""
+    stages = zip(*(self.cuts, self.cuts[1:], self.table.places()), strict=False)
+    said = (
+      f"{first} to {last - 1} on {', '.join(map(str, places))}"
+      for first, last, places in stages
+    )
+    return f"{self.run.label}: layers (on devices) {'; '.join(said)}"
+
+
+def check(run: Run) -> None:
+  """Checks what can be known before there are data.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  section, where = run.config["pipeline"], f"config.runs.{run.label}"
+  name = section["schedule"]
+  with checks.blame(f"runs.{run.label}"):
+    traits = schedules.describe(name)
+  wanted = section["partition"]
+  if wanted is None:
+    return
+  if traits.partitioner != wanted:
+    raise ValueError(
+      f"{where}.partition={wanted} is not for the schedule {name}: use"
+      f" {'pipedream' if wanted == 'pipedream' else 'ftpipe'}"
+    )
+  for key in ("devices", "replicas"):
+    if key in section:
+      raise ValueError(
+        f"{where}.{key} follows from {where}.partition: drop one of them"
+      )
+
+
+def devices(run: Run) -> int:
+  """Returns how many devices a run's table has, or more."""
+  return run.config["pipeline"]["stages"]
+
+
+def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
+  """Builds table and stages of a run, checking that they fit the model.
+
+  Raises:
+    ValueError: naming the key and the remedy.
+  """
+  del workers
+  problem = experiment.problem_of(run)
+  if problem.pieces is None:
+    raise ValueError(
+      f"config.data.name {run.config['data']['name']!r} has a model that is not"
+      " made of layers, which cannot be cut into stages: use another engine"
+    )
+  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+  section = dict(run.config["pipeline"])
+  if section["partition"] is not None:
+    section |= _placed(experiment, run, problem, shapes)
+  # Of a table in a file, only what the run itself says.
+  stages = section["stages"]
+  if files.is_file(section["schedule"]):
+    stages = experiment.config["runs"][run.label].get("stages")
+  table = _table(run, section, stages, _total(run, problem))
+  with checks.blame(f"runs.{run.label}", tuple(section)):
+    weights = schedules.weights_of(table, section["weights"])
+  stages = table.stages
+  if section["predict"] and weights == "latest" and not table.flush:
+    raise ValueError(
+      f"config.runs.{run.label}.predict needs the predicted weights in the"
+      f" backward, too: set config.runs.{run.label}.weights='stash'"
+    )
+  peak = float(run.config["learning_rate"]) * table.every
+  rate = parameter_server.schedule(
+    run, problem, peak=peak, batches=table.every, start=_START * peak
+  )
+  with checks.blame("pipeline.cuts"):
+    at = _cuts(experiment, section, stages, problem, shapes)
+  parts = _parts(experiment, run, section, table, weights, rate, at, shapes)
+  return PipelinePlan(
+    *(run, experiment.dataset, problem, table, weights, section["recompute"]),
+    *(peak, rate, _total(run, problem), tuple(parts), tuple(at)),
+    together=table.flush and run.config["clip_norm"] is not None,
+    measurements=experiment.measurements,
+  )
+
+
+def _total(run, problem) -> int:
+  """Microbatches of a cell: whole updates of a synchronous schedule."""
+  each = run.config["pipeline"]["microbatches"]
+  count = parameter_server.passes(run, problem)
+  total = max(int(round(count)) // each, 1) * each
+  if total > _MOST_MICROBATCHES:
+    raise ValueError(
+      f"config.epochs {run.config['epochs']:g} is {total:,} microbatches of"
+      f" {run.config['batch_size']}; use at most {_MOST_MICROBATCHES:,}"
+    )
+  return total
+
+
+def _table(run, section, stages, total) -> Schedule:
+  name = section["schedule"]
+  known = schedules.describe(name).options
+  given = {key: section[key] for key in known if key in section}
+  try:
+    return schedules.make(
+      name,
+      stages=stages,
+      total=total,
+      batch=section["microbatches"],
+      every=section["every"],
+      **given,
+    )
+  except schedules.OptionError as error:
+    raise ValueError(f"config.runs.{run.label}.{error}") from error
+  except (TypeError, ValueError) as error:
+    with checks.blame(f"runs.{run.label}"):
+      raise ValueError(error) from error
+
+
+def _parts(experiment, run, section, table, weights, rate, at, shapes):
+  """The stages. Runs of the same algorithm share what is compiled of it."""
+  config = run.config
+  ahead = [None] * table.stages  # as the recipe has it
+  if section["predict"]:
+    stale = analyze.staleness(table, weights).forward
+    ahead = np.median(stale, axis=1).astype(int).tolist()
+  kinds = [
+    (len(places), ahead[stage]) for stage, places in enumerate(table.places())
+  ]
+  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    recipes = [_recipe(run, rate, *kind) for kind in kinds]
+    parts = cut.cut(experiment.problem_of(run), shapes, at, recipes)
+  same = (
+    *("pipeline", run.recipe, str(run.options), table.every),
+    *(config["learning_rate"], config["clip_norm"]),
+    str(config["learning_rate_schedule"]),
+  )
+  for stage, kind in enumerate(kinds):
+    first = experiment.compiled.setdefault((*same, *kind), parts[stage])
+    parts[stage] = parts[stage]._replace(
+      server=first.server, message=first.message
+    )
+  return parts
+
+
+def _recipe(run, rate, replicas, ahead) -> algorithms.Recipe:
+  recipe = algorithms.build(run.recipe, rate, replicas, **run.options)
+  algorithm = recipe.algorithm
+  if run.config["clip_norm"] is not None:
+    algorithm = transforms.precede(
+      algorithm, sharding.clip_by_global_norm(run.config["clip_norm"])
+    )
+  if ahead is not None:
+    transform = optax.GradientTransformationExtraArgs(
+      algorithm.init, algorithm.update
+    )
+    algorithm = base.as_algorithm(transform)
+    if ahead:
+      algorithm = transforms.lookahead(
+        transform, lambda worker: np.zeros(ahead, np.int32) + worker
+      )
+  return recipe._replace(algorithm=algorithm)
+
+
+# Where layers are cut.
+
+
+def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
+  wanted, layers = section["cuts"], problem.pieces.layers
+  if isinstance(wanted, list) and stages == section["stages"]:
+    if len(wanted) != stages + 1:
+      raise ValueError(
+        f"{stages} stages are cut at {stages + 1} layers, from 0 to"
+        f" {len(layers)}, not {wanted}"
+      )
+    return wanted
+  ends = _ends(problem, shapes)
+  if stages > len(ends):
+    raise ValueError(
+      f"the model has {len(ends)} layers with weights, and that many stages at"
+      f" most, not {stages}: set config.pipeline.stages={len(ends)}, or a"
+      " deeper config.model"
+    )
+  if wanted == "time":
+    costs = [sum(both) for both in _layer_seconds(experiment, problem)]
+  else:
+    costs = [models.count(weights) for weights in base.weights_of(shapes)]
+  groups = [
+    sum(costs[start:end]) for start, end in zip([0, *ends], ends, strict=False)
+  ]
+  nodes = balance.balance(groups, stages)
+  return [0, *(ends[stage[-1]] for stage in nodes)]
+
+
+def _ends(problem, shapes) -> list[int]:
+  """Where layers may be cut: each piece has weights. A layer without any goes
+  with the one after it."""
+  layers = enumerate(base.weights_of(shapes), 1)
+  ends = [after for after, weights in layers if models.count(weights)]
+  return [*ends[:-1], len(problem.pieces.layers)]
+
+
+def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
+  """What the partitioner of a run says: stages, cuts, and which devices have
+  them. The section's `stages` are the devices that there are."""
+  section = run.config["pipeline"]
+  count, speed = section["stages"], float(section["bandwidth"])
+  ends = _ends(problem, shapes)
+  seconds = _layer_seconds(experiment, problem)
+  with checks.blame(f"runs.{run.label}"):
+    layers = _profile(problem, shapes).nodes
+    nodes = []
+    for first, last in zip([0, *ends], ends, strict=False):
+      forward, backward = np.sum(seconds[first:last], axis=0).tolist()
+      nodes.append(
+        layers[last - 1]._replace(
+          forward=forward,
+          backward=backward,
+          parameters=sum(node.parameters for node in layers[first:last]),
+          stash=sum(node.stash for node in layers[first:last]),
+        )
+      )
+    chain = graph.chain(nodes)
+    if section["partition"] == "pipedream":
+      result = pipedream.pipedream(chain, count, speed)
+      placed = {"replicas": list(result.replicas)}
+    else:
+      again = "all" if section["recompute"] else "none"
+      result = mixed_pipe.mixed_pipe(
+        chain, count, bandwidth=speed, recompute=again
+      )
+      placed = {"devices": [device for (device,) in result.partition.devices]}
+    at = placement.cuts(result.partition)
+  at = [0, *(ends[node - 1] for node in at[1:])]
+  return {**placed, "stages": len(at) - 1, "cuts": at}
+
+
+def _profile(problem, params, **measure):
+  """The graph of the model's layers."""
+  key = jax.random.key(0)
+  dtype = problems.dtype_of(base.weights_of(params))
+  batch = problem.batches(0, 1)(0, 0)
+  x = jax.eval_shape(
+    lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
+  )
+  if measure:  # it is run
+    x = jax.numpy.asarray(problem.pieces.prepare(batch, key, dtype))
+  return graph.profile(problem.pieces.layers, params, x, key=key, **measure)
+
+
+def _layer_seconds(experiment, problem) -> list[list[float]]:
+  """Seconds of each layer, forward and backward: measured here and now, or by
+  the build with which the experiment began.
+
+  Raises:
+    ValueError: if what was measured is not of this model.
+  """
+  count = len(problem.pieces.layers)
+  seconds = experiment.measurements.get("layer_seconds")
+  if seconds is None:
+    profile = _profile(
+      *(problem, problem.init(jax.random.key(0))),
+      measure=functools.partial(graph.measure, clock=time.perf_counter),
+    )
+    seconds = [[node.forward, node.backward] for node in profile.nodes]
+    experiment.measurements["layer_seconds"] = seconds
+  try:
+    array = np.array(seconds, float)
+    if array.shape == (count, 2) and (array >= 0).all():
+      return array.tolist()
+  except (TypeError, ValueError):
+    pass
+  raise ValueError(
+    f"measurements.json does not say what each of {count} layers takes, forward"
+    " and backward, by which this experiment's stages were cut: put it back as"
+    " it was, or choose another folder with --workdir"
+  )

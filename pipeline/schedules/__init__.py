@@ -1,0 +1,304 @@
+"""Makes the tables of the literature, each from the rule that a device obeys.
+
+Most are orders written down per device: 1F1B is so many forwards and then one
+backward and one forward in turn. Where the best order depends on how long
+things take, a rule is asked in simulated time what a device does next; what it
+answers becomes the order. Rules of one's own go the same way (`custom`).
+
+  # gpipe, 3 stages, 3 microbatches      # one_f_one_b
+  0 | F0 F1 F2 .  .  .  .  B0 B1 B2      0 | F0 F1 F2 .  .  B0 .  B1 .  B2
+  1 | .  F0 F1 F2 .  .  B0 B1 B2 .       1 | .  F0 F1 .  B0 F2 B1 .  B2 .
+  2 | .  .  F0 F1 F2 B0 B1 B2 .  .       2 | .  .  F0 B0 F1 B1 F2 B2 .  .
+
+Each is a function of this package and an entry of `SCHEDULES`. Synchronous ones
+take `batches`, of `microbatches` each, with a flush between them. `build` makes
+a table from the arguments of its function, `make` from the stages and the
+microbatches of a run, with the traits that the schedule declares.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from asgd import names
+from pipeline import analyze, files, validate
+from pipeline.schedules.asynchronous import (
+  ftpipe,
+  pipedream,
+  pipedream_2bw,
+  pipemare,
+  stale,
+)
+from pipeline.schedules.flush import (
+  breadth_first,
+  gpipe,
+  interleaved,
+  one_f_one_b,
+)
+from pipeline.schedules.layout import Traits, listed
+from pipeline.schedules.play import Rule as Rule
+from pipeline.schedules.play import RuleState as RuleState
+from pipeline.schedules.two_directions import chimera, dualpipe, dualpipe_v
+from pipeline.schedules.user_rules import custom
+from pipeline.schedules.user_rules import fill as fill
+from pipeline.schedules.zero_bubbles import (
+  v_half,
+  v_min,
+  zb_h1,
+  zb_h2,
+  zb_v,
+  zero_bubble,
+)
+from pipeline.table import KNOWN, Schedule, check_positive
+
+_MOST = 10**7  # forwards of a table that `build` makes
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+  maker.__name__: maker
+  for maker in (
+    *(gpipe, one_f_one_b, interleaved, breadth_first, chimera),
+    *(dualpipe, dualpipe_v, zero_bubble, zb_h1, zb_h2, zb_v, v_half, v_min),
+    *(pipedream, pipedream_2bw, stale, pipemare, ftpipe, custom),
+  )
+}
+
+
+class OptionError(ValueError):
+  """An option of a run that does not fit. Its text begins with its key, so
+  `runs.LABEL.` before it makes it the key of a config."""
+
+  def __init__(self, key: str, why: str):
+    super().__init__(f"{key} {why}")
+    self.key = key
+
+
+def build(name: str, **options) -> Schedule:
+  """Builds a table by the name of its schedule.
+
+  Raises:
+    ValueError: for an unknown name or option, naming the nearest known one, and
+      for a table of more than 10 million forwards.
+  """
+  maker = names.lookup("schedule", name, SCHEDULES)
+  count = forwards(options)
+  if count > _MOST:
+    raise ValueError(
+      f"{name} would have {count:,} forwards (stages x microbatches x batches),"
+      f" and {_MOST:,} are the most: is there a misprint?"
+    )
+  return names.call("schedule", name, maker, options)
+
+
+def forwards(options: Mapping[str, object]) -> int:
+  """Returns how many forwards a table of these options has, or fewer. What is
+  no number counts as 1: the maker of the table says what is wrong with it."""
+
+  def number(value):
+    whole = isinstance(value, (int, np.integer))
+    return max(int(value), 1) if whole else 1
+
+  devices = options.get("devices")
+  each = devices is not None and listed(devices)
+  keys = ("stages", "chunks", "microbatches", "batches")
+  counts = [number(options.get(key)) for key in keys]
+  return math.prod([len(each) if each else number(devices), *counts])
+
+
+def describe(name: str) -> Traits:
+  """Returns what a schedule assumes, and which options a run of it may set.
+
+  Args:
+    name: of `SCHEDULES`, or of a file that holds a table; all that there is to
+      know of such a table is in it, and there is no option.
+
+  Raises:
+    ValueError: for an unknown schedule, naming the nearest.
+  """
+  if files.is_file(name):
+    return Traits(())
+  return names.lookup("schedule", name, SCHEDULES).traits
+
+
+def make(
+  name: str,
+  *,
+  stages: int | None,
+  total: int,
+  batch: int,
+  every: int | None = None,
+  **options,
+) -> Schedule:
+  """Returns the table of a run: of one update, over and over, if the schedule
+  flushes, else of all microbatches.
+
+  Args:
+    name: of `SCHEDULES`, or the path of a file that holds a table.
+    stages: S; None of a file is as many as its table has.
+    total: microbatches of the run.
+    batch: microbatches of an update where `every` does not say it and the
+      schedule sums gradients.
+    every: microbatches of one update; None is `batch`, or 1 for an asynchronous
+      schedule that sums none, or that of the table in a file.
+    **options: those of `describe(name).options`. `rule` may be the place of a
+      function, MODULE:NAME.
+
+  Raises:
+    OptionError: for a value that does not fit the others, naming its key.
+    ValueError: as `build` and `validate.validate`, and for a table without a
+      backward.
+  """
+  if files.is_file(name):
+    table = _of_file(Path(name), stages, total, batch, every, options)
+  else:
+    table = _of_maker(name, stages, total, batch, every, options)
+  if (validate.rows(table).weight < 0).any():
+    raise ValueError("its table has no backward: there is nothing to train")
+  return table
+
+
+def _of_maker(name, stages, total, batch, every, options):
+  maker = names.lookup("schedule", name, SCHEDULES)
+  traits, takes = maker.traits, inspect.signature(maker).parameters
+  for key in options:
+    names.lookup(f"option of {name}", key, dict.fromkeys(traits.options))
+  check_positive(stages=stages, total=total, batch=batch)
+  if "stages" in takes:
+    options["stages"] = stages
+  elif traits.listed:
+    devices = options.setdefault("devices", list(range(stages)))
+    if len(listed(devices) or ()) != stages:
+      raise OptionError(
+        "devices",
+        f"must be a device for each of {stages} stages, not {devices!r}",
+      )
+  else:
+    options["devices"] = _devices(name, stages, traits, takes, options)
+  if name == "zero_bubble":
+    options.setdefault("max_activations", stages)
+  if "rule" in takes:
+    options["rule"] = _function(options.get("rule"))
+  flushes = options.get("flush", traits.flush)
+  if every is None:
+    every = batch if flushes or traits.sums else 1
+  _check_option("every", every)
+  if total % every:
+    raise OptionError(
+      "every",
+      f"{every} does not divide the {total} microbatches of the run; use a"
+      f" divisor such as {math.gcd(total, every)}",
+    )
+  options["microbatches"] = every if flushes else total
+  if "every" in takes:
+    options["every"] = every
+  return build(name, **options)
+
+
+def _check_option(key, value):
+  try:
+    check_positive(**{key: value})
+  except ValueError as error:
+    raise OptionError(key, str(error).removeprefix(f"{key} ")) from None
+
+
+def _devices(name, stages, traits, takes, options):
+  """How many devices the stages of a schedule have, several on each."""
+  each = traits.chunks
+  if "chunks" in takes:
+    each = options.setdefault("chunks", each)
+    _check_option("chunks", each)
+  if stages % each:
+    raise OptionError(
+      "stages",
+      f"{stages} are no multiple of the {each} stages on each device of {name}:"
+      f" set stages={stages + each - stages % each}",
+    )
+  return stages // each
+
+
+def _function(place):
+  """Returns the function MODULE:NAME, or what is a function already."""
+  if callable(place):
+    return place
+  module, _, name = (
+    place.partition(":") if isinstance(place, str) else ("", 0, 0)
+  )
+  try:
+    return getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError, TypeError) as error:
+    raise OptionError(
+      "rule",
+      "must be the place of a function, as in 'my_module:my_rule', not"
+      f" {place!r} ({error})",
+    ) from None
+
+
+def _of_file(path, stages, total, batch, every, options):
+  """A table of the user's, which must be of the microbatches of the run."""
+  if options:
+    raise OptionError(
+      next(iter(options)), f"is no option: all of the run is in {path}; drop it"
+    )
+  try:
+    table = validate.validate(files.read(path))
+  except OSError as error:
+    raise OptionError(
+      "schedule", f"{path} cannot be read: {error.strerror}"
+    ) from error
+  own = sorted(set(table.action.tolist()) - set(KNOWN))
+  if own:
+    raise OptionError(
+      "schedule",
+      f"{path} has actions {own}, for which there are no functions here: use"
+      " pipeline.executor, or drop them",
+    )
+  if stages is not None and stages != table.stages:
+    raise OptionError(
+      "stages", f"{stages} are not the {table.stages} of {path}: drop it"
+    )
+  if every is None and table.flush:
+    every = batch
+  if every is not None and every != table.every:
+    raise OptionError(
+      "every",
+      f"{every!r} is not that of {path}, which has {table.every} microbatches"
+      f" in an update: set every={table.every}, or leave it out and set"
+      f" microbatches={table.every}",
+    )
+  wanted = table.every if table.flush else total
+  if table.microbatches != wanted or total % table.every:
+    raise OptionError(
+      "schedule",
+      f"{path} has {table.microbatches} microbatches, {table.every} in an"
+      " update; a table that flushes must be of one update, and divide the"
+      f" {total} microbatches of the run, another must have them all",
+    )
+  return table
+
+
+def weights_of(table: Schedule, weights: str | None = None) -> str:
+  """Returns which weights backwards of a table read; see `analyze.versions`.
+
+  Args:
+    table: of a schedule, or the user's own.
+    weights: what a run says; None is the schedule's default, by the name of the
+      table: "latest" if it flushes, "stash" if no schedule has that name.
+
+  Raises:
+    OptionError: for weights that a table that flushes does not have.
+    ValueError: as `analyze.versions`.
+  """
+  if weights is None:
+    maker = SCHEDULES.get(table.name, custom)
+    weights = "latest" if table.flush else maker.traits.weights
+  if table.flush and weights not in ("latest", "stash"):
+    raise OptionError(
+      "weights",
+      f"{weights!r} is for asynchronous schedules, and {table.name} flushes:"
+      " drop it",
+    )
+  analyze.versions(table, weights)
+  return weights

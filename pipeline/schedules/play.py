@@ -1,0 +1,300 @@
+"""Simulated time, in which a local rule says what each device does next.
+
+What the devices answer becomes their orders. Time comes from `analyze.Costs`.
+"""
+
+import collections
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from pipeline import analyze
+from pipeline import table as table_lib
+from pipeline.schedules.layout import Orders, stages_of
+from pipeline.table import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  KNOWN,
+  WEIGHT,
+  ScheduleError,
+  Step,
+)
+
+_MANY = 1000  # own actions in a row while nothing else goes on, for each device
+
+
+class RuleState:
+  """What a device knows when its rule is asked; not to be changed.
+
+  Attributes:
+    time: now.
+    forward: stage -> its microbatches whose forward may start, in the order in
+      which they came.
+    backward: the same of the backward, of inputs or of both.
+    weight: the same of the backward of weights.
+    in_flight: stage -> its forwards whose backward (of weights) has not ended.
+    soon: when the next of those above is known to come; infinity if it is not.
+  """
+
+  __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")
+
+  def __init__(self, stages: Iterable[int]):
+    stages = list(stages)
+    self.time = 0.0
+    self.forward = {stage: collections.deque() for stage in stages}
+    self.backward = {stage: collections.deque() for stage in stages}
+    self.weight = {stage: collections.deque() for stage in stages}
+    self.in_flight = dict.fromkeys(stages, 0)
+    self.soon = math.inf
+
+  def first(self, action: str) -> Step | None:
+    """Returns the ready step of the lowest microbatch; of those of one
+    microbatch, that of the highest stage. None if there is none.
+
+    Args:
+      action: F, B, I or W.
+    """
+    queues = self.queues(action)
+    ready = [(queue[0], -stage) for stage, queue in queues.items() if queue]
+    if not ready:
+      return None
+    microbatch, stage = min(ready)
+    return action, -stage, microbatch
+
+  def queues(self, action: str) -> dict[int, collections.deque[int]]:
+    """Returns `forward`, `backward` or `weight`, by action."""
+    if action == FORWARD:
+      return self.forward
+    return self.weight if action == WEIGHT else self.backward
+
+
+Rule = Callable[[int, RuleState], Step | tuple[Step, Step] | None]
+
+
+class Played:
+  """What devices did, and when they began and ended."""
+
+  def __init__(self, devices):
+    self.orders: Orders = [[] for _ in range(devices)]
+    self.begin = [math.inf] * devices
+    self.end = [0.0] * devices
+
+  def score(self):
+    """The longest time that a device is engaged, then the time of all.
+
+    The first is what a batch costs if devices need not wait for each other
+    between batches (the zero bubble papers' cost).
+    """
+    spans = zip(self.begin, self.end, strict=True)
+    longest = max(end - begin for begin, end in spans)
+    # Sums of the same numbers in another order are the same time.
+    return float(f"{longest:.9g}"), float(f"{max(self.end):.9g}")
+
+
+def play(
+  rule: Rule,
+  places: Sequence[Sequence[int]],
+  microbatches: int,
+  cost: analyze.Costs,
+  *,
+  every: int,
+  flush: bool,
+) -> Played:
+  """Asks the rule of every idle device, whenever something changes.
+
+  Raises:
+    ScheduleError: if no device goes on, or a rule names what is not ready.
+  """
+  clock = _Clock(rule, places, microbatches, cost, every, flush)
+  for microbatch in range(microbatches):
+    clock.come(0.0, 0, microbatch)
+  touched = set(range(len(clock.devices)))
+  while clock.left or clock.events:
+    touched |= clock.advance()
+    for device in sorted(touched):
+      if clock.devices[device].idle and clock.left:
+        clock.ask(device)
+    touched.clear()
+  return clock.played
+
+
+class _Device:
+  """A device at a time."""
+
+  __slots__ = ("state", "idle", "coming")
+
+  def __init__(self, stages):
+    self.state = RuleState(stages)
+    self.idle = True
+    self.coming = []  # a heap of times
+
+
+class _Clock:
+  """Simulated time in which devices do what their rule says."""
+
+  def __init__(self, rule, places, microbatches, cost, every, flush):
+    self.devices = [_Device(stages) for stages in stages_of(places)]
+    self.played = Played(len(self.devices))
+    # Forwards and backwards of weights that have not begun.
+    self.left = 2 * len(places) * microbatches
+    # A heap of (time, number, device, what, stage, microbatch).
+    self.events = []
+    self._rule, self._places = rule, places
+    self._cost, self._batches = cost, (every, flush)
+    columns = cost.forward, cost.backward, cost.input, cost.weight
+    columns = (column.tolist() for column in columns)
+    self._length = dict(zip("FBIW", columns, strict=True))
+    self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
+    self._gates = _Gates(every) if flush and every < microbatches else None
+    self._number = itertools.count()
+    self._others = 0  # own actions since the last step of a stage
+    self._now = 0.0
+
+  def advance(self) -> set[int]:
+    """Goes on to the next event; returns the devices that it is about."""
+    events = self.events
+    if not events or self._others > _MANY * len(self.devices):
+      why = "no rule goes on" if not events else "own actions never end"
+      raise self._stopped(f"{why}, and {self.left} tasks are left")
+    touched = set()
+    # What differs by rounding only happens at the same time.
+    until = events[0][0] + 1e-9 * max(1.0, events[0][0])
+    while events and events[0][0] <= until:
+      self._now, _, device, what, stage, microbatch = heapq.heappop(events)
+      touched.add(device)
+      if what == "idle":
+        self.devices[device].idle = True
+      elif what == "done":
+        self.devices[device].state.in_flight[stage] -= 1
+      else:
+        heapq.heappop(self.devices[device].coming)
+        self.devices[device].state.queues(what)[stage].append(microbatch)
+    return touched
+
+  def ask(self, device):
+    """Lets a device do what its rule says."""
+    mine, now = self.devices[device], self._now
+    state, coming = mine.state, mine.coming
+    state.time, state.soon = now, coming[0] if coming else math.inf
+    answer = self._rule(device, state)
+    if answer is None:
+      return
+    steps = (answer,) if isinstance(answer[0], str) else tuple(answer)
+    length = 0.0
+    for step in steps:
+      length += self._take(device, *step)
+    if len(steps) > 1 and self._cost.overlap is not None:
+      length = self._cost.overlap
+    end = now + length
+    played = self.played
+    played.orders[device].append(answer)
+    played.begin[device] = min(played.begin[device], now)
+    played.end[device] = end
+    mine.idle = False
+    self._at(end, device, "idle", 0, 0)
+    for action, stage, microbatch in steps:
+      if action in KNOWN:
+        self._begin(device, end, action, stage, microbatch)
+
+  def _take(self, device, action, stage, microbatch):
+    """Removes a step from those that are ready; returns how long it takes."""
+    if action not in KNOWN:
+      self._others += 1
+      length = self._cost.own.get(action, 0.0)
+      if length <= 0:
+        raise ValueError(
+          f"costs must say how long {action!r} takes, such as"
+          f" own={{{action!r}: 1}}"
+        )
+      return length
+    self._others = 0
+    queue = self.devices[device].state.queues(action).get(stage)
+    if queue and queue[0] == microbatch:
+      queue.popleft()
+    elif queue and microbatch in queue:
+      queue.remove(microbatch)
+    else:
+      raise self._stopped(
+        f"device {device} does {(action, stage, microbatch)} at {self._now:g},"
+        " which is not ready"
+      )
+    return self._length[action][stage]
+
+  def _begin(self, device, end, action, stage, microbatch):
+    """What comes of a step that ends at `end`."""
+    if action == FORWARD:
+      self.left -= 1
+      self.devices[device].state.in_flight[stage] += 1
+      if stage + 1 == len(self._places):
+        self._send(end, device, BACKWARD, stage, microbatch)
+      else:
+        if self._place(stage + 1, microbatch) != device:
+          end += self._transfer[0][stage]
+        self.come(end, stage + 1, microbatch)
+      return
+    if action != WEIGHT and stage:
+      other = self._place(stage - 1, microbatch)
+      when = end + self._transfer[1][stage - 1] if other != device else end
+      self._send(when, other, BACKWARD, stage - 1, microbatch)
+    if action == INPUT:
+      self._send(end, device, WEIGHT, stage, microbatch)
+      return
+    self.left -= 1
+    self._at(end, device, "done", stage, microbatch)
+    if self._gates is not None:
+      for when, waiting in self._gates.done(end, stage, microbatch):
+        self.come(when, stage, waiting)
+
+  def come(self, when, stage, microbatch):
+    """Lets a forward be ready at `when`, or when its batch may start."""
+    if self._gates is not None:
+      when = self._gates.enter(when, stage, microbatch)
+    if when is not None:
+      device = self._place(stage, microbatch)
+      self._send(when, device, FORWARD, stage, microbatch)
+
+  def _place(self, stage, microbatch):
+    place = self._places[stage]
+    return place[microbatch % len(place)]
+
+  def _send(self, when, device, action, stage, microbatch):
+    self._at(when, device, action, stage, microbatch)
+    heapq.heappush(self.devices[device].coming, when)
+
+  def _at(self, when, *event):
+    heapq.heappush(self.events, (when, next(self._number), *event))
+
+  def _stopped(self, why) -> ScheduleError:
+    every, flush = self._batches
+    table = table_lib.lay_out(
+      "so far", self.played.orders, every=every, flush=flush
+    )
+    return ScheduleError(f"{why}\n{table_lib.to_text(table)}")
+
+
+class _Gates:
+  """Forwards that wait for the update of the batch before."""
+
+  def __init__(self, every):
+    self._every = every
+    self._done = collections.Counter()  # of (stage, batch)
+    self._end = collections.defaultdict(float)
+    self._waiting = collections.defaultdict(list)
+
+  def enter(self, when, stage, microbatch):
+    """When a forward may start that is there at `when`; None: not known."""
+    batch = microbatch // self._every
+    before = stage, batch - 1
+    if batch == 0 or self._done[before] == self._every:
+      return max(when, self._end[before])
+    self._waiting[before].append((when, microbatch))
+    return None
+
+  def done(self, end, stage, microbatch):
+    """Counts a backward; returns the forwards that may come now."""
+    key = stage, microbatch // self._every
+    self._done[key] += 1
+    self._end[key] = max(self._end[key], end)
+    return self._waiting.pop(key, ()) if self._done[key] == self._every else ()

@@ -1,0 +1,132 @@
+"""Tables by a rule of the user's own, and own actions in tables that exist."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeline import analyze, validate
+from pipeline import table as table_lib
+from pipeline.schedules.layout import (
+  check_bool,
+  check_updates,
+  costs_of,
+  places_of,
+  traits,
+)
+from pipeline.schedules.play import Rule, play
+from pipeline.table import KNOWN, Schedule
+
+
+@traits(listed=True)
+def custom(
+  rule: Rule,
+  *,
+  devices: Sequence[int | Sequence[int]],
+  microbatches: int,
+  costs: analyze.Costs | None = None,
+  every: int | None = None,
+  flush: bool = True,
+  name: str = "custom",
+) -> Schedule:
+  """Returns the table that a rule of one's own leads to.
+
+  The rule is asked when a device is idle and something has changed, until the
+  last step of a stage has begun, with the device's number and its `RuleState`.
+  It answers with a step (action, stage, microbatch) that is ready, with a pair
+  of a forward and a backward that overlap, or with None to wait. For a backward
+  that is ready it may answer B, or I; then W is ready later. An action that is
+  not F, B, I or W is its own business, has stage and microbatch -1, and takes
+  what `costs.own` says.
+
+  Here is 1F1B that does some optimizer work, K, whenever it would wait:
+
+    >>> from pipeline import table as table_lib
+    >>> def rule(device, state):
+    ...   step = state.first("B")
+    ...   if step is None and state.in_flight[device] < 2 - device:
+    ...     step = state.first("F")
+    ...   return step or ("K", -1, -1)
+    >>> table = custom(
+    ...   rule,
+    ...   devices=[0, 1],
+    ...   microbatches=2,
+    ...   costs=analyze.costs(2, backward=1.0, own={"K": 1.0}),
+    ... )
+    >>> print(table_lib.to_text(table), end="")
+    # custom; every 2; flush
+    0 | F0 F1 K  B0 K  B1
+    1 | K  F0 B0 F1 B1 .
+
+  Args:
+    rule: what to do next.
+    devices: of each stage its device, or those of its replicas, which take
+      microbatches in turn.
+    microbatches: in all.
+    costs: how long things take; None is as in `analyze.analyze`, and 1 for
+      every own action.
+    every: microbatches of one update; None is all.
+    flush: whether forwards of a batch wait for the update of the one before.
+    name: of the table.
+
+  Raises:
+    ScheduleError: if the rule names what is not ready, or all wait forever,
+      with the table so far.
+    ValueError: for arguments that are not such.
+  """
+  places = places_of(devices)
+  every = microbatches if every is None else every
+  check_updates(microbatches, every)
+  check_bool("flush", flush)
+  if costs is None:
+    costs = analyze.costs(len(places))._replace(own=_Ones())
+  costs = costs_of(costs, len(places))
+  played = play(rule, places, microbatches, costs, every=every, flush=flush)
+  table = table_lib.lay_out(name, played.orders, every=every, flush=flush)
+  return validate.validate(table)
+
+
+class _Ones(dict):
+  """1 for every action."""
+
+  def get(self, action, default=None):
+    del action, default
+    return 1.0
+
+
+def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
+  """Returns a table with own actions in slots where devices are idle.
+
+  Nothing else moves, and the table gets no longer.
+
+  Args:
+    schedule: a table.
+    actions: device -> names, which go into its idle slots in their order.
+
+  Raises:
+    ValueError: if there are more actions than idle slots, no such device, or an
+      action is F, B, I or W.
+  """
+  rows = schedule.tasks
+  for device, own in actions.items():
+    if device not in range(schedule.devices):
+      raise ValueError(
+        f"there is no device {device!r}; they are 0 to {schedule.devices - 1}"
+      )
+    of_stages = [action for action in own if action in KNOWN]
+    if of_stages:
+      raise ValueError(
+        f"{of_stages[0]!r} is not an own action: fill moves no work of stages"
+      )
+    busy = set(schedule.time[schedule.device == device].tolist())
+    idle = [slot for slot in range(schedule.slots) if slot not in busy]
+    if len(own) > len(idle):
+      raise ValueError(
+        f"device {device} has {len(idle)} idle slots for {len(own)} actions;"
+        f" leave out {len(own) - len(idle)}"
+      )
+    rows += [
+      (slot, device, -1, -1, action)
+      for slot, action in zip(idle, own, strict=False)
+    ]
+  table = table_lib.make(
+    schedule.name, rows, every=schedule.every, flush=schedule.flush
+  )
+  return validate.validate(table)

@@ -1,0 +1,206 @@
+"""A run of a pipeline before a slot: what there is of it, and on which lane.
+
+Slots are cuts: no task of slot t needs anything of slot t or later. So the keys
+that a state has before a slot follow from the table.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base
+from pipeline.instructions import Program
+from pipeline.spans import TaskSpan
+
+Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("m", ...)
+
+
+class PipelineState(NamedTuple):
+  """A run before a slot. Keys are of the table: a checkpoint is this. Of a
+  process that has some lanes only, it is their part, with None for the servers
+  that are elsewhere."""
+
+  slot: int  # the next
+  microbatch: int  # that the first of the table stands for
+  servers: tuple[base.ServerState, ...]  # S
+  messages: dict[tuple[int, int], Any]  # (stage, replica), of `Part.message`
+  tickets: dict[tuple[int, int, int], base.Ticket]  # stage, version, replica
+  sums: dict[int, Any]  # stage -> (sum of messages, oldest ticket)
+  on_their_way: dict[Key, Any]
+  kept: dict[tuple[int, int], Any]  # (stage, microbatch), for the backward
+  halves: dict[tuple[int, int], Any]  # the same, between I and W
+
+
+class PipelineResult(NamedTuple):
+  """What a run did."""
+
+  state: PipelineState
+  losses: dict[int, Any]  # microbatch -> float[], as its last stage found it
+  records: tuple[base.Records, ...]  # S; a row an update
+  spans: tuple[TaskSpan, ...]
+
+
+def keys(program: Program, slot: int) -> dict[str, set]:
+  """Returns the keys that the state of the whole table has before a slot: field
+  -> keys; of tickets, those that will be read.
+
+  Args:
+    program: of the table.
+    slot: from 0 to its end.
+  """
+  schedule, where = program.schedule, program.where
+  forward, backward, weight = (schedule.time[rows] for rows in where)
+
+  def at(mask, *prefix):
+    return {(*prefix, *key) for key in map(tuple, np.argwhere(mask).tolist())}
+
+  def between(first, last):
+    return (first < slot) & (slot <= last)
+
+  activations = np.zeros((schedule.stages, schedule.microbatches), bool)
+  gradients = activations.copy()
+  activations[1:] = between(forward[:-1], forward[1:])
+  gradients[:-1] = between(backward[1:], backward[:-1])
+  tickets, sums, messages = _of_updates(program, slot, weight)
+  return {
+    "tickets": tickets,
+    "kept": at(between(forward, weight)),
+    "halves": at(between(backward, weight) & (weight != backward)),
+    "on_their_way": at(activations, "x") | at(gradients, "g") | messages,
+    "sums": sums,
+  }
+
+
+def _of_updates(program, slot, weight):
+  """The keys of tickets, sums and messages of updates that are yet to come."""
+  schedule, every = program.schedule, program.schedule.every
+  # When the version after each update is made.
+  ends = np.sort(weight, axis=1)[:, every - 1 :: every]
+  if program.together:
+    ends = np.broadcast_to(ends.max(0), ends.shape)
+  tickets, sums, messages = set(), set(), set()
+  for stage, places in enumerate(program.places):
+    later = np.flatnonzero(weight[stage] >= slot)
+    rows = program.where.weight[stage]
+    replica = np.searchsorted(places, schedule.device[rows[later]])
+    before = int(np.searchsorted(ends[stage], slot, "left"))  # versions made
+    done = len(weight[stage]) - len(later) - before * every
+    if every > 1 and done:
+      sums.add(stage)
+    if done == every:  # the last message waits for the other stages
+      order = np.lexsort((schedule.device[rows], schedule.time[rows]))
+      messages.add(("m", stage, int(order[(before + 1) * every - 1])))
+    for read in (program.versions.forward, program.versions.backward):
+      version = read[stage, later]
+      there = version <= before
+      pairs = zip(version[there].tolist(), replica[there].tolist(), strict=True)
+      tickets.update((stage, *pair) for pair in pairs)
+  return tickets, sums, messages
+
+
+def lane_of(program: Program, field: str, key: Any) -> int:
+  """Returns the lane that keeps something.
+
+  Args:
+    program: of the table.
+    field: of `PipelineState`.
+    key: in this field; of `servers` and `sums`, the stage.
+  """
+  if field in ("servers", "sums"):
+    return program.places[key][0]
+  if field == "messages":
+    return program.places[key[0]][0]
+  if field == "tickets":
+    return program.places[key[0]][key[2]]
+  device = program.schedule.device
+  if field in ("kept", "halves"):
+    return int(device[program.where.forward[key]])
+  kind, *at = key  # on its way to that lane
+  if kind == "m":
+    return program.places[at[0]][0]
+  row = program.where.forward if kind == "x" else program.where.backward
+  return int(device[row[tuple(at)]])
+
+
+def check(state: PipelineState, program: Program, messages: set) -> None:
+  """Refuses what is no state of this table: its lanes would wait forever.
+
+  Args:
+    state: of all lanes.
+    program: of the table.
+    messages: (stage, replica) that a `Part.message` has a state of.
+
+  Raises:
+    ValueError: for a state of another table, one that is not whole, or one that
+      a run has consumed.
+  """
+  table = program.schedule
+  if len(state.servers) != table.stages:
+    raise ValueError(
+      f"the state has {len(state.servers)} stages, and {table.name} has"
+      f" {table.stages}: it is of another table"
+    )
+  for leaf in jax.tree.leaves((state.servers, state.sums)):
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+      raise ValueError(
+        "this state was consumed by a run: go on with the one that the run"
+        " returned"
+      )
+  fields = keys(program, state.slot) | {"messages": messages}
+  for field, wanted in fields.items():
+    present = set(getattr(state, field))
+    # A version may be held that is read no more.
+    if field == "tickets":
+      present &= wanted
+    wrong = min(wanted ^ present, default=None)
+    if wrong is not None:
+      raise ValueError(
+        f"before slot {state.slot} of {table.name} a state has"
+        f" {'no ' if wrong in present else ''}{field} {wrong}, unlike this one:"
+        " it is of another table, or not whole"
+      )
+
+
+# A checkpoint: JSON and arrays of a state, so of what is in flight, too.
+
+_NODES = {node.__name__: node for node in (base.Ticket, base.Variables)}
+
+
+def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
+  """Puts the arrays of a tree into `leaves`; returns JSON that says where."""
+  if tree is None:
+    return None
+  if isinstance(tree, dict):
+    pairs = [[key, describe(value, leaves)] for key, value in tree.items()]
+    return {"dict": pairs}
+  if isinstance(tree, (tuple, list)):
+    name = type(tree).__name__
+    return {name: [describe(value, leaves) for value in tree]}
+  kind = "array"
+  if jnp.issubdtype(getattr(tree, "dtype", np.bool_), jax.dtypes.prng_key):
+    kind, tree = "key", jax.random.key_data(tree)
+  leaves.append(np.asarray(tree))
+  return {kind: len(leaves) - 1}
+
+
+def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
+  """Returns the tree that `describe` was given; its arrays are copies."""
+  if description is None:
+    return None
+  ((kind, content),) = description.items()
+  if kind == "dict":
+    return {
+      tuple(key) if isinstance(key, list) else key: rebuild(value, leaves)
+      for key, value in content
+    }
+  if kind == "array":
+    return jnp.array(leaves[content])
+  if kind == "key":
+    return jax.random.wrap_key_data(jnp.array(leaves[content]))
+  values = [rebuild(value, leaves) for value in content]
+  if kind in ("tuple", "list"):
+    return values if kind == "list" else tuple(values)
+  return _NODES[kind](*values)

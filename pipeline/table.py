@@ -1,0 +1,513 @@
+"""The table that a pipeline obeys: which device does what, and in which order.
+
+A task is an action of a stage on a microbatch. Actions are a letter or a word:
+
+  F  forward
+  B  backward, of inputs and weights
+  I  backward of inputs only; W, of weights, comes later
+  W  backward of weights
+
+and any other name is a user's own, which the table places in time and nothing
+here waits for. Two tasks of a device in the same slot are one block: a forward
+and a backward that overlap (DualPipe).
+
+Times are slots. They say which task goes before which, and each takes one; how
+long it takes in seconds is not a matter of the table but of `analyze.costs`.
+
+Index letters in shape comments, here and elsewhere in the package:
+  T  tasks
+  S  stages, numbered along the network
+  M  microbatches
+  D  devices
+"""
+
+import collections
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import checks
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+KNOWN = (FORWARD, BACKWARD, INPUT, WEIGHT)
+
+
+class ScheduleError(ValueError):
+  """A table that cannot be, or cannot be run; its text shows where."""
+
+
+def check_positive(**numbers: int) -> None:
+  """Refuses what is not a positive whole number, by its name."""
+  for name, value in numbers.items():
+    checks.whole(name, value)
+
+
+class Task(NamedTuple):
+  """One row."""
+
+  time: int  # slot
+  device: int
+  stage: int  # -1: none, as has a user's own action
+  microbatch: int  # -1: none, too
+  action: str
+
+
+class Schedule(NamedTuple):
+  """A table. Rows are in the order of time, then device, then action."""
+
+  name: str
+  time: np.ndarray  # int32[T]
+  device: np.ndarray  # int32[T]
+  stage: np.ndarray  # int32[T]
+  microbatch: np.ndarray  # int32[T]
+  action: np.ndarray  # str[T]
+  every: int  # microbatches of one update
+  flush: bool  # whether the next batch waits for the update
+
+  @property
+  def devices(self) -> int:
+    """D."""
+    return _count(self.device)
+
+  @property
+  def stages(self) -> int:
+    """S."""
+    return _count(self.stage)
+
+  @property
+  def microbatches(self) -> int:
+    """M."""
+    return _count(self.microbatch)
+
+  @property
+  def slots(self) -> int:
+    """The length of the table."""
+    return _count(self.time)
+
+  @property
+  def tasks(self) -> list[Task]:
+    """The rows, for reading by eye or loop."""
+    columns = (column.tolist() for column in self[1:6])
+    return [Task(*row) for row in zip(*columns, strict=True)]
+
+  def places(self) -> list[list[int]]:
+    """Returns the devices of each stage; several, if it is replicated."""
+    # Not those of a user's own actions, which may be anywhere.
+    pairs = np.stack([self.stage, self.device], 1)
+    pairs = np.unique(pairs[np.isin(self.action, KNOWN)], axis=0)
+    out = [[] for _ in range(self.stages)]
+    for stage, device in pairs.tolist():
+      out[stage].append(device)
+    return out
+
+  def orders(self) -> list[list[tuple["Task", ...]]]:
+    """Returns the blocks of each device, in their order."""
+    out = [[] for _ in range(self.devices)]
+    for task in self.tasks:
+      blocks = out[task.device]
+      if blocks and blocks[-1][0].time == task.time:
+        blocks[-1] += (task,)
+      else:
+        blocks.append((task,))
+    return out
+
+
+def _count(column):
+  return int(column.max()) + 1 if len(column) else 0
+
+
+_RANK = {FORWARD: 0, BACKWARD: 1, INPUT: 2, WEIGHT: 3}
+
+
+def make(
+  name: str,
+  tasks: Iterable[Task | tuple] | Sequence[np.ndarray],
+  *,
+  every: int,
+  flush: bool,
+) -> Schedule:
+  """Returns a table of `tasks`, which may come in any order.
+
+  Args:
+    name: for people.
+    tasks: rows (time, device, stage, microbatch, action).
+    every: microbatches of one update.
+    flush: whether forwards of a batch wait until the batch before is updated;
+      a synchronous schedule.
+
+  Raises:
+    ScheduleError: for rows that are not such.
+  """
+  if not isinstance(every, int | np.integer) or every < 1:
+    raise ScheduleError(
+      f"every must be a positive whole number of microbatches, not {every!r}"
+    )
+  rows = [tuple(task) for task in tasks]
+  for row in rows:
+    if len(row) != 5:
+      raise ScheduleError(
+        f"task {row!r} must be (time, device, stage, microbatch, action)"
+      )
+    if not isinstance(row[4], str) or not _NAME.fullmatch(row[4]):
+      raise ScheduleError(
+        f"action {row[4]!r} of {row!r} must be a name of letters and _"
+      )
+  columns = list(zip(*rows, strict=True)) if rows else [()] * 5
+  try:
+    numbers = [_int32(column) for column in columns[:4]]
+  except (TypeError, ValueError, OverflowError):
+    raise ScheduleError(
+      "time, device, stage and microbatch must be whole numbers below 2**31"
+    ) from None
+  return from_columns(
+    name, *numbers, np.array(columns[4], str), every=every, flush=flush
+  )
+
+
+def _int32(column):
+  array = np.asarray(column)
+  if array.size and not np.issubdtype(array.dtype, np.integer):
+    raise ValueError
+  out = array.astype(np.int32)
+  if (out != array).any():
+    raise OverflowError
+  return out
+
+
+def from_columns(
+  name, time, device, stage, microbatch, action, *, every, flush
+) -> Schedule:
+  """`make` for columns that are NumPy arrays already."""
+  if not isinstance(name, str) or not name.isprintable() or ";" in name:
+    raise ScheduleError(
+      f"a schedule's name must be one line without ;, not {name!r}"
+    )
+  if name != name.strip():  # it could not be read again
+    raise ScheduleError("a schedule's name must not begin or end in a space")
+  of_stage = np.isin(action, KNOWN)
+  for what, column, least in (
+    *(("time", time, 0), ("device", device, 0)),
+    *(("stage", stage, of_stage - 1), ("microbatch", microbatch, of_stage - 1)),
+  ):
+    wrong = np.flatnonzero(column < least)
+    if len(wrong):
+      i = wrong[0]
+      raise ScheduleError(
+        f"{what} {column[i]} of '{action[i]}' (slot {time[i]}, device"
+        f" {device[i]}) must not be negative"
+      )
+  alone = np.flatnonzero((stage < 0) != (microbatch < 0))
+  if len(alone):
+    i = alone[0]
+    raise ScheduleError(
+      f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
+      f" and microbatch {microbatch[i]}: give both, or -1 for both"
+    )
+  rank = np.full(len(time), 9, np.int8)
+  for kind, number in _RANK.items():
+    rank[action == kind] = number
+  order = np.lexsort((rank, device, time))
+  return Schedule(
+    *(name, time[order], device[order], stage[order], microbatch[order]),
+    *(action[order], int(every), bool(flush)),
+  )
+
+
+Step = tuple[str, int, int]  # action, stage, microbatch
+
+
+def lay_out(
+  name: str,
+  orders: Sequence[Sequence[Step | tuple[Step, Step]]],
+  *,
+  every: int,
+  flush: bool,
+) -> Schedule:
+  """Returns the table in which every device does its tasks in their order, each
+  as soon as what it needs is there.
+
+  Args:
+    name: for people.
+    orders: of each device, its (action, stage, microbatch); a pair of those is
+      one block, whose two tasks overlap.
+    every: as in `make`.
+    flush: as in `make`.
+
+  Raises:
+    ScheduleError: for a deadlock, with the table as far as it came.
+  """
+  blocks = [
+    [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
+    for order in orders
+  ]
+  stages = 1 + max((t[1] for o in blocks for b in o for t in b), default=-1)
+  ends: dict[tuple[str, int, int], int] = {}
+  updates = _Updates(blocks, every) if flush else None
+  free = [0] * len(blocks)
+  at = [0] * len(blocks)
+  rows = []
+
+  def ready(step):
+    """When a step may start; None if that is not known yet."""
+    action, stage, microbatch = step
+    if action == FORWARD:
+      when = 0 if stage == 0 else ends.get((FORWARD, stage - 1, microbatch))
+      if when is not None and updates:
+        before = updates.before(stage, microbatch)
+        return None if before is None else max(when, before)
+      return when
+    if action in (BACKWARD, INPUT):
+      own = ends.get((FORWARD, stage, microbatch))
+      if own is None or stage == stages - 1:
+        return own
+      other = ends.get((BACKWARD, stage + 1, microbatch))
+      return None if other is None else max(own, other)
+    if action == WEIGHT:
+      return ends.get((BACKWARD, stage, microbatch))
+    return 0
+
+  left = sum(map(len, blocks))
+  while left:
+    before = left
+    for device, order in enumerate(blocks):
+      while at[device] < len(order):
+        block = order[at[device]]
+        times = [ready(step) for step in block]
+        if None in times:
+          break
+        start = max(free[device], *times)
+        for action, stage, microbatch in block:
+          rows.append((start, device, stage, microbatch, action))
+          kind = BACKWARD if action == INPUT else action
+          ends[kind, stage, microbatch] = start + 1
+          if updates:
+            updates.done(action, stage, microbatch, start + 1)
+        free[device] = start + 1
+        at[device] += 1
+        left -= 1
+    if left == before:
+      waiting = [
+        f"\n  device {device}: {' & '.join(_cell(t, True) for t in order[n])}"
+        for device, (n, order) in enumerate(zip(at, blocks, strict=True))
+        if n < len(order)
+      ]
+      text = to_text(make(name, rows, every=every, flush=flush))
+      raise ScheduleError(
+        f"deadlock: no device can go on.\n{text}waiting:{''.join(waiting)}"
+      )
+  return make(name, rows, every=every, flush=flush)
+
+
+class _Updates:
+  """When stages of a synchronous schedule have been updated."""
+
+  def __init__(self, blocks, every):
+    self._every = every
+    self._left = collections.Counter(
+      (stage, microbatch // every)
+      for order in blocks
+      for block in order
+      for action, stage, microbatch in block
+      if action in (BACKWARD, WEIGHT)
+    )
+    self._end = collections.Counter()
+
+  def before(self, stage, microbatch):
+    """The end of the last update that a forward waits for; None: not known."""
+    key = stage, microbatch // self._every - 1
+    return None if self._left[key] else self._end[key]
+
+  def done(self, action, stage, microbatch, end):
+    if action in (BACKWARD, WEIGHT):
+      key = stage, microbatch // self._every
+      self._left[key] -= 1
+      self._end[key] = max(self._end[key], end)
+
+
+# Forms.
+
+_NAME = re.compile(r"[A-Za-z_]+")
+# More digits are no number that a table has, and int() would not read them all.
+_CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
+_IDLE = "."
+
+
+def _cell(step, stage_too):
+  action, stage, microbatch = step
+  text = action if microbatch < 0 else f"{action}{microbatch}"
+  return f"{text}@{stage}" if stage_too and stage >= 0 else text
+
+
+def to_text(
+  schedule: Schedule, marks: Mapping[tuple[int, int], str] | None = None
+) -> str:
+  """Returns the table as text: a line for each device, a column for each slot.
+
+  A cell is the action and the microbatch, `F3`; with its stage, `F3@1`, where
+  that is not the number of the device; `F3&B1` is a block of two.
+
+  Args:
+    schedule: the table.
+    marks: (device, slot) -> a character put on either side of that cell.
+  """
+  cells = collections.defaultdict(list)
+  own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
+  for task in schedule.tasks:
+    step = task.action, task.stage, task.microbatch
+    cells[task.device, task.time].append(_cell(step, not own))
+  marks = marks or {}
+  rows = []
+  for device in range(schedule.devices):
+    row = [
+      "&".join(cells[device, slot]) or _IDLE for slot in range(schedule.slots)
+    ]
+    for (other, slot), mark in marks.items():
+      if other == device and 0 <= slot < len(row):
+        row[slot] = f"{mark}{row[slot]}{mark}"
+    rows.append(row)
+  width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  name = max(
+    (len(str(device)) for device in range(schedule.devices)), default=1
+  )
+  lines = [_title(schedule)]
+  for device, row in enumerate(rows):
+    padded = (cell.ljust(n) for cell, n in zip(row, width, strict=True))
+    lines.append(f"{device:>{name}} | {' '.join(padded)}".rstrip())
+  return "\n".join(lines) + "\n"
+
+
+def _title(schedule):
+  flush = "; flush" if schedule.flush else ""
+  return f"# {schedule.name}; every {schedule.every}{flush}"
+
+
+_HEAD = re.compile(r"#\s*(.*?); every (\d{1,20})(; flush)?\s*")
+
+
+def from_text(text: str) -> Schedule:
+  """Reads what `to_text` writes.
+
+  Raises:
+    ScheduleError: naming the line that cannot be read.
+  """
+  lines = [
+    (n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+  ]
+  if not lines:
+    raise ScheduleError("there is no table: the text is empty")
+  name, every, flush = _head(*lines[0])
+  rows = []
+  for number, line in lines[1:]:
+    head, bar, body = line.partition("|")
+    if not bar or not re.fullmatch(r"\d{1,20}", head.strip()):
+      raise ScheduleError(
+        f"line {number}: {line!r} must be a device, | and its cells"
+      )
+    device = int(head)
+    for slot, cell in enumerate(body.split()):
+      if cell == _IDLE:
+        continue
+      for part in cell.split("&"):
+        match = _CELL.fullmatch(part)
+        if not match:
+          raise ScheduleError(
+            f"line {number}, slot {slot}: {part!r} must be an action and a"
+            " microbatch, such as F3 or, with its stage, F3@1"
+          )
+        action, microbatch, stage = match.groups()
+        if stage is None:
+          stage = -1 if microbatch is None else device
+        microbatch = -1 if microbatch is None else int(microbatch)
+        rows.append((slot, device, int(stage), microbatch, action))
+  return make(name, rows, every=every, flush=flush)
+
+
+def _head(number, line):
+  match = _HEAD.fullmatch(line.strip())
+  if not match:
+    raise ScheduleError(
+      f"line {number}: {line!r} must be '# NAME; every N', and '; flush' if the"
+      " schedule is synchronous"
+    )
+  return match[1], int(match[2]), bool(match[3])
+
+
+_COLUMNS = Task._fields
+
+
+def to_csv(schedule: Schedule) -> str:
+  """Returns the table as CSV, below a line that starts with #."""
+  out = io.StringIO()
+  out.write(f"{_title(schedule)}\n")
+  writer = csv.writer(out, lineterminator="\n")
+  writer.writerow(_COLUMNS)
+  writer.writerows(schedule.tasks)
+  return out.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+  """Reads what `to_csv` writes.
+
+  Raises:
+    ScheduleError: naming the line that cannot be read.
+  """
+  lines = text.splitlines() or [""]
+  name, every, flush = _head(1, lines[0])
+  try:
+    rows = list(csv.reader(lines[1:]))
+  except csv.Error as error:
+    raise ScheduleError(f"not a schedule in CSV: {error}") from None
+  if not rows or tuple(rows[0]) != _COLUMNS:
+    raise ScheduleError(f"line 2 must be {','.join(_COLUMNS)}")
+  tasks = []
+  for number, row in enumerate(rows[1:], 3):
+    if not row:
+      continue
+    try:
+      tasks.append((*map(int, row[:4]), row[4]))
+      if len(row) != 5:
+        raise ValueError
+    except (ValueError, IndexError):
+      raise ScheduleError(
+        f"line {number}: {','.join(row)!r} must be four whole numbers and an"
+        " action"
+      ) from None
+  return make(name, tasks, every=every, flush=flush)
+
+
+def to_json(schedule: Schedule) -> str:
+  """Returns the table as a JSON object; `tasks` holds the rows."""
+  return json.dumps(
+    {
+      "name": schedule.name,
+      "every": schedule.every,
+      "flush": schedule.flush,
+      "columns": _COLUMNS,
+      "tasks": schedule.tasks,
+    }
+  )
+
+
+def from_json(text: str) -> Schedule:
+  """Reads what `to_json` writes.
+
+  Raises:
+    ScheduleError: if it is not such an object.
+  """
+  try:
+    document = json.loads(text)
+    name, every, flush = document["name"], document["every"], document["flush"]
+    tasks = [tuple(task) for task in document["tasks"]]
+    if not isinstance(flush, bool):
+      raise TypeError(f"flush must be true or false, not {flush!r}")
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
+    raise ScheduleError(
+      f"not a schedule in JSON ({type(error).__name__}: {error}); it must have"
+      " name, every, flush and tasks"
+    ) from None
+  return make(name, tasks, every=every, flush=flush)

@@ -1,0 +1,415 @@
+"""Every recipe goes through this table of properties."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from asgd import algorithms, base, server, simulator, worker
+from asgd import orders as orders_lib
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+RATE, MOMENTUM, DECAY = 0.05, 0.9, 0.01
+NAMES = sorted(algorithms.RECIPES)
+# The dimensions are all different, so that no broadcast hides a mistake.
+PARAMS = {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.array([0.5])}
+CURVATURE = {"w": np.arange(1.0, 7).reshape(2, 3), "b": np.array([2.0])}
+
+
+def gradient(params, noise):
+  return jax.tree.map(lambda c, p, n: c * p + n, CURVATURE, params, noise)
+
+
+def noise(job):
+  rng = np.random.default_rng(job)
+  return jax.tree.map(lambda p: 0.1 * rng.normal(size=p.shape), PARAMS)
+
+
+def loss(params, batch, key):
+  del key
+  terms = jax.tree.map(
+    lambda c, p, n: jnp.sum(c * p**2 / 2 + n * p), CURVATURE, params, batch
+  )
+  return optax.tree.sum(terms), worker.Aux(())
+
+
+def run(recipe, trace, params=PARAMS):
+  workers = orders_lib.check(trace)
+  host = simulator.make_host(recipe.server(), recipe.make_worker(loss))
+  simulation, records = host.run(
+    host.init(params, workers),
+    trace,
+    len(trace.action),
+    batch=worker.job_batches(lambda worker, job: noise(job), recipe.steps),
+    root=jax.random.key(0),
+  )
+  return simulation, records
+
+
+def build(name, workers, learning_rate=RATE, **kwargs):
+  return algorithms.build(name, learning_rate, workers, **kwargs)
+
+
+def first_gradients():
+  return jax.tree.map(jnp.asarray, noise(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_update_accepts_unknown_extra_args(name):
+  algorithm = build(name, 2).algorithm
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = algorithm.init(params)
+  delay = base.Delay(jnp.int32(1), jnp.int32(3), params)
+  known, _ = algorithm.update(
+    first_gradients(), state, params, **delay._asdict()
+  )
+  more, _ = algorithm.update(
+    first_gradients(), state, params, **delay._asdict(), unheard_of=object()
+  )
+  jax.tree.map(np.testing.assert_array_equal, known, more)
+
+
+READS = {
+  "asgd": (),
+  "ssgd": (),
+  "nag_asgd": (),
+  "multi_asgd": ("worker",),
+  "staleness_aware": (),  # reads it in per_message, tested below
+  "dc_asgd_c": ("sent_params",),
+  "dc_asgd_a": ("sent_params",),
+  "gap_aware": ("sent_params",),
+  "dana_zero": ("worker",),
+  "dana_slim": (),
+  "dana_dc": ("sent_params", "worker"),
+  "downpour": (),
+  "model_averaging": (),
+  "easgd": (),
+  "diloco": (),
+  "fedasync": ("sent_params", "staleness"),
+}
+
+
+def test_the_table_of_what_is_read_names_every_recipe():
+  assert sorted(READS) == NAMES
+
+
+@pytest.mark.parametrize(
+  ("name", "argument"),
+  [(name, argument) for name in NAMES for argument in READS[name]],
+)
+def test_a_missing_delay_argument_is_a_type_error_naming_it(name, argument):
+  algorithm = build(name, 2).algorithm
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  delay = base.Delay(jnp.int32(1), jnp.int32(3), params)._asdict()
+  del delay[argument]
+  with pytest.raises(TypeError, match=argument):
+    algorithm.update(first_gradients(), algorithm.init(params), params, **delay)
+
+
+def test_staleness_aware_names_the_missing_staleness():
+  per_message = build("staleness_aware", 2).per_message
+  with pytest.raises(TypeError, match="staleness"):
+    per_message.update(first_gradients(), per_message.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_call_does_not_recompile(name):
+  recipe = build(name, 2)
+  made = recipe.server()
+  receive, send = jax.jit(made.receive), jax.jit(made.send)
+  state = made.init(PARAMS)
+  tickets = [send(state, jnp.int32(w)) for w in range(2)]
+  for job in range(4):
+    state, _ = receive(state, tickets[job % 2], noise(job))
+    tickets[job % 2] = send(state, jnp.int32(job % 2))
+  assert receive._cache_size() == 1
+  assert send._cache_size() == 1
+
+
+# What a recipe is with one worker, as a plain loop over an optax optimizer:
+# (optimizer, how far it looks ahead of its parameters).
+def sgd(momentum):
+  return optax.chain(
+    optax.add_decayed_weights(DECAY), optax.sgd(RATE, momentum)
+  )
+
+
+def no_look_ahead(state, params):
+  return params
+
+
+def nesterov_look_ahead(state, params):
+  velocity = optax.tree.get(state, "trace")
+  return jax.tree.map(lambda p, v: p - RATE * (MOMENTUM * v), params, velocity)
+
+
+def slim():
+  # On the worker in DANA-Slim, but with one worker it is one chain.
+  return optax.chain(
+    optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM, nesterov=True)
+  )
+
+
+def adagrad():
+  return optax.chain(
+    optax.add_decayed_weights(DECAY),
+    optax.adagrad(RATE, initial_accumulator_value=0.0, eps=0.0),
+  )
+
+
+COUNTERPARTS = {
+  "asgd": (sgd(MOMENTUM), no_look_ahead),
+  "ssgd": (sgd(MOMENTUM), no_look_ahead),
+  "nag_asgd": (sgd(MOMENTUM), nesterov_look_ahead),
+  "multi_asgd": (sgd(MOMENTUM), nesterov_look_ahead),
+  "staleness_aware": (sgd(MOMENTUM), no_look_ahead),
+  "dc_asgd_c": (sgd(MOMENTUM), no_look_ahead),
+  "dc_asgd_a": (sgd(MOMENTUM), no_look_ahead),
+  "gap_aware": (sgd(MOMENTUM), no_look_ahead),
+  "dana_zero": (sgd(MOMENTUM), nesterov_look_ahead),
+  "dana_slim": (slim(), no_look_ahead),
+  # With one worker the look-ahead is the only delay there is to compensate.
+  "dana_dc": (sgd(MOMENTUM), nesterov_look_ahead),
+  "downpour": (adagrad(), no_look_ahead),
+  "model_averaging": (sgd(MOMENTUM), no_look_ahead),
+  "diloco": (optax.adamw(RATE, weight_decay=DECAY), no_look_ahead),
+  "fedasync": (sgd(0.0), no_look_ahead),
+}
+# With which options. EASGD has no counterpart: a worker and the centre are two.
+PLAIN = {
+  "dana_dc": {"strength": 0.0},
+  "diloco": {"steps": 3, "outer_rate": 1.0, "outer_momentum": 0.0},
+  "fedasync": {"mixing": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"easgd"}))
+def test_one_worker_is_the_plain_optax_counterpart(name):
+  tx, look_ahead = COUNTERPARTS[name]
+  kwargs = {"weight_decay": DECAY, **PLAIN.get(name, {})}
+  if "momentum" in algorithms.options(name):
+    kwargs["momentum"] = MOMENTUM
+  recipe = build(name, 1, **kwargs)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = tx.init(params)
+  for step in range(30 * recipe.steps):
+    grads = gradient(look_ahead(state, params), noise(step))
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  trace = orders_lib.fixed_delay(delay=0, messages=30)
+  simulation, records = run(recipe, trace)
+  assert not records.staleness.any()
+  jax.tree.map(
+    # Out and back, a displacement loses a bit or two.
+    lambda x, y: np.testing.assert_allclose(
+      *(x, y), rtol=1e-14 * recipe.steps, atol=1e-16 * recipe.steps
+    ),
+    simulation.server.params,
+    params,
+  )
+
+
+CHANGED = {
+  "momentum": 0.5,
+  "weight_decay": 0.2,
+  "strength": 0.5,
+  "decay": 0.5,
+  "scope": "worker",
+  "splits": 2,
+  "look_ahead": False,
+  "fetch_every": 4,
+  "push_every": 1,
+  "local_rate": 0.05,
+  "optimizer": "sgd",
+  "steps": 3,
+  "keep_state": False,
+  "moving_rate": 0.5,
+  "outer_rate": 0.5,
+  "outer_momentum": 0.5,
+  "mixing": 0.5,
+  "discount": "polynomial",
+  "grace": 2,
+  "proximal": 1.0,
+}
+# Where an option says something only next to others.
+BESIDE = {
+  "downpour": {"push_every": 2},
+  "model_averaging": {"momentum": 0.9},
+  "diloco": {"steps": 2},
+  "fedasync": {"discount": "hinge", "grace": 1},
+}
+
+
+def in_turns(recipe):
+  """Four workers take turns, doing as many jobs on a ticket as they should."""
+  trace = orders_lib.fixed_delay(delay=3, messages=24)
+  sends = np.flatnonzero(trace.action == base.SEND)
+  number = np.arange(len(sends)) // 4  # of the worker's job
+  trace.action[sends[number % recipe.fetch_every > 0]] = base.KEEP
+  return trace
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_of_every_recipe_has_an_effect(name):
+  rate = 0.01  # all are stable here
+  beside = BESIDE.get(name, {})
+  recipe = build(name, 4, rate, **beside)
+  plain, _ = run(recipe, in_turns(recipe))
+  for option in algorithms.options(name):
+    recipe = build(name, 4, rate, **{**beside, option: CHANGED[option]})
+    other, _ = run(recipe, in_turns(recipe))
+    difference = server.gap(plain.server.params, other.server.params)
+    assert difference > 1e-6, option
+
+
+def test_options_are_the_keyword_arguments():
+  assert algorithms.options("dana_dc") == [
+    "momentum",
+    "weight_decay",
+    "strength",
+  ]
+  for recipe in algorithms.RECIPES.values():
+    first = list(inspect.signature(recipe).parameters)[:2]
+    assert first == ["learning_rate", "workers"]
+
+
+# Two workers by hand, on one parameter: w0 sends 1, w1 sends 2, w0 sends 3.
+# gamma = 0.5, eta = 0.1.
+def two_workers(algorithm, gradients=((0, 1.0), (1, 2.0), (0, 3.0))):
+  params = jnp.float64(0.0)
+  state = algorithm.init(params)
+  path, sent = [], []
+  for number, value in gradients:
+    updates, state = algorithm.update(
+      jnp.float64(value),
+      state,
+      params,
+      worker=jnp.int32(number),
+      staleness=jnp.int32(0),
+      sent_params=params,
+    )
+    params = params + updates
+    path.append(float(params))
+    sent.append(float(algorithm.send(state, params, worker=jnp.int32(0))))
+  return path, sent
+
+
+def test_multi_asgd_keeps_a_velocity_for_each_worker():
+  path, sent = two_workers(
+    build("multi_asgd", 2, learning_rate=0.1, momentum=0.5).algorithm
+  )
+  # v0 = 1; v1 = 2; v0 = 0.5 * 1 + 3 = 3.5.
+  np.testing.assert_allclose(path, [-0.1, -0.3, -0.65], rtol=1e-14)
+  # Worker 0 is sent params - 0.1 * 0.5 * v0.
+  np.testing.assert_allclose(sent, [-0.15, -0.35, -0.825], rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["dana_zero", "dana_dc"])
+def test_dana_looks_ahead_over_all_velocities(name):
+  path, sent = two_workers(
+    build(name, 2, learning_rate=0.1, momentum=0.5).algorithm
+  )
+  np.testing.assert_allclose(path, [-0.1, -0.3, -0.65], rtol=1e-14)
+  # The sums of the velocities are 1, 3, 5.5.
+  np.testing.assert_allclose(sent, [-0.15, -0.45, -0.925], rtol=1e-14)
+
+
+def test_nag_asgd_has_one_velocity_for_all():
+  path, sent = two_workers(
+    build("nag_asgd", 2, learning_rate=0.1, momentum=0.5).algorithm
+  )
+  # v = 1, 2.5, 4.25.
+  np.testing.assert_allclose(path, [-0.1, -0.35, -0.775], rtol=1e-14)
+  np.testing.assert_allclose(sent, [-0.15, -0.475, -0.9875], rtol=1e-14)
+
+
+def test_dc_asgd_a_per_worker_has_a_mean_square_for_each_worker():
+  per_worker = build(
+    "dc_asgd_a", 2, learning_rate=0.1, decay=0.5, scope="worker", strength=1.0
+  ).algorithm
+  params = jnp.float64(1.0)
+  state = per_worker.init(params)
+  mean_square = {0: 0.0, 1: 0.0}
+  for number, g in ((0, 1.0), (1, 2.0), (0, 3.0)):
+    updates, state = per_worker.update(
+      jnp.float64(g),
+      state,
+      params,
+      worker=jnp.int32(number),
+      staleness=jnp.int32(1),
+      sent_params=params - 0.25,
+    )
+    mean_square[number] = 0.5 * mean_square[number] + 0.5 * g * g
+    strength = 1.0 / np.sqrt(mean_square[number] + 1e-7)
+    expected = -0.1 * (g + strength * g * g * 0.25)
+    np.testing.assert_allclose(updates, expected, rtol=1e-14)
+
+
+def test_dana_slim_keeps_its_velocity_at_each_worker():
+  recipe = build("dana_slim", 2, learning_rate=0.1, momentum=0.5)
+  trace = orders_lib.fixed_delay(delay=1, messages=3)
+  params = {"x": np.array(0.0)}
+  gradients = {0: 1.0, 1: 2.0, 2: 3.0}
+
+  def linear(params, batch, key):
+    return params["x"] * batch, worker.Aux(())
+
+  host = simulator.make_host(
+    recipe.server(), worker.gradient_worker(linear, recipe.message)
+  )
+  simulation, _ = host.run(
+    host.init(params, 2),
+    trace,
+    len(trace.action),
+    batch=lambda worker, job: np.float64(gradients[job]),
+    root=jax.random.key(0),
+  )
+  # u = gamma v + g after v = gamma v + g: 1.5, 3, and 0.5 * 3.5 + 3 = 4.75.
+  np.testing.assert_allclose(
+    simulation.server.params["x"], -0.1 * (1.5 + 3 + 4.75), rtol=1e-14
+  )
+
+
+# Errors.
+
+
+def test_an_unknown_algorithm_names_the_nearest():
+  with pytest.raises(ValueError, match="did you mean 'dana_zero'"):
+    build("dana_zro", 2)
+
+
+def test_an_unknown_option_names_the_nearest():
+  with pytest.raises(ValueError, match="did you mean 'momentum'"):
+    build("asgd", 2, momentun=0.9)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.0, True])
+def test_workers_must_be_a_positive_whole_number(workers):
+  with pytest.raises(ValueError, match="workers must be"):
+    build("asgd", workers)
+
+
+@pytest.mark.parametrize(
+  ("name", "kwargs", "message"),
+  [
+    ("asgd", {"learning_rate": 0.0}, "learning_rate must be positive"),
+    ("asgd", {"momentum": 1.0}, "momentum must be in"),
+    ("dana_zero", {"momentum": -0.1}, "momentum must be in"),
+    ("nag_asgd", {"momentum": 1.5}, "momentum must be in"),
+    ("multi_asgd", {"momentum": 1.5}, "momentum must be in"),
+    ("dana_slim", {"momentum": 1.5}, "momentum must be in"),
+    ("gap_aware", {"momentum": 1.5}, "momentum must be in"),
+    ("asgd", {"weight_decay": -1.0}, "weight_decay must be"),
+    ("dc_asgd_c", {"strength": -1.0}, "strength"),
+    ("dc_asgd_a", {"decay": 1.0}, "decay must be in"),
+    ("dc_asgd_a", {"scope": "shard"}, "scope must be"),
+    ("staleness_aware", {"splits": 5}, "splits must be from 1 to the 2"),
+  ],
+)
+def test_values_out_of_range_are_refused(name, kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    build(name, 2, **kwargs)

@@ -1,0 +1,255 @@
+"""Things that must agree: algorithms with algorithms, orders with orders."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import optax
+import pytest
+
+from asgd import algorithms, base, orders, problems, simulator
+from asgd import server as server_lib
+from asgd import transforms as transforms_lib
+from asgd import worker as worker_lib
+from asgd.orders import durations
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+RATE, MOMENTUM, WORKERS = 0.01, 0.9, 4
+PROBLEM = problems.quadratic(np.linspace(1, 5, 7), noise=0.3)
+
+
+def start(recipe, workers=WORKERS, problem=PROBLEM):
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(problem.loss, recipe.message)
+  )
+  return host, host.init(problem.init(jax.random.key(0)), workers)
+
+
+def run(recipe, trace, workers=WORKERS, end=None, problem=PROBLEM):
+  host, simulation = start(recipe, workers, problem)
+  return host.run(
+    simulation,
+    trace,
+    len(trace.action) if end is None else end,
+    batch=problem.batches(0, workers),
+    root=jax.random.key(0),
+  )
+
+
+def gamma_trace(messages=200, workers=WORKERS):
+  return orders.asynchronous(
+    durations.homogeneous(seed=3), workers=workers, messages=messages
+  )
+
+
+close = partial(kit.close, atol=1e-13)
+
+
+def test_dana_slim_holds_the_look_ahead_of_dana_zero():
+  trace = gamma_trace()
+  for end in simulator.end_of_message(trace)[[10, 60, 199]]:
+    zero_recipe = algorithms.build("dana_zero", RATE, WORKERS)
+    zero, zero_records = run(zero_recipe, trace, end=end)
+    slim, slim_records = run(
+      algorithms.build("dana_slim", RATE, WORKERS), trace, end=end
+    )
+    look_ahead = zero_recipe.server().send(zero.server, jnp.int32(0)).params
+    close(slim.server.params, look_ahead, atol=1e-14)
+  np.testing.assert_allclose(slim_records.loss, zero_records.loss, rtol=1e-5)
+  # But measured between its own parameters, Slim's gap is larger.
+  assert slim_records.gap.mean() > 1.5 * zero_records.gap.mean()
+
+
+def test_dana_running_sum_is_the_roll_out_over_all_workers():
+  tx = optax.chain(
+    transforms_lib.per_worker(optax.trace(MOMENTUM), WORKERS),
+    optax.scale_by_learning_rate(RATE),
+  )
+  rolled = transforms_lib.lookahead(tx, lambda w: jnp.arange(WORKERS))
+  slow, _ = run(algorithms.Recipe(rolled), gamma_trace())
+  fast, _ = run(algorithms.build("dana_zero", RATE, WORKERS), gamma_trace())
+  close(slow.server.params, fast.server.params)
+
+
+@pytest.mark.parametrize("name", ["nag_asgd", "multi_asgd"])
+def test_nesterov_look_ahead_is_the_roll_out_of_one_step(name):
+  trace = optax.trace(MOMENTUM)
+  if name == "multi_asgd":
+    trace = transforms_lib.per_worker(trace, WORKERS)
+  tx = optax.chain(trace, optax.scale_by_learning_rate(RATE))
+  rolled = transforms_lib.lookahead(tx, lambda w: w[None])
+  slow, _ = run(algorithms.Recipe(rolled), gamma_trace())
+  fast, _ = run(algorithms.build(name, RATE, WORKERS), gamma_trace())
+  close(slow.server.params, fast.server.params)
+
+
+def test_dana_zero_is_multi_asgd_but_for_what_it_sends():
+  # The same gradients give the same server.
+  zero = algorithms.build("dana_zero", RATE, 2).algorithm
+  multi = algorithms.build("multi_asgd", RATE, 2).algorithm
+  params = jnp.zeros(3)
+  states = [zero.init(params), multi.init(params)]
+  paths = [params, params]
+  for job in range(12):
+    g = jnp.asarray(np.random.default_rng(job).normal(size=3))
+    delay = base.Delay(jnp.int32(job % 2), jnp.int32(1), params)
+    for i, algorithm in enumerate((zero, multi)):
+      updates, states[i] = algorithm.update(
+        g, states[i], paths[i], **delay._asdict()
+      )
+      paths[i] = paths[i] + updates
+    close(*paths)
+
+
+def test_bulk_synchronous_order_is_large_batch_sgd():
+  recipe = algorithms.build("ssgd", RATE, WORKERS, momentum=MOMENTUM)
+  trace = orders.bulk_synchronous(
+    durations.homogeneous(seed=5), workers=WORKERS, messages=10 * WORKERS
+  )
+  assert (np.diff(trace.job[trace.action == base.RECEIVE]) < 0).any()
+  data = np.random.default_rng(0).normal(size=(10, WORKERS, 8, 7))
+
+  def least_squares(params, batch, key):
+    return jnp.mean((batch @ params - 1) ** 2), worker_lib.Aux(())
+
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(least_squares)
+  )
+  simulation, records = host.run(
+    host.init(jnp.ones(7), WORKERS),
+    trace,
+    len(trace.action),
+    batch=lambda worker, job: data.reshape(-1, 8, 7)[job],
+    root=jax.random.key(0),
+  )
+  tx = optax.sgd(RATE, MOMENTUM)
+  params = jnp.ones(7)
+  state = tx.init(params)
+  for batch in data.reshape(10, WORKERS * 8, 7):
+    grads = jax.grad(lambda p, b=batch: least_squares(p, b, None)[0])(params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  close(simulation.server.params, params, atol=1e-14)
+  assert int(simulation.server.version) == 10
+  assert not records.staleness.any()
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.RECIPES))
+def test_recorded_staleness_is_that_of_the_trace(name):
+  recipe = algorithms.build(name, RATE, WORKERS)
+  trace = orders.build(
+    recipe.order,
+    durations.heterogeneous(seed=1),
+    workers=WORKERS,
+    messages=10 * WORKERS,
+  )
+  _, records = run(recipe, trace)
+  expected = orders.staleness(trace, every=recipe.every)
+  np.testing.assert_array_equal(records.staleness, expected)
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.RECIPES))
+def test_a_run_in_pieces_is_the_run_in_one(name):
+  recipe = algorithms.build(name, RATE, WORKERS)
+  trace = gamma_trace(messages=40)
+  whole, whole_records = run(recipe, trace)
+  host, simulation = start(recipe)
+  parts = []
+  for end in [*range(7, len(trace.action), 7), len(trace.action)]:
+    simulation, part = host.run(
+      simulation,
+      trace,
+      end,
+      batch=PROBLEM.batches(0, WORKERS),
+      root=jax.random.key(0),
+    )
+    parts.append(part)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    jax.device_get(simulation.server),
+    jax.device_get(whole.server),
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    simulator.concatenate(parts),
+    whole_records,
+  )
+
+
+def test_soft_synchronization_with_one_split_is_rudra_with_no_barrier():
+  # Staleness-aware with splits = 1 averages N messages, each divided by its
+  # own staleness.
+  recipe = algorithms.build("staleness_aware", RATE, WORKERS, splits=1)
+  assert recipe.every == WORKERS
+  trace = gamma_trace(messages=2 * WORKERS)
+  problem = problems.quadratic(np.ones(1))
+  simulation, records = run(recipe, trace, problem=problem)
+  assert int(simulation.server.version) == 2
+  params, messages = 1.0, []
+  sent = dict.fromkeys(range(WORKERS), 1.0)
+  for w, action in zip(trace.worker, trace.action, strict=True):
+    if action == base.SEND:
+      sent[int(w)] = params
+    else:
+      staleness = records.staleness[len(messages)]
+      messages.append(sent[int(w)] / max(staleness, 1))
+      if len(messages) % WORKERS == 0:
+        params -= RATE * np.mean(messages[-WORKERS:])
+  np.testing.assert_allclose(simulation.server.params, [params], rtol=1e-14)
+
+
+def test_fixed_delay_is_the_textbook_recursion():
+  delay, messages = 3, 20
+  problem = problems.quadratic(np.array([2.0]))
+  simulation, _ = run(
+    algorithms.build("asgd", 0.1, delay + 1),
+    orders.fixed_delay(delay=delay, messages=messages),
+    workers=delay + 1,
+    problem=problem,
+  )
+  path = [1.0]
+  for t in range(messages):
+    path.append(path[t] - 0.1 * 2.0 * path[max(t - delay, 0)])
+  np.testing.assert_allclose(simulation.server.params, path[-1:], rtol=1e-13)
+
+
+def test_gaps_come_in_the_order_of_the_papers():
+  # NAG-ASGD >> Multi-ASGD > DANA-Zero ~ ASGD (Hakimi et al. 2019, figure 2),
+  # at the learning rate and size of a noisy quadratic that all survive.
+  problem = problems.quadratic(np.linspace(0.5, 1.5, 50), noise=1.0)
+  gaps = {}
+  for name in ("asgd", "dana_zero", "multi_asgd", "nag_asgd"):
+    _, records = run(
+      algorithms.build(name, 0.005, 8),
+      gamma_trace(messages=1200, workers=8),
+      workers=8,
+      problem=problem,
+    )
+    gaps[name] = records.gap[200:].mean()
+  assert gaps["asgd"] < gaps["dana_zero"] < gaps["multi_asgd"]
+  assert gaps["multi_asgd"] < gaps["nag_asgd"]
+  assert gaps["dana_zero"] < 1.6 * gaps["asgd"]
+  assert gaps["nag_asgd"] > 3 * gaps["asgd"]
+
+
+def test_gate_and_version_count_accepted_messages_only():
+  recipe = algorithms.build("asgd", RATE, WORKERS)
+  made = recipe.server(gate=server_lib.max_staleness(2))
+  host = simulator.make_host(
+    made, worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+  )
+  trace = gamma_trace()
+  simulation, records = host.run(
+    host.init(PROBLEM.init(jax.random.key(0)), WORKERS),
+    trace,
+    len(trace.action),
+    batch=PROBLEM.batches(0, WORKERS),
+    root=jax.random.key(0),
+  )
+  assert 0 < records.accepted.sum() < len(records.accepted)
+  np.testing.assert_array_equal(records.accepted, records.staleness <= 2)
+  assert int(simulation.server.version) == records.accepted.sum()
+  assert (records.update_norm[~records.accepted] == 0).all()

@@ -1,0 +1,739 @@
+"""Workers that take steps of their own between two messages."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import optax
+import pytest
+
+from asgd import (
+  algorithms,
+  base,
+  data,
+  models,
+  orders,
+  problems,
+  simulator,
+  transforms,
+)
+from asgd import worker as worker_lib
+from asgd.orders import durations
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+KEY = jax.random.key(0)
+SEND, RECEIVE, KEEP = base.SEND, base.RECEIVE, base.KEEP
+NAMES = ("downpour", "model_averaging", "easgd", "diloco", "fedasync")
+SHORT = {  # jobs of three steps, and every part of the recipe in use
+  "downpour": dict(push_every=3, fetch_every=6),
+  "model_averaging": dict(steps=3, momentum=0.9),
+  "easgd": dict(steps=3, momentum=0.9),
+  "diloco": dict(steps=3),
+  "fedasync": dict(steps=3, proximal=0.1),
+}
+
+
+def quadratic(params, batch, key):
+  """Half the square distance to the batch, a number: the gradient is w - b."""
+  del key
+  return 0.5 * jnp.sum((params - batch) ** 2), worker_lib.Aux(())
+
+
+def trace_of(*rows):
+  """A trace from (worker, job, action)."""
+  trace = kit.trace(
+    *(f"{row},{w},{j},{base.ACTIONS[a]}" for row, (w, j, a) in enumerate(rows))
+  )
+  orders.check(trace)
+  return trace
+
+
+def run(recipe, trace, batch, params, workers, loss=quadratic):
+  """Obeys a whole trace; `batch` is of one step."""
+  host = simulator.make_host(recipe.server(), recipe.make_worker(loss))
+  return host.run(
+    host.init(params, workers),
+    trace,
+    len(trace.action),
+    batch=worker_lib.job_batches(batch, recipe.steps),
+    root=KEY,
+  )
+
+
+def ticket(params, version=0, *, fresh=True):
+  return base.Ticket(jnp.int32(0), jnp.int32(version), params, np.bool_(fresh))
+
+
+close = partial(kit.close, rtol=1e-13, atol=1e-15)
+
+
+# Jobs of several batches.
+
+
+def test_a_job_is_as_many_consecutive_batches():
+  one = lambda worker, job: (np.full((4, 2), job), np.full(4, worker))  # noqa: E731
+  x, y = worker_lib.job_batches(one, 3)(7, 2)
+  assert x.shape == (3, 4, 2)
+  assert y.shape == (3, 4)
+  np.testing.assert_array_equal(x[:, 0, 0], [6, 7, 8])
+  assert (y == 7).all()
+  assert worker_lib.job_batches(one, 1) is one
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, True])
+def test_steps_must_be_a_positive_whole_number(steps):
+  tx = optax.sgd(0.1)
+  for make in (
+    lambda: worker_lib.job_batches(None, steps),
+    lambda: worker_lib.elastic_worker(quadratic, tx, steps=steps, alpha=0.1),
+    lambda: worker_lib.local_worker(
+      quadratic, tx, steps=steps, message="gradients"
+    ),
+  ):
+    with pytest.raises(ValueError, match="steps must be a positive whole"):
+      make()
+
+
+def test_what_is_wrong_with_a_local_worker_is_named():
+  tx = optax.sgd(0.1)
+  with pytest.raises(ValueError, match="displacement.*not 'gradient'"):
+    worker_lib.local_worker(quadratic, tx, steps=1, message="gradient")
+  for alpha in (0.0, 1.5, float("nan")):
+    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
+      worker_lib.elastic_worker(quadratic, tx, steps=1, alpha=alpha)
+
+
+@pytest.mark.parametrize("batch", [jnp.zeros(2), jnp.zeros(())])
+def test_a_job_of_the_wrong_length_is_refused(batch):
+  worker = worker_lib.local_worker(
+    quadratic, optax.sgd(0.1), steps=3, message="gradients"
+  )
+  params = jnp.zeros(2)
+  with pytest.raises(ValueError, match="a job of 3 steps is as many batches"):
+    worker.work(worker.init(params), ticket(params), batch, KEY)
+
+
+# One step is a gradient; many are the optimizer's.
+
+
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_one_step_sends_the_gradient_to_the_bit(norm):
+  with jax.enable_x64(False):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (96, 8, 8, 1), np.uint8)
+    labels = rng.integers(0, 10, 96, np.int32)
+    dataset = data.Dataset(
+      *("random", "drawn here", images, labels, images[:8], labels[:8], 10),
+      *(np.float32([128]), np.float32([74])),
+    )
+    layers = models.build("cnn", 10, features=(4,), hidden=8, norm=norm)
+    # Augmentation draws from the key.
+    problem = problems.classification(
+      dataset, layers, batch_size=8, augment=True
+    )
+    recipe = algorithms.build("asgd", 0.05, 2, momentum=0.9)
+    local = recipe._replace(
+      worker=lambda loss: worker_lib.local_worker(
+        loss, optax.adam(0.1), steps=1, message="gradients"
+      )
+    )
+    trace = orders.asynchronous(durations.homogeneous(), workers=2, messages=8)
+    (plain, records), (other, other_records) = (
+      run(
+        *(made, trace, problem.batches(0, 2), problem.init(KEY), 2),
+        loss=problem.loss,
+      )
+      for made in (recipe, local)
+    )
+    assert records.staleness.any()
+    kit.same(other.server, plain.server)
+    kit.same(other_records, records)
+
+
+def features(seed, batches, size=8):
+  """Batches of a least-squares problem: float64[batches, size, 3 + 1]."""
+  return np.random.default_rng(seed).normal(size=(batches, size, 4))
+
+
+def least_squares(params, batch, key):
+  del key
+  residual = batch[:, :3] @ params["w"] + params["b"] - batch[:, 3]
+  return 0.5 * jnp.mean(residual**2), worker_lib.Aux(())
+
+
+LINE = {"w": np.array([1.0, -2.0, 0.5]), "b": np.array(0.25)}
+
+
+def optimize(tx, params, batches):
+  """A plain optax loop; returns parameters and losses."""
+  params = jax.tree.map(jnp.asarray, params)
+  state, losses = tx.init(params), []
+  for batch in batches:
+    value, grads = jax.value_and_grad(
+      lambda p, b=batch: least_squares(p, b, None)[0]
+    )(params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    losses.append(float(value))
+  return params, losses
+
+
+def displacing(tx, steps):
+  """A recipe that sets the server to where the worker came."""
+  return algorithms.Recipe(
+    base.as_algorithm(optax.sgd(1.0)),
+    worker=lambda loss: worker_lib.local_worker(
+      loss, tx, steps=steps, message="displacement"
+    ),
+    steps=steps,
+  )
+
+
+@pytest.mark.parametrize("steps", [1, 5, worker_lib._UNROLLED + 3])
+def test_one_worker_is_a_plain_run_of_its_optimizer(steps):
+  jobs, batches = 4, features(0, 4 * steps)
+  tx = optax.adamw(0.05, weight_decay=0.1)
+  expected, losses = optimize(tx, LINE, batches)
+  simulation, records = run(
+    *(displacing(tx, steps), orders.fixed_delay(delay=0, messages=jobs)),
+    *(lambda worker, job: batches[job], LINE, 1),
+    loss=least_squares,
+  )
+  close(simulation.server.params, expected, rtol=1e-11)
+  # The loss of a job is the mean over its steps, each where it was by then.
+  close(records.loss, np.reshape(losses, (jobs, steps)).mean(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("message", worker_lib.MESSAGES)
+def test_a_loop_takes_the_steps_of_an_unrolled_one(message, monkeypatch):
+  def loss(params, batch, key):
+    value, _ = least_squares(params, batch, None)
+    noise = jax.random.normal(key, (3,))
+    return value + noise @ params["w"], worker_lib.Aux(batch.mean(0))
+
+  start = base.Variables(jax.tree.map(jnp.asarray, LINE), jnp.zeros(4))
+
+  def variables_loss(params, batch, key):
+    return loss(params.weights, batch, key)
+
+  results = []
+  for most in (4, 3):
+    monkeypatch.setattr(worker_lib, "_UNROLLED", most)
+    worker = worker_lib.local_worker(
+      variables_loss, optax.sgd(0.1, 0.9), steps=4, message=message
+    )
+    text = str(
+      jax.make_jaxpr(worker.work)(
+        *(worker.init(start), ticket(start), features(1, 4), KEY)
+      )
+    )
+    assert ("scan" in text) == (most < 4)
+    results.append(
+      jax.jit(worker.work)(
+        worker.init(start), ticket(start), features(1, 4), KEY
+      )
+    )
+  close(*results)
+
+
+def test_each_step_has_its_own_key_and_one_step_has_the_jobs():
+  def loss(params, batch, key):
+    return params * (batch + jax.random.normal(key)), worker_lib.Aux(())
+
+  for steps in (1, 3):
+    worker = worker_lib.local_worker(
+      loss, optax.sgd(0.1), steps=steps, message="gradients"
+    )
+    keys = [KEY]
+    if steps > 1:
+      keys = [jax.random.fold_in(KEY, h) for h in range(steps)]
+    params = jnp.float64(1.0)
+    batch = jnp.zeros(()) if steps == 1 else jnp.zeros(steps)
+    _, message, _ = worker.work(worker.init(params), ticket(params), batch, KEY)
+    close(message, sum(jax.random.normal(key) for key in keys))
+
+
+def test_statistics_are_the_mean_over_the_batches():
+  def loss(params, batch, key):
+    del key
+    value = jnp.sum(params.weights * batch) + params.stats["mean"]
+    return value, worker_lib.Aux({"mean": batch.mean()})
+
+  start = base.Variables(jnp.array([1.0, 2.0]), {"mean": jnp.float64(9.0)})
+  batch = jnp.array([[1.0, 3.0], [5.0, 7.0]])
+  for make in (
+    lambda tx: worker_lib.local_worker(
+      loss, tx, steps=2, message="displacement"
+    ),
+    lambda tx: worker_lib.elastic_worker(loss, tx, steps=2, alpha=1.0),
+  ):
+    worker = make(optax.sgd(0.5))
+    state, message, metrics = worker.work(
+      worker.init(start), ticket(start), batch, KEY
+    )
+    # The weights go by 0.5 (1 + 5) and 0.5 (3 + 7).
+    close(message, base.Variables(np.array([3.0, 5.0]), {"mean": 4.0}))
+    # 1 + 6 + 9, and 0.5 * 5 + 0.5 * 7 + 9.
+    close(metrics.loss, (16.0 + 15.0) / 2)
+    assert not isinstance(state.local, base.Variables)
+
+
+# Tickets that are kept, and state that is.
+
+
+def test_a_worker_goes_on_from_where_it_stopped_on_a_ticket_it_keeps():
+  worker = worker_lib.local_worker(
+    quadratic, optax.sgd(0.5), steps=2, message="displacement"
+  )
+  params = jnp.array([4.0])
+  zeros = jnp.zeros((2, 1))
+  state, message, _ = worker.work(
+    worker.init(params), ticket(params), zeros, KEY
+  )
+  close(message, np.array([3.0]))  # 4 -> 2 -> 1
+  kept, message, _ = worker.work(state, ticket(params, fresh=False), zeros, KEY)
+  close(message, np.array([0.75]))  # 1 -> 1/2 -> 1/4, not counted twice
+  close(kept.local, np.array([0.25]))
+  _, message, _ = worker.work(kept, ticket(params), zeros, KEY)
+  close(message, np.array([3.0]))  # fetched again
+
+
+@pytest.mark.parametrize("keep_state", [True, False])
+def test_the_local_momentum_is_kept_or_starts_anew(keep_state):
+  worker = worker_lib.local_worker(
+    *(quadratic, optax.sgd(0.5, 0.5)),
+    steps=1,
+    message="displacement",
+    keep_state=keep_state,
+  )
+  params, state = jnp.array([4.0]), None
+  state, message, _ = worker.work(
+    worker.init(params), ticket(params), jnp.zeros(1), KEY
+  )
+  close(message, np.array([2.0]))
+  _, message, _ = worker.work(state, ticket(params), jnp.zeros(1), KEY)
+  # v = 4, then 0.5 * 4 + 4 if it is kept.
+  close(message, np.array([3.0 if keep_state else 2.0]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_worker_starts_without_looking_at_values(name):
+  worker = algorithms.build(name, 0.1, 2, **SHORT[name]).make_worker(quadratic)
+  like = jnp.linspace(0, 1, 4)
+  made = worker.init(like)
+  kit.same(made, worker.init(jnp.full(4, jnp.nan)))
+  shapes = jax.eval_shape(worker.init, jax.ShapeDtypeStruct((4,), like.dtype))
+  jax.tree.map(same_type, made, shapes)
+
+
+def same_type(x, y):
+  assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fresh_and_kept_tickets_are_one_program(name):
+  worker = algorithms.build(name, 0.1, 2, **SHORT[name]).make_worker(quadratic)
+  work = simulator.compile_work(worker)
+  params = jnp.ones(2)
+  state, before = worker.init(params), None
+  for job, fresh in enumerate((True, False, True)):
+    before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    state, message, _ = work(
+      state, ticket(params, fresh=fresh), jnp.zeros((3, 2)), KEY, np.int32(job)
+    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
+    same_type(message, params)
+  assert work._cache_size() == 1
+
+
+def test_a_schedule_counts_the_updates_of_the_server():
+  schedule = optax.piecewise_constant_schedule(0.5, {3: 0.5})
+  recipe = algorithms.build("model_averaging", schedule, 1, steps=2)
+  worker = recipe.make_worker(quadratic)
+  params = jnp.array([4.0])
+  for version, expected in ((0, 3.0), (2, 3.0), (3, 4 - 4 * 0.75**2)):
+    _, message, _ = worker.work(
+      *(worker.init(params), ticket(params, version)),
+      *(jnp.zeros((2, 1)), KEY),
+    )
+    close(message, np.array([expected]))
+  with pytest.raises(TypeError, match="version"):
+    transforms.scale_by_sent_rate(schedule).update(params, optax.EmptyState())
+
+
+# The recipes.
+
+
+@pytest.mark.parametrize("keep_state", [True, False])
+def test_model_averaging_is_local_sgd_by_hand(keep_state):
+  rate, momentum, decay, workers, steps, rounds = 0.1, 0.9, 0.01, 3, 4, 5
+  recipe = algorithms.build(
+    *("model_averaging", rate, workers),
+    **dict(momentum=momentum, weight_decay=decay),
+    **dict(steps=steps, keep_state=keep_state),
+  )
+  trace = orders.build(
+    *(recipe.order, durations.homogeneous()),
+    workers=workers,
+    messages=rounds * workers,
+  )
+  batches = features(2, rounds * workers * steps)
+  simulation, records = run(
+    *(recipe, trace, lambda worker, job: batches[job], LINE, workers),
+    loss=least_squares,
+  )
+  sends = trace.action == SEND
+  jobs = zip(trace.worker[sends], trace.job[sends], strict=True)
+  w = np.array([*LINE["w"], LINE["b"]])
+  velocities = np.zeros((workers, 4))
+  jobs = np.array(list(jobs)).reshape(rounds, workers, 2)
+  for of_round in jobs:
+    ends = []
+    for i, job in of_round:
+      own = w.copy()
+      v = velocities[i] if keep_state else np.zeros(4)
+      for batch in batches[job * steps : (job + 1) * steps]:
+        x = np.append(batch[:, :3], np.ones((len(batch), 1)), axis=1)
+        g = x.T @ (x @ own - batch[:, 3]) / len(batch) + decay * own
+        v = momentum * v + g
+        own = own - rate * v
+      velocities[i] = v
+      ends.append(own)
+    w = np.mean(ends, axis=0)
+  got = simulation.server.params
+  close(np.array([*got["w"], got["b"]]), w, rtol=1e-12)
+  assert int(simulation.server.version) == rounds
+  assert not records.staleness.any()
+
+
+def test_model_averaging_of_one_step_is_synchronous_sgd():
+  batches = features(3, 4 * 6)
+  trace = orders.bulk_synchronous(
+    durations.homogeneous(), workers=4, messages=24
+  )
+  ends = [
+    run(
+      *(algorithms.build(name, 0.1, 4, **kwargs), trace),
+      *(lambda worker, job: batches[job], LINE, 4),
+      loss=least_squares,
+    )[0].server.params
+    for name, kwargs in (("ssgd", {}), ("model_averaging", {"steps": 1}))
+  ]
+  close(*ends)
+
+
+def test_easgd_by_hand():
+  # alpha = 0.5 / 2, rate 0.5, two steps; batches b pull to b: x <- (x + b) / 2.
+  recipe = algorithms.build("easgd", 0.5, 2, steps=2, moving_rate=0.5)
+  trace = trace_of(
+    *((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (0, 2, SEND)),
+    *((1, 1, RECEIVE), (1, 3, SEND), (0, 2, RECEIVE), (1, 3, RECEIVE)),
+  )
+  targets = [0.0, 4.0, 0.0, 8.0]  # of jobs 0 to 3
+  simulation, records = run(
+    *(recipe, trace),
+    *(lambda worker, job: np.array([targets[job // 2]]), np.array([16.0]), 2),
+  )
+  # Worker 0: 16 -> 8 -> 4; d = (4 - 16) / 4 = -3; x0 = 7, centre 13.
+  # Worker 1: 16 -> 10 -> 7; d = (7 - 16) / 4 = -2.25, from the centre that it
+  #   was sent; x1 = 9.25, centre 10.75.
+  # Worker 0, sent 13: 7 -> 3.5 -> 1.75; d = (1.75 - 13) / 4 = -2.8125;
+  #   x0 = 4.5625, centre 7.9375.
+  # Worker 1, sent 10.75: 9.25 -> 8.625 -> 8.3125; d = -0.609375;
+  #   x1 = 8.921875, centre 7.328125.
+  np.testing.assert_array_equal(simulation.server.params, [7.328125])
+  np.testing.assert_array_equal(simulation.workers[0].local, [4.5625])
+  np.testing.assert_array_equal(simulation.workers[1].local, [8.921875])
+  np.testing.assert_array_equal(records.staleness, [0, 1, 1, 1])
+  np.testing.assert_array_equal(
+    records.update_norm, np.float32([3, 2.25, 2.8125, 0.609375])
+  )
+
+
+def test_eamsgd_takes_the_steps_of_nesterov():
+  recipe = algorithms.build("easgd", 0.1, 1, steps=3, momentum=0.5)
+  simulation, _ = run(
+    *(recipe, orders.fixed_delay(delay=0, messages=2)),
+    *(lambda worker, job: np.zeros(1), np.array([1.0]), 1),
+  )
+  x, v, centre = 1.0, 0.0, 1.0
+  for _ in range(2):
+    for _ in range(3):
+      v = 0.5 * v + x
+      x = x - 0.1 * (x + 0.5 * v)
+    d = 0.9 * (x - centre)
+    x, centre = x - d, centre + d
+  close(simulation.server.params, np.array([centre]))
+  close(simulation.workers[0].local, np.array([x]))
+
+
+# Two workers that push every two batches and fetch every four: worker 0 does
+# jobs 0 and 2 on its first ticket, worker 1 jobs 1 and 4. Every batch pulls to
+# 0, so a local step at rate 0.25 takes x to 3/4 x.
+DOWNPOUR = (
+  *((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (0, 2, KEEP)),
+  *((1, 1, RECEIVE), (1, 4, KEEP), (0, 2, RECEIVE), (0, 3, SEND)),
+  *((0, 3, RECEIVE), (1, 4, RECEIVE)),
+)
+
+
+def downpour(optimizer, rate, **kwargs):
+  recipe = algorithms.build(
+    *("downpour", rate, 2),
+    **dict(fetch_every=4, push_every=2, optimizer=optimizer, **kwargs),
+  )
+  assert recipe.fetch_every == 2
+  return run(
+    *(recipe, trace_of(*DOWNPOUR)),
+    *(lambda worker, job: np.zeros(1), np.array([256.0]), 2),
+  )
+
+
+def test_downpour_with_sgd_by_hand():
+  # The local rate is the server's, 1/4.
+  simulation, records = downpour("sgd", 0.25)
+  # Jobs 0 and 1: 256 -> 192, gradients 256 + 192 = 448; the server goes by 112
+  # each: 256, 144, 32. Job 2 goes on at 144: gradients 144 + 108 = 252, by 63,
+  # to -31. Job 3 is on a ticket of -31: -31 - 23.25 = -54.25, by -13.5625, to
+  # -17.4375. Job 4, as job 2, by 63.
+  np.testing.assert_array_equal(simulation.server.params, [-80.4375])
+  np.testing.assert_array_equal(records.staleness, [0, 1, 2, 0, 4])
+  np.testing.assert_array_equal(
+    records.message_norm, np.float32([448, 448, 252, 54.25, 252])
+  )
+  assert float(simulation.workers[1].local[0]) == 81.0  # 256 (3/4)^4
+  # And of the loss, where the worker was.
+  assert records.loss[2] == (144**2 + 108**2) / 4
+
+
+def test_downpour_with_adagrad_by_hand():
+  # The learning rate is in neither message nor accumulator; the local rate is
+  # its own.
+  simulation, records = downpour("adagrad", 8.0, local_rate=0.25)
+  np.testing.assert_array_equal(
+    records.message_norm[:3], np.float32([448, 448, 252])
+  )
+  x, squares = 256.0, 0.0
+  for number, gradient in enumerate((448.0, 448.0, 252.0, None, 252.0)):
+    if gradient is None:  # job 3, sent the parameters of now
+      gradient = 1.75 * x
+    squares += gradient**2
+    x -= 8.0 * gradient / np.sqrt(squares)
+    if number == 0:
+      assert x == 248.0  # the first update is the learning rate itself
+  close(simulation.server.params, np.array([x]))
+
+
+@pytest.mark.parametrize(("optimizer", "end"), [("adagrad", 81), ("sgd", 0)])
+def test_the_local_rate_of_downpour_is_a_tenth_of_adagrads(optimizer, end):
+  recipe = algorithms.build(
+    *("downpour", 1.0, 2), push_every=2, optimizer=optimizer
+  )
+  worker = recipe.make_worker(quadratic)
+  params = jnp.array([100.0])
+  state, _, _ = worker.work(
+    worker.init(params), ticket(params), jnp.zeros((2, 1)), KEY
+  )
+  close(state.local, np.array([end]))
+
+
+def test_downpour_decays_the_weights_once_for_each_gradient_of_a_push():
+  tx = algorithms.build(
+    "downpour", 0.5, 2, push_every=3, weight_decay=0.1, optimizer="sgd"
+  ).algorithm
+  params = jnp.array([10.0])
+  updates, _ = tx.update(jnp.array([1.0]), tx.init(params), params)
+  close(updates, np.array([-0.5 * (1.0 + 3 * 0.1 * 10.0)]))
+
+
+def test_downpour_of_one_batch_is_asgd_and_no_gradient_is_no_step():
+  trace = orders.asynchronous(durations.homogeneous(), workers=3, messages=30)
+  batches = features(4, 40)
+  batch = lambda worker, job: batches[job]  # noqa: E731
+  ends = [
+    run(algorithms.build(*args, **kwargs), trace, batch, LINE, 3, least_squares)
+    for args, kwargs in (
+      (("asgd", 0.1, 3), dict(weight_decay=0.1)),
+      (("downpour", 0.1, 3), dict(weight_decay=0.1, optimizer="sgd")),
+    )
+  ]
+  kit.same(ends[0][0].server.params, ends[1][0].server.params)
+  tx = algorithms.build("downpour", 0.5, 1).algorithm
+  params = jnp.array([1.0, 1.0, 1.0])
+  updates, _ = tx.update(jnp.array([0.0, 1e-12, -7.0]), tx.init(params), params)
+  close(updates, np.array([0.0, -0.5, 0.5]))
+
+
+def test_diloco_with_a_plain_outer_step_is_its_inner_optimizer():
+  batches = features(5, 4 * 6)
+  recipe = algorithms.build(
+    *("diloco", 0.05, 1),
+    **dict(steps=6, outer_rate=1.0, outer_momentum=0.0, weight_decay=0.2),
+  )
+  expected, _ = optimize(optax.adamw(0.05, weight_decay=0.2), LINE, batches)
+  simulation, _ = run(
+    *(
+      recipe,
+      orders.bulk_synchronous(durations.homogeneous(), workers=1, messages=4),
+    ),
+    *(lambda worker, job: batches[job], LINE, 1),
+    loss=least_squares,
+  )
+  close(simulation.server.params, expected, rtol=1e-12)
+
+
+def test_diloco_steps_along_the_mean_with_nesterov_outside():
+  # An inner state starts at zero, so Adam's first step is its rate times the
+  # sign: the workers come 0.5 down from 4 (to 0) and 0.5 up (to 8).
+  batches = [0.0, 8.0, 0.0, 0.0]
+  recipe = algorithms.build(
+    *("diloco", 0.5, 2), **dict(steps=1, weight_decay=0.0)
+  )
+  trace = orders.bulk_synchronous(durations.constant(), workers=2, messages=4)
+  simulation, records = run(
+    *(recipe, trace),
+    *(lambda worker, job: np.array([batches[job]]), np.array([4.0]), 2),
+  )
+  # The second round's displacement m, from Adam's states of two steps.
+  moments = []
+  for first in (4.0, -4.0):
+    m = (0.9 * 0.1 * first + 0.1 * 4.0) / (1 - 0.9**2)
+    v = (0.999 * 0.001 * 16 + 0.001 * 16) / (1 - 0.999**2)
+    moments.append(0.5 * m / np.sqrt(v))
+  mean = np.mean(moments)
+  # Round one averages to nothing; round two: v = mean, 0.7 (mean + 0.9 v).
+  close(simulation.server.params, np.array([4.0 - 0.7 * 1.9 * mean]), rtol=1e-7)
+  assert records.update_norm[1] < 1e-7
+
+
+def test_fedasync_by_hand():
+  # One step at rate 0.5 to the batch: x_new = (x_sent + b) / 2.
+  recipe = algorithms.build(
+    *("fedasync", 0.5, 2),
+    **dict(steps=1, mixing=0.5, discount="polynomial", decay=1.0),
+  )
+  trace = trace_of(
+    *((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (0, 2, SEND)),
+    *((1, 1, RECEIVE), (0, 2, RECEIVE)),
+  )
+  simulation, records = run(
+    *(recipe, trace),
+    *(lambda worker, job: np.array([0.0]), np.array([16.0]), 2),
+  )
+  # 8, fresh: (16 + 8) / 2 = 12. Then 8, one late: alpha 1/4: 9 + 2 = 11. Then
+  # 6, made of 12, one late: 8.25 + 1.5.
+  np.testing.assert_array_equal(simulation.server.params, [9.75])
+  np.testing.assert_array_equal(records.staleness, [0, 1, 1])
+
+
+def test_fedasync_overwrites_when_nothing_of_the_server_is_kept():
+  batches = features(6, 15)
+  recipe = algorithms.build(
+    *("fedasync", 0.1, 1), **dict(steps=3, mixing=1.0, discount="constant")
+  )
+  simulation, _ = run(
+    *(recipe, orders.fixed_delay(delay=0, messages=5)),
+    *(lambda worker, job: batches[job], LINE, 1),
+    loss=least_squares,
+  )
+  expected, _ = optimize(optax.sgd(0.1), LINE, batches)
+  close(simulation.server.params, expected)
+  # However late: what the worker has is what the server gets.
+  tx = transforms.mix_models(1.0)
+  sent, end, now = jnp.array([5.0]), jnp.array([2.0]), jnp.array([-3.0])
+  update, _ = tx.update(
+    sent - end, tx.init(now), now, staleness=jnp.int32(9), sent_params=sent
+  )
+  np.testing.assert_array_equal(now + update, end)
+
+
+def test_discounts_of_fedasync():
+  late = jnp.arange(8)
+  close(transforms.constant_discount(late), np.ones(8))
+  close(transforms.polynomial_discount(0.5)(late), (np.arange(8) + 1.0) ** -0.5)
+  close(
+    transforms.hinge_discount(10.0, 4)(late),
+    np.array([1, 1, 1, 1, 1, 1 / 11, 1 / 21, 1 / 31]),
+  )
+
+
+def test_the_proximal_pull_is_towards_what_was_sent():
+  worker = algorithms.build(
+    *("fedasync", 0.25, 1), **dict(steps=2, proximal=2.0)
+  ).make_worker(quadratic)
+  params = jnp.array([16.0])
+  _, message, _ = worker.work(
+    worker.init(params), ticket(params), jnp.zeros((2, 1)), KEY
+  )
+  # 16 -> 12, then 12 - 0.25 (12 + 2 (12 - 16)) = 11.
+  close(message, np.array([5.0]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_in_pieces_is_the_run_in_one(name):
+  recipe = algorithms.build(name, 0.02, 3, **SHORT[name])
+  kwargs = {"fetch_every": 2} if recipe.fetch_every > 1 else {}
+  trace = orders.build(
+    *(recipe.order, durations.homogeneous()),
+    **dict(workers=3, messages=18, **kwargs),
+  )
+  assert (trace.action == KEEP).any() == (name == "downpour")
+  batches = features(7, 4 * 18)
+  batch = worker_lib.job_batches(lambda worker, job: batches[job], 3)
+  worker = recipe.make_worker(least_squares)
+  host = simulator.make_host(recipe.server(), worker)
+  results = []
+  for ends in ([len(trace.action)], range(5, len(trace.action) + 5, 5)):
+    simulation, parts = host.init(LINE, 3), []
+    for end in ends:
+      simulation, part = host.run(simulation, trace, end, batch=batch, root=KEY)
+      parts.append(part)
+    records = simulator.concatenate(parts)
+    results.append((simulation.server, simulation.workers, records))
+  kit.same(*results)
+  records = results[0][-1]
+  np.testing.assert_array_equal(
+    records.staleness, orders.staleness(trace, every=recipe.every)
+  )
+  assert np.isfinite(records.loss).all()
+
+
+# What a recipe may not say.
+
+
+def test_a_recipe_that_contradicts_itself_is_refused():
+  plain = algorithms.build("dana_slim", 0.1, 2)
+  with pytest.raises(ValueError, match="one batch a job, not steps=3"):
+    plain._replace(steps=3).make_worker(quadratic)
+  local = algorithms.build("easgd", 0.1, 2)
+  with pytest.raises(ValueError, match="would ignore its `message`"):
+    local._replace(message=optax.trace(0.9)).make_worker(quadratic)
+
+
+@pytest.mark.parametrize(
+  ("name", "kwargs", "message"),
+  [
+    ("downpour", dict(push_every=3, fetch_every=4), r"multiple .* use 6"),
+    ("downpour", dict(push_every=4, fetch_every=2), r"multiple .* use 4"),
+    ("downpour", dict(push_every=0), "push_every must be"),
+    ("downpour", dict(fetch_every=0), "fetch_every must be"),
+    ("downpour", dict(local_rate=0.0), "local_rate must be positive"),
+    ("downpour", dict(optimizer="adam"), "'adam'; .* known: adagrad, sgd"),
+    ("model_averaging", dict(steps=0), "steps must be"),
+    ("easgd", dict(steps=1.5), "steps must be"),
+    ("easgd", dict(moving_rate=1.5), "moving_rate must be in"),
+    ("diloco", dict(outer_rate=0.0), "outer_rate must be positive"),
+    ("diloco", dict(outer_momentum=1.0), "momentum must be in"),
+    ("fedasync", dict(mixing=1.5), "mixing .alpha. must be in"),
+    ("fedasync", dict(discount="hing"), "did you mean 'hinge'"),
+    ("fedasync", dict(decay=-1.0), "decay .a. must be positive"),
+    ("fedasync", dict(discount="hinge", grace=-1), "grace .b. must be"),
+    ("fedasync", dict(proximal=-1.0), "proximal strength must be"),
+  ],
+)
+def test_values_out_of_range_are_refused(name, kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    algorithms.build(name, 0.1, 2, **kwargs)

@@ -1,0 +1,199 @@
+"""The audit of a live run: it misses nothing that is not as it should be."""
+
+import json
+import shutil
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import base
+from asgd.experiment import audit, replay
+from asgd.live import journal, records
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+  """A run in threads, which was stopped twice and went on."""
+  workdir = tmp_path_factory.mktemp("disturbed") / "out"
+  return kit.train_live(workdir, stop=(30, 40), epochs=4.0)[0]
+
+
+@pytest.fixture
+def cell(disturbed, tmp_path):
+  return shutil.copytree(disturbed, tmp_path / "cells" / disturbed.name)
+
+
+def entries(folder):
+  return journal.read_journal(journal.journal_path(folder, 0))
+
+
+def rewrite(folder, entries):
+  kit.write_journal(journal.journal_path(folder, 0), entries)
+
+
+def findings(folder, failures=None):
+  """Yields what the audit says; those who left were killed unless it is said
+  what was done."""
+  experiment, one = replay.load(folder)
+  if failures is None:
+    left = {
+      (e.worker, e.job) for e in entries(folder) if e.action == base.LEAVE
+    }
+    failures = [audit.Failure("driver", one.name, 0, tuple(left), 0, 10**9)]
+  return audit.findings(experiment.plan(one), folder, failures)
+
+
+def looked_at(folder):
+  """Returns what the audit says, by what it looked at."""
+  return {finding.what: finding for finding in findings(folder)}
+
+
+def finding_of(what, folder, failures=None):
+  """Returns what the audit says of one thing."""
+  return next(f for f in findings(folder, failures) if f.what == what)
+
+
+def wrong(folder):
+  return {finding.what for finding in findings(folder) if not finding.well}
+
+
+def nth(entries, action, n):
+  """The number of the nth row with an action."""
+  rows = [row for row, e in enumerate(entries) if e.action == action]
+  return rows[n]
+
+
+def test_it_finds_nothing_wrong_where_nothing_is(cell):
+  found = looked_at(cell)
+  assert {what for what in found if not found[what].well} == set()
+  assert set(found) == {
+    *("jobs", "updates", "deaths", "order", "replay", "records", "accuracy")
+  }
+
+
+def test_it_finds_a_message_that_was_not_received(cell):
+  rows = entries(cell)
+  del rows[nth(rows, base.RECEIVE, -1)]
+  rewrite(cell, rows)
+  assert wrong(cell) & {"journals", "jobs", "updates"}
+
+
+def test_it_finds_a_message_that_was_received_twice(cell):
+  rows = entries(cell)
+  first = nth(rows, base.RECEIVE, 200)
+  sent, received = (
+    next(e for e in rows if e.job == rows[first].job and e.action == action)
+    for action in (base.SEND, base.RECEIVE)
+  )
+  rows += [
+    entry._replace(time=rows[-1].time, seq=10**6) for entry in (sent, received)
+  ]
+  rewrite(cell, rows)
+  assert wrong(cell) & {"journals", "jobs", "updates"}
+
+
+def test_it_finds_messages_in_another_order(cell):
+  rows = entries(cell)
+  for row in range(200, len(rows) - 3):
+    a, b = rows[row], rows[row + 2]
+    if {a.action, b.action} == {base.RECEIVE} and a.worker != b.worker:
+      times = a.time, b.time
+      rows[row], rows[row + 2] = (
+        b._replace(time=times[0]),
+        a._replace(time=times[1]),
+      )
+      break
+  rewrite(cell, rows)
+  assert wrong(cell) & {"replay", "order"}
+
+
+def test_it_finds_a_record_that_is_not_there_or_not_true(cell):
+  path = records.records_path(cell, 0)
+  content = path.read_bytes()
+  path.write_bytes(content[: -records.RECORD.itemsize])
+  assert wrong(cell) & {"journals", "jobs", "updates"}
+  table = np.frombuffer(content, records.RECORD).copy()
+  table["gap"][7] *= 1.0001
+  path.write_bytes(table.tobytes())
+  assert wrong(cell) == {"records"}
+
+
+def test_it_finds_an_update_that_was_rolled_back(cell):
+  rows = entries(cell)
+  last = rows[-1]
+  rows.append(last._replace(job=len(rows) - 20, action=base.ROLLBACK, seq=-1))
+  rewrite(cell, rows)
+  found = finding_of("updates", cell)
+  assert not found.well  # there was a log
+  undone = sum(row.action == base.RECEIVE for row in rows[-21:-1])
+  assert f"1 rollbacks that undid {undone} updates" in found.text
+
+
+def test_it_finds_parameters_that_are_not_those_of_the_trace(cell):
+  path = cell / "result.json"
+  result = json.loads(path.read_text())
+  result["params_sha256"] = "0" * 64
+  path.write_text(json.dumps(result))
+  assert wrong(cell) == {"replay"}
+
+
+def test_it_finds_who_left_for_no_reason(cell):
+  found = finding_of("deaths", cell, [])
+  assert not found.well
+  assert "NOT EXPLAINED" in found.text
+
+
+def test_it_finds_who_worked_on_after_it_was_killed(cell):
+  failure = audit.Failure("worker", cell.name, 2, ((2, 0),), 10, 10)
+  left = [e for e in entries(cell) if e.action == base.LEAVE]
+  others = tuple((e.worker, e.job) for e in left if e.worker != 2 or e.job)
+  driver = audit.Failure("driver", cell.name, 0, others, 0, 10**9)
+  found = finding_of("deaths", cell, [failure, driver])
+  assert not found.well
+  assert "worker 2 worked on after worker at row 10" in found.text
+
+
+def left_by(entries, failures):
+  """What the audit says of deaths, of rows (worker, job, action)."""
+  rows = [kit.row(float(i), *row) for i, row in enumerate(entries)]
+  (finding,) = audit._deaths(rows, failures, 1, 1e9)
+  return finding
+
+
+def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
+  join, leave = base.JOIN, base.LEAVE
+  send, receive = base.SEND, base.RECEIVE
+  trace = [(0, 0, join), (1, 0, join)]
+  trace += [(0, 0, send), (0, 0, receive), (0, 0, leave)]  # rows 2 to 4
+  trace += [(0, 1, join), (0, 1, leave), (0, 2, join)]  # rows 5 to 7
+  trace += [(1, 1, send), (1, 1, receive)]
+
+  def term(worker, holder, before, **more):
+    holders = ((worker, holder),) if holder is not None else ()
+    return audit.Failure("term", "a", worker, holders, before, before, **more)
+
+  known = term(0, 0, 3)
+  unborn = term(0, None, 5, coming=(0, 1))
+  found = left_by(trace, [known, unborn])
+  assert found.well
+  assert found.text == "2 left (2 term)"
+  # One that died before it had joined leaves no row; the next has its number.
+  found = left_by(trace[:5] + trace[8:], [known, unborn])
+  assert found.text == "1 left (1 term); 1 term before it had joined"
+  again = audit.Failure("hang", "a", 0, ((0, 0),), 3, 3)
+  late = term(1, 0, 9)
+  found = left_by(trace[:5] + trace[8:], [known, again, late])
+  assert found.well
+  assert found.text == (
+    "1 left (1 term); 1 hang to one that was hit before; 1 term when there was"
+    " no more to do"
+  )
+  # Who has worked under that number was not the one.
+  worked = [*trace[:6], (0, 2, send), (0, 2, receive), *trace[6:]]
+  assert not left_by(worked, [known, unborn]).well
+
+
+def test_it_finds_that_there_is_no_result(cell):
+  (cell / "result.json").unlink()
+  assert wrong(cell) == {"result"}

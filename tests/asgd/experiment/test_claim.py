@@ -1,0 +1,159 @@
+"""Whose memory a run takes, and whose it does not."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from asgd.experiment import claim
+
+
+@pytest.fixture
+def cell(tmp_path):
+  folder = tmp_path / "out" / "cells" / "a-n2-s0"
+  folder.mkdir(parents=True)
+  return folder
+
+
+@pytest.fixture
+def memory_dir(tmp_path):
+  (tmp_path / "memory").mkdir()
+  return str(tmp_path / "memory")
+
+
+def stopped(cell, memory_dir):
+  """A run that wrote something and was killed; returns its memory."""
+  claimed = claim.Claim(cell, memory_dir, resume=False)
+  claimed.note({"worker": 2, "shard": 1})
+  (claimed.memory / "shard-0").mkdir()
+  (claimed.memory / "shard-0" / "messages").write_text("log")
+  (claimed.memory / "worker-0.pid").write_text("0 0")
+  claimed.close()
+  return claimed.memory
+
+
+def resume(cell, memory_dir):
+  claimed = claim.Claim(cell, memory_dir, resume=True)
+  claimed.close()
+  return claimed
+
+
+def test_a_run_goes_on_in_its_own_memory(cell, memory_dir, tmp_path):
+  memory = stopped(cell, memory_dir)
+  assert memory.stat().st_mode & 0o777 == 0o700
+  (tmp_path / "other").mkdir()
+  claimed = resume(cell, str(tmp_path / "other"))
+  assert (claimed.memory, claimed.kept) == (memory, True)
+  assert claimed.replaced == {"worker": 2, "shard": 1}
+  assert (memory / "shard-0" / "messages").exists()
+  claimed.remove()
+  assert not memory.exists()
+  assert claim.read(cell) is None
+
+
+def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
+  memory = stopped(cell, memory_dir)
+  copy = shutil.copytree(cell, cell.with_name("copy"))
+  claimed = resume(copy, memory_dir)
+  assert claimed.memory != memory
+  assert not claimed.kept
+  claim.forget(copy)
+  assert resume(cell, memory_dir).kept
+
+
+def test_what_was_moved_takes_its_memory_with_it(cell, memory_dir):
+  memory = stopped(cell, memory_dir)
+  claimed = resume(cell.rename(cell.with_name("moved")), memory_dir)
+  assert (claimed.memory, claimed.kept) == (memory, True)
+
+
+def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
+  memory = stopped(cell, memory_dir)
+  claimed = claim.Claim(cell, memory_dir, resume=False)
+  assert claimed.memory == memory
+  assert sorted(p.name for p in memory.iterdir()) == ["lock", "owner.json"]
+  claimed.close()
+  assert not resume(cell, memory_dir).kept  # running.json is of the other
+
+
+def test_memory_that_is_in_use_is_not_taken(cell, memory_dir, monkeypatch):
+  monkeypatch.setattr(claim, "_SECONDS", 0.1)
+  claimed = claim.Claim(cell, memory_dir, resume=False)
+  for again in (True, False):
+    with pytest.raises(ValueError, match="is held by another process"):
+      claim.Claim(cell, memory_dir, resume=again)
+  claimed.close()
+
+
+def precious(folder):
+  folder.mkdir(parents=True)
+  (folder / "thesis.txt").write_text("years of work")
+  return str(folder)
+
+
+def name_of(tmp_path, name):
+  return tmp_path / name.replace("UID", str(os.getuid()))
+
+
+MINE = "asgd-UID-0123456789ab"
+
+
+@pytest.mark.parametrize(
+  "make, why",
+  [
+    (lambda p: precious(p / "home"), "its name is not"),
+    (lambda p: precious(name_of(p, MINE)), "it holds thesis.txt, which no run"),
+    (
+      lambda p: str(Path(precious(name_of(p, MINE + "/shard-0"))).parent),
+      "it holds shard-0/thesis.txt",
+    ),
+    (
+      lambda p: precious(name_of(p, "asgd-4242-0123456789ab")),
+      "it is no folder of this user's",
+    ),
+    (lambda p: precious(p / "x") + "/../" + "x", "its name is not"),
+  ],
+)
+def test_a_folder_that_is_no_memory_is_left_alone(cell, tmp_path, make, why):
+  memory = make(tmp_path)
+  held = {"driver": 1, "memory": memory, "token": "t", "replaced": {}}
+  (cell / "running.json").write_text(json.dumps(held))
+  again = lambda cell: resume(cell, str(tmp_path))  # noqa: E731
+  for call in (claim.read, claim.forget, again):
+    with pytest.raises(ValueError, match=f"running.json is not what.*{why}"):
+      call(cell)
+  assert list(Path(memory).rglob("thesis.txt"))
+
+
+def test_a_link_is_no_memory(cell, tmp_path):
+  link = name_of(tmp_path, MINE)
+  link.symlink_to(precious(tmp_path / "home"))
+  held = {"driver": 1, "memory": str(link), "token": "t", "replaced": {}}
+  (cell / "running.json").write_text(json.dumps(held))
+  with pytest.raises(ValueError, match="it is no folder of this user's"):
+    claim.read(cell)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    *("", "{}", "[]", "nonsense", '{"driver": 1}', '{"memory": "/x"}'),
+    *('{"driver": "1", "memory": "/x"}', '{"driver": 1, "memory": 2}'),
+    '{"driver": 1, "memory": "/x", "token": "", "replaced": {"worker": "a"}}',
+  ],
+)
+def test_what_is_not_what_a_run_wrote_is_one_line(cell, text):
+  (cell / "running.json").write_text(text)
+  with pytest.raises(ValueError, match="running.json is not what a run wrote"):
+    claim.read(cell)
+
+
+def test_a_memory_that_is_gone_is_no_mistake(cell, memory_dir):
+  memory = stopped(cell, memory_dir)
+  shutil.rmtree(memory)
+  assert claim.read(cell).memory == memory
+  claimed = resume(cell, memory_dir)
+  assert not claimed.kept
+  assert claimed.replaced == {"worker": 2, "shard": 1}

@@ -1,0 +1,92 @@
+"""A live cell beside its simulations: quantities, tables and pictures."""
+
+import kit
+import numpy as np
+import pytest
+
+from asgd.experiment import comparison
+
+
+def pair(name="a-n2-s0", factor=2.0):
+  """A live run, and simulations that take `factor` times its time."""
+  time = np.arange(1.0, 11)
+  loss = [9.0, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+  live = kit.outcome(time, loss, [0, 1] * 5, [0, 1] + [1] * 7 + [3])
+  other = live._replace(time=factor * time, accuracy=1.0)
+  runs = {"live": live, "in order": other, "drawn": other}
+  return comparison.LiveComparison(name, runs, 2, None)
+
+
+def test_the_table_has_ratios():
+  rows = {row["quantity"]: row for row in comparison.quantities(pair())}
+  rate = rows["messages/s"]
+  assert (rate["live"], rate["in order"]) == (1.0, 0.5)
+  assert rate["in order, ratio"] == rate["drawn, ratio"] == 0.5
+  assert rows["staleness, mean"]["live"] == 10 / 8
+  assert rows["staleness, max"]["drawn"] == 3
+  # From 8 to 1, after the second message: 4.5 is the half of the way.
+  assert rows["s to loss 4.5 (50 % of the way)"]["live"] == 5
+  assert rows["s to loss 4.5 (50 % of the way)"]["drawn"] == 10
+  assert rows["s to loss 1.7 (90 % of the way)"]["in order, ratio"] == 2
+  assert rows["accuracy %"]["drawn, ratio"] == 2
+  text = comparison.table(list(rows.values()))
+  assert text.splitlines()[0].split() == [
+    *("live", "in", "order", "ratio", "drawn", "ratio")
+  ]
+  assert text.splitlines()[2].split() == [
+    *("messages/s", "1", "0.5", "0.50", "0.5", "0.50")
+  ]
+
+
+def test_what_is_not_known_is_a_dash():
+  both = pair()
+  live = both.runs["live"]._replace(accuracy=float("nan"))
+  both = both._replace(runs={**both.runs, "live": live})
+  text = comparison.table(comparison.quantities(both))
+  assert text.splitlines()[-1].split() == [
+    *("accuracy", "%", "-", "100", "-", "100", "-")
+  ]
+
+
+def test_the_numbers_of_the_picture():
+  points = comparison.points(pair())
+
+  def chosen(panel, kind):
+    return [
+      (point["x"], point["value"])
+      for point in points
+      if (point["panel"], point["series"]) == (panel, kind)
+    ]
+
+  assert chosen("staleness", "live") == [(0, 0), (1, 7 / 8), (2, 0), (3, 1 / 8)]
+  # Bins of 0.4 s, up to the end of the slower run; eight messages in 16 s.
+  slow, fast = (chosen("throughput", kind) for kind in ("drawn", "live"))
+  assert slow[-1][0] == pytest.approx(15.6)
+  assert sum(rate for _, rate in slow) * 0.4 == pytest.approx(8)
+  assert fast[-1][0] == pytest.approx(7.6)
+  assert chosen("loss", "live")[0] == (1, 8)
+  assert chosen("loss", "drawn")[0] == (2, 8)
+
+
+def test_a_race_is_to_a_loss_that_all_reach():
+  slow, fast = pair("slow", 3.0), pair("fast", 0.5)
+  loss = comparison.common_loss([slow, fast])
+  assert loss == pytest.approx(9 - 0.9 * 8)
+  rows = comparison.race([slow, fast], 2.0)
+  times = [[row[f"{kind}, seconds"] for kind in slow.runs] for row in rows]
+  assert times == [[9, 27, 27], [9, 4.5, 4.5]]
+  assert [row["drawn, faster"] for row in rows] == [1, 6]
+  lines = comparison.race_table(rows, 2.0).splitlines()
+  assert lines[3].split() == [
+    *("fast", "1", "2", "2", "9", "4.5", "4.5", "1.00", "6.00", "6.00")
+  ]
+
+
+def test_pictures_are_drawn(tmp_path):
+  pytest.importorskip("matplotlib")
+  both = pair("a$b")
+  comparison.draw(both, tmp_path / "one")
+  comparison.draw_race([both, pair()], 2.0, tmp_path / "two")
+  assert {path.name for path in tmp_path.iterdir()} == {
+    *("one.png", "one.svg", "two.png", "two.svg")
+  }

@@ -1,0 +1,363 @@
+"""What every engine keeps to, whatever makes its runs.
+
+A cell that was stopped and goes on comes to what it would have come to: to the
+same bits, or, where real time decides (threads, ray), to those of its trace. A
+signal saves and stops; what is not finite stops with one line or is recorded; a
+bad key is one line; rows, results and records have columns in common; an
+evaluation changes nothing; a cell in another process is the same cell.
+"""
+
+import csv
+import json
+import multiprocessing
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from asgd import experiment
+from asgd.experiment import cells, folder, loop, replay, report, storage
+from asgd.experiment.engines import NotFinite
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
+from pipeline.engine import PIPELINE
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+PROCESS = pytest.mark.process
+# Real time decides what a run of these computes; a trace says what that was.
+LIVE = ("threads", "ray")
+
+# What a config of an engine has beside TINY, and a key of its section that
+# there is not.
+CONFIGS = {
+  "simulate": {},
+  "threads": {},
+  "ray": {},
+  "mesh": {"mesh": {"axes": {"data": 2}}},
+  "pipeline": {"pipeline": {"stages": 2, "microbatches": 4}},
+}
+BAD_KEYS = {
+  "simulate": ("order.depht", "depth"),
+  "threads": ("live.refil", "refill"),
+  "ray": ("server.shard", "shards"),
+  "mesh": ("mesh.zeros", "zero"),
+  "pipeline": ("pipeline.stage", "stages"),
+}
+TINY = {
+  "runs": {"run": {"recipe": "asgd", "momentum": 0.5}},
+  "model": {"name": "mlp", "hidden": (8,)},
+  "workers": (2,),
+  "batch_size": 16,
+  "examples": 384,  # 24 messages
+  "learning_rate": 0.02,
+  "evaluations": 3,
+  "curvature_checks": 0,
+  "evaluation_examples": 32,
+}
+
+engines = pytest.mark.parametrize(
+  "engine",
+  [
+    pytest.param(name, marks=PROCESS) if name == "ray" else name
+    for name in ENGINES
+  ],
+)
+
+
+@pytest.fixture(scope="module")
+def machine():
+  shared = Machine(grace_seconds=60.0)
+  yield shared
+  shared.close()
+
+
+def build(engine, **config):
+  return experiment.build(
+    {**TINY, "engine": engine, **CONFIGS[engine], **config}, engines=ENGINES
+  )
+
+
+def train(exp, workdir, machine, signals=None):
+  (cell,) = exp.cells
+  arguments = {} if signals is None else {"signals": signals}
+  return loop.train(
+    exp, cell, workdir, bar=Silent(), machine=machine, **arguments
+  )
+
+
+def place_of(exp, workdir):
+  (cell,) = exp.cells
+  return workdir / "cells" / cell.name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, machine):
+  """engine -> (experiment, its folder, result): trained once."""
+  finished = {}
+
+  def get(engine):
+    if engine not in finished:
+      exp = build(engine)
+      workdir = tmp_path_factory.mktemp(engine)
+      finished[engine] = exp, workdir, train(exp, workdir, machine)
+    return finished[engine]
+
+  return get
+
+
+class AfterLooks:
+  """A signal that comes after the run loop has asked for it some times."""
+
+  def __init__(self, looks, number=signal.SIGTERM):
+    self._left, self._number = looks, number
+
+  @property
+  def received(self):
+    self._left -= 1
+    return self._number if self._left < 0 else 0
+
+
+# Columns that say how long something took.
+_TIMES = (
+  *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),
+  *("bubble_measured", "bubble_predicted"),
+)
+
+
+def lasting(row):
+  """What of a row is not a time."""
+  return {k: v for k, v in row.items() if k not in _TIMES}
+
+
+def assert_same(engine, workdir, exp, undisturbed):
+  """The cell of a folder came to what it should have come to."""
+  place = place_of(exp, workdir)
+  result = folder.finished_result(place)
+  assert result is not None
+  if engine in LIVE:
+    assert replay.replay(place).digest == result["params_sha256"]
+    return
+  _, whole, _ = undisturbed(engine)
+  expected = place_of(exp, whole)
+  assert lasting(result) == lasting(folder.finished_result(expected))
+  for ours, theirs in zip(
+    folder.read_rows(place), folder.read_rows(expected), strict=True
+  ):
+    assert lasting(ours) == lasting(theirs)
+  for name in ("params.msgpack",):
+    assert (place / name).read_bytes() == (expected / name).read_bytes()
+  with (
+    np.load(place / "records.npz") as ours,
+    np.load(expected / "records.npz") as theirs,
+  ):
+    assert ours.files == theirs.files
+    for column in set(ours.files) - set(_TIMES):
+      np.testing.assert_array_equal(ours[column], theirs[column])
+
+
+# Going on.
+
+
+@engines
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
+  engine, looks, tmp_path, machine, undisturbed
+):
+  exp = build(engine, checkpoint_seconds=0.0)
+  start = ENGINES[engine].start
+
+  def in_small_steps(context):
+    """An engine that looks up after each few messages."""
+    running = start(context)
+    advance = running.advance
+    if engine not in LIVE:
+      running.advance = lambda until: advance(min(until, running.done + 3))
+      running._pace = Slow()
+    return running
+
+  exp.engines = {
+    **ENGINES,
+    engine: ENGINES[engine]._replace(start=in_small_steps),
+  }
+  with pytest.raises(Stopped) as caught:
+    train(exp, tmp_path, machine, AfterLooks(looks))
+  assert caught.value.signal_number == signal.SIGTERM
+  line = str(caught.value)
+  assert line.startswith("stopped in run-n")
+  assert line.endswith("; run the same command again to go on")
+  place = place_of(exp, tmp_path)
+  assert not (place / "result.json").exists()
+  assert any(p.name.isdigit() for p in (place / "checkpoints").iterdir())
+  again = build(engine)
+  train(again, tmp_path, machine)
+  assert_same(engine, tmp_path, again, undisturbed)
+
+
+class Slow:
+  """A pace of few steps, whatever they take."""
+
+  steps = 3
+
+  def begin(self):
+    return self.steps
+
+  def end(self):
+    return 1e-3
+
+
+@engines
+def test_a_cell_in_another_process_is_the_same_cell(
+  engine, tmp_path, undisturbed
+):
+  if engine == "ray":
+    pytest.skip("its driver is one process, its workers are others")
+  exp, _, _ = undisturbed(engine)
+  (cell,) = exp.cells
+  config = cells.only(exp.runs[cell.label], cell)
+  context = multiprocessing.get_context("spawn")
+  child = context.Process(
+    target=_train_here, args=(config, tmp_path, jax.config.jax_num_cpu_devices)
+  )
+  child.start()
+  child.join(300)
+  assert child.exitcode == 0
+  assert_same(engine, tmp_path, exp, undisturbed)
+
+
+def _train_here(config, workdir, devices):
+  # As in this process, so that XLA divides its sums in the same way.
+  jax.config.update("jax_num_cpu_devices", devices)
+  exp = experiment.build(config, engines=ENGINES)
+  train(exp, workdir, Machine())
+
+
+# What is not finite.
+
+
+EXPLODING = {"runs": {"run": {"recipe": "asgd", "momentum": 0.9}}}
+EXPLODING |= {"learning_rate": 1e30}
+
+
+@engines
+def test_what_is_not_finite_stops_with_one_line(engine, tmp_path, machine):
+  exp = build(engine, **EXPLODING)
+  with pytest.raises(NotFinite) as caught:
+    train(exp, tmp_path, machine)
+  line = str(caught.value)
+  (cell,) = exp.cells
+  assert line.startswith(f"{cell.name}: ")
+  assert "\n" not in line
+  # A pipeline names the run's own: its rate depends on the schedule.
+  assert "--config.learning_rate" in line or (
+    "--config.runs.run.learning_rate" in line
+  )
+  assert not (place_of(exp, tmp_path) / "result.json").exists()
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e not in LIVE])
+def test_what_is_not_finite_is_recorded_if_that_is_asked_for(
+  engine, tmp_path, machine
+):
+  exp = build(engine, **EXPLODING, on_nan="record")
+  result = train(exp, tmp_path, machine)
+  assert result["diverged"] is True
+  rows = folder.read_rows(place_of(exp, tmp_path))
+  assert rows[-1]["diverged"] is True
+  assert folder.finished_result(place_of(exp, tmp_path)) is not None
+
+
+# What is wrong.
+
+
+@engines
+def test_a_bad_key_of_its_section_is_one_line(engine):
+  path, nearest = BAD_KEYS[engine]
+  section, key = path.split(".")
+  wrong = {**CONFIGS[engine].get(section, {}), key: 1}
+  if section == "order":
+    wrong["name"] = "asynchronous"
+  with pytest.raises(ValueError, match=key) as caught:
+    build(engine, **{section: wrong})
+  line = str(caught.value)
+  assert "\n" not in line
+  assert f"did you mean '{nearest}'?" in line
+
+
+# What there is in the end.
+
+
+ROW = {
+  *("cell", "algorithm", "engine", "workers", "seed", "message", "update"),
+  *("epoch", "examples", "learning_rate", "train_loss", "test_loss"),
+  *("test_accuracy", "diverged"),
+}
+RESULT = {
+  *folder.RESULT_KEYS,
+  *("epoch", "sent_accuracy", "params_sha256", "rate_x_sharpness"),
+  *("rate_x_sharpness_limit", "sustained", "wall_seconds"),
+}
+
+
+@engines
+def test_rows_result_and_records_have_the_common_columns(engine, undisturbed):
+  exp, workdir, result = undisturbed(engine)
+  place, (cell,) = place_of(exp, workdir), exp.cells
+  rows = folder.read_rows(place)
+  assert len(rows) == result["evaluations"] == 3
+  assert [row["message"] for row in rows] == sorted(
+    {row["message"] for row in rows}
+  )
+  for row in rows:
+    assert row.keys() >= ROW
+    assert ("time" in row) != ("seconds" in row)
+    assert row["diverged"] is False
+    assert row["epoch"] > 0
+    assert row["examples"] == 16 * row["message"]
+    assert np.isfinite([row["train_loss"], row["test_loss"]]).all()
+  assert result.keys() >= RESULT
+  assert result["messages"] == exp.plan(cell).messages == 24
+  assert result["engine"] == engine
+  assert (result["workers"], result["seed"]) == (cell.workers, cell.seed)
+  assert result["test_accuracy"] == rows[-1]["test_accuracy"]
+  with np.load(place / "records.npz") as records:
+    assert len(records["loss"]) == 24
+    for column in records.files:
+      assert records[column].shape[-1] == 24, column  # maybe for each stage
+    assert np.isfinite(records["loss"]).all()
+  assert json.loads((place / "result.json").read_text()).keys() == result.keys()
+  assert folder.finished_result(place) is not None
+
+
+@engines
+def test_its_line_and_its_table_can_be_written(engine, undisturbed):
+  exp, workdir, result = undisturbed(engine)
+  kind = ENGINES[engine]
+  line, *_ = report.lines(result, kind.describe)
+  assert line.startswith(result["cell"])
+  assert "\n" not in line
+  rows, text = report.tabulate([result], ENGINES)
+  assert len(text.splitlines()) == 3
+  storage.write_csv(workdir / "results.csv", rows)
+  with (workdir / "results.csv").open() as file:
+    (row,) = csv.DictReader(file)
+  assert float(row["test_accuracy"]) == result["test_accuracy"]
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e not in LIVE])
+def test_evaluating_changes_nothing(engine, tmp_path, machine, undisturbed):
+  _, _, expected = undisturbed(engine)
+  exp = build(engine, evaluations=6, curvature_checks=2)
+  result = train(exp, tmp_path, machine)
+  assert result["evaluations"] == 6
+  assert result["params_sha256"] == expected["params_sha256"]
+  assert np.isfinite(result["rate_x_sharpness"])
+
+
+@engines
+def test_a_library_call_needs_no_folder_or_says_so(engine, machine):
+  if engine in LIVE:
+    pytest.skip("the folder is where its journals are")
+  exp = build(engine)
+  assert train(exp, None, machine)["messages"] == 24

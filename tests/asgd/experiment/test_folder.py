@@ -1,0 +1,339 @@
+"""The results folder: what it is of, who may go on with it, and its cells."""
+
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from asgd import experiment
+from asgd.experiment import folder, storage
+from asgd.experiment.folder import FolderError
+
+TINY = {
+  "runs": {"asgd": {"recipe": "asgd"}},
+  "model": {"name": "mlp", "hidden": (4,)},
+  "workers": (2,),
+}
+
+
+def build(**config):
+  return experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+
+
+@pytest.fixture(scope="module")
+def one():
+  return build()
+
+
+@pytest.fixture(scope="module")
+def two():
+  return build(batch_size=16)
+
+
+def read(path):
+  return json.loads((path / "config.json").read_text())
+
+
+# Files.
+
+
+def test_json_has_null_for_what_is_not_finite():
+  text = storage.to_json(
+    {"a": float("nan"), "b": [np.float32(np.inf), np.int32(3)], "c": (1.5,)}
+  )
+  assert json.loads(text) == {"a": None, "b": [None, 3], "c": [1.5]}
+
+
+def test_csv_quotes_what_needs_it(tmp_path):
+  storage.write_csv(
+    tmp_path / "x.csv", [{"a": "x, y", "b": float("nan")}, {"a": "z", "b": 2}]
+  )
+  assert (tmp_path / "x.csv").read_text() == 'a,b\n"x, y",\nz,2\n'
+
+
+# Which folder.
+
+
+def test_the_same_experiment_finds_its_folder_and_others_are_numbered(
+  tmp_path, monkeypatch, one, two
+):
+  monkeypatch.chdir(tmp_path)
+
+  def opened(exp):
+    return folder.open_folder(None, "job", exp).name
+
+  assert [opened(exp) for exp in (one, two, one, two)] == [
+    *("job-001", "job-002", "job-001", "job-002"),
+  ]
+  # The newest of several; and a number that another process took is left.
+  (tmp_path / "runs" / "job-007").mkdir()
+  content = (tmp_path / "runs" / "job-001" / "config.json").read_text()
+  (tmp_path / "runs" / "job-007" / "config.json").write_text(content)
+  assert opened(one) == "job-007"
+  assert opened(build(epochs=2.0)) == "job-008"
+
+
+def test_a_folder_that_is_asked_for_is_gone_on_with(tmp_path, one):
+  workdir = tmp_path / "a" / "b"
+  assert folder.open_folder(str(workdir), "job", one) == workdir
+  before = read(workdir)
+  assert before["version"] == folder.VERSION
+  assert before["config"]["batch_size"] == 32
+  assert before["dataset"]["name"] == "digits"
+  folder.open_folder(str(workdir), "job", one)
+  assert read(workdir) == before
+
+
+def test_another_experiment_is_refused(tmp_path, one, two):
+  folder.open_folder(str(tmp_path), "job", one)
+  before = read(tmp_path)
+  with pytest.raises(
+    FolderError, match=r"another experiment \(config\.batch_size was 32, now 16"
+  ):
+    folder.open_folder(str(tmp_path), "job", two)
+  other = build(runs={"asgd": {"recipe": "asgd", "momentum": 0.5}})
+  with pytest.raises(
+    FolderError, match=r"config\.runs\.asgd\.momentum was None, now 0\.5"
+  ):
+    folder.open_folder(str(tmp_path), "job", other)
+  moved = build(engine="threads")
+  with pytest.raises(FolderError, match="was 'simulate', now 'threads'"):
+    folder.open_folder(str(tmp_path), "job", moved)
+  assert read(tmp_path) == before
+
+
+def test_other_data_of_the_same_name_are_refused(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", one)
+  images = one.dataset.train_images.copy()
+  images[0, 0, 0, 0] ^= 1
+  other = experiment.build(
+    TINY,
+    engines=experiment.ENGINES,
+    dataset=one.dataset._replace(train_images=images),
+  )
+  with pytest.raises(FolderError, match=r"dataset\.sha256 was"):
+    folder.open_folder(str(tmp_path), "job", other)
+
+
+def test_what_is_free_to_change_may_change(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", one)
+  other = build(on_nan="record", checkpoint_seconds=3.0)
+  folder.open_folder(str(tmp_path), "job", other)
+  assert read(tmp_path)["free"]["on_nan"] == "record"
+
+
+def test_seeds_workers_and_runs_may_be_added(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", one)
+  more = build(seeds=(3, 1), workers=(4,))
+  folder.open_folder(str(tmp_path), "job", more)
+  runs = {"dana": {"recipe": "dana_zero", "workers": (2,)}}
+  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  config = read(tmp_path)["config"]
+  assert config["seeds"] == [0, 3, 1]
+  assert config["workers"] == [2, 4]
+  assert list(config["runs"]) == ["asgd", "dana"]
+  runs["dana"]["workers"] = (8, 2)
+  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  assert read(tmp_path)["config"]["runs"]["dana"]["workers"] == [2, 8]
+  # What it was before is still the same experiment.
+  folder.open_folder(str(tmp_path), "job", one)
+
+
+def test_a_choice_of_runs_is_of_the_same_experiment(tmp_path):
+  runs = {"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}}
+  folder.open_folder(str(tmp_path), "job", build(runs=runs, only="a"))
+  assert list(read(tmp_path)["config"]["runs"]) == ["a"]
+  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  assert list(read(tmp_path)["config"]["runs"]) == ["a", "b"]
+  folder.open_folder(str(tmp_path), "job", build(runs=runs, only="b"))
+
+
+def test_what_a_kill_at_the_start_leaves_is_no_obstacle(tmp_path, one):
+  (tmp_path / ".lock").touch()
+  (tmp_path / "config.json.tmp").touch()
+  folder.open_folder(str(tmp_path), "job", one)
+  assert read(tmp_path)["config"]["workers"] == [2]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, one):
+  (tmp_path / "thesis.tex").write_text("mine")
+  with pytest.raises(FolderError, match="not empty and holds no experiment"):
+    folder.open_folder(str(tmp_path), "job", one)
+  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+  with pytest.raises(FolderError, match="thesis.tex is a file; choose another"):
+    folder.open_folder(str(tmp_path / "thesis.tex"), "job", one)
+
+
+@pytest.mark.parametrize("content", ['{"config"', "[]", '{"config": 3}', ""])
+def test_a_broken_config_json_is_named(tmp_path, one, content):
+  (tmp_path / "config.json").write_text(content)
+  with pytest.raises(FolderError, match=r"config\.json cannot be read"):
+    folder.open_folder(str(tmp_path), "job", one)
+
+
+@pytest.mark.parametrize("version", [None, 0, 2])
+def test_a_folder_of_another_version_is_refused(tmp_path, one, version):
+  folder.open_folder(str(tmp_path), "job", one)
+  value = {**read(tmp_path), "version": version}
+  (tmp_path / "config.json").write_text(json.dumps(value))
+  with pytest.raises(FolderError, match=f"is of version {version} of the layo"):
+    folder.open_folder(str(tmp_path), "job", one)
+
+
+# Measurements.
+
+
+def measured(one, **values):
+  return experiment.Experiment(
+    *(one.config, one.engines, one.runs, one.dataset),
+    *(one.problem_of(one.runs["asgd"]), values),
+  )
+
+
+def test_measurements_are_those_of_the_beginning(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", one)
+  assert folder.read_measurements(tmp_path) is None
+  folder.open_folder(str(tmp_path), "job", measured(one, cost=1.5))
+  folder.open_folder(str(tmp_path), "job", measured(one, cost=2.5))
+  assert folder.read_measurements(tmp_path) == {"cost": 1.5}
+
+
+def test_measurements_that_are_lost_are_told(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", measured(one, cost=1.5))
+  path = tmp_path / "measurements.json"
+  path.write_text("{")
+  with pytest.raises(FolderError, match="measurements.json cannot be read"):
+    folder.read_measurements(tmp_path)
+  path.unlink()
+  (tmp_path / "cells").mkdir()
+  with pytest.raises(FolderError, match="measurements.json is gone"):
+    folder.open_folder(str(tmp_path), "job", measured(one, cost=2.5))
+
+
+# Cells.
+
+
+def test_a_cell_says_what_it_is_of(tmp_path, one):
+  (cell,) = one.cells
+  place = tmp_path / "cells" / cell.name
+  with folder.claim_cell(place, one, cell):
+    said = folder.read_cell(place)
+  assert said["cell"] == cell._asdict()
+  again = experiment.build(said["config"], engines=experiment.ENGINES)
+  assert again.cells == (cell,)
+  with pytest.raises(FolderError, match="is not the folder of a cell"):
+    folder.read_cell(tmp_path)
+
+
+def _try_to_claim(place, answers):
+  exp = build()
+  try:
+    with folder.claim_cell(place, exp, exp.cells[0]):
+      answers.put("claimed")
+  except folder.CellInUse as error:
+    answers.put(str(error))
+
+
+def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
+  (cell,) = one.cells
+  place = tmp_path / cell.name
+  with (
+    folder.claim_cell(place, one, cell),
+    pytest.raises(folder.CellInUse, match="in use by another process"),
+    folder.claim_cell(place, one, cell),
+  ):
+    pass
+  with folder.claim_cell(place, one, cell):
+    pass
+
+
+@pytest.mark.process
+def test_another_process_finds_a_cell_in_use(tmp_path, one):
+  (cell,) = one.cells
+  context = multiprocessing.get_context("spawn")
+  answers = context.Queue()
+  with folder.claim_cell(tmp_path / cell.name, one, cell):
+    child = context.Process(
+      target=_try_to_claim, args=(tmp_path / cell.name, answers)
+    )
+    child.start()
+    assert "in use by another process" in answers.get(timeout=120)
+    child.join()
+
+
+def test_the_only_cell_of_a_folder(tmp_path):
+  assert folder.only_cell(tmp_path) == tmp_path
+  (tmp_path / "cells" / "a-n1-s0").mkdir(parents=True)
+  assert folder.only_cell(tmp_path) == tmp_path / "cells" / "a-n1-s0"
+  (tmp_path / "cells" / "a-n1-s1").mkdir()
+  with pytest.raises(FolderError, match=r"has 2 cells: .*a-n1-s0, a-n1-s1"):
+    folder.only_cell(tmp_path)
+
+
+ROW = {
+  "message": 3,
+  "update": 3,
+  "train_loss": 1.0,
+  "test_loss": 1.0,
+  "test_accuracy": 0.5,
+}
+
+
+def test_rows_so_far_are_without_one_that_was_cut_short(tmp_path):
+  assert folder.read_rows_so_far(tmp_path) == []
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(storage.to_lines([ROW, ROW]))
+  assert folder.read_rows_so_far(tmp_path) == [ROW, ROW]
+  path.write_text(path.read_text()[:-5])
+  assert folder.read_rows_so_far(tmp_path) == [ROW]
+  path.write_text(storage.to_lines([ROW]) + '{"message": "x"}\n')
+  with pytest.raises(FolderError, match=r"line 2 is no evaluation: '{\"mess"):
+    folder.read_rows_so_far(tmp_path)
+
+
+def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text(storage.to_lines([ROW, ROW, ROW]))
+  log = folder.CellLog(tmp_path, tmp_path / "board", [ROW])
+  log.write({**ROW, "message": 6})
+  log.close()
+  assert [row["message"] for row in folder.read_rows(tmp_path)] == [3, 6]
+  assert list((tmp_path / "board").glob("events.out*"))
+
+
+def finish(place, result, rows=1, losses=2):
+  place.mkdir(parents=True)
+  storage.write_atomically(place / "result.json", storage.to_json(result))
+  (place / "metrics.jsonl").write_text(storage.to_lines([ROW] * rows))
+  np.savez(place / "records.npz", loss=np.zeros(losses))
+
+
+RESULT = dict.fromkeys(folder.RESULT_KEYS, 0)
+RESULT |= {"evaluations": 1, "messages": 2}
+
+
+def test_a_result_counts_only_if_all_of_its_cell_is_there(tmp_path):
+  short = {k: v for k, v in RESULT.items() if k != "updates"}
+  for name, arguments in {
+    "whole": (RESULT,),
+    "rows": (RESULT, 0),
+    "records": (RESULT, 1, 1),
+    "keys": (short,),
+  }.items():
+    finish(tmp_path / name, *arguments)
+    whole = folder.finished_result(tmp_path / name)
+    assert (whole is None) == (name != "whole")
+  (tmp_path / "whole" / "records.npz").write_bytes(b"PK")
+  assert folder.finished_result(tmp_path / "whole") is None
+  assert folder.finished_result(tmp_path / "nothing") is None
+
+
+def test_results_go_by_workers_then_run_then_seed(tmp_path):
+  config = {"config": {"runs": {"z": {}, "a": {}}}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  order = [(1, "a", 0), (2, "z", 0), (2, "z", 1), (2, "a", 0), (10, "z", 0)]
+  for workers, label, seed in reversed(order):
+    row = {**RESULT, "label": label, "workers": workers, "seed": seed}
+    finish(tmp_path / "cells" / f"{label}-n{workers}-s{seed}", row)
+  results = folder.read_results(tmp_path)
+  assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

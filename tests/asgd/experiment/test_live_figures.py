@@ -1,0 +1,215 @@
+"""What is said of a live run while it goes."""
+
+import struct
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import base
+from asgd.experiment import live_figures
+from asgd.live import wire
+from asgd.live.journal import FileJournal
+
+
+def records(*rows):
+  """(update, worker, staleness, gap) of each message."""
+  update, worker, staleness, gap = zip(*rows, strict=True) if rows else [()] * 4
+  nothing = np.zeros(len(update))
+  return base.Records(
+    update=np.array(update, np.int32),
+    time=nothing,
+    worker=np.array(worker, np.int32),
+    job=nothing.astype(np.int32),
+    staleness=np.array(staleness, np.int32),
+    gap=np.array(gap, np.float32),
+    loss=nothing.astype(np.float32),
+    accepted=nothing.astype(bool),
+    message_norm=nothing.astype(np.float32),
+    update_norm=nothing.astype(np.float32),
+  )
+
+
+def test_rates_are_counts_by_seconds():
+  counter = live_figures.Counter(3, 10.0)
+  counter.add(
+    12.0, records((1, 0, 0, 0.5), (2, 2, 1, 1.5), (2, 0, 1, 1.0), (3, 0, 2, 1))
+  )
+  seen = counter.figures(100)
+  assert seen.updates == 3 / 2
+  assert seen.messages == 2
+  np.testing.assert_array_equal(seen.workers, [1.5, 0, 0.5])
+  np.testing.assert_array_equal(seen.staleness, [1, 2, 1])
+  assert seen.staleness_mean == 1
+  assert seen.gap == 1
+  assert seen.bytes == 200
+
+
+def test_only_the_last_seconds_count():
+  counter = live_figures.Counter(1, 0.0, window=5.0)
+  counter.add(1.0, records((1, 0, 9, 9.0)))
+  for second in range(2, 12):
+    counter.add(float(second), records((second, 0, 1, 2.0)))
+  seen = counter.figures(1)
+  assert seen.messages == seen.updates == 1
+  np.testing.assert_array_equal(seen.staleness, [0, 5] + 8 * [0])
+  assert seen.gap == 2
+
+
+def test_rates_fall_when_nothing_comes():
+  counter = live_figures.Counter(1, 0.0, window=5.0)
+  counter.add(1.0, records((1, 0, 0, 0.0), (2, 0, 0, 0.0)))
+  assert counter.figures(1).messages == 2
+  counter.add(4.0, records())
+  assert counter.figures(1).messages == 2 / 4
+  for second in (5.0, 6.0, 7.0):
+    counter.add(second, records())
+  seen = counter.figures(1)
+  assert seen.messages == 0
+  assert np.isnan(seen.gap)
+  assert np.isnan(seen.staleness_mean)
+
+
+def test_neither_start_up_nor_what_was_done_before_a_stop_is_counted():
+  counter = live_figures.Counter(1, 0.0)
+  for second in range(1, 4):
+    counter.add(float(second), records())
+  counter.add(4.0, records((1001, 0, 0, 0.0)))
+  assert counter.figures(1).messages == 1
+  assert counter.figures(1).updates == 1
+
+
+@pytest.mark.parametrize(
+  "counts, text",
+  [
+    ([3, 10, 55, 30, 2], "0:3 1:10 2:55 3:30 4+:2 %"),
+    ([0, 0, 0, 7], "0:0 1:0 2:0 3:100 %"),
+    ([5], "0:100 %"),
+    ([], "-"),
+    ([0, 0], "-"),
+    # Of width two; the first takes what is below, the last what is above.
+    (
+      [1] + 9 * [0] + 10 * [10] + [0, 1],
+      "0-11:21 12-13:20 14-15:20 16-17:20 18-19:20 20+:1 %",
+    ),
+    ([0] * 31 + [100] + [0] * 8 + [1], "0-31:99 32+:1 %"),
+  ],
+)
+def test_a_histogram_in_words(counts, text):
+  assert live_figures.histogram(counts) == text
+
+
+def test_a_sparkline_has_a_block_a_bin():
+  assert live_figures.sparkline([0, 7, 1, 0]) == "▁█▂"
+  assert live_figures.sparkline([]) == live_figures.sparkline([0]) == ""
+  assert len(live_figures.sparkline(np.ones(100, int))) == 8
+
+
+@pytest.mark.parametrize(
+  "rate, text",
+  [
+    (0, "0 B/s"),
+    (999.4, "999 B/s"),
+    (12345, "12.3 kB/s"),
+    (7.1e7, "71 MB/s"),
+    (3e9, "3 GB/s"),
+  ],
+)
+def test_bytes_have_a_unit(rate, text):
+  assert live_figures.bytes_text(rate) == text
+
+
+def figures(workers):
+  return live_figures.Figures(
+    980.0, 985.0, np.array(workers, float), np.array([1, 1, 8]), 1e-4, 7.1e7
+  )
+
+
+def test_the_line_tells_of_each_worker_or_of_the_slowest():
+  few = live_figures.long(figures([240, 250]))
+  assert few == (
+    "980 updates/s, 71 MB/s, messages/s of each worker 240 250, staleness 0:10"
+    " 1:10 2:80 %"
+  )
+  many = live_figures.long(figures([10] * 8 + [3, 20]))
+  assert "each worker 3 (worker 8) to 20 (worker 9), median 10," in many
+
+
+def test_the_bar_gets_a_few_words():
+  text = live_figures.short(figures([240, 250]))
+  assert text == "▂▂█ 980 upd/s 71 MB/s worker 240-250/s"
+
+
+def test_tickets_are_counted_as_the_journal_grows(tmp_path):
+  path = tmp_path / "trace-0.csv"
+  tickets = live_figures.Tickets(path)
+  assert tickets.look() == 1
+  journal = FileJournal(path)
+  journal.append(kit.row(0.0, 0, 0, base.JOIN))
+  journal.append(kit.row(0.0, 0, 0, base.SEND, 0))
+  assert tickets.look() == 1
+  for seq in range(1, 4):  # three jobs on that ticket, and the next one
+    journal.append(kit.row(1.0, 0, seq - 1, base.RECEIVE, seq - 1))
+    journal.append(kit.row(1.0, 0, seq, base.KEEP, seq))
+  with path.open("a") as file:
+    file.write("1.0,0,3,se")
+  assert tickets.look() == 1 / 3
+  with path.open("a") as file:
+    file.write("nd,4,0,0,0,0.0,\n")
+  assert tickets.look() == 2 / 3
+  # What was there before is another driver's.
+  assert live_figures.Tickets(path).look() == 1
+
+
+def test_a_message_has_the_bytes_of_its_layouts():
+  params = {"w": np.zeros((100, 64), np.float32), "b": np.zeros(3, np.float32)}
+  whole = wire.layout(params).nbytes
+  assert live_figures.message_bytes(params, 1, None) == whole == 25600 + 64
+  assert live_figures.message_bytes(params, 2, None) >= 25600 + 12
+  half = live_figures.message_bytes(params, 1, "bfloat16")
+  assert half == 12800 + 64
+
+
+def events(folder):
+  """Reads a board: tag -> [(step, value)]."""
+  from tensorboardX.proto import event_pb2
+
+  found = {}
+  for path in folder.iterdir():
+    data = path.read_bytes()
+    while data:
+      (size,) = struct.unpack("<Q", data[:8])
+      event = event_pb2.Event.FromString(data[12 : 12 + size])
+      data = data[16 + size :]
+      for value in event.summary.value:
+        held = value.simple_value
+        if value.HasField("histo"):
+          held = list(value.histo.bucket)
+        found.setdefault(value.tag, []).append((event.step, held))
+  return found
+
+
+def test_the_board_has_curves_and_the_histogram(tmp_path):
+  pytest.importorskip("tensorboardX")
+  board = live_figures.Board(tmp_path, seconds=1.0)
+  board.write(0.0, 10, figures([240, 250]))
+  board.write(0.9, 20, figures([1, 1]))  # too early
+  board.write(1.0, 30, figures([2, 3]))
+  board.close()
+  found = events(tmp_path)
+  assert found["live/updates_per_second"] == [(10, 980.0), (30, 980.0)]
+  assert found["live_workers/1_messages_per_second"] == [(10, 250), (30, 3)]
+  assert found["live/staleness"][0] == (10, [1, 1, 8])
+  means = [step for step, _ in found["live/staleness_mean"]]
+  assert means == [10, 30]
+  assert set(found) == {*live_figures.scalars(figures([1, 1]))} | {
+    "live/staleness"
+  }
+
+
+def test_without_tensorboardx_there_is_no_board(tmp_path, monkeypatch):
+  monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+  board = live_figures.Board(tmp_path / "board")
+  board.write(0.0, 1, figures([1]))
+  board.close()
+  assert not (tmp_path / "board").exists()

@@ -1,0 +1,168 @@
+"""What live cells leave, read again."""
+
+import json
+import os
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import base
+from asgd.experiment import live_files
+from asgd.live.journal import journal_path
+from asgd.live.records import RECORD, records_path
+from asgd.live.spans import SpanWriter, spans_path
+
+
+def test_what_was_written_is_read_again(tmp_path):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  writer = SpanWriter(place)
+  for span in kit.SPANS[0]:
+    writer(0, span)
+  read = live_files.read(place)
+  assert read.journals == [kit.JOURNAL]
+  # The last job was not handed in.
+  assert read.spans == {0: kit.SPANS[0][:6]}
+  assert len(read.records[0].loss) == 0
+  with spans_path(place, 0).open("a") as file:
+    file.write("compute,5.0,6")
+  assert live_files.read(place).spans == read.spans
+
+
+def write_records(place, count):
+  """A file of so many records, and the result of a finished run."""
+  rows = np.zeros(count, RECORD)
+  records_path(place, 0).write_bytes(rows.tobytes())
+  (place / "result.json").write_text(json.dumps({"messages": count}))
+
+
+def rewrite(place, change):
+  path = journal_path(place, 0)
+  path.write_text(change(path.read_text()))
+
+
+def without(text, number):
+  lines = text.splitlines(True)
+  return "".join(lines[:number] + lines[number + 1 :])
+
+
+def twice(text, number):
+  lines = text.splitlines(True)
+  return "".join(lines[: number + 1] + lines[number:])
+
+
+DAMAGE = {
+  "records that are cut": (
+    lambda place: os.truncate(records_path(place, 0), 100),
+    "records-0.bin has 2 records, and the trace beside it 3 messages",
+  ),
+  "no records": (
+    lambda place: records_path(place, 0).unlink(),
+    "records-0.bin has 0 records, and the trace beside it 3 messages",
+  ),
+  "another result": (
+    lambda place: (place / "result.json").write_text('{"messages": 2}'),
+    "records-0.bin has 3 records, result.json 2 messages",
+  ),
+  "a trace that is cut": (
+    lambda place: rewrite(place, lambda text: text[: len(text) // 2]),
+    "records-0.bin has 3 records, and the trace beside it 0 messages",
+  ),
+  "no time": (
+    lambda place: rewrite(place, lambda text: text.replace("9.0", "nan")),
+    "trace-0.csv, line 12 .*: time must be finite",
+  ),
+  "the end of time": (
+    lambda place: rewrite(place, lambda text: text.replace("9.0", "inf")),
+    "trace-0.csv, line 12 .*: time must be finite",
+  ),
+  "a job below 0": (
+    lambda place: rewrite(place, lambda text: text.replace("1,4,", "1,-5,")),
+    "trace-0.csv, line 11 .*: worker and job must be from 0",
+  ),
+  "a worker beyond all": (
+    lambda place: rewrite(
+      place, lambda text: text.replace("\n4.0,1,", "\n4.0,99999999999,")
+    ),
+    "trace-0.csv, line 10 .*: worker 99999999999 does not fit",
+  ),
+  "a row that is gone": (
+    lambda place: rewrite(place, lambda text: without(text, 6)),
+    "trace-0.csv, line 7 .*: that job was not sent",
+  ),
+  "a row that is there twice": (
+    lambda place: rewrite(place, lambda text: twice(text, 5)),
+    "trace-0.csv, line 7 .*: that job was not sent",
+  ),
+  "another worker": (
+    lambda place: rewrite(
+      place, lambda text: text.replace("\n3.0,0,", "\n3.0,1,")
+    ),
+    "trace-0.csv, line 8 .*: that job was not sent",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_line_that_names_the_file(tmp_path, name):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  write_records(place, 3)
+  assert len(live_files.read(place).records[0].loss) == 3
+  change, message = DAMAGE[name]
+  change(place)
+  with pytest.raises(ValueError, match=message) as error:
+    live_files.read(place)
+  assert "\n" not in str(error.value)
+
+
+def test_jobs_end_with_their_message_or_with_their_ticket():
+  jobs = list(live_files.ended_jobs(kit.JOURNAL))
+  assert all(start.key == end.key for start, end in jobs)
+  assert [(*e.key, e.job, s.time, e.time, e.action) for s, e in jobs] == [
+    (0, 0, 0, 1.0, 2.0, base.RECEIVE),
+    (0, 1, 2, 2.0, 3.0, base.RECEIVE),
+    (1, 0, 1, 1.5, 4.0, base.RECEIVE),
+    (1, 1, 4, 4.0, 9.0, base.LOST),
+  ]
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (lambda place: None, None),
+    (
+      lambda place: (place / "trace-0.csv").unlink(),
+      "holds no event: the run has not begun",
+    ),
+    (
+      lambda place: (place / "cell.json").unlink(),
+      "is not the folder of a cell: it should be WORKDIR/cells/NAME",
+    ),
+    (
+      lambda place: (place / "cell.json").write_text("{}"),
+      "is not the folder of a cell",
+    ),
+    (
+      lambda place: (place / "cell.json").write_text(
+        '{"version": 1, "engine": "simulate"}'
+      ),
+      "was made by engine 'simulate': only live runs",
+    ),
+  ],
+)
+def test_another_folder_is_refused(tmp_path, change, message):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  change(place)
+  if message is None:
+    live_files.read(place)
+    return
+  with pytest.raises(ValueError, match=message):
+    live_files.read(place)
+
+
+def test_the_folder_of_one_cell_is_as_good_as_the_cell(tmp_path):
+  kit.write_live_cell(tmp_path, kit.JOURNAL)
+  assert live_files.read(tmp_path).journals == [kit.JOURNAL]
+  kit.write_live_cell(tmp_path, kit.JOURNAL, "b-n2-s0")
+  with pytest.raises(ValueError, match="has 2 cells: name one .*a-n2-s0, b-n2"):
+    live_files.read(tmp_path)

@@ -1,0 +1,191 @@
+"""The run loop: what diverged is told, and kept or refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asgd import experiment
+from asgd.experiment import folder, jobs, loop, storage
+from asgd.experiment.engines import Died, NotFinite, due
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+
+# When evaluations are.
+
+
+def test_evaluations_are_evenly_spaced_and_the_last_is_at_the_end():
+  assert due(4, 100) == [25, 50, 75, 100]
+  assert due(3, 10) == [3, 7, 10]
+  assert due(9, 4) == [1, 2, 3, 4]
+  assert due(3, 24, quantum=4) == [8, 16, 24]
+  assert due(10, 12, quantum=6) == [6, 12]
+
+
+# Whether a run diverged.
+
+
+def losses(*parts):
+  """The losses of so many messages each, with a little noise."""
+  rng = np.random.default_rng(0)
+  values = np.concatenate([np.linspace(a, b, n) for n, a, b in parts])
+  return values + rng.normal(0, 0.02, len(values))
+
+
+GUESS = np.log(10)
+
+
+@pytest.mark.parametrize(
+  ("loss", "diverged"),
+  [
+    # Falling, though it is above that of guessing throughout.
+    (losses((400, 3.7, 2.4)), False),
+    (losses((44, 3.7, 3.2)), False),
+    # Flat: it has learnt nothing, but nothing blew up.
+    (losses((400, GUESS, GUESS)), False),
+    (losses((400, 0.1, 0.1)), False),
+    # Up and down again, to something learnt.
+    (losses((50, 2.5, 5.0), (350, 5.0, 1.5)), False),
+    # It ends above where it began, in the end or all the time.
+    (losses((350, 2.5, 0.5), (50, 3.5, 3.5)), True),
+    (losses((400, 2.5, 25.0)), True),
+    (losses((400, 0.3, 0.5)), True),
+    # Up, and then dead.
+    (losses((50, 2.6, 6.0), (350, GUESS, GUESS)), True),
+    (losses((100, 2.4, np.nan)), True),
+    # Too few to tell beginning and end.
+    (losses((15, 1.0, 3.0)), False),
+    (np.zeros(0), False),
+  ],
+)
+def test_a_run_has_diverged_if_it_ends_above_where_it_began(loss, diverged):
+  for workers in (1, 4, 8):
+    assert loop.has_diverged(loss, workers, 10) is diverged
+
+
+# What is not finite.
+
+
+def exploding(**config):
+  return experiment.build(
+    {
+      "runs": {
+        "broken": {"recipe": "nag_asgd", "learning_rate": 1e30},
+        "fine": {"recipe": "asgd"},
+      },
+      "model": {"name": "mlp", "hidden": (4,)},
+      "workers": (2,),
+      "learning_rate": 0.01,
+      "epochs": 0.5,
+      "evaluations": 2,
+      "curvature_checks": 0,
+      **config,
+    },
+    engines=experiment.ENGINES,
+  )
+
+
+def train_all(exp, workdir):
+  jobs.train_all(exp, workdir, bar=Silent(), machine=Machine())
+
+
+def result_of(workdir, cell):
+  return json.loads((workdir / "cells" / cell / "result.json").read_text())
+
+
+def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
+  with pytest.raises(NotFinite) as caught:
+    train_all(exploding(), tmp_path)
+  line = str(caught.value)
+  assert line.startswith("broken-n2-s0: the loss is ")
+  assert "lower --config.learning_rate" in line
+  assert line.endswith(
+    "or set --config.on_nan=record to keep the cell as diverged and go on"
+  )
+  assert "\n" not in line
+  assert not list(tmp_path.glob("cells/*/result.json"))
+  # The remedy that the line names works, and goes on in the same folder.
+  train_all(exploding(on_nan="record"), tmp_path)
+  broken = result_of(tmp_path, "broken-n2-s0")
+  assert broken["diverged"] is True
+  assert broken["evaluations"] == 1
+  rows = folder.read_rows(tmp_path / "cells" / "broken-n2-s0")
+  assert [row["diverged"] for row in rows] == [True]
+  fine = result_of(tmp_path, "fine-n2-s0")
+  assert fine["diverged"] is False
+  assert fine["evaluations"] == 2
+  assert len(folder.read_results(tmp_path)) == 2
+
+
+# What dies.
+
+
+class Mortal:
+  """The engine of a cell that dies at some calls of `advance`."""
+
+  def __init__(self, engine, deaths):
+    self._engine, self._deaths = engine, deaths
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def advance(self, until):
+    if self._deaths and self._deaths[0] <= self._engine.done:
+      self._deaths.pop(0)
+      raise Died("a process died")
+    return self._engine.advance(min(until, self._engine.done + 1))
+
+
+class Lines(Silent):
+  def __init__(self):
+    self.lines = []
+
+  def line(self, text):
+    self.lines.append(text)
+
+
+def mortal(exp, deaths):
+  (cell,) = exp.cells
+  kind = exp.kind(cell)
+
+  def start(context):
+    return Mortal(kind.start(context), deaths)
+
+  exp.engines = {**exp.engines, "simulate": kind._replace(start=start)}
+  return cell
+
+
+def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
+  whole = exploding(only=("fine",), checkpoint_seconds=0.0)
+  expected = loop.train(
+    whole, whole.cells[0], tmp_path / "whole", bar=Silent()
+  )
+  exp = exploding(only=("fine",), checkpoint_seconds=0.0)
+  bar = Lines()
+  cell = mortal(exp, [3, 3, 9])
+  result = loop.train(exp, cell, tmp_path / "died", bar=bar)
+  assert bar.lines == [
+    "fine-n2-s0: a process died; on from the last checkpoint"
+  ] * 3
+  result["wall_seconds"] = expected["wall_seconds"]
+  assert storage.to_json(result) == storage.to_json(expected)
+
+
+def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
+  exp = exploding(only=("fine",))
+  cell = mortal(exp, [0, 0, 0, 0])
+  words = "^fine-n2-s0: a process died; run the same command again to go on"
+  with pytest.raises(ValueError, match=words):
+    loop.train(exp, cell, tmp_path, bar=Silent())
+
+
+# Shares of the cells.
+
+
+def test_shares_are_whole_groups_and_together_everything():
+  exp = exploding(seeds=(0, 1), workers=(2, 3))
+  for count in (1, 2, 3, 7):
+    shares = [jobs.Share(i, count).of(exp.cells) for i in range(count)]
+    assert sorted(c for share in shares for c in share) == sorted(exp.cells)
+    for share in shares:
+      assert len(share) % 2 == 0

@@ -1,0 +1,495 @@
+"""One step on any mesh, in one process or two: the same losses."""
+
+import functools
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.serialization
+import jax
+import numpy as np
+import pytest
+from kit import close
+
+from asgd import experiment
+from asgd.data import text
+from asgd.experiment import cells, folder, loop, schema, signals, storage
+from asgd.experiment.engines import Context, mesh, mesh_plan
+from asgd.experiment.progress import ProgressBar
+
+ROOT = Path(__file__).parents[3]
+DEADLINE = 240  # seconds until a subprocess is taken to hang
+QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ENGINES = experiment.ENGINES
+CELL = "gpt-n1-s0"
+UPDATES = 4
+
+
+@pytest.fixture(autouse=True)
+def double(quick_compilation):
+  """Exact enough for equalities."""
+  with jax.enable_x64(True):
+    yield
+
+
+@functools.cache
+def pydoc():
+  return text.load("pydoc")
+
+
+def config_of(name, arg=None):
+  names = {}
+  exec((ROOT / "configs" / f"{name}.py").read_text(), names)
+  return names["get_config"](arg)
+
+
+def small():
+  """A tiny GPT, of 4 updates."""
+  config = config_of("mesh_gpt", "tiny").to_dict()
+  section = {**config["mesh"], "axes": {}, "zero": 0, "precision": "float64"}
+  return {**config, "mesh": section}
+
+
+def build(overrides=(), config=None):
+  config = schema.override(config or small(), dict(overrides), ENGINES)
+  dataset = None
+  if config.get("data", {}).get("name") == "pydoc":
+    dataset = pydoc()
+  return experiment.build(config, engines=ENGINES, dataset=dataset)
+
+
+def train(exp, place, **options):
+  """Returns the result of each cell."""
+  bar = ProgressBar(
+    1, stream=io.StringIO(), describe=lambda name, row: describe(row)
+  )
+  return [
+    loop.train(exp, cell, place, bar=bar, **options) for cell in exp.cells
+  ]
+
+
+def describe(result):
+  return mesh.MESH.describe(result)
+
+
+def records_of(place):
+  with np.load(place / "cells" / CELL / "records.npz") as file:
+    return file["loss"], file["norm"]
+
+
+def result_of(place):
+  return json.loads((place / "cells" / CELL / "result.json").read_text())
+
+
+def problem_of(exp):
+  return exp.plan(exp.cells[0]).problem
+
+
+def params_of(exp, place):
+  """Returns the parameters, read without knowing the mesh."""
+  like = problem_of(exp).init(jax.random.key(0))
+  content = (place / "cells" / CELL / "params.msgpack").read_bytes()
+  return flax.serialization.from_bytes(like, content)
+
+
+# Any mesh.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """Overrides -> the experiment, its folder and its result; made once each."""
+
+  @functools.cache
+  def make(*pairs):
+    exp, place = build(pairs), tmp_path_factory.mktemp("mesh")
+    (result,) = train(exp, place)
+    return exp, place, result
+
+  return make
+
+
+SPLIT = ("mesh.axes", "data:2,tensor:2,pipe:2"), ("mesh.zero", 3)
+
+
+@pytest.fixture
+def replicas(trained):
+  return trained(("mesh.axes", "data:8"))
+
+
+def agree(exp, actual_in, expected_in):
+  """Asserts that two folders hold the same run, but for round-off."""
+  # Records are kept in float32.
+  close(records_of(actual_in), records_of(expected_in), rtol=1e-6, atol=1e-6)
+  actual, expected = (params_of(exp, p) for p in (actual_in, expected_in))
+  close(actual, expected, rtol=1e-9, atol=1e-9)
+  actual, expected = map(result_of, (actual_in, expected_in))
+  assert actual["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
+  assert actual["test_accuracy"] == expected["test_accuracy"]
+  assert actual["state_bytes"] < expected["state_bytes"]
+  losses = records_of(actual_in)[0]
+  assert len(losses) == UPDATES and losses[-1] < losses[0]
+
+
+def test_another_mesh_has_the_same_losses(replicas, trained):
+  exp, place, _ = trained(*SPLIT)
+  assert exp.plan(exp.cells[0]).mesh.size == 8
+  agree(exp, place, replicas[1])
+
+
+def test_what_is_left_is_whole(replicas):
+  exp, place, result = replicas
+  params = params_of(exp, place)
+  assert storage.digest(params) == result["params_sha256"]
+  assert problem_of(exp).evaluate(params).loss == result["test_loss"]
+  assert result["parameters"] == sum(x.size for x in jax.tree.leaves(params))
+  assert "data 8" in describe(result)
+  rows = folder.read_rows(place / "cells" / CELL)
+  assert [row["update"] for row in rows] == [2, 4]
+  losses, norms = records_of(place)
+  assert rows[1]["train_loss"] == pytest.approx(losses[2:].mean())
+  assert rows[1]["gradient_norm"] == pytest.approx(norms[2:].mean())
+  assert rows[0]["learning_rate"] == pytest.approx(3e-3)
+
+
+# Stopping and going on.
+
+
+class Asked:
+  received = signal.SIGTERM
+
+
+def test_a_run_goes_on_to_the_bit(trained, tmp_path):
+  exp, place, undisturbed = trained(*SPLIT)
+  with pytest.raises(signals.Stopped, match=f"stopped in {CELL} at message 1"):
+    train(exp, tmp_path, signals=Asked)
+  (result,) = train(exp, tmp_path)
+  assert result["params_sha256"] == undisturbed["params_sha256"]
+  np.testing.assert_array_equal(records_of(tmp_path), records_of(place))
+  whole = folder.finished_result(tmp_path / "cells" / CELL)
+  assert whole == json.loads(storage.to_json(result))
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+  flags = {"mesh.axes": "data:1", "examples": 32, "evaluations": 1}
+  exp = build({**flags, "data.name": "digits", "model.name": "mlp"})
+  problem = problem_of(exp)
+  broken = problem._replace(
+    init=lambda key: jax.tree.map(lambda x: x * np.nan, problem.init(key))
+  )
+  plan = exp.plan(exp.cells[0])._replace(problem=broken)
+  exp.plan = lambda cell: plan
+  with pytest.raises(ValueError, match=f"{CELL}: the loss of update 0 is nan"):
+    train(exp, tmp_path)
+  exp.config["on_nan"] = "record"
+  (result,) = train(exp, tmp_path)
+  assert result["diverged"] and result["updates"] == 2
+
+
+# The recipes of a parameter server.
+
+
+RECIPES = {
+  "asgd": {"momentum": 0.9},
+  "nag_asgd": {},
+  "dana_zero": {},
+  "dana_slim": {},
+  "dc_asgd_a": {},
+  "gap_aware": {},
+}
+
+
+def engine_of(exp, cell):
+  """Starts the engine of a cell, without a folder."""
+  context = Context(
+    *(exp, cell, exp.plan(cell), None, None),
+    *(lambda rebuild: None, [], None),
+  )
+  engine = exp.kind(cell).start(context)
+  while engine.done < engine.total:
+    engine.advance(engine.total)
+  return engine
+
+
+def double_precision(load):
+  """Lets `cells.problem.load` return a problem of float64."""
+
+  def wide(*args, **options):
+    dataset, problem = load(*args, **options)
+    return dataset, problem._replace(
+      init=lambda key: jax.tree.map(
+        lambda x: x.astype(np.float64), problem.init(key)
+      )
+    )
+
+  return wide
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
+  config = {
+    "model": {"name": "mlp", "hidden": (6,)},
+    "batch_size": 8,
+    "examples": 48,
+    "learning_rate": 0.05,
+    "workers": 1,
+    "runs": {
+      "simulated": {"engine": "simulate", "recipe": recipe, **RECIPES[recipe]},
+      "mesh": {"engine": "mesh", "recipe": recipe, **RECIPES[recipe]},
+    },
+    "mesh": {"axes": "data:1"},
+    "seeds": (3,),
+  }
+  load = double_precision(cells.problem.load)
+  monkeypatch.setattr(cells.problem, "load", load)
+  exp = build(config=config)
+  simulated, on_mesh = (engine_of(exp, cell) for cell in exp.cells)
+  assert simulated.done == on_mesh.done == 6
+  params = on_mesh.snapshot().params
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(float)}
+  close(params, simulated.snapshot().params, atol=1e-12)
+  np.testing.assert_allclose(
+    on_mesh.records().loss, simulated.records().loss, rtol=1e-6
+  )
+
+
+def test_workers_with_steps_of_their_own_have_no_mesh():
+  with pytest.raises(ValueError, match="a mesh has one gradient for all"):
+    build({"runs.gpt.recipe": "easgd", "mesh.optimizer": None})
+
+
+# Several processes.
+
+
+def start(*arguments, **environment):
+  return subprocess.Popen(
+    [sys.executable, "-m", "launch.train", *arguments],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**os.environ, **QUICK, **environment},
+  )
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_two_processes_agree_with_one(replicas, tmp_path):
+  """With tensors that are split, and positions."""
+  exp, place, expected = replicas
+  workdir = tmp_path / "out"
+  process = start(
+    "--config=configs/mesh_gpt.py:tiny",
+    "--config.mesh.precision=float64",
+    "--config.mesh.axes=data:2,tensor:4",
+    "--config.mesh.zero=0",
+    "--config.mesh.sequence=True",
+    "--num_processes=2",
+    f"--workdir={workdir}",
+  )
+  said, errors = process.communicate(timeout=DEADLINE)
+  assert process.returncode == 0, errors
+  assert "GPT, AdamW" in said and "[Gloo]" not in said
+  assert (expected["processes"], result_of(workdir)["processes"]) == (1, 2)
+  agree(exp, workdir, place)
+
+
+@pytest.mark.process
+def test_a_process_that_waits_in_vain_ends_with_one_line():
+  process = start(
+    "--config=configs/mesh_gpt.py:tiny",
+    "--config.mesh.axes=data:2",
+    "--num_processes=2",
+    "--process_id=1",
+    "--coordinator=127.0.0.1:9",
+    "--start_seconds=0.5",
+  )
+  _, errors = process.communicate(timeout=DEADLINE)
+  assert process.returncode == 2
+  (line,) = errors.splitlines()
+  assert line.startswith("error: process 1 of 2 waited 0.5 s at --coordinator=")
+
+
+TWO_ENGINES = """
+def get_config():
+  return {
+    "runs": {
+      "mesh": {"engine": "mesh", "precision": "float64"},
+      "other": {"engine": "simulate", "recipe": "asgd"},
+    },
+  }
+"""
+
+
+@pytest.mark.process
+def test_float64_is_of_all_runs_or_of_none(tmp_path):
+  path = tmp_path / "two.py"
+  path.write_text(TWO_ENGINES)
+  process = start(f"--config={path}", f"--workdir={tmp_path / 'out'}")
+  _, errors = process.communicate(timeout=DEADLINE)
+  assert process.returncode == 2
+  assert "config.mesh.precision float64 is for all runs" in errors
+
+
+# Configs, and mistakes.
+
+
+@pytest.mark.parametrize("name", ["mesh_gpt", "mesh_resnet"])
+def test_the_configs_build_and_give_their_command(name):
+  config = config_of(name)
+  assert config.is_locked
+  source = (ROOT / "configs" / f"{name}.py").read_text()
+  assert f"--config=configs/{name}.py" in source
+  for run in schema.runs(schema.resolve(config, ENGINES), ENGINES).values():
+    mesh_plan.check(run)
+  exp = build(config=config_of(name, "tiny"))
+  assert exp.plan(exp.cells[0]).mesh.size == 8
+  with pytest.raises(ValueError, match="known: tiny"):
+    config_of(name, "tine")
+
+
+def resolve(axes):
+  config = {"runs": {"x": {}}, "engine": "mesh", "mesh": {"axes": axes}}
+  return schema.resolve(config, ENGINES)
+
+
+def test_a_mesh_may_be_written_in_many_ways():
+  for value in ("data:2,tensor:4", "tensor=4,data=2", {"tensor": 4, "data": 2}):
+    axes = resolve(value)["mesh"]["axes"]
+    assert list(axes.items()) == [("data", 2), ("tensor", 4)]
+  assert resolve("rows:2")["mesh"]["axes"] == {"data": 1, "rows": 2}
+  exp = build({"mesh.axes": "data:-1,tensor:2"})
+  assert exp.plan(exp.cells[0]).mesh.shape["data"] == 4
+  (run,) = schema.runs(resolve({}), ENGINES).values()
+  assert mesh_plan.devices_of(run) is None
+
+
+def test_another_optimizer_drops_the_options_of_the_old():
+  config = schema.override(small(), {"mesh.optimizer.name": "lamb"}, ENGINES)
+  assert config["mesh"]["optimizer"] == {"name": "lamb"}
+  config = schema.override(small(), {"mesh.optimizer.b1": 0.8}, ENGINES)
+  assert config["mesh"]["optimizer"]["weight_decay"] == 0.1
+  for value in ("lamb", {"name": "lamb"}):
+    resolved = schema.resolve(
+      {**small(), "mesh": {"optimizer": value}}, ENGINES
+    )
+    assert resolved["mesh"]["optimizer"] == {"name": "lamb"}
+
+
+AXES, DEVICES = "mesh.axes", "mesh.devices"
+MISTAKES = {
+  "key": ({"mesh.acumulate": 3}, "acumulate'; did you mean 'accumulate'"),
+  "data key": ({"data.contex": 3}, "'data.contex'; did you mean 'context'"),
+  "axis": ({AXES: "date:8"}, "unknown axis 'date' of config.mesh.axes; did"),
+  "mesh": ({AXES: 8}, "config.mesh.axes must be a dict of axes"),
+  "mesh text": ({AXES: "data:two"}, "as in data:2,tensor:4, not 'data:two'"),
+  "twice": ({AXES: "data:2,data:4"}, "names an axis twice"),
+  "size": ({AXES: "data:0"}, "config.mesh.axes.data must be a whole number"),
+  "two left": ({AXES: "data:-1,tensor:-1"}, "only one axis can be -1"),
+  "left": ({AXES: "data:-1,tensor:3"}, "config.mesh.axes: 8 devices cannot be"),
+  "too few": ({AXES: "data:16"}, r"data 16 needs 16 .* there are 8 \(cpu\)"),
+  "devices": (
+    {AXES: "data:4", DEVICES: 2},
+    "config.mesh.devices 2 are fewer than the 4 of config.mesh.axes data 4",
+  ),
+  "batch": (
+    {AXES: "data:8", "mesh.accumulate": 4},
+    "config.batch_size 16 cannot be divided into 32 pieces .*multiple of 32",
+  ),
+  "microbatches": (
+    {AXES: "data:8,pipe:1", "mesh.microbatches": 4},
+    "makes pieces of 2 .*config.mesh.microbatches 4 does not.*multiple of 32",
+  ),
+  "no pipe": (
+    {"mesh.microbatches": 2},
+    "config.mesh.microbatches 2 is for the axis 'pipe",
+  ),
+  "no tensor": (
+    {AXES: "data:2", "mesh.sequence": True},
+    "is for the axis 'tensor'",
+  ),
+  "heads": (
+    {AXES: "tensor:2", "model.heads": 1},
+    "config.model.heads 1 cannot be divided among config.mesh.axes.tensor 2",
+  ),
+  "blocks": (
+    {AXES: "data:2,pipe:4"},
+    "config.mesh.axes .*2 blocks cannot be divided",
+  ),
+  "rounds": (
+    {
+      AXES: "pipe:2",
+      "mesh.microbatches": 1,
+      "model.depth": 4,
+      "mesh.rounds": 2,
+    },
+    "config.mesh.axes .*1 microbatches are fewer than the 2 stages",
+  ),
+  "axes": ({AXES: "data:2,rows:2,tensor:2"}, "data, and tensor and pipe, or"),
+  "rows of a text": ({AXES: "rows:2"}, "a Embed cannot be split by rows"),
+  "positions": (
+    {AXES: "tensor:8", "mesh.sequence": True, "data.context": 9},
+    "9 positions cannot be divided among the 8",
+  ),
+  "zero": ({"mesh.zero": 4}, "config.mesh.zero must be a whole number from 0"),
+  "form": ({"mesh.form": "pmapp"}, "config.mesh.form must be .* or 'pmap'"),
+  "pmap": (
+    {"mesh.form": "pmap", AXES: "tensor:2"},
+    "config.mesh.form: the form 'pmap' is for",
+  ),
+  "precision": (
+    {"mesh.precision": "float8"},
+    "config.mesh.precision .*did you",
+  ),
+  "optimizer": (
+    {"mesh.optimizer": "adamm"},
+    "config.mesh.optimizer.name: .*'adamm'; did you",
+  ),
+  "option": (
+    {"mesh.optimizer.beta": 3},
+    "'mesh.optimizer.beta' .optimizer 'adamw'",
+  ),
+  "option's value": ({"mesh.optimizer.b1": "a"}, "config.mesh.optimizer"),
+  "two rates": (
+    {"mesh.optimizer.learning_rate": 3},
+    "is config.learning_rate",
+  ),
+  "rate": ({"learning_rate": 0}, "config.learning_rate must be a number above"),
+  "decay": (
+    {"learning_rate_schedule.decay_examples": (16,)},
+    "config.learning_rate_schedule: .*the warm-up",
+  ),
+  "loss scale": (
+    {"mesh.loss_scale": {"start": 3}},
+    "unknown config key 'mesh.loss_scale.",
+  ),
+  "loss scale's": (
+    {"mesh.loss_scale": {"factor": 1}},
+    "config.mesh.loss_scale: factor",
+  ),
+  "batch of the data": (
+    {"data.name": "digits", "model.name": "mlp", "batch_size": 5000},
+    "batch_size",
+  ),
+  "model": ({"model.name": "gpd"}, "config.model: .*did you mean 'gpt'"),
+  "model and data": ({"model.name": "mlp"}, "'mlp' does not fit .*'pydoc'"),
+  "on_nan": ({"on_nan": "go"}, "config.on_nan must be 'stop' or 'record'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_names_key_value_and_remedy(name):
+  overrides, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    build(overrides)
+
+
+def test_float64_has_to_be_on():
+  with (
+    jax.enable_x64(False),
+    pytest.raises(ValueError, match="jax_enable_x64"),
+  ):
+    build()

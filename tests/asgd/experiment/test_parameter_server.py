@@ -1,0 +1,223 @@
+"""What simulated and live runs share: schedules, jobs, rounds and orders."""
+
+import jax
+import numpy as np
+import pytest
+
+from asgd import base, experiment, orders, simulator
+from asgd.experiment.engines import parameter_server
+
+ENGINES = experiment.ENGINES
+
+
+def build(**config):
+  return experiment.build(
+    {"model": {"name": "mlp", "hidden": (8,)}, **config}, engines=ENGINES
+  )
+
+
+def test_seeds_draw_other_orders_and_runs_share_them():
+  exp = build(
+    runs={"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}},
+    seeds=(0, 1),
+    workers=(4,),
+  )
+  plans = [exp.plan(cell) for cell in exp.cells]
+  first, second = (plans[0].trace(seed, messages=40).time for seed in (0, 1))
+  assert (first != second).any()
+  for plan in plans:
+    np.testing.assert_array_equal(first, plan.trace(0, messages=40).time)
+
+
+def test_the_schedule_counts_updates_not_messages():
+  exp = build(
+    runs={"ssgd": {"recipe": "ssgd"}, "asgd": {"recipe": "asgd"}},
+    workers=(4,),
+    batch_size=16,  # 89 batches in an epoch
+    learning_rate=0.4,
+    learning_rate_schedule={
+      "warmup_epochs": 1.0,
+      "decay_epochs": (2.0,),
+      "decay_factor": 0.5,
+    },
+  )
+  for label, per_epoch in (("asgd", 89), ("ssgd", 22)):
+    (cell,) = (c for c in exp.cells if c.label == label)
+    schedule = exp.plan(cell).schedule
+    assert float(schedule(0)) == pytest.approx(0.1)  # the peak over N
+    assert float(schedule(per_epoch)) == pytest.approx(0.4)
+    # ssgd: 178 batches are 44.5 rounds, rounded to 44.
+    assert float(schedule(2 * per_epoch + 1)) == pytest.approx(0.2)
+
+
+def test_a_schedule_in_examples_is_that_in_epochs():
+  epochs = {"warmup_epochs": 1.0, "decay_epochs": (2.0,)}
+  examples = {"warmup_examples": 1424, "decay_examples": (2848,)}
+  exp = build(
+    runs={
+      "a": {"recipe": "asgd", "learning_rate_schedule": epochs},
+      "b": {"recipe": "asgd", "learning_rate_schedule": examples},
+    },
+    workers=(4,),
+    batch_size=16,
+  )
+  a, b = (exp.plan(cell).schedule for cell in exp.cells)
+  for update in range(0, 200, 3):
+    assert float(a(update)) == float(b(update))
+
+
+def test_a_budget_in_examples_replaces_epochs():
+  exp = build(
+    runs={"a": {"recipe": "asgd"}, "b": {"recipe": "asgd", "batch_size": 8}},
+    workers=(3,),
+    batch_size=16,
+    examples=1000,  # 62.5 batches of 16, 125 of 8, in whole rounds of three
+  )
+  assert [exp.plan(cell).messages for cell in exp.cells] == [60, 123]
+
+
+LOCAL = {
+  "downpour": {"recipe": "downpour", "push_every": 2, "fetch_every": 4},
+  "averaging": {"recipe": "model_averaging", "steps": 2, "momentum": 0.9},
+  "easgd": {"recipe": "easgd", "steps": 2},
+  "diloco": {"recipe": "diloco", "steps": 2},
+  "fedasync": {"recipe": "fedasync", "steps": 2},
+}
+
+
+def local(**config):
+  return experiment.build(
+    {
+      "runs": LOCAL,
+      "workers": (3,),
+      "batch_size": 16,  # 89 batches in an epoch
+      "learning_rate": 0.01,
+      **config,
+    },
+    engines=ENGINES,
+  )
+
+
+@pytest.mark.parametrize("label", LOCAL)
+def test_recipes_that_work_locally_run(label):
+  exp = local(only=(label,), learning_rate_schedule={"warmup_epochs": 0.1})
+  (cell,) = exp.cells
+  plan = exp.plan(cell)
+  assert plan.batches == plan.recipe.steps == 2
+  assert plan.messages == 42  # of 44 jobs of two batches: 14 whole rounds
+  assert np.isnan(plan.curvature_limit)
+  trace = plan.trace(0, messages=6)
+  assert orders.check(trace) == 3
+  assert (trace.action == base.KEEP).any() == (label == "downpour")
+  params = plan.problem.init(jax.random.key(0))
+  host = simulator.make_host(plan.server, plan.worker)
+  simulation, records = host.run(
+    *(host.init(params, 3), trace, len(trace.action)),
+    batch=plan.job_batches(cell.seed),
+    root=jax.random.key(0),
+  )
+  assert len(records.loss) == 6
+  every = 3 if plan.order["name"] == "bulk_synchronous" else 1
+  assert int(simulation.server.version) == 6 // every
+  for column in records:
+    assert np.isfinite(column).all()
+  assert (records.message_norm > 0).all()
+
+
+def test_a_job_is_consecutive_batches_and_takes_their_time():
+  exp = local(
+    runs={**LOCAL, "asgd": {"recipe": "asgd"}},
+    only=("asgd", "easgd"),
+    workers=(1,),
+  )
+  plans = {cell.label: exp.plan(cell) for cell in exp.cells}
+  one, two = plans["asgd"], plans["easgd"]
+  images, labels = two.job_batches(0)(0, 3)
+  assert images.shape == (2, 16, 8, 8, 1)
+  for h in range(2):
+    image, label = one.job_batches(0)(0, 6 + h)
+    np.testing.assert_array_equal(images[h], image)
+    np.testing.assert_array_equal(labels[h], label)
+  batches, jobs = (
+    plan.trace(0, messages=n) for plan, n in ((one, 8), (two, 4))
+  )
+  times = batches.time[batches.action == base.RECEIVE]
+  np.testing.assert_allclose(
+    jobs.time[jobs.action == base.RECEIVE], times[1::2], rtol=1e-12
+  )
+
+
+def test_the_schedule_counts_updates_of_long_jobs():
+  exp = local(
+    only=("averaging", "easgd"),
+    epochs=2.0,
+    learning_rate_schedule={"warmup_epochs": 1.0},
+  )
+  # 89 batches are 44.5 jobs of two, and 14.8 rounds of three such jobs.
+  for cell, updates in zip(exp.cells, (15, 44), strict=True):
+    schedule = exp.plan(cell).schedule
+    assert float(schedule(0)) == pytest.approx(0.01 / 3)
+    assert float(schedule(updates - 1)) < 0.0099
+    assert float(schedule(updates)) == pytest.approx(0.01)
+
+
+def records(**columns):
+  count = len(columns["loss"])
+  filled = {name: np.ones(count) for name in base.Records._fields}
+  return base.Records(**{**filled, **columns})
+
+
+def test_a_summary_is_means_and_maxima_of_its_records():
+  part = records(
+    loss=np.array([1.0, 3.0]),
+    staleness=np.array([0, 5]),
+    gap=np.array([0.5, 0.1]),
+    message_norm=np.array([2.0, 2.0]),
+    update_norm=np.array([0.1, 0.3]),
+    accepted=np.array([True, False]),
+  )
+  assert parameter_server.summary(part) == pytest.approx(
+    {
+      "train_loss": 2.0,
+      "staleness_mean": 2.5,
+      "staleness_max": 5,
+      "gap_mean": 0.3,
+      "gap_max": 0.5,
+      "effective_rate": 0.1,
+      "accepted": 0.5,
+    }
+  )
+
+
+def described(**kwargs):
+  return parameter_server.describe(
+    {
+      "workers": 8,
+      "staleness_mean": 7.0,
+      "staleness_max": 9,
+      "gap_mean": 1.0,
+      "gap_max": 2.0,
+      "effective_rate": 0.1,
+      "rate_x_sharpness": 0.5,
+      "rate_x_sharpness_limit": 0.4,
+      "accepted": 1.0,
+      **kwargs,
+    }
+  )
+
+
+def test_a_limit_that_is_not_known_is_a_dash():
+  line = described(rate_x_sharpness_limit=float("nan"))
+  assert line.endswith("(stable below -)")
+  assert described().endswith("(stable below 0.4)")
+  assert "sharpness" not in described(rate_x_sharpness=float("nan"))
+
+
+def test_the_share_that_was_accepted_is_said_where_some_was_not():
+  assert "accepted" not in described()
+  assert "75.0 % of the messages accepted" in described(accepted=0.75)
+
+
+def test_workers_that_took_no_part_are_said():
+  assert "only 5 of 8 workers took part" in described(took_part=5)
+  assert "took part" not in described(took_part=8)

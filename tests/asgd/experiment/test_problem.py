@@ -1,0 +1,116 @@
+"""From `data` and `model` of a config to a problem: images, text, sentences.
+
+Configs of sentences that were trained before are in asgd/data/test_sentences.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asgd import experiment
+from asgd.experiment import problem, schema
+
+GPT = {"name": "gpt", "depth": 1, "width": 8, "heads": 2}
+BERT = {"name": "bert", "depth": 1, "width": 8, "heads": 2}
+TEXT = {"name": "pydoc", "context": 8}
+
+
+def load(data, model, **config):
+  runs = {"a": {"recipe": "asgd"}}
+  resolved = schema.resolve(
+    {"data": data, "model": model, "runs": runs, **config}, experiment.ENGINES
+  )
+  return problem.load(resolved)
+
+
+KINDS = {
+  "images": ({"name": "digits"}, {"name": "mlp", "hidden": (8,)}),
+  "text": (TEXT, GPT),
+  "sentences": ({"name": "topics", "context": 16}, BERT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
+  dataset, loaded = load(*KINDS[kind], batch_size=4, evaluation_examples=8)
+  key = jax.random.key(0)
+  params = loaded.init(key)
+  batch = loaded.batches(0, 2)(1, 3)
+  assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {4}
+  (loss, _), gradient = jax.value_and_grad(loaded.loss, has_aux=True)(
+    params, batch, key
+  )
+  # Before training, not far from guessing.
+  assert 0.5 < float(loss) / np.log(dataset.classes) < 2
+  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+  evaluation = loaded.evaluate(params)
+  assert 0 <= evaluation.accuracy <= 1
+  assert loaded.pieces is not None
+
+
+def test_a_text_of_a_file_is_read(tmp_path):
+  path = tmp_path / "text"
+  path.write_text("to be or not to be, " * 200)
+  resolved = schema.resolve(
+    {
+      "data": {"name": "file", "context": 8},
+      "model": GPT,
+      "runs": {"a": {"recipe": "asgd"}},
+      "batch_size": 4,
+    },
+    experiment.ENGINES,
+  )
+  dataset, loaded = problem.load(resolved, data_dir=str(path))
+  assert dataset.classes <= 11
+  assert np.asarray(loaded.batches(0, 1)(0, 0)).shape == (4, 9)
+
+
+MISTAKES = {
+  "data": (
+    ({"name": "pydok"}, {"name": "mlp"}),
+    "^config.data.name: unknown .*'pydok'.* texts: pydoc, file; sentences:",
+  ),
+  "no file": (({"name": "file"}, GPT), "^config.data: .*data_dir"),
+  "model": ((TEXT, {"name": "gpd"}), "^config.model: .*did you mean 'gpt'"),
+  "option": (
+    ({"name": "digits"}, {"name": "mlp", "hiden": 3}),
+    "^config.model: .*did you mean 'hidden'",
+  ),
+  "image model on text": (
+    (TEXT, {"name": "mlp"}),
+    "^config.model 'mlp' does not fit config.data 'pydoc': ",
+  ),
+  "text model on images": (
+    ({"name": "digits"}, GPT),
+    "^config.model 'gpt' does not fit config.data 'digits': ",
+  ),
+  "context": (
+    (TEXT, {**GPT, "context": 4}),
+    "do not fit into a context of 4",
+  ),
+  "window": (
+    ({"name": "pydoc", "context": 10**6}, GPT),
+    "^config.data",
+  ),
+  "not bert": (
+    ({"name": "topics"}, {"name": "mlp"}),
+    "^config.model.name must be 'bert' for sentences, not 'mlp'",
+  ),
+  "vocabulary": (
+    ({"name": "topics"}, {**BERT, "vocabulary": 9}),
+    "^config.model.vocabulary follows from the data; drop it",
+  ),
+  "too large": (
+    ({"name": "digits"}, {"name": "mlp", "hidden": (10**6, 10**6)}),
+    "^config.model has 1,000,0.* parameters; use at most 10,000,000,000",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_model_that_does_not_fit_is_told(name):
+  (data, model), message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message) as caught:
+    load(data, model)
+  assert "\n" not in str(caught.value)

@@ -1,0 +1,125 @@
+"""A live cell, computed again from its traces."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import kit
+import pytest
+
+import asgd
+from asgd import base
+from asgd.experiment import replay
+from asgd.live.journal import journal_path, read_journal
+
+# Settings of cells whose replay is to be theirs to the bit.
+CELLS = {
+  "stopped on the way": {"stop": (20,)},
+  "two shards, rounded on the wire": {
+    "server": {"shards": 2, "wire": "bfloat16"}
+  },
+  "two shards of one order, with totals": {
+    "server": {"shards": 2, "consistent": True},
+    "clip_norm": 0.5,
+  },
+  "two devices to a worker": {"live": {"devices": 2}},
+  "in rounds": {"runs": {"a": {"recipe": "ssgd"}}},
+  "two tickets, local steps": {
+    "order": {"name": "asynchronous", "depth": 2},
+    "runs": {"a": {"recipe": "downpour"}},
+  },
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """The folder of a cell, and its result."""
+  return kit.train_live(tmp_path_factory.mktemp("trained") / "out")[:2]
+
+
+@pytest.fixture
+def cell(trained, tmp_path):
+  return shutil.copytree(trained[0], tmp_path / "cells" / trained[0].name)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_is_replayed_to_the_bit(name, tmp_path):
+  settings = {"epochs": 1.0, **CELLS[name]}
+  place, result, _ = kit.train_live(tmp_path / "out", **settings)
+  replayed = asgd.replay(place)
+  assert replayed.same
+  assert replayed.digest == replayed.recorded == result["params_sha256"]
+  assert replayed.accuracy == result["test_accuracy"]
+  assert len(replayed.records.loss) == result["messages"]
+  assert (replayed.trace.action == base.RECEIVE).sum() == result["messages"]
+
+
+def test_the_folder_of_one_cell_is_as_good_as_the_cell(trained):
+  place, result = trained
+  replayed = asgd.replay(str(place.parent.parent))
+  assert replayed.name == "a-n3-s0"
+  assert replayed.digest == result["params_sha256"]
+  said = replay.describe(replayed)
+  assert "the same parameters as the live run, to the bit" in said
+
+
+def test_it_is_imported_when_it_is_asked_for():
+  lazy = (
+    "import asgd, sys; assert 'asgd.experiment' not in sys.modules;"
+    " assert callable(asgd.replay)"
+  )
+  subprocess.run([sys.executable, "-c", lazy], cwd=kit.ROOT, check=True)
+  with pytest.raises(AttributeError, match="no attribute 'replays'"):
+    asgd.replays  # noqa: B018
+
+
+def test_another_result_is_told(cell):
+  path = cell / "result.json"
+  result = json.loads(path.read_text())
+  result["params_sha256"] = "0" * 64
+  path.write_text(json.dumps(result))
+  replayed = asgd.replay(cell)
+  assert not replayed.same
+  said = replay.describe(replayed)
+  assert "NOT the parameters of the live run (0000000000000000)" in said
+  cut = replayed._replace(messages=replayed.messages + 1)
+  assert "it was cut short" in replay.describe(cut)
+  elsewhere = replayed._replace(cpus=10_000)
+  assert "it had 10000 CPU cores, this machine" in replay.describe(elsewhere)
+
+
+def test_a_run_that_goes_on_has_nothing_to_compare_with(cell):
+  (cell / "result.json").unlink()
+  path = journal_path(cell, 0)
+  rows = read_journal(path)
+  kit.write_journal(path, rows[: len(rows) // 2])
+  replayed = asgd.replay(cell)
+  assert replayed.same
+  assert replayed.recorded is None
+  assert "did not finish, or not yet" in replay.describe(replayed)
+
+
+def test_what_cannot_be_replayed_is_refused(cell, tmp_path):
+  path = journal_path(cell, 0)
+  rows = read_journal(path)
+  sent = next(i for i, row in enumerate(rows) if row.action == base.SEND)
+  kit.write_journal(path, rows[:sent] + rows[sent + 1 :])
+  with pytest.raises(ValueError, match="trace-0.csv"):
+    asgd.replay(cell)
+  joins = [row for row in rows if row.action == base.JOIN]
+  kit.write_journal(path, joins)
+  with pytest.raises(ValueError, match="no message that was received"):
+    asgd.replay(cell)
+  path.unlink()
+  with pytest.raises(ValueError, match=r"trace-0.csv.*\(yet\)"):
+    asgd.replay(cell)
+  description = cell / "cell.json"
+  content = json.loads(description.read_text())
+  content["dataset"]["sha256"] = "0" * 64
+  description.write_text(json.dumps(content))
+  kit.write_journal(path, rows)
+  with pytest.raises(ValueError, match="the data is not that of the run"):
+    asgd.replay(cell)
+  with pytest.raises(ValueError, match="is not the folder of a cell"):
+    asgd.replay(tmp_path / "nothing")

@@ -1,0 +1,133 @@
+"""The line of a cell, its warnings, and the table."""
+
+import pytest
+
+from asgd.experiment import report
+from asgd.experiment.engines import Column
+from asgd.experiment.engines.mesh import MESH
+from asgd.experiment.engines.simulate import SIMULATE
+
+ENGINES = {"simulate": SIMULATE, "mesh": MESH}
+
+
+def finished(**kwargs):
+  return {
+    "cell": "a-n8-s0",
+    "algorithm": "A",
+    "engine": "simulate",
+    "recipe": "asgd",
+    "workers": 8,
+    "seed": 0,
+    "test_accuracy": 0.5,
+    "test_loss": 1.0,
+    "updates": 100,
+    "staleness_mean": 7.0,
+    "staleness_max": 9,
+    "gap_mean": 1.0,
+    "gap_max": 2.0,
+    "effective_rate": 0.1,
+    "learning_rate": 0.1,
+    "rate_x_sharpness": 0.5,
+    "sustained": 0.45,
+    "rate_x_sharpness_limit": 0.4,
+    "diverged": False,
+    "accepted": 1.0,
+    "simulated_time": 1.25,
+    **kwargs,
+  }
+
+
+def mesh(**kwargs):
+  row = finished(
+    engine="mesh", workers=1, mesh="data 2", seconds=3.25, **kwargs
+  )
+  del row["simulated_time"], row["accepted"]
+  return row
+
+
+def said(**kwargs):
+  return report.lines(finished(**kwargs), lambda row: "as described")
+
+
+def test_the_line_of_a_cell():
+  assert said() == ["a-n8-s0: accuracy 50.0 %, as described"]
+  (line,) = said(test_accuracy=float("nan"))
+  assert line == "a-n8-s0: accuracy -, as described"
+
+
+def test_a_rate_that_stays_above_the_limit_is_warned_of_with_a_remedy():
+  _, warning = said(sustained=0.8)
+  assert "stayed at 0.8 or more" in warning
+  assert "try a learning rate of 0.05" in warning
+  assert "a cure such as dana_zero" in warning
+  _, warning = said(sustained=0.8, recipe="dana_zero")
+  assert "cure" not in warning
+  assert len(said(sustained=0.8, rate_x_sharpness_limit=float("nan"))) == 1
+  assert len(said(sustained=None)) == 1
+
+
+def test_divergence_is_warned_of():
+  _, warning = said(diverged=True)
+  assert "the loss diverged. Try a lower learning rate" in warning
+
+
+def table(*results):
+  return report.tabulate(results, ENGINES)[1]
+
+
+def test_one_row_for_each_run_and_number_of_workers():
+  rows, text = report.tabulate(
+    [
+      *(finished(), finished(seed=1, test_accuracy=0.7)),
+      *(finished(workers=16), finished(algorithm="B", diverged=True)),
+    ],
+    ENGINES,
+  )
+  shape = [(r["algorithm"], r["workers"], r["seeds"]) for r in rows]
+  assert sorted(shape) == [("A", 8, 2), ("A", 16, 1), ("B", 8, 1)]
+  (first,) = (row for row in rows if row["seeds"] == 2)
+  assert first["test_accuracy"] == pytest.approx(0.6)
+  assert first["test_accuracy_std"] == pytest.approx(0.02**0.5)
+  assert "60.0 ± 14.1" in text
+  (line,) = (line for line in text.splitlines() if line.startswith("B "))
+  assert line.endswith("1 of 1 diverged")
+
+
+def test_clocks_are_called_what_they_are():
+  assert " time " in table(finished())
+  text = table(mesh())
+  assert " seconds " in text
+  assert " 3.2 " in text
+  assert " time " not in text
+
+
+def test_runs_of_several_engines_have_the_columns_that_they_share():
+  text = table(finished(), mesh(algorithm="B"))
+  header, _, first, second = text.splitlines()
+  for word in ("engine", "updates", "time", "seconds", "staleness", "gap"):
+    assert word in header.split()
+  assert "rate x sharp." not in header
+  assert first.split()[4:7] == ["simulate", "100", "1.25"]
+  assert "mesh" in second.split()
+
+
+def test_the_share_that_was_accepted_is_shown_where_some_was_not():
+  assert "accepted" not in table(finished())
+  text = table(finished(accepted=0.75), finished(algorithm="B"))
+  assert "accepted %" in text
+  assert "75.0" in text
+  assert "100.0" in text
+
+
+def test_a_measure_of_the_task_is_shown_where_there_is_one():
+  assert "measure" not in table(finished())
+  assert "measure %" in table(finished(test_measure=0.25))
+
+
+def test_a_value_that_is_a_list_or_a_word_is_shown_as_it_is():
+  column = Column("x", "x")
+  assert report._text(column, [{"x": [3, 2]}, {"x": [3, 2]}]) == "3 2"
+  assert report._text(column, [{"x": "stash"}]) == "stash"
+  assert report._text(column, [{"x": True}]) == "yes"
+  assert report._text(column, [{"x": 4}, {"x": 5}]) == "5"
+  assert report._text(column, [{}]) == "-"

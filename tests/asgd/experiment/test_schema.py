@@ -1,0 +1,614 @@
+"""Configs: overrides, defaults, and what is wrong with them."""
+
+import copy
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+
+from asgd import experiment
+from asgd.experiment import schema
+from pipeline.engine import PIPELINE
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+ASGD = {"asgd": {"recipe": "asgd"}}
+STALE = {"name": "stale_synchronous", "bound": 1}
+
+
+def resolved(overrides=(), **config):
+  config = schema.override(
+    {"runs": ASGD, **config}, dict(overrides), ENGINES
+  )
+  return schema.resolve(config, ENGINES)
+
+
+def runs(overrides=(), **config):
+  return schema.runs(resolved(overrides, **config), ENGINES)
+
+
+def build(**config):
+  return experiment.build({"runs": ASGD, **config}, engines=ENGINES)
+
+
+# Defaults and overrides.
+
+
+def test_missing_keys_have_their_defaults():
+  config = resolved()
+  assert config["batch_size"] == 32
+  assert config["durations"] == {"name": "homogeneous"}
+  assert config["workers"] == [8]
+  assert config["live"]["together"] is True
+  assert config["pipeline"]["schedule"] == "pipedream"
+  assert config["mesh"]["axes"] == {}
+  assert config.keys() == schema.sections(ENGINES).keys()
+
+
+def test_resolving_again_changes_nothing():
+  config = resolved(
+    {"mesh.axes": "data:2,tensor:4", "only": "asgd", "model.hidden": (3,)}
+  )
+  assert schema.resolve(config, ENGINES) == config
+
+
+@pytest.mark.parametrize(
+  ("given", "value"),
+  [(4, [4]), ((4, 8), [4, 8]), ([16], [16]), (range(2, 4), [2, 3])],
+)
+def test_lists_may_be_written_in_many_ways(given, value):
+  assert resolved({"workers": given})["workers"] == value
+  assert resolved(workers=given)["workers"] == value
+
+
+@pytest.mark.parametrize(
+  "given", ["asgd,dana", " asgd, dana ,", ("asgd", "dana"), ["asgd", "dana"]]
+)
+def test_lists_of_names_may_be_a_text(given):
+  labels = {**ASGD, "dana": {"recipe": "dana_zero"}}
+  assert resolved({"only": given}, runs=labels)["only"] == ["asgd", "dana"]
+
+
+def test_overrides_reach_what_the_file_leaves_out():
+  config = resolved(
+    [
+      ("only", "asgd"),
+      ("runs.asgd.momentum", 0.5),
+      ("order.bound", 3),
+      ("order.name", "stale_synchronous"),
+      ("data.augment", True),
+      ("mesh.zero", 1),
+    ]
+  )
+  assert config["only"] == ["asgd"]
+  assert config["runs"]["asgd"] == {"recipe": "asgd", "momentum": 0.5}
+  assert config["order"] == {"name": "stale_synchronous", "bound": 3}
+  assert config["data"]["augment"] is True
+  assert config["data"]["name"] == "digits"
+  assert config["mesh"]["zero"] == 1
+
+
+def test_another_name_drops_the_arguments_of_the_old_one():
+  model = {"name": "mlp", "hidden": (9,)}
+  config = resolved(
+    [("model.features", (4,)), ("model.name", "cnn")], model=model
+  )
+  assert config["model"] == {"name": "cnn", "features": [4]}
+  same = resolved([("model.name", "mlp")], model=model)
+  assert same["model"] == {"name": "mlp", "hidden": [9]}
+  other = resolved(
+    {"mesh.optimizer.name": "lion"},
+    mesh={"optimizer": {"name": "sgd", "momentum": 0.9}},
+  )
+  assert other["mesh"]["optimizer"] == {"name": "lion"}
+
+
+def test_another_recipe_drops_options_that_it_has_not():
+  mine = {
+    "recipe": "dc_asgd_c",
+    "title": "Mine",
+    "strength": 2.0,
+    "momentum": 0.9,
+    "workers": (2,),
+    "learning_rate": 0.5,
+  }
+  config = resolved({"runs.mine.recipe": "asgd"}, runs={"mine": mine})
+  assert config["runs"]["mine"] == {
+    "recipe": "asgd",
+    "title": "Mine",
+    "momentum": 0.9,
+    "workers": [2],
+    "learning_rate": 0.5,
+  }
+
+
+def test_another_schedule_drops_what_follows_from_the_old_one():
+  mine = {
+    "recipe": "asgd",
+    "engine": "pipeline",
+    "schedule": "pipedream_2bw",
+    "every": 4,
+    "weights": "2bw",
+    "title": "2BW",
+    "stages": 3,
+  }
+  config = resolved(
+    {"runs.mine.microbatches": 6, "runs.mine.schedule": "gpipe"},
+    runs={"mine": mine},
+  )
+  assert config["runs"]["mine"] == {
+    "recipe": "asgd",
+    "engine": "pipeline",
+    "schedule": "gpipe",
+    "stages": 3,
+    "microbatches": 6,
+  }
+
+
+def test_overriding_leaves_the_file_as_it_was():
+  config = ml_collections.ConfigDict({"runs": ASGD}).lock()
+  schema.override(config, {"runs.asgd.momentum": 0.5}, ENGINES)
+  assert "momentum" not in config.runs.asgd
+
+
+@pytest.mark.parametrize(
+  ("path", "message"),
+  [
+    ("run.asgd.momentum", "'run'; did you mean 'runs'"),
+    ("runs.adsg.momentum", "'runs.adsg'; did you mean 'asgd'"),
+    ("epochs.many", "'epochs' has no keys below it"),
+  ],
+)
+def test_an_override_of_nothing_names_the_nearest(path, message):
+  with pytest.raises(ValueError, match=message):
+    resolved([(path, "1")])
+
+
+@pytest.mark.parametrize("config", [None, 3, [("a", 1)]])
+def test_a_config_must_be_a_dict(config):
+  with pytest.raises(ValueError, match="must return a ConfigDict"):
+    schema.override(config, {}, ENGINES)
+
+
+@pytest.mark.parametrize(
+  ("key", "nearest"),
+  [
+    ("lr", "learning_rate"),
+    ("epocs", "epochs"),
+    ("bs", "batch_size"),
+    ("worker", "workers"),
+    ("algorithms", None),
+  ],
+)
+def test_an_unknown_key_names_the_nearest(key, nearest):
+  hint = f"; did you mean '{nearest}'" if nearest else ""
+  with pytest.raises(ValueError, match=f"^unknown config key '{key}'{hint}"):
+    resolved(**{key: 1})
+
+
+# Runs, and what each sets for itself.
+
+
+MANY = {
+  "sim": {"recipe": "dana_zero", "workers": (2, 3), "momentum": 0.5},
+  "live": {"recipe": "asgd", "engine": "threads", "batch_size": 16},
+  "pipe": {
+    "engine": "pipeline",
+    "schedule": "gpipe",
+    "stages": 4,
+    "title": "GPipe",
+    "learning_rate_schedule": {"decay_epochs": (2.0,)},
+  },
+  "mesh": {
+    "engine": "mesh",
+    "axes": "data:8",
+    "optimizer": {"name": "adamw", "b2": 0.95},
+    "learning_rate": 0.01,
+  },
+}
+
+
+def test_a_run_is_the_whole_config_as_it_holds_for_it():
+  by_label = runs(
+    runs=MANY,
+    batch_size=64,
+    learning_rate_schedule={"warmup_epochs": 1.0, "decay_epochs": (5.0,)},
+  )
+  assert list(by_label) == ["sim", "live", "pipe", "mesh"]
+  sim, live, pipe, mesh = by_label.values()
+  assert (sim.engine, sim.recipe, sim.title) == ("simulate", "dana_zero", "sim")
+  assert sim.options == {"momentum": 0.5}
+  assert sim.config["workers"] == [2, 3]
+  assert live.config["batch_size"] == 16
+  assert live.config["workers"] == [8]
+  assert [r.config["batch_size"] for r in (sim, pipe, mesh)] == [64] * 3
+  assert (pipe.title, pipe.recipe) == ("GPipe", "asgd")
+  assert pipe.config["pipeline"]["schedule"] == "gpipe"
+  assert pipe.config["pipeline"]["stages"] == 4
+  # What a run does not name of a section is as the config has it.
+  assert pipe.config["learning_rate_schedule"]["warmup_epochs"] == 1.0
+  assert pipe.config["learning_rate_schedule"]["decay_epochs"] == [2.0]
+  assert sim.config["learning_rate_schedule"]["decay_epochs"] == [5.0]
+  assert mesh.config["mesh"]["axes"] == {"data": 8}
+  assert mesh.config["mesh"]["optimizer"] == {"name": "adamw", "b2": 0.95}
+  assert mesh.config["learning_rate"] == 0.01
+  for run in by_label.values():
+    assert "runs" not in run.config
+
+
+def test_a_run_may_have_sections_of_its_own():
+  (mine,) = runs(
+    runs={
+      "mine": {
+        "recipe": "asgd",
+        "order": {"name": "stale_synchronous", "bound": 2},
+        "gate": {"max_staleness": 3},
+      }
+    }
+  ).values()
+  assert mine.config["order"] == {"name": "stale_synchronous", "bound": 2}
+  assert mine.config["gate"] == {"max_staleness": 3}
+
+
+def test_only_chooses_and_orders():
+  assert list(runs(runs=MANY, only=("mesh", "sim"))) == ["mesh", "sim"]
+  assert list(runs(runs=MANY)) == list(MANY)
+
+
+# Another engine.
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
+  before = {"runs": copy.deepcopy(MANY), "batch_size": 64, "workers": (1,)}
+  moved = schema.retarget(before, engine, ENGINES)
+  assert before["runs"] == MANY
+  by_label = schema.runs(schema.resolve(moved, ENGINES), ENGINES)
+  assert {run.engine for run in by_label.values()} == {engine}
+  assert by_label["live"].config["batch_size"] == 16
+  assert by_label["sim"].options == {"momentum": 0.5}
+  assert by_label["mesh"].config["learning_rate"] == 0.01
+  if engine != "pipeline":
+    assert "schedule" not in moved["runs"]["pipe"]
+  if engine != "mesh":
+    assert "axes" not in moved["runs"]["mesh"]
+
+
+def test_retargeting_keeps_what_is_wrong_to_be_told():
+  moved = schema.retarget(
+    {"runs": {"a": {"recipe": "asgd", "momentun": 1}}}, "mesh", ENGINES
+  )
+  config = schema.resolve(moved, ENGINES)
+  words = "'runs.a.momentun'.*; did you mean 'momentum'"
+  with pytest.raises(ValueError, match=words):
+    schema.runs(config, ENGINES)
+  with pytest.raises(ValueError, match="unknown engine 'mehs'; .* 'mesh'"):
+    schema.retarget({"runs": ASGD}, "mehs", ENGINES)
+
+
+# What is wrong.
+
+
+def leaves(node, path=()):
+  for key, inner in schema.keys_of(node).items():
+    if isinstance(inner, schema.Setting):
+      yield (*path, key), inner
+    else:
+      yield from leaves(inner, (*path, key))
+
+
+SETTINGS = dict(leaves(schema.sections(ENGINES)))
+ODD = (float("nan"), float("inf"), -1, 10**40, "odd", {"odd": 1}, True, [[1]])
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=".".join)
+def test_each_setting_takes_its_default_and_names_itself_otherwise(path):
+  setting, key = SETTINGS[path], ".".join(path)
+  default = schema.plain(setting.default)
+  assert setting.check(default, key) == default
+  refused = 0
+  for odd in ODD:
+    try:
+      setting.check(odd, key)
+    except ValueError as error:
+      assert key in str(error), (odd, error)
+      refused += 1
+  # A name may be any text; what it selects is found out elsewhere.
+  assert refused >= 6 or path == ("runs",)
+
+
+MISTAKES = {
+  "epocs": ({"epocs": 3}, "unknown config key 'epocs'; did you mean 'epochs'"),
+  "schedule.warmup": (
+    {"learning_rate_schedule": {"warmup_epoch": 1}},
+    "'learning_rate_schedule.warmup_epoch'; did you mean 'warmup_epochs'",
+  ),
+  "schedule": (
+    {"learning_rate_schedule": 3},
+    "config.learning_rate_schedule must be a dict",
+  ),
+  "workers": ({"workers": (8, 0)}, "config.workers must be .* not 0"),
+  "twice": ({"workers": (8, 8)}, r"a list of different values, not \[8, 8\]"),
+  "none": ({"workers": ()}, "config.workers must be a list of at least 1"),
+  "text": ({"workers": "many"}, "config.workers must be"),
+  "seeds": ({"seeds": (-1,)}, "config.seeds must be .* not -1"),
+  "epochs": ({"epochs": 0}, "config.epochs must be a number above 0"),
+  "nan": ({"learning_rate": float("nan")}, "learning_rate must be .* not nan"),
+  "inf": ({"learning_rate": float("inf")}, "learning_rate must be .* not inf"),
+  "bool": ({"batch_size": True}, "batch_size must be a whole number"),
+  "fraction": ({"batch_size": 2.5}, "batch_size must be a whole number"),
+  "batch": ({"batch_size": 5000}, "larger than the 1437 training examples"),
+  "shard": (
+    {"batch_size": 300, "data": {"partition": "sharded"}},
+    "training examples of a shard",
+  ),
+  "on_nan": ({"on_nan": "ignore"}, "on_nan must be 'stop' or 'record'"),
+  "model": ({"model": {"name": "mpl"}}, "unknown model 'mpl'; did you mean"),
+  "hidden": ({"model": {"name": "mlp", "hiden": 3}}, "did you mean 'hidden'"),
+  "classes": (
+    {"model": {"name": "mlp", "classes": 3}},
+    "^config.model.classes follows from other keys; drop it",
+  ),
+  "order": ({"order": {"name": "asynch"}}, "unknown order 'asynch'"),
+  "bound": (
+    {"order": {"name": "stale_synchronous", "bound": "two"}},
+    "bound must be a number, 0 or more, not 'two'",
+  ),
+  "needs": ({"order": {"name": "stale_synchronous"}}, "needs .* 'bound'"),
+  "durations": ({"durations": {"name": "gama"}}, "did you mean 'gamma'"),
+  "data": ({"data": {"name": "digit"}}, "did you mean 'digits'"),
+  "engine": (
+    {"engine": "thread"},
+    "^config.engine: unknown engine 'thread'; did you mean 'threads'",
+  ),
+  "engine of a run": (
+    {"runs": {"a": {"recipe": "asgd", "engine": 3}}},
+    "^config.runs.a.engine: unknown engine 3",
+  ),
+  "recipe": ({"runs": {"a": {}}}, "must be a dict with a recipe"),
+  "unknown recipe": (
+    {"runs": {"a": {"recipe": "asgdd"}}},
+    "^config.runs.a: unknown .* 'asgdd'; did you mean 'asgd'",
+  ),
+  "no runs": ({"runs": {}}, "^config.runs names no run"),
+  "runs": ({"runs": [1]}, "^config.runs names no run"),
+  "entry": ({"runs": {"a": 3}}, "config.runs.a must be a dict with a recipe"),
+  "option": (
+    {"runs": {"a": {"recipe": "asgd", "momentun": 1}}},
+    "'runs.a.momentun'.*; did you mean 'momentum'",
+  ),
+  "setting of another engine": (
+    {"runs": {"a": {"recipe": "asgd", "schedule": "gpipe"}}},
+    "'runs.a.schedule' .engine 'simulate', recipe 'asgd'",
+  ),
+  "setting of an engine": (
+    {"runs": {"a": {"engine": "mesh", "zeros": 1}}},
+    "'runs.a.zeros' .engine 'mesh', recipe 'asgd'.; did you mean 'zero'",
+  ),
+  "value of a setting": (
+    {"runs": {"a": {"engine": "mesh", "zero": 4}}},
+    "^config.runs.a.zero must be a whole number from 0 to 3, not 4",
+  ),
+  "option of a schedule": (
+    {"pipeline": {"schedule": "gpipe", "stage": 3}},
+    "'pipeline.stage'; did you mean 'stages'",
+  ),
+  "unknown schedule": (
+    {"pipeline": {"schedule": "pipedreem"}},
+    "^config.pipeline: unknown .*'pipedreem'; did you mean 'pipedream'",
+  ),
+  "titles": (
+    {
+      "runs": {
+        "a": {"recipe": "asgd", "title": "T"},
+        "b": {"recipe": "ssgd", "title": "T"},
+      }
+    },
+    "config.runs.b and .a have the same title 'T'",
+  ),
+  "label": ({"runs": {"../a": {"recipe": "asgd"}}}, "names a folder"),
+  "augment": ({"data": {"augment": "no"}}, "augment must be True or False"),
+  "reserved": (
+    {"order": {"name": "fixed_delay", "delay": 3}},
+    "config.order.delay follows from other keys",
+  ),
+  "too many": ({"workers": (10**9,)}, "from 1 to 10000"),
+  "too long": ({"epochs": 1e9}, "messages in one cell; use at most"),
+  "kind": (
+    {"learning_rate_schedule": {"decay_epochs": ("a",)}},
+    "^config.learning_rate_schedule.decay_epochs must be a number .* not 'a'",
+  ),
+  "momentum": (
+    {"runs": {"a": {"recipe": "asgd", "momentum": "x"}}},
+    "config.runs.a has a value of the wrong kind",
+  ),
+  "seed": ({"durations": {"name": "gamma", "seed": "x"}}, "config.*durations"),
+  "huge": (
+    {"model": {"name": "mlp", "hidden": (10**12,)}},
+    "parameters; use at most",
+  ),
+  "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "finite"),
+  "misfit": ({"model": {"name": "cnn", "features": (8, 8, 8, 8)}}, "8"),
+  "rate": (
+    {"runs": {"a": {"recipe": "asgd", "learning_rate": -1}}},
+    "^config.runs.a.learning_rate must be a number above 0",
+  ),
+  "own workers": (
+    {"runs": {"a": {"recipe": "asgd", "workers": (0,)}}},
+    "^config.runs.a.workers must be .* not 0",
+  ),
+  "only": ({"only": ("dana",)}, "unknown label in config.only 'dana'"),
+  "object": ({"seeds": object()}, "a config holds numbers"),
+  "short": (
+    {"runs": {"a": {"recipe": "diloco"}}},
+    "1 is 44 batches, and one message from each of 8 workers takes 4000",
+  ),
+  "fetches twice": (
+    {
+      "runs": {"a": {"recipe": "downpour", "fetch_every": 3}},
+      "order": {"name": "asynchronous", "fetch_every": 2},
+    },
+    "order.fetch_every is 2, but the recipe has 3 jobs on a ticket",
+  ),
+  "fetch": (
+    {
+      "runs": {"a": {"recipe": "downpour", "fetch_every": 3}},
+      "order": {"name": "fixed_delay"},
+    },
+    "'fixed_delay' takes no argument 'fetch_every'",
+  ),
+  "push": (
+    {"runs": {"a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}}},
+    "runs.a.fetch_every must be a multiple of push_every",
+  ),
+  "cache": (
+    {"order": {**STALE, "cache": "yes"}},
+    "^config.order.cache must be True or False, not 'yes'",
+  ),
+  "depth": (
+    {"order": {"name": "asynchronous", "depth": 10**20}},
+    "^config.order.depth must be a whole number from 1 to 1000, not 1000",
+  ),
+  "bound list": (
+    {"order": {**STALE, "bound": [1]}},
+    r"^config.order.bound must be a number, 0 or more, not \[1\]",
+  ),
+  "backup": (
+    {"order": {"name": "backup_workers", "backup": "abc"}},
+    "^config.order.backup must be a whole number .* not 'abc'",
+  ),
+  "backup all": (
+    {"order": {"name": "backup_workers", "backup": 8}},
+    "^config.order.backup must be a whole number from 0 to 7",
+  ),
+  "never fetches": (
+    {"order": {"name": "asynchronous", "fetch_every": 10**20}},
+    "^config.order.fetch_every makes .* each of 8 workers has 5 in all",
+  ),
+  "never fetches either": (
+    {"runs": {"a": {"recipe": "downpour", "fetch_every": 6}}},
+    "^config.runs.a.fetch_every makes 6 jobs on one ticket",
+  ),
+  "splits": (
+    {"runs": {"a": {"recipe": "staleness_aware", "splits": 9}}},
+    "^config.runs.a.splits must be from 1 to the 8 workers, not 9",
+  ),
+  "integer": (
+    {"runs": {"a": {"recipe": "asgd", "weight_decay": 10**20}}},
+    "^config.runs.a.weight_decay must be a number .*2.14748e.09",
+  ),
+  "clip": ({"clip_norm": 1e99}, "^config.clip_norm must be .* to 1e.30"),
+  "gate": (
+    {"gate": {"max_staleness": 10**20}},
+    "^config.gate.max_staleness must be a whole number from 0 to 100000000",
+  ),
+  "slowdown": (
+    {"live": {"slowdown": (1, 1e20)}},
+    "^config.live.slowdown must be a number from 1 to 10000, not 1e.20",
+  ),
+  "late": (
+    {"live": {"late_seconds": 1e300}},
+    "^config.live.late_seconds must be a number above 0 to 1e.09",
+  ),
+  "devices": (
+    {"engine": "threads", "live": {"devices": 40}},
+    "^config.live.devices 40 must divide config.batch_size 32, .* use 8",
+  ),
+  "many devices": (
+    {"live": {"devices": 10**9}},
+    "^config.live.devices must be a whole number from 1 to 256",
+  ),
+  "shards": (
+    {"server": {"shards": 10**9}},
+    "^config.server.shards must be a whole number from 1 to 256",
+  ),
+  "shards of little": (
+    {
+      "engine": "threads",
+      "server": {"shards": 256},
+      "model": {"name": "mlp", "hidden": (3,)},
+    },
+    "^config.server.shards must be at most 80, the rows",
+  ),
+  "log": ({"server": {"log": 10**20}}, "^config.server.log must be .*to 10000"),
+  "no log": (
+    {
+      "engine": "threads",
+      "server": {"shards": 2, "consistent": True, "log": 0},
+    },
+    "^config.server.consistent needs a log",
+  ),
+  "live order": (
+    {"engine": "threads", "order": {"name": "fixed_delay"}},
+    "^config.order.name 'fixed_delay' is kept by simulations only",
+  ),
+  "mean": (
+    {"durations": {"name": "gamma", "mean": -1}},
+    "^config.durations.mean must be positive",
+  ),
+  "warm-up": (
+    {"learning_rate_schedule": {"warmup_epochs": 1e300}},
+    "^config.learning_rate_schedule.warmup_epochs must be a number from 0 to",
+  ),
+  "own rate": (
+    {"runs": {"a": {"recipe": "asgd", "learning_rate": 10**50}}},
+    "^config.runs.a.learning_rate must be .* to 1e.30",
+  ),
+  "decay": (
+    {
+      "learning_rate_schedule": {"warmup_epochs": 2.0, "decay_epochs": (1.0,)}
+    },
+    "^config.learning_rate_schedule.*inside the warm-up",
+  ),
+  "two units": (
+    {
+      "learning_rate_schedule": {"warmup_epochs": 2.0, "warmup_examples": 9}
+    },
+    "^config.learning_rate_schedule.*warmup_epochs and warmup_examples say the"
+    " same thing; drop one",
+  ),
+  "axis": (
+    {"mesh": {"axes": "data:2,tensr:2"}},
+    "unknown axis 'tensr' of config.mesh.axes; did you mean 'tensor'",
+  ),
+  "optimizer": (
+    {"mesh": {"optimizer": {"name": "adamv"}}},
+    "^config.mesh.optimizer.name: unknown optimizer 'adamv'; did you mean",
+  ),
+  "mesh batch": (
+    {"engine": "mesh", "mesh": {"axes": {"data": 8}}, "batch_size": 20},
+    "^config.batch_size 20 cannot be divided into 8 pieces",
+  ),
+  "local recipe on a mesh": (
+    {"engine": "mesh", "runs": {"a": {"recipe": "easgd"}}},
+    "^config.runs.a: the workers of easgd take steps of their own",
+  ),
+  "local recipe in a pipeline": (
+    {"engine": "pipeline", "runs": {"a": {"recipe": "easgd"}}},
+    "^config.runs.a",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_with_a_config_is_named(name):
+  config, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    build(**config)
+
+
+def test_large_values_that_are_taken_can_be_computed_with():
+  exp = build(
+    clip_norm=10**20, gate={"max_staleness": 10**8}, learning_rate=10**20
+  )
+  (cell,) = exp.cells
+  plan = exp.plan(cell)
+  shapes = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  state = jax.eval_shape(plan.server.init, shapes)
+  ticket = jax.eval_shape(plan.server.send, state, np.int32(0))
+  jax.eval_shape(plan.server.receive, state, ticket, shapes)
+
+
+def test_a_worker_of_many_weights_may_have_any_number_of_devices():
+  exp = build(live={"devices": 40, "parallel": "tensor"})
+  assert exp.config["live"]["devices"] == 40

@@ -1,0 +1,459 @@
+"""Live runs in processes: each is what its traces say, whoever is killed."""
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asgd import algorithms, base, orders, sharding, simulator
+from asgd import worker as worker_lib
+from asgd.experiment import ray_runtime
+from asgd.live import processes
+from asgd.live.clusters.actors import RayCluster, Resources
+from asgd.live.clusters.base import finished
+from asgd.live.clusters.ray_processes import Site
+from asgd.live.deadlines import Ladder
+from asgd.live.faults import Fault, read_faults
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.records import read_records, records_path
+from asgd.live.setup import Setup
+from asgd.live.worker import Duty
+from asgd.orders.protocol import Rules
+from asgd.orders.trace import from_events
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.process
+
+LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
+WORKERS = 2
+PATIENT = Ladder(floor=LONG)  # for those who are held up on purpose
+ROOT = jax.random.key(0)
+
+
+def until(condition, what, also=lambda: None):
+  """Waits for something that is bound to happen."""
+  end = time.monotonic() + LONG
+  while not (found := condition()):
+    assert time.monotonic() < end, f"{what} did not happen"
+    also()
+    time.sleep(0.02)
+  return found
+
+
+# What runs in the processes, which import this module.
+
+
+def first_params():
+  keys = jax.random.split(ROOT)
+  return jax.device_get(
+    {
+      "into": jax.random.normal(keys[0], (6, 8)),
+      "bias": jnp.zeros(8),
+      "out": jax.random.normal(keys[1], (8,)),
+      "scale": jnp.float32(1.0),
+    }
+  )
+
+
+def loss(params, batch, key):
+  del key
+  hidden = jnp.tanh(batch @ params["into"] + params["bias"])
+  error = hidden @ params["out"] * params["scale"] - batch[:, 0]
+  return jnp.mean(error**2), worker_lib.Aux(())
+
+
+def make_recipe(name):
+  return algorithms.build(name, 0.002, WORKERS)
+
+
+def make_server(name):
+  return make_recipe(name).server()
+
+
+def make_worker(name):
+  return make_recipe(name).make_worker(loss)
+
+
+def batch(folder, held, worker, job):
+  """Holds those up who start a job from `held` on, until the gate is open."""
+  while held <= job and not (Path(folder) / "open").exists():
+    time.sleep(0.01)
+  rng = np.random.default_rng((worker, job))
+  return rng.standard_normal((4, 6)).astype(np.float32)
+
+
+def make_duty(name, setup, batch):
+  worker, params = make_worker(name), first_params()
+  return Duty(
+    *(simulator.compile_work(worker), worker.init, batch, ROOT, params),
+    sharding.make_plan(params, setup.shards) if setup.shards > 1 else None,
+    **dict(consistent=setup.consistent, depth=setup.rules.depth),
+  )
+
+
+def fail(text):
+  raise ValueError(text)
+
+
+# What the kernel knows.
+
+
+def children():
+  """Returns the processes that this one has started, and those they have."""
+  parents = {}
+  for path in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      text = path.read_text()
+      fields = text[text.rindex(")") + 1 :].split()
+      if fields[0] not in "ZX":
+        parents[int(path.parent.name)] = int(fields[1])
+  found, new = set(), {os.getpid()}
+  while new:
+    new = {pid for pid, parent in parents.items() if parent in new} - found
+    found |= new
+  return found
+
+
+def listening(pids):
+  """Returns the addresses where processes listen, as the kernel writes them."""
+  inodes = set()
+  for pid in pids:
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+      with contextlib.suppress(OSError):
+        inodes.add(os.readlink(path).removeprefix("socket:[").rstrip("]"))
+  rows = [
+    line.split()
+    for name in ("tcp", "tcp6")
+    for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+  ]
+  return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+# Runs.
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def session():
+  """Ray, as engine `ray` starts it, and what is left when it has ended."""
+  before = children()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    ray_runtime.start(None, allow_network=False)
+  yield
+  mine = children() - before
+  ray_runtime.stop()
+  until(lambda: not mine & children(), f"the end of {mine & children()}")
+  assert not list(Path("/dev/shm").glob(f"asgd-test-{os.getpid()}-*"))
+
+
+class Live:
+  """A run."""
+
+  def __init__(self, folder, name, rules, jobs, held=None, **options):
+    compress = options.pop("compress", None)
+    sockets = options.pop("sockets", True)
+    workers = options.pop("workers", WORKERS)
+    ours = {"faults", "refill", "resources", "make_server", "make_duty"}
+    given = {key: options.pop(key) for key in ours & set(options)}
+    self.folder, self.name, self.compress = folder, name, compress
+    setup = {"ladder": PATIENT, **options}
+    self.setup = Setup(rules, workers, jobs, **setup)
+    self.site = Site(
+      self.setup,
+      str(folder),
+      f"/dev/shm/asgd-test-{os.getpid()}-{next(NUMBERS)}",
+      time.monotonic(),
+      compress=compress,
+      sockets=sockets,
+    )
+    self.held = jobs if held is None else held
+    self.batch = functools.partial(batch, str(folder), self.held)
+    duty = functools.partial(make_duty, name, self.setup, self.batch)
+    self.news = []
+    self.cluster = RayCluster(
+      self.site,
+      given.pop("make_server", functools.partial(make_server, name)),
+      first_params(),
+      given.pop("make_duty", duty),
+      **given,
+    )
+
+  def look(self):
+    self.news += self.cluster.check()
+
+  def status(self):
+    return until(self.cluster.status, "an answer", self.look)
+
+  def wait_for(self, condition, what):
+    """Waits for a condition on the lead's status."""
+    until(lambda: condition(self.status()[0]), what, self.look)
+
+  def wait_for_gate(self):
+    """Until all before the gate is received, and everybody stands there. Who
+    has more than one ticket may stand there before it handed in the others."""
+    ahead = self.setup.workers * (self.setup.rules.depth - 1)
+
+    def there(lead):
+      everybody = len(lead["workers"]) == self.setup.workers
+      return everybody and self.held - lead["received"] <= ahead
+
+    self.wait_for(there, "everybody at the gate")
+
+  def open(self):
+    (self.folder / "open").touch()
+
+  def finish(self):
+    self.open()
+    until(
+      lambda: finished(self.cluster.status()), "the end", self.look
+    )
+
+  def events(self, index=0):
+    return read_journal(journal_path(self.folder, index))
+
+  def rows(self, action, index=0):
+    return [event for event in self.events(index) if event.action == action]
+
+  def replay(self):
+    """Returns the parameters, and the records of each shard."""
+    server, worker = make_server(self.name), make_worker(self.name)
+    common = dict(batch=self.batch, root=ROOT)
+    journals = [self.events(index) for index in range(self.setup.shards)]
+    traces = [from_events(events) for events in journals]
+    for trace in traces:
+      orders.check(trace, depth=99)
+    if len(traces) == 1:
+      host = simulator.make_host(server, worker, wire=self.compress)
+      simulation = host.init(first_params(), WORKERS)
+      simulation, records = host.run(
+        simulation, traces[0], len(traces[0].time), **common
+      )
+      return simulation.server.params, [records]
+    replayed = simulator.run_sharded(
+      *(server, worker, first_params(), traces),
+      **dict(workers=WORKERS, wire=self.compress, **common),
+    )
+    plan = sharding.make_plan(first_params(), len(traces))
+    parts = [jax.device_get(state.params) for state in replayed.states]
+    return sharding.join(plan, parts), replayed.records
+
+  def check(self):
+    """Every job was received once, and the replay has the same bits."""
+    for index in range(self.setup.shards):
+      jobs = [event.job for event in self.rows(base.RECEIVE, index)]
+      assert sorted(jobs) == list(range(self.setup.jobs))
+    params, records = self.replay()
+    live = self.cluster.params()
+    assert jax.tree.structure(live) == jax.tree.structure(params)
+    for a, b in zip(*map(jax.tree.leaves, (live, params)), strict=True):
+      np.testing.assert_array_equal(a, b)
+    for index, expected in enumerate(records):
+      held = read_records(records_path(self.folder, index))
+      if not self.setup.log:  # some are lost with the updates
+        kept = np.isin(expected.job, held.job)
+        expected = base.Records(*(column[kept] for column in expected))
+      for a, b in zip(held, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def live(session, tmp_path):
+  """Makes runs, which are closed at the end, whatever happens."""
+  with contextlib.ExitStack() as stack:
+
+    def make(*args, **kwargs):
+      run = Live(tmp_path, *args, **kwargs)
+      stack.callback(run.cluster.remove_memory)
+      stack.callback(run.cluster.close)
+      return run
+
+    yield make
+
+
+@pytest.mark.parametrize(
+  ("name", "shards", "options"),
+  [
+    ("dana_zero", 1, {}),
+    ("dana_zero", 1, {"sockets": False}),  # as on several machines
+    ("nag_asgd", 2, {}),
+    ("dana_zero", 2, {"consistent": True}),
+  ],
+  ids=["one", "one-far", "two", "two-consistent"],
+)
+def test_a_worker_and_all_shards_are_killed(live, name, shards, options):
+  run = live(*(name, Rules(), 60, 30), shards=shards, log=4, **options)
+  run.cluster.start()
+  run.wait_for_gate()
+  before = run.cluster.pids()
+  assert sorted(before["worker"]) == list(range(WORKERS))
+  assert sorted(before["shard"]) == list(range(shards))
+  for pid in (before["worker"][1], *before["shard"].values()):
+    os.kill(pid, signal.SIGKILL)
+  dead = {"worker": 1, "shard": shards}
+  until(lambda: run.cluster.replaced == dead, "their replacement", run.look)
+  run.wait_for(lambda lead: len(lead["workers"]) == WORKERS, "two workers")
+  run.finish()
+  run.check()
+  assert run.cluster.replaced == dead
+  assert sorted(run.news) == [
+    *(f"shard {index} died; another takes over" for index in range(shards)),
+    "worker 1 died; another takes its place",
+  ]
+  after = run.cluster.pids()
+  assert after["shard"].keys() == before["shard"].keys()
+  assert not set(after["shard"].values()) & set(before["shard"].values())
+  assert [event.worker for event in run.rows(base.LOST)] == [1]
+  joined = [(event.worker, event.job) for event in run.rows(base.JOIN)]
+  assert sorted(joined) == [(0, 0), (1, 0), (1, 1)]
+  assert not run.rows(base.ROLLBACK)
+  assert len(run.rows(base.RECEIVE)) == 60
+
+
+def test_without_a_log_a_shard_goes_back_and_says_so(live):
+  run = live(
+    *("dana_zero", Rules(), 60, 30),
+    **dict(workers=1, log=0, snapshot_seconds=LONG),
+  )
+  run.cluster.start()
+  run.wait_for_gate()
+  os.kill(run.cluster.pids()["shard"][0], signal.SIGKILL)
+  run.wait_for(
+    lambda lead: run.cluster.replaced["shard"] == 1, "its replacement"
+  )
+  run.finish()
+  run.check()
+  (rollback,) = run.rows(base.ROLLBACK)
+  assert rollback.job == 0  # there was no snapshot: 30 updates are lost
+  assert len(run.rows(base.RECEIVE)) == 60
+
+
+@pytest.fixture(scope="module")
+def at_the_gate(session, tmp_path_factory):
+  """A run that stands at the gate, with two tickets a worker."""
+  run = Live(
+    tmp_path_factory.mktemp("gate"),
+    *("dana_zero", Rules(depth=2), 60, 30),
+    compress="bfloat16",
+  )
+  try:
+    run.cluster.start()
+    run.wait_for_gate()
+    yield run
+  finally:
+    run.cluster.close()
+    run.cluster.remove_memory()
+
+
+def test_nobody_listens_beyond_this_machine(at_the_gate):
+  mine = children()
+  pids = at_the_gate.cluster.pids()
+  assert set(pids["worker"].values()) | set(pids["shard"].values()) <= mine
+  found = listening(mine)
+  assert found  # of Ray
+  loopback = ("0100007F:", "00000000000000000000000001000000:")
+  mapped = "0000000000000000FFFF00000100007F:"
+  assert [x for x in found if not x.startswith((*loopback, mapped))] == []
+
+
+def test_who_is_asked_to_leave_finishes_what_it_has(at_the_gate):
+  run = at_the_gate
+  os.kill(run.cluster.pids()["worker"][1], signal.SIGTERM)
+  # Its replacement is not to come too late.
+  until(lambda: (run.open(), len(run.rows(base.LEAVE)))[1], "its leaving")
+  run.finish()
+  run.check()
+  assert [event.worker for event in run.rows(base.LEAVE)][:1] == [1]
+  assert not run.rows(base.LOST)
+  # The run may be over before the actor is; if not, another takes its place.
+  assert run.cluster.replaced["worker"] == len(run.news) <= 1
+
+
+def test_faults_on_purpose_are_all_injected_and_survived(live):
+  faults = [
+    Fault(0, 3, "double"),
+    Fault(0, 6, "nan"),
+    Fault(0, 12, "hang"),
+    Fault(1, 4, "lose"),
+    Fault(1, 8, "reorder"),
+    Fault(1, 14, "kill"),
+  ]
+  run = live(
+    *("dana_slim", Rules(bound=3), 200, 1),
+    **dict(faults=faults, ladder=Ladder(floor=2.0, start=20.0), log=4),
+  )
+  run.cluster.start()
+  run.wait_for_gate()
+  run.finish()
+  run.check()
+  assert sorted(read_faults(run.folder)) == faults
+  (refused,) = run.rows(base.REJECT)
+  assert (refused.worker, refused.seq) == (0, 6)
+  lost = {(event.worker, event.seq) for event in run.rows(base.LOST)}
+  assert {(0, 12), (1, 14)} <= lost
+  assert "worker 1 died; another takes its place" in run.news
+
+
+@pytest.mark.parametrize(
+  ("broken", "says"),
+  [
+    ("make_server", "shard 0 cannot start: no such algorithm"),
+    ("make_duty", "worker 0 failed: no such algorithm"),
+  ],
+)
+def test_what_cannot_start_is_one_error_that_names_it(live, broken, says):
+  maker = functools.partial(fail, "no such algorithm")
+  run = live("asgd", Rules(), 10, workers=1, **{broken: maker})
+  run.cluster.start()
+  with pytest.raises(ValueError, match=rf"^{says}$"):
+    until(lambda: False, "an error", run.look)
+
+
+def test_what_ray_cannot_give_is_refused(live):
+  run = live(
+    *("asgd", Rules(), 10),
+    resources=Resources(worker={"num_gpus": 1000}),
+  )
+  with pytest.raises(ValueError, match="2000 GPU, and it has"):
+    run.cluster.start()
+
+
+# Without Ray.
+
+
+def test_what_a_killed_driver_left_is_ended(tmp_path):
+  script = (
+    "import sys, time; from asgd.live import processes;"
+    " processes.write_pid(sys.argv[1], 'worker', 3); print(flush=True);"
+    " time.sleep(60)"
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", script, str(tmp_path)],
+    cwd=Path(__file__).parents[3],
+    stdout=subprocess.PIPE,
+  )
+  try:
+    assert process.stdout.readline()
+    assert processes.pids(tmp_path) == {"shard": {}, "worker": {3: process.pid}}
+    # Somebody else has the number now.
+    (tmp_path / "shard-0.pid").write_text(f"{os.getpid()} 0")
+    processes.end_all(tmp_path)
+    assert process.wait(LONG) == -signal.SIGKILL
+  finally:
+    process.kill()
+    process.communicate()
+  assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
+  shutil.rmtree(tmp_path)
+  assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}

@@ -1,0 +1,927 @@
+"""Live runs in threads: each is what its trace says, to the last bit."""
+
+import contextlib
+import functools
+import math
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kit import bits, close
+
+from asgd import algorithms, base, orders, problems, sharding, simulator
+from asgd import server as server_lib
+from asgd import worker as worker_lib
+from asgd.live import frames
+from asgd.live.clusters.threads import ThreadCluster
+from asgd.live.deadlines import Ladder
+from asgd.live.faults import Fault
+from asgd.live.frames import Frame
+from asgd.live.journal import Journal
+from asgd.live.links.base import Disconnected
+from asgd.live.links.local import ThreadLink
+from asgd.live.setup import Setup, slot_counts
+from asgd.live.slots import LocalMemory
+from asgd.live.worker import Duty
+from asgd.orders.protocol import Rules
+from asgd.orders.trace import from_events
+from asgd.simulator import steps as steps_lib
+
+WORKERS, JOBS = 3, 39
+ROOT = jax.random.key(0)
+PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+QUICK = Ladder(k=5.0, floor=0.1, start=0.5)
+LONG = 20.0  # seconds; nothing here takes as long
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_once():
+  """Live runs and their replays, of a few servers, call the same functions."""
+  with pytest.MonkeyPatch.context() as patch:
+    cached = functools.cache(steps_lib.compile_steps)
+    patch.setattr(steps_lib, "compile_steps", cached)
+    patch.setattr(simulator, "compile_steps", cached)
+    yield
+
+
+class Kit:
+  """An algorithm with all that a run of it needs."""
+
+  def __init__(self, name, every=None, drop_late=False, **options):
+    recipe = algorithms.build(name, 0.02, WORKERS, **options)
+    if every:
+      recipe = recipe._replace(every=every)
+    gate = server_lib.max_staleness(0) if drop_late else server_lib.accept_all
+    self.server = recipe.server(gate=gate)
+    self.worker = recipe.make_worker(PROBLEM.loss)
+    self.params = PROBLEM.init(ROOT)
+    self.batch = worker_lib.job_batches(
+      PROBLEM.batches(0, WORKERS), recipe.steps
+    )
+
+  @functools.cached_property
+  def steps(self):
+    return simulator.compile_steps(self.server, self.worker)
+
+  @functools.cached_property
+  def host(self):
+    return simulator.make_host(self.server, self.worker)
+
+
+@functools.cache
+def kit(name, **options):
+  return Kit(name, **options)
+
+
+class Net(Kit):
+  """A network of two layers, to be split."""
+
+  def __init__(self, name):
+    recipe = algorithms.build(name, 0.001, WORKERS)
+    self.server = recipe.server()
+    self.worker = recipe.make_worker(self.loss)
+    keys = jax.random.split(ROOT)
+    self.params = {
+      "into": jax.random.normal(keys[0], (6, 8)),
+      "bias": jnp.zeros(8),
+      "out": jax.random.normal(keys[1], (8,)),
+      "scale": jnp.float32(1.0),
+    }
+
+  @staticmethod
+  def loss(params, batch, key):
+    del key
+    hidden = jnp.tanh(batch @ params["into"] + params["bias"])
+    error = hidden @ params["out"] * params["scale"] - batch[:, 0]
+    return jnp.mean(error**2), worker_lib.Aux(())
+
+  @staticmethod
+  def batch(worker, job):
+    rng = np.random.default_rng((worker, job))
+    return rng.standard_normal((4, 6)).astype(np.float32)
+
+
+@functools.cache
+def net(name):
+  return Net(name)
+
+
+def until(condition, what):
+  """Waits for something that is bound to happen."""
+  end = time.monotonic() + LONG
+  while not condition():
+    assert time.monotonic() < end, f"{what} did not happen"
+    time.sleep(0.002)
+
+
+class Gate:
+  """Batches; those that `held` tells of are held back until it is opened."""
+
+  def __init__(self, batch, held):
+    self._batch, self._held = batch, held
+    self._open = threading.Event()
+    self.waiting = []  # (worker, job)
+
+  def __call__(self, worker, job):
+    if not self._open.is_set() and self._held(worker, job):
+      self.waiting.append((worker, job))
+      assert self._open.wait(LONG)
+    return self._batch(worker, job)
+
+  def wait_for(self, count):
+    until(lambda: len(self.waiting) >= count, f"{count} workers at the gate")
+
+  def open(self):
+    self._open.set()
+
+
+class Live:
+  """A run."""
+
+  def __init__(self, kit, rules, jobs, setup, batch, **options):
+    self.kit = kit
+    self.setup = Setup(rules, WORKERS, jobs, **setup)
+    parts, self.plan = [kit.params], None
+    if self.setup.shards > 1:
+      self.plan = sharding.make_plan(kit.params, self.setup.shards)
+      parts = sharding.split(self.plan, kit.params)
+    duty = Duty(
+      *(kit.steps.work, kit.worker.init, batch, ROOT, kit.params, self.plan),
+      **dict(consistent=self.setup.consistent, depth=rules.depth),
+    )
+    self.spans = []  # (worker, Span)
+    self.cluster = ThreadCluster(
+      *(self.setup, kit.steps),
+      [simulator.start(kit.server, part) for part in parts],
+      duty,
+      **{
+        "patience": 0.2,
+        "span": lambda worker, span: self.spans.append((worker, span)),
+        **options,
+      },
+    )
+
+  @property
+  def lead(self):
+    return self.cluster.shards[0].shard
+
+  @property
+  def server_state(self):
+    return self.lead.state.server
+
+  def states(self):
+    return [thread.shard.state.server for thread in self.cluster.shards]
+
+  def events(self, index=0):
+    return self.cluster.stores.journals[index].events()
+
+  def trace(self, index=0):
+    return from_events(self.events(index))
+
+  def busy(self):
+    """The workers that have begun a job."""
+    begun = [worker for worker, _ in [*self.spans, *self.gate.waiting]]
+    return set(begun)
+
+  def count(self, action):
+    return int((self.trace().action == action).sum())
+
+  def replay(self):
+    """Returns states and records of each shard, as the engine has them."""
+    common = dict(batch=self.kit.batch, root=ROOT)
+    traces = [self.trace(index) for index in range(self.setup.shards)]
+    for trace in traces:
+      orders.check(trace, depth=99)
+    if self.plan is None:
+      host, end = self.kit.host, len(traces[0].time)
+      simulation = host.init(self.kit.params, WORKERS)
+      simulation, records = host.run(simulation, traces[0], end, **common)
+      return [simulation.server], [records]
+    return simulator.run_sharded(
+      *(self.kit.server, self.kit.worker, self.kit.params, traces),
+      **dict(workers=WORKERS, **common),
+    )
+
+  def check(self, *, some=False):
+    """Every job was received once, and the replay has the same bits. Of shards
+    with an order of their own, the others may have received what the lead lost
+    with a worker, or lost what it received."""
+    lost = set()
+    for index in range(self.setup.shards):
+      trace = self.trace(index)
+      jobs = trace.job[trace.action == base.RECEIVE]
+      lost |= set(trace.job[trace.action == base.LOST].tolist())
+      exempt = lost if index and not self.setup.consistent else set()
+      assert sorted(job for job in jobs.tolist() if job not in exempt) == [
+        job for job in range(self.setup.jobs) if job not in exempt
+      ]
+    states, records = self.replay()
+    for live, state in zip(self.states(), states, strict=True):
+      assert bits(live) == bits(state)
+    for sink, expected in zip(self.cluster.stores.sinks, records, strict=True):
+      held = sink.records()
+      if some:  # without a log, records are lost as updates are
+        kept = np.isin(expected.job, held.job)
+        expected = base.Records(*(column[kept] for column in expected))
+      for column, other in zip(held, expected, strict=True):
+        np.testing.assert_array_equal(column, other)
+    return records
+
+
+@contextlib.contextmanager
+def live(
+  kit,
+  rules=Rules(),  # noqa: B008
+  jobs=JOBS,
+  *,
+  setup=None,
+  held=None,
+  start=True,
+  batch=None,
+  **options,
+):
+  """A run that is closed at the end, whatever happens."""
+  batch = batch or kit.batch
+  gate = Gate(batch, held) if held else None
+  run = Live(kit, rules, jobs, setup or {}, gate or batch, **options)
+  run.gate = gate
+  try:
+    if start:
+      run.cluster.start()
+    yield run
+  finally:
+    if gate:
+      gate.open()
+    run.cluster.close()
+
+
+def finished(kit, *args, **kwargs):
+  """A run that went through. All are there when it begins, so that everybody
+  has some of its jobs."""
+  with live(kit, *args, held=lambda worker, job: True, **kwargs) as run:
+    run.gate.wait_for(WORKERS)
+    run.gate.open()
+    run.cluster.run(LONG)
+  return run
+
+
+# A live run is what its trace says.
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "rules"),
+  [
+    ("asgd", {}, Rules()),
+    ("dana_zero", {}, Rules()),
+    ("dana_slim", {}, Rules()),
+    ("dc_asgd_a", {}, Rules()),
+    ("asgd", {}, Rules(bound=1)),
+    ("dana_zero", {}, Rules(bound=0)),
+    ("dana_zero", {}, Rules(bound=2, cache=True)),
+    ("dana_slim", {}, Rules(bound=1, cache=True, depth=2)),
+    ("dana_zero", {}, Rules(depth=2)),
+    ("dc_asgd_a", {}, Rules(depth=3)),
+    ("dana_slim", {}, Rules(fetch_every=3)),
+    ("downpour", dict(push_every=2, fetch_every=6), Rules(fetch_every=3)),
+    ("easgd", dict(steps=2), Rules(depth=2)),
+    ("ssgd", {}, Rules(round=3)),
+    ("ssgd", dict(every=2, drop_late=True), Rules(round=2, backup=1)),
+  ],
+)
+def test_a_live_run_replays_to_the_same_bits(name, options, rules):
+  run = finished(kit(name, **options), rules)
+  run.check()
+  trace = run.trace()
+  if not rules.round:  # where who has handed in may do another
+    orders.check(trace, depth=rules.depth)
+  assert run.lead.state.received == JOBS
+  keeps = run.count(base.KEEP)
+  assert keeps if rules.cache or rules.fetch_every > 1 else not keeps
+  # Nothing went wrong, so nobody was lost.
+  assert run.count(base.LOST) == run.count(base.REJECT) == 0
+  assert run.cluster.replaced == {"worker": 0, "shard": 0}
+  assert (np.diff(trace.time) >= 0).all()
+
+
+def test_records_tell_the_staleness_of_the_trace():
+  run = finished(kit("asgd"), Rules(depth=2))
+  (records,) = run.check()
+  np.testing.assert_array_equal(
+    records.staleness, orders.staleness(run.trace())
+  )
+  assert records.update.tolist() == list(range(1, JOBS + 1))
+
+
+def test_workers_really_work_at_the_same_time():
+  with live(kit("asgd"), held=lambda worker, job: job < WORKERS) as run:
+    run.gate.wait_for(WORKERS)  # would wait forever if one had to wait for one
+    assert {worker for worker, _ in run.gate.waiting} == set(range(WORKERS))
+    run.gate.open()
+    run.cluster.run(LONG)
+  run.check()
+
+
+def test_spans_tell_what_a_worker_did():
+  run = finished(kit("asgd"), jobs=9)
+  by_seq = {}
+  for worker, span in run.spans:
+    assert span.start <= span.end
+    by_seq.setdefault((worker, span.seq, span.job), []).append(span.name)
+  assert sorted(job for _, _, job in by_seq) == list(range(9))
+  assert all(v == ["fetch", "compute", "push"] for v in by_seq.values())
+
+
+def test_one_worker_is_plain_optax():
+  with live(kit("asgd", momentum=0.9), jobs=12, start=False) as run:
+    for thread in run.cluster.shards:
+      thread.start()
+    run.cluster.add_worker(0)
+    run.cluster.run(LONG)
+  (records,) = run.check()
+  assert not records.staleness.any()
+  grad = jax.jit(jax.value_and_grad(lambda p, b: PROBLEM.loss(p, b, None)[0]))
+  tx = optax.sgd(0.02, momentum=0.9)
+  params = run.kit.params
+  state = tx.init(params)
+  for job in range(12):
+    loss, grads = grad(params, run.kit.batch(0, job))
+    np.testing.assert_allclose(records.loss[job], loss, rtol=1e-6)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(run.server_state.params, params, rtol=1e-6)
+
+
+# Rounds.
+
+
+@pytest.fixture
+def float64():
+  # In all threads, where `jax.enable_x64` would be in one.
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", False)
+
+
+def any_worker(worker, job):
+  """Data that do not depend on who works on them."""
+  del worker
+  return PROBLEM.batches(0, 1)(0, job).astype(np.float64)
+
+
+def mean_gradient_descent(rounds):
+  """Plain optax, on the mean gradient of each round, in the order of jobs."""
+  grad = jax.jit(jax.grad(lambda p, b: PROBLEM.loss(p, b, None)[0]))
+  tx = optax.sgd(0.02, momentum=0.9)
+  params = PROBLEM.init(ROOT)
+  state = tx.init(params)
+  for jobs in rounds:
+    grads = [grad(params, any_worker(0, job)) for job in jobs]
+    updates, state = tx.update(sum(grads) / len(grads), state, params)
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+SLOW = Fault(0, 1, "slow", 0.05), Fault(2, 2, "slow", 0.1)
+
+
+def test_rounds_are_plain_optax_whoever_is_slow(float64):
+  kit = Kit("ssgd", momentum=0.9)
+  kit.batch = any_worker
+  expected = mean_gradient_descent(np.arange(JOBS).reshape(-1, 3).tolist())
+  found = []
+  for faults in ((), SLOW, [Fault(1, 3, "slow", 0.1)]):
+    run = finished(kit, Rules(round=3), faults=faults)
+    assert len(run.cluster.script.injected) == len(faults)
+    run.check()
+    trace = run.trace()
+    jobs = trace.job[trace.action == base.RECEIVE]
+    assert jobs.tolist() == list(range(JOBS))
+    assert run.server_state.params.dtype == np.float64
+    close(run.server_state.params, expected)
+    found.append(bits((run.server_state.params, run.server_state.opt_state)))
+  assert found[0] == found[1] == found[2]
+
+
+def test_rounds_are_plain_optax_whoever_dies(float64):
+  kit = Kit("ssgd", momentum=0.9)
+  kit.batch = any_worker
+  faults = [Fault(0, 2, "kill"), Fault(1, 4, "nan"), Fault(2, 6, "kill")]
+  run = finished(kit, Rules(round=3), faults=faults)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  # A round has the jobs of its numbers, as a lost one is done again at once.
+  expected = mean_gradient_descent(np.arange(JOBS).reshape(-1, 3).tolist())
+  close(run.server_state.params, expected)
+
+
+def test_rounds_with_a_backup_drop_who_is_late(float64):
+  kit = Kit("ssgd", momentum=0.9, every=2, drop_late=True)
+  kit.batch = any_worker
+  rules = Rules(round=2, backup=1)
+  run = finished(kit, rules, faults=[Fault(0, 1, "slow", 0.1)])
+  (records,) = run.check()
+  assert (records.accepted == (records.staleness == 0)).all()
+  assert not records.accepted.all()
+  taken = records.job[records.accepted]
+  whole = taken[: len(taken) // 2 * 2].reshape(-1, 2)
+  assert (np.diff(whole, axis=1) > 0).all()  # in the order of the jobs
+  expected = mean_gradient_descent(whole.tolist())
+  close(run.server_state.params, expected)
+
+
+# Faults.
+
+
+@pytest.mark.parametrize(
+  ("name", "rules"),
+  [
+    ("dana_slim", Rules(bound=2)),
+    ("dana_zero", Rules(bound=2, depth=2)),
+    ("dc_asgd_a", Rules(bound=2, cache=True)),
+    ("ssgd", Rules(round=3)),
+  ],
+)
+def test_a_run_with_faults_comes_to_its_end(name, rules):
+  faults = [
+    *(Fault(0, 3, "kill"), Fault(1, 4, "nan"), Fault(2, 2, "lose")),
+    *(Fault(2, 5, "double"), Fault(0, 5, "slow", 0.1), Fault(1, 2, "double")),
+    *(Fault(2, 7, "nan"), Fault(1, 7, "lose")),
+  ]
+  run = finished(kit(name), rules, faults=faults)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  assert run.count(base.REJECT) == 2
+  assert run.count(base.LOST) >= 1  # of the one that was killed
+  assert run.cluster.replaced["worker"] >= 1
+  # Those that were refused took their places again, as new.
+  assert run.count(base.JOIN) >= WORKERS + 3
+
+
+@pytest.mark.parametrize("rules", [Rules(bound=2), Rules(bound=2, depth=2)])
+def test_messages_that_overtake_each_other_are_put_in_order(rules):
+  faults = [Fault(w, s, "reorder") for w in range(WORKERS) for s in (2, 5)]
+  run = finished(kit("dana_slim"), rules, faults=faults)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  assert run.count(base.LOST) == 0
+
+
+@pytest.mark.parametrize("rules", [Rules(depth=2), Rules(depth=3)])
+def test_a_lost_message_is_said_again_however_busy_its_worker_is(rules):
+  faults = [Fault(w, 2, "lose") for w in range(WORKERS)]
+  run = finished(kit("dana_zero"), rules, 300, setup=dict(log=2), faults=faults)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  assert run.count(base.LOST) == 0
+
+
+@pytest.mark.parametrize("rules", [Rules(bound=2), Rules(round=3)])
+def test_a_worker_that_hangs_is_given_up_and_replaced(rules):
+  kits = kit("ssgd" if rules.round else "dana_slim")
+  finished(kits, rules)  # compiled, so that only one hangs
+  fault = Fault(1, 3, "hang")
+  run = finished(kits, rules, setup=dict(ladder=QUICK), faults=[fault])
+  assert run.cluster.script.injected == [fault]
+  run.check()
+  assert run.cluster.replaced["worker"] >= 1
+  (lost,) = [
+    event
+    for event in run.events()
+    if (event.worker, event.seq, event.action) == (1, 3, base.LOST)
+  ]
+  again = [event for event in run.events() if event.job == lost.job]
+  started = [e for e in again if e.action in (base.SEND, base.KEEP)]
+  assert len(started) == 2
+  holders = [
+    e.job for e in run.events() if e.action == base.JOIN and e.worker == 1
+  ]
+  assert holders[:2] == [0, 1]
+
+
+def test_others_do_not_wait_for_one_that_hangs():
+  """It is given up while they are busy."""
+  finished(kit("asgd"))
+  fault = Fault(1, 1, "hang")
+  slow = [Fault(w, s, "slow", 0.05) for w in (0, 2) for s in range(60)]
+  with live(
+    kit("asgd"),
+    *(Rules(), 90),
+    **dict(setup=dict(ladder=QUICK), faults=[fault, *slow]),
+  ) as run:
+    run.cluster.run(LONG)
+  run.check()
+  trace = run.trace()
+  # Worker 1's next holder did its part.
+  mine = trace.worker[trace.action == base.RECEIVE] == 1
+  assert mine.sum() > 1
+
+
+def test_a_worker_that_was_only_slow_spoils_nothing():
+  """Taken for dead, it comes back, and finds its place taken."""
+  finished(kit("dana_slim"), Rules(bound=2))
+  faults = [
+    Fault(1, 3, "slow", 1.2),
+    *(Fault(0, s, "slow", 0.1) for s in range(9)),
+  ]
+  run = finished(
+    *(kit("dana_slim"), Rules(bound=3)),
+    **dict(setup=dict(ladder=QUICK), faults=faults),
+  )
+  run.check()
+  assert run.count(base.LOST) >= 1
+
+
+class Zombie:
+  """Puts worker 0 to sleep just before it hands in its first message."""
+
+  def __init__(self):
+    self._wake = threading.Event()
+    self.asleep = None  # its thread
+    self._handed_in = False
+
+  def __call__(self, worker, span):
+    if worker == 0 and span.name == "compute" and not self.asleep:
+      self.asleep = threading.current_thread()
+      assert self._wake.wait(LONG)
+    elif span.name == "push":
+      self._handed_in |= threading.current_thread() is self.asleep
+
+  def wake(self):
+    self._wake.set()
+
+  @property
+  def done(self):
+    """It has handed in its message, or gave up."""
+    return self._handed_in or not self.asleep.is_alive()
+
+
+def test_a_message_of_the_dead_is_not_taken_for_another():
+  """A worker that was taken for dead still writes where it was told to."""
+  kits = kit("ssgd")
+  zombie, last = Zombie(), threading.Event()
+
+  def batch(worker, job):
+    if worker == 2:
+      assert last.wait(LONG)
+    return kits.batch(worker, job)
+
+  try:
+    with live(kits, Rules(round=3), batch=batch, span=zombie) as run:
+
+      def waiting():
+        return len(run.lead.state.pushed)
+
+      until(lambda: zombie.asleep and waiting(), "a message that waits")
+      lead = run.cluster.shards[0]
+      lead.put(lambda shard, now: shard.expel(0, now))
+      # Worker 1 does the job as well; worker 2 is busy.
+      until(lambda: waiting() == 2, "another message for the job")
+      zombie.wake()
+      until(lambda: zombie.done, "a message of the dead")
+      last.set()
+      run.cluster.run(LONG)
+  finally:
+    zombie.wake()
+    last.set()
+  assert run.count(base.LOST) >= 1
+  run.check()
+
+
+def test_what_a_worker_raises_is_raised_and_names_the_worker():
+  def batch(worker, job):
+    if job == 7:
+      raise OSError("the disk is gone")
+    return PROBLEM.batches(0, WORKERS)(worker, job)
+
+  with live(kit("asgd"), batch=batch) as run:
+    with pytest.raises(OSError, match="the disk is gone") as error:
+      run.cluster.run(LONG)
+    who = [e.worker for e in run.events() if e.job == 7]
+    assert error.value.__notes__ == [f"in worker {who[0]}"]
+
+
+def test_what_a_shard_raises_is_raised():
+  class Full(Journal):
+    def append(self, event):
+      if len(self.events()) == 9:
+        raise OSError("no space left")
+      super().append(event)
+
+  with (
+    live(kit("asgd"), journals=[Full()]) as run,
+    pytest.raises(OSError, match="no space left"),
+  ):
+    run.cluster.run(LONG)
+
+
+def test_a_run_that_is_not_finished_says_so():
+  with (
+    live(kit("asgd"), held=lambda worker, job: True) as run,
+    pytest.raises(TimeoutError, match="not finished after 0.05 s"),
+  ):
+    run.cluster.run(0.05)
+
+
+# Coming and going.
+
+
+def test_a_worker_that_drains_finishes_and_leaves():
+  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
+    run.gate.wait_for(WORKERS)
+    run.cluster.drain_worker(1)
+    run.gate.open()
+    run.cluster.run(LONG)
+  run.check()
+  assert run.cluster.replaced["worker"] == 0
+  rows = [(e.worker, e.job, base.ACTIONS[e.action]) for e in run.events()]
+  # It finished what it had begun, and nobody else had to.
+  begun = {span.job for worker, span in run.spans if worker == 1}
+  (last,) = (job for worker, job in run.gate.waiting if worker == 1)
+  assert max(begun) == last
+  assert {job for w, job, act in rows if w == 1 and act == "receive"} == begun
+  # The others did the rest.
+  after = rows[rows.index((1, 0, "leave")) + 1 :]
+  assert after
+  assert all(worker != 1 for worker, *_ in after)
+
+
+def test_a_worker_joins_a_run_that_goes_on():
+  kits = kit("dana_slim")
+  with live(kits, held=lambda worker, job: job >= 9, start=False) as run:
+    for thread in run.cluster.shards:
+      thread.start()
+    for worker in (0, 1):
+      run.cluster.add_worker(worker)
+    run.gate.wait_for(2)
+    run.cluster.add_worker(2)
+    run.gate.wait_for(3)
+    run.gate.open()
+    run.cluster.run(LONG)
+  run.check()
+  trace = run.trace()
+  (joined,) = np.flatnonzero((trace.action == base.JOIN) & (trace.worker == 2))
+  assert (trace.action[:joined] == base.RECEIVE).sum() == 9
+  assert (trace.worker[trace.action == base.RECEIVE] == 2).any()
+
+
+def test_a_place_may_be_left_and_taken_again():
+  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
+    run.gate.wait_for(WORKERS)
+    run.cluster.drain_worker(1)
+    run.gate.open()
+    until(lambda: 1 not in run.lead.workers, "leaving")
+    if not run.lead.stopped:
+      run.cluster.add_worker(1)
+    run.cluster.run(LONG)
+  run.check()
+
+
+def test_a_drained_worker_is_not_replaced():
+  with live(kit("asgd"), Rules(bound=0), jobs=300) as run:
+    run.cluster.drain_worker(2)
+    run.cluster.run(LONG)
+  run.check()
+  assert run.cluster.replaced["worker"] == 0
+
+
+# Shards.
+
+
+def killed(run, index, first):
+  """Kills a shard while workers are busy, and another time."""
+  until(lambda: len(run.busy()) == WORKERS, "work for everybody")
+  until(lambda: run.lead.state.received >= first - WORKERS, "progress")
+  run.cluster.kill_shard(index)
+  run.gate.open()
+  until(lambda: run.lead and run.lead.state.received > first, "progress")
+  run.cluster.kill_shard(index)
+  run.cluster.run(LONG)
+  assert run.cluster.replaced["shard"] == 2
+
+
+@pytest.mark.parametrize("log", [8, 0])
+@pytest.mark.parametrize(
+  ("name", "rules"),
+  [
+    ("dana_zero", Rules()),
+    ("dana_slim", Rules(bound=2, cache=True)),
+    ("dana_slim", Rules(depth=2)),
+    ("ssgd", Rules(round=3)),
+  ],
+)
+def test_a_server_that_is_killed_comes_back(name, rules, log):
+  with live(
+    *(kit(name), rules),
+    **dict(setup=dict(log=log), held=lambda worker, job: job >= 12),
+  ) as run:
+    killed(run, 0, 12)
+  run.check(some=not log)
+  assert run.count(base.ROLLBACK) == (0 if log else 2)
+  assert run.count(base.LOST) == 0  # nobody noticed
+  if log:
+    versions = JOBS if name != "ssgd" else JOBS // 3
+    assert int(run.server_state.version) == versions
+
+
+def check_whole(run):
+  """Shards that obey one order are together what one server is."""
+  kit = run.kit
+  trace = run.trace()
+  simulation, _ = kit.host.run(
+    kit.host.init(kit.params, WORKERS),
+    *(trace, len(trace.time)),
+    **dict(batch=kit.batch, root=ROOT),
+  )
+  joined = sharding.join(run.plan, [state.params for state in run.states()])
+  assert bits(joined) == bits(simulation.server.params)
+  for index in range(1, run.setup.shards):
+    assert [e[:5] for e in run.events(index)] == [
+      e[:5] for e in run.events(0)
+    ]
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+@pytest.mark.parametrize(
+  ("shards", "name", "rules"),
+  [
+    (2, "dana_zero", Rules()),
+    (3, "dana_slim", Rules()),
+    (3, "dana_zero", Rules(bound=2, cache=True)),
+    (2, "dana_slim", Rules(depth=2)),
+  ],
+)
+def test_a_server_in_shards_replays_to_the_same_bits(
+  shards, name, rules, consistent
+):
+  setup = dict(shards=shards, consistent=consistent)
+  run = finished(net(name), rules, setup=setup)
+  run.check()
+  if consistent:
+    check_whole(run)
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_a_server_in_shards_with_faults_comes_to_its_end(consistent):
+  faults = [
+    *(Fault(0, 3, "kill"), Fault(1, 4, "nan"), Fault(2, 2, "lose")),
+    *(Fault(2, 5, "double"), Fault(0, 5, "slow", 0.1), Fault(1, 8, "kill")),
+  ]
+  setup = dict(shards=3, consistent=consistent)
+  run = finished(net("dana_slim"), Rules(bound=2), setup=setup, faults=faults)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  if consistent:
+    check_whole(run)
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_a_worker_that_hangs_holds_no_shard_back(consistent):
+  finished(net("dana_zero"), setup=dict(shards=2, consistent=consistent))
+  fault = Fault(1, 2, "hang")
+  setup = dict(shards=2, consistent=consistent, ladder=QUICK)
+  run = finished(net("dana_zero"), Rules(bound=2), setup=setup, faults=[fault])
+  assert run.cluster.script.injected == [fault]
+  run.check()
+  assert run.count(base.LOST) >= 1
+
+
+@pytest.mark.parametrize(
+  ("shards", "index", "consistent", "log"),
+  [
+    *((2, index, False, log) for index in range(2) for log in (8, 0)),
+    *((3, index, True, 8) for index in range(3)),
+    *((3, index, False, 8) for index in (0, 2)),
+  ],
+)
+def test_a_shard_that_is_killed_comes_back(shards, index, consistent, log):
+  with live(
+    net("dana_slim"),
+    setup=dict(shards=shards, consistent=consistent, log=log),
+    held=lambda worker, job: job >= 12,
+  ) as run:
+    killed(run, index, 12)
+  run.check(some=not log)
+  trace = run.trace(index)
+  assert (trace.action == base.ROLLBACK).sum() == (0 if log else 2)
+  if log:
+    assert {int(state.version) for state in run.states()} == {JOBS}
+  if consistent:
+    check_whole(run)
+
+
+def test_shards_may_be_killed_while_workers_die():
+  faults = [Fault(0, 7, "kill"), Fault(1, 8, "kill"), Fault(2, 7, "lose")]
+  with live(
+    *(net("dana_slim"), Rules(bound=2)),
+    setup=dict(shards=2, consistent=True),
+    held=lambda worker, job: job >= 9,
+    faults=faults,
+  ) as run:
+    run.gate.wait_for(1)
+    for index in (1, 0):
+      run.cluster.kill_shard(index)
+    run.gate.open()
+    run.cluster.run(LONG)
+  assert sorted(run.cluster.script.injected) == sorted(faults)
+  run.check()
+  check_whole(run)
+
+
+def test_tickets_come_in_their_order_when_a_shard_was_replaced():
+  """What the dead one had said is not heard after what the new one says."""
+  with live(kit("asgd"), Rules(depth=2), start=False) as run:
+    cluster = run.cluster
+    cluster.shards[0].start()
+    link = ThreadLink(0, cluster.shards)
+    link.say(0, Frame(frames.HELLO, 0, job=-1))
+    _, frame = link.hear(LONG)
+    assert frame == Frame(frames.WELCOME, 0, job=0)
+    until(lambda: len(run.events()) == 3, "two tickets")
+    cluster.kill_shard(0)
+    with pytest.raises(Disconnected):
+      link.hear(LONG)
+    until(lambda: link.connect(0), "a connection")
+    link.say(0, Frame(frames.HELLO, 0, job=0))
+    heard = [link.hear(LONG)[1] for _ in range(3)]
+    kinds = [(frame.kind, frame.seq) for frame in heard]
+    assert kinds == [
+      *((frames.WELCOME, 0), (frames.TICKET, 0), (frames.TICKET, 1)),
+    ]
+
+
+def test_what_other_shards_say_is_heard_though_one_is_dead():
+  setup = dict(shards=2, consistent=True)
+  with live(net("dana_slim"), setup=setup, start=False) as run:
+    cluster = run.cluster
+    for thread in cluster.shards:
+      thread.start()
+    link = ThreadLink(0, cluster.shards)
+    link.say(0, Frame(frames.HELLO, 0, job=-1))
+    for kind in (frames.WELCOME, frames.TICKET):
+      shard, frame = link.hear(LONG)
+      assert (shard, frame.kind) == (0, kind)
+    link.say(1, Frame(frames.HELLO, 0, job=0))
+    follower = cluster.shards[1]
+    until(lambda: follower.shard and follower.shard.peer(0), "a welcome")
+    cluster.kill_shard(0)
+    with pytest.raises(Disconnected):
+      link.hear(LONG)
+    until(lambda: link.connect(0), "a connection")
+    welcome, ticket = link.hear(1.0), link.hear(1.0)
+    assert welcome == (1, Frame(frames.WELCOME, 0, job=0))
+    assert ticket is not None
+    assert (ticket[0], ticket[1].kind) == (1, frames.TICKET)
+
+
+# What a run hands out.
+
+
+def test_parameters_are_kept_for_evaluations():
+  at = (5, 20, JOBS)
+  with live(kit("dana_zero"), setup=dict(keep_params_at=at)) as run:
+    run.cluster.run(LONG)
+    kept = [run.cluster.params(received) for received in at]
+    last = run.cluster.params()
+  trace, host = run.trace(), run.kit.host
+  for received, params in zip(at, kept, strict=True):
+    end = int(simulator.end_of_message(trace)[received - 1])
+    simulation, _ = host.run(
+      host.init(run.kit.params, WORKERS),
+      *(trace, end),
+      **dict(batch=run.kit.batch, root=ROOT),
+    )
+    assert bits(params) == bits(simulation.server.params)
+  assert bits(last) == bits(kept[-1])
+  assert math.isfinite(float(np.sum(last)))
+
+
+def test_a_run_that_was_paused_and_stopped_goes_on():
+  """Its memory is lost, its journal and the image of a checkpoint are not."""
+  with live(kit("dana_slim"), held=lambda worker, job: job >= 12) as run:
+    run.gate.wait_for(WORKERS)
+    run.cluster.pause()
+    run.gate.open()
+    until(lambda: not run.lead.state.tickets, "a pause")
+    images = run.cluster.images()
+    _, journals, sinks, _ = run.cluster.stores
+    before = bits(run.server_state)
+  memory = LocalMemory(slot_counts(run.setup))
+  memory.fresh = True
+  with live(
+    kit("dana_slim"),
+    **dict(journals=journals, sinks=sinks, images=images, memories=[memory]),
+    **dict(resumed=True, start=False),
+  ) as again:
+    again.cluster.shards[0].start()
+    until(lambda: again.lead is not None, "a start")
+    assert bits(again.server_state) == before
+    for worker in range(WORKERS):
+      again.cluster.add_worker(worker)
+    again.cluster.run(LONG)
+  assert again.lead.state.received == JOBS
+  assert again.count(base.ROLLBACK) == 0  # nothing was lost
+  again.check()

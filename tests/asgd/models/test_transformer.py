@@ -1,0 +1,129 @@
+"""A GPT in layers: shapes, causality, dropout, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asgd import models, problems
+from asgd.models import transformer
+
+TOKENS, CONTEXT = 11, 6
+
+
+def make(**options):
+  options = {"depth": 2, "width": 8, "heads": 2, "context": CONTEXT, **options}
+  layers = transformer.gpt(TOKENS, **options)
+  tokens = jnp.zeros((1, CONTEXT), jnp.int32)
+  return layers, models.init(layers, jax.random.key(0), tokens)
+
+
+def tokens(seed=0, length=CONTEXT):
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, TOKENS, (3, length)).astype(np.int32)
+
+
+def logits(layers, params, x, **options):
+  return np.asarray(models.apply(layers, params, x, **options)[0])
+
+
+def test_layers_and_shapes():
+  layers, params = make(depth=3)
+  kinds = [type(layer).__name__ for layer in layers]
+  assert kinds == ["Embed", "Block", "Block", "Block", "Unembed"]
+  assert logits(layers, params, tokens()).shape == (3, CONTEXT, TOKENS)
+  # A block: two norms, four maps of attention, two of the MLP.
+  width = 8
+  block = 4 * width + 4 * (width * width + width) + 8 * width**2 + 5 * width
+  assert models.count(params[1]) == block
+  assert models.count(params[0]) == (TOKENS + CONTEXT) * width
+  assert models.count(params[-1]) == TOKENS * width + 2 * width
+
+
+def test_a_token_changes_nothing_before_it():
+  layers, params = make()
+  x = tokens()
+  before = logits(layers, params, x)
+  for t in range(CONTEXT):
+    changed = x.copy()
+    changed[:, t] = (changed[:, t] + 1) % TOKENS
+    after = logits(layers, params, changed)
+    np.testing.assert_array_equal(after[:, :t], before[:, :t])
+    differs = np.abs(after[:, t:] - before[:, t:]).max((0, 2))
+    assert (differs > 0).all(), t
+
+
+def test_the_same_tokens_at_another_position_are_another_matter():
+  layers, params = make()
+  same = logits(layers, params, np.zeros((1, CONTEXT), np.int32))
+  assert np.abs(np.diff(same[0], axis=0)).max() > 0
+
+
+def test_a_shorter_sequence_is_the_beginning_of_a_longer_one():
+  layers, params = make()
+  x = tokens()
+  whole = logits(layers, params, x)
+  np.testing.assert_allclose(
+    logits(layers, params, x[:, :4]), whole[:, :4], rtol=0, atol=1e-6
+  )
+
+
+def test_slices_draw_what_the_whole_draws():
+  layers, params = make(dropout=0.5)
+  key, x = jax.random.key(1), tokens()
+  whole = logits(layers, params, x, train=True, key=key)
+  y = x
+  for start, end in ((0, 1), (1, 3), (3, 4)):
+    y, _ = models.apply(
+      layers[start:end], params[start:end], y, train=True, key=key, first=start
+    )
+  np.testing.assert_array_equal(np.asarray(y), whole)
+  assert (logits(layers, params, x, train=True, key=key) == whole).all()
+  other = logits(layers, params, x, train=True, key=jax.random.key(2))
+  assert (other != whole).any()
+  assert (logits(layers, params, x) != whole).any()  # nothing is dropped
+
+
+def test_it_computes_in_the_dtype_of_its_parameters():
+  with jax.enable_x64(True):
+    layers, params = make()
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+    assert logits(layers, params, tokens()).dtype == np.float64
+
+
+def test_at_first_all_tokens_are_as_likely():
+  layers, params = make(width=32)
+  losses = -jax.nn.log_softmax(logits(layers, params, tokens()))
+  assert abs(float(losses.mean()) - np.log(TOKENS)) < 0.1
+
+
+MISTAKES = {
+  "classes": ({"classes": 0}, "classes must be a positive whole number, not 0"),
+  "depth": ({"depth": 1.5}, "depth must be a positive whole number, not 1.5"),
+  "width": ({"width": True}, "width must be a positive whole number, not True"),
+  "heads": ({"heads": 3}, "3 does not divide 128"),
+  "context": ({"context": -1}, "context must be a positive whole number"),
+  "dropout": ({"dropout": 1}, r"dropout must be in \[0, 1\), not 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name):
+  options, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    transformer.gpt(**{"classes": TOKENS, **options})
+
+
+def test_more_positions_than_the_context_are_refused():
+  layers, params = make()
+  with pytest.raises(
+    ValueError, match="7 positions do not fit .* context of 6"
+  ):
+    logits(layers, params, tokens(length=CONTEXT + 1))
+
+
+def test_models_know_it_by_its_name():
+  assert models.build("gpt", 7, depth=1) == transformer.gpt(7, depth=1)
+  with pytest.raises(ValueError, match="did you mean 'depth'"):
+    models.build("gpt", 7, deph=1)
+  assert problems.Pieces._fields[0] == "layers"

@@ -1,0 +1,169 @@
+"""The host engine: references, donation, records, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asgd import algorithms, orders, problems, simulator
+from asgd import worker as worker_lib
+from asgd.orders import durations
+
+PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+
+
+def make(name="asgd", workers=3, messages=12):
+  recipe = algorithms.build(name, 0.01, workers)
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+  )
+  trace = orders.asynchronous(
+    durations.homogeneous(), workers=workers, messages=messages
+  )
+  start = host.init(PROBLEM.init(jax.random.key(0)), workers)
+
+  def run(simulation, end, batch=None):
+    return host.run(
+      simulation,
+      trace,
+      end,
+      batch=batch or PROBLEM.batches(0, workers),
+      root=jax.random.key(0),
+    )
+
+  return trace, start, run
+
+
+def test_tickets_that_do_not_look_ahead_are_references():
+  _, start, run = make()
+  simulation, records = run(start, 3)  # the three first sends
+  assert not len(records.loss)
+  for held in simulation.tickets:
+    (ticket,) = held.values()
+    assert ticket.params is simulation.server.params
+
+
+def test_open_tickets_survive_the_updates_made_since():
+  _, start, run = make()
+  initial = np.array(start.server.params)
+  simulation, _ = run(start, 4)  # three sends and one receive
+  held = [t for tickets in simulation.tickets for t in tickets.values()]
+  assert len(held) == 2
+  for ticket in held:
+    np.testing.assert_array_equal(ticket.params, initial)
+  assert (np.asarray(simulation.server.params) != initial).all()
+
+
+@pytest.mark.parametrize("name", ["asgd", "dana_zero"])
+def test_a_simulation_is_consumed_but_its_initial_parameters_are_not(name):
+  recipe = algorithms.build(name, 0.01, 2)
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
+  )
+  params = PROBLEM.init(jax.random.key(0))
+  trace = orders.fixed_delay(delay=1, messages=4)
+  for _ in range(2):  # the second run starts from the same array
+    host.run(
+      host.init(params, 2),
+      trace,
+      len(trace.action),
+      batch=PROBLEM.batches(0, 2),
+      root=jax.random.key(0),
+    )
+  np.testing.assert_array_equal(params, np.ones(5))
+
+
+def test_each_row_of_the_records_is_one_receive_of_the_trace():
+  trace, start, run = make()
+  _, records = run(start, len(trace.action))
+  rows = trace.action == 1
+  np.testing.assert_array_equal(records.time, trace.time[rows])
+  np.testing.assert_array_equal(records.worker, trace.worker[rows])
+  np.testing.assert_array_equal(records.job, trace.job[rows])
+  np.testing.assert_array_equal(records.update, np.arange(12) + 1)
+  assert records.accepted.all()
+  for column in records:
+    assert column.shape == (12,)
+
+
+def test_the_batch_of_a_message_is_that_of_its_worker_and_job():
+  trace, start, run = make()
+  asked = []
+
+  def batch(worker, job):
+    asked.append((worker, job))
+    return PROBLEM.batches(0, 3)(worker, job)
+
+  run(start, len(trace.action), batch)
+  rows = trace.action == 1
+  expected = zip(
+    trace.worker[rows].tolist(), trace.job[rows].tolist(), strict=True
+  )
+  assert asked == list(expected)
+
+
+def test_the_loss_on_record_is_that_at_the_parameters_sent():
+  _, start, run = make()
+  _, records = run(start, 4)  # three sends and one receive
+  worker, job = int(records.worker[0]), int(records.job[0])
+  expected, _ = PROBLEM.loss(
+    jnp.ones(5), jnp.asarray(PROBLEM.batches(0, 3)(worker, job)), None
+  )
+  np.testing.assert_allclose(records.loss, [expected], rtol=1e-6)
+
+
+def test_keys_are_functions_of_worker_and_job():
+  root = jax.random.key(7)
+  seen = {
+    tuple(jax.random.key_data(worker_lib.job_key(root, w, j)).tolist())
+    for w in range(4)
+    for j in range(5)
+  }
+  assert len(seen) == 20
+  again = worker_lib.job_key(root, 2, 3)
+  assert tuple(jax.random.key_data(again).tolist()) in seen
+
+
+def test_a_worker_that_is_not_there_is_named():
+  recipe = algorithms.build("asgd", 0.01, 2)
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
+  )
+  trace = orders.fixed_delay(delay=2, messages=4)
+  with pytest.raises(ValueError, match="a worker 2, the simulation only 2"):
+    host.run(
+      host.init(PROBLEM.init(jax.random.key(0)), 2),
+      trace,
+      4,
+      batch=PROBLEM.batches(0, 2),
+      root=jax.random.key(0),
+    )
+
+
+def test_a_receive_without_a_send_is_named():
+  trace, start, run = make()
+  first = int(np.flatnonzero(trace.action == 1)[0])
+  skipped = start._replace(event=first)
+  words = r"trace row 3 \(.*\): that job was not sent to the worker"
+  with pytest.raises(ValueError, match=words):
+    run(skipped, first + 1)
+
+
+def test_more_workers_than_the_algorithm_was_built_for_are_refused():
+  recipe = algorithms.build("dana_zero", 0.01, 2)
+  host = simulator.make_host(
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
+  )
+  with pytest.raises(ValueError, match="built for 2 workers, the simulation"):
+    host.init(PROBLEM.init(jax.random.key(0)), 3)
+
+
+def test_cuts_are_after_each_receive():
+  trace = orders.fixed_delay(delay=1, messages=3)
+  # send send | receive send | receive send | receive
+  np.testing.assert_array_equal(simulator.end_of_message(trace), [3, 5, 7])
+
+
+def test_concatenating_nothing_gives_empty_records():
+  records = simulator.concatenate([])
+  assert all(column.shape == (0,) for column in records)

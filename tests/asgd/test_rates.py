@@ -1,0 +1,123 @@
+"""Schedules: the learning rate at every update where it could be off by one."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asgd import rates
+
+UPDATES = 40
+
+
+def values(updates=UPDATES, **kwargs):
+  schedule = rates.warmup_steps(**kwargs)
+  return [float(schedule(update)) for update in range(updates)]
+
+
+def by_loop(update, peak, warmup=0, start=0.0, boundaries=(), factor=0.1):
+  """The definition, update by update."""
+  if update < warmup:
+    return start + (peak - start) * update / warmup
+  rate = peak
+  for boundary in boundaries:
+    if update >= boundary:
+      rate *= factor
+  return rate
+
+
+def test_a_rate_that_never_changes_is_a_number():
+  assert rates.warmup_steps(0.3) == 0.3
+  assert rates.warmup_steps(0.3, start=0.1, factor=0.5) == 0.3
+
+
+def test_warmup_starts_at_start_and_ends_before_the_first_full_update():
+  expected = [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+  got = values(6, peak=1.0, warmup=4, start=0.2)
+  np.testing.assert_allclose(got, expected, rtol=1e-6)
+  np.testing.assert_allclose(values(3, peak=1.0, warmup=1), [0, 1, 1])
+
+
+def test_drops_hold_from_their_own_update():
+  got = values(7, peak=8.0, boundaries=(2, 5), factor=0.25)
+  np.testing.assert_allclose(got, [8, 8, 2, 2, 2, 0.5, 0.5], rtol=1e-6)
+
+
+def test_drops_count_updates_from_the_start_not_from_the_warmup():
+  got = values(8, peak=8.0, warmup=2, boundaries=(4, 6), factor=0.5)
+  np.testing.assert_allclose(got, [0, 4, 8, 8, 4, 4, 2, 2], rtol=1e-6)
+
+
+def test_a_drop_may_end_the_warmup():
+  got = values(4, peak=8.0, warmup=2, boundaries=(2,), factor=0.5)
+  np.testing.assert_allclose(got, [0, 4, 4, 4], rtol=1e-6)
+
+
+def test_boundaries_may_come_in_any_order():
+  kwargs = dict(peak=8.0, factor=0.5)
+  assert values(boundaries=(9, 3), **kwargs) == values(
+    boundaries=(3, 9), **kwargs
+  )
+
+
+def test_two_drops_at_one_update_are_two_drops():
+  got = values(3, peak=8.0, boundaries=(1, 1), factor=0.5)
+  np.testing.assert_allclose(got, [8, 2, 2], rtol=1e-6)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(data=st.data())
+def test_agrees_with_a_loop_over_the_definition(data):
+  peak = data.draw(st.floats(1e-3, 10))
+  warmup = data.draw(st.integers(0, 20))
+  kwargs = dict(
+    peak=peak,
+    warmup=warmup,
+    start=peak * data.draw(st.floats(0, 1)),
+    boundaries=data.draw(
+      st.lists(st.integers(warmup, UPDATES), unique=True, max_size=4)
+    ),
+    factor=data.draw(st.floats(0.1, 2)),
+  )
+  schedule = rates.warmup_steps(**kwargs)
+  updates = np.arange(UPDATES)
+  rate = schedule(updates) if callable(schedule) else schedule
+  expected = [by_loop(update, **kwargs) for update in updates]
+  got = np.broadcast_to(rate, UPDATES)
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * peak)
+
+
+def test_is_the_same_under_jit():
+  kwargs = dict(peak=0.1, warmup=5, start=0.0125, boundaries=(9, 12))
+  compiled = jax.jit(rates.warmup_steps(**kwargs))
+  np.testing.assert_allclose(
+    [float(compiled(np.int32(update))) for update in range(15)],
+    values(15, **kwargs),
+    rtol=1e-6,
+  )
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "words"),
+  [
+    (dict(peak=0), "learning_rate must be positive, not 0"),
+    (dict(peak=np.nan), "learning_rate must be positive, not nan"),
+    (dict(peak=1, warmup=-2), r"0 or more updates \(not -2\)"),
+    (dict(peak=1, warmup=2, start=1.5), r"the peak 1 \(not at 1.5\)"),
+    (dict(peak=1, warmup=2, start=-0.5), r"between 0 .* \(not at -0.5\)"),
+    (dict(peak=1, boundaries=(3,), factor=0), "factor .* positive, not 0"),
+    (
+      dict(peak=1, boundaries=(3,), factor=np.nan),
+      "factor .* positive, not nan",
+    ),
+    (
+      dict(peak=1, warmup=5, boundaries=(4, 8)),
+      r"drops at updates \(4, 8\), inside the warm-up of 5",
+    ),
+    (dict(peak=1, boundaries=(-1,)), r"drops at updates \(-1,\), inside"),
+  ],
+)
+def test_errors_show_the_value(kwargs, words):
+  with pytest.raises(ValueError, match=words):
+    rates.warmup_steps(**kwargs)

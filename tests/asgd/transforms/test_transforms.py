@@ -1,0 +1,226 @@
+"""The transforms, against their equations worked by hand or in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from asgd import rates, transforms
+from asgd.transforms import rows as rows_lib
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def delay(staleness=1, worker=0, sent=None):
+  return {
+    "worker": jnp.int32(worker),
+    "staleness": jnp.int32(staleness),
+    "sent_params": sent,
+  }
+
+
+@pytest.mark.parametrize(
+  ("staleness", "factor"), [(0, 1.0), (1, 1.0), (2, 0.5), (7, 1 / 7)]
+)
+def test_staleness_divides_but_for_a_fresh_gradient(staleness, factor):
+  tx = transforms.scale_by_staleness()
+  updates, _ = tx.update(jnp.array([3.0]), tx.init(None), **delay(staleness))
+  np.testing.assert_allclose(updates, [3.0 * factor], rtol=1e-15)
+
+
+def test_staleness_keeps_the_dtype_of_the_gradient():
+  tx = transforms.scale_by_staleness()
+  g = jnp.ones(2, jnp.bfloat16)
+  assert tx.update(g, tx.init(None), **delay(3))[0].dtype == jnp.bfloat16
+
+
+def test_compensation_is_lambda_g_g_times_the_distance():
+  tx = transforms.delay_compensation(0.5)
+  params, sent = jnp.array([1.0, -1.0]), jnp.array([0.0, 1.0])
+  updates, _ = tx.update(
+    jnp.array([2.0, 3.0]), tx.init(params), params, **delay(sent=sent)
+  )
+  # 2 + 0.5 * 4 * 1 and 3 + 0.5 * 9 * -2.
+  np.testing.assert_allclose(updates, [4.0, -6.0], rtol=1e-15)
+
+
+def test_adaptive_compensation_takes_in_the_gradient_first():
+  tx = transforms.adaptive_delay_compensation(2.0, decay=0.75, eps=0.0)
+  params, sent = jnp.array([1.0]), jnp.array([0.5])
+  state = tx.init(params)
+  updates, state = tx.update(
+    jnp.array([4.0]), state, params, **delay(sent=sent)
+  )
+  # Mean square 0.25 * 16 = 4; lambda = 2 / 2; 4 + 1 * 16 * 0.5.
+  np.testing.assert_allclose(updates, [12.0], rtol=1e-15)
+  updates, _ = tx.update(jnp.array([2.0]), state, params, **delay(sent=sent))
+  # Mean square 0.75 * 4 + 0.25 * 4 = 4; lambda = 1; 2 + 4 * 0.5.
+  np.testing.assert_allclose(updates, [4.0], rtol=1e-15)
+
+
+def test_adaptive_compensation_does_not_divide_by_zero():
+  tx = transforms.adaptive_delay_compensation()
+  params = jnp.array([1.0])
+  updates, _ = tx.update(
+    jnp.array([0.0]), tx.init(params), params, **delay(sent=params - 1)
+  )
+  np.testing.assert_array_equal(updates, [0.0])
+
+
+def gap_aware_reference(gradients, distances, rates_, momentum, decay):
+  """The equations, one parameter, in plain Python."""
+  v = a = largest = 0.0
+  samples, out = 0, []
+  for g, distance, rate in zip(gradients, distances, rates_, strict=True):
+    largest = max(largest, rate)
+    if momentum is None:
+      a, samples = decay * a + (1 - decay) * g * g, samples + 1
+    if samples:
+      size = largest * (np.sqrt(a / (1 - decay**samples)) + 1e-8)
+      g = g / (1 + abs(distance) / size)
+    v = g if momentum is None else momentum * v + g
+    if momentum is not None:
+      a, samples = decay * a + (1 - decay) * v * v, samples + 1
+    out.append(v)
+  return out
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_gap_awareness_follows_its_equations_through_a_decay(momentum):
+  rng = np.random.default_rng(0)
+  gradients, distances = rng.normal(size=(2, 12))
+  steps = [0.1] * 6 + [0.01] * 6
+  tx = transforms.gap_aware(
+    None if momentum is None else optax.trace(momentum),
+    optax.piecewise_constant_schedule(0.1, {6: 0.1}),
+    decay=0.9,
+  )
+  params = jnp.array([0.3])
+  state = tx.init(params)
+  expected = gap_aware_reference(gradients, distances, steps, momentum, 0.9)
+  for g, distance, value in zip(gradients, distances, expected, strict=True):
+    updates, state = tx.update(
+      jnp.array([g]), state, params, **delay(sent=params - distance)
+    )
+    np.testing.assert_allclose(updates, [value], rtol=1e-9)
+  np.testing.assert_allclose(state.largest_rate, 0.1, rtol=1e-6)
+
+
+def test_gap_awareness_penalizes_nothing_before_the_first_update():
+  tx = transforms.gap_aware(optax.trace(0.9), 0.1)
+  params = jnp.array([1.0])
+  updates, _ = tx.update(
+    jnp.array([2.0]), tx.init(params), params, **delay(sent=params - 5)
+  )
+  np.testing.assert_array_equal(updates, [2.0])
+
+
+def test_gap_awareness_reads_distance_elementwise():
+  tx = transforms.gap_aware(optax.trace(0.0), 1.0, decay=0.0, eps=0.0)
+  params = jnp.array([1.0, 1.0])
+  state = tx.init(params)
+  _, state = tx.update(
+    jnp.array([2.0, 2.0]), state, params, **delay(sent=params)
+  )
+  updates, _ = tx.update(
+    jnp.array([6.0, 6.0]),
+    state,
+    params,
+    **delay(sent=params - jnp.array([0.0, 4.0])),
+  )
+  # One parameter did not move; the other moved by two typical updates.
+  np.testing.assert_allclose(updates, [6.0, 2.0], rtol=1e-15)
+
+
+def test_rows_read_what_was_last_written_to_each():
+  rng = np.random.default_rng(0)
+  rows = rows_lib.make_rows({"a": jnp.zeros((2,))}, 3)
+  mirror = np.zeros((3, 2))
+  for worker in rng.integers(0, 3, 30):
+    w = jnp.int32(worker)
+    peeked = rows_lib.peek(rows, w)["a"]
+    row, rows = rows_lib.read(rows, w)
+    np.testing.assert_array_equal(row["a"], mirror[worker])
+    np.testing.assert_array_equal(peeked, mirror[worker])
+    mirror[worker] = rng.normal(size=2)
+    rows = rows_lib.write(rows, w, {"a": jnp.asarray(mirror[worker])})
+    np.testing.assert_array_equal(rows_lib.settle(rows)["a"], mirror)
+
+
+def test_per_worker_runs_one_copy_of_the_transform_for_each():
+  tx = transforms.per_worker(optax.adam(0.1), 3)
+  plain = optax.adam(0.1)
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  singles = [plain.init(params) for _ in range(3)]
+  rng = np.random.default_rng(1)
+  for worker in (0, 2, 2, 1, 0, 2):
+    g = jnp.asarray(rng.normal(size=2))
+    updates, state = tx.update(g, state, params, worker=jnp.int32(worker))
+    expected, singles[worker] = plain.update(g, singles[worker], params)
+    np.testing.assert_allclose(updates, expected, rtol=1e-14)
+
+
+def test_dana_momentum_keeps_the_sum_of_its_velocities():
+  tx = transforms.dana_momentum(3, 0.9)
+  params = {"a": jnp.zeros(2), "b": jnp.zeros(())}
+  state = tx.init(params)
+  rng = np.random.default_rng(2)
+  for _ in range(40):
+    g = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
+    _, state = tx.update(g, state, worker=jnp.int32(rng.integers(3)))
+  total = jax.tree.map(lambda v: v.sum(axis=0), rows_lib.settle(state.velocity))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12),
+    state.total,
+    total,
+  )
+
+
+def test_a_look_ahead_uses_the_rate_of_the_next_update():
+  schedule = optax.piecewise_constant_schedule(0.1, {1: 0.1})
+  algorithm = transforms.velocity_lookahead(
+    optax.trace(0.5), schedule, lambda state, worker: state.trace
+  )
+  params = jnp.array([0.0])
+  state = algorithm.init(params)
+  updates, state = algorithm.update(jnp.array([1.0]), state, params)
+  np.testing.assert_allclose(updates, [-0.1], rtol=1e-6)
+  sent = algorithm.send(state, params + updates, worker=jnp.int32(0))
+  np.testing.assert_allclose(sent, [-0.1 - 0.01], rtol=1e-6)
+
+
+def test_precede_keeps_the_send_rule():
+  inner = transforms.velocity_lookahead(
+    optax.trace(0.5), 0.1, lambda state, worker: state.trace
+  )
+  algorithm = transforms.precede(inner, optax.scale(2.0))
+  params = jnp.array([0.0])
+  updates, state = algorithm.update(
+    jnp.array([1.0]), algorithm.init(params), params
+  )
+  np.testing.assert_allclose(updates, [-0.2], rtol=1e-15)
+  sent = algorithm.send(state, params, worker=jnp.int32(0))
+  np.testing.assert_allclose(sent, [-0.2], rtol=1e-15)
+
+
+def test_rates_may_be_numbers_or_schedules():
+  assert float(rates.at(0.5, jnp.int32(3))) == 0.5
+  assert float(rates.at(lambda count: 0.5 * count, jnp.int32(3))) == 1.5
+
+
+@pytest.mark.parametrize(
+  ("factory", "message"),
+  [
+    (lambda: transforms.gap_aware(None, 0.1, decay=1.0), "decay must be in"),
+    (lambda: transforms.dana_momentum(2, 1.0), "momentum must be in"),
+    (lambda: transforms.dana_momentum(0, 0.9), "workers must be"),
+    (lambda: transforms.per_worker(optax.identity(), 0), "workers must be"),
+    (lambda: transforms.delay_compensation(-1), "0 or more, not -1"),
+    (lambda: transforms.own_statistics(None, 1.5), "decay must be in"),
+  ],
+)
+def test_factories_validate_first(factory, message):
+  with pytest.raises(ValueError, match=message):
+    factory()

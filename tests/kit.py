@@ -1,0 +1,347 @@
+"""What tests share: comparisons, random arrays and small worlds.
+
+A test imports it with `import kit`; see `pythonpath` in pyproject.toml.
+"""
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from asgd import base, models
+from asgd.live import journal
+from asgd.live.spans import Span
+from asgd.orders import trace as trace_lib
+
+ROOT = Path(__file__).parent.parent
+DEADLINE = 400  # seconds until a command is taken to hang
+
+
+def close(actual, expected, *, rtol=0.0, atol=1e-12):
+  """Asserts that two trees agree, leaf by leaf, within a tolerance."""
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
+    *(actual, expected),
+  )
+
+
+def same(actual, expected):
+  """Asserts that two trees are equal to the bit, dtypes included."""
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    assert np.asarray(a).dtype == np.asarray(b).dtype
+    np.testing.assert_array_equal(a, b)
+
+
+def normal(*shape, seed=0):
+  """Returns standard normal numbers, float64[shape]."""
+  return np.random.default_rng(seed).standard_normal(shape)
+
+
+def parameters(layers, example):
+  """Returns parameters of a model; quicker than models.init, and no bias is 0.
+
+  float64 of standard deviation 1/3; the seed of a leaf is its number.
+  """
+  key = jax.random.key(0)
+  shapes = jax.eval_shape(lambda: models.init(layers, key, example))
+  leaves, structure = jax.tree.flatten(shapes)
+  values = [normal(*leaf.shape, seed=i) / 3 for i, leaf in enumerate(leaves)]
+  return jax.tree.unflatten(structure, values)
+
+
+def equations(jaxpr):
+  """Yields the equations of a jaxpr and of those inside of it, in order."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for value in jax.tree.leaves(
+      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+    ):
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        yield from equations(inner)
+
+
+# Leaves of several ranks and sizes, to be cut into shards.
+VARIABLES = base.Variables(
+  {
+    "w": np.arange(15.0).reshape(5, 3),
+    "b": np.linspace(-1, 1, 4),
+    "scale": np.float64(2),
+  },
+  {"mean": np.arange(3.0)},
+)
+# Two workers, the second half as fast: the example of asgd.orders.trace.
+TRACE = """\
+time,worker,seq,job,action
+0.0,0,0,0,send
+0.0,1,0,1,send
+1.0,0,0,0,receive
+1.0,0,1,2,send
+1.5,1,0,1,receive
+1.5,1,1,3,send
+2.0,0,1,2,receive
+"""
+
+
+def trace(*rows):
+  """Returns a Trace of rows such as "0.0,1,5,send": time, worker, job, action.
+
+  The seqs are counted at each worker, and of a row that ends a job found by the
+  job. A row with a seq of its own, "0.0,1,0,5,send", keeps it.
+  """
+  started, seqs, lines = {}, {}, []
+  for row in rows:
+    time, worker, *middle, job, action = row.split(",")
+    seq = trace_lib.NO_SEQ
+    if action in ("send", "keep"):
+      seq = started.get(worker, 0)
+    elif action in ("receive", "lost", "reject"):
+      seq = seqs.get((worker, job), 0)
+    seq = int(middle[0]) if middle else seq
+    if action in ("send", "keep"):
+      started[worker], seqs[worker, job] = seq + 1, seq
+    lines.append(f"{time},{worker},{seq},{job},{action}")
+  return trace_lib.load(f"{line}\n" for line in (trace_lib.HEADER, *lines))
+
+
+def rows(trace):
+  """Returns the rows of a Trace as `trace` takes them, without their seqs."""
+  return [
+    f"{event.time!r},{event.worker},{event.job},{base.ACTIONS[event.action]}"
+    for event in trace_lib.events(trace)
+  ]
+
+
+def bits(tree):
+  """Returns all bits of a tree, and how it is made."""
+  leaves, structure = jax.tree.flatten(tree)
+  return str(structure), [
+    (np.asarray(x).dtype, np.shape(x), np.asarray(x).tobytes()) for x in leaves
+  ]
+
+
+def double(tree):
+  """Returns a tree as NumPy arrays in float64."""
+  return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def pixels(*shape, seed=0):
+  """Returns random pixels, uint8[shape]."""
+  return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def md5(content):
+  """Returns the checksum of bytes, in hex."""
+  return hashlib.md5(content).hexdigest()
+
+
+def serve(monkeypatch, files):
+  """Answers urlopen from a dict of url -> bytes or exception; logs the urls."""
+  asked = []
+
+  def urlopen(url, *, timeout):
+    assert timeout > 0
+    asked.append(url)
+    answer = files[url]
+    if isinstance(answer, Exception):
+      raise answer
+    return io.BytesIO(answer)
+
+  monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+  return asked
+
+
+def cached_files(cache):
+  """Returns the names of all files in a folder."""
+  return sorted(path.name for path in cache.rglob("*") if path.is_file())
+
+
+class Malice:
+  """Pickles into a call of Path.touch."""
+
+  def __init__(self, path):
+    self.path = path
+
+  def __reduce__(self):
+    return Path.touch, (self.path,)
+
+
+# Live runs.
+
+
+def row(time, worker, job, action, seq=-1, version=-1):
+  """Returns a row of the journal of a live shard."""
+  return trace_lib.Event(
+    time=time, worker=worker, job=job, action=action, seq=seq, version=version
+  )
+
+
+def write_journal(path, rows):
+  """Writes a journal of these rows, in place of one that is there."""
+  path.unlink(missing_ok=True)
+  file = journal.FileJournal(path)
+  for each in rows:
+    file.append(each)
+
+
+# Two workers, three messages; the second one is then taken for dead.
+JOURNAL = [
+  row(1.0, 0, 0, base.JOIN),
+  row(1.0, 0, 0, base.SEND, 0, 0),
+  row(1.5, 1, 0, base.JOIN),
+  row(1.5, 1, 1, base.SEND, 0, 0),
+  row(2.0, 0, 0, base.RECEIVE, 0),
+  row(2.0, 0, 2, base.SEND, 1, 1),
+  row(3.0, 0, 2, base.RECEIVE, 1),
+  row(3.0, 0, 3, base.SEND, 2, 2),
+  row(4.0, 1, 1, base.RECEIVE, 0),
+  row(4.0, 1, 4, base.SEND, 1, 3),
+  row(9.0, 1, 4, base.LOST, 1),
+  row(9.0, 1, 0, base.LEAVE),
+]
+SPANS = {
+  0: [
+    Span("fetch", 1.25, 1.25, 0, 0),
+    Span("compute", 1.25, 1.75, 0, 0),
+    Span("push", 1.75, 1.875, 0, 0),
+    Span("fetch", 2.125, 2.25, 1, 2),
+    Span("compute", 2.25, 2.75, 1, 2),
+    Span("push", 2.75, 3.0, 1, 2),
+    Span("fetch", 5.0, 5.0, 2, 3),  # it heard of it late
+  ],
+}
+
+
+def write_live_cell(workdir, rows, name="a-n2-s0"):
+  """Writes the files of a live cell in threads; returns its folder."""
+  place = workdir / "cells" / name
+  place.mkdir(parents=True)
+  config = {"server": {"shards": 1}}
+  description = {"version": 1, "engine": "threads", "config": config}
+  (place / "cell.json").write_text(json.dumps(description))
+  write_journal(journal.journal_path(place, 0), rows)
+  return place
+
+
+class StopAfter:
+  """A bar that counts messages, and asks to stop after so many."""
+
+  def __init__(self, messages=float("inf")):
+    self._left, self.lines = messages, []
+
+  @property
+  def received(self):
+    """The signal that asked to stop, if one did."""
+    return 2 if self._left <= 0 else 0
+
+  def update(self, cell, progress):
+    """Counts messages."""
+    self._left -= progress.count
+
+  def line(self, text):
+    """Keeps what the user is told."""
+    self.lines.append(text)
+
+  def skip(self, messages):
+    """Counts nothing."""
+
+  def finish(self, cell, result):
+    """Counts nothing."""
+
+
+def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):
+  """Trains one small live cell, by default of three workers in threads.
+
+  Args:
+    workdir: folder of the experiment.
+    stop: after so many messages it is stopped, and gone on with.
+    memory_dir: for its shared memory.
+    **settings: keys of the config.
+
+  Returns:
+    (folder of the cell, result, what the user was told).
+  """
+  from asgd import experiment as lib
+  from asgd.experiment import folder, machine, signals
+
+  config = {
+    "data": {"name": "digits"},
+    "model": {"name": "mlp", "hidden": (16,)},
+    "runs": {"a": {"recipe": "dana_zero"}},
+    "engine": "threads",
+    "workers": (3,),
+    "batch_size": 16,
+    "epochs": 2.0,
+    "learning_rate": 0.005,
+    "evaluations": 2,
+    "curvature_checks": 0,
+    **settings,
+  }
+  experiment = lib.build(config, engines=lib.ENGINES)
+  (cell,) = experiment.cells
+  folder.open_folder(str(workdir), "live", experiment)
+  where, told = machine.Machine(memory_dir=memory_dir), []
+  for messages in (*stop, float("inf")):
+    bar = StopAfter(messages)
+    try:
+      result = lib.train(
+        experiment, cell, workdir, bar=bar, machine=where, signals=bar
+      )
+    except signals.Stopped as stopped:
+      told.append(str(stopped))
+    told += bar.lines
+  return workdir / "cells" / cell.name, result, told
+
+
+def outcome(time, loss, worker=None, staleness=None, began=0.0, accuracy=0.5):
+  """Returns an Outcome of a run; by default of one worker, never stale."""
+  from asgd.experiment import predict
+
+  nothing = np.zeros(len(time), int)
+  return predict.Outcome(
+    *(began, np.array(time, float)),
+    nothing if worker is None else np.array(worker),
+    nothing if staleness is None else np.array(staleness),
+    *(np.array(loss, float), accuracy),
+  )
+
+
+def command(module, *arguments):
+  """Returns the command line of `python -m launch.MODULE`."""
+  return [sys.executable, "-m", f"launch.{module}", *map(str, arguments)]
+
+
+def launch(module, *arguments, status=None, deadline=DEADLINE):
+  """Runs a command of `launch` to its end.
+
+  Args:
+    module: of launch.
+    arguments: of its command line.
+    status: the exit status that it has to end with; None: any.
+    deadline: seconds until it is taken to hang.
+  """
+  result = subprocess.run(
+    command(module, *arguments),
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=deadline,
+  )
+  if status is not None:
+    assert result.returncode == status, result.stdout + result.stderr
+  return result
+
+
+def assert_one_line(result, message):
+  """Asserts that a command was refused in one line that holds a message."""
+  assert result.returncode == 2, result.stdout + result.stderr
+  (line,) = result.stderr.strip().splitlines()
+  assert message in line, line

@@ -1,0 +1,59 @@
+"""The parallel benchmark, small: what is compared computes the same, and the
+cost model is fitted to the numbers that it has."""
+
+import jax
+import numpy as np
+import pytest
+
+from asgd.parallel import collectives, costs
+from launch.bench import parallel
+
+
+def test_a_link_is_found_again():
+  link = costs.link(2e9, 3e-5)
+  measured = [
+    (cost, costs.seconds(cost, link))
+    for cost in (parallel.cost("ring", x, 8) for x in (1, 64))
+  ]
+  assert parallel.fit(*measured) == pytest.approx(link, rel=1e-6)
+  # Where a large one takes more than its share, or less than the small one, it
+  # alone is right.
+  (small, time), (large, longer) = measured
+  for seconds in (9 * longer, time / 2):
+    fitted = parallel.fit((small, time), (large, seconds))
+    assert fitted.latency == 0
+    assert costs.seconds(large, fitted) == pytest.approx(seconds)
+
+
+def test_costs_of_all_that_are_measured():
+  mb = 4_000_000
+  ring = costs.ring(mb, 8)
+  assert parallel.cost("ring", 4, 8) == ring
+  # Two of a node, four nodes: as many bytes as a ring, in fewer messages.
+  both = parallel.cost("hierarchical", 4, 8)
+  assert (both.steps, both.bytes) == (2 * (1 + 3), ring.bytes)
+
+
+def test_collectives_are_measured_and_told():
+  # Two devices have no levels.
+  assert set(parallel.shapes(2)) == (
+    set(collectives.COLLECTIVES) - {"hierarchical"}
+  )
+  for name in parallel.shapes(2):
+    times = parallel.measure(name, 2, 0.001, 2)
+    assert all(len(each) == 2 for each in times)
+    cells = parallel.cells(name, 2, 0.001, times, costs.link(1e3))
+    assert len(cells) == 3 + 2 * 3 + 2
+    if name == "psum":
+      assert cells[4] == cells[7] == "1.00"
+    if name == "ring":
+      # Two messages of half of 1,000 bytes, in milliseconds.
+      assert float(cells[-2]) == pytest.approx(1000)
+
+
+def test_one_device_and_two_compute_the_same():
+  one, two = parallel.tensor_steps(8, 4).values()
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+    *(one(), two()),
+  )

@@ -1,0 +1,189 @@
+"""Chaos: what is killed is counted, and nothing is lost."""
+
+import random
+import re
+
+import kit
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from asgd.experiment import audit
+from launch import chaos as chaos_lib
+
+if not flags.FLAGS.is_parsed():
+  flags.FLAGS(["test"])
+
+CONFIG = (
+  "--config=configs/digits.py",
+  "--config.only=dana_zero",
+  "--config.workers=3",
+  "--config.seeds=0",
+  "--config.epochs=10",
+  "--config.evaluations=2",
+  "--config.curvature_checks=0",
+  "--config.learning_rate_schedule.decay_epochs=()",
+  "--config.live.slowdown=40,40,40",  # they wait most of their time
+)
+MESSAGES = 888
+
+
+def chaos(*arguments, status=None):
+  return kit.launch("chaos", *CONFIG, *arguments, status=status)
+
+
+def injected(result):
+  """How often what was done, as the line that counts says."""
+  (line,) = re.findall(r"^injected: (.*)$", result.stdout, re.MULTILINE)
+  return {kind: int(n) for n, kind in re.findall(r"(\d+) (\w+)", line)}
+
+
+def said(result):
+  """The same, as it was said when it was done."""
+  return re.findall(r"^chaos: (\w+): ", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_process_is_killed_and_nothing_is_lost(tmp_path):
+  result = chaos(
+    *("--engine=threads", "--kinds=driver", f"--workdir={tmp_path / 'out'}"),
+    *("--mtbf=1", "--seconds=1", "--seed=1"),
+    status=0,
+  )
+  assert injected(result)["driver"] == len(said(result)) >= 1
+  assert f"{MESSAGES} of {MESSAGES} received, 0 twice" in result.stdout
+  assert "FAILED" not in result.stdout
+  assert "the audit found nothing wrong" in result.stdout
+  assert "Traceback" not in result.stderr
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_processes_are_killed_and_nothing_is_lost(tmp_path):
+  pytest.importorskip("ray")
+  result = chaos(
+    *("--kinds=worker,shard,term", f"--workdir={tmp_path / 'out'}"),
+    *("--mtbf=1", "--seconds=5", "--config.epochs=5"),
+    status=0,
+  )
+  assert sum(injected(result).values()) == len(said(result)) >= 1
+  assert "FAILED" not in result.stdout
+  assert "(raylet)" not in result.stdout + result.stderr
+  assert "Traceback" not in result.stderr
+
+
+# Mistakes: (arguments, what the one line says).
+MISTAKES = {
+  "kind": (["--kinds=wroker"], "--kinds=wroker: did you mean 'worker'"),
+  "threads": (["--engine=threads"], "use --kinds=driver, or --engine=ray"),
+  "config": (["--config.epocs=3"], "did you mean 'epochs'"),
+}
+
+
+# The same, without a process of their own.
+WRONG_FLAGS = [
+  ("patience", "-1", "--patience=-1 must be positive and finite"),
+  ("seconds", "nan", "--seconds=nan must be positive and finite"),
+  ("seconds", "0", "--seconds=0 must be positive and finite"),
+  ("mtbf", "nan", "--mtbf=nan must be positive and finite"),
+  ("mtbf", "inf", "--mtbf=inf must be positive and finite"),
+  ("kinds", "driver,,worker", "--kinds=driver,,worker has a comma too many"),
+  ("kinds", "", "--kinds is empty; choose of worker,shard"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_FLAGS)
+def test_flags_that_cannot_be_are_named(name, value, message):
+  with (
+    flagsaver.as_parsed(**{name: value}),
+    pytest.raises(ValueError, match=message),
+  ):
+    chaos_lib._check_flags()
+    chaos_lib._check_kinds("ray")
+
+
+def test_it_says_what_was_done_and_what_was_never_tried():
+  failures = [
+    audit.Failure(kind, "a", 0, (), 0, 0) for kind in ("term", "worker", "term")
+  ]
+  some = chaos_lib.summary(["term", "worker"], failures)
+  assert some == "injected: 1 worker, 2 term"
+  first, second = chaos_lib.summary(chaos_lib.KINDS, failures).splitlines()
+  assert first == some
+  assert second.startswith("never tried: shard, hang, driver; give it more")
+  none = chaos_lib.summary(["driver"], [])
+  assert none.startswith("injected: nothing\nnever tried: driver;")
+
+
+class Still:
+  """A victim that works when the test says so; each kill of it takes long."""
+
+  def __init__(self, clock):
+    self.clock, self.done, self.process = clock, [], self
+    self.returncode = None
+    self.down = 0.0  # until when
+
+  def poll(self):
+    if self.clock.now > 500.0:
+      self.returncode = 0
+    return self.returncode
+
+  def check(self):
+    pass
+
+  def working(self):
+    return self.clock.now >= self.down
+
+  def fail(self, kind, rng):
+    del rng
+    if not self.working():
+      return False
+    self.done.append(kind)
+    if kind == "driver":
+      self.clock.now += 20.0  # until its processes have gone
+      self.down = self.clock.now + 15.0  # until it works again
+    return True
+
+
+class Clock:
+  now = 0.0
+
+  def monotonic(self):
+    return self.now
+
+  def sleep(self, seconds):
+    self.now += seconds
+
+
+def test_a_driver_that_starts_again_takes_no_time_of_the_others(monkeypatch):
+  clock = Clock()
+  monkeypatch.setattr(chaos_lib, "time", clock)
+  victim = Still(clock)
+  with flagsaver.as_parsed(seconds="60", mtbf="2"):
+    chaos_lib._inject(victim, chaos_lib.KINDS, random.Random(0))
+  # Thirty are expected, give or take; each kind comes before any comes again.
+  assert 15 <= len(victim.done) <= 45
+  assert set(victim.done[:5]) == set(chaos_lib.KINDS)
+  assert victim.done.count("driver") >= 4
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
+  arguments, message = MISTAKES[name]
+  result = chaos(*arguments, f"--workdir={tmp_path / 'out'}")
+  kit.assert_one_line(result, message)
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_run_that_hangs_is_ended_and_told(tmp_path):
+  result = chaos(
+    *("--engine=threads", "--kinds=driver", "--patience=0.01"),
+    f"--workdir={tmp_path / 'out'}",
+    status=1,
+  )
+  assert "nothing has happened for 0.01 s" in result.stderr
+  assert "has hung" in result.stderr

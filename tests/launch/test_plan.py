@@ -1,0 +1,151 @@
+"""The planner: its numbers by hand, what it says, draws and refuses."""
+
+import kit
+import pytest
+
+from asgd.experiment import schema
+from launch import flags, plan
+
+DEADLINE = 120  # seconds until the command is taken to hang
+BASE = dict(params="1.5e9", devices=64, bandwidth=25.0, memory=16.0)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "150")
+
+
+def rows(said):
+  """Cells of the table, by strategy."""
+  lines = said.splitlines()
+  start = next(i for i, line in enumerate(lines) if line.startswith("----"))
+  table = {}
+  for line in lines[start + 1 : lines.index("", start)]:
+    name, *cells = line.rsplit(maxsplit=9)
+    table[name.strip()] = cells
+  return table
+
+
+def test_it_says_what_fits_and_draws_it(tmp_path, capsys):
+  out = tmp_path / "plan.svg"
+  plan.main(**BASE, out=str(out))
+  said = capsys.readouterr().out
+  picture = out.read_text()
+  assert "<svg" in picture and picture.count("<path") > 40
+  assert said.splitlines()[-1].split() == ["picture", str(out)]
+  table = rows(said)
+  fits = {name for name, cells in table.items() if cells[0] == "yes"}
+  # 24 GB of state fit on no device, what is shared out on 64 does.
+  assert table["one device"][2] == table["data, ring"][2] == "24"
+  assert "data, ring" not in fits and "data, ZeRO-3" in fits
+  assert {"asynchronous, asgd", "asynchronous, dana_zero"} <= set(table)
+  (best,) = (x for x in said.splitlines() if x.startswith("best: "))
+  chosen = best.removeprefix("best: ").rsplit(", ", 1)[0]
+  assert chosen in fits
+  fastest = min(
+    (name for name in fits if "asynchronous" not in name),
+    key=lambda name: float(table[name][-1]),
+  )
+  assert table[chosen][-1] == table[fastest][-1]
+  assert "pipeline: 20 layers are fewer than 64 devices" in said
+  # A bar for each, marked where it does not fit.
+  bars = said[said.index("memory, | is 16 GB") :].splitlines()[1:]
+  name_width = max(map(len, table))
+  for name, line in zip(table, bars, strict=False):
+    assert line.startswith(name) and "#" in line
+    assert line[name_width:].startswith(" x ") == (name not in fits)
+
+
+def test_a_config_is_counted(capsys):
+  config = _config("pipeline_gpt")
+  plan.main(config=config, devices=4, bandwidth=1.0, flops=0.05)
+  said = capsys.readouterr().out
+  assert "gpt on pydoc: 316,928 parameters in 8 layers, counted" in said
+  assert "batch 32" in said  # 8 microbatches of 4 windows
+  table = rows(said)
+  assert {"tensor 4", "pipeline 4, 2BW", "data, ring"} <= set(table)
+  assert float(table["one device"][2]) == pytest.approx(
+    316_928 * 16 / 1e9, rel=0.01
+  )
+
+
+def test_a_config_of_a_mesh_is_counted_without_its_devices(capsys):
+  plan.main(config=_config("mesh_gpt"), devices=512, bandwidth=1.0)
+  said = capsys.readouterr().out
+  assert "gpt on pydoc: 216,960 parameters in 6 layers, counted" in said
+  assert "batch 32" in said
+
+
+def test_dense_layers_of_a_config_may_send_factors(capsys):
+  config = _config("digits")
+  config["model"]["hidden"] = [256, 256]
+  plan.main(config=config, devices=4, bandwidth=0.1, batch=16)
+  table = rows(capsys.readouterr().out)
+  factors, ring = table["data, sufficient factors"], table["data, ring"]
+  assert float(factors[6]) < float(ring[6]) / 2
+  assert "tensor 4" not in table
+
+
+def _config(name):
+  import importlib
+
+  config = importlib.import_module(f"configs.{name}").get_config()
+  return schema.resolve(config, flags.ENGINES)
+
+
+MISTAKES = {
+  "neither": (dict(params=None), "which model"),
+  "both": (dict(config={}), "not both"),
+  "params": (dict(params="big"), "--params must be a positive number such as"),
+  "negative": (dict(params="-3B"), "--params must be a positive number"),
+  "devices": (dict(devices=None), "give --devices"),
+  "none": (dict(devices=0), "--devices must be positive"),
+  "bandwidth": (dict(bandwidth=-1.0), "--bandwidth must be positive"),
+  "memory": (dict(memory=0.0), "--memory must be positive"),
+  "nodes": (dict(node=7), "--node=7 does not divide --devices=64"),
+  "near": (dict(node_bandwidth=9.0), "--node_bandwidth needs --node"),
+  "micro": (dict(microbatch=5), "--microbatch=5 does not divide the batch"),
+  "optimizer": (dict(optimizer="adan"), "did you mean 'adam'"),
+  "recipe": (dict(recipes=["dana_zer"]), "did you mean 'dana_zero'"),
+  "shards": (dict(shards=65), "--shards must be positive and at most 64"),
+  "sizes": (dict(depth=2, width=64), "do not agree: their blocks have"),
+  "width alone": (dict(width=10**9), "do not agree: their blocks have 1.2e"),
+  "depth alone": (dict(depth=10**12), "do not agree: their blocks have 1.2e"),
+  "less than one": (dict(params="0.5"), "--params must be a positive number"),
+  "heads": (dict(depth=20, width=2560, heads=3), "heads must divide the width"),
+  "width": (dict(width=0), "--width must be positive, not 0"),
+  "folder": (dict(out="no/plan.png"), "there is no folder no"),
+  "picture": (dict(out="plan.txt"), "must end in .png, .svg, .pdf"),
+}
+
+
+def test_numbers_have_units():
+  assert plan.size("1.5B") == 1.5e9 and plan.size(" 350m") == 350e6
+  assert plan.size("2.5e3") == 2500
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name):
+  changes, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    plan.main(**{**BASE, **changes})
+
+
+@pytest.mark.process
+def test_the_command_and_its_one_line_about_a_mistake():
+  done = kit.launch(
+    "plan",
+    *("--config=configs/digits.py", "--devices=4", "--bandwidth=1"),
+    *("--config.batch_size=10", "--recipes=asgd,dana_slim", "--nooverlap"),
+    "--batch=none",
+    deadline=DEADLINE,
+  )
+  assert (done.returncode, done.stdout) == (2, "")
+  assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+  assert "--batch=none" in done.stderr
+
+
+def test_nothing_fits(capsys):
+  plan.main(**{**BASE, "memory": 0.01})
+  said = capsys.readouterr().out
+  assert "nothing fits: the least is" in said and "best" not in said

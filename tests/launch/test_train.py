@@ -1,0 +1,490 @@
+"""The command as a user meets it: outputs, going on, shares, mistakes."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import flax.serialization
+import jax
+import kit
+import numpy as np
+import pytest
+
+from asgd import algorithms, models
+from asgd.experiment import storage
+from pipeline import schedules
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 240  # seconds until a subprocess is taken to hang
+FILE = "configs/digits.py"
+SMALL = (
+  f"--config={FILE}",
+  "--config.only=nag_asgd,dana_zero",
+  "--config.workers=3",
+  "--config.seeds=0",
+  "--config.epochs=1",
+  "--config.learning_rate_schedule.warmup_epochs=0.1",
+  "--config.learning_rate_schedule.decay_epochs=()",
+  "--config.evaluations=3",
+)
+ONE = ("--jobs=1",)  # one process, which is all there is to start
+# Long enough to be stopped on the way.
+LONG = (
+  *(a for a in SMALL if "epochs=1" not in a),
+  "--config.epochs=30",
+  "--config.checkpoint_seconds=0",
+)
+
+
+def run(*arguments, **kwargs):
+  return kit.launch("train", *arguments, deadline=DEADLINE, **kwargs)
+
+
+def finish(*arguments):
+  return run(*arguments, status=0)
+
+
+def read(path):
+  return json.loads(path.read_text())
+
+
+def cells(workdir):
+  return sorted((workdir / "cells").iterdir())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("finished") / "out"
+  return workdir, finish(*SMALL, *ONE, f"--workdir={workdir}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("undisturbed") / "out"
+  finish(*LONG, *ONE, f"--workdir={workdir}")
+  return workdir
+
+
+# What there is in the end.
+
+
+def test_it_says_where_everything_is_and_it_is_there(finished):
+  workdir, result = finished
+  for name in (
+    "figure.png",
+    "figure.svg",
+    "figure.csv",
+    "table.txt",
+    "results.csv",
+    "metrics.jsonl",
+    "config.json",
+  ):
+    assert (workdir / name).stat().st_size > 0, name
+  for line in result.stdout.splitlines()[-5:]:
+    places = [w for w in line.split() if str(workdir) in w]
+    assert places, line
+    for place in places:
+      assert Path(place.strip(",;")).exists(), line
+  boards = list((workdir / "tensorboard").rglob("events.out*"))
+  assert len(boards) == 2
+  assert all(board.stat().st_size > 0 for board in boards)
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(finished):
+  _, result = finished
+  assert "\r" not in result.stderr
+  for cell in ("nag_asgd-n3-s0", "dana_zero-n3-s0"):
+    (line,) = (x for x in result.stderr.splitlines() if x.startswith(cell))
+    for word in ("accuracy", "staleness", "gap", "effective learning rate"):
+      assert word in line
+
+
+def read_rows(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_csv(path):
+  return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_metrics_have_a_row_for_each_evaluation(finished):
+  workdir, _ = finished
+  rows = read_rows(workdir / "metrics.jsonl")
+  assert [row["message"] for row in rows] == 2 * [29, 58, 87]
+  for cell in cells(workdir):
+    own = read_rows(cell / "metrics.jsonl")
+    assert own == [row for row in rows if row["cell"] == cell.name]
+    result = read(cell / "result.json")
+    assert own[-1]["test_accuracy"] == result["test_accuracy"]
+
+
+def test_records_and_result_agree(finished):
+  workdir, _ = finished
+  for cell in cells(workdir):
+    records, result = np.load(cell / "records.npz"), read(cell / "result.json")
+    assert len(records["loss"]) == result["messages"] == 87
+    assert result["staleness_max"] == records["staleness"].max()
+    np.testing.assert_allclose(
+      result["gap_mean"], records["gap"].mean(), rtol=1e-6
+    )
+    # Three workers always have two others in flight.
+    assert 1.9 < result["staleness_mean"] <= 2
+
+
+def test_the_csv_holds_the_numbers_of_the_figure_and_the_table(finished):
+  workdir, _ = finished
+  points = read_csv(workdir / "figure.csv")
+  assert {point["panel"] for point in points} == {
+    f"{y}_by_{x}"
+    for y in ("test_accuracy", "test_loss")
+    for x in ("epoch", "update", "time")
+  }
+  table = (workdir / "table.txt").read_text()
+  for row in read_csv(workdir / "results.csv"):
+    last = [
+      p
+      for p in points
+      if (p["panel"], p["algorithm"])
+      == ("test_accuracy_by_epoch", row["algorithm"])
+    ][-1]
+    assert last["mean"] == row["test_accuracy"]
+    (line,) = re.findall(rf"^{row['algorithm']} .*", table, re.MULTILINE)
+    printed = float(line.split()[2])
+    assert printed == pytest.approx(100 * float(row["test_accuracy"]), abs=0.06)
+
+
+def test_the_final_parameters_are_readable(finished):
+  workdir, _ = finished
+  for cell in cells(workdir):
+    state = flax.serialization.msgpack_restore(
+      (cell / "params.msgpack").read_bytes()
+    )
+    leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
+    result = read(cell / "result.json")
+    assert storage.digest(leaves) == result["params_sha256"]
+
+
+def test_the_resolved_config_is_kept(finished):
+  workdir, _ = finished
+  config = read(workdir / "config.json")
+  assert config["config"]["workers"] == [3]
+  assert config["config"]["runs"]["nag_asgd"]["recipe"] == "nag_asgd"
+  assert config["free"]["data source"] == "scikit-learn (embedded)"
+
+
+# The same cells in other ways.
+
+
+def bits(workdir):
+  return {
+    cell.name: read(cell / "result.json")["params_sha256"]
+    for cell in cells(workdir)
+  }
+
+
+def test_two_processes_come_to_the_same_bits(finished, tmp_path):
+  workdir, _ = finished
+  result = finish(*SMALL, "--jobs=2", f"--workdir={tmp_path / 'out'}")
+  assert bits(tmp_path / "out") == bits(workdir)
+  for cell in bits(workdir):
+    assert f"{cell}: accuracy" in result.stderr
+  for name in ("metrics.jsonl", "figure.csv"):
+    ours, theirs = tmp_path / "out" / name, workdir / name
+    assert ours.read_text() == theirs.read_text()
+
+
+def test_shares_of_the_cells_are_together_the_whole(finished, tmp_path):
+  workdir, _ = finished
+  other = tmp_path / "out"
+  for share in ("1/2", "2/2"):
+    finish(*SMALL, *ONE, f"--cells={share}", f"--workdir={other}")
+    assert len(cells(other)) == int(share[0])
+  assert bits(other) == bits(workdir)
+  ours, theirs = (o / "metrics.jsonl" for o in (other, workdir))
+  assert ours.read_text() == theirs.read_text()
+
+
+def test_a_finished_experiment_is_left_alone_and_may_grow(finished, tmp_path):
+  workdir = tmp_path / "out"
+  shutil.copytree(finished[0], workdir)
+  before = {p: p.stat().st_mtime_ns for p in workdir.glob("cells/*/*")}
+  # The other way to write flags, too.
+  spaced = [w for a in SMALL for w in a.split("=", 1)]
+  finish(*spaced, "--jobs", "1", "--workdir", workdir)
+  assert before == {p: p.stat().st_mtime_ns for p in workdir.glob("cells/*/*")}
+  other = run(*SMALL, "--config.batch_size=8", f"--workdir={workdir}")
+  assert other.returncode == 2
+  assert "batch_size was 16, now 8" in other.stderr
+  more = [a.replace("seeds=0", "seeds=0,1") for a in SMALL]
+  result = finish(*more, *ONE, f"--workdir={workdir}")
+  assert len(cells(workdir)) == 4
+  assert before.items() <= {
+    p: p.stat().st_mtime_ns for p in workdir.glob("cells/*/*")
+  }.items()
+  assert "2 seeds" in result.stdout
+
+
+@pytest.mark.parametrize(
+  "name", ["result.json", "records.npz", "metrics.jsonl"]
+)
+def test_what_is_lost_of_a_finished_cell_is_made_again(
+  finished, tmp_path, name
+):
+  workdir = tmp_path / "out"
+  shutil.copytree(finished[0], workdir)
+  path = workdir / "cells" / "dana_zero-n3-s0" / name
+  result = read(path.with_name("result.json"))
+  before = path.read_bytes()
+  path.write_bytes(before[: len(before) // 2])
+  finish(*SMALL, *ONE, f"--workdir={workdir}")
+  again = read(path.with_name("result.json"))
+  assert {**again, "wall_seconds": result["wall_seconds"]} == result
+  if name == "metrics.jsonl":
+    assert path.read_bytes() == before
+
+
+# Stopping and going on.
+
+
+def start_and_wait(workdir, checkpoints, *arguments):
+  """Starts LONG and waits until that many checkpoints have been made."""
+  process = subprocess.Popen(
+    kit.command("train", *LONG, *arguments, f"--workdir={workdir}"),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  seen = set()
+  end = time.monotonic() + DEADLINE
+  while len(seen) < checkpoints:
+    assert process.poll() is None, process.stdout.read()
+    assert time.monotonic() < end
+    seen |= {
+      path
+      for path in workdir.glob("cells/*/checkpoints/*")
+      if path.name.isdigit()
+    }
+  return process
+
+
+def assert_same(workdir, undisturbed):
+  assert [c.name for c in cells(workdir)] == [
+    c.name for c in cells(undisturbed)
+  ]
+  for ours, theirs in zip(cells(workdir), cells(undisturbed), strict=True):
+    result, expected = (read(cell / "result.json") for cell in (ours, theirs))
+    differing = {key for key in expected if result[key] != expected[key]}
+    assert differing <= {"wall_seconds"}, differing
+    metrics = (cell / "metrics.jsonl" for cell in (ours, theirs))
+    a, b = (path.read_text() for path in metrics)
+    assert a == b
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3])
+def test_a_kill_and_the_same_command_are_the_undisturbed_run(
+  tmp_path, undisturbed, checkpoints
+):
+  workdir = tmp_path / "out"
+  process = start_and_wait(workdir, checkpoints, *ONE)
+  process.kill()
+  process.communicate()
+  assert process.returncode == -signal.SIGKILL
+  assert not list(workdir.glob("cells/*/result.json"))
+  finish(*LONG, *ONE, f"--workdir={workdir}")
+  assert_same(workdir, undisturbed)
+
+
+@pytest.mark.parametrize(
+  ("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)]
+)
+def test_a_signal_saves_and_the_same_command_goes_on(
+  tmp_path, undisturbed, number, jobs
+):
+  workdir = tmp_path / "out"
+  process = start_and_wait(workdir, jobs, f"--jobs={jobs}")
+  process.send_signal(number)
+  output, _ = process.communicate(timeout=DEADLINE)
+  assert process.returncode == 128 + number, output
+  assert "run the same command again to go on" in output
+  assert "Traceback" not in output
+  finish(*LONG, f"--jobs={jobs}", f"--workdir={workdir}")
+  assert_same(workdir, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+  """A folder whose first cell has two checkpoints and is not finished."""
+  workdir = tmp_path_factory.mktemp("interrupted") / "out"
+  process = start_and_wait(workdir, 2, *ONE)
+  process.send_signal(signal.SIGINT)
+  process.communicate(timeout=DEADLINE)
+  return workdir
+
+
+def newest_checkpoint(cell):
+  steps = [p for p in (cell / "checkpoints").iterdir() if p.name.isdigit()]
+  return max(steps, key=lambda path: int(path.name))
+
+
+def truncate(path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def largest_array_file(step):
+  files = [p for p in (step / "arrays").rglob("*") if p.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip(path):
+  """Changes one bit in the middle of a file, of the same length."""
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda step: truncate(largest_array_file(step)),
+    lambda step: flip(largest_array_file(step)),
+    lambda step: truncate(next((step / "meta").glob("metadata*"))),
+  ],
+  ids=["truncated", "flipped", "meta"],
+)
+def test_a_damaged_checkpoint_is_not_used_and_it_says_so(
+  tmp_path, interrupted, undisturbed, damage
+):
+  workdir = tmp_path / "out"
+  shutil.copytree(interrupted, workdir)
+  (cell,) = cells(workdir)
+  step = newest_checkpoint(cell)
+  damage(step)
+  result = finish(*LONG, *ONE, f"--workdir={workdir}")
+  assert f"checkpoint {step} is damaged and is not used" in result.stderr
+  assert (cell / f"damaged-{step.name}").is_dir()
+  assert_same(workdir, undisturbed)
+
+
+# Mistakes: (arguments, what the one line says).
+MISTAKES = {
+  "recipe": (
+    ["--config.runs.asgd.recipe=asgdd"],
+    "'asgdd'; did you mean 'asgd'",
+  ),
+  "initials": (
+    ["--config.lr=3"],
+    "unknown config key 'lr'; did you mean 'learning_rate'",
+  ),
+  "nested config key": (
+    ["--config.runs.asg.momentum", "1"],
+    "unknown config key 'runs.asg'; did you mean 'asgd'",
+  ),
+  "flag": (["--workdri=x"], "Unknown command line flag 'workdri'"),
+  "engine": (["--engine=thread"], "--engine"),
+  "type": (
+    ["--config.epochs=many"],
+    "config.epochs must be a number above 0 to 1e+09, not 'many'",
+  ),
+  "title": (
+    ["--config.runs.asgd.title=DC-ASGD"],
+    "have the same title 'DC-ASGD'",
+  ),
+  "label": (["--config.only=dana"], "did you mean 'dana_zero'"),
+  "jobs": (["--jobs=0"], "--jobs must be auto, ray, or a number from 1 to"),
+  "share": (["--cells=3/2"], "--cells must be I/N with I from 1 to N"),
+  "no config": ([], "no --config; try --config=configs/digits.py"),
+  "no config file": (["--config=configs/nope.py"], "there is no such file"),
+  "stray word": (["digits"], "unexpected argument 'digits'"),
+  "no data": (
+    ["--config=configs/cifar10.py", "--data_dir=/nonexistent"],
+    "/nonexistent",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
+  arguments, message = MISTAKES[name]
+  if arguments and not arguments[0].startswith("--config="):
+    arguments = [f"--config={FILE}", *arguments]
+  workdir = tmp_path / "out"
+  result = run(*arguments, f"--workdir={workdir}")
+  assert result.returncode == 2, result.stderr
+  assert message in result.stderr
+  assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+  assert result.stdout == ""
+  assert not workdir.exists()
+
+
+def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):
+  workdir = tmp_path / "out"
+  explode = (
+    *(a for a in SMALL if "only" not in a),
+    *ONE,
+    "--config.learning_rate=1e30",
+    "--config.runs.dc_asgd.learning_rate=0.01",
+    "--config.only=dc_asgd,nag_asgd",
+    "--config.on_nan=stop",
+  )
+  result = run(*explode, f"--workdir={workdir}")
+  assert result.returncode == 2
+  (line,) = (x for x in result.stderr.splitlines() if x.startswith("error:"))
+  assert "nag_asgd-n3-s0: the loss is" in line
+  assert "lower --config.learning_rate" in line
+  assert "Traceback" not in result.stderr
+  assert (workdir / "cells" / "dc_asgd-n3-s0" / "result.json").exists()
+  assert not (workdir / "cells" / "nag_asgd-n3-s0" / "result.json").exists()
+  # The remedy that the line names works, and goes on in the same folder.
+  explode = [a.replace("on_nan=stop", "on_nan=record") for a in explode]
+  recorded = finish(*explode, f"--workdir={workdir}")
+  assert "1 of 1 diverged" in recorded.stdout
+  assert read(workdir / "cells" / "nag_asgd-n3-s0" / "result.json")["diverged"]
+
+
+# What there is to choose from.
+
+
+def test_the_list_names_everything_that_a_config_may():
+  text = finish("--list").stdout
+  for name in (
+    *(*algorithms.RECIPES, *schedules.SCHEDULES, *models.MODELS),
+    *("simulate", "threads", "ray", "mesh", "pipeline"),
+    *("digits", "pydoc", "topics"),
+  ):
+    assert re.search(rf"\b{re.escape(name)}\b", text), name
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_package_lists_its_commands():
+  text = subprocess.run(
+    [sys.executable, "-m", "launch"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE,
+    check=True,
+  ).stdout
+  named = re.findall(r"^python -m launch\.(\w+) +(\S.*)$", text, re.MULTILINE)
+  places = {p.stem for p in (ROOT / "launch").glob("*.py") if p.stem[0] != "_"}
+  library = {"flags", "listing"}
+  assert {name for name, _ in named} == (places - library) | {"bench"}
+
+
+def test_the_readme_and_ci_run_the_same_test_command():
+  ci = [
+    line
+    for line in (ROOT / ".ci" / "run").read_text().splitlines()
+    if line and not line.startswith(("#", "set ", "cd "))
+  ]
+  readme = (ROOT / "README.md").read_text()
+  assert "\n".join(ci) in readme

@@ -1,0 +1,629 @@
+"""A pipeline computes what it says: the monolith, or its closed recursion."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kit import close, same
+from pipeline_kit import one_f_one_b
+
+import asgd
+from asgd import algorithms, base, models, sharding, simulator
+from asgd import worker as worker_lib
+from pipeline import analyze, schedules
+from pipeline import stage as stage_lib
+from pipeline import table as table_lib
+from pipeline.compiled import PipelineError
+from pipeline.executor import Executor
+from pipeline.stage import Part
+
+LAYERS = models.mlp(5, hidden=(8, 6, 7, 6))
+STAGES = 4
+COUNT = 24  # microbatches at hand
+RATE = 0.1
+
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@functools.cache
+def numbers():
+  """Returns x [COUNT, 4, 3, 3, 1], labels, and the parameters."""
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((COUNT, 4, 3, 3, 1))
+  params = models.init(LAYERS, jax.random.key(0), x[0])
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+  return x, rng.integers(0, 5, (COUNT, 4)), params
+
+
+def cuts(stages):
+  """Where the layers are cut; uneven."""
+  return [0, *range(2, stages + 1), len(LAYERS)]
+
+
+def entropy(logits, labels):
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return losses.mean()
+
+
+@functools.cache
+def stage_fn(first, last):
+  def fn(params, x, extra):
+    if first == 0:
+      x, *extra = extra
+      extra = extra[0] if extra else ()
+    y, _ = models.apply(LAYERS[first:last], params, x, train=True, first=first)
+    return (entropy(y, extra), ()) if last == len(LAYERS) else (y, ())
+
+  return fn
+
+
+def extra(stages, stage, microbatch):
+  x, labels, _ = numbers()
+  if stage == 0:  # and the last, if there is only one
+    both = x[microbatch], labels[microbatch]
+    return both if stages == 1 else both[:1]
+  return labels[microbatch] if stage == stages - 1 else ()
+
+
+def loss(params, microbatch):
+  x, labels, _ = numbers()
+  logits, _ = models.apply(LAYERS, params, x[microbatch], train=True)
+  return entropy(logits, labels[microbatch])
+
+
+@functools.cache
+def recipe(name):
+  return algorithms.build(name, RATE, 1)
+
+
+@functools.cache
+def server(name):
+  return recipe(name).server()
+
+
+def parts(stages, name="asgd"):
+  params = numbers()[2]
+  at = cuts(stages)
+  return [
+    Part(
+      *(stage_fn(first, last), params[first:last], server(name)),
+      recipe(name).message,
+    )
+    for first, last in zip(at, at[1:], strict=False)
+  ]
+
+
+def gpipe(stages, microbatches, batches=1):
+  each = microbatches // batches
+  orders = [
+    [
+      (action, s, m)
+      for batch in range(batches)
+      for action in "FB"
+      for m in range(batch * each, (batch + 1) * each)
+    ]
+    for s in range(stages)
+  ]
+  return table_lib.lay_out("GPipe", orders, every=each, flush=True)
+
+
+def vee(microbatches):
+  """Four stages on two devices, there and back."""
+  orders = [
+    [("F", s, m) for m in range(microbatches) for s in (d, 3 - d)]
+    for d in range(2)
+  ]
+  for d in range(2):
+    orders[d] = [("F", d, m) for m in range(microbatches)]
+    orders[d] += [("F", 3 - d, m) for m in range(microbatches)]
+    orders[d] += [("B", 3 - d, m) for m in range(microbatches)]
+    orders[d] += [("B", d, m) for m in range(microbatches)]
+  return table_lib.lay_out("V", orders, every=microbatches, flush=True)
+
+
+def both_ways(microbatches):
+  """Two replicas of each of two stages, on each other's devices."""
+  half = microbatches // 2
+  orders = []
+  for d in range(2):
+    order = []
+    for action in "FB":
+      for m in range(half):
+        order += [(action, d, m), (action, 1 - d, half + m)]
+    orders.append(order)
+  return table_lib.lay_out("both ways", orders, every=microbatches, flush=True)
+
+
+def run(table, stages=STAGES, *, name="asgd", stops=(), **options):
+  """Returns the whole parameters, the losses and the records."""
+  run_ = Executor(
+    table, parts(stages, name), functools.partial(extra, stages), **options
+  )
+  state, losses, seen = run_.start(), {}, []
+  for stop in (*stops, None):
+    result = run_.run(state, stop)
+    state = result.state
+    losses.update(result.losses)
+    seen.append(result.records)
+  whole = sum((tuple(part) for part in run_.params(state)), ())
+  records = [
+    simulator.concatenate(list(rows)) for rows in zip(*seen, strict=True)
+  ]
+  return whole, {m: float(v) for m, v in losses.items()}, records
+
+
+gradient = jax.jit(jax.grad(loss), static_argnums=1)
+
+
+def descend(params, gradients):
+  mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
+  return jax.tree.map(lambda p, g: p - RATE * g, params, mean)
+
+
+def monolith(microbatches, every):
+  params = numbers()[2]
+  for first in range(0, microbatches, every):
+    batch = range(first, first + every)
+    params = descend(params, [gradient(params, m) for m in batch])
+  return params
+
+
+def mixed(history, versions):
+  """Stage by stage, parameters of different versions."""
+  at = cuts(len(versions))
+  return sum(
+    (
+      tuple(history[v][first:last])
+      for v, first, last in zip(versions, at, at[1:], strict=False)
+    ),
+    (),
+  )
+
+
+# Synchronous.
+
+TABLES = {
+  "GPipe": lambda: gpipe(STAGES, 8),
+  "GPipe, two batches": lambda: gpipe(STAGES, 8, batches=2),
+  "1F1B": lambda: one_f_one_b(STAGES, 8),
+  "1F1B, I and W": lambda: one_f_one_b(STAGES, 8, backward="IW"),
+  "fewer microbatches than stages": lambda: one_f_one_b(STAGES, 2),
+  "several stages on a device": lambda: vee(6),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_synchronous_pipeline_is_the_monolith(name, recompute):
+  table = TABLES[name]()
+  found, losses, _ = run(table, recompute=recompute)
+  close(found, monolith(table.microbatches, table.every))
+  params = numbers()[2]
+  for m in range(table.every):  # of the first batch
+    np.testing.assert_allclose(losses[m], loss(params, m), rtol=0, atol=1e-12)
+
+
+def test_two_directions_are_the_monolith():
+  found, _, _ = run(both_ways(8), stages=2)
+  close(found, monolith(8, 8))
+
+
+CLIP = 0.05  # less than the norms
+
+
+@functools.cache
+def clipping():
+  tx = optax.chain(sharding.clip_by_global_norm(CLIP), optax.sgd(RATE))
+  return asgd.make_server(base.as_algorithm(tx))
+
+
+@pytest.mark.parametrize(
+  "name", ["1F1B, I and W", "several stages on a device"]
+)
+def test_norms_are_of_all_stages_if_updates_are_together(name):
+  table = TABLES[name]()
+  made = [part._replace(server=clipping()) for part in parts(STAGES)]
+  run_ = Executor(
+    *(table, made, functools.partial(extra, STAGES)), together=True
+  )
+  params = numbers()[2]
+  gradients = [gradient(params, m) for m in range(table.microbatches)]
+  mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
+  assert optax.tree.norm(mean) > 2 * CLIP
+  clipped, _ = optax.clip_by_global_norm(CLIP).update(mean, ())
+  wanted = jax.tree.map(lambda p, g: p - RATE * g, params, clipped)
+  state = run_.start()
+  for slot in (*range(1, table.slots), None):  # cut anywhere
+    state = run_.run(state, slot).state
+  close(sum(map(tuple, run_.params(state)), ()), wanted)
+
+
+def test_a_table_is_obeyed_again_with_the_microbatches_that_follow():
+  table = gpipe(STAGES, 4)
+  run_ = Executor(table, parts(STAGES), functools.partial(extra, STAGES))
+  state, losses = run_.start(), {}
+  for _ in range(3):
+    result = run_.run(state)
+    state = run_.again(result.state)
+    losses.update(result.losses)
+  whole = sum((tuple(part) for part in run_.params(state)), ())
+  close(whole, monolith(12, 4))
+  assert sorted(losses) == list(range(12))
+
+
+# Asynchronous: the closed recursions.
+
+
+def recursion(microbatches, staleness):
+  """w(t+1) = w(t) - eta grad f(w_1(t - tau_1), ..., w_n(t - tau_n))."""
+  history = [numbers()[2]]
+  for t in range(microbatches):
+    versions = [max(t - tau, 0) for tau in staleness]
+    grad = gradient(mixed(history, versions), t)
+    history.append(descend(history[-1], [grad]))
+  return history[-1]
+
+
+def test_pipedream_is_its_recursion():
+  table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
+  found, _, records = run(table)
+  close(found, recursion(COUNT, [3, 2, 1, 0]))
+  read = analyze.staleness(table).forward
+  for stage, rows in enumerate(records):
+    np.testing.assert_array_equal(rows.staleness, read[stage])
+    assert (rows.gap[rows.staleness == 0] == 0).all()
+
+
+def test_vertical_sync_reads_the_version_of_the_first_stage():
+  table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
+  found, _, _ = run(table, weights="vertical")
+  close(found, recursion(COUNT, [3, 3, 3, 3]))
+
+
+def test_2bw_is_its_recursion():
+  """w(t+1) = w(t) - eta grad f(w(t-1))."""
+  table = one_f_one_b(STAGES, COUNT, every=4, flush=False)
+  found, _, _ = run(table, weights="2bw")
+  history = [numbers()[2]]
+  for t in range(COUNT // 4):
+    read = history[max(t - 1, 0)]
+    gradients = [gradient(read, m) for m in range(4 * t, 4 * t + 4)]
+    history.append(descend(history[-1], gradients))
+  close(found, history[-1])
+
+
+def test_stale_weights_are_those_of_now_on_the_way_back():
+  """Two stages. The first one's forward is one update older than its backward;
+  with recomputation all of its backward is of now, and only what it gave to the
+  second was old."""
+  first, second = (part.fn for part in parts(2))
+  x, labels, params = numbers()
+  at = cuts(2)
+
+  def by_hand(recompute):
+    w, v = params[: at[1]], params[at[1] :]
+    before = w
+    for t in range(COUNT):
+      y, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], before)  # noqa: B023
+      _, both = jax.vjp(lambda p, y: second(p, y, labels[t])[0], v, y)  # noqa: B023
+      dv, dy = both(1.0)
+      if recompute:
+        _, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], w)  # noqa: B023
+        (dw,) = back(dy)
+      else:  # old activations, weights of now
+        stage = stage_lib.compile_stage(first, w, (), (x[t],))
+        dw, _ = stage.backward(w, stage.forward(before, (), (x[t],))[2], [dy])
+      before = w if t else params[: at[1]]
+      w = descend(w, [dw])
+      v = descend(v, [dv])
+    return w + v
+
+  table = one_f_one_b(2, COUNT, every=1, flush=False)
+  for recompute in (False, True):
+    found, _, _ = run(table, 2, weights="latest", recompute=recompute)
+    close(found, by_hand(recompute))
+  assert analyze.staleness(table, "latest").backward.max() == 0
+
+
+def test_recomputation_with_a_stash_changes_no_bit():
+  table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
+  same(run(table)[0], run(table, recompute=True)[0])
+
+
+@pytest.mark.parametrize("weights", ["stash", "2bw", "vertical"])
+def test_the_simulator_imposes_the_same_delays_without_a_pipeline(weights):
+  every = 4 if weights == "2bw" else 1
+  table = one_f_one_b(STAGES, COUNT, every=every, flush=False)
+  x, labels, params = numbers()
+  at = cuts(STAGES)
+  owners = [
+    stage
+    for stage, (first, last) in enumerate(zip(at, at[1:], strict=False))
+    for _ in jax.tree.leaves(params[first:last])
+  ]
+  plan = sharding.plan_by_owner(params, owners)
+
+  def batch_loss(params, batch, key):
+    del key
+    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
+    return entropy(logits, batch[1]), worker_lib.Aux(())
+
+  rules = algorithms.build("asgd", RATE, 1)._replace(every=every)
+  simulated = simulator.run_sharded(
+    *(rules.server(), worker_lib.gradient_worker(batch_loss), params),
+    analyze.traces(table, weights),
+    workers=1,
+    batch=lambda w, job: (x[job], labels[job]),
+    root=jax.random.key(0),
+    plan=plan,
+  )
+  whole = sharding.join(plan, [state.params for state in simulated.states])
+  found, _, records = run(table, weights=weights)
+  close(found, whole, atol=1e-15)
+  for stage, rows in enumerate(simulated.records):
+    updates = rows.staleness[every - 1 :: every]
+    np.testing.assert_array_equal(updates, records[stage].staleness)
+
+
+ALGORITHMS = (
+  "asgd",
+  "nag_asgd",
+  "dana_zero",
+  "dana_slim",
+  "dc_asgd_a",
+  "gap_aware",
+)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_cure_runs_inside(name):
+  """On one stage there is no staleness, and a cure is plain optax."""
+  table = one_f_one_b(1, 6, every=1, flush=False)
+  found, _, _ = run(table, 1, name=name)
+  algorithm = recipe(name)
+  x, labels, params = numbers()
+
+  def batch_loss(params, batch, key):
+    del key
+    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
+    return entropy(logits, batch[1]), worker_lib.Aux(())
+
+  host = simulator.make_host(
+    algorithm.server(), algorithm.make_worker(batch_loss)
+  )
+  events = [(m, action) for m in range(6) for action in (0, 1)]
+  job, action = np.array(events, np.int32).T
+  trace = base.Trace(np.arange(12.0), np.zeros(12, np.int32), job, job, action)
+  simulation, _ = host.run(
+    *(host.init(params, 1), trace, 12),
+    batch=lambda w, j: (x[j], labels[j]),
+    root=jax.random.key(0),
+  )
+  close(found, simulation.server.params)
+  # And on four they run, each with the staleness of the table.
+  table = one_f_one_b(STAGES, 12, every=1, flush=False)
+  others, _, records = run(table, name=name)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(others))
+  assert records[0].staleness[-1] == 3
+
+
+# Stopping, going on, failing.
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"weights": "latest", "recompute": True},
+    {"weights": "vertical"},
+    {"name": "dana_slim"},
+  ],
+  ids=str,
+)
+def test_a_run_can_be_cut_before_any_slot(options):
+  table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
+  whole, losses, _ = run(table, **options)
+  slots = range(1, table.slots)
+  found, others, _ = run(table, stops=slots, **options)
+  same(found, whole)
+  assert losses == others
+
+
+def test_a_replicated_run_can_be_cut_before_any_slot():
+  """Weights for a replica are on their way, too."""
+  table = schedules.pipedream(2, 12, replicas=(2, 1))
+  whole, losses, _ = run(table, 2)
+  found, others, _ = run(table, 2, stops=range(1, table.slots))
+  same(found, whole)
+  assert losses == others
+
+
+def test_what_is_on_its_way_is_plain_arrays():
+  """So that a checkpoint can hold it."""
+  table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
+  run_ = Executor(table, parts(STAGES), functools.partial(extra, STAGES))
+  middle = run_.run(run_.start(), 9).state
+  assert middle.tickets and middle.on_their_way and middle.kept
+  there = jax.device_get(middle)
+  back = jax.tree.map(lambda x: x, there)
+  end = run_.run(run_.place(back)).state
+  same(sum((tuple(part) for part in run_.params(end)), ()), run(table)[0])
+
+
+def test_a_stage_that_raises_is_named_and_nothing_hangs():
+  def failing(stage, microbatch):
+    if (stage, microbatch) == (0, 5):
+      raise OSError("no such file")
+    return extra(STAGES, stage, microbatch)
+
+  table = one_f_one_b(STAGES, 8, every=1, flush=False)
+  run_ = Executor(table, parts(STAGES), failing)
+  before = threading.active_count()
+  with pytest.raises(
+    PipelineError, match="F of stage 0, microbatch 5 .* OSError: no such file"
+  ):
+    run_.run(run_.start())
+  assert threading.active_count() == before
+
+
+def test_own_actions_are_called():
+  called = []
+  orders = [
+    [("F", 0, 0), ("B", 0, 0), ("tidy", -1, -1)],
+  ]
+  table = table_lib.lay_out("own", orders, every=1, flush=True)
+  run(table, 1, own={"tidy": called.append})
+  assert called == [0]
+  with pytest.raises(ValueError, match=r"actions \['tidy'\]"):
+    run(table, 1)
+
+
+def test_own_actions_may_be_of_a_stage():
+  """Which does not make their device one of the stage's."""
+  rows = [(0, 0, 0, 0, "F"), (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B")]
+  table = table_lib.make("own", rows, every=1, flush=True)
+  called = []
+  found, _, _ = run(table, 1, own={"K": called.append})
+  assert called == [1]
+  close(found, monolith(1, 1))
+
+
+def test_a_state_must_be_one_of_the_table():
+  """Or its lanes would wait for what never comes."""
+  table = schedules.pipedream(2, 4)
+  run_ = Executor(table, parts(2), functools.partial(extra, 2))
+  middle = run_.run(run_.start(), 5).state
+  there = jax.device_get(middle)
+  for until in (3, -1, table.slots + 1, 5.0, "5", True):
+    with pytest.raises(ValueError, match=r"at slot 5 can stop before slots 5"):
+      run_.run(middle, until)
+  for field in ("tickets", "kept", "on_their_way"):
+    assert getattr(there, field)
+    for call in (run_.run, run_.place):
+      with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
+        call(there._replace(**{field: {}}))
+  with pytest.raises(ValueError, match="1 stages, and pipedream has 2"):
+    run_.run(there._replace(servers=there.servers[:1]))
+  table = gpipe(2, 4)
+  slim = Executor(
+    table, parts(2, "dana_slim"), functools.partial(extra, 2), together=True
+  )
+  there = jax.device_get(slim.run(slim.start(), table.slots - 1).state)
+  assert ("m", 1, 3) in there.on_their_way
+  for field in ("sums", "messages", "on_their_way"):
+    with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
+      slim.place(there._replace(**{field: {}}))
+  slim.run(slim.place(there))
+  first = run_.start()
+  run_.run(first)
+  with pytest.raises(ValueError, match="was consumed by a run"):
+    run_.run(first)
+  other = Executor(table, parts(2), functools.partial(extra, 2))
+  with pytest.raises(ValueError, match="has no on_their_way .'m', 1, 3., "):
+    other.run(other.place(there))
+
+
+def test_spans_tell_what_was_done_when():
+  ticks = iter(range(10**6))
+  table = one_f_one_b(2, 4)
+  run_ = Executor(
+    table,
+    parts(2),
+    functools.partial(extra, 2),
+    clock=lambda: float(next(ticks)),
+  )
+  spans = run_.run(run_.start()).spans
+  updates = [span for span in spans if span.action == "update"]
+  assert sorted((u.stage, u.microbatch) for u in updates) == [
+    (stage, m) for stage in range(2) for m in range(4)
+  ]
+  assert all(update.device == update.stage for update in updates)
+  spans = [span for span in spans if span.action != "update"]
+  assert len(spans) == len(table.tasks)
+  for device in range(2):
+    mine = [span for span in spans if span.device == device]
+    order = [(s.stage, s.microbatch, s.action) for s in mine]
+    tasks = [t for t in table.tasks if t.device == device]
+    assert order == [(t.stage, t.microbatch, t.action) for t in tasks]
+    assert all(a.end <= b.start for a, b in zip(mine, mine[1:], strict=False))
+
+
+MISTAKES = {
+  "parts": (
+    lambda: Executor(gpipe(3, 4), parts(4), functools.partial(extra, 4)),
+    "3 stages, and there are 4 parts",
+  ),
+  "devices": (
+    lambda: run(gpipe(4, 4), devices=jax.devices()[:2]),
+    "4 devices, not 2",
+  ),
+  "weights": (
+    lambda: run(gpipe(4, 4), weights="newest"),
+    "weights must be one of latest, stash, 2bw, vertical, not 'newest'",
+  ),
+  "2bw": (
+    lambda: run(one_f_one_b(4, 8, every=2, flush=False), weights="2bw"),
+    "needs more microbatches in an update",
+  ),
+  "loss": (
+    lambda: Executor(gpipe(1, 2), parts(4)[:1], functools.partial(extra, 4)),
+    "last stage must return its loss",
+  ),
+  "whole loss": (
+    lambda: Executor(
+      gpipe(1, 2),
+      [Part(lambda p, x, e: (p.astype(int), ()), np.ones(()), server("asgd"))],
+      functools.partial(extra, 1),
+    ),
+    r"must return its loss, float\[\], not int64\[\]",
+  ),
+  "whole parameters": (
+    lambda: Executor(
+      gpipe(1, 2),
+      [
+        Part(
+          lambda p, x, e: (p[0] * p[1], ()),
+          (np.ones(()), np.int32(1)),
+          server("asgd"),
+        )
+      ],
+      functools.partial(extra, 1),
+    ),
+    "stage 0 has parameters of dtype int32, which have no gradient",
+  ),
+  "update": (
+    lambda: run(
+      table_lib.lay_out(
+        "own",
+        [[("F", 0, 0), ("B", 0, 0), ("update", -1, -1)]],
+        every=1,
+        flush=True,
+      ),
+      1,
+      own={"update": print},
+    ),
+    "actions 'update', which is what the executor calls",
+  ),
+  "together": (
+    lambda: run(one_f_one_b(4, 8, every=1, flush=False), together=True),
+    "their updates cannot be made together",
+  ),
+  "again": (
+    lambda: (lambda e: e.again(e.start()))(
+      Executor(gpipe(4, 4), parts(4), functools.partial(extra, 4))
+    ),
+    "run it to its end first",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name):
+  call, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    call()

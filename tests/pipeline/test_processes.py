@@ -1,0 +1,254 @@
+"""Stages in processes compute what they do in one, to the bit."""
+
+import contextlib
+import functools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kit import same
+from pipeline_experiments import build, train
+
+from asgd import algorithms, models
+from asgd.experiment import ray_runtime
+from asgd.experiment.machine import Machine
+from pipeline import engine as engine_lib
+from pipeline import executor, schedules
+from pipeline.compiled import PipelineError
+from pipeline.state import PipelineState
+
+ray = pytest.importorskip("ray")
+
+from pipeline import processes  # noqa: E402
+
+pytestmark = pytest.mark.process
+
+COUNT = 12  # microbatches
+LAYERS = models.mlp(5, hidden=(8, 6, 7))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cluster():
+  with jax.enable_x64(True), contextlib.ExitStack() as stack:
+    ray_runtime.start(None)
+    stack.callback(ray_runtime.stop)
+    yield
+
+
+# What runs in the processes, which import this module.
+
+
+def examples(microbatch):
+  rng = np.random.default_rng(microbatch)
+  return rng.standard_normal((4, 3, 3, 1)), rng.integers(0, 5, 4)
+
+
+@functools.cache
+def stage_fn(first, last):
+  def fn(params, x, extra):
+    data, key = extra
+    x = data[0] if first == 0 else x
+    y, _ = models.apply(LAYERS[first:last], params, x, train=True, first=first)
+    y = y * jax.random.bernoulli(key, 0.9, y.shape)
+    if last < len(LAYERS):
+      return y, ()
+    losses = optax.softmax_cross_entropy_with_integer_labels(y, data[1])
+    return losses.mean(), ()
+
+  return fn
+
+
+def make(table, recipe, weights, recompute, mistake=None):
+  """Arguments of an executor; of stages of two layers, or one."""
+  x, _ = examples(0)
+  params = models.init(LAYERS, jax.random.key(0), x)
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+  cuts = [0, *range(len(LAYERS) + 1 - table.stages, len(LAYERS) + 1)]
+  replicas = max(len(held) for held in table.places())
+  rules = algorithms.build(recipe, 0.1, replicas)
+  parts = [
+    executor.Part(stage_fn(a, b), params[a:b], rules.server(), rules.message)
+    for a, b in zip(cuts, cuts[1:], strict=False)
+  ]
+
+  def extra(stage, microbatch):
+    if mistake is not None and (stage, microbatch) == (1, 5):
+      mistake()
+    ends = stage in (0, table.stages - 1)
+    key = jax.random.fold_in(jax.random.key(1), microbatch)
+    return (examples(microbatch) if ends else ()), key
+
+  return {
+    "schedule": table,
+    "parts": parts,
+    "extra": extra,
+    "weights": weights,
+    "recompute": recompute,
+  }
+
+
+def raise_it():
+  raise OSError("no such file")
+
+
+def die():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Here.
+
+
+def in_processes(count, *args):
+  built = processes.Processes(functools.partial(make, *args), args[0], count)
+  return contextlib.closing(built)
+
+
+def same_states(found, wanted):
+  assert found[:2] == wanted[:2]
+  for field in PipelineState._fields[2:]:
+    a, b = getattr(found, field), getattr(wanted, field)
+    same(*(jax.tree.map(plain, side) for side in (a, b)))
+
+
+def plain(x):
+  if isinstance(x, int):
+    return x
+  keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if keys else x)
+
+
+CASES = {
+  # Two lanes in each of two processes.
+  # A process that has both replicas of a stage, and one that has half of the
+  # other stage, with its server elsewhere.
+  "replicas": (
+    lambda: schedules.pipedream(2, COUNT, replicas=(1, 2)),
+    *("dana_zero", "stash", False),
+  ),
+  "recomputing": (
+    lambda: schedules.ftpipe([0, 1, 0], COUNT),
+    *("dana_slim", "latest", True),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(name):
+  table, *rest = CASES[name]
+  args = table(), *rest
+  table = args[0]
+  engine = executor.Executor(**make(*args))
+  wanted = engine.run(engine.start())
+  middle = table.slots // 2
+  with in_processes(2, *args) as there:
+    first = there.run(there.start(), middle)
+    held = there.fetch(first.state)
+    second = there.run(first.state)
+    same(there.params(second.state), engine.params(wanted.state))
+    assert {**first.losses, **second.losses} == {
+      m: np.asarray(loss) for m, loss in wanted.losses.items()
+    }
+    for stage, rows in enumerate(wanted.records):
+      both = [result.records[stage] for result in (first, second)]
+      same(np.concatenate([r.staleness for r in both]), rows.staleness)
+      same(np.concatenate([r.gap for r in both]), rows.gap)
+    # What is fetched is what threads have at that slot, and they go on from it.
+    cut = engine.run(engine.start(), middle).state
+    same_states(held, cut)
+    end = engine.run(engine.place(held)).state
+    same(engine.params(end), engine.params(wanted.state))
+    # And the other way round; then once more through the table.
+    there_end = there.run(there.place(cut)).state
+    again = there.run(there.again(there_end)).state
+    end = engine.run(engine.again(end)).state
+    same(there.params(again), engine.params(end))
+    with pytest.raises(ValueError, match="hold another state by now"):
+      there.run(there_end)
+
+
+@pytest.mark.parametrize(
+  ("mistake", "said"),
+  [
+    (raise_it, "F of stage 1, microbatch 5 .* OSError: no such file"),
+    (die, "the process of devices 1 has died"),
+  ],
+)
+def test_a_failure_is_told_by_the_driver_and_nothing_hangs(mistake, said):
+  table = schedules.pipedream(2, COUNT)
+  with in_processes(2, table, "asgd", None, False, mistake) as there:
+    with pytest.raises(PipelineError, match=said):
+      there.run(there.start())
+    with pytest.raises(PipelineError, match="make new ones"):
+      there.start()
+
+
+def test_what_cannot_start_says_why():
+  with pytest.raises(
+    PipelineError, match="ValueError: unknown algorithm 'magic'"
+  ):
+    in_processes(1, schedules.gpipe(2, 2), "magic", None, False)
+  with pytest.raises(ValueError, match="are in 1 to 2 processes, not 3"):
+    in_processes(3, schedules.gpipe(2, 2), "asgd", None, False)
+
+
+CONFIG = {
+  "model": {"name": "mlp", "hidden": [8, 6]},
+  "engine": "pipeline",
+  "pipeline": {"microbatches": 4},
+  "batch_size": 8,
+  "examples": 960,
+  "learning_rate": 0.025,
+  "evaluations": 3,
+  "evaluation_examples": 50,
+  "curvature_checks": 0,
+  "checkpoint_seconds": 0,
+  "runs": {"pipedream": {"schedule": "pipedream", "recipe": "dana_zero"}},
+}
+
+
+class Bar:
+  """Kills a process of the first engine when it has made some updates."""
+
+  def __init__(self, engines):
+    self.engines, self.updates, self.lines = engines, 0, []
+
+  def update(self, *args):
+    self.updates += 1
+    if self.updates == 3 and self.engines:
+      ray.kill(self.engines[0]._actors[1])
+
+  def skip(self, messages):
+    pass
+
+  def line(self, text):
+    self.lines.append(text)
+
+  def finish(self, *args):
+    pass
+
+
+def test_a_killed_process_is_replaced_and_no_bit_differs(tmp_path, monkeypatch):
+  exp = build(config=CONFIG)
+  (expected,) = train(exp, tmp_path / "threads", bar=Bar([]))
+  bar = Bar(engines := [])
+  original = engine_lib._in_processes
+
+  def remember(*args):
+    engines.append(original(*args))
+    return engines[-1]
+
+  monkeypatch.setattr(engine_lib, "_in_processes", remember)
+  machine = Machine(processes=2)
+  machine._started = True  # by `cluster`
+  (result,) = train(exp, tmp_path / "ray", bar=bar, machine=machine)
+  assert len(engines) == 2
+  assert "the process of devices 1 has died; on from" in bar.lines[0]
+  for key in (
+    *("params_sha256", "messages", "updates", "train_loss", "test_loss"),
+    *("stage_staleness", "gap_mean"),
+  ):
+    assert result[key] == expected[key]

@@ -1,0 +1,329 @@
+"""What a config of a pipeline means: tables, weights, cuts and rates."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from pipeline_experiments import (
+  CASES,
+  ENGINES,
+  MICROBATCHES,
+  STAGES,
+  UPDATES,
+  build,
+  leaves,
+  plan_of,
+  small,
+  train,
+)
+
+from asgd import data
+from asgd.experiment import folder, schema
+from pipeline import schedules
+from pipeline import table as table_lib
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_update_of_several_microbatches_takes_as_many_times_the_rate():
+  exp = build(
+    {
+      "runs.x.schedule": "pipedream",
+      "runs.x.every": 2,
+      "learning_rate_schedule.warmup_examples": 8,
+      "learning_rate_schedule.decay_examples": 48,
+    }
+  )
+  plan = plan_of(exp)
+  assert plan.learning_rate == pytest.approx(0.0125 * 2)
+  assert (plan.messages, plan.updates, plan.batches) == (16, 8, 1)
+  assert float(plan.schedule(0)) == pytest.approx(0.1 * plan.learning_rate)
+  assert float(plan.schedule(5)) == pytest.approx(plan.learning_rate)
+  assert float(plan.schedule(7)) == pytest.approx(0.1 * plan.learning_rate)
+  own = build({"runs.x.schedule": "pipedream", "runs.x.learning_rate": 0.3})
+  assert plan_of(own).schedule == 0.3
+  flush = plan_of(build({"runs.x.learning_rate": 0.3}))
+  assert flush.schedule == pytest.approx(0.3 * MICROBATCHES)
+
+
+def test_a_budget_is_whole_updates():
+  assert plan_of(build({"examples": 4 * 23})).messages == 16
+  assert plan_of(build({"examples": 4})).messages == MICROBATCHES
+  per_epoch = plan_of(build()).problem.batches_per_epoch
+  epochs = 3 * MICROBATCHES / per_epoch
+  assert plan_of(build({"examples": None, "epochs": epochs})).updates == 3
+
+
+def test_another_schedule_drops_what_the_old_one_was_given():
+  entry = {
+    "schedule": "pipedream_2bw", "weights": "2bw", "every": 4,
+    "momentum": 0.5, "title": "2BW",
+  }
+  exp = build({"runs.x.schedule": "zb_h1"}, config=small(x=entry))
+  assert exp.config["runs"]["x"] == {"schedule": "zb_h1", "momentum": 0.5}
+  assert plan_of(exp).weights == "latest"
+
+
+def test_only_chooses_the_runs_and_their_order():
+  config = small(**{n: {"schedule": n} for n in ("gpipe", "stale", "zb_v")})
+  exp = build({"only": "zb_v,gpipe"}, config=config)
+  assert [cell.label for cell in exp.cells] == ["zb_v", "gpipe"]
+  assert plan_of(exp, "zb_v").table.devices == 2
+  assert len(build({"only": "x,x"}).cells) == 1
+
+
+def test_layers_without_weights_go_with_the_next():
+  assert plan_of(build()).cuts == (0, 2, 3, 4, 5)
+  two = plan_of(build({"pipeline.stages": 2})).cuts
+  assert two == (0, 2, 5)  # 520 parameters, and 72 + 72 + 90
+  for value in ("0,2,3,4,5", (0, 2, 3, 4, 5)):
+    assert plan_of(build({"pipeline.cuts": value})).cuts == (0, 2, 3, 4, 5)
+
+
+def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
+  by_time = {"pipeline.cuts": "time", "pipeline.stages": 2}
+  exp = build(by_time)
+  cuts = plan_of(exp).cuts
+  assert (cuts[0], cuts[-1]) == (0, 5)
+  place = folder.open_folder(str(tmp_path / "out"), "x", exp)
+  stored = folder.read_measurements(place)
+  assert stored == exp.measurements
+  again = build(by_time, measurements=stored)
+  assert (again.measurements, plan_of(again).cuts) == (stored, cuts)
+  # What has been cut by them can be cut by no others.
+  for seconds in ([[1, 2]], [[1, 2]] * 4 + [[1]], [[1, -2]] * 5, "now"):
+    with pytest.raises(ValueError, match="what each of 5 layers takes"):
+      build(by_time, measurements={"layer_seconds": seconds})
+  path = place / "measurements.json"
+  path.write_text('{"layer_seconds": [')
+  with pytest.raises(ValueError, match="put it back as it was"):
+    folder.read_measurements(place)
+  path.unlink()
+  (place / "cells").mkdir()
+  with pytest.raises(ValueError, match="put it back as it was"):
+    folder.open_folder(str(place), "x", exp)
+
+
+def test_a_partitioner_places_the_stages():
+  config = small(
+    replicas={"schedule": "pipedream", "partition": "pipedream"},
+    mixed={"schedule": "ftpipe", "partition": "mixed_pipe", "stages": 2},
+    plain={"schedule": "gpipe"},
+  )
+  config["pipeline"]["stages"] = 3
+  # Flatten, which goes with the next, and four layers with weights.
+  seconds = [[0.0, 0.0], [3.0, 6.0], [1.0, 2.0], [1.0, 1.0], [1.0, 3.0]]
+  exp = build(config=config, measurements={"layer_seconds": seconds})
+  # 18 seconds on three devices: no cut does better than 6.
+  replicas = plan_of(exp, "replicas")
+  assert replicas.cuts == (0, 5)
+  assert replicas.table.places() == [[0, 1, 2]]
+  said = "replicas: layers (on devices) 0 to 4 on 0, 1, 2"
+  assert replicas.describe_partition() == said
+  # 9 + 0 on a device, 3 + 2 + 4 on the other.
+  assert plan_of(exp, "mixed").table.places() == [[0], [1]]
+  assert plan_of(exp, "plain").table.devices == 3
+  # Where a kilobyte takes twenty seconds, no stage has replicas.
+  config["runs"]["replicas"]["bandwidth"] = 50.0
+  exp = build(config=config, measurements={"layer_seconds": seconds})
+  plan = plan_of(exp, "replicas")
+  assert plan.cuts[:2] == (0, 2)
+  assert plan.table.places() == [[0], [1], [2]]
+  seconds = [[0.0, 0.0], [1.0, 3.0], [1.0, 1.0], [0.5, 0.5], [1.0, 2.0]]
+  exp = build(config=config, measurements={"layer_seconds": seconds})
+  mixed = plan_of(exp, "mixed")
+  # 4 + 1 and 2 + 3, where no cut of a chain does better than 6 and 4.
+  assert mixed.cuts == (0, 2, 3, 4, 5)
+  assert mixed.table.places() == [[0], [1], [0], [1]]
+
+
+def test_a_table_of_a_file_is_obeyed(tmp_path):
+  mine = schedules.dualpipe(2, MICROBATCHES)
+  path = tmp_path / "mine.CSV"
+  path.write_text(table_lib.to_csv(mine))
+  exp = build({"runs.x.schedule": str(path)})
+  assert plan_of(exp).table.tasks == mine.tasks
+  assert plan_of(exp).table.devices == 2
+  (result,) = train(exp, tmp_path / "out")
+  (expected,) = train(build(), tmp_path / "gpipe")
+  assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-4)
+  stale = schedules.pipedream(STAGES, MICROBATCHES * UPDATES - 1)
+  for table, overrides, said in (
+    (mine, {"pipeline.microbatches": 4}, "8 microbatches in an update.*=8"),
+    (stale, {}, "another must have them all"),
+    (mine, {"runs.x.stages": 3}, "stages 3 are not the 2 of"),
+  ):
+    path.write_text(table_lib.to_csv(table))
+    with pytest.raises(ValueError, match=said):
+      build({"runs.x.schedule": str(path), **overrides})
+  with pytest.raises(ValueError, match="none.txt cannot be read: No such file"):
+    build({"runs.x.schedule": "none.txt"})
+
+
+def test_a_prediction_is_the_roll_forward_of_momentum():
+  """The first stage's weights are 3 updates old: it is sent p - rate v (m +
+  m^2 + m^3), and the last stage's what it has."""
+  config = small(x={"schedule": "pipedream", "predict": True, "momentum": 0.5})
+  parts = plan_of(build(config=config)).parts
+  for part, factor in ((parts[0], 0.5 + 0.25 + 0.125), (parts[3], 0.0)):
+    params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), part.params)
+    state = part.server.init(params)
+    ticket = part.server.send(state, np.int32(0))
+    ones = jax.tree.map(np.ones_like, params)
+    state, _ = part.server.receive(state, ticket, ones)
+    sent = part.server.send(state, np.int32(0)).params
+    for leaf in leaves(sent):
+      np.testing.assert_allclose(leaf, -0.0125 * (1 + factor), rtol=1e-6)
+
+
+def test_runs_of_one_algorithm_share_its_servers():
+  config = small(
+    **{n: {"schedule": n} for n in ("gpipe", "zb_h1", "pipedream")}
+  )
+  exp = build(config=config)
+  servers = {
+    label: [part.server for part in plan_of(exp, label).parts]
+    for label in exp.runs
+  }
+  assert servers["gpipe"] == servers["zb_h1"]
+  assert servers["pipedream"][0] != servers["gpipe"][0]
+
+
+def images():
+  """As CIFAR-10 is, but random."""
+  rng = np.random.default_rng(0)
+  pixels = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
+  labels = rng.integers(0, 10, 64, np.int32)
+  return data.Dataset(
+    *("cifar10", "drawn here", pixels, labels, pixels[:8], labels[:8], 10),
+    *(np.full(3, 128, np.float32), np.full(3, 74, np.float32)),
+  )
+
+
+@pytest.mark.parametrize(
+  "name", ["pipeline_digits", "pipeline_gpt", "pipeline_cifar10"]
+)
+def test_the_configs_build_and_give_their_command(name):
+  names = {}
+  source = (ROOT / "configs" / f"{name}.py").read_text()
+  exec(source, names)
+  config = names["get_config"]()
+  assert config.is_locked
+  assert f"--config=configs/{name}.py" in source
+  given = {}
+  if config.data.name == "cifar10":
+    seconds = [[1.0, 2.0]] * 11
+    given = {"dataset": images(), "measurements": {"layer_seconds": seconds}}
+  exp = build(config=config, **given)
+  assert list(exp.runs) == list(config.runs)
+  assert max(exp.plan(cell).table.devices for cell in exp.cells) == 4
+
+
+# Mistakes.
+
+
+X = "runs.x"
+MISTAKES = {
+  "schedule": ({f"{X}.schedule": "gpip"}, "did you mean 'gpipe'"),
+  "recipe": ({f"{X}.recipe": "dana_zer"}, "did you mean 'dana_zero'"),
+  "key": ({"exampels": 3}, "'exampels'; did you mean 'examples'"),
+  "section key": (
+    {"pipeline.stagess": 3},
+    "'pipeline.stagess'; did you mean 'stages'",
+  ),
+  "run key": ({f"{X}.chunk": 3}, "'runs.x.chunk'.*known"),
+  "option of another": ({f"{X}.chunks": 3}, "'runs.x.chunks'.*pipeline"),
+  "stages": ({"pipeline.stages": 0}, "stages must be a whole number from 1"),
+  "too many stages": (
+    {"pipeline.stages": 7},
+    "4 layers with weights.*config.pipeline.stages=4",
+  ),
+  "odd stages": (
+    {"pipeline.stages": 3, f"{X}.schedule": "zb_v"},
+    "2 stages on each device.*config.runs.x.stages=4|config.runs.x.stages",
+  ),
+  "odd chimera": (
+    {"pipeline.stages": 3, f"{X}.schedule": "chimera"},
+    "config.runs.x.* stages must be even|config.runs.x.stages must be even",
+  ),
+  "dualpipe": (
+    {"pipeline.microbatches": 4, f"{X}.schedule": "dualpipe"},
+    "config.runs.x.*dualpipe needs 8 microbatches",
+  ),
+  "devices": (
+    {f"{X}.schedule": "ftpipe", f"{X}.devices": (0, 1)},
+    "config.runs.x.devices must be a device for each of 4",
+  ),
+  "partition": (
+    {f"{X}.partition": "pipedram"},
+    "config.runs.x.partition must be 'pipedream' or 'mixed_pipe'",
+  ),
+  "partition of another": (
+    {f"{X}.partition": "mixed_pipe"},
+    "mixed_pipe is not for the schedule gpipe: use ftpipe",
+  ),
+  "partition and devices": (
+    {
+      f"{X}.schedule": "ftpipe",
+      f"{X}.partition": "mixed_pipe",
+      f"{X}.devices": (0, 1),
+    },
+    "config.runs.x.devices follows from config.runs.x.partition",
+  ),
+  "rule": ({f"{X}.schedule": "custom"}, "config.runs.x.rule must be the place"),
+  "weights": (
+    {f"{X}.schedule": "stale", f"{X}.weights": "newest"},
+    "config.runs.x.weights .*newest",
+  ),
+  "weights of a flush": ({f"{X}.weights": "2bw"}, "is for asynchronous"),
+  "2bw": (
+    {f"{X}.schedule": "pipedream", f"{X}.weights": "2bw"},
+    "config.runs.x.*needs more microbatches in an update",
+  ),
+  "predict": (
+    {f"{X}.schedule": "stale", f"{X}.predict": True},
+    "config.runs.x.weights='stash'",
+  ),
+  "every": (
+    {f"{X}.schedule": "pipedream", f"{X}.every": 3},
+    "config.runs.x.every 3 does not divide the 16",
+  ),
+  "recompute": ({f"{X}.recompute": 1}, "recompute must be True or False"),
+  "cuts": ({"pipeline.cuts": "0,1,2,3"}, "4 stages are cut at 5 layers"),
+  "cuts name": ({"pipeline.cuts": "size"}, "cuts must be 'parameters', 'time'"),
+  "cuts without weights": (
+    {"pipeline.cuts": "0,1,2,3,5"},
+    "stage 0 .* has no weights",
+  ),
+  "worker recipe": ({f"{X}.recipe": "easgd"}, "do not fit; use asgd"),
+  "own rate": (
+    {f"{X}.learning_rate": "a"},
+    "config.runs.x.learning_rate must",
+  ),
+  "decay": (
+    {
+      "learning_rate_schedule.warmup_examples": 64,
+      "learning_rate_schedule.decay_examples": 32,
+    },
+    "config.learning_rate_schedule: .*inside the warm-up",
+  ),
+  "batch": ({"batch_size": 5000}, "batch_size"),
+  "too long": ({"epochs": 1e9, "examples": None}, "use at most 1,000,000"),
+  "no layers": ({"data.name": "pydok"}, "config.data.name: .* texts: pydoc"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_names_key_value_and_remedy(name):
+  overrides, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message):
+    build(overrides)
+
+
+def test_every_case_is_known_by_its_schedule():
+  config = schema.resolve(small(**CASES), ENGINES)
+  runs = schema.runs(config, ENGINES)
+  assert runs["replicas"].config["pipeline"]["replicas"] == [1, 1, 1, 2]
+  assert runs["stash"].recipe == "gap_aware"
+  assert runs["predicted"].options == {"momentum": 0.9}

@@ -1,0 +1,1116 @@
+"""Generators: the tables of the papers' pictures, the closed forms of their
+texts, and for any size a table that can be run within its memory."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import analyze, schedules, validate
+from pipeline import table as table_lib
+
+quick = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+def text(table):
+  return table_lib.to_text(table).splitlines()[1:]
+
+
+def lines(block):
+  return [line.strip() for line in block.strip().splitlines()]
+
+
+def rows(table):
+  """A device's tasks in a line: blocks joined by &."""
+  return [
+    " ".join(
+      "&".join(f"{t.action}{t.microbatch}@{t.stage}" for t in block)
+      for block in order
+    )
+    for order in table.orders()
+  ]
+
+
+def bubbles(table, costs=None):
+  """Idle time of each device until the last has ended."""
+  return analyze.analyze(table, costs).idle
+
+
+def engaged(table, costs=None):
+  """From a device's first task to its last, less its work; the most."""
+  facts = analyze.analyze(table, costs)
+  start, end = facts.timing
+  spans = [
+    end[table.device == d].max() - start[table.device == d].min()
+    for d in range(table.devices)
+  ]
+  return max(spans - facts.busy)
+
+
+def makespan(table, costs=None):
+  return analyze.analyze(table, costs).makespan
+
+
+def peaks(table):
+  return analyze.analyze(table).peak_activations.astype(int).tolist()
+
+
+# Pictures.
+
+
+def test_gpipe_as_drawn():
+  picture = """
+    0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
+    1 | .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
+    2 | .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
+    3 | .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
+  """
+  assert text(schedules.gpipe(4, 4)) == lines(picture)
+  picture = """
+    0 | F0 F1 F2 .  .  B2 B1 B0
+    1 | .  F0 F1 F2 B2 B1 B0 .
+  """
+  assert text(schedules.gpipe(2, 3, reverse=True)) == lines(picture)
+
+
+def test_1f1b_as_drawn():
+  picture = """
+    0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4
+    1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .
+    2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .
+    3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .
+  """
+  assert text(schedules.one_f_one_b(4, 5)) == lines(picture)
+
+
+def test_batches_follow_a_flush():
+  picture = """
+    0 | F0 F1 .  B0 .  B1 F2 F3 .  B2 .  B3
+    1 | .  F0 B0 F1 B1 .  .  F2 B2 F3 B3 .
+  """
+  table = schedules.one_f_one_b(2, 2, batches=2)
+  assert text(table) == lines(picture)
+  assert table.every == 2
+  assert table.flush
+
+
+def test_interleaved_as_in_megatron():
+  # Figure 4 of Narayanan et al. 2021, below, from its rows of devices 1 and 4.
+  first = (
+    "F0@0 F1@0 F2@0 F3@0 F0@4 F1@4 F2@4 F3@4 F4@0 F5@0"
+    " F6@0 B0@4 F7@0 B1@4 F4@4 B2@4 F5@4 B3@4 F6@4 B0@0 F7@4 B1@0"
+    " B2@0 B3@0 B4@4 B5@4 B6@4 B7@4 B4@0 B5@0 B6@0 B7@0"
+  )
+  last = (
+    "F0@3 F1@3 F2@3 F3@3"
+    " F0@7 B0@7 F1@7 B1@7 F2@7 B2@7 F3@7 B3@7 F4@3 B0@3 F5@3 B1@3 F6@3 B2@3"
+    " F7@3 B3@3 F4@7 B4@7 F5@7 B5@7 F6@7 B6@7 F7@7 B7@7 B4@3 B5@3 B6@3 B7@3"
+  )
+  found = rows(schedules.interleaved(4, 2, 8))
+  assert found[0] == first
+  assert found[3] == last
+
+
+def test_interleaved_with_a_short_group_as_drawn():
+  picture = """
+    0 | F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 .    B1@2 F2@2 B0@0 B1@0 .    B2@2 .    B2@0
+    1 | .    F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 B1@1 F2@3 B2@3 .    B2@1 .
+  """  # noqa: E501
+  assert text(schedules.interleaved(2, 2, 3)) == lines(picture)
+
+
+def test_breadth_first_as_drawn():
+  picture = """
+    0 | F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 F0@3 F1@3 B0@3 B1@3 B0@1 B1@1 .
+  """
+  assert text(schedules.breadth_first(2, 2, 2)) == lines(picture)
+
+
+def test_chimera_as_drawn():
+  # Figure 3 of Li and Hoefler 2021.
+  picture = """
+    0 | F0@0 F1@0 .    F2@3 B2@3 F3@3 B3@3 B0@0 .    B1@0
+    1 | .    F0@1 F2@2 F1@1 F3@2 B2@2 B0@1 B3@2 B1@1 .
+    2 | .    F2@1 F0@2 F3@1 F1@2 B0@2 B2@1 B1@2 B3@1 .
+    3 | F2@0 F3@0 .    F0@3 B0@3 F1@3 B1@3 B2@0 .    B3@0
+  """
+  assert text(schedules.chimera(4, 4)) == lines(picture)
+
+
+def test_pipedream_with_two_replicas_as_drawn():
+  # Three devices, two of them for the first stage: NOAM = 2.
+  picture = """
+    0 | F0@0 F2@0 .    B0@0 F4@0 .    .    B2@0 .    .    .    B4@0 .    .
+    1 | F1@0 F3@0 .    .    .    B1@0 F5@0 .    .    B3@0 .    .    .    B5@0
+    2 | .    F0@1 B0@1 F1@1 B1@1 F2@1 B2@1 F3@1 B3@1 F4@1 B4@1 F5@1 B5@1 .
+  """
+  table = schedules.pipedream(2, 6, replicas=(2, 1))
+  assert text(table) == lines(picture)
+  assert not table.flush
+
+
+def test_zb_h1_as_drawn():
+  # Figure 2 of Qi et al. 2024, above.
+  picture = """
+    0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+    1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+    2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+    3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+  """  # noqa: E501
+  assert text(schedules.zb_h1(4, 8)) == lines(picture)
+
+
+def test_dualpipe_as_drawn():
+  # The picture of its README, 8 devices and 20 microbatches, first device.
+  first = (
+    "F0@0 F1@0 F2@0 F3@0 F4@0 F5@0 F6@0 F10@7"
+    " I10@7 W10@7 F11@7 I11@7 W11@7 F12@7 I12@7 W12@7 F13@7"
+    " F7@0&B13@7 F14@7&B0@0 F8@0&B14@7 F15@7&B1@0 F9@0&B15@7 F16@7&B2@0"
+    " B16@7 F17@7&B3@0 B17@7 F18@7&B4@0 B18@7 F19@7&B5@0"
+    " B19@7 I6@0 W6@0 I7@0 W7@0 I8@0 W8@0 I9@0 W9@0"
+  )
+  middle = (
+    "F0@3 F10@4 F1@3 F11@4 F2@3 F12@4 F3@3 F13@4"
+    " F4@3 B10@4 F14@4&B0@3 F5@3&B11@4 F15@4&B1@3 F6@3&B12@4 F16@4&B2@3"
+    " F7@3&B13@4 F17@4&B3@3 F8@3&B14@4 F18@4&B4@3 F9@3&B15@4 F19@4&B5@3"
+    " B16@4 B6@3 B17@4 B7@3 I18@4 I8@3 I19@4 I9@3 W18@4 W8@3 W19@4 W9@3"
+  )
+  table = schedules.dualpipe(8, 20)
+  assert rows(table)[0] == first
+  assert rows(table)[3] == middle
+  # The other end does the same with the directions exchanged.
+  mirrored = table._replace(
+    device=7 - table.device, microbatch=(table.microbatch + 10) % 20
+  )
+  mirrored = table_lib.from_columns(
+    *(table.name, *mirrored[1:6]), every=20, flush=True
+  )
+  assert table_lib.to_text(mirrored) == table_lib.to_text(table)
+
+
+def test_dualpipe_v_is_half_of_dualpipe():
+  full = schedules.dualpipe(8, 32).orders()
+  half = schedules.dualpipe_v(4, 16).orders()
+  for device, order in enumerate(half):
+    for block, other in zip(order, full[device], strict=True):
+      for task, twin in zip(block, other, strict=True):
+        assert (task.action, task.stage) == (twin.action, twin.stage)
+        up = task.stage >= 4  # DualPipe's second half of the microbatches
+        assert task.microbatch == twin.microbatch - 16 * up
+
+
+def test_ftpipe_on_shared_devices_as_drawn():
+  # B takes as long as F here, so that a slot is a unit of time.
+  picture = """
+    0 | F0@0 F1@0 F0@2 B0@2 F1@2 B1@2 B0@0 F2@0 B1@0 F2@2 B2@2 .    B2@0
+    1 | .    F0@1 F1@1 .    B0@1 .    B1@1 .    F2@1 .    .    B2@1 .
+  """
+  costs = analyze.costs(3, backward=1.0)
+  table = schedules.ftpipe((0, 1, 0), 3, costs=costs, stage_depth=(1, 1, 0))
+  assert text(table) == lines(picture)
+
+
+# Closed forms, of a table in algorithms.md, section 10.
+
+SIZES = [(1, 1), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32)]
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 1.0), (1.0, 2.0, 0.5)]
+
+
+@pytest.mark.parametrize("p, m", SIZES)
+@pytest.mark.parametrize("maker", [schedules.gpipe, schedules.one_f_one_b])
+def test_bubble_of_gpipe_and_1f1b(maker, p, m):
+  for forward, backward in ((1.0, 2.0), (1.5, 1.5), (3.0, 1.0)):
+    costs = analyze.costs(p, forward=forward, backward=backward)
+    facts = analyze.analyze(maker(p, m), costs)
+    np.testing.assert_allclose(facts.idle, (p - 1) * (forward + backward))
+    assert facts.bubble_of_total == pytest.approx((p - 1) / (m + p - 1))
+    assert facts.bubble_of_ideal == pytest.approx((p - 1) / m)
+    assert facts.weight_versions.tolist() == [1] * p
+    assert not facts.staleness.forward.any()
+
+
+@pytest.mark.parametrize("p, m", SIZES)
+def test_memory_of_gpipe_and_1f1b(p, m):
+  assert peaks(schedules.gpipe(p, m)) == [m] * p
+  found = peaks(schedules.one_f_one_b(p, m))
+  assert found == [min(p - s, m) for s in range(p)]
+
+
+@pytest.mark.parametrize(
+  "p, v, m", [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16)]
+)
+@pytest.mark.parametrize("backward", [1.0, 2.0])
+def test_interleaved_closed_forms(p, v, m, backward):
+  # A stage is the v-th part of what a device would have in 1F1B.
+  costs = analyze.costs(p * v, forward=1 / v, backward=backward / v)
+  table = schedules.interleaved(p, v, m)
+  np.testing.assert_allclose(
+    bubbles(table, costs), (p - 1) * (1 + backward) / v
+  )
+  found = peaks(table)
+  assert found == [(v - 1) * p + 2 * (p - 1 - d) + 1 for d in range(p)]
+  assert found[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+
+
+@pytest.mark.parametrize("p, v, m", [(2, 2, 4), (4, 2, 8), (4, 3, 5)])
+def test_breadth_first_closed_forms(p, v, m):
+  costs = analyze.costs(p * v, forward=1 / v, backward=2 / v)
+  table = schedules.breadth_first(p, v, m)
+  np.testing.assert_allclose(bubbles(table, costs), 3 * (p - 1) / v)
+  assert peaks(table) == [m * v] * p
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_chimera_closed_forms(p):
+  equal = analyze.costs(p, backward=1.0)
+  usual = analyze.costs(p, backward=2.0)
+  one = schedules.chimera(p, p)
+  np.testing.assert_allclose(bubbles(one, equal), (p / 2 - 1) * 2)
+  # The paper's ratio for B = 2 F; (D/2 - 1)(F + B) holds for B = F only.
+  facts = analyze.analyze(one, usual)
+  assert facts.bubble_of_total == pytest.approx((p - 2) / (1.5 * p + p - 2))
+  for units in (1, 2, 5):
+    table = schedules.chimera(p, units * p)
+    facts = analyze.analyze(table, equal)
+    ratio = (p - 2) / (2 * units * p + p - 2)
+    assert facts.bubble_of_total == pytest.approx(ratio)
+    down = [p // 2 + 1 + d for d in range(p // 2)]
+    assert peaks(table) == down + down[::-1]
+    assert table.places() == [sorted({s, p - 1 - s}) for s in range(p)]
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8), (6, 18), (8, 24)])
+@pytest.mark.parametrize("times", TIMES)
+def test_zb_h1_closed_forms(p, m, times):
+  f, i, w = times
+  costs = analyze.costs(p, forward=f, input=i, weight=w)
+  table = schedules.zb_h1(p, m, costs=costs)
+  np.testing.assert_allclose(bubbles(table, costs), (p - 1) * (f + i - w))
+  assert peaks(table) == [p] * p
+  if f == i == w:
+    facts = analyze.analyze(table, costs)
+    assert facts.bubble_of_ideal == pytest.approx((p - 1) / (3 * m))
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8), (6, 18), (8, 24)])
+@pytest.mark.parametrize("times", TIMES)
+def test_zb_h2_closed_forms(p, m, times):
+  # Devices start and end one after the other: what a batch costs is how much
+  # later the next one ends.
+  f, i, w = times
+  costs = analyze.costs(p, forward=f, input=i, weight=w)
+  table = schedules.zb_h2(p, m, costs=costs)
+  bubble = (p - 1) * (f + i - 2 * w)
+  np.testing.assert_allclose(engaged(table, costs), bubble, atol=1e-9)
+  both = schedules.zb_h2(p, m, costs=costs, batches=2)
+  more = makespan(both, costs) - makespan(table, costs)
+  assert more == pytest.approx(m * (f + i + w) + bubble)
+  assert max(peaks(table)) <= 2 * p - 1
+  assert peaks(table)[0] == 2 * p - 1
+
+
+@pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 8), (5, 9), (8, 24)])
+def test_zb_v_closed_forms(p, m):
+  table = schedules.zb_v(p, m)
+  assert engaged(table) == 0
+  more = makespan(schedules.zb_v(p, m, batches=2)) - makespan(table)
+  assert more == 6 * m
+  assert max(peaks(table)) == 2 * p  # of half stages: p of whole ones
+  assert table.places() == [[min(s, 2 * p - 1 - s)] for s in range(2 * p)]
+
+
+@pytest.mark.parametrize("p", [5, 6, 9, 12, 16])
+def test_memory_and_bubble_of_v_half_and_v_min(p):
+  m = 3 * p
+  whole = analyze.costs(p, forward=2.0, backward=4.0)
+  one = bubbles(schedules.one_f_one_b(p, m), whole).max()
+  half, least = schedules.v_half(p, m), schedules.v_min(p, m)
+  # Of half stages, of which 1F1B holds 2 p.
+  assert max(peaks(half)) == p + 2
+  assert max(peaks(least)) <= 2 * math.ceil(p / 3) + 2
+  assert 0.4 * one <= bubbles(half).max() <= 0.5 * one
+  assert 0.5 * one <= bubbles(least).max() <= 0.7 * one
+
+
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 14), (8, 16), (8, 24)])
+@pytest.mark.parametrize(
+  "f, w, both", [(1, 1, 3), (1, 1, 2.5), (1, 0.5, 2), (2, 1, 4.5)]
+)
+def test_dualpipe_closed_forms(p, m, f, w, both):
+  # With I = F >= W; B = I + W is the whole backward, as in DeepSeek's table.
+  for table, stages in (
+    (schedules.dualpipe(p, m), p),
+    (schedules.dualpipe_v(p // 2, m), p),
+  ):
+    costs = analyze.costs(stages, forward=f, input=f, weight=w, overlap=both)
+    # Where overlap saves time, devices in the middle have fewer blocks, and so
+    # the whole bubble.
+    found = bubbles(table, costs).max()
+    assert found == pytest.approx((p / 2 - 1) * (both + (f + w) - 3 * w))
+    assert peaks(table) == [p + 1] * table.devices
+  places = schedules.dualpipe(p, m).places()
+  assert places == [sorted({s, p - 1 - s}) for s in range(p)]
+
+
+@pytest.mark.parametrize("p, m", [(1, 3), (2, 6), (4, 12), (8, 24)])
+def test_pipedream_closed_forms(p, m):
+  table = schedules.pipedream(p, m)
+  facts = analyze.analyze(table)
+  steady = facts.staleness.forward[:, p:]
+  np.testing.assert_array_equal(
+    steady, np.broadcast_to(p - 1 - np.arange(p)[:, None], steady.shape)
+  )
+  np.testing.assert_array_equal(
+    facts.staleness.forward, facts.staleness.backward
+  )
+  assert facts.weight_versions.tolist() == [p - s for s in range(p)]
+  assert facts.peak_activations.tolist() == [p - s for s in range(p)]
+  vertical = analyze.staleness(table, "vertical").forward[:, p:]
+  assert (vertical == p - 1).all()
+  # No bubble between the first backward and the last forward.
+  longer = schedules.pipedream(p, m + 5)
+  assert makespan(longer) - makespan(table) == 5 * 3
+
+
+def test_pipedream_with_replicas_keeps_as_many_in_flight_as_it_needs():
+  for replicas in ((2, 1), (1, 2), (3, 1, 2), (1, 4, 1), (2, 2)):
+    table = schedules.pipedream(len(replicas), 24, replicas=replicas)
+    depth = [math.ceil(sum(replicas[s:]) / n) for s, n in enumerate(replicas)]
+    assert peaks(table) == list(
+      itertools.chain.from_iterable(
+        [d] * n for d, n in zip(depth, replicas, strict=True)
+      )
+    )
+    first = np.cumsum([0, *replicas])
+    for task in table.tasks:
+      replica = task.microbatch % replicas[task.stage]
+      assert task.device == first[task.stage] + replica
+
+
+@pytest.mark.parametrize("p, every", [(1, 1), (2, 2), (4, 4), (4, 6), (3, 5)])
+def test_2bw_closed_forms(p, every):
+  table = schedules.pipedream_2bw(p, 4 * every, every=every)
+  facts = analyze.analyze(table, weights="2bw")
+  assert (facts.staleness.forward[:, every:] == 1).all()
+  assert not facts.staleness.forward[:, :every].any()
+  assert facts.weight_versions.tolist() == [2] * p
+  assert max(facts.peak_activations) <= p
+  longer = schedules.pipedream_2bw(p, 6 * every, every=every)
+  assert makespan(longer) - makespan(table) == 2 * every * 3
+
+
+@pytest.mark.parametrize("p", [1, 3, 4])
+def test_stale_has_the_delay_of_kosson(p):
+  table = schedules.stale(p, 6 * p)
+  found = analyze.staleness(table, "stash").forward[:, 2 * p :]
+  delay = 2 * (p - 1 - np.arange(p)[:, None])
+  np.testing.assert_array_equal(found, np.broadcast_to(delay, found.shape))
+  # With the newest weights in the backward, only the forward is stale.
+  latest = analyze.staleness(table, "latest")
+  np.testing.assert_array_equal(latest.forward[:, 2 * p :], found)
+  assert not latest.backward.any()
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_pipemare_has_its_delay_on_average(every):
+  p = 4
+  table = schedules.pipemare(p, 20 * every, every=every)
+  # From reading to the result of the update: one more microbatch than to the
+  # start of it, (2 (P - i) + 1) / N for i from 1.
+  found = analyze.staleness(table, "latest").forward[:, 10 * every :]
+  exact = (2 * (p - np.arange(1, p + 1)) + 1) / every
+  np.testing.assert_allclose(found.mean(1), exact - 1 / every)
+
+
+def test_ftpipe_holds_what_its_depth_allows():
+  devices = (0, 1, 2, 3, 0, 2, 1)
+  for depth in (None, (3, 3, 2, 2, 2, 1, 0)):
+    for supremum in (None, 1, 3):
+      table = schedules.ftpipe(
+        devices, 12, stage_depth=depth, supremum=supremum
+      )
+      allowed = depth or range(7)[::-1]
+      for stage in range(7):
+        mine = table.stage == stage
+        change = np.where(table.action[mine] == "F", 1, -1)
+        most = min(allowed[stage] + 1, supremum or 99)
+        assert np.cumsum(change).max() <= most
+        if supremum != 1:
+          assert np.cumsum(change).max() >= min(most, 2)
+      assert table.places() == [[d] for d in devices]
+
+
+# Schedules that must agree.
+
+
+def same_rows(table, other):
+  return rows(table) == rows(other)
+
+
+def test_what_coincides():
+  make = schedules
+  assert same_rows(make.ftpipe(range(4), 9), make.pipedream(4, 9))
+  assert same_rows(make.pipemare(3, 8), make.stale(3, 8))
+  assert same_rows(make.pipedream_2bw(3, 9), make.pipedream(3, 9))
+  assert same_rows(make.pipedream(3, 9), make.one_f_one_b(3, 9))
+  assert same_rows(make.interleaved(3, 1, 7), make.one_f_one_b(3, 7))
+  assert same_rows(make.interleaved(3, 1, 7, group=2), make.one_f_one_b(3, 7))
+  assert same_rows(make.breadth_first(3, 1, 7), make.gpipe(3, 7))
+  assert same_rows(
+    make.pipedream(3, 7, replicas=(1, 1, 1)), make.pipedream(3, 7)
+  )
+  whole = make.interleaved(3, 2, 7, group=7)
+  assert peaks(whole) > peaks(make.interleaved(3, 2, 7))
+
+
+def test_zero_bubble_is_as_good_as_the_named_ones():
+  straight = list(range(4))
+  vee = [*straight, *straight[::-1]]
+  for f, i, w in TIMES:
+    times = {"forward": f, "input": i, "weight": w, "transfer": 0.25}
+    for named, devices, memory in (
+      *((schedules.zb_h1, straight, 4), (schedules.zb_h2, straight, 7)),
+      (schedules.v_min, vee, 6),
+    ):
+      costs = analyze.costs(len(devices), **times)
+      table = schedules.zero_bubble(
+        devices, 10, max_activations=memory, costs=costs
+      )
+      best = engaged(named(4, 10, costs=costs), costs)
+      if devices is straight:
+        assert engaged(table, costs) <= best + 1e-9
+      assert max(peaks(table)) <= memory
+
+
+def test_more_memory_is_less_bubble():
+  devices = list(range(6))
+  found = [
+    engaged(schedules.zero_bubble(devices, 18, max_activations=memory))
+    for memory in (1, 2, 4, 6, 11)
+  ]
+  assert found == sorted(found, reverse=True)
+  assert found[0] > found[-1] == 0
+
+
+def test_zero_bubble_heeds_each_device_and_measured_times():
+  devices = [0, 0, 1, 2, 1]
+  costs = analyze.costs(
+    5,
+    forward=(1, 2, 0.5, 1, 1),
+    input=(1.5, 2, 0.7, 1, 2),
+    weight=(0.5, 1, 0.5, 1, 1),
+    transfer=(0, 0.3, 0.1, 0.2),
+  )
+  table = schedules.zero_bubble(
+    devices, 9, max_activations=(4, 2, 3), costs=costs
+  )
+  facts = analyze.analyze(table, costs)
+  assert (facts.peak_activations <= (4, 2, 3)).all()
+  slow = analyze.costs(5)  # the times that it was not made for
+  other = schedules.zero_bubble(
+    devices, 9, max_activations=(4, 2, 3), costs=slow
+  )
+  assert engaged(table, costs) <= engaged(other, costs)
+
+
+def test_large_tables_take_the_first_way():
+  # More than 20,000 tasks: no trials, and the closed form all the same.
+  table = schedules.zb_h1(16, 430)
+  assert len(table.time) > 20_000
+  np.testing.assert_allclose(bubbles(table), 15)
+
+
+# Any size.
+
+SMALL = st.integers(1, 5)
+MANY = st.integers(1, 12)
+TIME = st.sampled_from([0.5, 0.75, 1.0, 1.5, 2.0, 3.1])
+
+
+@st.composite
+def some_costs(draw, stages):
+  def column(count):
+    return draw(st.lists(TIME, min_size=count, max_size=count))
+
+  return analyze.costs(
+    stages,
+    **{name: column(stages) for name in ("forward", "input", "weight")},
+    transfer=draw(st.sampled_from([0.0, 0.25, 1.0])),
+  )
+
+
+@st.composite
+def some_devices(draw):
+  """Devices of stages, in which all numbers occur."""
+  count = draw(SMALL)
+  more = draw(st.lists(st.integers(0, count - 1), max_size=4))
+  return draw(st.permutations([*range(count), *more]))
+
+
+def check(table, *, memory=None):
+  """Complete, without deadlock, within its memory, the same when read again."""
+  validate.validate(table)
+  held = validate.in_flight(table)
+  if memory is not None:
+    for device in range(table.devices):
+      assert held[table.device == device].max() <= memory[device]
+  assert table_lib.to_text(table)
+  for write, read in (
+    (table_lib.to_text, table_lib.from_text),
+    (table_lib.to_csv, table_lib.from_csv),
+    (table_lib.to_json, table_lib.from_json),
+  ):
+    again = read(write(table))
+    for column, other in zip(again, table, strict=True):
+      np.testing.assert_array_equal(column, other)
+
+
+BATCHES = st.integers(1, 2)
+
+
+@given(SMALL, MANY, BATCHES, st.booleans())
+@quick
+def test_any_gpipe(p, m, batches, reverse):
+  check(schedules.gpipe(p, m, batches=batches, reverse=reverse), memory=[m] * p)
+
+
+@given(SMALL, MANY, BATCHES)
+@quick
+def test_any_1f1b(p, m, batches):
+  table = schedules.one_f_one_b(p, m, batches=batches)
+  check(table, memory=range(1, p + 1)[::-1])
+
+
+@given(SMALL, st.integers(1, 4), MANY, st.integers(1, 9), BATCHES)
+@quick
+def test_any_interleaved(p, v, m, group, batches):
+  table = schedules.interleaved(p, v, m, group=group, batches=batches)
+  width = max(group, p)
+  ahead = [2 * (p - 1 - d) + 1 for d in range(p)]
+  check(table, memory=[(v - 1) * width + more for more in ahead])
+  assert table.places() == [[s % p] for s in range(p * v)]
+
+
+def test_interleaved_of_all_small_sizes():
+  # Short last groups deadlock in Megatron's order, so try them all.
+  for p, v, m, group in itertools.product(
+    (2, 3, 5), (2, 3), (1, 2, 3, 5, 8, 9), (1, 2, 3, 4, 5)
+  ):
+    table = schedules.interleaved(p, v, m, group=group)
+    assert len(table.time) == 2 * p * v * m
+
+
+@given(SMALL, st.integers(1, 3), MANY, BATCHES)
+@quick
+def test_any_breadth_first(p, v, m, batches):
+  table = schedules.breadth_first(p, v, m, batches=batches)
+  check(table, memory=[m * v] * p)
+
+
+@given(st.sampled_from([2, 4, 6]), st.integers(1, 20), BATCHES)
+@quick
+def test_any_chimera(p, m, batches):
+  check(schedules.chimera(p, m, batches=batches), memory=[p] * p)
+
+
+@given(st.sampled_from([2, 4, 6]), st.integers(0, 4), BATCHES)
+@quick
+def test_any_dualpipe(p, more, batches):
+  m = 2 * p + 2 * more
+  table = schedules.dualpipe(p, m, batches=batches)
+  check(table, memory=[p + 1] * p)
+
+
+@given(SMALL, st.integers(0, 5), BATCHES)
+@quick
+def test_any_dualpipe_v(p, more, batches):
+  table = schedules.dualpipe_v(p, 2 * p + more, batches=batches)
+  check(table, memory=[2 * p + 1] * p)
+
+
+@given(st.data(), SMALL, MANY, BATCHES)
+@quick
+def test_any_zero_bubble_of_a_straight_pipeline(data, p, m, batches):
+  costs = data.draw(some_costs(p))
+  for maker, most in ((schedules.zb_h1, p), (schedules.zb_h2, 2 * p - 1)):
+    check(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
+
+
+@given(st.data(), SMALL, MANY, BATCHES)
+@quick
+def test_any_zero_bubble_of_a_v(data, p, m, batches):
+  costs = data.draw(some_costs(2 * p))
+  for maker, most in (
+    *((schedules.zb_v, 2 * p), (schedules.v_half, p + 2)),
+    (schedules.v_min, 2 * math.ceil(p / 3) + 2),
+  ):
+    check(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
+
+
+def test_v_patterns_fit_their_memory_for_all_sizes():
+  for p, maker in itertools.product(
+    range(1, 12), (schedules.v_half, schedules.v_min, schedules.zb_v)
+  ):
+    assert maker(p, 2 * p + 1).devices == p
+
+
+@given(st.data(), some_devices(), MANY, st.integers(0, 4))
+@quick
+def test_any_zero_bubble(data, devices, m, more):
+  costs = data.draw(some_costs(len(devices)))
+  # As little as it can do with, and a little more.
+  limits = [devices.count(d) + more for d in range(max(devices) + 1)]
+  table = schedules.zero_bubble(devices, m, max_activations=limits, costs=costs)
+  check(table, memory=limits)
+  assert table.places() == [[d] for d in devices]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 9))
+@quick
+def test_any_pipedream(replicas, more):
+  m = max(replicas) + more
+  table = schedules.pipedream(len(replicas), m, replicas=replicas)
+  memory = [
+    math.ceil(sum(replicas[s:]) / n)
+    for s, n in enumerate(replicas)
+    for _ in range(n)
+  ]
+  check(table, memory=memory)
+
+
+@given(SMALL, st.integers(1, 4), st.integers(0, 3))
+@quick
+def test_any_asynchronous(p, updates, more):
+  every = p + more
+  for maker in (schedules.pipedream_2bw, schedules.stale, schedules.pipemare):
+    table = maker(p, updates * every, every=every)
+    check(table, memory=[2 * (p - 1 - s) + 1 for s in range(p)])
+
+
+@given(st.data(), some_devices(), MANY)
+@quick
+def test_any_ftpipe(data, devices, m):
+  count = len(devices)
+  depth = data.draw(
+    st.none() | st.lists(st.integers(0, 4), min_size=count, max_size=count)
+  )
+  costs = data.draw(st.none() | some_costs(count))
+  table = schedules.ftpipe(devices, m, stage_depth=depth, costs=costs)
+  memory = [0] * table.devices
+  for stage, device in enumerate(devices):
+    most = count - 1 - stage if depth is None else depth[stage]
+    memory[device] += most + 1
+  check(table, memory=memory)
+
+
+# Rules of one's own.
+
+
+def alternate(devices):
+  """1F1B as a rule: of a straight pipeline."""
+
+  def rule(device, state):
+    if state.backward[device]:
+      return state.first("B")
+    if state.in_flight[device] < devices - device:
+      return state.first("F")
+    return None
+
+  return rule
+
+
+def test_1f1b_as_a_rule():
+  costs = analyze.costs(4, backward=1.0)
+  for batches in (1, 3):
+    table = schedules.custom(
+      alternate(4),
+      devices=range(4),
+      microbatches=6 * batches,
+      every=6,
+      costs=costs,
+    )
+    other = schedules.one_f_one_b(4, 6, batches=batches)
+    assert text(table) == text(other)
+    facts = analyze.analyze(table, costs)
+    # The time that a rule sees is the time of the table.
+    np.testing.assert_allclose(facts.timing.start, table.time)
+
+
+def test_a_rule_sees_time_and_what_is_coming():
+  seen = []
+
+  def rule(device, state):
+    if device == 1:
+      seen.append((state.time, state.soon, state.first("F")))
+    return state.first("B") or state.first("F")
+
+  costs = analyze.costs(2, forward=2.0, backward=3.0, transfer=0.5)
+  schedules.custom(rule, devices=(0, 1), microbatches=2, costs=costs)
+  # The forwards come half a unit after their ends at 2 and 4.
+  assert seen[0] == (0.0, 2.5, None)
+  assert seen[1] == (2.5, 4.5, ("F", 1, 0))
+  assert seen[-1] == (12.5, math.inf, None)
+
+
+def greedy(device, state):
+  del device
+  pair = state.first("F"), state.first("B")
+  if all(pair):
+    return pair
+  return pair[1] or pair[0]
+
+
+@pytest.mark.parametrize(
+  "devices, every, flush",
+  [
+    ((0, 1, 2), 6, True),
+    ((0, 1, 2), 2, True),
+    (((0, 1), 2), 2, True),
+    (((0, 1), 2, (3, 4)), 3, True),
+    ((0, (2, 1), 0), 1, False),
+  ],
+)
+def test_time_for_a_rule_is_the_time_of_the_table(devices, every, flush):
+  stages = len(devices)
+  costs = analyze.costs(
+    stages,
+    forward=(0.1, 0.2, 0.7)[:stages],
+    backward=(0.3, 0.1, 0.6)[:stages],
+    transfer=(0.2, 0.1)[: stages - 1],
+    overlap=0.4,
+  )
+  began, asked = {}, set()
+
+  def rule(device, state):
+    answer = greedy(device, state)
+    asked.add(state.time)
+    steps = [answer] if answer and isinstance(answer[0], str) else answer
+    for step in steps or ():
+      began[step] = state.time
+    return answer
+
+  table = schedules.custom(
+    rule,
+    devices=devices,
+    microbatches=6,
+    every=every,
+    flush=flush,
+    costs=costs,
+  )
+  start = analyze.times(table, costs).start.tolist()
+  for task, when in zip(table.tasks, start, strict=True):
+    step = task.action, task.stage, task.microbatch
+    assert began[step] == pytest.approx(when, abs=1e-12)
+  # 0.1 + 0.2 is no other time than 0.3.
+  assert np.diff(sorted(asked)).min() > 1e-9
+
+
+def test_own_actions_go_where_the_rule_puts_them():
+  work = {0: 2, 1: 1}
+
+  def rule(device, state):
+    step = state.first("B") or alternate(2)(device, state)
+    if step is None and work[device]:
+      work[device] -= 1
+      return "K", -1, -1
+    return step
+
+  table = schedules.custom(rule, devices=(0, 1), microbatches=3, name="own")
+  picture = """
+    0 | F0 F1 K  K  B0 F2 B1 .  B2
+    1 | K  F0 B0 F1 B1 .  F2 B2 .
+  """
+  assert text(table) == lines(picture)
+  check(table)
+
+
+def test_a_rule_may_split_backwards_and_overlap():
+  def rule(device, state):
+    del device
+    forward, weight = state.first("F"), state.first("W")
+    backward = state.first("I")
+    if forward and backward:
+      return forward, backward
+    return backward or forward or weight
+
+  costs = analyze.costs(2, overlap=1.5)
+  table = schedules.custom(rule, devices=(0, 1), microbatches=4, costs=costs)
+  assert "&" in table_lib.to_text(table)
+  assert set(table.action) == {"F", "I", "W"}
+  check(table)
+
+
+def test_a_rule_may_take_the_last_that_came():
+  def rule(device, state):
+    if state.backward[device]:
+      return "B", device, state.backward[device][-1]
+    if state.forward[device]:
+      return "F", device, state.forward[device][-1]
+    return None
+
+  table = schedules.custom(
+    rule,
+    devices=(0, 1),
+    microbatches=3,
+    costs=analyze.costs(2, backward=1.0),
+  )
+  picture = """
+    0 | F2 F1 F0 B2 .  B0 .  B1
+    1 | .  F2 B2 F0 B0 F1 B1 .
+  """
+  assert text(table) == lines(picture)
+  check(table)
+
+
+def test_a_rule_on_replicas():
+  def rule(device, state):
+    del device
+    return state.first("B") or state.first("F")
+
+  table = schedules.custom(
+    rule, devices=((0, 1), 2), microbatches=6, every=2, flush=True
+  )
+  assert table.places() == [[0, 1], [2]]
+  first = table.stage == 0
+  np.testing.assert_array_equal(
+    table.device[first], table.microbatch[first] % 2
+  )
+  check(table)
+
+
+@pytest.mark.parametrize(
+  "rule, words",
+  [
+    (lambda device, state: None, "no rule goes on, and 8 tasks are left"),
+    (
+      lambda device, state: ("B", device, 0),
+      r"device 0 does \('B', 0, 0\) at 0, which is not ready",
+    ),
+    (
+      lambda device, state: state.first("F") or ("F", 5, 0),
+      r"device 1 does \('F', 5, 0\) at 0",
+    ),
+    (lambda device, state: ("K", -1, -1), "own actions never end"),
+    (lambda device, state: state.first("F"), r"0 \| F0 F1 \.\n1 \| \.  F0 F1"),
+  ],
+)
+def test_rules_that_cannot_be_obeyed(rule, words):
+  with pytest.raises(table_lib.ScheduleError, match=words):
+    schedules.custom(rule, devices=(0, 1), microbatches=2)
+
+
+def test_own_actions_take_time():
+  costs = analyze.costs(1)
+  with pytest.raises(ValueError, match=r"how long 'K' takes, .* own=.'K': 1."):
+    schedules.custom(
+      lambda device, state: ("K", -1, -1),
+      devices=[0],
+      microbatches=1,
+      costs=costs,
+    )
+
+
+def test_fill_puts_own_actions_into_idle_slots():
+  table = schedules.one_f_one_b(2, 2)
+  filled = schedules.fill(table, {0: ["K", "L"], 1: ["K"]})
+  picture = """
+    0 | F0 F1 K  B0 L  B1
+    1 | K  F0 B0 F1 B1 .
+  """
+  assert text(filled) == lines(picture)
+  check(filled)
+  kept = np.isin(filled.action, table_lib.KNOWN)
+  for column, other in zip(filled[1:6], table[1:6], strict=True):
+    np.testing.assert_array_equal(column[kept], other)
+  assert text(schedules.fill(table, {})) == text(table)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+  "name, options, words",
+  [
+    ("gpipe", {"stages": 0, "microbatches": 1}, "stages must be a positive"),
+    ("gpipe", {"stages": 2, "microbatches": 1.5}, "microbatches must be .*1.5"),
+    ("one_f_one_b", {"stages": True, "microbatches": 1}, "stages .*True"),
+    (
+      "one_f_one_b",
+      {"stages": 2, "microbatches": 2, "batches": 0},
+      "batches must be",
+    ),
+    (
+      "interleaved",
+      {"devices": 2, "chunks": 2, "microbatches": 4, "group": 0},
+      "group must be",
+    ),
+    (
+      "breadth_first",
+      {"devices": 2, "chunks": 0, "microbatches": 4},
+      "chunks must be",
+    ),
+    ("chimera", {"stages": 3, "microbatches": 4}, "even.*not 3; use 4"),
+    ("dualpipe", {"stages": 5, "microbatches": 20}, "even.*not 5; use 6"),
+    ("dualpipe", {"stages": 4, "microbatches": 9}, "even.*not 9; use 10"),
+    ("dualpipe", {"stages": 4, "microbatches": 6}, "needs 8 .* not 6; use"),
+    ("dualpipe_v", {"devices": 4, "microbatches": 7}, "needs 8 .* not 7; use"),
+    ("zb_h1", {"stages": 0, "microbatches": 3}, "stages must be"),
+    ("zb_v", {"devices": 2, "microbatches": 0}, "microbatches must be"),
+    (
+      "zb_h2",
+      {"stages": 3, "microbatches": 3, "costs": analyze.costs(2)},
+      "costs are of 2 stages, and there are 3",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1, 0], "microbatches": 3, "max_activations": 1},
+      "device 0 has 2 stages .*max_activations=1; it needs 2",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 3, "max_activations": (1, 2, 3)},
+      "one number, or 2",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, (1, 2)], "microbatches": 3, "max_activations": 3},
+      "no replicas",
+    ),
+    (
+      "pipedream",
+      {"stages": 2, "microbatches": 3, "replicas": (1,)},
+      "replicas must be 2 numbers",
+    ),
+    (
+      "pipedream",
+      {"stages": 2, "microbatches": 3, "replicas": (1, 0)},
+      "replicas must be a positive",
+    ),
+    (
+      "pipedream",
+      {"stages": 2, "microbatches": 3, "replicas": 2},
+      "replicas must be 2 numbers, one for each stage, not 2",
+    ),
+    (
+      "ftpipe",
+      {"devices": [0, 1], "microbatches": 2, "stage_depth": 1},
+      "stage_depth must be 2 whole numbers .* not 1",
+    ),
+    ("ftpipe", {"devices": "01", "microbatches": 2}, "devices must be .* '01'"),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 2, "max_activations": 2.5},
+      "max_activations must be one number, or 2, .* not 2.5",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 1.5, "max_activations": 2},
+      "microbatches must be a positive whole number, not 1.5",
+    ),
+    (
+      "gpipe",
+      {"stages": 2, "microbatches": 3, "reverse": "false"},
+      "reverse must be True or False, not 'false'",
+    ),
+    (
+      "custom",
+      {"rule": alternate(1), "devices": [0], "microbatches": 3, "flush": "no"},
+      "flush must be True or False, not 'no'",
+    ),
+    (
+      "gpipe",
+      {"stages": 10**20, "microbatches": 3},
+      "gpipe would have 300,000.* forwards .* misprint",
+    ),
+    (
+      "zero_bubble",
+      {"devices": [0, 1], "microbatches": 10**7, "max_activations": 2},
+      "would have 20,000,000 forwards",
+    ),
+    (
+      "pipedream",
+      {"stages": 2, "microbatches": 3, "replicas": (1, 4)},
+      "3 microbatches leave some of 4 replicas without work; use 4 at least",
+    ),
+    (
+      "pipedream",
+      {"stages": 2, "microbatches": 5, "every": 2},
+      "5 microbatches are not a whole number of updates of 2; use 4 or 6",
+    ),
+    (
+      "pipedream_2bw",
+      {"stages": 4, "microbatches": 9, "every": 3},
+      "at least 4 .* not every=3",
+    ),
+    ("pipedream_2bw", {"stages": 4, "microbatches": 2}, "use 4$"),
+    ("stale", {"stages": 2, "microbatches": 2, "every": 0}, "every must be"),
+    ("ftpipe", {"devices": [0, 2], "microbatches": 2}, r"all from 0, .*\[0, 2"),
+    ("ftpipe", {"devices": [], "microbatches": 2}, "name all from 0"),
+    ("ftpipe", {"devices": 3, "microbatches": 2}, "devices must be"),
+    ("ftpipe", {"devices": [(0, 1)], "microbatches": 2}, "no replicas"),
+    (
+      "ftpipe",
+      {"devices": [0, 1], "microbatches": 2, "stage_depth": (1, -1)},
+      "stage_depth must be 2 whole numbers",
+    ),
+    (
+      "ftpipe",
+      {"devices": [0, 1], "microbatches": 2, "supremum": 0},
+      "supremum must be",
+    ),
+    (
+      "custom",
+      {"rule": alternate(1), "devices": [0], "microbatches": 3, "every": 2},
+      "use 2 or 4",
+    ),
+    ("gpip", {}, "unknown schedule 'gpip'; did you mean 'gpipe'"),
+    (
+      "zb_h1",
+      {"stages": 2, "microbatches": 2, "cost": None},
+      "takes no argument 'cost'; did you mean 'costs'",
+    ),
+    ("gpipe", {"stages": 2}, "needs the argument 'microbatches'"),
+  ],
+)
+def test_refusals_show_the_value_and_the_remedy(name, options, words):
+  with pytest.raises(ValueError, match=words):
+    schedules.build(name, **options)
+
+
+@pytest.mark.parametrize(
+  "actions, words",
+  [
+    ({2: ["K"]}, "no device 2; they are 0 to 1"),
+    ({0: ["K"] * 3}, "2 idle slots for 3 actions; leave out 1"),
+    ({0: ["F"]}, "'F' is not an own action"),
+  ],
+)
+def test_fill_refuses(actions, words):
+  with pytest.raises(ValueError, match=words):
+    schedules.fill(schedules.one_f_one_b(2, 2), actions)
+
+
+def test_every_schedule_builds_by_its_name():
+  options = {
+    "stages": 4,
+    "devices": 4,
+    "chunks": 2,
+    "microbatches": 8,
+    "max_activations": 4,
+    "rule": alternate(4),
+  }
+  for name, maker in schedules.SCHEDULES.items():
+    names = maker.__code__.co_varnames[: maker.__code__.co_argcount]
+    given_ = {key: options[key] for key in names}
+    if name in ("zero_bubble", "ftpipe", "custom"):
+      given_ |= {"devices": range(4), "microbatches": 8}
+    if name in ("zero_bubble", "custom"):
+      key = "max_activations" if name == "zero_bubble" else "rule"
+      given_[key] = options[key]
+    table = schedules.build(name, **given_)
+    assert table.name == name
+    assert table.microbatches == 8

@@ -1,0 +1,96 @@
+"""Small experiments of pipelines, for tests of plans and of the engine.
+
+A test imports it with `import pipeline_experiments`; see `pythonpath` in
+pyproject.toml.
+"""
+
+import io
+
+import jax
+import numpy as np
+
+from asgd import experiment
+from asgd.experiment import loop, schema
+from asgd.experiment.engines import Context
+from asgd.experiment.progress import ProgressBar
+from pipeline.engine import PIPELINE
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+STAGES, MICROBATCHES, UPDATES = 4, 8, 2
+CASES = {
+  "stash": {"schedule": "pipedream", "recipe": "gap_aware"},
+  "recomputing": {"schedule": "stale", "recompute": True, "momentum": 0.9},
+  "predicted": {
+    "schedule": "pipedream_2bw",
+    "every": 4,
+    "predict": True,
+    "momentum": 0.9,
+  },
+  "synchronous": {"schedule": "zb_v", "recipe": "dana_slim"},
+  "replicas": {
+    "schedule": "pipedream",
+    "replicas": (1, 1, 1, 2),
+    "recipe": "dana_zero",
+  },
+}
+
+
+def small(**runs):
+  """Returns a config of 16 microbatches: two updates that flush."""
+  return {
+    "data": {"name": "digits"},
+    "model": {"name": "mlp", "hidden": (8, 8, 8)},
+    "engine": "pipeline",
+    "pipeline": {"stages": STAGES, "microbatches": MICROBATCHES},
+    "batch_size": 4,
+    "examples": 4 * MICROBATCHES * UPDATES,
+    "learning_rate": 0.0125,
+    "evaluations": 2,
+    "evaluation_examples": 50,
+    "curvature_checks": 0,
+    "runs": runs or {"x": {"schedule": "gpipe"}},
+  }
+
+
+def build(overrides=(), config=None, **options):
+  """Builds an experiment, its config overridden as by a command line."""
+  config = schema.override(config or small(), dict(overrides), ENGINES)
+  return experiment.build(config, engines=ENGINES, **options)
+
+
+def cell_of(exp, label):
+  """Returns the first cell of a run."""
+  return next(cell for cell in exp.cells if cell.label == label)
+
+
+def plan_of(exp, label="x"):
+  """Returns the plan of a run."""
+  return exp.plan(cell_of(exp, label))
+
+
+def train(exp, folder, labels=None, **options):
+  """Trains all cells, or those of some runs; returns their results."""
+  bar = ProgressBar(
+    1,
+    stream=io.StringIO(),
+    describe=lambda engine, row: ENGINES[engine].describe(row),
+  )
+  options.setdefault("bar", bar)
+  return [
+    loop.train(exp, cell, folder, **options)
+    for cell in exp.cells
+    if labels is None or cell.label in labels
+  ]
+
+
+def start(exp, label, *, machine, restore=lambda rebuild: None):
+  """Starts the engine of a cell without the loop and the folder."""
+  cell = cell_of(exp, label)
+  plan, place = exp.plan(cell), None
+  context = Context(exp, cell, plan, place, None, restore, [], machine)
+  return exp.kind(cell).start(context)
+
+
+def leaves(params):
+  """Returns the arrays of a tree, on the host."""
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]

@@ -1,0 +1,28 @@
+"""Tables that tests of the pipeline share, made without `pipeline.schedules`.
+
+A test imports it with `import pipeline_kit`; see `pythonpath` in
+pyproject.toml.
+"""
+
+from pipeline import table as table_lib
+
+
+def one_f_one_b(stages, microbatches, *, every=None, flush=True, backward="B"):
+  """Returns 1F1B; `backward` is "B" or "IW"."""
+  orders = []
+  for stage in range(stages):
+    depth = min(stages - 1 - stage, microbatches)
+    order = [("F", stage, m) for m in range(depth)]
+    for m in range(microbatches):
+      if depth + m < microbatches:
+        order.append(("F", stage, depth + m))
+      order += [(action, stage, m) for action in backward]
+    orders.append(order)
+  every = every or microbatches
+  return table_lib.lay_out("1f1b", orders, every=every, flush=flush)
+
+
+def table(*lines, every=2, flush=False):
+  """Reads a table that is drawn line by line."""
+  head = f"# t; every {every}" + ("; flush" if flush else "")
+  return table_lib.from_text("\n".join([head, *lines]))
