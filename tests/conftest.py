@@ -1,8 +1,17 @@
 """What all tests share: eight CPU devices, as a pipeline's tests need several
-and JAX makes them once in a process."""
+and JAX makes them once in a process, and a folder of compiled programs."""
 
-import jax
-import pytest
+import os
+from pathlib import Path
+
+# Processes, those that tests start among them, compile a program once.
+_COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax  # noqa: E402  reads the environment
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 

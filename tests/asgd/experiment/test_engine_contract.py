@@ -189,7 +189,8 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   assert line.endswith("; run the same command again to go on")
   place = place_of(exp, tmp_path)
   assert not (place / "result.json").exists()
-  assert any(p.name.isdigit() for p in (place / "checkpoints").iterdir())
+  if engine not in LIVE:  # whose messages are in journals, not in checkpoints
+    assert any(p.name.isdigit() for p in (place / "checkpoints").iterdir())
   again = build(engine)
   train(again, tmp_path, machine)
   assert_same(engine, tmp_path, again, undisturbed)

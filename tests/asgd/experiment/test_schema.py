@@ -427,7 +427,7 @@ MISTAKES = {
     {"model": {"name": "mlp", "hidden": (10**12,)}},
     "parameters; use at most",
   ),
-  "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "finite"),
+  "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "not inf$"),
   "misfit": ({"model": {"name": "cnn", "features": (8, 8, 8, 8)}}, "8"),
   "rate": (
     {"runs": {"a": {"recipe": "asgd", "learning_rate": -1}}},
@@ -467,7 +467,7 @@ MISTAKES = {
   ),
   "depth": (
     {"order": {"name": "asynchronous", "depth": 10**20}},
-    "^config.order.depth must be a whole number from 1 to 1000, not 1000",
+    "^config.order.depth must be at most 1000, not 100000000000000000000$",
   ),
   "bound list": (
     {"order": {**STALE, "bound": [1]}},
@@ -479,7 +479,7 @@ MISTAKES = {
   ),
   "backup all": (
     {"order": {"name": "backup_workers", "backup": 8}},
-    "^config.order.backup must be a whole number from 0 to 7",
+    "^config.order.backup must be at most 7, of 8 workers, not 8$",
   ),
   "never fetches": (
     {"order": {"name": "asynchronous", "fetch_every": 10**20}},
