@@ -9,7 +9,7 @@ _COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# A process that is killed as it writes leaves half an entry: JAX compiles again.
+# A process that is killed as it writes leaves half an entry.
 _HALF = "Error reading persistent compilation cache entry"
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_HALF}")
 
