@@ -45,20 +45,16 @@ class Saved(NamedTuple):
         f"it is of another model, algorithm or schedule ({', '.join(strange)})"
       )
     for name, leaf in names.items():
-      shape = np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape
-      if leaf is not ANY and tuple(shape) != self.arrays[name].shape:
+      shape = self.arrays[name].shape
+      if leaf is not ANY and np.shape(leaf) != shape:
         raise ValueError(
-          f"{name} has shape {self.arrays[name].shape} where"
-          f" {tuple(shape)} is wanted: it is of another model"
+          f"{name} has shape {shape} where {np.shape(leaf)} is wanted: it is of"
+          " another model"
         )
     return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
 
 
-class _Any:
-  """A leaf of a template that may have any shape."""
-
-
-ANY = _Any()
+ANY = object()  # a leaf of a template that may have any shape
 
 
 def any_shapes(tree: Any) -> Any:
@@ -75,7 +71,7 @@ def _names(tree):
   return names, structure
 
 
-def _brief(error: Exception) -> str:
+def _brief(error):
   """An exception's type and the beginning of its text, on one line."""
   text = " ".join(str(error).split())
   return f"{type(error).__name__}: {text[:200]}"
@@ -85,10 +81,10 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path, *, keep: int = 2):
-    """Opens the folder, making it if it is not there.
+    """Opens a folder for these checkpoints alone, making it if need be.
 
     Args:
-      folder: for these checkpoints alone.
+      folder: that they are in.
       keep: how many are kept.
     """
     alone = {}
@@ -118,27 +114,25 @@ class Checkpoints:
     """
     if step == self._manager.latest_step():
       return  # restored from, or saved at, this very step
-    arrays = {
-      name: np.asarray(leaf)
-      for name, leaf in _names(jax.device_get(tree))[0].items()
-    }
-    # Orbax takes no array without elements, such as a shard may have.
-    empty = {name: x for name, x in arrays.items() if not x.size}
+    names, _ = _names(jax.device_get(tree))
+    arrays = list(map(np.asarray, names.values()))
     meta = {
       "notes": notes,
-      "names": list(arrays),  # slashes and dots mean something to orbax
-      "digest": storage.digest(list(arrays.values())),
-      "empty": {n: [x.dtype.str, x.shape] for n, x in empty.items()},
+      "names": list(names),  # slashes and dots mean something to orbax
+      "digest": storage.digest(arrays),
+      # Orbax takes no array without elements, such as a shard may have.
+      "empty": {
+        name: [x.dtype.str, x.shape]
+        for name, x in zip(names, arrays, strict=True)
+        if not x.size
+      },
     }
-    full = {f"{i:05d}": x for i, x in enumerate(arrays.values()) if x.size}
+    full = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
+    content = ocp.args.Composite(
+      arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
+    )
     try:
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
-        ),
-        force=True,
-      )
+      self._manager.save(step, args=content, force=True)
     except Exception as error:  # a full disk makes orbax raise anything
       raise ValueError(
         f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
@@ -159,23 +153,22 @@ class Checkpoints:
         aside = self._folder.parent / f"damaged-{step}"
         while aside.exists():
           aside = aside.with_name(aside.name + "-again")
-        (self._folder / str(step)).rename(aside)
+        place = self._folder / str(step)
+        place.rename(aside)
         self._manager.reload()
         print(
-          f"warning: checkpoint {self._folder / str(step)} is damaged and is"
-          f" not used ({_brief(error)}); it is kept as"
-          f" {aside}. Using the one before it, or starting again",
+          f"warning: checkpoint {place} is damaged and is not used"
+          f" ({_brief(error)}); it is kept as {aside}. Using the one before it,"
+          " or starting again",
           file=sys.stderr,
         )
     return None
 
   def _read(self, step) -> Saved:
-    saved = self._manager.restore(
-      step,
-      args=ocp.args.Composite(
-        arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
-      ),
+    content = ocp.args.Composite(
+      arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
     )
+    saved = self._manager.restore(step, args=content)
     meta, arrays = saved["meta"], {}
     for i, name in enumerate(meta["names"]):
       if name in meta["empty"]:

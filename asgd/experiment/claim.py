@@ -1,15 +1,14 @@
-"""Who runs a cell live, and in which memory.
+"""The memory of a live cell, and the process that has it.
 
 While a cell runs, and after it was stopped or killed, running.json in its
 folder names its memory: a folder asgd-UID-HASH of its own, in /dev/shm or where
---memory_dir says, for nobody but its owner. owner.json in there names the
+--memory_dir says, which other users cannot read. owner.json in there names the
 cell's folder in turn, and both hold the same token. So a results folder that
 was copied does not take the memory of the original, one that was moved does,
 and a file that was changed cannot name a folder that is none of a run: it would
 be removed in the end. A lock in the memory keeps a second process out.
 """
 
-import contextlib
 import hashlib
 import os
 import re
@@ -26,12 +25,10 @@ from asgd.live import processes
 RUNNING = "running.json"  # in a cell's folder
 _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
+# Paths in a memory: folders end with a slash.
 _HELD = re.compile(
   r"owner\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
-)
-_SHARD = re.compile(r"shard-\d+")
-_HELD_OF_SHARD = re.compile(
-  r"params|messages|snapshots|snapshot\.json|snapshot\.tmp|lock"
+  r"|shard-\d+/(params|messages|snapshots|snapshot\.json|snapshot\.tmp|lock)?"
 )
 _SECONDS = 10.0  # to wait for the process before to end
 
@@ -55,14 +52,16 @@ def _strange(folder: Path) -> str | None:
   if not stat.S_ISDIR(found.st_mode) or not mine:
     return "it is no folder of this user's"
   for path in folder.iterdir():
-    with contextlib.suppress(FileNotFoundError):  # it was there a moment ago
-      of_shard = stat.S_ISDIR(path.lstat().st_mode)
-      known = _SHARD if of_shard else _HELD
-      if not known.fullmatch(path.name):
-        return f"it holds {path.name}, which no run writes"
-      for inner in path.iterdir() if of_shard else ():
-        if not _HELD_OF_SHARD.fullmatch(inner.name):
-          return f"it holds {path.name}/{inner.name}, which no run writes"
+    names = [path.name]
+    try:
+      if stat.S_ISDIR(path.lstat().st_mode):
+        inner = sorted(path.iterdir())
+        names = [f"{path.name}/", *(f"{path.name}/{p.name}" for p in inner)]
+    except FileNotFoundError:  # it was there a moment ago
+      continue
+    for name in names:
+      if not _HELD.fullmatch(name):
+        return f"it holds {name.rstrip('/')}, which no run writes"
   return None
 
 
@@ -84,42 +83,33 @@ def read(cell_folder: Path) -> Running | None:
       " command then goes on from what is there, the last checkpoint at least"
     )
 
-  held = storage.read_json(path) or {}
-  driver, memory = held.get("driver"), held.get("memory")
-  token, replaced = held.get("token", ""), held.get("replaced", {})
+  written = storage.read_json(path) or {}
+  driver, memory = written.get("driver"), written.get("memory")
+  token, counts = written.get("token", ""), written.get("replaced", {})
   if not isinstance(driver, int) or not isinstance(memory, str):
     raise wrong("it names no driver and no memory")
-  if (
-    not isinstance(token, str)
-    or not isinstance(replaced, dict)
-    or not all(isinstance(count, int) for count in replaced.values())
-  ):
+  counted = isinstance(counts, dict) and {*map(type, counts.values())} <= {int}
+  if not isinstance(token, str) or not counted:
     raise wrong("it has no token, or no counts")
   memory = Path(memory)
   why = _strange(memory) if os.path.lexists(memory) else None
   if why:
     raise wrong(f"{memory} is not the memory of a run: {why}")
-  return Running(driver, memory, token, replaced)
-
-
-def folder_name(cell_folder: Path) -> str:
-  """The name of a cell's memory: short, and its own."""
-  of_cell = str(cell_folder.resolve()).encode()
-  return f"asgd-{os.getuid()}-{hashlib.sha256(of_cell).hexdigest()[:12]}"
+  return Running(driver, memory, token, counts)
 
 
 def _owner(memory: Path) -> tuple[str, str]:
   """Returns (cell's folder, token) that a memory was made for."""
-  held = storage.read_json(memory / _OWNER) or {}
-  return str(held.get("cell", "")), str(held.get("token", ""))
+  owner = storage.read_json(memory / _OWNER) or {}
+  return str(owner.get("cell", "")), str(owner.get("token", ""))
 
 
-def _is_of(memory: Path, held: Running | None, cell: Path) -> bool:
+def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
   """Whether a memory was made for a cell, which may have been moved since."""
   made_for, token = _owner(memory)
-  if held is None:
+  if running is None:
     return made_for == str(cell)
-  if not token or token != held.token:
+  if not token or token != running.token:
     return False
   return made_for == str(cell) or not (Path(made_for) / RUNNING).exists()
 
@@ -128,7 +118,7 @@ class Claim:
   """The memory of a cell, taken by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):
-    """Takes it, or makes it.
+    """Takes the memory of a cell, or makes it.
 
     Args:
       cell_folder: of the cell.
@@ -139,28 +129,30 @@ class Claim:
       ValueError: if it is in use, or is not the memory of a run.
     """
     self._folder, cell = cell_folder, cell_folder.resolve()
-    held = read(cell_folder) if resume else None
-    self.memory = Path(memory_dir).resolve() / folder_name(cell_folder)
-    if held and held.memory.is_dir() and _is_of(held.memory, held, cell):
-      self.memory = held.memory
-    self.replaced = dict(held.replaced) if held else {}
-    if os.path.lexists(self.memory):
-      why = _strange(self.memory)
-      if why:
-        raise ValueError(
-          f"{self.memory} is to be the memory of the run, and {why}: remove it,"
-          " or use another folder (--memory_dir)"
-        )
+    running = read(cell_folder) if resume else None
+    number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
+    self.memory = Path(memory_dir).resolve() / f"asgd-{os.getuid()}-{number}"
+    self.replaced = {}
+    if running is not None:
+      self.replaced = dict(running.replaced)
+      if running.memory.is_dir() and _is_of(running.memory, running, cell):
+        self.memory = running.memory
+    why = _strange(self.memory) if os.path.lexists(self.memory) else None
+    if why:
+      raise ValueError(
+        f"{self.memory} is to be the memory of the run, and {why}: remove it,"
+        " or use another folder (--memory_dir)"
+      )
     self.memory.mkdir(parents=True, exist_ok=True, mode=0o700)
     self._lock = processes.lock(self.memory / _LOCK, _SECONDS)
-    self.kept = resume and _is_of(self.memory, held, cell)
+    self.kept = resume and _is_of(self.memory, running, cell)
     if not self.kept:
-      self.clear()
+      self._clear()
     self._token = _owner(self.memory)[1] or uuid.uuid4().hex
     owner = storage.to_json({"cell": str(cell), "token": self._token})
     storage.write_atomically(self.memory / _OWNER, owner)
 
-  def clear(self) -> None:
+  def _clear(self):
     """Ends what is left of an earlier run, and removes what it wrote."""
     processes.end_all(self.memory)
     for path in self.memory.iterdir():
@@ -171,13 +163,9 @@ class Claim:
 
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""
-    running = dict(
-      driver=os.getpid(),
-      memory=str(self.memory),
-      token=self._token,
-      replaced=dict(replaced),
-    )
-    storage.write_atomically(self._folder / RUNNING, storage.to_json(running))
+    fields = os.getpid(), str(self.memory), self._token, dict(replaced)
+    text = storage.to_json(Running(*fields)._asdict())
+    storage.write_atomically(self._folder / RUNNING, text)
 
   def remove(self) -> None:
     """Removes the memory: nothing can be resumed from it any more."""
@@ -195,10 +183,11 @@ def forget(cell_folder: Path) -> None:
   Raises:
     ValueError: as `read`.
   """
-  held = read(cell_folder)
-  if held is None:
+  running, cell = read(cell_folder), cell_folder.resolve()
+  if running is None:
     return
-  if held.memory.is_dir() and _is_of(held.memory, held, cell_folder.resolve()):
-    processes.end_all(held.memory)
-    shutil.rmtree(held.memory, ignore_errors=True)
+  memory = running.memory
+  if memory.is_dir() and _is_of(memory, running, cell):
+    processes.end_all(memory)
+    shutil.rmtree(memory, ignore_errors=True)
   (cell_folder / RUNNING).unlink(missing_ok=True)

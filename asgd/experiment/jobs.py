@@ -3,21 +3,22 @@
 Cells are independent: what a cell computes is a function of the config and its
 seed. So they can be trained by several processes of this machine, as tasks of a
 Ray cluster, or in shares by commands on several machines with one results
-folder, and come to the same bits. Cells of engines whose seconds are a result
-(live runs, pipelines, meshes) are trained one at a time, after the others.
+folder, and come to the same bits. Where seconds are a result (live runs,
+pipelines, meshes), cells are trained one at a time, after the others.
 """
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 
@@ -67,7 +68,7 @@ def train_all(
   """Trains the cells that are not finished.
 
   Args:
-    experiment: whose cells they are.
+    experiment: that the cells are of.
     workdir: its folder; None where another process has it.
     bar: told how far it is.
     machine: what engines run on.
@@ -83,29 +84,33 @@ def train_all(
   waiting = []
   for cell in share.of(experiment.cells):
     place = workdir and workdir / "cells" / cell.name
-    result = processes.share(place and folder.finished_result(place))
-    if result is not None:
-      if place is not None:
-        experiment.kind(cell).clean(place)
-      bar.skip(experiment.plan(cell).messages)
-    else:
+    if processes.share(place and folder.finished_result(place)) is None:
       waiting.append(cell)
+      continue
+    if place is not None:
+      experiment.kind(cell).clean(place)
+    bar.skip(experiment.plan(cell).messages)
   together = [cell for cell in waiting if not experiment.kind(cell).timed]
-  groups = cells_lib.groups(together)
+  # The longest first, so that processes end together.
+  groups = sorted(
+    cells_lib.groups(together),
+    key=lambda group: -len(group) * experiment.plan(group[0]).messages,
+  )
   count = len(groups) if jobs == "ray" else min(jobs, len(groups))
   if count > 1 or (jobs == "ray" and count):
-    spec = _Spec(_config_of(experiment, together), data_dir, str(workdir))
-    run = _on_ray if jobs == "ray" else _in_processes
-    run(spec, groups, count, experiment, bar, machine, signals)
+    spec = _spec(experiment, together, data_dir, workdir)
+    if jobs == "ray":
+      dataset = machine.share(experiment.dataset)
+      ends = _on_ray(spec, groups, dataset, bar, signals)
+    else:
+      ends = _in_processes(spec, groups, count, bar, signals)
+    _conclude(ends, signals)
     waiting = [cell for cell in waiting if cell not in set(together)]
   in_use = []
   for number, cell in enumerate(waiting):
     try:
       loop.train(
-        *(experiment, cell, workdir),
-        bar=bar,
-        machine=machine,
-        signals=signals,
+        experiment, cell, workdir, bar=bar, machine=machine, signals=signals
       )
     except folder.CellInUse as error:
       in_use.append(error)
@@ -120,79 +125,47 @@ def train_all(
 
 # Several processes.
 
+_TOLD = ("skip", "update", "line", "finish")  # methods of a bar
+_ENDS = ("crash", "error", "stopped")  # of a process, the worst first
+
 
 class _Spec(NamedTuple):
   """What another process needs to train cells."""
 
   config: dict[str, Any]  # of runs that are not timed, resolved
+  engines: list[str]
   data_dir: str | None
-  workdir: str
+  workdir: Path
 
 
-def _config_of(experiment, cells) -> dict[str, Any]:
-  """The config of some cells' runs, all simulated: plain data."""
+def _spec(experiment, cells, data_dir, workdir) -> _Spec:
   labels = list(dict.fromkeys(cell.label for cell in cells))
-  engines = {
-    experiment.runs[label].engine: experiment.engines[
-      experiment.runs[label].engine
-    ]
-    for label in labels
-  }
+  names = list(dict.fromkeys(experiment.runs[x].engine for x in labels))
+  engines = {name: experiment.engines[name] for name in names}
   config = cells_lib.sections_of(experiment.config, engines)
-  return {**config, "only": labels, "runs": experiment.config["runs"]}
-
-
-def _build(spec: _Spec) -> Experiment:
-  from asgd.experiment import ENGINES
-
-  config = dict(spec.config)
-  config["runs"] = {k: config["runs"][k] for k in config["only"]}
-  engines = {
-    name: kind
-    for name, kind in ENGINES.items()
-    if set(kind.sections) <= set(config)
-  }
-  config = cells_lib.sections_of(config, engines)
-  return cells_lib.build(config, engines=engines, data_dir=spec.data_dir)
-
-
-class _Teller:
-  """A bar whose lines another process shows."""
-
-  def __init__(self, put: Callable[[tuple], None]):
-    self._put = put
-
-  def skip(self, messages):
-    """Counts messages that an earlier run received."""
-    self._put(("skip", messages))
-
-  def update(self, cell, progress):
-    """Counts messages and shows what they were like."""
-    self._put(("update", cell, progress))
-
-  def line(self, text):
-    """Shows a line."""
-    self._put(("line", text))
-
-  def finish(self, cell, result):
-    """Shows what a cell came to."""
-    self._put(("finish", cell, result))
+  config["runs"] = {label: config["runs"][label] for label in labels}
+  return _Spec({**config, "only": labels}, names, data_dir, workdir)
 
 
 def _work(spec, groups, put, signals):
   """Trains groups of cells as they come, in another process."""
-  experiment, machine = None, Machine()
-  bar = _Teller(put)
+  from asgd.experiment import ENGINES
+
+  def telling(kind):
+    return lambda *arguments: put((kind, *arguments))
+
+  bar = types.SimpleNamespace(**{kind: telling(kind) for kind in _TOLD})
+  surroundings = {"bar": bar, "machine": Machine(), "signals": signals}
+  experiment = None
   try:
     for group in groups:
-      experiment = experiment or _build(spec)
+      experiment = experiment or cells_lib.build(
+        spec.config,
+        engines={name: ENGINES[name] for name in spec.engines},
+        data_dir=spec.data_dir,
+      )
       for cell in group:
-        loop.train(
-          *(experiment, Cell(*cell), Path(spec.workdir)),
-          bar=bar,
-          machine=machine,
-          signals=signals,
-        )
+        loop.train(experiment, Cell(*cell), spec.workdir, **surroundings)
         if signals.received:
           return
   except Stopped as stop:
@@ -227,30 +200,25 @@ def _child(spec, parent, stop):
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
-  def groups():
-    while True:
-      parent.send(("next",))
-      group = parent.recv()
-      if group is None:
-        return
-      yield group
+  def next_group():
+    parent.send(("next",))
+    return parent.recv()
 
   threading.Thread(target=end_with_parent, daemon=True).start()
-  _work(spec, groups(), parent.send, _Asked(stop))
+  _work(spec, iter(next_group, None), parent.send, _Asked(stop))
 
 
-def _in_processes(spec, groups, count, experiment, bar, machine, signals):
-  """Trains groups of cells in `count` processes of this machine."""
-  del machine
+def _in_processes(spec, groups, count, bar, signals):
+  """Trains groups of cells in `count` processes of this machine; returns how
+  these ended."""
   context = multiprocessing.get_context("spawn")
-  # The longest first, so that processes end together.
-  groups = sorted(
-    groups,
-    key=lambda group: -len(group) * experiment.plan(group[0]).messages,
-  )
   stop, children = context.Event(), {}
+  # Or spawned processes would import the command that started them.
+  main_module = mock.patch.multiple(
+    sys.modules["__main__"], create=True, __spec__=None, __file__=None
+  )
   try:
-    with _main_module_hidden():
+    with main_module:
       for _ in range(count):
         ours, theirs = context.Pipe()
         arguments = spec, theirs, stop
@@ -258,28 +226,11 @@ def _in_processes(spec, groups, count, experiment, bar, machine, signals):
         child.start()
         theirs.close()
         children[ours] = child
-    ends = _watch(children, groups, stop, bar, signals)
+    return _watch(children, groups, stop, bar, signals)
   finally:
     for child in children.values():
       if child.is_alive():
         child.kill()
-  _conclude(ends, signals)
-
-
-@contextlib.contextmanager
-def _main_module_hidden():
-  """Keeps spawned processes from importing the command that started them."""
-  main = sys.modules["__main__"]
-  spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-  main.__spec__ = None
-  if path is not None:
-    del main.__file__
-  try:
-    yield
-  finally:
-    main.__spec__ = spec
-    if path is not None:
-      main.__file__ = path
 
 
 def _watch(children, groups, stop, bar, signals):
@@ -292,7 +243,7 @@ def _watch(children, groups, stop, bar, signals):
       stop.set()
     for pipe in connection.wait(list(open_pipes), timeout=_LOOK):
       try:
-        kind, *rest = event = pipe.recv()
+        event = pipe.recv()
       except EOFError:  # it has ended
         open_pipes.remove(pipe)
         child = children[pipe]
@@ -302,41 +253,30 @@ def _watch(children, groups, stop, bar, signals):
           ends.append(("error", f"{why}; run the same command again to go on"))
           stop.set()
         continue
-      if kind == "next":
+      if event == ("next",):
         more = waiting and not stop.is_set()
         pipe.send([tuple(cell) for cell in waiting.pop(0)] if more else None)
-      elif kind in ("stopped", "error", "crash"):
+      elif _is_end(event, bar):
         ends.append(event)
         stop.set()
-      else:
-        getattr(bar, kind)(*rest)
   return ends
 
 
-def _conclude(ends, signals):
-  """Raises what the processes ended with, the worst first."""
-  for kind in ("crash", "error", "stopped"):
-    for end in ends:
-      if end[0] != kind:
-        continue
-      if kind == "crash":
-        raise RuntimeError(f"a process that trained cells failed:\n{end[1]}")
-      if kind == "error":
-        raise ValueError(end[1])
-      raise Stopped(end[1], signals.received or end[2])
-  if signals.received:
-    raise Stopped(
-      "stopped; run the same command again to go on", signals.received
-    )
+def _is_end(event, bar) -> bool:
+  """Whether a process ends by what it tells; anything else is shown."""
+  kind, *rest = event
+  if kind in _ENDS:
+    return True
+  getattr(bar, kind)(*rest)
+  return False
 
 
-def _on_ray(spec, groups, count, experiment, bar, machine, signals):
-  """Trains groups of cells as tasks of a Ray cluster, which sees the folder."""
-  del count
+def _on_ray(spec, groups, dataset, bar, signals):
+  """Trains groups of cells as tasks of a Ray cluster, which sees the folder;
+  returns how they ended."""
   import ray
 
-  reference = machine.share(experiment.dataset)
-  spec = spec._replace(workdir=os.path.abspath(spec.workdir))
+  spec = spec._replace(workdir=spec.workdir.absolute())
 
   @ray.remote(num_cpus=1)
   def task(spec, dataset, group):
@@ -346,18 +286,29 @@ def _on_ray(spec, groups, count, experiment, bar, machine, signals):
     return [event for event in events if event[0] != "update"]
 
   left = [
-    task.remote(spec, reference, [tuple(cell) for cell in group])
+    task.remote(spec, dataset, [tuple(cell) for cell in group])
     for group in groups
   ]
   ends = []
   while left and not signals.received:
     done, left = ray.wait(left, timeout=_LOOK)
     for finished in done:
-      for kind, *rest in ray.get(finished):
-        if kind in ("stopped", "error", "crash"):
-          ends.append((kind, *rest))
-        else:
-          getattr(bar, kind)(*rest)
+      ends += [event for event in ray.get(finished) if _is_end(event, bar)]
   for reference in left:
     ray.cancel(reference, force=True)
-  _conclude(ends, signals)
+  return ends
+
+
+def _conclude(ends, signals):
+  """Raises what the processes ended with, the worst first."""
+  worst = min(ends, key=lambda end: _ENDS.index(end[0]), default=None)
+  if worst is None and signals.received:
+    worst = "stopped", "stopped; run the same command again to go on", 0
+  if worst is None:
+    return
+  kind, text, *number = worst
+  if kind == "crash":
+    raise RuntimeError(f"a process that trained cells failed:\n{text}")
+  if kind == "error":
+    raise ValueError(text)
+  raise Stopped(text, signals.received or number[0])

@@ -7,7 +7,7 @@ Clocks decide when a checkpoint is written, never what happens next.
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,54 +59,49 @@ def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
   return bool(rose and ended > _GUESSING * np.log(classes))
 
 
-class Evaluations:
+class _Evaluations:
   """The evaluations of a cell: when they are due, and what came of them."""
 
-  def __init__(
-    self, experiment: Experiment, cell: Cell, sharpness: Callable[[Any], float]
-  ):
-    """Starts with none.
-
-    Args:
-      experiment: that the cell is of.
-      cell: which one.
-      sharpness: from `diagnosis.make_sharpness`.
-    """
+  def __init__(self, experiment: Experiment, cell: Cell):
+    """Starts with none."""
     self._experiment, self._cell = experiment, cell
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
-    self._sharpness = sharpness
+    self._sharpness = diagnosis.make_sharpness(
+      self._problem.loss, self._problem.probe
+    )
     self.rows: list[dict[str, Any]] = []
-    self.due: list[int] = []
-    self._checks: set[int] = set()
+    self.diverged = False  # something was not finite
+    self._due: list[int] = []
+    self._checks: set[int] = set()  # those with the sharpness
 
-  def start(self, engine: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Says when evaluations are due, and which were made before."""
+  def start(self, engine: Any) -> None:
+    """Says when evaluations are due."""
     config = self._experiment.config
-    self.due = due(config["evaluations"], engine.total, engine.quantum)
-    count = len(self.due)
+    self._due = due(config["evaluations"], engine.total, engine.quantum)
+    count = len(self._due)
     at = np.linspace(0, count - 1, min(config["curvature_checks"], count))
-    self._checks = {self.due[round(i)] for i in at}
-    self.rows = [dict(row) for row in rows]
+    self._checks = {self._due[round(i)] for i in at}
 
   @property
   def next(self) -> int | None:
     """The message after which the next evaluation is due."""
     made = len(self.rows)
-    return self.due[made] if made < len(self.due) else None
+    return self._due[made] if made < len(self._due) else None
 
-  def evaluate(self, engine: Any, *, diverged: bool) -> dict[str, Any]:
-    """Evaluates the engine's parameters; returns the row.
+  def is_finished(self, engine: Any) -> bool:
+    """Whether the last evaluation was made, or one after a NaN."""
+    if self.diverged:
+      return bool(self.rows) and self.rows[-1]["message"] >= engine.done
+    return self.next is None
 
-    Args:
-      engine: at the message that is due.
-      diverged: whether something was not finite.
-    """
+  def evaluate(self, engine: Any) -> dict[str, Any]:
+    """Evaluates the parameters of an engine, at the message that is due;
+    returns the row."""
     snapshot = engine.snapshot()
-    plan, batch = self._plan, self._run.config["batch_size"]
-    rate = plan.schedule
+    rate = self._plan.schedule
     rate = rate(snapshot.update) if callable(rate) else rate
-    batches = snapshot.message * plan.batches
+    batches = snapshot.message * self._plan.batches
     start = self.rows[-1]["message"] if self.rows else 0
     row = {
       "cell": self._cell.name,
@@ -117,50 +112,36 @@ class Evaluations:
       "message": snapshot.message,
       "update": snapshot.update,
       "epoch": batches / self._problem.batches_per_epoch,
-      "examples": batches * batch,
+      "examples": batches * self._run.config["batch_size"],
       **snapshot.clock,
       "learning_rate": float(rate),
       **engine.summary(start, snapshot.message),
       "test_loss": float("nan"),
       "test_accuracy": float("nan"),
-      "diverged": diverged,
+      "diverged": self.diverged,
     }
     if jax.process_index() == 0:
-      self._measure(row, snapshot, self.next)
+      evaluation = self._problem.evaluate(snapshot.params)
+      row["test_loss"] = evaluation.loss
+      row["test_accuracy"] = evaluation.accuracy
+      if storage.is_finite(evaluation.measure):  # of tasks that have one
+        row["test_measure"] = evaluation.measure
+      if self.next in self._checks:
+        row["sharpness"] = self._sharpness(snapshot.params)
+        row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
     self.rows.append(row)
     return row
 
-  def _measure(self, row, snapshot, planned):
-    """Adds what is measured of the parameters."""
-    evaluation = self._problem.evaluate(snapshot.params)
-    row["test_loss"] = evaluation.loss
-    row["test_accuracy"] = evaluation.accuracy
-    if storage.is_finite(evaluation.measure):  # of tasks that have one
-      row["test_measure"] = evaluation.measure
-    if planned in self._checks:
-      row["sharpness"] = self._sharpness(snapshot.params)
-      row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
-
-  def result(
-    self, engine: Any, params: Any, *, diverged: bool
-  ) -> dict[str, Any]:
-    """Returns the row of results.
-
-    Args:
-      engine: at its end.
-      params: that it ended with.
-      diverged: whether something was not finite.
-    """
+  def result(self, engine: Any, params: Any) -> dict[str, Any]:
+    """Returns the row of results of an engine at its end."""
     cell, last, plan = self._cell, self.rows[-1], self._plan
-    loss = engine.records().loss
-    products = sorted(
-      filter(
-        storage.is_finite, (row.get("rate_x_sharpness") for row in self.rows)
-      ),
-      reverse=True,
-    ) or [float("nan")]
+    products = [row.get("rate_x_sharpness") for row in self.rows]
+    products = sorted(filter(storage.is_finite, products), reverse=True)
+    products = products[:2] or [float("nan")]
+    loss, few = engine.records().loss, max(cell.workers, engine.quantum)
     classes = self._experiment.dataset.classes
-    few = max(cell.workers, engine.quantum)
+    of_last = ("examples", "epoch", "test_accuracy", "test_loss")
+    of_last += ("test_measure",) if "test_measure" in last else ()
     return {
       "cell": cell.name,
       "label": cell.label,
@@ -170,20 +151,16 @@ class Evaluations:
       "workers": cell.workers,
       "seed": cell.seed,
       "evaluations": len(self.rows),
-      "examples": last["examples"],
-      "epoch": last["epoch"],
-      "test_accuracy": last["test_accuracy"],
-      "test_loss": last["test_loss"],
-      **{key: last[key] for key in ("test_measure",) if key in last},
+      **{key: last[key] for key in of_last},
       "sent_accuracy": last["test_accuracy"],
       "train_loss": last["train_loss"],
       **engine.columns(),
       "learning_rate": plan.learning_rate,
       # One check may be of a moment only: the second largest is sustained.
       "rate_x_sharpness": products[0],
-      "sustained": products[min(1, len(products) - 1)],
+      "sustained": products[-1],
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "diverged": diverged or has_diverged(loss, few, classes),
+      "diverged": self.diverged or has_diverged(loss, few, classes),
       "params_sha256": storage.digest(params),
     }
 
@@ -215,29 +192,27 @@ def train(
     folder.CellInUse: if another process trains the cell.
     ValueError: if an engine cannot go on.
   """
-  deaths, before = 0, -1
+  deaths, before, machine = 0, -1, machine or Machine()
   while True:
-    training = _CellTraining(
-      experiment, cell, workdir, bar, machine or Machine(), signals
-    )
+    attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
-      with training:
-        return training.run()
+      with attempt:
+        return attempt.run()
     except Died as error:
-      if training.start > before:
-        deaths, before = 0, training.start
+      if attempt.start > before:
+        deaths, before = 0, attempt.start
       deaths += 1
       if deaths == _DEATHS:
         raise ValueError(
           f"{cell.name}: {error}; run the same command again to go on from what"
           " was saved"
         ) from error
-      bar.skip(-training.counted)
+      bar.skip(-attempt.counted)
       bar.line(f"{cell.name}: {error}; on from the last checkpoint")
 
 
-class _CellTraining(contextlib.ExitStack):
-  """One attempt at a cell."""
+class _Attempt(contextlib.ExitStack):
+  """One attempt at a cell, until it is finished or a process dies."""
 
   def __init__(self, experiment, cell, workdir, bar, machine, signals):
     super().__init__()
@@ -247,26 +222,20 @@ class _CellTraining(contextlib.ExitStack):
     self._board = workdir and workdir / "tensorboard" / cell.name
     self._kind = experiment.kind(cell)
     self.start, self.counted = -1, 0  # messages: before it, and by it
-    self._diverged = False
-    self._rows: list[dict[str, Any]] = []
+    self._book = _Evaluations(experiment, cell)
     self._checkpoints, self._log = None, None
 
   def run(self):
     began = time.monotonic()
-    problem = self._experiment.problem_of(
-      self._experiment.runs[self._cell.label]
-    )
-    sharpness = diagnosis.make_sharpness(problem.loss, problem.probe)
-    book = Evaluations(self._experiment, self._cell, sharpness)
     engine = self._open()
-    book.start(engine, self._rows)
+    self._book.start(engine)
     if self._place is not None:
-      self._log = folder.CellLog(self._place, self._board, book.rows)
+      self._log = folder.CellLog(self._place, self._board, self._book.rows)
       self.push(_closing(self._log.close))
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
-    self._train(engine, book)
-    result = self._finish(engine, book, time.monotonic() - began)
+    self._train(engine)
+    result = self._finish(engine, began)
     self._bar.finish(self._cell, result)
     return result
 
@@ -288,7 +257,7 @@ class _CellTraining(contextlib.ExitStack):
     )
     self.push(_closing(engine.close))
     if self._kind.journaled:
-      self._rows = [row for row in rows if row["message"] <= engine.done]
+      self._book.rows = [row for row in rows if row["message"] <= engine.done]
     return engine
 
   def _restore(self, rebuild):
@@ -302,40 +271,41 @@ class _CellTraining(contextlib.ExitStack):
     restored = self._checkpoints and self._checkpoints.restore(unpack)
     if jax.process_count() > 1:
       notes = processes.share(restored and restored[1:])
-      value = restored and restored[0]
-      restored = notes and (value, *notes)
+      restored = notes and (restored and restored[0], *notes)
     if restored is None:
       return None
-    value, self._rows, self._diverged = restored
+    value, self._book.rows, self._book.diverged = restored
     return value
 
-  def _train(self, engine, book):
+  def _train(self, engine):
     """Trains to the last evaluation, or to the first after a NaN."""
-    saved = time.monotonic()
-    while not self._is_finished(engine, book):
+    book, config, saved = self._book, self._experiment.config, time.monotonic()
+    while not book.is_finished(engine):
       target = book.next
       progress = engine.advance(target)
-      self._tell(progress)
+      for line in progress.news:
+        self._bar.line(f"{self._cell.name}: {line}")
+      if progress.count:
+        self.counted += progress.count
+        self._bar.update(self._cell, progress)
       if progress.broken:
-        self._diverged = True
-        if self._experiment.config["on_nan"] == "stop":
+        book.diverged = True
+        if config["on_nan"] == "stop":
           raise NotFinite(
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
             " as diverged and go on"
           )
       if engine.done >= target:
-        row = book.evaluate(engine, diverged=self._diverged)
+        row = book.evaluate(engine)
         if self._log is not None:
           self._log.write(row)
-      patience = self._experiment.config["checkpoint_seconds"]
-      told = processes.gather(
-        [time.monotonic() - saved >= patience, self._signals.received]
-      )
+      is_old = time.monotonic() - saved >= config["checkpoint_seconds"]
+      told = processes.gather([is_old, self._signals.received])
       is_due, signal_number = bool(told[0, 0]), int(told[:, 1].max())
-      if self._is_finished(engine, book):
+      if book.is_finished(engine):
         break
       left = engine.stop() if signal_number else ""
-      if (is_due or signal_number) and self._save(engine, book):
+      if (is_due or signal_number) and self._save(engine):
         saved = time.monotonic()
       if signal_number:
         raise Stopped(
@@ -344,40 +314,26 @@ class _CellTraining(contextlib.ExitStack):
           signal_number,
         )
 
-  def _is_finished(self, engine, book):
-    if self._diverged:
-      return bool(book.rows) and book.rows[-1]["message"] >= engine.done
-    return book.next is None
-
-  def _tell(self, progress):
-    for line in progress.news:
-      self._bar.line(f"{self._cell.name}: {line}")
-    if progress.count:
-      self.counted += progress.count
-      self._bar.update(self._cell, progress)
-
-  def _save(self, engine, book) -> bool:
+  def _save(self, engine) -> bool:
     """Writes a checkpoint, if the engine can give one now."""
     content = engine.save()
     if content is None:
       return False
     step, tree, notes = content
-    whole = {"engine": notes, "rows": book.rows, "diverged": self._diverged}
-
-    def write():
-      if self._checkpoints is not None:
-        self._checkpoints.save(step, tree, whole)
-
-    processes.together(write)
+    book = self._book
+    notes = {"engine": notes, "rows": book.rows, "diverged": book.diverged}
+    processes.together(
+      lambda: self._checkpoints and self._checkpoints.save(step, tree, notes)
+    )
     return True
 
-  def _finish(self, engine, book, seconds):
+  def _finish(self, engine, began):
     """Writes what is kept of a finished cell, result.json last."""
     params = jax.device_get(engine.snapshot().params)
-    result = book.result(engine, params, diverged=self._diverged)
-    result["wall_seconds"] = seconds
+    result = self._book.result(engine, params)
+    result["wall_seconds"] = time.monotonic() - began
     if not self._kind.journaled:
-      self._save(engine, book)
+      self._save(engine)
 
     def write():
       place = self._place

@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 class Open(NamedTuple):
-  """A section whose other keys are arguments of what its `name` selects."""
+  """A section with a `name`; its other keys are arguments of what that is."""
 
   default: Mapping[str, Any]
   derived: tuple[str, ...] = ()  # arguments that follow from other keys
@@ -84,11 +84,13 @@ SHARED: dict[str, Any] = {
   "on_nan": Setting("stop", checks.choice("stop", "record")),
 }
 # Shared keys that a run may set for itself.
-OF_A_RUN = ("batch_size", "learning_rate", "learning_rate_schedule")
-OF_A_RUN += ("clip_norm",)
-_RESERVED = ("engine", "recipe", "title", "workers")
+OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
+_RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
+_NEEDS_RECIPE = (
+  f"must be a dict with a recipe, one of {', '.join(algorithms.RECIPES)}"
+)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 
 
@@ -111,7 +113,7 @@ def sections(engines: Engines) -> dict[str, Any]:
   """Returns all keys: those that are shared, and the sections of engines."""
   keys = dict(SHARED)
   for kind in engines.values():
-    keys.update(kind.sections)
+    keys |= kind.sections
   return keys
 
 
@@ -169,7 +171,8 @@ def _unknown(key: str, known: Any, where: str = "") -> ValueError:
 
 
 def _section(value: Any, node: Any, key: str) -> Any:
-  """Returns the value of a key with its defaults filled in, checked."""
+  """Returns the value of a key, "" for the whole config, with its defaults
+  filled in, checked."""
   if isinstance(node, Setting):
     listed = isinstance(node.default, (tuple, list))
     if listed and isinstance(value, str):
@@ -187,18 +190,16 @@ def _section(value: Any, node: Any, key: str) -> Any:
         )
     base = {} if "name" in value else node.default
     return plain({**base, **value})
-  keys, others = keys_of(node), []
+  keys, others, above = keys_of(node), [], f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.blame(key):
       others = node.options(value)
   for inner in value:
     if inner not in keys and inner not in others:
-      raise _unknown(f"{key}.{inner}", [*keys, *others])
+      raise _unknown(f"{above}{inner}", [*keys, *others])
   own = {k: plain(value[k]) for k in others if k in value and k not in keys}
   return own | {
-    inner: _section(
-      value.get(inner, default_of(below)), below, f"{key}.{inner}"
-    )
+    inner: _section(value.get(inner, default_of(below)), below, above + inner)
     for inner, below in keys.items()
   }
 
@@ -217,14 +218,7 @@ def resolve(
     ValueError: for a key that means nothing, naming the nearest that does, and
       for a value out of range, naming the key.
   """
-  config, keys = as_dict(config), sections(engines)
-  for key in config:
-    if key not in keys:
-      raise _unknown(key, keys)
-  resolved = {
-    key: _section(config.get(key, default_of(node)), node, key)
-    for key, node in keys.items()
-  }
+  resolved = _section(as_dict(config), sections(engines), "")
   for label in resolved["only"]:
     names.lookup("label in config.only", label, resolved["runs"])
   list(_entries(resolved, engines))
@@ -249,10 +243,7 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
         f" {label!r}, and its title for other text"
       )
     if not isinstance(entry, Mapping):
-      raise ValueError(
-        f"config.runs.{label} must be a dict with a recipe, one of"
-        f" {', '.join(algorithms.RECIPES)}, not {entry!r}"
-      )
+      raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}, not {entry!r}")
     title = str(entry.get("title", label))
     if title in titles:
       raise ValueError(
@@ -268,19 +259,10 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
     yield label, entry, kind
 
 
-def _own_keys(entry, kind, label) -> tuple[str, list[str], list[str]]:
-  """Returns (recipe, its options, settings that the run may give directly)."""
-  recipe = entry.get("recipe", kind.default_recipe)
-  if recipe is None:
-    raise ValueError(
-      f"config.runs.{label} must be a dict with a recipe, one of"
-      f" {', '.join(algorithms.RECIPES)}"
-    )
-  with checks.blame(f"runs.{label}"):
-    options = algorithms.options(recipe)
-    settings = [*keys_of(kind.sections.get(kind.settings))]
-    settings += kind.options(entry)
-  return recipe, options, settings
+def _keys_of_engine(kind, entry) -> list[str]:
+  """Keys that a run may give for its engine."""
+  settings = keys_of(kind.sections.get(kind.settings))
+  return [*kind.sections, *settings, *kind.options(entry)]
 
 
 def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
@@ -292,45 +274,36 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
   """
   keys, chosen = sections(engines), {}
   for label, entry, kind in _entries(config, engines):
-    recipe, options, settings = _own_keys(entry, kind, label)
-    shared = (*OF_A_RUN, *kind.sections)
-    known = (*_RESERVED, *shared, *settings, *options)
-    merged = {
-      key: value
-      for key, value in config.items()
-      if key not in ("runs", "only") and key in (*SHARED, *kind.sections)
-    }
+    recipe = entry.get("recipe", kind.default_recipe)
+    if recipe is None:
+      raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
+    with checks.blame(f"runs.{label}"):
+      options = algorithms.options(recipe)
+      of_engine = _keys_of_engine(kind, entry)
+    engine = entry.get("engine", config["engine"])
+    shared = (*OF_A_RUN, *kind.sections, "workers")
+    known = (*_RESERVED, *shared, *of_engine, *options)
+    whole = {*SHARED, *kind.sections} - {"runs", "only"}
+    merged = {key: value for key, value in config.items() if key in whole}
     own = {}
     for key, value in entry.items():
       where = f"runs.{label}.{key}"
       if key not in known:
-        engine = entry.get("engine", config["engine"])
         raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
       if key in options:
         own[key] = _option(plain(value), where)
       elif key in shared:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
-      elif key in settings:
-        node = keys_of(kind.sections[kind.settings])
+      elif key in of_engine:
+        section = kind.settings
+        node = keys_of(kind.sections[section])
         if key in node:
           value = _section(value, node[key], where)
-        merged[kind.settings] = {
-          **merged[kind.settings],
-          key: plain(value),
-        }
-      elif key == "workers":
-        merged[key] = _section(value, keys[key], where)
-    if config["only"] and label not in config["only"]:
-      continue
-    chosen[label] = Run(
-      label=label,
-      title=str(entry.get("title", label)),
-      engine=entry.get("engine", config["engine"]),
-      recipe=recipe,
-      options=own,
-      config=merged,
-    )
+        merged[section] = {**merged[section], key: plain(value)}
+    if not config["only"] or label in config["only"]:
+      title = str(entry.get("title", label))
+      chosen[label] = Run(label, title, engine, recipe, own, merged)
   order = dict.fromkeys(config["only"] or chosen)
   return {label: chosen[label] for label in order}
 
@@ -339,10 +312,8 @@ def _merge(node, below, value):
   """A run's value of a shared key, over that of the config."""
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
-  if (
-    isinstance(node, Open)
-    and value.get("name", below["name"]) != (below["name"])
-  ):
+  name = below.get("name")
+  if isinstance(node, Open) and value.get("name", name) != name:
     return value
   return {**below, **value}
 
@@ -388,8 +359,7 @@ def override(
   ):
     *above, key = path.split(".")
     place = _place(config, keys, above)
-    old = place.get(key)
-    if old != value and above:
+    if above and place.get(key) != value:
       _forget(place, above, key, value, engines, config)
     place[key] = value
   return config
@@ -419,24 +389,27 @@ def _forget(place, above, key, value, engines, config):
     place.clear()
     return
   if key == "recipe" and above[0] == "runs":
-    kept = (*_RESERVED, *OF_A_RUN)
-    old = algorithms.RECIPES.get(place.get(key)) and algorithms.options(
-      place[key]
-    )
-    new = algorithms.RECIPES.get(value) and algorithms.options(value)
-    for option in set(old or ()) - set(new or ()) - set(kept):
-      place.pop(option, None)
-    return
-  engine = place.get("engine", config.get("engine", "simulate"))
-  for kind in [engines[engine]] if engine in engines else []:
-    for dependent in kind.dependents(place, key, value):
-      place.pop(dependent, None)
+    old, new = _options(place.get(key)), _options(value)
+    dropped = old - new - {*_RESERVED, *OF_A_RUN}
+  else:
+    engine = place.get("engine", config.get("engine", "simulate"))
+    if engine not in engines:
+      return
+    dropped = engines[engine].dependents(place, key, value)
+  for dependent in dropped:
+    place.pop(dependent, None)
+
+
+def _options(recipe) -> set[str]:
+  """The options of a recipe, none of an unknown one."""
+  known = recipe in algorithms.RECIPES
+  return set(algorithms.options(recipe)) if known else set()
 
 
 def retarget(
   config: Mapping[str, Any], engine: str, engines: Engines
 ) -> dict[str, Any]:
-  """Returns a config all of whose runs are on one engine.
+  """Returns a config with all runs on one engine.
 
   What a run has for another engine is dropped: its settings mean nothing here.
 
@@ -452,20 +425,11 @@ def retarget(
       continue
     own = {k: v for k, v in entry.items() if k != "engine"}
     own.setdefault("recipe", "asgd")
-    known = {*_RESERVED, *OF_A_RUN, *kind.sections}
-    known |= {*keys_of(kind.sections.get(kind.settings)), *kind.options(own)}
-    if own["recipe"] in algorithms.RECIPES:
-      known |= {*algorithms.options(own["recipe"])}
+    known = {*_RESERVED, *OF_A_RUN, *_keys_of_engine(kind, own)}
     foreign = {
       key
       for other in engines.values()
-      for key in (
-        *other.sections,
-        *keys_of(other.sections.get(other.settings)),
-        *other.options(entry),
-      )
-    }
-    entries[label] = {
-      k: v for k, v in own.items() if k in known or k not in foreign
-    }
+      for key in _keys_of_engine(other, entry)
+    } - known - _options(own["recipe"])
+    entries[label] = {k: v for k, v in own.items() if k not in foreign}
   return config
