@@ -10,6 +10,7 @@ replay    the trace leads to the same records and parameters, to the bit
 """
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +36,8 @@ class Failure(NamedTuple):
   holders: tuple[tuple[int, int], ...]  # (worker, holder) that died by it
   before: int  # rows of the lead's journal before it was done
   after: int  # and when it had taken effect
-  coming: tuple[int, int] | None = None  # (worker, holder) it was to become: it
-  # had not joined yet, and may or may not do so before it dies
+  # (worker, holder) it was to become: it may or may not join before it dies
+  coming: tuple[int, int] | None = None
 
 
 class Finding(NamedTuple):
@@ -47,52 +48,48 @@ class Finding(NamedTuple):
   well: bool
 
 
+def _of_shard(what, index, journals):
+  return what if len(journals) == 1 else f"{what} of shard {index}"
+
+
+def _decisions(events):
+  rows = (event for event in events if event.action != base.ROLLBACK)
+  return [(*event.key, event.job, event.action) for event in rows]
+
+
 def _jobs(journals, jobs, consistent) -> Iterator[Finding]:
   """Each job once at the lead, and what the other shards make of it."""
-
-  def decisions(events):
-    return [
-      (*event.key, event.job, event.action)
-      for event in events
-      if event.action != base.ROLLBACK
-    ]
-
-  lost = sum(event.action == base.LOST for event in journals[0])
-  lead = decisions(journals[0])
+  lost = [sum(e.action == base.LOST for e in events) for events in journals]
   for index, events in enumerate(journals):
-    counts = collections.Counter(
-      event.job for event in events if event.action == base.RECEIVE
-    )
-    missing = sum(job not in counts for job in range(jobs))
-    doubled = sum(counts.values()) - len(counts)
-    strange = sum(not 0 <= job < jobs for job in counts)
-    text = f"{len(counts)} of {jobs} received, {doubled} twice"
+    received = [e.job for e in events if e.action == base.RECEIVE]
+    unique, expected = set(received), set(range(jobs))
+    missing, strange = len(expected - unique), len(unique - expected)
+    doubled = len(received) - len(unique)
+    text = f"{len(unique)} of {jobs} received, {doubled} twice"
     well = missing == doubled == strange == 0
-    name = "jobs" if len(journals) == 1 else f"jobs of shard {index}"
     if index and consistent:
-      same = lead == decisions(events)
+      same = _decisions(journals[0]) == _decisions(events)
       text += ", in the order of shard 0" if same else ", NOT as shard 0"
       well = well and same
     elif index:
       # A worker that dies between its parts of a message leaves one half.
-      here = sum(event.action == base.LOST for event in events)
-      text += f" (shard 0 lost {lost} tickets, this one {here})"
-      well = not strange and doubled <= lost and missing <= here
-    yield Finding(name, text, well)
+      text += f" (shard 0 lost {lost[0]} tickets, this one {lost[index]})"
+      well = not strange and doubled <= lost[0] and missing <= lost[index]
+    yield Finding(_of_shard("jobs", index, journals), text, well)
 
 
 def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
   """What was acknowledged is in the parameters and in the records."""
   for index, events in enumerate(journals):
-    name = "updates" if len(journals) == 1 else f"updates of shard {index}"
     ledger = trace.follow(events)
     received = len(ledger.received) + ledger.undone
     records = read_records(records_path(folder, index))
     text = f"{received} received, {len(records.loss)} records"
     well = len(records.loss) == received
     if ledger.rollbacks:
-      text += f", {ledger.rollbacks} rollbacks that undid"
-      text += f" {ledger.undone} updates"
+      text += (
+        f", {ledger.rollbacks} rollbacks that undid {ledger.undone} updates"
+      )
       # Records that a shard had not written yet die with it.
       least = len(ledger.received)
       well = not log and least <= len(records.loss) <= received
@@ -101,18 +98,16 @@ def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
       accepted = int(records.accepted.sum())
       text += f", {updates} updates"
       well = well and updates == accepted // every
-      if index == 0:
-        well = well and updates == result["updates"]
-    yield Finding(name, text, well)
+      well = well and (index > 0 or updates == result["updates"])
+    yield Finding(_of_shard("updates", index, journals), text, well)
 
 
 def _not_seen(failures, counted, killed) -> str:
   """What was done to a worker that left no row in the trace, and why."""
   why: collections.Counter[str] = collections.Counter()
   for failure in failures:
-    if failure.kind not in ("worker", "hang", "term"):
-      continue
-    if any(failure is other for other in counted):
+    seen = any(failure is other for other in counted)
+    if seen or failure.kind not in ("worker", "hang", "term"):
       continue
     if not failure.holders:
       text = "before it had joined"
@@ -126,25 +121,18 @@ def _not_seen(failures, counted, killed) -> str:
 
 def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
   """Killed workers are gone, and workers that are gone were killed or slow."""
-  killed: dict[tuple[int, int], Failure] = {}
-  coming: dict[tuple[int, int], Failure] = {}
-  for failure in failures:
-    for key in failure.holders:
-      killed.setdefault(key, failure)
-    if failure.coming:
-      coming.setdefault(failure.coming, failure)
+  # By (worker, holder): the first failure of each.
+  killed = {key: f for f in reversed(failures) for key in f.holders}
+  coming = {f.coming: f for f in reversed(failures) if f.coming}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
-  worked: set[tuple[int, int]] = set()
+  worked, left = set(), set()  # (worker, holder)
   counted: list[Failure] = []  # of workers that are gone in the trace
   excuse: dict[int, str] = {}  # worker -> how its last ticket died
-  left: set[tuple[int, int]] = set()
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
   how: collections.Counter[str] = collections.Counter()
   # A worker may leave when there is nothing more to do.
-  last = max(
-    (r for r, e in enumerate(events) if e.action == base.RECEIVE), default=0
-  )
-  for row, event in enumerate(events[: last + 1]):
+  received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
+  for row, event in enumerate(events[: max(received, default=0) + 1]):
     worker, action, ticket = event.worker, event.action, ledger.obey(event)
     key = worker, ledger.holders.get(worker, -1)
     failure = killed.get(key)
@@ -172,19 +160,11 @@ def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
   deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
   text = f"{len(left)} left ({deaths or 'none'})"
   text += _not_seen(failures, counted, killed)
-  for worker, number in ghosts:
-    failure = killed[worker, number]
-    text += f"; worker {worker} worked on after {failure.kind} at"
-    text += f" row {failure.after}"
+  for key in ghosts:
+    kind, after = killed[key].kind, killed[key].after
+    text += f"; worker {key[0]} worked on after {kind} at row {after}"
   well = not ghosts and not how["NOT EXPLAINED"]
   yield Finding("deaths", text, well)
-
-
-def _same(a: base.Records, b: base.Records) -> bool:
-  return all(
-    np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
-    for x, y in zip(a, b, strict=True)
-  )
 
 
 def _replay(folder, result, rollbacks, data_dir) -> Iterator[Finding]:
@@ -195,12 +175,15 @@ def _replay(folder, result, rollbacks, data_dir) -> Iterator[Finding]:
   yield Finding("replay", digests, replayed.digest == live)
   if not rollbacks:
     records = read_records(records_path(folder, 0))
-    well = _same(records, replayed.records)
+    well = all(
+      np.array_equal(live_column, column, equal_nan=True)
+      for live_column, column in zip(records, replayed.records, strict=True)
+    )
     text = "the same" if well else "NOT those of the replay"
     yield Finding("records", text, well)
-  accuracies = replayed.accuracy, result["test_accuracy"]
-  text = "{:.2f} %, live {:.2f} %".format(*(100 * x for x in accuracies))
-  well = replayed.digest != live or accuracies[0] == accuracies[1]
+  again, accuracy = replayed.accuracy, result["test_accuracy"]
+  text = f"{100 * again:.2f} %, live {100 * accuracy:.2f} %"
+  well = replayed.digest != live or again == accuracy
   yield Finding("accuracy", text, well)
 
 
@@ -227,16 +210,17 @@ def findings(
   server, rules = config["server"], plan.rules()
   try:
     # As they are: what is wrong with them is for the findings to say.
-    paths = [journal_path(folder, index) for index in range(server["shards"])]
-    journals = [read_journal(path) for path in paths]
+    journals = [
+      read_journal(journal_path(folder, index))
+      for index in range(server["shards"])
+    ]
   except (ValueError, OSError) as error:
     yield Finding("journals", str(error), False)
     return
   consistent = server["consistent"] and server["shards"] > 1
   yield from _jobs(journals, plan.messages, consistent)
-  yield from _updates(
-    folder, journals, result, plan.recipe.every, server["log"]
-  )
+  every, log = plan.recipe.every, server["log"]
+  yield from _updates(folder, journals, result, every, log)
   # No ladder is shorter, see `asgd.live.deadlines`.
   slow = DEAD * config["live"]["late_seconds"]
   yield from _deaths(journals[0], failures, rules.depth, slow)
@@ -250,9 +234,7 @@ def findings(
     except ValueError as error:
       wrong.append(f"shard {index}: {error}")
   yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
-  rollbacks = any(
-    event.action == base.ROLLBACK for events in journals for event in events
-  )
+  rollbacks = any(e.action == base.ROLLBACK for e in itertools.chain(*journals))
   try:
     yield from _replay(folder, result, rollbacks, data_dir)
   except ValueError as error:

@@ -7,6 +7,7 @@ written or trained.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,20 +46,22 @@ class Experiment:
     shared_problem: problems.Problem,
     measurements: dict[str, Any] | None = None,
   ):
-    """Expands runs into cells; see `build`.
-
-    Args:
-      config: resolved.
-      engines: by their names.
-      runs: by their labels.
-      dataset: that is trained on.
-      shared_problem: with the config's own batch size.
-      measurements: of this machine, on which plans depend; JSON.
-    """
+    """Expands runs of a resolved config into cells; see `build`. The shared
+    problem has the config's own batch size."""
     self.config, self.engines = dict(config), engines
     self.runs, self.dataset = dict(runs), dataset
     self.measurements = {} if measurements is None else dict(measurements)
-    self.cells: tuple[Cell, ...] = tuple(_cells(self))
+    workers = {
+      label: list(engines[run.engine].workers(run))
+      for label, run in runs.items()
+    }
+    self.cells = tuple(
+      Cell(label, runs[label].title, count, seed)
+      for count in sorted(set(itertools.chain(*workers.values())))
+      for label in runs
+      if count in workers[label]
+      for seed in config["seeds"]
+    )  # by workers, then run, then seed
     self.compiled: dict[Any, Any] = {}  # what plans of an engine share
     self._problems = {config["batch_size"]: shared_problem}
     self._plans: dict[tuple[str, int], Any] = {}
@@ -66,8 +69,8 @@ class Experiment:
   @functools.cached_property
   def dataset_identity(self) -> dict[str, str]:
     """The dataset's name, and a checksum of its arrays."""
-    digest = storage.digest(self.dataset[2:])
-    return {"name": self.dataset.name, "sha256": digest}
+    arrays = self.dataset[2:]
+    return {"name": self.dataset.name, "sha256": storage.digest(arrays)}
 
   def kind(self, cell: Cell) -> Any:
     """Returns the engine kind of a cell."""
@@ -87,35 +90,8 @@ class Experiment:
     key = cell.label, cell.workers
     if key not in self._plans:
       run = self.runs[cell.label]
-      make = self.engines[run.engine].plan
-      self._plans[key] = make(self, run, cell.workers)
+      self._plans[key] = self.kind(cell).plan(self, run, cell.workers)
     return self._plans[key]
-
-
-def _cells(experiment: Experiment):
-  """Yields cells: by workers, then run, then seed."""
-  chosen = {
-    label: list(experiment.engines[run.engine].workers(run))
-    for label, run in experiment.runs.items()
-  }
-  for workers in sorted({n for counts in chosen.values() for n in counts}):
-    for label, counts in chosen.items():
-      if workers in counts:
-        for seed in experiment.config["seeds"]:
-          yield Cell(label, experiment.runs[label].title, workers, seed)
-
-
-def start_devices(devices: int) -> None:
-  """Starts JAX, on as many CPU devices if it has no others.
-
-  Raises:
-    ValueError: if there is no device.
-  """
-  if jax.config.jax_num_cpu_devices < devices:
-    # Once JAX has started, engines use what there is.
-    with contextlib.suppress(RuntimeError):
-      jax.config.update("jax_num_cpu_devices", devices)
-  meshes.find_devices()
 
 
 def build(
@@ -142,7 +118,12 @@ def build(
   runs = schema.runs(resolved, engines)
   for run in runs.values():
     engines[run.engine].check(run)
-  start_devices(max(engines[run.engine].devices(run) for run in runs.values()))
+  devices = max(engines[run.engine].devices(run) for run in runs.values())
+  if jax.config.jax_num_cpu_devices < devices:
+    # Once JAX has started, engines use what there is.
+    with contextlib.suppress(RuntimeError):
+      jax.config.update("jax_num_cpu_devices", devices)
+  meshes.find_devices()
   dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
   experiment = Experiment(
     resolved, engines, runs, dataset, shared, measurements
@@ -173,8 +154,7 @@ def sections_of(config: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
 
 
 def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-  """Returns cells that share a plan together: what one process does best."""
-  by_plan: dict[tuple[str, int], list[Cell]] = {}
-  for cell in cells:
-    by_plan.setdefault((cell.label, cell.workers), []).append(cell)
-  return list(by_plan.values())
+  """Returns cells, in their order, those that share a plan together: what one
+  process does best."""
+  by_plan = itertools.groupby(cells, lambda cell: (cell.label, cell.workers))
+  return [list(group) for _, group in by_plan]

@@ -29,11 +29,8 @@ class Saved(NamedTuple):
   notes: dict[str, Any]  # JSON
 
   def tree(self, template: Any) -> Any:
-    """Returns the tree that was saved, of NumPy arrays.
-
-    Args:
-      template: a tree of the same structure; its leaves have shapes, or are
-        ANY.
+    """Returns the tree that was saved, of NumPy arrays; the leaves of a
+    template of the same structure have shapes, or are ANY.
 
     Raises:
       ValueError: if the checkpoint is of another structure, or other shapes.
@@ -81,12 +78,7 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path, *, keep: int = 2):
-    """Opens a folder for these checkpoints alone, making it if need be.
-
-    Args:
-      folder: that they are in.
-      keep: how many are kept.
-    """
+    """Opens a folder for these checkpoints alone, making it if need be."""
     alone = {}
     if jax.process_count() > 1:  # this process writes, and asks no other
       here = jax.process_index()
@@ -140,12 +132,9 @@ class Checkpoints:
       ) from error
 
   def restore(self, rebuild: Callable[[Saved], Any]) -> Any:
-    """Returns rebuild(saved) of the newest checkpoint that is whole, None if
-    there is none. Says on stderr which ones it could not use.
-
-    Args:
-      rebuild: makes what it was saved of; raises ValueError if it cannot.
-    """
+    """Returns rebuild(saved) of the newest checkpoint that is whole and that
+    `rebuild` takes without an error, None if there is none. Says on stderr
+    which ones it could not use."""
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         return rebuild(self._read(step))

@@ -18,8 +18,13 @@ MOST_INTEGER = 2**31 - 1  # int32 holds it
 MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 
-def _refuse(key, kind, value):
-  raise ValueError(f"config.{key} must be {kind}, not {value!r}")
+def _check(is_valid: Callable[[Any], bool], kind: str) -> Check:
+  def check(value, key):
+    if not is_valid(value):
+      raise ValueError(f"config.{key} must be {kind}, not {value!r}")
+    return value
+
+  return check
 
 
 def anything(value: Any, key: str) -> Any:
@@ -30,56 +35,38 @@ def anything(value: Any, key: str) -> Any:
 
 def whole(least: int = 1, most: int = MOST_COUNT) -> Check:
   """A whole number in a range; not a bool."""
-
-  def check(value, key):
-    if type(value) is not int or not least <= value <= most:
-      _refuse(key, f"a whole number from {least} to {most}", value)
-    return value
-
-  return check
+  return _check(
+    lambda value: type(value) is int and least <= value <= most,
+    f"a whole number from {least} to {most}",
+  )
 
 
 def number(
   least: float = 0.0, most: float = MOST_NUMBER, *, above: bool = False
 ) -> Check:
   """A finite number in a range; `above` leaves out the least."""
-  low = f"above {least:g}" if above else f"from {least:g}"
 
-  def check(value, key):
+  def inside(value):
     real = type(value) in (int, float) and math.isfinite(value)
-    inside = real and (least < value if above else least <= value)
-    if not inside or value > most:
-      _refuse(key, f"a number {low} to {most:g}", value)
-    return value
+    return real and least <= value <= most and not (above and value == least)
 
-  return check
+  low = f"above {least:g}" if above else f"from {least:g}"
+  return _check(inside, f"a number {low} to {most:g}")
 
 
 positive = number(above=True)
-
-
-def flag(value: Any, key: str) -> bool:
-  """A bool."""
-  if not isinstance(value, bool):
-    _refuse(key, "True or False", value)
-  return value
-
-
-def text(value: Any, key: str) -> str:
-  """A string that is not empty."""
-  if not isinstance(value, str) or not value:
-    _refuse(key, "a name", value)
-  return value
+flag = _check(lambda value: isinstance(value, bool), "True or False")
+text = _check(lambda value: isinstance(value, str) and value != "", "a name")
 
 
 def choice(*known: str) -> Check:
   """One of a few names."""
+  if len(known) < 4:
+    words = " or ".join(map(repr, known))
+    return _check(lambda value: value in known, words)
 
   def check(value, key):
     if value not in known:
-      words = " or ".join(map(repr, known)) if len(known) < 4 else ""
-      if words:
-        _refuse(key, words, value)
       raise ValueError(
         f"config.{key} {value!r} is not known; {names.nearest(value, known)}"
       )
@@ -104,17 +91,20 @@ def optional(check: Check) -> Check:
 
 def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
   """A list of such values."""
+  is_list = _check(lambda value: isinstance(value, list), "a list")
+  differs = _check(
+    lambda value: not distinct or len(set(value)) == len(value),
+    "a list of different values",
+  )
+  is_long = _check(
+    lambda value: len(value) >= least, f"a list of at least {least}"
+  )
 
   def each(value, key):
-    if not isinstance(value, list):
-      _refuse(key, "a list", value)
+    is_list(value, key)
     for item in value:
       check(item, key)
-    if distinct and len(set(value)) != len(value):
-      _refuse(key, "a list of different values", value)
-    if len(value) < least:
-      _refuse(key, f"a list of at least {least}", value)
-    return value
+    return is_long(differs(value, key), key)
 
   return each
 
@@ -129,10 +119,7 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
   """
   try:
     yield
-  except (
-    *(TypeError, OverflowError, ArithmeticError, LookupError),
-    AttributeError,
-  ) as error:
+  except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
     raise ValueError(
       f"config.{key} has a value of the wrong kind: {error}"
     ) from error

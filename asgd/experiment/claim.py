@@ -149,8 +149,8 @@ class Claim:
     if not self.kept:
       self._clear()
     self._token = _owner(self.memory)[1] or uuid.uuid4().hex
-    owner = storage.to_json({"cell": str(cell), "token": self._token})
-    storage.write_atomically(self.memory / _OWNER, owner)
+    owner = {"cell": str(cell), "token": self._token}
+    storage.write_json(self.memory / _OWNER, owner)
 
   def _clear(self):
     """Ends what is left of an earlier run, and removes what it wrote."""
@@ -164,8 +164,8 @@ class Claim:
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""
     fields = os.getpid(), str(self.memory), self._token, dict(replaced)
-    text = storage.to_json(Running(*fields)._asdict())
-    storage.write_atomically(self._folder / RUNNING, text)
+    running = Running(*fields)._asdict()
+    storage.write_json(self._folder / RUNNING, running)
 
   def remove(self) -> None:
     """Removes the memory: nothing can be resumed from it any more."""

@@ -19,11 +19,11 @@ from asgd.experiment import live_files, predict, replay, storage
 from asgd.orders import durations
 
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
-_EARLY = 0.05  # of the messages, from where on it is said
 _BINS = 40  # of time, in the picture
 _POINTS = 2000  # most of a curve in the picture
 LIVE, _ORDER, _DRAWN = "live", "in order", "drawn"
-_KINDS = (LIVE, _ORDER, _DRAWN)
+_STYLES = {LIVE: "-", _ORDER: "--", _DRAWN: ":"}
+_KINDS = tuple(_STYLES)
 
 
 class LiveComparison(NamedTuple):
@@ -36,7 +36,7 @@ class LiveComparison(NamedTuple):
 
 
 def _streams(cell, read, other, durations_of):
-  """Yields (kind, times of the jobs of each worker) of the simulations."""
+  """Returns the times of the jobs of each worker, by simulation."""
   jobs = predict.jobs(other.journals[0], other.spans)
   if not jobs:
     raise ValueError(
@@ -47,13 +47,14 @@ def _streams(cell, read, other, durations_of):
   settled = predict.settled(jobs, measured_at)
   rows = settled if other is not read else predict.in_order(jobs, measured_at)
   again = durations.measured(settled)  # a worker may do more than it did
-  numbers = range(cell.workers)
-  yield (
-    _ORDER,
-    [itertools.chain(rows[w % measured_at], again.stream(w)) for w in numbers],
-  )
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
-  yield _DRAWN, [drawn.stream(w) for w in numbers]
+  numbers = range(cell.workers)
+  return {
+    _ORDER: [
+      itertools.chain(rows[w % measured_at], again.stream(w)) for w in numbers
+    ],
+    _DRAWN: [drawn.stream(w) for w in numbers],
+  }
 
 
 def compare(
@@ -89,7 +90,8 @@ def compare(
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.of_records(records, began, accuracy)}
   comes = predict.joins(journal, cell.workers)
-  for kind, streams in _streams(*(cell, read, other, durations_of or folder)):
+  streams_of = _streams(cell, read, other, durations_of or folder)
+  for kind, streams in streams_of.items():
     trace = predict.play(plan.rules(), streams, comes, messages)
     runs[kind] = predict.simulate(plan, cell.seed, trace)
   began = float(records.time[there - 1])
@@ -108,38 +110,34 @@ def _curves(both, zero):
 def quantities(both: LiveComparison) -> list[dict[str, Any]]:
   """Returns the rows of a comparison's table: a quantity, what it is in each
   run, and the ratios of the simulations to the live run."""
-  curves, rows = _curves(both, both.zero), []
-
-  def row(name, of):
-    values = {kind: float(of(kind)) for kind in _KINDS}
-    live = values[LIVE]
-    ratios = {
-      f"{kind}, ratio": value / live if live else np.nan
-      for kind, value in values.items()
-      if kind != LIVE
+  curves = _curves(both, both.zero)
+  losses = {share: curves[LIVE].way(share) for share in _WAYS}
+  columns = {}
+  for kind, run in both.runs.items():
+    staleness = run.staleness[both.zero :]
+    columns[kind] = {
+      "messages/s": predict.rate(run, both.zero),
+      "staleness, mean": float(staleness.mean()),
+      "staleness, max": float(staleness.max()),
+      **{
+        f"s to loss {loss:.3g} ({100 * share:.0f} % of the way)": (
+          curves[kind].reaches(loss)
+        )
+        for share, loss in losses.items()
+      },
+      "accuracy %": 100 * run.accuracy,
     }
-    rows.append({"quantity": name, **values, **ratios})
-
-  def staleness(kind):
-    return both.runs[kind].staleness[both.zero :]
-
-  row("messages/s", lambda kind: predict.rate(both.runs[kind], both.zero))
-  row("staleness, mean", lambda kind: staleness(kind).mean())
-  row("staleness, max", lambda kind: staleness(kind).max())
-  for share in _WAYS:
-    loss = curves[LIVE].way(share)
-    name = f"s to loss {loss:.3g} ({100 * share:.0f} % of the way)"
-    row(name, lambda kind, loss=loss: curves[kind].reaches(loss))
-  row("accuracy %", lambda kind: 100 * both.runs[kind].accuracy)
+  rows = []
+  for name, live in columns[LIVE].items():
+    row = {kind: columns[kind][name] for kind in _KINDS}
+    for kind in _KINDS[1:]:
+      row[f"{kind}, ratio"] = row[kind] / live if live else np.nan
+    rows.append({"quantity": name, **row})
   return rows
 
 
-def _number(value: float) -> str:
-  return f"{value:.4g}" if np.isfinite(value) else "-"
-
-
-def _ratio(value: float) -> str:
-  return f"{value:.2f}" if np.isfinite(value) else "-"
+def _text(value, form="{:.4g}"):
+  return form.format(value) if np.isfinite(value) else "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -148,9 +146,9 @@ def table(rows: list[dict[str, Any]]) -> str:
   for kind in _KINDS[1:]:
     header += [kind, "ratio"]
   for row in rows:
-    line = [row["quantity"], _number(row[LIVE])]
+    line = [row["quantity"], _text(row[LIVE])]
     for kind in _KINDS[1:]:
-      line += [_number(row[kind]), _ratio(row[f"{kind}, ratio"])]
+      line += [_text(row[kind]), _text(row[f"{kind}, ratio"], "{:.2f}")]
     lines.append(line)
   return text_table.format_table(header, lines)
 
@@ -173,20 +171,8 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
-def points(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the numbers of the picture: panel, series, x, value.
-
-  Panels: "staleness" (share of the messages against staleness), "throughput"
-  (messages per second against seconds) and "loss" (against seconds); seconds
-  are those since all workers were there.
-  """
-  out = []
-
-  def add(panel, kind, xs, values):
-    for x, value in zip(xs, values, strict=True):
-      point = dict(panel=panel, series=kind, x=float(x), value=float(value))
-      out.append(point)
-
+def _series(both):
+  """Yields (panel, kind, xs, values) of the picture."""
   times = {
     kind: run.time[both.zero :] - run.time[both.zero - 1]
     for kind, run in both.runs.items()
@@ -194,25 +180,27 @@ def points(both: LiveComparison) -> list[dict[str, Any]]:
   edges = np.linspace(0, max(time[-1] for time in times.values()), _BINS + 1)
   for kind, curve in _curves(both, both.zero).items():
     counts = np.bincount(both.runs[kind].staleness[both.zero :])
-    add("staleness", kind, range(len(counts)), counts / counts.sum())
+    yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
     # The last bin that a run reaches is not full.
     full = int(np.searchsorted(edges, times[kind][-1], "right")) - 1
     rates = np.histogram(times[kind], edges)[0] / edges[1]
-    add("throughput", kind, edges[:full], rates[:full])
+    yield "throughput", kind, edges[:full], rates[:full]
     every = len(curve.time) // _POINTS + 1
-    add("loss", kind, curve.time[::every], curve.loss[::every])
-  return out
+    yield "loss", kind, curve.time[::every], curve.loss[::every]
 
 
-def _staleness_panel(axis, chosen):
-  """Draws bars side by side, up to where a message in a hundred is."""
-  most = 0
-  for place, kind in enumerate(_KINDS):
-    x, share = chosen("staleness", kind)
-    axis.bar(x + 0.27 * (place - 1), 100 * share, 0.27, label=kind)
-    most = max(most, x[np.cumsum(share) < 0.99].max(initial=0) + 1)
-  axis.set_xlim(-0.7, most + 0.7)
-  axis.set(xlabel="staleness", ylabel="messages (%)")
+def points(both: LiveComparison) -> list[dict[str, Any]]:
+  """Returns the numbers of the picture: panel, series, x, value.
+
+  Panels: "staleness" (share of the messages against staleness), "throughput"
+  (messages per second against seconds) and "loss" (against seconds); seconds
+  are those since all workers were there.
+  """
+  return [
+    {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
+    for panel, kind, xs, values in _series(both)
+    for x, value in zip(xs, values, strict=True)
+  ]
 
 
 def draw(both: LiveComparison, stem: Path) -> None:
@@ -221,27 +209,25 @@ def draw(both: LiveComparison, stem: Path) -> None:
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
   """
-  plt = figure_lib.pyplot()
-  numbers = points(both)
-
-  def chosen(panel, kind):
-    rows = [(p["panel"], p["series"]) == (panel, kind) for p in numbers]
-    rows = [p for p, mine in zip(numbers, rows, strict=True) if mine]
-    return np.array([[p["x"], p["value"]] for p in rows]).reshape(-1, 2).T
-
-  figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-  _staleness_panel(axes[0], chosen)
-  styles = dict(zip(_KINDS, ("-", "--", ":"), strict=True))
-  for kind, run in both.runs.items():
-    label = f"{kind}: {predict.rate(run, both.zero):.4g} messages/s"
-    x, rates = chosen("throughput", kind)
-    axes[1].step(x, rates, styles[kind], where="post", label=label)
-    label = f"{kind}: accuracy {100 * run.accuracy:.1f} %"
-    axes[2].plot(*chosen("loss", kind), styles[kind], label=label)
-  axes[1].set(xlabel="seconds", ylabel="messages per second")
-  axes[1].set_ylim(0)
-  axes[2].set(xlabel="seconds", ylabel="training loss", yscale="log")
-  for axis in axes:
+  figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 15, 4.2)
+  most = 0  # staleness; drawn up to where a message in a hundred is
+  for panel, kind, x, values in _series(both):
+    run, style = both.runs[kind], _STYLES[kind]
+    if panel == "staleness":
+      left = x + 0.27 * (_KINDS.index(kind) - 1)
+      bars.bar(left, 100 * values, 0.27, label=kind)
+      most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
+    elif panel == "throughput":
+      label = f"{kind}: {predict.rate(run, both.zero):.4g} messages/s"
+      steps.step(x, values, style, where="post", label=label)
+    else:
+      label = f"{kind}: accuracy {100 * run.accuracy:.1f} %"
+      lines.plot(x, values, style, label=label)
+  bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
+  steps.set(xlabel="seconds", ylabel="messages per second")
+  steps.set_ylim(0)
+  lines.set(xlabel="seconds", ylabel="training loss", yscale="log")
+  for axis in (bars, steps, lines):
     axis.grid(alpha=0.3)
     axis.legend()
   heading = f"{both.name}: live, and simulated with measured durations"
@@ -260,20 +246,14 @@ def common_loss(cells: Sequence[LiveComparison]) -> float:
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
   """Returns when each cell reached a loss, counted from its first ticket, live
   and simulated, and how many times faster that is than the slowest."""
-  rows = [
-    {
-      "cell": both.name,
-      **{
-        f"{kind}, messages/s": predict.rate(run, both.zero)
-        for kind, run in both.runs.items()
-      },
-      **{
-        f"{kind}, seconds": curve.reaches(loss)
-        for kind, curve in _curves(both, 0).items()
-      },
-    }
-    for both in cells
-  ]
+  rows = []
+  for both in cells:
+    row: dict[str, Any] = {"cell": both.name}
+    for kind, run in both.runs.items():
+      row[f"{kind}, messages/s"] = predict.rate(run, both.zero)
+    for kind, curve in _curves(both, 0).items():
+      row[f"{kind}, seconds"] = curve.reaches(loss)
+    rows.append(row)
   for kind in _KINDS:
     times = np.array([row[f"{kind}, seconds"] for row in rows])
     slowest = times.max(initial=0, where=np.isfinite(times))
@@ -284,33 +264,26 @@ def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
 
 def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
   """Returns `race` as text."""
-  header = ["cell"]
-  for what in ("messages/s", f"s to loss {loss:.3g}", "times faster"):
-    header += [f"{what}, {LIVE}", *_KINDS[1:]]
-  lines = [
-    [
-      row["cell"],
-      *(
-        (_ratio if what == "faster" else _number)(row[f"{kind}, {what}"])
-        for what in ("messages/s", "seconds", "faster")
-        for kind in _KINDS
-      ),
-    ]
-    for row in rows
-  ]
+  columns = {
+    "messages/s": ("messages/s", "{:.4g}"),
+    f"s to loss {loss:.3g}": ("seconds", "{:.4g}"),
+    "times faster": ("faster", "{:.2f}"),
+  }
+  header, lines = ["cell"], [[row["cell"]] for row in rows]
+  for title, (key, form) in columns.items():
+    header += [f"{title}, {LIVE}", *_KINDS[1:]]
+    for row, line in zip(rows, lines, strict=True):
+      line += [_text(row[f"{kind}, {key}"], form) for kind in _KINDS]
   return text_table.format_table(header, lines)
 
 
 def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
   """Draws the losses of all cells against time, as STEM.png and STEM.svg."""
-  plt = figure_lib.pyplot()
-  figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+  figure, ((axis,),) = figure_lib.new_figure(1, 1, 8, 5)
   for i, both in enumerate(cells):
-    for style, (kind, curve) in zip(
-      ("-", "--", ":"), _curves(both, 0).items(), strict=True
-    ):
-      label = f"{both.name}, {kind}".replace("$", r"\$")
-      axis.plot(*curve, style, color=f"C{i % 10}", label=label)
+    for kind, curve in _curves(both, 0).items():
+      label = figure_lib.plain_text(f"{both.name}, {kind}")
+      axis.plot(*curve, _STYLES[kind], color=f"C{i % 10}", label=label)
   axis.axhline(loss, color="gray", lw=0.8)
   axis.set(xlabel="seconds", ylabel="training loss", yscale="log")
   axis.grid(alpha=0.3)

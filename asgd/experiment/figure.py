@@ -10,11 +10,9 @@ Row = Mapping[str, Any]
 
 
 def mean_and_std(rows: Sequence[Row], key: str) -> tuple[float, float]:
-  """Mean and sample standard deviation of a column, whose missing values are
+  """Mean and sample standard deviation of a column, where missing values are
   NaN; NaN for the latter if there is one row only."""
-  values = np.array(
-    [np.nan if row.get(key) is None else row[key] for row in rows], float
-  )
+  values = np.array([row.get(key) for row in rows], float)  # None is NaN
   with np.errstate(invalid="ignore", over="ignore"):
     std = values.std(ddof=1) if len(values) > 1 else np.nan
   return float(values.mean()), float(std)
@@ -43,6 +41,7 @@ _CLOCKS = {
   "seconds": ("seconds", "seconds of training"),
 }
 _ACCURACY = "test accuracy (%)"
+_POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
 
 
 def clocks(results: Sequence[Row]) -> list[str]:
@@ -55,6 +54,14 @@ def clocks(results: Sequence[Row]) -> list[str]:
   ]
 
 
+def _workers(results):
+  """The numbers of workers of each run: title -> set."""
+  counts: dict[str, set[int]] = {}
+  for row in results:
+    counts.setdefault(row["algorithm"], set()).add(row["workers"])
+  return counts
+
+
 def panels(results: Sequence[Row]) -> list[Panel]:
   """Returns what is drawn of an experiment.
 
@@ -62,10 +69,7 @@ def panels(results: Sequence[Row]) -> list[Panel]:
   the largest; otherwise there are curves of accuracy and loss.
   """
   timed = clocks(results)
-  at_workers: dict[str, set] = {}
-  for row in results:
-    at_workers.setdefault(row["algorithm"], set()).add(row["workers"])
-  if any(len(counts) > 1 for counts in at_workers.values()) and timed:
+  if timed and any(len(counts) > 1 for counts in _workers(results).values()):
     key, label = _CLOCKS[timed[0]]
     return [
       Panel("accuracy", "workers", "test_accuracy", "workers", _ACCURACY),
@@ -95,10 +99,7 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
     Rows of panel, algorithm, workers, x, mean, std, seeds. Curves are of the
     largest number of workers of each run.
   """
-  largest: dict[str, int] = {}
-  for row in results:
-    title = row["algorithm"]
-    largest[title] = max(largest.get(title, 0), row["workers"])
+  largest = {title: max(counts) for title, counts in _workers(results).items()}
   shown = [row for row in curves if row["workers"] == largest[row["algorithm"]]]
   by_result = group_by(results, "algorithm", "workers")
   by_message = group_by(shown, "algorithm", "workers", "message")
@@ -110,17 +111,8 @@ def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
         continue  # an engine without this clock, or without staleness
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
-      points.append(
-        {
-          "panel": panel.name,
-          "algorithm": title,
-          "workers": workers,
-          "x": x,
-          "mean": mean,
-          "std": std,
-          "seeds": len(rows),
-        }
-      )
+      point = panel.name, title, workers, x, mean, std, len(rows)
+      points.append(dict(zip(_POINT, point, strict=True)))
   return points
 
 
@@ -149,78 +141,67 @@ def _spread_accuracy(axis) -> None:
   axis.minorticks_off()
 
 
-def _band(mean, std, logarithmic):
-  """One standard deviation either way; by a factor on logarithmic axes, where
-  mean - std may not be drawable."""
-  if not logarithmic:
-    return mean - std, mean + std
-  with np.errstate(invalid="ignore", divide="ignore"):
-    factor = np.where(mean > 0, 1 + std / mean, 1.0)
-  return mean / factor, mean * factor
-
-
-def _draw_rows(axis, rows, style, *, scale, curve, level):
+def _draw_run(axis, rows, style, *, panel, level):
   """Draws one run in one panel: a curve with a band, a horizontal line
   (`level`), or points with bars."""
   rows = [row for row in rows if np.isfinite(row["mean"])]
   if not rows:
     return
+  scale = 100 if panel.y == "test_accuracy" else 1
   x = np.array([row["x"] for row in rows], float)
   mean = scale * np.array([row["mean"] for row in rows], float)
   std = scale * np.nan_to_num([row["std"] for row in rows])
-  low, high = _band(mean, std, logarithmic=scale == 1)
-  plain = {key: style[key] for key in ("color", "label")}
+  low, high = mean - std, mean + std
+  if scale == 1:  # on a logarithmic axis, mean - std may not be drawable
+    with np.errstate(invalid="ignore", divide="ignore"):
+      factor = np.where(mean > 0, 1 + std / mean, 1.0)
+    low, high = mean / factor, mean * factor
   shade = {"color": style["color"], "alpha": 0.15, "lw": 0}
-  if curve:
+  if panel.x != "workers":
     axis.plot(x, mean, **style)
     axis.fill_between(x, low, high, **shade)
   elif level:
-    axis.axhline(mean[0], ls="--", **plain)
+    axis.axhline(mean[0], ls="--", color=style["color"], label=style["label"])
     axis.axhspan(low[0], high[0], **shade)
   else:
     axis.errorbar(x, mean, (mean - low, high - mean), capsize=3, **style)
 
 
-def pyplot() -> Any:
-  """Returns matplotlib's pyplot, drawing to files.
+def new_figure(rows: int, columns: int, width: float, height: float) -> Any:
+  """Returns an empty figure and its axes.
 
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
   """
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(width, height), layout="constrained")
+  return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def plain_text(text: str) -> str:
+  """Returns a text for matplotlib, in which no mathematics is to be read."""
+  return text.replace("$", r"\$")
+
+
+def save(figure: Any, heading: str, stem: Path) -> None:
+  """Writes a figure as STEM.png and STEM.svg, with a heading above all."""
+  figure.suptitle(plain_text(heading))
+  for suffix in (".png", ".svg"):
+    figure.savefig(stem.with_suffix(suffix), dpi=110)
+
+
+def _styles(titles):
   import matplotlib
 
-  matplotlib.use("agg")
-  from matplotlib import pyplot as plt
-
-  return plt
-
-
-def save(figure: Any, heading: str, stem: Path, **style: Any) -> list[Path]:
-  """Writes a figure as STEM.png and STEM.svg, and closes it.
-
-  Args:
-    figure: of `pyplot`.
-    heading: above all panels.
-    stem: of the files' names.
-    **style: of the heading.
-  """
-  figure.suptitle(heading.replace("$", r"\$"), **style)  # no mathematics
-  paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
-  for path in paths:
-    figure.savefig(path, dpi=110)
-  pyplot().close(figure)
-  return paths
-
-
-def _styles(plt, titles):
-  colors = plt.get_cmap("tab10" if len(titles) <= 10 else "tab20")
+  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
   return {
     title: {
       "color": colors(i % colors.N),
       "marker": "osv^D*XPhd"[i % 10],
       "ls": ("-", "--")[i // colors.N % 2],
       "ms": 5,
-      "label": title.replace("$", r"\$"),  # no mathematics
+      "label": plain_text(title),
     }
     for i, title in enumerate(titles)
   }
@@ -231,29 +212,20 @@ def _loss_limits(axis, rows):
   drawn = [row["mean"] for row in rows if np.isfinite(row["mean"])]
   if not drawn or min(drawn) <= 0:
     return
-  firsts: dict[str, float] = {}
-  for row in rows:
-    firsts.setdefault(row["algorithm"], row["mean"])
-  finite = [value for value in firsts.values() if np.isfinite(value)]
-  top = 1.1 * max(finite, default=max(drawn))
+  runs = group_by(rows, "algorithm").values()
+  firsts = [run[0]["mean"] for run in runs if np.isfinite(run[0]["mean"])]
+  top = 1.1 * max(firsts, default=max(drawn))
   axis.set_yscale("log")
   axis.set_ylim(0.95 * min(drawn), min(top, 1.05 * max(drawn)))
 
 
-def _draw_panel(axis, panel, points, styles, swept, *, sweeps):
+def _draw_panel(axis, panel, points, styles, swept):
   rows = [point for point in points if point["panel"] == panel.name]
-  scale = 100 if panel.y == "test_accuracy" else 1
   against_workers = panel.x == "workers"
   for title, style in styles.items():
     mine = [row for row in rows if row["algorithm"] == title]
-    _draw_rows(
-      axis,
-      mine,
-      style,
-      scale=scale,
-      curve=not against_workers,
-      level=len(mine) == 1 and mine[0]["x"] not in swept,
-    )
+    level = len(mine) == 1 and mine[0]["x"] not in swept
+    _draw_run(axis, mine, style, panel=panel, level=level)
   if against_workers:
     ticks = sorted(swept)
     axis.set_xscale("log", base=2)
@@ -264,12 +236,12 @@ def _draw_panel(axis, panel, points, styles, swept, *, sweeps):
   positive = [row["mean"] for row in rows if 0 < row["mean"] < np.inf]
   if panel.y == "test_loss":
     _loss_limits(axis, rows)
-  elif scale == 100 and rows:
+  elif panel.y == "test_accuracy" and rows:
     _spread_accuracy(axis)
   elif positive:
     axis.set_yscale("log")
     axis.set_ylim(0.3 * min(positive))
-  if sweeps:
+  if swept:
     when = "at the end" if against_workers else "at the most workers"
     axis.set_title(when, fontsize="medium")
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
@@ -278,37 +250,26 @@ def _draw_panel(axis, panel, points, styles, swept, *, sweeps):
 
 def draw(
   points: Sequence[Row], results: Sequence[Row], stem: Path, heading: str
-) -> list[Path]:
-  """Draws the points of `numbers` as STEM.png and STEM.svg.
+) -> None:
+  """Draws the points that `numbers` made of results as STEM.png and STEM.svg.
 
   Lines are means over seeds, bars and bands one standard deviation (by a factor
   on logarithmic axes). A run with one number of workers, which no sweep of the
   others has, is a horizontal line in the panels against workers.
 
-  Args:
-    points: from `numbers`.
-    results: that they are of.
-    stem: of the files' names.
-    heading: above all panels.
-
   Raises:
     ImportError: without matplotlib, which is in the extra `viz`.
   """
-  plt = pyplot()
   drawn = panels(results)
-  styles = _styles(plt, list(dict.fromkeys(p["algorithm"] for p in points)))
-  counts: dict[str, set] = {}
-  for row in results:
-    counts.setdefault(row["algorithm"], set()).add(row["workers"])
-  swept = set().union(*(ns for ns in counts.values() if len(ns) > 1))
   columns = len(drawn) // 2
-  figure, axes = plt.subplots(
-    2, columns, figsize=(5 * columns, 8), layout="constrained"
-  )
+  figure, axes = new_figure(2, columns, 5 * columns, 8)
+  styles = _styles(list(dict.fromkeys(p["algorithm"] for p in points)))
+  sweeps = (counts for counts in _workers(results).values() if len(counts) > 1)
+  swept = set().union(*sweeps)
   for axis, panel in zip(axes.flat, drawn, strict=True):
-    _draw_panel(axis, panel, points, styles, swept, sweeps=bool(swept))
+    _draw_panel(axis, panel, points, styles, swept)
   handles, labels = axes[0, 0].get_legend_handles_labels()
   figure.legend(
     handles, labels, loc="outside lower center", ncols=min(len(labels), 8)
   )
-  return save(figure, heading, stem)
+  save(figure, heading, stem)

@@ -17,13 +17,14 @@ WORKDIR/
 
 The same command with the same folder goes on where it stopped. Runs, numbers of
 workers and seeds may be added to an experiment that has begun; anything else
-makes it another experiment, whose folder is refused. Each cell is locked by the
-process that trains it, so several may work on one experiment.
+makes it another experiment, which needs another folder. Each cell is locked by
+the process that trains it, so several may work on one experiment.
 """
 
 import contextlib
 import copy
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -41,11 +42,15 @@ VERSION = 1  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _GROWING = ("workers", "seeds")  # lists that may get longer
 # Written by a run that was killed as it started.
-_STARTED = ("config.json.tmp", ".lock")
+_STARTED = {"config.json.tmp", ".lock"}
 
 
 class FolderError(ValueError):
   """A folder cannot be used for this experiment."""
+
+
+def _refused(why):
+  return FolderError(f"{why}; {_REMEDY}")
 
 
 def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
@@ -74,16 +79,14 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment; never takes over another's.
+  """Finds or makes the folder of an experiment, holding config.json; never
+  takes over another's.
 
   Args:
     workdir: the folder asked for, or None: runs/NAME-001, -002, ..., the newest
       that holds this very experiment, or the next that is free.
     name: of the experiment.
     experiment: what is run.
-
-  Returns:
-    The folder, holding config.json.
 
   Raises:
     FolderError: if the folder holds something else.
@@ -100,18 +103,13 @@ def open_folder(
     if written is not None:
       _check_same(folder, written, wanted)
       wanted = _grown(written, wanted)
-    content = storage.to_json(wanted, indent=2) + "\n"
-    storage.write_atomically(folder / "config.json", content)
+    storage.write_json(folder / "config.json", wanted)
     _keep_measurements(folder, experiment)
   return folder
 
 
 def _keep_measurements(folder, experiment):
-  """Writes what the plans depend on, once; see `read_measurements`.
-
-  Raises:
-    FolderError: if it is gone and cells were begun.
-  """
+  """Writes what the plans depend on, once; see `read_measurements`."""
   path = folder / "measurements.json"
   if not experiment.measurements or path.exists():
     return
@@ -120,8 +118,7 @@ def _keep_measurements(folder, experiment):
       f"{path} is gone, and stages were cut by it: put it back as it was, or"
       f" {_REMEDY}"
     )
-  content = storage.to_json(experiment.measurements) + "\n"
-  storage.write_atomically(path, content)
+  storage.write_json(path, experiment.measurements)
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
@@ -132,10 +129,8 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
     FolderError: if the file is not what a build wrote.
   """
   path = folder / "measurements.json"
-  if not path.exists():
-    return None
   value = storage.read_json(path)
-  if value is None:
+  if value is None and path.exists():
     raise FolderError(
       f"{path} cannot be read, and stages were cut by it: put it back as it"
       f" was, or {_REMEDY}"
@@ -143,99 +138,75 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
   return value
 
 
-def _read_identity(folder: Path) -> dict | None:
+def _read_identity(folder):
   path = folder / "config.json"
   if not path.exists():
     return None
   value = storage.read_json(path)
   if value is None or not isinstance(value.get("config"), dict):
-    raise FolderError(
-      f"{path} cannot be read: it is not what a run wrote; {_REMEDY}"
-    )
+    raise _refused(f"{path} cannot be read: it is not what a run wrote")
   if value.get("version") != VERSION:
-    raise FolderError(
+    raise _refused(
       f"{path} is of version {value.get('version')} of the layout, and this"
-      f" release writes {VERSION}; {_REMEDY}"
+      f" release writes {VERSION}"
     )
   return value
 
 
 def _check_folder(folder):
   """Raises FolderError unless the folder is free, or of an experiment."""
-  if not folder.exists():
-    return
-  if not folder.is_dir():
-    raise FolderError(f"--workdir={folder} is a file; {_REMEDY}")
-  if (folder / "config.json").exists():
-    return
-  if any(path.name not in _STARTED for path in folder.iterdir()):
-    raise FolderError(
-      f"--workdir={folder} is not empty and holds no experiment; {_REMEDY}"
-    )
+  if folder.exists() and not folder.is_dir():
+    raise _refused(f"--workdir={folder} is a file")
+  names = {path.name for path in folder.glob("*")}
+  if names - _STARTED and "config.json" not in names:
+    raise _refused(f"--workdir={folder} is not empty and holds no experiment")
 
 
-def _fixed(value: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed(identity, labels):
   """What may not differ between two parts of one experiment."""
-  config = {
-    key: inner
-    for key, inner in value["config"].items()
-    if key not in (*_GROWING, "runs")
-  }
-  return {"config": config, "dataset": value["dataset"]}
-
-
-def _run_identity(entry: Mapping[str, Any]) -> dict[str, Any]:
-  return {key: v for key, v in entry.items() if key != "workers"}
+  config = {k: v for k, v in identity["config"].items() if k not in _GROWING}
+  runs = {label: dict(config["runs"][label]) for label in labels}
+  for entry in runs.values():
+    entry.pop("workers", None)
+  return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
 
 
 def _check_same(folder, written, wanted):
-  differences = _differences(_fixed(written), _fixed(wanted))
-  before, now = written["config"]["runs"], wanted["config"]["runs"]
-  for label in before.keys() & now.keys():
-    differences += _differences(
-      *(_run_identity(before[label]), _run_identity(now[label])),
-      f"config.runs.{label}",
-    )
+  labels = written["config"]["runs"].keys() & wanted["config"]["runs"].keys()
+  differences = _differences(_fixed(written, labels), _fixed(wanted, labels))
   if differences:
-    raise FolderError(
-      f"--workdir={folder} holds another experiment"
-      f" ({'; '.join(differences[:3])}); {_REMEDY}"
-    )
+    first = "; ".join(differences[:3])
+    raise _refused(f"--workdir={folder} holds another experiment ({first})")
 
 
 def _grown(written, wanted):
   """The identity with runs, workers and seeds of both."""
   both = copy.deepcopy(wanted)
   before, now = written["config"], both["config"]
+
+  def union(key, *sections):
+    lists = [np.atleast_1d(section[key]).tolist() for section in sections]
+    return list(dict.fromkeys(itertools.chain(*lists)))
+
   for key in _GROWING:
-    now[key] = list(dict.fromkeys([*before[key], *now[key]]))
-  merged = {}
-  for label in dict.fromkeys([*before["runs"], *now["runs"]]):
-    old, new = (runs.get(label) for runs in (before["runs"], now["runs"]))
-    merged[label] = {**(old or {}), **(new or {})}
-    if old and new and "workers" in old and "workers" in new:
-      lists = (
-        [counts] if isinstance(counts, int) else counts
-        for counts in (old["workers"], new["workers"])
-      )
-      merged[label]["workers"] = list(
-        dict.fromkeys(n for each in lists for n in each)
-      )
-  now["runs"] = merged
+    now[key] = union(key, before, now)
+  runs = copy.deepcopy(before["runs"])
+  for label, new in now["runs"].items():
+    old = runs.get(label, {})
+    runs[label] = {**old, **new}
+    if "workers" in old and "workers" in new:
+      runs[label]["workers"] = union("workers", old, new)
+  now["runs"] = runs
   return both
 
 
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+def _differences(old, new, path="") -> list[str]:
   """Names the leaves in which two trees of plain data differ."""
   if isinstance(old, Mapping) and isinstance(new, Mapping):
-    keys = [*old, *(key for key in new if key not in old)]
-    return [
-      line
-      for key in keys
-      for line in _differences(
-        old.get(key), new.get(key), f"{path}.{key}" if path else key
-      )
-    ]
+    lines, above = [], f"{path}." if path else ""
+    for key in {**old, **new}:
+      lines += _differences(old.get(key), new.get(key), above + key)
+    return lines
   return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
 
 
@@ -248,18 +219,15 @@ def _numbered(root, name, wanted) -> Path:
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):
       written = _read_identity(folder)
-      if written and all(
-        written[key] == wanted[key] for key in ("config", "dataset")
-      ):
+      same = ("config", "dataset")
+      if written and all(written[key] == wanted[key] for key in same):
         return folder
-  number = max(numbers, default=0) + 1
+  number = max(numbers, default=0)
   while True:
+    number += 1
     folder = root / f"{name}-{number:03d}"
-    try:
+    with contextlib.suppress(FileExistsError):  # another process was faster
       folder.mkdir(parents=True)
-    except FileExistsError:  # another process was faster
-      number += 1
-    else:
       return folder
 
 
@@ -304,8 +272,7 @@ def claim_cell(
       "dataset": experiment.dataset_identity,
       "cpus": os.cpu_count(),
     }
-    content = storage.to_json(description, indent=2) + "\n"
-    storage.write_atomically(place / "cell.json", content)
+    storage.write_json(place / "cell.json", description)
     yield
 
 
@@ -342,13 +309,11 @@ def only_cell(folder: Path) -> Path:
 
 
 # What a report needs of a result; one without was written by another version.
-RESULT_KEYS = frozenset(
-  (
-    *("cell", "label", "algorithm", "engine", "recipe", "workers", "seed"),
-    *("messages", "updates", "evaluations", "examples", "learning_rate"),
-    *("train_loss", "test_loss", "test_accuracy", "diverged"),
-  )
-)
+RESULT_KEYS = {
+  *("cell", "label", "algorithm", "engine", "recipe", "workers", "seed"),
+  *("messages", "updates", "evaluations", "examples", "learning_rate"),
+  *("train_loss", "test_loss", "test_accuracy", "diverged"),
+}
 
 
 def finished_result(place: Path) -> dict[str, Any] | None:
@@ -410,13 +375,10 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
       break
     try:
       row = json.loads(line)
-    except ValueError:
-      row = None
-    if (
-      not isinstance(row, dict)
-      or not row.keys() >= _IN_A_ROW
-      or not (isinstance(row["message"], int))
-    ):
+      known = row.keys() >= _IN_A_ROW and isinstance(row["message"], int)
+    except (ValueError, AttributeError):
+      known = False
+    if not known:
       raise FolderError(
         f"{path}, line {number} is no evaluation: {line[:60].strip()!r}. Put"
         " the file back as the run wrote it, or remove it; evaluations that"
@@ -438,13 +400,8 @@ class CellLog:
     path = place / "metrics.jsonl"
     storage.write_atomically(path, storage.to_lines(rows))
     self._file: IO = path.open("a", encoding="utf-8")
-    self._board = None
-    if board is not None:
-      with contextlib.suppress(ImportError):
-        from tensorboardX import SummaryWriter
-
-        step = rows[-1]["message"] + 1 if rows else 0
-        self._board = SummaryWriter(str(board), purge_step=step)
+    step = rows[-1]["message"] + 1 if rows else 0
+    self._board = board and storage.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""

@@ -7,6 +7,7 @@ in the memory that the two sides share.
 
 import collections
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, sharding
+from asgd.experiment import storage
 from asgd.live import wire
 from asgd.live.journal import journal_path
 
@@ -38,70 +40,57 @@ class Figures(NamedTuple):
   @property
   def staleness_mean(self) -> float:
     """Over the messages; NaN if there was none."""
-    total = self.staleness.sum()
-    if not total:
-      return float("nan")
-    return float(np.arange(len(self.staleness)) @ self.staleness / total)
+    total, numbers = self.staleness.sum(), np.arange(len(self.staleness))
+    return float(numbers @ self.staleness / total) if total else float("nan")
 
 
-class _Seen(NamedTuple):
-  """The state of all counters at a look."""
+class _Look(NamedTuple):
+  """What was new at a look."""
 
   now: float
-  update: int
-  workers: np.ndarray
-  staleness: np.ndarray
-  gap: float  # sum
+  update: int  # of the last message; -1 before there is one
+  worker: np.ndarray  # int[m], of each message
+  staleness: np.ndarray  # int[m]
+  gap: np.ndarray  # float[m]
 
 
 class Counter:
   """Counts what comes, and makes rates of it."""
 
   def __init__(self, workers: int, now: float, *, window: float = _WINDOW):
-    """Starts with nothing seen.
-
-    Args:
-      workers: N.
-      now: seconds, on any clock.
-      window: seconds that rates are taken over.
-    """
-    self._span = window
-    nothing = np.zeros(workers, int), np.zeros(1, int)
-    self._looks = collections.deque([_Seen(now, 0, *nothing, 0.0)])
+    """Starts with nothing seen, at a time in seconds, on any clock; rates are
+    taken over the last `window` seconds."""
+    self._workers, self._window = workers, window
+    nothing = np.zeros(0, int)
+    self._looks = collections.deque([_Look(now, -1, nothing, nothing, nothing)])
 
   def add(self, now: float, records: base.Records) -> None:
     """Counts the records that are new."""
-    last = self._looks[-1]
-    update, workers, staleness, gap = last[1:5]
+    last, update = self._looks[-1], self._looks[-1].update
     if len(records.loss):
-      if not workers.any():  # start-up, and what a run did before, is no time
+      if update < 0:  # start-up, and what a run did before, is no time
         first = int(records.update[0]) - 1
-        start = _Seen(last.now, first, *last[2:5])
-        self._looks = collections.deque([start])
+        self._looks = collections.deque([last._replace(update=first)])
       update = int(records.update[-1])
-      workers = workers + np.bincount(records.worker, minlength=len(workers))
-      new = np.bincount(records.staleness)
-      staleness = np.pad(staleness, (0, max(len(new) - len(staleness), 0)))
-      staleness[: len(new)] += new
-      gap += float(records.gap.sum())
-    self._looks.append(_Seen(now, update, workers, staleness, gap))
-    while len(self._looks) > 2 and self._looks[1].now <= now - self._span:
+    new = records.worker, records.staleness, records.gap
+    self._looks.append(_Look(now, update, *new))
+    while len(self._looks) > 2 and self._looks[1].now <= now - self._window:
       self._looks.popleft()
 
   def figures(self, nbytes: float) -> Figures:
     """Returns the rates over the window, with so many bytes for a message."""
-    old, new = self._looks[0], self._looks[-1]
-    seconds = max(new.now - old.now, 1e-9)
-    workers = new.workers - old.workers
-    messages = int(workers.sum())
-    before = np.pad(old.staleness, (0, len(new.staleness) - len(old.staleness)))
+    old, *looks = self._looks
+    seconds = max(looks[-1].now - old.now, 1e-9)
+    columns = zip(*(look[2:] for look in looks), strict=True)
+    worker, staleness, gap = map(np.concatenate, columns)
     return Figures(
-      updates=max(new.update - old.update, 0) / seconds,  # or rolled back
-      messages=messages / seconds,
-      workers=workers / seconds,
-      staleness=new.staleness - before,
-      gap=(new.gap - old.gap) / messages if messages else float("nan"),
-      bytes=nbytes * messages / seconds,
+      # Less than before if a shard rolled back.
+      updates=max(looks[-1].update - old.update, 0) / seconds,
+      messages=len(gap) / seconds,
+      workers=np.bincount(worker, minlength=self._workers) / seconds,
+      staleness=np.bincount(staleness, minlength=1),
+      gap=float(gap.mean(dtype=float)) if len(gap) else float("nan"),
+      bytes=nbytes * len(gap) / seconds,
     )
 
 
@@ -120,27 +109,18 @@ def histogram(counts: Sequence[int]) -> str:
   if not total:
     return "-"
   below = np.cumsum(counts)
-  low, high = (
-    int(np.argmax(below >= share * total / 100)) for share in (2, 98)
-  )
+  low, high = np.searchsorted(below, [2 * total / 100, 98 * total / 100])
   low = 0 if high < _BINS - 1 else low
   width = -(-(high - low + 1) // (_BINS - 1))
-  bins = [
-    (start if i else 0, start + width)
-    for i, start in enumerate(range(low, high + 1, width))
-  ]
-  end = bins[-1][1]
-  words = [
-    f"{_range(*ends)}:{100 * counts[slice(*ends)].sum() / total:.0f}"
-    for ends in bins
-  ]
-  if counts[end:].any():
-    words.append(f"{end}+:{100 * counts[end:].sum() / total:.0f}")
+  edges = [0, *range(low + width, high + width + 1, width)]
+  bins = {
+    f"{start}" if end - start == 1 else f"{start}-{end - 1}": counts[start:end]
+    for start, end in itertools.pairwise(edges)
+  }
+  if counts[edges[-1] :].any():
+    bins[f"{edges[-1]}+"] = counts[edges[-1] :]
+  words = [f"{k}:{100 * part.sum() / total:.0f}" for k, part in bins.items()]
   return " ".join(words) + " %"
-
-
-def _range(start, end):
-  return f"{start}" if end - start == 1 else f"{start}-{end - 1}"
 
 
 def sparkline(counts: Sequence[int], width: int = 8) -> str:
@@ -194,7 +174,7 @@ class Tickets:
 
   def __init__(self, path: Path):
     """Starts at the journal's end."""
-    self._path, self._rest = path, b""
+    self._path = path
     self._at = path.stat().st_size if path.exists() else 0
     self._sent = self._received = 0
 
@@ -202,12 +182,11 @@ class Tickets:
     """Returns the ratio since the start; 1 before the first message."""
     with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
       file.seek(self._at)
-      data = self._rest + file.read()
-      self._at = file.tell()
-      whole = data.rfind(b"\n") + 1
+      data = file.read()
+      whole = data.rfind(b"\n") + 1  # what is cut off is read the next time
+      self._at += whole
       self._sent += data.count(b",send,", 0, whole)
       self._received += data.count(b",receive,", 0, whole)
-      self._rest = data[whole:]
     return self._sent / self._received if self._received else 1.0
 
 
@@ -215,18 +194,10 @@ class Board:
   """Curves of a live run for TensorBoard; nothing without tensorboardX."""
 
   def __init__(self, folder: Path, *, seconds: float = _BOARD):
-    """Opens the board.
-
-    Args:
-      folder: a board of its own, below that of the cell's evaluations: readers
-        follow one file a folder.
-      seconds: between two points.
-    """
-    self._seconds, self._next, self._writer = seconds, 0.0, None
-    with contextlib.suppress(ImportError):
-      from tensorboardX import SummaryWriter
-
-      self._writer = SummaryWriter(str(folder))
+    """Opens the board: one of its own, below that of the cell's evaluations, as
+    readers follow one file a folder; points are so many seconds apart."""
+    self._seconds, self._next = seconds, 0.0
+    self._writer = storage.open_board(folder)
 
   def write(self, now: float, message: int, figures: Figures) -> None:
     """Adds a point, if it is time for one."""
@@ -237,13 +208,13 @@ class Board:
       if np.isfinite(value):
         self._writer.add_scalar(name, value, message)
     counts = figures.staleness
-    total, numbers = counts.sum(), np.arange(len(counts))
-    if total:
+    numbers, some = np.arange(len(counts)), np.flatnonzero(counts)
+    if len(some):
       self._writer.add_histogram_raw(
         "live/staleness",
-        min=float(numbers[counts > 0][0]),
-        max=float(numbers[counts > 0][-1]),
-        num=int(total),
+        min=float(some[0]),
+        max=float(some[-1]),
+        num=int(counts.sum()),
         sum=float(numbers @ counts),
         sum_squares=float(numbers**2 @ counts),
         bucket_limits=(numbers + 0.5).tolist(),
@@ -283,34 +254,21 @@ class Watch:
   """Watches a live cell."""
 
   def __init__(self, live: Any, board: Path, *, compress: str | None = None):
-    """Starts watching.
-
-    Args:
-      live: a `live_run.Live`.
-      board: of the cell, for TensorBoard.
-      compress: the dtype on the wire, as in `wire.layout`.
-    """
+    """Starts watching a `live_clusters.LiveRun`, with the board of its cell.
+    `compress` is the dtype on the wire, as in `wire.layout`."""
     setup = live.setup
     self._nbytes = message_bytes(live.params, setup.shards, compress)
     self._tickets = Tickets(journal_path(live.folder, 0))
     self._counter = Counter(setup.workers, time.monotonic())
     self._board = Board(board / "live")
+    self.close = self._board.close
 
   def look(self, now: float, records: base.Records, message: int) -> Figures:
-    """Counts what is new.
-
-    Args:
-      now: when it was read, by `time.monotonic`.
-      records: that are new.
-      message: how many there are in all.
-    """
+    """Counts records that are new, read at `now` by `time.monotonic`, of
+    `message` in all."""
     self._counter.add(now, records)
     nbytes = self._nbytes * (1 + self._tickets.look())
     figures = self._counter.figures(nbytes)
     if figures.messages:
       self._board.write(now, message, figures)
     return figures
-
-  def close(self) -> None:
-    """Closes the board."""
-    self._board.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import base
-from asgd.experiment import folder as folder_lib
 from asgd.experiment import storage
+from asgd.experiment.folder import only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
@@ -27,18 +27,13 @@ class LiveFiles(NamedTuple):
   records: list[base.Records]  # of each shard
 
 
-def shards_of(description: Mapping[str, Any]) -> int:
-  """Returns the shards of a cell's server, as cell.json says."""
-  return description["config"]["server"]["shards"]
-
-
 def read_description(folder: Path) -> dict[str, Any]:
   """Returns what cell.json says of a live cell.
 
   Raises:
     ValueError: if the folder is of no cell, or of one that was not live.
   """
-  description = folder_lib.read_cell(folder)
+  description = read_cell(folder)
   if description["engine"] not in ("threads", "ray"):
     raise ValueError(
       f"{folder} was made by engine {description['engine']!r}: only live runs"
@@ -47,10 +42,20 @@ def read_description(folder: Path) -> dict[str, Any]:
   return description
 
 
-def only_cell(folder: Path) -> Path:
-  """Returns the folder of a cell, also for a WORKDIR that has one; see
-  `folder.only_cell`."""
-  return folder_lib.only_cell(folder)
+def read_traces(
+  folder: Path, description: Mapping[str, Any]
+) -> Iterator[tuple[Path, list[Event]]]:
+  """Yields the file and the rows of each shard's journal.
+
+  Raises:
+    ValueError: if one holds nothing.
+  """
+  for index in range(description["config"]["server"]["shards"]):
+    path = journal_path(folder, index)
+    events = read_journal(path)
+    if not events:
+      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+    yield path, events
 
 
 def read(folder: Path) -> LiveFiles:
@@ -63,12 +68,9 @@ def read(folder: Path) -> LiveFiles:
   folder = only_cell(folder)
   description = read_description(folder)
   journals = []
-  for index in range(shards_of(description)):
-    path = journal_path(folder, index)
-    journals.append(read_journal(path))
-    if not journals[-1]:
-      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
-    check_journal(path, journals[-1])
+  for path, events in read_traces(folder, description):
+    check_journal(path, events)
+    journals.append(events)
   records = _records(folder, journals)
   paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
   spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
@@ -114,8 +116,8 @@ def _records(folder, journals):
   result, out = storage.read_json(folder / "result.json"), []
   for index, journal in enumerate(journals):
     path = records_path(folder, index)
-    records = read_records(path)
-    count = len(records.loss)
+    out.append(read_records(path))
+    count = len(out[-1].loss)
     if path.exists() or result:
       check_records(path, count, journal, whole=result is not None)
     if result and not index and count != result.get("messages"):
@@ -123,13 +125,11 @@ def _records(folder, journals):
         f"{path} has {count} records, result.json {result.get('messages')}"
         " messages: one of the two was changed; put it back as the run wrote it"
       )
-    out.append(records)
   return out
 
 
 def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
-  """Yields the rows that started and ended each job, in the order of their
-  ends."""
+  """Yields the rows that started and ended each job, in the order of ends."""
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     start = ledger.obey(event)

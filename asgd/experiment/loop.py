@@ -344,8 +344,7 @@ class _Attempt(contextlib.ExitStack):
         storage.write_atomically(place / name, content)
       content = flax.serialization.to_bytes(params)
       storage.write_atomically(place / "params.msgpack", content)
-      content = storage.to_json(result, indent=2) + "\n"
-      storage.write_atomically(place / "result.json", content)
+      storage.write_json(place / "result.json", result)
 
     processes.together(write)
     engine.discard()

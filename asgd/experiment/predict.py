@@ -72,12 +72,10 @@ def handed_in(
       groups.setdefault(event.time, []).append(event.key)
   out = {}
   for time, keys in groups.items():
-    last = time
-    if all(key in pushed for key in keys):
-      last = max(pushed[key].end for key in keys)
+    ends = {key: pushed[key].end for key in keys if key in pushed}
+    last = max(ends.values()) if len(ends) == len(keys) else time
     for key in keys:
-      before = last - pushed[key].end if key in pushed else 0.0
-      out[key] = time - max(before, 0.0)
+      out[key] = time - max(last - ends.get(key, last), 0.0)
   return out
 
 
@@ -87,8 +85,7 @@ def jobs(
   """Returns the jobs that ended with a RECEIVE, in that order."""
   ends = handed_in(journal, spans)
   free: dict[int, float] = {}  # when a worker ended its last job
-  new: set[int] = set()
-  out = []
+  new, out = set(), []
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     worker, ticket = event.worker, ledger.obey(event)
@@ -120,8 +117,7 @@ def all_there(worker: np.ndarray, workers: int) -> int:
 
 def joins(journal: Sequence[Event], workers: int) -> list[float]:
   """Returns when each worker came first, in seconds since the first ticket was
-  sent, or 0 if that is later; the last of those that there are did, for those
-  that never came."""
+  sent, or 0 if that is later; a worker that never came counts as the last."""
   times, began = {}, live_files.first_ticket(journal)
   for event in journal:
     if event.action == base.JOIN:
@@ -148,12 +144,12 @@ def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   zero = jobs[there - 1].received
   late = [job for job in jobs if job.start >= zero and not job.first]
   rows = in_order(late, workers)
-  for worker, row in enumerate(rows):
-    if not row:
-      raise ValueError(
-        f"worker {worker} did no job after all {workers} workers were there:"
-        " the run is too short to be measured; train longer (--config.epochs)"
-      )
+  if [] in rows:
+    raise ValueError(
+      f"worker {rows.index([])} did no job after all {workers} workers were"
+      " there: the run is too short to be measured; train longer"
+      " (--config.epochs)"
+    )
   return rows
 
 
@@ -163,13 +159,13 @@ def play(
   comes: Sequence[float],
   messages: int,
 ) -> base.Trace:
-  """Plays a live run's protocol, that has so many jobs in all.
+  """Plays the protocol of a live run.
 
   Args:
     rules: the protocol.
     streams: of each worker, the times of its jobs.
     comes: when each worker joins.
-    messages: jobs.
+    messages: jobs in all.
   """
   rows: list[Event] = []
   dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
@@ -193,24 +189,15 @@ def play(
 
 
 def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
-  """Trains a cell as a live run does, in the order of a trace.
-
-  Args:
-    plan: of the cell.
-    seed: of the cell.
-    trace: the order.
-  """
-  host = simulator.make_host(
-    plan.server,
-    plan.worker,
-    wire=live_clusters.dtype_on_wire(plan.run.config),
-  )
+  """Trains a cell, of a plan and a seed, in the order of a trace as a live run
+  does."""
+  wire = live_clusters.dtype_on_wire(plan.run.config)
+  host = simulator.make_host(plan.server, plan.worker, wire=wire)
   key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
+  data = {"batch": plan.job_batches(seed), "root": root}
   simulation, records = simulator.run_whole(
-    *(host, params, plan.workers, trace),
-    batch=plan.job_batches(seed),
-    root=root,
+    host, params, plan.workers, trace, **data
   )
   result = plan.problem.evaluate(simulation.server.params)
   return of_records(records, float(trace.time[0]), result.accuracy)
@@ -241,10 +228,8 @@ class Curve(NamedTuple):
 def curve(run: Outcome, zero: int) -> Curve:
   """Returns the loss, over a fortieth of the run, against time.
 
-  Args:
-    run: a run.
-    zero: the number of the message with which the clock starts, the last one
-      that is left out; 0 starts it with the first ticket.
+  Messages up to number `zero` are left out, and the clock starts with that one;
+  0 starts it with the first ticket.
   """
   loss = run.loss[zero:]
   width = max(len(loss) // 40, 1)
@@ -260,23 +245,16 @@ def rate(run: Outcome, zero: int) -> float:
 
 
 BUSY = "the server is busy"  # a share, the others are seconds
-_PARTS = (
-  *("until it is heard of", "fetching", "computing", "pushing"),
-  "until it is received",
-)
+_WORK = ("until it is heard of", "fetching", "computing", "pushing")
+_PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
   journal: Sequence[Event], spans: Mapping[int, Sequence[Span]], zero: float
 ) -> dict[str, float] | None:
   """Returns the means of the parts of a job, from its ticket to its receipt,
-  and the share of the time that the server is busy; None without spans.
-
-  Args:
-    journal: of the lead.
-    spans: of the workers.
-    zero: jobs that began before are left out.
-  """
+  and the share of the time that the server is busy; None without spans. Jobs
+  that began before `zero` are left out."""
   kinds = ("fetch", "compute", "push")
   pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
   lengths = []
@@ -289,9 +267,6 @@ def where_time_goes(
   if not lengths:
     return None
   means = dict(zip(_PARTS, np.mean(lengths, axis=0).tolist(), strict=True))
-  work = sum(
-    end - start
-    for start, end in live_files.served(journal, spans)
-    if start >= zero
-  )
+  served = live_files.served(journal, spans)
+  work = sum(end - start for start, end in served if start >= zero)
   return {**means, BUSY: work / max(journal[-1].time - zero, _LEAST)}

@@ -36,13 +36,10 @@ def load(
     ValueError: for an unknown name, naming the nearest, for files that are not
       there, and for a model that does not fit the data.
   """
-  name = config["data"]["name"]
-  if name in TEXTS:
-    dataset, problem = _language(config, data_dir, dataset)
-  elif name in sentences.TASKS:
-    dataset, problem = _sentences(config, data_dir, dataset)
-  else:
-    dataset, problem = _images(config, data_dir, dataset)
+  makers = dict.fromkeys(TEXTS, _language)
+  makers |= dict.fromkeys(sentences.TASKS, _sentences)
+  make = makers.get(config["data"]["name"], _images)
+  dataset, problem = make(config, data_dir, dataset)
   _check_fit(config, problem)
   return dataset, problem
 

@@ -31,11 +31,10 @@ class ProgressBar:
       seconds: between two lines if it is not.
     """
     stream = stream or io.StringIO()  # stderr is None where it was closed
-    self._stream, self._describe = stream, describe
-    self._total = total
-    self._done = 0
-    self._seconds = seconds
-    self._last = time.monotonic()
+    self._stream = stream
+    self._describe = describe or (lambda engine, result: "")
+    self._done, self._total = 0, total
+    self._seconds, self._last = seconds, time.monotonic()
     self._warned: set[tuple[str, int]] = set()
     self._bar = None
     if stream.isatty():
@@ -51,42 +50,31 @@ class ProgressBar:
       self._bar.update(messages)
 
   def update(self, cell: Any, progress: Any) -> None:
-    """Counts messages and shows what they were like (where nothing is ever
-    stale, the loss), and how a live run goes: in short in a bar, in full in a
-    line.
-
-    Args:
-      cell: that they are of.
-      progress: an `asgd.experiment.engines.Progress`.
-    """
+    """Counts messages of a cell, in an `asgd.experiment.engines.Progress`, and
+    shows what they were like (where nothing is ever stale, the loss), and how a
+    live run goes: in short in a bar, in full in a line."""
     self._done += progress.count
-    state = f"loss {float(progress.loss.mean()):.3f}"
+    state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:
       state += f" staleness {progress.staleness:.1f} gap {progress.gap:.2g}"
     if self._bar is not None:
-      if progress.figures is not None:
-        state = f"{state} {live_figures.short(progress.figures)}"
+      state += f" {live_figures.short(figures)}" if figures is not None else ""
       self._bar.set_description_str(cell.name, refresh=False)
       self._bar.set_postfix_str(state, refresh=False)
       self._bar.update(progress.count)
-      return
-    now = time.monotonic()
-    if now - self._last >= self._seconds:
-      self._last = now
-      if progress.figures is not None:
-        state = f"{state}, {live_figures.long(progress.figures)}"
+    elif time.monotonic() - self._last >= self._seconds:
+      self._last = time.monotonic()
+      state += f", {live_figures.long(figures)}" if figures is not None else ""
       self.line(f"{self._done / self._total:4.0%} {cell.name}: {state}")
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows what a cell came to, with warnings for the first seed of a run."""
-    describe = self._describe or (lambda engine, row: "")
     said, *warnings = report.lines(
-      result, lambda row: describe(row["engine"], row)
+      result, lambda row: self._describe(row["engine"], row)
     )
     self.line(said)
-    key = cell.label, cell.workers
-    if key not in self._warned:
-      self._warned |= {key} if warnings else set()
+    if warnings and (cell.label, cell.workers) not in self._warned:
+      self._warned.add((cell.label, cell.workers))
       for text in warnings:
         self.line(text)
 

@@ -17,14 +17,8 @@ def check(
   asked: str = "engine='ray'",
   instead: str = "engine='threads'",
 ) -> None:
-  """Raises ValueError where `start` would, as far as that is known before.
-
-  Args:
-    address: as for `start`.
-    allow_network: as for `start`.
-    asked: the setting that asks for Ray.
-    instead: the one that does not.
-  """
+  """Raises ValueError where `start` would, as far as that is known before;
+  `asked` is the setting that asks for Ray, `instead` one that does not."""
   try:
     import ray  # noqa: F401
   except ImportError as error:

@@ -1,7 +1,7 @@
 """Computes again what a live run computed, from its traces.
 
-A trace says which worker was sent which parameters when, whose message came
-when, which worker died and which took its place. With the same order the same
+A trace says which worker was sent which parameters when, when which message
+came, which worker died and which took its place. With the same order the same
 functions give the same bits, on the same kind of device with as many cores (XLA
 divides its sums among them).
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from asgd import base, orders, sharding, simulator
 from asgd.experiment import cells, live_files, storage
 from asgd.experiment.engines import live, live_clusters
-from asgd.live.journal import journal_path, read_journal
 from asgd.orders.trace import from_events
 
 
@@ -64,17 +64,13 @@ def load(
   return experiment, cell
 
 
-def _traces(folder, shards):
+def _traces(folder, description):
   """The traces of all shards, checked."""
   traces, totals = [], []
-  for index in range(shards):
-    path = journal_path(folder, index)
-    events = read_journal(path)
-    if not events:
-      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  for path, events in live_files.read_traces(folder, description):
     orders.check(events, depth=len(events), path=path)
     trace = from_events(events)
-    if not (trace.action == base.RECEIVE).any():
+    if base.RECEIVE not in trace.action:
       raise ValueError(
         f"{path} holds no message that was received: there is nothing to be"
         " computed (yet)"
@@ -99,7 +95,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
-  traces, totals = _traces(folder, live_files.shards_of(description))
+  traces, totals = _traces(folder, description)
   experiment, cell = load(folder, data_dir=data_dir)
   plan = experiment.plan(cell)
   init_key, root = jax.random.split(jax.random.key(cell.seed))
@@ -116,18 +112,13 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
     )
     final = jax.device_get(simulation.server.params)
   else:
+    order = {"workers": plan.workers, "totals": totals}
     sharded = simulator.run_sharded(
-      *(plan.server, plan.worker, params, traces),
-      workers=plan.workers,
-      totals=totals,
-      **common,
-      **data,
+      plan.server, plan.worker, params, traces, **order, **common, **data
     )
     records = sharded.records[0]
-    final = sharding.join(
-      sharding.make_plan(params, len(traces)),
-      [jax.device_get(state.params) for state in sharded.states],
-    )
+    parts = [jax.device_get(state.params) for state in sharded.states]
+    final = sharding.join(sharding.make_plan(params, len(traces)), parts)
   result = storage.read_json(folder / "result.json") or {}
   return Replay(
     *(cell.name, traces[0], records, final),
@@ -141,12 +132,11 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
 
 def describe(replayed: Replay) -> str:
   """Says what a replay came to, and whether it is what the run came to."""
-  counts = {
-    name: int((replayed.trace.action == action).sum())
-    for action, name in enumerate(base.ACTIONS)
-  }
-  events = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-  stale = replayed.records.staleness
+  action, stale = replayed.trace.action, replayed.records.staleness
+  counts = np.bincount(action, minlength=len(base.ACTIONS)).tolist()
+  events = ", ".join(
+    f"{n} {name}" for name, n in zip(base.ACTIONS, counts, strict=True) if n
+  )
   lines = [
     f"{replayed.name}: {events}",
     f"accuracy {100 * replayed.accuracy:.1f} %, staleness mean"
@@ -158,12 +148,10 @@ def describe(replayed: Replay) -> str:
   elif replayed.recorded == replayed.digest:
     lines.append("the same parameters as the live run, to the bit")
   else:
-    why, came = "", counts["receive"]
+    why, came = "", counts[base.RECEIVE]
     if came < (replayed.messages or 0):
-      why = (
-        f": the trace has {came} messages, result.json {replayed.messages}; it"
-        " was cut short"
-      )
+      why = f": the trace has {came} messages, result.json {replayed.messages};"
+      why += " it was cut short"
     elif replayed.cpus != os.cpu_count():
       why = f": it had {replayed.cpus} CPU cores, this machine {os.cpu_count()}"
     lines.append(

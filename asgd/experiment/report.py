@@ -1,6 +1,7 @@
 """What an experiment says: a line and warnings for each cell, and at its end a
 table and a figure."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ _FIRST = (
   Column("accuracy %", "test_accuracy", 100, "{:.1f}"),
   Column("loss", "test_loss"),
 )
-_MEASURE = Column("measure %", "test_measure", 100, "{:.1f}")
 # Instead of those of engines, where runs of several kinds are compared.
 _COMMON = (
   Column("engine", "engine"),
@@ -41,12 +41,7 @@ def percent(value: float | None) -> str:
 
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns what is said of a cell when it is finished: a line, and warnings
-  with their remedies.
-
-  Args:
-    result: of the cell.
-    describe: of its engine.
-  """
+  with their remedies; `describe` is that of its engine."""
   said = [
     f"{result['cell']}: accuracy {percent(result['test_accuracy'])},"
     f" {describe(result)}"
@@ -55,7 +50,7 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
     remedy += ", or a cure such as dana_zero or gap_aware"
-  # A tolerance of one step of the limit's grid.
+  # A tolerance of one step of the limit's grid; what is not known is NaN.
   known = storage.is_finite(product) and storage.is_finite(limit)
   if known and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
@@ -77,14 +72,11 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
 def columns(results: Sequence[Row], engines: Mapping[str, Any]) -> list[Column]:
   """Returns the columns of the table: those of the engine, or what runs of
   several engines have in common."""
-  kinds = {row["engine"]: engines[row["engine"]].columns for row in results}
-  own = next(iter(kinds.values()), ())
-  if any(each != own for each in kinds.values()):
-    own = _COMMON
-  first = list(_FIRST)
+  shown = list(_FIRST)
   if any(storage.is_finite(row.get("test_measure")) for row in results):
-    first.insert(3, _MEASURE)
-  shown = [*first, *own]
+    shown.insert(3, Column("measure %", "test_measure", 100, "{:.1f}"))
+  kinds = {tuple(engines[row["engine"]].columns) for row in results}
+  shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return shown
@@ -93,14 +85,15 @@ def columns(results: Sequence[Row], engines: Mapping[str, Any]) -> list[Column]:
 def _text(column: Column, group: Sequence[Row]) -> str:
   """A cell of the table: the mean over seeds, or the value that all have."""
   values = [row.get(column.key) for row in group]
-  first = values[0]
-  if isinstance(first, (list, tuple)):
-    return " ".join(map(str, first))
-  if isinstance(first, bool):
-    return "yes" if first else "no"
-  plain = isinstance(first, int) and column.scale == 1
-  if isinstance(first, str) or plain:
-    return str(max(values))
+  match values[0]:
+    case list() as several:
+      return " ".join(map(str, several))
+    case bool() as flag:
+      return "yes" if flag else "no"
+    case str():
+      return max(values)
+    case int() if column.scale == 1:
+      return str(max(values))
   mean, std = figure.mean_and_std(group, column.key)
   if not np.isfinite(mean):
     return "-"
@@ -110,43 +103,38 @@ def _text(column: Column, group: Sequence[Row]) -> str:
   return words
 
 
-_NOT_IN_CSV = ("cell", "seed", "params_sha256", "label")
+_NOT_IN_CSV = {"cell", "seed", "params_sha256", "label"}
 
 
 def _csv_row(group: Sequence[Row]) -> dict[str, Any]:
   """All columns of results, numbers as mean and deviation over seeds."""
   first = group[0]
-  row: dict[str, Any] = {
-    "algorithm": first["algorithm"],
-    "workers": first["workers"],
-    "seeds": len(group),
-  }
-  for key in dict.fromkeys(key for result in group for key in result):
-    value = first.get(key)
-    if key in _NOT_IN_CSV or key in row or isinstance(value, Mapping):
+  row = {key: first[key] for key in ("algorithm", "workers")}
+  row["seeds"] = len(group)
+  for key in dict.fromkeys(itertools.chain(*group)):
+    if key in _NOT_IN_CSV or key in row:
       continue
-    if key == "diverged":
-      row[key] = sum(bool(result[key]) for result in group)
-    elif isinstance(value, (list, tuple)):
-      row[key] = " ".join(map(str, value))
-    elif isinstance(value, float) or value is None:
-      row[key], row[f"{key}_std"] = figure.mean_and_std(group, key)
-    elif isinstance(value, int) and not isinstance(value, bool):
-      row[key] = max(result.get(key) or 0 for result in group)
-    else:
-      row[key] = value
+    match first.get(key):
+      case _ if key == "diverged":
+        row[key] = sum(bool(result[key]) for result in group)
+      case dict():
+        continue
+      case list() as several:
+        row[key] = " ".join(map(str, several))
+      case float() | None:
+        row[key], row[f"{key}_std"] = figure.mean_and_std(group, key)
+      case bool() | str() as value:
+        row[key] = value
+      case int():
+        row[key] = max(result.get(key) or 0 for result in group)
   return row
 
 
 def tabulate(
   results: Sequence[Row], engines: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], str]:
-  """Returns (CSV rows, text table): one row for each run and number of workers.
-
-  Args:
-    results: of cells.
-    engines: by their names.
-  """
+  """Returns (CSV rows, text table): one row for each run and number of workers
+  of results, made by engines of these names."""
   shown = columns(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
@@ -160,16 +148,14 @@ def tabulate(
 
 def heading(experiment: Experiment, results: Sequence[Row]) -> str:
   """Returns what the experiment is, and what its data were."""
-  config = experiment.config
+  config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  return (
-    f"{experiment.dataset.name}, {config['model']['name']}, {budget},"
-    f" {seeds} {'seed' if seeds == 1 else 'seeds'}\n"
-    f"data: {experiment.dataset.source}"
-  )
+  seeds = "1 seed" if seeds == 1 else f"{seeds} seeds"
+  what = f"{dataset.name}, {config['model']['name']}, {budget}, {seeds}"
+  return f"{what}\ndata: {dataset.source}"
 
 
 def write(workdir: Path, experiment: Experiment) -> None:
@@ -193,8 +179,8 @@ def write(workdir: Path, experiment: Experiment) -> None:
     drawn = f"not drawn: pip install -e '.[viz]'; {workdir}/figure.csv"
   except Exception as error:  # the runs are done: their numbers come first
     drawn = f"not drawn: {error!r}; {workdir}/figure.csv"
-  print(f"\n{text}")
   print(
+    f"\n{text}\n"
     f"figure       {drawn}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
     f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"

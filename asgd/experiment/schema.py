@@ -208,11 +208,7 @@ def resolve(
   config: ml_collections.ConfigDict | Mapping, engines: Engines
 ) -> dict[str, Any]:
   """Returns the config as plain data, with defaults filled in and every value
-  checked.
-
-  Args:
-    config: keys of SHARED and of the engines' sections.
-    engines: that there are.
+  checked: keys of SHARED, and of the sections of these engines.
 
   Raises:
     ValueError: for a key that means nothing, naming the nearest that does, and
@@ -334,7 +330,7 @@ def override(
   overrides: Mapping[str, Any],
   engines: Engines,
 ) -> dict[str, Any]:
-  """Applies the keys of a command line to a config.
+  """Applies the keys of a command line to a config; `resolve` checks it.
 
   Another name for a model, an order, durations or an optimizer drops the
   arguments that the config has for the old one; so does another schedule or
@@ -344,9 +340,6 @@ def override(
     config: of a file.
     overrides: dotted key -> value, in the order of the command line.
     engines: that there are.
-
-  Returns:
-    The config as plain data; `resolve` checks it.
 
   Raises:
     ValueError: for a key below something that is no section.

@@ -29,12 +29,7 @@ class Stopped(Exception):
   """A signal asked for the end, and what was trained has been saved."""
 
   def __init__(self, message: str, signal_number: int):
-    """Says what was stopped where.
-
-    Args:
-      message: for the user.
-      signal_number: that asked for it.
-    """
+    """Says to the user what was stopped where, and by which signal."""
     super().__init__(message, signal_number)
     self.message, self.signal_number = message, signal_number
 

@@ -43,6 +43,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
   return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
+def write_json(path: Path, value: Any) -> None:
+  """Writes JSON for people, whole or not at all."""
+  write_atomically(path, to_json(value, indent=2) + "\n")
+
+
 def to_lines(rows: Iterable[Mapping]) -> str:
   """JSON lines: each row's JSON, ended by a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
@@ -55,9 +60,7 @@ def _finite(value):
     return [_finite(v) for v in value]
   if isinstance(value, np.generic):
     value = value.item()
-  if isinstance(value, float) and not np.isfinite(value):
-    return None
-  return value
+  return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def digest(tree: Any) -> str:
@@ -89,6 +92,15 @@ def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def open_board(folder: Path, **options: Any) -> Any:
+  """Returns a SummaryWriter for TensorBoard, None without tensorboardX."""
+  try:
+    from tensorboardX import SummaryWriter
+  except ImportError:
+    return None
+  return SummaryWriter(str(folder), **options)
 
 
 @contextlib.contextmanager
