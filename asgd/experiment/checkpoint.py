@@ -21,6 +21,8 @@ import orbax.checkpoint as ocp
 
 from asgd.experiment import storage
 
+_KEPT = 2  # checkpoints of a cell
+
 
 class Saved(NamedTuple):
   """What a checkpoint gives back."""
@@ -55,7 +57,7 @@ ANY = object()  # a leaf of a template that may have any shape
 
 
 def any_shapes(tree: Any) -> Any:
-  """Returns a template of the same structure whose shapes are not checked."""
+  """Returns a template of the same structure, with shapes not checked."""
   return jax.tree.map(lambda leaf: ANY, tree)
 
 
@@ -77,18 +79,18 @@ def _brief(error):
 class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
-  def __init__(self, folder: Path, *, keep: int = 2):
+  def __init__(self, folder: Path):
     """Opens a folder for these checkpoints alone, making it if need be."""
-    alone = {}
-    if jax.process_count() > 1:  # this process writes, and asks no other
-      here = jax.process_index()
-      alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
-        primary_host=here, active_processes={here}
-      )
-      alone["create"] = False
-      folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=keep, enable_async_checkpointing=False, **alone
+      max_to_keep=_KEPT,
+      enable_async_checkpointing=False,
+      create=False,
+      # This process writes, and asks no other.
+      multiprocessing_options=ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}
+      ),
     )
     self._folder = folder
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)

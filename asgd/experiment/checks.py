@@ -18,13 +18,14 @@ MOST_INTEGER = 2**31 - 1  # int32 holds it
 MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 
-def _check(is_valid: Callable[[Any], bool], kind: str) -> Check:
-  def check(value, key):
-    if not is_valid(value):
-      raise ValueError(f"config.{key} must be {kind}, not {value!r}")
-    return value
+def _require(holds, value, key, kind):
+  if not holds:
+    raise ValueError(f"config.{key} must be {kind}, not {value!r}")
+  return value
 
-  return check
+
+def _check(is_valid: Callable[[Any], bool], kind: str) -> Check:
+  return lambda value, key: _require(is_valid(value), value, key, kind)
 
 
 def anything(value: Any, key: str) -> Any:
@@ -91,20 +92,15 @@ def optional(check: Check) -> Check:
 
 def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
   """A list of such values."""
-  is_list = _check(lambda value: isinstance(value, list), "a list")
-  differs = _check(
-    lambda value: not distinct or len(set(value)) == len(value),
-    "a list of different values",
-  )
-  is_long = _check(
-    lambda value: len(value) >= least, f"a list of at least {least}"
-  )
 
   def each(value, key):
-    is_list(value, key)
+    _require(isinstance(value, list), value, key, "a list")
     for item in value:
       check(item, key)
-    return is_long(differs(value, key), key)
+    unique = not distinct or len(set(value)) == len(value)
+    _require(unique, value, key, "a list of different values")
+    enough = len(value) >= least
+    return _require(enough, value, key, f"a list of at least {least}")
 
   return each
 

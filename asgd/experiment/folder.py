@@ -172,7 +172,8 @@ def _fixed(identity, labels):
 
 
 def _check_same(folder, written, wanted):
-  labels = written["config"]["runs"].keys() & wanted["config"]["runs"].keys()
+  before, now = written["config"]["runs"], wanted["config"]["runs"]
+  labels = [label for label in before if label in now]
   differences = _differences(_fixed(written, labels), _fixed(wanted, labels))
   if differences:
     first = "; ".join(differences[:3])
@@ -181,8 +182,7 @@ def _check_same(folder, written, wanted):
 
 def _grown(written, wanted):
   """The identity with runs, workers and seeds of both."""
-  both = copy.deepcopy(wanted)
-  before, now = written["config"], both["config"]
+  before, now = written["config"], dict(wanted["config"])
 
   def union(key, *sections):
     lists = [np.atleast_1d(section[key]).tolist() for section in sections]
@@ -190,14 +190,13 @@ def _grown(written, wanted):
 
   for key in _GROWING:
     now[key] = union(key, before, now)
-  runs = copy.deepcopy(before["runs"])
+  runs = dict(before["runs"])
   for label, new in now["runs"].items():
     old = runs.get(label, {})
     runs[label] = {**old, **new}
     if "workers" in old and "workers" in new:
       runs[label]["workers"] = union("workers", old, new)
-  now["runs"] = runs
-  return both
+  return {**wanted, "config": {**now, "runs": runs}}
 
 
 def _differences(old, new, path="") -> list[str]:
@@ -321,13 +320,11 @@ def finished_result(place: Path) -> dict[str, Any] | None:
   then made again from its last checkpoint."""
   result = storage.read_json(place / "result.json")
   try:
-    whole = (
-      set(result) >= RESULT_KEYS
-      and len(read_rows(place)) == result["evaluations"]
-    )
+    rows = len(read_rows(place))
     with np.load(place / "records.npz") as records:
-      whole = whole and len(records["loss"]) == result["messages"]
-    return result if whole else None
+      counts = rows, len(records["loss"])
+    whole = counts == (result["evaluations"], result["messages"])
+    return result if whole and result.keys() >= RESULT_KEYS else None
   except Exception:  # whatever is missing or cut short
     return None
 

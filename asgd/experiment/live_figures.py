@@ -24,6 +24,7 @@ _WINDOW = 5.0  # seconds that rates are taken over
 _BOARD = 1.0  # seconds between two points of a curve
 _BINS = 6  # most of a staleness histogram in words
 _FEW_WORKERS = 8  # up to which the rate of each is told
+_CHARACTERS = 8  # most of a histogram
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -57,10 +58,9 @@ class _Look(NamedTuple):
 class Counter:
   """Counts what comes, and makes rates of it."""
 
-  def __init__(self, workers: int, now: float, *, window: float = _WINDOW):
-    """Starts with nothing seen, at a time in seconds, on any clock; rates are
-    taken over the last `window` seconds."""
-    self._workers, self._window = workers, window
+  def __init__(self, workers: int, now: float):
+    """Starts with nothing seen, at a time in seconds, on any clock."""
+    self._workers = workers
     nothing = np.zeros(0, int)
     self._looks = collections.deque([_Look(now, -1, nothing, nothing, nothing)])
 
@@ -74,7 +74,7 @@ class Counter:
       update = int(records.update[-1])
     new = records.worker, records.staleness, records.gap
     self._looks.append(_Look(now, update, *new))
-    while len(self._looks) > 2 and self._looks[1].now <= now - self._window:
+    while len(self._looks) > 2 and self._looks[1].now <= now - _WINDOW:
       self._looks.popleft()
 
   def figures(self, nbytes: float) -> Figures:
@@ -123,12 +123,12 @@ def histogram(counts: Sequence[int]) -> str:
   return " ".join(words) + " %"
 
 
-def sparkline(counts: Sequence[int], width: int = 8) -> str:
-  """Draws a histogram in so many characters or fewer."""
+def sparkline(counts: Sequence[int]) -> str:
+  """Draws a histogram in a few characters."""
   counts = np.trim_zeros(np.asarray(counts), "b")
   if not len(counts):
     return ""
-  step = -(-len(counts) // width)
+  step = -(-len(counts) // _CHARACTERS)
   bars = np.add.reduceat(counts, np.arange(0, len(counts), step))
   levels = np.ceil(bars / bars.max() * (len(_BLOCKS) - 1)).astype(int)
   return "".join(_BLOCKS[level] for level in levels)
@@ -193,17 +193,17 @@ class Tickets:
 class Board:
   """Curves of a live run for TensorBoard; nothing without tensorboardX."""
 
-  def __init__(self, folder: Path, *, seconds: float = _BOARD):
+  def __init__(self, folder: Path):
     """Opens the board: one of its own, below that of the cell's evaluations, as
-    readers follow one file a folder; points are so many seconds apart."""
-    self._seconds, self._next = seconds, 0.0
+    readers follow one file a folder."""
+    self._next = 0.0
     self._writer = storage.open_board(folder)
 
   def write(self, now: float, message: int, figures: Figures) -> None:
     """Adds a point, if it is time for one."""
     if self._writer is None or now < self._next:
       return
-    self._next = now + self._seconds
+    self._next = now + _BOARD
     for name, value in scalars(figures).items():
       if np.isfinite(value):
         self._writer.add_scalar(name, value, message)

@@ -36,7 +36,7 @@ def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
   tenth. A run has diverged if it ends more than a fifth above where it began;
   or if it was more than a fifth above that on the way (in as many messages in a
   row) and ends no better than uniform guessing (log of the number of classes),
-  as networks do whose units died. A run whose loss falls throughout never
+  as networks with dead units do. A run with a loss that falls throughout never
   counts as diverged.
 
   Args:

@@ -27,7 +27,6 @@ class Machine:
 
   def __post_init__(self):
     self._shared: dict[int, Any] = {}
-    self._started = False
 
   def share(self, value: Any) -> Any:
     """Returns a reference to a value in Ray's object store, starting Ray.
@@ -35,9 +34,8 @@ class Machine:
     Raises:
       ValueError: as `ray_runtime.start`.
     """
-    if not self._started:
+    if not self._shared:
       ray_runtime.start(self.address, allow_network=self.allow_network)
-      self._started = True
     if id(value) not in self._shared:
       import ray
 
@@ -46,7 +44,6 @@ class Machine:
 
   def close(self) -> None:
     """Ends what was started."""
-    if self._started:
+    if self._shared:
       ray_runtime.stop()
-      self._started = False
       self._shared.clear()

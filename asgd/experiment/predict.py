@@ -15,12 +15,10 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from asgd import base, simulator
-from asgd.experiment import live_files
-from asgd.experiment.engines import live_clusters
+from asgd import base
+from asgd.experiment import live_files, replay
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.spans import Span
 from asgd.orders import protocol
@@ -56,15 +54,11 @@ def of_records(records: base.Records, began: float, accuracy: float) -> Outcome:
   return Outcome(began, *columns, accuracy)
 
 
-def handed_in(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
-) -> dict[tuple[int, int], float]:
-  """Returns when each message was there, by (worker, seq).
-
-  Messages of a round are received together, when the last of them has come. Of
-  these, spans tell when they were pushed; that the last was received a moment
-  later is taken to hold for all.
-  """
+def _handed_in(journal, spans):
+  """Returns when each message was there, by (worker, seq)."""
+  # Messages of a round are received together, when the last of them has come.
+  # Spans tell when they were pushed; that the last was received a moment later
+  # is taken to hold for all.
   pushed = live_files.spans_by_job(spans, "push")
   groups: dict[float, list[tuple[int, int]]] = {}
   for event in journal:
@@ -83,7 +77,7 @@ def jobs(
   journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
 ) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
-  ends = handed_in(journal, spans)
+  ends = _handed_in(journal, spans)
   free: dict[int, float] = {}  # when a worker ended its last job
   new, out = set(), []
   ledger: Ledger[Event] = Ledger()
@@ -105,9 +99,9 @@ def all_there(worker: np.ndarray, workers: int) -> int:
   Raises:
     ValueError: if one of them never did.
   """
-  _, firsts = np.unique(worker, return_index=True)
-  missing = sorted(set(range(workers)) - set(worker[firsts].tolist()))
-  if missing:
+  there, firsts = np.unique(worker, return_index=True)
+  missing = np.setdiff1d(range(workers), there)
+  if missing.size:
     raise ValueError(
       f"worker {missing[0]} handed in nothing: there is no time of its jobs to"
       " be measured; train longer (--config.epochs)"
@@ -191,16 +185,9 @@ def play(
 def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
   """Trains a cell, of a plan and a seed, in the order of a trace as a live run
   does."""
-  wire = live_clusters.dtype_on_wire(plan.run.config)
-  host = simulator.make_host(plan.server, plan.worker, wire=wire)
-  key, root = jax.random.split(jax.random.key(seed))
-  params = jax.device_get(plan.problem.init(key))
-  data = {"batch": plan.job_batches(seed), "root": root}
-  simulation, records = simulator.run_whole(
-    host, params, plan.workers, trace, **data
-  )
-  result = plan.problem.evaluate(simulation.server.params)
-  return of_records(records, float(trace.time[0]), result.accuracy)
+  params, records = replay.obey(plan, seed, [trace])
+  accuracy = plan.problem.evaluate(params).accuracy
+  return of_records(records, float(trace.time[0]), accuracy)
 
 
 def smooth(loss: np.ndarray, width: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """From the sections `data` and `model` of a config to a Problem."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,18 +37,37 @@ def load(
     ValueError: for an unknown name, naming the nearest, for files that are not
       there, and for a model that does not fit the data.
   """
-  makers = dict.fromkeys(TEXTS, _language)
-  makers |= dict.fromkeys(sentences.TASKS, _sentences)
-  make = makers.get(config["data"]["name"], _images)
-  dataset, problem = make(config, data_dir, dataset)
+  section, model = config["data"], dict(config["model"])
+  name, kind = section["name"], model.pop("name")
+  examples = config["evaluation_examples"]
+  if name in TEXTS:
+    with blame("data"):
+      dataset = dataset or text.load(name, data_dir=data_dir)
+    if kind == "gpt":
+      model.setdefault("context", section["context"])
+    make, options = problems.language, {"context": section["context"]}
+    options["evaluation_windows"] = examples or _WINDOWS
+  elif name in sentences.TASKS:
+    dataset, weights = _sentences(section, kind, model, data_dir, dataset)
+    make, options = problems.classify_sentences, {"weights": weights}
+    options["evaluation_examples"] = examples
+  else:
+    dataset = dataset or _images(name, data_dir)
+    make, options = problems.classification, {"evaluation_examples": examples}
+    options |= {key: section[key] for key in ("augment", "partition")}
+  with blame("model"):
+    layers = models.build(kind, dataset.classes, **model)
+  with blame("data") if name in TEXTS else contextlib.nullcontext():
+    problem = make(dataset, layers, batch_size=config["batch_size"], **options)
+    if name in TEXTS:
+      problem.batches(0, 1)  # are there windows?
   _check_fit(config, problem)
   return dataset, problem
 
 
-def _images(config, data_dir, dataset):
-  section, model = config["data"], dict(config["model"])
+def _images(name, data_dir):
   try:
-    dataset = dataset or data.load(section["name"], data_dir=data_dir)
+    return data.load(name, data_dir=data_dir)
   except ValueError as error:
     if not str(error).startswith("unknown dataset"):
       raise
@@ -55,79 +75,37 @@ def _images(config, data_dir, dataset):
     raise ValueError(
       f"config.data.name: {error}; texts: {texts}; sentences: {tasks}"
     ) from None
-  with blame("model"):
-    layers = models.build(model.pop("name"), dataset.classes, **model)
-  problem = problems.classification(
-    dataset,
-    layers,
-    batch_size=config["batch_size"],
-    augment=section["augment"],
-    partition=section["partition"],
-    evaluation_examples=config["evaluation_examples"],
-  )
-  return dataset, problem
 
 
-def _language(config, data_dir, dataset):
-  section, model = config["data"], dict(config["model"])
-  with blame("data"):
-    dataset = dataset or text.load(section["name"], data_dir=data_dir)
-  kind = model.pop("name")
-  if kind == "gpt":
-    model.setdefault("context", section["context"])
-  with blame("model"):
-    layers = models.build(kind, dataset.classes, **model)
-  with blame("data"):
-    problem = problems.language(
-      dataset,
-      layers,
-      batch_size=config["batch_size"],
-      context=section["context"],
-      evaluation_windows=config["evaluation_examples"] or _WINDOWS,
-    )
-    problem.batches(0, 1)  # are there windows?
-  return dataset, problem
-
-
-def _sentences(config, data_dir, dataset):
-  section, model = config["data"], dict(config["model"])
-  if (kind := model.pop("name")) != "bert":
+def _sentences(section, kind, model, data_dir, dataset):
+  """Returns sentences and weights, if there are, and completes `model`."""
+  if kind != "bert":
     raise ValueError(
       f"config.model.name must be 'bert' for sentences, not {kind!r}"
     )
-  weights, place = None, model.pop("pretrained", None)
+  weights, place, tokenizer = None, model.pop("pretrained", None), None
   if place is not None:
     try:
-      weights = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
+      trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
     except (TypeError, ValueError) as error:
       raise ValueError(f"config.model.pretrained: {error}") from error
-    for key in weights.sizes:
+    for key in trained.sizes:
       if key in model and key != "pooling":
         raise ValueError(
           f"config.model.{key} follows from config.model.pretrained; drop it"
         )
-    model |= weights.sizes
+    model.update(trained.sizes)
+    weights, tokenizer = trained.weights, trained.folder
   elif "vocabulary" in model:
     raise ValueError("config.model.vocabulary follows from the data; drop it")
+  context = section["context"]
   with blame("data"):
     dataset = dataset or sentences.load(
-      section["name"],
-      context=section["context"],
-      data_dir=data_dir,
-      tokenizer=weights and weights.folder,
+      section["name"], context=context, data_dir=data_dir, tokenizer=tokenizer
     )
-  model.setdefault("context", section["context"])
+  model.setdefault("context", context)
   model.setdefault("vocabulary", dataset.vocabulary)
-  with blame("model"):
-    layers = models.build(kind, dataset.classes, **model)
-  problem = problems.classify_sentences(
-    dataset,
-    layers,
-    batch_size=config["batch_size"],
-    evaluation_examples=config["evaluation_examples"],
-    weights=weights and weights.weights,
-  )
-  return dataset, problem
+  return dataset, weights
 
 
 def _check_fit(config, problem):

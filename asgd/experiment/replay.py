@@ -7,6 +7,7 @@ divides its sums among them).
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from asgd import base, orders, sharding, simulator
 from asgd.experiment import cells, live_files, storage
 from asgd.experiment.engines import live, live_clusters
+from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
 
 
@@ -80,6 +82,37 @@ def _traces(folder, description):
   return traces, totals if any(map(any, totals)) else None
 
 
+def obey(
+  plan: ServerPlan,
+  seed: int,
+  traces: Sequence[base.Trace],
+  totals: Any = None,
+  *,
+  group: Any = None,
+) -> tuple[Any, base.Records]:
+  """Returns (final parameters, the lead's records) of a cell, trained in the
+  order of the traces of its shards; see `simulator.run_sharded` for `totals`,
+  and `simulator.make_host` for `group`."""
+  init_key, root = jax.random.split(jax.random.key(seed))
+  params = jax.device_get(plan.problem.init(init_key))
+  wire = live_clusters.dtype_on_wire(plan.run.config)
+  common, data = {"wire": wire, "group": group}, {"root": root}
+  data["batch"] = plan.job_batches(seed)
+  if len(traces) == 1:
+    host = simulator.make_host(plan.server, plan.worker, **common)
+    simulation, records = simulator.run_whole(
+      host, params, plan.workers, traces[0], **data
+    )
+    return jax.device_get(simulation.server.params), records
+  order = {"workers": plan.workers, "totals": totals}
+  sharded = simulator.run_sharded(
+    plan.server, plan.worker, params, traces, **order, **common, **data
+  )
+  parts = [jax.device_get(state.params) for state in sharded.states]
+  whole = sharding.join(sharding.make_plan(params, len(traces)), parts)
+  return whole, sharded.records[0]
+
+
 def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   """Replays a cell of a live run.
 
@@ -98,27 +131,8 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   traces, totals = _traces(folder, description)
   experiment, cell = load(folder, data_dir=data_dir)
   plan = experiment.plan(cell)
-  init_key, root = jax.random.split(jax.random.key(cell.seed))
-  params = jax.device_get(plan.problem.init(init_key))
-  common = {
-    "wire": live_clusters.dtype_on_wire(plan.run.config),
-    "group": live_clusters.group(plan),
-  }
-  data = {"batch": plan.job_batches(cell.seed), "root": root}
-  if len(traces) == 1:
-    host = simulator.make_host(plan.server, plan.worker, **common)
-    simulation, records = simulator.run_whole(
-      host, params, plan.workers, traces[0], **data
-    )
-    final = jax.device_get(simulation.server.params)
-  else:
-    order = {"workers": plan.workers, "totals": totals}
-    sharded = simulator.run_sharded(
-      plan.server, plan.worker, params, traces, **order, **common, **data
-    )
-    records = sharded.records[0]
-    parts = [jax.device_get(state.params) for state in sharded.states]
-    final = sharding.join(sharding.make_plan(params, len(traces)), parts)
+  group = live_clusters.group(plan)
+  final, records = obey(plan, cell.seed, traces, totals, group=group)
   result = storage.read_json(folder / "result.json") or {}
   return Replay(
     *(cell.name, traces[0], records, final),

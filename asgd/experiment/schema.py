@@ -346,10 +346,10 @@ def override(
   """
   config, keys = as_dict(config), sections(engines)
   # Names first, so that arguments of the new name survive in any order.
-  selecting = ("name", "engine", "recipe", "schedule")
-  for path, value in sorted(
-    overrides.items(), key=lambda item: item[0].split(".")[-1] not in selecting
-  ):
+  selecting = {"name", "engine", "recipe", "schedule"}
+  order = sorted(overrides, key=lambda p: p.split(".")[-1] not in selecting)
+  for path in order:
+    value = overrides[path]
     *above, key = path.split(".")
     place = _place(config, keys, above)
     if above and place.get(key) != value:
@@ -367,7 +367,7 @@ def _place(config, keys, above):
     if name not in place:
       if below is None and (depth == 0 or above[0] == "runs"):
         raise _unknown(path, place if depth else keys)
-      place[name] = default_of(below) if below is not None else {}
+      place[name] = default_of(below)
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
     if not isinstance(place[name], dict):

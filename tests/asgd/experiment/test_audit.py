@@ -11,9 +11,11 @@ from asgd import base
 from asgd.experiment import audit, replay
 from asgd.live import journal, records
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory):
+def disturbed(tmp_path_factory, quick_compilation):
   """A run in threads, which was stopped twice and went on."""
   workdir = tmp_path_factory.mktemp("disturbed") / "out"
   return kit.train_live(workdir, stop=(30, 40), epochs=4.0)[0]
@@ -22,6 +24,12 @@ def disturbed(tmp_path_factory):
 @pytest.fixture
 def cell(disturbed, tmp_path):
   return shutil.copytree(disturbed, tmp_path / "cells" / disturbed.name)
+
+
+@pytest.fixture
+def messages(disturbed):
+  """How many messages, and updates, the run had."""
+  return json.loads((disturbed / "result.json").read_text())["messages"]
 
 
 def entries(folder):
@@ -33,7 +41,7 @@ def rewrite(folder, entries):
 
 
 def findings(folder, failures=None):
-  """Yields what the audit says; those who left were killed unless it is said
+  """Yields what the audit says; workers that left were killed unless it is said
   what was done."""
   experiment, one = replay.load(folder)
   if failures is None:
@@ -44,18 +52,14 @@ def findings(folder, failures=None):
   return audit.findings(experiment.plan(one), folder, failures)
 
 
-def looked_at(folder):
-  """Returns what the audit says, by what it looked at."""
-  return {finding.what: finding for finding in findings(folder)}
-
-
 def finding_of(what, folder, failures=None):
   """Returns what the audit says of one thing."""
   return next(f for f in findings(folder, failures) if f.what == what)
 
 
 def wrong(folder):
-  return {finding.what for finding in findings(folder) if not finding.well}
+  """Returns what the audit finds wrong: what it looked at -> its words."""
+  return {f.what: f.text for f in findings(folder) if not f.well}
 
 
 def nth(entries, action, n):
@@ -65,23 +69,40 @@ def nth(entries, action, n):
 
 
 def test_it_finds_nothing_wrong_where_nothing_is(cell):
-  found = looked_at(cell)
+  found = {finding.what: finding for finding in findings(cell)}
   assert {what for what in found if not found[what].well} == set()
   assert set(found) == {
     *("jobs", "updates", "deaths", "order", "replay", "records", "accuracy")
   }
 
 
-def test_it_finds_a_message_that_was_not_received(cell):
+def refused(folder, row, why):
+  """What the audit finds of a row that no protocol allows."""
+  path, event = journal.journal_path(folder, 0), entries(folder)[row]
+  return {
+    "order": f"shard 0: trace row {row} ({event.format()}): {why}",
+    "replay": f"{path}, line {row + 2} ({event.format()}): {why}",
+  }
+
+
+def test_it_finds_a_message_that_was_not_received(cell, messages):
   rows = entries(cell)
-  del rows[nth(rows, base.RECEIVE, -1)]
+  missing = rows.pop(nth(rows, base.RECEIVE, -1))
   rewrite(cell, rows)
-  assert wrong(cell) & {"journals", "jobs", "updates"}
+  left = [e.action == base.LEAVE and e.worker == missing.worker for e in rows]
+  last = max(row for row, leaves in enumerate(left) if leaves)
+  assert wrong(cell) == {
+    "jobs": f"{messages - 1} of {messages} received, 0 twice",
+    "updates": (
+      f"{messages - 1} received, {messages} records, {messages} updates"
+    ),
+    **refused(cell, last, "the worker still holds a ticket"),
+  }
 
 
-def test_it_finds_a_message_that_was_received_twice(cell):
+def test_it_finds_a_message_that_was_received_twice(cell, messages):
   rows = entries(cell)
-  first = nth(rows, base.RECEIVE, 200)
+  first, end = nth(rows, base.RECEIVE, 200), len(rows)
   sent, received = (
     next(e for e in rows if e.job == rows[first].job and e.action == action)
     for action in (base.SEND, base.RECEIVE)
@@ -90,33 +111,49 @@ def test_it_finds_a_message_that_was_received_twice(cell):
     entry._replace(time=rows[-1].time, seq=10**6) for entry in (sent, received)
   ]
   rewrite(cell, rows)
-  assert wrong(cell) & {"journals", "jobs", "updates"}
+  assert wrong(cell) == {
+    "jobs": f"{messages} of {messages} received, 1 twice",
+    "updates": (
+      f"{messages + 1} received, {messages} records, {messages} updates"
+    ),
+    **refused(cell, end, "the worker is gone and did not join again"),
+  }
 
 
 def test_it_finds_messages_in_another_order(cell):
   rows = entries(cell)
   for row in range(200, len(rows) - 3):
-    a, b = rows[row], rows[row + 2]
-    if {a.action, b.action} == {base.RECEIVE} and a.worker != b.worker:
-      times = a.time, b.time
-      rows[row], rows[row + 2] = (
-        b._replace(time=times[0]),
-        a._replace(time=times[1]),
-      )
+    a, sent, b = rows[row : row + 3]
+    actions = a.action, sent.action, b.action
+    if (
+      actions == (base.RECEIVE, base.SEND, base.RECEIVE)
+      and a.worker == sent.worker != b.worker
+    ):
+      rows[row] = b._replace(time=a.time)
+      rows[row + 2] = a._replace(time=b.time)
       break
   rewrite(cell, rows)
-  assert wrong(cell) & {"replay", "order"}
+  found = wrong(cell)
+  why = "the worker holds a ticket already"
+  assert found.pop("order") == refused(cell, row + 1, why)["order"]
+  assert found.pop("replay").startswith("parameters ")
+  assert found == {"records": "NOT those of the replay"}
 
 
-def test_it_finds_a_record_that_is_not_there_or_not_true(cell):
+def test_it_finds_a_record_that_is_not_there_or_not_true(cell, messages):
   path = records.records_path(cell, 0)
   content = path.read_bytes()
   path.write_bytes(content[: -records.RECORD.itemsize])
-  assert wrong(cell) & {"journals", "jobs", "updates"}
+  assert wrong(cell) == {
+    "updates": (
+      f"{messages} received, {messages - 1} records, {messages - 1} updates"
+    ),
+    "records": "NOT those of the replay",
+  }
   table = np.frombuffer(content, records.RECORD).copy()
   table["gap"][7] *= 1.0001
   path.write_bytes(table.tobytes())
-  assert wrong(cell) == {"records"}
+  assert wrong(cell) == {"records": "NOT those of the replay"}
 
 
 def test_it_finds_an_update_that_was_rolled_back(cell):
@@ -135,13 +172,18 @@ def test_it_finds_parameters_that_are_not_those_of_the_trace(cell):
   result = json.loads(path.read_text())
   result["params_sha256"] = "0" * 64
   path.write_text(json.dumps(result))
-  assert wrong(cell) == {"replay"}
+  (words,) = wrong(cell).values()
+  assert words.startswith("parameters ")
+  assert words.endswith("live 000000000000")
 
 
 def test_it_finds_who_left_for_no_reason(cell):
+  rows = entries(cell)[: nth(entries(cell), base.RECEIVE, -1)]
+  count = sum(row.action == base.LEAVE for row in rows)
+  assert count
   found = finding_of("deaths", cell, [])
   assert not found.well
-  assert "NOT EXPLAINED" in found.text
+  assert found.text == f"{count} left ({count} NOT EXPLAINED)"
 
 
 def test_it_finds_who_worked_on_after_it_was_killed(cell):
@@ -196,4 +238,4 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
 
 def test_it_finds_that_there_is_no_result(cell):
   (cell / "result.json").unlink()
-  assert wrong(cell) == {"result"}
+  assert wrong(cell) == {"result": f"{cell} has no result.json"}

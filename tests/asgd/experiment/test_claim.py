@@ -1,4 +1,4 @@
-"""Whose memory a run takes, and whose it does not."""
+"""Which memory a run takes, and which it does not."""
 
 import json
 import os

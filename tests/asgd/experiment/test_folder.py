@@ -1,7 +1,8 @@
-"""The results folder: what it is of, who may go on with it, and its cells."""
+"""The results folder: what it is of, what may go on in it, and its cells."""
 
 import json
-import multiprocessing
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -226,15 +227,6 @@ def test_a_cell_says_what_it_is_of(tmp_path, one):
     folder.read_cell(tmp_path)
 
 
-def _try_to_claim(place, answers):
-  exp = build()
-  try:
-    with folder.claim_cell(place, exp, exp.cells[0]):
-      answers.put("claimed")
-  except folder.CellInUse as error:
-    answers.put(str(error))
-
-
 def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
   (cell,) = one.cells
   place = tmp_path / cell.name
@@ -248,18 +240,33 @@ def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
     pass
 
 
+LOCKS = """
+import fcntl, sys
+with open(sys.argv[1], "w") as file:
+  fcntl.flock(file, fcntl.LOCK_EX)
+  print("locked", flush=True)
+  sys.stdin.read()
+"""
+
+
 @pytest.mark.process
-def test_another_process_finds_a_cell_in_use(tmp_path, one):
+def test_a_cell_in_use_by_another_process_is_refused(tmp_path, one):
   (cell,) = one.cells
-  context = multiprocessing.get_context("spawn")
-  answers = context.Queue()
-  with folder.claim_cell(tmp_path / cell.name, one, cell):
-    child = context.Process(
-      target=_try_to_claim, args=(tmp_path / cell.name, answers)
-    )
-    child.start()
-    assert "in use by another process" in answers.get(timeout=120)
-    child.join()
+  with folder.claim_cell(tmp_path, one, cell):
+    pass
+  with subprocess.Popen(
+    [sys.executable, "-c", LOCKS, str(tmp_path / ".lock")],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  ) as other:
+    assert other.stdout.readline() == b"locked\n"
+    with (
+      pytest.raises(folder.CellInUse, match="in use by another process"),
+      folder.claim_cell(tmp_path, one, cell),
+    ):
+      pass
+  with folder.claim_cell(tmp_path, one, cell):
+    pass
 
 
 def test_the_only_cell_of_a_folder(tmp_path):

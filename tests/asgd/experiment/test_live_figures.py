@@ -46,7 +46,7 @@ def test_rates_are_counts_by_seconds():
 
 
 def test_only_the_last_seconds_count():
-  counter = live_figures.Counter(1, 0.0, window=5.0)
+  counter = live_figures.Counter(1, 0.0)
   counter.add(1.0, records((1, 0, 9, 9.0)))
   for second in range(2, 12):
     counter.add(float(second), records((second, 0, 1, 2.0)))
@@ -57,7 +57,7 @@ def test_only_the_last_seconds_count():
 
 
 def test_rates_fall_when_nothing_comes():
-  counter = live_figures.Counter(1, 0.0, window=5.0)
+  counter = live_figures.Counter(1, 0.0)
   counter.add(1.0, records((1, 0, 0, 0.0), (2, 0, 0, 0.0)))
   assert counter.figures(1).messages == 2
   counter.add(4.0, records())
@@ -191,7 +191,7 @@ def events(folder):
 
 def test_the_board_has_curves_and_the_histogram(tmp_path):
   pytest.importorskip("tensorboardX")
-  board = live_figures.Board(tmp_path, seconds=1.0)
+  board = live_figures.Board(tmp_path)
   board.write(0.0, 10, figures([240, 250]))
   board.write(0.9, 20, figures([1, 1]))  # too early
   board.write(1.0, 30, figures([2, 3]))

@@ -64,7 +64,7 @@ def test_measured_times_play_the_run_again(name, comes):
 
 
 def test_what_is_played_is_the_order_that_is_simulated():
-  """But for who joined, and what is begun and not received."""
+  """But for JOIN rows, and what is begun and not received."""
   trace = predict.play(protocol.Rules(), streams(TIMES), [0.0] * 3, 12)
   joined = trace.action == base.JOIN
   expected = orders.asynchronous(
@@ -148,7 +148,7 @@ def test_who_waits_for_the_others_has_come_when_the_first_ticket_is_sent():
   assert predict.joins(journal, 2) == [0.0, 0.0]
   late = [*journal, *join(6.0, 2), *send(6.0, (2, 0))]
   assert predict.joins(late, 3) == [0.0, 0.0, 2.0]
-  # With two tickets each: all get their first before anybody a second.
+  # With two tickets each: all get their first before any gets a second.
   rules = protocol.Rules(depth=2)
   trace = predict.play(rules, streams(TIMES), [0.0] * 3, 12)
   assert trace.worker[:9].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2]

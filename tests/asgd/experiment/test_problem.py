@@ -31,16 +31,16 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
   dataset, loaded = load(*KINDS[kind], batch_size=4, evaluation_examples=8)
   key = jax.random.key(0)
-  params = loaded.init(key)
+  params = jax.jit(loaded.init)(key)
   batch = loaded.batches(0, 2)(1, 3)
   assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {4}
-  (loss, _), gradient = jax.value_and_grad(loaded.loss, has_aux=True)(
-    params, batch, key
-  )
+  differentiate = jax.jit(jax.value_and_grad(loaded.loss, has_aux=True))
+  (loss, _), gradient = differentiate(params, batch, key)
   # Before training, not far from guessing.
   assert 0.5 < float(loss) / np.log(dataset.classes) < 2
   assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

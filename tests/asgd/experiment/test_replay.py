@@ -13,7 +13,9 @@ from asgd import base
 from asgd.experiment import replay
 from asgd.live.journal import journal_path, read_journal
 
-# Settings of cells whose replay is to be theirs to the bit.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Settings of cells; a replay comes to their parameters, to the bit.
 CELLS = {
   "stopped on the way": {"stop": (20,)},
   "two shards, rounded on the wire": {
@@ -33,9 +35,10 @@ CELLS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, quick_compilation):
   """The folder of a cell, and its result."""
-  return kit.train_live(tmp_path_factory.mktemp("trained") / "out")[:2]
+  workdir = tmp_path_factory.mktemp("trained") / "out"
+  return kit.train_live(workdir, examples=576)[:2]
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def cell(trained, tmp_path):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_is_replayed_to_the_bit(name, tmp_path):
-  settings = {"epochs": 1.0, **CELLS[name]}
+  settings = {"examples": 576, **CELLS[name]}
   place, result, _ = kit.train_live(tmp_path / "out", **settings)
   replayed = asgd.replay(place)
   assert replayed.same
@@ -64,6 +67,7 @@ def test_the_folder_of_one_cell_is_as_good_as_the_cell(trained):
   assert "the same parameters as the live run, to the bit" in said
 
 
+@pytest.mark.process
 def test_it_is_imported_when_it_is_asked_for():
   lazy = (
     "import asgd, sys; assert 'asgd.experiment' not in sys.modules;"
