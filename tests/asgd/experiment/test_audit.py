@@ -11,7 +11,7 @@ from asgd import base
 from asgd.experiment import audit, replay
 from asgd.live import journal, records
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 
 @pytest.fixture(scope="module")

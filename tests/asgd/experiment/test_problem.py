@@ -31,6 +31,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
