@@ -25,8 +25,7 @@ class Machine:
   gpus_per_process: float = 0.0  # that Ray reserves for each of them
   spans: bool = False  # write what the devices of a pipeline did when
 
-  def __post_init__(self):
-    self._shared: dict[int, Any] = {}
+  _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
 
   def share(self, value: Any) -> Any:
     """Returns a reference to a value in Ray's object store, starting Ray.

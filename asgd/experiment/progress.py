@@ -97,7 +97,4 @@ class Silent:
   def skip(self, *_):
     """Shows nothing."""
 
-  update = line = finish = skip
-
-  def close(self):
-    """Has nothing to take away."""
+  update = line = finish = close = skip

@@ -87,26 +87,24 @@ def obey(
   seed: int,
   traces: Sequence[base.Trace],
   totals: Any = None,
-  *,
-  group: Any = None,
+  **options: Any,
 ) -> tuple[Any, base.Records]:
   """Returns (final parameters, the lead's records) of a cell, trained in the
   order of the traces of its shards; see `simulator.run_sharded` for `totals`,
-  and `simulator.make_host` for `group`."""
+  and `simulator.make_host` for further options."""
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
-  wire = live_clusters.dtype_on_wire(plan.run.config)
-  common, data = {"wire": wire, "group": group}, {"root": root}
-  data["batch"] = plan.job_batches(seed)
+  options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
+  data = {"batch": plan.job_batches(seed), "root": root}
   if len(traces) == 1:
-    host = simulator.make_host(plan.server, plan.worker, **common)
+    host = simulator.make_host(plan.server, plan.worker, **options)
     simulation, records = simulator.run_whole(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
   order = {"workers": plan.workers, "totals": totals}
   sharded = simulator.run_sharded(
-    plan.server, plan.worker, params, traces, **order, **common, **data
+    plan.server, plan.worker, params, traces, **order, **options, **data
   )
   parts = [jax.device_get(state.params) for state in sharded.states]
   whole = sharding.join(sharding.make_plan(params, len(traces)), parts)
