@@ -83,13 +83,10 @@ def train_all(
   """
   waiting = []
   for cell in share.of(experiment.cells):
-    place = workdir and workdir / "cells" / cell.name
-    if processes.share(place and folder.finished_result(place)) is None:
+    if loop.finished(experiment, cell, workdir) is None:
       waiting.append(cell)
-      continue
-    if place is not None:
-      experiment.kind(cell).clean(place)
-    bar.skip(experiment.plan(cell).messages)
+    else:
+      bar.skip(experiment.plan(cell).messages)
   together = [cell for cell in waiting if not experiment.kind(cell).timed]
   # The longest first, so that processes end together.
   groups = sorted(

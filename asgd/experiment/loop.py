@@ -165,6 +165,18 @@ class _Evaluations:
     }
 
 
+def finished(
+  experiment: Experiment, cell: Cell, workdir: Path | None
+) -> dict[str, Any] | None:
+  """Returns the result of a cell if it is finished, else None; removes what a
+  kill right after its end left. With several processes all make this call."""
+  place = workdir and workdir / "cells" / cell.name
+  result = processes.share(place and folder.finished_result(place))
+  if result is not None and place is not None:
+    experiment.kind(cell).clean(place)
+  return result
+
+
 def train(
   experiment: Experiment,
   cell: Cell,
@@ -174,7 +186,8 @@ def train(
   machine: Machine | None = None,
   signals: Any = NoSignals,
 ) -> dict[str, Any]:
-  """Trains one cell to its end and returns its result.
+  """Trains one cell to its end and returns its result, or that of before if it
+  is finished.
 
   With several processes all make the same calls; process 0 has the files.
 
@@ -192,6 +205,10 @@ def train(
     folder.CellInUse: if another process trains the cell.
     ValueError: if an engine cannot go on.
   """
+  result = finished(experiment, cell, workdir)
+  if result is not None:
+    bar.skip(experiment.plan(cell).messages)
+    return result
   deaths, before, machine = 0, -1, machine or Machine()
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
