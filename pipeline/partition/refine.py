@@ -19,26 +19,18 @@ class Refinement:
     self.units, self.devices = units, devices
     self.weights, self.bandwidth = weights, bandwidth
     self.sizes, self.memory = sizes, memory
-    self.stage = {}
-    node_stage = {i: s for s, stage in enumerate(stages) for i in stage}
-    for unit in units.members:
-      self.stage[unit] = node_stage[unit]
+    stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
+    self.stage = {unit: stage_of[unit] for unit in units.members}
     self.now = self.cost()
 
   def cost(self) -> tuple[float, float]:
     """Returns the objective and the bytes sent."""
-    return _cost(
-      *(self.units.graph, self.nodes(), self.devices, self.weights),
-      self.bandwidth,
-    )
+    graph, nodes = self.units.graph, self.nodes()
+    return _cost(graph, nodes, self.devices, self.weights, self.bandwidth)
 
   def nodes(self) -> list[int]:
     """Returns the stage of each node."""
-    out = [0] * len(self.units.graph.nodes)
-    for unit, stage in self.stage.items():
-      for i in self.units.members[unit]:
-        out[i] = stage
-    return out
+    return [self.stage[unit] for unit in self.units.block_of]
 
   def has_room(self, unit: int, stage: int) -> bool:
     """Returns whether the device of a stage has memory for a unit."""
@@ -103,7 +95,7 @@ def objective(
   Args:
     partition: of the graph, without replicas.
     graph: the profile.
-    bandwidth: bytes a second between devices; None: communication is free.
+    bandwidth: as in `mixed_pipe`.
     recompute: stages that run their forward again before the backward.
 
   Raises:
