@@ -181,11 +181,11 @@ def mixed_pipe(
     ValueError: for unknown options, or if blocks of no L fit in the memory.
   """
   check_positive(devices=devices)
-  placement.check_bandwidth(bandwidth)
+  placement.check_limit("bandwidth", bandwidth, "bytes a second")
   checks.one_of("tied", tied, placement.TIED)
   checks.one_of("order", order, ORDERS)
   checks.one_of("recompute", recompute, RECOMPUTE)
-  placement.check_memory(memory)
+  placement.check_limit("memory", memory, "bytes")
   count = len(graph.nodes)
   if lengths is None:
     lengths = sorted({min(n * devices, count) for n in range(1, 9)})

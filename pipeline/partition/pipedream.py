@@ -118,7 +118,7 @@ def pipedream(
     cuts = "order" if formula == "paper" else "antichains"
   checks.one_of("cuts", cuts, CUTS)
   checks.one_of("tied", tied, placement.TIED)
-  placement.check_memory(memory)
+  placement.check_limit("memory", memory, "bytes")
   if compression is not None and (formula == "paper" or not compression > 0):
     raise ValueError(
       f"compression must be positive, and is for formula 'code' only; it is"
@@ -161,7 +161,7 @@ def _levels(machines, bandwidth):
     check_positive(**{"machines of a level": count})
     if speed is None:
       raise ValueError("a level's bandwidth must be a number, not None")
-    placement.check_bandwidth(speed)
+    placement.check_limit("bandwidth", speed, "bytes a second")
     out.append(_Level(count, speed, within, size))
     size, within = size * count, count
   return tuple(out)

@@ -104,7 +104,7 @@ def objective(
   for s, places in enumerate(partition.devices):
     if len(places) > 1:
       raise ValueError(f"stage {s} has replicas, which this does not cost")
-  placement.check_bandwidth(bandwidth)
+  placement.check_limit("bandwidth", bandwidth, "bytes a second")
   stage = placement.stage_of(partition)
   weights = [
     (2 if s in recompute else 1) * node.forward + node.backward

@@ -3,6 +3,10 @@
 References:
   Qi et al., "Zero bubble pipeline parallelism", ICLR 2024. Qi et al., "Pipeline
   parallelism with controllable memory", NeurIPS 2024.
+
+The makers take p stages, one on each device, or p devices with two stages on
+each; `microbatches` of a batch, how many `batches`, and `costs` of each stage,
+as `zero_bubble` does.
 """
 
 import collections
@@ -10,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline import analyze
+from pipeline.analyze import Costs
 from pipeline.schedules.layout import (
   costs_of,
   listed,
@@ -116,7 +120,7 @@ def zero_bubble(
   microbatches: int,
   *,
   max_activations: int | Sequence[int],
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """A schedule with split backwards for any stages on any devices, that holds
@@ -173,14 +177,11 @@ def _line(stages):
 
 def _straight(microbatches, limits, times):
   """1F1B orders of a straight pipeline, so many times as deep as 1F1B."""
-  stages = len(limits)
-  return [
-    one_f_one_b_order(
-      *(stage, range(microbatches)),
-      *(min(limits[stage], times * (stages - stage) - times + 1), INPUT),
-    )
-    for stage in range(stages)
-  ]
+  orders = []
+  for stage, limit in enumerate(limits):
+    depth = min(limit, times * (len(limits) - stage - 1) + 1)
+    orders.append(one_f_one_b_order(stage, range(microbatches), depth, INPUT))
+  return orders
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
@@ -188,9 +189,8 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   ways = [_straight(microbatches, limits, times)]
-  return _zero_bubble(
-    name, _line(stages), microbatches, costs, limits, ways, batches
-  )
+  places = _line(stages)
+  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
 
 
 @traits()
@@ -198,19 +198,13 @@ def zb_h1(
   stages: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B (ZB-H1, Qi et al. ICLR 2024; also
   called ZB1P).
 
   1F1B, with weights where it waits: a bubble of (p - 1)(F + I - W).
-
-  Args:
-    stages: p, one on each device.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    batches: how many.
   """
   return _of_line("zb_h1", stages, microbatches, costs, batches, 1)
 
@@ -220,7 +214,7 @@ def zb_h2(
   stages: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with twice the memory (ZB-H2, Qi et al. ICLR 2024; also called
@@ -229,20 +223,9 @@ def zb_h2(
   A device is engaged for (p - 1)(F + I - 2 W) longer than it is busy, which is
   nothing if all take the same. Device s begins s F later than the first, so
   batches follow each other without a gap only if updates need not wait for all
-  stages; the paper checks them afterwards.
-
-  Args:
-    stages: p, one on each device, with 2 p - 1 microbatches in flight.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    batches: how many.
+  stages; the paper checks them afterwards. 2 p - 1 microbatches are in flight.
   """
   return _of_line("zb_h2", stages, microbatches, costs, batches, 2)
-
-
-def _vee(devices):
-  down = range(devices)
-  return [(device,) for device in (*down, *down[::-1])]
 
 
 @traits(chunks=2)
@@ -250,20 +233,14 @@ def zb_v(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B, in a V (ZB-V, Qi et al. NeurIPS 2024).
 
   Stages s and 2 p - 1 - s are on device s. At most 2 p forwards of such half
-  stages are in flight on a device, and if F, I and W take the same it is never
-  idle from its first task to its last.
-
-  Args:
-    devices: p.
-    microbatches: of a batch; with fewer than 2 p - 1 there are bubbles.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
+  stages are in flight on a device. If F, I and W take the same, it is never idle
+  from its first task to its last with 2 p - 1 microbatches or more.
   """
   check_positive(devices=devices, microbatches=microbatches)
   even = (
@@ -272,10 +249,17 @@ def zb_v(
   ways = []
   if even and microbatches >= 2 * devices - 1:
     ways = [[_zb_v(d, devices, microbatches) for d in range(devices)]]
-  limits = [2 * devices] * devices
-  return _zero_bubble(
-    "zb_v", _vee(devices), microbatches, costs, limits, ways, batches
+  return _of_vee(
+    "zb_v", devices, microbatches, costs, batches, 2 * devices, ways
   )
+
+
+def _of_vee(name, devices, microbatches, costs, batches, limit, ways):
+  """The best table of a V with at most `limit` in flight on a device."""
+  down = range(devices)
+  places = [(device,) for device in (*down, *down[::-1])]
+  limits = [limit] * devices
+  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
 
 
 def _zb_v(device, devices, microbatches):
@@ -310,33 +294,25 @@ def _zb_v(device, devices, microbatches):
   return order
 
 
-def _of_pattern(name, times, microbatches, costs, limit, batches) -> Schedule:
-  """The best table of a V whose forwards and backwards repeat every 6 slots.
+def _pattern(times, microbatches):
+  """Orders of a V whose forwards and backwards repeat every 6 slots.
 
   Args:
-    name: of the table.
     times: device -> slots of F and F, I and I, on the way down and up.
     microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    limit: forwards in flight on a device.
-    batches: how many.
   """
-  check_positive(microbatches=microbatches)
-  devices, order = len(times), []
+  orders = []
   for device, slots in enumerate(times):
-    down, up = device, 2 * devices - 1 - device
+    up = 2 * len(times) - 1 - device
     tasks = [
       (slot + 6 * i, action, stage, i)
       for i in range(microbatches)
       for slot, action, stage in zip(
-        slots, "FFII", (down, up, up, down), strict=True
+        slots, "FFII", (device, up, up, device), strict=True
       )
     ]
-    order.append([task[1:] for task in sorted(tasks)])
-  return _zero_bubble(
-    *(name, _vee(devices), microbatches, costs, [limit] * devices),
-    *([order], batches),
-  )
+    orders.append([task[1:] for task in sorted(tasks)])
+  return orders
 
 
 @traits(chunks=2)
@@ -344,7 +320,7 @@ def v_half(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Half the memory of 1F1B, in a V (V-Half, Qi et al. NeurIPS 2024).
@@ -352,20 +328,15 @@ def v_half(
   Stages s and 2 p - 1 - s are on device s. At most p + 2 forwards of such half
   stages are in flight on a device; 1F1B has 2 p. It has about half the bubble
   of 1F1B.
-
-  Args:
-    devices: p.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
   """
-  check_positive(devices=devices)
+  check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 2 else 3
   times = [
     (2 * d, 3 * p - d - 2, 3 * p + more + 2 * d - 1, 6 * p + more - d - 2)
     for d in range(p)
   ]
-  return _of_pattern("v_half", times, microbatches, costs, p + 2, batches)
+  ways = [_pattern(times, microbatches)]
+  return _of_vee("v_half", p, microbatches, costs, batches, p + 2, ways)
 
 
 @traits(chunks=2)
@@ -373,7 +344,7 @@ def v_min(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """A third of the memory of 1F1B, in a V (V-Min, Qi et al. NeurIPS 2024).
@@ -382,17 +353,12 @@ def v_min(
   of such half stages are in flight on a device; 1F1B has 2 p. It has about two
   thirds of the bubble of 1F1B, if F, I and W take the same; if not, a bubble
   that grows with the number of microbatches.
-
-  Args:
-    devices: p.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
   """
-  check_positive(devices=devices)
+  check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 3 else 2
   times = [
     (d, 2 * p - d - 1, 2 * p + more + d, 4 * p + more - d - 1) for d in range(p)
   ]
   limit = 2 * -(-p // 3) + 2
-  return _of_pattern("v_min", times, microbatches, costs, limit, batches)
+  ways = [_pattern(times, microbatches)]
+  return _of_vee("v_min", p, microbatches, costs, batches, limit, ways)
