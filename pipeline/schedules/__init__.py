@@ -40,11 +40,9 @@ from pipeline.schedules.flush import (
   one_f_one_b,
 )
 from pipeline.schedules.layout import Traits, listed
-from pipeline.schedules.play import Rule as Rule
-from pipeline.schedules.play import RuleState as RuleState
+from pipeline.schedules.play import Rule, RuleState
 from pipeline.schedules.two_directions import chimera, dualpipe, dualpipe_v
-from pipeline.schedules.user_rules import custom
-from pipeline.schedules.user_rules import fill as fill
+from pipeline.schedules.user_rules import custom, fill
 from pipeline.schedules.zero_bubbles import (
   v_half,
   v_min,
@@ -96,16 +94,11 @@ def build(name: str, **options) -> Schedule:
 def forwards(options: Mapping[str, object]) -> int:
   """Returns how many forwards a table of these options has, or fewer. What is
   no number counts as 1: the maker of the table says what is wrong with it."""
-
-  def number(value):
-    whole = isinstance(value, (int, np.integer))
-    return max(int(value), 1) if whole else 1
-
-  devices = options.get("devices")
-  each = devices is not None and listed(devices)
-  keys = ("stages", "chunks", "microbatches", "batches")
-  counts = [number(options.get(key)) for key in keys]
-  return math.prod([len(each) if each else number(devices), *counts])
+  keys = ("devices", "stages", "chunks", "microbatches", "batches")
+  counts = [options.get(key) for key in keys]
+  counts[0] = len(listed(counts[0]) or ()) or counts[0]
+  whole = (int(n) for n in counts if isinstance(n, (int, np.integer)))
+  return math.prod(max(number, 1) for number in whole)
 
 
 def describe(name: str) -> Traits:
@@ -223,9 +216,7 @@ def _function(place):
   """Returns the function MODULE:NAME, or what is a function already."""
   if callable(place):
     return place
-  module, _, name = (
-    place.partition(":") if isinstance(place, str) else ("", 0, 0)
-  )
+  module, _, name = (place if isinstance(place, str) else "").partition(":")
   try:
     return getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError, ValueError, TypeError) as error:

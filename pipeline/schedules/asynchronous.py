@@ -5,21 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline import analyze
-from pipeline.schedules.layout import (
-  asynchronous,
-  check_updates,
-  costs_of,
-  listed,
-  one_f_one_b_order,
-  places_of,
-  stages_of,
-  traits,
-)
+from pipeline.schedules import layout
 from pipeline.schedules.play import play
 from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 
-@traits(flush=False, partitioner="pipedream", placed="replicas")
+@layout.traits(flush=False, partitioner="pipedream", placed="replicas")
 def pipedream(
   stages: int,
   microbatches: int,
@@ -46,9 +37,9 @@ def pipedream(
       them than microbatches.
   """
   check_positive(stages=stages)
-  check_updates(microbatches, every)
+  layout.check_updates(microbatches, every)
   given = replicas
-  replicas = [1] * stages if replicas is None else listed(replicas)
+  replicas = [1] * stages if replicas is None else layout.listed(replicas)
   if replicas is None or len(replicas) != stages:
     raise ValueError(
       f"replicas must be {stages} numbers, one for each stage, not {given!r}"
@@ -65,11 +56,11 @@ def pipedream(
     depth = -(-sum(replicas[stage:]) // number)
     for replica in range(number):
       own = range(replica, microbatches, number)
-      orders.append(one_f_one_b_order(stage, own, depth))
-  return asynchronous("pipedream", orders, every)
+      orders.append(layout.one_f_one_b_order(stage, own, depth))
+  return layout.asynchronous("pipedream", orders, every)
 
 
-@traits(flush=False, weights="2bw", sums=True)
+@layout.traits(flush=False, weights="2bw", sums=True)
 def pipedream_2bw(
   stages: int, microbatches: int, *, every: int | None = None
 ) -> Schedule:
@@ -98,7 +89,7 @@ def pipedream_2bw(
   return table._replace(name="pipedream_2bw")
 
 
-@traits(flush=False, weights="latest")
+@layout.traits(flush=False, weights="latest")
 def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """Pipelined backpropagation (Petrowski et al. 1993; Kosson et al. 2021).
 
@@ -108,15 +99,17 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   Use it with weights="latest" (the paper's), or "stash".
   """
   check_positive(stages=stages)
-  check_updates(microbatches, every)
+  layout.check_updates(microbatches, every)
   orders = [
-    one_f_one_b_order(stage, range(microbatches), 2 * (stages - 1 - stage) + 1)
+    layout.one_f_one_b_order(
+      stage, range(microbatches), 2 * (stages - 1 - stage) + 1
+    )
     for stage in range(stages)
   ]
-  return asynchronous("stale", orders, every)
+  return layout.asynchronous("stale", orders, every)
 
 
-@traits(flush=False, weights="latest")
+@layout.traits(flush=False, weights="latest")
 def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """PipeMare (Yang et al. 2021): the table of `stale`.
 
@@ -128,7 +121,9 @@ def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   return stale(stages, microbatches, every=every)._replace(name="pipemare")
 
 
-@traits(flush=False, listed=True, partitioner="mixed_pipe", placed="devices")
+@layout.traits(
+  flush=False, listed=True, partitioner="mixed_pipe", placed="devices"
+)
 def ftpipe(
   devices: Sequence[int],
   microbatches: int,
@@ -160,12 +155,14 @@ def ftpipe(
   Raises:
     ValueError: for devices, depths or a supremum that are not such.
   """
-  places = places_of(devices)
+  places = layout.places_of(devices)
   if any(len(place) > 1 for place in places):
     raise ValueError(f"ftpipe has no replicas: devices={devices!r}")
-  check_updates(microbatches, every)
+  layout.check_updates(microbatches, every)
   count = len(places)
-  depth = range(count)[::-1] if stage_depth is None else listed(stage_depth)
+  depth = (
+    range(count)[::-1] if stage_depth is None else layout.listed(stage_depth)
+  )
   if (
     depth is None
     or len(depth) != count
@@ -178,8 +175,8 @@ def ftpipe(
   if supremum is not None:
     check_positive(supremum=supremum)
     depth = [min(d, supremum - 1) for d in depth]
-  costs = costs_of(costs, count)
-  own = stages_of(places)
+  costs = layout.costs_of(costs, count)
+  own = layout.stages_of(places)
 
   def rule(device, state):
     for stage in own[device]:
@@ -192,4 +189,4 @@ def ftpipe(
   orders = play(
     rule, places, microbatches, costs, every=every, flush=False
   ).orders
-  return asynchronous("ftpipe", orders, every)
+  return layout.asynchronous("ftpipe", orders, every)

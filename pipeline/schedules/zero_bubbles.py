@@ -15,15 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.analyze import Costs
-from pipeline.schedules.layout import (
-  costs_of,
-  listed,
-  one_f_one_b_order,
-  places_of,
-  stages_of,
-  synchronous,
-  traits,
-)
+from pipeline.schedules import layout
 from pipeline.schedules.play import Rule, play
 from pipeline.table import FORWARD, INPUT, WEIGHT, Schedule, check_positive
 
@@ -31,10 +23,13 @@ _TRIED = 20_000  # tasks of a table, up to which all ways are tried
 _PATIENCE = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
 
 
-def _fits(state, costs, stage, patience):
-  """Whether a W may be done before the next thing is known to come."""
+def _weight(state, costs, patience, full):
+  """The next W, if memory is full or it fits before what is known to come."""
+  step = state.first(WEIGHT)
+  if step is None or full:
+    return step
   wait = state.soon - state.time
-  return wait >= (patience - 1e-9) * costs.weight[stage]
+  return step if wait >= (patience - 1e-9) * costs.weight[step[1]] else None
 
 
 def _follow(orders, limits, costs, patience) -> Rule:
@@ -53,12 +48,7 @@ def _follow(orders, limits, costs, patience) -> Rule:
         if not full:
           at[device] += 1
           return step
-    if named[device]:
-      return None
-    weight = state.first(WEIGHT)
-    if weight and (full or _fits(state, costs, weight[1], patience)):
-      return weight
-    return None
+    return None if named[device] else _weight(state, costs, patience, full)
 
   return rule
 
@@ -82,10 +72,7 @@ def _greedy(owned, limits, costs, patience) -> Rule:
           return FORWARD, stage, state.forward[stage][0]
         full = True
       room -= not state.in_flight[stage]
-    step = state.first(WEIGHT)
-    if step and (full or _fits(state, costs, step[1], patience)):
-      return step
-    return None
+    return _weight(state, costs, patience, full)
 
   return rule
 
@@ -95,8 +82,8 @@ def _zero_bubble(
 ) -> Schedule:
   """The best of orders to follow and of greedy ones, within the limits."""
   check_positive(microbatches=microbatches)
-  costs = costs_of(costs, len(places))
-  owned = stages_of(places)
+  costs = layout.costs_of(costs, len(places))
+  owned = layout.stages_of(places)
   few = 3 * len(places) * microbatches <= _TRIED
   rules = [
     _follow(orders, limits, costs, patience)
@@ -104,17 +91,17 @@ def _zero_bubble(
     for patience in _PATIENCE
   ]
   rules += [_greedy(owned, limits, costs, patience) for patience in _PATIENCE]
-  best = None
-  for rule in rules if few else rules[:1]:
-    played = play(
-      rule, places, microbatches, costs, every=microbatches, flush=True
-    )
-    if best is None or played.score() < best.score():
-      best = played
-  return synchronous(name, best.orders, microbatches, batches, max(limits))
+  orders = min(
+    (
+      play(rule, places, microbatches, costs, every=microbatches, flush=True)
+      for rule in (rules if few else rules[:1])
+    ),
+    key=lambda played: played.score(),
+  ).orders
+  return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
-@traits(listed=True)
+@layout.traits(listed=True)
 def zero_bubble(
   devices: Sequence[int],
   microbatches: int,
@@ -143,14 +130,14 @@ def zero_bubble(
   Raises:
     ValueError: for too little memory, or other arguments that are not such.
   """
-  places = places_of(devices)
+  places = layout.places_of(devices)
   if any(len(place) > 1 for place in places):
     raise ValueError(f"zero_bubble has no replicas: devices={devices!r}")
-  owned = stages_of(places)
+  owned = layout.stages_of(places)
   if isinstance(max_activations, (int, np.integer)):
     max_activations = [max_activations] * len(owned)
   check_positive(microbatches=microbatches)
-  limits = listed(max_activations)
+  limits = layout.listed(max_activations)
   if limits is None or len(limits) != len(owned):
     raise ValueError(
       f"max_activations must be one number, or {len(owned)}, one for each"
@@ -180,7 +167,9 @@ def _straight(microbatches, limits, times):
   orders = []
   for stage, limit in enumerate(limits):
     depth = min(limit, times * (len(limits) - stage - 1) + 1)
-    orders.append(one_f_one_b_order(stage, range(microbatches), depth, INPUT))
+    orders.append(
+      layout.one_f_one_b_order(stage, range(microbatches), depth, INPUT)
+    )
   return orders
 
 
@@ -193,7 +182,7 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
   return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
 
 
-@traits()
+@layout.traits()
 def zb_h1(
   stages: int,
   microbatches: int,
@@ -209,7 +198,7 @@ def zb_h1(
   return _of_line("zb_h1", stages, microbatches, costs, batches, 1)
 
 
-@traits()
+@layout.traits()
 def zb_h2(
   stages: int,
   microbatches: int,
@@ -228,7 +217,7 @@ def zb_h2(
   return _of_line("zb_h2", stages, microbatches, costs, batches, 2)
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def zb_v(
   devices: int,
   microbatches: int,
@@ -239,8 +228,8 @@ def zb_v(
   """Zero bubble with the memory of 1F1B, in a V (ZB-V, Qi et al. NeurIPS 2024).
 
   Stages s and 2 p - 1 - s are on device s. At most 2 p forwards of such half
-  stages are in flight on a device. If F, I and W take the same, it is never idle
-  from its first task to its last with 2 p - 1 microbatches or more.
+  stages are in flight on a device. If F, I and W take the same, it is never
+  idle from its first task to its last with 2 p - 1 microbatches or more.
   """
   check_positive(devices=devices, microbatches=microbatches)
   even = (
@@ -315,7 +304,7 @@ def _pattern(times, microbatches):
   return orders
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def v_half(
   devices: int,
   microbatches: int,
@@ -339,7 +328,7 @@ def v_half(
   return _of_vee("v_half", p, microbatches, costs, batches, p + 2, ways)
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def v_min(
   devices: int,
   microbatches: int,
