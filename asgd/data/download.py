@@ -20,6 +20,11 @@ class DataError(ValueError):
   """Data is missing or cannot be trusted; the message names file and remedy."""
 
 
+def damaged(what: str) -> DataError:
+  """Returns the error of a file that is not what was published."""
+  return DataError(f"{what}; replace it by a whole copy")
+
+
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
   """Opens a file that becomes `path` at the end, or vanishes on an error."""
@@ -52,9 +57,6 @@ def fetch(
     md5: the published checksum, 32 hex digits.
     remedy: what else a user may do, the end of every message.
     download: whether the network may be used.
-
-  Returns:
-    `path`.
 
   Raises:
     DataError: if the file cannot be had or is not the published one.

@@ -47,12 +47,12 @@ FILES = {
 }
 READ = {
   "sst2": (
-    [('all "too familiar ', None), ("a\u2028gem . ", None)],
+    [('all "too familiar ',), ("a\u2028gem . ",)],
     [0, 1],
     [1],
   ),
   "cola": (
-    [("They drank the pub dry.", None), ("They drank the pub.", None)],
+    [("They drank the pub dry.",), ("They drank the pub.",)],
     *([1, 0], [0]),
   ),
   "mrpc": (
@@ -100,8 +100,7 @@ def test_each_task_is_read_from_an_archive_or_a_folder(name, tmp_path):
   for place in (*places, whole / "glue_data" / form):
     _, classes, found, held_out = sentences._load_glue(name, str(place))
     assert classes == 2
-    second = found.second or [None] * len(pairs)
-    assert list(zip(found.first, second, strict=True)) == pairs
+    assert found.sentences == pairs
     assert found.labels.tolist() == train
     assert held_out.labels.tolist() == test
   held = sentences.load(name, context=8, data_dir=path)
@@ -179,9 +178,7 @@ def test_words_are_those_that_are_frequent_in_training(tmp_path):
 
 def test_a_pair_loses_words_of_its_longer_sentence():
   long, short = "a a a a a a", "b b"
-  examples = sentences.Examples(
-    [long, short], [short, long], np.zeros(2, np.int32)
-  )
+  examples = sentences.Examples([(long, short), (short, long)], np.zeros(2))
   number, encode = sentences._words(examples)
   assert number == 6
   tokens = encode(examples, 8)
@@ -219,13 +216,13 @@ def test_pieces_are_those_of_the_tokenizer(tmp_path):
   folder = tokenizer(tmp_path / "model")
   number, encode = sentences._pieces(folder)
   assert number == len(PIECES)
-  one = sentences.Examples(["It is playing.", "ö"], None, np.zeros(2))
+  one = sentences.Examples([("It is playing.",), ("ö",)], np.zeros(2))
   assert encode(one, 8)[:, 0].tolist() == [
     [2, 6, 7, 4, 5, 8, 3, 0],
     [2, 1, 3, 0, 0, 0, 0, 0],
   ]
   assert encode(one, 5)[0, 0].tolist() == [2, 6, 7, 4, 3]
-  pair = sentences.Examples(["Playing is it."], ["is it"], np.zeros(1))
+  pair = sentences.Examples([("Playing is it.", "is it")], np.zeros(1))
   tokens = encode(pair, 8)
   assert tokens.tolist() == [
     [[2, 4, 5, 7, 3, 7, 6, 3], [0, 0, 0, 0, 0, 1, 1, 1]]
