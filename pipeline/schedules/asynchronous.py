@@ -57,7 +57,7 @@ def pipedream(
     for replica in range(number):
       own = range(replica, microbatches, number)
       orders.append(layout.one_f_one_b_order(stage, own, depth))
-  return layout.asynchronous("pipedream", orders, every)
+  return layout.valid("pipedream", orders, every)
 
 
 @layout.traits(flush=False, weights="2bw", sums=True)
@@ -69,13 +69,8 @@ def pipedream_2bw(
   The table of `pipedream`; the two versions of the weights are a matter of
   weights="2bw", which needs as many microbatches in an update as stages.
 
-  Args:
-    stages: p.
-    microbatches: in all, a multiple of `every`.
-    every: microbatches of one update, p at least; None is p.
-
   Raises:
-    ValueError: for a smaller `every`.
+    ValueError: for an `every` below p, its default.
   """
   check_positive(stages=stages)
   every = stages if every is None else every
@@ -106,7 +101,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
     )
     for stage in range(stages)
   ]
-  return layout.asynchronous("stale", orders, every)
+  return layout.valid("stale", orders, every)
 
 
 @layout.traits(flush=False, weights="latest")
@@ -186,7 +181,5 @@ def ftpipe(
         return BACKWARD, stage, state.backward[stage][0]
     return None
 
-  orders = play(
-    rule, places, microbatches, costs, every=every, flush=False
-  ).orders
-  return layout.asynchronous("ftpipe", orders, every)
+  played = play(rule, places, microbatches, costs, every=every, flush=False)
+  return layout.valid("ftpipe", played.orders, every)

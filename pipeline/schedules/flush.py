@@ -14,12 +14,8 @@ def gpipe(
 ) -> Schedule:
   """All forwards, then all backwards (GPipe, Huang et al. 2019).
 
-  Args:
-    stages: one on each device.
-    microbatches: of a batch.
-    batches: how many.
-    reverse: backwards start with the last microbatch, as in the paper's figure
-      2c and as autograd does; it takes as long.
+  With `reverse`, backwards start with the last microbatch, as in the paper's
+  figure 2c and as autograd does; it takes as long.
   """
   check_positive(stages=stages, microbatches=microbatches)
   layout.check_bool("reverse", reverse)

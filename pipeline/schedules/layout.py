@@ -12,13 +12,7 @@ import numpy as np
 from asgd import checks
 from pipeline import analyze, validate
 from pipeline import table as table_lib
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  Schedule,
-  Step,
-  check_positive,
-)
+from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
@@ -41,12 +35,8 @@ class Traits(NamedTuple):
 
 
 def traits(**values) -> Callable:
-  """Declares the traits of the schedule that the decorated function makes.
-
-  Args:
-    **values: of `Traits`, without options, which are those of its arguments
-      that do not follow from the stages and microbatches of a run.
-  """
+  """Declares the traits of the schedule that the decorated function makes; its
+  options are the arguments that do not follow from stages and microbatches."""
 
   def declare(maker):
     derived = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
@@ -72,13 +62,15 @@ def listed(value) -> list | None:
     return None
 
 
-def check_even(name: str, value: int) -> None:
-  """Refuses an odd number."""
-  if value % 2:
-    raise ValueError(
-      f"{name} must be even, because half of them go each way, not {value};"
-      f" use {value + 1}"
-    )
+def check_even(**numbers: int) -> None:
+  """Refuses what is not a positive even number, by its name."""
+  for name, value in numbers.items():
+    check_positive(**{name: value})
+    if value % 2:
+      raise ValueError(
+        f"{name} must be even, because half of them go each way, not {value};"
+        f" use {value + 1}"
+      )
 
 
 def check_updates(microbatches: int, every: int) -> None:
@@ -104,7 +96,14 @@ def synchronous(
       [later(block, start) for start in starts for block in order]
       for order in orders
     ]
-  table = table_lib.lay_out(name, orders, every=microbatches, flush=True)
+  return valid(name, orders, microbatches, flush=True, limit=limit)
+
+
+def valid(
+  name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
+) -> Schedule:
+  """Returns the table of orders, checked; `limit` is of forwards in flight."""
+  table = table_lib.lay_out(name, orders, every=every, flush=flush)
   return validate.validate(table, max_in_flight=limit)
 
 
@@ -131,12 +130,6 @@ def one_f_one_b_order(
     [(backward, stage, i) for i in microbatches],
     depth,
   )
-
-
-def asynchronous(name: str, orders: Orders, every: int) -> Schedule:
-  """Returns the valid table of orders without a flush."""
-  table = table_lib.lay_out(name, orders, every=every, flush=False)
-  return validate.validate(table)
 
 
 def places_of(devices) -> list[tuple[int, ...]]:

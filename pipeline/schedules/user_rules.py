@@ -73,8 +73,7 @@ def custom(
     costs = analyze.costs(len(places))._replace(own=_Ones())
   costs = layout.costs_of(costs, len(places))
   played = play(rule, places, microbatches, costs, every=every, flush=flush)
-  table = table_lib.lay_out(name, played.orders, every=every, flush=flush)
-  return validate.validate(table)
+  return layout.valid(name, played.orders, every, flush=flush)
 
 
 class _Ones(dict):
