@@ -1,4 +1,4 @@
-"""Cuts a chain whose communication costs nothing."""
+"""Cuts a chain in stages where communication costs nothing."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,7 @@
 
 What every partitioner returns, and what is asked of all of them: each node is
 placed exactly once, and tensors go from earlier stages to later ones. There are
-three partitioners: `balance` for a chain whose communication costs nothing,
+three partitioners: `balance` for a chain if communication costs nothing,
 `pipedream` for chains of stages that may be replicated, `mixed_pipe` for
 devices that hold several stages that are not neighbours.
 """

@@ -22,11 +22,11 @@ class RuleState:
 
   Attributes:
     time: now.
-    forward: stage -> its microbatches whose forward may start, in the order in
-      which they came.
+    forward: stage -> its microbatches that may start the forward, in the order
+      in which they came.
     backward: the same of the backward, of inputs or of both.
     weight: the same of the backward of weights.
-    in_flight: stage -> its forwards whose backward (of weights) has not ended.
+    in_flight: stage -> its forwards without an ended backward (of weights).
     soon: when the next of those above is known to come; infinity if it is not.
   """
 

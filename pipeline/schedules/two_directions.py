@@ -1,4 +1,4 @@
-"""Synchronous schedules whose microbatches enter from both ends."""
+"""Synchronous schedules in which microbatches enter from both ends."""
 
 import collections
 
@@ -90,7 +90,7 @@ def _dualpipe(own, rank, ranks, microbatches):
 
 @traits()
 def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
-  """Two directions whose forwards and backwards overlap (DeepSeek-V3, 2024).
+  """Two directions; their forwards and backwards overlap (DeepSeek-V3, 2024).
 
   Stage s is on device s for the first half of a batch's microbatches, and on
   device p - 1 - s for the second. A forward of one direction and a backward of

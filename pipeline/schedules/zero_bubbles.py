@@ -122,7 +122,7 @@ def zero_bubble(
   Args:
     devices: the device of each stage.
     microbatches: of a batch.
-    max_activations: forwards whose backward of weights is still to come, on
+    max_activations: forwards with the backward of weights still to come, on
       each device, at most; as many as it has stages, at least.
     costs: measured times of F, I and W and of transfers; None is 1, 1, 1 and 0.
     batches: how many.
@@ -284,7 +284,7 @@ def _zb_v(device, devices, microbatches):
 
 
 def _pattern(times, microbatches):
-  """Orders of a V whose forwards and backwards repeat every 6 slots.
+  """Orders of a V in which forwards and backwards repeat every 6 slots.
 
   Args:
     times: device -> slots of F and F, I and I, on the way down and up.
