@@ -12,7 +12,7 @@ References:
 import collections
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -271,7 +271,7 @@ def _load_glue(name, data_dir):
   return f"file {place}", len(form.labels), *parts
 
 
-def _from_folder(form, place) -> Iterable[tuple[str, bytes]]:
+def _from_folder(form, place):
   inside = (place, place / form.folder, place / "glue_data" / form.folder)
   for folder in inside:
     paths = [folder / file for file in _FILES]
@@ -283,7 +283,7 @@ def _from_folder(form, place) -> Iterable[tuple[str, bytes]]:
   )
 
 
-def _from_archive(form, place) -> Iterable[tuple[str, bytes]]:
+def _from_archive(form, place):
   if not place.is_file():
     raise DataError(f"{place} is not there; give a folder or an archive")
   files = {}

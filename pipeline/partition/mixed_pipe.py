@@ -255,8 +255,7 @@ def _sweep(search, spared):
   """Returns the best of all L, for nodes that are spared recomputing."""
   graph, recompute = search.graph, search.recompute
   weights = [
-    (1 if recompute == "none" or i in spared else 2) * node.forward
-    + node.backward
+    node.work(recompute != "none" and i not in spared)
     for i, node in enumerate(graph.nodes)
   ]
   units = Blocks(graph, weights)

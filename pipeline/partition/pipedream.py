@@ -251,7 +251,7 @@ class _Search:
       nodes = self.nodes(i, j)
       mine = [self.graph.nodes[n] for n in nodes]
       self._sums[i, j] = (
-        sum(node.forward + node.backward for node in mine),
+        sum(node.work() for node in mine),
         graph_lib.parameters(self.graph, nodes),
         sum(node.stash for node in mine),
         sum(node.activation for node in mine),

@@ -63,9 +63,7 @@ def make(
   check(partition, graph)
   load = np.zeros(count)
   for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
-    again = 2 if s in recompute else 1
-    mine = [graph.nodes[i] for i in nodes]
-    work = sum(again * node.forward + node.backward for node in mine)
+    work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in places:
       load[d] += work / len(places)
   where = stage_of(partition)

@@ -32,8 +32,7 @@ class Refinement:
     """Returns the stage of each node."""
     return [self.stage[unit] for unit in self.units.block_of]
 
-  def has_room(self, unit: int, stage: int) -> bool:
-    """Returns whether the device of a stage has memory for a unit."""
+  def _has_room(self, unit, stage):
     device = self.devices[stage]
     if self.memory is None or device == self.devices[self.stage[unit]]:
       return True
@@ -45,7 +44,7 @@ class Refinement:
   def move(self, unit: int, stage: int) -> bool:
     """Moves a unit, if that is better; returns whether it is."""
     before = self.stage[unit]
-    if not self.has_room(unit, stage):
+    if not self._has_room(unit, stage):
       return False
     self.stage[unit] = stage
     new = self.cost()
@@ -107,7 +106,7 @@ def objective(
   placement.check_limit("bandwidth", bandwidth, "bytes a second")
   stage = placement.stage_of(partition)
   weights = [
-    (2 if s in recompute else 1) * node.forward + node.backward
+    node.work(s in recompute)
     for node, s in zip(graph.nodes, stage, strict=True)
   ]
   devices = [places[0] for places in partition.devices]

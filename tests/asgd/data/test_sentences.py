@@ -332,13 +332,14 @@ def test_batches_are_those_of_the_data():
 
 def test_weights_are_where_training_begins():
   key = jax.random.key(0)
-  first = sentence_problem().init(key)
+  init = jax.jit(sentence_problem().init)
+  first = init(key)
   weights = (*jax.tree.map(np.asarray, first[:-1]), {})
-  made = sentence_problem(weights=weights)
+  init_from = jax.jit(sentence_problem(weights=weights).init)
   for seed in (1, 2):
-    params = made.init(jax.random.key(seed))
+    params = init_from(jax.random.key(seed))
     jax.tree.map(np.testing.assert_array_equal, params[:-1], first[:-1])
-    fresh = sentence_problem().init(jax.random.key(seed))
+    fresh = init(jax.random.key(seed))
     jax.tree.map(np.testing.assert_array_equal, params[-1], fresh[-1])
     kernels = (p[-1]["classifier"]["kernel"] for p in (params, first))
     assert (np.not_equal(*kernels)).all()
