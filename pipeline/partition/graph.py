@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, models
+from asgd.parallel import memory
 
 
 class Node(NamedTuple):
@@ -303,8 +304,8 @@ def profile(
         f"{kind}_{i}",
         forward=seconds,
         backward=backward,
-        activation=_bytes(output),
-        parameters=_bytes(weights[i]),
+        activation=memory.bytes_of(output),
+        parameters=memory.bytes_of(weights[i]),
         stash=stash,
         kind=kind,
       )
@@ -344,7 +345,7 @@ def _stash(pull, args):
   kept = {id(v): v.aval for v in program.outvars}
   for variable in inputs:
     kept.pop(id(variable), None)
-  return _bytes(list(kept.values()))
+  return memory.bytes_of(list(kept.values()))
 
 
 def _array(leaf):
@@ -353,10 +354,3 @@ def _array(leaf):
   # Not zeros: some hardware is quicker on them.
   real = jnp.issubdtype(leaf.dtype, jnp.inexact)
   return jnp.full(leaf.shape, 0.5 if real else 0, leaf.dtype)
-
-
-def _bytes(tree) -> int:
-  return sum(
-    math.prod(leaf.shape) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
-  )

@@ -86,15 +86,10 @@ def assign(
 ) -> tuple[int, ...]:
   """Puts each item on the device with the least load that has room for it.
 
-  If the order of weights does not work out, that of sizes is tried.
-
-  Args:
-    weights: of each item.
-    devices: how many.
-    sizes: bytes of each item; None: nothing.
-    memory: bytes of a device; None: no limit.
-    order: "largest_first" is within 4/3 of the best largest load (Graham
-      1969); "smallest_first" is what the released code does.
+  If the order of weights does not work out, that of sizes is tried, the bytes
+  of items for the memory of a device. "largest_first" is within 4/3 of
+  the best largest load (Graham 1969), "smallest_first" is what the released
+  code does.
 
   Returns:
     The device of each item.

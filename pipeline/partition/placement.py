@@ -161,13 +161,8 @@ def costs_of(
   The profile does not tell the gradient of inputs from that of weights: each
   gets half of the backward; recomputing goes with the inputs' half. A tensor
   for a later stage than the next passes through those between, so every border
-  carries all that is made before it and needed after.
-
-  Args:
-    partition: of the graph.
-    graph: the profile.
-    bandwidth: bytes a second between devices; None: transfers take no time.
-    recompute: as in `make`.
+  carries all that is made before it and needed after, at a bandwidth in bytes a
+  second; None takes no time.
 
   Raises:
     ValueError: as `check`, and for a bandwidth that is not positive.
@@ -204,19 +199,6 @@ def border_bytes(partition: Partition, graph: Graph) -> list[float]:
     )
     for s in range(len(partition.stages) - 1)
   ]
-
-
-def describe(partition: Partition, graph: Graph) -> str:
-  """Returns a line for each stage, and one for what stages share."""
-  lines = []
-  for s, (stage, places) in enumerate(
-    zip(partition.stages, partition.devices, strict=True)
-  ):
-    nodes = " ".join(graph.nodes[i].name for i in stage)
-    lines.append(f"stage {s} on {', '.join(map(str, places))}: {nodes}")
-  for stages in partition.shared:
-    lines.append(f"stages {', '.join(map(str, stages))} share parameters")
-  return "\n".join(lines)
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

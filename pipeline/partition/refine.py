@@ -89,13 +89,8 @@ def objective(
   bandwidth: float | None = None,
   recompute: Collection[int] = (),
 ) -> float:
-  """Returns the largest cost of a stage, in seconds for a microbatch.
-
-  Args:
-    partition: of the graph, without replicas.
-    graph: the profile.
-    bandwidth: as in `mixed_pipe`.
-    recompute: stages that run their forward again before the backward.
+  """Returns the largest cost of a stage, in seconds for a microbatch; stages of
+  `recompute` run their forward again before the backward.
 
   Raises:
     ValueError: for a stage with replicas.

@@ -163,7 +163,7 @@ def _of_maker(name, stages, total, batch, every, options):
     options["stages"] = stages
   elif traits.listed:
     devices = options.setdefault("devices", list(range(stages)))
-    if len(listed(devices) or ()) != stages:
+    if listed(devices, stages) is None:
       raise OptionError(
         "devices",
         f"must be a device for each of {stages} stages, not {devices!r}",

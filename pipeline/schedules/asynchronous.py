@@ -1,4 +1,8 @@
-"""Schedules without a flush: a stage is updated as soon as it can be."""
+"""Schedules without a flush: a stage is updated as soon as it can be.
+
+Their makers take the number of all `microbatches`; `every` so many make an
+update.
+"""
 
 from collections.abc import Sequence
 
@@ -22,15 +26,9 @@ def pipedream(
 
   Stage s has as many microbatches in flight on each of its replicas as keep
   those behind it busy: ceil(devices from s to the end / replicas of s); for
-  s = 0 that is the paper's NOAM. Replicas take microbatches in turn (1F1B-RR).
-  Use it with weights="stash" or "vertical".
-
-  Args:
-    stages: p.
-    microbatches: in all.
-    replicas: devices of each stage, which are numbered stage by stage; None is
-      one.
-    every: microbatches of one update.
+  s = 0 that is the paper's NOAM. `replicas` are the devices of each stage,
+  numbered stage by stage, one by default, which take microbatches in turn
+  (1F1B-RR). Use it with weights="stash" or "vertical".
 
   Raises:
     ValueError: for replicas that are not one number for each stage, or more of
@@ -39,8 +37,8 @@ def pipedream(
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
   given = replicas
-  replicas = [1] * stages if replicas is None else layout.listed(replicas)
-  if replicas is None or len(replicas) != stages:
+  replicas = [1] * stages if given is None else layout.listed(given, stages)
+  if replicas is None:
     raise ValueError(
       f"replicas must be {stages} numbers, one for each stage, not {given!r}"
     )
@@ -138,30 +136,23 @@ def ftpipe(
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
-    microbatches: in all.
     stage_depth: of each stage, from the end; None is p - 1 - s.
     supremum: microbatches in flight at a stage, at most, whatever its depth
       (FTPipe's virtual stages, where it is the number of devices); None is no
       bound.
-    every: microbatches of one update.
     costs: how long tasks take, which decides what is there first; None is as in
       `analyze.analyze`.
 
   Raises:
     ValueError: for devices, depths or a supremum that are not such.
   """
-  places = layout.places_of(devices)
-  if any(len(place) > 1 for place in places):
-    raise ValueError(f"ftpipe has no replicas: devices={devices!r}")
+  places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)
   count = len(places)
-  depth = (
-    range(count)[::-1] if stage_depth is None else layout.listed(stage_depth)
-  )
-  if (
-    depth is None
-    or len(depth) != count
-    or not all(isinstance(d, (int, np.integer)) and d >= 0 for d in depth)
+  given = range(count)[::-1] if stage_depth is None else stage_depth
+  depth = layout.listed(given, count)
+  if depth is None or not all(
+    isinstance(d, (int, np.integer)) and d >= 0 for d in depth
   ):
     raise ValueError(
       f"stage_depth must be {count} whole numbers from 0, one for each stage,"

@@ -54,12 +54,15 @@ def check_bool(name: str, value: bool) -> None:
     raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
-def listed(value) -> list | None:
-  """Returns a list of the items of an iterable that is no text, else None."""
+def listed(value, length: int | None = None) -> list | None:
+  """Returns a list of the items of an iterable that is no text, else None; also
+  None if it is not of `length`."""
   try:
-    return None if isinstance(value, (str, bytes)) else list(value)
+    items = list(value)
   except TypeError:
     return None
+  fits = length is None or len(items) == length
+  return items if fits and not isinstance(value, (str, bytes)) else None
 
 
 def check_even(**numbers: int) -> None:
@@ -132,8 +135,9 @@ def one_f_one_b_order(
   )
 
 
-def places_of(devices) -> list[tuple[int, ...]]:
-  """Returns the devices of each stage, checked."""
+def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
+  """Returns the devices of each stage, checked; for the schedule of that name
+  also that no stage has replicas."""
   whole = int, np.integer
   try:
     places = [
@@ -150,6 +154,8 @@ def places_of(devices) -> list[tuple[int, ...]]:
       "devices must be the device of each stage, or those of its replicas, and"
       f" name all from 0, not {devices!r}"
     )
+  if without_replicas and any(len(place) > 1 for place in places):
+    raise ValueError(f"{without_replicas} has no replicas: devices={devices!r}")
   return places
 
 

@@ -33,12 +33,11 @@ class RuleState:
   __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")
 
   def __init__(self, stages: Iterable[int]):
-    stages = list(stages)
     self.time = 0.0
-    self.forward = {stage: collections.deque() for stage in stages}
-    self.backward = {stage: collections.deque() for stage in stages}
-    self.weight = {stage: collections.deque() for stage in stages}
     self.in_flight = dict.fromkeys(stages, 0)
+    self.forward, self.backward, self.weight = (
+      {stage: collections.deque() for stage in self.in_flight} for _ in range(3)
+    )
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:

@@ -121,24 +121,20 @@ def zero_bubble(
 
   Args:
     devices: the device of each stage.
-    microbatches: of a batch.
     max_activations: forwards with the backward of weights still to come, on
       each device, at most; as many as it has stages, at least.
     costs: measured times of F, I and W and of transfers; None is 1, 1, 1 and 0.
-    batches: how many.
 
   Raises:
     ValueError: for too little memory, or other arguments that are not such.
   """
-  places = layout.places_of(devices)
-  if any(len(place) > 1 for place in places):
-    raise ValueError(f"zero_bubble has no replicas: devices={devices!r}")
+  places = layout.places_of(devices, without_replicas="zero_bubble")
   owned = layout.stages_of(places)
   if isinstance(max_activations, (int, np.integer)):
     max_activations = [max_activations] * len(owned)
   check_positive(microbatches=microbatches)
-  limits = layout.listed(max_activations)
-  if limits is None or len(limits) != len(owned):
+  limits = layout.listed(max_activations, len(owned))
+  if limits is None:
     raise ValueError(
       f"max_activations must be one number, or {len(owned)}, one for each"
       f" device, not {max_activations!r}"
