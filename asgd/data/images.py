@@ -205,8 +205,7 @@ def _stratified_split(
   )
 
 
-def _load_digits(data_dir, cache_dir, download) -> Dataset:
-  del cache_dir, download
+def _load_digits(data_dir, *_) -> Dataset:
   if data_dir is not None:
     raise ValueError(
       "digits is embedded in scikit-learn and takes no data_dir, got "
@@ -296,8 +295,7 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
   )
 
 
-def _load_folder(data_dir, cache_dir, download) -> Dataset:
-  del cache_dir, download
+def _load_folder(data_dir, *_) -> Dataset:
   if data_dir is None:
     raise ValueError(
       "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"

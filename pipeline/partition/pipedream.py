@@ -33,6 +33,7 @@ References:
   github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -220,14 +221,16 @@ class _Search:
   throughout where that does not matter.
   """
 
+  counts_down = True
+
   def __init__(
     self, graph, states, levels, straight, fewer, memory, compression
   ):
     self.graph, self.states, self.levels = graph, states, levels
     self.straight, self.fewer = straight, fewer
     self.memory, self.compression = memory, compression
-    self.counts_down = memory is not None
-    self._sums, self._found = {}, {}
+    self.sums = functools.cache(self.sums)
+    self.best = functools.cache(self.best)
     self.border = [
       graph_lib.bytes_of(
         (edge.source, edge.bytes)
@@ -247,16 +250,14 @@ class _Search:
 
   def sums(self, i, j):
     """Returns time, parameters, stash and outputs of the nodes between."""
-    if (i, j) not in self._sums:
-      nodes = self.nodes(i, j)
-      mine = [self.graph.nodes[n] for n in nodes]
-      self._sums[i, j] = (
-        sum(node.work() for node in mine),
-        graph_lib.parameters(self.graph, nodes),
-        sum(node.stash for node in mine),
-        sum(node.activation for node in mine),
-      )
-    return self._sums[i, j]
+    nodes = self.nodes(i, j)
+    mine = [self.graph.nodes[n] for n in nodes]
+    return (
+      sum(node.work() for node in mine),
+      graph_lib.parameters(self.graph, nodes),
+      sum(node.stash for node in mine),
+      sum(node.activation for node in mine),
+    )
 
   def whole(self, k, i, j, down):
     """Returns the least time on a whole level, and the machines used."""
@@ -268,9 +269,6 @@ class _Search:
 
   def best(self, k, i, j, m, down):
     """Returns A: its time, and state and machines of its last stage's cut."""
-    key = k, i, j, m, down
-    if key in self._found:
-      return self._found[key]
     alone = m == 1 or not self.straight
     time = self.stage(k, i, j, m, m, down) if alone else math.inf
     least = time, None, m
@@ -287,12 +285,13 @@ class _Search:
         left = self.best(k, i, s, m - last, self.after(k, last, down))[0]
         if max(time, left) < least[0]:
           least = max(time, left), s, last
-    self._found[key] = least
     return least
 
   def after(self, k, last, down):
     """Returns `down` of the stages before one that has `last` machines."""
-    return down + last * self.levels[k - 1].size if self.counts_down else down
+    if self.memory is None or not self.counts_down:
+      return down
+    return down + last * self.levels[k - 1].size
 
   def stages(self, k, i, j, m, down, copies):
     """Returns nodes and devices of the stages of the best pipeline."""
@@ -341,9 +340,7 @@ class _Paper(_Search):
 class _Code(_Search):
   """The formula of the released code."""
 
-  def __init__(self, *args):
-    super().__init__(*args)
-    self.counts_down = False
+  counts_down = False
 
   def stage(self, k, i, j, m, end, down):
     level = self.levels[k - 1]

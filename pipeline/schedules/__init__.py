@@ -102,11 +102,8 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule assumes, and which options a run of it may set.
-
-  Args:
-    name: of `SCHEDULES`, or of a file that holds a table; all that there is to
-      know of such a table is in it, and there is no option.
+  """Returns what a schedule assumes, and which options a run of it may set; none
+  of a file that holds a table, as all that there is to know is in it.
 
   Raises:
     ValueError: for an unknown schedule, naming the nearest.
@@ -273,10 +270,8 @@ def _of_file(path, stages, total, batch, every, options):
 def weights_of(table: Schedule, weights: str | None = None) -> str:
   """Returns which weights backwards of a table read; see `analyze.versions`.
 
-  Args:
-    table: of a schedule, or the user's own.
-    weights: what a run says; None is the schedule's default, by the name of the
-      table: "latest" if it flushes, "stash" if no schedule has that name.
+  If a run does not say it, it is the default of the schedule of the table's
+  name: "latest" if it flushes, "stash" if no schedule has that name.
 
   Raises:
     OptionError: for weights that a table that flushes does not have.
