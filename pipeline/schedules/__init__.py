@@ -102,8 +102,8 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule assumes, and which options a run of it may set; none
-  of a file that holds a table, as all that there is to know is in it.
+  """Returns what a schedule assumes, and which options a run of it may set. A
+  file that holds a table has none: all that there is to know is in it.
 
   Raises:
     ValueError: for an unknown schedule, naming the nearest.
