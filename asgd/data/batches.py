@@ -88,43 +88,38 @@ def make_batches(
     raise ValueError(
       f"partition must be 'shared' or 'sharded', got {partition!r}"
     )
-  if partition == "shared" and batch_size > n:
+  shared = partition == "shared"
+  if shared and batch_size > n:
     raise ValueError(
       f"batch_size {batch_size} is larger than the {n} training examples; use "
       f"at most {n}"
     )
-  if partition == "sharded" and workers > n:
+  if not shared and workers > n:
     raise ValueError(
       f"workers {workers} is more than the {n} training examples to share out; "
       f"use at most {n}"
     )
-  if partition == "sharded" and batch_size > n // workers:
+  if not shared and batch_size > n // workers:
     raise ValueError(
       f"batch_size {batch_size} is larger than the {n // workers} training "
       f"examples of a shard ({n} over {workers} workers); use at most "
       f"{n // workers}, or fewer workers"
     )
 
-  def shared_rows(worker, job):
-    del worker
-    epoch, position = divmod(job, n // batch_size)
-    start = position * batch_size
-    return _permutation(n, seed, epoch)[start : start + batch_size]
-
-  def sharded_rows(worker, job):
-    if not 0 <= worker < workers:
-      raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
-    rng = np.random.default_rng((seed, worker, job))
-    shard_size = len(range(worker, n, workers))
-    return worker + workers * rng.choice(shard_size, batch_size, replace=False)
-
-  rows_of = shared_rows if partition == "shared" else sharded_rows
-
   def batch(worker, job):
     worker, job = int(worker), int(job)
     if job < 0:
       raise ValueError(f"job must be at least 0, got {job}")
-    rows = rows_of(worker, job)
+    if shared:
+      epoch, position = divmod(job, n // batch_size)
+      start = position * batch_size
+      rows = _permutation(n, seed, epoch)[start : start + batch_size]
+    elif 0 <= worker < workers:
+      rng = np.random.default_rng((seed, worker, job))
+      size = len(range(worker, n, workers))
+      rows = worker + workers * rng.choice(size, batch_size, replace=False)
+    else:
+      raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
     return images[rows], labels[rows]
 
   return batch

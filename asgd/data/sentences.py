@@ -12,7 +12,7 @@ References:
 import collections
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from asgd import checks, names
 from asgd.data import formats
-from asgd.data.download import DataError
+from asgd.data.download import DataError, damaged
 
 PADDING = 0  # the word of a position that holds none
 
@@ -43,8 +43,7 @@ class Sentences(NamedTuple):
 class Examples(NamedTuple):
   """One part of a task, before its sentences are numbers."""
 
-  first: list[str]
-  second: list[str] | None  # the other sentence of each pair; None if no pairs
+  sentences: list[tuple[str, ...]]  # of each example: one, or a pair
   labels: np.ndarray  # int32[n]
 
 
@@ -124,11 +123,9 @@ def split(sentence: str) -> list[str]:
 
 def _words(train: Examples):
   """A vocabulary of whole words."""
-  counts = collections.Counter(
-    word
-    for sentence in (*train.first, *(train.second or ()))
-    for word in split(sentence)
-  )
+  counts = collections.Counter()
+  for column in zip(*train.sentences, strict=True):
+    counts.update(word for sentence in column for word in split(sentence))
   common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
   number = {w: i for i, w in enumerate((*_SPECIAL, *common))}
 
@@ -136,12 +133,10 @@ def _words(train: Examples):
     return [number.get(word, _UNKNOWN) for word in split(sentence)]
 
   def encode(examples, context):
-    tokens = np.full((len(examples.first), 2, context), PADDING)
+    tokens = np.full((len(examples.sentences), 2, context), PADDING)
     tokens[:, 1] = 0
-    for row, sentence in enumerate(examples.first):
-      parts = [numbers(sentence)]
-      if examples.second is not None:
-        parts.append(numbers(examples.second[row]))
+    for row, sentences in enumerate(examples.sentences):
+      parts = [numbers(sentence) for sentence in sentences]
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -174,9 +169,7 @@ def _pieces(folder: Path):
   def encode(examples, context):
     tokenizer.enable_truncation(context, strategy="longest_first")
     tokenizer.enable_padding(length=context, pad_id=PADDING)
-    batch = examples.first
-    if examples.second is not None:
-      batch = list(zip(batch, examples.second, strict=True))
+    batch = [each if len(each) > 1 else each[0] for each in examples.sentences]
     rows = [(row.ids, row.type_ids) for row in tokenizer.encode_batch(batch)]
     return np.array(rows, np.int32).reshape(-1, 2, context)
 
@@ -234,9 +227,8 @@ def _prose(manual: str) -> list[str]:
 
 def _examples(rows: Sequence[tuple]) -> Examples:
   """(sentence, label) or (sentence, sentence, label) -> Examples."""
-  *columns, labels = zip(*rows, strict=True)
-  second = list(columns[1]) if len(columns) > 1 else None
-  return Examples(list(columns[0]), second, np.array(labels, np.int32))
+  labels = np.array([row[-1] for row in rows], np.int32)
+  return Examples([row[:-1] for row in rows], labels)
 
 
 # GLUE.
@@ -279,7 +271,7 @@ def _load_glue(name, data_dir):
   return f"file {place}", len(form.labels), *parts
 
 
-def _from_folder(form, place) -> Iterable[tuple[str, bytes]]:
+def _from_folder(form, place):
   inside = (place, place / form.folder, place / "glue_data" / form.folder)
   for folder in inside:
     paths = [folder / file for file in _FILES]
@@ -291,7 +283,7 @@ def _from_folder(form, place) -> Iterable[tuple[str, bytes]]:
   )
 
 
-def _from_archive(form, place) -> Iterable[tuple[str, bytes]]:
+def _from_archive(form, place):
   if not place.is_file():
     raise DataError(f"{place} is not there; give a folder or an archive")
   files = {}
@@ -300,9 +292,7 @@ def _from_archive(form, place) -> Iterable[tuple[str, bytes]]:
     if path.parent.name == form.folder and path.name in _FILES:
       files[path.name] = f"{place}/{member}", content
   if lacks := [file for file in _FILES if file not in files]:
-    raise DataError(
-      f"{place} lacks {form.folder}/{lacks[0]}; replace it by a whole copy"
-    )
+    raise damaged(f"{place} lacks {form.folder}/{lacks[0]}")
   return [files[file] for file in _FILES]
 
 
@@ -319,9 +309,9 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
       continue
     cells = line.split("\t")
     if len(cells) != form.columns:
-      raise DataError(
+      raise damaged(
         f"{where}, line {number}: expected {form.columns} columns, found"
-        f" {len(cells)}; replace it by a whole copy"
+        f" {len(cells)}"
       )
     if cells[form.label] not in form.labels:
       raise DataError(
@@ -331,7 +321,7 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
     label = form.labels.index(cells[form.label])
     rows.append((*(cells[i] for i in form.sentences), label))
   if not rows:
-    raise DataError(f"{where} has no examples; replace it by a whole copy")
+    raise damaged(f"{where} has no examples")
   return _examples(rows)
 
 

@@ -41,10 +41,6 @@ def load(name: str = "pydoc", *, data_dir: str | None = None) -> Text:
            460,000 characters of English (they vary with Python's version)
     file   the file `data_dir`, UTF-8
 
-  Args:
-    name: one of these.
-    data_dir: the file.
-
   Raises:
     ValueError: for an unknown name, or a file that is not given.
     DataError: for a file that cannot be read, or is too short.

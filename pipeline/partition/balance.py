@@ -1,4 +1,4 @@
-"""Cuts a chain whose communication costs nothing."""
+"""Cuts a chain in stages where communication costs nothing."""
 
 from collections.abc import Sequence
 
@@ -33,18 +33,14 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
       f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
     )
   upto = np.concatenate([[0.0], np.cumsum(array)])
+  load = upto - upto[:, None]  # [i, j]: of the nodes from i to j - 1
+  load[np.tril_indices(len(upto))] = np.inf
   # best[j]: the largest load of the first j nodes, in as many stages as yet.
-  best = upto.copy()
-  best[0] = np.inf
-  froms = []
+  best, froms = load[0], []
   for _ in range(stages - 1):
-    new, start = np.full(len(upto), np.inf), np.zeros(len(upto), int)
-    for j in range(1, len(upto)):
-      loads = np.maximum(best[:j], upto[j] - upto[:j])
-      start[j] = loads.argmin()
-      new[j] = loads[start[j]]
-    best = new
-    froms.append(start)
+    loads = np.maximum(best[:, None], load)
+    froms.append(loads.argmin(0))
+    best = loads.min(0)
   end, out = len(array), []
   for start in reversed(froms):
     out.append(tuple(range(start[end], end)))

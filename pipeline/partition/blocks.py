@@ -1,37 +1,15 @@
 """The nodes of a graph, merged to blocks that never form a cycle."""
 
-import collections
+import copy
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
 
 from pipeline.partition import graph as graph_lib
 from pipeline.partition.graph import Graph
-
-
-class UnionFind:
-  """Disjoint sets of numbers; a set is known by its smallest."""
-
-  def __init__(self, count: int):
-    self._up = list(range(count))
-
-  def find(self, i: int) -> int:
-    """Returns the smallest of the set that `i` is in."""
-    while self._up[i] != i:
-      self._up[i] = self._up[self._up[i]]
-      i = self._up[i]
-    return i
-
-  def union(self, i: int, j: int) -> int:
-    """Joins two sets, and returns their smallest."""
-    low, high = sorted((self.find(i), self.find(j)))
-    self._up[high] = low
-    return low
-
-  def copy(self) -> "UnionFind":
-    """Returns another one of the same sets."""
-    out = UnionFind(0)
-    out._up = list(self._up)
-    return out
 
 
 class Blocks:
@@ -42,8 +20,8 @@ class Blocks:
 
   def __init__(self, graph: Graph, weights: Sequence[float]):
     self.graph, self.weights = graph, weights
-    self.sets = UnionFind(len(graph.nodes))
-    self.members = {i: (i,) for i in range(len(graph.nodes))}
+    self.block_of = list(range(len(graph.nodes)))
+    self.members = {i: (i,) for i in self.block_of}
     after, before = graph_lib.neighbours(graph)
     self.after, self.before = dict(enumerate(after)), dict(enumerate(before))
 
@@ -53,9 +31,8 @@ class Blocks:
 
   def copy(self) -> "Blocks":
     """Returns blocks that can be merged without a trace here."""
-    out = Blocks.__new__(Blocks)
-    out.graph, out.weights = self.graph, self.weights
-    out.sets, out.members = self.sets.copy(), dict(self.members)
+    out = copy.copy(self)
+    out.block_of, out.members = self.block_of.copy(), self.members.copy()
     out.after = {b: set(s) for b, s in self.after.items()}
     out.before = {b: set(s) for b, s in self.before.items()}
     return out
@@ -84,12 +61,6 @@ class Blocks:
           heapq.heappush(ready, other)
     return out
 
-  def closes_cycle(self, a: int, b: int) -> bool:
-    """Whether a path from block a to b leads through others, or any back."""
-    return self._reaches(self.after[a] - {b}, b) or self._reaches(
-      self.after[b] - {a}, a
-    )
-
   def _reaches(self, start, end):
     seen, stack = set(start), list(start)
     while stack:
@@ -101,17 +72,14 @@ class Blocks:
       stack.extend(new)
     return False
 
-  def merge(self, a: int, b: int) -> int:
-    """Makes one block of two; it must not close a cycle."""
-    low = self.sets.union(a, b)
-    high = b if low == a else a
-    self.members[low] = tuple(
-      sorted(self.members[low] + self.members.pop(high))
-    )
-    for mine, other in (
-      (self.after, self.before),
-      (self.before, self.after),
-    ):
+  def _merge(self, a, b):
+    low, high = sorted((a, b))
+    for i in self.members[high]:
+      self.block_of[i] = low
+    members = self.members[low] + self.members.pop(high)
+    self.members[low] = tuple(sorted(members))
+    sides = self.after, self.before
+    for mine, other in (sides, sides[::-1]):
       mine[low] = (mine[low] | mine.pop(high)) - {low, high}
       for block in mine[low]:
         other[block] = (other[block] - {high}) | {low}
@@ -119,64 +87,50 @@ class Blocks:
 
   def try_merge(self, a: int, b: int) -> int | None:
     """Merges two blocks unless that closes a cycle; then returns None."""
-    return None if self.closes_cycle(a, b) else self.merge(a, b)
+    around, back = self.after[a] - {b}, self.after[b] - {a}
+    if self._reaches(around, b) or self._reaches(back, a):
+      return None
+    return self._merge(a, b)
+
+  def merge_neighbours(self, may: Callable[[int, int], bool]) -> None:
+    """Merges blocks along edges (a, b) with may(a, b), without cycles."""
+    merged = True
+    while merged:
+      merged = False
+      for a in self.order():
+        if a in self.members and self.merge_first(
+          a, (b for b in sorted(self.after[a]) if may(a, b))
+        ):
+          merged = True
+
+  def merge_first(self, block: int, others: Iterable[int]) -> bool:
+    """Merges a block with the first of others that closes no cycle."""
+    return any(self.try_merge(block, other) is not None for other in others)
 
   def merge_all(self, groups: Sequence[Collection[int]]) -> None:
     """Merges each group of nodes, and what lies between its nodes."""
-    after = {b: set(s) for b, s in self.after.items()}
+    ends = [(a, b) for a, others in self.after.items() for b in others]
     for group in groups:
-      first, *rest = (self.sets.find(i) for i in group)
+      first, *rest = (self.block_of[i] for i in group)
       for other in rest:  # both ways: the group is then a cycle, to be merged
-        after[first].add(other)
-        after[other].add(first)
-    for component in _components(after):
-      low, *rest = sorted(component)
-      for other in rest:
-        self.merge(low, other)
+        ends += [(first, other), (other, first)]
+    rows, columns = np.array(ends, int).reshape(-1, 2).T
+    size = len(self.block_of)
+    matrix = sparse.csr_array(
+      (np.ones(len(ends)), (rows, columns)), (size, size)
+    )
+    _, component = csgraph.connected_components(matrix, connection="strong")
+    first_of = {}
+    for block in list(self.members):
+      first = first_of.setdefault(component[block], block)
+      if first != block:
+        self._merge(first, block)
 
   def sent(self, block: int) -> float:
     """Returns the bytes of the forward cut: what a block sends to others."""
     inside = set(self.members[block])
     return graph_lib.bytes_of(
-      ((source, self.sets.find(target)), size)
+      ((source, self.block_of[target]), size)
       for source, target, size, _ in self.graph.edges
       if source in inside and target not in inside
     )
-
-
-def _components(after: Mapping[int, set[int]]) -> list[list[int]]:
-  """Returns the strongly connected components (Kosaraju)."""
-  done, finished = set(), []
-  for root in after:
-    if root in done:
-      continue
-    done.add(root)
-    stack = [(root, iter(sorted(after[root])))]
-    while stack:
-      block, others = stack[-1]
-      for other in others:
-        if other not in done:
-          done.add(other)
-          stack.append((other, iter(sorted(after[other]))))
-          break
-      else:
-        finished.append(block)
-        stack.pop()
-  before = collections.defaultdict(set)
-  for block, others in after.items():
-    for other in others:
-      before[other].add(block)
-  out, done = [], set()
-  for root in reversed(finished):
-    if root in done:
-      continue
-    done.add(root)
-    component, stack = [], [root]
-    while stack:
-      block = stack.pop()
-      component.append(block)
-      new = before[block] - done
-      done |= new
-      stack.extend(new)
-    out.append(component)
-  return out

@@ -21,18 +21,11 @@ def merge_scopes(blocks: Blocks, scopes: Sequence[str]) -> None:
     }
     if not inside:
       raise ValueError(f"no node is in scope {scope!r}; leave it out")
-    merged = True
-    while merged:
-      merged = False
-      for a in blocks.order():
-        if a not in blocks.members or not inside.issuperset(blocks.members[a]):
-          continue
-        for b in sorted(blocks.after[a]):
-          if inside.issuperset(blocks.members[b]) and (
-            blocks.try_merge(a, b) is not None
-          ):
-            merged = True
-            break
+
+    def within(a, b, inside=inside):
+      return inside.issuperset(blocks.members[a] + blocks.members[b])
+
+    blocks.merge_neighbours(within)
 
 
 def merge_weightless(blocks: Blocks, length: int) -> None:
@@ -48,11 +41,13 @@ def merge_weightless(blocks: Blocks, length: int) -> None:
 
 def _merge_lightest(blocks, block, sides):
   """Merges a block with its lightest neighbour that closes no cycle."""
-  for side in sides:
-    for other in sorted(side[block], key=lambda b: (blocks.weight(b), b)):
-      if blocks.try_merge(block, other) is not None:
-        return True
-  return False
+
+  def rank(other):
+    return blocks.weight(other), other
+
+  return any(
+    blocks.merge_first(block, sorted(side[block], key=rank)) for side in sides
+  )
 
 
 def merge_bounded(
@@ -80,13 +75,10 @@ def merge_bounded(
       continue
     trial, block = blocks.copy(), start
     while bounded(trial, block) and len(trial) > length:
-      for other in sorted(trial.before[block] - protected, reverse=True):
-        low = trial.try_merge(other, block)
-        if low is not None:
-          block = low
-          break
-      else:
+      others = sorted(trial.before[block] - protected, reverse=True)
+      if not trial.merge_first(block, others):
         break
+      block = trial.block_of[block]
     if not bounded(trial, block):
       blocks = trial
       protected.add(block)
@@ -104,8 +96,8 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
   order = blocks.order()
   kinds = collections.defaultdict(list)
   for block in order:
-    if blocks.kind(block):
-      kinds[blocks.kind(block)].append(block)
+    if kind := blocks.kind(block):
+      kinds[kind].append(block)
   count = sum(map(len, kinds.values()))
   centers: list[int] = []
   for _, mine in sorted(kinds.items()):
@@ -121,17 +113,11 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
     idle = 0
     while len(blocks) > length and idle < len(queue):
       center = queue.popleft()
-      others = set(queue)
       place = {b: n for n, b in enumerate(blocks.order())}
-      for other in sorted(
-        side[center] - others, key=place.__getitem__, reverse=latest
-      ):
-        low = blocks.try_merge(center, other)
-        if low is not None:
-          center, idle = low, -1
-          break
-      queue.append(center)
-      idle += 1
+      others = side[center].difference(queue)
+      others = sorted(others, key=place.__getitem__, reverse=latest)
+      idle = 0 if blocks.merge_first(center, others) else idle + 1
+      queue.append(blocks.block_of[center])
     centers = list(queue)
 
 

@@ -13,13 +13,7 @@ Index letters in shape comments, here and in the partitioners:
 
 import math
 import statistics
-from collections.abc import (
-  Callable,
-  Collection,
-  Hashable,
-  Iterable,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, models
+from asgd.parallel import memory
 
 
 class Node(NamedTuple):
@@ -40,6 +35,10 @@ class Node(NamedTuple):
   parameters: float = 0.0  # bytes
   stash: float = 0.0  # bytes kept for one microbatch's backward
   kind: str = ""  # blocks that are alike have the same
+
+  def work(self, recompute: bool = False) -> float:
+    """Returns seconds of a microbatch, with one forward more to recompute."""
+    return (2 if recompute else 1) * self.forward + self.backward
 
 
 class Edge(NamedTuple):
@@ -170,25 +169,24 @@ def parameters(graph: Graph, nodes: Collection[int]) -> float:
 
 
 def bytes_of(tensors: Iterable[tuple[Hashable, float]]) -> float:
-  """Returns the bytes of tensors, each of which goes once, at its largest.
-
-  Args:
-    tensors: (which tensor, bytes).
-  """
-  sizes: dict[Hashable, float] = {}
-  for tensor, size in tensors:
-    sizes[tensor] = max(sizes.get(tensor, 0.0), size)
-  return sum(sizes.values())
+  """Returns the bytes of (tensor, bytes), each sent once, at its largest."""
+  return sum(_largest(tensors).values())
 
 
 def sent(graph: Graph, stage: Sequence[int]) -> dict[tuple[int, int], float]:
   """Returns (source node, receiving stage) -> bytes, for a stage per node."""
-  out: dict[tuple[int, int], float] = {}
-  for source, target, size, _ in graph.edges:
-    if stage[source] != stage[target]:
-      key = source, stage[target]
-      out[key] = max(out.get(key, 0.0), size)
-  return out
+  return _largest(
+    ((source, stage[target]), size)
+    for source, target, size, _ in graph.edges
+    if stage[source] != stage[target]
+  )
+
+
+def _largest(tensors):
+  sizes = {}
+  for tensor, size in tensors:
+    sizes[tensor] = max(sizes.get(tensor, 0.0), size)
+  return sizes
 
 
 def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
@@ -204,14 +202,8 @@ def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
 def measure(
   run: Callable[[], object], *, clock: Callable[[], float], repeats: int = 5
 ) -> float:
-  """Returns the median time of `run`, in seconds of `clock`.
-
-  One run before does not count.
-
-  Args:
-    run: starts a computation and returns its results.
-    clock: `time.perf_counter`, for instance.
-    repeats: runs that count.
+  """Returns the median time of `run`, which starts a computation and returns
+  its results, in seconds of `clock`. One run before does not count.
 
   Raises:
     ValueError: for fewer than one repeat.
@@ -237,7 +229,8 @@ def profile(
   bandwidth: float = 1e12,
   key: jax.Array | None = None,
 ) -> Graph:
-  """Returns the chain of a model's layers, in training.
+  """Returns the chain of a model's layers, in training; the class of a layer is
+  its kind.
 
   Bytes follow from shapes. A layer's stash is what its backward reads, save
   the parameters: what JAX would hold for it, of which XLA may recompute some.
@@ -256,9 +249,6 @@ def profile(
     flops: operations a second that a device is assumed to do.
     bandwidth: bytes a second that its memory is assumed to move.
     key: for layers that draw "dropout".
-
-  Returns:
-    A graph with a node per layer, of the layer's class as its kind.
 
   Raises:
     ValueError: if layers and params differ in number, or for a speed that is
@@ -289,76 +279,73 @@ def profile(
 
   costs, nodes = {}, []
   for i, layer in enumerate(layers):
-    stats = params.stats[i] if has_stats else None
-    calls = _Calls(layer, i, key, (weights[i], stats, x))
-    shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), calls.args)
+    args = weights[i], params.stats[i] if has_stats else None, x
+    forward, pull, both = _calls(layer, i, key)
+    output = jax.eval_shape(forward, *args)
+    shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
     which = repr((layer, shapes, i == 0))
     if which not in costs:
-      forward, both = calls.compile()
+      forward = jax.jit(forward).lower(*args).compile()
+      both = jax.jit(both).lower(*args, output).compile()
       if measure is None:
         times = roofline(forward), roofline(both)
       else:
-        gradient = _array(calls.output)
+        gradient = _array(output)
         times = (
-          measure(partial(forward, *calls.args)),
-          measure(partial(both, *calls.args, gradient)),
+          measure(partial(forward, *args)),
+          measure(partial(both, *args, gradient)),
         )
       backward = max(times[1] - times[0], 0.0)
-      costs[which] = times[0], backward, calls.stash(), forward
-    *times, stash, forward = costs[which]
+      costs[which] = times[0], backward, _stash(pull, args), forward
+    seconds, backward, stash, forward = costs[which]
     kind = type(layer).__name__
     nodes.append(
       Node(
-        *(f"{kind}_{i}", *times, _bytes(calls.output)),
-        *(_bytes(weights[i]), stash, kind),
+        f"{kind}_{i}",
+        forward=seconds,
+        backward=backward,
+        activation=memory.bytes_of(output),
+        parameters=memory.bytes_of(weights[i]),
+        stash=stash,
+        kind=kind,
       )
     )
-    x = calls.output if measure is None else forward(*calls.args)
+    x = output if measure is None else forward(*args)
   return chain(nodes)
 
 
-class _Calls:
-  """The forward of one layer, and forward and backward together."""
+def _calls(layer, index, key):
+  """Returns the forward of a layer, its vjp, and forward and backward."""
 
-  def __init__(self, layer, index, key, args):
+  def forward(weights, stats, x):
+    params = (weights,)
+    if stats is not None:
+      params = base.Variables(params, (stats,))
+    y, _ = models.apply((layer,), params, x, train=True, key=key, first=index)
+    return y
+
+  def pull(weights, stats, x):
+    if index:
+      return jax.vjp(lambda w, x: forward(w, stats, x), weights, x)
     # Inputs of the network need no gradient, and may be whole numbers.
-    self._inputs_too = index > 0
-    self.args = args  # weights, statistics or None, x
+    return jax.vjp(lambda w: forward(w, stats, x), weights)
 
-    def forward(weights, stats, x):
-      params = (weights,)
-      if stats is not None:
-        params = base.Variables(params, (stats,))
-      return models.apply(
-        (layer,), params, x, train=True, key=key, first=index
-      )[0]
+  def both(weights, stats, x, gradient):
+    y, back = pull(weights, stats, x)
+    return y, back(gradient)
 
-    self.forward = forward
-    self.output = jax.eval_shape(forward, *args)
+  return forward, pull, both
 
-  def _pull(self, weights, stats, x):
-    if self._inputs_too:
-      return jax.vjp(lambda w, x: self.forward(w, stats, x), weights, x)
-    return jax.vjp(lambda w: self.forward(w, stats, x), weights)
 
-  def _both(self, weights, stats, x, gradient):
-    y, pull = self._pull(weights, stats, x)
-    return y, pull(gradient)
-
-  def compile(self):
-    forward = jax.jit(self.forward).lower(*self.args).compile()
-    return forward, jax.jit(self._both).lower(*self.args, self.output).compile()
-
-  def stash(self):
-    """Returns the bytes that the backward reads, save parameters."""
-    program = jax.make_jaxpr(
-      lambda *args: jax.tree.leaves(self._pull(*args)[1])
-    )(*self.args).jaxpr
-    inputs = program.invars[: len(jax.tree.leaves(self.args[:2]))]
-    kept = {id(v): v.aval for v in program.outvars}
-    for variable in inputs:
-      kept.pop(id(variable), None)
-    return _bytes(list(kept.values()))
+def _stash(pull, args):
+  """Returns the bytes that the backward reads, save parameters."""
+  backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
+  program = backward(*args).jaxpr
+  inputs = program.invars[: len(jax.tree.leaves(args[:2]))]
+  kept = {id(v): v.aval for v in program.outvars}
+  for variable in inputs:
+    kept.pop(id(variable), None)
+  return memory.bytes_of(list(kept.values()))
 
 
 def _array(leaf):
@@ -367,10 +354,3 @@ def _array(leaf):
   # Not zeros: some hardware is quicker on them.
   real = jnp.issubdtype(leaf.dtype, jnp.inexact)
   return jnp.full(leaf.shape, 0.5 if real else 0, leaf.dtype)
-
-
-def _bytes(tree) -> int:
-  return sum(
-    math.prod(leaf.shape) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
-  )

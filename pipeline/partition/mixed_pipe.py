@@ -44,6 +44,7 @@ References:
 """
 
 import collections
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,15 +86,10 @@ def assign(
 ) -> tuple[int, ...]:
   """Puts each item on the device with the least load that has room for it.
 
-  If the order of weights does not work out, that of sizes is tried.
-
-  Args:
-    weights: of each item.
-    devices: how many.
-    sizes: bytes of each item; None: nothing.
-    memory: bytes of a device; None: without end.
-    order: "largest_first" is within 4/3 of the best largest load (Graham
-      1969); "smallest_first" is what the released code does.
+  If the order of weights does not work out, that of sizes is tried, the bytes
+  of items for the memory of a device. "largest_first" is within 4/3 of
+  the best largest load (Graham 1969), "smallest_first" is what the released
+  code does.
 
   Returns:
     The device of each item.
@@ -113,12 +109,9 @@ def assign(
     )
     load, used = [0.0] * devices, [0.0] * devices
     out = [0] * len(weights)
+    room = math.inf if memory is None else memory
     for i in ranked:
-      fitting = [
-        d
-        for d in range(devices)
-        if memory is None or used[d] + sizes[i] <= memory
-      ]
+      fitting = [d for d in range(devices) if used[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
         break
@@ -140,23 +133,9 @@ def connect(blocks: Blocks, device: Mapping[int, int]) -> Blocks:
 
   These are the connected components of each device, if no two of them need
   each other, and parts of them otherwise.
-
-  Args:
-    blocks: what was assigned.
-    device: of each block.
   """
   stages = blocks.copy()
-  where = {b: device[b] for b in blocks.members}
-  merged = True
-  while merged:
-    merged = False
-    for a in stages.order():
-      if a not in stages.members:
-        continue
-      for b in sorted(stages.after[a]):
-        if where[a] == where[b] and stages.try_merge(a, b) is not None:
-          merged = True
-          break
+  stages.merge_neighbours(lambda a, b: device[a] == device[b])
   return stages
 
 
@@ -193,18 +172,15 @@ def mixed_pipe(
       "all", or all "but_last".
     seed: of the centres drawn at random.
 
-  Returns:
-    The partition and what was tried.
-
   Raises:
     ValueError: for unknown options, or if blocks of no L fit in the memory.
   """
   check_positive(devices=devices)
-  placement.check_bandwidth(bandwidth)
+  placement.check_limit("bandwidth", bandwidth, "bytes a second")
   checks.one_of("tied", tied, placement.TIED)
   checks.one_of("order", order, ORDERS)
   checks.one_of("recompute", recompute, RECOMPUTE)
-  placement.check_memory(memory)
+  placement.check_limit("memory", memory, "bytes")
   count = len(graph.nodes)
   if lengths is None:
     lengths = sorted({min(n * devices, count) for n in range(1, 9)})
@@ -213,14 +189,21 @@ def mixed_pipe(
   for length in lengths:
     check_positive(**{"each L": length})
   search = _Search(
-    *(graph, devices, bandwidth, tuple(lengths), memory, copies, order),
-    *(placement.must_stay(graph, tied), scopes, seed, recompute != "none"),
+    graph=graph,
+    devices=devices,
+    bandwidth=bandwidth,
+    lengths=lengths,
+    memory=memory,
+    copies=copies,
+    order=order,
+    groups=placement.must_stay(graph, tied),
+    scopes=scopes,
+    seed=seed,
+    recompute=recompute,
   )
   if recompute == "but_last":
     return _settle(search)
-  best = _sweep(search, frozenset())
-  again = range(len(best.partition.stages)) if recompute == "all" else ()
-  return _finish(search, best, tuple(again), True)
+  return _sweep(search, frozenset())
 
 
 class _NoRoom(ValueError):
@@ -233,70 +216,41 @@ class _Search(NamedTuple):
   graph: Graph
   devices: int
   bandwidth: float | None
-  lengths: tuple[int, ...]
+  lengths: Sequence[int]
   memory: float | None
   copies: float
   order: str
   groups: list[tuple[int, ...]]  # of nodes that must be together
   scopes: Sequence[str]
   seed: int
-  recompute: bool
+  recompute: str
 
 
 def _settle(search):
   """Repeats a partition until the last stage is the one assumed."""
-  last_of: dict[frozenset[int], frozenset[int]] = {}  # assumed -> what it was
-  candidates = []
-
-  def attempt(spared):
-    best = _sweep(search, spared)
-    stages = best.partition.stages
-    last_of[spared] = frozenset(stages[-1])
-    again = tuple(range(len(stages) - 1))
-    candidates.append(_finish(search, best, again, last_of[spared] == spared))
-    return candidates[-1]
-
+  results = {}  # assumed -> the partition
   spared = frozenset()
-  for _ in range(_RUNS):
-    candidate = attempt(spared)
-    if candidate.settled:
-      return candidate
-    spared = last_of[spared]
-    if spared in last_of:  # going round in circles
-      break
+  while len(results) < _RUNS and spared not in results:
+    results[spared] = best = _sweep(search, spared)
+    if best.settled:
+      return best
+    spared = frozenset(best.partition.stages[-1])
   # Any end of the stage that was last at first may be what to assume.
-  first = sorted(last_of[frozenset()])
+  first = results[frozenset()].partition.stages[-1]
   for start in range(len(first)):
     spared = frozenset(first[start:])
-    if spared not in last_of:
-      attempt(spared)
-  return min(candidates, key=lambda each: (each.objective, not each.settled))
-
-
-def _finish(search, best, again, settled):
-  """The partition with the loads and the objective of what runs again."""
-  partition = placement.make(
-    *(search.graph, best.partition.stages, best.partition.devices),
-    count=search.devices,
-    recompute=again,
-  )
-  value = objective(
-    partition, search.graph, bandwidth=search.bandwidth, recompute=again
-  )
-  return best._replace(
-    partition=partition,
-    objective=float(value),
-    recompute=again,
-    settled=settled,
+    if spared not in results:
+      results[spared] = _sweep(search, spared)
+  return min(
+    results.values(), key=lambda each: (each.objective, not each.settled)
   )
 
 
 def _sweep(search, spared):
   """Returns the best of all L, for nodes that are spared recomputing."""
-  graph = search.graph
+  graph, recompute = search.graph, search.recompute
   weights = [
-    (2 if search.recompute and i not in spared else 1) * node.forward
-    + node.backward
+    node.work(recompute != "none" and i not in spared)
     for i, node in enumerate(graph.nodes)
   ]
   units = Blocks(graph, weights)
@@ -306,49 +260,56 @@ def _sweep(search, spared):
     + sum(graph.nodes[i].stash for i in nodes)
     for unit, nodes in units.members.items()
   }
-  tried, best, failure = [], None, None
+  tried, best, best_length, failure = [], None, None, None
   for length in search.lengths:
     try:
       state = _attempt(search, units, sizes, length)
     except _NoRoom as error:
       failure = f"with L={length}: {error}"
-      tried.append((length, float("inf")))
+      tried.append((length, math.inf))
       continue
     tried.append((length, float(state.now[0])))
-    if best is None or state.now < best[0]:
-      best = state.now, length, state
+    if best is None or state.now < best.now:
+      best, best_length = state, length
   if best is None:
     raise ValueError(failure)
-  (value, _), length, state = best
   nodes = collections.defaultdict(list)
-  for i, s in enumerate(state.nodes()):
+  for i, s in enumerate(best.nodes()):
     nodes[s].append(i)
-  stages = sorted(nodes)
+  stages = [nodes[s] for s in sorted(nodes)]
+  devices = [best.devices[s] for s in sorted(nodes)]
+  again = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
+  again = tuple(range(again[recompute]))
   partition = placement.make(
-    graph,
-    [nodes[s] for s in stages],
-    [state.devices[s] for s in stages],
-    count=search.devices,
+    graph, stages, devices, count=search.devices, recompute=again
   )
-  return Mixed(partition, float(value), length, tuple(tried), (), True)
+  value = objective(
+    partition, graph, bandwidth=search.bandwidth, recompute=again
+  )
+  settled = recompute != "but_last" or spared == set(stages[-1])
+  return Mixed(
+    partition, float(value), best_length, tuple(tried), again, settled
+  )
 
 
 def _attempt(search, units, sizes, length):
   """Returns the refined stages of about `length` blocks."""
   blocks = coarsen(
-    *(units, length),
+    units,
+    length,
     bandwidth=search.bandwidth,
     scopes=search.scopes,
     seed=search.seed,
   )
   items = blocks.order()
   bytes_ = [
-    sum(sizes[u] for u in {units.sets.find(i) for i in blocks.members[b]})
+    sum(sizes[u] for u in {units.block_of[i] for i in blocks.members[b]})
     for b in items
   ]
   try:
     placed = assign(
-      *([blocks.weight(b) for b in items], search.devices),
+      [blocks.weight(b) for b in items],
+      search.devices,
       sizes=bytes_,
       memory=search.memory,
       order=search.order,
@@ -362,8 +323,13 @@ def _attempt(search, units, sizes, length):
   stages = connect(blocks, device)
   ids = stages.order()
   state = Refinement(
-    *(units, [stages.members[s] for s in ids], [device[s] for s in ids]),
-    *(units.weights, search.bandwidth, sizes, search.memory),
+    units,
+    [stages.members[s] for s in ids],
+    [device[s] for s in ids],
+    units.weights,
+    search.bandwidth,
+    sizes,
+    search.memory,
   )
   refine(state)
   return state

@@ -33,6 +33,7 @@ References:
   github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -118,7 +119,7 @@ def pipedream(
     cuts = "order" if formula == "paper" else "antichains"
   checks.one_of("cuts", cuts, CUTS)
   checks.one_of("tied", tied, placement.TIED)
-  placement.check_memory(memory)
+  placement.check_limit("memory", memory, "bytes")
   if compression is not None and (formula == "paper" or not compression > 0):
     raise ValueError(
       f"compression must be positive, and is for formula 'code' only; it is"
@@ -126,15 +127,14 @@ def pipedream(
     )
   states = _states(graph, cuts, placement.must_stay(graph, tied))
   search = (_Paper if formula == "paper" else _Code)(
-    *(graph, states, levels, straight, fewer, memory, compression)
+    graph, states, levels, straight, fewer, memory, compression
   )
-  time, count = search.whole(len(levels), 0, len(states) - 1, Fraction(0))
-  if math.isinf(time):
-    raise ValueError(_why_not(graph, states, levels, straight, fewer, memory))
-  stages = search.stages(
-    *(len(levels), 0, len(states) - 1, count, Fraction(0), (0,))
-  )
+  k, end, none = len(levels), len(states) - 1, Fraction(0)
   total = math.prod(level.machines for level in levels)
+  time, count = search.whole(k, 0, end, none)
+  if math.isinf(time):
+    raise ValueError(_why_not(graph, total, end, straight, memory))
+  stages = search.stages(k, 0, end, count, none, (0,))
   nodes, devices = zip(*stages, strict=True)
   partition = placement.make(graph, nodes, devices, count=total)
   replicas = tuple(map(len, devices))
@@ -162,26 +162,25 @@ def _levels(machines, bandwidth):
     check_positive(**{"machines of a level": count})
     if speed is None:
       raise ValueError("a level's bandwidth must be a number, not None")
-    placement.check_bandwidth(speed)
+    placement.check_limit("bandwidth", speed, "bytes a second")
     out.append(_Level(count, speed, within, size))
     size, within = size * count, count
   return tuple(out)
 
 
-def _why_not(graph, states, levels, straight, fewer, memory):
-  total = math.prod(level.machines for level in levels)
+def _why_not(graph, total, places, straight, memory):
   if memory is not None:
-    nodes = max(
+    node = max(
       graph.nodes, key=lambda node: (node.parameters + node.stash, node.name)
     )
     return (
       f"nothing fits in {memory} bytes on each of {total} machines; the largest"
-      f" node is {nodes.name!r} with {nodes.parameters} bytes of parameters and"
-      f" {nodes.stash} of stash for each microbatch in flight; give more memory"
+      f" node is {node.name!r} with {node.parameters} bytes of parameters and"
+      f" {node.stash} of stash for each microbatch in flight; give more memory"
       " or machines"
     )
   return (
-    f"{total} machines cannot all be used: there are {len(states) - 1} places"
+    f"{total} machines cannot all be used: there are {places} places"
     f" to end a stage (straight={straight}); set fewer=True or give fewer"
     " machines"
   )
@@ -214,17 +213,15 @@ def _states(graph, cuts, groups):
   return sorted(kept, key=lambda s: (s.bit_count(), s))
 
 
-def _nodes(mask):
-  return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
-
-
 class _Search:
   """The recursion; states are numbered, and a stage is between two of them.
 
   `down` is the number of devices that work on what this pipeline sends on, for
-  each copy of the pipeline: how much is in flight depends on it. Without a
-  limit of memory it is 0 throughout.
+  each copy of the pipeline: how much is in flight depends on it. It is 0
+  throughout where that does not matter.
   """
+
+  counts_down = True
 
   def __init__(
     self, graph, states, levels, straight, fewer, memory, compression
@@ -232,7 +229,8 @@ class _Search:
     self.graph, self.states, self.levels = graph, states, levels
     self.straight, self.fewer = straight, fewer
     self.memory, self.compression = memory, compression
-    self._sums, self._found = {}, {}
+    self.sums = functools.cache(self.sums)
+    self.best = functools.cache(self.best)
     self.border = [
       graph_lib.bytes_of(
         (edge.source, edge.bytes)
@@ -246,62 +244,59 @@ class _Search:
       for j in range(len(states))
     ]
 
+  def nodes(self, i, j):
+    mask = self.states[j] & ~self.states[i]
+    return tuple(n for n in range(mask.bit_length()) if mask >> n & 1)
+
   def sums(self, i, j):
     """Returns time, parameters, stash and outputs of the nodes between."""
-    if (i, j) not in self._sums:
-      nodes = _nodes(self.states[j] & ~self.states[i])
-      mine = [self.graph.nodes[n] for n in nodes]
-      self._sums[i, j] = (
-        sum(node.forward + node.backward for node in mine),
-        graph_lib.parameters(self.graph, nodes),
-        sum(node.stash for node in mine),
-        sum(node.activation for node in mine),
-      )
-    return self._sums[i, j]
+    nodes = self.nodes(i, j)
+    mine = [self.graph.nodes[n] for n in nodes]
+    return (
+      sum(node.work() for node in mine),
+      graph_lib.parameters(self.graph, nodes),
+      sum(node.stash for node in mine),
+      sum(node.activation for node in mine),
+    )
 
   def whole(self, k, i, j, down):
     """Returns the least time on a whole level, and the machines used."""
+    if k == 0:
+      return self.sums(i, j)[0], 1
     most = self.levels[k - 1].machines
     counts = range(1, most + 1) if self.fewer else (most,)
-    times = [(self.best(k, i, j, m, down)[0], m) for m in counts]
-    return min(times)
+    return min((self.best(k, i, j, m, down)[0], m) for m in counts)
 
   def best(self, k, i, j, m, down):
     """Returns A: its time, and state and machines of its last stage's cut."""
-    key = k, i, j, m, down
-    if key in self._found:
-      return self._found[key]
-    least = self.first(k, i, j, m, down), None, m
+    alone = m == 1 or not self.straight
+    time = self.stage(k, i, j, m, m, down) if alone else math.inf
+    least = time, None, m
     for s in self.inside[j] if m > 1 else ():
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
       for last in range(1, 2 if self.straight else m):
-        border = self.borders(k, s, j, last)
+        border = self.send(k, s, j, last)
         if border >= least[0]:
           continue
-        time = max(border, self.last(k, s, j, last, m, down))
+        time = max(border, self.stage(k, s, j, last, m, down))
         if time >= least[0]:
           continue
         left = self.best(k, i, s, m - last, self.after(k, last, down))[0]
         if max(time, left) < least[0]:
           least = max(time, left), s, last
-    self._found[key] = least
     return least
 
   def after(self, k, last, down):
-    if self.memory is None:
+    """Returns `down` of the stages before one that has `last` machines."""
+    if self.memory is None or not self.counts_down:
       return down
     return down + last * self.levels[k - 1].size
 
-  def inner(self, k, i, j, down):
-    """Returns the time of a machine of level k by itself."""
-    return self.whole(k - 1, i, j, down)[0]
-
   def stages(self, k, i, j, m, down, copies):
-    """Yields nodes and devices of the stages of the best pipeline."""
+    """Returns nodes and devices of the stages of the best pipeline."""
     if k == 0:
-      nodes = _nodes(self.states[j] & ~self.states[i])
-      return [(nodes, tuple(sorted(copies)))]
+      return [(self.nodes(i, j), tuple(sorted(copies)))]
     _, s, last = self.best(k, i, j, m, down)
     out = []
     if s is not None:
@@ -310,82 +305,57 @@ class _Search:
       i = s
     size = self.levels[k - 1].size
     copies = [c + n * size for c in copies for n in range(m - last, m)]
-    down = self.share(down, last)
-    used = self.whole(k - 1, i, j, down)[1] if k > 1 else 1
+    down /= last
+    used = self.whole(k - 1, i, j, down)[1]
     return out + self.stages(k - 1, i, j, used, down, copies)
 
-  def share(self, down, m):
-    return down if self.memory is None else down / m
+  def stage(self, k, i, j, m, end, down):
+    """Returns the time of a stage on m machines, where `end` end with it."""
+    raise NotImplementedError
+
+  def send(self, k, s, j, m):
+    """Returns the time of what a last stage on m machines gets and sends."""
+    raise NotImplementedError
 
 
 class _Paper(_Search):
   """The formula of the paper."""
 
-  def first(self, k, i, j, m, down):
-    if m > 1 and self.straight:
-      return math.inf
-    level = self.levels[k - 1]
-    down = self.share(down, m)
-    if k == 1:
-      work, parameters, stash, _ = self.sums(i, j)
+  def stage(self, k, i, j, m, end, down):
+    del end
+    level, down = self.levels[k - 1], down / m
+    _, parameters, stash, _ = self.sums(i, j)
+    if k == 1 and self.memory is not None:
       flying = 1 + math.ceil(down)
-      if self.memory is not None and (
-        flying * (stash + parameters) > self.memory
-      ):
+      if flying * (stash + parameters) > self.memory:
         return math.inf
-    else:
-      work = self.inner(k, i, j, down)
-      parameters = self.sums(i, j)[1]
+    work, _ = self.whole(k - 1, i, j, down)
     return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
 
-  def last(self, k, s, j, last, m, down):
-    del m
-    return self.first(k, s, j, last, down)
-
-  def borders(self, k, s, j, last):
-    del j, last
+  def send(self, k, s, j, m):
+    del j, m
     return 2 * self.border[s] / self.levels[k - 1].bandwidth
 
 
 class _Code(_Search):
   """The formula of the released code."""
 
-  def _time(self, k, i, j, m, within):
+  counts_down = False
+
+  def stage(self, k, i, j, m, end, down):
     level = self.levels[k - 1]
-    work = self.sums(i, j)[0] if k == 1 else self.inner(k, i, j, Fraction(0))
-    sync = 4 * (m - 1) * self.sums(i, j)[1] / (level.bandwidth * m) / within
+    _, parameters, _, outputs = self.sums(i, j)
+    if self.memory is not None:
+      copies = -(-(level.machines - end) // m)
+      if copies * (outputs + parameters) > self.memory:
+        return math.inf
+    work, _ = self.whole(k - 1, i, j, down)
+    within = level.within if end == m else 1  # of the first stage only
+    sync = 4 * (m - 1) * parameters / (level.bandwidth * m) / within
     return (work + sync) / m
 
-  def _fits(self, k, i, j, ends, m):
-    if self.memory is None:
-      return True
-    _, parameters, _, outputs = self.sums(i, j)
-    copies = -(-(self.levels[k - 1].machines - ends) // m)
-    return copies * (outputs + parameters) <= self.memory
-
-  def first(self, k, i, j, m, down):
-    del down
-    if m > 1 and self.straight or not self._fits(k, i, j, m, m):
-      return math.inf
-    return self._time(k, i, j, m, self.levels[k - 1].within)
-
-  def last(self, k, s, j, last, m, down):
-    del down
-    if not self._fits(k, s, j, m, last):
-      return math.inf
-    return self._time(k, s, j, last, 1)
-
-  def borders(self, k, s, j, last):
+  def send(self, k, s, j, m):
     if self.compression is None:
       return 0.0
     sent = max(self.border[s], self.border[j])  # after the last: nothing
-    speed = self.levels[k - 1].bandwidth * last * self.compression
-    return 2 * sent / speed
-
-  def after(self, k, last, down):
-    del k, last
-    return down
-
-  def share(self, down, m):
-    del m
-    return down
+    return 2 * sent / (self.levels[k - 1].bandwidth * m * self.compression)

@@ -2,7 +2,7 @@
 
 What every partitioner returns, and what is asked of all of them: each node is
 placed exactly once, and tensors go from earlier stages to later ones. There are
-three partitioners: `balance` for a chain whose communication costs nothing,
+three partitioners: `balance` for a chain if communication costs nothing,
 `pipedream` for chains of stages that may be replicated, `mixed_pipe` for
 devices that hold several stages that are not neighbours.
 """
@@ -39,7 +39,7 @@ def make(
   """Returns a partition, when it is one of the graph.
 
   Args:
-    graph: what is partitioned.
+    graph: the profile.
     stages: the nodes of each stage, stages in their order along the network.
     devices: of each stage; None gives stage s device s.
     count: D; None is as many as are named.
@@ -63,20 +63,13 @@ def make(
   check(partition, graph)
   load = np.zeros(count)
   for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
-    work = _work(graph, nodes, s in recompute)
+    work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in places:
       load[d] += work / len(places)
   where = stage_of(partition)
   shared = (sorted({where[i] for i in tie.nodes}) for tie in graph.tied)
   shared = tuple(tuple(owners) for owners in shared if len(owners) > 1)
   return partition._replace(load=load, shared=shared)
-
-
-def _work(graph, nodes, recompute):
-  again = 2 if recompute else 1
-  return sum(
-    again * graph.nodes[i].forward + graph.nodes[i].backward for i in nodes
-  )
 
 
 def stage_of(partition: Partition) -> tuple[int, ...]:
@@ -168,26 +161,21 @@ def costs_of(
   The profile does not tell the gradient of inputs from that of weights: each
   gets half of the backward; recomputing goes with the inputs' half. A tensor
   for a later stage than the next passes through those between, so every border
-  carries all that is made before it and needed after.
-
-  Args:
-    partition: of the graph.
-    graph: the profile.
-    bandwidth: bytes a second between devices; None: transfers take no time.
-    recompute: stages that run their forward again before the backward.
+  carries all that is made before it and needed after, at a bandwidth in bytes a
+  second; None takes no time.
 
   Raises:
     ValueError: as `check`, and for a bandwidth that is not positive.
   """
   check(partition, graph)
-  check_bandwidth(bandwidth)
+  check_limit("bandwidth", bandwidth, "bytes a second")
   forward, backward, again = [], [], []
   for s, stage in enumerate(partition.stages):
     forward.append(sum(graph.nodes[i].forward for i in stage))
     backward.append(sum(graph.nodes[i].backward for i in stage))
     again.append(forward[-1] if s in recompute else 0.0)
   half = np.array(backward) / 2
-  transfer = np.zeros(max(len(forward) - 1, 0))
+  transfer = 0.0
   if bandwidth is not None:
     transfer = np.array(border_bytes(partition, graph)) / bandwidth
   return analyze.costs(
@@ -213,31 +201,10 @@ def border_bytes(partition: Partition, graph: Graph) -> list[float]:
   ]
 
 
-def describe(partition: Partition, graph: Graph) -> str:
-  """Returns a line for each stage, and one for what stages share."""
-  lines = []
-  for s, (stage, places) in enumerate(
-    zip(partition.stages, partition.devices, strict=True)
-  ):
-    nodes = " ".join(graph.nodes[i].name for i in stage)
-    lines.append(f"stage {s} on {', '.join(map(str, places))}: {nodes}")
-  for stages in partition.shared:
-    lines.append(f"stages {', '.join(map(str, stages))} share parameters")
-  return "\n".join(lines)
-
-
-def check_bandwidth(bandwidth: float | None) -> None:
-  """Refuses what is neither None nor positive."""
-  if bandwidth is not None and not bandwidth > 0:
-    raise ValueError(
-      f"bandwidth must be positive, in bytes a second, not {bandwidth!r}"
-    )
-
-
-def check_memory(memory: float | None) -> None:
-  """Refuses what is neither None nor positive."""
-  if memory is not None and not memory > 0:
-    raise ValueError(f"memory must be positive, in bytes, not {memory!r}")
+def check_limit(name: str, value: float | None, unit: str) -> None:
+  """Refuses a limit, in some unit, that is neither None nor positive."""
+  if value is not None and not value > 0:
+    raise ValueError(f"{name} must be positive, in {unit}, not {value!r}")
 
 
 def must_stay(graph: Graph, tied: str) -> list[tuple[int, ...]]:

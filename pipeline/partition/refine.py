@@ -19,29 +19,20 @@ class Refinement:
     self.units, self.devices = units, devices
     self.weights, self.bandwidth = weights, bandwidth
     self.sizes, self.memory = sizes, memory
-    self.stage = {}
-    node_stage = {i: s for s, stage in enumerate(stages) for i in stage}
-    for unit in units.members:
-      self.stage[unit] = node_stage[unit]
+    stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
+    self.stage = {unit: stage_of[unit] for unit in units.members}
     self.now = self.cost()
 
   def cost(self) -> tuple[float, float]:
     """Returns the objective and the bytes sent."""
-    return _cost(
-      *(self.units.graph, self.nodes(), self.devices, self.weights),
-      self.bandwidth,
-    )
+    graph, nodes = self.units.graph, self.nodes()
+    return _cost(graph, nodes, self.devices, self.weights, self.bandwidth)
 
   def nodes(self) -> list[int]:
     """Returns the stage of each node."""
-    out = [0] * len(self.units.graph.nodes)
-    for unit, stage in self.stage.items():
-      for i in self.units.members[unit]:
-        out[i] = stage
-    return out
+    return [self.stage[unit] for unit in self.units.block_of]
 
-  def has_room(self, unit: int, stage: int) -> bool:
-    """Returns whether the device of a stage has memory for a unit."""
+  def _has_room(self, unit, stage):
     device = self.devices[stage]
     if self.memory is None or device == self.devices[self.stage[unit]]:
       return True
@@ -53,7 +44,7 @@ class Refinement:
   def move(self, unit: int, stage: int) -> bool:
     """Moves a unit, if that is better; returns whether it is."""
     before = self.stage[unit]
-    if not self.has_room(unit, stage):
+    if not self._has_room(unit, stage):
       return False
     self.stage[unit] = stage
     new = self.cost()
@@ -98,13 +89,8 @@ def objective(
   bandwidth: float | None = None,
   recompute: Collection[int] = (),
 ) -> float:
-  """Returns the largest cost of a stage, in seconds for a microbatch.
-
-  Args:
-    partition: of the graph, without replicas.
-    graph: the profile.
-    bandwidth: bytes a second between devices; None: communication is free.
-    recompute: stages that run their forward again before the backward.
+  """Returns the largest cost of a stage, in seconds for a microbatch; stages of
+  `recompute` run their forward again before the backward.
 
   Raises:
     ValueError: for a stage with replicas.
@@ -112,10 +98,10 @@ def objective(
   for s, places in enumerate(partition.devices):
     if len(places) > 1:
       raise ValueError(f"stage {s} has replicas, which this does not cost")
-  placement.check_bandwidth(bandwidth)
+  placement.check_limit("bandwidth", bandwidth, "bytes a second")
   stage = placement.stage_of(partition)
   weights = [
-    (2 if s in recompute else 1) * node.forward + node.backward
+    node.work(s in recompute)
     for node, s in zip(graph.nodes, stage, strict=True)
   ]
   devices = [places[0] for places in partition.devices]

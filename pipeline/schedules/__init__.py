@@ -40,11 +40,9 @@ from pipeline.schedules.flush import (
   one_f_one_b,
 )
 from pipeline.schedules.layout import Traits, listed
-from pipeline.schedules.play import Rule as Rule
-from pipeline.schedules.play import RuleState as RuleState
+from pipeline.schedules.play import Rule, RuleState
 from pipeline.schedules.two_directions import chimera, dualpipe, dualpipe_v
-from pipeline.schedules.user_rules import custom
-from pipeline.schedules.user_rules import fill as fill
+from pipeline.schedules.user_rules import custom, fill
 from pipeline.schedules.zero_bubbles import (
   v_half,
   v_min,
@@ -96,24 +94,16 @@ def build(name: str, **options) -> Schedule:
 def forwards(options: Mapping[str, object]) -> int:
   """Returns how many forwards a table of these options has, or fewer. What is
   no number counts as 1: the maker of the table says what is wrong with it."""
-
-  def number(value):
-    whole = isinstance(value, (int, np.integer))
-    return max(int(value), 1) if whole else 1
-
-  devices = options.get("devices")
-  each = devices is not None and listed(devices)
-  keys = ("stages", "chunks", "microbatches", "batches")
-  counts = [number(options.get(key)) for key in keys]
-  return math.prod([len(each) if each else number(devices), *counts])
+  keys = ("devices", "stages", "chunks", "microbatches", "batches")
+  counts = [options.get(key) for key in keys]
+  counts[0] = len(listed(counts[0]) or ()) or counts[0]
+  whole = (int(n) for n in counts if isinstance(n, (int, np.integer)))
+  return math.prod(max(number, 1) for number in whole)
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule assumes, and which options a run of it may set.
-
-  Args:
-    name: of `SCHEDULES`, or of a file that holds a table; all that there is to
-      know of such a table is in it, and there is no option.
+  """Returns what a schedule assumes, and which options a run of it may set. A
+  file that holds a table has none: all that there is to know is in it.
 
   Raises:
     ValueError: for an unknown schedule, naming the nearest.
@@ -170,7 +160,7 @@ def _of_maker(name, stages, total, batch, every, options):
     options["stages"] = stages
   elif traits.listed:
     devices = options.setdefault("devices", list(range(stages)))
-    if len(listed(devices) or ()) != stages:
+    if listed(devices, stages) is None:
       raise OptionError(
         "devices",
         f"must be a device for each of {stages} stages, not {devices!r}",
@@ -223,9 +213,7 @@ def _function(place):
   """Returns the function MODULE:NAME, or what is a function already."""
   if callable(place):
     return place
-  module, _, name = (
-    place.partition(":") if isinstance(place, str) else ("", 0, 0)
-  )
+  module, _, name = (place if isinstance(place, str) else "").partition(":")
   try:
     return getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError, ValueError, TypeError) as error:
@@ -282,10 +270,8 @@ def _of_file(path, stages, total, batch, every, options):
 def weights_of(table: Schedule, weights: str | None = None) -> str:
   """Returns which weights backwards of a table read; see `analyze.versions`.
 
-  Args:
-    table: of a schedule, or the user's own.
-    weights: what a run says; None is the schedule's default, by the name of the
-      table: "latest" if it flushes, "stash" if no schedule has that name.
+  If a run does not say it, it is the default of the schedule of the table's
+  name: "latest" if it flushes, "stash" if no schedule has that name.
 
   Raises:
     OptionError: for weights that a table that flushes does not have.

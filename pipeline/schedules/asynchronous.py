@@ -1,25 +1,20 @@
-"""Schedules without a flush: a stage is updated as soon as it can be."""
+"""Schedules without a flush: a stage is updated as soon as it can be.
+
+Their makers take the number of all `microbatches`; `every` so many make an
+update.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from pipeline import analyze
-from pipeline.schedules.layout import (
-  asynchronous,
-  check_updates,
-  costs_of,
-  listed,
-  one_f_one_b_order,
-  places_of,
-  stages_of,
-  traits,
-)
+from pipeline.schedules import layout
 from pipeline.schedules.play import play
 from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 
-@traits(flush=False, partitioner="pipedream", placed="replicas")
+@layout.traits(flush=False, partitioner="pipedream", placed="replicas")
 def pipedream(
   stages: int,
   microbatches: int,
@@ -31,25 +26,19 @@ def pipedream(
 
   Stage s has as many microbatches in flight on each of its replicas as keep
   those behind it busy: ceil(devices from s to the end / replicas of s); for
-  s = 0 that is the paper's NOAM. Replicas take microbatches in turn (1F1B-RR).
-  Use it with weights="stash" or "vertical".
-
-  Args:
-    stages: p.
-    microbatches: in all.
-    replicas: devices of each stage, which are numbered stage by stage; None is
-      one.
-    every: microbatches of one update.
+  s = 0 that is the paper's NOAM. `replicas` are the devices of each stage,
+  numbered stage by stage, one by default, which take microbatches in turn
+  (1F1B-RR). Use it with weights="stash" or "vertical".
 
   Raises:
     ValueError: for replicas that are not one number for each stage, or more of
       them than microbatches.
   """
   check_positive(stages=stages)
-  check_updates(microbatches, every)
+  layout.check_updates(microbatches, every)
   given = replicas
-  replicas = [1] * stages if replicas is None else listed(replicas)
-  if replicas is None or len(replicas) != stages:
+  replicas = [1] * stages if given is None else layout.listed(given, stages)
+  if replicas is None:
     raise ValueError(
       f"replicas must be {stages} numbers, one for each stage, not {given!r}"
     )
@@ -65,11 +54,11 @@ def pipedream(
     depth = -(-sum(replicas[stage:]) // number)
     for replica in range(number):
       own = range(replica, microbatches, number)
-      orders.append(one_f_one_b_order(stage, own, depth))
-  return asynchronous("pipedream", orders, every)
+      orders.append(layout.one_f_one_b_order(stage, own, depth))
+  return layout.valid("pipedream", orders, every)
 
 
-@traits(flush=False, weights="2bw", sums=True)
+@layout.traits(flush=False, weights="2bw", sums=True)
 def pipedream_2bw(
   stages: int, microbatches: int, *, every: int | None = None
 ) -> Schedule:
@@ -78,13 +67,8 @@ def pipedream_2bw(
   The table of `pipedream`; the two versions of the weights are a matter of
   weights="2bw", which needs as many microbatches in an update as stages.
 
-  Args:
-    stages: p.
-    microbatches: in all, a multiple of `every`.
-    every: microbatches of one update, p at least; None is p.
-
   Raises:
-    ValueError: for a smaller `every`.
+    ValueError: for an `every` below p, its default.
   """
   check_positive(stages=stages)
   every = stages if every is None else every
@@ -98,7 +82,7 @@ def pipedream_2bw(
   return table._replace(name="pipedream_2bw")
 
 
-@traits(flush=False, weights="latest")
+@layout.traits(flush=False, weights="latest")
 def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """Pipelined backpropagation (Petrowski et al. 1993; Kosson et al. 2021).
 
@@ -108,15 +92,17 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   Use it with weights="latest" (the paper's), or "stash".
   """
   check_positive(stages=stages)
-  check_updates(microbatches, every)
+  layout.check_updates(microbatches, every)
   orders = [
-    one_f_one_b_order(stage, range(microbatches), 2 * (stages - 1 - stage) + 1)
+    layout.one_f_one_b_order(
+      stage, range(microbatches), 2 * (stages - 1 - stage) + 1
+    )
     for stage in range(stages)
   ]
-  return asynchronous("stale", orders, every)
+  return layout.valid("stale", orders, every)
 
 
-@traits(flush=False, weights="latest")
+@layout.traits(flush=False, weights="latest")
 def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """PipeMare (Yang et al. 2021): the table of `stale`.
 
@@ -128,7 +114,9 @@ def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   return stale(stages, microbatches, every=every)._replace(name="pipemare")
 
 
-@traits(flush=False, listed=True, partitioner="mixed_pipe", placed="devices")
+@layout.traits(
+  flush=False, listed=True, partitioner="mixed_pipe", placed="devices"
+)
 def ftpipe(
   devices: Sequence[int],
   microbatches: int,
@@ -148,28 +136,23 @@ def ftpipe(
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
-    microbatches: in all.
     stage_depth: of each stage, from the end; None is p - 1 - s.
     supremum: microbatches in flight at a stage, at most, whatever its depth
       (FTPipe's virtual stages, where it is the number of devices); None is no
       bound.
-    every: microbatches of one update.
     costs: how long tasks take, which decides what is there first; None is as in
       `analyze.analyze`.
 
   Raises:
     ValueError: for devices, depths or a supremum that are not such.
   """
-  places = places_of(devices)
-  if any(len(place) > 1 for place in places):
-    raise ValueError(f"ftpipe has no replicas: devices={devices!r}")
-  check_updates(microbatches, every)
+  places = layout.places_of(devices, without_replicas="ftpipe")
+  layout.check_updates(microbatches, every)
   count = len(places)
-  depth = range(count)[::-1] if stage_depth is None else listed(stage_depth)
-  if (
-    depth is None
-    or len(depth) != count
-    or not all(isinstance(d, (int, np.integer)) and d >= 0 for d in depth)
+  given = range(count)[::-1] if stage_depth is None else stage_depth
+  depth = layout.listed(given, count)
+  if depth is None or not all(
+    isinstance(d, (int, np.integer)) and d >= 0 for d in depth
   ):
     raise ValueError(
       f"stage_depth must be {count} whole numbers from 0, one for each stage,"
@@ -178,8 +161,8 @@ def ftpipe(
   if supremum is not None:
     check_positive(supremum=supremum)
     depth = [min(d, supremum - 1) for d in depth]
-  costs = costs_of(costs, count)
-  own = stages_of(places)
+  costs = layout.costs_of(costs, count)
+  own = layout.stages_of(places)
 
   def rule(device, state):
     for stage in own[device]:
@@ -189,7 +172,5 @@ def ftpipe(
         return BACKWARD, stage, state.backward[stage][0]
     return None
 
-  orders = play(
-    rule, places, microbatches, costs, every=every, flush=False
-  ).orders
-  return asynchronous("ftpipe", orders, every)
+  played = play(rule, places, microbatches, costs, every=every, flush=False)
+  return layout.valid("ftpipe", played.orders, every)

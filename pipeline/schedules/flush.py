@@ -2,43 +2,33 @@
 
 import itertools
 
-from pipeline.schedules.layout import (
-  alternate,
-  check_bool,
-  one_f_one_b_order,
-  synchronous,
-  traits,
-)
+from pipeline.schedules import layout
 from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 _ABSENT = -1  # a microbatch that fills a short group
 
 
-@traits()
+@layout.traits()
 def gpipe(
   stages: int, microbatches: int, *, batches: int = 1, reverse: bool = False
 ) -> Schedule:
   """All forwards, then all backwards (GPipe, Huang et al. 2019).
 
-  Args:
-    stages: one on each device.
-    microbatches: of a batch.
-    batches: how many.
-    reverse: backwards start with the last microbatch, as in the paper's figure
-      2c and as autograd does; it takes as long.
+  With `reverse`, backwards start with the last microbatch, as in the paper's
+  figure 2c and as autograd does; it takes as long.
   """
   check_positive(stages=stages, microbatches=microbatches)
-  check_bool("reverse", reverse)
+  layout.check_bool("reverse", reverse)
   step = -1 if reverse else 1
   orders = [
     [(FORWARD, stage, i) for i in range(microbatches)]
     + [(BACKWARD, stage, i) for i in range(microbatches)[::step]]
     for stage in range(stages)
   ]
-  return synchronous("gpipe", orders, microbatches, batches)
+  return layout.synchronous("gpipe", orders, microbatches, batches)
 
 
-@traits()
+@layout.traits()
 def one_f_one_b(
   stages: int, microbatches: int, *, batches: int = 1
 ) -> Schedule:
@@ -49,13 +39,13 @@ def one_f_one_b(
   """
   check_positive(stages=stages, microbatches=microbatches)
   orders = [
-    one_f_one_b_order(stage, range(microbatches), stages - stage)
+    layout.one_f_one_b_order(stage, range(microbatches), stages - stage)
     for stage in range(stages)
   ]
-  return synchronous("one_f_one_b", orders, microbatches, batches)
+  return layout.synchronous("one_f_one_b", orders, microbatches, batches)
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def interleaved(
   devices: int,
   chunks: int,
@@ -99,12 +89,12 @@ def interleaved(
     # each device before it is one step earlier on the way there and back.
     depth = 1 + (chunks - 1) * widths[0]
     depth += (1 if chunks == 1 else 2) * (devices - 1 - device)
-    steps = alternate(forwards, backwards, depth)
+    steps = layout.alternate(forwards, backwards, depth)
     orders.append([step for step in steps if step[2] != _ABSENT])
-  return synchronous("interleaved", orders, microbatches, batches)
+  return layout.synchronous("interleaved", orders, microbatches, batches)
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def breadth_first(
   devices: int, chunks: int, microbatches: int, *, batches: int = 1
 ) -> Schedule:
@@ -120,4 +110,4 @@ def breadth_first(
     forwards = itertools.product([FORWARD], own, range(microbatches))
     backwards = itertools.product([BACKWARD], own[::-1], range(microbatches))
     orders.append([*forwards, *backwards])
-  return synchronous("breadth_first", orders, microbatches, batches)
+  return layout.synchronous("breadth_first", orders, microbatches, batches)

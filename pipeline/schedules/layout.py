@@ -12,13 +12,7 @@ import numpy as np
 from asgd import checks
 from pipeline import analyze, validate
 from pipeline import table as table_lib
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  Schedule,
-  Step,
-  check_positive,
-)
+from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
@@ -41,12 +35,8 @@ class Traits(NamedTuple):
 
 
 def traits(**values) -> Callable:
-  """Declares the traits of the schedule that the decorated function makes.
-
-  Args:
-    **values: of `Traits`, without options, which are those of its arguments
-      that do not follow from the stages and microbatches of a run.
-  """
+  """Declares the traits of the schedule that the decorated function makes; its
+  options are the arguments that do not follow from stages and microbatches."""
 
   def declare(maker):
     derived = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
@@ -64,21 +54,26 @@ def check_bool(name: str, value: bool) -> None:
     raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
-def listed(value) -> list | None:
-  """Returns a list of the items of an iterable that is no text, else None."""
+def listed(value, length: int | None = None) -> list | None:
+  """Returns a list of the items of an iterable that is no text, else None; also
+  None if it is not of `length`."""
   try:
-    return None if isinstance(value, (str, bytes)) else list(value)
+    items = list(value)
   except TypeError:
     return None
+  fits = length is None or len(items) == length
+  return items if fits and not isinstance(value, (str, bytes)) else None
 
 
-def check_even(name: str, value: int) -> None:
-  """Refuses an odd number."""
-  if value % 2:
-    raise ValueError(
-      f"{name} must be even, because half of them go each way, not {value};"
-      f" use {value + 1}"
-    )
+def check_even(**numbers: int) -> None:
+  """Refuses what is not a positive even number, by its name."""
+  for name, value in numbers.items():
+    check_positive(**{name: value})
+    if value % 2:
+      raise ValueError(
+        f"{name} must be even, because half of them go each way, not {value};"
+        f" use {value + 1}"
+      )
 
 
 def check_updates(microbatches: int, every: int) -> None:
@@ -104,7 +99,14 @@ def synchronous(
       [later(block, start) for start in starts for block in order]
       for order in orders
     ]
-  table = table_lib.lay_out(name, orders, every=microbatches, flush=True)
+  return valid(name, orders, microbatches, flush=True, limit=limit)
+
+
+def valid(
+  name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
+) -> Schedule:
+  """Returns the table of orders, checked; `limit` is of forwards in flight."""
+  table = table_lib.lay_out(name, orders, every=every, flush=flush)
   return validate.validate(table, max_in_flight=limit)
 
 
@@ -133,14 +135,9 @@ def one_f_one_b_order(
   )
 
 
-def asynchronous(name: str, orders: Orders, every: int) -> Schedule:
-  """Returns the valid table of orders without a flush."""
-  table = table_lib.lay_out(name, orders, every=every, flush=False)
-  return validate.validate(table)
-
-
-def places_of(devices) -> list[tuple[int, ...]]:
-  """Returns the devices of each stage, checked."""
+def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
+  """Returns the devices of each stage, checked; for the schedule of that name
+  also that no stage has replicas."""
   whole = int, np.integer
   try:
     places = [
@@ -157,6 +154,8 @@ def places_of(devices) -> list[tuple[int, ...]]:
       "devices must be the device of each stage, or those of its replicas, and"
       f" name all from 0, not {devices!r}"
     )
+  if without_replicas and any(len(place) > 1 for place in places):
+    raise ValueError(f"{without_replicas} has no replicas: devices={devices!r}")
   return places
 
 

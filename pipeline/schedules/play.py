@@ -12,15 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pipeline import analyze
 from pipeline import table as table_lib
 from pipeline.schedules.layout import Orders, stages_of
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  KNOWN,
-  WEIGHT,
-  ScheduleError,
-  Step,
-)
+from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
 _MANY = 1000  # own actions in a row while nothing else goes on, for each device
 
@@ -30,23 +22,22 @@ class RuleState:
 
   Attributes:
     time: now.
-    forward: stage -> its microbatches whose forward may start, in the order in
-      which they came.
+    forward: stage -> its microbatches that may start the forward, in the order
+      in which they came.
     backward: the same of the backward, of inputs or of both.
     weight: the same of the backward of weights.
-    in_flight: stage -> its forwards whose backward (of weights) has not ended.
+    in_flight: stage -> its forwards without an ended backward (of weights).
     soon: when the next of those above is known to come; infinity if it is not.
   """
 
   __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")
 
   def __init__(self, stages: Iterable[int]):
-    stages = list(stages)
     self.time = 0.0
-    self.forward = {stage: collections.deque() for stage in stages}
-    self.backward = {stage: collections.deque() for stage in stages}
-    self.weight = {stage: collections.deque() for stage in stages}
     self.in_flight = dict.fromkeys(stages, 0)
+    self.forward, self.backward, self.weight = (
+      {stage: collections.deque() for stage in self.in_flight} for _ in range(3)
+    )
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:
@@ -110,33 +101,23 @@ def play(
   clock = _Clock(rule, places, microbatches, cost, every, flush)
   for microbatch in range(microbatches):
     clock.come(0.0, 0, microbatch)
-  touched = set(range(len(clock.devices)))
+  touched = set(clock.idle)
   while clock.left or clock.events:
     touched |= clock.advance()
-    for device in sorted(touched):
-      if clock.devices[device].idle and clock.left:
+    for device in sorted(touched & clock.idle):
+      if clock.left:
         clock.ask(device)
     touched.clear()
   return clock.played
-
-
-class _Device:
-  """A device at a time."""
-
-  __slots__ = ("state", "idle", "coming")
-
-  def __init__(self, stages):
-    self.state = RuleState(stages)
-    self.idle = True
-    self.coming = []  # a heap of times
 
 
 class _Clock:
   """Simulated time in which devices do what their rule says."""
 
   def __init__(self, rule, places, microbatches, cost, every, flush):
-    self.devices = [_Device(stages) for stages in stages_of(places)]
-    self.played = Played(len(self.devices))
+    self.states = [RuleState(stages) for stages in stages_of(places)]
+    self.idle = set(range(len(self.states)))
+    self.played = Played(len(self.states))
     # Forwards and backwards of weights that have not begun.
     self.left = 2 * len(places) * microbatches
     # A heap of (time, number, device, what, stage, microbatch).
@@ -144,18 +125,18 @@ class _Clock:
     self._rule, self._places = rule, places
     self._cost, self._batches = cost, (every, flush)
     columns = cost.forward, cost.backward, cost.input, cost.weight
-    columns = (column.tolist() for column in columns)
-    self._length = dict(zip("FBIW", columns, strict=True))
+    self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
     self._gates = _Gates(every) if flush and every < microbatches else None
     self._number = itertools.count()
+    self._coming = [[] for _ in self.states]  # heaps of times
     self._others = 0  # own actions since the last step of a stage
     self._now = 0.0
 
   def advance(self) -> set[int]:
     """Goes on to the next event; returns the devices that it is about."""
     events = self.events
-    if not events or self._others > _MANY * len(self.devices):
+    if not events or self._others > _MANY * len(self.states):
       why = "no rule goes on" if not events else "own actions never end"
       raise self._stopped(f"{why}, and {self.left} tasks are left")
     touched = set()
@@ -165,26 +146,23 @@ class _Clock:
       self._now, _, device, what, stage, microbatch = heapq.heappop(events)
       touched.add(device)
       if what == "idle":
-        self.devices[device].idle = True
+        self.idle.add(device)
       elif what == "done":
-        self.devices[device].state.in_flight[stage] -= 1
+        self.states[device].in_flight[stage] -= 1
       else:
-        heapq.heappop(self.devices[device].coming)
-        self.devices[device].state.queues(what)[stage].append(microbatch)
+        heapq.heappop(self._coming[device])
+        self.states[device].queues(what)[stage].append(microbatch)
     return touched
 
   def ask(self, device):
     """Lets a device do what its rule says."""
-    mine, now = self.devices[device], self._now
-    state, coming = mine.state, mine.coming
+    state, coming, now = self.states[device], self._coming[device], self._now
     state.time, state.soon = now, coming[0] if coming else math.inf
     answer = self._rule(device, state)
     if answer is None:
       return
     steps = (answer,) if isinstance(answer[0], str) else tuple(answer)
-    length = 0.0
-    for step in steps:
-      length += self._take(device, *step)
+    length = sum(self._take(device, *step) for step in steps)
     if len(steps) > 1 and self._cost.overlap is not None:
       length = self._cost.overlap
     end = now + length
@@ -192,7 +170,7 @@ class _Clock:
     played.orders[device].append(answer)
     played.begin[device] = min(played.begin[device], now)
     played.end[device] = end
-    mine.idle = False
+    self.idle.remove(device)
     self._at(end, device, "idle", 0, 0)
     for action, stage, microbatch in steps:
       if action in KNOWN:
@@ -210,23 +188,20 @@ class _Clock:
         )
       return length
     self._others = 0
-    queue = self.devices[device].state.queues(action).get(stage)
-    if queue and queue[0] == microbatch:
-      queue.popleft()
-    elif queue and microbatch in queue:
-      queue.remove(microbatch)
-    else:
+    try:
+      self.states[device].queues(action)[stage].remove(microbatch)
+    except (KeyError, ValueError):
       raise self._stopped(
         f"device {device} does {(action, stage, microbatch)} at {self._now:g},"
         " which is not ready"
-      )
+      ) from None
     return self._length[action][stage]
 
   def _begin(self, device, end, action, stage, microbatch):
     """What comes of a step that ends at `end`."""
     if action == FORWARD:
       self.left -= 1
-      self.devices[device].state.in_flight[stage] += 1
+      self.states[device].in_flight[stage] += 1
       if stage + 1 == len(self._places):
         self._send(end, device, BACKWARD, stage, microbatch)
       else:
@@ -261,17 +236,17 @@ class _Clock:
 
   def _send(self, when, device, action, stage, microbatch):
     self._at(when, device, action, stage, microbatch)
-    heapq.heappush(self.devices[device].coming, when)
+    heapq.heappush(self._coming[device], when)
 
   def _at(self, when, *event):
     heapq.heappush(self.events, (when, next(self._number), *event))
 
-  def _stopped(self, why) -> ScheduleError:
+  def _stopped(self, why) -> table_lib.ScheduleError:
     every, flush = self._batches
     table = table_lib.lay_out(
       "so far", self.played.orders, every=every, flush=flush
     )
-    return ScheduleError(f"{why}\n{table_lib.to_text(table)}")
+    return table_lib.ScheduleError(f"{why}\n{table_lib.to_text(table)}")
 
 
 class _Gates:

@@ -1,4 +1,4 @@
-"""Synchronous schedules whose microbatches enter from both ends."""
+"""Synchronous schedules in which microbatches enter from both ends."""
 
 import collections
 
@@ -17,22 +17,17 @@ from pipeline.table import (
 def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   """Two pipelines in opposite directions (Li and Hoefler 2021).
 
-  Stage s is on device s for the first half of a batch's microbatches, and on
-  device p - 1 - s for the second. Units of p microbatches follow each other
-  ("direct concatenation"): the forwards of a unit fill what the backwards of
-  the one before leave idle. Forward doubling and backward halving need tasks of
-  two or half a microbatch, which no table has.
-
-  Args:
-    stages: p, even.
-    microbatches: of a batch; of an odd number, one more goes down than up.
-    batches: how many.
+  Stage s is on device s for the first half of a batch's microbatches (of an odd
+  number, the larger one), and on device p - 1 - s for the second. Units of p
+  microbatches follow each other ("direct concatenation"): the forwards of a
+  unit fill what the backwards of the one before leave idle. Forward doubling
+  and backward halving need tasks of two or half a microbatch, which no table
+  has.
 
   Raises:
     ValueError: for an odd number of stages.
   """
-  check_positive(stages=stages)
-  check_even("stages", stages)
+  check_even(stages=stages)
   check_positive(microbatches=microbatches)
   down = (microbatches + 1) // 2
   half = stages // 2
@@ -60,8 +55,7 @@ def _dualpipe(own, rank, ranks, microbatches):
     microbatches: of each direction.
   """
   order, waiting = [], collections.deque()
-  forwards = [iter(microbatches[0]), iter(microbatches[1])]
-  backwards = [iter(microbatches[0]), iter(microbatches[1])]
+  forwards, backwards = ([iter(way) for way in microbatches] for _ in "FB")
 
   def forward(way):
     return FORWARD, own[way], next(forwards[way])
@@ -96,25 +90,18 @@ def _dualpipe(own, rank, ranks, microbatches):
 
 @traits()
 def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
-  """Two directions whose forwards and backwards overlap (DeepSeek-V3, 2024).
+  """Two directions; their forwards and backwards overlap (DeepSeek-V3, 2024).
 
   Stage s is on device s for the first half of a batch's microbatches, and on
   device p - 1 - s for the second. A forward of one direction and a backward of
   the other are one block; where there is nothing to overlap with, backwards are
   split and their weights done later.
 
-  Args:
-    stages: p, even.
-    microbatches: of a batch, even, and 2 p at least.
-    batches: how many.
-
   Raises:
-    ValueError: for other numbers.
+    ValueError: unless the stages, p, and the microbatches are even, and these
+      2 p at least.
   """
-  check_positive(stages=stages)
-  check_even("stages", stages)
-  check_positive(microbatches=microbatches)
-  check_even("microbatches", microbatches)
+  check_even(stages=stages, microbatches=microbatches)
   if microbatches < 2 * stages:
     raise ValueError(
       f"dualpipe needs {2 * stages} microbatches for {stages} stages, not"

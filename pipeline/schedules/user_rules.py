@@ -4,18 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from pipeline import analyze, validate
 from pipeline import table as table_lib
-from pipeline.schedules.layout import (
-  check_bool,
-  check_updates,
-  costs_of,
-  places_of,
-  traits,
-)
+from pipeline.schedules import layout
 from pipeline.schedules.play import Rule, play
 from pipeline.table import KNOWN, Schedule
 
 
-@traits(listed=True)
+@layout.traits(listed=True)
 def custom(
   rule: Rule,
   *,
@@ -71,16 +65,15 @@ def custom(
       with the table so far.
     ValueError: for arguments that are not such.
   """
-  places = places_of(devices)
+  places = layout.places_of(devices)
   every = microbatches if every is None else every
-  check_updates(microbatches, every)
-  check_bool("flush", flush)
+  layout.check_updates(microbatches, every)
+  layout.check_bool("flush", flush)
   if costs is None:
     costs = analyze.costs(len(places))._replace(own=_Ones())
-  costs = costs_of(costs, len(places))
+  costs = layout.costs_of(costs, len(places))
   played = play(rule, places, microbatches, costs, every=every, flush=flush)
-  table = table_lib.lay_out(name, played.orders, every=every, flush=flush)
-  return validate.validate(table)
+  return layout.valid(name, played.orders, every, flush=flush)
 
 
 class _Ones(dict):

@@ -3,6 +3,10 @@
 References:
   Qi et al., "Zero bubble pipeline parallelism", ICLR 2024. Qi et al., "Pipeline
   parallelism with controllable memory", NeurIPS 2024.
+
+The makers take p stages, one on each device, or p devices with two stages on
+each; `microbatches` of a batch, how many `batches`, and `costs` of each stage,
+as `zero_bubble` does.
 """
 
 import collections
@@ -10,16 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline import analyze
-from pipeline.schedules.layout import (
-  costs_of,
-  listed,
-  one_f_one_b_order,
-  places_of,
-  stages_of,
-  synchronous,
-  traits,
-)
+from pipeline.analyze import Costs
+from pipeline.schedules import layout
 from pipeline.schedules.play import Rule, play
 from pipeline.table import FORWARD, INPUT, WEIGHT, Schedule, check_positive
 
@@ -27,10 +23,13 @@ _TRIED = 20_000  # tasks of a table, up to which all ways are tried
 _PATIENCE = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
 
 
-def _fits(state, costs, stage, patience):
-  """Whether a W may be done before the next thing is known to come."""
+def _weight(state, costs, patience, full):
+  """The next W, if memory is full or it fits before what is known to come."""
+  step = state.first(WEIGHT)
+  if step is None or full:
+    return step
   wait = state.soon - state.time
-  return wait >= (patience - 1e-9) * costs.weight[stage]
+  return step if wait >= (patience - 1e-9) * costs.weight[step[1]] else None
 
 
 def _follow(orders, limits, costs, patience) -> Rule:
@@ -49,12 +48,7 @@ def _follow(orders, limits, costs, patience) -> Rule:
         if not full:
           at[device] += 1
           return step
-    if named[device]:
-      return None
-    weight = state.first(WEIGHT)
-    if weight and (full or _fits(state, costs, weight[1], patience)):
-      return weight
-    return None
+    return None if named[device] else _weight(state, costs, patience, full)
 
   return rule
 
@@ -78,10 +72,7 @@ def _greedy(owned, limits, costs, patience) -> Rule:
           return FORWARD, stage, state.forward[stage][0]
         full = True
       room -= not state.in_flight[stage]
-    step = state.first(WEIGHT)
-    if step and (full or _fits(state, costs, step[1], patience)):
-      return step
-    return None
+    return _weight(state, costs, patience, full)
 
   return rule
 
@@ -91,8 +82,8 @@ def _zero_bubble(
 ) -> Schedule:
   """The best of orders to follow and of greedy ones, within the limits."""
   check_positive(microbatches=microbatches)
-  costs = costs_of(costs, len(places))
-  owned = stages_of(places)
+  costs = layout.costs_of(costs, len(places))
+  owned = layout.stages_of(places)
   few = 3 * len(places) * microbatches <= _TRIED
   rules = [
     _follow(orders, limits, costs, patience)
@@ -100,23 +91,23 @@ def _zero_bubble(
     for patience in _PATIENCE
   ]
   rules += [_greedy(owned, limits, costs, patience) for patience in _PATIENCE]
-  best = None
-  for rule in rules if few else rules[:1]:
-    played = play(
-      rule, places, microbatches, costs, every=microbatches, flush=True
-    )
-    if best is None or played.score() < best.score():
-      best = played
-  return synchronous(name, best.orders, microbatches, batches, max(limits))
+  orders = min(
+    (
+      play(rule, places, microbatches, costs, every=microbatches, flush=True)
+      for rule in (rules if few else rules[:1])
+    ),
+    key=lambda played: played.score(),
+  ).orders
+  return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
-@traits(listed=True)
+@layout.traits(listed=True)
 def zero_bubble(
   devices: Sequence[int],
   microbatches: int,
   *,
   max_activations: int | Sequence[int],
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """A schedule with split backwards for any stages on any devices, that holds
@@ -130,24 +121,20 @@ def zero_bubble(
 
   Args:
     devices: the device of each stage.
-    microbatches: of a batch.
-    max_activations: forwards whose backward of weights is still to come, on
+    max_activations: forwards with the backward of weights still to come, on
       each device, at most; as many as it has stages, at least.
     costs: measured times of F, I and W and of transfers; None is 1, 1, 1 and 0.
-    batches: how many.
 
   Raises:
     ValueError: for too little memory, or other arguments that are not such.
   """
-  places = places_of(devices)
-  if any(len(place) > 1 for place in places):
-    raise ValueError(f"zero_bubble has no replicas: devices={devices!r}")
-  owned = stages_of(places)
+  places = layout.places_of(devices, without_replicas="zero_bubble")
+  owned = layout.stages_of(places)
   if isinstance(max_activations, (int, np.integer)):
     max_activations = [max_activations] * len(owned)
   check_positive(microbatches=microbatches)
-  limits = listed(max_activations)
-  if limits is None or len(limits) != len(owned):
+  limits = layout.listed(max_activations, len(owned))
+  if limits is None:
     raise ValueError(
       f"max_activations must be one number, or {len(owned)}, one for each"
       f" device, not {max_activations!r}"
@@ -173,14 +160,13 @@ def _line(stages):
 
 def _straight(microbatches, limits, times):
   """1F1B orders of a straight pipeline, so many times as deep as 1F1B."""
-  stages = len(limits)
-  return [
-    one_f_one_b_order(
-      *(stage, range(microbatches)),
-      *(min(limits[stage], times * (stages - stage) - times + 1), INPUT),
+  orders = []
+  for stage, limit in enumerate(limits):
+    depth = min(limit, times * (len(limits) - stage - 1) + 1)
+    orders.append(
+      layout.one_f_one_b_order(stage, range(microbatches), depth, INPUT)
     )
-    for stage in range(stages)
-  ]
+  return orders
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
@@ -188,39 +174,32 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   ways = [_straight(microbatches, limits, times)]
-  return _zero_bubble(
-    name, _line(stages), microbatches, costs, limits, ways, batches
-  )
+  places = _line(stages)
+  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
 
 
-@traits()
+@layout.traits()
 def zb_h1(
   stages: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B (ZB-H1, Qi et al. ICLR 2024; also
   called ZB1P).
 
   1F1B, with weights where it waits: a bubble of (p - 1)(F + I - W).
-
-  Args:
-    stages: p, one on each device.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    batches: how many.
   """
   return _of_line("zb_h1", stages, microbatches, costs, batches, 1)
 
 
-@traits()
+@layout.traits()
 def zb_h2(
   stages: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with twice the memory (ZB-H2, Qi et al. ICLR 2024; also called
@@ -229,41 +208,24 @@ def zb_h2(
   A device is engaged for (p - 1)(F + I - 2 W) longer than it is busy, which is
   nothing if all take the same. Device s begins s F later than the first, so
   batches follow each other without a gap only if updates need not wait for all
-  stages; the paper checks them afterwards.
-
-  Args:
-    stages: p, one on each device, with 2 p - 1 microbatches in flight.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    batches: how many.
+  stages; the paper checks them afterwards. 2 p - 1 microbatches are in flight.
   """
   return _of_line("zb_h2", stages, microbatches, costs, batches, 2)
 
 
-def _vee(devices):
-  down = range(devices)
-  return [(device,) for device in (*down, *down[::-1])]
-
-
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def zb_v(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B, in a V (ZB-V, Qi et al. NeurIPS 2024).
 
   Stages s and 2 p - 1 - s are on device s. At most 2 p forwards of such half
-  stages are in flight on a device, and if F, I and W take the same it is never
-  idle from its first task to its last.
-
-  Args:
-    devices: p.
-    microbatches: of a batch; with fewer than 2 p - 1 there are bubbles.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
+  stages are in flight on a device. If F, I and W take the same, it is never
+  idle from its first task to its last with 2 p - 1 microbatches or more.
   """
   check_positive(devices=devices, microbatches=microbatches)
   even = (
@@ -272,10 +234,17 @@ def zb_v(
   ways = []
   if even and microbatches >= 2 * devices - 1:
     ways = [[_zb_v(d, devices, microbatches) for d in range(devices)]]
-  limits = [2 * devices] * devices
-  return _zero_bubble(
-    "zb_v", _vee(devices), microbatches, costs, limits, ways, batches
+  return _of_vee(
+    "zb_v", devices, microbatches, costs, batches, 2 * devices, ways
   )
+
+
+def _of_vee(name, devices, microbatches, costs, batches, limit, ways):
+  """The best table of a V with at most `limit` in flight on a device."""
+  down = range(devices)
+  places = [(device,) for device in (*down, *down[::-1])]
+  limits = [limit] * devices
+  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
 
 
 def _zb_v(device, devices, microbatches):
@@ -310,41 +279,33 @@ def _zb_v(device, devices, microbatches):
   return order
 
 
-def _of_pattern(name, times, microbatches, costs, limit, batches) -> Schedule:
-  """The best table of a V whose forwards and backwards repeat every 6 slots.
+def _pattern(times, microbatches):
+  """Orders of a V in which forwards and backwards repeat every 6 slots.
 
   Args:
-    name: of the table.
     times: device -> slots of F and F, I and I, on the way down and up.
     microbatches: of a batch.
-    costs: as in `zero_bubble`.
-    limit: forwards in flight on a device.
-    batches: how many.
   """
-  check_positive(microbatches=microbatches)
-  devices, order = len(times), []
+  orders = []
   for device, slots in enumerate(times):
-    down, up = device, 2 * devices - 1 - device
+    up = 2 * len(times) - 1 - device
     tasks = [
       (slot + 6 * i, action, stage, i)
       for i in range(microbatches)
       for slot, action, stage in zip(
-        slots, "FFII", (down, up, up, down), strict=True
+        slots, "FFII", (device, up, up, device), strict=True
       )
     ]
-    order.append([task[1:] for task in sorted(tasks)])
-  return _zero_bubble(
-    *(name, _vee(devices), microbatches, costs, [limit] * devices),
-    *([order], batches),
-  )
+    orders.append([task[1:] for task in sorted(tasks)])
+  return orders
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def v_half(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """Half the memory of 1F1B, in a V (V-Half, Qi et al. NeurIPS 2024).
@@ -352,28 +313,23 @@ def v_half(
   Stages s and 2 p - 1 - s are on device s. At most p + 2 forwards of such half
   stages are in flight on a device; 1F1B has 2 p. It has about half the bubble
   of 1F1B.
-
-  Args:
-    devices: p.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
   """
-  check_positive(devices=devices)
+  check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 2 else 3
   times = [
     (2 * d, 3 * p - d - 2, 3 * p + more + 2 * d - 1, 6 * p + more - d - 2)
     for d in range(p)
   ]
-  return _of_pattern("v_half", times, microbatches, costs, p + 2, batches)
+  ways = [_pattern(times, microbatches)]
+  return _of_vee("v_half", p, microbatches, costs, batches, p + 2, ways)
 
 
-@traits(chunks=2)
+@layout.traits(chunks=2)
 def v_min(
   devices: int,
   microbatches: int,
   *,
-  costs: analyze.Costs | None = None,
+  costs: Costs | None = None,
   batches: int = 1,
 ) -> Schedule:
   """A third of the memory of 1F1B, in a V (V-Min, Qi et al. NeurIPS 2024).
@@ -382,17 +338,12 @@ def v_min(
   of such half stages are in flight on a device; 1F1B has 2 p. It has about two
   thirds of the bubble of 1F1B, if F, I and W take the same; if not, a bubble
   that grows with the number of microbatches.
-
-  Args:
-    devices: p.
-    microbatches: of a batch.
-    costs: as in `zero_bubble`, of 2 p stages.
-    batches: how many.
   """
-  check_positive(devices=devices)
+  check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 3 else 2
   times = [
     (d, 2 * p - d - 1, 2 * p + more + d, 4 * p + more - d - 1) for d in range(p)
   ]
   limit = 2 * -(-p // 3) + 2
-  return _of_pattern("v_min", times, microbatches, costs, limit, batches)
+  ways = [_pattern(times, microbatches)]
+  return _of_vee("v_min", p, microbatches, costs, batches, limit, ways)

@@ -265,8 +265,6 @@ def test_load_and_shared_parameters_are_reported():
   found = placement.make(g, [[0, 1], [2]], [(0, 2), 1], count=4)
   assert found.load.tolist() == [3, 6, 3, 0]
   assert found.shared == ((0, 1),)
-  assert "stage 0 on 0, 2: a b" in placement.describe(found, g)
-  assert "stages 0, 1 share" in placement.describe(found, g)
   again = placement.make(g, [[0, 1], [2]], recompute=[0])
   assert again.load.tolist() == [6 + 3, 6]
   assert placement.make(g, [[0, 1, 2]]).shared == ()

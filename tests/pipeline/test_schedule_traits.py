@@ -10,7 +10,7 @@ from pipeline import table as table_lib
 SIZES = dict(stages=4, total=24, batch=8)
 
 
-def make(name, **options):
+def of_run(name, **options):
   return schedules.make(name, **{**SIZES, **options})
 
 
@@ -31,9 +31,7 @@ DEFAULTS = {
   "chimera": lambda: schedules.chimera(4, 8),
   "dualpipe": lambda: schedules.dualpipe(4, 8),
   "dualpipe_v": lambda: schedules.dualpipe_v(2, 8),
-  "zero_bubble": lambda: schedules.zero_bubble(
-    range(4), 8, max_activations=4
-  ),
+  "zero_bubble": lambda: schedules.zero_bubble(range(4), 8, max_activations=4),
   "zb_h1": lambda: schedules.zb_h1(4, 8),
   "zb_h2": lambda: schedules.zb_h2(4, 8),
   "zb_v": lambda: schedules.zb_v(2, 8),
@@ -57,7 +55,7 @@ def test_every_schedule_has_a_default_here():
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_run_of_a_schedule_is_its_table(name):
   options = {"rule": first_of_the_network} if name == "custom" else {}
-  table = make(name, **options)
+  table = of_run(name, **options)
   same_tables(table, DEFAULTS[name]())
   assert table.flush == schedules.describe(name).flush
   weights = {"pipedream_2bw": "2bw", "stale": "latest", "pipemare": "latest"}
@@ -85,29 +83,32 @@ def test_options_are_those_that_do_not_follow_from_the_run():
 
 
 def test_options_and_every_change_the_table():
-  same_tables(make("gpipe", every=4), schedules.gpipe(4, 4))
-  same_tables(make("gpipe", reverse=True), schedules.gpipe(4, 8, reverse=True))
-  same_tables(make("interleaved", chunks=4), schedules.interleaved(1, 4, 8))
-  same_tables(make("stale", every=2), schedules.stale(4, 24, every=2))
+  same_tables(of_run("gpipe", every=4), schedules.gpipe(4, 4))
   same_tables(
-    make("pipedream", replicas=[2, 1, 1, 1]),
+    of_run("gpipe", reverse=True), schedules.gpipe(4, 8, reverse=True)
+  )
+  same_tables(of_run("interleaved", chunks=4), schedules.interleaved(1, 4, 8))
+  same_tables(of_run("stale", every=2), schedules.stale(4, 24, every=2))
+  same_tables(
+    of_run("pipedream", replicas=[2, 1, 1, 1]),
     schedules.pipedream(4, 24, replicas=(2, 1, 1, 1)),
   )
   same_tables(
-    make("ftpipe", devices=[0, 1, 0, 1]), schedules.ftpipe((0, 1, 0, 1), 24)
+    of_run("ftpipe", devices=[0, 1, 0, 1]), schedules.ftpipe((0, 1, 0, 1), 24)
   )
-  table = make("custom", rule=first_of_the_network, flush=False)
+  table = of_run("custom", rule=first_of_the_network, flush=False)
   assert (table.every, table.microbatches, table.flush) == (1, 24, False)
   assert schedules.weights_of(table) == "stash"
 
 
 def test_a_rule_may_be_named_by_its_place(tmp_path, monkeypatch):
   (tmp_path / "a_rule_of_mine.py").write_text(
-    "def rule(device, state):\n"
-    "  return state.first('B') or state.first('F')\n"
+    "def rule(device, state):\n  return state.first('B') or state.first('F')\n"
   )
   monkeypatch.syspath_prepend(tmp_path)
-  same_tables(make("custom", rule="a_rule_of_mine:rule"), DEFAULTS["custom"]())
+  same_tables(
+    of_run("custom", rule="a_rule_of_mine:rule"), DEFAULTS["custom"]()
+  )
 
 
 def test_a_table_in_a_file_is_taken_as_it_is(tmp_path):
@@ -115,9 +116,9 @@ def test_a_table_in_a_file_is_taken_as_it_is(tmp_path):
   table = schedules.gpipe(2, 8)
   path.write_text(table_lib.to_csv(table))
   for stages in (None, 2):
-    same_tables(make(str(path), stages=stages), table)
+    same_tables(of_run(str(path), stages=stages), table)
   path.write_text(table_lib.to_csv(schedules.stale(2, 24, every=2)))
-  table = make(str(path), stages=None)
+  table = of_run(str(path), stages=None)
   assert (table.microbatches, table.every) == (24, 2)
   assert schedules.weights_of(table) == "latest"  # as it is named `stale`
   for options, key, words in (
@@ -127,17 +128,17 @@ def test_a_table_in_a_file_is_taken_as_it_is(tmp_path):
     (dict(stages=None, reverse=True), "reverse", "is no option"),
   ):
     with pytest.raises(schedules.OptionError, match=words) as caught:
-      make(str(path), **options)
+      of_run(str(path), **options)
     assert caught.value.key == key
   path = tmp_path / "mine.txt"
   path.write_text("# own; every 1\n0 | F0 tidy B0\n")
   with pytest.raises(schedules.OptionError, match=r"actions \['tidy'\]"):
-    make(str(path), stages=None, total=1)
+    of_run(str(path), stages=None, total=1)
   path.write_text("# infers; every 1\n0 | F0\n")
   with pytest.raises(ValueError, match="no backward: there is nothing to"):
-    make(str(path), stages=None, total=1)
+    of_run(str(path), stages=None, total=1)
   with pytest.raises(schedules.OptionError, match="cannot be read: No such"):
-    make("none.txt", stages=None)
+    of_run("none.txt", stages=None)
 
 
 REFUSED = {
@@ -168,17 +169,17 @@ REFUSED = {
 def test_an_option_that_does_not_fit_is_named(name):
   (schedule, options), words = REFUSED[name]
   with pytest.raises(schedules.OptionError, match=words) as caught:
-    make(schedule, **options)
+    of_run(schedule, **options)
   assert str(caught.value).startswith(caught.value.key)
 
 
 def test_other_mistakes_are_those_of_the_maker():
   with pytest.raises(ValueError, match="option of gpipe 'chunks'"):
-    make("gpipe", chunks=2)
+    of_run("gpipe", chunks=2)
   with pytest.raises(ValueError, match="stages must be even"):
-    make("chimera", stages=3)
+    of_run("chimera", stages=3)
   with pytest.raises(ValueError, match="are the most: is there a misprint"):
-    make("stale", total=10**7)
+    of_run("stale", total=10**7)
 
 
 def test_weights_must_fit_the_table():

@@ -551,7 +551,7 @@ def some_devices(draw):
   return draw(st.permutations([*range(count), *more]))
 
 
-def check(table, *, memory=None):
+def check_rules(table, *, memory=None):
   """Complete, without deadlock, within its memory, the same when read again."""
   validate.validate(table)
   held = validate.in_flight(table)
@@ -575,14 +575,16 @@ BATCHES = st.integers(1, 2)
 @given(SMALL, MANY, BATCHES, st.booleans())
 @quick
 def test_any_gpipe(p, m, batches, reverse):
-  check(schedules.gpipe(p, m, batches=batches, reverse=reverse), memory=[m] * p)
+  check_rules(
+    schedules.gpipe(p, m, batches=batches, reverse=reverse), memory=[m] * p
+  )
 
 
 @given(SMALL, MANY, BATCHES)
 @quick
 def test_any_1f1b(p, m, batches):
   table = schedules.one_f_one_b(p, m, batches=batches)
-  check(table, memory=range(1, p + 1)[::-1])
+  check_rules(table, memory=range(1, p + 1)[::-1])
 
 
 @given(SMALL, st.integers(1, 4), MANY, st.integers(1, 9), BATCHES)
@@ -591,7 +593,7 @@ def test_any_interleaved(p, v, m, group, batches):
   table = schedules.interleaved(p, v, m, group=group, batches=batches)
   width = max(group, p)
   ahead = [2 * (p - 1 - d) + 1 for d in range(p)]
-  check(table, memory=[(v - 1) * width + more for more in ahead])
+  check_rules(table, memory=[(v - 1) * width + more for more in ahead])
   assert table.places() == [[s % p] for s in range(p * v)]
 
 
@@ -608,13 +610,13 @@ def test_interleaved_of_all_small_sizes():
 @quick
 def test_any_breadth_first(p, v, m, batches):
   table = schedules.breadth_first(p, v, m, batches=batches)
-  check(table, memory=[m * v] * p)
+  check_rules(table, memory=[m * v] * p)
 
 
 @given(st.sampled_from([2, 4, 6]), st.integers(1, 20), BATCHES)
 @quick
 def test_any_chimera(p, m, batches):
-  check(schedules.chimera(p, m, batches=batches), memory=[p] * p)
+  check_rules(schedules.chimera(p, m, batches=batches), memory=[p] * p)
 
 
 @given(st.sampled_from([2, 4, 6]), st.integers(0, 4), BATCHES)
@@ -622,14 +624,14 @@ def test_any_chimera(p, m, batches):
 def test_any_dualpipe(p, more, batches):
   m = 2 * p + 2 * more
   table = schedules.dualpipe(p, m, batches=batches)
-  check(table, memory=[p + 1] * p)
+  check_rules(table, memory=[p + 1] * p)
 
 
 @given(SMALL, st.integers(0, 5), BATCHES)
 @quick
 def test_any_dualpipe_v(p, more, batches):
   table = schedules.dualpipe_v(p, 2 * p + more, batches=batches)
-  check(table, memory=[2 * p + 1] * p)
+  check_rules(table, memory=[2 * p + 1] * p)
 
 
 @given(st.data(), SMALL, MANY, BATCHES)
@@ -637,7 +639,7 @@ def test_any_dualpipe_v(p, more, batches):
 def test_any_zero_bubble_of_a_straight_pipeline(data, p, m, batches):
   costs = data.draw(some_costs(p))
   for maker, most in ((schedules.zb_h1, p), (schedules.zb_h2, 2 * p - 1)):
-    check(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
+    check_rules(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
 
 
 @given(st.data(), SMALL, MANY, BATCHES)
@@ -648,7 +650,7 @@ def test_any_zero_bubble_of_a_v(data, p, m, batches):
     *((schedules.zb_v, 2 * p), (schedules.v_half, p + 2)),
     (schedules.v_min, 2 * math.ceil(p / 3) + 2),
   ):
-    check(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
+    check_rules(maker(p, m, costs=costs, batches=batches), memory=[most] * p)
 
 
 def test_v_patterns_fit_their_memory_for_all_sizes():
@@ -665,7 +667,7 @@ def test_any_zero_bubble(data, devices, m, more):
   # As little as it can do with, and a little more.
   limits = [devices.count(d) + more for d in range(max(devices) + 1)]
   table = schedules.zero_bubble(devices, m, max_activations=limits, costs=costs)
-  check(table, memory=limits)
+  check_rules(table, memory=limits)
   assert table.places() == [[d] for d in devices]
 
 
@@ -679,7 +681,7 @@ def test_any_pipedream(replicas, more):
     for s, n in enumerate(replicas)
     for _ in range(n)
   ]
-  check(table, memory=memory)
+  check_rules(table, memory=memory)
 
 
 @given(SMALL, st.integers(1, 4), st.integers(0, 3))
@@ -688,7 +690,7 @@ def test_any_asynchronous(p, updates, more):
   every = p + more
   for maker in (schedules.pipedream_2bw, schedules.stale, schedules.pipemare):
     table = maker(p, updates * every, every=every)
-    check(table, memory=[2 * (p - 1 - s) + 1 for s in range(p)])
+    check_rules(table, memory=[2 * (p - 1 - s) + 1 for s in range(p)])
 
 
 @given(st.data(), some_devices(), MANY)
@@ -704,7 +706,7 @@ def test_any_ftpipe(data, devices, m):
   for stage, device in enumerate(devices):
     most = count - 1 - stage if depth is None else depth[stage]
     memory[device] += most + 1
-  check(table, memory=memory)
+  check_rules(table, memory=memory)
 
 
 # Rules of one's own.
@@ -825,7 +827,7 @@ def test_own_actions_go_where_the_rule_puts_them():
     1 | K  F0 B0 F1 B1 .  F2 B2 .
   """
   assert text(table) == lines(picture)
-  check(table)
+  check_rules(table)
 
 
 def test_a_rule_may_split_backwards_and_overlap():
@@ -841,7 +843,7 @@ def test_a_rule_may_split_backwards_and_overlap():
   table = schedules.custom(rule, devices=(0, 1), microbatches=4, costs=costs)
   assert "&" in table_lib.to_text(table)
   assert set(table.action) == {"F", "I", "W"}
-  check(table)
+  check_rules(table)
 
 
 def test_a_rule_may_take_the_last_that_came():
@@ -863,7 +865,7 @@ def test_a_rule_may_take_the_last_that_came():
     1 | .  F2 B2 F0 B0 F1 B1 .
   """
   assert text(table) == lines(picture)
-  check(table)
+  check_rules(table)
 
 
 def test_a_rule_on_replicas():
@@ -879,7 +881,7 @@ def test_a_rule_on_replicas():
   np.testing.assert_array_equal(
     table.device[first], table.microbatch[first] % 2
   )
-  check(table)
+  check_rules(table)
 
 
 @pytest.mark.parametrize(
@@ -922,7 +924,7 @@ def test_fill_puts_own_actions_into_idle_slots():
     1 | K  F0 B0 F1 B1 .
   """
   assert text(filled) == lines(picture)
-  check(filled)
+  check_rules(filled)
   kept = np.isin(filled.action, table_lib.KNOWN)
   for column, other in zip(filled[1:6], table[1:6], strict=True):
     np.testing.assert_array_equal(column[kept], other)

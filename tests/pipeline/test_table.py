@@ -60,7 +60,7 @@ def test_places_are_the_devices_of_a_stage():
 
 
 def test_own_actions_of_a_stage_may_be_anywhere():
-  table = make(ROW, (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B"))
+  table = table_of(ROW, (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B"))
   assert table.places() == [[0]] and table.devices == 2
 
 
@@ -263,7 +263,7 @@ def test_text_may_be_written_by_hand():
 ROW = (0, 0, 0, 0, "F")
 
 
-def make(*rows, every=1, name="t"):
+def table_of(*rows, every=1, name="t"):
   return table_lib.make(name, rows, every=every, flush=False)
 
 
@@ -271,53 +271,53 @@ HEAD = "# t; every 1\n"
 COLUMNS = "time,device,stage,microbatch,action\n"
 REFUSED = {
   "every 0": (
-    lambda: make(ROW, every=0),
+    lambda: table_of(ROW, every=0),
     "every must be a positive whole number of microbatches, not 0",
   ),
-  "every 1.5": (lambda: make(ROW, every=1.5), "microbatches, not 1.5"),
+  "every 1.5": (lambda: table_of(ROW, every=1.5), "microbatches, not 1.5"),
   "short row": (
-    lambda: make((0, 0, 0, "F")),
+    lambda: table_of((0, 0, 0, "F")),
     r"task (0, 0, 0, 'F') must be (time, device, stage, microbatch, action)",
   ),
   "action's name": (
-    lambda: make((0, 0, 0, 0, "F1")),
+    lambda: table_of((0, 0, 0, 0, "F1")),
     "action 'F1' of (0, 0, 0, 0, 'F1') must be a name of letters and _",
   ),
-  "action no text": (lambda: make((0, 0, 0, 0, 7)), "action 7 of"),
+  "action no text": (lambda: table_of((0, 0, 0, 0, 7)), "action 7 of"),
   "fraction": (
-    lambda: make((0.5, 0, 0, 0, "F")),
+    lambda: table_of((0.5, 0, 0, 0, "F")),
     "time, device, stage and microbatch must be whole numbers below 2**31",
   ),
-  "no number": (lambda: make(("a", 0, 0, 0, "F")), "must be whole numbers"),
-  "none": (lambda: make((0, None, 0, 0, "F")), "must be whole numbers"),
-  "2**31": (lambda: make((0, 2**31, 0, 0, "F")), "below 2**31"),
-  "2**70": (lambda: make((0, 0, 0, 2**70, "F")), "below 2**31"),
+  "no number": (lambda: table_of(("a", 0, 0, 0, "F")), "must be whole numbers"),
+  "none": (lambda: table_of((0, None, 0, 0, "F")), "must be whole numbers"),
+  "2**31": (lambda: table_of((0, 2**31, 0, 0, "F")), "below 2**31"),
+  "2**70": (lambda: table_of((0, 0, 0, 2**70, "F")), "below 2**31"),
   "time": (
-    lambda: make(ROW, (-2, 1, 0, 0, "F")),
+    lambda: table_of(ROW, (-2, 1, 0, 0, "F")),
     "time -2 of 'F' (slot -2, device 1) must not be negative",
   ),
-  "device": (lambda: make((0, -1, 0, 0, "F")), "device -1 of 'F'"),
+  "device": (lambda: table_of((0, -1, 0, 0, "F")), "device -1 of 'F'"),
   "stage": (
-    lambda: make((3, 1, -1, 0, "B")),
+    lambda: table_of((3, 1, -1, 0, "B")),
     "stage -1 of 'B' (slot 3, device 1) must not be negative",
   ),
-  "microbatch": (lambda: make((0, 0, 0, -1, "W")), "microbatch -1 of 'W'"),
-  "own stage -2": (lambda: make((0, 0, -2, -2, "U")), "stage -2 of 'U'"),
+  "microbatch": (lambda: table_of((0, 0, 0, -1, "W")), "microbatch -1 of 'W'"),
+  "own stage -2": (lambda: table_of((0, 0, -2, -2, "U")), "stage -2 of 'U'"),
   "half of an own": (
-    lambda: make((4, 1, 2, -1, "U")),
+    lambda: table_of((4, 1, 2, -1, "U")),
     "'U' (slot 4, device 1) has stage 2 and microbatch -1: give both, or -1"
     " for both",
   ),
   "name of lines": (
-    lambda: make(ROW, name="a\nb"),
+    lambda: table_of(ROW, name="a\nb"),
     r"a schedule's name must be one line without ;, not 'a\nb'",
   ),
-  "name with ;": (lambda: make(ROW, name="a; b"), "without ;, not 'a; b'"),
+  "name with ;": (lambda: table_of(ROW, name="a; b"), "without ;, not 'a; b'"),
   "name with a space": (
-    lambda: make(ROW, name=" a"),
+    lambda: table_of(ROW, name=" a"),
     "name must not begin or end in a space",
   ),
-  "no name": (lambda: make(ROW, name=None), "not None"),
+  "no name": (lambda: table_of(ROW, name=None), "not None"),
   "no text": (
     lambda: table_lib.from_text(" \n"),
     "there is no table: the text is empty",

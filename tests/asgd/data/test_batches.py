@@ -23,7 +23,7 @@ def batches_of(n, **options):
   return data.make_batches(images, labels, **options)
 
 
-def drawn(batches, jobs, worker=0):
+def drawn_labels(batches, jobs, worker=0):
   return np.concatenate([batches(worker, job)[1] for job in jobs])
 
 
@@ -75,7 +75,7 @@ def test_an_epoch_visits_no_example_twice(n, batch_size, epoch, seed):
   batch_size = min(n, batch_size)
   jobs = n // batch_size
   batches = batches_of(n, batch_size=batch_size, seed=seed)
-  visited = drawn(batches, range(epoch * jobs, (epoch + 1) * jobs))
+  visited = drawn_labels(batches, range(epoch * jobs, (epoch + 1) * jobs))
   assert len(set(visited)) == len(visited) == jobs * batch_size
 
 
@@ -94,7 +94,7 @@ def test_the_batches_of_a_round_are_one_large_batch(
   large = batches_of(n, batch_size=batch_size * workers, seed=seed)
   for r in range(2 * jobs):  # two epochs
     turns = range(r * workers, (r + 1) * workers)
-    np.testing.assert_array_equal(drawn(small, turns), large(0, r)[1])
+    np.testing.assert_array_equal(drawn_labels(small, turns), large(0, r)[1])
 
 
 def test_shared_batches_ignore_the_worker():
@@ -139,7 +139,7 @@ def test_seeds_workers_and_jobs_all_change_a_sharded_batch():
 def test_a_worker_sees_all_of_its_shard():
   batches = batches_of(23, batch_size=4, seed=1, partition="sharded", workers=4)
   for worker in range(4):
-    seen = set(drawn(batches, range(30), worker))
+    seen = set(drawn_labels(batches, range(30), worker))
     assert seen == set(range(worker, 23, 4))
 
 

@@ -47,12 +47,12 @@ FILES = {
 }
 READ = {
   "sst2": (
-    [('all "too familiar ', None), ("a\u2028gem . ", None)],
+    [('all "too familiar ',), ("a\u2028gem . ",)],
     [0, 1],
     [1],
   ),
   "cola": (
-    [("They drank the pub dry.", None), ("They drank the pub.", None)],
+    [("They drank the pub dry.",), ("They drank the pub.",)],
     *([1, 0], [0]),
   ),
   "mrpc": (
@@ -100,8 +100,7 @@ def test_each_task_is_read_from_an_archive_or_a_folder(name, tmp_path):
   for place in (*places, whole / "glue_data" / form):
     _, classes, found, held_out = sentences._load_glue(name, str(place))
     assert classes == 2
-    second = found.second or [None] * len(pairs)
-    assert list(zip(found.first, second, strict=True)) == pairs
+    assert found.sentences == pairs
     assert found.labels.tolist() == train
     assert held_out.labels.tolist() == test
   held = sentences.load(name, context=8, data_dir=path)
@@ -179,9 +178,7 @@ def test_words_are_those_that_are_frequent_in_training(tmp_path):
 
 def test_a_pair_loses_words_of_its_longer_sentence():
   long, short = "a a a a a a", "b b"
-  examples = sentences.Examples(
-    [long, short], [short, long], np.zeros(2, np.int32)
-  )
+  examples = sentences.Examples([(long, short), (short, long)], np.zeros(2))
   number, encode = sentences._words(examples)
   assert number == 6
   tokens = encode(examples, 8)
@@ -219,13 +216,13 @@ def test_pieces_are_those_of_the_tokenizer(tmp_path):
   folder = tokenizer(tmp_path / "model")
   number, encode = sentences._pieces(folder)
   assert number == len(PIECES)
-  one = sentences.Examples(["It is playing.", "ö"], None, np.zeros(2))
+  one = sentences.Examples([("It is playing.",), ("ö",)], np.zeros(2))
   assert encode(one, 8)[:, 0].tolist() == [
     [2, 6, 7, 4, 5, 8, 3, 0],
     [2, 1, 3, 0, 0, 0, 0, 0],
   ]
   assert encode(one, 5)[0, 0].tolist() == [2, 6, 7, 4, 3]
-  pair = sentences.Examples(["Playing is it."], ["is it"], np.zeros(1))
+  pair = sentences.Examples([("Playing is it.", "is it")], np.zeros(1))
   tokens = encode(pair, 8)
   assert tokens.tolist() == [
     [[2, 4, 5, 7, 3, 7, 6, 3], [0, 0, 0, 0, 0, 1, 1, 1]]
@@ -274,7 +271,7 @@ def test_the_embedded_task_can_be_learned():
 # Problems.
 
 
-def drawn(measure=None, count=40):
+def drawn_task(measure=None, count=40):
   rng = np.random.default_rng(0)
   tokens = rng.integers(1, 9, (count, 2, 5)).astype(np.int32)
   tokens[:, 1] = 0
@@ -288,9 +285,9 @@ def drawn(measure=None, count=40):
 SMALL = {"vocabulary": 9, "depth": 1, "width": 4, "heads": 2, "context": 5}
 
 
-def problem(held=None, **options):
+def sentence_problem(held=None, **options):
   layers = models.build("bert", 2, **SMALL)
-  held = drawn() if held is None else held
+  held = drawn_task() if held is None else held
   return problems.classify_sentences(held, layers, batch_size=4, **options)
 
 
@@ -299,10 +296,10 @@ def test_loss_and_measures_are_those_of_the_logits():
   truth = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0], np.int32)
   said = np.array([1, 1, 0, 0, 1, 1, 0, 0, 0])
   # All that distinguishes examples is their first word.
-  held = drawn()._replace(test_labels=truth)
+  held = drawn_task()._replace(test_labels=truth)
   held.test_tokens[:, 0] = np.where(said == 1, 4, 5)[:, None]
   layers = models.build("bert", 2, **SMALL)
-  shapes = jax.eval_shape(problem().init, jax.random.key(1))
+  shapes = jax.eval_shape(sentence_problem().init, jax.random.key(1))
   rng = np.random.default_rng(1)
   params = jax.tree.map(
     lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes
@@ -316,14 +313,14 @@ def test_loss_and_measures_are_those_of_the_logits():
   z = (2 * said - 1) * ((one - other) @ (one - other)) / 2
   losses = np.log1p(np.exp(np.where(truth == 1, -z, z)))
   for measure, value in (("matthews", 2 / 20), ("f1", 0.5), (None, np.nan)):
-    found = problem(held._replace(measure=measure)).evaluate(params)
+    found = sentence_problem(held._replace(measure=measure)).evaluate(params)
     assert found.accuracy == pytest.approx(5 / 9)
     assert found.measure == pytest.approx(value, nan_ok=True)
     assert found.loss == pytest.approx(losses.mean(), rel=1e-5)
 
 
 def test_batches_are_those_of_the_data():
-  made, held = problem(), drawn()
+  made, held = sentence_problem(), drawn_task()
   tokens, labels = made.batches(3, 1)(0, 7)
   assert tokens.shape == (4, 2, 5)
   where = [
@@ -335,13 +332,14 @@ def test_batches_are_those_of_the_data():
 
 def test_weights_are_where_training_begins():
   key = jax.random.key(0)
-  first = problem().init(key)
+  init = jax.jit(sentence_problem().init)
+  first = init(key)
   weights = (*jax.tree.map(np.asarray, first[:-1]), {})
-  made = problem(weights=weights)
+  init_from = jax.jit(sentence_problem(weights=weights).init)
   for seed in (1, 2):
-    params = made.init(jax.random.key(seed))
+    params = init_from(jax.random.key(seed))
     jax.tree.map(np.testing.assert_array_equal, params[:-1], first[:-1])
-    fresh = problem().init(jax.random.key(seed))
+    fresh = init(jax.random.key(seed))
     jax.tree.map(np.testing.assert_array_equal, params[-1], fresh[-1])
     kernels = (p[-1]["classifier"]["kernel"] for p in (params, first))
     assert (np.not_equal(*kernels)).all()
@@ -349,16 +347,16 @@ def test_weights_are_where_training_begins():
 
 def test_mistakes_of_a_problem_are_told():
   with pytest.raises(ValueError, match="none has 10 .* words, and the model"):
-    problem(drawn()._replace(vocabulary=10))
+    sentence_problem(drawn_task()._replace(vocabulary=10))
   with pytest.raises(ValueError, match="3 layers need weights each, not 1"):
-    problem(weights=({},))
+    sentence_problem(weights=({},))
   weights = ({"words": np.zeros((8, 4), np.float32)}, {}, {})
   with pytest.raises(ValueError, match="given for layer 0 are not of its size"):
-    problem(weights=weights).init(jax.random.key(0))
+    sentence_problem(weights=weights).init(jax.random.key(0))
   with pytest.raises(ValueError, match="evaluation_examples must be 0"):
-    problem(evaluation_examples=-1)
+    sentence_problem(evaluation_examples=-1)
   with pytest.raises(ValueError, match="batch_size 4 is larger than the 3"):
-    problem(drawn(count=3))
+    sentence_problem(drawn_task(count=3))
 
 
 # From a config.
@@ -372,7 +370,7 @@ def config_of(arg=None):
   return names["get_config"](arg)
 
 
-def build(config, **options):
+def build_alone(config, **options):
   engines = {**experiment.ENGINES, "pipeline": PIPELINE}
   return experiment.build(config, engines=engines, **options)
 
@@ -380,7 +378,7 @@ def build(config, **options):
 def test_the_small_config_builds_and_its_first_run_is_the_embedded_task():
   config = config_of("small")
   assert config.is_locked
-  exp = build(config)
+  exp = build_alone(config)
   assert exp.dataset.name == "topics"
   assert list(exp.runs) == list(config.only)
   assert set(config.only) <= set(config.runs)
@@ -436,7 +434,7 @@ def fine_tuning(tmp_path):
 
 def test_a_config_names_what_was_trained_before(fine_tuning):
   config, place, held = fine_tuning
-  exp = build(config, data_dir=str(place))
+  exp = build_alone(config, data_dir=str(place))
   params = exp.plan(exp.cells[0]).problem.init(jax.random.key(0))
   np.testing.assert_array_equal(
     params[0]["words"], held["embeddings.word_embeddings.weight"]
@@ -448,7 +446,7 @@ def test_a_config_names_what_was_trained_before(fine_tuning):
   assert params[-1]["classifier"]["kernel"].shape == (4, 2)
   assert exp.dataset.train_tokens[0, 0].tolist() == [2, 6, 7, 4, 5, 3]
   same = ml_collections.ConfigDict(config)
-  assert build(same, data_dir=str(place)).cells == exp.cells
+  assert build_alone(same, data_dir=str(place)).cells == exp.cells
 
 
 MISTAKES = {
@@ -473,18 +471,18 @@ def test_a_mistake_in_a_config_names_key_and_remedy(name, fine_tuning):
   changes, message = MISTAKES[name]
   config["model"] = {**config["model"], **changes}
   with pytest.raises(ValueError, match=message):
-    build(config, data_dir=str(place))
+    build_alone(config, data_dir=str(place))
 
 
 def test_the_data_has_its_place_and_its_room(fine_tuning):
   config, place, _ = fine_tuning
   with pytest.raises(ValueError, match="config.data: .*'sst2' needs data_dir"):
-    build(config)
+    build_alone(config)
   config["data"] = {"name": "sst2", "context": 12}
   with pytest.raises(ValueError, match="12 positions do not fit into a contex"):
-    build(config, data_dir=str(place))
+    build_alone(config, data_dir=str(place))
   config["data"] = {"name": "sst3"}
   with pytest.raises(
     ValueError, match="config.data.name: .* sentences: topics"
   ):
-    build(config)
+    build_alone(config)
