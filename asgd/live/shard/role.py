@@ -1,4 +1,5 @@
-"""What the parts of a shard share: its state, journal, connections and time."""
+"""What all shards do: commit rows, and tell workers and other shards of them.
+"""
 
 from collections.abc import Callable
 
@@ -14,9 +15,14 @@ from asgd.orders.trace import STARTS, Event
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
-class Core:
-  """Commits rows: they are obeyed, written to the journal, and only then
-  told to any worker or shard."""
+class Role:
+  """A shard's state, journal, connections and time; a subclass for each kind of
+  shard decides. The hooks, from `outdated` on, are here those of a shard that
+  decides nothing."""
+
+  decides = False  # writes rows of its own, not only what the lead wrote
+  stopped = False  # every job is received, as far as this shard decides that
+  refused = 0  # messages that were not finite, in a row
 
   def __init__(
     self,
@@ -48,11 +54,9 @@ class Core:
         message=open_ticket.message,
       )
     self.journal.append(event)
-    if self.followers:
-      rows = row_frames(state.rows - 1, event)
-      for say in self.followers.values():
-        for frame in rows:
-          say(frame)
+    for say in self.followers.values():
+      for frame in row_frames(state.rows - 1, event):
+        say(frame)
     if starts:
       self.say(event.worker, state.ticket_frame(key))
     elif event.action == base.RECEIVE:
@@ -60,64 +64,26 @@ class Core:
 
   def say(self, worker: int, frame: Frame) -> None:
     """Says something to a worker, if it is connected."""
-    say = self.peers.get(worker)
-    if say:
-      say(frame)
+    if worker in self.peers:
+      self.peers[worker](frame)
 
   def expel(self, worker: int) -> None:
     """Tells a worker that it has lost its place."""
     self.holders.pop(worker, None)
-    say = self.peers.pop(worker, None)
-    if say:
-      say(Frame(frames.EXPEL, worker))
-
-  def set_time(self, now: float) -> None:
-    """Sets the time, unless it is later already."""
-    self.time = max(now, self.time)
-
-
-def total_frames(key: Key, totals) -> list[Frame]:
-  """Returns frames that tell of a message's totals."""
-  return [
-    Frame(frames.TOTAL, *key, version=i, value=value)
-    for i, value in enumerate(totals)
-  ]
-
-
-def row_frames(number: int, event: Event) -> list[Frame]:
-  """Returns frames that tell a follower of a row of the lead's journal."""
-  row = Frame(
-    *(frames.ROW, *event.key, event.job, number, event.action),
-    value=event.time,
-    loss=event.loss,
-  )
-  return [*total_frames(event.key, event.totals), row]
-
-
-class Role:
-  """What a shard decides; a subclass for each kind of shard.
-
-  The methods here are those of a shard that decides nothing.
-  """
-
-  decides = False  # writes rows of its own, not only what the lead wrote
-  stopped = False  # every job is received, as far as this shard decides that
-  refused = 0  # messages that were not finite, in a row
-
-  def __init__(self, core: Core):
-    self._core = core
+    self.say(worker, Frame(frames.EXPEL, worker))
+    self.peers.pop(worker, None)
 
   def outdated(self, worker: int, number: int) -> bool:
     """Whether a holder by that number, not the present one, came before it."""
-    return number < self._core.holders.get(worker, -1)
+    return number < self.holders.get(worker, -1)
 
   def join(self, worker: int, number: int) -> None:
     """A new holder takes a place; a follower is told its number by it."""
-    self._core.holders[worker] = number
+    self.holders[worker] = number
 
   def leave(self, worker: int) -> None:
     """The holder of a place is gone: its tickets die."""
-    self._core.holders.pop(worker, None)
+    self.holders.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
     """The message of an open ticket lies in its slot."""
@@ -139,3 +105,21 @@ class Role:
 
   def advance(self) -> None:
     """Decides what follows from what was heard."""
+
+
+def total_frames(key: Key, totals) -> list[Frame]:
+  """Returns frames that tell of a message's totals."""
+  return [
+    Frame(frames.TOTAL, *key, version=i, value=value)
+    for i, value in enumerate(totals)
+  ]
+
+
+def row_frames(number: int, event: Event) -> list[Frame]:
+  """Returns frames that tell a follower of a row of the lead's journal."""
+  row = Frame(
+    *(frames.ROW, *event.key, event.job, number, event.action),
+    value=event.time,
+    loss=event.loss,
+  )
+  return [*total_frames(event.key, event.totals), row]
