@@ -104,14 +104,6 @@ def append_fault(run: Path, fault: Fault) -> None:
     file.write(",".join(map(str, fault)) + "\n")
 
 
-def read_faults(run: Path) -> list[Fault]:
-  """Returns the faults that were injected."""
-  path = Path(run) / "faults.csv"
-  lines = path.read_text().splitlines() if path.exists() else []
-  rows = [line.split(",") for line in lines]
-  return [Fault(int(w), int(s), k, float(x)) for w, s, k, x in rows]
-
-
 class Script:
   """Injects faults into worker loops; each of them once."""
 

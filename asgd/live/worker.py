@@ -92,19 +92,10 @@ class WorkerLoop:
     faults: Script | None = None,
     span: Callable[[Span], None] | None = None,
   ):
-    """Starts with nothing.
-
-    Args:
-      worker: the place.
-      duty: what to do.
-      link: the way to the shards.
-      memories: of each shard.
-      clock: seconds since the run began.
-      patience: seconds until what was not answered is said again.
-      wait: lets seconds go by, for a worker that is to be slow.
-      faults: to be injected.
-      span: told of each stretch of time.
-    """
+    """Starts with nothing. The clock tells seconds since the run began; what
+    was not answered for `patience` seconds is said again; `wait` lets seconds
+    go by, for a worker that is to be slow; `span` is told of each stretch of
+    time."""
     self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait

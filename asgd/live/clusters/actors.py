@@ -64,16 +64,11 @@ class RayCluster(LiveCluster):
   ):
     """Prepares; `start` begins. `ray.init` has been called.
 
-    Args:
-      site: of the run.
-      make_server: called in each shard's process.
-      params: NumPy arrays, before the first message.
-      make_duty: called in each worker's process.
-      faults: to be injected.
-      refill: put a new worker in the place of one that died.
-      resources: as Ray's `options`.
-      images: checkpoints of each shard, for when the memory is lost.
-      resumed: the journals hold a run that stopped.
+    `make_server` and `make_duty` are called in the processes of shards and
+    workers; the parameters are those before the first message, the images
+    checkpoints of each shard, for when the memory is lost; `refill` replaces
+    workers that die, and of a run that is resumed the journals hold the
+    beginning.
     """
     import ray
 

@@ -69,22 +69,15 @@ class ThreadCluster(LiveCluster):
   ):
     """Prepares; `start` begins.
 
-    Args:
-      setup: of the run.
-      steps: compiled functions.
-      states: of each shard, before the first message.
-      duty: of the workers.
-      faults: to be injected.
-      refill: put a new worker in the place of one that died.
-      patience: of the workers, in seconds.
-      memories: of each shard, as journals, sinks and images (checkpoints as
-        `Shard` takes them); None: in this process, and no checkpoint.
-      resumed: the journals hold a run that stopped.
-      began: `time.monotonic()` when the run began, or would have; None: now.
-      span: told (worker, stretch of time).
+    The states are those of each shard before the first message. What outlives a
+    shard (memories, journals, sinks, and checkpoints as `Shard` takes them) is
+    by default of this process. `began` is `time.monotonic()` when the run
+    began, or would have; of a run that is resumed the journals hold the
+    beginning. Workers are patient for so many seconds, and `refill` replaces
+    those that die; `span` is told (worker, stretch of time).
 
     Raises:
-      ValueError: for faults that cannot be.
+      ValueError: for faults that cannot happen.
     """
     faults_lib.check(faults, setup.workers, setup.jobs)
     super().__init__(setup, duty.plan, refill=refill)

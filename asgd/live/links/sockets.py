@@ -174,13 +174,9 @@ class ShardServer:
     clock: Callable[[], float],
     lead: Path | None = None,
   ):
-    """Listens at a path, in a folder that its owner alone can read.
-
-    Args:
-      shard: to be fed.
-      path: of its socket.
-      clock: seconds since the run began.
-      lead: of a follower in a consistent run, the lead's socket.
+    """Listens at a path, in a folder that its owner alone can read; a follower
+    in a consistent run also connects to the lead's socket. The clock tells
+    seconds since the run began.
 
     Raises:
       ValueError: if it cannot listen there.

@@ -62,14 +62,9 @@ def restore(
   ledger: Ledger[Event],
   intact: bool,
 ) -> None:
-  """Takes over a snapshot.
-
-  Args:
-    state: as it starts.
-    image: (the server's state, what `describe` wrote).
-    ledger: after the rows of the journal before it.
-    intact: the parameters of tickets lie in their slots.
-  """
+  """Takes over a snapshot: (the server's state, what `describe` wrote), with
+  the ledger after the rows of the journal before it. It is intact if the
+  parameters of tickets lie in their slots."""
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)

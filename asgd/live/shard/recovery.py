@@ -62,15 +62,9 @@ def recover(
   now: float,
   resumed: bool,
 ) -> Recovery:
-  """Brings a state, and the lead's dispatcher, to where the journal ends.
-
-  Args:
-    state: before the first row.
-    journal: what the shard did.
-    dispatcher: None unless it is the lead.
-    image: of a checkpoint, for when the memory is lost.
-    now: seconds since the run began.
-    resumed: no worker and no other shard is alive.
+  """Brings a state from before the first row to where the journal ends, and the
+  lead's dispatcher with it. The image of a checkpoint is for when the memory is
+  lost; of a run that is resumed no worker and no other shard is alive.
 
   Raises:
     ValueError: if what is there does not fit together.

@@ -48,17 +48,10 @@ class Shard:
   ):
     """Starts, or comes back to where the journal ends.
 
-    Args:
-      index: which shard.
-      setup: the same for all shards of the run.
-      steps: compiled functions; `work` is not used.
-      server: the server's state before the first row; it is donated.
-      memory: with slots as `slot_counts` says.
-      journal: what this shard did before, and will do.
-      sink: for the records of the messages it receives.
-      now: seconds since the run began.
-      image: (state, meta) of a checkpoint, for when the memory is lost.
-      resumed: no worker and no other shard is alive.
+    The server's state is that before the first row, and donated; the memory has
+    slots as `slot_counts` says; `now` is in seconds since the run began. The
+    image, (state, meta) of a checkpoint, is for when the memory is lost. Of a
+    run that is resumed no worker and no other shard is alive.
 
     Raises:
       ValueError: if the journal, the memory and the image do not fit together.
