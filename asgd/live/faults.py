@@ -138,8 +138,7 @@ class Script:
     if self._take(worker, seq, "hang"):
       while True:
         self._wait(3600.0)
-    slow = self._take(worker, seq, "slow")
-    if slow:
+    if slow := self._take(worker, seq, "slow"):
       self._wait(slow.seconds)
 
   def message(self, worker: int, seq: int, message: Any) -> Any:

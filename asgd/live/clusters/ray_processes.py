@@ -235,17 +235,18 @@ class WorkerActor:
     if duty.plan is not None:
       parts = sharding.split(duty.plan, duty.params)
     self._warm_up(duty)
+    sockets = [site.socket(index) for index in shards]
+    link = SocketLink(sockets) if self._near else _far_link(site)
+    for shard in shards:
+      while not link.connect(shard):
+        pass
+    # Opened by a worker first, a shard would take new memory for its own.
     if self._near:
-      link = SocketLink([site.socket(index) for index in shards])
       memories = [
         site.open_memory(i, parts[i], parts[i], None) for i in shards
       ]
     else:
-      link = _far_link(site)
       memories = link.memories
-    for shard in shards:
-      while not link.connect(shard):
-        pass
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -88,20 +88,11 @@ class Role:
   def push(self, frame: Frame) -> None:
     """The message of an open ticket lies in its slot."""
 
-  def fetch(self, frame: Frame) -> None:
-    """A worker asks for its slice of a ticket that the lead sent."""
-
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of another shard (`frames.OF_SHARDS`)."""
 
   def heard(self, worker: int) -> None:
     """The worker gave a sign of life."""
-
-  def follow(self, say: Say) -> None:
-    """The connection to the lead is open (again)."""
-
-  def pause(self, worker: int) -> None:
-    """Starts nothing new at a worker."""
 
   def advance(self) -> None:
     """Decides what follows from what was heard."""
