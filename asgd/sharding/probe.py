@@ -142,8 +142,9 @@ def _train(algorithm: base.Algorithm, structs: Any, totals: bool) -> None:
   params, states = start(jax.tree.map(draw, structs))
   drift = jax.tree.map(draw, structs)  # gradients agree about a direction
   sent = [params]
-  scales = np.repeat([*_SCALES, _SCALES[-1]], [*[_STEPS] * len(_SCALES), 2])
-  for step, scale in enumerate(scales.tolist()):
+  scales = [scale for scale in _SCALES for _ in range(_STEPS)]
+  scales += 2 * [_SCALES[-1]]
+  for step, scale in enumerate(scales):
     message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
     if step == len(scales) - 2:
       leaf = max(jax.tree.leaves(message), key=np.size)

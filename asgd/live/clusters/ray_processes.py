@@ -23,14 +23,11 @@ import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import frames, processes
-from asgd.live.journal import FileJournal, journal_path
+from asgd.live import frames, journal, processes, records, slots
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
-from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.slots import MESSAGES, SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty, WorkerLoop
 
@@ -57,11 +54,11 @@ class Site(NamedTuple):
     """The path of a shard's socket."""
     return Path(self.memory) / f"{index}.sock"
 
-  def open_memory(self, index: int, *like: Any) -> SharedMemory:
+  def open_memory(self, index: int, *like: Any) -> slots.SharedMemory:
     """Opens a shard's memory; `like` is as in `SharedMemory`."""
     folder = Path(self.memory) / f"shard-{index}"
     counts = slot_counts(self.setup)
-    return SharedMemory(folder, counts, like, compress=self.compress)
+    return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
 def _keep_memory():
@@ -144,8 +141,8 @@ class ShardActor:
     shard = Shard(
       *(index, setup, steps, state),
       site.open_memory(index, params, params, state),
-      FileJournal(journal_path(site.run, index)),
-      FileSink(records_path(site.run, index)),
+      journal.FileJournal(journal.journal_path(site.run, index)),
+      records.FileSink(records.records_path(site.run, index)),
       now=site.clock(),
       image=image,
       resumed=resumed,
@@ -181,7 +178,7 @@ class ShardActor:
     def take(shard):
       if message is not None and shard.state.accepts(frame):
         memory = shard.state.slots.memory
-        memory.write(MESSAGES, frame.message, message)
+        memory.write(slots.MESSAGES, frame.message, message)
       shard.handle(frame, session.say, self._site.clock())
 
     self._server.ask(take)

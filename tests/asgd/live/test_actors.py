@@ -18,7 +18,6 @@ import pytest
 
 from asgd import algorithms, base, orders, sharding, simulator
 from asgd import worker as worker_lib
-from asgd.experiment import ray_runtime
 from asgd.live import processes
 from asgd.live.clusters.actors import RayCluster, Resources
 from asgd.live.clusters.base import finished
@@ -148,6 +147,8 @@ NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def session():
   """Ray, as engine `ray` starts it, and what is left when it has ended."""
+  from asgd.experiment import ray_runtime  # actors do without it
+
   before = children()
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
