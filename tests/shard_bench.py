@@ -113,7 +113,7 @@ class Bench:
     if setup.shards > 1:
       self.plan = sharding.make_plan(PARAMS_AT_FIRST, setup.shards)
       self.parts = sharding.split(self.plan, PARAMS_AT_FIRST)
-    self.memories = [Memory(slot_counts(setup)) for _ in count]
+    self.memories = [Memory() for _ in count]
     self.journals = [DeadlyJournal() for _ in count]
     self.sinks = [Sink() for _ in count]
     self.post = collections.deque()  # calls to be made
@@ -154,7 +154,7 @@ class Bench:
       assert frame.version < len(self.journals[0].events())
       self.post.append(lambda: self.tell(follower, frame, to_lead))
 
-    follower.follow(to_lead)
+    follower.role.follow(to_lead)
 
   def tell(self, shard, frame, way):
     self.call(shard, lambda: shard.handle(frame, way, self.now))
@@ -389,11 +389,12 @@ class Hand:
   def vanish(self):
     """Its connections break."""
     for shard, way in zip(self.bench.shards, self.ways, strict=True):
-      if shard and shard.peer(self.worker) is way:
-        self.bench.call(
-          shard,
-          lambda shard=shard: shard.gone(self.worker, self.bench.now),
-        )
+      self.bench.call(
+        shard,
+        lambda shard=shard, way=way: shard.gone(
+          self.worker, self.bench.now, way
+        ),
+      )
     self.ways = [None for _ in self.ways]
     self.out = True
     del self.bench.hands[self.worker]

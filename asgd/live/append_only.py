@@ -32,12 +32,7 @@ class AppendOnlyFile:
     self._size = os.fstat(self._file).st_size
 
   def _add(self, data: bytes) -> None:
-    """Adds all of it, or nothing.
-
-    Raises:
-      FileGone: if the file was deleted.
-      ValueError: if it cannot be written, or another process changed it.
-    """
+    """Adds all of it, or nothing and raises ValueError."""
     status = os.fstat(self._file)
     if not status.st_nlink:
       raise FileGone(self.name)
@@ -64,11 +59,8 @@ class AppendOnlyFile:
     self._size = size
 
   def sync(self) -> None:
-    """When this returns, a loss of power does not lose what was written.
-
-    Raises:
-      ValueError: if the disk does not take it.
-    """
+    """When this returns, a loss of power does not lose what was written. Raises
+    ValueError if the disk does not take it."""
     try:
       os.fsync(self._file)
     except OSError as error:

@@ -15,8 +15,11 @@ which must cover compiling.
 import collections
 import numbers
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from asgd import base
+from asgd.orders.trace import STARTS, Event
 
 _FEW = 5  # jobs that must have ended before their times mean something
 DEAD = 3.0  # times T
@@ -24,8 +27,7 @@ _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
 class Ladder(NamedTuple):
-  """Settings; in a config they are `live.late_mads`, `live.late_seconds` and
-  `live.start_seconds`."""
+  """Settings; a config has the first three, see `check`."""
 
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # seconds
@@ -33,12 +35,6 @@ class Ladder(NamedTuple):
   window: int = 128  # jobs looked back at
 
 
-# What a config calls them.
-_KEYS = {
-  "k": "live.late_mads",
-  "floor": "live.late_seconds",
-  "start": "live.start_seconds",
-}
 _MOST = 1e9  # seconds that a clock can count
 
 
@@ -49,10 +45,11 @@ def check(ladder: Ladder) -> Ladder:
     ValueError: for a setting that is no positive number, or beyond 1e9, naming
       it and what a config calls it.
   """
+  config = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
   for name, value in ladder._asdict().items():
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0 < value <= _MOST:
-      key = f" ({_KEYS[name]})" if name in _KEYS else ""
+      key = f" (live.{config[name]})" if name in config else ""
       raise ValueError(
         f"{name}{key} must be a positive number, at most {_MOST:g}, not"
         f" {value!r}"
@@ -64,11 +61,6 @@ class Deadlines:
   """Watches how long jobs take."""
 
   def __init__(self, ladder: Ladder):
-    """Starts knowing nothing.
-
-    Raises:
-      ValueError: for settings that are not positive.
-    """
     self._ladder = check(ladder)
     self._times = collections.deque(maxlen=ladder.window)
     self._late: float | None = None
@@ -110,35 +102,38 @@ class WorkerWatch:
     """A job has ended."""
     self._deadlines.ended(now - max(began, self.awake))
 
+  def learn(self, events: Iterable[Event]) -> None:
+    """Takes over the times of a journal's jobs: of a run that is held up by a
+    worker that hangs, too few come to know them anew."""
+    began = {}
+    for event in events:
+      if event.action in STARTS:
+        began[event.key] = event.time
+      elif event.action == base.RECEIVE:
+        self._deadlines.ended(event.time - began[event.key])
+
   def overdue(
     self,
-    workers: Sequence[int],
-    begun: Callable[[int], Sequence[float]],
+    begun: Mapping[int, Sequence[float]],
     present: Collection[int],
     now: float,
-  ) -> Iterator[int]:
-    """Yields the workers that are to be taken for dead; `late` is brought up to
-    date on the way.
-
-    Args:
-      workers: that hold a place.
-      begun: worker -> when its tickets were sent that wait for a message.
-      present: workers that are connected.
-      now: seconds since the run began.
-    """
+  ) -> list[int]:
+    """Returns the workers to be taken for dead, and brings `late` up to date.
+    `begun` tells of each place when those tickets were sent that wait for a
+    message; workers that are present are connected."""
     late, dead = self._deadlines.late, self._deadlines.dead
-    self.late.clear()
-    for worker in workers:
-      times = begun(worker)
+    ages = {}
+    for worker, times in begun.items():
       # Of several tickets, one is worked on at a time.
       heard = self.heard.get(worker, self.awake)
       age = (now - max(min(times, default=now), heard)) / max(len(times), 1)
-      if worker not in present:
-        age = max(age, now - self._missing.setdefault(worker, now))
+      if worker in present:
+        self._missing.pop(worker, None)
       else:
-        self._missing.pop(worker, None)
-      if age > dead:
-        self._missing.pop(worker, None)
-        yield worker
-      elif age > late:
-        self.late.add(worker)
+        age = max(age, now - self._missing.setdefault(worker, now))
+      ages[worker] = age
+    lost = [worker for worker, age in ages.items() if age > dead]
+    for worker in lost:
+      self._missing.pop(worker, None)
+    self.late = {worker for worker, age in ages.items() if late < age <= dead}
+    return lost

@@ -41,8 +41,8 @@ def parse(text: str) -> Fault:
   try:
     if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
       raise ValueError
-    worker, seq = int(numbers[0]), int(numbers[1])
-    fault = Fault(worker, seq, kind, *map(float, numbers[2:]))
+    worker, seq, *seconds = numbers
+    fault = Fault(int(worker), int(seq), kind, *map(float, seconds))
   except ValueError:
     raise ValueError(
       f"no fault: {text!r}; write KIND:WORKER:SEQ with a kind of"
@@ -59,48 +59,42 @@ def format_fault(fault: Fault) -> str:
 
 
 def _check_numbers(fault, text):
-  for name in ("worker", "seq"):
-    if getattr(fault, name) < 0:
-      raise ValueError(
-        f"fault {text!r}: {name} must be 0 or more, not {getattr(fault, name)}"
-      )
-  if not 0 <= fault.seconds <= MOST_SECONDS:
+  worker, seq, _, seconds = fault
+  for name, value in (("worker", worker), ("seq", seq)):
+    if value < 0:
+      raise ValueError(f"fault {text!r}: {name} must be 0 or more, not {value}")
+  if not 0 <= seconds <= MOST_SECONDS:
     raise ValueError(
       f"fault {text!r}: seconds must be from 0 to {MOST_SECONDS:,.0f}, not"
-      f" {fault.seconds:g}"
+      f" {seconds:g}"
     )
 
 
 def check(
   faults: Sequence[Fault], workers: int, jobs: int | None = None
 ) -> None:
-  """Checks that faults can happen in a run.
-
-  Args:
-    faults: what is to happen.
-    workers: N; places are numbered from 0 to N - 1.
-    jobs: how many the run has; None is not known.
+  """Checks that faults can happen at so many places and in so many jobs (None
+  is not known).
 
   Raises:
-    ValueError: for one that cannot, as there is no such worker or no
-      such job, and for one that is there twice.
+    ValueError: for one that cannot, as there is no such worker or no such job,
+      and for one that is there twice.
   """
   seen = set()
   for fault in faults:
     text = format_fault(fault)
     _check_numbers(fault, text)
+    why = None
     if fault.worker >= workers:
-      raise ValueError(
-        f"fault {text!r}: there is no worker {fault.worker}; the {workers} are"
-        f" numbered from 0 to {workers - 1}"
-      )
-    if jobs is not None and fault.seq >= jobs:
-      raise ValueError(
-        f"fault {text!r}: the run has {jobs} jobs in all, so none of a worker"
-        f" has seq {fault.seq}; use a smaller one"
-      )
-    if fault[:3] in seen:
-      raise ValueError(f"fault {text!r} is there twice; drop one")
+      why = f": there is no worker {fault.worker}; the {workers} are"
+      why += f" numbered from 0 to {workers - 1}"
+    elif jobs is not None and fault.seq >= jobs:
+      why = f": the run has {jobs} jobs in all, so none of a worker has seq"
+      why += f" {fault.seq}; use a smaller one"
+    elif fault[:3] in seen:
+      why = " is there twice; drop one"
+    if why:
+      raise ValueError(f"fault {text!r}{why}")
     seen.add(fault[:3])
 
 
@@ -108,14 +102,6 @@ def append_fault(run: Path, fault: Fault) -> None:
   """Writes down a fault that is injected on purpose."""
   with (Path(run) / "faults.csv").open("a") as file:
     file.write(",".join(map(str, fault)) + "\n")
-
-
-def read_faults(run: Path) -> list[Fault]:
-  """Returns the faults that were injected."""
-  path = Path(run) / "faults.csv"
-  lines = path.read_text().splitlines() if path.exists() else []
-  rows = [line.split(",") for line in lines]
-  return [Fault(int(w), int(s), k, float(x)) for w, s, k, x in rows]
 
 
 class Script:
@@ -129,15 +115,9 @@ class Script:
     wait: Callable[[float], None],
     tell: Callable[[Fault], None] = lambda fault: None,
   ):
-    """Prepares.
-
-    Args:
-      faults: what is to happen.
-      kill: ends this worker, and does not return.
-      wait: lets seconds go by.
-      tell: called with each fault before it happens.
-    """
-    self._waiting = {(f.worker, f.seq, f.kind): f for f in faults}
+    """`kill` ends this worker, and does not return; `wait` lets seconds go by;
+    `tell` is called with each fault before it happens."""
+    self._waiting = {fault[:3]: fault for fault in faults}
     self._kill, self._wait, self._tell = kill, wait, tell
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
     self._lock = threading.Lock()
@@ -158,8 +138,7 @@ class Script:
     if self._take(worker, seq, "hang"):
       while True:
         self._wait(3600.0)
-    slow = self._take(worker, seq, "slow")
-    if slow:
+    if slow := self._take(worker, seq, "slow"):
       self._wait(slow.seconds)
 
   def message(self, worker: int, seq: int, message: Any) -> Any:

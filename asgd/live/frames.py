@@ -23,29 +23,14 @@ theirs with ASKED, and the lead adds up.
 import struct
 from typing import NamedTuple
 
-(
-  HELLO,
-  FETCH,
-  PUSH,
-  DRAIN,
-  BYE,
-  WELCOME,
-  TICKET,
-  ACK,
-  EXPEL,
-  STOP,
-  FOLLOW,
-  ROW,
-  PREPARED,
-  ASK,
-  ASKED,
-  TOTAL,
-) = range(16)
 KINDS = (
-  *("hello", "fetch", "push", "drain", "bye", "welcome", "ticket", "ack"),
-  *("expel", "stop", "follow", "row", "prepared", "ask", "asked", "total"),
+  *("hello", "fetch", "push", "drain", "bye"),
+  *("welcome", "ticket", "ack", "expel", "stop"),
+  *("follow", "row", "prepared", "ask", "asked", "total"),
 )
-OF_SHARDS = frozenset((FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL))
+HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
+WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
+FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = OF_SHARDS = range(10, 16)
 
 
 class Frame(NamedTuple):

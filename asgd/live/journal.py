@@ -38,11 +38,8 @@ class FileJournal(AppendOnlyFile, Journal):
   """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
 
   def __init__(self, path: Path):
-    """Opens the journal, making it if it is not there.
-
-    Raises:
-      ValueError: if the file is no journal.
-    """
+    """Opens the journal, making it if it is not there. Raises ValueError if the
+    file is no journal."""
     Journal.__init__(self, read_journal(path))
     AppendOnlyFile.__init__(self, path)
     self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
@@ -50,21 +47,15 @@ class FileJournal(AppendOnlyFile, Journal):
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())
 
   def append(self, event: Event) -> None:
-    """Writes a row; when this returns, a kill does not lose it.
-
-    Raises:
-      ValueError: if it cannot be written: it is not in the file then.
-    """
+    """Writes a row; when this returns, a kill does not lose it. Raises
+    ValueError if it cannot be written: it is not in the file then."""
     self._add(f"{event.format(journal=True)}\n".encode())
     super().append(event)
 
 
 def read_journal(path: Path) -> list[Event]:
-  """Reads a journal, see `trace.read`; without a file it has no row.
-
-  Raises:
-    ValueError: naming the file and the line that is no row.
-  """
+  """Reads a journal; without a file it has no row. Raises ValueError naming the
+  file and the line that is no row."""
   if not path.exists():
     return []
   with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -76,10 +67,6 @@ def read_journal(path: Path) -> list[Event]:
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
   """Checks that a journal can be obeyed: that it is one that a shard wrote.
-
-  Args:
-    path: of the journal, for the message.
-    events: its rows.
 
   Raises:
     ValueError: naming the file and the first line that is wrong, and why.

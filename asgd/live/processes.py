@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def lock(path: Path, seconds: float) -> int:
-  """Holds a file until this process ends, waiting for the one before to end.
-
-  Raises:
-    ValueError: if it is still held after so many seconds.
-  """
+  """Holds a file until this process ends, waiting so many seconds for the one
+  before to end. Raises ValueError if it does not."""
   descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
   end = time.monotonic() + seconds
   while True:
@@ -31,11 +28,7 @@ def lock(path: Path, seconds: float) -> int:
 
 def stat(pid: int) -> tuple[str, str]:
   """Returns (state, when it was started) of a process, as the kernel says them;
-  its number alone may be another's by now.
-
-  Raises:
-    OSError: if there is no such process.
-  """
+  its number alone may be another's by now. Raises OSError if there is none."""
   text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
   fields = text[text.rindex(")") + 1 :].split()
   return fields[0], fields[19]
@@ -50,11 +43,8 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
-  """Returns the processes of a run that are alive: kind -> index -> number.
-
-  Args:
-    folder: the run's memory.
-  """
+  """Returns the processes of a run that are alive, as its memory's folder knows
+  them: kind -> index -> number."""
   alive = {"shard": {}, "worker": {}}
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")

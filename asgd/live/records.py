@@ -12,16 +12,9 @@ from asgd.orders.trace import Event
 
 RECORD = np.dtype(
   [
-    ("update", "<i4"),
-    ("time", "<f8"),
-    ("worker", "<i4"),
-    ("job", "<i4"),
-    ("staleness", "<i4"),
-    ("gap", "<f4"),
-    ("loss", "<f4"),
-    ("accepted", "?"),
-    ("message_norm", "<f4"),
-    ("update_norm", "<f4"),
+    *(("update", "<i4"), ("time", "<f8"), ("worker", "<i4"), ("job", "<i4")),
+    *(("staleness", "<i4"), ("gap", "<f4"), ("loss", "<f4"), ("accepted", "?")),
+    *(("message_norm", "<f4"), ("update_norm", "<f4")),
   ]
 )
 
@@ -74,11 +67,8 @@ class FileSink(AppendOnlyFile, Sink):
     return self._size // RECORD.itemsize
 
   def append(self, records: base.Records) -> None:
-    """Adds records.
-
-    Raises:
-      ValueError: if they cannot be written: none of them is in the file then.
-    """
+    """Adds records. Raises ValueError if they cannot be written: none of them
+    is in the file then."""
     rows = np.empty(len(records.loss), RECORD)
     for name, column in records._asdict().items():
       rows[name] = column
@@ -91,12 +81,8 @@ class FileSink(AppendOnlyFile, Sink):
 
 def read_records(path: Path, start: int = 0) -> base.Records:
   """Returns the records in a sink's file, from row `start` on."""
-  try:
-    data = path.read_bytes()[start * RECORD.itemsize :]
-  except FileNotFoundError:
-    data = b""
-  whole = len(data) - len(data) % RECORD.itemsize
-  rows = np.frombuffer(data[:whole], RECORD)
+  data = path.read_bytes() if path.exists() else b""
+  rows = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)[start:]
   if not len(rows):
     return simulator.concatenate([])
   return base.Records(*(rows[name].copy() for name in base.Records._fields))
@@ -105,13 +91,8 @@ def read_records(path: Path, start: int = 0) -> base.Records:
 def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
-  """Checks that a file has a record of each message.
-
-  Args:
-    path: of the records, for the message.
-    count: how many there are.
-    events: of the same shard's journal.
-    whole: whether the run has ended; until then some are still to come.
+  """Checks that a file has a record of each message of a shard's journal; until
+  the run has ended (`whole`) some are still to come.
 
   Raises:
     ValueError: if there are too many, or too few that no rollback explains.

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from asgd.checks import whole
-from asgd.live import deadlines
 from asgd.live.deadlines import Ladder
 from asgd.live.slots import SlotCounts
 from asgd.orders import protocol
@@ -24,20 +22,6 @@ class Setup(NamedTuple):
   ladder: Ladder = Ladder()
   keep_params_at: tuple[int, ...] = ()  # received counts, for evaluations
   together: bool = False  # the first job waits until every place is taken
-
-
-def check_setup(setup: Setup) -> Setup:
-  """Returns a setup that can be run.
-
-  Raises:
-    ValueError: for a number that is out of range, and as `protocol.check_rules`
-      and `deadlines.check`.
-  """
-  for name, least in (("workers", 1), ("jobs", 1), ("shards", 1), ("log", 0)):
-    whole(name, getattr(setup, name), least)
-  protocol.check_rules(setup.rules)
-  deadlines.check(setup.ladder)
-  return setup
 
 
 def slot_counts(setup: Setup) -> SlotCounts:

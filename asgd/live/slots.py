@@ -41,13 +41,8 @@ def _stride(nbytes: int) -> int:
 def slots_nbytes(
   counts: SlotCounts, part: Any, *, compress: str | None = None
 ) -> int:
-  """Returns the bytes that a shard's slots take, those of snapshots left out.
-
-  Args:
-    counts: slots of each kind.
-    part: the shard's parameters (shapes and dtypes).
-    compress: as for `SharedMemory`.
-  """
+  """Returns the bytes that a shard's slots take, those of snapshots left out;
+  `part` are its parameters (shapes and dtypes)."""
   return sum(counts) * _stride(wire.layout(part, compress=compress).nbytes)
 
 
@@ -68,18 +63,18 @@ class LocalMemory:
 
   name = "memory"
 
-  def __init__(self, counts: SlotCounts):
+  def __init__(self):
     self.fresh = False  # it is never lost while the journal is in memory
-    self._slots: tuple[list, list] = tuple([None] * n for n in counts)
+    self._slots: dict[tuple[int, int], Any] = {}
     self._snapshot: tuple[Any, Any] | None = None
 
   def write(self, kind: int, slot: int, tree: Any) -> None:
     """Puts a tree into a slot."""
-    self._slots[kind][slot] = tree
+    self._slots[kind, slot] = tree
 
   def read(self, kind: int, slot: int) -> Any:
     """Returns the tree in a slot, which the slot's reuse leaves as it is."""
-    return self._slots[kind][slot]
+    return self._slots.get((kind, slot))
 
   read_copy = read
 
@@ -113,8 +108,7 @@ class SharedMemory:
       folder: best one in memory, /dev/shm/NAME, readable by its owner alone.
       counts: slots of each kind.
       like: what lies in params, message and snapshot slots (shapes and dtypes).
-      compress: of params and messages, as in `wire.layout`; snapshots are kept
-        whole.
+      compress: of params and messages, as in `wire.layout`.
 
     Raises:
       ValueError: if there is no room, or the files hold something else.
@@ -124,28 +118,24 @@ class SharedMemory:
     # Whether there was nothing: what a shard's journal refers to is lost.
     self.fresh = not (self._folder / "messages").exists()
     self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    params, message, snapshot = like
-    self._layouts = (
-      wire.layout(params, compress=compress),
-      wire.layout(message, compress=compress),
-    )
+    *kinds, snapshot = like
+    self._layouts = [wire.layout(tree, compress=compress) for tree in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
-    self._slots = tuple(
-      self._map(name, layout.nbytes, count)
-      for name, layout, count in zip(
-        ("params", "messages"), self._layouts, counts, strict=True
-      )
+    params, messages = self._layouts
+    self._slots = (
+      self._map("params", params.nbytes, counts.params),
+      self._map("messages", messages.nbytes, counts.messages),
     )
     self._images = None
-    self._turn = 0
+    self._turn = 0  # the image to be written next
 
   def _map(self, name, nbytes, count):
     stride = _stride(nbytes)
     path, size = self._folder / name, stride * count
     try:
-      descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-      try:
-        nbytes_there = os.fstat(descriptor).st_size
+      path.touch(0o600)
+      with path.open("r+b") as file:
+        nbytes_there = os.fstat(file.fileno()).st_size
         if nbytes_there not in (0, size):
           raise ValueError(
             f"{path} has {nbytes_there} bytes where {size} are needed: it was"
@@ -156,13 +146,11 @@ class SharedMemory:
         if not nbytes_there:
           try:
             check_room(self._folder, size)
-            os.posix_fallocate(descriptor, 0, size)
+            os.posix_fallocate(file.fileno(), 0, size)
           except (OSError, ValueError):
             path.unlink()
             raise
-        mapped = mmap.mmap(descriptor, size)
-      finally:
-        os.close(descriptor)
+        mapped = mmap.mmap(file.fileno(), size)
     except OSError as error:
       raise ValueError(
         f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
@@ -186,10 +174,8 @@ class SharedMemory:
   def save(self, tree: Any, meta: Any) -> None:
     """Keeps a snapshot; a kill on the way leaves the one before."""
     if self._images is None:
-      self._images = self._map("snapshots", self._image.nbytes, 2)
       with contextlib.suppress(DamagedSnapshot):
-        last = self._meta()
-        self._turn = 0 if last is None else 1 - last["image"]
+        self._open_images()
     wire.write(self._image, tree, self._images[self._turn])
     path = self._folder / "snapshot.json"
     temporary = path.with_suffix(".tmp")
@@ -209,13 +195,16 @@ class SharedMemory:
       ) from error
     self._turn = 1 - self._turn
 
-  def _meta(self):
-    """Returns what was saved last, None if there is nothing. Raises
-    DamagedSnapshot."""
+  def _open_images(self):
+    """Returns what was saved last beside an image, None if there is nothing.
+    Raises DamagedSnapshot."""
+    if self._images is None:
+      self._images = self._map("snapshots", self._image.nbytes, 2)
     path = self._folder / "snapshot.json"
     try:
       saved = json.loads(path.read_text())
       if saved["image"] in (0, 1) and isinstance(saved["meta"], dict):
+        self._turn = 1 - saved["image"]
         return saved
       reason = "it is no snapshot"
     except FileNotFoundError:
@@ -234,11 +223,8 @@ class SharedMemory:
     Raises:
       DamagedSnapshot: if it cannot be read.
     """
-    saved = self._meta()
+    saved = self._open_images()
     if saved is None:
       return None
-    if self._images is None:
-      self._images = self._map("snapshots", self._image.nbytes, 2)
-    self._turn = 1 - saved["image"]
     tree = wire.read(self._image, self._images[saved["image"]])
     return jax.tree.map(np.array, tree), saved["meta"]

@@ -85,9 +85,7 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
 
   Args:
     layout: of a tree of this structure, these shapes and dtypes.
-    tree: NumPy arrays, or jax arrays of any device: those of the CPU are copied
-      once, from where they lie; of another device, all transfers are started
-      before the first is waited for.
+    tree: NumPy arrays, or jax arrays of any device.
     buffer: uint8[nbytes] at least, or what has a writable buffer of so many
       bytes. What lies between and after the leaves is left alone.
 
@@ -109,6 +107,8 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
   data = _bytes(layout, buffer)
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
+  # Of another device, all transfers start before the first is waited for; those
+  # of the CPU are copied once, from where they lie.
   if leaves and _elsewhere(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
@@ -120,16 +120,11 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
 
 
 def read(layout: Layout, buffer: Any) -> Any:
-  """Returns the tree that lies in a buffer.
+  """Returns the tree that lies in a buffer, which may be read-only.
 
-  Args:
-    layout: it was written with an equal one.
-    buffer: as for `write`; may be read-only.
-
-  Returns:
-    A tree of NumPy arrays that cannot be written to. They are views and show
-    what is written to the buffer later, except the leaves that are stored in
-    another dtype: these are copies.
+  It is of NumPy arrays that cannot be written to. They are views and show what
+  is written to the buffer later, except the leaves that are stored in another
+  dtype: these are copies.
 
   Raises:
     ValueError: if the buffer is too small.
@@ -147,7 +142,7 @@ def read(layout: Layout, buffer: Any) -> Any:
 
 def _difference(layout, tree, structure):
   layout_paths = [field.path for field in layout.fields]
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = jax.tree.leaves_with_path(tree)
   tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]
   missing = [path for path in layout_paths if path not in tree_paths]
   more = [path for path in tree_paths if path not in layout_paths]

@@ -59,9 +59,8 @@ class _OpenJob:
   def __init__(self, frame: Frame, now: float):
     self.seq, self.job, self.kept = frame.seq, frame.job, frame.flag
     self.tickets: dict[int, Frame] = {}  # by shard
-    self.began = now
+    self.began = self.started = now
     self.result = None
-    self.started = 0.0
 
 
 class _Tenure:
@@ -93,21 +92,11 @@ class WorkerLoop:
     faults: Script | None = None,
     span: Callable[[Span], None] | None = None,
   ):
-    """Starts with nothing.
-
-    Args:
-      worker: the place.
-      duty: what to do.
-      link: the way to the shards.
-      memories: of each shard.
-      clock: seconds since the run began.
-      patience: seconds without an answer after which everything that was not
-        answered is said again.
-      wait: lets seconds go by, for a worker that is to be slow.
-      faults: to be injected.
-      span: told of each stretch of time.
-    """
-    self.worker, self._duty, self._link = worker, duty, link
+    """Starts with nothing. The clock tells seconds since the run began; what
+    was not answered for `patience` seconds is said again; `wait` lets seconds
+    go by, for a worker that is to be slow; `span` is told of each stretch of
+    time."""
+    self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait
     factors = duty.slowdown[worker : worker + 1]
@@ -116,11 +105,8 @@ class WorkerLoop:
     self.draining = False
     self.revoked = False  # another worker has its place: it may write no more
     self._drain_said = False
+    self._shards = range(len(memories))
     self._tenure = _Tenure(len(memories))
-
-  @property
-  def _shards(self):
-    return range(len(self._memories))
 
   def drain(self) -> None:
     """Asks the loop to end after what it has begun."""
@@ -128,22 +114,19 @@ class WorkerLoop:
     self._link.wake()
 
   def run(self) -> str:
-    """Works until there is no more to do.
-
-    Returns:
-      "stopped" when all jobs are received, "left" if it was drained, "replaced"
-      if another worker took its place.
-    """
+    """Works until there is no more to do. Returns "stopped" when all jobs are
+    received, "left" if it was drained, "replaced" if another worker took its
+    place."""
     self._say(0, self._hello())
     while not self.revoked:
       if self.draining and not self._drain_said:
         self._drain_said = True
-        self._say(0, Frame(frames.DRAIN, self.worker))
+        self._say(0, Frame(frames.DRAIN, self._worker))
       self._start_what_is_ready()
       running = self._tenure.running
       if self._drain_said and not running and not any(self._tenure.unacked):
         for shard in self._shards:
-          self._say(shard, Frame(frames.BYE, self.worker))
+          self._say(shard, Frame(frames.BYE, self._worker))
         return "left"
       heard = self._hear(0.0 if running else self._patience)
       if heard:
@@ -186,7 +169,7 @@ class WorkerLoop:
 
   def _hello(self, flag=0):
     number = self._tenure.number
-    return Frame(frames.HELLO, self.worker, job=number, flag=flag)
+    return Frame(frames.HELLO, self._worker, job=number, flag=flag)
 
   def _repeat(self, shards):
     """Says to shards again what they have not answered."""
@@ -206,29 +189,25 @@ class WorkerLoop:
         return  # `hear` will notice
 
   def _fetch_frame(self, job):
-    return Frame(frames.FETCH, self.worker, job.seq, job.job, flag=job.kept)
+    return Frame(frames.FETCH, self._worker, job.seq, job.job, flag=job.kept)
 
   def _handle(self, shard, frame):
-    if frame.kind == frames.WELCOME:
-      self._welcome(shard, frame)
+    tenure = self._tenure
+    if frame.kind == frames.WELCOME and not shard:
+      if frame.job != tenure.number:
+        tenure.number = frame.job
+        tenure.state = self._duty.init(self._duty.params)
+        for other in self._shards[1:]:
+          self._say(other, self._hello())
     elif frame.kind == frames.TICKET:
       self._ticket(shard, frame)
     elif frame.kind == frames.ACK:
-      self._tenure.unacked[shard].pop(frame.seq, None)
+      tenure.unacked[shard].pop(frame.seq, None)
     elif frame.kind == frames.EXPEL:
       if shard:  # it has lost what it knew of us: begin anew everywhere
-        self._say(0, Frame(frames.BYE, self.worker))
-      self._tenure = _Tenure(len(self._memories))
+        self._say(0, Frame(frames.BYE, self._worker))
+      self._tenure = _Tenure(len(self._shards))
       self._say(0, self._hello())
-
-  def _welcome(self, shard, frame):
-    tenure = self._tenure
-    if shard or frame.job == tenure.number:
-      return
-    tenure.number = frame.job
-    tenure.state = self._duty.init(self._duty.params)
-    for other in self._shards[1:]:
-      self._say(other, self._hello())
 
   def _ticket(self, shard, frame):
     tenure = self._tenure
@@ -247,39 +226,33 @@ class WorkerLoop:
   def _start_what_is_ready(self):
     """Starts complete jobs, in their order, as far as the depth allows."""
     tenure = self._tenure
-    for seq in sorted(tenure.jobs):
-      job = tenure.jobs[seq]
+    for seq, job in sorted(tenure.jobs.items()):
       if 0 not in job.tickets:
         continue  # of the holder before: another shard does not know yet
-      if len(job.tickets) < len(self._memories):
-        return
-      if len(tenure.running) >= self._duty.depth:
+      complete = len(job.tickets) == len(self._shards)
+      if not complete or len(tenure.running) >= self._duty.depth:
         return
       del tenure.jobs[seq]
       tenure.started.add(seq)
       self._begin(job)
 
   def _begin(self, job):
-    tenure = self._tenure
+    tenure, duty = self._tenure, self._duty
     if self._faults:
-      self._faults.before_work(self.worker, job.seq)
+      self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
     parts = [
       memory.read(PARAMS, job.tickets[shard].params)
       for shard, memory in enumerate(self._memories)
     ]
-    plan = self._duty.plan
+    plan = duty.plan
     params = parts[0] if plan is None else sharding.join(plan, parts)
-    ticket = base.Ticket(
-      np.int32(self.worker),
-      np.int32(job.tickets[0].version),
-      params,
-      np.bool_(not job.kept),
-    )
-    tenure.state, message, metrics = self._duty.work(
-      *(tenure.state, ticket, self._duty.batch(self.worker, job.job)),
-      *(self._duty.root, np.int32(job.job)),
+    worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
+    ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
+    batch = duty.batch(self._worker, job.job)
+    tenure.state, message, metrics = duty.work(
+      tenure.state, ticket, batch, duty.root, np.int32(job.job)
     )
     job.result = message, metrics.loss
     tenure.running.append(job)
@@ -289,7 +262,7 @@ class WorkerLoop:
     lead has, all have."""
     message, loss = job.result
     if self._faults:
-      message = self._faults.message(self.worker, job.seq, message)
+      message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if self.revoked:
       return
@@ -304,7 +277,7 @@ class WorkerLoop:
       slot = job.tickets[shard].message
       self._memories[shard].write(MESSAGES, slot, parts[shard])
       frame = Frame(
-        *(frames.PUSH, self.worker, job.seq, job.job),
+        *(frames.PUSH, self._worker, job.seq, job.job),
         flag=int(finite),
         message=slot,
         value=float(loss),
@@ -312,7 +285,7 @@ class WorkerLoop:
       self._tenure.unacked[shard][job.seq] = frame
       pushes = [frame]
       if self._faults and shard == 0:
-        pushes = self._faults.frames(self.worker, frame)
+        pushes = self._faults.frames(self._worker, frame)
       for push in pushes:
         self._say(shard, push)
     self._span(Span("push", computed, self._clock(), job.seq, job.job))

@@ -33,22 +33,14 @@ class ShardPlan(NamedTuple):
 
 
 def make_plan(params: optax.Params, shards: int) -> ShardPlan:
-  """Splits parameters so that shards hold about the same number of bytes.
+  """Splits parameters so that S shards hold about the same number of bytes.
 
   The leaves are laid one after the other and cut at S - 1 places: where equal
   parts would end, moved to the nearest end of a piece. A piece is a row of a
   leaf, or a whole leaf if it is small: no more than 64 KiB and than an eighth
   of a shard. So a shard holds at most the S-th part and one piece more, and
   none holds nothing. If there are fewer pieces than shards, small leaves are
-  split too.
-
-  Args:
-    params: any tree of arrays, `base.Variables` too; only shapes and dtypes
-      are read, `jax.ShapeDtypeStruct` will do.
-    shards: S.
-
-  Returns:
-    The ShardPlan, a function of shapes and dtypes alone.
+  split too. Only shapes and dtypes are read.
 
   Raises:
     ValueError: if `shards` is not a positive whole number, or more than there
@@ -105,9 +97,8 @@ def plan_by_owner(params: optax.Params, owners: Sequence[int]) -> ShardPlan:
   """Gives each leaf to a shard, whole.
 
   Args:
-    params: as in `make_plan`.
-    owners: the shard of each leaf, int[L], as jax.tree.leaves has them; none of
-      the shards from 0 to the last is without a leaf.
+    params: only shapes and dtypes are read.
+    owners: the shard of each leaf, int[L], as jax.tree.leaves has them.
 
   Raises:
     ValueError: for another number of owners, or a shard without a leaf.
@@ -135,7 +126,7 @@ def plan_by_owner(params: optax.Params, owners: Sequence[int]) -> ShardPlan:
 
 
 def _rows_of(params):
-  """Returns the shape, the number of rows and the bytes of a row of leaves."""
+  """Returns (shapes, numbers of rows, bytes of a row) of the leaves."""
   leaves = [shape_of(x) for x in jax.tree.leaves(params)]
   shapes = tuple(x.shape for x in leaves)
   rows = [shape[0] if shape else 1 for shape in shapes]
@@ -164,18 +155,12 @@ def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
 
 
 def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
-  """Returns what one shard holds of a tree.
+  """Returns what one shard holds of a tree of arrays, or their structs.
 
-  Args:
-    plan: made for leaves of these shapes; dtypes may be others.
-    tree: NumPy or jax arrays, or `jax.ShapeDtypeStruct`.
-    shard: from 0 to S - 1.
-
-  Returns:
-    A tree of the same structure. Each leaf is a slice of the leading axis, with
-    no rows where the shard holds none; a leaf without axes is shown as [1] or
-    [0]. NumPy leaves are views, and jax leaves that are not split the very
-    arrays.
+  Each leaf is a slice of the leading axis, with no rows where the shard holds
+  none; a leaf without axes is shown as [1] or [0]. NumPy leaves are views, and
+  jax leaves that are not split the very arrays. Dtypes may be others than the
+  plan was made of.
 
   Raises:
     ValueError: if the shapes are not the plan's.
@@ -195,14 +180,8 @@ def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
 
 
 def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
-  """Puts together what `split` split.
-
-  Args:
-    plan: as given to `split`.
-    parts: S trees of one structure; jax arrays on one device.
-
-  Returns:
-    The whole tree. A leaf that lies in one shard is not copied.
+  """Puts together what `split` split: S trees of one structure, their jax
+  arrays on one device. A leaf that lies in one shard is not copied.
 
   Raises:
     ValueError: for another number of parts, or shapes that are not the plan's.
@@ -210,7 +189,7 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
   if len(parts) != plan.shards:
     raise ValueError(f"the plan is of {plan.shards} shards, not {len(parts)}")
   structure = jax.tree.structure(parts[0])
-  columns = []
+  columns = []  # [S][L]
   for s, tree in enumerate(parts):
     leaves, other = jax.tree.flatten(tree)
     if other != structure:
@@ -247,22 +226,22 @@ def _rows(x, start, stop):
   return x if stop - start == x.shape[0] else x[start:stop]
 
 
-def _check_shapes(tree, leaves, shapes, whose):
+def _check_shapes(tree, leaves, shapes, plan):
   if len(leaves) != len(shapes):
     raise ValueError(
-      f"a tree of {len(leaves)} leaves, where {whose} has {len(shapes)}"
+      f"a tree of {len(leaves)} leaves, where {plan} has {len(shapes)}"
     )
   for i, (x, shape) in enumerate(zip(leaves, shapes, strict=True)):
-    actual = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
-    if actual != shape:
+    if np.shape(x) != shape:
       raise ValueError(
-        f"the leaf {paths_of(tree)[i]} has shape {actual}, in {whose} {shape}"
+        f"the leaf {paths_of(tree)[i]} has shape {np.shape(x)}, in {plan}"
+        f" {shape}"
       )
 
 
 def paths_of(tree: Any) -> list[str]:
   """Returns what the leaves of a tree are called."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  leaves = jax.tree.leaves_with_path(tree)
   return [jax.tree_util.keystr(path) or "(the only one)" for path, _ in leaves]
 
 
@@ -271,13 +250,12 @@ def combine(
 ) -> base.Report:
   """Makes the Report of a message from those of its parts.
 
+  It is of NumPy arrays: root mean squares over all trained elements, the
+  largest staleness, and accepted if it was by all.
+
   Args:
     reports: S Reports, of numbers, or of columns of one length.
     sizes: trained elements of each shard (`trained_sizes`).
-
-  Returns:
-    A Report of NumPy arrays: root mean squares over all trained elements, the
-    largest staleness, and accepted if it was by all.
 
   Raises:
     ValueError: if there is not one size for each report, or none.

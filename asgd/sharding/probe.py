@@ -7,6 +7,7 @@ the whole read more than their own rows.
 """
 
 import math
+import operator
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from asgd import base
 from asgd.sharding import totals as totals_lib
 from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
-EXAMPLE = "asgd.sharding.clip_by_global_norm"  # of a transform made for shards
 _ROWS = 5  # of a leaf, at most
 _ELEMENTS = 4096  # of all leaves, about at most; rows are never shortened more
 # Scales of the messages; those that clip, damp or branch do so at one of them.
@@ -53,14 +53,6 @@ def _shorten(structs: Any, most: float, widest: float = math.inf) -> Any:
   return jax.tree.map(shorten, structs)
 
 
-def _small(structs: Any) -> Any:
-  for widest in (math.inf, 256, 64, 16, 4):
-    small = _shorten(structs, _ROWS, widest)
-    if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
-      break
-  return small
-
-
 def _halves(structs: Any) -> ShardPlan:
   """Cuts the leaves at different rows; of the last of four, part 1 has all."""
   leaves = jax.tree.leaves(structs)
@@ -73,110 +65,98 @@ def _halves(structs: Any) -> ShardPlan:
   return ShardPlan(2, shapes, (0,) * len(leaves), tuple(cuts))
 
 
-def _random(structs: Any, rng: np.random.Generator) -> Any:
+def _operations(jaxpr: Any) -> list[str]:
+  """Names the operations of a program and of those within it, in order."""
+  names = []
+  for eqn in jaxpr.eqns:
+    names.append(eqn.primitive.name)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      names += _operations(inner)
+  return names
+
+
+def _update(algorithm, updates, state, params, *delay):
+  delay = base.Delay(*delay)._asdict()
+  return algorithm.update(updates, state, params, **delay)
+
+
+def _compare(plan: ShardPlan, what: str, whole: Any, *parts: Any) -> None:
+  """Raises _Refused unless the parts are the whole."""
+  try:
+    joined = join(plan, jax.tree.map(np.asarray, parts))
+  except ValueError as error:
+    what = f"{what} the parameters has other shapes than they"
+    raise _Refused(f"{what} ({error})") from error
+  paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
+  for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
+    scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
+    limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
+    if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
+      raise _Refused(f"{what} {path} reads more than its own rows")
+
+
+def _train(algorithm: base.Algorithm, structs: Any, totals: bool) -> None:
+  """Trains the whole and both parts, compiled as one program, on random
+  messages; raises _Refused where they differ."""
+  plan = _halves(structs)
+  rng = np.random.default_rng(0)
+
   def draw(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
       return rng.standard_normal(x.shape)
     return rng.integers(0, 3, x.shape).astype(x.dtype)
 
-  return jax.tree.map(draw, structs)
+  def pieces(tree):
+    return [tree, *split(plan, tree)]
 
-
-def _update(algorithm):
-  def update(updates, state, params, worker, staleness, sent):
-    delay = base.Delay(worker, staleness, sent)
-    return algorithm.update(updates, state, params, **delay._asdict())
-
-  return update
-
-
-def _operations(fn, *args) -> list[str]:
-  """Names the operations of a program and of those within it, in order."""
-
-  def names(jaxpr):
-    for eqn in jaxpr.eqns:
-      yield eqn.primitive.name
-      for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-        yield from names(inner)
-
-  return list(names(jax.make_jaxpr(fn)(*args).jaxpr))
-
-
-class _Probe:
-  """An algorithm on the whole and on both parts, compiled as one program."""
-
-  def __init__(self, algorithm, structs, totals):
-    self._algorithm, self._structs = algorithm, structs
-    self._plan, self._totals = _halves(structs), totals
-    self._init, self._step = (
-      jax.jit(fn, compiler_options=_QUICK) for fn in (self._start, self._turn)
-    )
-
-  def _all(self, fn, args):
-    """Calls `fn` for the whole, args[0], and for the parts, args[1:]."""
-    if not self._totals:
-      return [fn(*each) for each in args]
+  def each(fn, *columns):
+    """Calls `fn` for the whole and for both parts."""
+    whole, *parts = zip(*columns, strict=True)
+    if not totals:
+      return [fn(*args) for args in (whole, *parts)]
     step = totals_lib.staged(fn)
-    parts = totals_lib.run_staged(
-      step, args[1:], lambda xs: jax.tree.map(lambda x, y: x + y, *xs)
-    )
-    return [fn(*args[0]), *parts]
+    add = lambda operands: jax.tree.map(operator.add, *operands)  # noqa: E731
+    return [fn(*whole), *totals_lib.run_staged(step, parts, add)]
 
-  def _start(self, params):
-    params = [params, *split(self._plan, params)]
-    return params, self._all(self._algorithm.init, [(p,) for p in params])
+  def start(params):
+    params = pieces(params)
+    return params, each(algorithm.init, params)
 
-  def _send(self, states, params, worker):
-    def send(state, params):
-      return self._algorithm.send(state, params, worker=worker)
+  def turn(params, states, sent, message, worker, staleness):
+    """One update and one ticket."""
 
-    return self._all(send, list(zip(states, params, strict=True)))
-
-  def _turn(self, params, states, sent, message, worker, staleness):
-    """One update and one ticket; returns what the whole and the parts make."""
-    messages = [message, *split(self._plan, message)]
-    columns = zip(messages, states, params, sent, strict=True)
-    update = _update(self._algorithm)
-    args = [(*row[:3], worker, staleness, row[3]) for row in columns]
-    updates, states = zip(*self._all(update, args), strict=True)
-    params = list(map(optax.apply_updates, params, updates))
-    return params, list(states), updates, self._send(states, params, worker)
-
-  def _compare(self, what, whole, *parts):
-    """Raises _Refused unless the parts are the whole."""
-    try:
-      joined = join(self._plan, jax.tree.map(np.asarray, parts))
-    except ValueError as error:
-      what = f"{what} the parameters has other shapes than they"
-      raise _Refused(f"{what} ({error})") from error
-    paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
-    for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
-      scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
-      limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
-      if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
-        raise _Refused(f"{what} {path} reads more than its own rows")
-
-  def run(self) -> None:
-    """Trains on random messages; raises _Refused where the parts differ."""
-    rng = np.random.default_rng(0)
-    params, states = self._init(_random(self._structs, rng))
-    drift = _random(self._structs, rng)  # gradients agree about a direction
-    sent = [params]
-    for step in range(_STEPS * len(_SCALES) + 2):
-      scale = _SCALES[min(step // _STEPS, len(_SCALES) - 1)]
-      noise = _random(self._structs, rng)
-      message = jax.tree.map(lambda d, n: scale * (d + n), drift, noise)  # noqa: B023
-      if step == _STEPS * len(_SCALES):
-        leaf = max(jax.tree.leaves(message), key=np.size)
-        leaf[(-1,) * leaf.ndim] = np.nan
-      staleness = min(step % (_STALEST + 1), step)
-      params, states, updates, ticket = self._step(
-        *(params, states, sent[-1 - staleness], message),
-        *(np.int32(step % 2), np.int32(staleness)),
+    def update(message, state, params, sent):
+      return _update(
+        algorithm, message, state, params, worker, staleness, sent
       )
-      sent.append(ticket)
-      self._compare("the update of", *updates)
-      self._compare("what is sent of", *ticket)
+
+    def send(state, params):
+      return algorithm.send(state, params, worker=worker)
+
+    outs = each(update, pieces(message), states, params, sent)
+    updates, states = map(list, zip(*outs, strict=True))
+    params = list(map(optax.apply_updates, params, updates))
+    return params, states, updates, each(send, states, params)
+
+  start, turn = (jax.jit(fn, compiler_options=_QUICK) for fn in (start, turn))
+  params, states = start(jax.tree.map(draw, structs))
+  drift = jax.tree.map(draw, structs)  # gradients agree about a direction
+  sent = [params]
+  scales = [scale for scale in _SCALES for _ in range(_STEPS)]
+  scales += 2 * [_SCALES[-1]]
+  for step, scale in enumerate(scales):
+    message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
+    if step == len(scales) - 2:
+      leaf = max(jax.tree.leaves(message), key=np.size)
+      leaf[(-1,) * leaf.ndim] = np.nan
+    staleness = min(step % (_STALEST + 1), step)
+    numbers = np.int32(step % 2), np.int32(staleness)
+    params, states, updates, ticket = turn(
+      params, states, sent[-1 - staleness], message, *numbers
+    )
+    sent.append(ticket)
+    _compare(plan, "the update of", *updates)
+    _compare(plan, "what is sent of", *ticket)
 
 
 def check(
@@ -191,14 +171,10 @@ def check(
   it sends of it, depend on nothing but the same row of the parameters, messages
   and tickets, and on what no row holds, like a count or a learning rate. That
   is tried on random numbers, so a rule that reads other rows only in a case
-  that the probe does not meet passes. Norms, factored and matrix statistics,
-  means, tests for NaN and noise are refused, unless they reach neither
-  parameters nor tickets.
-
-  Parameters are small random arrays, made from the shapes; of large ones, the
-  program has to be the same as at the shapes that are given. A leaf without
-  axes is taken as rows, too. Gates, the transforms of single messages
-  (`per_message`; check them alone) and workers are not looked at.
+  that the probe does not meet passes. Parameters are small random arrays; of
+  large ones, the program has to be the same as at the shapes that are given.
+  Gates, the transforms of single messages (`per_message`; check them alone) and
+  workers are not looked at.
 
   Args:
     algorithm: an Algorithm or an optax transform.
@@ -220,29 +196,35 @@ def check(
     algorithm = base.as_algorithm(algorithm)
   structs = jax.tree.map(shape_of, params)
   number = jax.ShapeDtypeStruct((), np.int32)
-  small = _small(structs)
+  large = _shorten(structs, math.inf)
+  for widest in (math.inf, 256, 64, 16, 4):
+    small = _shorten(structs, _ROWS, widest)
+    if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
+      break
 
   def once(params, worker):
     state = algorithm.init(params)
-    update = _update(algorithm)(params, state, params, worker, worker, params)
+    update = _update(
+      algorithm, params, state, params, worker, worker, params
+    )
     return update, algorithm.send(state, params, worker=worker)
 
   # The algorithm's own errors, at the shapes it is for, are not ours.
   jax.eval_shape(once, structs, number)
-  large = _shorten(structs, math.inf)
   try:
-    if small != large and (
-      _operations(once, small, number) != _operations(once, large, number)
-    ):
-      raise _Refused("it is another program at another number of rows")
+    if small != large:
+      programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
+      if _operations(programs[0]) != _operations(programs[1]):
+        raise _Refused("it is another program at another number of rows")
     with jax.enable_x64(True):
-      _Probe(algorithm, small, totals).run()
+      _train(algorithm, small, totals)
   except Exception as error:
     reason = error
     if not isinstance(error, _Refused):
       kind = type(error).__name__
       reason = f"it fails on a part of the rows ({kind}: {error})"
-    remedy = f", or transforms made for shards, such as {EXAMPLE}"
+    remedy = ", or transforms made for shards, such as"
+    remedy += " asgd.sharding.clip_by_global_norm"
     raise ValueError(
       f"this algorithm is not the same on shards: {reason}; use one shard"
       f"{remedy if totals else ''}"

@@ -28,12 +28,8 @@ _EXCHANGE = jax.make_user_context(default_value=None)
 def total(x: Any) -> Any:
   """Returns the sum of `x` over all shards; without shards, x itself.
 
-  Args:
-    x: an array or a tree of arrays, a sum over the rows that are here, like
-      jnp.sum(jnp.square(g)).
-
-  Returns:
-    The same for all rows of the parameters, on whichever shard they are.
+  It is an array or a tree of arrays, each a sum over the rows that are here,
+  like jnp.sum(jnp.square(g)).
   """
   exchange = _EXCHANGE.value
   return x if exchange is None else exchange(x)
@@ -74,7 +70,6 @@ class _Call:
   def __init__(self, totals):
     self.totals = totals
     self.asked = 0
-    self.operand = None
     self.trace = jax.extend.core.get_opaque_trace_state()
 
 
@@ -92,13 +87,13 @@ def _ask(x):
     )
   call.asked += 1
   if call.asked > len(call.totals):
-    call.operand = x
-    raise _Asked
+    raise _Asked(x)
   given = call.totals[call.asked - 1]
-  if jax.tree.map(jnp.shape, given) != jax.tree.map(jnp.shape, x):
+  shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, given)]
+  if shapes[0] != shapes[1]:
     raise ValueError(
-      f"total number {call.asked} is asked for {jax.tree.map(jnp.shape, x)},"
-      f" but given as {jax.tree.map(jnp.shape, given)}"
+      f"total number {call.asked} is asked for {shapes[0]}, but given as"
+      f" {shapes[1]}"
     )
   return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), given, x)
 
@@ -108,17 +103,17 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
   For places that are not joined by collectives: each evaluates `step` with the
   totals so far; the host between them adds up what they ask for (`add_up`) and
-  calls them again with one total more. What comes before the k-th
-  total is computed again in each of the steps after it, as far as it is needed.
+  calls them again with one total more. What comes before the k-th total is
+  computed again in each of the steps after it.
 
   Args:
     fn: any function; calls `total` as often for every shard, and not inside
       jit, cond, scan, vmap or grad.
 
   Returns:
-    step(totals, *args): `totals` is a tuple of totals. Ask, if `fn` needs one
-    more, otherwise Done. Both are trees of arrays: jax.jit(step) compiles once
-    for each number of totals.
+    step(totals, *args) -> Ask, if `fn` needs one total more, otherwise Done.
+    Both are trees of arrays: jax.jit(step) compiles once for each number of
+    totals.
 
   Example:
     >>> step = jax.jit(staged(lambda x: x / total(x.sum())))
@@ -134,8 +129,8 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
     try:
       with _EXCHANGE(_ask):
         result = fn(*args, **kwargs)
-    except _Asked:
-      return Ask(call.operand)
+    except _Asked as asked:
+      return Ask(asked.args[0])
     finally:
       _CALLS.now = outer
     if call.asked < len(call.totals):
@@ -149,11 +144,8 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
 
 def add_up(operands: Sequence[Any]) -> Any:
-  """Sums trees in the order of the shards, in their own dtypes, with NumPy.
-
-  The order and the precision are said so that it gives the same bits wherever
-  it is done.
-  """
+  """Sums trees in the order of the shards, in their own dtypes, with NumPy: it
+  gives the same bits wherever it is done."""
   return jax.tree.map(
     lambda *xs: functools.reduce(np.add, map(np.asarray, xs)), *operands
   )
@@ -164,15 +156,12 @@ def run_staged(
   args: Sequence[Sequence[Any]],
   add: Callable[[Sequence[Any]], Any] = add_up,
 ) -> list[Any]:
-  """Evaluates a staged function for all shards, in one place.
+  """Evaluates a staged function for S shards, in one place; returns S results.
 
   Args:
     step: from `staged`, compiled or not.
     args: S tuples of arguments.
     add: S operands -> their sum.
-
-  Returns:
-    S results.
 
   Raises:
     ValueError: if some shards ask for more totals than others.
@@ -196,15 +185,10 @@ _MOST_NORM = 1e30  # so that float32 holds it
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm`, of the norm over all shards.
-
-  Without shards it is the same. Asks for one total.
-
-  Args:
-    max_norm: the largest norm of an update.
+  """`optax.clip_by_global_norm`, of the norm over all shards: one total.
 
   Raises:
-    ValueError: if it is no positive number, or infinite.
+    ValueError: if `max_norm` is no positive number, or infinite.
   """
   number = isinstance(max_norm, numbers.Real) and max_norm is not True
   if not number or not 0 < max_norm <= _MOST_NORM:

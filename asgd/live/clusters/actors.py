@@ -20,14 +20,9 @@ import numpy as np
 from asgd import base, sharding
 from asgd.live import faults as faults_lib
 from asgd.live import processes
+from asgd.live.clusters import ray_processes
 from asgd.live.clusters.base import LiveCluster
-from asgd.live.clusters.ray_processes import (
-  ShardActor,
-  Site,
-  WorkerActor,
-  actor_name,
-  node_id,
-)
+from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import DEAD
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
@@ -69,16 +64,11 @@ class RayCluster(LiveCluster):
   ):
     """Prepares; `start` begins. `ray.init` has been called.
 
-    Args:
-      site: of the run.
-      make_server: called in each shard's process.
-      params: NumPy arrays, before the first message.
-      make_duty: called in each worker's process.
-      faults: to be injected.
-      refill: put a new worker in the place of one that died.
-      resources: for each worker and each shard, as Ray's `options`.
-      images: checkpoints of each shard, for when the memory is lost.
-      resumed: the journals hold a run that stopped.
+    `make_server` and `make_duty` are called in the processes of shards and
+    workers; the parameters are those before the first message, the images
+    checkpoints of each shard, for when the memory is lost; `refill` replaces
+    workers that die, and of a run that is resumed the journals hold the
+    beginning.
     """
     import ray
 
@@ -88,7 +78,8 @@ class RayCluster(LiveCluster):
     )
     super().__init__(setup, plan, refill=refill)
     self._ray, self._resources = ray, resources or Resources()
-    self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
+    token = uuid.uuid4().hex
+    self.site = site._replace(token=token, machine=ray_processes.node_id())
     self._faults, self._resumed = list(faults), resumed
     params = ray.put(params)
     images = images or [None] * setup.shards
@@ -102,11 +93,7 @@ class RayCluster(LiveCluster):
     self._absent: dict[int, float] = {}  # workers that have not joined, since
 
   def start(self) -> None:
-    """Starts all processes.
-
-    Raises:
-      ValueError: if Ray has not what they need.
-    """
+    """Starts all processes. Raises ValueError if Ray has not what they need."""
     self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -121,16 +108,11 @@ class RayCluster(LiveCluster):
     """Refuses what Ray would wait for without a word."""
     setup, there = self.setup, self._ray.cluster_resources()
     needed = collections.Counter()
-    for count, options in (
-      (setup.shards, self._resources.shard),
-      (setup.workers, self._resources.worker),
-    ):
-      asked = {
-        "CPU": options.get("num_cpus") or 0,
-        "GPU": options.get("num_gpus") or 0,
-        **options.get("resources", {}),
-      }
-      for name, amount in asked.items():
+    counts = setup.workers, setup.shards
+    for count, options in zip(counts, self._resources, strict=True):
+      needed["CPU"] += count * (options.get("num_cpus") or 0)
+      needed["GPU"] += count * (options.get("num_gpus") or 0)
+      for name, amount in options.get("resources", {}).items():
         needed[name] += count * amount
     for name, amount in needed.items():
       if amount > there.get(name, 0):
@@ -149,17 +131,15 @@ class RayCluster(LiveCluster):
     here = scheduling_strategies.NodeAffinitySchedulingStrategy(
       self.site.machine, soft=False
     )
-    actor = (
-      self._ray.remote(ShardActor)
-      .options(
-        name=actor_name(self.site, index, generation),
-        max_concurrency=8 + self.setup.workers,  # one listens for each
-        scheduling_strategy=here,
-        **self._resources.shard,
-      )
-      .remote(index, self.site, *self._shard_arguments[index], resumed)
+    actor_class = self._ray.remote(ray_processes.ShardActor).options(
+      name=ray_processes.actor_name(self.site, index, generation),
+      max_concurrency=8 + self.setup.workers,  # one listens for each
+      scheduling_strategy=here,
+      **self._resources.shard,
     )
-    self._shards[index] = actor
+    self._shards[index] = actor = actor_class.remote(
+      index, self.site, *self._shard_arguments[index], resumed
+    )
     self._running[actor.serve.remote()] = "shard", index
 
   def add_worker(self, worker: int) -> None:
@@ -167,22 +147,14 @@ class RayCluster(LiveCluster):
     self._start_worker(worker, ())
 
   def _start_worker(self, worker, faults):
-    actor = (
-      self._ray.remote(WorkerActor)
-      .options(**self._resources.worker)
-      .remote(worker, self.site)
-    )
-    self._workers[worker] = actor
+    actor_class = self._ray.remote(ray_processes.WorkerActor)
+    actor_class = actor_class.options(**self._resources.worker)
+    self._workers[worker] = actor = actor_class.remote(worker, self.site)
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
   def check(self) -> list[str]:
     """Replaces workers and shards that have ended; returns what there is to
-    tell.
-
-    Raises:
-      ValueError, RuntimeError: if a process failed in a way that a new one
-        would, too.
-    """
+    tell. Raises ValueError or RuntimeError for what would end new ones, too."""
     news = []
     done, _ = self._ray.wait(
       list(self._running), num_returns=len(self._running), timeout=0
@@ -200,16 +172,17 @@ class RayCluster(LiveCluster):
       if kind == "shard" and how == "died":
         news.append(f"shard {index} died; another takes over")
         self.replaced["shard"] += 1
+        # Ray may only have lost the way to it: it would hold its files.
+        self._ray.kill(self._shards[index])
         self._start_shard(index)
       elif kind == "worker":
         news += self._worker_ended(index, how)
     return news
 
   def _worker_ended(self, worker, how):
-    actor = self._workers.pop(worker, None)
-    if actor is not None:
-      for shard in self._shards:
-        shard.gone.remote(actor._actor_id.hex())
+    actor = self._workers.pop(worker)
+    for shard in self._shards:
+      shard.gone.remote(actor._actor_id.hex())
     return [] if how == "stopped" else self._replace_worker(worker, how)
 
   def _get(self, calls):
@@ -224,8 +197,11 @@ class RayCluster(LiveCluster):
         raise _failure(f"shard {index} failed", error) from error
     return answers
 
+  def _call(self, call):
+    return [shard.ask.remote(call) for shard in self._shards]
+
   def _ask(self, call):
-    answers = self._get([shard.ask.remote(call) for shard in self._shards])
+    answers = self._get(self._call(call))
     if None in answers:
       raise Disconnected(answers.index(None))
     return [answer for (answer,) in answers]
@@ -234,8 +210,7 @@ class RayCluster(LiveCluster):
     """See the base. A shard that does not answer for long is killed."""
     now = time.monotonic()
     if self._asked is None:
-      calls = [shard.ask.remote(Shard.status) for shard in self._shards]
-      self._asked = now, calls
+      self._asked = now, self._call(Shard.status)
     since, calls = self._asked
     ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
     if len(ready) < len(calls):
@@ -263,33 +238,24 @@ class RayCluster(LiveCluster):
     for worker in lost & set(self._workers):
       self._ray.kill(self._workers[worker])
 
-  def pids(self) -> dict[str, dict[int, int]]:
-    """Returns the processes that are alive, for tests that kill them: kind ->
-    index -> number."""
-    return processes.pids(self.site.memory)
-
   def close(self) -> None:
     """Ends all processes; what they wrote stays."""
-    self._let_workers_leave()
-    for shard in filter(None, self._shards):
+    shards = [shard for shard in self._shards if shard is not None]
+    if shards:
+      self._let_workers_leave()
+    for shard in shards:
       with contextlib.suppress(self._ray.exceptions.RayError):
         self._ray.get(shard.end.remote(), timeout=5.0)
-    for actor in (*self._workers.values(), *filter(None, self._shards)):
+    for actor in (*self._workers.values(), *shards):
       self._ray.kill(actor)
 
   def _let_workers_leave(self):
     """When all is done, workers end by themselves, and traces say so."""
+    kinds = self._running.items()
+    working = [ref for ref, (kind, _) in kinds if kind == "worker"]
     with contextlib.suppress(self._ray.exceptions.RayError):
-      lead = self._shards[0]
-      if lead is None:
-        return
-      status = self._ray.get(lead.ask.remote(Shard.status), timeout=1.0)
-      if not status["stopped"]:
-        return
-      working = [
-        ref for ref, (kind, _) in self._running.items() if kind == "worker"
-      ]
-      if working:
+      asked = self._shards[0].ask.remote(Shard.status)
+      if working and self._ray.get(asked, timeout=1.0)["stopped"]:
         self._ray.wait(working, num_returns=len(working), timeout=2.0)
 
   def remove_memory(self) -> None:

@@ -39,20 +39,9 @@ class LiveCluster(abc.ABC):
   def __init__(
     self, setup: Setup, plan: sharding.ShardPlan | None, *, refill: bool
   ):
-    """Prepares.
-
-    Args:
-      setup: of the run.
-      plan: how the parameters are split; None: one shard.
-      refill: put a new worker in the place of one that died.
-    """
-    self.setup, self._plan = setup, plan
-    self._refill = refill
+    """`refill`: put a new worker in the place of one that died."""
+    self.setup, self._plan, self._refill = setup, plan, refill
     self.replaced = {"worker": 0, "shard": 0}
-
-  @abc.abstractmethod
-  def start(self) -> None:
-    """Starts all shards and workers."""
 
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:
@@ -61,23 +50,11 @@ class LiveCluster(abc.ABC):
   @abc.abstractmethod
   def check(self) -> list[str]:
     """Replaces workers and shards that have ended; returns what there is to
-    tell.
-
-    Raises:
-      Exception: what ended one of them, if it would end a new one, too.
-    """
-
-  @abc.abstractmethod
-  def close(self) -> None:
-    """Ends all workers and shards; what they wrote stays."""
+    tell. Raises what ended one of them, if it would end a new one, too."""
 
   @abc.abstractmethod
   def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
-    """Has each shard call something.
-
-    Raises:
-      Disconnected: if one of them is gone.
-    """
+    """Has each shard call something. Raises Disconnected if one is gone."""
 
   @abc.abstractmethod
   def _ask_status(self) -> list[Status | None] | None:
@@ -105,11 +82,7 @@ class LiveCluster(abc.ABC):
     return statuses if statuses and all(statuses) else None
 
   def run(self, seconds: float = 600.0) -> None:
-    """Waits until it is finished.
-
-    Raises:
-      TimeoutError: if it is not, in that time.
-    """
+    """Waits until it is finished; raises TimeoutError if that takes longer."""
     end = time.monotonic() + seconds
     while not finished(self.status()):
       self.check()
@@ -131,17 +104,11 @@ class LiveCluster(abc.ABC):
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]]:
-    """Returns what a checkpoint needs, of each shard (`Shard.image`).
-
-    Raises:
-      Disconnected: if a shard is gone.
-    """
+    """Returns what a checkpoint needs, of each shard (`Shard.image`). Raises
+    Disconnected if one is gone."""
     return self._ask(Shard.image)
 
   def pause(self) -> None:
-    """Has workers finish what they do, and start nothing new.
-
-    Raises:
-      Disconnected: if a shard is gone.
-    """
+    """Has workers finish what they do, and start nothing new. Raises
+    Disconnected if a shard is gone."""
     self._ask(Shard.pause)

@@ -23,14 +23,11 @@ import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import frames, processes
-from asgd.live.journal import FileJournal, journal_path
+from asgd.live import frames, journal, processes, records, slots
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
-from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.slots import MESSAGES, SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty, WorkerLoop
 
@@ -48,6 +45,20 @@ class Site(NamedTuple):
   token: str = ""  # by which its actors are found
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
+
+  def clock(self) -> float:
+    """Seconds since the run began."""
+    return time.monotonic() - self.began
+
+  def socket(self, index: int) -> Path:
+    """The path of a shard's socket."""
+    return Path(self.memory) / f"{index}.sock"
+
+  def open_memory(self, index: int, *like: Any) -> slots.SharedMemory:
+    """Opens a shard's memory; `like` is as in `SharedMemory`."""
+    folder = Path(self.memory) / f"shard-{index}"
+    counts = slot_counts(self.setup)
+    return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
 def _keep_memory():
@@ -76,14 +87,6 @@ def _prepare_jax(site, worker):
     jax.config.update("jax_num_cpu_devices", site.devices)
 
 
-def _clock(site):
-  return lambda: time.monotonic() - site.began
-
-
-def _socket(site, index):
-  return Path(site.memory) / f"{index}.sock"
-
-
 def node_id():
   """This machine's node in Ray's cluster."""
   import ray
@@ -96,25 +99,15 @@ def actor_name(site, index, generation):
   return f"{site.token}-shard-{index}-{generation}"
 
 
-def _actor_id():
-  """Returns the number of the actor that asks."""
+def _far_link(site):
+  """Returns the link of the actor that asks."""
   import ray
 
-  return ray.get_runtime_context().get_actor_id()
+  def find(index, generation):
+    return ray.get_actor(actor_name(site, index, generation))
 
-
-def _find(site, index, generation):
-  """Returns a shard's actor. Raises ValueError if there is none."""
-  import ray
-
-  return ray.get_actor(actor_name(site, index, generation))
-
-
-def _memory(site, index, like):
-  return SharedMemory(
-    *(Path(site.memory) / f"shard-{index}", slot_counts(site.setup), like),
-    compress=site.compress,
-  )
+  owner = ray.get_runtime_context().get_actor_id()
+  return RayLink(find, site.setup.shards, owner)
 
 
 class ShardActor:
@@ -136,7 +129,7 @@ class ShardActor:
     folder = Path(site.memory) / f"shard-{index}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     self._lock = processes.lock(folder / "lock", seconds=30.0)
-    setup, clock = site.setup, _clock(site)
+    setup = site.setup
     if setup.shards > 1:
       plan = sharding.make_plan(params, setup.shards)
       params = sharding.part(plan, params, index)
@@ -147,19 +140,16 @@ class ShardActor:
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
-      _memory(site, index, (params, params, state)),
-      FileJournal(journal_path(site.run, index)),
-      FileSink(records_path(site.run, index)),
-      now=clock(),
+      site.open_memory(index, params, params, state),
+      journal.FileJournal(journal.journal_path(site.run, index)),
+      records.FileSink(records.records_path(site.run, index)),
+      now=site.clock(),
       image=image,
       resumed=resumed,
     )
-    follows = index > 0 and setup.consistent
+    lead = site.socket(0) if index and setup.consistent else None
     self._server = ShardServer(
-      shard,
-      _socket(site, index),
-      clock=clock,
-      lead=_socket(site, 0) if follows else None,
+      shard, site.socket(index), clock=site.clock, lead=lead
     )
 
   def _warm_up(self, server, steps, params):
@@ -167,9 +157,8 @@ class ShardActor:
     state = simulator.start(server, params)
     ticket = steps.send(state, jnp.int32(0))
     message = jax.tree.map(np.zeros_like, params)
-    jax.block_until_ready(
-      steps.receive(state, ticket, message, np.float32(0.0))
-    )
+    received = steps.receive(state, ticket, message, np.float32(0.0))
+    jax.block_until_ready(received)
 
   def serve(self) -> None:
     """Serves until `end`; dies with the process."""
@@ -189,8 +178,8 @@ class ShardActor:
     def take(shard):
       if message is not None and shard.state.accepts(frame):
         memory = shard.state.slots.memory
-        memory.write(MESSAGES, frame.message, message)
-      shard.handle(frame, session.say, _clock(self._site)())
+        memory.write(slots.MESSAGES, frame.message, message)
+      shard.handle(frame, session.say, self._site.clock())
 
     self._server.ask(take)
 
@@ -204,9 +193,7 @@ class ShardActor:
     def drop(shard):
       for token in [t for t in self._sessions if t.startswith(owner)]:
         session = self._sessions.pop(token)
-        # Another may have taken the place before this was heard.
-        if shard.peer(session.worker) == session.say:
-          shard.gone(session.worker, _clock(self._site)())
+        shard.gone(session.worker, self._site.clock(), session.say)
 
     self._server.ask(drop)
 
@@ -241,26 +228,22 @@ class WorkerActor:
     """Works until there is no more to do; see `WorkerLoop.run`."""
     site, duty = self._site, make_duty()
     shards = range(site.setup.shards)
-    parts = (
-      [duty.params]
-      if duty.plan is None
-      else sharding.split(duty.plan, duty.params)
-    )
+    parts = [duty.params]
+    if duty.plan is not None:
+      parts = sharding.split(duty.plan, duty.params)
     self._warm_up(duty)
-    clock = _clock(site)
-    if self._near:
-      link = SocketLink([_socket(site, index) for index in shards])
-      memories = [
-        _memory(site, i, (parts[i], parts[i], None)) for i in shards
-      ]
-    else:
-      link = RayLink(
-        functools.partial(_find, site), len(shards), _actor_id()
-      )
-      memories = link.memories
+    sockets = [site.socket(index) for index in shards]
+    link = SocketLink(sockets) if self._near else _far_link(site)
     for shard in shards:
       while not link.connect(shard):
         pass
+    # Opened by a worker first, a shard would take new memory for its own.
+    if self._near:
+      memories = [
+        site.open_memory(i, parts[i], parts[i], None) for i in shards
+      ]
+    else:
+      memories = link.memories
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -272,7 +255,7 @@ class WorkerActor:
       span = functools.partial(SpanWriter(Path(site.run)), self._worker)
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
-      clock=clock,
+      clock=site.clock,
       wait=time.sleep,
       faults=script,
       span=span,
@@ -288,11 +271,7 @@ class WorkerActor:
     """Compiles before it takes the place, so that the lead does not take it
     for hung: its deadline is that of workers that have compiled."""
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), duty.params)
-    ticket = base.Ticket(
-      np.int32(self._worker), np.int32(0), params, np.bool_(True)
-    )
-    batch = duty.batch(self._worker, 0)
-    state = duty.init(params)
-    jax.block_until_ready(
-      duty.work(state, ticket, batch, duty.root, np.int32(0))
-    )
+    worker, zero = np.int32(self._worker), np.int32(0)
+    ticket = base.Ticket(worker, zero, params, np.bool_(True))
+    batch, state = duty.batch(self._worker, 0), duty.init(params)
+    jax.block_until_ready(duty.work(state, ticket, batch, duty.root, zero))

@@ -22,7 +22,7 @@ from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
 from asgd.live.records import Sink
-from asgd.live.setup import Setup, check_setup, slot_counts
+from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 from asgd.live.slots import LocalMemory
 from asgd.live.spans import Span
@@ -69,37 +69,22 @@ class ThreadCluster(LiveCluster):
   ):
     """Prepares; `start` begins.
 
-    Args:
-      setup: of the run.
-      steps: compiled functions.
-      states: of each shard, before the first message.
-      duty: of the workers.
-      faults: to be injected.
-      refill: put a new worker in the place of one that died.
-      patience: of the workers, in seconds.
-      memories: of each shard; references if None.
-      journals: of each shard; in memory if None.
-      sinks: of each shard; in memory if None.
-      images: checkpoints of each shard, as `Shard` takes them.
-      resumed: the journals hold a run that stopped.
-      began: `time.monotonic()` when the run began, or would have; None: now.
-      span: told (worker, stretch of time).
+    The states are those of each shard before the first message. What outlives a
+    shard (memories, journals, sinks, and checkpoints as `Shard` takes them) is
+    by default of this process. `began` is `time.monotonic()` when the run
+    began, or would have; of a run that is resumed the journals hold the
+    beginning. Workers are patient for so many seconds, and `refill` replaces
+    those that die; `span` is told (worker, stretch of time).
 
     Raises:
-      ValueError: for a setup or faults that cannot be, or another number of
-        states.
+      ValueError: for faults that cannot happen.
     """
-    check_setup(setup)
     faults_lib.check(faults, setup.workers, setup.jobs)
-    if len(states) != setup.shards:
-      raise ValueError(
-        f"states must be of {setup.shards} shards, not of {len(states)}"
-      )
     super().__init__(setup, duty.plan, refill=refill)
     count = range(setup.shards)
-    self._steps, self._states = steps, list(states)
+    self._steps, self._states = steps, states
     self.stores = Stores(
-      memories or [LocalMemory(slot_counts(setup)) for _ in count],
+      memories or [LocalMemory() for _ in count],
       journals or [Journal() for _ in count],
       sinks or [Sink() for _ in count],
       images or [None for _ in count],
@@ -108,12 +93,13 @@ class ThreadCluster(LiveCluster):
     self.script = faults_lib.Script(
       faults, kill=self._kill_this_thread, wait=self._wait
     )
-    self._began = time.monotonic() if began is None else began
+    began = time.monotonic() if began is None else began
+    self._clock = lambda: time.monotonic() - began  # seconds of the run
 
     def make_loop(worker, link):
       return WorkerLoop(
         *(worker, duty, link, self.stores.memories),
-        clock=self.clock,
+        clock=self._clock,
         patience=patience,
         wait=self._wait,
         faults=self.script,
@@ -125,10 +111,6 @@ class ThreadCluster(LiveCluster):
     self._workers: dict[int, _WorkerThread] = {}
     self._failure: BaseException | None = None  # of a worker
 
-  def clock(self) -> float:
-    """Seconds since the run began."""
-    return time.monotonic() - self._began
-
   def _shard_thread(self, index, resumed=False):
     stores, setup = self.stores, self.setup
 
@@ -138,7 +120,7 @@ class ThreadCluster(LiveCluster):
       shard = Shard(
         *(index, setup, self._steps, state, stores.memories[index]),
         *(stores.journals[index], stores.sinks[index]),
-        now=self.clock(),
+        now=self._clock(),
         image=stores.images[index],
         resumed=resumed,
       )
@@ -146,7 +128,7 @@ class ThreadCluster(LiveCluster):
         connect_follower(shard, self.shards[index], self.shards[0])
       return shard
 
-    return ShardThread(index, make, self.clock)
+    return ShardThread(index, make, self._clock)
 
   def _kill_this_thread(self):
     raise faults_lib.Killed
@@ -167,10 +149,7 @@ class ThreadCluster(LiveCluster):
     link = ThreadLink(worker, self.shards, self._end.is_set)
     loop = self._make_loop(worker, link)
     thread = threading.Thread(
-      target=self._work,
-      args=(worker, loop, link),
-      name=f"worker-{worker}",
-      daemon=True,
+      target=self._work, args=(worker, loop, link), daemon=True
     )
     self._workers[worker] = _WorkerThread(thread, link, loop)
     thread.start()
@@ -199,22 +178,18 @@ class ThreadCluster(LiveCluster):
     if index == 0 and self.setup.consistent:
       lead, *followers = self.shards
       for thread in followers:
-        thread.put(
-          lambda shard, now, thread=thread: connect_follower(
-            shard, thread, lead
-          )
-        )
+
+        def connect(shard, now, thread=thread):
+          connect_follower(shard, thread, lead)
+
+        thread.put(connect)
 
   def check(self) -> list[str]:
-    """Replaces workers that are gone; returns what there is to tell.
-
-    Raises:
-      BaseException: what ended a thread.
-    """
+    """Replaces workers that are gone; returns what there is to tell. Raises
+    what ended a thread."""
     failures = [thread.failure for thread in self.shards]
-    for failure in (*failures, self._failure):
-      if failure:
-        raise failure
+    for failure in filter(None, [*failures, self._failure]):
+      raise failure
     lead, news = self.shards[0].shard, []
     if lead is None or not self._refill or lead.stopped:
       return news

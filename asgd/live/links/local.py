@@ -1,7 +1,6 @@
 """Frames between threads of one process: queues of references."""
 
 import contextlib
-import functools
 import queue
 import threading
 import time
@@ -22,13 +21,8 @@ class ShardThread:
   def __init__(
     self, index: int, make: Callable[[], Shard], clock: Callable[[], float]
   ):
-    """Prepares; `start` begins.
-
-    Args:
-      index: which shard.
-      make: called in the thread.
-      clock: seconds since the run began.
-    """
+    """`make` is called in the thread; `clock` tells seconds since the run
+    began."""
     self.index = index
     self._make, self._clock = make, clock
     self._box: queue.SimpleQueue = queue.SimpleQueue()
@@ -38,10 +32,7 @@ class ShardThread:
     self._thread = threading.Thread(
       target=self._run, name=f"shard-{index}", daemon=True
     )
-
-  def start(self) -> None:
-    """Starts the thread."""
-    self._thread.start()
+    self.start = self._thread.start
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:
     """Has the thread call something with its shard and the time."""
@@ -49,10 +40,7 @@ class ShardThread:
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
     """Has the thread call something with its shard, and returns the answer.
-
-    Raises:
-      Disconnected: if the thread has ended.
-    """
+    Raises Disconnected if the thread has ended."""
     answer: queue.SimpleQueue = queue.SimpleQueue()
     self.put(lambda shard, now: answer.put(call(shard)))
     while True:
@@ -92,13 +80,8 @@ class ShardThread:
 def connect_follower(
   shard: Shard, follower: ShardThread, lead: ShardThread
 ) -> None:
-  """Opens the way between a follower and the lead, in both directions.
-
-  Args:
-    shard: the follower; this is called in its thread.
-    follower: its thread.
-    lead: the lead's.
-  """
+  """Opens the way between a follower and the lead, in both directions; called
+  in the follower's thread."""
 
   def to_follower(frame):
     follower.put(lambda shard, now: shard.handle(frame, to_lead, now))
@@ -106,7 +89,7 @@ def connect_follower(
   def to_lead(frame):
     lead.put(lambda shard, now: shard.handle(frame, to_follower, now))
 
-  shard.follow(to_lead)
+  shard.role.follow(to_lead)
 
 
 class ThreadLink:
@@ -118,13 +101,8 @@ class ThreadLink:
     shards: Sequence[ShardThread],
     over: Callable[[], bool] = lambda: False,
   ):
-    """Connects to all shards.
-
-    Args:
-      worker: the place.
-      shards: the cluster's own list, in which it replaces those that died.
-      over: whether the run has ended, and no shard will be replaced.
-    """
+    """Connects to all shards, of the list in which the cluster replaces those
+    that died; `over`: the run has ended, and none will be replaced."""
     self._worker, self._shards, self._over = worker, shards, over
     self._box: queue.SimpleQueue = queue.SimpleQueue()
     self._threads = list(shards)
@@ -162,11 +140,8 @@ class ThreadLink:
         return shard, frame
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew; waits a moment if it is not there.
-
-    Raises:
-      Killed: if the run has ended.
-    """
+    """Opens the way to a shard anew; waits a moment if it is not there. Raises
+    Killed if the run has ended."""
     if self._over():
       raise Killed
     self._threads[shard] = self._shards[shard]
@@ -183,8 +158,4 @@ class ThreadLink:
   def close(self) -> None:
     """Tells all shards that the worker has left, as a broken socket would."""
     for way, thread in zip(self._ways, self._threads, strict=True):
-      thread.put(functools.partial(self._gone, way))
-
-  def _gone(self, way, shard, now):
-    if shard.peer(self._worker) is way:
-      shard.gone(self._worker, now)
+      thread.put(lambda shard, now, way=way: shard.gone(self._worker, now, way))

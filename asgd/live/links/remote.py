@@ -7,7 +7,6 @@ parameters, as NumPy arrays in Ray's own serialization. That costs about a
 millisecond a frame; all else is as on one machine.
 """
 
-import collections
 import contextlib
 import queue
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.slots import MESSAGES, PARAMS, LocalMemory
 
 _LISTEN = 1.0  # seconds that a shard lets a listener wait
 _PAUSE = 0.2  # seconds between two tries to connect
@@ -38,20 +37,18 @@ class Session:
 
   def say(self, frame: Frame) -> None:
     """Has a frame, and the parameters it tells of, fetched by the worker."""
-    params = None
-    if frame.kind == frames.TICKET:
-      params = self._memory.read_copy(PARAMS, frame.params)
+    ticket = frame.kind == frames.TICKET
+    params = self._memory.read_copy(PARAMS, frame.params) if ticket else None
     self._out.put((frames.pack(frame), params))
 
   def listen(self) -> list[tuple[bytes, Any]]:
     """Waits for something to be said, a moment at most; returns all of it."""
     out = []
-    try:
+    with contextlib.suppress(queue.Empty):
       out.append(self._out.get(timeout=_LISTEN))
       while True:
         out.append(self._out.get_nowait())
-    except queue.Empty:
-      return out
+    return out
 
 
 class RayLink:
@@ -60,14 +57,9 @@ class RayLink:
   def __init__(
     self, find: Callable[[int, int], Any], shards: int, owner: str
   ):
-    """Connects to no shard yet.
-
-    Args:
-      find: (shard, generation) -> its actor, the first one being of generation
-        0, the one that replaces it of 1; raises ValueError if there is none.
-      shards: how many.
-      owner: the actor that opens the sessions.
-    """
+    """Connects to no shard yet. `find` tells the actor of a shard and of a
+    generation (0, of the one that replaces it 1), or raises ValueError; `owner`
+    is the actor that opens the sessions."""
     import ray
 
     self._ray, self._find, self._owner = ray, find, owner
@@ -75,15 +67,17 @@ class RayLink:
     self._generations = [0] * shards
     self._tokens = [""] * shards
     self._heard: list[Any] = [None] * shards  # pending calls of `listen`
-    self._inbox: collections.deque[tuple[int, Frame]] = collections.deque()
+    self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
-    self.memories = [RemoteMemory() for _ in range(shards)]
+    # What a worker was sent, and what it is to send.
+    self.memories = [LocalMemory() for _ in range(shards)]
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame, and with a PUSH its message. Raises Disconnected."""
     message = None
     if frame.kind == frames.PUSH:
-      message = self.memories[shard].messages.get(frame.message)
+      message = self.memories[shard].read(MESSAGES, frame.message)
+      message = jax.tree.map(np.asarray, message)
     actor = self._actors[shard]
     if actor is None:
       raise Disconnected(shard)
@@ -98,29 +92,28 @@ class RayLink:
     """Returns the next (shard, frame). Raises Disconnected."""
     end = time.monotonic() + (1e9 if seconds is None else seconds)
     while not self._inbox:
+      if None in self._actors:  # `say` has noticed it, and may not have told
+        raise Disconnected(self._actors.index(None))
       pause = min(end - time.monotonic(), _LISTEN / 2)
-      done, _ = self._ray.wait(
-        [ref for ref in self._heard if ref is not None],
-        timeout=max(pause, 0.0),
-      )
+      done, _ = self._ray.wait(self._heard, timeout=max(pause, 0.0))
       for ref in done:
         self._take(self._heard.index(ref), ref)
       if self._woken.is_set() or (not self._inbox and pause <= 0):
         self._woken.clear()
         return None
-    return self._inbox.popleft()
+    return self._inbox.pop(0)
 
   def _take(self, shard, ref):
     try:
       said = self._ray.get(ref)
     except self._ray.exceptions.RayError as error:
-      self._actors[shard] = self._heard[shard] = None
+      self._actors[shard] = None
       raise Disconnected(shard) from error
     self._listen(shard)
     for data, params in said:
       frame = frames.unpack(data)
       if params is not None:
-        self.memories[shard].params[frame.params] = params
+        self.memories[shard].write(PARAMS, frame.params, params)
       self._inbox.append((shard, frame))
 
   def _listen(self, shard):
@@ -141,30 +134,10 @@ class RayLink:
       time.sleep(_PAUSE)
       return False
     self._actors[shard], self._tokens[shard] = actor, token
-    self._inbox = collections.deque(
-      heard for heard in self._inbox if heard[0] != shard
-    )
+    self._inbox = [heard for heard in self._inbox if heard[0] != shard]
     self._listen(shard)
     return True
 
   def wake(self) -> None:
     """Ends a `hear`, soon; may be called from a signal handler."""
     self._woken.set()
-
-
-class RemoteMemory:
-  """What a worker has of a shard's slots: what it was sent, and will send."""
-
-  def __init__(self):
-    self.params: dict[int, Any] = {}
-    self.messages: dict[int, Any] = {}
-
-  def read(self, kind: int, slot: int) -> Any:
-    """Returns the parameters that came for a slot."""
-    assert kind == PARAMS
-    return self.params[slot]
-
-  def write(self, kind: int, slot: int, tree: Any) -> None:
-    """Keeps a message until it is sent, and after, should it be lost."""
-    assert kind == MESSAGES
-    self.messages[slot] = jax.tree.map(np.asarray, tree)

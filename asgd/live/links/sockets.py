@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
+_TICK = 0.1  # seconds between two looks at the deadlines
 
 
 class _Connection:
@@ -47,14 +49,30 @@ class _Connection:
     ]
 
 
-def _open(path: Path) -> _Connection:
+def _open(path: Path) -> socket.socket:
   sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
   try:
     sock.connect(str(path))
   except OSError:
     sock.close()
     raise
-  return _Connection(sock)
+  return sock
+
+
+class _WakePipe:
+  """Ends a `select` that is waiting; may be called from a signal handler."""
+
+  def __init__(self, selector: selectors.BaseSelector):
+    self._read, self._write = os.pipe()
+    os.set_blocking(self._write, False)
+    selector.register(self._read, selectors.EVENT_READ, self)
+
+  def wake(self) -> None:
+    with contextlib.suppress(BlockingIOError):
+      os.write(self._write, b"x")
+
+  def clear(self) -> None:
+    os.read(self._read, 64)
 
 
 class SocketLink:
@@ -66,9 +84,8 @@ class SocketLink:
     self._ways: list[_Connection | None] = [None] * len(paths)
     self._selector = selectors.DefaultSelector()
     self._inbox: list[tuple[int, Frame]] = []
-    self._wake_read, self._wake_write = os.pipe()
-    os.set_blocking(self._wake_write, False)
-    self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+    self._pipe = _WakePipe(self._selector)
+    self.wake = self._pipe.wake
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame. Raises Disconnected."""
@@ -85,9 +102,11 @@ class SocketLink:
     """Returns the next (shard, frame). Raises Disconnected."""
     if self._inbox:
       return self._inbox.pop(0)
+    if None in self._ways:  # `say` has noticed it, and may not have told
+      raise Disconnected(self._ways.index(None))
     for key, _ in self._selector.select(seconds):
-      if key.data is None:
-        os.read(self._wake_read, 64)
+      if key.data is self._pipe:
+        self._pipe.clear()
         continue
       shard = key.data
       try:
@@ -101,17 +120,13 @@ class SocketLink:
     """Opens the way to a shard anew; waits a moment if it is not there."""
     self._drop(shard)
     try:
-      self._ways[shard] = way = _open(self._paths[shard])
+      sock = _open(self._paths[shard])
     except OSError:
       time.sleep(_PAUSE)
       return False
-    self._selector.register(way.sock, selectors.EVENT_READ, shard)
+    self._ways[shard] = _Connection(sock)
+    self._selector.register(sock, selectors.EVENT_READ, shard)
     return True
-
-  def wake(self) -> None:
-    """Ends a `hear`; may be called from a signal handler."""
-    with contextlib.suppress(BlockingIOError):
-      os.write(self._wake_write, b"x")
 
   def close(self) -> None:
     """Closes all ways: to the shards, the worker has left."""
@@ -127,11 +142,11 @@ class SocketLink:
     self._inbox = [heard for heard in self._inbox if heard[0] != shard]
 
 
-class _Peer:
-  """One connection to a shard, and the way back."""
+class _Peer(_Connection):
+  """A shard's connection, and the way back."""
 
-  def __init__(self, connection: _Connection, waiting: set["_Peer"]):
-    self.connection = connection
+  def __init__(self, sock: socket.socket, waiting: set["_Peer"]):
+    super().__init__(sock)
     self.worker: int | None = None
     self._waiting = waiting  # peers that have something to be sent
     self._out = bytearray()
@@ -144,7 +159,7 @@ class _Peer:
   def flush(self) -> None:
     """Sends what was said; a peer that is gone is noticed elsewhere."""
     with contextlib.suppress(OSError):
-      self.connection.sock.sendall(self._out)
+      self.sock.sendall(self._out)
     self._out.clear()
 
 
@@ -158,29 +173,19 @@ class ShardServer:
     *,
     clock: Callable[[], float],
     lead: Path | None = None,
-    tick: float = 0.1,
   ):
-    """Listens.
-
-    Args:
-      shard: to be fed.
-      path: of its socket, in a folder that its owner alone can read.
-      clock: seconds since the run began.
-      lead: of a follower in a consistent run, the lead's socket.
-      tick: seconds between two looks at the deadlines.
+    """Listens at a path, in a folder that its owner alone can read; a follower
+    in a consistent run also connects to the lead's socket. The clock tells
+    seconds since the run began.
 
     Raises:
       ValueError: if it cannot listen there.
     """
-    self.shard = shard
-    self._clock, self._tick, self._lead_path = clock, tick, lead
+    self._shard, self._clock, self._lead_path = shard, clock, lead
     self._selector = selectors.DefaultSelector()
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
-    self._wake_read, self._wake_write = os.pipe()
-    os.set_blocking(self._wake_write, False)
-    self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-    with contextlib.suppress(FileNotFoundError):
-      path.unlink()
+    self._pipe = _WakePipe(self._selector)
+    path.unlink(missing_ok=True)
     self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
       self._listener.bind(str(path))
@@ -197,22 +202,15 @@ class ShardServer:
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
     """Has the serving thread call something, and returns the answer."""
-    answer: queue.SimpleQueue = queue.SimpleQueue()
+    answer = futures.Future()
     self._calls.put((call, answer))
-    with contextlib.suppress(BlockingIOError):
-      os.write(self._wake_write, b"x")
-    kind, value = answer.get()
-    if kind == "raised":
-      raise value
-    return value
+    self._pipe.wake()
+    return answer.result()
 
   def end(self) -> None:
     """Has `serve` return."""
-
-    def over(shard):
-      self._over = True
-
-    self.ask(over)
+    self._over = True
+    self._pipe.wake()
 
   def serve(self) -> None:
     """Serves until `end`."""
@@ -220,60 +218,55 @@ class ShardServer:
     while not self._over:
       if self._lead_path and self._lead is None:
         self._find_lead()
-      for key, _ in self._selector.select(self._tick):
-        if key.data is None:
-          os.read(self._wake_read, 64)
+      for key, _ in self._selector.select(_TICK):
+        if key.data is self._pipe:
+          self._pipe.clear()
         elif key.data is self:
-          self._accept()
+          sock, _ = self._listener.accept()
+          self._add_peer(sock)
         else:
           self._read(key.data)
       while not self._calls.empty():
         self._answer(*self._calls.get())
       now = self._clock()
-      if now - ticked >= self._tick:
+      if now - ticked >= _TICK:
         ticked = now
-        self.shard.tick(now)
+        self._shard.tick(now)
       while self._waiting:
         self._waiting.pop().flush()
 
   def _answer(self, call, answer):
     try:
-      answer.put(("returned", call(self.shard)))
+      answer.set_result(call(self._shard))
     except Exception as error:
-      answer.put(("raised", error))
+      answer.set_exception(error)
 
-  def _accept(self):
-    sock, _ = self._listener.accept()
-    peer = _Peer(_Connection(sock), self._waiting)
+  def _add_peer(self, sock):
+    peer = _Peer(sock, self._waiting)
     self._selector.register(sock, selectors.EVENT_READ, peer)
+    return peer
 
   def _find_lead(self):
-    try:
-      self._lead = _Peer(_open(self._lead_path), self._waiting)
-    except OSError:
-      return  # it is being replaced; the next round tries again
-    self._selector.register(
-      self._lead.connection.sock, selectors.EVENT_READ, self._lead
-    )
-    self.shard.follow(self._lead.say)
+    # While it is being replaced, the next round tries again.
+    with contextlib.suppress(OSError):
+      self._lead = self._add_peer(_open(self._lead_path))
+      self._shard.role.follow(self._lead.say)
 
   def _read(self, peer):
     try:
-      read = peer.connection.read()
+      read = peer.read()
     except (EOFError, ValueError):
       self._drop(peer)
       return
     for frame in read:
       if frame.kind == frames.HELLO:
         peer.worker = frame.worker
-      self.shard.handle(frame, peer.say, self._clock())
+      self._shard.handle(frame, peer.say, self._clock())
 
   def _drop(self, peer):
-    self._selector.unregister(peer.connection.sock)
-    peer.connection.sock.close()
+    self._selector.unregister(peer.sock)
+    peer.sock.close()
     if peer is self._lead:
       self._lead = None
-    elif peer.worker is not None and (
-      self.shard.peer(peer.worker) == peer.say
-    ):
-      self.shard.gone(peer.worker, self._clock())
+    elif peer.worker is not None:
+      self._shard.gone(peer.worker, self._clock(), peer.say)

@@ -6,7 +6,7 @@ import collections
 from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.shard.core import Core, Role, Say
+from asgd.live.shard.role import Role, Say
 from asgd.live.shard.totals import FollowerTotals
 from asgd.orders.trace import NO_SEQ, Event
 
@@ -14,32 +14,31 @@ from asgd.orders.trace import NO_SEQ, Event
 class Follower(Role):
   """A shard of a consistent run: obeys the rows of the lead's journal."""
 
-  def __init__(self, core: Core):
-    super().__init__(core)
+  def __init__(self, *args):
+    super().__init__(*args)
     self._lead: Say | None = None
     self._ordered: collections.deque[Event] = collections.deque()
-    self._totals = FollowerTotals(core)
+    self._totals = FollowerTotals(self)
 
   def follow(self, say: Say) -> None:
     """Asks the lead for the rows that are not here, and tells it of messages.
     """
-    core = self._core
     self._lead = say
     self._ordered.clear()
-    say(Frame(frames.FOLLOW, core.index, version=core.state.rows))
-    for key in core.state.pushed:
+    say(Frame(frames.FOLLOW, self.index, version=self.state.rows))
+    for key in self.state.pushed:
       self._tell_prepared(key)
 
   def push(self, frame: Frame) -> None:
     """A message has come: the lead is told."""
     key = frame.worker, frame.seq
-    self._core.state.pushed[key] = frame
+    self.state.pushed[key] = frame
     self._tell_prepared(key)
     self._obey_rows()
 
   def _tell_prepared(self, key):
     if self._lead:
-      self._lead(Frame(frames.PREPARED, *key, job=self._core.index))
+      self._lead(Frame(frames.PREPARED, *key, job=self.index))
 
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of the lead."""
@@ -47,21 +46,18 @@ class Follower(Role):
     if frame.kind in (frames.TOTAL, frames.ASK):
       self._totals.hear(frame)
     # After FOLLOW was said twice, rows come twice.
-    rows = self._core.state.rows + len(self._ordered)
+    rows = self.state.rows + len(self._ordered)
     if frame.kind == frames.ROW and frame.version == rows:
-      self._ordered.append(
-        Event(
-          *(frame.value, frame.worker, frame.seq, frame.job, frame.flag),
-          loss=frame.loss,
-        )
-      )
+      time, action = frame.value, frame.flag
+      event = Event(time, frame.worker, frame.seq, frame.job, action)
+      self._ordered.append(event._replace(loss=frame.loss))
     if frame.kind != frames.TOTAL:
       self._obey_rows()
 
   def _obey_rows(self):
-    state = self._core.state
+    state = self.state
     while self._ordered:
-      event = self._ordered[0]
+      event = self._ordered.popleft()
       key = event.key
       if event.action in (base.LOST, base.REJECT):
         self._totals.take(key)
@@ -72,8 +68,7 @@ class Follower(Role):
         event = event._replace(
           message=state.tickets[key].message, totals=self._totals.take(key)
         )
-      self._ordered.popleft()
-      self._core.commit(event)
+      self.commit(event)
     self._totals.answer(self._lead)
 
 
@@ -86,41 +81,40 @@ class Independent(Role):
   def join(self, worker: int, number: int) -> None:
     """A new holder takes a place; the lead gave it its number."""
     super().join(worker, number)
-    self._commit(worker, NO_SEQ, number, base.JOIN)
+    self._decide(worker, NO_SEQ, number, base.JOIN)
 
   def leave(self, worker: int) -> None:
     """The holder of a place is gone: its tickets die."""
-    state = self._core.state
-    number = self._core.holders.pop(worker, None)
+    state = self.state
+    number = self.holders.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
     for key in keys:
       job, slot = state.tickets[key].job, state.dead_slot(key)
-      self._commit(*key, job, base.LOST, message=slot)
+      self._decide(*key, job, base.LOST, message=slot)
     if keys or number is not None:
-      self._commit(worker, NO_SEQ, number or 0, base.LEAVE)
+      self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
     """Opens its slice of a ticket; says it again if it is open."""
     key = frame.worker, frame.seq
-    if key in self._core.state.tickets:
-      self._core.say(frame.worker, self._core.state.ticket_frame(key))
+    if key in self.state.tickets:
+      self.say(frame.worker, self.state.ticket_frame(key))
     else:
       action = base.KEEP if frame.flag else base.SEND
-      self._commit(*key, frame.job, action)
+      self._decide(*key, frame.job, action)
 
   def push(self, frame: Frame) -> None:
     """Receives a message at once."""
-    core, key = self._core, (frame.worker, frame.seq)
-    _, job, _, message = core.state.tickets[key]
-    core.state.pushed[key] = frame
+    key, loss = (frame.worker, frame.seq), frame.value
+    ticket = self.state.tickets[key]
+    self.state.pushed[key] = frame
     if frame.flag:
-      self._commit(
-        *key, job, base.RECEIVE, message=message, loss=frame.value
-      )
+      slot = ticket.message
+      self._decide(*key, ticket.job, base.RECEIVE, message=slot, loss=loss)
     else:
-      self._commit(*key, job, base.REJECT, loss=frame.value)
+      self._decide(*key, ticket.job, base.REJECT, loss=loss)
       self.leave(frame.worker)
-      core.expel(frame.worker)
+      self.expel(frame.worker)
 
-  def _commit(self, *event, **fields):
-    self._core.commit(Event(self._core.time, *event, **fields))
+  def _decide(self, *event, **fields):
+    self.commit(Event(self.time, *event, **fields))

@@ -21,6 +21,11 @@ def snapshot(state: ShardState) -> None:
   state.slots.save(state.server, describe(state), params)
 
 
+def plain(state: ShardState) -> tuple[Any, Any]:
+  """Returns (the server's state as NumPy arrays, what `describe` says)."""
+  return jax.tree.map(np.array, state.server), describe(state)
+
+
 def describe(state: ShardState) -> dict[str, Any]:
   """Returns what has to be known beside the server's state and the rows of the
   journal before it, as JSON."""
@@ -37,16 +42,8 @@ def describe(state: ShardState) -> dict[str, Any]:
   }
 
 
-def open_tickets(
-  state: ShardState, ledger: Ledger[Event], intact: bool
-) -> None:
-  """Takes over the tickets that a journal leaves open, and its counts.
-
-  Args:
-    state: of a shard that comes back.
-    ledger: after rows of the journal.
-    intact: the parameters of tickets lie in their slots.
-  """
+def _open_tickets(state: ShardState, ledger: Ledger[Event], intact: bool):
+  """Takes over the tickets that a journal leaves open, and its counts."""
   state.rows = ledger.rows
   state.received = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
@@ -65,18 +62,13 @@ def restore(
   ledger: Ledger[Event],
   intact: bool,
 ) -> None:
-  """Takes over a snapshot.
-
-  Args:
-    state: as it starts.
-    image: (the server's state, what `describe` wrote).
-    ledger: after the rows of the journal before it.
-    intact: the parameters of tickets lie in their slots.
-  """
+  """Takes over a snapshot: (the server's state, what `describe` wrote), with
+  the ledger after the rows of the journal before it. It is intact if the
+  parameters of tickets lie in their slots."""
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
-  open_tickets(state, ledger, intact)
+  _open_tickets(state, ledger, intact)
   for worker, messages in meta["dead"]:
     for slot in messages:
       slots.bury(worker, slots.take_message(slot))
@@ -95,20 +87,11 @@ def restore(
 def reopen(
   state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
 ) -> bool:
-  """Takes over the tickets that are open where the journal ends, without the
-  messages that were received since the image: they are lost.
-
-  Args:
-    state: as `restore` left it.
-    events: rows since then.
-    ledger: after these.
-    intact: as for `restore`.
-
-  Returns:
-    Whether updates are lost.
-  """
+  """Takes over the tickets that are open where the journal ends, after the rows
+  since the image that `restore` took, without the messages that were received
+  since: returns whether there are any."""
   before = state.received
-  open_tickets(state, ledger, intact)
+  _open_tickets(state, ledger, intact)
   for event in events:
     if event.action == base.JOIN:
       state.slots.dead.pop(event.worker, None)
@@ -119,8 +102,3 @@ def reopen(
     [t.message for t in state.tickets.values()],
   )
   return state.received > before
-
-
-def plain(state: ShardState) -> tuple[Any, Any]:
-  """Returns (the server's state as NumPy arrays, what `describe` says)."""
-  return jax.tree.map(np.array, state.server), describe(state)

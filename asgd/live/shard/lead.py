@@ -1,12 +1,10 @@
 """The lead (shard 0): decides which worker starts and what is received."""
 
-from collections.abc import Iterator
-
 from asgd import base
 from asgd.live import frames
 from asgd.live.deadlines import WorkerWatch
 from asgd.live.frames import Frame
-from asgd.live.shard.core import Core, Role, Say, row_frames
+from asgd.live.shard.role import Role, Say, row_frames
 from asgd.live.shard.state import Key
 from asgd.live.shard.totals import LeadTotals
 from asgd.orders import protocol
@@ -19,14 +17,14 @@ class Lead(Role):
 
   decides = True
 
-  def __init__(self, core: Core):
-    super().__init__(core)
-    setup = core.setup
+  def __init__(self, *args):
+    super().__init__(*args)
+    setup = self.setup
     self.dispatcher = protocol.Dispatcher(
       setup.rules, jobs=setup.jobs, owned=setup.owned, log=self._decided
     )
-    self.watch = WorkerWatch(setup.ladder, core.time)
-    self._totals = LeadTotals(core, self.dispatcher) if setup.totals else None
+    self.watch = WorkerWatch(setup.ladder, self.time)
+    self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
     # Of a consistent run: followers that have their part of a message.
     self._prepared: dict[Key, set[int]] = {}
 
@@ -35,19 +33,18 @@ class Lead(Role):
     return True
 
   def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place."""
-    core = self._core
+    """A new holder takes a place; here it gets its number."""
     self.heard(worker)
-    core.holders[worker] = self.dispatcher.join(worker, core.time)
+    self.holders[worker] = self.dispatcher.join(worker, self.time)
 
   def leave(self, worker: int) -> None:
     """The holder of a place is gone: its jobs go to others."""
     super().leave(worker)
-    self.dispatcher.leave(worker, self._core.time)
+    self.dispatcher.leave(worker, self.time)
 
   def heard(self, worker: int) -> None:
     """The worker gave a sign of life."""
-    self.watch.heard[worker] = self._core.time
+    self.watch.heard[worker] = self.time
 
   def pause(self, worker: int) -> None:
     """Starts nothing new at a worker."""
@@ -55,29 +52,29 @@ class Lead(Role):
 
   def push(self, frame: Frame) -> None:
     """The message of an open ticket has come."""
-    core, key = self._core, (frame.worker, frame.seq)
+    key = frame.worker, frame.seq
     if not frame.flag:
       self.refused += 1
-      self.dispatcher.reject(*key, core.time)
-      core.expel(frame.worker)
+      self.dispatcher.reject(*key, self.time)
+      self.expel(frame.worker)
       return
     self.refused = 0
-    core.state.pushed[key] = frame
+    self.state.pushed[key] = frame
     began = self.dispatcher.open(frame.worker)[frame.seq].time
-    self.watch.ended(began, core.time)
+    self.watch.ended(began, self.time)
     self._consider(key)
 
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of a follower."""
-    core, key = self._core, (frame.worker, frame.seq)
     if frame.kind == frames.PREPARED:
+      key = frame.worker, frame.seq
       self._prepared.setdefault(key, set()).add(frame.job)
       self._consider(key)
     elif frame.kind == frames.ASKED and self._totals:
       self._totals.answer(frame)
     elif frame.kind == frames.FOLLOW:
-      core.followers[frame.worker] = say
-      events = core.journal.events()
+      self.followers[frame.worker] = say
+      events = self.journal.events()
       for row in range(frame.version, len(events)):
         for row_frame in row_frames(row, events[row]):
           say(row_frame)
@@ -86,11 +83,9 @@ class Lead(Role):
 
   def _consider(self, key):
     """Lets a message count as arrived when every shard has its part of it."""
-    setup = self._core.setup
-    if key not in self._core.state.pushed:
-      return
-    others = setup.shards - 1 if setup.consistent else 0
-    if len(self._prepared.get(key, ())) < others:
+    others = self.setup.shards - 1 if self.setup.consistent else 0
+    prepared = len(self._prepared.get(key, ())) >= others
+    if not prepared or key not in self.state.pushed:
       return
     if self._totals:
       self._totals.add(key)
@@ -101,32 +96,31 @@ class Lead(Role):
     """Receives what has arrived, and starts what may start."""
     if self.stopped:
       return
-    core, dispatcher = self._core, self.dispatcher
-    while dispatcher.deliver(core.time) and self._totals:
+    while self.dispatcher.deliver(self.time) and self._totals:
       self._totals.propose()
     if self._totals:
       self._totals.propose()
     if not self._waits_for_others():
-      dispatcher.grants(core.time)
-    if dispatcher.finished:
+      self.dispatcher.grants(self.time)
+    if self.dispatcher.finished:
       self.stopped = True
-      for worker, say in list(core.peers.items()):
-        say(Frame(frames.STOP, worker))
+      for worker in self.peers:
+        self.say(worker, Frame(frames.STOP, worker))
 
   def _waits_for_others(self):
     """Whether the run has not begun because workers are still to come; not
     longer than the ladder gives them."""
-    core, setup = self._core, self._core.setup
+    setup = self.setup
     return (
       setup.together
-      and not core.state.seqs
+      and not self.state.seqs
       and len(self.dispatcher.workers) < setup.workers
-      and core.time - self.watch.awake < setup.ladder.start
+      and self.time - self.watch.awake < setup.ladder.start
     )
 
   def _decided(self, event):
     """The dispatcher's log: commits what it has decided."""
-    state, key = self._core.state, event.key
+    state, key = self.state, event.key
     if event.action in ENDS:
       totals = self._totals.take(key) if self._totals else ()
       self._prepared.pop(key, None)
@@ -138,24 +132,21 @@ class Lead(Role):
         )
       else:
         event = event._replace(message=state.dead_slot(key))
-    self._core.commit(event)
+    self.commit(event)
 
-  def overdue(self, now: float) -> Iterator[int]:
-    """Yields the workers that are to be taken for dead."""
-    core = self._core
+  def overdue(self, now: float) -> list[int]:
+    """Returns the workers that are to be taken for dead."""
     if self.stopped:
-      return
-    if not core.state.seqs:
-      core.set_time(now)
+      return []
+    if not self.state.seqs:
+      self.time = max(now, self.time)
       self.advance()  # those that wait for others may have waited long enough
-
-    def begun(worker):
-      return [
+    begun = {
+      worker: [
         ticket.time
         for seq, ticket in self.dispatcher.open(worker).items()
-        if (worker, seq) not in core.state.pushed
+        if (worker, seq) not in self.state.pushed
       ]
-
-    yield from self.watch.overdue(
-      self.dispatcher.workers, begun, core.peers, now
-    )
+      for worker in self.dispatcher.workers
+    }
+    return self.watch.overdue(begun, self.peers, now)

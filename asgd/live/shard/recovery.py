@@ -62,15 +62,9 @@ def recover(
   now: float,
   resumed: bool,
 ) -> Recovery:
-  """Brings a state to where the journal ends.
-
-  Args:
-    state: before the first row.
-    journal: what the shard did.
-    dispatcher: of the lead; it takes over the journal's rows.
-    image: of a checkpoint, for when the memory is lost.
-    now: seconds since the run began.
-    resumed: no worker and no other shard is alive.
+  """Brings a state from before the first row to where the journal ends, and the
+  lead's dispatcher with it. The image of a checkpoint is for when the memory is
+  lost; of a run that is resumed no worker and no other shard is alive.
 
   Raises:
     ValueError: if what is there does not fit together.
@@ -99,12 +93,11 @@ def recover(
   if not lost_updates:
     return Recovery(start.replaced, holders=holders, lost=lost)
   meta = start.image[1] if start.image else {"rows": 0, "received": 0}
-  time, before = max(now, events[-1].time), ledger.undone
-  row = Event(time, 0, NO_SEQ, meta["rows"], base.ROLLBACK)
+  rows, received = meta["rows"], meta["received"]
+  row = Event(max(now, events[-1].time), 0, NO_SEQ, rows, base.ROLLBACK)
+  before = ledger.undone
   ledger.obey(row)
-  rollback = Rollback(
-    meta["rows"], meta["received"], ledger.undone - before, start.why
-  )
+  rollback = Rollback(rows, received, ledger.undone - before, start.why)
   return Recovery(start.replaced, rollback, row, holders, lost)
 
 
@@ -132,11 +125,7 @@ def _obey(state, name, dispatcher, events, start):
 
 def _choose(state, name, events, image, resumed):
   """Chooses what to begin with: the memory's snapshot if it can be used,
-  otherwise the checkpoint's image, if there is one.
-
-  Raises:
-    _Unfit: if neither fits.
-  """
+  otherwise the checkpoint's image, if there is one."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
   if intact:
@@ -171,21 +160,15 @@ def _too_short(name, events, what, rows):
 
 
 def _check_fit(state, name, ledger, start):
-  """Checks that an image is of this journal, and that its records are there.
-
-  Raises:
-    _Unfit: if not.
-  """
+  """Checks that an image is of this journal, and that its records are there."""
   meta, memory, sink = start.image[1], state.slots.memory, state.sink
   tickets = sorted(
     [*event.key, event.job]
     for tickets in ledger.open.values()
     for event in tickets.values()
   )
-  received = len(ledger.received) + ledger.undone
-  if received != meta["received"] or (
-    tickets != list(map(list, meta["tickets"]))
-  ):
+  counts = len(ledger.received) + ledger.undone, tickets
+  if counts != (meta["received"], list(map(list, meta["tickets"]))):
     what = "checkpoint" if start.replaced else f"snapshot in {memory.name}"
     raise _Unfit(
       f"{name} is not the trace that the {what} was made of (at row"
@@ -198,4 +181,3 @@ def _check_fit(state, name, ledger, start):
       f" {meta['records']}: it was removed or cut short. Put it back, {_ANEW};"
       " the parameters so far can be made from the trace by a replay"
     )
-

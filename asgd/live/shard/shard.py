@@ -22,9 +22,9 @@ from asgd.live.journal import Journal
 from asgd.live.records import Sink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
-from asgd.live.shard.core import Core, Say
 from asgd.live.shard.follower import Follower, Independent
 from asgd.live.shard.lead import Lead
+from asgd.live.shard.role import Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 
@@ -48,17 +48,10 @@ class Shard:
   ):
     """Starts, or comes back to where the journal ends.
 
-    Args:
-      index: which shard.
-      setup: the same for all shards of the run.
-      steps: compiled functions; `work` is not used.
-      server: the server's state before the first row; it is donated.
-      memory: with slots as `slot_counts` says.
-      journal: what this shard did before, and will do.
-      sink: for the records of the messages it receives.
-      now: seconds since the run began.
-      image: (state, meta) of a checkpoint, for when the memory is lost.
-      resumed: no worker and no other shard is alive.
+    The server's state is that before the first row, and donated; the memory has
+    slots as `slot_counts` says; `now` is in seconds since the run began. The
+    image, (state, meta) of a checkpoint, is for when the memory is lost. Of a
+    run that is resumed no worker and no other shard is alive.
 
     Raises:
       ValueError: if the journal, the memory and the image do not fit together.
@@ -66,9 +59,8 @@ class Shard:
     self.index, self.setup = index, setup
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
-    self.core = core = Core(index, setup, self.state, journal, now)
     roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](core)
+    self.role = roles[min(index, 1)](index, setup, self.state, journal, now)
     self._saved = now  # when the last snapshot was due
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self.rollback = self._recover(image, resumed)
@@ -76,72 +68,72 @@ class Shard:
     self.role.stopped = not index and self.role.dispatcher.finished
 
   def _recover(self, image, resumed):
-    core, role = self.core, self.role
+    role = self.role
     back = recovery.recover(
-      *(self.state, core.journal),
+      *(self.state, role.journal),
       dispatcher=None if self.index else role.dispatcher,
       image=image,
-      now=core.time,
+      now=role.time,
       resumed=resumed,
     )
     if back.row:
-      core.commit(back.row)
-    core.holders.update(back.holders)
+      role.commit(back.row)
+    role.holders.update(back.holders)
     for worker in back.lost if role.decides else ():
       role.leave(worker)
     for worker in self.workers if resumed else ():
       role.leave(worker)
+    if not self.index and not resumed:
+      role.watch.learn(role.journal.events())
     if back.replaced:  # the memory's content is of no use any more
       images.snapshot(self.state)
     return back.rollback
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
     """Takes one frame of a peer; `say` is the way back to it."""
-    core, kind, worker = self.core, frame.kind, frame.worker
-    core.set_time(now)
+    role, kind, worker = self.role, frame.kind, frame.worker
+    role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
-      self.role.hear(frame, say)
+      role.hear(frame, say)
     elif kind == frames.HELLO:
       self._hello(frame, say)
-    elif core.peers.get(worker) != say:
-      say(Frame(frames.EXPEL, worker, flag=int(worker in core.peers)))
+    elif role.peers.get(worker) != say:
+      say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
     elif kind == frames.PUSH:
       self._push(frame)
     elif kind == frames.FETCH:
-      self.role.fetch(frame)
+      role.fetch(frame)
     elif kind == frames.DRAIN:
-      self.role.pause(worker)
+      role.pause(worker)
     elif kind == frames.BYE:
       self._leave(worker)
-    self.role.advance()
+    role.advance()
 
   def _hello(self, frame, say):
     """A worker says which holder of its place it is, or (-1) that it is new."""
-    core, role, worker, number = self.core, self.role, frame.worker, frame.job
+    role, worker, number = self.role, frame.worker, frame.job
     if not 0 <= worker < self.setup.workers:
       say(Frame(frames.EXPEL, worker))
       return
-    same = core.peers.get(worker) == say
+    same = role.peers.get(worker) == say
     if same and frame.flag:
       role.heard(worker)
     # A new worker that waits long for its answer says HELLO twice.
-    present = same if number < 0 else number == core.holders.get(worker, -1)
+    present = same if number < 0 else number == role.holders.get(worker, -1)
     if not present:
       if number >= 0 and role.outdated(worker, number):
-        say(Frame(frames.EXPEL, worker, flag=int(worker in core.peers)))
+        say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
-      before = core.peers.pop(worker, None)
-      if before:
-        before(Frame(frames.EXPEL, worker, flag=1))
-      role.leave(worker)
-    core.peers[worker] = say
+      role.say(worker, Frame(frames.EXPEL, worker, flag=1))
+      self._leave(worker)
+    role.peers[worker] = say
     if not present:
       role.join(worker, number)
-    say(Frame(frames.WELCOME, worker, job=core.holders[worker]))
+    say(Frame(frames.WELCOME, worker, job=role.holders[worker]))
     for key in self.state.tickets:
       if key[0] == worker and key not in self.state.pushed:
         say(self.state.ticket_frame(key))
-    if self.stopped:
+    if role.stopped:
       say(Frame(frames.STOP, worker))
 
   def _push(self, frame):
@@ -152,29 +144,28 @@ class Shard:
     if key in state.tickets:
       self.role.push(frame)
     else:  # what is committed is acknowledged again
-      self.core.say(frame.worker, Frame(frames.ACK, *key))
+      self.role.say(frame.worker, Frame(frames.ACK, *key))
 
   def _leave(self, worker):
-    self.core.peers.pop(worker, None)
+    self.role.peers.pop(worker, None)
     self.role.leave(worker)
 
-  def gone(self, worker: int, now: float) -> None:
-    """A worker's connection broke: its tickets die."""
-    self.core.set_time(now)
-    self._leave(worker)
-    self.role.advance()
+  def gone(self, worker: int, now: float, say: Say | None = None) -> None:
+    """A worker's connection broke: its tickets die; not if it was `say`, and
+    another has taken the place since."""
+    role = self.role
+    if say is None or role.peers.get(worker) == say:
+      role.time = max(now, role.time)
+      self._leave(worker)
+      role.advance()
 
   def expel(self, worker: int, now: float) -> None:
     """Takes a worker for dead: it took too long."""
-    say = self.core.peers.get(worker)
+    say = self.role.peers.get(worker)
     self.gone(worker, now)
     self._expelled.append(worker)
     if say:
       say(Frame(frames.EXPEL, worker))
-
-  def follow(self, say: Say) -> None:
-    """The connection to the lead is open (again): asks for what it decided."""
-    self.role.follow(say)
 
   def pause(self) -> None:
     """Starts nothing new, at any worker."""
@@ -195,7 +186,7 @@ class Shard:
     journal and the records that it builds on are safe from a loss of power
     then."""
     self.state.flush()
-    self.core.journal.sync()
+    self.role.journal.sync()
     self.state.sink.sync()
     return images.plain(self.state)
 
@@ -217,10 +208,6 @@ class Shard:
       "kept_params": sorted(self.state.kept_params),
     }
 
-  def peer(self, worker: int) -> Say | None:
-    """Returns the connection of a worker, None if there is none."""
-    return self.core.peers.get(worker)
-
   @property
   def stopped(self) -> bool:
     """Whether every job is received, as far as this shard decides that."""
@@ -229,4 +216,4 @@ class Shard:
   @property
   def workers(self) -> Sequence[int]:
     """The places that have a holder, as far as this shard was told."""
-    return sorted(self.core.holders)
+    return sorted(self.role.holders)

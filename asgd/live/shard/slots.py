@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
-from asgd.live.slots import MESSAGES, PARAMS, SlotCounts
+from asgd.live.slots import PARAMS, SlotCounts
 
 
 class SlotTable:
@@ -28,15 +28,9 @@ class SlotTable:
     self.dead: dict[int, list[int]] = {}
 
   def publish(self, params: Any, slot: int = -1) -> int:
-    """Puts parameters where workers can read them, once for each version.
-
-    Args:
-      params: a new object for each version.
-      slot: where they lie already, in a recovery.
-
-    Returns:
-      The slot, with one use more.
-    """
+    """Puts parameters where workers can read them, once for each version, which
+    is a new object; in a recovery they lie in `slot` already. Returns the slot,
+    with one use more."""
     if self.published and self.published[0] is params:
       slot = self.published[1]
       self.uses[slot] += 1
@@ -73,10 +67,6 @@ class SlotTable:
     self.free_messages.remove(slot)
     return slot
 
-  def read_message(self, slot: int) -> Any:
-    """Returns the message in a slot."""
-    return self.memory.read(MESSAGES, slot)
-
   def bury(self, worker: int, slot: int) -> None:
     """Sets aside the message slot of a ticket that died."""
     self.dead.setdefault(worker, []).append(slot)
@@ -86,13 +76,8 @@ class SlotTable:
     self.free_messages += self.dead.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot: the log before it is no longer needed.
-
-    Args:
-      state: of the server.
-      meta: JSON beside it.
-      params: slots that `meta` refers to.
-    """
+    """Saves a snapshot, and JSON that refers to slots of parameters: the log
+    before it is no longer needed."""
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []

@@ -13,8 +13,8 @@ from asgd.live.frames import Frame
 from asgd.live.records import Sink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
-from asgd.live.slots import PARAMS
-from asgd.orders.trace import Event
+from asgd.live.slots import MESSAGES, PARAMS
+from asgd.orders.trace import STARTS, Event
 
 Key = tuple[int, int]  # (worker, seq): the name of a message
 
@@ -43,15 +43,7 @@ class ShardState:
     slots: SlotTable,
     sink: Sink,
   ):
-    """Starts before the first row.
-
-    Args:
-      setup: of the run.
-      steps: compiled functions; `work` is not used.
-      server: the server's state; it is donated.
-      slots: none of them in use.
-      sink: for the records of messages.
-    """
+    """Starts before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.sink = slots, sink
     self._numbers = [jnp.int32(w) for w in range(setup.workers)]
@@ -69,13 +61,8 @@ class ShardState:
     """Changes the state as a row of the journal says."""
     action, worker = event.action, event.worker
     self.rows += 1
-    if action == base.SEND:
-      self._send(event)
-    elif action == base.KEEP:
-      kept = self.kept[worker]
-      slot = self.slots.take_message(event.message)
-      self.slots.use(kept.params)
-      self._open(event, kept._replace(job=event.job, message=slot))
+    if action in STARTS:
+      self._start(event)
     elif action == base.RECEIVE:
       self._receive(event)
     elif action in (base.LOST, base.REJECT):
@@ -86,34 +73,31 @@ class ShardState:
       self._drop_kept(worker)
     # The effect of a ROLLBACK is the snapshot that was read before it.
 
-  def _send(self, event):
-    worker = event.worker
-    ticket = self.steps.send(self.server, self._numbers[worker])
-    slot = self.slots.publish(ticket.params, event.params)
-    message = self.slots.take_message(event.message)
+  def _start(self, event):
+    worker, slots = event.worker, self.slots
+    if event.action == base.KEEP:
+      ticket, _, slot, _ = self.kept[worker]
+      slots.use(slot)
+    else:
+      ticket = self.steps.send(self.server, self._numbers[worker])
+      slot = slots.publish(ticket.params, event.params)
+    message = slots.take_message(event.message)
     open_ticket = OpenTicket(ticket, event.job, slot, message)
-    self._open(event, open_ticket)
-    if self.keeps:
-      self._drop_kept(worker)
-      self.slots.use(slot)
-      self.kept[worker] = open_ticket._replace(
-        ticket=ticket._replace(fresh=np.False_)
-      )
-
-  def _open(self, event, open_ticket):
     self.tickets[event.key] = open_ticket
-    self.seqs[event.worker] = event.seq + 1
+    self.seqs[worker] = event.seq + 1
+    if self.keeps and event.action == base.SEND:
+      self._drop_kept(worker)
+      slots.use(slot)
+      ticket = ticket._replace(fresh=np.False_)
+      self.kept[worker] = open_ticket._replace(ticket=ticket)
 
   def _receive(self, event):
     key, slots = event.key, self.slots
-    open_ticket = self.tickets.pop(key)
-    message = slots.read_message(open_ticket.message)
-    args = self.server, open_ticket.ticket, message, np.float32(event.loss)
     if self.setup.totals:
-      totals = simulator.as_totals(event.totals)
-      self.server, row = self.steps.stage(totals, *args).result
+      self.server, row = self.stage(key, event.loss, event.totals).result
     else:
-      self.server, row = self.steps.receive(*args)
+      self.server, row = self.steps.receive(*self._arguments(key, event.loss))
+    open_ticket = self.tickets.pop(key)
     slots.release(open_ticket.params)
     if self.setup.log:
       slots.logged.append(open_ticket.message)
@@ -142,32 +126,28 @@ class ShardState:
     if kept:
       self.slots.release(kept.params)
 
-  def stage(self, key: Key, totals: Sequence[float]) -> sharding.Ask | Any:
+  def stage(
+    self, key: Key, loss: float, totals: Sequence[float]
+  ) -> sharding.Ask | Any:
     """Goes as far with a message as the totals over all shards allow, and
     changes nothing."""
-    open_ticket, loss = self.tickets[key], np.float32(self.pushed[key].value)
-    message = self.slots.read_message(open_ticket.message)
-    args = self.server, open_ticket.ticket, message, loss
-    return self.steps.stage(simulator.as_totals(totals), *args)
+    totals = simulator.as_totals(totals)
+    return self.steps.stage(totals, *self._arguments(key, loss))
+
+  def _arguments(self, key, loss):
+    open_ticket = self.tickets[key]
+    message = self.slots.memory.read(MESSAGES, open_ticket.message)
+    return self.server, open_ticket.ticket, message, np.float32(loss)
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
-    """Returns an open ticket as a row says, in a recovery.
-
-    Args:
-      event: the SEND or KEEP of the ticket.
-      fresh: it was sent, not kept.
-      intact: its parameters lie in their slot; or they were lost with the
-        memory, and with it the connection to their worker.
-    """
-    memory, params = self.slots.memory, None
+    """Returns the open ticket of a SEND or KEEP, in a recovery. Unless it is
+    intact, its parameters were lost with the memory, and with it the connection
+    to their worker."""
+    params = None
     if intact:
-      params = memory.read_copy(PARAMS, event.params)
-    ticket = base.Ticket(
-      self._numbers[event.worker],
-      jnp.int32(event.version),
-      params,
-      np.bool_(fresh),
-    )
+      params = self.slots.memory.read_copy(PARAMS, event.params)
+    worker, version = self._numbers[event.worker], jnp.int32(event.version)
+    ticket = base.Ticket(worker, version, params, np.bool_(fresh))
     return OpenTicket(ticket, event.job, event.params, event.message)
 
   def ticket_frame(self, key: Key) -> Frame:
@@ -184,12 +164,8 @@ class ShardState:
     """Whether a PUSH is for a ticket that is open, and in its slot: a message
     that comes with it may be written there."""
     key = frame.worker, frame.seq
-    ticket = self.tickets.get(key)
-    return (
-      ticket is not None
-      and ticket.message == frame.message
-      and key not in self.pushed
-    )
+    ticket = None if key in self.pushed else self.tickets.get(key)
+    return ticket is not None and ticket.message == frame.message
 
   def flush(self) -> None:
     """Hands the records so far to the sink."""

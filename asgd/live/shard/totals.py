@@ -12,7 +12,7 @@ import numpy as np
 from asgd import sharding
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.shard.core import Core, Say, total_frames
+from asgd.live.shard.role import Role, Say, total_frames
 from asgd.live.shard.state import Key
 from asgd.orders import protocol
 
@@ -28,8 +28,8 @@ class _Asking(NamedTuple):
 class LeadTotals:
   """The lead's part: messages wait here until their totals are complete."""
 
-  def __init__(self, core: Core, dispatcher: protocol.Dispatcher):
-    self._core, self._dispatcher = core, dispatcher
+  def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
+    self._lead, self._dispatcher = lead, dispatcher
     self._queue: list[Key] = []  # messages that all shards have
     self._asking: _Asking | None = None
     self._complete: dict[Key, tuple[float, ...]] = {}
@@ -42,7 +42,7 @@ class LeadTotals:
 
   def propose(self) -> None:
     """Begins with the next message, unless one is under way."""
-    pushed = self._core.state.pushed
+    pushed = self._lead.state.pushed
     if self._asking and self._asking.key not in pushed:
       self._asking = None  # its worker died
     self._queue = [key for key in self._queue if key in pushed]
@@ -55,43 +55,39 @@ class LeadTotals:
 
   def _next_stage(self):
     """Goes as far as the totals so far allow."""
-    asking = self._asking
-    out = self._core.state.stage(asking.key, asking.totals)
+    key, totals, operands = self._asking
+    state = self._lead.state
+    out = state.stage(key, state.pushed[key].value, totals)
     if isinstance(out, sharding.Ask):
-      asking.operands[0] = out.operand
-      for say in self._core.followers.values():
+      operands[0] = out.operand
+      for say in self._lead.followers.values():
         self.ask(say)
       return
     self._asking = None
-    self._queue.remove(asking.key)
-    self._complete[asking.key] = tuple(asking.totals)
-    self._dispatcher.arrive(*asking.key)
+    self._queue.remove(key)
+    self._complete[key] = tuple(totals)
+    self._dispatcher.arrive(*key)
 
   def ask(self, say: Say) -> None:
     """Asks a follower for its operand, if one is needed."""
-    if not self._asking:
-      return
-    key, totals = self._asking.key, self._asking.totals
-    for frame in total_frames(key, totals):
-      say(frame)
-    say(Frame(frames.ASK, *key, version=len(totals)))
+    if self._asking:
+      key, totals, _ = self._asking
+      for frame in total_frames(key, totals):
+        say(frame)
+      say(Frame(frames.ASK, *key, version=len(totals)))
 
   def answer(self, frame: Frame) -> None:
     """Takes a follower's operand (ASKED)."""
-    asking = self._asking
-    if not asking or asking.key != (frame.worker, frame.seq):
-      return
-    if frame.version != len(asking.totals):
+    asking, key = self._asking, (frame.worker, frame.seq)
+    if not asking or (asking.key, len(asking.totals)) != (key, frame.version):
       return
     own = np.asarray(asking.operands[0])
     asking.operands[frame.job] = own.dtype.type(frame.value)
-    count = self._core.setup.shards
-    if len(asking.operands) < count:
-      return
-    operands = [asking.operands[i] for i in range(count)]
-    asking.totals.append(float(sharding.add_up(operands)))
-    asking.operands.clear()
-    self._next_stage()
+    if len(asking.operands) == self._lead.setup.shards:
+      operands = [operand for _, operand in sorted(asking.operands.items())]
+      asking.totals.append(float(sharding.add_up(operands)))
+      asking.operands.clear()
+      self._next_stage()
 
   def take(self, key: Key) -> tuple[float, ...]:
     """Returns a message's totals, and forgets them."""
@@ -101,8 +97,8 @@ class LeadTotals:
 class FollowerTotals:
   """A follower's part: what the lead has told, and its question."""
 
-  def __init__(self, core: Core):
-    self._core = core
+  def __init__(self, follower: Role):
+    self._follower = follower
     self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
     self._question: Frame | None = None  # not answered yet
 
@@ -116,18 +112,18 @@ class FollowerTotals:
 
   def answer(self, say: Say | None) -> None:
     """Answers the lead's question, once this shard is where the lead is."""
-    frame, state = self._question, self._core.state
+    frame, state = self._question, self._follower.state
     if frame is None or say is None:
       return
     key = frame.worker, frame.seq
     if key not in state.pushed:
       return
-    totals = self._totals.get(key, {})
-    out = state.stage(key, [totals[i] for i in range(frame.version)])
+    totals = [self._totals[key][i] for i in range(frame.version)]
+    out = state.stage(key, state.pushed[key].value, totals)
     self._question = None
     say(
       Frame(
-        *(frames.ASKED, *key, self._core.index, frame.version),
+        *(frames.ASKED, *key, self._follower.index, frame.version),
         value=float(out.operand),
       )
     )

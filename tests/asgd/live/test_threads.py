@@ -24,7 +24,7 @@ from asgd.live.frames import Frame
 from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ThreadLink
-from asgd.live.setup import Setup, slot_counts
+from asgd.live.setup import Setup
 from asgd.live.slots import LocalMemory
 from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
@@ -35,7 +35,7 @@ WORKERS, JOBS = 3, 39
 ROOT = jax.random.key(0)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 QUICK = Ladder(k=5.0, floor=0.1, start=0.5)
-LONG = 20.0  # seconds; nothing here takes as long
+LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -275,15 +275,9 @@ def finished(kit, *args, **kwargs):
 @pytest.mark.parametrize(
   ("name", "options", "rules"),
   [
-    ("asgd", {}, Rules()),
     ("dana_zero", {}, Rules()),
-    ("dana_slim", {}, Rules()),
-    ("dc_asgd_a", {}, Rules()),
-    ("asgd", {}, Rules(bound=1)),
     ("dana_zero", {}, Rules(bound=0)),
-    ("dana_zero", {}, Rules(bound=2, cache=True)),
     ("dana_slim", {}, Rules(bound=1, cache=True, depth=2)),
-    ("dana_zero", {}, Rules(depth=2)),
     ("dc_asgd_a", {}, Rules(depth=3)),
     ("dana_slim", {}, Rules(fetch_every=3)),
     ("downpour", dict(push_every=2, fetch_every=6), Rules(fetch_every=3)),
@@ -495,7 +489,7 @@ def test_a_worker_that_hangs_is_given_up_and_replaced(rules):
   ]
   again = [event for event in run.events() if event.job == lost.job]
   started = [e for e in again if e.action in (base.SEND, base.KEEP)]
-  assert len(started) == 2
+  assert len(started) >= 2  # of a busy machine, others may be taken for dead
   holders = [
     e.job for e in run.events() if e.action == base.JOIN and e.worker == 1
   ]
@@ -703,14 +697,15 @@ def killed(run, index, first):
   assert run.cluster.replaced["shard"] == 2
 
 
-@pytest.mark.parametrize("log", [8, 0])
 @pytest.mark.parametrize(
-  ("name", "rules"),
+  ("name", "rules", "log"),
   [
-    ("dana_zero", Rules()),
-    ("dana_slim", Rules(bound=2, cache=True)),
-    ("dana_slim", Rules(depth=2)),
-    ("ssgd", Rules(round=3)),
+    ("dana_zero", Rules(), 8),
+    ("dana_slim", Rules(bound=2, cache=True), 8),
+    ("dana_slim", Rules(depth=2), 8),
+    ("dana_slim", Rules(depth=2), 0),
+    ("ssgd", Rules(round=3), 8),
+    ("ssgd", Rules(round=3), 0),
   ],
 )
 def test_a_server_that_is_killed_comes_back(name, rules, log):
@@ -744,14 +739,13 @@ def check_whole(run):
     ]
 
 
-@pytest.mark.parametrize("consistent", [False, True])
 @pytest.mark.parametrize(
-  ("shards", "name", "rules"),
+  ("shards", "name", "rules", "consistent"),
   [
-    (2, "dana_zero", Rules()),
-    (3, "dana_slim", Rules()),
-    (3, "dana_zero", Rules(bound=2, cache=True)),
-    (2, "dana_slim", Rules(depth=2)),
+    (3, "dana_zero", Rules(bound=2, cache=True), False),
+    (3, "dana_zero", Rules(bound=2, cache=True), True),
+    (2, "dana_slim", Rules(depth=2), False),
+    (2, "dana_slim", Rules(depth=2), True),
   ],
 )
 def test_a_server_in_shards_replays_to_the_same_bits(
@@ -793,8 +787,7 @@ def test_a_worker_that_hangs_holds_no_shard_back(consistent):
   ("shards", "index", "consistent", "log"),
   [
     *((2, index, False, log) for index in range(2) for log in (8, 0)),
-    *((3, index, True, 8) for index in range(3)),
-    *((3, index, False, 8) for index in (0, 2)),
+    *((3, index, True, 8) for index in (0, 2)),
   ],
 )
 def test_a_shard_that_is_killed_comes_back(shards, index, consistent, log):
@@ -866,7 +859,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
       assert (shard, frame.kind) == (0, kind)
     link.say(1, Frame(frames.HELLO, 0, job=0))
     follower = cluster.shards[1]
-    until(lambda: follower.shard and follower.shard.peer(0), "a welcome")
+    until(lambda: follower.shard and follower.shard.role.peers, "a welcome")
     cluster.kill_shard(0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
@@ -909,7 +902,7 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     images = run.cluster.images()
     _, journals, sinks, _ = run.cluster.stores
     before = bits(run.server_state)
-  memory = LocalMemory(slot_counts(run.setup))
+  memory = LocalMemory()
   memory.fresh = True
   with live(
     kit("dana_slim"),

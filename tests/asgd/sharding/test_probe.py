@@ -27,7 +27,6 @@ PARAMS = {
 @pytest.mark.parametrize("name", sorted(algorithms.RECIPES))
 def test_all_recipes_may_run_on_shards(name):
   recipe = algorithms.build(name, RATE, 3)
-  check(recipe.algorithm, PARAMS)
   check(transforms.own_statistics(recipe.algorithm), TREE)
   for transform in (recipe.message, recipe.per_message):
     if transform:
@@ -66,21 +65,21 @@ KEEP = {
 @pytest.mark.parametrize("name", KEEP)
 def test_what_keeps_rows_apart_is_accepted(name):
   assert check(KEEP[name], PARAMS) is None
+
+
+def test_shapes_are_enough():
   structs = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), PARAMS
   )
-  assert check(KEEP[name], structs) is None
+  assert check(KEEP["adamw"], structs) is None
 
 
 MIX = {
   "global_norm": optax.clip_by_global_norm(1.0),
-  "block_rms": optax.clip_by_block_rms(1.0),
   "unit_norm": optax.adaptive_grad_clip(0.1),
   "lamb": optax.lamb(RATE),
-  "lars": optax.lars(RATE),
   "novograd": optax.novograd(RATE),
   "normalize": optax.contrib.normalize(),
-  "dog": optax.contrib.dog(RATE),
   "prodigy": optax.contrib.prodigy(RATE),
   "adafactor": optax.adafactor(RATE),
   "muon": optax.contrib.muon(RATE),
@@ -198,40 +197,24 @@ MIXING = {
   "reverse rows": lambda x: x[::-1],
   "shift rows": lambda x: jnp.roll(x, 1, axis=0),
   "skip rows": lambda x: jnp.repeat(x[::2], 2, axis=0)[: len(x)],
-  "pad rows": lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1],
   "sort rows": lambda x: jnp.sort(-x, axis=0),
   "sum rows": lambda x: x - x.sum(0),
-  "mean": lambda x: x - x.mean(),
   "max": lambda x: x / jnp.max(jnp.abs(x)),
-  "cumulate rows": lambda x: jnp.cumsum(x, axis=0),
   "gram": lambda x: x @ (x.T @ x),
-  "the first row": lambda x: x + x[:1],
   "a row": lambda x: x * x[index()],
-  "gather a row": lambda x: x + x[jnp.array([0, 0])][:1],
   "write a row": lambda x: x.at[index()].set(0.0),
-  "update rows": lambda x: jax.lax.dynamic_update_slice(
-    *(x, jnp.ones((1, 4)), (index(), 0))
-  ),
   "number the rows": lambda x: x + jnp.arange(len(x))[:, None],
   "rows of a table": lambda x: x * jnp.ones((9, 4)).at[1].set(2.0)[: len(x)],
   "size": lambda x: x / x.size,
-  "count": lambda x: x / jnp.sum(jnp.ones_like(x)),
   "extents as numbers": lambda x: x**1.5 if len(x) > 2 else x,
   "noise for each": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
   "branch of a sum": lambda x: jax.lax.cond(
     x.sum() > 1, lambda x: 2 * x, jnp.sin, x
   ),
-  "branches": lambda x: jax.lax.cond(
-    index() > 0, lambda x: x * x.sum(), lambda x: x, x
-  ),
   "loop of a sum": lambda x: jax.lax.while_loop(
     lambda c: jnp.sum(c * c) > 1, lambda c: c / 2, x
   ),
-  "loop body": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c * c.sum(), x),
   "scan rows": lambda x: jax.lax.scan(lambda c, t: (c + t, c), x[0], x)[1],
-  "join rows": lambda x: x * jnp.sum(x.reshape(2, -1), 1)[0],
-  "tile rows": lambda x: jnp.tile(x, (2, 1))[1 : len(x) + 1],
-  "unstack rows": lambda x: jnp.stack([jnp.unstack(x)[0]] * len(x)),
   "callback": lambda x: jax.pure_callback(
     lambda x: np.sort(-x, axis=0), jax.ShapeDtypeStruct(x.shape, x.dtype), x
   ),
@@ -250,11 +233,17 @@ def on_parts():
   }
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_an_operation_that_keeps_rows_apart(name):
-  assert on_parts()[name]
-  rule = KEEPING[name]
-  check(optax.stateless(lambda u, p: jax.tree.map(rule, u)), {"x": x44})
+def test_operations_that_keep_rows_apart():
+  """All in one program, each for a leaf; of four leaves the last is not cut."""
+  assert all(on_parts()[name] for name in KEEPING)
+  rules = list(KEEPING.values())
+  for i in range(3, len(rules), 4):
+    rules.insert(i, jnp.tanh)
+
+  def update(updates, params):
+    return [rule(u) for rule, u in zip(rules, updates, strict=True)]
+
+  check(optax.stateless(update), [x44] * len(rules))
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -295,7 +284,6 @@ NOT_SHARED = {
   "a number": lambda x: x - sharding.total(jnp.float64(1.0)),
   "a sum and one": lambda x: x - sharding.total(jnp.sum(x) + 1),
   "a rounded sum": lambda x: x - sharding.total(jnp.round(jnp.sum(x))),
-  "an integer": lambda x: x - sharding.total(x.sum().astype(int)),
   "a ratio": lambda x: x - sharding.total(1 / jnp.sum(x)),
 }
 

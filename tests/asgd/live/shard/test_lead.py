@@ -366,6 +366,36 @@ def test_who_does_not_come_back_to_a_new_shard_is_given_up():
   bench.check_replay()
 
 
+def test_a_lead_that_comes_back_knows_how_long_jobs_take():
+  """Or a worker that hangs as the lead is killed is waited for as at the start,
+  if the others wait for it."""
+  ladder = Ladder(k=10.0, floor=2.0, start=100.0)
+  bench = Bench(one(jobs=20, ladder=ladder))
+  first, second = bench.join(0, 1)
+  for now in (1.0, 2.0, 3.0, 4.0, 5.0):
+    bench.now = now
+    second.push()
+  bench.start_shard(0)
+  for hand in (first, second):
+    hand.reconnect(0)
+  bench.now = 10.0
+  second.push()
+  # T is 3, as before; nothing was heard of worker 0 since the lead came back.
+  bench.tick(13.9)
+  assert bench.lead.role.watch.late == {0, 1}
+  bench.tick(14.1)
+  assert bench.lead._expelled == [0]
+  # When all have ended it is not known how quick those are that come.
+  bench.hands.clear()
+  bench.start_shard(0, resumed=True)
+  bench.join(0)
+  bench.tick(40.0)
+  assert bench.lead.role.watch.late == set()
+  bench.finish()
+  bench.check_once()
+  bench.check_replay()
+
+
 # Messages of the dead.
 
 

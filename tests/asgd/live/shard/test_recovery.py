@@ -18,7 +18,6 @@ from asgd import (
   base,
 )
 from asgd.live.deadlines import Ladder
-from asgd.live.setup import slot_counts
 from asgd.live.shard import images
 from asgd.orders.trace import follow
 
@@ -215,7 +214,7 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
       image = bench.lead.image()
       saved, row = bits(bench.server_state), bench.lead.state.rows
     if step in (8, 20):
-      bench.memories[0] = Memory(slot_counts(bench.setup))
+      bench.memories[0] = Memory()
       bench.memories[0].fresh = True
       bench.hands.clear()
       events = len(bench.journals[0].events())
@@ -248,7 +247,7 @@ def lose_everything(bench, **kwargs):
 
 
 def forget_memory(bench):
-  bench.memories[0] = Memory(slot_counts(bench.setup))
+  bench.memories[0] = Memory()
   bench.memories[0].fresh = True
 
 

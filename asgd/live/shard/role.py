@@ -1,4 +1,5 @@
-"""What the parts of a shard share: its state, journal, connections and time."""
+"""What all shards do: commit rows, and tell workers and other shards of them.
+"""
 
 from collections.abc import Callable
 
@@ -14,9 +15,14 @@ from asgd.orders.trace import STARTS, Event
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
-class Core:
-  """Commits rows: they are obeyed, written to the journal, and only then
-  told to any worker or shard."""
+class Role:
+  """A shard's state, journal, connections and time; a subclass for each kind of
+  shard decides. The hooks, from `outdated` on, are here those of a shard that
+  decides nothing."""
+
+  decides = False  # writes rows of its own, not only what the lead wrote
+  stopped = False  # every job is received, as far as this shard decides that
+  refused = 0  # messages that were not finite, in a row
 
   def __init__(
     self,
@@ -48,11 +54,9 @@ class Core:
         message=open_ticket.message,
       )
     self.journal.append(event)
-    if self.followers:
-      rows = row_frames(state.rows - 1, event)
-      for say in self.followers.values():
-        for frame in rows:
-          say(frame)
+    for say in self.followers.values():
+      for frame in row_frames(state.rows - 1, event):
+        say(frame)
     if starts:
       self.say(event.worker, state.ticket_frame(key))
     elif event.action == base.RECEIVE:
@@ -60,20 +64,38 @@ class Core:
 
   def say(self, worker: int, frame: Frame) -> None:
     """Says something to a worker, if it is connected."""
-    say = self.peers.get(worker)
-    if say:
-      say(frame)
+    if worker in self.peers:
+      self.peers[worker](frame)
 
   def expel(self, worker: int) -> None:
     """Tells a worker that it has lost its place."""
     self.holders.pop(worker, None)
-    say = self.peers.pop(worker, None)
-    if say:
-      say(Frame(frames.EXPEL, worker))
+    self.say(worker, Frame(frames.EXPEL, worker))
+    self.peers.pop(worker, None)
 
-  def set_time(self, now: float) -> None:
-    """Sets the time, unless it is later already."""
-    self.time = max(now, self.time)
+  def outdated(self, worker: int, number: int) -> bool:
+    """Whether a holder by that number, not the present one, came before it."""
+    return number < self.holders.get(worker, -1)
+
+  def join(self, worker: int, number: int) -> None:
+    """A new holder takes a place; a follower is told its number by it."""
+    self.holders[worker] = number
+
+  def leave(self, worker: int) -> None:
+    """The holder of a place is gone: its tickets die."""
+    self.holders.pop(worker, None)
+
+  def push(self, frame: Frame) -> None:
+    """The message of an open ticket lies in its slot."""
+
+  def hear(self, frame: Frame, say: Say) -> None:
+    """Takes a frame of another shard (`frames.OF_SHARDS`)."""
+
+  def heard(self, worker: int) -> None:
+    """The worker gave a sign of life."""
+
+  def advance(self) -> None:
+    """Decides what follows from what was heard."""
 
 
 def total_frames(key: Key, totals) -> list[Frame]:
@@ -92,50 +114,3 @@ def row_frames(number: int, event: Event) -> list[Frame]:
     loss=event.loss,
   )
   return [*total_frames(event.key, event.totals), row]
-
-
-class Role:
-  """What a shard decides; a subclass for each kind of shard.
-
-  The methods here are those of a shard that decides nothing.
-  """
-
-  decides = False  # writes rows of its own, not only what the lead wrote
-  stopped = False  # every job is received, as far as this shard decides that
-  refused = 0  # messages that were not finite, in a row
-
-  def __init__(self, core: Core):
-    self._core = core
-
-  def outdated(self, worker: int, number: int) -> bool:
-    """Whether a holder by that number, not the present one, came before it."""
-    return number < self._core.holders.get(worker, -1)
-
-  def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place; a follower is told its number by it."""
-    self._core.holders[worker] = number
-
-  def leave(self, worker: int) -> None:
-    """The holder of a place is gone: its tickets die."""
-    self._core.holders.pop(worker, None)
-
-  def push(self, frame: Frame) -> None:
-    """The message of an open ticket lies in its slot."""
-
-  def fetch(self, frame: Frame) -> None:
-    """A worker asks for its slice of a ticket that the lead sent."""
-
-  def hear(self, frame: Frame, say: Say) -> None:
-    """Takes a frame of another shard (`frames.OF_SHARDS`)."""
-
-  def heard(self, worker: int) -> None:
-    """The worker gave a sign of life."""
-
-  def follow(self, say: Say) -> None:
-    """The connection to the lead is open (again)."""
-
-  def pause(self, worker: int) -> None:
-    """Starts nothing new at a worker."""
-
-  def advance(self) -> None:
-    """Decides what follows from what was heard."""
