@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-  """Returns `value` as an int.
-
-  Raises:
-    ValueError: unless it is a whole number, `least` or more. A bool is none.
-  """
+  """Returns `value` as an int; raises ValueError unless it is whole (a bool is
+  not), `least` or more."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
     kind = "positive whole number"

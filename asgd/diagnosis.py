@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base
+from asgd import base, checks
 from asgd import worker as worker_lib
 from asgd.algorithms import Recipe
 
@@ -42,27 +42,22 @@ def make_sharpness(
   XLA runs convolutions badly inside loops on CPU.
 
   Args:
-    loss: (params, batch, key) -> (float[], Aux); called with one fixed key.
+    loss: called with one fixed key.
     batch: on which examples.
     iterations: Hessian-vector products; each costs about three gradients.
 
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from
     below. Only weights are varied. Not finite where the loss is not.
-
-  Raises:
-    ValueError: if `iterations` is not positive.
   """
-  if iterations < 1:
-    raise ValueError(f"iterations must be 1 or more, not {iterations}")
+  checks.whole("iterations", iterations)
   key = jax.random.key(0)
 
   @jax.jit
   def step(params, direction, shift):
-    def value_and_gradient(weights):
-      return jax.value_and_grad(
-        lambda w: loss(base.with_weights(params, w), batch, key)[0]
-      )(weights)
+    value_and_gradient = jax.value_and_grad(
+      lambda w: loss(base.with_weights(params, w), batch, key)[0]
+    )
 
     norm = optax.tree.norm(direction)
     # Where the loss is flat, the product is 0, and so is the sharpness.
@@ -146,11 +141,9 @@ def _growth(server, worker, workers, rows, curvature):
     w, action = row
 
     def send():
-      ticket = server.send(state, w)
-      return (
-        *(state, states),
-        *(sent.at[w].set(ticket.params), versions.at[w].set(ticket.version)),
-      )
+      _, version, params = server.send(state, w)[:3]
+      kept = sent.at[w].set(params), versions.at[w].set(version)
+      return state, states, *kept
 
     def receive():
       ticket = base.Ticket(w, versions[w], sent[w])

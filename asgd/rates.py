@@ -59,12 +59,9 @@ def warmup_steps(
     )
   if not warmup and not boundaries:
     return peak
+  counts = collections.Counter(map(int, boundaries))
   drops = optax.piecewise_constant_schedule(
-    peak,
-    {
-      boundary - warmup: factor**count
-      for boundary, count in collections.Counter(map(int, boundaries)).items()
-    },
+    peak, {at - warmup: factor**count for at, count in counts.items()}
   )
   if not warmup:
     return drops
@@ -81,12 +78,9 @@ def scale_by_sent_rate(
   counts the server's updates; a worker knows that count from the version of its
   ticket, not from its own steps. The rate is constant within a job.
 
-  Args:
-    learning_rate: a number, or a schedule over the server's updates.
-
   Returns:
     A stateless transform whose update, if the rate is a schedule, needs the
-    extra arg `version`, int32[], as `asgd.worker.local_worker` passes it.
+    extra arg `version`, int32[].
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

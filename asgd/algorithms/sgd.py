@@ -65,8 +65,6 @@ def asgd(
   it unstable (Hakimi et al. 2019).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, at the server; 0 is none.
     weight_decay: at the server.
   """
@@ -84,8 +82,6 @@ def ssgd(
   """Synchronous SGD: one update on the mean of a message from every worker.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, at the server; 0 is none.
     weight_decay: at the server.
   """

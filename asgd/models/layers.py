@@ -11,7 +11,6 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
   H, W, C  height, width, channels of an image
 """
 
-import math
 from functools import partial
 
 import jax
@@ -118,6 +117,4 @@ def apply(
 
 def count(params: optax.Params) -> int:
   """Returns the number of trained parameters, statistics not included."""
-  return sum(
-    math.prod(p.shape) for p in jax.tree.leaves(base.weights_of(params))
-  )
+  return optax.tree.size(base.weights_of(params))

@@ -132,8 +132,7 @@ def gpt(
     Embed, `depth` blocks, Unembed.
 
   Raises:
-    ValueError: for a number that is not positive and whole, heads that do not
-      divide the width, or a rate outside [0, 1).
+    ValueError: for a value out of range, or heads that do not divide.
   """
   checks.whole("classes", classes)
   checks.whole("context", context)

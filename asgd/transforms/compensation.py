@@ -11,6 +11,7 @@ term is quadratic in g. `g` is the mean over a batch; with summed losses
 divide lambda by the batch size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,28 +21,15 @@ import optax
 from asgd import checks
 
 
-def delay_compensation(
-  strength: float = 0.04,
+def by_distance(
+  change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-  """DC-ASGD-c: lambda is the constant `strength`.
-
-  Args:
-    strength: lambda; 0.04 in the paper's DC-ASGD-c, 2 in the DANA papers. The
-      right one depends on the size of the gradients.
-
-  Returns:
-    A stateless transform whose update needs `params` and the extra arg
-    `sent_params`: what the worker computed on, a look-ahead if it was sent one.
-
-  Raises:
-    ValueError: for a negative strength.
-  """
-  checks.nonnegative("strength (lambda)", strength)
+  """A stateless transform g <- change(g, params - sent_params), elementwise."""
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
     updates = jax.tree.map(
-      lambda g, now, sent: g + strength * g * g * (now - sent),
+      lambda g, now, sent: change(g, now - sent),
       *(updates, params, sent_params),
     )
     return updates, state
@@ -49,6 +37,23 @@ def delay_compensation(
   return optax.GradientTransformationExtraArgs(
     optax.init_empty_state, update_fn
   )
+
+
+def delay_compensation(
+  strength: float = 0.04,
+) -> optax.GradientTransformationExtraArgs:
+  """DC-ASGD-c: lambda is the constant `strength`.
+
+  Args:
+    strength: lambda, 0 or more; 0.04 in the paper's DC-ASGD-c, 2 in the DANA
+      papers. The right one depends on the size of the gradients.
+
+  Returns:
+    A stateless transform whose update needs `params` and the extra arg
+    `sent_params`: what the worker computed on, a look-ahead if it was sent one.
+  """
+  checks.nonnegative("strength (lambda)", strength)
+  return by_distance(lambda g, moved: g + strength * g * g * moved)
 
 
 class AdaptiveCompensationState(NamedTuple):
@@ -68,15 +73,12 @@ def adaptive_delay_compensation(
   as the authors' code has it; the paper's text has one for all.
 
   Args:
-    strength: lambda_0; 2 in the paper.
-    decay: m of the paper, 0.95.
-    eps: inside the square root, 1e-7.
+    strength: lambda_0, 0 or more; 2 in the paper.
+    decay: m of the paper, in [0, 1).
+    eps: inside the square root.
 
   Returns:
     A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a negative strength, or a decay outside [0, 1).
   """
   checks.nonnegative("strength (lambda)", strength)
   checks.fraction("decay", decay)

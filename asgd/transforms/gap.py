@@ -47,14 +47,11 @@ def gap_aware(
       None for plain SGD, in which case the average is over the incoming
       gradients, this one included.
     learning_rate: as given to `scale_by_learning_rate`.
-    decay: of the average, 0.999.
+    decay: of the average, in [0, 1).
     eps: added to the root.
 
   Returns:
     A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a decay outside [0, 1).
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())

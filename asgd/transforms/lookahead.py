@@ -156,7 +156,7 @@ def dana_momentum(
 
   Args:
     workers: N.
-    decay: the momentum coefficient.
+    decay: the momentum coefficient, in [0, 1).
 
   Returns:
     A transform whose update needs the extra arg `worker`; its update is v^i.

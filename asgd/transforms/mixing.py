@@ -5,8 +5,7 @@ algorithm 1) averages models, not gradients:
 
   x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
 
-An alpha near 1 overwrites the server. The discount s is 1, or falls with the
-staleness, polynomially or after a hinge.
+An alpha near 1 overwrites the server.
 """
 
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import checks, names
+from asgd.transforms.compensation import by_distance
 
 Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
 
@@ -43,15 +43,12 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
 def make_discount(
   name: str, decay: float | None = None, grace: float = 4
 ) -> Discount:
-  """Returns a discount by name.
+  """Returns the discount "constant", "polynomial" or "hinge".
 
   Args:
-    name: "constant", "polynomial" or "hinge".
+    name: of these.
     decay: a; None is the default of the discount.
     grace: b, of "hinge".
-
-  Raises:
-    ValueError: for an unknown name, or values out of range.
   """
   options = {} if decay is None else {"decay": decay}
   makers = {
@@ -78,9 +75,6 @@ def mix_models(
     A stateless transform, the whole of a server's rule, whose update needs
     `params` and the extra args `staleness` and `sent_params`. Each message has
     to start at its ticket: no worker may do two jobs on one.
-
-  Raises:
-    ValueError: for an alpha out of range.
   """
   if not 0 < mixing <= 1:
     raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
@@ -115,20 +109,6 @@ def add_proximal_pull(
   Returns:
     A stateless transform whose update needs `params` and the extra arg
     `sent_params`.
-
-  Raises:
-    ValueError: for a negative strength.
   """
   checks.nonnegative("proximal strength", strength)
-
-  def update_fn(updates, state, params=None, *, sent_params, **extra_args):
-    del extra_args
-    updates = jax.tree.map(
-      lambda g, now, sent: g + strength * (now - sent),
-      *(updates, params, sent_params),
-    )
-    return updates, state
-
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return by_distance(lambda g, moved: g + strength * moved)
