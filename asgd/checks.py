@@ -21,8 +21,8 @@ def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError, naming the nearest counts, unless `count` fits groups.
 
   Args:
-    count: 1 or more.
-    things: that it counts, as "messages".
+    count: 1 or more, of `things`, as "messages".
+    things: see count.
     size: of a group, 1 or more.
     groups: a text with its size as {}, as "rounds of {} workers".
   """

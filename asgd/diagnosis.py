@@ -91,18 +91,16 @@ def curvature_limit(
   """Finds the largest curvature at which a recipe is stable along an order.
 
   Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
-  1e-4 to 4 over the learning rate, and takes the last before the first at which
-  w does not shrink from the second to the last quarter of the order. The result
-  is below the true limit by up to one step of the grid.
+  1e-4 to 4 over the learning rate (48 give steps of a quarter), and takes the
+  last before the first at which w does not shrink from the second to the last
+  quarter of the order. The result is below the true limit by up to one step of
+  the grid; it is 0.0 if not even the smallest is stable.
 
   Args:
     recipe: built with a constant learning rate.
     trace: an order of at least ten messages a worker; see `asgd.orders`.
     learning_rate: the rate that the recipe was built with.
-    points: resolution; 48 gives steps of a quarter.
-
-  Returns:
-    The curvature; 0.0 if not even the smallest is stable.
+    points: resolution.
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()

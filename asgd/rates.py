@@ -76,11 +76,8 @@ def scale_by_sent_rate(
 
   For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
   counts the server's updates; a worker knows that count from the version of its
-  ticket, not from its own steps. The rate is constant within a job.
-
-  Returns:
-    A stateless transform whose update, if the rate is a schedule, needs the
-    extra arg `version`, int32[].
+  ticket, not from its own steps, and passes it as the extra arg `version`,
+  int32[].
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

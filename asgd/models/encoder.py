@@ -164,7 +164,7 @@ def bert(
   epsilon: float = 1e-12,
   dropout: float = 0.0,
 ) -> Layers:
-  """A BERT that classifies.
+  """A BERT that classifies: EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
 
   Args:
     classes: number of logits.
@@ -178,13 +178,10 @@ def bert(
     pooling: "mean", or "first"; see `EncoderHead`.
     epsilon: added to the variances of layer norms.
     dropout: rate, on embeddings, attention, what is added to the stream, and
-      what the classifier gets.
-
-  Returns:
-    EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
+      what the classifier gets, in [0, 1).
 
   Raises:
-    ValueError: for a value out of range, or heads that do not divide.
+    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("vocabulary", vocabulary, 2)
@@ -207,17 +204,15 @@ class Pretrained(NamedTuple):
 
   folder: Path  # with its tokenizer.json
   sizes: dict[str, Any]  # arguments of `bert`
-  weights: tuple[dict[str, Any], ...]  # of each layer, without the classifier
+  # float32, of each layer, without the classifier
+  weights: tuple[dict[str, Any], ...]
 
 
 def find(place: str | os.PathLike) -> Path:
   """Returns the folder of a checkpoint: config.json, model.safetensors.
 
-  Args:
-    place: that folder, or the name of an installed package that has it.
-
-  Raises:
-    DataError: if it is neither.
+  `place` is that folder, or the name of an installed package that has it;
+  DataError is raised if it is neither.
   """
   folder = Path(os.path.expanduser(place))
   if folder.is_dir():
@@ -258,9 +253,6 @@ def pretrained(
   Args:
     place: as `find` takes it.
     pooling: as of `bert`; "first" needs the pooler's weights.
-
-  Returns:
-    Sizes and weights, float32.
 
   Raises:
     ValueError: for an unknown pooling.

@@ -167,13 +167,9 @@ class Head(nn.Module):
 def pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
   """The shortcut without parameters: option A of He et al. 2016, section 3.3.
 
-  Args:
-    x: float[B, H, W, C].
-    features: channels wanted, C or more; zeros are appended after the C.
-    stride: every stride-th row and column is kept, from the first.
-
-  Returns:
-    float[B, ceil(H / stride), ceil(W / stride), features].
+  Keeps every stride-th row and column, from the first, and appends zeros after
+  the C channels: float[B, H, W, C] -> float[B, ceil(H / stride),
+  ceil(W / stride), features].
   """
   x = x[:, ::stride, ::stride]
   return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, features - x.shape[-1])))
@@ -256,12 +252,7 @@ def _check_norm(
 def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
   """A multilayer perceptron with ReLU; a linear classifier if hidden is ().
 
-  Args:
-    classes: number of logits.
-    hidden: width of each hidden layer.
-
-  Returns:
-    Flatten, a Dense per hidden layer, Classifier.
+  Flatten, a Dense of each width in `hidden`, Classifier.
   """
   checks.whole("classes", classes)
   _check_widths("hidden", hidden, least=0)
@@ -278,6 +269,8 @@ def cnn(
 ) -> Layers:
   """A small convolutional network, quick on a CPU.
 
+  A ConvPool per entry of `features`, Flatten, Dense, Classifier.
+
   Args:
     classes: number of logits.
     features: channels after each convolution; each halves the image.
@@ -285,9 +278,6 @@ def cnn(
     norm: "none", or "group" or "batch" after each convolution, which then has
       no bias.
     groups: of GroupNorm; it must divide every number of features.
-
-  Returns:
-    A ConvPool per entry of features, Flatten, Dense, Classifier.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)
@@ -302,8 +292,8 @@ def resnet(
 ) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
-  Three groups of (depth - 2) / 6 blocks with 16, 32 and 64 channels; the second
-  and third halve the image.
+  Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
+  of which the second and third halve the image, and Head.
 
   Args:
     classes: number of logits.
@@ -311,9 +301,6 @@ def resnet(
     norm: "group", which needs no statistics, or "batch", as in the paper.
       "none" is refused: without more changes such a network hardly trains.
     groups: of GroupNorm, the same in every layer; a divisor of 16.
-
-  Returns:
-    Stem, the BasicBlocks, Head.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
@@ -345,8 +332,7 @@ def wide_resnet(
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
-  Three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times `widen`
-  channels; the second and third halve the image.
+  As `resnet`, with WideBlocks of k = `widen` times the channels.
 
   Args:
     classes: number of logits.
@@ -354,9 +340,6 @@ def wide_resnet(
     widen: k of the paper.
     norm: as of `resnet`.
     groups: as of `resnet`.
-
-  Returns:
-    Stem, the WideBlocks, Head.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)

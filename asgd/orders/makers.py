@@ -64,17 +64,14 @@ def stale_synchronous(
   Args:
     durations: how long each job takes.
     workers: N; all send at time 0, in the order of their numbers.
-    messages: RECEIVE rows to produce.
+    messages: RECEIVE rows to produce; the last one ends the trace, and N depth
+      - 1 or fewer open tickets are never received.
     bound: how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh
       enough for the bound, as the paper's clients do; otherwise it fetches
       before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
-
-  Returns:
-    A Trace that ends with the last RECEIVE; its N depth - 1 or fewer open
-    tickets are never received.
   """
   rules = protocol.Rules(
     bound=bound, cache=cache, depth=depth, fetch_every=fetch_every

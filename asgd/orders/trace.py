@@ -144,11 +144,8 @@ def read(lines: Iterable[str]) -> list[Event]:
   """Reads the rows of a trace or of a journal.
 
   A last line without its newline was cut off while being written: it is
-  dropped, and what comes before it is the trace.
-
-  Args:
-    lines: a file opened with newline="\\n", or the lines of a text with their
-      ends.
+  dropped, and what comes before it is the trace. `lines` is a file opened with
+  newline="\\n", or the lines of a text with their ends.
 
   Raises:
     ValueError: naming the line that cannot be read, and its value.
@@ -318,8 +315,7 @@ def check(
     path: as of `Ledger`.
 
   Raises:
-    TraceError: naming the first row (of a file, the line) that is wrong, and
-      why.
+    TraceError: naming the first row (of a file, the line) that is wrong.
   """
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
@@ -363,9 +359,8 @@ def _forbidden(ledger, event, depth):
 def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
   """Counts the staleness of each received message, int32[U], without a model.
 
-  Args:
-    trace: an order without rollbacks, in which every message is accepted.
-    every: messages averaged into one parameter change.
+  In `trace` all messages are accepted, and nothing is rolled back; `every` of
+  them are averaged into one parameter change.
   """
 
   def version(event: Event, kept: int | None) -> int:

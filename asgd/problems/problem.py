@@ -54,8 +54,7 @@ class Problem(NamedTuple):
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.
 
-    It shares `init`, `loss`, `evaluate` and `pieces`, and so everything that
-    was compiled for them.
+    It shares what was compiled for `init`, `loss`, `evaluate` and `pieces`.
 
     Raises:
       ValueError: for a size that the data cannot fill, or a problem whose
@@ -112,15 +111,7 @@ def join(
   data_of: DataOf,
   batch_size: int,
 ) -> Problem:
-  """Joins a model to its data, which may be cut into batches of another size.
-
-  Args:
-    pieces: of the loss.
-    init: of the Problem.
-    evaluate: of the Problem.
-    data_of: cuts the data into batches of a size.
-    batch_size: the first one.
-  """
+  """Joins a model to its data, which may be cut again into other batches."""
   loss = whole_loss(pieces)
 
   def rebatch(size):

@@ -29,7 +29,8 @@ def classification(
 ) -> Problem:
   """Image classification with cross-entropy.
 
-  Images travel as uint8 and are normalised per channel where they are used.
+  Images travel as uint8 and are normalised per channel where they are used: the
+  batches are (uint8[B, H, W, C], int32[B]).
 
   Args:
     dataset: from `data.load`.
@@ -39,9 +40,6 @@ def classification(
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
     evaluation_examples: evaluate on the first so many test images; 0 is all.
-
-  Returns:
-    A Problem. Its batches are (uint8[B, H, W, C], int32[B]).
 
   Raises:
     ValueError: for a batch larger than the data, and as `data.make_batches`.
@@ -98,6 +96,8 @@ def classify_sentences(
 ) -> Problem:
   """Classification of sentences, or of pairs of them, with cross-entropy.
 
+  Its batches are (int32[B, 2, T], int32[B]).
+
   Args:
     task: from `data.sentences.load`.
     layers: `encoder.bert`, with as many classes as the task.
@@ -106,9 +106,6 @@ def classify_sentences(
       all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
-
-  Returns:
-    A Problem. Its batches are (int32[B, 2, T], int32[B]).
 
   Raises:
     ValueError: for a task with more words than the model, weights of another
@@ -194,15 +191,14 @@ def language(
 ) -> Problem:
   """Prediction of the next character, with cross-entropy.
 
+  Its batches are int32[B, T + 1]; its accuracy is of characters.
+
   Args:
     text: from `data.text.load`.
     layers: from `models.build`, with as many classes as the text.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: of the test part, evenly spaced; 1 or more.
-
-  Returns:
-    A Problem; its accuracy is of characters. Its batches are int32[B, T + 1].
 
   Raises:
     ValueError: as `text.make_batches`.
@@ -249,10 +245,8 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
   """A noisy quadratic: f(w) = sum_i curvature_i w_i^2 / 2, from w = 1.
 
   Gradients carry Gaussian noise of standard deviation `noise`, through a linear
-  term of mean 0: a batch is that term, float32[K]. The accuracy is NaN.
-
-  Raises:
-    ValueError: unless the curvatures, float[K], are all positive.
+  term of mean 0: a batch is that term, float32[K]. The accuracy is NaN. Raises
+  ValueError unless the curvatures, float[K], are all positive.
   """
   curvatures = np.asarray(curvatures, np.float64)
   if curvatures.ndim != 1 or not (curvatures > 0).all():

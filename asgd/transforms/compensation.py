@@ -24,7 +24,10 @@ from asgd import checks
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-  """A stateless transform g <- change(g, params - sent_params), elementwise."""
+  """A transform g <- change(g, params - sent_params), elementwise.
+
+  It has no state; its update needs `params` and the extra arg `sent_params`.
+  """
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
@@ -49,8 +52,8 @@ def delay_compensation(
       papers. The right one depends on the size of the gradients.
 
   Returns:
-    A stateless transform whose update needs `params` and the extra arg
-    `sent_params`: what the worker computed on, a look-ahead if it was sent one.
+    As `by_distance`; what the worker computed on is a look-ahead, if it was
+    sent one.
   """
   checks.nonnegative("strength (lambda)", strength)
   return by_distance(lambda g, moved: g + strength * g * g * moved)
@@ -70,15 +73,13 @@ def adaptive_delay_compensation(
   The mean square takes in the incoming gradient first, then it is used:
   mean_square <- decay mean_square + (1 - decay) g * g. It is not
   bias-corrected. Wrap the transform in `per_worker` for one average a worker,
-  as the authors' code has it; the paper's text has one for all.
+  as the authors' code has it; the paper's text has one for all. Its update
+  needs `params` and the extra arg `sent_params`.
 
   Args:
     strength: lambda_0, 0 or more; 2 in the paper.
     decay: m of the paper, in [0, 1).
     eps: inside the square root.
-
-  Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
   """
   checks.nonnegative("strength (lambda)", strength)
   checks.fraction("decay", decay)

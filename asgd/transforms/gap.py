@@ -40,7 +40,8 @@ def gap_aware(
   shrink and the penalty fades; with the current one it would not.
 
   The transform goes before scaling by the learning rate, and after adding
-  weight decay, which is to be penalised as well.
+  weight decay, which is to be penalised as well. Its update needs `params` and
+  the extra arg `sent_params`.
 
   Args:
     momentum: what turns penalised gradients into updates, e.g. `optax.trace`;
@@ -49,9 +50,6 @@ def gap_aware(
     learning_rate: as given to `scale_by_learning_rate`.
     decay: of the average, in [0, 1).
     eps: added to the root.
-
-  Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())

@@ -45,10 +45,7 @@ def make_discount(
 ) -> Discount:
   """Returns the discount "constant", "polynomial" or "hinge".
 
-  Args:
-    name: of these.
-    decay: a; None is the default of the discount.
-    grace: b, of "hinge".
+  `decay` is a, None for the discount's own default; `grace` is b, of "hinge".
   """
   options = {} if decay is None else {"decay": decay}
   makers = {
@@ -65,7 +62,8 @@ def mix_models(
   """Turns a displacement into a step towards the worker's model.
 
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
-  has become since: the update is alpha_t (x_sent - d - x).
+  has become since: the update is alpha_t (x_sent - d - x). Each message has to
+  start at its ticket: no worker may do two jobs on one.
 
   Args:
     mixing: alpha, in (0, 1].
@@ -73,8 +71,7 @@ def mix_models(
 
   Returns:
     A stateless transform, the whole of a server's rule, whose update needs
-    `params` and the extra args `staleness` and `sent_params`. Each message has
-    to start at its ticket: no worker may do two jobs on one.
+    `params` and the extra args `staleness` and `sent_params`.
   """
   if not 0 < mixing <= 1:
     raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
@@ -101,14 +98,8 @@ def add_proximal_pull(
   """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
 
   Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
-  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added.
-
-  Args:
-    strength: rho, 0 or more.
-
-  Returns:
-    A stateless transform whose update needs `params` and the extra arg
-    `sent_params`.
+  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added. `strength` is
+  rho, 0 or more.
   """
   checks.nonnegative("proximal strength", strength)
   return by_distance(lambda g, moved: g + strength * moved)
