@@ -36,15 +36,12 @@ def delayed_sgd_limit(staleness: float) -> float:
 def make_sharpness(
   loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
-  """Builds an estimate of a loss's largest Hessian eigenvalue.
+  """Builds an estimate of a loss's largest Hessian eigenvalue on `batch`.
 
   Power iteration, driven from the host one compiled step at a time, because
-  XLA runs convolutions badly inside loops on CPU.
-
-  Args:
-    loss: called with one fixed key.
-    batch: on which examples.
-    iterations: Hessian-vector products; each costs about three gradients.
+  XLA runs convolutions badly inside loops on CPU. The loss is called with one
+  fixed key. Each of the Hessian-vector products, `iterations` of them, costs
+  about three gradients.
 
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from

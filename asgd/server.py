@@ -222,11 +222,12 @@ def _make_accept(algorithm, every, scale):
 
   def accept(state, ticket, message):
     delay = _delay(state, ticket)
+    of_weights = delay._replace(sent_params=base.weights_of(ticket.params))
     weights, message_state = scale.update(
       base.weights_of(message),
       state.inbox.message_state,
       base.weights_of(state.params),
-      **base.weights_delay(delay)._asdict(),
+      **of_weights._asdict(),
     )
     message = base.with_weights(message, weights)
     inbox = state.inbox._replace(message_state=message_state)

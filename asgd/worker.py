@@ -81,16 +81,12 @@ def gradient_worker(
 def job_batches(
   batches: Callable[[int, int], base.Batch], steps: int
 ) -> Callable[[int, int], base.Batch]:
-  """Makes jobs of H = `steps` batches out of jobs of one.
+  """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
-  Args:
-    batches: (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
-    steps: H, a positive whole number, or ValueError is raised.
-
-  Returns:
-    A function of the same kind. Its job j is the jobs j H, ..., j H + H - 1 of
-    `batches`, stacked on a new leading axis: leaves [H, B, ...]. With one step
-    there is no such axis: it is `batches` itself.
+  `batches` is (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
+  So is the result: its job j is the jobs j H, ..., j H + H - 1 of `batches`,
+  stacked on a new leading axis: leaves [H, B, ...]. With one step there is no
+  such axis: it is `batches` itself.
   """
   checks.whole("steps", steps)
   if steps == 1:
@@ -207,7 +203,8 @@ def local_worker(
 
   It starts from the ticket's parameters if the ticket is fresh. If it keeps an
   earlier ticket it goes on from where it stopped, from its own copy with its
-  own writes: Downpour between two fetches, the read-my-writes of SSP.
+  own writes: Downpour between two fetches, the read-my-writes of SSP. Step h
+  draws from fold_in(key, h), and from the key itself if H is 1.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters.
@@ -226,10 +223,9 @@ def local_worker(
       with a new one.
 
   Returns:
-    A Worker; its message has the structure of the parameters. The loss it
-    reports is the mean over the batches, each where the worker was by then, and
-    so are the statistics in a message of `Variables`. Step h draws from
-    fold_in(key, h), and from the key itself if H is 1.
+    A Worker; its message has the structure of the parameters. Its loss and the
+    statistics in a message of `Variables` are means over the batches, each
+    where the worker was by then.
 
   Raises:
     ValueError: for values out of range; on tracing, for a batch that is not
@@ -289,8 +285,9 @@ def elastic_worker(
 
   Asynchronous EASGD (Zhang, Choromanska, LeCun, "Deep learning with Elastic
   Averaging SGD", NIPS 2015, algorithm 1); with Nesterov's momentum in `tx`,
-  EAMSGD (algorithm 2). A job is H steps on x^i, which is the worker's for good,
-  and then an exchange with the centre x~, the server's parameters:
+  EAMSGD (algorithm 2). A job is H steps on x^i, which is the worker's for good
+  and starts as its first ticket, and then an exchange with the centre x~, the
+  server's parameters:
 
     d = alpha (x^i - x~);   x^i <- x^i - d;   x~ <- x~ + d.
 
@@ -303,16 +300,12 @@ def elastic_worker(
   before it; here, where x^i is.
 
   Args:
-    loss: differentiated with respect to the (weights of the) parameters.
+    loss: as in `local_worker`; so are the Worker's loss, statistics and keys.
     tx: the local optimizer, as in `local_worker`. `optax.sgd` with `nesterov`
       has the paper's look-ahead, x^i + delta v, for its x^i.
     steps: H, tau of the paper: batches in a job, stacked as in `local_worker`.
     alpha: how much of the distance an exchange closes from each side, in
       (0, 1].
-
-  Returns:
-    A Worker. Loss, statistics and keys are as in `local_worker`. Its first
-    ticket gives it x^i.
 
   Raises:
     ValueError: as `local_worker`.

@@ -11,7 +11,7 @@ import optax
 from asgd import base, checks, names, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
-from asgd.algorithms.sgd import any_velocity, decay_weights, sgd, velocity
+from asgd.algorithms.sgd import decay_weights, sgd, velocity
 
 
 def _local_sgd(learning_rate, momentum, weight_decay, *first, nesterov=False):
@@ -19,7 +19,7 @@ def _local_sgd(learning_rate, momentum, weight_decay, *first, nesterov=False):
   return optax.chain(
     *first,
     decay_weights(weight_decay),
-    any_velocity(momentum, nesterov=nesterov),
+    velocity(momentum, nesterov=nesterov) if momentum else optax.identity(),
     transforms.scale_by_sent_rate(learning_rate),
   )
 

@@ -130,9 +130,21 @@ def classify_sentences(
 
   test = len(task.test_labels)
   indices = lib.spread(test, evaluation_examples or test)
+  labels = task.test_labels[indices]
 
   def evaluate(params):
-    return _evaluate(task, layers, params, indices)
+    results = []
+    for start in range(0, len(indices), _SENTENCES):
+      rows = indices[start : start + _SENTENCES]
+      batch = task.test_tokens[rows], task.test_labels[rows]
+      results.append(jax.device_get(_score(layers, params, *batch)))
+    loss, predicted = map(np.concatenate, zip(*results, strict=True))
+    hits = predicted == labels
+    evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
+    if task.measure is None:
+      return evaluation
+    measure = sentences_lib.MEASURES[task.measure](labels, predicted)
+    return evaluation._replace(measure=float(measure))
 
   def prepare(batch, key, dtype):
     del key, dtype
@@ -155,23 +167,6 @@ def _replace(params, weights):
       )
     layers.append(layer)
   return tuple(layers)
-
-
-def _evaluate(task, layers, params, indices) -> Evaluation:
-  """Evaluates on the test examples at `indices`."""
-  labels = task.test_labels[indices]
-  results = []
-  for start in range(0, len(indices), _SENTENCES):
-    rows = indices[start : start + _SENTENCES]
-    batch = task.test_tokens[rows], task.test_labels[rows]
-    results.append(jax.device_get(_score(layers, params, *batch)))
-  loss, predicted = map(np.concatenate, zip(*results, strict=True))
-  hits = predicted == labels
-  evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
-  if task.measure is None:
-    return evaluation
-  measure = sentences_lib.MEASURES[task.measure](labels, predicted)
-  return evaluation._replace(measure=float(measure))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,6 +16,8 @@ from asgd.data import DataError, sentences
 from asgd.models import encoder
 from pipeline import cut
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SIZES = {
   "vocab_size": 19,
   "num_hidden_layers": 2,
