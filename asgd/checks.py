@@ -20,11 +20,8 @@ def whole(name: str, value: int, least: int = 1) -> int:
 def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError, naming the nearest counts, unless `count` fits groups.
 
-  Args:
-    count: 1 or more, of `things`, as "messages".
-    things: see count.
-    size: of a group, 1 or more.
-    groups: a text with its size as {}, as "rounds of {} workers".
+  `things` says what is counted, as "messages"; `groups` is a text with their
+  `size` as {}, as "rounds of {} workers". Both numbers are 1 or more.
   """
   if count % size:
     below = count - count % size

@@ -35,14 +35,15 @@ def warmup_steps(
     peak: the learning rate after the warm-up.
     warmup: updates it takes; 0 for none.
     start: the learning rate of update 0; the DANA papers use peak / workers.
-    boundaries: updates from which the rate is multiplied by `factor` once more.
+    boundaries: updates from which the rate is multiplied by `factor` once more;
+      none of them is inside the warm-up.
     factor: of each drop, positive.
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.
 
   Raises:
-    ValueError: for values out of range, or a drop inside the warm-up.
+    ValueError: for values out of range.
   """
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:

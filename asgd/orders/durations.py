@@ -93,13 +93,12 @@ def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
 def measured(
   samples: Sequence[Sequence[float]], *, resample: bool = False, seed: int = 0
 ) -> Durations:
-  """Times that were measured, played back.
+  """Times that were measured, played back over and over.
 
   Args:
     samples: one row of times per measured worker; worker i uses row i modulo
       the number of rows.
-    resample: draw from the row at random, with replacement, instead of playing
-      it in its order, over and over.
+    resample: draw from the row at random, with replacement, instead.
     seed: of the draws.
   """
   rows = [np.asarray(row, float) for row in samples]

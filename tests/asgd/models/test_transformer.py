@@ -86,7 +86,7 @@ def test_slices_draw_what_the_whole_draws():
   key, x = jax.random.key(1), tokens()
   whole = logits(layers, params, x, train=True, key=key)
   y = x
-  for start, end in ((0, 1), (1, 3), (3, 4)):
+  for start, end in ((0, 1), (1, 4)):
     part = layers[start:end], params[start:end]
     y = run(*part, y, train=True, key=key, first=start)
   np.testing.assert_allclose(y, whole, rtol=0, atol=1e-5)
@@ -106,7 +106,8 @@ def test_it_computes_in_the_dtype_of_its_parameters():
 
 def test_at_first_all_tokens_are_as_likely():
   layers, _ = make(width=32)
-  params = models.init(layers, jax.random.key(0), EXAMPLE)
+  draw = jax.jit(lambda key: models.init(layers, key, EXAMPLE))
+  params = draw(jax.random.key(0))
   losses = -jax.nn.log_softmax(logits(layers, params, tokens()))
   assert abs(float(losses.mean()) - np.log(TOKENS)) < 0.1
 
