@@ -17,7 +17,7 @@ Index letters used in shape comments, here and elsewhere:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,19 +68,8 @@ class Delay(NamedTuple):
   sent_params: optax.Params  # what the message was computed against
 
 
-def weights_delay(delay: Delay) -> Delay:
-  """Returns the Delay as seen by a transform that runs on weights only."""
-  return delay._replace(sent_params=weights_of(delay.sent_params))
-
-
-class SendFn(Protocol):
-  """Chooses the parameters to hand out."""
-
-  def __call__(
-    self, opt_state: optax.OptState, params: optax.Params, *, worker: jax.Array
-  ) -> optax.Params:
-    """Returns what `worker` is to compute on."""
-    ...
+# (opt_state, params, *, worker) -> what the worker is to compute on
+SendFn = Callable[..., optax.Params]
 
 
 def send_current(

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-  """Returns `value` as an int.
-
-  Raises:
-    ValueError: unless it is a whole number, `least` or more. A bool is none.
-  """
+  """Returns `value` as an int; raises ValueError unless it is whole (a bool is
+  not), `least` or more."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
     kind = "positive whole number"
@@ -23,11 +20,8 @@ def whole(name: str, value: int, least: int = 1) -> int:
 def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError, naming the nearest counts, unless `count` fits groups.
 
-  Args:
-    count: 1 or more.
-    things: that it counts, as "messages".
-    size: of a group, 1 or more.
-    groups: a text with its size as {}, as "rounds of {} workers".
+  `things` says what is counted, as "messages"; `groups` is a text with their
+  `size` as {}, as "rounds of {} workers". Both numbers are 1 or more.
   """
   if count % size:
     below = count - count % size

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base
+from asgd import base, checks
 from asgd import worker as worker_lib
 from asgd.algorithms import Recipe
 
@@ -36,33 +36,25 @@ def delayed_sgd_limit(staleness: float) -> float:
 def make_sharpness(
   loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
-  """Builds an estimate of a loss's largest Hessian eigenvalue.
+  """Builds an estimate of a loss's largest Hessian eigenvalue on `batch`.
 
   Power iteration, driven from the host one compiled step at a time, because
-  XLA runs convolutions badly inside loops on CPU.
-
-  Args:
-    loss: (params, batch, key) -> (float[], Aux); called with one fixed key.
-    batch: on which examples.
-    iterations: Hessian-vector products; each costs about three gradients.
+  XLA runs convolutions badly inside loops on CPU. The loss is called with one
+  fixed key. Each of the Hessian-vector products, `iterations` of them, costs
+  about three gradients.
 
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from
     below. Only weights are varied. Not finite where the loss is not.
-
-  Raises:
-    ValueError: if `iterations` is not positive.
   """
-  if iterations < 1:
-    raise ValueError(f"iterations must be 1 or more, not {iterations}")
+  checks.whole("iterations", iterations)
   key = jax.random.key(0)
 
   @jax.jit
   def step(params, direction, shift):
-    def value_and_gradient(weights):
-      return jax.value_and_grad(
-        lambda w: loss(base.with_weights(params, w), batch, key)[0]
-      )(weights)
+    value_and_gradient = jax.value_and_grad(
+      lambda w: loss(base.with_weights(params, w), batch, key)[0]
+    )
 
     norm = optax.tree.norm(direction)
     # Where the loss is flat, the product is 0, and so is the sharpness.
@@ -96,18 +88,16 @@ def curvature_limit(
   """Finds the largest curvature at which a recipe is stable along an order.
 
   Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
-  1e-4 to 4 over the learning rate, and takes the last before the first at which
-  w does not shrink from the second to the last quarter of the order. The result
-  is below the true limit by up to one step of the grid.
+  1e-4 to 4 over the learning rate (48 give steps of a quarter), and takes the
+  last before the first at which w does not shrink from the second to the last
+  quarter of the order. The result is below the true limit by up to one step of
+  the grid; it is 0.0 if not even the smallest is stable.
 
   Args:
     recipe: built with a constant learning rate.
     trace: an order of at least ten messages a worker; see `asgd.orders`.
     learning_rate: the rate that the recipe was built with.
-    points: resolution; 48 gives steps of a quarter.
-
-  Returns:
-    The curvature; 0.0 if not even the smallest is stable.
+    points: resolution.
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
@@ -146,11 +136,9 @@ def _growth(server, worker, workers, rows, curvature):
     w, action = row
 
     def send():
-      ticket = server.send(state, w)
-      return (
-        *(state, states),
-        *(sent.at[w].set(ticket.params), versions.at[w].set(ticket.version)),
-      )
+      _, version, params = server.send(state, w)[:3]
+      kept = sent.at[w].set(params), versions.at[w].set(version)
+      return state, states, *kept
 
     def receive():
       ticket = base.Ticket(w, versions[w], sent[w])

@@ -19,6 +19,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
   return f"{hint}known: {', '.join(valid)}"
 
 
+def check(kind: str, name: str, valid: Iterable[str]) -> None:
+  """Raises ValueError, with the nearest name, unless `name` is valid."""
+  if not isinstance(name, str) or name not in valid:
+    raise ValueError(f"unknown {kind} {name!r}; {nearest(name, valid)}")
+
+
 def _initials(name: str) -> str | None:
   """Returns lr of learning_rate, None of a single word."""
   words = [word for word in name.split("_") if word]
@@ -26,24 +32,15 @@ def _initials(name: str) -> str | None:
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
-  """Returns table[name].
-
-  Raises:
-    ValueError: if there is no such name, with the nearest one.
-  """
-  if not isinstance(name, str) or name not in table:
-    raise ValueError(f"unknown {kind} {name!r}; {nearest(name, table)}")
+  """Returns table[name]; raises as `check`."""
+  check(kind, name, table)
   return table[name]
 
 
 def call(
   kind: str, name: str, maker: Callable, kwargs: Mapping[str, Any]
 ) -> Any:
-  """Calls maker(**kwargs) after checking the arguments' names.
-
-  Raises:
-    ValueError: for an argument that `maker` does not take, or one missing.
-  """
+  """Calls maker(**kwargs); raises ValueError if one is unknown, or missing."""
   parameters = inspect.signature(maker).parameters
   for key in kwargs:
     if key not in parameters:

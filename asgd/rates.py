@@ -35,14 +35,15 @@ def warmup_steps(
     peak: the learning rate after the warm-up.
     warmup: updates it takes; 0 for none.
     start: the learning rate of update 0; the DANA papers use peak / workers.
-    boundaries: updates from which the rate is multiplied by `factor` once more.
+    boundaries: updates from which the rate is multiplied by `factor` once more;
+      none of them is inside the warm-up.
     factor: of each drop, positive.
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.
 
   Raises:
-    ValueError: for values out of range, or a drop inside the warm-up.
+    ValueError: for values out of range.
   """
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:
@@ -59,12 +60,9 @@ def warmup_steps(
     )
   if not warmup and not boundaries:
     return peak
+  counts = collections.Counter(map(int, boundaries))
   drops = optax.piecewise_constant_schedule(
-    peak,
-    {
-      boundary - warmup: factor**count
-      for boundary, count in collections.Counter(map(int, boundaries)).items()
-    },
+    peak, {at - warmup: factor**count for at, count in counts.items()}
   )
   if not warmup:
     return drops
@@ -79,14 +77,8 @@ def scale_by_sent_rate(
 
   For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
   counts the server's updates; a worker knows that count from the version of its
-  ticket, not from its own steps. The rate is constant within a job.
-
-  Args:
-    learning_rate: a number, or a schedule over the server's updates.
-
-  Returns:
-    A stateless transform whose update, if the rate is a schedule, needs the
-    extra arg `version`, int32[], as `asgd.worker.local_worker` passes it.
+  ticket, not from its own steps, and passes it as the extra arg `version`,
+  int32[].
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

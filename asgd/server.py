@@ -30,8 +30,7 @@ def max_staleness(bound: int) -> Gate:
   Ringmaster ASGD (Maranjyan et al. 2025) with threshold R accepts a staleness
   below R, which is `max_staleness(R - 1)`.
   """
-  if bound < 0:
-    raise ValueError(f"bound must be 0 or more, not {bound}")
+  checks.nonnegative("bound", bound)
   return lambda delay, message: delay.staleness <= bound
 
 
@@ -66,7 +65,7 @@ def gather(
     total: sum of the messages before.
     oldest: the ticket of the stalest of them.
     message: the new one.
-    ticket: it was computed against this one.
+    ticket: of the new one.
     first: bool[], whether there is no message before; `oldest` is then unread.
     add: adds two trees; another one may donate the first's buffers.
 
@@ -93,15 +92,12 @@ def rms(tree: optax.Params) -> jax.Array:
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return jnp.float32(0.0)
-  square = sum(_sum_of_squares(x) for x in leaves)
-  return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
   # The minor axis last: XLA's CPU loops vectorize over it, where a sum over
   # everything at once is one chain of dependent additions.
-  rows = jnp.sum(jnp.square(x), axis=tuple(range(x.ndim - 1)))
-  return jnp.sum(rows)
+  square = sum(
+    jnp.square(x).sum(axis=tuple(range(x.ndim - 1))).sum() for x in leaves
+  )
+  return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
 
 
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
@@ -129,9 +125,10 @@ def make_server(
 
   Args:
     algorithm: what one update does with a message.
-    every: accepted messages averaged into one update; the number of workers
-      gives synchronous SGD under a bulk synchronous order, anything else is
-      n-softsync (Zhang et al. 2016). The update is told one Delay: the oldest.
+    every: accepted messages averaged into one update, a positive whole number
+      (or ValueError); the number of workers gives synchronous SGD under a bulk
+      synchronous order, anything else is n-softsync (Zhang et al. 2016). The
+      update is told one Delay: the oldest.
     gate: says which messages count. A dropped message changes nothing, not even
       the version.
     per_message: a transform that scales each message by its own Delay before
@@ -141,9 +138,6 @@ def make_server(
 
   Returns:
     The Server, pure functions to be compiled by the runtime.
-
-  Raises:
-    ValueError: if `every` is not a positive integer.
   """
   checks.whole("every", every)
   scale = optax.with_extra_args_support(per_message or optax.identity())
@@ -228,11 +222,12 @@ def _make_accept(algorithm, every, scale):
 
   def accept(state, ticket, message):
     delay = _delay(state, ticket)
+    of_weights = delay._replace(sent_params=base.weights_of(ticket.params))
     weights, message_state = scale.update(
       base.weights_of(message),
       state.inbox.message_state,
       base.weights_of(state.params),
-      **base.weights_delay(delay)._asdict(),
+      **of_weights._asdict(),
     )
     message = base.with_weights(message, weights)
     inbox = state.inbox._replace(message_state=message_state)

@@ -50,11 +50,7 @@ class Tracks:
   """Tracks in groups, named when they are met."""
 
   def __init__(self, groups: Mapping[int, str]):
-    """Starts with no track.
-
-    Args:
-      groups: pid -> name.
-    """
+    """Starts with no track; `groups` are pid -> name."""
     self._tids: dict[tuple[int, str], int] = {}
     self.names: list[Event] = [
       event("M", "process_name", pid, 0, args={"name": name})
@@ -66,11 +62,10 @@ class Tracks:
     key = pid, name
     if key not in self._tids:
       self._tids[key] = tid = _FIRST_TID + len(self._tids)
-      for what, args in (
-        ("thread_name", {"name": name}),
-        ("thread_sort_index", {"sort_index": place}),
-      ):
-        self.names.append(event("M", what, pid, tid, args=args))
+      self.names += [
+        event("M", "thread_name", pid, tid, args={"name": name}),
+        event("M", "thread_sort_index", pid, tid, args={"sort_index": place}),
+      ]
     return self._tids[key]
 
   def ordered(self, events: Iterable[Event]) -> list[Event]:

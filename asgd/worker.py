@@ -81,19 +81,12 @@ def gradient_worker(
 def job_batches(
   batches: Callable[[int, int], base.Batch], steps: int
 ) -> Callable[[int, int], base.Batch]:
-  """Makes jobs of `steps` batches out of jobs of one.
+  """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
-  Args:
-    batches: (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
-    steps: H, batches in a job.
-
-  Returns:
-    A function of the same kind. Its job j is the jobs j H, ..., j H + H - 1 of
-    `batches`, stacked on a new leading axis: leaves [H, B, ...]. With one step
-    there is no such axis: it is `batches` itself.
-
-  Raises:
-    ValueError: if `steps` is not a positive whole number.
+  `batches` is (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
+  So is the result: its job j is the jobs j H, ..., j H + H - 1 of `batches`,
+  stacked on a new leading axis: leaves [H, B, ...]. With one step there is no
+  such axis: it is `batches` itself.
   """
   checks.whole("steps", steps)
   if steps == 1:
@@ -123,50 +116,43 @@ _UNROLLED = 32
 
 
 def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
-  """Returns a function that takes `steps` optimizer steps from `weights`:
-
-  (weights, opt_state, ticket, batch, key) -> (weights, opt_state, _Sums).
-  In _Sums, loss and statistics are means over the steps, the gradient a sum.
-  """
+  """Returns (weights, opt_state, ticket, batch, key) -> (weights, opt_state,
+  _Sums): loss and statistics are means over the steps, the gradient a sum."""
   gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
   def step(weights, opt_state, ticket, batch, key):
     params = base.with_weights(ticket.params, weights)
     (value, aux), grads = gradient(params, batch, key)
     grads = base.weights_of(grads)
+    sent = base.weights_of(ticket.params)
     updates, opt_state = tx.update(
-      *(grads, opt_state, weights),
-      version=ticket.version,
-      sent_params=base.weights_of(ticket.params),
+      grads, opt_state, weights, version=ticket.version, sent_params=sent
     )
     weights = optax.apply_updates(weights, updates)
     gradient_sum = grads if sum_gradients else None
     return weights, opt_state, _Sums(value, aux.stats, gradient_sum)
 
-  def unrolled(weights, opt_state, ticket, batch, key):
-    total = None
-    for h in range(steps):
-      part = jax.tree.map(lambda x, h=h: x[h], batch)
-      weights, opt_state, sums = step(
-        *(weights, opt_state, ticket, part, jax.random.fold_in(key, h))
-      )
-      total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    return weights, opt_state, total
-
-  def looped(weights, opt_state, ticket, batch, key):
-    def body(carry, xs):
+  def all_steps(weights, opt_state, ticket, batch, key):
+    def add_step(carry, xs):
       weights, opt_state, total = carry
       h, part = xs
       weights, opt_state, sums = step(
-        *(weights, opt_state, ticket, part, jax.random.fold_in(key, h))
+        weights, opt_state, ticket, part, jax.random.fold_in(key, h)
       )
-      return (weights, opt_state, jax.tree.map(jnp.add, total, sums)), None
+      if total is not None:
+        sums = jax.tree.map(jnp.add, total, sums)
+      return (weights, opt_state, sums), None
 
+    if steps <= _UNROLLED:
+      carry = weights, opt_state, None
+      for h in range(steps):
+        part = jax.tree.map(lambda x, h=h: x[h], batch)
+        carry, _ = add_step(carry, (h, part))
+      return carry
     first = jax.tree.map(lambda x: x[0], batch)
     shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[-1])
-    carry = weights, opt_state, zeros
-    return jax.lax.scan(body, carry, (jnp.arange(steps), batch))[0]
+    carry = weights, opt_state, optax.tree.zeros_like(shapes[-1])
+    return jax.lax.scan(add_step, carry, (jnp.arange(steps), batch))[0]
 
   def local_steps(weights, opt_state, ticket, batch, key):
     if steps == 1:
@@ -179,8 +165,9 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.worker.job_batches"
         )
-    run = unrolled if steps <= _UNROLLED else looped
-    weights, opt_state, total = run(weights, opt_state, ticket, batch, key)
+    weights, opt_state, total = all_steps(
+      weights, opt_state, ticket, batch, key
+    )
     loss, stats = jax.tree.map(lambda x: x / steps, (total.loss, total.stats))
     return weights, opt_state, _Sums(loss, stats, total.gradient)
 
@@ -216,7 +203,8 @@ def local_worker(
 
   It starts from the ticket's parameters if the ticket is fresh. If it keeps an
   earlier ticket it goes on from where it stopped, from its own copy with its
-  own writes: Downpour between two fetches, the read-my-writes of SSP.
+  own writes: Downpour between two fetches, the read-my-writes of SSP. Step h
+  draws from fold_in(key, h), and from the key itself if H is 1.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters.
@@ -235,14 +223,13 @@ def local_worker(
       with a new one.
 
   Returns:
-    A Worker; its message has the structure of the parameters. The loss it
-    reports is the mean over the batches, each where the worker was by then, and
-    so are the statistics in a message of `Variables`. Step h draws from
-    fold_in(key, h), and from the key itself if H is 1.
+    A Worker; its message has the structure of the parameters. Its loss and the
+    statistics in a message of `Variables` are means over the batches, each
+    where the worker was by then.
 
   Raises:
-    ValueError: for steps that are not a positive whole number, or an unknown
-      message; on tracing, for a batch that is not `steps` of them.
+    ValueError: for values out of range; on tracing, for a batch that is not
+      `steps` of them.
 
   Example:
     >>> import jax.numpy as jnp
@@ -298,8 +285,9 @@ def elastic_worker(
 
   Asynchronous EASGD (Zhang, Choromanska, LeCun, "Deep learning with Elastic
   Averaging SGD", NIPS 2015, algorithm 1); with Nesterov's momentum in `tx`,
-  EAMSGD (algorithm 2). A job is H steps on x^i, which is the worker's for good,
-  and then an exchange with the centre x~, the server's parameters:
+  EAMSGD (algorithm 2). A job is H steps on x^i, which is the worker's for good
+  and starts as its first ticket, and then an exchange with the centre x~, the
+  server's parameters:
 
     d = alpha (x^i - x~);   x^i <- x^i - d;   x~ <- x~ + d.
 
@@ -312,20 +300,15 @@ def elastic_worker(
   before it; here, where x^i is.
 
   Args:
-    loss: differentiated with respect to the (weights of the) parameters.
+    loss: as in `local_worker`; so are the Worker's loss, statistics and keys.
     tx: the local optimizer, as in `local_worker`. `optax.sgd` with `nesterov`
       has the paper's look-ahead, x^i + delta v, for its x^i.
     steps: H, tau of the paper: batches in a job, stacked as in `local_worker`.
     alpha: how much of the distance an exchange closes from each side, in
       (0, 1].
 
-  Returns:
-    A Worker. Loss, statistics and keys are as in `local_worker`. Its first
-    ticket gives it x^i.
-
   Raises:
-    ValueError: for steps or an alpha out of range; on tracing, for a batch that
-      is not `steps` of them.
+    ValueError: as `local_worker`.
   """
   checks.whole("steps", steps)
   if not 0 < alpha <= 1:

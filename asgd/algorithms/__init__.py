@@ -6,8 +6,9 @@ Algorithm at the server. Some recipes also transform messages at the worker
 workers take several steps of their own between two messages (Downpour,
 parameter averaging, EASGD, DiLoCo, FedAsync).
 
-Every recipe takes the learning rate first (a positive number, or a schedule
-over the server's updates), then the number of workers, then its options. Most
+Every recipe takes the learning rate eta first (a positive number, or a schedule
+over the server's updates; where workers take local steps, it is theirs unless
+the recipe says otherwise), then the number N of workers, then its options. Most
 have these two:
 
   momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
@@ -16,6 +17,8 @@ have these two:
                 the server's parameters, after any compensation and before the
                 momentum. Gap-Aware divides it together with the gradient;
                 in DANA-Slim the workers add it, as they keep the momentum.
+
+A value out of range raises ValueError when the recipe is built.
 """
 
 import inspect
@@ -73,8 +76,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 def options(name: str) -> Sequence[str]:
   """Returns the names of the options that a recipe takes.
 
-  Raises:
-    ValueError: for an unknown recipe, naming the nearest.
+  Raises ValueError for an unknown recipe, naming the nearest.
   """
   maker = names.lookup("algorithm", name, RECIPES)
   parameters = inspect.signature(maker).parameters.values()
@@ -82,21 +84,9 @@ def options(name: str) -> Sequence[str]:
 
 
 def build(
-  name: str,
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  **kwargs,
+  name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
 ) -> Recipe:
-  """Builds a recipe by name.
-
-  Args:
-    name: one of RECIPES.
-    learning_rate: a positive number, or a schedule over parameter updates.
-    workers: N, a positive whole number.
-    **kwargs: the recipe's options.
-
-  Returns:
-    A Recipe.
+  """Builds one of RECIPES by name; `kwargs` are its options.
 
   Raises:
     ValueError: for an unknown name or option (naming the nearest known one), or

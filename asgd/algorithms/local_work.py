@@ -1,12 +1,9 @@
 """Workers that take several steps of their own between two messages.
 
 The learning rate, momentum and weight decay are those of the workers' steps
-(Downpour's learning rate is the server's). A schedule counts the server's
-updates here, too: a job runs at the rate that was in force when its ticket was
-sent.
+(Downpour's are the server's). A schedule counts the server's updates here, too:
+a job runs at the rate that was in force when its ticket was sent.
 """
-
-from collections.abc import Callable
 
 import numpy as np
 import optax
@@ -14,51 +11,34 @@ import optax
 from asgd import base, checks, names, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
-from asgd.algorithms.sgd import any_velocity, decay_weights, sgd, velocity
+from asgd.algorithms.sgd import decay_weights, sgd, velocity
 
 
-def _local_sgd(
-  learning_rate: optax.ScalarOrSchedule,
-  momentum: float,
-  weight_decay: float,
-  *first: optax.GradientTransformation,
-  nesterov: bool = False,
-) -> optax.GradientTransformation:
+def _local_sgd(learning_rate, momentum, weight_decay, *first, nesterov=False):
   """SGD of a worker, at the learning rate of its ticket."""
   return optax.chain(
     *first,
     decay_weights(weight_decay),
-    any_velocity(momentum, nesterov=nesterov),
+    velocity(momentum, nesterov=nesterov) if momentum else optax.identity(),
     transforms.scale_by_sent_rate(learning_rate),
   )
 
 
-def _displacements(
-  tx: optax.GradientTransformation, steps: int, *, keep_state: bool = True
-) -> Callable[[worker_lib.Loss], base.Worker]:
-  """Makes workers that send the start minus the end of `steps` steps."""
+def _displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+  """A recipe of workers that send the start minus the end of their steps."""
   checks.whole("steps", steps)
-  return lambda loss: worker_lib.local_worker(
-    loss, tx, steps=steps, message="displacement", keep_state=keep_state
-  )
+
+  def worker(loss):
+    return worker_lib.local_worker(
+      loss, tx, steps=steps, message="displacement", keep_state=keep_state
+    )
+
+  return Recipe(algorithm, worker=worker, steps=steps)
 
 
-def _in_rounds(
-  algorithm: base.Algorithm,
-  workers: int,
-  tx: optax.GradientTransformation,
-  steps: int,
-  *,
-  keep_state: bool = True,
-) -> Recipe:
-  """A recipe whose update is on the mean displacement of all workers."""
-  return Recipe(
-    algorithm,
-    every=workers,
-    order="bulk_synchronous",
-    worker=_displacements(tx, steps, keep_state=keep_state),
-    steps=steps,
-  )
+def _in_rounds(recipe: Recipe, workers: int) -> Recipe:
+  """Makes each update one on the mean of a message from every worker."""
+  return recipe._replace(every=workers, order="bulk_synchronous")
 
 
 def downpour(
@@ -82,7 +62,6 @@ def downpour(
     learning_rate: the server's. Adagrad's gamma may be, in the paper, an order
       of magnitude larger than the best fixed rate: its first update moves each
       parameter by gamma, whatever the gradient.
-    workers: N.
     weight_decay: at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
     push_every: n_push, in batches.
@@ -148,8 +127,6 @@ def model_averaging(
   params <- mean over workers of where each came from `params`.
 
   Args:
-    learning_rate: of the local steps.
-    workers: N.
     momentum: of the local steps.
     weight_decay: of the local steps.
     steps: H, between two averages. With 1, and no momentum, it is `ssgd`.
@@ -157,7 +134,8 @@ def model_averaging(
       starts each job with none. The momenta are not averaged.
   """
   tx = _local_sgd(learning_rate, momentum, weight_decay)
-  return _in_rounds(sgd(1.0), workers, tx, steps, keep_state=keep_state)
+  recipe = _displacements(sgd(1.0), tx, steps, keep_state=keep_state)
+  return _in_rounds(recipe, workers)
 
 
 def easgd(
@@ -177,16 +155,12 @@ def easgd(
   `asgd.worker.elastic_worker` lists the differences from the paper.
 
   Args:
-    learning_rate: of the local steps.
     workers: N, p of the paper.
     momentum: Nesterov's, of the local steps (EAMSGD).
     weight_decay: of the local steps.
     steps: tau, between two exchanges.
     moving_rate: beta; each exchange closes alpha = beta / N of the distance
       from either side.
-
-  Raises:
-    ValueError: for values out of range.
   """
   if not 0 < moving_rate <= 1:
     raise ValueError(f"moving_rate must be in (0, 1], not {moving_rate}")
@@ -216,16 +190,11 @@ def diloco(
   mean over workers of start minus end is the gradient of one outer step.
 
   Args:
-    learning_rate: of the inner AdamW.
-    workers: N.
     weight_decay: of the inner AdamW, decoupled from the gradient.
     steps: H, inner steps to an outer one.
     outer_rate: learning rate of the outer step. With 1, and an outer momentum
       of 0, it is parameter averaging.
     outer_momentum: of the outer step.
-
-  Raises:
-    ValueError: for values out of range.
   """
   rates.check("outer_rate", outer_rate)
   outer = optax.chain(
@@ -237,7 +206,8 @@ def diloco(
     decay_weights(weight_decay),
     transforms.scale_by_sent_rate(learning_rate),
   )
-  return _in_rounds(base.as_algorithm(outer), workers, inner, steps)
+  recipe = _displacements(base.as_algorithm(outer), inner, steps)
+  return _in_rounds(recipe, workers)
 
 
 def fedasync(
@@ -258,8 +228,6 @@ def fedasync(
   x_new where a worker came in `steps` steps of SGD from what it was sent.
 
   Args:
-    learning_rate: of the local steps.
-    workers: N.
     weight_decay: of the local steps.
     steps: H, local steps.
     mixing: alpha, in (0, 1].
@@ -268,16 +236,10 @@ def fedasync(
     decay: a; None is 0.5 for "polynomial" and 10 for "hinge".
     grace: b, of "hinge".
     proximal: rho, of rho / 2 ||x - x_sent||^2 added to the local loss.
-
-  Raises:
-    ValueError: for values out of range.
   """
   del workers
   s = transforms.make_discount(discount, decay, grace)
   pull = transforms.add_proximal_pull(proximal)
   tx = _local_sgd(learning_rate, 0.0, weight_decay, pull)
-  return Recipe(
-    base.as_algorithm(transforms.mix_models(mixing, s)),
-    worker=_displacements(tx, steps),
-    steps=steps,
-  )
+  algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
+  return _displacements(algorithm, tx, steps)

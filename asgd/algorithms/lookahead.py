@@ -2,9 +2,17 @@
 
 import optax
 
-from asgd import base, transforms
+from asgd import transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, velocity
+
+
+def _looking_ahead(momentum, learning_rate, velocity_of, *first) -> Recipe:
+  """Momentum that sends params - eta velocity_of, behind other transforms."""
+  algorithm = transforms.velocity_lookahead(
+    momentum, learning_rate, velocity_of
+  )
+  return Recipe(transforms.precede(algorithm, *first))
 
 
 def nag_asgd(
@@ -20,18 +28,16 @@ def nag_asgd(
   of one update, while N are to come.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma.
     weight_decay: at the server.
   """
   del workers
-  algorithm = transforms.velocity_lookahead(
+  return _looking_ahead(
     velocity(momentum),
     learning_rate,
     lambda state, worker: optax.tree.scale(momentum, state.trace),
+    decay_weights(weight_decay),
   )
-  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
 
 
 def multi_asgd(
@@ -45,32 +51,28 @@ def multi_asgd(
   """A velocity for each worker at the server (Hakimi et al. 2019).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma.
     weight_decay: at the server.
     look_ahead: send params - eta gamma v^i, the worker's own look-ahead;
       otherwise the parameters as they are.
   """
-  velocities = transforms.per_worker(velocity(momentum), workers)
   factor = momentum if look_ahead else 0.0
-  algorithm = transforms.velocity_lookahead(
-    velocities,
+  return _looking_ahead(
+    transforms.per_worker(velocity(momentum), workers),
     learning_rate,
     lambda state, worker: optax.tree.scale(
       factor, transforms.peek(state.inner, worker).trace
     ),
+    decay_weights(weight_decay),
   )
-  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
 
 
-def _dana(
-  learning_rate: optax.ScalarOrSchedule, workers: int, momentum: float
-) -> base.Algorithm:
-  return transforms.velocity_lookahead(
+def _dana(learning_rate, workers, momentum, *first) -> Recipe:
+  return _looking_ahead(
     transforms.dana_momentum(workers, momentum),
     learning_rate,
     lambda state, worker: optax.tree.scale(momentum, state.total),
+    *first,
   )
 
 
@@ -87,13 +89,10 @@ def dana_zero(
   gradients, when every worker has sent once more (Hakimi et al. 2019).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, of each worker's velocity.
     weight_decay: at the server.
   """
-  algorithm = _dana(learning_rate, workers, momentum)
-  return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
+  return _dana(learning_rate, workers, momentum, decay_weights(weight_decay))
 
 
 def dana_slim(
@@ -111,8 +110,6 @@ def dana_slim(
   is between those parameters, about twice that of DANA-Zero on the same path.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, at the workers.
     weight_decay: at the workers.
   """
@@ -134,14 +131,10 @@ def dana_dc(
   """DANA-Zero on compensated gradients, around the look-ahead that was sent.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, of each worker's velocity.
     weight_decay: at the server, not compensated.
     strength: lambda of the compensation, as in `dc_asgd_c`.
   """
-  algorithm = _dana(learning_rate, workers, momentum)
   compensate = transforms.delay_compensation(strength)
-  return Recipe(
-    transforms.precede(algorithm, compensate, decay_weights(weight_decay))
-  )
+  first = compensate, decay_weights(weight_decay)
+  return _dana(learning_rate, workers, momentum, *first)

@@ -27,9 +27,6 @@ class Recipe(NamedTuple):
   def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
     """Builds the Worker that every worker of this recipe is.
 
-    Args:
-      loss: (params, batch, key) -> (float[], Aux), of one batch.
-
     Raises:
       ValueError: for several steps with a worker that sends plain gradients,
         or a `message` transform beside a worker of the recipe's own.
@@ -56,8 +53,7 @@ class Recipe(NamedTuple):
   ) -> base.Server:
     """Builds its server, which also owns the statistics of BatchNorm.
 
-    Raises:
-      ValueError: if the algorithm is a bare optax transform.
+    Raises ValueError if the algorithm is a bare optax transform.
     """
     if not hasattr(self.algorithm, "send"):
       raise ValueError(

@@ -25,15 +25,6 @@ def velocity(
   return optax.trace(momentum, nesterov=nesterov)
 
 
-def any_velocity(
-  momentum: float, *, nesterov: bool = False
-) -> optax.GradientTransformation:
-  """As `velocity`, but a momentum of 0 keeps no state."""
-  if momentum == 0:
-    return optax.identity()
-  return velocity(momentum, nesterov=nesterov)
-
-
 def sgd(
   learning_rate: optax.ScalarOrSchedule,
   momentum: float = 0.0,
@@ -44,7 +35,7 @@ def sgd(
   tx = optax.chain(
     *first,
     decay_weights(weight_decay),
-    any_velocity(momentum),
+    velocity(momentum) if momentum else optax.identity(),
     optax.scale_by_learning_rate(learning_rate),
   )
   return base.as_algorithm(tx)
@@ -65,8 +56,6 @@ def asgd(
   it unstable (Hakimi et al. 2019).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, at the server; 0 is none.
     weight_decay: at the server.
   """
@@ -84,8 +73,6 @@ def ssgd(
   """Synchronous SGD: one update on the mean of a message from every worker.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: gamma, at the server; 0 is none.
     weight_decay: at the server.
   """

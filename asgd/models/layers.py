@@ -11,7 +11,6 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
   H, W, C  height, width, channels of an image
 """
 
-import math
 from functools import partial
 
 import jax
@@ -29,15 +28,15 @@ def init(
 ) -> optax.Params:
   """Draws the parameters of every layer, in float32.
 
-  Layer i draws from fold_in(key, i): its values depend on no other layer. Only
-  the shape and dtype of `example` are read, and nothing but the parameters is
-  computed, so this is cheap outside of jit and works under it.
+  Layer i draws from fold_in(key, i): its values depend on no other layer.
+  Nothing but the parameters is computed, so this is cheap outside of jit and
+  works under it.
 
   Args:
     layers: the whole model.
     key: consumed here.
-    example: a batch of any size, float[B, H, W, C] for the models below; a
-      ShapeDtypeStruct will do.
+    example: a batch of any size, or its ShapeDtypeStruct: only its shape and
+      dtype are read.
 
   Returns:
     A tuple with a dict of weights per layer, {} for a layer without any; if a
@@ -73,7 +72,7 @@ def apply(
   Args:
     layers: the model, or layers[a:b] of it.
     params: as from `init`, or its slice [a:b] (of `Variables`, both tuples').
-    x: a batch; float[B, H, W, C] for the models below.
+    x: a batch.
     train: normalise by the batch's statistics instead of those in `params`,
       and let dropout-like layers drop.
     key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
@@ -82,10 +81,9 @@ def apply(
       the whole would.
 
   Returns:
-    (y, stats): the output, float[B, classes] for a whole model, and the
-    statistics normalised by, in the structure of `params.stats`: the batch's
-    own (mean and biased variance, not averaged with anything) in training,
-    those given otherwise; () for params without statistics.
+    (y, stats): the output, and the statistics normalised by, in the structure
+    of `params.stats`: the batch's own (mean and biased variance, not averaged
+    with anything) in training, those given otherwise; () for params without.
 
   Raises:
     ValueError: if layers and params differ in number.
@@ -118,6 +116,4 @@ def apply(
 
 def count(params: optax.Params) -> int:
   """Returns the number of trained parameters, statistics not included."""
-  return sum(
-    math.prod(p.shape) for p in jax.tree.leaves(base.weights_of(params))
-  )
+  return sum(leaf.size for leaf in jax.tree.leaves(base.weights_of(params)))

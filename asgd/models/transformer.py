@@ -43,8 +43,7 @@ class Embed(nn.Module):
 class Block(nn.Module):
   """Causal self-attention, then an MLP: float[B, T, C] -> the same.
 
-  Each reads the layer norm of the stream and is added to the stream. The MLP
-  has four times the width inside.
+  Each reads the layer norm of the stream and is added to the stream.
   """
 
   heads: int
@@ -120,20 +119,18 @@ def gpt(
 ) -> Layers:
   """A GPT: predicts each next token from those before it.
 
+  Embed, `depth` Blocks, Unembed.
+
   Args:
     classes: tokens of the vocabulary.
     depth: blocks.
     width: features of the stream.
     heads: of attention; they divide the width.
     context: most positions of a sequence.
-    dropout: rate, on what is added to the stream and on attention.
-
-  Returns:
-    Embed, `depth` blocks, Unembed.
+    dropout: rate, on what is added to the stream and on attention, in [0, 1).
 
   Raises:
-    ValueError: for a number that is not positive and whole, heads that do not
-      divide the width, or a rate outside [0, 1).
+    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("context", context)

@@ -5,14 +5,15 @@ stale synchronous training. Each maker plays durations through one such protocol
 and returns a Trace; no model is involved, so a trace can be printed, checked,
 stored, and obeyed by any engine. `asgd.orders.trace` shows one.
 
-Jobs are numbered in the order of the sends, so every arrival consumes the next
-batch and an epoch is one pass in total over all workers, whatever their number.
+A maker raises ValueError for counts that do not fit, and `build` for names that
+are not known, with the nearest. Jobs are numbered in the order of the sends, so
+every arrival consumes the next batch and an epoch is one pass in total over all
+workers, whatever their number.
 """
 
 import heapq
 
-from asgd import base, names
-from asgd.checks import multiple, whole
+from asgd import base, checks, names
 from asgd.orders import protocol
 from asgd.orders.durations import Durations
 from asgd.orders.trace import Event, from_events
@@ -22,8 +23,8 @@ def _play(
   rules: protocol.Rules, durations: Durations, workers: int, messages: int
 ) -> base.Trace:
   """Drives a protocol with durations, until so many messages are received."""
-  whole("workers", workers)
-  whole("messages", messages)
+  checks.whole("workers", workers)
+  checks.whole("messages", messages)
   streams = [durations.stream(worker) for worker in range(workers)]
   free = [0.0] * workers  # when each worker has done all it was given
   running = []  # heap of (finish time, job, worker, seq); ties go by job
@@ -63,20 +64,14 @@ def stale_synchronous(
   Args:
     durations: how long each job takes.
     workers: N; all send at time 0, in the order of their numbers.
-    messages: RECEIVE rows to produce.
+    messages: RECEIVE rows to produce; the last one ends the trace, and N depth
+      - 1 or fewer open tickets are never received.
     bound: how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh
       enough for the bound, as the paper's clients do; otherwise it fetches
       before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
-
-  Returns:
-    A Trace that ends with the last RECEIVE; its N depth - 1 or fewer open
-    tickets are never received.
-
-  Raises:
-    ValueError: for counts that are not positive, or a negative bound.
   """
   rules = protocol.Rules(
     bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
@@ -106,12 +101,9 @@ def backup_workers(
   Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
   which drops what comes after its round. The messages of a round are received
   together, when it is complete, in the order of their jobs.
-
-  Raises:
-    ValueError: if `backup` leaves no worker to wait for.
   """
-  whole("workers", workers)
-  backup = whole("backup", backup, 0)
+  checks.whole("workers", workers)
+  backup = checks.whole("backup", backup, 0)
   if backup >= workers:
     raise ValueError(
       f"backup must be at most {workers - 1}, of {workers} workers, not"
@@ -126,14 +118,11 @@ def bulk_synchronous(
 ) -> base.Trace:
   """All workers start a round together, when all have ended the one before.
 
-  Use it with `make_server(..., every=workers)`.
-
-  Raises:
-    ValueError: if `messages` is not a whole number of rounds.
+  Use it with `make_server(..., every=workers)`; `messages` are whole rounds.
   """
-  whole("workers", workers)
-  whole("messages", messages)
-  multiple(messages, "messages", workers, "rounds of {} workers")
+  checks.whole("workers", workers)
+  checks.whole("messages", messages)
+  checks.multiple(messages, "messages", workers, "rounds of {} workers")
   return stale_synchronous(
     durations, workers=workers, messages=messages, bound=0
   )
@@ -145,8 +134,8 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
   w_{t+1} = w_t - eta g(w_{t-delay}), with w_t = w_0 for t < 0: the round robin
   of delay + 1 workers, each taking as long as the others.
   """
-  workers = whole("delay", delay, 0) + 1
-  whole("messages", messages)
+  workers = checks.whole("delay", delay, 0) + 1
+  checks.whole("messages", messages)
   rows = [Event(0.0, worker, 0, worker, base.SEND) for worker in range(workers)]
   for job in range(messages):
     time, (seq, worker) = float(job + 1), divmod(job, workers)
@@ -171,12 +160,9 @@ def build(
   """Builds a trace by the name of its protocol.
 
   Fixed delay takes its delay from the number of workers: workers - 1.
-
-  Raises:
-    ValueError: for an unknown name or argument, naming the nearest known one.
   """
   maker = names.lookup("order", name, _PROTOCOLS)
-  whole("workers", workers)
+  checks.whole("workers", workers)
   if maker is fixed_delay:
     common = {"delay": workers - 1, "messages": messages}
   else:

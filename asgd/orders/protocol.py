@@ -44,11 +44,7 @@ MOST_DEPTH = 1000
 
 
 def check_rules(rules: Rules) -> Rules:
-  """Returns rules that can be obeyed.
-
-  Raises:
-    ValueError: naming what is wrong.
-  """
+  """Returns the rules; raises ValueError if they cannot be obeyed."""
   bound = rules.bound
   real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
   if not real or not bound >= 0:
@@ -118,16 +114,13 @@ class Dispatcher:
       owned: jobs belong to workers (sharded data): a job that was lost goes to
         the next holder of the same place, not to any worker.
       log: called with each row before it takes effect.
-
-    Raises:
-      ValueError: for rules that cannot be obeyed.
     """
     self.rules = check_rules(rules)
     self.jobs = jobs
     self._owned = owned
     self._log = log or (lambda row: None)
     self._places: dict[int, _Place] = collections.defaultdict(_Place)
-    self._again: dict[int, list[int]] = {}  # lost jobs: heaps, by owner or 0
+    self._again: dict[int, list[int]] = collections.defaultdict(list)
     self._arrived: dict[tuple[int, int], None] = {}  # in their order
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
@@ -135,14 +128,9 @@ class Dispatcher:
     self.lost = 0  # tickets that died, rejected ones among them
     self._round = self._granted = self._in_round = 0
 
-  # What happens.
-
   def join(self, worker: int, now: float) -> int:
-    """A new holder takes a place; returns how many held it before.
-
-    Raises:
-      ValueError: if the place is taken.
-    """
+    """A new holder takes a place, or ValueError is raised if it is taken;
+    returns how many held it before."""
     if worker in self._ledger.present:
       raise ValueError(f"the place of worker {worker} is taken")
     holder = self._ledger.holders.get(worker, -1) + 1
@@ -150,11 +138,8 @@ class Dispatcher:
     return holder
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """The holder of a place is gone; its open jobs go to others.
-
-    Returns:
-      The seqs of the tickets that died.
-    """
+    """The holder of a place is gone; its open jobs go to others. Returns the
+    seqs of the tickets that died."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -165,8 +150,8 @@ class Dispatcher:
     return list(tickets)
 
   def reject(self, worker: int, seq: int, now: float) -> list[int]:
-    """A message is refused at the door, and with it its sender: what it works
-    on may be as bad. Returns the seqs of all tickets that died."""
+    """A message is refused, and with it its sender: what it works on may be as
+    bad. Returns the seqs of all tickets that died."""
     job = self._ledger.open[worker][seq].job
     self._write(now, worker, seq, job, base.REJECT)
     return [seq, *self.leave(worker, now)]
@@ -184,8 +169,6 @@ class Dispatcher:
     self._arrived[key] = None
     return True
 
-  # What follows.
-
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
     """Returns the (worker, seq, job) to be given to the server now, in order.
 
@@ -194,15 +177,13 @@ class Dispatcher:
     depend on which came first.
     """
     out = []
-    while True:
-      ready = self._ready()
-      if not ready:
-        return out
+    while ready := self._ready():
       for worker, seq in ready:
         job = self._ledger.open[worker][seq].job
         del self._arrived[worker, seq]
         self._write(now, worker, seq, job, base.RECEIVE)
         out.append((worker, seq, job))
+    return out
 
   def _ready(self):
     """Returns arrived messages that may go now: those before them of the same
@@ -230,11 +211,8 @@ class Dispatcher:
 
   def _more_to_come(self):
     """Whether any job is left to be done or handed in."""
-    if (
-      self.jobs is None
-      or self._next_job < self.jobs
-      or any(self._again.values())
-    ):
+    fresh = self.jobs is None or self._next_job < self.jobs
+    if fresh or any(self._again.values()):
       return True
     return sum(map(len, self._ledger.open.values())) > len(self._arrived)
 
@@ -245,10 +223,8 @@ class Dispatcher:
       before = len(out)
       slowest = self.slowest() if self.rules.bound < math.inf else 0
       for worker in self.workers:
-        if not self._may_start(worker, slowest):
-          continue
         job = self._take_job(worker)
-        if job is None:
+        if job is None or not self._may_start(worker, slowest):
           continue
         keep = self._keeps(worker)
         seq = self._ledger.next_seq.get(worker, 0)
@@ -291,15 +267,16 @@ class Dispatcher:
       return self._clock(worker) - place.slowest <= rules.bound
     return place.on_ticket < rules.fetch_every
 
+  def _lost_jobs(self, worker):
+    """A heap of the lost jobs that a worker may do again."""
+    return self._again[worker if self._owned else 0]
+
   def _take_job(self, worker):
-    again = self._again.get(worker if self._owned else 0)
-    if again:
-      return again[0]
+    if lost := self._lost_jobs(worker):
+      return lost[0]
     if self.jobs is not None and self._next_job >= self.jobs:
       return None
     return self._next_job
-
-  # Its state, as a function of the rows.
 
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
@@ -307,11 +284,8 @@ class Dispatcher:
     self._obey(event)
 
   def obey(self, rows: Iterable[Event]) -> "Dispatcher":
-    """Takes over what was decided before, row by row; nothing is logged.
-
-    Raises:
-      TraceError: for a row that cannot be obeyed.
-    """
+    """Takes over what was decided before, row by row; nothing is logged. Raises
+    TraceError for a row that cannot be obeyed."""
     for event in rows:
       self._obey(event)
     return self
@@ -330,10 +304,10 @@ class Dispatcher:
   def _open(self, event, kept):
     """The ticket of a job that starts."""
     del kept
-    worker, job, place = event.worker, event.job, self._places[event.worker]
-    again = self._again.get(worker if self._owned else 0)
-    if again and again[0] == job:
-      heapq.heappop(again)
+    job, place = event.job, self._places[event.worker]
+    lost = self._lost_jobs(event.worker)
+    if lost and lost[0] == job:
+      heapq.heappop(lost)
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
       place.on_ticket, place.slowest = 0, self.slowest()
@@ -354,10 +328,7 @@ class Dispatcher:
     self.lost += 1
     self._granted -= current
     self._arrived.pop((event.worker, event.seq), None)
-    owner = event.worker if self._owned else 0
-    heapq.heappush(self._again.setdefault(owner, []), ticket.job)
-
-  # What others may know.
+    heapq.heappush(self._lost_jobs(event.worker), ticket.job)
 
   @property
   def rows(self) -> int:

@@ -33,6 +33,7 @@ NO_SEQ = -1  # of rows that are about no message
 
 COLUMNS = ("time", "worker", "seq", "job", "action")
 JOURNAL_COLUMNS = (*COLUMNS, "version", "params", "message", "loss", "totals")
+_DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
 HEADER = ",".join(COLUMNS)
 JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
 _CODES = {name: code for code, name in enumerate(base.ACTIONS)}
@@ -75,11 +76,8 @@ class Event(NamedTuple):
 
   @classmethod
   def parse(cls, line: str) -> "Event":
-    """Returns what `format` formatted, in either form.
-
-    Raises:
-      ValueError: saying which value cannot be read.
-    """
+    """Returns what `format` formatted, in either form, or raises ValueError,
+    saying which value cannot be read."""
     values = line.strip().split(",")
     if len(values) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
       raise ValueError(
@@ -123,20 +121,10 @@ def _reals(name, value):
 _READ = {"time": _real, "action": _action, "loss": _real, "totals": _reals}
 
 
-# Rows and columns.
-
-
 def from_events(events: Iterable[Event]) -> base.Trace:
   """Returns rows as columns; what journals have beside them is left out."""
   columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
-  time, worker, seq, job, action = columns or ((),) * len(COLUMNS)
-  return base.Trace(
-    np.array(time, np.float64),
-    np.array(worker, np.int32),
-    np.array(seq, np.int32),
-    np.array(job, np.int32),
-    np.array(action, np.int8),
-  )
+  return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
 
 def events(
@@ -145,9 +133,6 @@ def events(
   """Yields the rows from `start` up to, not including, `end`."""
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
-
-
-# Files.
 
 
 def dump(trace: base.Trace) -> str:
@@ -159,11 +144,8 @@ def read(lines: Iterable[str]) -> list[Event]:
   """Reads the rows of a trace or of a journal.
 
   A last line without its newline was cut off while being written: it is
-  dropped, and what comes before it is the trace.
-
-  Args:
-    lines: a file opened with newline="\\n", or the lines of a text with their
-      ends.
+  dropped, and what comes before it is the trace. `lines` is a file opened with
+  newline="\\n", or the lines of a text with their ends.
 
   Raises:
     ValueError: naming the line that cannot be read, and its value.
@@ -189,18 +171,11 @@ def read(lines: Iterable[str]) -> list[Event]:
 
 
 def load(lines: Iterable[str]) -> base.Trace:
-  """Reads a trace, or that of a journal; see `read`.
-
-  Raises:
-    ValueError: as `read`, and for a file without an event.
-  """
+  """As `read`, but as columns; raises ValueError if there is no event, too."""
   rows = read(lines)
   if not rows:
     raise ValueError("the trace holds no event")
   return from_events(rows)
-
-
-# What the actions mean.
 
 
 class TraceError(ValueError):
@@ -211,7 +186,7 @@ class TraceError(ValueError):
   ):
     place = f"{path}, line {row + 2}" if path else f"trace row {row}"
     super().__init__(f"{place} ({event.format()}): {why}")
-    self.row, self.event, self.why = row, event, why
+    self.row, self.why = row, why
 
 
 class Ledger(Generic[T]):
@@ -228,6 +203,7 @@ class Ledger(Generic[T]):
     start: Callable[[Event, T | None], T] | None = None,
     *,
     keeps: bool = True,
+    path: Path | str | None = None,
   ):
     """Starts before the first row.
 
@@ -235,9 +211,10 @@ class Ledger(Generic[T]):
       start: (SEND or KEEP, the ticket that is kept) -> the ticket of the job;
         None stands for the row itself. It is called before the ticket is open.
       keeps: whether the latest ticket of each worker is held for a KEEP.
+      path: of the file that the rows were read from, for errors.
     """
     self._start = start or (lambda event, kept: event)
-    self._keeps = keeps
+    self._keeps, self._path = keeps, path
     self.rows = 0
     self.time = -math.inf  # of the last row
     # worker -> seq -> ticket, in the order in which they were started
@@ -251,10 +228,7 @@ class Ledger(Generic[T]):
     self.rollbacks = self.undone = 0  # ROLLBACK rows, messages they undid
 
   def obey(self, event: Event) -> T | None:
-    """Takes the next row.
-
-    Returns:
-      The ticket that the row opens or closes, None if it does neither.
+    """Takes the next row; returns the ticket that it opens or closes, if any.
 
     Raises:
       TraceError: if the row has no meaning after those before it.
@@ -314,16 +288,13 @@ class Ledger(Generic[T]):
 
   def refuse(self, event: Event, why: str) -> NoReturn:
     """Raises TraceError for the next row."""
-    raise TraceError(self.rows, event, why)
+    raise TraceError(self.rows, event, why, self._path)
 
 
 def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
-  """Returns the ledger after rows; `ledger` is where they begin.
-
-  Raises:
-    TraceError: for a row without a meaning.
-  """
-  ledger = Ledger() if ledger is None else ledger
+  """Returns the ledger after rows; `ledger` is where they begin. Raises
+  TraceError for a row without a meaning."""
+  ledger = ledger or Ledger()
   for event in rows:
     ledger.obey(event)
   return ledger
@@ -341,23 +312,19 @@ def check(
     trace: an order, as columns or rows.
     depth: tickets that a worker may hold at once; more than one where workers
       fetch while they compute.
-    path: of the file that the rows were read from, for the message.
+    path: as of `Ledger`.
 
   Raises:
-    TraceError: naming the first row (of a file, the line) that is wrong, and
-      why.
+    TraceError: naming the first row (of a file, the line) that is wrong.
   """
-  ledger: Ledger[Event] = Ledger()
+  ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
-  try:
-    for event in events(trace) if isinstance(trace, base.Trace) else trace:
-      why = _forbidden(ledger, event, depth)
-      if why:
-        ledger.refuse(event, why)
-      ledger.obey(event)
-      workers = max(workers, event.worker + 1)
-  except TraceError as error:
-    raise TraceError(error.row, error.event, error.why, path) from None
+  for event in events(trace) if isinstance(trace, base.Trace) else trace:
+    why = _forbidden(ledger, event, depth)
+    if why:
+      ledger.refuse(event, why)
+    ledger.obey(event)
+    workers = max(workers, event.worker + 1)
   return workers
 
 
@@ -392,9 +359,8 @@ def _forbidden(ledger, event, depth):
 def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
   """Counts the staleness of each received message, int32[U], without a model.
 
-  Args:
-    trace: an order without rollbacks, in which every message is accepted.
-    every: messages averaged into one parameter change.
+  In `trace` all messages are accepted, and nothing is rolled back; `every` of
+  them are averaged into one parameter change.
   """
 
   def version(event: Event, kept: int | None) -> int:

@@ -54,11 +54,7 @@ class Problem(NamedTuple):
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.
 
-    It shares `init`, `loss`, `evaluate` and `pieces`, and so everything that
-    was compiled for them; the rest is as of a problem built with that size.
-
-    Args:
-      batch_size: examples in one worker's batch.
+    It shares what was compiled for `init`, `loss`, `evaluate` and `pieces`.
 
     Raises:
       ValueError: for a size that the data cannot fill, or a problem whose
@@ -70,6 +66,10 @@ class Problem(NamedTuple):
         " have no size"
       )
     return self.rebatch(batch_size)
+
+
+# batch size -> (batches, probe, batches_per_epoch) of a Problem
+DataOf = Callable[[int], tuple[Callable, base.Batch, int]]
 
 
 def dtype_of(params: optax.Params) -> Any:
@@ -108,18 +108,10 @@ def join(
   pieces: Pieces,
   init: Callable[[jax.Array], optax.Params],
   evaluate: Callable[[optax.Params], Evaluation],
-  data_of: Callable[[int], tuple[Callable, base.Batch, int]],
+  data_of: DataOf,
   batch_size: int,
 ) -> Problem:
-  """Joins a model to its data, which may be cut into batches of another size.
-
-  Args:
-    pieces: of the loss.
-    init: of the Problem.
-    evaluate: of the Problem.
-    data_of: batch size -> (batches, probe, batches_per_epoch) of the Problem.
-    batch_size: the first one.
-  """
+  """Joins a model to its data, which may be cut again into other batches."""
   loss = whole_loss(pieces)
 
   def rebatch(size):
@@ -128,20 +120,12 @@ def join(
   return rebatch(batch_size)
 
 
-def on_examples(
-  pieces: Pieces,
-  init: Callable[[jax.Array], optax.Params],
-  evaluate: Callable[[optax.Params], Evaluation],
-  examples: np.ndarray,
-  labels: np.ndarray,
-  *,
-  batch_size: int,
-  partition: str = "shared",
-) -> Problem:
-  """Joins a model to labelled training examples, [n, ...] and int[n].
+def examples_of(
+  examples: np.ndarray, labels: np.ndarray, partition: str = "shared"
+) -> DataOf:
+  """Returns what cuts labelled examples, [n, ...] and int[n], into batches.
 
-  Raises:
-    ValueError: as `data.make_batches`.
+  It raises ValueError as `data.make_batches`.
   """
   rows = spread(len(labels), _PROBE)
   probe = examples[rows], labels[rows]
@@ -160,4 +144,4 @@ def on_examples(
     batches(0, 1)  # raises here, not in a run, what is wrong with arguments
     return batches, probe, len(labels) // size
 
-  return join(pieces, init, evaluate, data_of, batch_size)
+  return data_of

@@ -12,17 +12,8 @@ from asgd import checks, data, models
 from asgd import worker as worker_lib
 from asgd.data import sentences as sentences_lib
 from asgd.data import text as text_lib
-from asgd.problems.problem import (
-  Evaluation,
-  Pieces,
-  Problem,
-  classification_loss,
-  cross_entropy,
-  dtype_of,
-  join,
-  on_examples,
-  spread,
-)
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Pieces, Problem, cross_entropy
 
 _IMAGES, _SENTENCES = 500, 128  # evaluated at once
 
@@ -38,7 +29,8 @@ def classification(
 ) -> Problem:
   """Image classification with cross-entropy.
 
-  Images travel as uint8 and are normalised per channel where they are used.
+  Images travel as uint8 and are normalised per channel where they are used: the
+  batches are (uint8[B, H, W, C], int32[B]).
 
   Args:
     dataset: from `data.load`.
@@ -48,9 +40,6 @@ def classification(
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
     evaluation_examples: evaluate on the first so many test images; 0 is all.
-
-  Returns:
-    A Problem. Its batches are (uint8[B, H, W, C], int32[B]).
 
   Raises:
     ValueError: for a batch larger than the data, and as `data.make_batches`.
@@ -72,7 +61,7 @@ def classification(
   @jax.jit
   def score(params, images, labels):
     """Returns summed loss and number of hits over one batch."""
-    images = normalise(images, dtype_of(params))
+    images = normalise(images, lib.dtype_of(params))
     logits, _ = models.apply(layers, params, images)
     hits = (logits.argmax(-1) == labels).sum()
     return cross_entropy(logits, labels).sum(), hits
@@ -90,15 +79,11 @@ def classification(
       )
     return Evaluation(*(total / len(test_labels)).tolist())
 
-  return on_examples(
-    Pieces(layers, prepare, classification_loss),
-    init,
-    evaluate,
-    dataset.train_images,
-    dataset.train_labels,
-    batch_size=batch_size,
-    partition=partition,
+  pieces = Pieces(layers, prepare, lib.classification_loss)
+  data_of = lib.examples_of(
+    dataset.train_images, dataset.train_labels, partition
   )
+  return lib.join(pieces, init, evaluate, data_of, batch_size)
 
 
 def classify_sentences(
@@ -111,6 +96,8 @@ def classify_sentences(
 ) -> Problem:
   """Classification of sentences, or of pairs of them, with cross-entropy.
 
+  Its batches are (int32[B, 2, T], int32[B]).
+
   Args:
     task: from `data.sentences.load`.
     layers: `encoder.bert`, with as many classes as the task.
@@ -119,9 +106,6 @@ def classify_sentences(
       all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
-
-  Returns:
-    A Problem. Its batches are (int32[B, 2, T], int32[B]).
 
   Raises:
     ValueError: for a task with more words than the model, weights of another
@@ -145,19 +129,30 @@ def classify_sentences(
     return params if weights is None else _replace(params, weights)
 
   test = len(task.test_labels)
-  indices = spread(test, evaluation_examples or test)
+  indices = lib.spread(test, evaluation_examples or test)
+  labels = task.test_labels[indices]
 
   def evaluate(params):
-    return _evaluate(task, layers, params, indices)
+    results = []
+    for start in range(0, len(indices), _SENTENCES):
+      rows = indices[start : start + _SENTENCES]
+      batch = task.test_tokens[rows], task.test_labels[rows]
+      results.append(jax.device_get(_score(layers, params, *batch)))
+    loss, predicted = map(np.concatenate, zip(*results, strict=True))
+    hits = predicted == labels
+    evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
+    if task.measure is None:
+      return evaluation
+    measure = sentences_lib.MEASURES[task.measure](labels, predicted)
+    return evaluation._replace(measure=float(measure))
 
-  return on_examples(
-    Pieces(layers, lambda batch, key, dtype: batch[0], classification_loss),
-    init,
-    evaluate,
-    task.train_tokens,
-    task.train_labels,
-    batch_size=batch_size,
-  )
+  def prepare(batch, key, dtype):
+    del key, dtype
+    return batch[0]
+
+  pieces = Pieces(layers, prepare, lib.classification_loss)
+  data_of = lib.examples_of(task.train_tokens, task.train_labels)
+  return lib.join(pieces, init, evaluate, data_of, batch_size)
 
 
 def _replace(params, weights):
@@ -165,34 +160,13 @@ def _replace(params, weights):
   layers = []
   for number, (old, new) in enumerate(zip(params, weights, strict=True)):
     layer = {**old, **jax.tree.map(jnp.asarray, dict(new))}
-    if _shapes_of(layer) != _shapes_of(old):
+    if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, old):
       raise ValueError(
         f"the weights given for layer {number} are not of its sizes; build the"
         " model with the sizes that `encoder.pretrained` returns"
       )
     layers.append(layer)
   return tuple(layers)
-
-
-def _shapes_of(tree):
-  return jax.tree.map(lambda leaf: leaf.shape, tree)
-
-
-def _evaluate(task, layers, params, indices) -> Evaluation:
-  """Evaluates on the test examples at `indices`."""
-  labels = task.test_labels[indices]
-  results = []
-  for start in range(0, len(indices), _SENTENCES):
-    rows = indices[start : start + _SENTENCES]
-    batch = task.test_tokens[rows], task.test_labels[rows]
-    results.append(jax.device_get(_score(layers, params, *batch)))
-  loss, predicted = map(np.concatenate, zip(*results, strict=True))
-  hits = predicted == labels
-  evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
-  if task.measure is None:
-    return evaluation
-  measure = sentences_lib.MEASURES[task.measure](labels, predicted)
-  return evaluation._replace(measure=float(measure))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -212,18 +186,17 @@ def language(
 ) -> Problem:
   """Prediction of the next character, with cross-entropy.
 
+  Its batches are int32[B, T + 1]; its accuracy is of characters.
+
   Args:
     text: from `data.text.load`.
     layers: from `models.build`, with as many classes as the text.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
-    evaluation_windows: of the test part, evenly spaced.
-
-  Returns:
-    A Problem; its accuracy is of characters. Its batches are int32[B, T + 1].
+    evaluation_windows: of the test part, evenly spaced; 1 or more.
 
   Raises:
-    ValueError: as `text.make_batches`, and for no evaluation windows.
+    ValueError: as `text.make_batches`.
   """
   checks.whole("evaluation_windows", evaluation_windows)
 
@@ -244,7 +217,7 @@ def language(
     return criterion(logits, tokens), hits.mean()
 
   windows = np.lib.stride_tricks.sliding_window_view(text.test, context + 1)
-  windows = windows[spread(len(windows), evaluation_windows)]
+  windows = windows[lib.spread(len(windows), evaluation_windows)]
 
   def evaluate(params):
     return Evaluation(*map(float, jax.device_get(score(params, windows))))
@@ -260,21 +233,15 @@ def language(
     return batches, batches(0, 1)(0, 0), per_epoch
 
   pieces = Pieces(layers, prepare, criterion)
-  return join(pieces, init, evaluate, data_of, batch_size)
+  return lib.join(pieces, init, evaluate, data_of, batch_size)
 
 
 def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
   """A noisy quadratic: f(w) = sum_i curvature_i w_i^2 / 2, from w = 1.
 
   Gradients carry Gaussian noise of standard deviation `noise`, through a linear
-  term of mean 0: a batch is that term, float32[K]. The accuracy is NaN.
-
-  Args:
-    curvatures: float[K], all positive.
-    noise: standard deviation of each gradient element.
-
-  Raises:
-    ValueError: for curvatures that are not positive.
+  term of mean 0: a batch is that term, float32[K]. The accuracy is NaN. Raises
+  ValueError unless the curvatures, float[K], are all positive.
   """
   curvatures = np.asarray(curvatures, np.float64)
   if curvatures.ndim != 1 or not (curvatures > 0).all():

@@ -1,9 +1,8 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
-from asgd.simulator.sharded import ShardedRun, run_sharded
+from asgd.simulator.sharded import run_sharded
 from asgd.simulator.steps import (
-  Observation,
   Steps,
   WorkerDevices,
   as_totals,
@@ -11,4 +10,4 @@ from asgd.simulator.steps import (
   compile_work,
   start,
 )
-from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole
+from asgd.simulator.stepwise import Simulation, make_host, run_whole

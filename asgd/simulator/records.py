@@ -12,12 +12,10 @@ from asgd.simulator.steps import Observation
 def fetch(tree: Any) -> Any:
   """Returns a tree as NumPy arrays, like `jax.device_get`, which takes its time
   over each array that is here already."""
-  leaves = jax.tree.leaves(tree)
-  first = leaves[0] if leaves else None
-  if isinstance(first, jax.Array) and not first.is_fully_replicated:
-    return jax.device_get(tree)
-  if isinstance(first, jax.Array) and any(
-    device.platform != "cpu" for device in first.devices()
+  first = next(iter(jax.tree.leaves(tree)), None)
+  if isinstance(first, jax.Array) and (
+    not first.is_fully_replicated
+    or any(device.platform != "cpu" for device in first.devices())
   ):
     return jax.device_get(tree)
   return jax.tree.map(np.asarray, tree)
@@ -37,18 +35,17 @@ def records(
   whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3).T
   real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole
-  gap, loss, message_norm, update_norm = real
+  gap, loss, *norms = real
   return base.Records(
-    update=version,
-    time=np.array(time, np.float64),
-    worker=np.array(worker, np.int32),
-    job=np.array(job, np.int32),
-    staleness=staleness,
-    gap=gap,
-    loss=loss,
-    accepted=accepted.astype(bool),
-    message_norm=message_norm,
-    update_norm=update_norm,
+    version,
+    np.array(time, np.float64),
+    np.array(worker, np.int32),
+    np.array(job, np.int32),
+    staleness,
+    gap,
+    loss,
+    accepted.astype(bool),
+    *norms,
   )
 
 
@@ -60,9 +57,5 @@ def concatenate(parts: list[base.Records]) -> base.Records:
 
 
 def end_of_message(trace: base.Trace) -> np.ndarray:
-  """Returns int[U]: the row after each RECEIVE, where a run can be cut.
-
-  Args:
-    trace: an order; see `asgd.orders`.
-  """
+  """Returns int[U]: the row after each RECEIVE, where a run can be cut."""
   return np.flatnonzero(np.asarray(trace.action) == base.RECEIVE) + 1

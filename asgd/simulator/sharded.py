@@ -16,9 +16,11 @@ from asgd import base, sharding
 from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
-from asgd.simulator.records import fetch, records
+from asgd.simulator.records import fetch
+from asgd.simulator.stepwise import ServerReplay
 
 _Key = tuple[int, int]  # (worker, seq), which names a message
+_Message = tuple[list[Any], Any]  # parts, S of them, and the loss
 
 
 class ShardedRun(NamedTuple):
@@ -28,60 +30,21 @@ class ShardedRun(NamedTuple):
   records: tuple[base.Records, ...]  # S
 
 
-class _Shard:
+class _Shard(ServerReplay):
   """One shard, its trace and how far it is."""
 
-  def __init__(self, state, trace, steps, numbers):
-    self.state = state
+  def __init__(self, state, steps, trace, numbers):
+    super().__init__(state, steps, trace, numbers)
     self.events = list(trace_lib.events(trace))
-    self.ledger = trace_lib.Ledger(self._send)
-    self._steps, self._numbers = steps, numbers
     # Until the job has ended at all shards: a worker that the lead took for
     # dead may yet have handed in its part elsewhere.
     self.tickets: dict[_Key, base.Ticket] = {}
-    self.messages: list[tuple[float, int, int]] = []  # time, worker, job
-    self.observations: list[steps_lib.Observation] = []
-    self._marks: dict[int, base.ServerState | None] = {
-      event.job: None for event in self.events if event.action == base.ROLLBACK
-    }
 
   @property
   def next(self) -> Event | None:
     """The row that is to be obeyed next, None after the last."""
     row = self.ledger.rows
     return self.events[row] if row < len(self.events) else None
-
-  def _send(self, event, kept):
-    if kept is None:
-      ticket = self._steps.send(self.state, self._numbers[event.worker])
-    else:
-      ticket = kept._replace(fresh=np.False_)
-    self.tickets[event.worker, event.seq] = ticket
-    return ticket
-
-  def obey(self, event, part, loss, totals):
-    """Obeys the next row; `part` and `loss` are of the message it receives."""
-    if self.ledger.rows in self._marks:
-      self._marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
-    ticket = self.ledger.obey(event)
-    if event.action == base.ROLLBACK:
-      self.state = jax.tree.map(jnp.copy, self._marks[event.job])
-    elif event.action == base.RECEIVE:
-      args = self.state, ticket, part, loss
-      if totals is None:
-        self.state, observation = self._steps.receive(*args)
-      else:
-        sums = steps_lib.as_totals(totals)
-        self.state, observation = self._steps.stage(sums, *args).result
-      self.messages.append((event.time, event.worker, event.job))
-      self.observations.append(observation)
-
-
-class _Message(NamedTuple):
-  """A message that was computed."""
-
-  parts: list[Any]  # S
-  loss: Any
 
 
 class _Run:
@@ -113,8 +76,7 @@ class _Run:
       self._states[place], ticket, key[0], job
     )
     message, loss = fetch((message, metrics.loss))
-    parts = sharding.split(self._plan, message)
-    self._messages[key] = _Message(parts, loss)
+    self._messages[key] = sharding.split(self._plan, message), loss
     return self._messages[key]
 
   def obey(self, index: int, totals: Sequence[Any] | None) -> bool:
@@ -123,18 +85,23 @@ class _Run:
     event = shard.next
     if event is None:
       return False
-    key, part, loss, sums = (event.worker, event.seq), None, None, None
+    key, row = (event.worker, event.seq), shard.ledger.rows
+    message = None
     if event.action == base.RECEIVE and key in shard.tickets:
       message = self.message(key, event.job)
       if message is None:
         return False
-      part, loss = message.parts[index], message.loss
-      sums = None if totals is None else totals[shard.ledger.rows]
-    shard.obey(event, part, loss, sums)
+    ticket = shard.obey(event)
+    if message is not None:
+      parts, loss = message
+      sums = None if totals is None else totals[row]
+      shard.receive(event, (ticket, parts[index], loss), sums)
     if event.action in trace_lib.ENDS:
       self._end(key)
-    elif index == 0 and event.action in trace_lib.STARTS:
-      self._holder[key] = shard.ledger.holders.get(event.worker, 0)
+    elif event.action in trace_lib.STARTS:
+      shard.tickets[key] = ticket
+      if index == 0:
+        self._holder[key] = shard.ledger.holders.get(event.worker, 0)
     return True
 
   def _end(self, key):
@@ -164,24 +131,19 @@ def run_sharded(
 
   Args:
     server: the pure server that each shard runs on its part.
-    worker: what every worker does.
+    worker: as in `compile_steps`; so are `wire` and `group`.
     params: before the first message.
     traces: of each shard; S of them, at least two. (worker, seq) names the same
       message in all of them.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    wire: as in `compile_steps`.
     totals: of each row of each trace, those that its message needed; None where
       the algorithm needs none.
-    group: the devices of each worker.
     plan: what each shard holds; None is `sharding.make_plan`. With the stages
       of a pipeline as shards (`sharding.plan_by_owner`) and their traces
       (`pipeline.analyze.traces`), the delays of a pipeline are those of the
       simulation.
-
-  Returns:
-    The shards' states and records.
 
   Raises:
     ValueError: if the traces do not belong together.
@@ -190,7 +152,7 @@ def run_sharded(
   steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
   numbers = [jnp.int32(w) for w in range(workers)]
   shards = [
-    _Shard(steps_lib.start(server, part), trace, steps, numbers)
+    _Shard(steps_lib.start(server, part), steps, trace, numbers)
     for part, trace in zip(sharding.split(plan, params), traces, strict=True)
   ]
 
@@ -211,5 +173,5 @@ def run_sharded(
       )
   return ShardedRun(
     tuple(shard.state for shard in shards),
-    tuple(records(shard.messages, shard.observations) for shard in shards),
+    tuple(shard.records() for shard in shards),
   )

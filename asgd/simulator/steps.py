@@ -86,14 +86,15 @@ def compile_work(
     )
   mesh = jax.sharding.Mesh(devices[: group.devices], ("group",))
 
+  def over_group(*names):
+    spec = jax.sharding.PartitionSpec(*names)
+    return jax.sharding.NamedSharding(mesh, spec)
+
   def split(x, axis):
     names = [None] * x.ndim
     if x.ndim > axis >= -x.ndim and x.shape[axis] % group.devices == 0:
       names[axis] = "group"
-    spec = jax.sharding.PartitionSpec(*names)
-    return jax.lax.with_sharding_constraint(
-      x, jax.sharding.NamedSharding(mesh, spec)
-    )
+    return jax.lax.with_sharding_constraint(x, over_group(*names))
 
   def divided(state, ticket, batch, root, job):
     if group.parallel == "data":
@@ -103,7 +104,7 @@ def compile_work(
       ticket = ticket._replace(params=params)
     return work(state, ticket, batch, root, job)
 
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  whole = over_group()
   return jax.jit(divided, in_shardings=whole, out_shardings=whole)
 
 
@@ -112,13 +113,13 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
   if dtype is None:
     return tree
 
+  bits = jnp.finfo(dtype)
+
   def there_and_back(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return x
     # Or XLA drops a conversion that is undone at once.
-    return jax.lax.reduce_precision(
-      x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant
-    )
+    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
   return jax.tree.map(there_and_back, tree)
 
@@ -130,8 +131,7 @@ def compile_steps(
   wire: str | None = None,
   group: WorkerDevices = WorkerDevices(),  # noqa: B008
 ) -> Steps:
-  """Compiles what runtimes call: not one fused step, but its three parts, so
-  that a recorded run replays to the same bits.
+  """Compiles what runtimes call; see the module.
 
   Args:
     server: from `make_server`.
@@ -141,11 +141,13 @@ def compile_steps(
     group: the devices of each worker.
   """
 
+  def receive_message(state, ticket, message, loss):
+    state, report = server.receive(state, ticket, _rounded(message, wire))
+    return state, _pack(state.version, report, loss)
+
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
-    message = _rounded(message, wire)
-    state, report = server.receive(state, ticket, message)
-    return state, _pack(state.version, report, loss)
+    return receive_message(state, ticket, message, loss)
 
   donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
   reading = jax.jit(receive_parts, donate_argnums=(0, 1))
@@ -157,26 +159,14 @@ def compile_steps(
       *(state.params, state.version, ticket, loss),
     )
 
-  @jax.jit
-  @sharding.staged
-  def stage(state, ticket, message, loss):
-    return receive_parts(
-      *(state.opt_state, state.inbox, message),
-      *(state.params, state.version, ticket, loss),
-    )
-
-  def send_rounded(state, worker):
+  def send(state, worker):
     ticket = server.send(state, worker)
     return ticket._replace(params=_rounded(ticket.params, wire))
 
-  if server.sends_current and wire is None:
-
-    def send(state, worker):
-      return base.Ticket(worker, state.version, state.params)
-
-  else:
-    send = jax.jit(send_rounded)
+  if not server.sends_current or wire is not None:
+    send = jax.jit(send)
   work = compile_work(worker, group) if worker else None
+  stage = jax.jit(sharding.staged(receive_message))
   return Steps(work, send, receive, stage)
 
 

@@ -6,7 +6,7 @@ parameters, not a copy: memory is (distinct versions in flight) x parameters,
 and sending costs nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,12 +49,7 @@ def make_host(
 ) -> Host:
   """Builds the engine for a server and its workers.
 
-  Args:
-    server: from `make_server`; its functions are compiled here.
-    worker: what every worker does; compiled once per Worker.
-    wire: the dtype in which parameters and messages travel, as in
-      `compile_steps`.
-    group: the devices of each worker.
+  Args are those of `compile_steps`.
 
   Returns:
     A Host. `init(params, workers)` starts a simulation.
@@ -86,8 +81,37 @@ def make_host(
         f"the trace has a worker {most}, the simulation only"
         f" {len(simulation.workers)} workers, counted from 0"
       )
-    stretch = _Stretch(simulation, trace, steps, worker, group.devices > 1)
-    return stretch.obey(trace, end, batch, root)
+    workers = list(simulation.workers)
+    numbers = [jnp.int32(w) for w in range(len(workers))]
+    replay = ServerReplay(simulation.server, steps, trace, numbers)
+    replay.marks |= simulation.marks
+    ledger = replay.ledger
+    ledger.rows = simulation.event
+    ledger.open.update(enumerate(map(dict, simulation.tickets)))
+    ledger.latest.update(
+      (w, kept) for w, kept in enumerate(simulation.kept) if kept is not None
+    )
+    for event in trace_lib.events(trace, ledger.rows, end):
+      ticket, w, job = replay.obey(event), event.worker, event.job
+      if event.action == base.JOIN:
+        workers[w] = worker.init(replay.state.params)
+      elif event.action == base.RECEIVE:
+        workers[w], message, metrics = steps.work(
+          workers[w], ticket, batch(w, job), root, np.int32(job)
+        )
+        loss = metrics.loss
+        if group.devices > 1:
+          message, loss = fetch((message, loss))
+        replay.receive(event, (ticket, message, loss))
+    after = Simulation(
+      ledger.rows,
+      replay.state,
+      tuple(workers),
+      tuple(ledger.open[w] for w in range(len(workers))),
+      tuple(ledger.latest.get(w) for w in range(len(workers))),
+      replay.marks,
+    )
+    return after, replay.records()
 
   return Host(init, run)
 
@@ -95,17 +119,9 @@ def make_host(
 def run_whole(
   host: Host, params: Any, workers: int, trace: base.Trace, **data: Any
 ) -> tuple[Simulation, base.Records]:
-  """Obeys a whole trace.
+  """Obeys a whole trace of N `workers`; `data` are `batch` and `root`.
 
-  Args:
-    host: the engine.
-    params: before the first message.
-    workers: N.
-    trace: the order.
-    **data: `batch` and `root`, as for `Host.run`.
-
-  Returns:
-    The simulation after its last row, and the records of all messages.
+  Returns the simulation after its last row, and the records of all messages.
   """
   simulation, parts = host.init(params, workers), []
   while simulation.event < len(trace.time):
@@ -115,65 +131,55 @@ def run_whole(
   return simulation, concatenate(parts)
 
 
-class _Stretch:
-  """One call of `run`: the state of a simulation between two of its rows."""
+class ServerReplay:
+  """A server that obeys the rows of a trace."""
 
-  def __init__(self, simulation, trace, steps: Steps, worker, divided):
-    self._steps, self._worker, self._divided = steps, worker, divided
-    self._numbers = [jnp.int32(w) for w in range(len(simulation.workers))]
-    self._state = simulation.server
-    self._workers = list(simulation.workers)
-    self._marks = dict(simulation.marks)
+  def __init__(
+    self,
+    state: base.ServerState,
+    steps: Steps,
+    trace: base.Trace,
+    numbers: Sequence[jax.Array],
+  ):
+    """Starts with `state`; `numbers` are the workers', on the device."""
+    self.state, self._steps, self._numbers = state, steps, numbers
     self._returns = set(trace.job[trace.action == base.ROLLBACK].tolist())
+    self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
     keeps = bool((trace.action == base.KEEP).any())
-    self._ledger = trace_lib.Ledger(self._send, keeps=keeps)
-    self._ledger.rows = simulation.event
-    for w, (tickets, kept) in enumerate(
-      zip(simulation.tickets, simulation.kept, strict=True)
-    ):
-      self._ledger.open[w] = dict(tickets)
-      if kept is not None:
-        self._ledger.latest[w] = kept
+    self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
+    self._messages: list[tuple[float, int, int]] = []  # time, worker, job
+    self._observations: list[steps_lib.Observation] = []
 
   def _send(self, event, kept):
     if kept is not None:
       return kept._replace(fresh=np.False_)
-    return self._steps.send(self._state, self._numbers[event.worker])
+    return self._steps.send(self.state, self._numbers[event.worker])
 
-  def obey(self, trace, end, batch, root):
-    """Obeys the rows up to `end`; returns (Simulation, Records)."""
-    ledger, messages, observations = self._ledger, [], []
-    for event in trace_lib.events(trace, ledger.rows, end):
-      if ledger.rows in self._returns:
-        self._marks[ledger.rows] = jax.tree.map(jnp.copy, self._state)
-      ticket = ledger.obey(event)
-      if event.action == base.RECEIVE:
-        observations.append(self._receive(event, ticket, batch, root))
-        messages.append((event.time, event.worker, event.job))
-      elif event.action == base.JOIN:
-        self._workers[event.worker] = self._worker.init(self._state.params)
-      elif event.action == base.ROLLBACK:
-        self._state = jax.tree.map(jnp.copy, self._marks[event.job])
-    places = range(len(self._workers))
-    simulation = Simulation(
-      ledger.rows,
-      self._state,
-      tuple(self._workers),
-      tuple(ledger.open[w] for w in places),
-      tuple(ledger.latest.get(w) for w in places),
-      self._marks,
-    )
-    return simulation, records(messages, observations)
+  def obey(self, event: trace_lib.Event) -> base.Ticket | None:
+    """Obeys the next row; returns the ticket that it opens or closes."""
+    if self.ledger.rows in self._returns:
+      self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
+    ticket = self.ledger.obey(event)
+    if event.action == base.ROLLBACK:
+      self.state = jax.tree.map(jnp.copy, self.marks[event.job])
+    return ticket
 
-  def _receive(self, event, ticket, batch, root):
-    w, job = event.worker, event.job
-    self._workers[w], message, metrics = self._steps.work(
-      self._workers[w], ticket, batch(w, job), root, np.int32(job)
-    )
-    loss = metrics.loss
-    if self._divided:
-      message, loss = fetch((message, loss))
-    self._state, observation = self._steps.receive(
-      self._state, ticket, message, loss
-    )
-    return observation
+  def receive(
+    self,
+    event: trace_lib.Event,
+    message: tuple[base.Ticket, Any, Any],
+    totals: Sequence[float] | None = None,
+  ) -> None:
+    """Gives the server the (ticket, updates, loss) of a RECEIVE just obeyed."""
+    if totals is None:
+      self.state, observation = self._steps.receive(self.state, *message)
+    else:
+      sums = steps_lib.as_totals(totals)
+      done = self._steps.stage(sums, self.state, *message)
+      self.state, observation = done.result
+    self._messages.append((event.time, event.worker, event.job))
+    self._observations.append(observation)
+
+  def records(self) -> base.Records:
+    """Returns the records of the messages received."""
+    return records(self._messages, self._observations)

@@ -1,4 +1,7 @@
-"""One idea against staleness per file, each an optax transform."""
+"""One idea against staleness per file, each an optax transform.
+
+What makes a transform raises ValueError for an argument out of its range.
+"""
 
 from asgd.rates import scale_by_sent_rate
 from asgd.transforms.compensation import (

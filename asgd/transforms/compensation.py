@@ -11,6 +11,7 @@ term is quadratic in g. `g` is the mean over a batch; with summed losses
 divide lambda by the batch size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,28 +21,18 @@ import optax
 from asgd import checks
 
 
-def delay_compensation(
-  strength: float = 0.04,
+def by_distance(
+  change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> optax.GradientTransformationExtraArgs:
-  """DC-ASGD-c: lambda is the constant `strength`.
+  """A transform g <- change(g, params - sent_params), elementwise.
 
-  Args:
-    strength: lambda; 0.04 in the paper's DC-ASGD-c, 2 in the DANA papers. The
-      right one depends on the size of the gradients.
-
-  Returns:
-    A stateless transform whose update needs `params` and the extra arg
-    `sent_params`: what the worker computed on, a look-ahead if it was sent one.
-
-  Raises:
-    ValueError: for a negative strength.
+  It has no state; its update needs `params` and the extra arg `sent_params`.
   """
-  checks.nonnegative("strength (lambda)", strength)
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
     updates = jax.tree.map(
-      lambda g, now, sent: g + strength * g * g * (now - sent),
+      lambda g, now, sent: change(g, now - sent),
       *(updates, params, sent_params),
     )
     return updates, state
@@ -49,6 +40,23 @@ def delay_compensation(
   return optax.GradientTransformationExtraArgs(
     optax.init_empty_state, update_fn
   )
+
+
+def delay_compensation(
+  strength: float = 0.04,
+) -> optax.GradientTransformationExtraArgs:
+  """DC-ASGD-c: lambda is the constant `strength`.
+
+  Args:
+    strength: lambda, 0 or more; 0.04 in the paper's DC-ASGD-c, 2 in the DANA
+      papers. The right one depends on the size of the gradients.
+
+  Returns:
+    As `by_distance`; what the worker computed on is a look-ahead, if it was
+    sent one.
+  """
+  checks.nonnegative("strength (lambda)", strength)
+  return by_distance(lambda g, moved: g + strength * g * g * moved)
 
 
 class AdaptiveCompensationState(NamedTuple):
@@ -65,18 +73,13 @@ def adaptive_delay_compensation(
   The mean square takes in the incoming gradient first, then it is used:
   mean_square <- decay mean_square + (1 - decay) g * g. It is not
   bias-corrected. Wrap the transform in `per_worker` for one average a worker,
-  as the authors' code has it; the paper's text has one for all.
+  as the authors' code has it; the paper's text has one for all. Its update
+  needs `params` and the extra arg `sent_params`.
 
   Args:
-    strength: lambda_0; 2 in the paper.
-    decay: m of the paper, 0.95.
-    eps: inside the square root, 1e-7.
-
-  Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a negative strength, or a decay outside [0, 1).
+    strength: lambda_0, 0 or more; 2 in the paper.
+    decay: m of the paper, in [0, 1).
+    eps: inside the square root.
   """
   checks.nonnegative("strength (lambda)", strength)
   checks.fraction("decay", decay)

@@ -40,21 +40,16 @@ def gap_aware(
   shrink and the penalty fades; with the current one it would not.
 
   The transform goes before scaling by the learning rate, and after adding
-  weight decay, which is to be penalised as well.
+  weight decay, which is to be penalised as well. Its update needs `params` and
+  the extra arg `sent_params`.
 
   Args:
     momentum: what turns penalised gradients into updates, e.g. `optax.trace`;
       None for plain SGD, in which case the average is over the incoming
       gradients, this one included.
     learning_rate: as given to `scale_by_learning_rate`.
-    decay: of the average, 0.999.
+    decay: of the average, in [0, 1).
     eps: added to the root.
-
-  Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a decay outside [0, 1).
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())

@@ -32,10 +32,8 @@ def lookahead(
   Args:
     tx: the whole optimizer, learning rate included.
     workers: int32[] -> int32[K]; of the worker that asks, the workers whose
-      messages are rolled forward, in order. All (DANA), or one (Nesterov).
-
-  Returns:
-    An Algorithm; sending costs K updates.
+      messages are rolled forward, in order: all (DANA), or one (Nesterov).
+      Sending costs K updates.
   """
   tx = optax.with_extra_args_support(tx)
 
@@ -72,14 +70,13 @@ def velocity_lookahead(
 ) -> base.Algorithm:
   """Sends params - learning_rate * velocity, at the rate of the next update.
 
+  Sending costs one pass over the parameters.
+
   Args:
     momentum: turns gradients into velocities that do not hold the learning
       rate, like `optax.trace`.
     learning_rate: a number, or a schedule over updates.
     velocity: (state of `momentum`, worker int32[]) -> how far to look ahead.
-
-  Returns:
-    An Algorithm; sending costs one pass over the parameters.
   """
   momentum = optax.with_extra_args_support(momentum)
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -151,15 +148,10 @@ def dana_momentum(
   """A momentum for each worker, and their sum kept up to date.
 
   v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
-  DANA-Zero). The same as `per_worker(optax.trace(decay), workers)` and a sum
-  over workers, at a cost that does not grow with N.
-
-  Args:
-    workers: N.
-    decay: the momentum coefficient.
-
-  Returns:
-    A transform whose update needs the extra arg `worker`; its update is v^i.
+  DANA-Zero), with a decay in [0, 1). The same as
+  `per_worker(optax.trace(decay), workers)` and a sum over workers, at a cost
+  that does not grow with N. The update needs the extra arg `worker`, and is
+  v^i.
   """
   checks.whole("workers", workers)
   checks.fraction("momentum", decay)

@@ -5,8 +5,7 @@ algorithm 1) averages models, not gradients:
 
   x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
 
-An alpha near 1 overwrites the server. The discount s is 1, or falls with the
-staleness, polynomially or after a hinge.
+An alpha near 1 overwrites the server.
 """
 
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import checks, names
+from asgd.transforms.compensation import by_distance
 
 Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
 
@@ -43,15 +43,9 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
 def make_discount(
   name: str, decay: float | None = None, grace: float = 4
 ) -> Discount:
-  """Returns a discount by name.
+  """Returns the discount "constant", "polynomial" or "hinge".
 
-  Args:
-    name: "constant", "polynomial" or "hinge".
-    decay: a; None is the default of the discount.
-    grace: b, of "hinge".
-
-  Raises:
-    ValueError: for an unknown name, or values out of range.
+  `decay` is a, None for the discount's own default; `grace` is b, of "hinge".
   """
   options = {} if decay is None else {"decay": decay}
   makers = {
@@ -68,7 +62,8 @@ def mix_models(
   """Turns a displacement into a step towards the worker's model.
 
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
-  has become since: the update is alpha_t (x_sent - d - x).
+  has become since: the update is alpha_t (x_sent - d - x). Each message has to
+  start at its ticket: no worker may do two jobs on one.
 
   Args:
     mixing: alpha, in (0, 1].
@@ -76,11 +71,7 @@ def mix_models(
 
   Returns:
     A stateless transform, the whole of a server's rule, whose update needs
-    `params` and the extra args `staleness` and `sent_params`. Each message has
-    to start at its ticket: no worker may do two jobs on one.
-
-  Raises:
-    ValueError: for an alpha out of range.
+    `params` and the extra args `staleness` and `sent_params`.
   """
   if not 0 < mixing <= 1:
     raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
@@ -107,28 +98,8 @@ def add_proximal_pull(
   """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
 
   Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
-  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added.
-
-  Args:
-    strength: rho, 0 or more.
-
-  Returns:
-    A stateless transform whose update needs `params` and the extra arg
-    `sent_params`.
-
-  Raises:
-    ValueError: for a negative strength.
+  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added. `strength` is
+  rho, 0 or more.
   """
   checks.nonnegative("proximal strength", strength)
-
-  def update_fn(updates, state, params=None, *, sent_params, **extra_args):
-    del extra_args
-    updates = jax.tree.map(
-      lambda g, now, sent: g + strength * (now - sent),
-      *(updates, params, sent_params),
-    )
-    return updates, state
-
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return by_distance(lambda g, moved: g + strength * moved)

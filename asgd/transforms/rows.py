@@ -75,15 +75,10 @@ class PerWorkerState(NamedTuple):
 def per_worker(
   tx: optax.GradientTransformation, workers: int
 ) -> optax.GradientTransformationExtraArgs:
-  """Gives each worker its own state of `tx`.
+  """Gives each of `workers` workers its own state of a transform.
 
-  Args:
-    tx: any transform.
-    workers: N, how many workers there are. A worker number of N or more is
-      not detected under jit; runtimes check it (`Server.workers`).
-
-  Returns:
-    A transform whose update needs the extra arg `worker`, int32[].
+  The update needs the extra arg `worker`, int32[]. One of N or more is not
+  detected under jit; runtimes check it (`Server.workers`).
 
   Example:
     >>> import jax.numpy as jnp

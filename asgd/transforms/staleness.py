@@ -14,10 +14,8 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
   """Divides updates by their staleness; fresh ones stay as they are.
 
   As the `per_message` transform of a server that averages n messages it scales
-  each of them by its own staleness, which is n-softsync of the paper.
-
-  Returns:
-    A stateless transform whose update needs the extra arg `staleness`.
+  each of them by its own staleness, which is n-softsync of the paper. It has no
+  state; its update needs the extra arg `staleness`.
   """
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):

@@ -20,18 +20,9 @@ def own_statistics(
 ) -> base.Algorithm:
   """Lets an algorithm on weights train `base.Variables`.
 
-  A tree of parameters that is not `Variables` passes through untouched, so
-  this can wrap every algorithm.
-
-  Args:
-    algorithm: sees weights, weights of messages and weights of tickets.
-    decay: how much of the statistics is kept, in [0, 1).
-
-  Returns:
-    The Algorithm on Variables.
-
-  Raises:
-    ValueError: for a decay outside [0, 1).
+  It sees weights only: of parameters, messages and tickets. A tree that is not
+  `Variables` passes through untouched, so this can wrap every algorithm. Of the
+  statistics, `decay` is kept, in [0, 1).
   """
   checks.fraction("decay", decay)
 

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from asgd import (
-  algorithms,
-  base,
-  data,
-  diagnosis,
-  models,
-  orders,
-  problems,
-)
+from asgd import algorithms, base, data, diagnosis, models, orders, problems
 from asgd.orders import durations
 from asgd.worker import Aux
 
@@ -76,7 +68,7 @@ def measure(name, trace, *, learning_rate=1.0, points=POINTS, **kwargs):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_curvature_limit_of_delayed_sgd_is_the_exact_one(staleness, momentum):
   exact = exact_limit(staleness, momentum)
   published = (MOMENTUM if momentum else PLAIN)[staleness]
@@ -91,9 +83,7 @@ def test_curvature_limit_of_delayed_sgd_is_the_exact_one(staleness, momentum):
 
 
 # In a long order a stable path shrinks to where rounding holds it.
-@pytest.mark.parametrize(
-  ("name", "workers"), [("asgd", 1), ("asgd", 3), ("dana_zero", 1)]
-)
+@pytest.mark.parametrize(("name", "workers"), [("asgd", 3), ("dana_zero", 1)])
 def test_curvature_limit_does_not_depend_on_the_length_of_the_order(
   name, workers
 ):
@@ -146,8 +136,8 @@ def test_delay_compensation_leaves_the_limit_where_it_is(plain, compensated):
   assert limit == other
 
 
-@pytest.mark.parametrize("staleness", [2, 4])
-def test_division_by_the_staleness_multiplies_the_limit_by_it(staleness):
+def test_division_by_the_staleness_multiplies_the_limit_by_it():
+  staleness = 3
   trace = orders.fixed_delay(delay=staleness, messages=150 * (staleness + 1))
   exact = staleness * diagnosis.delayed_sgd_limit(staleness)
   limit = measure("staleness_aware", trace)
@@ -195,6 +185,7 @@ def test_sharpness_is_an_estimate_from_below_that_rises():
   assert 1 < values[0] < values[1] < values[2] < values[3] < 3
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_sharpness_of_a_network_is_the_top_of_its_hessian():
   problem = problems.classification(
     data.load("digits"), models.build("mlp", 10, hidden=(4,)), batch_size=32

@@ -11,7 +11,7 @@ import pytest
 from asgd import algorithms, base, server, simulator, worker
 from asgd import orders as orders_lib
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
 RATE, MOMENTUM, DECAY = 0.05, 0.9, 0.01
 NAMES = sorted(algorithms.RECIPES)
@@ -183,7 +183,8 @@ COUNTERPARTS = {
 PLAIN = {
   "dana_dc": {"strength": 0.0},
   "diloco": {"steps": 3, "outer_rate": 1.0, "outer_momentum": 0.0},
-  "fedasync": {"mixing": 1.0},
+  "fedasync": {"mixing": 1.0, "steps": 3},
+  "model_averaging": {"steps": 3},
 }
 
 
@@ -238,9 +239,10 @@ CHANGED = {
 # Where an option says something only next to others.
 BESIDE = {
   "downpour": {"push_every": 2},
-  "model_averaging": {"momentum": 0.9},
+  "model_averaging": {"momentum": 0.9, "steps": 2},
+  "easgd": {"steps": 2},
   "diloco": {"steps": 2},
-  "fedasync": {"discount": "hinge", "grace": 1},
+  "fedasync": {"discount": "hinge", "grace": 1, "steps": 2},
 }
 
 

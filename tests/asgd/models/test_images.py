@@ -12,6 +12,8 @@ from flax import linen as nn
 
 from asgd import base, models, worker
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KEY = jax.random.key(0)
 EPSILON = 1e-5
 
@@ -21,16 +23,21 @@ CASES = {
   "cnn": models.cnn(10),
   "cnn_group": models.cnn(10, features=(8, 16), norm="group"),
   "cnn_batch": models.cnn(10, features=(8, 16), norm="batch"),
+  "resnet8": models.resnet(10, depth=8),
   "resnet8_batch": models.resnet(10, depth=8, norm="batch"),
   "resnet20": models.build("resnet20", 10),
+  "wrn10_1": models.wide_resnet(10, depth=10, widen=1),
   "wrn10_1_batch": models.wide_resnet(10, depth=10, widen=1, norm="batch"),
   "wrn16_4": models.build("wrn16_4", 10),
 }
 
 
+LARGE = ("resnet20", "wrn16_4")
+
+
 def over(*chosen):
-  """Runs a test on the chosen models, all by default."""
-  chosen = chosen or tuple(CASES)
+  """Runs a test on the chosen models, by default on all small ones."""
+  chosen = chosen or tuple(name for name in CASES if name not in LARGE)
   values = [CASES[name] for name in chosen]
   return pytest.mark.parametrize("layers", values, ids=chosen)
 
@@ -149,7 +156,8 @@ def test_init_is_float32_with_x64_too():
 def test_initial_spread():
   dense = models.Dense(256), models.Classifier(99)
   layers = (models.Stem(64), models.Flatten(), *dense)
-  params = models.init(layers, KEY, images(size=2, channels=16))
+  draw = jax.jit(partial(models.init, layers))
+  params = draw(KEY, images(size=2, channels=16))
   for layer, name, variance in (
     (0, "conv", 2 / (9 * 16)),
     (2, "dense", 2 / 256),
@@ -226,7 +234,7 @@ def test_blocks_halve_the_image_at_the_second_and_third_group(
 
 
 @pytest.mark.parametrize("size", [8, 9, 1])
-@over("resnet20", "wrn16_4")
+@over("resnet8", "wrn10_1")
 def test_residual_networks_take_any_size(layers, size):
   apply = partial(models.apply, layers)
   params = shapes_of(layers, size)
@@ -261,9 +269,10 @@ def test_layers_one_by_one_are_the_program_of_the_whole(layers, train):
 def test_layers_one_by_one_are_the_whole(layers):
   x = images()
   params = trained(layers, x)
+  parts = jax.jit(one_by_one, static_argnums=(0, 3))
   for train in (False, True):
-    whole = models.apply(layers, params, x, train=train)
-    equal(one_by_one(layers, params, x, train), whole)
+    whole = run(layers, params, x, train=train)
+    equal(parts(layers, params, x, train), whole)
 
 
 class Dropout(nn.Module):
@@ -335,7 +344,7 @@ def test_statistics_have_no_gradient_in_training():
 
 
 def test_message_of_a_worker_carries_the_statistics():
-  layers = CASES["cnn_batch"]
+  layers = (models.Stem(2, "batch"), models.Head(3))
   x = images()
   params = trained(layers, x)
 
@@ -353,7 +362,7 @@ def test_message_of_a_worker_carries_the_statistics():
   )
 
 
-@over("cnn_group", "resnet20", "wrn16_4")
+@over("cnn_group", "resnet8", "wrn10_1")
 def test_group_norm_does_not_look_at_other_examples(layers):
   x = images()
   params = trained(layers, x)
@@ -481,7 +490,7 @@ def test_head_averages_over_the_image():
 # Gradients and dtypes.
 
 
-@over("mlp", "cnn", "cnn_group", "resnet8_batch", "resnet20", "wrn16_4")
+@over("mlp", "cnn", "cnn_group", "resnet8_batch", "wrn10_1")
 def test_gradients_are_finite_and_reach_every_weight(layers):
   x = images()
   grads = gradient(layers, trained(layers, x), x)
@@ -497,7 +506,7 @@ def test_images_without_variance_have_finite_gradients(layers):
     assert np.isfinite(g).all()
 
 
-@over("mlp", "cnn_batch", "resnet8_batch", "wrn10_1_batch")
+@over("mlp", "cnn_batch", "wrn10_1_batch")
 def test_computes_in_the_dtype_of_the_weights(layers):
   def dtypes(weights, inputs):
     params = jax.tree.map(

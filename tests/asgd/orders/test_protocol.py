@@ -11,7 +11,7 @@ from asgd.orders import protocol
 from asgd.orders.protocol import Dispatcher, Grant, Rules
 from asgd.orders.trace import from_events
 
-quick = settings(deadline=None, derandomize=True, max_examples=200)
+quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 STARTS = base.SEND, base.KEEP
 DEATHS = base.LOST, base.REJECT

@@ -236,6 +236,7 @@ def test_two_workers_train_a_network_with_batch_norm(name):
   server = recipe.server(statistics_decay=0.75)
   worker = gradient_worker(problem.loss, recipe.message)
   work, batches = jax.jit(worker.work), problem.batches(0, 2)
+  send, receive = jax.jit(server.send), jax.jit(server.receive)
 
   @jax.jit
   def batch_statistics(params, images):
@@ -244,7 +245,7 @@ def test_two_workers_train_a_network_with_batch_norm(name):
 
   state = server.init(problem.init(KEY))
   start = state.params
-  tickets = [server.send(state, jnp.int32(w)) for w in (0, 1)]
+  tickets = [send(state, jnp.int32(w)) for w in (0, 1)]
   workers = [worker.init(start) for _ in (0, 1)]
   seen = []
   for job, w in enumerate([0, 1, 1, 0]):
@@ -252,8 +253,8 @@ def test_two_workers_train_a_network_with_batch_norm(name):
     seen.append(batch_statistics(tickets[w].params, batch[0]))
     workers[w], message, _ = work(workers[w], tickets[w], batch, KEY)
     close(message.stats, seen[-1])
-    state, _ = server.receive(state, tickets[w], message)
-    tickets[w] = server.send(state, jnp.int32(w))
+    state, _ = receive(state, tickets[w], message)
+    tickets[w] = send(state, jnp.int32(w))
     kit.same(tickets[w].params.stats, state.params.stats)
 
   if recipe.every == 2:
