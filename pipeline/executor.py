@@ -147,21 +147,16 @@ class Executor:
     """
     self._check(state)
     compiled = self._compiled
-
-    def put(field):
-      values = getattr(state, field)
-      lanes = {key: compiled.lane_of(field, key) for key in values}
-      return {
-        key: jax.device_put(value, self.devices[lanes[key]])
-        for key, value in values.items()
-        if lanes[key] in self.devices
-      }
-
+    fields = {field: {} for field in PipelineState._fields[3:]}
+    for field, here in fields.items():
+      for key, value in getattr(state, field).items():
+        lane = state_lib.lane_of(compiled.program, field, key)
+        if lane in self.devices:
+          here[key] = jax.device_put(value, self.devices[lane])
     servers = [None] * len(self.parts)
     for stage in compiled.homes():
       server = jax.device_put(state.servers[stage], compiled.home(stage))
       servers[stage] = jax.tree.map(jnp.copy, server)  # they are donated
-    fields = {field: put(field) for field in PipelineState._fields[3:]}
     return state._replace(servers=tuple(servers), **fields)
 
   def _with_first_tickets(self, microbatch, servers, messages):
@@ -205,9 +200,9 @@ class Executor:
   def _check(self, state):
     messages = {
       (stage, replica)
-      for stage, places in enumerate(self.places)
-      for replica, _ in enumerate(places)
-      if self._compiled.parts[stage].message
+      for stage, part in enumerate(self.parts)
+      if part.message
+      for replica, _ in enumerate(self.places[stage])
     }
     state_lib.check(state, self._compiled.program, messages)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base
+from pipeline import analyze
 from pipeline.instructions import Program
 from pipeline.spans import TaskSpan
 
@@ -77,8 +78,7 @@ def keys(program: Program, slot: int) -> dict[str, set]:
 def _of_updates(program, slot, weight):
   """The keys of tickets, sums and messages of updates that are yet to come."""
   schedule, every = program.schedule, program.schedule.every
-  # When the version after each update is made.
-  ends = np.sort(weight, axis=1)[:, every - 1 :: every]
+  ends = analyze.updates_done(schedule)  # when versions 1, 2, ... are made
   if program.together:
     ends = np.broadcast_to(ends.max(0), ends.shape)
   tickets, sums, messages = set(), set(), set()
@@ -91,8 +91,8 @@ def _of_updates(program, slot, weight):
     if every > 1 and done:
       sums.add(stage)
     if done == every:  # the last message waits for the other stages
-      order = np.lexsort((schedule.device[rows], schedule.time[rows]))
-      messages.add(("m", stage, int(order[(before + 1) * every - 1])))
+      number = (before + 1) * every - 1
+      messages.add(("m", stage, int(program.order[stage, number])))
     for read in (program.versions.forward, program.versions.backward):
       version = read[stage, later]
       there = version <= before
@@ -109,20 +109,21 @@ def lane_of(program: Program, field: str, key: Any) -> int:
     field: of `PipelineState`.
     key: in this field; of `servers` and `sums`, the stage.
   """
+  places, where = program.places, program.where
   if field in ("servers", "sums"):
-    return program.places[key][0]
+    return places[key][0]
   if field == "messages":
-    return program.places[key[0]][0]
+    return places[key[0]][0]
   if field == "tickets":
-    return program.places[key[0]][key[2]]
-  device = program.schedule.device
-  if field in ("kept", "halves"):
-    return int(device[program.where.forward[key]])
-  kind, *at = key  # on its way to that lane
-  if kind == "m":
-    return program.places[at[0]][0]
-  row = program.where.forward if kind == "x" else program.where.backward
-  return int(device[row[tuple(at)]])
+    return places[key[0]][key[2]]
+  if field == "on_their_way":
+    kind, stage, _ = key
+    if kind == "m":
+      return places[stage][0]
+    rows, at = {"x": where.forward, "g": where.backward}[kind], key[1:]
+  else:  # kept, halves
+    rows, at = where.forward, key
+  return int(program.schedule.device[rows[at]])
 
 
 def check(state: PipelineState, program: Program, messages: set) -> None:
@@ -164,7 +165,43 @@ def check(state: PipelineState, program: Program, messages: set) -> None:
       )
 
 
-# A checkpoint: JSON and arrays of a state, so of what is in flight, too.
+# Other forms: on the host, and as JSON and arrays, for a checkpoint.
+
+
+class HostKey(NamedTuple):
+  """A key of JAX, as numbers."""
+
+  data: np.ndarray
+
+
+def _is_key(x):
+  dtype = getattr(x, "dtype", np.bool_)
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def to_host(tree: Any) -> Any:
+  """Returns a tree of NumPy arrays; a key of JAX becomes a HostKey."""
+
+  def move(x):
+    if _is_key(x):
+      return HostKey(np.asarray(jax.random.key_data(x)))
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+  return jax.tree.map(move, tree)
+
+
+def with_keys(tree: Any) -> Any:
+  """Returns the tree with keys of JAX for its HostKeys, as it was before
+  `to_host`; arrays stay NumPy's."""
+
+  def is_host_key(x):
+    return isinstance(x, HostKey)
+
+  def move(x):
+    return jax.random.wrap_key_data(x.data) if is_host_key(x) else x
+
+  return jax.tree.map(move, tree, is_leaf=is_host_key)
+
 
 _NODES = {node.__name__: node for node in (base.Ticket, base.Variables)}
 
@@ -180,7 +217,7 @@ def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
     name = type(tree).__name__
     return {name: [describe(value, leaves) for value in tree]}
   kind = "array"
-  if jnp.issubdtype(getattr(tree, "dtype", np.bool_), jax.dtypes.prng_key):
+  if _is_key(tree):
     kind, tree = "key", jax.random.key_data(tree)
   leaves.append(np.asarray(tree))
   return {kind: len(leaves) - 1}
@@ -201,6 +238,6 @@ def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
   if kind == "key":
     return jax.random.wrap_key_data(jnp.array(leaves[content]))
   values = [rebuild(value, leaves) for value in content]
-  if kind in ("tuple", "list"):
-    return values if kind == "list" else tuple(values)
-  return _NODES[kind](*values)
+  if kind in _NODES:
+    return _NODES[kind](*values)
+  return values if kind == "list" else tuple(values)

@@ -21,13 +21,13 @@ from pipeline.compiled import PipelineError
 from pipeline.executor import Executor
 from pipeline.stage import Part
 
-LAYERS = models.mlp(5, hidden=(8, 6, 7, 6))
+LAYERS = models.mlp(5, hidden=(6, 6, 6, 6))
 STAGES = 4
-COUNT = 24  # microbatches at hand
+COUNT = 12  # microbatches at hand
 RATE = 0.1
 
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
 
 @functools.cache
@@ -70,10 +70,29 @@ def extra(stages, stage, microbatch):
   return labels[microbatch] if stage == stages - 1 else ()
 
 
-def loss(params, microbatch):
+def loss(params, x, labels):
+  logits, _ = models.apply(LAYERS, params, x, train=True)
+  return entropy(logits, labels)
+
+
+def batch_loss(params, batch, key):
+  del key
+  return loss(params, *batch), worker_lib.Aux(())
+
+
+@functools.cache
+def compiled():
+  return jax.jit(jax.value_and_grad(loss))
+
+
+def loss_of(params, microbatch):
   x, labels, _ = numbers()
-  logits, _ = models.apply(LAYERS, params, x[microbatch], train=True)
-  return entropy(logits, labels[microbatch])
+  return compiled()(params, x[microbatch], labels[microbatch])[0]
+
+
+def gradient(params, microbatch):
+  x, labels, _ = numbers()
+  return compiled()(params, x[microbatch], labels[microbatch])[1]
 
 
 @functools.cache
@@ -157,9 +176,6 @@ def run(table, stages=STAGES, *, name="asgd", stops=(), **options):
   return whole, {m: float(v) for m, v in losses.items()}, records
 
 
-gradient = jax.jit(jax.grad(loss), static_argnums=1)
-
-
 def descend(params, gradients):
   mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
   return jax.tree.map(lambda p, g: p - RATE * g, params, mean)
@@ -205,7 +221,7 @@ def test_a_synchronous_pipeline_is_the_monolith(name, recompute):
   close(found, monolith(table.microbatches, table.every))
   params = numbers()[2]
   for m in range(table.every):  # of the first batch
-    np.testing.assert_allclose(losses[m], loss(params, m), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(losses[m], loss_of(params, m), atol=1e-12)
 
 
 def test_two_directions_are_the_monolith():
@@ -301,23 +317,30 @@ def test_stale_weights_are_those_of_now_on_the_way_back():
   """Two stages. The first one's forward is one update older than its backward;
   with recomputation all of its backward is of now, and only what it gave to the
   second was old."""
-  first, second = (part.fn for part in parts(2))
+  first, second = (jax.jit(part.fn) for part in parts(2))
   x, labels, params = numbers()
   at = cuts(2)
+  stage = stage_lib.compile_stage(first, params[: at[1]], (), (x[0],))
+
+  @jax.jit
+  def backward(fn_params, gy, x):
+    _, back = jax.vjp(lambda p: first(p, (), (x,))[0], fn_params)
+    return back(gy)[0]
+
+  @jax.jit
+  def both(v, y, labels):
+    return jax.grad(lambda v, y: second(v, y, labels)[0], (0, 1))(v, y)
 
   def by_hand(recompute):
     w, v = params[: at[1]], params[at[1] :]
     before = w
     for t in range(COUNT):
-      y, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], before)  # noqa: B023
-      _, both = jax.vjp(lambda p, y: second(p, y, labels[t])[0], v, y)  # noqa: B023
-      dv, dy = both(1.0)
+      y, _, kept = stage.forward(before, (), (x[t],))
+      dv, dy = both(v, y, labels[t])
       if recompute:
-        _, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], w)  # noqa: B023
-        (dw,) = back(dy)
+        dw = backward(w, dy, x[t])
       else:  # old activations, weights of now
-        stage = stage_lib.compile_stage(first, w, (), (x[t],))
-        dw, _ = stage.backward(w, stage.forward(before, (), (x[t],))[2], [dy])
+        dw, _ = stage.backward(w, kept, [dy])
       before = w if t else params[: at[1]]
       w = descend(w, [dw])
       v = descend(v, [dv])
@@ -347,11 +370,6 @@ def test_the_simulator_imposes_the_same_delays_without_a_pipeline(weights):
     for _ in jax.tree.leaves(params[first:last])
   ]
   plan = sharding.plan_by_owner(params, owners)
-
-  def batch_loss(params, batch, key):
-    del key
-    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
-    return entropy(logits, batch[1]), worker_lib.Aux(())
 
   rules = algorithms.build("asgd", RATE, 1)._replace(every=every)
   simulated = simulator.run_sharded(
@@ -387,12 +405,6 @@ def test_every_cure_runs_inside(name):
   found, _, _ = run(table, 1, name=name)
   algorithm = recipe(name)
   x, labels, params = numbers()
-
-  def batch_loss(params, batch, key):
-    del key
-    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
-    return entropy(logits, batch[1]), worker_lib.Aux(())
-
   host = simulator.make_host(
     algorithm.server(), algorithm.make_worker(batch_loss)
   )
