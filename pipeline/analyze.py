@@ -65,10 +65,8 @@ def costs(
 
   Args:
     stages: S.
-    forward: float or float[S].
+    forward, input, weight: float or float[S].
     backward: float or float[S]; None is input + weight.
-    input: float or float[S].
-    weight: float or float[S].
     transfer: float or float[S - 1], between stages on different devices.
     transfer_back: the same for gradients; None is `transfer`.
     overlap: of a block of a forward and a backward; None is their sum.

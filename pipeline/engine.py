@@ -354,7 +354,8 @@ class PipelineEngine(Engine):
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
     leaves: list[np.ndarray] = []
-    on_its_way = state_lib.describe(tuple(state[4:]), leaves)
+    rest = state_lib.to_host(tuple(state[4:]))
+    on_its_way = state_lib.describe(rest, leaves)
     tree = {
       "servers": state.servers,
       "messages": state.messages,
@@ -393,6 +394,7 @@ class PipelineEngine(Engine):
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
       rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
+      rest = state_lib.with_keys(rest)
       state = PipelineState(*notes["at"], servers, messages, *rest)
       return state, tree["loss"], tree["records"], notes["seconds"]
 

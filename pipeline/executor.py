@@ -76,11 +76,7 @@ class Executor:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    own = {
-      name: function
-      for name, function in (own or {}).items()
-      if name not in validate.KNOWN
-    }
+    own = own or {}
     _check(schedule, self.parts, own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))

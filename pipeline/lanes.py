@@ -247,6 +247,12 @@ class LaneRun:
     self._mail = _Mail(compiled, state.on_their_way)
     self._tickets = _Tickets(compiled, self._mail, state.tickets, self._first)
     self._updates = _Updates(compiled, self._mail, self._tickets, state)
+    self._does = {
+      UPDATE: self._updates.receive,
+      FORWARD: self._forward,
+      **dict.fromkeys((BACKWARD, INPUT), self._backward),
+      WEIGHT: self._weight,
+    }
 
   def result(self) -> PipelineResult:
     """Obeys the program; returns when all lanes are at the last slot.
@@ -271,7 +277,7 @@ class LaneRun:
     on_their_way = self._mail.rest()
     tickets = {}
     for table in self._tickets.of_lane.values():
-      tickets.update(table)
+      tickets |= table
     for key in [key for key in on_their_way if key[0] == "w"]:
       tickets[key[1:]] = on_their_way.pop(key)
     updates = self._updates
@@ -314,22 +320,17 @@ class LaneRun:
       self._mail.stop()
 
   def _do(self, lane, op):
-    compiled = self._compiled
-    if op.kind == UPDATE:
-      start = self._updates.receive(lane, op)
-    elif op.kind in compiled.own:
-      start = compiled.now()
-      jax.block_until_ready(compiled.own[op.kind](lane))
-    elif op.kind == FORWARD:
-      start = self._forward(lane, op)
-    elif op.kind == WEIGHT:
-      start = self._weight(lane, op)
-    else:
-      start = self._backward(lane, op)
-    if compiled.clock:
-      end = compiled.now()
+    start = self._does.get(op.kind, self._own)(lane, op)
+    if self._compiled.clock:
+      end = self._compiled.now()
       span = TaskSpan(lane, op.stage, op.microbatch, op.kind, start, end)
       self._spans.append(span)
+
+  def _own(self, lane, op):
+    """Does an action of the user's own; returns when it began."""
+    start = self._compiled.now()
+    jax.block_until_ready(self._compiled.own[op.kind](lane))
+    return start
 
   def _forward(self, lane, op):
     """Does a forward; returns when it began."""
@@ -355,9 +356,8 @@ class LaneRun:
     ticket = self._tickets.read(lane, op, self._program.versions.backward)
     (kept, aux), half = self._kept.pop(at), self._halves.pop(at)
     start = self._compiled.now()
-    compiled = self._compiled.parts[op.stage].stage
-    gradient = compiled.weight(ticket.params, kept, half)
-    self._hand_in(lane, op, gradient, aux)
+    stage = self._compiled.parts[op.stage].stage
+    self._hand_in(lane, op, stage.weight(ticket.params, kept, half), aux)
     return start
 
   def _backward(self, lane, op):

@@ -25,7 +25,6 @@ is what an Executor of the same arguments does, to the bit.
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,24 +64,22 @@ class _Away:
 
   def __init__(self, lane, actor):
     self._lane, self._actor = lane, actor
-    self._sent, self._lock = [], threading.Lock()
+    self._sent = []  # calls
 
   def put(self, item):
     """Sends (key, value); if the lane is to stop, the driver tells it."""
     if item is Stop:
       return
     key, value = item
-    call = self._actor.put.remote(self._lane, key, state_lib.to_host(value))
-    with self._lock:
-      self._sent.append(call)
+    value = state_lib.to_host(value)
+    self._sent.append(self._actor.put.remote(self._lane, key, value))
 
   def settle(self):
-    """Waits until all that was put has arrived."""
+    """Waits until all that was put has arrived; no lane is at work."""
     import ray
 
-    with self._lock:
-      sent, self._sent = self._sent, []
-    ray.get(sent)
+    ray.get(self._sent)
+    self._sent.clear()
 
 
 class StageProcess:

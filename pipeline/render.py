@@ -38,10 +38,7 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   1 | ..F0B0--....
   <BLANKLINE>
 
-  Args:
-    schedule: the table.
-    timing: its times.
-    columns: how many the makespan takes; fewer, if all names fit in fewer.
+  The makespan takes `columns`, or fewer, if all names fit in fewer.
 
   Raises:
     ValueError: if there is no room at all.
@@ -94,13 +91,8 @@ def perfetto(
   schedule: Schedule, timing: Timing, measured: Sequence[TaskSpan] | None = None
 ) -> dict[str, Any]:
   """Returns the content of a JSON file for Perfetto: a track for each device. A
-  unit of the costs is shown as a second.
-
-  Args:
-    schedule: the table.
-    timing: its times.
-    measured: a run of the table, for tracks of the same names below those of
-      the plan.
+  unit of the costs is shown as a second. A run that was measured has tracks of
+  the same names below those of the plan.
 
   Raises:
     ValueError: as `spans.measured`.

@@ -46,12 +46,7 @@ class PipelineResult(NamedTuple):
 
 def keys(program: Program, slot: int) -> dict[str, set]:
   """Returns the keys that the state of the whole table has before a slot: field
-  -> keys; of tickets, those that will be read.
-
-  Args:
-    program: of the table.
-    slot: from 0 to its end.
-  """
+  -> keys; of tickets, those that will be read."""
   schedule, where = program.schedule, program.where
   forward, backward, weight = (schedule.time[rows] for rows in where)
 
@@ -102,13 +97,8 @@ def _of_updates(program, slot, weight):
 
 
 def lane_of(program: Program, field: str, key: Any) -> int:
-  """Returns the lane that keeps something.
-
-  Args:
-    program: of the table.
-    field: of `PipelineState`.
-    key: in this field; of `servers` and `sums`, the stage.
-  """
+  """Returns the lane that keeps what is at a key of a field of `PipelineState`;
+  of `servers` and `sums` the key is the stage."""
   places, where = program.places, program.where
   if field in ("servers", "sums"):
     return places[key][0]
@@ -174,18 +164,15 @@ class HostKey(NamedTuple):
   data: np.ndarray
 
 
-def _is_key(x):
-  dtype = getattr(x, "dtype", np.bool_)
-  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def to_host(tree: Any) -> Any:
   """Returns a tree of NumPy arrays; a key of JAX becomes a HostKey."""
 
   def move(x):
-    if _is_key(x):
+    if not isinstance(x, jax.Array):
+      return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return HostKey(np.asarray(jax.random.key_data(x)))
-    return np.asarray(x) if isinstance(x, jax.Array) else x
+    return np.asarray(x)
 
   return jax.tree.map(move, tree)
 
@@ -203,11 +190,12 @@ def with_keys(tree: Any) -> Any:
   return jax.tree.map(move, tree, is_leaf=is_host_key)
 
 
-_NODES = {node.__name__: node for node in (base.Ticket, base.Variables)}
+_NODES = {n.__name__: n for n in (base.Ticket, base.Variables, HostKey)}
 
 
 def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
-  """Puts the arrays of a tree into `leaves`; returns JSON that says where."""
+  """Puts the arrays of a tree of the host into `leaves`; returns JSON that says
+  where."""
   if tree is None:
     return None
   if isinstance(tree, dict):
@@ -216,11 +204,8 @@ def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
   if isinstance(tree, (tuple, list)):
     name = type(tree).__name__
     return {name: [describe(value, leaves) for value in tree]}
-  kind = "array"
-  if _is_key(tree):
-    kind, tree = "key", jax.random.key_data(tree)
-  leaves.append(np.asarray(tree))
-  return {kind: len(leaves) - 1}
+  leaves.append(tree)
+  return {"array": len(leaves) - 1}
 
 
 def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
@@ -235,8 +220,6 @@ def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
     }
   if kind == "array":
     return jnp.array(leaves[content])
-  if kind == "key":
-    return jax.random.wrap_key_data(jnp.array(leaves[content]))
   values = [rebuild(value, leaves) for value in content]
   if kind in _NODES:
     return _NODES[kind](*values)

@@ -223,11 +223,9 @@ def lay_out(
   as soon as what it needs is there.
 
   Args:
-    name: for people.
+    name: as in `make`, and so are `every` and `flush`.
     orders: of each device, its (action, stage, microbatch); a pair of those is
       one block, whose two tasks overlap.
-    every: as in `make`.
-    flush: as in `make`.
 
   Raises:
     ScheduleError: for a deadlock, with the table as far as it came.
@@ -332,9 +330,7 @@ def to_text(
   A cell is the action and the microbatch, `F3`; with its stage, `F3@1`, where
   that is not the number of the device; `F3&B1` is a block of two.
 
-  Args:
-    schedule: the table.
-    marks: (device, slot) -> a character put on either side of that cell.
+  `marks` are (device, slot) -> a character put on either side of that cell.
   """
   own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
   cells = [[[] for _ in range(schedule.slots)] for _ in range(schedule.devices)]

@@ -37,6 +37,7 @@ from pipeline import table as table_lib
 ROOT = Path(__file__).parents[2]
 DEADLINE = 240  # seconds until a subprocess is taken to hang
 NAMES = list(schedules.SCHEDULES)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rule(device, state):
@@ -316,7 +317,11 @@ def launched(*arguments):
   return subprocess.Popen(
     kit.command("train", *arguments),
     cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    env={
+      **os.environ,
+      "PYTHONPATH": str(ROOT),
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as here, to the bit
+    },
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -363,6 +368,7 @@ def test_a_killed_command_goes_on_to_the_bit(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path):
   workdir = tmp_path / "out"
   process = launched(
