@@ -187,7 +187,7 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
 
 def _needs(schedule, cost):
   """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
-  perhaps on another, whose transfer takes float[T]."""
+  perhaps on another, from where the transfer takes float[T]."""
   where, device = validate_lib.rows(schedule), schedule.device
   first, second = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
@@ -257,15 +257,14 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   checks.one_of("weights", weights, WEIGHTS)
   where = validate_lib.rows(schedule)
   shape = schedule.stages, schedule.microbatches
-  forward, backward, update = (np.zeros(shape, np.int64) for _ in range(3))
   if (where.weight < 0).any():
-    return Versions(forward, backward, update)
+    return Versions(*np.zeros((3, *shape), np.int64))
+  forward, backward, update = (np.empty(shape, np.int64) for _ in range(3))
   done = np.sort(schedule.time[where.weight], axis=1)
   number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), number, 1)
-  for stage in range(shape[0]):
-    for table, out in ((where.forward, forward), (where.backward, backward)):
-      read = schedule.time[table[stage]]
+  for rows, out in ((where.forward, forward), (where.backward, backward)):
+    for stage, read in enumerate(schedule.time[rows]):
       out[stage] = np.searchsorted(done[stage], read) // schedule.every
   latest = forward
   if weights == "stash":
@@ -438,20 +437,17 @@ def analyze(
 
 def _peaks(schedule, timing, size):
   """The most that devices hold, at any time."""
-  size = np.broadcast_to(size, (schedule.stages,))
   begun = schedule.action == FORWARD
   freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
   if not freed.any():
     return out
-  when = np.concatenate([timing.start[begun], timing.end[freed]])
-  device = np.concatenate([schedule.device[begun], schedule.device[freed]])
-  change = np.concatenate(
-    [size[schedule.stage[begun]], -size[schedule.stage[freed]]]
-  )
+  size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
+  change = size * (1.0 * begun - freed)
+  when = np.where(begun, timing.start, timing.end)
   # At the same time, what is freed goes first.
   order = np.lexsort((change, when))
   for d in range(schedule.devices):
-    mine = order[device[order] == d]
+    mine = order[schedule.device[order] == d]
     out[d] = np.cumsum(change[mine]).max(initial=0.0)
   return out

@@ -114,15 +114,10 @@ class CompiledProgram(NamedTuple):
     if self.waits:
       jax.block_until_ready(value)
 
-  def homes(self) -> Iterator[int]:
-    """Yields the stages whose servers are here."""
-    for stage, lanes in enumerate(self.program.places):
-      if lanes[0] in self.devices:
-        yield stage
-
-  def home(self, stage: int) -> jax.Device:
-    """Returns the device of a stage's server."""
-    return self.devices[self.program.places[stage][0]]
+  def homes(self) -> dict[int, jax.Device]:
+    """Returns the devices of the servers that are here, by stage."""
+    lanes = enumerate(places[0] for places in self.program.places)
+    return {s: self.devices[lane] for s, lane in lanes if lane in self.devices}
 
   def tickets(
     self, stage: int, version: int, server: base.ServerState

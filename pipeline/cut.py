@@ -29,8 +29,8 @@ def cut(
 
   Raises:
     ValueError: for a problem that cannot be cut, cuts that leave out a layer or
-      make a stage without weights, another number of recipes, or one whose
-      workers do more than compute gradients.
+      make a stage without weights, another number of recipes, or recipes
+      with workers that do more than compute gradients.
   """
   if problem.pieces is None:
     raise ValueError("this problem is not made of layers: it cannot be cut")

@@ -68,8 +68,8 @@ class Executor:
         stage makes its own, with its own norm.
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
-      elsewhere: lanes that another process has -> their queues, whose `put`
-        takes (key, value). What they make for a lane that is here is to be put
+      elsewhere: lanes that another process has -> their queues: `put` takes
+        (key, value). What they make for a lane that is here is to be put
         into its queue in `inboxes`. None is that all are here.
 
     Raises:
@@ -90,7 +90,6 @@ class Executor:
       schedule, analyze.versions(schedule, weights), together=together
     )
     self.places = program.places
-    _check_workers(self.parts, self.places)
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = compile_parts(self.parts, extra, here)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
@@ -105,8 +104,8 @@ class Executor:
     """Returns the state before the first slot."""
     compiled, messages = self._compiled, {}
     servers: list[base.ServerState | None] = [None] * len(self.parts)
-    for stage in compiled.homes():
-      part, home = self.parts[stage], compiled.home(stage)
+    for stage, home in compiled.homes().items():
+      part = self.parts[stage]
       state = simulator.start(part.server, part.params)
       servers[stage] = jax.device_put(state, home)
       transform = compiled.parts[stage].message
@@ -150,8 +149,8 @@ class Executor:
         if lane in self.devices:
           here[key] = jax.device_put(value, self.devices[lane])
     servers = [None] * len(self.parts)
-    for stage in compiled.homes():
-      server = jax.device_put(state.servers[stage], compiled.home(stage))
+    for stage, home in compiled.homes().items():
+      server = jax.device_put(state.servers[stage], home)
       servers[stage] = jax.tree.map(jnp.copy, server)  # they are donated
     return state._replace(servers=tuple(servers), **fields)
 
@@ -181,7 +180,7 @@ class Executor:
   ) -> PipelineResult:
     """Obeys the table up to, not including, slot `until` (None: all).
 
-    Consumes `state`, whose buffers it donates.
+    Consumes `state`: its buffers are donated.
 
     Raises:
       PipelineError: if a task fails, naming it. The state is lost.
@@ -226,6 +225,13 @@ def _check(schedule, parts, own):
       f"the schedule has actions {sorted(map(str, unknown))}: give functions"
       " for them, own={name: function}"
     )
+  for stage, replicas in enumerate(schedule.places()):
+    workers = parts[stage].server.workers
+    if workers not in (None, 1) and workers < len(replicas):
+      raise ValueError(
+        f"stage {stage} has {len(replicas)} replicas, and its algorithm was"
+        f" built for {workers} workers"
+      )
 
 
 def _devices(devices, count):
@@ -242,16 +248,6 @@ def _devices(devices, count):
   if len(devices) != count:
     raise ValueError(f"the schedule has {count} devices, not {len(devices)}")
   return devices
-
-
-def _check_workers(parts, places):
-  for stage, (part, replicas) in enumerate(zip(parts, places, strict=True)):
-    workers = part.server.workers
-    if workers not in (None, 1) and workers < len(replicas):
-      raise ValueError(
-        f"stage {stage} has {len(replicas)} replicas, and its algorithm was"
-        f" built for {workers} workers"
-      )
 
 
 def check_until(schedule: Schedule, slot: int, until: int | None) -> int:

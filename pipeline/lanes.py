@@ -264,7 +264,7 @@ class LaneRun:
     x64 = jax.config.jax_enable_x64
     lanes = [
       threading.Thread(
-        target=self._lane, args=(lane, x64), name=f"lane-{lane}", daemon=True
+        target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
       )
       for lane in self._compiled.devices
     ]
@@ -295,22 +295,19 @@ class LaneRun:
     spans = sorted(self._spans, key=lambda span: span.start)
     return PipelineResult(state, self._losses, updates.records(), tuple(spans))
 
-  def _lane(self, lane, x64):
-    with jax.enable_x64(x64):
-      self._obey(lane)
-
-  def _obey(self, lane):
+  def _obey(self, lane, x64):
     op = None
     try:
-      for op in self._program.of_lane(lane, self._first, self._until):
-        self._do(lane, op)
+      with jax.enable_x64(x64):
+        for op in self._program.of_lane(lane, self._first, self._until):
+          self._do(lane, op)
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
       what, slot = "what is to be done", self._first
       if op is not None:
-        slot = op.slot
         what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+        slot = op.slot
       failure = PipelineError(
         f"{what} (device {lane}, slot {slot}) failed:"
         f" {type(error).__name__}: {error}"

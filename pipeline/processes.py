@@ -7,7 +7,7 @@ the state when it is asked for.
 
 Why Ray and not `jax.distributed`: its processes run one program and end
 together, while stages run different programs, each when its input is there, and
-a pipeline whose stage has died must be able to say so. Why at all, on one
+a pipeline with a stage that has died must be able to say so. Why at all, on one
 machine: XLA's threads belong to a process, so here each stage has its own.
 
 Ray must have been started before, by `ray.init` or `launch.ray_runtime.start`,
@@ -176,7 +176,7 @@ class StageProcess:
 
 
 class Processes:
-  """An executor whose lanes are in processes; used like `executor.Executor`.
+  """An executor with its lanes in processes; used like `executor.Executor`.
 
   It holds one state, the latest that `start`, `run`, `again` or `place` gave.
   """

@@ -225,7 +225,7 @@ def lay_out(
   Args:
     name: as in `make`, and so are `every` and `flush`.
     orders: of each device, its (action, stage, microbatch); a pair of those is
-      one block, whose two tasks overlap.
+      one block: the two tasks overlap.
 
   Raises:
     ScheduleError: for a deadlock, with the table as far as it came.

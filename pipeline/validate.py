@@ -62,7 +62,7 @@ def validate(
 
   Args:
     schedule: the table.
-    max_in_flight: forwards of one device whose backward is still to come, at
+    max_in_flight: forwards of one device with a backward still to come, at
       most. None is any number.
     transfers: "buffered" sends do not wait. "rendezvous" sends do, until the
       other side receives; what a task needs is received right before it, what
@@ -271,8 +271,8 @@ def _check_batches(schedule, where):
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
-  """Returns int[T]: forwards of the row's device whose backward (of weights) is
-  not done, when the row is."""
+  """Returns int[T]: the forwards of the row's device without their backward (of
+  weights), when the row is done."""
   change = np.zeros(len(schedule.time), np.int64)
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, _ACTIONS.weight)] = -1
@@ -298,10 +298,10 @@ def _check_in_flight(schedule, limit):
 def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
   """Returns (row that makes it, row that needs it) of all that goes from one
   device to another."""
-  pairs = [np.stack([where.forward[:-1], where.forward[1:]], -1)]
+  sides = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
-    pairs.append(np.stack([where.backward[1:], where.backward[:-1]], -1))
-  both = np.concatenate([pair.reshape(-1, 2) for pair in pairs])
+    sides.append((where.backward[1:], where.backward[:-1]))
+  both = np.concatenate([np.stack(pair, -1).reshape(-1, 2) for pair in sides])
   devices = schedule.device[both]
   moved = both[devices[:, 0] != devices[:, 1]]
   return [tuple(pair) for pair in moved.tolist()]
