@@ -348,6 +348,16 @@ class PipelineEngine(Engine):
     """What a checkpoint is of; another may have the same shapes."""
     return [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
 
+  def _tree(self, servers, messages, on_its_way, records):
+    """The arrays of a checkpoint."""
+    return {
+      "servers": servers,
+      "messages": messages,
+      "on_its_way": on_its_way,
+      "loss": self._loss,
+      "records": records,
+    }
+
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns the state with all that is on its way, and what was recorded."""
     schedule = self._plan.table
@@ -356,13 +366,8 @@ class PipelineEngine(Engine):
     leaves: list[np.ndarray] = []
     rest = state_lib.to_host(tuple(state[4:]))
     on_its_way = state_lib.describe(rest, leaves)
-    tree = {
-      "servers": state.servers,
-      "messages": state.messages,
-      "on_its_way": leaves,
-      "loss": self._loss,
-      "records": self._stage_records(),
-    }
+    records = self._stage_records()
+    tree = self._tree(state.servers, state.messages, leaves, records)
     passes = state.microbatch // schedule.microbatches
     notes = {
       "at": [state.slot, state.microbatch],
@@ -381,14 +386,10 @@ class PipelineEngine(Engine):
       if notes["of"] != of:
         raise ValueError(f"it is of {notes['of']}, not of {of}")
       empty = [simulator.concatenate([]) for _ in self._plan.parts]
+      there = [checkpoint.ANY] * notes["leaves"]
+      records = checkpoint.any_shapes(empty)
       tree = saved.tree(
-        {
-          "servers": template.servers,
-          "messages": template.messages,
-          "on_its_way": [checkpoint.ANY] * notes["leaves"],
-          "loss": self._loss,
-          "records": checkpoint.any_shapes(empty),
-        }
+        self._tree(template.servers, template.messages, there, records)
       )
       servers, messages = (
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
