@@ -147,11 +147,11 @@ class _Program:
       _, vjp, (y, aux) = jax.vjp(
         of, params, [leaves[i] for i in moving], has_aux=True
       )
-      residuals, self._vjp = jax.tree.flatten(vjp)
-      return y, aux, residuals
+      return y, aux, vjp
 
     closed, shapes = jax.make_jaxpr(full, return_shape=True)(params, x, extra)
     self._out = jax.tree.structure(shapes[:2])
+    self._vjp = jax.tree.structure(shapes[2])
     n_out = self._out.num_leaves
     jaxpr = _inline(closed)
     invars, outs = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
