@@ -45,9 +45,6 @@ from pipeline.state import PipelineState
 _SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
 
 
-# Where stages run.
-
-
 def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
   """Arguments of the executor for a cell."""
   init_key, root = jax.random.split(jax.random.key(seed))
@@ -162,9 +159,6 @@ def _check_gpus(each: float, count: int, there: float) -> None:
     )
 
 
-# The engine.
-
-
 class PipelineRecords(NamedTuple):
   """What is recorded of a cell."""
 
@@ -223,8 +217,6 @@ class PipelineEngine(Engine):
     self._executor.run(self._executor.start(), until)
     self._state = self._executor.place(state)
 
-  # Training.
-
   def _update(self):
     """Updates that every stage has made."""
     before = self._state.microbatch // self._plan.table.every
@@ -277,8 +269,6 @@ class PipelineEngine(Engine):
       f" --config.runs.{label}.learning_rate, a longer warm-up or"
       " --config.clip_norm"
     )
-
-  # What there is to know.
 
   def _stage_records(self):
     """What each stage recorded, a row an update."""
@@ -341,8 +331,6 @@ class PipelineEngine(Engine):
       "bubble_predicted": facts.bubble_of_total if costs else float("nan"),
       "bubble_measured": self._log.bubble(),
     }
-
-  # Checkpoints.
 
   def _identity(self):
     """What a checkpoint is of; another may have the same shapes."""

@@ -98,8 +98,6 @@ class Executor:
       *(recompute, clock, clock is not None or on_cpu),
     )
 
-  # Before a run.
-
   def start(self) -> PipelineState:
     """Returns the state before the first slot."""
     compiled, messages = self._compiled, {}
@@ -172,8 +170,6 @@ class Executor:
     """Returns the parameters of each stage, as they are: nothing that is on its
     way is waited for or disturbed."""
     return [server and server.params for server in state.servers]
-
-  # Running.
 
   def run(
     self, state: PipelineState, until: int | None = None

@@ -228,9 +228,6 @@ class SpanLog:
     return costs(self._schedule, self.spans) if self.spans else None
 
 
-# Forms.
-
-
 def to_json(spans: Iterable[TaskSpan]) -> str:
   """Returns spans as a JSON object; `spans` holds the rows."""
   rows = [

@@ -218,9 +218,6 @@ class _Split:
     return jax.tree.unflatten(self._gradient, outs)
 
 
-# Programs.
-
-
 def _literal(v):
   return isinstance(v, core.Literal)
 
