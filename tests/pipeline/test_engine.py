@@ -37,7 +37,6 @@ from pipeline import table as table_lib
 ROOT = Path(__file__).parents[2]
 DEADLINE = 240  # seconds until a subprocess is taken to hang
 NAMES = list(schedules.SCHEDULES)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rule(device, state):
@@ -319,11 +318,7 @@ def launched(*arguments):
   return subprocess.Popen(
     kit.command("train", *arguments),
     cwd=ROOT,
-    env={
-      **os.environ,
-      "PYTHONPATH": str(ROOT),
-      "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as here, to the bit
-    },
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
