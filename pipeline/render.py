@@ -15,7 +15,7 @@ from asgd import tracks as tracks_lib
 from pipeline import spans as spans_lib
 from pipeline.analyze import Timing
 from pipeline.spans import TaskSpan
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, label
 
 # Text.
 
@@ -47,9 +47,9 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
     raise ValueError(f"columns must be positive, not {columns!r}")
   run = spans_lib.planned(schedule, timing)
   blocks = collections.defaultdict(list)  # (device, start, end) -> names
-  for device, _, microbatch, action, start, end in _rows(run):
+  for device, _, microbatch, action, start, end in run.rows():
     if end > start:
-      blocks[device, start, end].append(_name(action, microbatch))
+      blocks[device, start, end].append(label(action, microbatch))
   makespan = float(run.end.max(initial=0.0))
   needed = [
     len("&".join(names)) / (end - start)
@@ -76,14 +76,6 @@ def _fit(names, room):
   return ""
 
 
-def _rows(run):
-  return zip(*(column.tolist() for column in run), strict=True)
-
-
-def _name(action, microbatch):
-  return action if microbatch < 0 else f"{action}{microbatch}"
-
-
 # Tracks.
 
 
@@ -104,13 +96,13 @@ def perfetto(
     for device in range(schedule.devices):
       tracks.tid(pid, f"device {device}", 100 * device)
     lanes = [tracks_lib.Lanes() for _ in range(schedule.devices)]
-    for device, stage, microbatch, action, start, end in _rows(run):
+    for device, stage, microbatch, action, start, end in run.rows():
       # Pieces of a track may not overlap, and the tasks of a block do.
       lane = lanes[device].take(start, end)
       track = f"device {device}" + (f", beside {lane}" if lane else "")
       tid = tracks.tid(pid, track, 100 * device + lane)
       args = {"stage": stage, "microbatch": microbatch, "action": action}
-      title = _name(action, microbatch)
+      title = label(action, microbatch)
       events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
   return tracks_lib.document(tracks.ordered(events))
 
@@ -223,7 +215,7 @@ def _share(run):
   group = collections.defaultdict(list)  # device -> tasks that overlap
   reach = collections.defaultdict(float)
   free: dict[int, tracks_lib.Lanes] = {}
-  for task, (device, *_, start, end) in enumerate(_rows(run)):
+  for task, (device, *_, start, end) in enumerate(run.rows()):
     if start >= reach[device]:
       group[device], free[device] = [], tracks_lib.Lanes()
     reach[device] = max(reach[device], end)

@@ -5,7 +5,7 @@ Seconds are those of any clock; a run begins where its first span does.
 
 import collections
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,10 @@ class Timeline(NamedTuple):
   action: np.ndarray  # str[T]
   start: np.ndarray  # float[T]
   end: np.ndarray  # float[T]
+
+  def rows(self) -> Iterator[tuple]:
+    """Yields the work piece by piece, of Python's numbers."""
+    return zip(*(column.tolist() for column in self), strict=True)
 
 
 class Idle(NamedTuple):
@@ -128,9 +132,7 @@ def _sorted(device, stage, microbatch, action, start, end):
 def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
   busy, reach = [0.0] * devices, [0.0] * devices
-  for device, start, end in zip(
-    run.device.tolist(), run.start.tolist(), run.end.tolist(), strict=True
-  ):
+  for device, _, _, _, start, end in run.rows():
     busy[device] += max(end - max(start, reach[device]), 0.0)
     reach[device] = max(reach[device], end)
   makespan = float(run.end.max(initial=0.0))

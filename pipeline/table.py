@@ -317,8 +317,13 @@ _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
 
 
+def label(action: str, microbatch: int) -> str:
+  """Returns the name of a task: `F3`, or `sync` of no microbatch."""
+  return action if microbatch < 0 else f"{action}{microbatch}"
+
+
 def _cell(action, stage, microbatch, stage_too):
-  text = action if microbatch < 0 else f"{action}{microbatch}"
+  text = label(action, microbatch)
   return f"{text}@{stage}" if stage_too and stage >= 0 else text
 
 
