@@ -41,6 +41,14 @@ class Costs(NamedTuple):
   own: Mapping[str, float]  # actions of the user
 
 
+COST_OF = {
+  FORWARD: "forward",
+  BACKWARD: "backward",
+  INPUT: "input",
+  WEIGHT: "weight",
+}
+
+
 def costs(
   stages: int,
   *,
@@ -57,10 +65,8 @@ def costs(
 
   Args:
     stages: S.
-    forward: float or float[S].
+    forward, input, weight: float or float[S].
     backward: float or float[S]; None is input + weight.
-    input: float or float[S].
-    weight: float or float[S].
     transfer: float or float[S - 1], between stages on different devices.
     transfer_back: the same for gradients; None is `transfer`.
     overlap: of a block of a forward and a backward; None is their sum.
@@ -83,24 +89,21 @@ def costs(
       raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
-  between = max(stages - 1, 0)
-  inputs = column("input", input, stages)
-  weights = column("weight", weight, stages)
-  if backward is None:
-    backward = inputs + weights
-  for name in own or {}:
+  for name, value in {"overlap": overlap, **(own or {})}.items():
     if name in KNOWN:
       raise ValueError(
         f"own={name!r} is no action of the user's own: give forward, backward,"
         " input or weight"
       )
-  for name, value in {"overlap": overlap, **(own or {})}.items():
     if value is not None:
       column(name, value, 0)
+  between = max(stages - 1, 0)
+  inputs = column("input", input, stages)
+  weights = column("weight", weight, stages)
+  both = inputs + weights if backward is None else backward
   back = transfer if transfer_back is None else transfer_back
   return Costs(
-    column("forward", forward, stages),
-    column("backward", backward, stages),
+    *(column("forward", forward, stages), column("backward", both, stages)),
     *(inputs, weights, column("transfer", transfer, between)),
     column("transfer_back", back, between),
     *(overlap, dict(own or {})),
@@ -126,12 +129,9 @@ def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
       f" {schedule.stages}: make them with costs({schedule.stages}, ...)"
     )
   out = np.zeros(len(schedule.time))
-  for action, column in (
-    *((FORWARD, cost.forward), (BACKWARD, cost.backward)),
-    *((INPUT, cost.input), (WEIGHT, cost.weight)),
-  ):
+  for action, name in COST_OF.items():
     mine = schedule.action == action
-    out[mine] = column[schedule.stage[mine]]
+    out[mine] = getattr(cost, name)[schedule.stage[mine]]
   for action, value in cost.own.items():
     out[schedule.action == action] = value
   return out
@@ -163,11 +163,9 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
   for row, (slot, d, stage, batch, action, one, two, wait) in enumerate(
     zip(*columns, strict=True)
   ):
-    begin = free[d]
     block = before == (d, slot)
     before = d, slot
-    if block:
-      begin = start[row - 1]
+    begin = start[row - 1] if block else free[d]
     if one >= 0 and end[one] > begin:
       begin = end[one]
     if two >= 0 and end[two] + wait > begin:
@@ -189,27 +187,38 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
 
 def _needs(schedule, cost):
   """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
-  perhaps on another, whose transfer takes float[T]."""
+  perhaps on another, from where the transfer takes float[T]."""
   where, device = validate_lib.rows(schedule), schedule.device
   first, second = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
 
-  def need(column, later, earlier, transfer=None):
-    later, earlier = later.ravel(), earlier.ravel()
+  def need(column, later, earlier, transfer=0.0):
+    transfer = np.broadcast_to(transfer, later.shape)
     there = (later >= 0) & (earlier >= 0)
-    column[later[there]] = earlier[there]
-    if transfer is not None:
-      moved = device[later] != device[earlier]
-      delay[later[there]] = np.where(moved, transfer.ravel(), 0.0)[there]
+    later, earlier = later[there], earlier[there]
+    column[later] = earlier
+    moved = device[later] != device[earlier]
+    delay[later[moved]] = transfer[there][moved]
 
-  forward, backward, width = *where[:2], (1, schedule.microbatches)
-  there, back = cost.transfer[:, None], cost.transfer_back[:, None]
-  need(second, forward[1:], forward[:-1], np.tile(there, width))
+  forward, backward, weight = where
+  need(second, forward[1:], forward[:-1], cost.transfer[:, None])
   need(first, backward, forward)
-  need(second, backward[:-1], backward[1:], np.tile(back, width))
-  split = np.where(where.weight == where.backward, -1, where.weight)
-  need(first, split, where.backward)
+  need(second, backward[:-1], backward[1:], cost.transfer_back[:, None])
+  need(first, np.where(weight == backward, -1, weight), backward)
   return first, second, delay
+
+
+def update_order(schedule: Schedule) -> np.ndarray:
+  """Returns int[S, M]: the microbatches of each stage in the order in which it
+  learns from them; of two replicas in a slot, that of the first device."""
+  rows = validate_lib.rows(schedule).weight
+  return np.lexsort((schedule.device[rows], schedule.time[rows]))
+
+
+def updates_done(schedule: Schedule) -> np.ndarray:
+  """Returns int[S, U]: the slot in which a stage makes each of its updates."""
+  slots = np.sort(schedule.time[validate_lib.rows(schedule).weight], axis=1)
+  return slots[:, schedule.every - 1 :: schedule.every]
 
 
 class Versions(NamedTuple):
@@ -248,18 +257,15 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   checks.one_of("weights", weights, WEIGHTS)
   where = validate_lib.rows(schedule)
   shape = schedule.stages, schedule.microbatches
-  forward, backward, update = (np.zeros(shape, np.int64) for _ in range(3))
   if (where.weight < 0).any():
-    return Versions(forward, backward, update)
-  for stage in range(shape[0]):
-    rows = where.weight[stage]
-    done = np.sort(schedule.time[rows])
-    # Of two replicas in the same slot, the one on the first device.
-    order = np.lexsort((schedule.device[rows], schedule.time[rows]))
-    update[stage, order] = np.arange(shape[1]) // schedule.every
-    for table, out in ((where.forward, forward), (where.backward, backward)):
-      read = schedule.time[table[stage]]
-      out[stage] = np.searchsorted(done, read, "left") // schedule.every
+    return Versions(*np.zeros((3, *shape), np.int64))
+  forward, backward, update = (np.empty(shape, np.int64) for _ in range(3))
+  done = np.sort(schedule.time[where.weight], axis=1)
+  number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
+  np.put_along_axis(update, update_order(schedule), number, 1)
+  for rows, out in ((where.forward, forward), (where.backward, backward)):
+    for stage, read in enumerate(schedule.time[rows]):
+      out[stage] = np.searchsorted(done[stage], read) // schedule.every
   latest = forward
   if weights == "stash":
     backward = forward
@@ -301,20 +307,19 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   out = np.ones(schedule.stages, np.int64)
   if weights == "latest" or (where.weight < 0).any():
     return out
-  for stage in range(schedule.stages):
-    done = np.sort(schedule.time[where.weight[stage]])
+  for stage, done in enumerate(schedule.time[where.weight]):
     reads = read.forward[stage].tolist()
     # A version that is read later than it is made is kept until then.
     last = np.zeros(max(reads) + 1, np.int64)
-    np.maximum.at(last, reads, schedule.time[where.weight[stage]])
+    np.maximum.at(last, reads, done)
     slots = np.union1d(schedule.time[where.forward[stage]], done)
-    newest = np.searchsorted(done, slots, "left") // schedule.every
-    most, oldest, needed = 1, 0, last.tolist()
+    newest = np.searchsorted(np.sort(done), slots) // schedule.every
+    oldest, needed = 0, last.tolist()
     for slot, new in zip(slots.tolist(), newest.tolist(), strict=True):
       while oldest < len(needed) and needed[oldest] < slot:
         oldest += 1
-      most = max(most, 1 + sum(n >= slot for n in needed[oldest:new]))
-    out[stage] = most
+      held = 1 + sum(n >= slot for n in needed[oldest:new])
+      out[stage] = max(out[stage], held)
   return out
 
 
@@ -344,14 +349,12 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   if (where.weight < 0).any():
     raise ValueError(f"{schedule.name} has no backward: nothing is received")
   out = []
-  for stage in range(schedule.stages):
-    rows = where.weight[stage]
-    order = np.lexsort((schedule.device[rows], schedule.time[rows]))
+  for stage, order in enumerate(update_order(schedule).tolist()):
     sends = collections.defaultdict(list)
     for job, version in enumerate(read.forward[stage].tolist()):
       sends[version].append(job)
     events = []
-    for number, job in enumerate(order.tolist()):
+    for number, job in enumerate(order):
       if number % schedule.every == 0:
         events += [(j, base.SEND) for j in sends[number // schedule.every]]
       events.append((job, base.RECEIVE))
@@ -412,15 +415,12 @@ def analyze(
   np.add.at(busy, schedule.device, own)
   makespan = float(timing.end.max(initial=0.0))
   total = makespan * schedule.devices
-  where = validate_lib.rows(schedule)
   sent = np.zeros(schedule.devices)
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
-  pairs = validate_lib.transfers(schedule, where)
-  if pairs:
-    pairs = np.array(pairs)
-    np.add.at(
-      sent, schedule.device[pairs[:, 0]], size[schedule.stage[pairs].min(1)]
-    )
+  pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
+  pairs = np.array(pairs, int).reshape(-1, 2)
+  border = schedule.stage[pairs].min(1)
+  np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
   return Analysis(
     makespan,
     busy,
@@ -437,20 +437,17 @@ def analyze(
 
 def _peaks(schedule, timing, size):
   """The most that devices hold, at any time."""
-  size = np.broadcast_to(size, (schedule.stages,))
   begun = schedule.action == FORWARD
   freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
   if not freed.any():
     return out
-  when = np.concatenate([timing.start[begun], timing.end[freed]])
-  device = np.concatenate([schedule.device[begun], schedule.device[freed]])
-  change = np.concatenate(
-    [size[schedule.stage[begun]], -size[schedule.stage[freed]]]
-  )
+  size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
+  change = size * (1.0 * begun - freed)
+  when = np.where(begun, timing.start, timing.end)
   # At the same time, what is freed goes first.
   order = np.lexsort((change, when))
   for d in range(schedule.devices):
-    mine = order[device[order] == d]
+    mine = order[schedule.device[order] == d]
     out[d] = np.cumsum(change[mine]).max(initial=0.0)
   return out

@@ -10,7 +10,6 @@ import optax
 
 from asgd import base, simulator
 from pipeline import stage as stage_lib
-from pipeline import state as state_lib
 from pipeline.instructions import Program, TicketKey
 
 
@@ -18,17 +17,12 @@ class PipelineError(RuntimeError):
   """A task failed; its text names stage and microbatch, its cause says why."""
 
 
-class _Transform(NamedTuple):
-  init: Callable
-  update: Callable
-
-
 class CompiledPart(NamedTuple):
   """One stage's programs."""
 
   stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
   steps: simulator.Steps  # of its server
-  message: _Transform | None
+  message: optax.GradientTransformationExtraArgs | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,7 +35,9 @@ def _transform(message):
   if message is None:
     return None
   transform = optax.with_extra_args_support(message)
-  return _Transform(jax.jit(transform.init), jax.jit(transform.update))
+  return optax.GradientTransformationExtraArgs(
+    jax.jit(transform.init), jax.jit(transform.update)
+  )
 
 
 def compile_parts(
@@ -85,9 +81,8 @@ def compile_parts(
     out.append(
       CompiledPart(compiled, _steps(part.server), _transform(part.message))
     )
-  dtype = getattr(x, "dtype", None)
-  real = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-  if getattr(x, "shape", None) != () or not real:
+  scalar = getattr(x, "shape", None) == ()
+  if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       "the last stage must return its loss, float[], not"
       f" {jax.tree.map(lambda s: f'{s.dtype}{list(s.shape)}', x)}"
@@ -110,19 +105,19 @@ class CompiledProgram(NamedTuple):
   # the time of the work is taken.
   waits: bool
 
-  def lane_of(self, field: str, key: Any) -> int:
-    """Returns the lane that keeps something; see `state.lane_of`."""
-    return state_lib.lane_of(self.program, field, key)
+  def now(self, slot: int = 0) -> float:
+    """Returns the time; without a clock it is that of the slot."""
+    return self.clock() if self.clock else float(slot)
 
-  def homes(self) -> Iterator[int]:
-    """Yields the stages whose servers are here."""
-    for stage, lanes in enumerate(self.program.places):
-      if lanes[0] in self.devices:
-        yield stage
+  def settle(self, value: Any) -> None:
+    """Waits for a value, if lanes wait."""
+    if self.waits:
+      jax.block_until_ready(value)
 
-  def home(self, stage: int) -> jax.Device:
-    """Returns the device of a stage's server."""
-    return self.devices[self.program.places[stage][0]]
+  def homes(self) -> dict[int, jax.Device]:
+    """Returns the devices of the servers that are here, by stage."""
+    lanes = enumerate(places[0] for places in self.program.places)
+    return {s: self.devices[lane] for s, lane in lanes if lane in self.devices}
 
   def tickets(
     self, stage: int, version: int, server: base.ServerState

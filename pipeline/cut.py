@@ -1,6 +1,7 @@
 """Cuts a problem of `asgd` into the stages of a pipeline."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,31 +29,27 @@ def cut(
 
   Raises:
     ValueError: for a problem that cannot be cut, cuts that leave out a layer or
-      make a stage without weights, another number of recipes, or one whose
-      workers do more than compute gradients.
+      make a stage without weights, another number of recipes, or recipes
+      with workers that do more than compute gradients.
   """
   if problem.pieces is None:
     raise ValueError("this problem is not made of layers: it cannot be cut")
   layers = problem.pieces.layers
-  if (
-    list(cuts) != sorted(set(cuts))
-    or not len(cuts) > 1
-    or (cuts[0], cuts[-1]) != (0, len(layers))
-  ):
+  rising = list(cuts) == sorted(set(cuts)) and len(cuts) > 1
+  if not rising or (cuts[0], cuts[-1]) != (0, len(layers)):
     raise ValueError(
       f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
       f" layer in one stage, not {list(cuts)}"
     )
-  count = len(cuts) - 1
-  recipes = (
-    [recipe] * count if isinstance(recipe, algorithms.Recipe) else recipe
-  )
+  count, recipes = len(cuts) - 1, recipe
+  if isinstance(recipe, algorithms.Recipe):
+    recipes = [recipe] * count
   if len(recipes) != count:
     raise ValueError(
       f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
     )
   out = []
-  for stage, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+  for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
     own = slice_of(params, first, last)
     if not jax.tree.leaves(base.weights_of(own)):
       raise ValueError(
@@ -82,12 +79,11 @@ def slice_of(params: Any, first: int, last: int) -> Any:
 def whole(parts: Sequence[Any]) -> Any:
   """Returns the parameters of all layers, on the host."""
   parts = [jax.tree.map(np.asarray, part) for part in parts]
-  if isinstance(parts[0], base.Variables):
-    return base.Variables(
-      sum((tuple(part.weights) for part in parts), ()),
-      sum((tuple(part.stats) for part in parts), ()),
-    )
-  return sum((tuple(part) for part in parts), ())
+  if not isinstance(parts[0], base.Variables):
+    return tuple(itertools.chain(*parts))
+  return base.Variables(
+    *(tuple(itertools.chain(*each)) for each in zip(*parts, strict=True))
+  )
 
 
 @functools.lru_cache(maxsize=256)

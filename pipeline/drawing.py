@@ -94,11 +94,10 @@ def _describe_measured(drawing: Drawing) -> str:
     ]
     for d in range(drawing.table.devices)
   ]
-  for name, one, other in (
-    ("of the total", plan.of_total, run.of_total),
-    ("of the ideal", plan.of_ideal, run.of_ideal),
-  ):
-    rows.append([name, "", "", _percent(one), _percent(other)])
+  rows += [
+    ["of the total", "", "", _percent(plan.of_total), _percent(run.of_total)],
+    ["of the ideal", "", "", _percent(plan.of_ideal), _percent(run.of_ideal)],
+  ]
   head = ["", "planned idle", "measured", "planned bubble", "measured"]
   missing = ""
   if comparison.missing:

@@ -10,9 +10,9 @@ replaced, and the cell goes on from its last checkpoint.
   engines = {**experiment.ENGINES, "pipeline": PIPELINE}
 """
 
-import collections
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,22 +28,14 @@ from asgd.experiment.engines import (
   Column,
   Context,
   Died,
+  Engine,
   EngineKind,
   Pace,
   Progress,
   Snapshot,
   mean,
 )
-from pipeline import (
-  analyze,
-  cut,
-  executor,
-  processes,
-  run_plan,
-  spans,
-  table,
-  validate,
-)
+from pipeline import analyze, cut, executor, processes, run_plan, spans, table
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
 from pipeline.compiled import PipelineError
@@ -51,10 +43,6 @@ from pipeline.run_plan import PipelinePlan
 from pipeline.state import PipelineState
 
 _SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
-_MOST_SPANS = 200_000  # that are kept, the last ones
-
-
-# Where stages run.
 
 
 def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
@@ -66,8 +54,8 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
     "schedule": plan.table,
     "parts": [
       part._replace(params=cut.slice_of(params, first, last))
-      for part, first, last in zip(
-        plan.parts, plan.cuts, plan.cuts[1:], strict=False
+      for part, (first, last) in zip(
+        plan.parts, itertools.pairwise(plan.cuts), strict=True
       )
     ],
     "extra": cut.extras(
@@ -87,7 +75,7 @@ def _remote_arguments(config, dataset, measurements, cell):
   experiment = cells.build(
     config,
     engines={"pipeline": PIPELINE},
-    dataset=ray.get(dataset[0]),
+    dataset=ray.get(dataset),
     measurements=measurements,
   )
   plan = experiment.plan(cell)
@@ -96,9 +84,8 @@ def _remote_arguments(config, dataset, measurements, cell):
 
 def _cores(count):
   """Shares of this machine's cores; None if there are not enough."""
-  if not hasattr(os, "sched_getaffinity"):
-    return None
-  here = sorted(os.sched_getaffinity(0))
+  affinity = getattr(os, "sched_getaffinity", lambda process: ())
+  here = sorted(affinity(0))
   if len(here) < count:
     return None
   return [share.tolist() for share in np.array_split(here, count)]
@@ -107,19 +94,30 @@ def _cores(count):
 def _in_processes(context: Context) -> processes.Processes:
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
+  dataset = machine.share(plan.dataset)  # which starts Ray
+  if machine.gpus_per_process:
+    import ray
+
+    there = ray.cluster_resources().get("GPU", 0.0)
+    _check_gpus(machine.gpus_per_process, count, there)
+  run = cells.only(plan.run, context.cell)
   make = functools.partial(
     _remote_arguments,
-    cells.sections_of(
-      cells.only(plan.run, context.cell), {"pipeline": PIPELINE}
-    ),
-    [machine.share(plan.dataset)],
-    plan.measurements,
-    context.cell,
+    cells.sections_of(run, {"pipeline": PIPELINE}),
+    *(dataset, plan.measurements, context.cell),
   )
   return processes.Processes(
     *(make, plan.table, count),
     cores=None if machine.address else _cores(count),
     options={"num_gpus": machine.gpus_per_process},
+  )
+
+
+def _in_threads(context: Context) -> executor.Executor:
+  plan, here = context.plan, jax.local_devices()
+  return executor.Executor(
+    **_arguments(plan, context.cell.seed, time.perf_counter),
+    devices=[here[d % len(here)] for d in range(plan.table.devices)],
   )
 
 
@@ -161,9 +159,6 @@ def _check_gpus(each: float, count: int, there: float) -> None:
     )
 
 
-# The engine.
-
-
 class PipelineRecords(NamedTuple):
   """What is recorded of a cell."""
 
@@ -174,7 +169,7 @@ class PipelineRecords(NamedTuple):
   update_norm: np.ndarray  # float32[S, U]
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
   """A cell in a pipeline."""
 
   def __init__(self, context: Context):
@@ -184,41 +179,33 @@ class PipelineEngine:
       ValueError: if its stages cannot be compiled or started.
     """
     self._plan = plan = context.plan
-    self._cell = context.cell
+    self._cell, self._machine = context.cell, context.machine
     self.total, self.quantum = plan.messages, plan.table.every
-    self._updates_done = _updates_done(plan.table)
+    self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
     self._seconds = 0.0
-    # Of the last time through the table.
-    self._spans = collections.deque(maxlen=_MOST_SPANS)
-    self._writes_spans = context.machine.spans
-    self._busy = self._whole = 0.0  # seconds of all devices
+    self._log = spans.SpanLog(plan.table)
     self._pace = Pace(_SECONDS, 4 * plan.table.stages)
-    with _as_engine_errors(context.machine.processes):
-      self._executor = self._make_executor(context)
+    with self._as_engine_errors():
+      make = _in_processes if self._machine.processes else _in_threads
+      self._executor = make(context)
       self._state = self._restore(context, self._executor.start())
       self._warm_up()
 
-  def _make_executor(self, context):
-    machine = context.machine
-    if machine.processes:
-      if machine.gpus_per_process:
-        import ray
-
-        machine.share(self._plan.dataset)
-        _check_gpus(
-          machine.gpus_per_process,
-          min(machine.processes, self._plan.table.devices),
-          ray.cluster_resources().get("GPU", 0.0),
-        )
-      return _in_processes(context)
-    here = jax.local_devices()
-    arguments = _arguments(self._plan, self._cell.seed, time.perf_counter)
-    return executor.Executor(
-      **arguments,
-      devices=[here[d % len(here)] for d in range(self._plan.table.devices)],
-    )
+  @contextlib.contextmanager
+  def _as_engine_errors(self) -> Iterator[None]:
+    """Turns what a pipeline raises into what the run loop knows."""
+    try:
+      yield
+    except processes.ProcessDied as error:
+      raise Died(str(error)) from error
+    except PipelineError as error:
+      if not self._machine.processes:
+        raise
+      raise ValueError(
+        f"{error}; run the same command again to go on from what was saved"
+      ) from error
 
   def _warm_up(self):
     """Compiles all there is, by training that is forgotten."""
@@ -230,16 +217,10 @@ class PipelineEngine:
     self._executor.run(self._executor.start(), until)
     self._state = self._executor.place(state)
 
-  # Training.
-
   def _update(self):
     """Updates that every stage has made."""
-    schedule = self._plan.table
-    before = self._state.microbatch // schedule.every
-    if self._state.slot == schedule.slots:
-      return before + schedule.microbatches // schedule.every
-    slots = self._updates_done
-    return before + int(np.searchsorted(slots, self._state.slot, "left"))
+    before = self._state.microbatch // self._plan.table.every
+    return before + int(np.searchsorted(self._updates_done, self._state.slot))
 
   @property
   def done(self) -> int:
@@ -255,11 +236,11 @@ class PipelineEngine:
   def advance(self, until: int) -> Progress:
     """Trains on: an update of a synchronous schedule, or some slots."""
     flush, slot = self._plan.table.flush, None
-    slots = self._pace.begin()
+    steps = self._pace.begin()
     if not flush:
       last = self._slot_of(until // self._plan.table.every)
-      slot = min(self._state.slot + slots, last)
-    with _as_engine_errors(isinstance(self._executor, processes.Processes)):
+      slot = min(self._state.slot + steps, last)
+    with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
     self._seconds += self._pace.end()
     self._state = result.state
@@ -270,35 +251,14 @@ class PipelineEngine:
     self._loss[numbers] = new
     for pieces, records in zip(self._pieces, result.records, strict=True):
       pieces.append(records)
-    self._keep_spans(result.spans)
+    self._log.add(result.spans)
     broken = np.flatnonzero(~np.isfinite(new))
-    stale, gap = (
-      np.concatenate([getattr(records, name) for records in result.records])
-      for name in ("staleness", "gap")
-    )
+    stale, gap = _delays(result.records)
     return Progress(
       loss=new,
       staleness=mean(stale) if stale.size else None,
       gap=mean(gap),
       broken=self._not_finite(numbers[broken[0]]) if len(broken) else None,
-    )
-
-  def _keep_spans(self, new):
-    """Adds the spans of a call, right after those before: what lies between
-    two calls, such as an evaluation, is no bubble."""
-    if not new:
-      return
-    table = self._plan.table
-    idle = spans.idle(spans.measured(table, new), table.devices)
-    self._busy += float(idle.busy.sum())
-    self._whole += table.devices * idle.makespan
-    if table.flush:
-      self._spans.clear()
-    shift = self._end - new[0].start if self._spans else 0.0
-    self._end = max(span.end for span in new) + shift
-    self._spans.extend(
-      span._replace(start=span.start + shift, end=span.end + shift)
-      for span in new
     )
 
   def _not_finite(self, first):
@@ -309,8 +269,6 @@ class PipelineEngine:
       f" --config.runs.{label}.learning_rate, a longer warm-up or"
       " --config.clip_norm"
     )
-
-  # What there is to know.
 
   def _stage_records(self):
     """What each stage recorded, a row an update."""
@@ -337,11 +295,7 @@ class PipelineEngine:
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns losses, staleness and gap of some microbatches."""
     first = start // self._plan.table.every
-    records = self._stage_records()
-    stale, gap = (
-      np.concatenate([getattr(rows, name)[first:] for rows in records])
-      for name in ("staleness", "gap")
-    )
+    stale, gap = _delays(self._stage_records(), first)
     return {
       "train_loss": mean(self._loss[start:end]),
       "staleness_mean": mean(stale),
@@ -351,9 +305,7 @@ class PipelineEngine:
   def columns(self) -> dict[str, Any]:
     """Returns what the table says of the cell, and what was measured."""
     plan, records, schedule = self._plan, self.records(), self._plan.table
-    costs, nan = None, float("nan")
-    if self._spans:
-      costs = spans.costs(schedule, self._spans)
+    costs = self._log.costs()
     kept = _kept_bytes(plan, self._cell.seed)
     facts = analyze.analyze(
       schedule, costs, weights=plan.weights, activation=kept
@@ -376,30 +328,38 @@ class PipelineEngine:
       "weight_versions": facts.weight_versions.tolist(),
       "peak_bytes": int(max(facts.peak_activations)),
       "stage_peak_bytes": facts.peak_activations.tolist(),
-      "bubble_predicted": facts.bubble_of_total if costs else nan,
-      "bubble_measured": 1 - self._busy / self._whole if costs else nan,
+      "bubble_predicted": facts.bubble_of_total if costs else float("nan"),
+      "bubble_measured": self._log.bubble(),
     }
 
-  # Checkpoints.
+  def _identity(self):
+    """What a checkpoint is of; another may have the same shapes."""
+    return [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
+
+  def _tree(self, servers, messages, on_its_way, records):
+    """The arrays of a checkpoint."""
+    return {
+      "servers": servers,
+      "messages": messages,
+      "on_its_way": on_its_way,
+      "loss": self._loss,
+      "records": records,
+    }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns the state with all that is on its way, and what was recorded."""
     schedule = self._plan.table
-    with _as_engine_errors(isinstance(self._executor, processes.Processes)):
+    with self._as_engine_errors():
       state = self._executor.fetch(self._state)
     leaves: list[np.ndarray] = []
-    on_its_way = state_lib.describe(tuple(state[4:]), leaves)
-    tree = {
-      "servers": state.servers,
-      "messages": state.messages,
-      "on_its_way": leaves,
-      "loss": self._loss,
-      "records": self._stage_records(),
-    }
+    rest = state_lib.to_host(tuple(state[4:]))
+    on_its_way = state_lib.describe(rest, leaves)
+    records = self._stage_records()
+    tree = self._tree(state.servers, state.messages, leaves, records)
     passes = state.microbatch // schedule.microbatches
     notes = {
       "at": [state.slot, state.microbatch],
-      "of": [self._cell.name, schedule.name, list(self._plan.cuts)],
+      "of": self._identity(),
       "leaves": len(leaves),
       "state": on_its_way,
       "seconds": self._seconds,
@@ -408,26 +368,22 @@ class PipelineEngine:
 
   def _restore(self, context, first):
     template = self._executor.fetch(first)
-    of = [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
 
     def unpack(saved):
-      notes = saved.notes
-      if notes["of"] != of:  # it may have the same shapes
+      notes, of = saved.notes, self._identity()
+      if notes["of"] != of:
         raise ValueError(f"it is of {notes['of']}, not of {of}")
       empty = [simulator.concatenate([]) for _ in self._plan.parts]
+      there = [checkpoint.ANY] * notes["leaves"]
+      records = checkpoint.any_shapes(empty)
       tree = saved.tree(
-        {
-          "servers": template.servers,
-          "messages": template.messages,
-          "on_its_way": [checkpoint.ANY] * notes["leaves"],
-          "loss": self._loss,
-          "records": checkpoint.any_shapes(empty),
-        }
+        self._tree(template.servers, template.messages, there, records)
       )
       servers, messages = (
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
       rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
+      rest = state_lib.with_keys(rest)
       state = PipelineState(*notes["at"], servers, messages, *rest)
       return state, tree["loss"], tree["records"], notes["seconds"]
 
@@ -438,63 +394,42 @@ class PipelineEngine:
     self._loss, self._pieces = np.array(loss), [[rows] for rows in records]
     return self._executor.place(state)
 
-  def stop(self) -> str:
-    """Returns at once: a table can be cut before any slot."""
-    return ""
-
   def extras(self) -> dict[str, str]:
     """Returns the table and what its devices did when, if that was kept."""
-    if not (self._writes_spans and self._spans):
+    if not (self._machine.spans and self._log.spans):
       return {}
     return {
       "schedule.csv": table.to_csv(self._plan.table),
-      "spans.json": spans.to_json(self._spans) + "\n",
+      "spans.json": spans.to_json(self._log.spans) + "\n",
     }
-
-  def discard(self) -> None:
-    """Has nothing outside the results folder."""
 
   def close(self) -> None:
     """Ends the processes."""
-    if isinstance(self._executor, processes.Processes):
+    if self._machine.processes:
       self._executor.close()
 
 
-@contextlib.contextmanager
-def _as_engine_errors(in_processes: Any) -> Iterator[None]:
-  """Turns what a pipeline raises into what the run loop knows."""
-  try:
-    yield
-  except processes.ProcessDied as error:
-    raise Died(str(error)) from error
-  except PipelineError as error:
-    if not in_processes:
-      raise
-    raise ValueError(
-      f"{error}; run the same command again to go on from what was saved"
-    ) from error
+def _delays(records, first=0):
+  """Staleness and gaps of all stages' updates, from update `first` on."""
+  return (
+    np.concatenate([getattr(rows, name)[first:] for rows in records])
+    for name in ("staleness", "gap")
+  )
 
 
 def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
   """Bytes that each stage keeps for a microbatch's backward."""
-  arguments = _arguments(plan, seed, None)
-  sizes, x = [], ()
-  for stage, part in enumerate(arguments["parts"]):
-    extra = arguments["extra"](stage, 0)
-    compiled = stage_lib.compile_stage(part.fn, part.params, x, extra)
+  extra, sizes, x = _arguments(plan, seed, None)["extra"], [], ()
+  for stage, part in enumerate(plan.parts):
+    given = extra(stage, 0)
+    compiled = stage_lib.compile_stage(part.fn, part.params, x, given)
     size = compiled.kept_bytes
     if plan.recompute:
-      leaves = jax.tree.leaves((x, extra))
+      leaves = jax.tree.leaves((x, given))
       size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     sizes.append(size)
     x = compiled.y
   return sizes
-
-
-def _updates_done(schedule: table.Schedule) -> np.ndarray:
-  """int[U]: the slot in which the last stage makes each update of a table."""
-  times = np.sort(schedule.time[validate.rows(schedule).weight], axis=1)
-  return times[:, schedule.every - 1 :: schedule.every].max(0)
 
 
 def _percent(share):

@@ -68,19 +68,15 @@ class Executor:
         stage makes its own, with its own norm.
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
-      elsewhere: lanes that another process has -> their queues, whose `put`
-        takes (key, value). What they make for a lane that is here is to be put
+      elsewhere: lanes that another process has -> their queues: `put` takes
+        (key, value). What they make for a lane that is here is to be put
         into its queue in `inboxes`. None is that all are here.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    own = {
-      name: function
-      for name, function in (own or {}).items()
-      if name not in validate.KNOWN
-    }
+    own = own or {}
     _check(schedule, self.parts, own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
@@ -94,7 +90,6 @@ class Executor:
       schedule, analyze.versions(schedule, weights), together=together
     )
     self.places = program.places
-    _check_workers(self.parts, self.places)
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = compile_parts(self.parts, extra, here)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
@@ -103,14 +98,12 @@ class Executor:
       *(recompute, clock, clock is not None or on_cpu),
     )
 
-  # Before a run.
-
   def start(self) -> PipelineState:
     """Returns the state before the first slot."""
     compiled, messages = self._compiled, {}
     servers: list[base.ServerState | None] = [None] * len(self.parts)
-    for stage in compiled.homes():
-      part, home = self.parts[stage], compiled.home(stage)
+    for stage, home in compiled.homes().items():
+      part = self.parts[stage]
       state = simulator.start(part.server, part.params)
       servers[stage] = jax.device_put(state, home)
       transform = compiled.parts[stage].message
@@ -147,21 +140,16 @@ class Executor:
     """
     self._check(state)
     compiled = self._compiled
-
-    def put(field):
-      values = getattr(state, field)
-      lanes = {key: compiled.lane_of(field, key) for key in values}
-      return {
-        key: jax.device_put(value, self.devices[lanes[key]])
-        for key, value in values.items()
-        if lanes[key] in self.devices
-      }
-
+    fields = {field: {} for field in PipelineState._fields[3:]}
+    for field, here in fields.items():
+      for key, value in getattr(state, field).items():
+        lane = state_lib.lane_of(compiled.program, field, key)
+        if lane in self.devices:
+          here[key] = jax.device_put(value, self.devices[lane])
     servers = [None] * len(self.parts)
-    for stage in compiled.homes():
-      server = jax.device_put(state.servers[stage], compiled.home(stage))
+    for stage, home in compiled.homes().items():
+      server = jax.device_put(state.servers[stage], home)
       servers[stage] = jax.tree.map(jnp.copy, server)  # they are donated
-    fields = {field: put(field) for field in PipelineState._fields[3:]}
     return state._replace(servers=tuple(servers), **fields)
 
   def _with_first_tickets(self, microbatch, servers, messages):
@@ -183,14 +171,12 @@ class Executor:
     way is waited for or disturbed."""
     return [server and server.params for server in state.servers]
 
-  # Running.
-
   def run(
     self, state: PipelineState, until: int | None = None
   ) -> PipelineResult:
     """Obeys the table up to, not including, slot `until` (None: all).
 
-    Consumes `state`, whose buffers it donates.
+    Consumes `state`: its buffers are donated.
 
     Raises:
       PipelineError: if a task fails, naming it. The state is lost.
@@ -205,9 +191,9 @@ class Executor:
   def _check(self, state):
     messages = {
       (stage, replica)
-      for stage, places in enumerate(self.places)
-      for replica, _ in enumerate(places)
-      if self._compiled.parts[stage].message
+      for stage, part in enumerate(self.parts)
+      if part.message
+      for replica, _ in enumerate(self.places[stage])
     }
     state_lib.check(state, self._compiled.program, messages)
 
@@ -235,6 +221,13 @@ def _check(schedule, parts, own):
       f"the schedule has actions {sorted(map(str, unknown))}: give functions"
       " for them, own={name: function}"
     )
+  for stage, replicas in enumerate(schedule.places()):
+    workers = parts[stage].server.workers
+    if workers not in (None, 1) and workers < len(replicas):
+      raise ValueError(
+        f"stage {stage} has {len(replicas)} replicas, and its algorithm was"
+        f" built for {workers} workers"
+      )
 
 
 def _devices(devices, count):
@@ -251,16 +244,6 @@ def _devices(devices, count):
   if len(devices) != count:
     raise ValueError(f"the schedule has {count} devices, not {len(devices)}")
   return devices
-
-
-def _check_workers(parts, places):
-  for stage, (part, replicas) in enumerate(zip(parts, places, strict=True)):
-    workers = part.server.workers
-    if workers not in (None, 1) and workers < len(replicas):
-      raise ValueError(
-        f"stage {stage} has {len(replicas)} replicas, and its algorithm was"
-        f" built for {workers} workers"
-      )
 
 
 def check_until(schedule: Schedule, slot: int, until: int | None) -> int:

@@ -41,6 +41,7 @@ class Program(NamedTuple):
   slots: tuple[list[int], ...]  # D, of the instructions
   places: list[list[int]]  # S, devices of each stage's replicas
   where: validate.TableRows
+  order: np.ndarray  # int[S, M], as of `analyze.update_order`
   versions: analyze.Versions
   reads: dict[TicketKey, list[int]]  # slots after which one read less follows
   readers: dict[tuple[int, int], list[int]]  # (stage, version) -> replicas
@@ -75,24 +76,23 @@ def write(
   where, places = validate.rows(schedule), schedule.places()
   replica = [{d: i for i, d in enumerate(devices)} for devices in places]
   lanes: list[list[Instruction]] = [[] for _ in range(schedule.devices)]
-  columns = (column.tolist() for column in schedule[1:6])
-  for slot, device, stage, microbatch, action in zip(*columns, strict=True):
+  for slot, device, stage, microbatch, action in schedule.tasks:
     mine = replica[stage][device] if action in validate.KNOWN else 0
     lanes[device].append(Instruction(slot, action, stage, microbatch, mine))
+  order = analyze.update_order(schedule)
   reads = collections.defaultdict(list)
   for stage, owners in enumerate(places):
     rows = where.weight[stage]
     slots, devices = schedule.time[rows], schedule.device[rows]
-    for number, microbatch in enumerate(np.lexsort((devices, slots)).tolist()):
+    for number, microbatch in enumerate(order[stage].tolist()):
       slot = int(slots[microbatch])
       mine = replica[stage][int(devices[microbatch])]
-      lanes[owners[0]].append(
-        Instruction(
-          *(slot, UPDATE, stage, microbatch, mine),
-          last=(number + 1) % schedule.every == 0,
-          group=number // schedule.every,
-        )
+      update = Instruction(
+        *(slot, UPDATE, stage, microbatch, mine),
+        last=(number + 1) % schedule.every == 0,
+        group=number // schedule.every,
       )
+      lanes[owners[0]].append(update)
       for version in (versions.forward, versions.backward):
         reads[stage, int(version[stage, microbatch]), mine].append(slot)
   if together:
@@ -105,7 +105,7 @@ def write(
   return Program(
     *(schedule, together, tuple(lanes)),
     tuple([op.slot for op in lane] for lane in lanes),
-    *(places, where, versions),
+    *(places, where, order, versions),
     {ticket: sorted(slots) for ticket, slots in reads.items()},
     readers,
   )
@@ -113,11 +113,12 @@ def write(
 
 def _with_updates_together(lanes, schedule, where):
   """The lanes with the updates of a batch in one instruction at its end."""
-  every = schedule.every
-  ends = schedule.time[where.weight].reshape(schedule.stages, -1, every)
+  begins, ends = (
+    schedule.time[rows].reshape(schedule.stages, -1, schedule.every)
+    for rows in (where.forward, where.weight)
+  )
   ends = ends.max((0, 2))
-  begins = schedule.time[where.forward].reshape(schedule.stages, -1, every)
-  if schedule.flush is False or (begins.min((0, 2))[1:] <= ends[:-1]).any():
+  if not schedule.flush or (begins.min((0, 2))[1:] <= ends[:-1]).any():
     raise ValueError(
       f"{schedule.name} begins a batch before the one before has ended at all"
       " stages, so their updates cannot be made together: use a table of one"

@@ -16,6 +16,7 @@ import optax
 
 from asgd import base, sharding, simulator
 from asgd import server as server_lib
+from pipeline import state as state_lib
 from pipeline.compiled import CompiledProgram, PipelineError
 from pipeline.instructions import UPDATE
 from pipeline.spans import TaskSpan
@@ -47,7 +48,10 @@ class _Mail:
       self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
     self._boxes = {lane: {} for lane in compiled.devices}
     for key, value in on_their_way.items():
-      self._boxes[compiled.lane_of("on_their_way", key)][key] = value
+      self._boxes[self._lane_of(key)][key] = value
+
+  def _lane_of(self, key):
+    return state_lib.lane_of(self._compiled.program, "on_their_way", key)
 
   def _take(self, lane):
     item = self._queues[lane].get()
@@ -65,7 +69,7 @@ class _Mail:
 
   def give(self, lane, key, value):
     """Moves what a lane has made to the lane that needs it."""
-    target = self._compiled.lane_of("on_their_way", key)
+    target = self._lane_of(key)
     if target == lane:
       self._boxes[lane][key] = value
       return
@@ -99,12 +103,14 @@ class _Tickets:
     self._program, self._mail, self._first = compiled.program, mail, first
     self.of_lane = {lane: {} for lane in compiled.devices}
     for key, ticket in tickets.items():
-      self.of_lane[compiled.lane_of("tickets", key)][key] = ticket
+      lane = state_lib.lane_of(self._program, "tickets", key)
+      self.of_lane[lane][key] = ticket
     self._left = {}  # key -> reads that are to come
 
-  def read(self, lane, op, version):
-    """Returns the ticket of a version, which may have to come."""
-    key = op.stage, int(version), op.replica
+  def read(self, lane, op, versions):
+    """Returns the ticket that a task reads, which may have to come; `versions`
+    are those of its forward or of its backward."""
+    key = op.stage, int(versions[op.stage, op.microbatch]), op.replica
     table = self.of_lane[lane]
     if key not in table:
       table[key] = self._mail.wait(lane, ("w", *key))
@@ -112,9 +118,9 @@ class _Tickets:
 
   def release(self, lane, op):
     """Notes that a microbatch has read its tickets."""
-    versions, at = self._program.versions, (op.stage, op.microbatch)
-    for version in (versions.forward[at], versions.backward[at]):
-      key = op.stage, int(version), op.replica
+    versions = self._program.versions
+    for read in (versions.forward, versions.backward):
+      key = op.stage, int(read[op.stage, op.microbatch]), op.replica
       if key not in self._left:
         self._left[key] = self._program.reads_left(key, self._first)
       self._left[key] -= 1
@@ -127,7 +133,6 @@ class _Updates:
 
   def __init__(self, compiled, mail, tickets, state):
     self._compiled, self._mail, self._tickets = compiled, mail, tickets
-    self._clock = compiled.clock
     self.servers = list(state.servers)
     self.messages, self.sums = dict(state.messages), dict(state.sums)
     self._rows = [[] for _ in compiled.parts]
@@ -150,7 +155,7 @@ class _Updates:
     messages = [
       self._mail.wait(lane, ("m", each.stage, each.microbatch)) for each in ops
     ]
-    start = self._clock() if self._clock else float(op.slot)
+    start = self._compiled.now(op.slot)
     arguments = [
       self._arguments(each, *message)
       for each, message in zip(ops, messages, strict=True)
@@ -162,7 +167,7 @@ class _Updates:
     else:
       results = [parts[op.stage].steps.receive(*arguments[0])]
     for each, (server, row) in zip(ops, results, strict=True):
-      self._publish(lane, each, server, row, start)
+      self._publish(lane, each, server, row)
     return start
 
   def _arguments(self, op, message, ticket):
@@ -212,12 +217,11 @@ class _Updates:
       ordered = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(ordered),)
 
-  def _publish(self, lane, op, server, row, start):
+  def _publish(self, lane, op, server, row):
     """Keeps a new version, and sends it to the lanes that read it."""
-    if self._compiled.waits:
-      jax.block_until_ready(server.params)
+    self._compiled.settle(server.params)
     self.servers[op.stage] = server
-    time = self._clock() if self._clock else start
+    time = self._compiled.now(op.slot)
     self._rows[op.stage].append((time, op.replica, op.group, row))
     for key, target, ticket in self._compiled.tickets(
       op.stage, op.group + 1, server
@@ -243,6 +247,12 @@ class LaneRun:
     self._mail = _Mail(compiled, state.on_their_way)
     self._tickets = _Tickets(compiled, self._mail, state.tickets, self._first)
     self._updates = _Updates(compiled, self._mail, self._tickets, state)
+    self._does = {
+      UPDATE: self._updates.receive,
+      FORWARD: self._forward,
+      **dict.fromkeys((BACKWARD, INPUT), self._backward),
+      WEIGHT: self._weight,
+    }
 
   def result(self) -> PipelineResult:
     """Obeys the program; returns when all lanes are at the last slot.
@@ -254,7 +264,7 @@ class LaneRun:
     x64 = jax.config.jax_enable_x64
     lanes = [
       threading.Thread(
-        target=self._lane, args=(lane, x64), name=f"lane-{lane}", daemon=True
+        target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
       )
       for lane in self._compiled.devices
     ]
@@ -267,7 +277,7 @@ class LaneRun:
     on_their_way = self._mail.rest()
     tickets = {}
     for table in self._tickets.of_lane.values():
-      tickets.update(table)
+      tickets |= table
     for key in [key for key in on_their_way if key[0] == "w"]:
       tickets[key[1:]] = on_their_way.pop(key)
     updates = self._updates
@@ -285,22 +295,19 @@ class LaneRun:
     spans = sorted(self._spans, key=lambda span: span.start)
     return PipelineResult(state, self._losses, updates.records(), tuple(spans))
 
-  def _lane(self, lane, x64):
-    with jax.enable_x64(x64):
-      self._obey(lane)
-
-  def _obey(self, lane):
+  def _obey(self, lane, x64):
     op = None
     try:
-      for op in self._program.of_lane(lane, self._first, self._until):
-        self._do(lane, op)
+      with jax.enable_x64(x64):
+        for op in self._program.of_lane(lane, self._first, self._until):
+          self._do(lane, op)
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
       what, slot = "what is to be done", self._first
       if op is not None:
-        slot = op.slot
         what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+        slot = op.slot
       failure = PipelineError(
         f"{what} (device {lane}, slot {slot}) failed:"
         f" {type(error).__name__}: {error}"
@@ -310,38 +317,25 @@ class LaneRun:
       self._mail.stop()
 
   def _do(self, lane, op):
-    clock, own = self._compiled.clock, self._compiled.own
-    if op.kind == UPDATE:
-      start = self._updates.receive(lane, op)
-    elif op.kind in own:
-      start = self._now()
-      jax.block_until_ready(own[op.kind](lane))
-    elif op.kind == FORWARD:
-      start = self._forward(lane, op)
-    elif op.kind == WEIGHT:
-      start = self._weight(lane, op)
-    else:
-      start = self._backward(lane, op)
-    if clock:
-      span = TaskSpan(lane, op.stage, op.microbatch, op.kind, start, clock())
+    start = self._does.get(op.kind, self._own)(lane, op)
+    if self._compiled.clock:
+      end = self._compiled.now()
+      span = TaskSpan(lane, op.stage, op.microbatch, op.kind, start, end)
       self._spans.append(span)
 
-  def _now(self):
-    return self._compiled.clock() if self._compiled.clock else 0.0
-
-  def _settle(self, value):
-    """Waits, where a lane's own core does the work or its time is taken."""
-    if self._compiled.waits:
-      jax.block_until_ready(value)
+  def _own(self, lane, op):
+    """Does an action of the user's own; returns when it began."""
+    start = self._compiled.now()
+    jax.block_until_ready(self._compiled.own[op.kind](lane))
+    return start
 
   def _forward(self, lane, op):
     """Does a forward; returns when it began."""
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
     x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
-    version = self._program.versions.forward[stage, number]
-    ticket = self._tickets.read(lane, op, version)
+    ticket = self._tickets.read(lane, op, self._program.versions.forward)
     extra = compiled.extra(stage, self._offset + number)
-    start = self._now()
+    start = self._compiled.now()
     y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
     if compiled.recompute:
       kept = x, extra
@@ -349,20 +343,18 @@ class LaneRun:
     if stage == len(compiled.parts) - 1:
       self._losses[self._offset + number] = y
     else:
-      self._settle(y)
+      self._compiled.settle(y)
       self._mail.give(lane, ("x", stage + 1, number), y)
     return start
 
   def _weight(self, lane, op):
     """Does a backward of weights; returns when it began."""
     at = op.stage, op.microbatch
-    version = self._program.versions.backward[at]
-    ticket = self._tickets.read(lane, op, version)
+    ticket = self._tickets.read(lane, op, self._program.versions.backward)
     (kept, aux), half = self._kept.pop(at), self._halves.pop(at)
-    start = self._now()
-    compiled = self._compiled.parts[op.stage].stage
-    gradient = compiled.weight(ticket.params, kept, half)
-    self._hand_in(lane, op, gradient, aux)
+    start = self._compiled.now()
+    stage = self._compiled.parts[op.stage].stage
+    self._hand_in(lane, op, stage.weight(ticket.params, kept, half), aux)
     return start
 
   def _backward(self, lane, op):
@@ -374,10 +366,10 @@ class LaneRun:
       gy = [np.ones((), compiled.y.dtype)]
     else:
       gy = self._mail.wait(lane, ("g", stage, number))
-    version = self._program.versions.backward[at]
-    params = self._tickets.read(lane, op, version).params
+    ticket = self._tickets.read(lane, op, self._program.versions.backward)
+    params = ticket.params
     kept, aux = self._kept[at]
-    start = self._now()
+    start = self._compiled.now()
     if op.kind == INPUT:
       if whole.recompute:
         kept = compiled.forward(params, *kept)[2]
@@ -390,7 +382,7 @@ class LaneRun:
       else:
         gradient, gx = compiled.backward(params, kept, gy)
     if stage:
-      self._settle(gx)
+      self._compiled.settle(gx)
       self._mail.give(lane, ("g", stage - 1, number), gx)
     if op.kind == BACKWARD:
       self._hand_in(lane, op, gradient, aux)
@@ -398,9 +390,8 @@ class LaneRun:
 
   def _hand_in(self, lane, op, gradient, aux):
     """Gives a gradient to the stage's server, with the forward's ticket."""
-    self._settle(gradient)
-    version = self._program.versions.forward[op.stage, op.microbatch]
-    ticket = self._tickets.read(lane, op, version)
+    self._compiled.settle(gradient)
+    ticket = self._tickets.read(lane, op, self._program.versions.forward)
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
     key = "m", op.stage, op.microbatch

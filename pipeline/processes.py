@@ -7,7 +7,7 @@ the state when it is asked for.
 
 Why Ray and not `jax.distributed`: its processes run one program and end
 together, while stages run different programs, each when its input is there, and
-a pipeline whose stage has died must be able to say so. Why at all, on one
+a pipeline with a stage that has died must be able to say so. Why at all, on one
 machine: XLA's threads belong to a process, so here each stage has its own.
 
 Ray must have been started before, by `ray.init` or `launch.ray_runtime.start`,
@@ -25,7 +25,6 @@ is what an Executor of the same arguments does, to the bit.
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ import jax
 import numpy as np
 
 from pipeline import executor
+from pipeline import state as state_lib
 from pipeline.compiled import PipelineError
 from pipeline.lanes import Stop
 from pipeline.state import PipelineResult, PipelineState
@@ -64,50 +64,22 @@ class _Away:
 
   def __init__(self, lane, actor):
     self._lane, self._actor = lane, actor
-    self._sent, self._lock = [], threading.Lock()
+    self._sent = []  # calls
 
   def put(self, item):
     """Sends (key, value); if the lane is to stop, the driver tells it."""
     if item is Stop:
       return
     key, value = item
-    call = self._actor.put.remote(self._lane, key, _to_host(value))
-    with self._lock:
-      self._sent.append(call)
+    value = state_lib.to_host(value)
+    self._sent.append(self._actor.put.remote(self._lane, key, value))
 
   def settle(self):
-    """Waits until all that was put has arrived."""
+    """Waits until all that was put has arrived; no lane is at work."""
     import ray
 
-    with self._lock:
-      sent, self._sent = self._sent, []
-    ray.get(sent)
-
-
-class _Key(NamedTuple):
-  """A key of JAX, on its way."""
-
-  data: np.ndarray
-
-
-def _to_host(tree):
-  def move(x):
-    if not isinstance(x, jax.Array):
-      return x
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return _Key(np.asarray(jax.random.key_data(x)))
-    return np.asarray(x)
-
-  return jax.tree.map(move, tree)
-
-
-def _with_keys(tree):
-  """Makes keys of what was one; arrays stay NumPy's."""
-
-  def move(x):
-    return jax.random.wrap_key_data(x.data) if isinstance(x, _Key) else x
-
-  return jax.tree.map(move, tree, is_leaf=lambda x: isinstance(x, _Key))
+    ray.get(self._sent)
+    self._sent.clear()
 
 
 class StageProcess:
@@ -124,7 +96,6 @@ class StageProcess:
     if cores is not None and hasattr(os, "sched_setaffinity"):
       os.sched_setaffinity(0, cores)
     self._lanes, self._state = lanes, None
-    self._away: dict[int, _Away] = {}
 
   def open(self, make: Make, actors: Sequence[Any], x64: bool) -> None:
     """Starts JAX and compiles the stages of the lanes that are here.
@@ -137,9 +108,11 @@ class StageProcess:
     jax.config.update("jax_enable_x64", x64)
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
-    for lane, actor in enumerate(actors):
-      if lane not in self._lanes:
-        self._away[lane] = _Away(lane, actor)
+    self._away = {
+      lane: _Away(lane, actor)
+      for lane, actor in enumerate(actors)
+      if lane not in self._lanes
+    }
     here = jax.local_devices()
     self._executor = executor.Executor(
       **make(),
@@ -162,21 +135,18 @@ class StageProcess:
 
   def start(self) -> None:
     """Begins anew."""
-    self._state = self._executor.start()
-    self._settle()
+    self._enter(self._executor.start())
+
+  def again(self) -> None:
+    """Begins the table once more."""
+    self._enter(self._executor.again(self._state))
 
   def run(self, until: int) -> tuple[Any, Any, Any]:
     """Obeys the lanes up to a slot; returns losses, records and spans."""
     result = self._executor.run(self._state, until)
-    self._state = result.state
-    self._settle()
+    self._enter(result.state)
     losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
     return losses, result.records, result.spans
-
-  def again(self) -> None:
-    """Begins the table once more."""
-    self._state = self._executor.again(self._state)
-    self._settle()
 
   def stop(self) -> None:
     """Ends a run: another process has failed."""
@@ -188,23 +158,25 @@ class StageProcess:
     # What has arrived since is in the inboxes: a run of nothing takes it in.
     slot = self._state.slot
     self._state = self._executor.run(self._state, slot).state
-    return _to_host(self._state)
+    return state_lib.to_host(self._state)
 
   def place(self, state: PipelineState) -> None:
     """Takes its part of a whole state."""
-    self._state = self._executor.place(_with_keys(state))
+    self._state = self._executor.place(state_lib.with_keys(state))
 
   def params(self) -> list[Any]:
     """Returns the parameters of the stages that are here, None for others."""
-    return _to_host(self._executor.params(self._state))
+    return state_lib.to_host(self._executor.params(self._state))
 
-  def _settle(self):
+  def _enter(self, state):
+    """Keeps a state, when all that it has put elsewhere has arrived."""
+    self._state = state
     for queue in self._away.values():
       queue.settle()
 
 
 class Processes:
-  """An executor whose lanes are in processes; used like `executor.Executor`.
+  """An executor with its lanes in processes; used like `executor.Executor`.
 
   It holds one state, the latest that `start`, `run`, `again` or `place` gave.
   """
@@ -264,8 +236,8 @@ class Processes:
     ]
     self._broken, self._serial = None, 0
     of_lane = [
-      owner
-      for owner, lanes in zip(self._actors, self.lanes, strict=True)
+      self._actors[index]
+      for index, lanes in enumerate(self.lanes)
       for _ in lanes
     ]
     try:
@@ -305,7 +277,7 @@ class Processes:
       try:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
-        cause = error.cause  # whose class the error has, too
+        cause = error.cause
         if isinstance(cause, PipelineError):
           reasons.append((1, str(cause)))
         elif isinstance(cause, self._ray.exceptions.RayError):
@@ -349,11 +321,13 @@ class Processes:
     self._check(state)
     until = executor.check_until(self.schedule, state.slot, until)
     losses, records, spans = {}, [None] * self.schedule.stages, []
-    for index, answer in enumerate(self._all("run", until)):
-      losses.update(answer[0])
+    homes = [places[0] for places in self.schedule.places()]
+    answers = self._all("run", until)
+    for lanes, answer in zip(self.lanes, answers, strict=True):
+      losses |= answer[0]
       spans += answer[2]
-      for stage, places in enumerate(self.schedule.places()):
-        if places[0] in self.lanes[index]:
+      for stage, home in enumerate(homes):
+        if home in lanes:
           records[stage] = answer[1][stage]
     spans.sort(key=lambda span: span.start)
     state = self._new_state(until, state.microbatch)
@@ -368,30 +342,34 @@ class Processes:
   def fetch(self, state: RemoteState) -> PipelineState:
     """Returns the whole state, in NumPy arrays."""
     self._check(state)
-    parts = [_with_keys(part) for part in self._all("fetch")]
-    servers = [
-      next(server for server in servers if server is not None)
-      for servers in zip(*(part.servers for part in parts), strict=True)
-    ]
+    parts = [state_lib.with_keys(part) for part in self._all("fetch")]
     fields = {
       field: {k: v for part in parts for k, v in getattr(part, field).items()}
       for field in PipelineState._fields[3:]
     }
-    return PipelineState(state.slot, state.microbatch, tuple(servers), **fields)
+    servers = _of_stages(part.servers for part in parts)
+    return PipelineState(state.slot, state.microbatch, servers, **fields)
 
   def place(self, state: PipelineState) -> RemoteState:
     """Gives each process its part of a state."""
     self._all("forget")
-    self._all("place", self._ray.put(_to_host(state)))
+    self._all("place", self._ray.put(state_lib.to_host(state)))
     return self._new_state(state.slot, state.microbatch)
 
   def params(self, state: RemoteState) -> list[Any]:
     """As `Executor.params`, in NumPy arrays."""
     self._check(state)
-    of_stages = zip(*self._all("params"), strict=True)
-    return [next(p for p in each if p is not None) for each in of_stages]
+    return list(_of_stages(self._all("params")))
 
   def close(self) -> None:
     """Ends the processes."""
     for actor in self._actors:
       self._ray.kill(actor)
+
+
+def _of_stages(parts):
+  """What each stage's process has, of processes with None for the others."""
+  return tuple(
+    next(value for value in values if value is not None)
+    for values in zip(*parts, strict=True)
+  )

@@ -3,6 +3,8 @@
 A run that was measured is drawn beside its plan, in the same tracks.
 """
 
+import collections
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from asgd import tracks as tracks_lib
 from pipeline import spans as spans_lib
 from pipeline.analyze import Timing
 from pipeline.spans import TaskSpan
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, label
 
 # Text.
 
@@ -36,10 +38,7 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   1 | ..F0B0--....
   <BLANKLINE>
 
-  Args:
-    schedule: the table.
-    timing: its times.
-    columns: how many the makespan takes; fewer, if all names fit in fewer.
+  The makespan takes `columns`, or fewer, if all names fit in fewer.
 
   Raises:
     ValueError: if there is no room at all.
@@ -47,11 +46,10 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   if columns < 1:
     raise ValueError(f"columns must be positive, not {columns!r}")
   run = spans_lib.planned(schedule, timing)
-  blocks: dict[tuple[int, float, float], list[str]] = {}
-  for device, _, microbatch, action, start, end in _rows(run):
+  blocks = collections.defaultdict(list)  # (device, start, end) -> names
+  for device, _, microbatch, action, start, end in run.rows():
     if end > start:
-      names = blocks.setdefault((device, start, end), [])
-      names.append(_name(action, microbatch))
+      blocks[device, start, end].append(label(action, microbatch))
   makespan = float(run.end.max(initial=0.0))
   needed = [
     len("&".join(names)) / (end - start)
@@ -64,11 +62,9 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
     name = _fit(names, last - first)
     grid[device][first:last] = name.ljust(last - first, "-")
   number = len(str(schedule.devices - 1))
-  head = f"# {schedule.name}; a column is {1 / scale:.6g}"
-  rows = [
-    f"{device:>{number}} | {''.join(row)}" for device, row in enumerate(grid)
-  ]
-  return "\n".join([head, *rows]) + "\n"
+  lines = [f"# {schedule.name}; a column is {1 / scale:.6g}"]
+  lines += [f"{d:>{number}} | {''.join(row)}" for d, row in enumerate(grid)]
+  return "\n".join(lines) + "\n"
 
 
 def _fit(names, room):
@@ -80,50 +76,33 @@ def _fit(names, room):
   return ""
 
 
-def _rows(run):
-  return zip(*(column.tolist() for column in run), strict=True)
-
-
-def _name(action, microbatch):
-  return action if microbatch < 0 else f"{action}{microbatch}"
-
-
 # Tracks.
-
-_PLANNED, _MEASURED = 1, 2  # pids
 
 
 def perfetto(
   schedule: Schedule, timing: Timing, measured: Sequence[TaskSpan] | None = None
 ) -> dict[str, Any]:
   """Returns the content of a JSON file for Perfetto: a track for each device. A
-  unit of the costs is shown as a second.
-
-  Args:
-    schedule: the table.
-    timing: its times.
-    measured: a run of the table, for tracks of the same names below those of
-      the plan.
+  unit of the costs is shown as a second. A run that was measured has tracks of
+  the same names below those of the plan.
 
   Raises:
     ValueError: as `spans.measured`.
   """
   runs = _runs(schedule, timing, measured)
-  pids = {"planned": _PLANNED, "measured": _MEASURED}
-  tracks = tracks_lib.Tracks({pids[name]: name for name in runs})
+  tracks = tracks_lib.Tracks(dict(enumerate(runs, 1)))
   events = []
-  for name, run in runs.items():
-    pid = pids[name]
+  for pid, run in enumerate(runs.values(), 1):
     for device in range(schedule.devices):
       tracks.tid(pid, f"device {device}", 100 * device)
     lanes = [tracks_lib.Lanes() for _ in range(schedule.devices)]
-    for device, stage, microbatch, action, start, end in _rows(run):
+    for device, stage, microbatch, action, start, end in run.rows():
       # Pieces of a track may not overlap, and the tasks of a block do.
       lane = lanes[device].take(start, end)
       track = f"device {device}" + (f", beside {lane}" if lane else "")
       tid = tracks.tid(pid, track, 100 * device + lane)
       args = {"stage": stage, "microbatch": microbatch, "action": action}
-      title = _name(action, microbatch)
+      title = label(action, microbatch)
       events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
   return tracks_lib.document(tracks.ordered(events))
 
@@ -142,6 +121,12 @@ _COLOURS = {
   BACKWARD: "#d9730d",
   INPUT: "#b5338a",
   WEIGHT: "#1b8a5a",
+}
+_WORDS = {
+  FORWARD: "F forward",
+  BACKWARD: "B backward",
+  INPUT: "I backward of inputs",
+  WEIGHT: "W backward of weights",
 }
 _OTHER_COLOURS = ("#6a51a3", "#8c6d31", "#636363", "#17a2b8")
 _PALEST = 0.6  # how much white is in the colour of the last stage
@@ -187,10 +172,8 @@ def gantt(
   axes = figure.add_axes(
     (_LEFT / size[0], _BOTTOM / size[1], width / size[0], height / size[1])
   )
-  idle = {
-    name: spans_lib.idle(run, schedule.devices) for name, run in runs.items()
-  }
-  end = max(part.makespan for part in idle.values()) or 1.0
+  idle = [spans_lib.idle(run, schedule.devices) for run in runs.values()]
+  end = max(part.makespan for part in idle) or 1.0
   room = width / end, height / schedule.devices
   colours = _colours(runs.values())
   for place, run in enumerate(runs.values()):
@@ -207,13 +190,12 @@ def gantt(
 
 
 def _colours(runs):
-  actions = sorted({action for run in runs for action in run.action.tolist()})
-  others = [action for action in actions if action not in _COLOURS]
-  own = {
-    action: _OTHER_COLOURS[i % len(_OTHER_COLOURS)]
-    for i, action in enumerate(others)
-  }
-  return {a: c for a, c in {**_COLOURS, **own}.items() if a in actions}
+  actions = {action for run in runs for action in run.action.tolist()}
+  others = zip(
+    sorted(actions - _COLOURS.keys()), itertools.cycle(_OTHER_COLOURS)
+  )
+  known = {a: colour for a, colour in _COLOURS.items() if a in actions}
+  return {**known, **dict(others)}
 
 
 def _bars(run, place, places):
@@ -221,9 +203,8 @@ def _bars(run, place, places):
   is from d to d + 1. Tasks that overlap share its height."""
   lane, lanes = _share(run)
   height = 0.86 / places
-  top = run.device + 0.07 + place * height
   each = height / lanes
-  top = top + lane * each
+  top = run.device + 0.07 + place * height + lane * each
   return np.stack([run.start, run.end, top, top + 0.94 * each], 1)
 
 
@@ -231,13 +212,12 @@ def _share(run):
   """int[T], int[T]: lanes of tasks, and how many there are beside them."""
   lane = np.zeros(len(run.start), np.int64)
   lanes = np.ones(len(run.start), np.int64)
-  group: dict[int, list[int]] = {}  # device -> tasks that touch each other
-  reach: dict[int, float] = {}
+  group = collections.defaultdict(list)  # device -> tasks that overlap
+  reach = collections.defaultdict(float)
   free: dict[int, tracks_lib.Lanes] = {}
-  for task, (device, *_, start, end) in enumerate(_rows(run)):
-    if device not in group or start >= reach[device]:
-      group[device], reach[device] = [], end
-      free[device] = tracks_lib.Lanes()
+  for task, (device, *_, start, end) in enumerate(run.rows()):
+    if start >= reach[device]:
+      group[device], free[device] = [], tracks_lib.Lanes()
     reach[device] = max(reach[device], end)
     lane[task] = free[device].take(start, end)
     group[device].append(task)
@@ -245,9 +225,12 @@ def _share(run):
   return lane, lanes
 
 
-def _paler(colour, share):
-  parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-  return parts + (1 - parts) * share
+def _paler(colours, share):
+  """Returns float[..., 3]: colours with so much white in them."""
+  from matplotlib.colors import to_rgba_array
+
+  colours = to_rgba_array(colours)[:, :3]
+  return colours + (1 - colours) * np.asarray(share)[..., None]
 
 
 def _draw(axes, run, bars, colours, stages, room):
@@ -255,20 +238,9 @@ def _draw(axes, run, bars, colours, stages, room):
   from matplotlib.collections import PolyCollection
 
   share = _PALEST * np.maximum(run.stage, 0) / max(stages - 1, 1)
-  base = np.array(
-    [_paler(colours[action], 0) for action in run.action.tolist()]
-  )
-  fill = base + (1 - base) * share[:, None]
+  fill = _paler([colours[action] for action in run.action.tolist()], share)
   left, right, top, bottom = bars.T
-  corners = np.stack(
-    [
-      np.stack([left, top], 1),
-      np.stack([right, top], 1),
-      np.stack([right, bottom], 1),
-      np.stack([left, bottom], 1),
-    ],
-    1,
-  )
+  corners = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
   many = len(bars) > _VECTORS
   axes.add_collection(
     PolyCollection(
@@ -310,39 +282,24 @@ def _dress(axes, schedule, idle, end, room):
   for device in range(1, schedule.devices):
     axes.axhline(device, color="#dddddd", lw=0.4, zorder=0)
   beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
-  words = {1: ("",), 2: ("planned ", "measured ")}[len(idle)]
-  for place, (word, part) in enumerate(zip(words, idle.values(), strict=True)):
+  words = ("planned ", "measured ") if len(idle) > 1 else ("",)
+  facts = [
+    f"{schedule.name}: {schedule.stages} stages on {schedule.devices} devices,"
+    f" {schedule.microbatches} microbatches"
+  ]
+  for place, (word, part) in enumerate(zip(words, idle, strict=True)):
     for device in devices:
       height = device + (place + 0.5) / len(idle)
       text = f"{word}{part.bubble[device]:.1%}"
       axes.text(1.01, height, text, fontsize=size, **beside)
-  axes.text(
-    *(1.01, 1, "bubble"),
-    transform=axes.transAxes,
-    va="bottom",
-    fontsize=9,
-  )
-  lines = [
-    f"{schedule.name}: {schedule.stages} stages on {schedule.devices} devices,"
-    f" {schedule.microbatches} microbatches"
-  ]
-  lines += [f"{word}{_facts(part)}" for word, part in zip(words, idle.values())]  # noqa: B905
-  axes.set_title("\n".join(lines).replace("$", r"\$"), fontsize=10, loc="left")
-
-
-def _facts(idle):
-  return (
-    f"makespan {idle.makespan:.5g}; bubble {idle.of_total:.1%} of the total,"
-    f" {idle.of_ideal:.1%} of the ideal"
-  )
-
-
-_WORDS = {
-  FORWARD: "F forward",
-  BACKWARD: "B backward",
-  INPUT: "I backward of inputs",
-  WEIGHT: "W backward of weights",
-}
+    facts.append(
+      f"{word}makespan {part.makespan:.5g}; bubble {part.of_total:.1%} of the"
+      f" total, {part.of_ideal:.1%} of the ideal"
+    )
+  top = {"transform": axes.transAxes, "va": "bottom"}
+  axes.text(1.01, 1, "bubble", fontsize=9, **top)
+  title = "\n".join(facts).replace("$", r"\$")
+  axes.set_title(title, fontsize=10, loc="left")
 
 
 def _legend(figure, colours, stages):
@@ -353,7 +310,7 @@ def _legend(figure, colours, stages):
     for action, colour in colours.items()
   ]
   if stages > 1:
-    pale = _paler("#404040", _PALEST)
+    (pale,) = _paler(["#404040"], _PALEST)
     handles += [
       Patch(color="#404040", label="stage 0"),
       Patch(color=pale, label=f"stage {stages - 1}"),

@@ -8,8 +8,11 @@ mean of some. The learning rate is that of one microbatch; an update of several
 takes as many times that, so that an example moves the parameters as far.
 """
 
+import contextlib
 import functools
+import itertools
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ _MOST_STAGES = 256
 _MOST_MICROBATCHES = 10**6
 _START = 0.1  # of the peak, where a warm-up begins
 _CUTS = ("parameters", "time")
+_LAYERS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _cuts_setting(value: Any, key: str) -> Any:
@@ -38,10 +42,8 @@ def _cuts_setting(value: Any, key: str) -> Any:
   if value in _CUTS:
     return value
   layers = value
-  if isinstance(value, str):
-    parts = value.split(",")
-    layers = [int(part) for part in parts if part.strip().isdecimal()]
-    layers = layers if len(layers) == len(parts) else None
+  if isinstance(value, str) and _LAYERS.fullmatch(value):
+    layers = [int(layer) for layer in value.split(",")]
   if not isinstance(layers, list) or {*map(type, layers)} - {int}:
     raise ValueError(
       f"config.{key} must be 'parameters', 'time', or a list of layers from 0"
@@ -127,10 +129,12 @@ class PipelinePlan(NamedTuple):
 
   def describe_partition(self) -> str:
     """Returns which layers a partitioner put where."""
-    stages = zip(*(self.cuts, self.cuts[1:], self.table.places()), strict=False)
+    stages = zip(
+      itertools.pairwise(self.cuts), self.table.places(), strict=True
+    )
     said = (
       f"{first} to {last - 1} on {', '.join(map(str, places))}"
-      for first, last, places in stages
+      for (first, last), places in stages
     )
     return f"{self.run.label}: layers (on devices) {'; '.join(said)}"
 
@@ -142,10 +146,9 @@ def check(run: Run) -> None:
     ValueError: naming the key and the remedy.
   """
   section, where = run.config["pipeline"], f"config.runs.{run.label}"
-  name = section["schedule"]
+  name, wanted = section["schedule"], section["partition"]
   with checks.blame(f"runs.{run.label}"):
     traits = schedules.describe(name)
-  wanted = section["partition"]
   if wanted is None:
     return
   if traits.partitioner != wanted:
@@ -179,17 +182,16 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
       " made of layers, which cannot be cut into stages: use another engine"
     )
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  section = dict(run.config["pipeline"])
+  total, section = _total(run, problem), dict(run.config["pipeline"])
   if section["partition"] is not None:
     section |= _placed(experiment, run, problem, shapes)
   # Of a table in a file, only what the run itself says.
   stages = section["stages"]
   if files.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
-  table = _table(run, section, stages, _total(run, problem))
+  table = _table(run, section, stages, total)
   with checks.blame(f"runs.{run.label}", tuple(section)):
     weights = schedules.weights_of(table, section["weights"])
-  stages = table.stages
   if section["predict"] and weights == "latest" and not table.flush:
     raise ValueError(
       f"config.runs.{run.label}.predict needs the predicted weights in the"
@@ -200,11 +202,11 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     run, problem, peak=peak, batches=table.every, start=_START * peak
   )
   with checks.blame("pipeline.cuts"):
-    at = _cuts(experiment, section, stages, problem, shapes)
+    at = _cuts(experiment, section, table.stages, problem, shapes)
   parts = _parts(experiment, run, section, table, weights, rate, at, shapes)
   return PipelinePlan(
     *(run, experiment.dataset, problem, table, weights, section["recompute"]),
-    *(peak, rate, _total(run, problem), tuple(parts), tuple(at)),
+    *(peak, rate, total, tuple(parts), tuple(at)),
     together=table.flush and run.config["clip_norm"] is not None,
     measurements=experiment.measurements,
   )
@@ -226,7 +228,6 @@ def _total(run, problem) -> int:
 def _table(run, section, stages, total) -> Schedule:
   name = section["schedule"]
   known = schedules.describe(name).options
-  given = {key: section[key] for key in known if key in section}
   try:
     return schedules.make(
       name,
@@ -234,7 +235,7 @@ def _table(run, section, stages, total) -> Schedule:
       total=total,
       batch=section["microbatches"],
       every=section["every"],
-      **given,
+      **{key: section[key] for key in known if key in section},
     )
   except schedules.OptionError as error:
     raise ValueError(f"config.runs.{run.label}.{error}") from error
@@ -250,9 +251,8 @@ def _parts(experiment, run, section, table, weights, rate, at, shapes):
   if section["predict"]:
     stale = analyze.staleness(table, weights).forward
     ahead = np.median(stale, axis=1).astype(int).tolist()
-  kinds = [
-    (len(places), ahead[stage]) for stage, places in enumerate(table.places())
-  ]
+  replicas = map(len, table.places())
+  kinds = list(zip(replicas, ahead, strict=True))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipes = [_recipe(run, rate, *kind) for kind in kinds]
     parts = cut.cut(experiment.problem_of(run), shapes, at, recipes)
@@ -270,21 +270,17 @@ def _parts(experiment, run, section, table, weights, rate, at, shapes):
 
 
 def _recipe(run, rate, replicas, ahead) -> algorithms.Recipe:
+  """The recipe of a stage; `ahead`: updates that it sends weights rolled on."""
   recipe = algorithms.build(run.recipe, rate, replicas, **run.options)
   algorithm = recipe.algorithm
   if run.config["clip_norm"] is not None:
-    algorithm = transforms.precede(
-      algorithm, sharding.clip_by_global_norm(run.config["clip_norm"])
-    )
+    clip = sharding.clip_by_global_norm(run.config["clip_norm"])
+    algorithm = transforms.precede(algorithm, clip)
   if ahead is not None:
-    transform = optax.GradientTransformationExtraArgs(
-      algorithm.init, algorithm.update
+    algorithm = transforms.lookahead(
+      optax.GradientTransformationExtraArgs(algorithm.init, algorithm.update),
+      lambda worker: np.zeros(ahead, np.int32) + worker,
     )
-    algorithm = base.as_algorithm(transform)
-    if ahead:
-      algorithm = transforms.lookahead(
-        transform, lambda worker: np.zeros(ahead, np.int32) + worker
-      )
   return recipe._replace(algorithm=algorithm)
 
 
@@ -311,9 +307,7 @@ def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
     costs = [sum(both) for both in _layer_seconds(experiment, problem)]
   else:
     costs = [models.count(weights) for weights in base.weights_of(shapes)]
-  groups = [
-    sum(costs[start:end]) for start, end in zip([0, *ends], ends, strict=False)
-  ]
+  groups = [sum(costs[s:e]) for s, e in itertools.pairwise([0, *ends])]
   nodes = balance.balance(groups, stages)
   return [0, *(ends[stage[-1]] for stage in nodes)]
 
@@ -336,7 +330,7 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   with checks.blame(f"runs.{run.label}"):
     layers = _profile(problem, shapes).nodes
     nodes = []
-    for first, last in zip([0, *ends], ends, strict=False):
+    for first, last in itertools.pairwise([0, *ends]):
       forward, backward = np.sum(seconds[first:last], axis=0).tolist()
       nodes.append(
         layers[last - 1]._replace(
@@ -356,9 +350,9 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
         chain, count, bandwidth=speed, recompute=again
       )
       placed = {"devices": [device for (device,) in result.partition.devices]}
-    at = placement.cuts(result.partition)
-  at = [0, *(ends[node - 1] for node in at[1:])]
-  return {**placed, "stages": len(at) - 1, "cuts": at}
+    inner = placement.cuts(result.partition)[1:]
+  at = [0, *(ends[node - 1] for node in inner)]
+  return {**placed, "stages": len(inner), "cuts": at}
 
 
 def _profile(problem, params, **measure):
@@ -390,12 +384,10 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
     )
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
-  try:
+  with contextlib.suppress(TypeError, ValueError):
     array = np.array(seconds, float)
     if array.shape == (count, 2) and (array >= 0).all():
       return array.tolist()
-  except (TypeError, ValueError):
-    pass
   raise ValueError(
     f"measurements.json does not say what each of {count} layers takes, forward"
     " and backward, by which this experiment's stages were cut: put it back as"

@@ -3,22 +3,17 @@
 Seconds are those of any clock; a run begins where its first span does.
 """
 
+import collections
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeline import analyze
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  KNOWN,
-  WEIGHT,
-  Schedule,
-)
+from pipeline.table import KNOWN, Schedule
 
+_KEPT = 200_000  # spans of a run, the last ones
 _MOST = 1e15  # seconds, and numbers, in a file
 
 
@@ -42,6 +37,10 @@ class Timeline(NamedTuple):
   action: np.ndarray  # str[T]
   start: np.ndarray  # float[T]
   end: np.ndarray  # float[T]
+
+  def rows(self) -> Iterator[tuple]:
+    """Yields the work piece by piece, of Python's numbers."""
+    return zip(*(column.tolist() for column in self), strict=True)
 
 
 class Idle(NamedTuple):
@@ -87,10 +86,18 @@ def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
   spans = [TaskSpan(*span) for span in spans]
   if not spans:
     raise ValueError("there is no span: nothing was measured")
-  tasks = {task[1:] for task in schedule.tasks}
-  done = set()
+  tasks, done = {task[1:] for task in schedule.tasks}, set()
   for span in spans:
-    _check(span, schedule)
+    if not 0 <= span.device < schedule.devices:
+      raise ValueError(
+        f"{_describe(span)}: the table {schedule.name} has devices 0 to"
+        f" {schedule.devices - 1}"
+      )
+    if not (np.isfinite(span[4:]).all() and span.start <= span.end):
+      raise ValueError(
+        f"{_describe(span)} is from {span.start!r} to {span.end!r}: these must"
+        " be finite, and not fall"
+      )
     if span.action not in KNOWN:
       continue
     if span[:4] not in tasks:
@@ -116,31 +123,16 @@ def _describe(span):
   )
 
 
-def _check(span, schedule):
-  if not 0 <= span.device < schedule.devices:
-    raise ValueError(
-      f"{_describe(span)}: the table {schedule.name} has devices 0 to"
-      f" {schedule.devices - 1}"
-    )
-  if not (np.isfinite(span[4:]).all() and span.start <= span.end):
-    raise ValueError(
-      f"{_describe(span)} is from {span.start!r} to {span.end!r}: these must be"
-      " finite, and not fall"
-    )
-
-
 def _sorted(device, stage, microbatch, action, start, end):
   order = np.lexsort((device, start))
   columns = device, stage, microbatch, action, start, end
-  return Timeline(*(np.asarray(column)[order] for column in columns))
+  return Timeline(*(column[order] for column in columns))
 
 
 def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
   busy, reach = [0.0] * devices, [0.0] * devices
-  for device, start, end in zip(
-    run.device.tolist(), run.start.tolist(), run.end.tolist(), strict=True
-  ):
+  for device, _, _, _, start, end in run.rows():
     busy[device] += max(end - max(start, reach[device]), 0.0)
     reach[device] = max(reach[device], end)
   makespan = float(run.end.max(initial=0.0))
@@ -193,15 +185,49 @@ def costs(schedule: Schedule, spans: Iterable[TaskSpan]) -> analyze.Costs:
   own = sorted(set(run.action.tolist()) - set(KNOWN))
   return analyze.costs(
     schedule.stages,
-    forward=column(FORWARD),
-    backward=column(BACKWARD),
-    input=column(INPUT),
-    weight=column(WEIGHT),
+    **{name: column(action) for action, name in analyze.COST_OF.items()},
     own={action: median(run.action == action) for action in own},
   )
 
 
-# Forms.
+class SpanLog:
+  """The last spans of a run that is made in several calls.
+
+  They are kept right after one another: what lies between two calls, such as an
+  evaluation, is no bubble. Of a synchronous schedule those of one pass through
+  the table are kept.
+  """
+
+  def __init__(self, schedule: Schedule):
+    """Starts with no span; `schedule` is the table that the run obeys."""
+    self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
+    self._schedule, self._end = schedule, 0.0
+    self._busy = self._whole = 0.0  # seconds of all devices
+
+  def add(self, new: Sequence[TaskSpan]) -> None:
+    """Adds the spans of a call, by time of start."""
+    if not new:
+      return
+    schedule = self._schedule
+    call = idle(measured(schedule, new), schedule.devices)
+    self._busy += float(call.busy.sum())
+    self._whole += schedule.devices * call.makespan
+    if schedule.flush:
+      self.spans.clear()
+    shift = self._end - new[0].start if self.spans else 0.0
+    self._end = max(span.end for span in new) + shift
+    self.spans.extend(
+      span._replace(start=span.start + shift, end=span.end + shift)
+      for span in new
+    )
+
+  def bubble(self) -> float:
+    """Returns idle / total of all calls, NaN before the first."""
+    return 1 - self._busy / self._whole if self._whole else float("nan")
+
+  def costs(self) -> analyze.Costs | None:
+    """Returns the costs of tasks, see `costs`; None before the first call."""
+    return costs(self._schedule, self.spans) if self.spans else None
 
 
 def to_json(spans: Iterable[TaskSpan]) -> str:
@@ -219,8 +245,7 @@ def from_json(text: str) -> list[TaskSpan]:
     ValueError: if it is not such an object, with the first row that is wrong.
   """
   try:
-    rows = json.loads(text)["spans"]
-    rows = list(rows)
+    rows = list(json.loads(text)["spans"])
   except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise ValueError(
       f"not spans in JSON ({type(error).__name__}: {error}); it must be an"
@@ -237,13 +262,14 @@ def from_json(text: str) -> list[TaskSpan]:
 
 
 def _is_span(row):
+  if not (isinstance(row, list) and len(row) == 6):
+    return False
+  *whole, action, start, end = row
   return (
-    isinstance(row, list)
-    and len(row) == 6
-    and all(type(value) is int for value in row[:3])
-    and isinstance(row[3], str)
-    and row[3].isprintable()
-    and all(type(value) in (int, float) for value in row[4:])
+    {type(number) for number in whole} == {int}
+    and isinstance(action, str)
+    and action.isprintable()
+    and {type(start), type(end)} <= {int, float}
     # NaN is for `measured` to name.
-    and not any(abs(value) > _MOST for value in (*row[:3], *row[4:]))
+    and not any(abs(number) > _MOST for number in (*whole, start, end))
   )

@@ -117,16 +117,11 @@ def _compile(fn, tree, *leaves):
 def _check_same(name, actual, wanted):
   """Refuses what a stage was not compiled for: its program is for those shapes,
   and would compute something else."""
-  trees = jax.tree.structure(actual), jax.tree.structure(wanted)
-  shapes = [
-    [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    for tree in (actual, wanted)
-  ]
-  if trees[0] != trees[1] or shapes[0] != shapes[1]:
-    shown = [jax.tree.map(np.shape, tree) for tree in (actual, wanted)]
+  shapes, others = (jax.tree.map(np.shape, tree) for tree in (actual, wanted))
+  if shapes != others:
     raise ValueError(
-      f"{name} has shapes {shown[0]}, and the stage was compiled for those of"
-      f" the first microbatch, {shown[1]}: make all microbatches alike"
+      f"{name} has shapes {shapes}, and the stage was compiled for those of"
+      f" the first microbatch, {others}: make all microbatches alike"
     )
 
 
@@ -138,9 +133,6 @@ class _Program:
   """The forward with what it keeps, and the backward from that."""
 
   def __init__(self, fn, params, x, extra):
-    self._params = jax.tree.structure(params)
-    n_params = self._params.num_leaves
-
     def full(params, x, extra):
       leaves, tree = jax.tree.flatten(x)
       moving = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
@@ -150,68 +142,48 @@ class _Program:
         for i, value in zip(moving, floats, strict=True):
           given[i] = value
         y, aux = fn(params, jax.tree.unflatten(tree, given), extra)
-        outs, y_tree = jax.tree.flatten(y)
-        self._fixed = [None if _is_floating(o) else o for o in outs]
-        self._y = y_tree
-        return [o for o in outs if _is_floating(o)], (y, aux)
+        return floating(y), (y, aux)
 
       _, vjp, (y, aux) = jax.vjp(
         of, params, [leaves[i] for i in moving], has_aux=True
       )
-      residuals, self._vjp = jax.tree.flatten(vjp)
-      return y, aux, residuals
+      return y, aux, vjp
 
     closed, shapes = jax.make_jaxpr(full, return_shape=True)(params, x, extra)
     self._out = jax.tree.structure(shapes[:2])
+    self._vjp = jax.tree.structure(shapes[2])
     n_out = self._out.num_leaves
     jaxpr = _inline(closed)
-    params_vars = set(jaxpr.jaxpr.invars[:n_params])
-    others = set(jaxpr.jaxpr.invars[n_params:])
+    invars, outs = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+    own = invars[: jax.tree.structure(params).num_leaves]
     # What follows from the parameters alone is computed again from them.
-    free = params_vars | set(jaxpr.jaxpr.constvars)
+    free = {*own, *jaxpr.jaxpr.constvars}
     for eqn in jaxpr.jaxpr.eqns:
       if all(_literal(v) or v in free for v in eqn.invars) and not eqn.effects:
         free.update(eqn.outvars)
-    outs = jaxpr.jaxpr.outvars
-    residuals = outs[n_out:]
-    self._kept = list(
-      dict.fromkeys(v for v in residuals if not _literal(v) and v not in free)
-    )
-    made = [v for v in self._kept if v not in others]
-    self._given = {
-      i: v
-      for i, v in enumerate(jaxpr.jaxpr.invars)
-      if v in others and v in self._kept
-    }
-    self._made = made
-    self._forward = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *made])
-    self._residuals = residuals
+    self._residuals = residuals = outs[n_out:]
+    self._kept = [v for v in _variables(residuals) if v not in free]
+    self._forward = _function(jaxpr, invars, [*outs[:n_out], *self._kept])
     again = [v for v in residuals if _literal(v) or v in free]
     # Without effects, such as prints: those are of the forward.
     eqns = _needed(jaxpr.jaxpr.eqns, again, effects=False)
-    self._again = _function(jaxpr, jaxpr.jaxpr.invars[:n_params], again, eqns)
-    self.kept_shapes = tuple(
-      jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-      for v in [*made, *self._given.values()]
-    )
+    self._again = _function(jaxpr, own, again, eqns)
+    self.kept_shapes = tuple(_shape_of(v) for v in self._kept)
 
   def forward(self, params, x, extra):
-    flat = jax.tree.leaves((params, x, extra))
-    outs = self._forward(*flat)
+    outs = self._forward(*jax.tree.leaves((params, x, extra)))
     count = self._out.num_leaves
     y, aux = jax.tree.unflatten(self._out, outs[:count])
-    return y, aux, (*outs[count:], *(flat[i] for i in self._given))
+    return y, aux, tuple(outs[count:])
 
   def backward(self, params, kept, gy):
     again = iter(self._again(*jax.tree.leaves(params)))
-    held = dict(zip([*self._made, *self._given.values()], kept, strict=True))
+    held = dict(zip(self._kept, kept, strict=True))
     residuals = [
       held[v] if not _literal(v) and v in held else next(again)
       for v in self._residuals
     ]
-    vjp = jax.tree.unflatten(self._vjp, residuals)
-    gradient, gx = vjp(list(gy))
-    return gradient, gx
+    return jax.tree.unflatten(self._vjp, residuals)(list(gy))
 
 
 class _Split:
@@ -224,20 +196,15 @@ class _Split:
     jaxpr = _inline(closed)
     self._gradient = jax.tree.structure(shapes[0])
     n = self._gradient.num_leaves
+    eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
     weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
-    first = _needed(jaxpr.jaxpr.eqns, inputs)
-    invars = jaxpr.jaxpr.invars
-    own = invars[: len(invars) - len(gy)]
-    done = {v for eqn in first for v in eqn.outvars} | set(invars[len(own) :])
+    first, own = _needed(eqns, inputs), invars[: len(invars) - len(gy)]
+    done = {*invars[len(own) :], *(v for eqn in first for v in eqn.outvars)}
     second = [
-      eqn
-      for eqn in _needed(jaxpr.jaxpr.eqns, weights)
-      if not any(eqn is e for e in first)
+      eqn for eqn in _needed(eqns, weights) if not any(eqn is e for e in first)
     ]
-    used = [v for eqn in second for v in eqn.invars] + list(weights)
-    self._half = list(
-      dict.fromkeys(v for v in used if not _literal(v) and v in done)
-    )
+    used = [*(v for eqn in second for v in eqn.invars), *weights]
+    self._half = [v for v in _variables(used) if v in done]
     self._n_inputs = len(inputs)
     self._input = _function(jaxpr, invars, [*inputs, *self._half])
     self._weight = _function(jaxpr, [*own, *self._half], weights, second)
@@ -251,11 +218,17 @@ class _Split:
     return jax.tree.unflatten(self._gradient, outs)
 
 
-# Programs.
-
-
 def _literal(v):
   return isinstance(v, core.Literal)
+
+
+def _variables(atoms):
+  """Those that are no literals, each once."""
+  return list(dict.fromkeys(v for v in atoms if not _literal(v)))
+
+
+def _shape_of(v):
+  return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
 def _inline(closed):
@@ -264,11 +237,7 @@ def _inline(closed):
   def run(*args):
     return _evaluate(closed.jaxpr, closed.consts, args)
 
-  shapes = [
-    jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-    for v in closed.jaxpr.invars
-  ]
-  return jax.make_jaxpr(run)(*shapes)
+  return jax.make_jaxpr(run)(*map(_shape_of, closed.jaxpr.invars))
 
 
 def _evaluate(jaxpr, consts, args):
@@ -283,7 +252,7 @@ def _evaluate(jaxpr, consts, args):
     if inner is not None:
       outs = _evaluate(inner.jaxpr, inner.consts, map(read, eqn.invars))
     else:
-      free = list(dict.fromkeys(v for v in eqn.invars if not _literal(v)))
+      free = _variables(eqn.invars)
       outs = _run(free, [eqn], eqn.outvars, map(read, free))
     values.update(zip(eqn.outvars, outs, strict=True))
   return [read(v) for v in jaxpr.outvars]
@@ -301,13 +270,13 @@ def _run(invars, eqns, outvars, args):
 def _needed(eqns, outs, *, effects=True):
   """The equations that `outs` depend on, in their order, and those that have
   effects of their own."""
-  wanted = {v for v in outs if not _literal(v)}
+  wanted = set(_variables(outs))
   found = []
   for eqn in reversed(eqns):
     own = effects and eqn.effects
     if own or any(v in wanted for v in eqn.outvars):
       found.append(eqn)
-      wanted.update(v for v in eqn.invars if not _literal(v))
+      wanted.update(_variables(eqn.invars))
   return found[::-1]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base
+from pipeline import analyze
 from pipeline.instructions import Program
 from pipeline.spans import TaskSpan
 
@@ -45,12 +46,7 @@ class PipelineResult(NamedTuple):
 
 def keys(program: Program, slot: int) -> dict[str, set]:
   """Returns the keys that the state of the whole table has before a slot: field
-  -> keys; of tickets, those that will be read.
-
-  Args:
-    program: of the table.
-    slot: from 0 to its end.
-  """
+  -> keys; of tickets, those that will be read."""
   schedule, where = program.schedule, program.where
   forward, backward, weight = (schedule.time[rows] for rows in where)
 
@@ -77,8 +73,7 @@ def keys(program: Program, slot: int) -> dict[str, set]:
 def _of_updates(program, slot, weight):
   """The keys of tickets, sums and messages of updates that are yet to come."""
   schedule, every = program.schedule, program.schedule.every
-  # When the version after each update is made.
-  ends = np.sort(weight, axis=1)[:, every - 1 :: every]
+  ends = analyze.updates_done(schedule)  # when versions 1, 2, ... are made
   if program.together:
     ends = np.broadcast_to(ends.max(0), ends.shape)
   tickets, sums, messages = set(), set(), set()
@@ -91,8 +86,8 @@ def _of_updates(program, slot, weight):
     if every > 1 and done:
       sums.add(stage)
     if done == every:  # the last message waits for the other stages
-      order = np.lexsort((schedule.device[rows], schedule.time[rows]))
-      messages.add(("m", stage, int(order[(before + 1) * every - 1])))
+      number = (before + 1) * every - 1
+      messages.add(("m", stage, int(program.order[stage, number])))
     for read in (program.versions.forward, program.versions.backward):
       version = read[stage, later]
       there = version <= before
@@ -102,27 +97,23 @@ def _of_updates(program, slot, weight):
 
 
 def lane_of(program: Program, field: str, key: Any) -> int:
-  """Returns the lane that keeps something.
-
-  Args:
-    program: of the table.
-    field: of `PipelineState`.
-    key: in this field; of `servers` and `sums`, the stage.
-  """
+  """Returns the lane that keeps what is at a key of a field of `PipelineState`;
+  of `servers` and `sums` the key is the stage."""
+  places, where = program.places, program.where
   if field in ("servers", "sums"):
-    return program.places[key][0]
+    return places[key][0]
   if field == "messages":
-    return program.places[key[0]][0]
+    return places[key[0]][0]
   if field == "tickets":
-    return program.places[key[0]][key[2]]
-  device = program.schedule.device
-  if field in ("kept", "halves"):
-    return int(device[program.where.forward[key]])
-  kind, *at = key  # on its way to that lane
-  if kind == "m":
-    return program.places[at[0]][0]
-  row = program.where.forward if kind == "x" else program.where.backward
-  return int(device[row[tuple(at)]])
+    return places[key[0]][key[2]]
+  if field == "on_their_way":
+    kind, stage, _ = key
+    if kind == "m":
+      return places[stage][0]
+    rows, at = {"x": where.forward, "g": where.backward}[kind], key[1:]
+  else:  # kept, halves
+    rows, at = where.forward, key
+  return int(program.schedule.device[rows[at]])
 
 
 def check(state: PipelineState, program: Program, messages: set) -> None:
@@ -164,13 +155,47 @@ def check(state: PipelineState, program: Program, messages: set) -> None:
       )
 
 
-# A checkpoint: JSON and arrays of a state, so of what is in flight, too.
+# Other forms: on the host, and as JSON and arrays, for a checkpoint.
 
-_NODES = {node.__name__: node for node in (base.Ticket, base.Variables)}
+
+class HostKey(NamedTuple):
+  """A key of JAX, as numbers."""
+
+  data: np.ndarray
+
+
+def to_host(tree: Any) -> Any:
+  """Returns a tree of NumPy arrays; a key of JAX becomes a HostKey."""
+
+  def move(x):
+    if not isinstance(x, jax.Array):
+      return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return HostKey(np.asarray(jax.random.key_data(x)))
+    return np.asarray(x)
+
+  return jax.tree.map(move, tree)
+
+
+def with_keys(tree: Any) -> Any:
+  """Returns the tree with keys of JAX for its HostKeys, as it was before
+  `to_host`; arrays stay NumPy's."""
+
+  def is_host_key(x):
+    return isinstance(x, HostKey)
+
+  def move(x):
+    return jax.random.wrap_key_data(x.data) if is_host_key(x) else x
+
+  return jax.tree.map(move, tree, is_leaf=is_host_key)
+
+
+_NODES = {n.__name__: n for n in (base.Ticket, base.Variables, HostKey)}
 
 
 def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
-  """Puts the arrays of a tree into `leaves`; returns JSON that says where."""
+  """Puts the arrays of a tree of the host into `leaves`; returns JSON that says
+  where."""
   if tree is None:
     return None
   if isinstance(tree, dict):
@@ -179,11 +204,8 @@ def describe(tree: Any, leaves: list[np.ndarray]) -> Any:
   if isinstance(tree, (tuple, list)):
     name = type(tree).__name__
     return {name: [describe(value, leaves) for value in tree]}
-  kind = "array"
-  if jnp.issubdtype(getattr(tree, "dtype", np.bool_), jax.dtypes.prng_key):
-    kind, tree = "key", jax.random.key_data(tree)
-  leaves.append(np.asarray(tree))
-  return {kind: len(leaves) - 1}
+  leaves.append(tree)
+  return {"array": len(leaves) - 1}
 
 
 def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
@@ -198,9 +220,7 @@ def rebuild(description: Any, leaves: Sequence[np.ndarray]) -> Any:
     }
   if kind == "array":
     return jnp.array(leaves[content])
-  if kind == "key":
-    return jax.random.wrap_key_data(jnp.array(leaves[content]))
   values = [rebuild(value, leaves) for value in content]
-  if kind in ("tuple", "list"):
-    return values if kind == "list" else tuple(values)
-  return _NODES[kind](*values)
+  if kind in _NODES:
+    return _NODES[kind](*values)
+  return values if kind == "list" else tuple(values)

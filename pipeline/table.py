@@ -25,6 +25,7 @@ import collections
 import csv
 import io
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -121,9 +122,6 @@ def _count(column):
   return int(column.max()) + 1 if len(column) else 0
 
 
-_RANK = {FORWARD: 0, BACKWARD: 1, INPUT: 2, WEIGHT: 3}
-
-
 def make(
   name: str,
   tasks: Iterable[Task | tuple] | Sequence[np.ndarray],
@@ -157,26 +155,19 @@ def make(
       raise ScheduleError(
         f"action {row[4]!r} of {row!r} must be a name of letters and _"
       )
-  columns = list(zip(*rows, strict=True)) if rows else [()] * 5
+  *columns, actions = zip(*rows, strict=True) if rows else [()] * 5
   try:
-    numbers = [_int32(column) for column in columns[:4]]
-  except (TypeError, ValueError, OverflowError):
+    numbers = [
+      np.array([operator.index(number) for number in column], np.int32)
+      for column in columns
+    ]
+  except (TypeError, OverflowError):
     raise ScheduleError(
       "time, device, stage and microbatch must be whole numbers below 2**31"
     ) from None
   return from_columns(
-    name, *numbers, np.array(columns[4], str), every=every, flush=flush
+    name, *numbers, np.array(actions, str), every=every, flush=flush
   )
-
-
-def _int32(column):
-  array = np.asarray(column)
-  if array.size and not np.issubdtype(array.dtype, np.integer):
-    raise ValueError
-  out = array.astype(np.int32)
-  if (out != array).any():
-    raise OverflowError
-  return out
 
 
 def from_columns(
@@ -189,10 +180,10 @@ def from_columns(
     )
   if name != name.strip():  # it could not be read again
     raise ScheduleError("a schedule's name must not begin or end in a space")
-  of_stage = np.isin(action, KNOWN)
+  lowest = np.isin(action, KNOWN) - 1
   for what, column, least in (
     *(("time", time, 0), ("device", device, 0)),
-    *(("stage", stage, of_stage - 1), ("microbatch", microbatch, of_stage - 1)),
+    *(("stage", stage, lowest), ("microbatch", microbatch, lowest)),
   ):
     wrong = np.flatnonzero(column < least)
     if len(wrong):
@@ -208,8 +199,8 @@ def from_columns(
       f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
       f" and microbatch {microbatch[i]}: give both, or -1 for both"
     )
-  rank = np.full(len(time), 9, np.int8)
-  for kind, number in _RANK.items():
+  rank = np.full(len(time), len(KNOWN), np.int8)
+  for number, kind in enumerate(KNOWN):
     rank[action == kind] = number
   order = np.lexsort((rank, device, time))
   return Schedule(
@@ -232,11 +223,9 @@ def lay_out(
   as soon as what it needs is there.
 
   Args:
-    name: for people.
+    name: as in `make`, and so are `every` and `flush`.
     orders: of each device, its (action, stage, microbatch); a pair of those is
-      one block, whose two tasks overlap.
-    every: as in `make`.
-    flush: as in `make`.
+      one block: the two tasks overlap.
 
   Raises:
     ScheduleError: for a deadlock, with the table as far as it came.
@@ -245,88 +234,79 @@ def lay_out(
     [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
     for order in orders
   ]
-  stages = 1 + max((t[1] for o in blocks for b in o for t in b), default=-1)
-  ends: dict[tuple[str, int, int], int] = {}
-  updates = _Updates(blocks, every) if flush else None
+  clock = _Clock(blocks, every, flush)
   free = [0] * len(blocks)
   at = [0] * len(blocks)
-  rows = []
-
-  def ready(step):
-    """When a step may start; None if that is not known yet."""
-    action, stage, microbatch = step
-    if action == FORWARD:
-      when = 0 if stage == 0 else ends.get((FORWARD, stage - 1, microbatch))
-      if when is not None and updates:
-        before = updates.before(stage, microbatch)
-        return None if before is None else max(when, before)
-      return when
-    if action in (BACKWARD, INPUT):
-      own = ends.get((FORWARD, stage, microbatch))
-      if own is None or stage == stages - 1:
-        return own
-      other = ends.get((BACKWARD, stage + 1, microbatch))
-      return None if other is None else max(own, other)
-    if action == WEIGHT:
-      return ends.get((BACKWARD, stage, microbatch))
-    return 0
-
-  left = sum(map(len, blocks))
-  while left:
-    before = left
+  rows, moved = [], True
+  while moved:
+    moved = False
     for device, order in enumerate(blocks):
       while at[device] < len(order):
         block = order[at[device]]
-        times = [ready(step) for step in block]
+        times = [clock.ready(*step) for step in block]
         if None in times:
           break
         start = max(free[device], *times)
         for action, stage, microbatch in block:
           rows.append((start, device, stage, microbatch, action))
-          kind = BACKWARD if action == INPUT else action
-          ends[kind, stage, microbatch] = start + 1
-          if updates:
-            updates.done(action, stage, microbatch, start + 1)
+          clock.done(action, stage, microbatch, start + 1)
         free[device] = start + 1
         at[device] += 1
-        left -= 1
-    if left == before:
-      waiting = [
-        f"\n  device {device}: {' & '.join(_cell(t, True) for t in order[n])}"
-        for device, (n, order) in enumerate(zip(at, blocks, strict=True))
-        if n < len(order)
-      ]
-      text = to_text(make(name, rows, every=every, flush=flush))
-      raise ScheduleError(
-        f"deadlock: no device can go on.\n{text}waiting:{''.join(waiting)}"
-      )
-  return make(name, rows, every=every, flush=flush)
+        moved = True
+  table = make(name, rows, every=every, flush=flush)
+  waiting = [
+    f"\n  device {device}: {' & '.join(_cell(*s, True) for s in order[n])}"
+    for device, (n, order) in enumerate(zip(at, blocks, strict=True))
+    if n < len(order)
+  ]
+  if waiting:
+    raise ScheduleError(
+      "deadlock: no device can go on.\n"
+      f"{to_text(table)}waiting:{''.join(waiting)}"
+    )
+  return table
 
 
-class _Updates:
-  """When stages of a synchronous schedule have been updated."""
+class _Clock:
+  """When the steps of a table that is laid out end."""
 
-  def __init__(self, blocks, every):
-    self._every = every
+  def __init__(self, blocks, every, flush):
+    self._every, self._flush = every, flush
+    steps = [step for order in blocks for block in order for step in block]
+    self._last = max((stage for _, stage, _ in steps), default=-1)
+    self._ends: dict[Step, int] = {}
+    # Of the updates, (stage, batch): gradients to come, and when the last came.
     self._left = collections.Counter(
       (stage, microbatch // every)
-      for order in blocks
-      for block in order
-      for action, stage, microbatch in block
+      for action, stage, microbatch in steps
       if action in (BACKWARD, WEIGHT)
     )
-    self._end = collections.Counter()
+    self._updated = collections.Counter()
 
-  def before(self, stage, microbatch):
-    """The end of the last update that a forward waits for; None: not known."""
-    key = stage, microbatch // self._every - 1
-    return None if self._left[key] else self._end[key]
+  def ready(self, action, stage, microbatch):
+    """When a step may start; None if that is not known yet."""
+    ends, needs = self._ends, [0]
+    if action == FORWARD:
+      if stage:
+        needs.append(ends.get((FORWARD, stage - 1, microbatch)))
+      if self._flush:
+        update = stage, microbatch // self._every - 1
+        needs.append(None if self._left[update] else self._updated[update])
+    elif action in (BACKWARD, INPUT):
+      needs.append(ends.get((FORWARD, stage, microbatch)))
+      if stage < self._last:
+        needs.append(ends.get((BACKWARD, stage + 1, microbatch)))
+    elif action == WEIGHT:
+      needs.append(ends.get((BACKWARD, stage, microbatch)))
+    return None if None in needs else max(needs)
 
   def done(self, action, stage, microbatch, end):
+    kind = BACKWARD if action == INPUT else action
+    self._ends[kind, stage, microbatch] = end
     if action in (BACKWARD, WEIGHT):
-      key = stage, microbatch // self._every
-      self._left[key] -= 1
-      self._end[key] = max(self._end[key], end)
+      update = stage, microbatch // self._every
+      self._left[update] -= 1
+      self._updated[update] = max(self._updated[update], end)
 
 
 # Forms.
@@ -337,9 +317,13 @@ _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
 
 
-def _cell(step, stage_too):
-  action, stage, microbatch = step
-  text = action if microbatch < 0 else f"{action}{microbatch}"
+def label(action: str, microbatch: int) -> str:
+  """Returns the name of a task: `F3`, or `sync` of no microbatch."""
+  return action if microbatch < 0 else f"{action}{microbatch}"
+
+
+def _cell(action, stage, microbatch, stage_too):
+  text = label(action, microbatch)
   return f"{text}@{stage}" if stage_too and stage >= 0 else text
 
 
@@ -351,33 +335,24 @@ def to_text(
   A cell is the action and the microbatch, `F3`; with its stage, `F3@1`, where
   that is not the number of the device; `F3&B1` is a block of two.
 
-  Args:
-    schedule: the table.
-    marks: (device, slot) -> a character put on either side of that cell.
+  `marks` are (device, slot) -> a character put on either side of that cell.
   """
-  cells = collections.defaultdict(list)
   own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
-  for task in schedule.tasks:
-    step = task.action, task.stage, task.microbatch
-    cells[task.device, task.time].append(_cell(step, not own))
-  marks = marks or {}
-  rows = []
-  for device in range(schedule.devices):
-    row = [
-      "&".join(cells[device, slot]) or _IDLE for slot in range(schedule.slots)
-    ]
-    for (other, slot), mark in marks.items():
-      if other == device and 0 <= slot < len(row):
-        row[slot] = f"{mark}{row[slot]}{mark}"
-    rows.append(row)
+  cells = [[[] for _ in range(schedule.slots)] for _ in range(schedule.devices)]
+  for time, device, stage, microbatch, action in schedule.tasks:
+    cells[device][time].append(_cell(action, stage, microbatch, not own))
+  marks, rows = marks or {}, []
+  for device, row in enumerate(cells):
+    rows.append([])
+    for slot, names in enumerate(row):
+      mark = marks.get((device, slot), "")
+      rows[-1].append(f"{mark}{'&'.join(names) or _IDLE}{mark}")
   width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  name = max(
-    (len(str(device)) for device in range(schedule.devices)), default=1
-  )
   lines = [_title(schedule)]
   for device, row in enumerate(rows):
-    padded = (cell.ljust(n) for cell, n in zip(row, width, strict=True))
-    lines.append(f"{device:>{name}} | {' '.join(padded)}".rstrip())
+    padded = map(str.ljust, row, width)
+    number = str(device).rjust(len(str(len(rows) - 1)))
+    lines.append(f"{number} | {' '.join(padded)}".rstrip())
   return "\n".join(lines) + "\n"
 
 
@@ -437,15 +412,12 @@ def _head(number, line):
   return match[1], int(match[2]), bool(match[3])
 
 
-_COLUMNS = Task._fields
-
-
 def to_csv(schedule: Schedule) -> str:
   """Returns the table as CSV, below a line that starts with #."""
   out = io.StringIO()
   out.write(f"{_title(schedule)}\n")
   writer = csv.writer(out, lineterminator="\n")
-  writer.writerow(_COLUMNS)
+  writer.writerow(Task._fields)
   writer.writerows(schedule.tasks)
   return out.getvalue()
 
@@ -462,8 +434,8 @@ def from_csv(text: str) -> Schedule:
     rows = list(csv.reader(lines[1:]))
   except csv.Error as error:
     raise ScheduleError(f"not a schedule in CSV: {error}") from None
-  if not rows or tuple(rows[0]) != _COLUMNS:
-    raise ScheduleError(f"line 2 must be {','.join(_COLUMNS)}")
+  if not rows or tuple(rows[0]) != Task._fields:
+    raise ScheduleError(f"line 2 must be {','.join(Task._fields)}")
   tasks = []
   for number, row in enumerate(rows[1:], 3):
     if not row:
@@ -487,7 +459,7 @@ def to_json(schedule: Schedule) -> str:
       "name": schedule.name,
       "every": schedule.every,
       "flush": schedule.flush,
-      "columns": _COLUMNS,
+      "columns": Task._fields,
       "tasks": schedule.tasks,
     }
   )

@@ -1,12 +1,13 @@
 """Rejects tables that cannot be run, and shows the cell where they cannot."""
 
+import collections
+import graphlib
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 
 from asgd import checks
-from pipeline import table as table_lib
 from pipeline.table import (
   BACKWARD,
   FORWARD,
@@ -15,6 +16,8 @@ from pipeline.table import (
   WEIGHT,
   Schedule,
   ScheduleError,
+  Task,
+  to_text,
 )
 
 TRANSFERS = ("buffered", "rendezvous")
@@ -30,15 +33,14 @@ class TableRows(NamedTuple):
   weight: np.ndarray  # int[S, M], of the weights: B or W
 
 
+_ACTIONS = TableRows((FORWARD,), (BACKWARD, INPUT), (BACKWARD, WEIGHT))
+
+
 def rows(schedule: Schedule) -> TableRows:
   """Returns the rows of each (stage, microbatch); nothing is there twice."""
   shape = schedule.stages, schedule.microbatches
   out = TableRows(*(np.full(shape, -1, np.int64) for _ in TableRows._fields))
-  for actions, table in (
-    ((FORWARD,), out.forward),
-    ((BACKWARD, INPUT), out.backward),
-    ((BACKWARD, WEIGHT), out.weight),
-  ):
+  for actions, table in zip(_ACTIONS, out, strict=True):
     at = np.flatnonzero(np.isin(schedule.action, actions))
     table[schedule.stage[at], schedule.microbatch[at]] = at
   return out
@@ -60,7 +62,7 @@ def validate(
 
   Args:
     schedule: the table.
-    max_in_flight: forwards of one device whose backward is still to come, at
+    max_in_flight: forwards of one device with a backward still to come, at
       most. None is any number.
     transfers: "buffered" sends do not wait. "rendezvous" sends do, until the
       other side receives; what a task needs is received right before it, what
@@ -75,19 +77,20 @@ def validate(
     raise ValueError(
       f"max_in_flight must be positive, or None, not {max_in_flight!r}"
     )
-  of_stages = np.isin(schedule.action, KNOWN)
-  if not of_stages.any():
+  if not np.isin(schedule.action, KNOWN).any():
     raise ScheduleError(f"{schedule.name}: there is no task of a stage")
-  _check_doubles(schedule, of_stages)
+  _check_doubles(schedule)
   _check_blocks(schedule)
   _check_forwards(schedule)
   where = rows(schedule)
   trains = bool((where.backward >= 0).any() or (where.weight >= 0).any())
-  _check_complete(schedule, where, trains)
+  if trains:
+    _check_complete(schedule, where)
   _check_order(schedule, where, trains)
   if trains:
     _check_batches(schedule, where)
-    _check_in_flight(schedule, max_in_flight)
+    if max_in_flight is not None:
+      _check_in_flight(schedule, max_in_flight)
   if transfers == "rendezvous":
     _check_rendezvous(schedule, where)
   return schedule
@@ -99,10 +102,12 @@ def _fail(schedule, why, *marked):
 
 
 def _describe(schedule, row):
-  task = table_lib.Task(*(column[row] for column in schedule[1:6]))
+  slot, device, stage, microbatch, action = (
+    column[row] for column in schedule[1:6]
+  )
   return (
-    f"{task.action} of stage {task.stage}, microbatch {task.microbatch} (device"
-    f" {task.device}, slot {task.time})"
+    f"{action} of stage {stage}, microbatch {microbatch} (device {device}, slot"
+    f" {slot})"
   )
 
 
@@ -120,40 +125,35 @@ def _window(schedule, marked):
     lowest = max(int(at.min()) - _MOST_DEVICES // 2, 0)
     near &= schedule.device >= lowest
     near &= schedule.device <= max(int(at.max()), lowest + _MOST_DEVICES)
-  shown = schedule._replace(
-    **{
-      name: getattr(schedule, name)[near]
-      for name in ("time", "device", "stage", "microbatch", "action")
-    }
-  )
-  shown = shown._replace(time=shown.time - first)
+  columns = {name: getattr(schedule, name)[near] for name in Task._fields}
+  columns["time"] -= first
   marks = {
     (int(schedule.device[row]), int(schedule.time[row]) - first): "!"
     for row in marked
   }
   begins = f"(slots from {first})\n" if first else ""
-  head, *lines = table_lib.to_text(shown, marks).splitlines(keepends=True)
+  head, *lines = to_text(schedule._replace(**columns), marks).splitlines(
+    keepends=True
+  )
   return begins + "".join([head, *lines[lowest:]])
 
 
-def _check_doubles(schedule, of_stages):
+def _keys(schedule, at):
+  """int64 for each of some rows: its (stage, microbatch) as one number."""
+  stage = schedule.stage[at].astype(np.int64)
+  return stage * schedule.microbatches + schedule.microbatch[at]
+
+
+def _check_doubles(schedule):
   """Each action of a stage on a microbatch, once."""
-  at = np.flatnonzero(of_stages)
-  action = schedule.action[at]
-  kinds = [
-    np.isin(action, (FORWARD,)),
-    np.isin(action, (BACKWARD, INPUT)),
-    np.isin(action, (BACKWARD, WEIGHT)),
-  ]
-  count = schedule.microbatches
-  for kind in kinds:
-    mine = at[kind]
-    key = schedule.stage[mine].astype(np.int64) * count
-    key += schedule.microbatch[mine]
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    doubles = np.flatnonzero(first[inverse] != np.arange(len(mine)))
+  for actions in _ACTIONS:
+    at = np.flatnonzero(np.isin(schedule.action, actions))
+    _, first, inverse = np.unique(
+      _keys(schedule, at), return_index=True, return_inverse=True
+    )
+    doubles = np.flatnonzero(first[inverse] != np.arange(len(at)))
     if len(doubles):
-      row, other = mine[doubles[0]], mine[first[inverse[doubles[0]]]]
+      row, other = at[doubles[0]], at[first[inverse[doubles[0]]]]
       _fail(
         schedule,
         f"{_describe(schedule, row)} was done before, as"
@@ -183,10 +183,7 @@ def _check_forwards(schedule):
   """Every forward is there. Until that is known there may be no array of all
   stages and microbatches: a misprinted number would make a huge one."""
   count = schedule.microbatches
-  at = np.flatnonzero(schedule.action == FORWARD)
-  keys = np.sort(
-    schedule.stage[at].astype(np.int64) * count + schedule.microbatch[at]
-  )
+  keys = np.sort(_keys(schedule, schedule.action == FORWARD))
   if len(keys) == schedule.stages * count:
     return
   gaps = np.flatnonzero(keys != np.arange(len(keys)))
@@ -199,9 +196,8 @@ def _check_forwards(schedule):
   )
 
 
-def _check_complete(schedule, where, trains):
-  if not trains:
-    return
+def _check_complete(schedule, where):
+  """Every backward is there, on the device of its forward."""
   for name, table in (("B or I", where.backward), ("B or W", where.weight)):
     missing = np.argwhere(table < 0)
     if len(missing):
@@ -212,17 +208,16 @@ def _check_complete(schedule, where, trains):
         f"{name} of stage {stage}, microbatch {microbatch} is missing",
         *[row for row in there if row >= 0],
       )
+  device = schedule.device
   for table in (where.backward, where.weight):
-    moved = np.argwhere(
-      schedule.device[table] != schedule.device[where.forward]
-    )
+    moved = np.argwhere(device[table] != device[where.forward])
     if len(moved):
-      row = table[tuple(moved[0])]
-      forward = where.forward[tuple(moved[0])]
+      at = tuple(moved[0])
+      row, forward = table[at], where.forward[at]
       _fail(
         schedule,
         f"{_describe(schedule, row)} is not on the device of its forward"
-        f" ({schedule.device[forward]})",
+        f" ({device[forward]})",
         *(forward, row),
       )
 
@@ -276,26 +271,20 @@ def _check_batches(schedule, where):
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
-  """Returns int[T]: forwards of the row's device whose backward (of weights) is
-  not done, when the row is."""
+  """Returns int[T]: the forwards of the row's device without their backward (of
+  weights), when the row is done."""
   change = np.zeros(len(schedule.time), np.int64)
   change[schedule.action == FORWARD] = 1
-  change[np.isin(schedule.action, (BACKWARD, WEIGHT))] = -1
-  order = np.lexsort((schedule.time, schedule.device))
-  count = np.cumsum(change[order])
-  device = schedule.device[order]
-  starts = np.flatnonzero(np.diff(device, prepend=-1))
-  before = np.concatenate([[0], count])[starts]
-  count -= np.repeat(before, np.diff(np.append(starts, len(device))))
-  # What is released is there until the task ends.
-  out = np.empty_like(count)
-  out[order] = count - np.minimum(change[order], 0)
+  change[np.isin(schedule.action, _ACTIONS.weight)] = -1
+  out = np.empty_like(change)
+  for device in range(schedule.devices):
+    mine = schedule.device == device
+    # What is released is there until the task ends.
+    out[mine] = np.cumsum(change[mine]) - np.minimum(change[mine], 0)
   return out
 
 
 def _check_in_flight(schedule, limit):
-  if limit is None:
-    return
   over = np.flatnonzero(in_flight(schedule) > limit)
   if len(over):
     _fail(
@@ -309,10 +298,10 @@ def _check_in_flight(schedule, limit):
 def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
   """Returns (row that makes it, row that needs it) of all that goes from one
   device to another."""
-  pairs = [np.stack([where.forward[:-1], where.forward[1:]], -1)]
+  sides = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
-    pairs.append(np.stack([where.backward[1:], where.backward[:-1]], -1))
-  both = np.concatenate([pair.reshape(-1, 2) for pair in pairs])
+    sides.append((where.backward[1:], where.backward[:-1]))
+  both = np.concatenate([np.stack(pair, -1).reshape(-1, 2) for pair in sides])
   devices = schedule.device[both]
   moved = both[devices[:, 0] != devices[:, 1]]
   return [tuple(pair) for pair in moved.tolist()]
@@ -320,37 +309,32 @@ def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
 
 def _check_rendezvous(schedule, where):
   """Runs the table with sends that wait for the other side."""
-  before, after = {}, {}
+  before, after = collections.defaultdict(list), collections.defaultdict(list)
   for pair in transfers(schedule, where):
-    after.setdefault(pair[0], []).append(pair)
-    before.setdefault(pair[1], []).append(pair)
+    after[pair[0]].append(pair)
+    before[pair[1]].append(pair)
   programs = [[] for _ in range(schedule.devices)]
-  slots = list(zip(*(c.tolist() for c in (schedule.time, schedule.device))))  # noqa: B905
-  for _, block in itertools.groupby(range(len(slots)), slots.__getitem__):
+  device_of, slot_of = schedule.device.tolist(), schedule.time.tolist()
+  for (device, _), block in itertools.groupby(
+    range(len(slot_of)), lambda row: (device_of[row], slot_of[row])
+  ):
     block = list(block)  # one task, or two that begin and end together
-    program = programs[slots[block[0]][1]]
     for pairs in (before, after):
-      program += [pair for row in block for pair in pairs.get(row, [])]
-  at = [0] * len(programs)
-  device_of = schedule.device.tolist()
-  waiting = list(range(len(programs)))
-  while waiting:
-    device = waiting.pop()
-    while at[device] < len(programs[device]):
-      pair = programs[device][at[device]]
-      other = device_of[pair[0] if device_of[pair[1]] == device else pair[1]]
-      theirs = programs[other]
-      if at[other] == len(theirs) or theirs[at[other]] != pair:
-        break
-      at[device] += 1
-      at[other] += 1
-      waiting.append(other)
-  stuck = [
-    program[n]
-    for n, program in zip(at, programs, strict=True)
-    if n < len(program)
-  ]
-  if stuck:
+      programs[device] += [pair for row in block for pair in pairs[row]]
+  # Both sides of a transfer are one node, after those before it on either side.
+  sorter = graphlib.TopologicalSorter()
+  for program in programs:
+    for pair, later in itertools.pairwise(program):
+      sorter.add(later, pair)
+  try:
+    sorter.prepare()
+  except graphlib.CycleError:
+    done = set()
+    while ready := sorter.get_ready():
+      sorter.done(*ready)
+      done.update(ready)
+    rest = ([pair for pair in p if pair not in done] for p in programs)
+    stuck = [pairs[0] for pairs in rest if pairs]
     source, target = stuck[0]
     _fail(
       schedule,

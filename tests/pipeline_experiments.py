@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def small(**runs):
+def small_config(**runs):
   """Returns a config of 16 microbatches: two updates that flush."""
   return {
     "data": {"name": "digits"},
@@ -52,9 +52,9 @@ def small(**runs):
   }
 
 
-def build(overrides=(), config=None, **options):
+def build_pipelines(overrides=(), config=None, **options):
   """Builds an experiment, its config overridden as by a command line."""
-  config = schema.override(config or small(), dict(overrides), ENGINES)
+  config = schema.override(config or small_config(), dict(overrides), ENGINES)
   return experiment.build(config, engines=ENGINES, **options)
 
 
@@ -68,7 +68,7 @@ def plan_of(exp, label="x"):
   return exp.plan(cell_of(exp, label))
 
 
-def train(exp, folder, labels=None, **options):
+def train_pipelines(exp, folder, labels=None, **options):
   """Trains all cells, or those of some runs; returns their results."""
   bar = ProgressBar(
     1,
@@ -83,7 +83,7 @@ def train(exp, folder, labels=None, **options):
   ]
 
 
-def start(exp, label, *, machine, restore=lambda rebuild: None):
+def start_engine(exp, label, *, machine, restore=lambda rebuild: None):
   """Starts the engine of a cell without the loop and the folder."""
   cell = cell_of(exp, label)
   plan, place = exp.plan(cell), None
@@ -91,6 +91,6 @@ def start(exp, label, *, machine, restore=lambda rebuild: None):
   return exp.kind(cell).start(context)
 
 
-def leaves(params):
+def host_leaves(params):
   """Returns the arrays of a tree, on the host."""
   return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]

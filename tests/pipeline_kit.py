@@ -22,6 +22,21 @@ def one_f_one_b(stages, microbatches, *, every=None, flush=True, backward="B"):
   return table_lib.lay_out("1f1b", orders, every=every, flush=flush)
 
 
+def gpipe(stages, microbatches, actions="FB", *, batches=1, flush=True):
+  """Returns GPipe: all of a batch's forwards, then its backwards."""
+  each = microbatches // batches
+  orders = [
+    [
+      (action, stage, m)
+      for first in range(0, microbatches, each)
+      for action in actions
+      for m in range(first, first + each)
+    ]
+    for stage in range(stages)
+  ]
+  return table_lib.lay_out("gpipe", orders, every=each, flush=flush)
+
+
 def table(*lines, every=2, flush=False):
   """Reads a table that is drawn line by line."""
   head = f"# t; every {every}" + ("; flush" if flush else "")

@@ -18,7 +18,7 @@ from pipeline.table import ScheduleError
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 
 
-def table(*lines, **options):
+def valid(*lines, **options):
   return validate.validate(pipeline_kit.table(*lines, **options))
 
 
@@ -37,7 +37,7 @@ def pieces(made, cost):
 
 
 def test_uneven_costs_and_transfers_by_hand():
-  made = table("0 | F0 F1 . . B0 B1", "1 | . F0 F1 B0 B1 .")
+  made = valid("0 | F0 F1 . . B0 B1", "1 | . F0 F1 B0 B1 .")
   cost = analyze.costs(
     2, forward=[1, 3], backward=[2, 4], transfer=0.5, transfer_back=[0.25]
   )
@@ -61,7 +61,7 @@ def test_uneven_costs_and_transfers_by_hand():
 
 
 def test_a_transfer_on_the_same_device_takes_nothing():
-  made = table("0 | F0@0 F0@1 B0@1 B0@0", every=1)
+  made = valid("0 | F0@0 F0@1 B0@1 B0@0", every=1)
   cost = analyze.costs(2, transfer=9)
   found = analyze.analyze(made, cost, boundary=7)
   assert found.makespan == 6
@@ -70,12 +70,12 @@ def test_a_transfer_on_the_same_device_takes_nothing():
 
 
 def test_one_stage_sends_nothing():
-  found = analyze.analyze(table("0 | F0 B0", every=1))
+  found = analyze.analyze(valid("0 | F0 B0", every=1))
   assert (found.makespan, found.sent.tolist()) == (3, [0])
 
 
 def test_split_backward_by_hand():
-  made = table("0 | F0 . . I0 W0", "1 | . F0 I0 W0 .", every=1)
+  made = valid("0 | F0 . . I0 W0", "1 | . F0 I0 W0 .", every=1)
   cost = analyze.costs(2, input=2, weight=5, transfer=1)
   assert pieces(made, cost) == {
     "F0@0": (0, 1),
@@ -89,7 +89,7 @@ def test_split_backward_by_hand():
 
 @pytest.mark.parametrize("overlap, length", [(None, 3), (2.5, 2.5)])
 def test_a_block_begins_when_both_can_and_takes_overlap(overlap, length):
-  made = table("0 | F0 . . F1&B0 . . B1", "1 | . F0 B0 . F1 B1 .")
+  made = valid("0 | F0 . . F1&B0 . . B1", "1 | . F0 B0 . F1 B1 .")
   cost = analyze.costs(2, overlap=overlap)
   times = pieces(made, cost)
   assert times["F1@0"] == times["B0@0"] == (4, 4 + length)
@@ -106,21 +106,21 @@ def test_a_flush_waits_at_every_replica_of_the_stage():
     "2 | .    F0@1 B0@1 F1@1 B1@1 .    .    F2@1 B2@1 F3@1 B3@1 .",
   )
   cost = analyze.costs(2)
-  waits = pieces(table(*lines, flush=True), cost)
-  goes = pieces(table(*lines), cost)
+  waits = pieces(valid(*lines, flush=True), cost)
+  goes = pieces(valid(*lines), cost)
   # Device 0 has done its part at 6, device 1 at 9.
   assert waits["B0@0"] == (4, 6) and waits["B1@0"] == (7, 9)
   assert waits["F2@0"] == waits["F3@0"] == (9, 10)
   assert goes["F2@0"] == (6, 7) and goes["F3@0"] == (9, 10)
-  # Not who is last in the table counts, but who is last in time.
-  late = table(lines[0].replace(".   ", "slow", 1), *lines[1:], flush=True)
+  # The replica that is last in time counts, not the last in the table.
+  late = valid(lines[0].replace(".   ", "slow", 1), *lines[1:], flush=True)
   waits = pieces(late, cost._replace(own={"slow": 20.0}))
   assert waits["B0@0"] == (21, 23) and waits["B1@0"] == (7, 9)
   assert waits["F2@0"] == waits["F3@0"] == (23, 24)
 
 
 def test_own_actions_take_the_time_they_are_given():
-  made = table("0 | F0 sync B0 log0", every=1)
+  made = valid("0 | F0 sync B0 log0", every=1)
   found = analyze.analyze(made, analyze.costs(1, own={"sync": 4.0}))
   assert found.timing.start.tolist() == [0, 1, 5, 7]
   assert (found.makespan, found.busy.tolist()) == (7, [7])
@@ -201,7 +201,7 @@ def test_64_stages_and_1024_microbatches_are_the_closed_form():
 
 
 def test_the_peak_is_in_the_units_of_each_stage():
-  made = table("0 | F0@0 F0@1 F1@0 B0@1 B0@0 F1@1 B1@1 B1@0")
+  made = valid("0 | F0@0 F0@1 F1@0 B0@1 B0@0 F1@1 B1@1 B1@0")
   found = analyze.analyze(made, activation=[10, 1])
   assert found.peak_activations.tolist() == [21]
   found = analyze.analyze(made, activation=[1, 10])
@@ -209,14 +209,14 @@ def test_the_peak_is_in_the_units_of_each_stage():
 
 
 def test_activations_are_held_until_the_weights_are_done():
-  late = table("0 | F0 I0 F1 I1 W0 W1")
-  early = table("0 | F0 I0 W0 F1 I1 W1")
+  late = valid("0 | F0 I0 F1 I1 W0 W1")
+  early = valid("0 | F0 I0 W0 F1 I1 W1")
   assert analyze.analyze(late).peak_activations.tolist() == [2]
   assert analyze.analyze(early).peak_activations.tolist() == [1]
 
 
 def test_a_block_holds_both():
-  made = table("0 | F0 F1&B0 B1")
+  made = valid("0 | F0 F1&B0 B1")
   assert analyze.analyze(made).peak_activations.tolist() == [2]
 
 
@@ -228,7 +228,7 @@ def test_bytes_go_with_the_border():
 
 
 def test_inference_has_times_and_no_versions():
-  made = table("0 | F0 F1 .", "1 | . F0 F1")
+  made = valid("0 | F0 F1 .", "1 | . F0 F1")
   found = analyze.analyze(made)
   assert (found.makespan, found.sent.tolist()) == (3, [2, 0])
   assert found.weight_versions.tolist() == [1, 1]
@@ -331,13 +331,13 @@ TRUTH = {
 
 @pytest.mark.parametrize("weights, every", TRUTH)
 def test_versions_held_with_three_forwards_before_an_update(weights, every):
-  made = table("0 | F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5", every=every)
+  made = valid("0 | F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5", every=every)
   found = analyze.weight_versions(made, weights)
   assert found.tolist() == [TRUTH[weights, every]]
 
 
 def test_replicas_count_their_updates_together():
-  made = table("0 | F0@0 B0@0 F2@0 B2@0", "1 | F1@0 B1@0 F3@0 B3@0")
+  made = valid("0 | F0@0 B0@0 F2@0 B2@0", "1 | F1@0 B1@0 F3@0 B3@0")
   read = analyze.versions(made, "stash")
   assert read.forward.tolist() == [[0, 0, 1, 1]]
   assert read.update.tolist() == [[0, 0, 1, 1]]
@@ -356,7 +356,7 @@ def test_other_weights_are_refused():
 # Orders for the simulator.
 
 
-def events(trace):
+def rows_of(trace):
   names = {base.SEND: "s", base.RECEIVE: "r"}
   return " ".join(
     f"{names[action]}{job}"
@@ -368,7 +368,7 @@ def events(trace):
 
 def test_traces_of_stashed_weights_by_hand():
   found = analyze.traces(THREE)
-  assert [events(trace) for trace in found] == [
+  assert [rows_of(trace) for trace in found] == [
     "s0 s1 s2 r0 s3 r1 r2 r3",
     "s0 s1 r0 s2 r1 s3 r2 r3",
     "s0 r0 s1 r1 s2 r2 s3 r3",
@@ -384,14 +384,14 @@ def test_traces_of_stashed_weights_by_hand():
 def test_traces_of_2bw_by_hand():
   made = one_f_one_b(2, 6, every=2, flush=False)
   for trace in analyze.traces(made, "2bw"):
-    assert events(trace) == "s0 s1 s2 s3 r0 r1 s4 s5 r2 r3 r4 r5"
+    assert rows_of(trace) == "s0 s1 s2 s3 r0 r1 s4 s5 r2 r3 r4 r5"
 
 
 def test_traces_of_latest_are_of_synchronous_tables_only():
   with pytest.raises(ValueError, match="no ticket holds both; use 'stash'"):
     analyze.traces(THREE, "latest")
   for trace in analyze.traces(one_f_one_b(2, 2), "latest"):
-    assert events(trace) == "s0 s1 r0 r1"
+    assert rows_of(trace) == "s0 s1 r0 r1"
 
 
 @quick
@@ -419,7 +419,7 @@ def test_a_trace_has_the_versions_of_the_table(p, batches, every, weights):
 # Against running it naively.
 
 
-def run(made, cost):
+def run_slots(made, cost):
   """{(action, stage, microbatch): (start, end)}, by asking again and again
   whether the next block of a device may start."""
   place = {(t.stage, t.microbatch): t.device for t in made.tasks}
@@ -480,7 +480,7 @@ def run(made, cost):
 
 
 @st.composite
-def tables(draw):
+def valid_tables(draw):
   """Tables of all kinds that can be run: a device takes any task that it may
   do, at random."""
   stages, count = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -536,7 +536,7 @@ LENGTHS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 4.0])
 
 
 @settings(quick, max_examples=100)
-@given(tables(), st.data())
+@given(valid_tables(), st.data())
 def test_times_are_those_of_running_it(made, data):
   validate.validate(made)
   stages = made.stages
@@ -555,7 +555,7 @@ def test_times_are_those_of_running_it(made, data):
     overlap=data.draw(st.none() | LENGTHS),
   )
   found = analyze.analyze(made, cost)
-  expected = run(made, cost)
+  expected = run_slots(made, cost)
   busy = np.zeros(made.devices)
   for task, *piece in zip(made.tasks, *found.timing, strict=True):
     assert tuple(piece) == expected[task[4], task[2], task[3]]
@@ -572,7 +572,7 @@ def test_times_are_those_of_running_it(made, data):
 
 
 @settings(quick, max_examples=100)
-@given(tables(), st.sampled_from(["latest", "stash", "vertical"]))
+@given(valid_tables(), st.sampled_from(["latest", "stash", "vertical"]))
 def test_versions_are_those_of_running_it(made, weights):
   """Weights are a counter of each stage; tasks of a slot read it before any of
   them changes it."""

@@ -34,7 +34,7 @@ class Noisy(nn.Module):
 
 
 @functools.cache
-def images():
+def image_problem():
   rng = np.random.default_rng(0)
   pixels = rng.integers(0, 256, (60, 4, 4, 1), np.uint8)
   labels = rng.integers(0, 3, 60).astype(np.int32)
@@ -47,7 +47,7 @@ def images():
 
 
 @functools.cache
-def words():
+def text_problem():
   held = text.Text(
     *("none", "drawn here"),
     *(np.arange(200, dtype=np.int32) * 7 % 11, np.arange(50) % 11),
@@ -60,8 +60,8 @@ def words():
 
 
 PROBLEMS = {
-  "BatchNorm, dropout, augmented": (images, [0, 2, 3, 4]),
-  "GPT, dropout": (words, [0, 1, 2, 3]),
+  "BatchNorm, dropout, augmented": (image_problem, [0, 2, 3, 4]),
+  "GPT, dropout": (text_problem, [0, 1, 2, 3]),
 }
 OPTIONS = {
   "BatchNorm, dropout, augmented": ({}, {"recompute": True}),
@@ -69,18 +69,23 @@ OPTIONS = {
 }
 
 
-def start(problem):
-  params = problem.init(jax.random.key(0))
+@functools.cache
+def drawn_params(init):
+  params = jax.jit(init)(jax.random.key(0))
   return jax.tree.map(lambda x: x.astype(jnp.float64), params)
 
 
-def train(problem, cuts, *, batches=2, **options):
+def first_params(problem):
+  return drawn_params(problem.init)
+
+
+def train_stages(problem, cuts, *, batches=2, **options):
   """Returns parameters and losses of a synchronous pipeline."""
   recipe = algorithms.build("asgd", RATE, 1)
   table = schedules.gpipe(len(cuts) - 1, MICROBATCHES)
   root, drawn = jax.random.key(5), problem.batches(0, 1)
   extra = cut.extras(lambda i: drawn(0, i), root, len(cuts) - 1)
-  made = cut.cut(problem, start(problem), cuts, recipe)
+  made = cut.cut(problem, first_params(problem), cuts, recipe)
   run = executor.Executor(table, made, extra, **options)
   state, losses = run.start(), {}
   for _ in range(batches):
@@ -93,12 +98,12 @@ def train(problem, cuts, *, batches=2, **options):
 
 @functools.cache
 def expected(name):
-  return monolith(PROBLEMS[name][0]())
+  return train_whole(PROBLEMS[name][0]())
 
 
-def monolith(problem, *, batches=2):
+def train_whole(problem, *, batches=2):
   """The same, of a server and one worker in the simulator's parts."""
-  params, root = start(problem), jax.random.key(5)
+  params, root = first_params(problem), jax.random.key(5)
   server = algorithms.build("asgd", RATE, 1)._replace(every=MICROBATCHES)
   server = server.server()
   worker = worker_lib.gradient_worker(problem.loss)
@@ -124,51 +129,56 @@ def monolith(problem, *, batches=2):
 close = functools.partial(kit.close, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_stages_are_the_monolith(name):
   make, cuts = PROBLEMS[name]
   wanted, losses = expected(name)
   for options in OPTIONS[name]:
-    found, others = train(make(), cuts, **options)
+    found, others = train_stages(make(), cuts, **options)
     close(found, wanted)
     np.testing.assert_allclose(others, losses, rtol=1e-6)
 
 
 def test_one_stage_is_a_pipeline_too():
-  wanted, _ = expected("GPT, dropout")
-  close(train(words(), [0, 3])[0], wanted)
+  wanted, _ = expected("BatchNorm, dropout, augmented")
+  close(train_stages(image_problem(), [0, 4])[0], wanted)
 
 
 def test_statistics_are_the_servers():
-  found, _ = train(images(), [0, 2, 3, 4], batches=1)
+  found, _ = train_stages(image_problem(), [0, 2, 3, 4], batches=1)
   assert isinstance(found, base.Variables)
   assert len(found.stats) == 4
   moved = jax.tree.map(
-    lambda a, b: float(np.abs(a - b).max()), found.stats, start(images()).stats
+    lambda a, b: float(np.abs(a - b).max()),
+    found.stats,
+    first_params(image_problem()).stats,
   )
   assert min(jax.tree.leaves(moved)) > 0
 
 
 def test_whole_is_the_inverse_of_slice_of():
-  for problem, end in ((images(), 4), (words(), 3)):
-    params = start(problem)
+  for problem, end in ((image_problem(), 4), (text_problem(), 3)):
+    params = first_params(problem)
     both = (0, 2), (2, end)
     pieces = [cut.slice_of(params, first, last) for first, last in both]
     close(cut.whole(pieces), jax.device_get(params), atol=0)
 
 
 def test_each_stage_may_have_a_recipe_of_its_own():
-  params = start(words())
+  params = first_params(text_problem())
   recipes = [algorithms.build(n, RATE, 1) for n in ("asgd", "dana_slim")]
-  first, second = cut.cut(words(), params, [0, 2, 3], recipes)
+  first, second = cut.cut(text_problem(), params, [0, 2, 3], recipes)
   assert first.message is None and second.message is not None
 
 
 def test_a_stage_is_made_once():
   """So that runs which differ in the algorithm share what is compiled."""
-  params = start(words())
+  params = first_params(text_problem())
   recipe = algorithms.build("asgd", RATE, 1)
-  one, other = (cut.cut(words(), params, [0, 2, 3], recipe) for _ in range(2))
+  one, other = (
+    cut.cut(text_problem(), params, [0, 2, 3], recipe) for _ in range(2)
+  )
   assert [p.fn for p in one] == [p.fn for p in other]
 
 
@@ -200,7 +210,7 @@ def test_cuts_that_are_none_are_refused(name):
   cuts, message = REFUSED[name]
   recipe = algorithms.build("asgd", RATE, 1)
   with pytest.raises(ValueError, match=message):
-    cut.cut(images(), start(images()), cuts, recipe)
+    cut.cut(image_problem(), first_params(image_problem()), cuts, recipe)
 
 
 def test_what_has_no_layers_cannot_be_cut():
@@ -214,10 +224,10 @@ def test_what_has_no_layers_cannot_be_cut():
 def test_workers_of_their_own_do_not_fit(name):
   recipe = algorithms.build(name, RATE, 1)
   with pytest.raises(ValueError, match="do not fit; use asgd"):
-    cut.cut(words(), start(words()), [0, 2, 3], recipe)
+    cut.cut(text_problem(), first_params(text_problem()), [0, 2, 3], recipe)
 
 
 def test_as_many_recipes_as_stages():
   recipes = [algorithms.build("asgd", RATE, 1)] * 3
   with pytest.raises(ValueError, match="2 stages need a recipe each.* not 3"):
-    cut.cut(words(), start(words()), [0, 2, 3], recipes)
+    cut.cut(text_problem(), first_params(text_problem()), [0, 2, 3], recipes)

@@ -21,12 +21,12 @@ from pipeline_experiments import (
   MICROBATCHES,
   STAGES,
   UPDATES,
-  build,
-  leaves,
+  build_pipelines,
+  host_leaves,
   plan_of,
-  small,
-  start,
-  train,
+  small_config,
+  start_engine,
+  train_pipelines,
 )
 
 from asgd.experiment import checkpoint, folder, signals, storage
@@ -51,35 +51,35 @@ def rule(device, state):
 
 
 @pytest.fixture(scope="module")
-def everything():
+def all_schedules():
   """One experiment with all schedules, each chosen by an override."""
   runs = {name: {"schedule": "gpipe"} for name in NAMES}
   flags = {f"runs.{name}.schedule": name for name in NAMES}
   flags["runs.custom.rule"] = f"{__name__}:rule"
-  return build(flags, config=small(**runs, **CASES))
+  return build_pipelines(flags, config=small_config(**runs, **CASES))
 
 
 Trained = collections.namedtuple("Trained", "columns, params, records")
 
 
 @pytest.fixture(scope="module")
-def run_of(everything):
+def run_of(all_schedules):
   """label -> columns, parameters and records of a run, made once each."""
 
   @functools.cache
   def trained(label):
-    training = start(everything, label, machine=Machine())
+    training = start_engine(all_schedules, label, machine=Machine())
     while training.done < training.total:
       training.advance(training.total)
-    params = leaves(training.snapshot().params)
+    params = host_leaves(training.snapshot().params)
     return Trained(training.columns(), params, training.records())
 
   return trained
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_trains_by_name(name, everything, run_of):
-  plan = plan_of(everything, name)
+def test_every_schedule_trains_by_name(name, all_schedules, run_of):
+  plan = plan_of(all_schedules, name)
   assert plan.table.name == name
   assert plan.table.stages == STAGES
   columns, params, records = run_of(name)
@@ -112,8 +112,8 @@ def test_staleness_and_versions_are_those_of_the_table(run_of):
   assert run_of("stale").columns["weight_versions"] == [1] * 4
 
 
-def test_all_runs_are_given_the_same_microbatches(everything):
-  plans = [everything.plan(cell) for cell in everything.cells]
+def test_all_runs_are_given_the_same_microbatches(all_schedules):
+  plans = [all_schedules.plan(cell) for cell in all_schedules.cells]
   assert {plan.messages for plan in plans} == {MICROBATCHES * UPDATES}
   batches = [plan.problem.batches(0, 1)(0, 11) for plan in plans]
   for batch in batches[1:]:
@@ -122,8 +122,8 @@ def test_all_runs_are_given_the_same_microbatches(everything):
 
 @pytest.mark.parametrize("name", ["gpipe", "stale"])
 def test_what_devices_did_can_be_held_against_the_plan(name, tmp_path):
-  exp = build({"runs.x.schedule": name, "evaluations": 4})
-  train(exp, tmp_path, machine=Machine(spans=True))
+  exp = build_pipelines({"runs.x.schedule": name, "evaluations": 4})
+  train_pipelines(exp, tmp_path, machine=Machine(spans=True))
   place = tmp_path / "cells" / "x-n1-s0"
   table = table_lib.from_csv((place / "schedule.csv").read_text())
   tasks = spans.from_json((place / "spans.json").read_text())
@@ -137,34 +137,34 @@ def test_what_devices_did_can_be_held_against_the_plan(name, tmp_path):
 
 
 def test_the_loss_of_a_text_falls(tmp_path):
-  config = small(x={"schedule": "pipedream", "momentum": 0.9})
+  config = small_config(x={"schedule": "pipedream", "momentum": 0.9})
   config["data"] = {"name": "pydoc", "context": 8}
   config["model"] = {"name": "gpt", "depth": 1, "width": 8, "heads": 2}
-  exp = build({"pipeline.stages": 1, "examples": 192}, config=config)
-  (result,) = train(exp, tmp_path)
+  exp = build_pipelines({"pipeline.stages": 1, "examples": 192}, config=config)
+  (result,) = train_pipelines(exp, tmp_path)
   assert result["test_loss"] < np.log(exp.dataset.classes)
 
 
 def test_seeds_are_runs_of_their_own(tmp_path):
-  exp = build({"pipeline.stages": 1, "seeds": (0, 1)})
-  first, second = train(exp, tmp_path)
+  exp = build_pipelines({"pipeline.stages": 1, "seeds": (0, 1)})
+  first, second = train_pipelines(exp, tmp_path)
   assert first["params_sha256"] != second["params_sha256"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_a_norm_is_that_of_all_stages(schedule):
   """A synchronous schedule clips as if the model were in one piece."""
-  config = small(x={"schedule": schedule})
+  config = small_config(x={"schedule": schedule})
   ends = []
   for stages in (1, 4):
     flags = {"pipeline.stages": stages, "clip_norm": 0.3}
-    exp = build(flags, config=config)
+    exp = build_pipelines(flags, config=config)
     assert plan_of(exp).together
-    training = start(exp, "x", machine=Machine())
+    training = start_engine(exp, "x", machine=Machine())
     while training.done < training.total:
       training.advance(training.total)
     ends.append(training)
-  one, four = (leaves(training.snapshot().params) for training in ends)
+  one, four = (host_leaves(training.snapshot().params) for training in ends)
   for whole, part in zip(one, four, strict=True):
     np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
   # An update of all stages together is as long as the clipped gradient is.
@@ -182,9 +182,9 @@ def test_a_norm_is_that_of_all_stages(schedule):
 # Outputs.
 
 
-def test_files_of_a_cell_are_what_was_trained(everything, tmp_path):
+def test_files_of_a_cell_are_what_was_trained(all_schedules, tmp_path):
   labels = "gpipe", "recomputing"
-  results = train(everything, tmp_path, labels)
+  results = train_pipelines(all_schedules, tmp_path, labels)
   for result, updates in zip(results, (2, 16), strict=True):
     cell = tmp_path / "cells" / result["cell"]
     rows = folder.read_rows(cell)
@@ -205,11 +205,11 @@ def test_files_of_a_cell_are_what_was_trained(everything, tmp_path):
 
 def test_a_run_that_diverges_is_recorded_or_stops(tmp_path):
   flags = {"learning_rate": 1e20, "examples": 128, "pipeline.stages": 1}
-  exp = build(flags)
+  exp = build_pipelines(flags)
   with pytest.raises(ValueError, match="the loss of microbatch .* lower"):
-    train(exp, tmp_path / "stop")
-  exp = build({**flags, "on_nan": "record"})
-  (result,) = train(exp, tmp_path / "record")
+    train_pipelines(exp, tmp_path / "stop")
+  exp = build_pipelines({**flags, "on_nan": "record"})
+  (result,) = train_pipelines(exp, tmp_path / "record")
   assert result["diverged"]
 
 
@@ -230,8 +230,10 @@ class Store:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name, everything, run_of):
-  training, flights = start(everything, name, machine=Machine()), 0
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
+  name, all_schedules, run_of
+):
+  training, flights = start_engine(all_schedules, name, machine=Machine()), 0
   # Calls of 13 slots, so that they end in the middle of what is on its way.
   while training.done < training.total:
     training._pace.steps = 13
@@ -241,34 +243,34 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name, everything, run_of):
       flights += bool(state.kept and state.on_their_way)
       store = Store(training)
       training.close()
-      training = start(
-        everything, name, machine=Machine(), restore=store.restore
+      training = start_engine(
+        all_schedules, name, machine=Machine(), restore=store.restore
       )
-  assert flights or plan_of(everything, name).table.flush
+  assert flights or plan_of(all_schedules, name).table.flush
   expected = run_of(name)
-  same(leaves(training.snapshot().params), expected.params)
+  same(host_leaves(training.snapshot().params), expected.params)
   same(training.records(), expected.records)
 
 
 def test_tables_may_have_more_devices_than_the_machine(
-  everything, run_of, monkeypatch
+  all_schedules, run_of, monkeypatch
 ):
   two = jax.local_devices()[:2]
   monkeypatch.setattr(jax, "local_devices", lambda: two)
-  training = start(everything, "pipedream", machine=Machine())
+  training = start_engine(all_schedules, "pipedream", machine=Machine())
   while training.done < training.total:
     training.advance(training.total)
-  same(leaves(training.snapshot().params), run_of("pipedream").params)
+  same(host_leaves(training.snapshot().params), run_of("pipedream").params)
 
 
 def test_a_finished_run_without_a_result_is_finished_again(
-  everything, tmp_path
+  all_schedules, tmp_path
 ):
-  (first,) = train(everything, tmp_path, ["gpipe"])
+  (first,) = train_pipelines(all_schedules, tmp_path, ["gpipe"])
   path = tmp_path / "cells" / "gpipe-n1-s0" / "result.json"
   path.unlink()
   assert folder.finished_result(path.parent) is None
-  (again,) = train(everything, tmp_path, ["gpipe"])
+  (again,) = train_pipelines(all_schedules, tmp_path, ["gpipe"])
   said = engine.PIPELINE.describe(again)
   assert "bubble - (predicted -)" in said
   assert again["params_sha256"] == first["params_sha256"]
@@ -277,12 +279,12 @@ def test_a_finished_run_without_a_result_is_finished_again(
 
 def test_a_checkpoint_of_other_stages_is_set_aside(tmp_path, capsys):
   """Its arrays are as many."""
-  config = small()
+  config = small_config()
   config["model"]["hidden"] = (8, 8, 8, 8)
   for cuts in ([0, 2, 3, 4, 6], [0, 3, 4, 5, 6]):
-    exp = build({"pipeline.cuts": cuts}, config=config)
+    exp = build_pipelines({"pipeline.cuts": cuts}, config=config)
     store = checkpoint.Checkpoints(tmp_path / "checkpoints")
-    training = start(exp, "x", machine=Machine(), restore=store.restore)
+    training = start_engine(exp, "x", machine=Machine(), restore=store.restore)
     if cuts == [0, 2, 3, 4, 6]:
       training.advance(training.total)
       assert training.done
@@ -294,16 +296,16 @@ def test_a_checkpoint_of_other_stages_is_set_aside(tmp_path, capsys):
   assert "[0, 2, 3, 4, 6]], not of ['x-n1-s0', 'gpipe', [0, 3, 4" in said
 
 
-def test_a_signal_saves_and_stops(everything, run_of, tmp_path):
+def test_a_signal_saves_and_stops(all_schedules, run_of, tmp_path):
   asked = types.SimpleNamespace(received=signal.SIGTERM)
   with pytest.raises(signals.Stopped, match="same command again") as stop:
-    train(everything, tmp_path, ["pipedream"], signals=asked)
+    train_pipelines(all_schedules, tmp_path, ["pipedream"], signals=asked)
   assert stop.value.signal_number == signal.SIGTERM
-  (result,) = train(everything, tmp_path, ["pipedream"])
+  (result,) = train_pipelines(all_schedules, tmp_path, ["pipedream"])
   params = flax.serialization.msgpack_restore(
     (tmp_path / "cells" / result["cell"] / "params.msgpack").read_bytes()
   )
-  same(leaves(params), run_of("pipedream").params)
+  same(host_leaves(params), run_of("pipedream").params)
 
 
 def test_processes_need_no_more_gpus_than_there_are():
@@ -356,13 +358,16 @@ def test_a_killed_command_goes_on_to_the_bit(tmp_path):
   result = json.loads((place / "result.json").read_text())
   names = {}
   exec((ROOT / "configs" / "pipeline_digits.py").read_text(), names)
-  exp = build({**flags, "checkpoint_seconds": 30}, names["get_config"]())
-  (undisturbed,) = train(exp, tmp_path / "undisturbed")
+  exp = build_pipelines(
+    {**flags, "checkpoint_seconds": 30}, names["get_config"]()
+  )
+  (undisturbed,) = train_pipelines(exp, tmp_path / "undisturbed")
   assert result["params_sha256"] == undisturbed["params_sha256"]
   assert result["test_loss"] == undisturbed["test_loss"]
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path):
   workdir = tmp_path / "out"
   process = launched(

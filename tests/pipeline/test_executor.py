@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from kit import close, same
-from pipeline_kit import one_f_one_b
+from pipeline_kit import gpipe, one_f_one_b
 
 import asgd
 from asgd import algorithms, base, models, sharding, simulator
@@ -21,13 +21,13 @@ from pipeline.compiled import PipelineError
 from pipeline.executor import Executor
 from pipeline.stage import Part
 
-LAYERS = models.mlp(5, hidden=(8, 6, 7, 6))
+LAYERS = models.mlp(5, hidden=(6, 6, 6, 6))
 STAGES = 4
-COUNT = 24  # microbatches at hand
+COUNT = 12  # microbatches at hand
 RATE = 0.1
 
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def entropy(logits, labels):
 
 
 @functools.cache
-def stage_fn(first, last):
+def cut_stage_fn(first, last):
   def fn(params, x, extra):
     if first == 0:
       x, *extra = extra
@@ -70,10 +70,29 @@ def extra(stages, stage, microbatch):
   return labels[microbatch] if stage == stages - 1 else ()
 
 
-def loss(params, microbatch):
+def whole_loss(params, x, labels):
+  logits, _ = models.apply(LAYERS, params, x, train=True)
+  return entropy(logits, labels)
+
+
+def batch_loss(params, batch, key):
+  del key
+  return whole_loss(params, *batch), worker_lib.Aux(())
+
+
+@functools.cache
+def compiled():
+  return jax.jit(jax.value_and_grad(whole_loss))
+
+
+def loss_of(params, microbatch):
   x, labels, _ = numbers()
-  logits, _ = models.apply(LAYERS, params, x[microbatch], train=True)
-  return entropy(logits, labels[microbatch])
+  return compiled()(params, x[microbatch], labels[microbatch])[0]
+
+
+def gradient_of(params, microbatch):
+  x, labels, _ = numbers()
+  return compiled()(params, x[microbatch], labels[microbatch])[1]
 
 
 @functools.cache
@@ -91,25 +110,11 @@ def parts(stages, name="asgd"):
   at = cuts(stages)
   return [
     Part(
-      *(stage_fn(first, last), params[first:last], server(name)),
+      *(cut_stage_fn(first, last), params[first:last], server(name)),
       recipe(name).message,
     )
     for first, last in zip(at, at[1:], strict=False)
   ]
-
-
-def gpipe(stages, microbatches, batches=1):
-  each = microbatches // batches
-  orders = [
-    [
-      (action, s, m)
-      for batch in range(batches)
-      for action in "FB"
-      for m in range(batch * each, (batch + 1) * each)
-    ]
-    for s in range(stages)
-  ]
-  return table_lib.lay_out("GPipe", orders, every=each, flush=True)
 
 
 def vee(microbatches):
@@ -139,7 +144,7 @@ def both_ways(microbatches):
   return table_lib.lay_out("both ways", orders, every=microbatches, flush=True)
 
 
-def run(table, stages=STAGES, *, name="asgd", stops=(), **options):
+def run_table(table, stages=STAGES, *, name="asgd", stops=(), **options):
   """Returns the whole parameters, the losses and the records."""
   run_ = Executor(
     table, parts(stages, name), functools.partial(extra, stages), **options
@@ -157,23 +162,20 @@ def run(table, stages=STAGES, *, name="asgd", stops=(), **options):
   return whole, {m: float(v) for m, v in losses.items()}, records
 
 
-gradient = jax.jit(jax.grad(loss), static_argnums=1)
-
-
 def descend(params, gradients):
   mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
   return jax.tree.map(lambda p, g: p - RATE * g, params, mean)
 
 
-def monolith(microbatches, every):
+def descend_whole(microbatches, every):
   params = numbers()[2]
   for first in range(0, microbatches, every):
     batch = range(first, first + every)
-    params = descend(params, [gradient(params, m) for m in batch])
+    params = descend(params, [gradient_of(params, m) for m in batch])
   return params
 
 
-def mixed(history, versions):
+def mixed_versions(history, versions):
   """Stage by stage, parameters of different versions."""
   at = cuts(len(versions))
   return sum(
@@ -201,16 +203,16 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_a_synchronous_pipeline_is_the_monolith(name, recompute):
   table = TABLES[name]()
-  found, losses, _ = run(table, recompute=recompute)
-  close(found, monolith(table.microbatches, table.every))
+  found, losses, _ = run_table(table, recompute=recompute)
+  close(found, descend_whole(table.microbatches, table.every))
   params = numbers()[2]
   for m in range(table.every):  # of the first batch
-    np.testing.assert_allclose(losses[m], loss(params, m), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(losses[m], loss_of(params, m), atol=1e-12)
 
 
 def test_two_directions_are_the_monolith():
-  found, _, _ = run(both_ways(8), stages=2)
-  close(found, monolith(8, 8))
+  found, _, _ = run_table(both_ways(8), stages=2)
+  close(found, descend_whole(8, 8))
 
 
 CLIP = 0.05  # less than the norms
@@ -232,7 +234,7 @@ def test_norms_are_of_all_stages_if_updates_are_together(name):
     *(table, made, functools.partial(extra, STAGES)), together=True
   )
   params = numbers()[2]
-  gradients = [gradient(params, m) for m in range(table.microbatches)]
+  gradients = [gradient_of(params, m) for m in range(table.microbatches)]
   mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
   assert optax.tree.norm(mean) > 2 * CLIP
   clipped, _ = optax.clip_by_global_norm(CLIP).update(mean, ())
@@ -252,7 +254,7 @@ def test_a_table_is_obeyed_again_with_the_microbatches_that_follow():
     state = run_.again(result.state)
     losses.update(result.losses)
   whole = sum((tuple(part) for part in run_.params(state)), ())
-  close(whole, monolith(12, 4))
+  close(whole, descend_whole(12, 4))
   assert sorted(losses) == list(range(12))
 
 
@@ -264,14 +266,14 @@ def recursion(microbatches, staleness):
   history = [numbers()[2]]
   for t in range(microbatches):
     versions = [max(t - tau, 0) for tau in staleness]
-    grad = gradient(mixed(history, versions), t)
+    grad = gradient_of(mixed_versions(history, versions), t)
     history.append(descend(history[-1], [grad]))
   return history[-1]
 
 
 def test_pipedream_is_its_recursion():
   table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
-  found, _, records = run(table)
+  found, _, records = run_table(table)
   close(found, recursion(COUNT, [3, 2, 1, 0]))
   read = analyze.staleness(table).forward
   for stage, rows in enumerate(records):
@@ -281,18 +283,18 @@ def test_pipedream_is_its_recursion():
 
 def test_vertical_sync_reads_the_version_of_the_first_stage():
   table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
-  found, _, _ = run(table, weights="vertical")
+  found, _, _ = run_table(table, weights="vertical")
   close(found, recursion(COUNT, [3, 3, 3, 3]))
 
 
 def test_2bw_is_its_recursion():
   """w(t+1) = w(t) - eta grad f(w(t-1))."""
   table = one_f_one_b(STAGES, COUNT, every=4, flush=False)
-  found, _, _ = run(table, weights="2bw")
+  found, _, _ = run_table(table, weights="2bw")
   history = [numbers()[2]]
   for t in range(COUNT // 4):
     read = history[max(t - 1, 0)]
-    gradients = [gradient(read, m) for m in range(4 * t, 4 * t + 4)]
+    gradients = [gradient_of(read, m) for m in range(4 * t, 4 * t + 4)]
     history.append(descend(history[-1], gradients))
   close(found, history[-1])
 
@@ -301,23 +303,30 @@ def test_stale_weights_are_those_of_now_on_the_way_back():
   """Two stages. The first one's forward is one update older than its backward;
   with recomputation all of its backward is of now, and only what it gave to the
   second was old."""
-  first, second = (part.fn for part in parts(2))
+  first, second = (jax.jit(part.fn) for part in parts(2))
   x, labels, params = numbers()
   at = cuts(2)
+  stage = stage_lib.compile_stage(first, params[: at[1]], (), (x[0],))
+
+  @jax.jit
+  def backward(fn_params, gy, x):
+    _, back = jax.vjp(lambda p: first(p, (), (x,))[0], fn_params)
+    return back(gy)[0]
+
+  @jax.jit
+  def both(v, y, labels):
+    return jax.grad(lambda v, y: second(v, y, labels)[0], (0, 1))(v, y)
 
   def by_hand(recompute):
     w, v = params[: at[1]], params[at[1] :]
     before = w
     for t in range(COUNT):
-      y, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], before)  # noqa: B023
-      _, both = jax.vjp(lambda p, y: second(p, y, labels[t])[0], v, y)  # noqa: B023
-      dv, dy = both(1.0)
+      y, _, kept = stage.forward(before, (), (x[t],))
+      dv, dy = both(v, y, labels[t])
       if recompute:
-        _, back = jax.vjp(lambda p: first(p, (), (x[t],))[0], w)  # noqa: B023
-        (dw,) = back(dy)
+        dw = backward(w, dy, x[t])
       else:  # old activations, weights of now
-        stage = stage_lib.compile_stage(first, w, (), (x[t],))
-        dw, _ = stage.backward(w, stage.forward(before, (), (x[t],))[2], [dy])
+        dw, _ = stage.backward(w, kept, [dy])
       before = w if t else params[: at[1]]
       w = descend(w, [dw])
       v = descend(v, [dv])
@@ -325,14 +334,14 @@ def test_stale_weights_are_those_of_now_on_the_way_back():
 
   table = one_f_one_b(2, COUNT, every=1, flush=False)
   for recompute in (False, True):
-    found, _, _ = run(table, 2, weights="latest", recompute=recompute)
+    found, _, _ = run_table(table, 2, weights="latest", recompute=recompute)
     close(found, by_hand(recompute))
   assert analyze.staleness(table, "latest").backward.max() == 0
 
 
 def test_recomputation_with_a_stash_changes_no_bit():
   table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
-  same(run(table)[0], run(table, recompute=True)[0])
+  same(run_table(table)[0], run_table(table, recompute=True)[0])
 
 
 @pytest.mark.parametrize("weights", ["stash", "2bw", "vertical"])
@@ -348,11 +357,6 @@ def test_the_simulator_imposes_the_same_delays_without_a_pipeline(weights):
   ]
   plan = sharding.plan_by_owner(params, owners)
 
-  def batch_loss(params, batch, key):
-    del key
-    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
-    return entropy(logits, batch[1]), worker_lib.Aux(())
-
   rules = algorithms.build("asgd", RATE, 1)._replace(every=every)
   simulated = simulator.run_sharded(
     *(rules.server(), worker_lib.gradient_worker(batch_loss), params),
@@ -363,7 +367,7 @@ def test_the_simulator_imposes_the_same_delays_without_a_pipeline(weights):
     plan=plan,
   )
   whole = sharding.join(plan, [state.params for state in simulated.states])
-  found, _, records = run(table, weights=weights)
+  found, _, records = run_table(table, weights=weights)
   close(found, whole, atol=1e-15)
   for stage, rows in enumerate(simulated.records):
     updates = rows.staleness[every - 1 :: every]
@@ -384,15 +388,9 @@ ALGORITHMS = (
 def test_every_cure_runs_inside(name):
   """On one stage there is no staleness, and a cure is plain optax."""
   table = one_f_one_b(1, 6, every=1, flush=False)
-  found, _, _ = run(table, 1, name=name)
+  found, _, _ = run_table(table, 1, name=name)
   algorithm = recipe(name)
   x, labels, params = numbers()
-
-  def batch_loss(params, batch, key):
-    del key
-    logits, _ = models.apply(LAYERS, params, batch[0], train=True)
-    return entropy(logits, batch[1]), worker_lib.Aux(())
-
   host = simulator.make_host(
     algorithm.server(), algorithm.make_worker(batch_loss)
   )
@@ -407,7 +405,7 @@ def test_every_cure_runs_inside(name):
   close(found, simulation.server.params)
   # And on four they run, each with the staleness of the table.
   table = one_f_one_b(STAGES, 12, every=1, flush=False)
-  others, _, records = run(table, name=name)
+  others, _, records = run_table(table, name=name)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(others))
   assert records[0].staleness[-1] == 3
 
@@ -427,9 +425,9 @@ def test_every_cure_runs_inside(name):
 )
 def test_a_run_can_be_cut_before_any_slot(options):
   table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
-  whole, losses, _ = run(table, **options)
+  whole, losses, _ = run_table(table, **options)
   slots = range(1, table.slots)
-  found, others, _ = run(table, stops=slots, **options)
+  found, others, _ = run_table(table, stops=slots, **options)
   same(found, whole)
   assert losses == others
 
@@ -437,8 +435,8 @@ def test_a_run_can_be_cut_before_any_slot(options):
 def test_a_replicated_run_can_be_cut_before_any_slot():
   """Weights for a replica are on their way, too."""
   table = schedules.pipedream(2, 12, replicas=(2, 1))
-  whole, losses, _ = run(table, 2)
-  found, others, _ = run(table, 2, stops=range(1, table.slots))
+  whole, losses, _ = run_table(table, 2)
+  found, others, _ = run_table(table, 2, stops=range(1, table.slots))
   same(found, whole)
   assert losses == others
 
@@ -452,7 +450,7 @@ def test_what_is_on_its_way_is_plain_arrays():
   there = jax.device_get(middle)
   back = jax.tree.map(lambda x: x, there)
   end = run_.run(run_.place(back)).state
-  same(sum((tuple(part) for part in run_.params(end)), ()), run(table)[0])
+  same(sum((tuple(part) for part in run_.params(end)), ()), run_table(table)[0])
 
 
 def test_a_stage_that_raises_is_named_and_nothing_hangs():
@@ -477,10 +475,10 @@ def test_own_actions_are_called():
     [("F", 0, 0), ("B", 0, 0), ("tidy", -1, -1)],
   ]
   table = table_lib.lay_out("own", orders, every=1, flush=True)
-  run(table, 1, own={"tidy": called.append})
+  run_table(table, 1, own={"tidy": called.append})
   assert called == [0]
   with pytest.raises(ValueError, match=r"actions \['tidy'\]"):
-    run(table, 1)
+    run_table(table, 1)
 
 
 def test_own_actions_may_be_of_a_stage():
@@ -488,9 +486,9 @@ def test_own_actions_may_be_of_a_stage():
   rows = [(0, 0, 0, 0, "F"), (1, 1, 0, 0, "K"), (2, 0, 0, 0, "B")]
   table = table_lib.make("own", rows, every=1, flush=True)
   called = []
-  found, _, _ = run(table, 1, own={"K": called.append})
+  found, _, _ = run_table(table, 1, own={"K": called.append})
   assert called == [1]
-  close(found, monolith(1, 1))
+  close(found, descend_whole(1, 1))
 
 
 def test_a_state_must_be_one_of_the_table():
@@ -559,15 +557,15 @@ MISTAKES = {
     "3 stages, and there are 4 parts",
   ),
   "devices": (
-    lambda: run(gpipe(4, 4), devices=jax.devices()[:2]),
+    lambda: run_table(gpipe(4, 4), devices=jax.devices()[:2]),
     "4 devices, not 2",
   ),
   "weights": (
-    lambda: run(gpipe(4, 4), weights="newest"),
+    lambda: run_table(gpipe(4, 4), weights="newest"),
     "weights must be one of latest, stash, 2bw, vertical, not 'newest'",
   ),
   "2bw": (
-    lambda: run(one_f_one_b(4, 8, every=2, flush=False), weights="2bw"),
+    lambda: run_table(one_f_one_b(4, 8, every=2, flush=False), weights="2bw"),
     "needs more microbatches in an update",
   ),
   "loss": (
@@ -597,7 +595,7 @@ MISTAKES = {
     "stage 0 has parameters of dtype int32, which have no gradient",
   ),
   "update": (
-    lambda: run(
+    lambda: run_table(
       table_lib.lay_out(
         "own",
         [[("F", 0, 0), ("B", 0, 0), ("update", -1, -1)]],
@@ -610,7 +608,7 @@ MISTAKES = {
     "actions 'update', which is what the executor calls",
   ),
   "together": (
-    lambda: run(one_f_one_b(4, 8, every=1, flush=False), together=True),
+    lambda: run_table(one_f_one_b(4, 8, every=1, flush=False), together=True),
     "their updates cannot be made together",
   ),
   "again": (

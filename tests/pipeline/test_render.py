@@ -23,7 +23,7 @@ BLOCKS = table("0 | F0 . . F1&B0 . . B1", "1 | . F0 B0 . F1 B1 .")
 BLOCK_TIMING = analyze.times(BLOCKS, analyze.costs(2, overlap=2.0))
 
 
-def measure(table, timing, *, begin=100.0, factor=2.0):
+def spans_of(table, timing, *, begin=100.0, factor=2.0):
   """Spans that take `factor` as long as the plan says."""
   return [
     TaskSpan(*task[1:], begin + factor * start, begin + factor * end)
@@ -126,7 +126,7 @@ def test_perfetto_has_a_track_for_each_device():
 
 
 def test_plan_and_run_have_tracks_of_the_same_names():
-  run = measure(TABLE, TIMING)
+  run = spans_of(TABLE, TIMING)
   events = render.perfetto(TABLE, TIMING, run)["traceEvents"]
   groups = [e["args"]["name"] for e in events if e["name"] == "process_name"]
   assert groups == ["planned", "measured"]
@@ -168,7 +168,7 @@ def test_lanes_are_taken_again():
 
 
 def test_a_run_begins_at_0_and_keeps_its_lengths():
-  run = spans.measured(TABLE, measure(TABLE, TIMING)[::-1])
+  run = spans.measured(TABLE, spans_of(TABLE, TIMING)[::-1])
   plan = spans.planned(TABLE, TIMING)
   for mine, theirs in zip(run[:4], plan[:4], strict=True):
     np.testing.assert_array_equal(mine, theirs)
@@ -212,7 +212,7 @@ def test_idle_of_a_plan_is_that_of_the_analysis():
 
 
 def test_costs_are_the_medians_of_what_was_measured():
-  run = measure(TABLE, TIMING)
+  run = spans_of(TABLE, TIMING)
   late = run[0]._replace(end=run[0].end + 50)  # one of stage 0's forwards
   sync = TaskSpan(0, -1, -1, "sync", 0.0, 0.5)
   cost = spans.costs(TABLE, [late, *run[1:], sync])
@@ -223,14 +223,14 @@ def test_costs_are_the_medians_of_what_was_measured():
 
 
 def test_spans_are_written_and_read():
-  run = measure(TABLE, TIMING)
+  run = spans_of(TABLE, TIMING)
   assert spans.from_json(spans.to_json(run)) == run
   numbers = [tuple(map(np.float32, s[4:])) for s in run]
   same = [(*s[:4], *n) for s, n in zip(run, numbers, strict=True)]
   assert spans.from_json(spans.to_json(same)) == run
 
 
-RUN = measure(TABLE, TIMING)
+RUN = spans_of(TABLE, TIMING)
 REFUSED = {
   "none": ([], "there is no span: nothing was measured"),
   "device": ([RUN[0]._replace(device=3)], "1f1b has devices 0 to 2"),
@@ -285,13 +285,13 @@ def test_other_json_is_refused(content, message):
 # Pictures.
 
 
-def pixels(path):
+def picture_pixels(path):
   from matplotlib import image
 
   return image.imread(path)[..., :3]
 
 
-def share(picture, colour):
+def share_of(picture, colour):
   wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
   return float((abs(picture - wanted).max(-1) < 0.02).mean())
 
@@ -301,16 +301,16 @@ def test_gantt_draws_bars_in_proportion(tmp_path):
   made = table("0 | F0 B0 . F1 B1 .", every=1)
   timing = analyze.times(made, analyze.costs(1, backward=3))
   render.gantt(made, timing, tmp_path / "a.png")
-  picture = pixels(tmp_path / "a.png")
-  forward = share(picture, render._COLOURS["F"])
-  backward = share(picture, render._COLOURS["B"])
+  picture = picture_pixels(tmp_path / "a.png")
+  forward = share_of(picture, render._COLOURS["F"])
+  backward = share_of(picture, render._COLOURS["B"])
   assert forward > 0.02
   assert backward / forward == pytest.approx(3, rel=0.15)
 
 
 def test_gantt_says_the_numbers(tmp_path):
   path = tmp_path / "a.svg"
-  run = measure(TABLE, TIMING)
+  run = spans_of(TABLE, TIMING)
   render.gantt(TABLE, TIMING, path)
   words = words_of(path)
   for word in (

@@ -11,11 +11,11 @@ from pipeline_experiments import (
   MICROBATCHES,
   STAGES,
   UPDATES,
-  build,
-  leaves,
+  build_pipelines,
+  host_leaves,
   plan_of,
-  small,
-  train,
+  small_config,
+  train_pipelines,
 )
 
 from asgd import data
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_an_update_of_several_microbatches_takes_as_many_times_the_rate():
-  exp = build(
+  exp = build_pipelines(
     {
       "runs.x.schedule": "pipedream",
       "runs.x.every": 2,
@@ -41,60 +41,77 @@ def test_an_update_of_several_microbatches_takes_as_many_times_the_rate():
   assert float(plan.schedule(0)) == pytest.approx(0.1 * plan.learning_rate)
   assert float(plan.schedule(5)) == pytest.approx(plan.learning_rate)
   assert float(plan.schedule(7)) == pytest.approx(0.1 * plan.learning_rate)
-  own = build({"runs.x.schedule": "pipedream", "runs.x.learning_rate": 0.3})
+  own = build_pipelines(
+    {"runs.x.schedule": "pipedream", "runs.x.learning_rate": 0.3}
+  )
   assert plan_of(own).schedule == 0.3
-  flush = plan_of(build({"runs.x.learning_rate": 0.3}))
+  flush = plan_of(build_pipelines({"runs.x.learning_rate": 0.3}))
   assert flush.schedule == pytest.approx(0.3 * MICROBATCHES)
 
 
 def test_a_budget_is_whole_updates():
-  assert plan_of(build({"examples": 4 * 23})).messages == 16
-  assert plan_of(build({"examples": 4})).messages == MICROBATCHES
-  per_epoch = plan_of(build()).problem.batches_per_epoch
+  assert plan_of(build_pipelines({"examples": 4 * 23})).messages == 16
+  assert plan_of(build_pipelines({"examples": 4})).messages == MICROBATCHES
+  per_epoch = plan_of(build_pipelines()).problem.batches_per_epoch
   epochs = 3 * MICROBATCHES / per_epoch
-  assert plan_of(build({"examples": None, "epochs": epochs})).updates == 3
+  assert (
+    plan_of(build_pipelines({"examples": None, "epochs": epochs})).updates == 3
+  )
 
 
 def test_another_schedule_drops_what_the_old_one_was_given():
   entry = {
-    "schedule": "pipedream_2bw", "weights": "2bw", "every": 4,
-    "momentum": 0.5, "title": "2BW",
+    "schedule": "pipedream_2bw",
+    "weights": "2bw",
+    "every": 4,
+    "momentum": 0.5,
+    "title": "2BW",
   }
-  exp = build({"runs.x.schedule": "zb_h1"}, config=small(x=entry))
+  exp = build_pipelines(
+    {"runs.x.schedule": "zb_h1"}, config=small_config(x=entry)
+  )
   assert exp.config["runs"]["x"] == {"schedule": "zb_h1", "momentum": 0.5}
   assert plan_of(exp).weights == "latest"
 
 
 def test_only_chooses_the_runs_and_their_order():
-  config = small(**{n: {"schedule": n} for n in ("gpipe", "stale", "zb_v")})
-  exp = build({"only": "zb_v,gpipe"}, config=config)
+  config = small_config(
+    **{n: {"schedule": n} for n in ("gpipe", "stale", "zb_v")}
+  )
+  exp = build_pipelines({"only": "zb_v,gpipe"}, config=config)
   assert [cell.label for cell in exp.cells] == ["zb_v", "gpipe"]
   assert plan_of(exp, "zb_v").table.devices == 2
-  assert len(build({"only": "x,x"}).cells) == 1
+  assert len(build_pipelines({"only": "x,x"}).cells) == 1
 
 
 def test_layers_without_weights_go_with_the_next():
-  assert plan_of(build()).cuts == (0, 2, 3, 4, 5)
-  two = plan_of(build({"pipeline.stages": 2})).cuts
+  assert plan_of(build_pipelines()).cuts == (0, 2, 3, 4, 5)
+  two = plan_of(build_pipelines({"pipeline.stages": 2})).cuts
   assert two == (0, 2, 5)  # 520 parameters, and 72 + 72 + 90
   for value in ("0,2,3,4,5", (0, 2, 3, 4, 5)):
-    assert plan_of(build({"pipeline.cuts": value})).cuts == (0, 2, 3, 4, 5)
+    assert plan_of(build_pipelines({"pipeline.cuts": value})).cuts == (
+      0,
+      2,
+      3,
+      4,
+      5,
+    )
 
 
 def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
   by_time = {"pipeline.cuts": "time", "pipeline.stages": 2}
-  exp = build(by_time)
+  exp = build_pipelines(by_time)
   cuts = plan_of(exp).cuts
   assert (cuts[0], cuts[-1]) == (0, 5)
   place = folder.open_folder(str(tmp_path / "out"), "x", exp)
   stored = folder.read_measurements(place)
   assert stored == exp.measurements
-  again = build(by_time, measurements=stored)
+  again = build_pipelines(by_time, measurements=stored)
   assert (again.measurements, plan_of(again).cuts) == (stored, cuts)
   # What has been cut by them can be cut by no others.
   for seconds in ([[1, 2]], [[1, 2]] * 4 + [[1]], [[1, -2]] * 5, "now"):
     with pytest.raises(ValueError, match="what each of 5 layers takes"):
-      build(by_time, measurements={"layer_seconds": seconds})
+      build_pipelines(by_time, measurements={"layer_seconds": seconds})
   path = place / "measurements.json"
   path.write_text('{"layer_seconds": [')
   with pytest.raises(ValueError, match="put it back as it was"):
@@ -106,7 +123,7 @@ def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
 
 
 def test_a_partitioner_places_the_stages():
-  config = small(
+  config = small_config(
     replicas={"schedule": "pipedream", "partition": "pipedream"},
     mixed={"schedule": "ftpipe", "partition": "mixed_pipe", "stages": 2},
     plain={"schedule": "gpipe"},
@@ -114,7 +131,7 @@ def test_a_partitioner_places_the_stages():
   config["pipeline"]["stages"] = 3
   # Flatten, which goes with the next, and four layers with weights.
   seconds = [[0.0, 0.0], [3.0, 6.0], [1.0, 2.0], [1.0, 1.0], [1.0, 3.0]]
-  exp = build(config=config, measurements={"layer_seconds": seconds})
+  exp = build_pipelines(config=config, measurements={"layer_seconds": seconds})
   # 18 seconds on three devices: no cut does better than 6.
   replicas = plan_of(exp, "replicas")
   assert replicas.cuts == (0, 5)
@@ -126,12 +143,12 @@ def test_a_partitioner_places_the_stages():
   assert plan_of(exp, "plain").table.devices == 3
   # Where a kilobyte takes twenty seconds, no stage has replicas.
   config["runs"]["replicas"]["bandwidth"] = 50.0
-  exp = build(config=config, measurements={"layer_seconds": seconds})
+  exp = build_pipelines(config=config, measurements={"layer_seconds": seconds})
   plan = plan_of(exp, "replicas")
   assert plan.cuts[:2] == (0, 2)
   assert plan.table.places() == [[0], [1], [2]]
   seconds = [[0.0, 0.0], [1.0, 3.0], [1.0, 1.0], [0.5, 0.5], [1.0, 2.0]]
-  exp = build(config=config, measurements={"layer_seconds": seconds})
+  exp = build_pipelines(config=config, measurements={"layer_seconds": seconds})
   mixed = plan_of(exp, "mixed")
   # 4 + 1 and 2 + 3, where no cut of a chain does better than 6 and 4.
   assert mixed.cuts == (0, 2, 3, 4, 5)
@@ -142,11 +159,11 @@ def test_a_table_of_a_file_is_obeyed(tmp_path):
   mine = schedules.dualpipe(2, MICROBATCHES)
   path = tmp_path / "mine.CSV"
   path.write_text(table_lib.to_csv(mine))
-  exp = build({"runs.x.schedule": str(path)})
+  exp = build_pipelines({"runs.x.schedule": str(path)})
   assert plan_of(exp).table.tasks == mine.tasks
   assert plan_of(exp).table.devices == 2
-  (result,) = train(exp, tmp_path / "out")
-  (expected,) = train(build(), tmp_path / "gpipe")
+  (result,) = train_pipelines(exp, tmp_path / "out")
+  (expected,) = train_pipelines(build_pipelines(), tmp_path / "gpipe")
   assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-4)
   stale = schedules.pipedream(STAGES, MICROBATCHES * UPDATES - 1)
   for table, overrides, said in (
@@ -156,16 +173,18 @@ def test_a_table_of_a_file_is_obeyed(tmp_path):
   ):
     path.write_text(table_lib.to_csv(table))
     with pytest.raises(ValueError, match=said):
-      build({"runs.x.schedule": str(path), **overrides})
+      build_pipelines({"runs.x.schedule": str(path), **overrides})
   with pytest.raises(ValueError, match="none.txt cannot be read: No such file"):
-    build({"runs.x.schedule": "none.txt"})
+    build_pipelines({"runs.x.schedule": "none.txt"})
 
 
 def test_a_prediction_is_the_roll_forward_of_momentum():
   """The first stage's weights are 3 updates old: it is sent p - rate v (m +
   m^2 + m^3), and the last stage's what it has."""
-  config = small(x={"schedule": "pipedream", "predict": True, "momentum": 0.5})
-  parts = plan_of(build(config=config)).parts
+  config = small_config(
+    x={"schedule": "pipedream", "predict": True, "momentum": 0.5}
+  )
+  parts = plan_of(build_pipelines(config=config)).parts
   for part, factor in ((parts[0], 0.5 + 0.25 + 0.125), (parts[3], 0.0)):
     params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), part.params)
     state = part.server.init(params)
@@ -173,15 +192,15 @@ def test_a_prediction_is_the_roll_forward_of_momentum():
     ones = jax.tree.map(np.ones_like, params)
     state, _ = part.server.receive(state, ticket, ones)
     sent = part.server.send(state, np.int32(0)).params
-    for leaf in leaves(sent):
+    for leaf in host_leaves(sent):
       np.testing.assert_allclose(leaf, -0.0125 * (1 + factor), rtol=1e-6)
 
 
 def test_runs_of_one_algorithm_share_its_servers():
-  config = small(
+  config = small_config(
     **{n: {"schedule": n} for n in ("gpipe", "zb_h1", "pipedream")}
   )
-  exp = build(config=config)
+  exp = build_pipelines(config=config)
   servers = {
     label: [part.server for part in plan_of(exp, label).parts]
     for label in exp.runs
@@ -190,7 +209,7 @@ def test_runs_of_one_algorithm_share_its_servers():
   assert servers["pipedream"][0] != servers["gpipe"][0]
 
 
-def images():
+def random_cifar10():
   """As CIFAR-10 is, but random."""
   rng = np.random.default_rng(0)
   pixels = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
@@ -214,8 +233,11 @@ def test_the_configs_build_and_give_their_command(name):
   given = {}
   if config.data.name == "cifar10":
     seconds = [[1.0, 2.0]] * 11
-    given = {"dataset": images(), "measurements": {"layer_seconds": seconds}}
-  exp = build(config=config, **given)
+    given = {
+      "dataset": random_cifar10(),
+      "measurements": {"layer_seconds": seconds},
+    }
+  exp = build_pipelines(config=config, **given)
   assert list(exp.runs) == list(config.runs)
   assert max(exp.plan(cell).table.devices for cell in exp.cells) == 4
 
@@ -318,11 +340,11 @@ MISTAKES = {
 def test_a_mistake_names_key_value_and_remedy(name):
   overrides, message = MISTAKES[name]
   with pytest.raises(ValueError, match=message):
-    build(overrides)
+    build_pipelines(overrides)
 
 
 def test_every_case_is_known_by_its_schedule():
-  config = schema.resolve(small(**CASES), ENGINES)
+  config = schema.resolve(small_config(**CASES), ENGINES)
   runs = schema.runs(config, ENGINES)
   assert runs["replicas"].config["pipeline"]["replicas"] == [1, 1, 1, 2]
   assert runs["stash"].recipe == "gap_aware"

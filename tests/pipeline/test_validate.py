@@ -6,18 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_kit import one_f_one_b, table
+from pipeline_kit import gpipe, one_f_one_b, table
 
 from pipeline import table as table_lib
 from pipeline import validate
 from pipeline.table import ScheduleError
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
-
-
-def gpipe(p, m, actions="FB", flush=True):
-  orders = [[(a, d, i) for a in actions for i in range(m)] for d in range(p)]
-  return table_lib.lay_out("gpipe", orders, every=m, flush=flush)
 
 
 def refusal(made, **limits):
