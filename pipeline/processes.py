@@ -10,8 +10,9 @@ together, while stages run different programs, each when its input is there, and
 a pipeline with a stage that has died must be able to say so. Why at all, on one
 machine: XLA's threads belong to a process, so here each stage has its own.
 
-Ray must have been started before, by `ray.init` or `launch.ray_runtime.start`,
-which keeps it on the loopback interface. Then
+Ray must have been started before, by `ray.init` or by
+`asgd.experiment.ray_runtime.start`, which keeps it on the loopback interface.
+Then
 
   def make():  # called in each process
     return {"schedule": table, "parts": parts_of(seed), "extra": extra_of(seed)}
@@ -211,7 +212,7 @@ class Processes:
     if not ray.is_initialized():  # it would start, and listen on all interfaces
       raise ValueError(
         "stages in processes need Ray: call ray.init first, or"
-        " launch.ray_runtime.start, which keeps others out"
+        " asgd.experiment.ray_runtime.start, which keeps others out"
       )
     devices = schedule.devices
     if not 1 <= count <= devices:
