@@ -29,7 +29,6 @@ References:
   doubling, for any number of devices.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from asgd import checks, names
+from asgd.parallel.memory import bytes_of
 
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
@@ -57,10 +57,6 @@ def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
   return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
 
-def _pick(chunks: jax.Array, index: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
-
-
 def _ring(devices: int, step: int) -> list[tuple[int, int]]:
   return [(d, (d + step) % devices) for d in range(devices)]
 
@@ -69,10 +65,10 @@ def _reduce_scatter(chunks, axis, step):
   """[N, C] -> [C], the sum of chunk d on device d."""
   devices, here = chunks.shape[0], jax.lax.axis_index(axis)
   # A sum starts at its owner's neighbour, and comes around to the owner.
-  total = _pick(chunks, (here - step) % devices)
+  total = chunks[(here - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
-    total = total + _pick(chunks, (here - (turn + 1) * step) % devices)
+    total = total + chunks[(here - (turn + 1) * step) % devices]
   return total
 
 
@@ -92,32 +88,19 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis) -> jax.Array:
 
   N - 1 rounds, in each of which every device sends a chunk to the next.
 
-  Args:
-    x: any shape.
-    axis: of the mesh.
-
   Returns:
     [C]: of the sum, flat and padded to [N, C], the row of this device. It is
     `jax.lax.psum_scatter` of what is padded so.
   """
-  x = jnp.asarray(x)
-  devices = jax.lax.axis_size(axis)
-  if not x.size:
-    return x.reshape(-1)
-  return _reduce_scatter(_cut(x, devices), axis, 1)
+  chunks = _cut(jnp.asarray(x), jax.lax.axis_size(axis))
+  return _reduce_scatter(chunks, axis, 1)
 
 
 def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Gives every device what each has: `jax.lax.all_gather`.
 
-  N - 1 rounds, in each of which every device passes on what came last.
-
-  Args:
-    x: [...], any shape.
-    axis: of the mesh.
-
-  Returns:
-    [N, ...], on all devices.
+  [...] -> [N, ...], in N - 1 rounds, in each of which every device passes on
+  what came last.
   """
   return _all_gather(jnp.asarray(x), axis, 1)
 
@@ -129,8 +112,6 @@ def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
   twice the array, however many there are.
   """
   x = jnp.asarray(x)
-  if not x.size:
-    return x
   return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
 
 
@@ -142,8 +123,6 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
   """
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
-  if not x.size or devices == 1:
-    return x
   chunks = _cut(x, 2 * devices)
   halves = (1, chunks[:devices]), (-1, chunks[devices:])
   # The rounds of both side by side, as XLA meets them.
@@ -214,19 +193,16 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
   otherwise two more rounds of the whole array, see `_Cube`.
   """
-  x = jnp.asarray(x)
-  if not x.size:
-    return x
 
   def inner(cube, x, number):
     part = _cut(x, cube.size)
     bit = cube.size // 2
     while bit:
       # Keeps the half in which its own chunk is, and sends the other one.
-      half = part.reshape(2, bit, -1)
+      half = part.reshape(2, bit, part.shape[-1])
       mine = (number // bit) % 2
-      got = jax.lax.ppermute(_pick(half, 1 - mine), axis, cube.exchange(bit))
-      part = _pick(half, mine) + got
+      got = jax.lax.ppermute(half[1 - mine], axis, cube.exchange(bit))
+      part = half[mine] + got
       bit //= 2
     bit = 1
     while bit < cube.size:
@@ -237,7 +213,7 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
       bit *= 2
     return _paste(part, x)
 
-  return _on_cube(x, axis, inner)
+  return _on_cube(jnp.asarray(x), axis, inner)
 
 
 def tree(x: jax.Array, axis: Axis) -> jax.Array:
@@ -277,14 +253,12 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
   Raises:
     ValueError: for anything but two names.
   """
+  x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
     raise ValueError(
       "hierarchical needs two axes, (inside of a node, between nodes), not"
       f" {axis!r}"
     )
-  x = jnp.asarray(x)
-  if not x.size:
-    return x
   inside, between = axis
   chunk = ring_all_reduce(ring_reduce_scatter(x, inside), between)
   return _paste(ring_all_gather(chunk, inside), x)
@@ -315,8 +289,6 @@ def parameter_server(
     raise ValueError(
       f"shards must be from 1 to the {devices} devices, not {shards!r}"
     )
-  if not x.size:
-    return x
   chunks = _cut(x, shards)
 
   def pairs(turn):
@@ -324,9 +296,9 @@ def parameter_server(
     turns = ((d, (d + turn) % devices) for d in range(devices))
     return [(worker, owner) for worker, owner in turns if owner < shards]
 
-  total = _pick(chunks, jnp.minimum(here, shards - 1))
+  total = chunks[jnp.minimum(here, shards - 1)]
   for turn in range(1, devices):
-    part = _pick(chunks, jnp.minimum((here + turn) % devices, shards - 1))
+    part = chunks[jnp.minimum((here + turn) % devices, shards - 1)]
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
   sums = [total]
   for turn in range(1, devices):
@@ -350,11 +322,7 @@ COLLECTIVES: dict[str, Reduce] = {
 
 
 def lookup(reduce: str | Reduce) -> Reduce:
-  """Returns a collective by its name, or the function that it is given.
-
-  Raises:
-    ValueError: for an unknown name, naming the nearest.
-  """
+  """Returns a collective by its name, or the function that it is given."""
   if callable(reduce):
     return reduce
   return names.lookup("collective", reduce, COLLECTIVES)
@@ -388,18 +356,15 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   """
   checks.whole("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
+  sizes = [bytes_of(leaf) for leaf in leaves]
   open_: dict[Any, list[int]] = {}
-  size: dict[Any, int] = {}
   done = []
   for i in reversed(range(len(leaves))):
-    dtype = jnp.dtype(leaves[i].dtype)
-    bytes_ = math.prod(leaves[i].shape) * dtype.itemsize
-    if dtype in open_ and size[dtype] + bytes_ > bucket_bytes:
-      done.append(tuple(open_.pop(dtype)))
-    if dtype not in open_:
-      open_[dtype], size[dtype] = [], 0
-    open_[dtype].append(i)
-    size[dtype] += bytes_
+    bucket = open_.setdefault(jnp.dtype(leaves[i].dtype), [])
+    if bucket and sizes[i] + sum(sizes[j] for j in bucket) > bucket_bytes:
+      done.append(tuple(bucket))
+      bucket.clear()
+    bucket.append(i)
   done += (tuple(bucket) for bucket in open_.values())
   return tuple(sorted(done, key=lambda bucket: -bucket[-1]))
 
@@ -423,7 +388,7 @@ def all_reduce_tree(
     A tree of the same structure, shapes and dtypes: `jax.lax.psum(tree, axis)`.
 
   Raises:
-    ValueError: as `buckets` and `lookup`.
+    ValueError: as `buckets`, and for an unknown name, naming the nearest.
   """
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))

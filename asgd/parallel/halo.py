@@ -48,13 +48,8 @@ _ROWS = 1  # the dimension of [B, H, W, C]
 def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
   """Adds the neighbours' nearest rows to this device's.
 
-  Args:
-    x: float[B, H / r, W, C].
-    before: rows of the device before, its last ones.
-    after: rows of the device after, its first ones.
-
-  Returns:
-    float[B, before + H / r + after, W, C]; zeros beyond the image.
+  float[B, H / r, W, C] -> float[B, before + H / r + after, W, C]: the last rows
+  of the device before and the first of that after; zeros beyond the image.
 
   Raises:
     ValueError: if neighbours have fewer rows than are needed.
@@ -78,11 +73,7 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
 def rows(x: jax.Array) -> jax.Array:
   """Returns this device's rows of whole images.
 
-  Args:
-    x: float[B, H, W, C], the same on all devices of the axis.
-
-  Returns:
-    float[B, H / r, W, C].
+  float[B, H, W, C], the same on all devices, -> float[B, H / r, W, C].
 
   Raises:
     ValueError: if the axis does not divide the rows.
@@ -93,9 +84,7 @@ def rows(x: jax.Array) -> jax.Array:
       f"images [B, H, W, C] of shape {x.shape} have no rows that can be divided"
       f" among the {size} devices of the axis {_AXIS!r}"
     )
-  mine = x.shape[_ROWS] // size
-  start = jax.lax.axis_index(_AXIS) * mine
-  return jax.lax.dynamic_slice_in_dim(x, start, mine, _ROWS)
+  return meshes.part(x, _AXIS, _ROWS)
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -109,9 +98,6 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
     module: an `nn.Conv` or `nn.ConvLocal` of two dimensions, within a model
       that is being applied.
     x: float[B, H / r, W, C].
-
-  Returns:
-    This device's rows of what the module makes of the whole.
 
   Raises:
     ValueError: for dilation, a padding that is not of zeros, or where the rows
@@ -173,8 +159,7 @@ def _intercept(method, args, kwargs, context):
 
 
 class Local(nn.Module):
-  """A locally connected layer and ReLU: a convolution whose every pixel has a
-  kernel of its own."""
+  """A locally connected layer and ReLU: each pixel has a kernel of its own."""
 
   features: int
   kernel: int = 3
@@ -206,9 +191,6 @@ def locally_connected(
     classes: number of logits.
     features: of each layer; all but the first halve the image.
 
-  Returns:
-    A Local per entry of features, Head.
-
   Raises:
     ValueError: for a number that is not positive and whole, or no features.
   """
@@ -227,9 +209,9 @@ _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
 
 def check(layers: models.Layers) -> None:
   """Raises ValueError for a layer that cannot be split by rows."""
+  kinds = ", ".join(kind.__name__ for kind in _LAYERS)
   for layer in layers:
     if not isinstance(layer, _LAYERS):
-      kinds = ", ".join(kind.__name__ for kind in _LAYERS)
       raise ValueError(
         f"a {type(layer).__name__} cannot be split by rows; these can: {kinds}"
       )
@@ -249,11 +231,9 @@ def apply(
     layers: of a ResNet, or of `locally_connected`.
     params: of the whole model; of a Local, this device's part (`partition`).
     x: float[B, H / r, W, C].
-    train: as in `models.apply`.
-    key: as in `models.apply`.
-
-  Returns:
-    As `models.apply`; what the Head gives is the same on all devices.
+    train: as in `models.apply`, and so are `key` and the result; what the Head
+      gives is the same on all devices.
+    key: for layers that draw.
 
   Raises:
     ValueError: for a layer that cannot be split, or rows that are too few.
@@ -264,14 +244,10 @@ def apply(
 
 
 def partition(params: optax.Params) -> Any:
-  """Says how parameters are split: the kernels and biases of locally connected
-  layers by their rows, and nothing else.
+  """Returns the PartitionSpecs of a model's parameters.
 
-  Args:
-    params: of the whole model.
-
-  Returns:
-    A tree of PartitionSpecs.
+  Kernels and biases of locally connected layers are split by rows, and nothing
+  else.
   """
 
   def spec(path, _):

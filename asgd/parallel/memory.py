@@ -82,56 +82,8 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adafactor": 0}
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def per_parameter(
-  optimizer: str = "adam",
-  precision: str = "mixed",
-  *,
-  zero: int = 0,
-  devices: int = 1,
-  versions: int = 1,
-) -> Bytes:
-  """Returns bytes a parameter on one device.
-
-  Args:
-    optimizer: one of OPTIMIZERS.
-    precision: one of PRECISIONS.
-    zero: what data parallel devices share out instead of each holding all: 0
-      nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3
-      weights too.
-    devices: N, that share.
-    versions: k, of the weights that a pipeline keeps; those beyond the first
-      are in the precision of the weights.
-
-  Raises:
-    ValueError: for an unknown name, or a number out of range.
-
-  Example:
-    >>> [per_parameter(zero=z, devices=4).total for z in ZERO_STAGES]
-    [16.0, 7.0, 5.5, 4.0]
-    >>> [round(p * per_parameter().total, 2) for p in (0.32, 1.5, 17.2, 175)]
-    [5.12, 24.0, 275.2, 2800.0]
-  """
-  moments = names.lookup("optimizer", optimizer, OPTIMIZERS)
-  numbers = names.lookup("precision", precision, PRECISIONS)
-  if zero not in ZERO_STAGES or isinstance(zero, bool):
-    raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
-  checks.whole("devices", devices)
-  checks.whole("versions", versions)
-
-  def share(bytes_, stage):
-    return bytes_ / devices if zero >= stage else float(bytes_)
-
-  return Bytes(
-    share(numbers.weights, 3),
-    share(numbers.gradients, 2),
-    share(numbers.master, 1),
-    share(moments * numbers.moments, 1),
-    share((versions - 1) * numbers.weights, 3),
-  )
-
-
 def state(
-  parameters: float,
+  parameters: float = 1,
   optimizer: str = "adam",
   precision: str = "mixed",
   *,
@@ -147,22 +99,45 @@ def state(
     parameters: of the model; split evenly over tensor x stages.
     optimizer: one of OPTIMIZERS.
     precision: one of PRECISIONS.
-    zero: see `per_parameter`.
-    data: devices that hold the same part of the model.
+    zero: what data parallel devices share out instead of each holding all: 0
+      nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3
+      weights too.
+    data: N, devices that hold the same part of the model.
     tensor: devices into which each layer is split.
     stages: of a pipeline.
-    versions: of the weights, see `per_parameter`.
+    versions: k, of the weights that a pipeline keeps; those beyond the first
+      are in the precision of the weights.
 
   Raises:
-    ValueError: as `per_parameter`.
+    ValueError: for an unknown name, or a number out of range.
+
+  Example:
+    >>> [state(zero=z, data=4).total for z in ZERO_STAGES]
+    [16.0, 7.0, 5.5, 4.0]
+    >>> [round(state(p).total, 2) for p in (0.32, 1.5, 17.2, 175)]
+    [5.12, 24.0, 275.2, 2800.0]
   """
   checks.nonnegative("parameters", parameters)
+  moments = names.lookup("optimizer", optimizer, OPTIMIZERS)
+  numbers = names.lookup("precision", precision, PRECISIONS)
+  if zero not in ZERO_STAGES or isinstance(zero, bool):
+    raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
+  checks.whole("data", data)
   checks.whole("tensor", tensor)
   checks.whole("stages", stages)
-  each = per_parameter(
-    optimizer, precision, zero=zero, devices=data, versions=versions
+  checks.whole("versions", versions)
+  here = parameters / (tensor * stages)
+
+  def share(bytes_, stage):
+    return here * (bytes_ / data if zero >= stage else float(bytes_))
+
+  return Bytes(
+    share(numbers.weights, 3),
+    share(numbers.gradients, 2),
+    share(numbers.master, 1),
+    share(moments * numbers.moments, 1),
+    share((versions - 1) * numbers.weights, 3),
   )
-  return Bytes(*(parameters / (tensor * stages) * part for part in each))
 
 
 # What is counted, not estimated.
@@ -177,11 +152,9 @@ def bytes_of(tree: Any) -> int:
 
 
 def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
-  """Returns the bytes of an optimizer's state, of which none are made.
+  """Returns the bytes of the state of an optimizer (or `base.Algorithm`).
 
-  Args:
-    tx: of optax, or an `asgd.base.Algorithm`.
-    params: or their shapes.
+  None of it is made: `params` may be shapes.
   """
   return bytes_of(jax.eval_shape(tx.init, params))
 
@@ -209,13 +182,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   what was sent (compensation, the gap); a server that also reports gaps has to
   keep them in any case.
 
-  Args:
-    recipe: a name of `asgd.algorithms.RECIPES`.
-    workers: N.
-    **options: of the recipe.
-
-  Raises:
-    ValueError: for an unknown recipe or option, or as the recipe does.
+  The arguments are those of `algorithms.build`, and so are the errors.
 
   Example:
     >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
@@ -226,21 +193,19 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
   state = jax.eval_shape(rule.algorithm.init, params)
-  # Messages are added up until there are enough.
-  total = bytes_of(params) if rule.every > 1 else 0
+  server = bytes_of(state)
+  if rule.every > 1:  # messages are added up until there are enough
+    server += bytes_of(params)
   reads_sent = _reads_sent(rule.algorithm, state, params)
   tickets = 4.0 * workers if reads_sent else 0.0
-  message = 0
+  own = 0
   if rule.message is not None:
-    message = optimizer_bytes(rule.message, params)
+    own = optimizer_bytes(rule.message, params)
   elif rule.worker is not None:
     worker = rule.make_worker(lambda params, batch, key: None)
-    message = bytes_of(jax.eval_shape(worker.init, params))
-
-  def each(bytes_):
-    return float(bytes_ // _SAMPLE)  # counters are no bytes a parameter
-
-  return Cure(each(bytes_of(state) + total), tickets, each(message))
+    own = bytes_of(jax.eval_shape(worker.init, params))
+  # Whole bytes a parameter: counters are none.
+  return Cure(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
 
 
 def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
@@ -255,11 +220,9 @@ def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
       sent_params=sent,
     )
 
-  program = jax.make_jaxpr(update)(
-    params, params, state, params, number, number
-  ).jaxpr
-  sent = program.invars[0]
-  return any(sent is operand for eqn in program.eqns for operand in eqn.invars)
+  made = jax.make_jaxpr(update)(params, params, state, params, number, number)
+  sent = made.jaxpr.invars[0]
+  return any(sent is x for eqn in made.jaxpr.eqns for x in eqn.invars)
 
 
 # Transformers.
@@ -276,7 +239,7 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes, if they are some.
+  """Returns the sizes.
 
   Raises:
     ValueError: for a number that is not positive and whole, or heads that do
@@ -304,12 +267,7 @@ def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
   """Operations of a forward and backward: additions and multiplications.
 
   72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
-  is computed again, 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
-
-  Args:
-    gpt: sizes.
-    sequences: B.
-    recompute: full activation recomputation.
+  is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
   """
   depth, width, _, context, vocabulary = gpt
   block = 24 * width**2 + 4 * context * width  # of a position, forward

@@ -47,14 +47,13 @@ def make(
 ) -> Mesh:
   """Lays devices out in a grid.
 
+  All axes are `AxisType.Auto`.
+
   Args:
     shape: size of each axis, outermost first; one may be -1, for as many as
       there are devices left.
     devices: those of all processes if None. If they are more than asked for,
       the first are taken, which several processes cannot do.
-
-  Returns:
-    The mesh, whose axes are all `AxisType.Auto`.
 
   Raises:
     ValueError: for no axis, a size that is not positive and whole, fewer
@@ -75,7 +74,7 @@ def make(
   if len(free) > 1:
     raise ValueError(f"only one axis can have what is left, not {free}")
   if free:
-    others = math.prod(size for size in sizes.values() if size != -1)
+    others = -math.prod(sizes.values())
     if len(devices) % others:
       raise ValueError(
         f"{len(devices)} devices cannot be divided by {others}, the other axes"
@@ -151,13 +150,12 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 
   def put(path, x, spec):
     sharding = NamedSharding(mesh, spec)
-    shape = np.shape(x)
     try:
-      sharding.shard_shape(shape)
+      sharding.shard_shape(np.shape(x))
     except (IndexError, ValueError) as error:  # too few axes, or not divided
       raise ValueError(
         f"the array {jax.tree_util.keystr(path) or '(the only one)'} of shape"
-        f" {shape} cannot be divided as {spec} over the mesh"
+        f" {np.shape(x)} cannot be divided as {spec} over the mesh"
         f" {_text(mesh.shape)}"
       ) from error
     if isinstance(x, jax.core.Tracer):
@@ -186,9 +184,6 @@ def place_batch(
     local: whether `batch` holds this process's examples only, instead of all;
       they follow those of the process before it.
 
-  Returns:
-    The tree as global arrays.
-
   Raises:
     ValueError: if the axis does not divide the examples.
   """
@@ -201,6 +196,16 @@ def place_batch(
     lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
     batch,
   )
+
+
+def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
+  """Returns this device's part, along `dim`, of what all have (in shard_map).
+
+  The size of the axis has to divide that of the dimension.
+  """
+  length = x.shape[dim] // jax.lax.axis_size(axis)
+  start = jax.lax.axis_index(axis) * length
+  return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:

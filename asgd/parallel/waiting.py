@@ -1,7 +1,7 @@
 """What waiting costs: expected times of synchronous and asynchronous steps.
 
 A synchronous step takes as long as its slowest worker. Batch times follow the
-gamma model of `asgd.durations`, of which this has the expectations.
+gamma model of `asgd.orders.durations`, of which this has the expectations.
 
 Index letters:
   N  workers
@@ -63,7 +63,7 @@ def expected_slowest(
   Args:
     workers: N.
     mean: time of a batch.
-    variation: V, of `asgd.durations.gamma`; 0 is none.
+    variation: V, of `asgd.orders.durations.gamma`; 0 is none.
     machine_variation: V_m, of the same.
     wait_for: K, the step ends with the K-th fastest, and the others are backup
       workers; None is N.
@@ -81,10 +81,8 @@ def expected_slowest(
   if wait_for > workers:
     raise ValueError(f"wait_for {wait_for} of {workers} workers: ask for fewer")
   checks.positive("mean", mean)
-  for name, value in (
-    ("variation", variation),
-    ("machine_variation", machine_variation),
-  ):
+  variations = {"variation": variation, "machine_variation": machine_variation}
+  for name, value in variations.items():
     if not 0 <= value <= 3:
       raise ValueError(f"{name} must be from 0 to 3, not {value!r}")
   if workers == 1 or not (variation or machine_variation):
@@ -104,11 +102,15 @@ def expected_slowest(
   # In pieces: the integrand falls from 1 to 0 within a few of them, which one
   # quadrature over the whole range would miss.
   edges = np.linspace(0, end, 33)
-  parts = (
-    scipy.integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
+  return mean * float(_integrate(waiting, edges, epsabs=1e-12, epsrel=1e-10))
+
+
+def _integrate(function, edges, **options):
+  """Adds up the integrals between edges."""
+  return sum(
+    scipy.integrate.quad(function, a, b, **options)[0]
     for a, b in itertools.pairwise(edges)
   )
-  return mean * float(sum(parts))
 
 
 def asynchronous_throughput(
@@ -174,7 +176,4 @@ def _rate(compute, waiting, variation):
   shape = 1 / variation**2
   law = scipy.stats.gamma(shape, scale=compute / shape)
   edges = (0, compute / 2, compute, 2 * compute, math.inf)
-  return sum(
-    scipy.integrate.quad(lambda m: law.pdf(m) / (m + waiting), a, b)[0]
-    for a, b in itertools.pairwise(edges)
-  )
+  return _integrate(lambda m: law.pdf(m) / (m + waiting), edges)

@@ -61,10 +61,8 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   for name, value in given.items():
     if value < 1:
       raise ValueError(f"{name} must be positive, not {value!r}")
-  context, vocabulary = (
-    given.get("context", 2048),
-    given.get("vocabulary", 51200),
-  )
+  context = given.get("context", 2048)
+  vocabulary = given.get("vocabulary", 51200)
   depth, width = given.get("depth"), given.get("width")
   if depth is None and width is None:
     depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
@@ -120,13 +118,17 @@ def of_gpt(
 
 
 def _find_gpt(layers, tokens) -> memory.Gpt | None:
+  """The sizes of a GPT on tokens int[B, T]; None if the layers are none."""
   blocks = [layer for layer in layers if isinstance(layer, transformer.Block)]
   first, last = layers[0], layers[-1]
   if not blocks or not isinstance(first, transformer.Embed):
     return None
   return memory.Gpt(
-    *(len(blocks), first.width, blocks[0].heads, tokens.shape[1]),
-    getattr(last, "vocabulary", first.vocabulary),
+    depth=len(blocks),
+    width=first.width,
+    heads=blocks[0].heads,
+    context=tokens.shape[1],
+    vocabulary=getattr(last, "vocabulary", first.vocabulary),
   )
 
 

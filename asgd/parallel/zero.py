@@ -10,7 +10,6 @@ Reference:
   parameter models", SC 2020, section 5.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,17 +72,9 @@ def state_specs(
 ) -> Any:
   """Places the optimizer's state.
 
-  A leaf with the path and shape of a weight is placed as that weight. A wrong
-  guess costs time and changes no number.
-
-  Args:
-    state: of the optimizer.
-    weights: of the model.
-    specs: of the weights.
-    choose: spec of any other leaf.
-
-  Returns:
-    A tree of PartitionSpecs like `state`.
+  A leaf with the path and shape of a weight has the spec of that weight, of
+  `specs`, and any other one that of `choose`. A wrong guess costs time and
+  changes no number.
   """
   leaves = jax.tree_util.tree_leaves_with_path(weights)
   flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
@@ -105,33 +96,10 @@ def state_specs(
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
   """A policy of jax.checkpoint: the backward gathers weights again.
 
-  `_gather` appears to the policy as a custom_vjp_call and cannot be told from
+  `gather` appears to the policy as a custom_vjp_call and cannot be told from
   those of the loss, which are computed again, too.
   """
   return primitive.name != "custom_vjp_call"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(axis, dim, reduce, leaf):
-  """all_gather, whose derivative is added up in the dtype `reduce`."""
-  del reduce
-  return jax.lax.all_gather(leaf, axis, axis=dim, tiled=True)
-
-
-def _gather_fwd(axis, dim, reduce, leaf):
-  return _gather(axis, dim, reduce, leaf), None
-
-
-def _gather_bwd(axis, dim, reduce, _, cotangent):
-  dtype = cotangent.dtype
-  cotangent = precision.cast(cotangent, reduce)
-  part = jax.lax.psum_scatter(
-    cotangent, axis, scatter_dimension=dim, tiled=True
-  )
-  return (part.astype(dtype),)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def gather(leaf: jax.Array, dim: int, axis: str, reduce: Any) -> jax.Array:
@@ -143,7 +111,19 @@ def gather(leaf: jax.Array, dim: int, axis: str, reduce: Any) -> jax.Array:
     axis: of the mesh.
     reduce: dtype in which derivatives are added up; None is their own.
   """
-  return leaf if dim == WHOLE else _gather(axis, dim, reduce, leaf)
+  if dim == WHOLE:
+    return leaf
+
+  @jax.custom_vjp
+  def whole(part):
+    return jax.lax.all_gather(part, axis, axis=dim, tiled=True)
+
+  def backward(_, cotangent):
+    total = scatter(precision.cast(cotangent, reduce), dim, axis)
+    return (total.astype(cotangent.dtype),)
+
+  whole.defvjp(lambda part: (whole(part), None), backward)
+  return whole(leaf)
 
 
 def scatter(leaf: jax.Array, dim: int, axis: str) -> jax.Array:
