@@ -47,6 +47,7 @@ from asgd.parallel import zero as zero_lib
 # A loop over pieces is written out up to here: XLA's CPU backend runs
 # convolutions in loops many times slower (see `asgd.worker`).
 _UNROLLED = 8
+_AXIS = meshes.DATA
 
 
 class StepState(NamedTuple):
@@ -66,16 +67,11 @@ class StepMetrics(NamedTuple):
   finite: jax.Array  # bool[], False for a step skipped by the loss scale
 
 
-StepFn = Callable[
-  [StepState, base.Batch, jax.Array], tuple[StepState, StepMetrics]
-]
-
-
 class Step(NamedTuple):
   """A training step and what goes with it. `step` donates the state."""
 
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
-  step: StepFn
+  step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
   params: Callable[[StepState], optax.Params]  # whole again, on every device
   place: Callable[..., base.Batch]  # (batch, *, local=False) -> global arrays
 
@@ -85,7 +81,6 @@ def make_step(
   tx: optax.GradientTransformation | base.Algorithm,
   mesh: Mesh,
   *,
-  axis: str = meshes.DATA,
   accumulate: int = 1,
   clip_norm: float | None = None,
   zero: int = 0,
@@ -112,13 +107,12 @@ def make_step(
     loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
       the form "shard_map" it is called inside of shard_map, with all axes of
       the mesh, and must return the same on all devices along every axis but
-      `axis`. If there are other axes, types are checked (check_vma): a scan
+      "data". If there are other axes, types are checked (check_vma): a scan
       within it needs a carry that varies as what it becomes (`meshes.vary`).
     tx: any optax transform, elementwise or not; or an Algorithm: the gradient
-      is then taken at what it sends to worker 0, and its update is told a Delay
-      of staleness 0.
-    mesh: with `axis`.
-    axis: over which examples are divided.
+      is then taken at what it sends to worker 0. The update is told a Delay of
+      staleness 0.
+    mesh: with the axis "data", over which examples are divided.
     accumulate: a, pieces that a device computes one after the other.
     clip_norm: largest norm of the (whole) gradient; None is any.
     zero: 0 to 3, see above.
@@ -148,21 +142,23 @@ def make_step(
     >>> float(metrics.loss), sgd.params(state).tolist()
     (1.25, [0.75, 0.0])
   """
-  devices = meshes.size(mesh, axis)
+  meshes.size(mesh, _AXIS)
   policy = precision.policy(policy)
-  _check(accumulate, clip_norm, zero, form)
+  checks.whole("accumulate", accumulate)
+  if clip_norm is not None:
+    checks.positive("clip_norm", clip_norm)
+  if isinstance(zero, bool) or zero not in range(4):
+    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
+  make = names.lookup("form", form, FORMS)
   if loss_scale is not None:
     precision.check_dynamic(loss_scale)
   if form == "pmap":
-    _check_pmap(mesh, axis, zero, specs)
+    _check_pmap(mesh, zero, specs)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   program = _Program(
     loss=loss,
     algorithm=transforms.own_statistics(algorithm, statistics_decay),
-    told=algorithm is tx,
     mesh=mesh,
-    axis=axis,
-    devices=devices,
     accumulate=accumulate,
     clip=None if clip_norm is None else optax.clip_by_global_norm(clip_norm),
     zero=zero,
@@ -170,7 +166,7 @@ def make_step(
     loss_scale=loss_scale,
     specs=specs,
   )
-  return FORMS[form](program)
+  return make(program)
 
 
 class _Program(NamedTuple):
@@ -178,16 +174,17 @@ class _Program(NamedTuple):
 
   loss: worker_lib.Loss
   algorithm: base.Algorithm
-  told: bool  # whether its update is told a Delay
   mesh: Mesh
-  axis: str
-  devices: int  # d
   accumulate: int  # a
   clip: optax.GradientTransformation | None
   zero: int
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
+
+  @property
+  def devices(self):  # d
+    return self.mesh.shape[_AXIS]
 
   @property
   def pieces(self):
@@ -202,8 +199,7 @@ class _Program(NamedTuple):
     return StepState(jnp.int32(0), params, self.algorithm.init(params), scale)
 
   def scale_of(self, state):
-    scaled = self.loss_scale is not None
-    return state.scale.scale if scaled else jnp.float32(1)
+    return jnp.float32(1) if self.loss_scale is None else state.scale.scale
 
   def sent(self, state):
     """The parameters that the gradient is taken at."""
@@ -218,7 +214,7 @@ class _Program(NamedTuple):
 
     def gather(leaf, dim):
       leaf = precision.cast(leaf, policy.compute)
-      return zero_lib.gather(leaf, dim, self.axis, policy.reduce)
+      return zero_lib.gather(leaf, dim, policy.reduce)
 
     def objective(weights, piece, number):
       if self.zero == 3:
@@ -243,14 +239,13 @@ class _Program(NamedTuple):
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
-    axis, accumulate = self.axis, self.accumulate
-    weights = meshes.vary(base.weights_of(params), axis)
-    first = jax.lax.axis_index(axis) * accumulate
+    accumulate = self.accumulate
+    weights = meshes.vary(base.weights_of(params), _AXIS)
+    first = jax.lax.axis_index(_AXIS) * accumulate
     objective = self._objective(params, key, scale, dims)
 
     def scatter(grads):
-      one = functools.partial(zero_lib.scatter, axis=axis)
-      return jax.tree.map(one, grads, dims)
+      return jax.tree.map(zero_lib.scatter, grads, dims)
 
     def one(i):
       piece = jax.tree.map(
@@ -274,13 +269,11 @@ class _Program(NamedTuple):
     if self.zero == 1:
       grads = scatter(grads)
     grads = jax.tree.map(
-      lambda leaf, dim: (
-        jax.lax.psum(leaf, axis) if dim == zero_lib.WHOLE else leaf
-      ),
+      lambda g, dim: jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g,
       *(grads, dims),
     )
     pieces = self.pieces
-    value, stats = jax.lax.psum((value, stats), axis)
+    value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
     grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
     return value, grads, stats
@@ -297,7 +290,7 @@ class _Program(NamedTuple):
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
       *(grads, state.opt_state, state.params),
-      **(delay._asdict() if self.told else {}),
+      **delay._asdict(),
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -309,7 +302,6 @@ class _Program(NamedTuple):
 
   def layouts(self, params):
     """The specs of parameters: between steps, and while they are updated."""
-
     weights = base.weights_of(params)
     specs = self.specs(weights)
     parts = jax.tree.map(
@@ -322,9 +314,7 @@ class _Program(NamedTuple):
     return between, parts
 
   def _divided(self, shape, spec):
-    if not self.zero:
-      return spec
-    return zero_lib.divided(shape, spec, self.devices, self.axis)
+    return zero_lib.divided(shape, spec, self.devices) if self.zero else spec
 
   def constrain(self, tree, specs):
     return jax.lax.with_sharding_constraint(
@@ -346,7 +336,7 @@ class _Program(NamedTuple):
 
 def _shard_map_step(program):
   """The form "shard_map": global arrays, and a program of all devices."""
-  mesh, axis = program.mesh, program.axis
+  mesh = program.mesh
 
   def init(params):
     placed = meshes.place(params, mesh, program.layouts(params)[0])
@@ -358,13 +348,13 @@ def _shard_map_step(program):
     sent = program.sent(state)
     grad_specs = base.weights_of(parts)
     dims = jax.tree.map(
-      lambda _, spec: zero_lib.dimension(spec, axis),
+      lambda _, spec: zero_lib.dimension(spec),
       *(base.weights_of(state.params), grad_specs),
     )
     value, grads, stats = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
-      in_specs=(kept, P(axis), P(), P()),
+      in_specs=(kept, P(_AXIS), P(), P()),
       out_specs=(P(), grad_specs, P()),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
@@ -379,13 +369,13 @@ def _shard_map_step(program):
     init,
     jax.jit(step, donate_argnums=0),
     lambda state: meshes.whole(state.params, mesh),
-    functools.partial(meshes.place_batch, mesh=mesh, axis=axis),
+    functools.partial(meshes.place_batch, mesh=mesh),
   )
 
 
 def _pmap_step(program):
   """The form "pmap": state and batch have a leading axis of devices."""
-  mesh, axis, devices = program.mesh, program.axis, program.devices
+  mesh, devices = program.mesh, program.devices
 
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
@@ -395,7 +385,7 @@ def _pmap_step(program):
 
   run = jax.pmap(
     device_step,
-    axis_name=axis,
+    axis_name=_AXIS,
     in_axes=(0, 0, None),
     out_axes=(0, None),
     devices=list(mesh.devices.flat),
@@ -406,7 +396,7 @@ def _pmap_step(program):
     return jnp.broadcast_to(x, (devices, *x.shape))
 
   def init(params):
-    spread = jax.NamedSharding(mesh, P(axis))
+    spread = jax.NamedSharding(mesh, P(_AXIS))
     make = jax.jit(lambda params: jax.tree.map(repeat, program.begin(params)))
     return jax.device_put(make(params), spread)
 
@@ -424,19 +414,10 @@ def _pmap_step(program):
 FORMS = {"shard_map": _shard_map_step, "pmap": _pmap_step}
 
 
-def _check(accumulate, clip_norm, zero, form):
-  checks.whole("accumulate", accumulate)
-  if clip_norm is not None:
-    checks.positive("clip_norm", clip_norm)
-  if isinstance(zero, bool) or zero not in range(4):
-    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
-  names.lookup("form", form, FORMS)
-
-
-def _check_pmap(mesh, axis, zero, specs):
-  if tuple(mesh.axis_names) != (axis,):
+def _check_pmap(mesh, zero, specs):
+  if tuple(mesh.axis_names) != (_AXIS,):
     raise ValueError(
-      f"the form 'pmap' is for a mesh of the axis {axis!r} alone, not of"
+      f"the form 'pmap' is for a mesh of the axis {_AXIS!r} alone, not of"
       f" {tuple(mesh.axis_names)}; use 'shard_map'"
     )
   if zero or specs is not zero_lib.replicated:

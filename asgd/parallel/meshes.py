@@ -172,23 +172,20 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
   return jax.tree_util.tree_map_with_path(put, tree, specs)
 
 
-def place_batch(
-  batch: Any, mesh: Mesh, *, axis: str = DATA, local: bool = False
-) -> Any:
-  """Puts a batch on a mesh, its examples divided over one axis.
+def place_batch(batch: Any, mesh: Mesh, *, local: bool = False) -> Any:
+  """Puts a batch on a mesh, its examples divided over the axis "data".
 
   Args:
     batch: a tree of arrays whose leading axis is that of examples.
-    mesh: of any processes.
-    axis: over which examples are divided; over other axes they are repeated.
+    mesh: of any processes; over its other axes examples are repeated.
     local: whether `batch` holds this process's examples only, instead of all;
       they follow those of the process before it.
 
   Raises:
     ValueError: if the axis does not divide the examples.
   """
-  spec = PartitionSpec(axis)
-  size(mesh, axis)
+  size(mesh, DATA)
+  spec = PartitionSpec(DATA)
   if not local:
     return place(batch, mesh, spec)
   sharding = NamedSharding(mesh, spec)

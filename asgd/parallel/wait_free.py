@@ -92,9 +92,6 @@ def _kernel(path: Path) -> Path:
   return (*path, "kernel")
 
 
-# The forward.
-
-
 def _apply(layer, weights, params, number, x, key):
   """A layer of these weights, as in the whole model: (y, its statistics)."""
   own = (weights,)
@@ -120,8 +117,8 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
 
 
 def _survey(pieces, params, batch) -> list[list[_Call]]:
-  """The dense layers in each layer, with shapes; those called once only, whose
-  kernels nothing else reads."""
+  """The dense layers in each layer, with shapes; those that are called once
+  only, and of which nothing else reads the kernel."""
   of_layers: list[list[_Call]] = []
 
   def forward(params, batch, key):
@@ -146,13 +143,6 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
   return of_layers
 
 
-def _check_factors(factors):
-  if factors not in FACTORS:
-    raise ValueError(
-      f"factors must be one of {', '.join(FACTORS)}, not {factors!r}"
-    )
-
-
 def _decide(number, call, devices, factors) -> DenseGradient:
   *lead, inputs = call.inputs.shape
   shape = math.prod(lead), inputs, call.output.shape[-1]
@@ -170,25 +160,20 @@ def choose(
   *,
   factors: str = "rule",
 ) -> tuple[DenseGradient, ...]:
-  """Says of every dense layer how its gradient is to travel.
+  """Says of every dense layer how its gradient is to travel, in forward order.
 
-  Nothing is computed. A layer that is called twice is left out, and one whose
-  kernel is read by something else: its gradient is not one product.
+  Nothing is computed. A layer that is called twice is left out, and one with a
+  kernel that something else reads: its gradient is not one product.
 
   Args:
     pieces: of a Problem.
     params: or their shapes.
     batch: of one device, or its shapes.
     devices: D.
-    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never".
-
-  Returns:
-    One for each dense layer, in the order of the forward.
-
-  Raises:
-    ValueError: for another word.
+    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never";
+      ValueError for another word.
   """
-  _check_factors(factors)
+  checks.one_of("factors", factors, FACTORS)
   return tuple(
     _decide(number, call, devices, factors)
     for number, calls in enumerate(_survey(pieces, params, batch))
@@ -197,49 +182,33 @@ def choose(
 
 
 def _forward(layer, params, number, x, key, calls, first):
-  """Runs a layer.
+  """Runs a layer, of which `calls` are the dense layers that send factors.
 
-  Args:
-    layer: of the model.
-    params: of the whole model.
-    number: of the layer.
-    x: what it gets.
-    key: of the model.
-    calls: of dense layers, with shapes, that send factors.
-    first: whether no layer before has weights, so that dx is not needed.
-
-  Returns:
-    (y, backward, stats): backward(dy) gives the gradient of the weights without
-    those kernels, by path, (x, dy) of each of them, and dx, or None.
+  Returns (y, backward, stats): backward(dy) gives the gradient of the weights
+  without those kernels, by path, (x, dy) of each of them, and dx; None if the
+  layer is the `first` with weights, as dx is not needed then.
   """
   rest = traverse_util.flatten_dict(base.weights_of(params)[number])
   kernels = {_kernel(c.path): rest.pop(_kernel(c.path)) for c in calls}
   taps = {c.path: jnp.zeros(c.output.shape, c.output.dtype) for c in calls}
 
-  def run(rest, taps, x):
+  def run(rest, taps, x=x):
     weights = traverse_util.unflatten_dict(rest | kernels)
     calls: list[_Call] = []
     with _watch(calls, taps):
       y, stats = _apply(layer, weights, params, number, x, key)
-    inputs = {call.path: call.inputs for call in calls if call.path in taps}
-    return y, (stats, inputs)
+    factors = {call.path: call.inputs for call in calls if call.path in taps}
+    return y, (stats, factors)
 
-  if first:
-    y, pull, (stats, inputs) = jax.vjp(
-      lambda rest, taps: run(rest, taps, x), rest, taps, has_aux=True
-    )
-  else:
-    y, pull, (stats, inputs) = jax.vjp(run, rest, taps, x, has_aux=True)
+  inputs = (rest, taps) if first else (rest, taps, x)
+  y, pull, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
 
   def backward(dy):
     d_rest, d_taps, *dx = pull(dy)
-    pairs = {path: (inputs[path], d_taps[path]) for path in inputs}
+    pairs = {path: (factors[path], d_taps[path]) for path in factors}
     return d_rest, pairs, dx[0] if dx else None
 
   return y, backward, stats
-
-
-# The gradient.
 
 
 def _product(x, dy, axis, dtype):
@@ -261,7 +230,7 @@ def gradient(
 
   Args:
     pieces: of a Problem.
-    axis: of the mesh, over whose D devices batches are spread.
+    axis: of the mesh, of D devices that each have a part of the batch.
     reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
     bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
       each layer by themselves.
@@ -287,7 +256,7 @@ def gradient(
     )
     (loss, aux), grads = jax.jit(step)(params, batch, key)
   """
-  _check_factors(factors)
+  checks.one_of("factors", factors, FACTORS)
   all_reduce = collectives.lookup(reduce)
   checks.whole("bucket_bytes", bucket_bytes, 0)
 
@@ -334,8 +303,8 @@ def gradient(
 
 
 def _forward_all(pieces, params, batch, key, calls):
-  """The forward: (loss, its derivative at the last layer's output, the backward
-  of each layer as `_forward` returns it, statistics)."""
+  """Returns (loss, its derivative at the last layer's output, the backward of
+  each layer as `_forward` returns it, statistics)."""
   weights = base.weights_of(params)
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
@@ -355,25 +324,16 @@ def _forward_all(pieces, params, batch, key, calls):
 def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
   """The backward from the last layer to the first, sending on the way.
 
-  Args:
-    weights: of each layer.
-    backwards: of each layer, as `_forward` returns it.
-    dy: derivative at the last layer's output.
-    send: {layer: gradient} -> the same, averaged over devices.
-    multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
-    bucket_bytes: send when so many bytes of gradients wait.
-
-  Returns:
-    The gradient of each layer.
+  `backwards` are as `_forward` returns them, dy is the derivative at the last
+  layer's output; send: {layer: gradient} -> the same, averaged over devices;
+  multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
   """
-  lowest = next((i for i, w in enumerate(weights) if jax.tree.leaves(w)), None)
+  # No layer below has weights.
+  lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
   sent: dict[int, Any] = {}  # layer -> {path: gradient} without those kernels
   products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
   waiting: dict[int, Any] = {}
-  for number in reversed(range(len(backwards))):
-    if lowest is None or number < lowest:  # no layer from here on has weights
-      waiting[number], products[number] = {}, {}
-      continue
+  for number in reversed(range(lowest, len(backwards))):
     waiting[number], pairs, dy = backwards[number](dy)
     flat = traverse_util.flatten_dict(weights[number])
     products[number] = {
@@ -385,6 +345,6 @@ def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
       waiting = {}
   sent |= send(waiting)
   return tuple(
-    traverse_util.unflatten_dict(sent[i] | products[i])
+    traverse_util.unflatten_dict(sent.get(i, {}) | products.get(i, {}))
     for i in range(len(weights))
   )

@@ -17,8 +17,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from asgd.parallel import precision
+from asgd.parallel import meshes, precision
 
+_AXIS = meshes.DATA
 Specs = Callable[[optax.Params], Any]  # params -> a tree of PartitionSpecs
 WHOLE = -1  # in the place of a dimension: the leaf is not divided
 
@@ -28,23 +29,22 @@ def replicated(params: optax.Params) -> Any:
   return jax.tree.map(lambda _: P(), params)
 
 
-def divided(shape: tuple[int, ...], spec: P, parts: int, axis: str) -> P:
-  """Adds a mesh axis to a spec, where it divides the array best.
+def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
+  """Adds the data axis to a spec, where it divides the array best.
 
   Args:
     shape: of the whole array.
     spec: what divides it already.
-    parts: size of the mesh axis.
-    axis: its name.
+    parts: size of the data axis.
 
   Returns:
-    The spec with `axis` at the longest free dimension that it divides (the
+    The spec with "data" at the longest free dimension that it divides (the
     first of several); the spec itself if there is none.
 
   Example:
-    >>> tuple(divided((3, 3, 16, 32), P(), 8, "data"))
+    >>> tuple(divided((3, 3, 16, 32), P(), 8))
     (None, None, None, 'data')
-    >>> tuple(divided((10,), P(), 8, "data"))
+    >>> tuple(divided((10,), P(), 8))
     ()
   """
   entries = (*spec, *(None,) * (len(shape) - len(spec)))
@@ -56,12 +56,12 @@ def divided(shape: tuple[int, ...], spec: P, parts: int, axis: str) -> P:
   if not free:
     return spec
   best = max(free, key=lambda i: shape[i])
-  return P(*entries[:best], axis, *entries[best + 1 :])
+  return P(*entries[:best], _AXIS, *entries[best + 1 :])
 
 
-def dimension(spec: P, axis: str) -> int:
-  """Returns the dimension that a mesh axis divides, or WHOLE."""
-  return tuple(spec).index(axis) if axis in tuple(spec) else WHOLE
+def dimension(spec: P) -> int:
+  """Returns the dimension that the data axis divides, or WHOLE."""
+  return tuple(spec).index(_AXIS) if _AXIS in tuple(spec) else WHOLE
 
 
 def state_specs(
@@ -102,13 +102,12 @@ def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
   return primitive.name != "custom_vjp_call"
 
 
-def gather(leaf: jax.Array, dim: int, axis: str, reduce: Any) -> jax.Array:
+def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
   """Returns the whole leaf; its derivative is reduce-scattered.
 
   Args:
     leaf: this device's part along `dim`; the whole if that is WHOLE.
     dim: from `dimension`.
-    axis: of the mesh.
     reduce: dtype in which derivatives are added up; None is their own.
   """
   if dim == WHOLE:
@@ -116,18 +115,18 @@ def gather(leaf: jax.Array, dim: int, axis: str, reduce: Any) -> jax.Array:
 
   @jax.custom_vjp
   def whole(part):
-    return jax.lax.all_gather(part, axis, axis=dim, tiled=True)
+    return jax.lax.all_gather(part, _AXIS, axis=dim, tiled=True)
 
   def backward(_, cotangent):
-    total = scatter(precision.cast(cotangent, reduce), dim, axis)
+    total = scatter(precision.cast(cotangent, reduce), dim)
     return (total.astype(cotangent.dtype),)
 
   whole.defvjp(lambda part: (whole(part), None), backward)
   return whole(leaf)
 
 
-def scatter(leaf: jax.Array, dim: int, axis: str) -> jax.Array:
+def scatter(leaf: jax.Array, dim: int) -> jax.Array:
   """Reduce-scatters a gradient; one that is WHOLE stays this device's own."""
   if dim == WHOLE:
     return leaf
-  return jax.lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
+  return jax.lax.psum_scatter(leaf, _AXIS, scatter_dimension=dim, tiled=True)

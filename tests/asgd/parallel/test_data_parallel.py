@@ -358,8 +358,10 @@ MISTAKES = {
     "8 devices cannot be divided by 3",
   ),
   "axis": (
-    lambda: data_parallel.make_step(loss, optax.sgd(1), mesh(2), axis="batch"),
-    r"the mesh has axes \('data',\) and none named 'batch'",
+    lambda: data_parallel.make_step(
+      loss, optax.sgd(1), meshes.make({"batch": 2})
+    ),
+    r"the mesh has axes \('batch',\) and none named 'data'",
   ),
   "array": (
     lambda: meshes.place(
