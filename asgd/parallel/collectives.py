@@ -30,7 +30,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,54 +134,49 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
   return _paste(jnp.concatenate(both), x)
 
 
-class _Cube(NamedTuple):
-  """The 2^k devices that exchange, of N; device d's number among them.
-
-  Where N is no power of 2, the first 2 (N - 2^k) devices pair up: the even one
-  of a pair lends its part to the odd one, and is sent the sum at the end.
-  """
-
-  size: int  # 2^k
-  lent: int  # N - 2^k pairs
-
-  def device(self, number: int) -> int:
-    """The device with that number."""
-    return 2 * number + 1 if number < self.lent else number + self.lent
-
-  def exchange(self, bit: int) -> list[tuple[int, int]]:
-    """(sender, receiver) pairs, whose numbers differ in that bit."""
-    return [(self.device(i), self.device(i ^ bit)) for i in range(self.size)]
-
-
 def _on_cube(x, axis, inner):
-  """Runs inner(cube, x, number of this device) on a power of 2 of devices."""
+  """Runs inner(members, x, number of this device) on 2^k of N devices.
+
+  These are the members, by their numbers. Where N is no power of 2, the first
+  2 (N - 2^k) devices pair up: the even one of a pair lends its part to the odd
+  one, and is sent the sum at the end.
+  """
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   size = 1 << (devices.bit_length() - 1)
-  cube = _Cube(size, devices - size)
-  number = jnp.where(here < 2 * cube.lent, here // 2, here - cube.lent)
-  if not cube.lent:
-    return inner(cube, x, number)
-  there = [(2 * i, 2 * i + 1) for i in range(cube.lent)]
+  lent = devices - size
+  members = [2 * i + 1 if i < lent else i + lent for i in range(size)]
+  number = jnp.where(here < 2 * lent, here // 2, here - lent)
+  if not lent:
+    return inner(members, x, number)
+  there = [(2 * i, 2 * i + 1) for i in range(lent)]
   # A device that receives nothing gets zeros.
   x = x + jax.lax.ppermute(x, axis, there)
-  x = inner(cube, x, number)
+  x = inner(members, x, number)
   total = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
-  return jnp.where((here < 2 * cube.lent) & (here % 2 == 0), total, x)
+  return jnp.where((here < 2 * lent) & (here % 2 == 0), total, x)
+
+
+def _exchange(members, bit):
+  """(sender, receiver) pairs, of numbers that differ in that bit."""
+  return [(device, members[i ^ bit]) for i, device in enumerate(members)]
+
+
+def _powers(end):
+  """1, 2, 4, ... below `end`."""
+  return [1 << i for i in range((end - 1).bit_length())]
 
 
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Partners at distance 1, 2, 4, ... exchange all they have, and add it.
 
   log2 N rounds of the whole array: the fewest rounds, for small arrays. Where N
-  is no power of 2 there are two more, see `_Cube`.
+  is no power of 2 there are two more, see `_on_cube`.
   """
 
-  def inner(cube, x, number):
+  def inner(members, x, number):
     del number
-    bit = 1
-    while bit < cube.size:
-      x = x + jax.lax.ppermute(x, axis, cube.exchange(bit))
-      bit *= 2
+    for bit in _powers(len(members)):
+      x = x + jax.lax.ppermute(x, axis, _exchange(members, bit))
     return x
 
   return _on_cube(jnp.asarray(x), axis, inner)
@@ -191,26 +186,23 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Rabenseifner's: reduce-scatter by halves, all-gather by doubling.
 
   2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
-  otherwise two more rounds of the whole array, see `_Cube`.
+  otherwise two more rounds of the whole array, see `_on_cube`.
   """
 
-  def inner(cube, x, number):
-    part = _cut(x, cube.size)
-    bit = cube.size // 2
-    while bit:
+  def inner(members, x, number):
+    bits = _powers(len(members))
+    part = _cut(x, len(members))
+    for bit in reversed(bits):
       # Keeps the half in which its own chunk is, and sends the other one.
       half = part.reshape(2, bit, part.shape[-1])
       mine = (number // bit) % 2
-      got = jax.lax.ppermute(half[1 - mine], axis, cube.exchange(bit))
-      part = half[mine] + got
-      bit //= 2
-    bit = 1
-    while bit < cube.size:
-      got = jax.lax.ppermute(part, axis, cube.exchange(bit))
+      pairs = _exchange(members, bit)
+      part = half[mine] + jax.lax.ppermute(half[1 - mine], axis, pairs)
+    for bit in bits:
+      got = jax.lax.ppermute(part, axis, _exchange(members, bit))
       low = (number // bit) % 2 == 0
       first, second = jnp.where(low, part, got), jnp.where(low, got, part)
       part = jnp.concatenate([first, second])
-      bit *= 2
     return _paste(part, x)
 
   return _on_cube(jnp.asarray(x), axis, inner)
@@ -223,16 +215,15 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  distances = [1 << i for i in range((devices - 1).bit_length())]
 
   def edges(distance):
     """(child, parent) of a level."""
     children = range(distance, devices, 2 * distance)
     return [(child, child - distance) for child in children]
 
-  for distance in distances:
+  for distance in _powers(devices):
     x = x + jax.lax.ppermute(x, axis, edges(distance))
-  for distance in reversed(distances):
+  for distance in reversed(_powers(devices)):
     down = [(parent, child) for child, parent in edges(distance)]
     got = jax.lax.ppermute(x, axis, down)
     x = jnp.where(here % (2 * distance) == distance, got, x)
@@ -293,8 +284,7 @@ def parameter_server(
 
   def pairs(turn):
     """(worker, owner): in each turn an owner hears of one worker."""
-    turns = ((d, (d + turn) % devices) for d in range(devices))
-    return [(worker, owner) for worker, owner in turns if owner < shards]
+    return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
   total = chunks[jnp.minimum(here, shards - 1)]
   for turn in range(1, devices):

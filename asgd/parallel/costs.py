@@ -211,9 +211,6 @@ COSTS: dict[str, Callable[..., Cost]] = {
 }  # and `hierarchical`, of two numbers of devices
 
 
-# Sufficient factors.
-
-
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:
@@ -229,11 +226,7 @@ def factors(
 
 
 def poseidon(
-  rows: int,
-  inputs: int,
-  outputs: int,
-  workers: int,
-  shards: int | None = None,
+  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
 ) -> dict[str, float]:
   """Poseidon's table 1, for a node that is worker and shard.
 
@@ -257,11 +250,7 @@ def poseidon(
 
 
 def prefers_factors(
-  rows: int,
-  inputs: int,
-  outputs: int,
-  workers: int,
-  shards: int | None = None,
+  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
 ) -> bool:
   """Poseidon's rule, algorithm 1: whether factors move no more than gradients.
 

@@ -145,10 +145,8 @@ def state(
 
 def bytes_of(tree: Any) -> int:
   """Returns the bytes of arrays, or of their shapes."""
-  return sum(
-    math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-    for leaf in jax.tree.leaves(tree)
-  )
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
 
 
 def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:

@@ -36,11 +36,10 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy by name.
+  """Returns a Policy, by its name if it has one.
 
   Raises:
-    ValueError: for a name that is not of POLICIES, or a dtype of a Policy that
-      is none of floating point.
+    ValueError: for an unknown name, or a dtype that is not of floating point.
   """
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)
@@ -131,12 +130,9 @@ def start(rule: Dynamic) -> LossScale:
 
 
 def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
-  """Returns the scale after a gradient.
+  """Returns the scale after a gradient that was computed with `state`.
 
-  Args:
-    rule: how it moves.
-    state: the scale that the gradient was computed with.
-    finite: bool[], whether all of the gradient was finite.
+  finite: bool[], whether all of the gradient was.
 
   Example:
     >>> rule = Dynamic(initial=8.0, interval=1)
