@@ -117,13 +117,11 @@ def make_step(
     clip_norm: largest norm of the (whole) gradient; None is any.
     zero: 0 to 3, see above.
     policy: dtypes, a Policy or a name of `precision.POLICIES`.
-    loss_scale: scale the loss, and skip steps whose gradient is not finite;
-      None does neither.
+    loss_scale: scale the loss, and skip steps with a gradient that is not
+      finite; None does neither.
     statistics_decay: how much of the statistics a step keeps.
-    form: "shard_map"; or "pmap", for programs written in that form: one
-      process, one axis, zero 0.
-    specs: how the parameters are divided over other axes of the mesh (tensor,
-      rows, stages).
+    form: "shard_map"; or "pmap": one process, one axis, zero 0.
+    specs: how other axes of the mesh divide the parameters.
 
   Returns:
     A Step. It compiles at its first call for each shape of a batch.
@@ -183,12 +181,8 @@ class _Program(NamedTuple):
   specs: zero_lib.Specs
 
   @property
-  def devices(self):  # d
-    return self.mesh.shape[_AXIS]
-
-  @property
   def pieces(self):
-    return self.devices * self.accumulate
+    return self.mesh.shape[_AXIS] * self.accumulate
 
   def begin(self, params):
     """The first state, of whole parameters."""
@@ -304,17 +298,18 @@ class _Program(NamedTuple):
     """The specs of parameters: between steps, and while they are updated."""
     weights = base.weights_of(params)
     specs = self.specs(weights)
-    parts = jax.tree.map(
-      lambda leaf, spec: self._divided(jnp.shape(leaf), spec), weights, specs
-    )
+    parts = jax.tree.map(self.divided, weights, specs)
     between = parts if self.zero == 3 else specs
     if isinstance(params, base.Variables):
       stats = zero_lib.replicated(params.stats)
       return base.Variables(between, stats), base.Variables(parts, stats)
     return between, parts
 
-  def _divided(self, shape, spec):
-    return zero_lib.divided(shape, spec, self.devices) if self.zero else spec
+  def divided(self, leaf, spec):
+    """The spec of an array of which ZeRO divides what it may."""
+    if not self.zero:
+      return spec
+    return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
   def constrain(self, tree, specs):
     return jax.lax.with_sharding_constraint(
@@ -326,9 +321,8 @@ class _Program(NamedTuple):
     kept, parts = self.layouts(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
-      base.weights_of(state.params),
-      base.weights_of(parts),
-      lambda leaf: self._divided(leaf.shape, P()),
+      *map(base.weights_of, (state.params, parts)),
+      choose=lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
     return self.constrain(state, StepState(P(), kept, opt_specs, scale))
@@ -345,11 +339,10 @@ def _shard_map_step(program):
   def step(state, batch, key):
     _check_batch(batch, program.pieces)
     kept, parts = program.layouts(state.params)
-    sent = program.sent(state)
-    grad_specs = base.weights_of(parts)
+    sent, grad_specs = program.sent(state), base.weights_of(parts)
+    weights = base.weights_of(state.params)
     dims = jax.tree.map(
-      lambda _, spec: zero_lib.dimension(spec),
-      *(base.weights_of(state.params), grad_specs),
+      lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
     value, grads, stats = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
@@ -375,7 +368,7 @@ def _shard_map_step(program):
 
 def _pmap_step(program):
   """The form "pmap": state and batch have a leading axis of devices."""
-  mesh, devices = program.mesh, program.devices
+  mesh = program.mesh
 
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
@@ -392,18 +385,20 @@ def _pmap_step(program):
     donate_argnums=0,
   )
 
-  def repeat(x):
-    return jnp.broadcast_to(x, (devices, *x.shape))
+  @jax.jit
+  def begin(params):
+    return jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (mesh.size, *x.shape)),
+      program.begin(params),
+    )
 
   def init(params):
-    spread = jax.NamedSharding(mesh, P(_AXIS))
-    make = jax.jit(lambda params: jax.tree.map(repeat, program.begin(params)))
-    return jax.device_put(make(params), spread)
+    return jax.device_put(begin(params), jax.NamedSharding(mesh, P(_AXIS)))
 
   def place(batch, *, local=False):
     del local  # there is one process
     _check_batch(batch, program.pieces)
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
 
   def params(state):
     return jax.tree.map(lambda x: x[0], state.params)
@@ -433,11 +428,12 @@ def _check_pmap(mesh, zero, specs):
 
 
 def _check_batch(batch, pieces):
-  lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+  lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(
       "all arrays of a batch must have one leading axis, of examples; not"
-      f" {sorted(jnp.shape(x) for x in jax.tree.leaves(batch))}"
+      f" {sorted(shapes)}"
     )
   ((length,),) = lengths
   if length % pieces or not length:

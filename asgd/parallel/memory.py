@@ -330,21 +330,12 @@ def activations(
   return stream * (whole + (split + scores) / tensor)
 
 
-def kept(
-  forward: Callable[..., Any], params: Any, *inputs: Any
-) -> tuple[int, int]:
-  """Counts what JAX keeps of a forward for its backward.
+def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
+  """Counts the bytes that JAX keeps of a forward for its backward.
 
   That is before XLA fuses anything, and computes again what is cheap: an upper
-  bound.
-
-  Args:
-    forward: (params, *inputs) -> y; traced, not run.
-    params: or their shapes; they are kept in any case and not counted.
-    *inputs: or their shapes.
-
-  Returns:
-    (bytes kept, bytes of y).
+  bound. `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes.
+  Parameters are kept in any case and not counted.
   """
 
   def run(params, *inputs):
@@ -357,4 +348,4 @@ def kept(
     for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]
     if not isinstance(variable, jax.extend.core.Literal)
   }
-  return bytes_of([v.aval for v in residuals - own]), bytes_of(y)
+  return bytes_of([v.aval for v in residuals - own])

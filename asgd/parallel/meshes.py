@@ -27,11 +27,7 @@ DATA, TENSOR, ROWS, PIPE = "data", "tensor", "rows", "pipe"
 
 
 def find_devices() -> None:
-  """Starts JAX on what devices there are.
-
-  Raises:
-    ValueError: if there are none.
-  """
+  """Starts JAX on what devices there are; ValueError if there are none."""
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
@@ -67,12 +63,12 @@ def make(
   if not shape:
     raise ValueError("a mesh needs an axis, as {'data': 8}")
   sizes = dict(shape)
-  for name, size in sizes.items():
-    if size != -1:
-      checks.whole(f"the size of the mesh's axis {name!r}", size)
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
     raise ValueError(f"only one axis can have what is left, not {free}")
+  for name, size in sizes.items():
+    if size != -1:
+      checks.whole(f"the size of the mesh's axis {name!r}", size)
   if free:
     others = -math.prod(sizes.values())
     if len(devices) % others:
@@ -107,11 +103,7 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def size(mesh: Mesh, axis: str) -> int:
-  """Returns how many devices an axis has.
-
-  Raises:
-    ValueError: if the mesh has no such axis.
-  """
+  """Returns how many devices an axis has; ValueError if there is none."""
   if axis not in mesh.shape:
     raise ValueError(
       f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r}"
@@ -144,9 +136,9 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     ValueError: for an axis of an array that its spec does not divide, or that
       it does not have.
   """
-  specs = PartitionSpec() if specs is None else specs
-  if isinstance(specs, PartitionSpec):
-    specs = jax.tree.map(lambda _: specs, tree)
+  if specs is None or isinstance(specs, PartitionSpec):
+    one = specs or PartitionSpec()
+    specs = jax.tree.map(lambda _: one, tree)
 
   def put(path, x, spec):
     sharding = NamedSharding(mesh, spec)

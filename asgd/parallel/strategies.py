@@ -98,15 +98,13 @@ class _Planner(NamedTuple):
   def precision(self) -> memory.Precision:
     return memory.PRECISIONS[self.options.precision]
 
-  def divided(self, data: int) -> int | None:
-    """Examples of a step in each of `data` parts, if it can be divided."""
-    return None if self.options.batch % data else self.options.batch // data
-
-  def microbatches(self, examples: int) -> list[int]:
+  def microbatches(self, data: int) -> list[int]:
+    """Sizes that divide the examples of each of `data` parts of a step."""
+    examples, rest = divmod(self.options.batch, data)
+    sizes = _divisors(examples)
     if self.options.microbatch is not None:
-      one = self.options.microbatch
-      return [] if examples % one else [one]
-    return _divisors(examples)
+      sizes = [self.options.microbatch]
+    return [] if rest else [one for one in sizes if examples % one == 0]
 
   def compute(self, devices: int) -> float:
     """Mean seconds of a device's part of a step."""
@@ -133,19 +131,14 @@ class _Planner(NamedTuple):
     `parts` are other fields of _Division; None if they do not divide the batch.
     """
     division = _Division(name, **parts)
-    examples = self.divided(division.data)
-    if examples is None:
-      return None
-    return self.best(
-      self._cost(division, microbatch, examples // microbatch)
-      for microbatch in self.microbatches(examples)
-    )
+    sizes = self.microbatches(division.data)
+    return self.best(self._cost(division, micro) for micro in sizes)
 
-  def _cost(self, division, micro, count) -> Strategy:
-    """What a division costs with `count` microbatches of `micro` examples."""
+  def _cost(self, division, micro) -> Strategy:
+    """What a division costs with microbatches of `micro` examples."""
     work, options = self.work, self.options
     _, data, tensor, stages, zero, versions, flush, _ = division
-    devices = data * tensor * stages
+    devices, count = data * tensor * stages, options.batch // data // micro
     far = self.hardware.link(devices)
     # The stage with most layers sets the pace, and has the most to hold.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
@@ -207,8 +200,8 @@ class _Planner(NamedTuple):
     once = costs.seconds(
       costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
     )
-    recomputing = self.options.activations == "full"
-    times = 6 if recomputing else 4  # a block and microbatch
+    # All-reduces of a block and microbatch.
+    times = 6 if self.options.activations == "full" else 4
     return count * times * math.ceil(work.gpt.depth / division.stages) * once
 
 
@@ -237,8 +230,8 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       )
 
     yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
-  examples = plan.divided(count)
-  if examples is not None and any(
+  examples = options.batch // count
+  if any(
     costs.prefers_factors(d.rows * examples, d.inputs, d.outputs, count)
     for d in work.dense
   ):
@@ -249,13 +242,11 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       dense = [(d.inputs, d.outputs) for d in work.dense]
       others = size - grain * sum(m * n for m, n in dense)
       rows = work.dense[0].rows * examples
-      return costs.seconds(
-        costs.hybrid(dense, others, rows, count, grain=grain), link
-      )
+      cost = costs.hybrid(dense, others, rows, count, grain=grain)
+      return costs.seconds(cost, link)
 
-    yield plan.make(
-      "data, sufficient factors", data=count, reduce=reduce_hybrid
-    )
+    title = "data, sufficient factors"
+    yield plan.make(title, data=count, reduce=reduce_hybrid)
   for zero in (1, 2, 3):
     yield plan.make(f"data, ZeRO-{zero}", data=count, zero=zero)
 
@@ -290,11 +281,10 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
     data = count // (tensor * stages)
     if sum(n > 1 for n in (data, tensor, stages)) < 2:
       continue
-    if tensor > 1:
-      if work.gpt is None or work.gpt.heads % tensor:
-        continue
-      if hardware.near is not None and tensor > hardware.node:
-        continue
+    if tensor > 1 and (work.gpt is None or work.gpt.heads % tensor):
+      continue
+    if hardware.near is not None and tensor > hardware.node:
+      continue
     parts = (("data", data), ("tensor", tensor), ("pipe", stages))
     name = " x ".join(f"{word} {n}" for word, n in parts if n > 1)
     axes = dict(data=data, tensor=tensor, stages=stages)
@@ -308,29 +298,25 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
 
 def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
   work, options, hardware = plan.work, plan.options, plan.hardware
-  count = hardware.devices
+  count, numbers = hardware.devices, plan.precision
   shards = options.shards or count
-  numbers = plan.precision
-  examples = plan.divided(count)
-  if examples is None:
-    return
   compute = plan.compute(count)
   size = float(work.parameters * max(numbers.weights, numbers.gradients))
   speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
+  times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
     cure = memory.cure(recipe, count)
     at_shard = (4 + cure.total) * work.parameters / shards
     at_worker = numbers.weights + numbers.gradients + cure.worker
     state = at_shard + at_worker * work.parameters
-    times = compute, count / speed - compute, 0.0
+    name = f"asynchronous, {recipe}"
     yield plan.best(
       plan.strategy(
-        f"asynchronous, {recipe}",
-        *(state, work.activations(micro, 1), micro, *times, True),
+        name, state, work.activations(micro, 1), micro, *times, True
       )
-      for micro in plan.microbatches(examples)
+      for micro in plan.microbatches(count)
     )
 
 

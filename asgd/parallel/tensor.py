@@ -189,14 +189,10 @@ class _Dropout(nn.Module):
     return x * meshes.part(mask, _AXIS, _POSITIONS)
 
 
-class ParallelEmbed(nn.Module):
-  """`transformer.Embed`, whose table is split by rows: int[B, T] ->
-  float[B, T, C], or with `sequence` float[B, T / t, C]."""
+class ParallelEmbed(transformer.Embed):
+  """An Embed with its table split by rows: int[B, T] -> float[B, T, C], or with
+  `sequence` float[B, T / t, C]."""
 
-  vocabulary: int
-  context: int
-  width: int
-  dropout: float = 0.0
   sequence: bool = False
 
   @nn.compact
@@ -228,14 +224,10 @@ def _local(tokens, count):
   return jnp.where(here, local, 0), here
 
 
-class ParallelBlock(nn.Module):
-  """`transformer.Block`, whose heads and hidden features are split.
+class ParallelBlock(transformer.Block):
+  """A Block with its heads and hidden features split: float[B, T, C] -> the
+  same; with `sequence`, T / t positions."""
 
-  float[B, T, C] -> the same; with `sequence`, T / t positions.
-  """
-
-  heads: int
-  dropout: float = 0.0
   sequence: bool = False
 
   @nn.compact
@@ -266,11 +258,10 @@ class ParallelBlock(nn.Module):
     return x + dropout(name="Dropout_1")(h, train)
 
 
-class ParallelUnembed(nn.Module):
-  """`transformer.Unembed`, split by the vocabulary: float[B, T, C], with
-  `sequence` T / t positions, -> float[B, T, V / t], for `cross_entropy`."""
+class ParallelUnembed(transformer.Unembed):
+  """An Unembed split by the vocabulary: float[B, T, C], with `sequence` T / t
+  positions, -> float[B, T, V / t], for `cross_entropy`."""
 
-  vocabulary: int
   sequence: bool = False
 
   @nn.compact
@@ -335,7 +326,7 @@ def parallel(
       return ParallelEmbed(*table, layer.dropout, sequence)
     if isinstance(layer, transformer.Block):
       _share("heads", layer.heads, size)
-      return ParallelBlock(layer.heads, layer.dropout, sequence)
+      return ParallelBlock(layer.heads, layer.depth, layer.dropout, sequence)
     if isinstance(layer, transformer.Unembed):
       return ParallelUnembed(layer.vocabulary, sequence)
     raise ValueError(

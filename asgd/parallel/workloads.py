@@ -68,8 +68,8 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
     depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
   if width is None:
     width = math.sqrt(parameters / (12 * depth))
-    step = next((n for n in _HEADS if width >= 4 * n), 1)
-    step = given.get("heads", step)
+    fitting = next((n for n in _HEADS if width >= 4 * n), 1)
+    step = given.get("heads", fitting)
     width = max(round(width / step), 1) * step
   if depth is None:
     depth = max(round(parameters / (12 * width**2)), 1)
@@ -147,10 +147,9 @@ def of_problem(
   params = jax.eval_shape(problem.init, key)
   batch = problem.batches(0, 1)(0, 0)
   examples = len(jax.tree.leaves(batch)[0])
-  lowered = jax.jit(jax.grad(problem.loss, has_aux=True)).lower(
-    params, batch, key
-  )
-  flops = lowered.cost_analysis()["flops"] / examples
+  gradient = jax.jit(jax.grad(problem.loss, has_aux=True))
+  counted = gradient.lower(params, batch, key).cost_analysis()
+  flops = counted["flops"] / examples
   kept, borders = _activations(pieces, params, batch, key)
   sizes = [models.count(weights) for weights in base.weights_of(params)]
   tokens = jax.eval_shape(
@@ -163,13 +162,10 @@ def of_problem(
   gpt = _find_gpt(pieces.layers, tokens)
 
   def activations(examples, tensor):
-    part = 1.0
-    if tensor > 1 and not recomputing:
-      split = memory.activations(
-        gpt, 1, kind=options.activations, tensor=tensor
-      )
-      part = split / memory.activations(gpt, 1)
-    return examples * each * part
+    if tensor == 1 or recomputing:
+      return examples * each
+    split = memory.activations(gpt, 1, kind=options.activations, tensor=tensor)
+    return examples * each * (split / memory.activations(gpt, 1))
 
   return Workload(
     f"{name}: {sum(sizes):,} parameters in {layers} layers, counted",
@@ -201,5 +197,4 @@ def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
       borders.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)
 
-  kept, _ = memory.kept(forward, params, batch, key)
-  return kept, borders
+  return memory.kept(forward, params, batch, key), borders

@@ -158,8 +158,7 @@ def test_what_jax_keeps_by_hand():
 
   w = jax.ShapeDtypeStruct((5, 7), jnp.float32)
   x = jax.ShapeDtypeStruct((3, 5), jnp.float32)
-  kept, out = memory.kept(forward, w, x)
-  assert out == 3 * 7 * 4
+  kept = memory.kept(forward, w, x)
   assert 3 * (5 + 7) * 4 <= kept <= 3 * (5 + 2 * 7) * 4
 
 
