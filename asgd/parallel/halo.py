@@ -60,14 +60,14 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
       f"a device of the axis {_AXIS!r} has {rows} rows, and its neighbour needs"
       f" {max(before, after)} of them: use fewer devices or larger images"
     )
+  down = [(i, i + 1) for i in range(size - 1)]
   parts = [x]
   if before:
-    down = [(i, i + 1) for i in range(size - 1)]
     parts.insert(0, jax.lax.ppermute(x[:, rows - before :], _AXIS, down))
   if after:
-    up = [(i + 1, i) for i in range(size - 1)]
+    up = [(b, a) for a, b in down]
     parts.append(jax.lax.ppermute(x[:, :after], _AXIS, up))
-  return jnp.concatenate(parts, axis=_ROWS) if len(parts) > 1 else x
+  return jnp.concatenate(parts, axis=_ROWS)
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -119,9 +119,7 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   padding = module.padding
   if isinstance(padding, str):
     padding = jax.lax.padtype_to_pads((whole, columns), kernel, stride, padding)
-  elif isinstance(padding, int):
-    padding = (padding, padding)
-  (low, high), across = map(_pair, padding)
+  (low, high), across = map(_pair, _pair(padding))
   k, s = kernel[0], stride[0]
   out = (whole + low + high - k) // s + 1  # rows
   if here % s or out != whole // s:
@@ -132,11 +130,15 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
       " images with more rows"
     )
   x = exchange(x, low, max(k - s - low, 0))
-  split = module.clone(parent=None, name=_DONE, padding=((0, 0), across))
-  return split.apply({"params": module.variables["params"]}, x)
+  return _rerun(module, x, padding=((0, 0), across))
 
 
 _DONE = "rows"  # the name of modules that see to their rows already
+
+
+def _rerun(module, x, **changes):
+  changed = module.clone(parent=None, name=_DONE, **changes)
+  return changed.apply({"params": module.variables["params"]}, x)
 
 
 def _intercept(method, args, kwargs, context):
@@ -146,8 +148,7 @@ def _intercept(method, args, kwargs, context):
   if isinstance(module, nn.Conv | nn.ConvLocal):
     return convolve(module, *args)
   if isinstance(module, nn.GroupNorm):
-    whole = module.clone(parent=None, name=_DONE, axis_name=_AXIS)
-    return whole.apply({"params": module.variables["params"]}, *args)
+    return _rerun(module, *args, axis_name=_AXIS)
   if isinstance(module, nn.BatchNorm):
     raise ValueError(
       "the statistics of BatchNorm are not kept by rows; use norm='group'"
@@ -199,8 +200,8 @@ def locally_connected(
   checks.whole("classes", classes)
   for width in features:
     checks.whole("each of features", width)
-  strides = (1, *(2,) * (len(features) - 1))
-  layers = [Local(n, stride=s) for n, s in zip(features, strides, strict=True)]
+  first, *others = features
+  layers = Local(first), *(Local(width, stride=2) for width in others)
   return (*layers, models.Head(classes))
 
 

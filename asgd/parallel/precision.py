@@ -81,10 +81,6 @@ class LossScale(NamedTuple):
   finite: jax.Array  # int32[], finite gradients since the scale changed
 
 
-_FLOAT32 = jnp.finfo(jnp.float32)
-_SMALLEST, _LARGEST = float(_FLOAT32.smallest_normal), float(_FLOAT32.max)
-
-
 class Dynamic(NamedTuple):
   """How a loss scale moves."""
 
@@ -99,14 +95,16 @@ def check_dynamic(rule: Dynamic) -> None:
   """Raises ValueError for numbers by which no scale can move."""
   if not isinstance(rule, Dynamic):
     raise ValueError(f"a loss scale must be a Dynamic, not {rule!r}")
+  float32 = jnp.finfo(jnp.float32)
+  smallest, largest = float(float32.smallest_normal), float(float32.max)
   for field in ("initial", "factor", "least", "most"):
     value = getattr(rule, field)
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # They are kept in float32, where others are 0 or infinite.
-    if not number or not _SMALLEST <= value <= _LARGEST:
+    if not number or not smallest <= value <= largest:
       raise ValueError(
         f"{field} of a loss scale must be a positive number of float32, from"
-        f" {_SMALLEST:.2g} to {_LARGEST:.2g}, not {value!r}"
+        f" {smallest:.2g} to {largest:.2g}, not {value!r}"
       )
   if rule.factor <= 1:
     raise ValueError(

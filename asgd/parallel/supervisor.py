@@ -70,14 +70,14 @@ class _Supervisor:
       for reader in self._readers:
         reader.join(_GRACE)
       os.close(theirs)
+    if self._signal and killed:
+      print(
+        f"process {', '.join(killed)} of {self._count} did not stop in"
+        f" {_SAVING:g} s and was killed; the same command goes on from what was"
+        " saved",
+        file=sys.stderr,
+      )
     if self._signal:
-      if killed:
-        print(
-          f"process {', '.join(killed)} of {self._count} did not stop in"
-          f" {_SAVING:g} s and was killed; the same command goes on from what"
-          " was saved",
-          file=sys.stderr,
-        )
       sys.exit(128 + self._signal)
     if failed is not None:
       raise ValueError(self._describe(*failed))
@@ -153,8 +153,7 @@ class _Supervisor:
       left -= 1
       if status and failed is None:
         failed = number, status
-        patience = _SAVING if self._signal else _GRACE
-        end = time.monotonic() + patience
+        end = time.monotonic() + (_SAVING if self._signal else _GRACE)
     return failed
 
   def _describe(self, number, status):

@@ -63,7 +63,7 @@ class DenseGradient(NamedTuple):
 
 
 class _Call(NamedTuple):
-  """A call of a dense layer, as it was seen: arrays, or their shapes."""
+  """A call of a dense layer: arrays, or their shapes."""
 
   path: Path
   inputs: Any  # float[..., M]
@@ -275,12 +275,10 @@ def gradient(
 
     def send(layers):
       """All-reduces gradients of some layers, as one array of a dtype."""
+      size = bytes_of(layers) or 1
       return mean(
         collectives.all_reduce_tree(
-          layers,
-          axis,
-          bucket_bytes=bytes_of(layers) or 1,
-          reduce=all_reduce,
+          layers, axis, bucket_bytes=size, reduce=all_reduce
         )
       )
 

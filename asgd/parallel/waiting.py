@@ -40,11 +40,7 @@ def _slower(variation, machine_variation):
   moments = np.diff(scipy.special.gammainc(machine + 1, edges * machine))
   cells = (weights > 0) & (moments > 0)
   weights, means = weights[cells], moments[cells] / weights[cells]
-
-  def slower(x):
-    return scipy.special.gammaincc(shape, x / means * shape) @ weights
-
-  return slower
+  return lambda x: scipy.special.gammaincc(shape, x / means * shape) @ weights
 
 
 def expected_slowest(
@@ -148,9 +144,8 @@ def asynchronous_throughput(
     16.0
   """
   shards = workers if shards is None else shards
-  costs.parameter_server(  # raises for shards that do not fit
-    size, workers, shards=shards, colocated=colocated
-  )
+  # Raises for shards that do not fit.
+  costs.parameter_server(size, workers, shards=shards, colocated=colocated)
   if not 0 <= machine_variation < 1:
     raise ValueError(
       f"machine_variation must be from 0 to below 1, not {machine_variation!r}"
@@ -159,8 +154,7 @@ def asynchronous_throughput(
   waiting, most = 0.0, math.inf
   if link is not None:
     # A worker's slice for the shard on its own device is no message.
-    at_home = int(colocated and shards == workers)
-    messages = 2 * (shards - at_home)
+    messages = 2 * (shards - int(colocated and shards == workers))
     waiting = messages * (link.latency + size / shards / link.bandwidth)
     busiest = size / shards
     if colocated:

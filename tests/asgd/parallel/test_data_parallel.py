@@ -8,10 +8,12 @@ import kit
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from asgd import base, models, problems
 from asgd.parallel import data_parallel, meshes, precision
+from asgd.problems.problem import classification_loss
 from asgd.worker import Aux
 
 EXAMPLES, STEPS = 16, 3
@@ -109,9 +111,9 @@ TRANSFORMS = {
 
 # devices, pieces on each, ZeRO, form
 WAYS = [
-  *((8, 1, zero, "shard_map") for zero in (0, 1, 3)),
+  *((8, 1, zero, "shard_map") for zero in (0, 1)),
   *((4, 2, zero, "shard_map") for zero in (2, 3)),
-  *((1, 8, 0, "shard_map"), (2, 4, 0, "pmap")),
+  *((1, 8, 0, "shard_map"), (4, 2, 0, "pmap")),
 ]
 CASES = [("adamw", *way) for way in WAYS]
 CASES.append(("adafactor", 8, 1, 3, "shard_map"))
@@ -152,11 +154,11 @@ def test_a_tree_may_have_places_without_an_array(zero):
   held["gain"] = 0.7  # and a number that is no array
   options = dict(accumulate=2, zero=zero, clip_norm=CLIP)
   made = data_parallel.make_step(
-    loss, TRANSFORMS["adafactor"](), mesh(4), **options
+    loss, TRANSFORMS["adamw"](), mesh(4), **options
   )
   params, _ = train(made, held)
   assert params.pop("absent") is None
-  close(params, one_device("adafactor")[0])
+  close(params, one_device("adamw")[0])
 
 
 def test_what_a_device_keeps():
@@ -200,30 +202,34 @@ def test_what_is_sent():
     assert collectives(made, weights()) == wanted
 
 
+class Normalised(nn.Module):
+  """Logits, normalised by the statistics of the batch."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    norm = nn.BatchNorm(use_running_average=not train, momentum=0.0)
+    return norm(nn.Dense(3)(x))
+
+
 def test_statistics_of_a_batch_norm_are_those_of_the_pieces():
-  layers = (
-    models.Stem(4, "batch"),
-    models.Head(3),
+  layers = (Normalised(),)
+  batch = kit.normal(8, 4), np.arange(8) % 3
+
+  pieces = problems.Pieces(
+    layers, lambda b, key, dtype: b[0], classification_loss
   )
-  images = kit.normal(8, 4, 4, 2), np.arange(8) % 3
-
-  def criterion(logits, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
-    return losses.mean()
-
-  pieces = problems.Pieces(layers, lambda b, key, dtype: b[0], criterion)
   model_loss = problems.whole_loss(pieces)
-  params = jax.eval_shape(lambda: models.init(layers, KEY, images[0]))
+  params = jax.eval_shape(lambda: models.init(layers, KEY, batch[0]))
   params = jax.tree.map(
     lambda p: kit.normal(*p.shape, seed=p.size) ** 2, params
   )
   made = data_parallel.make_step(model_loss, optax.sgd(0.1), mesh(4), zero=3)
-  found, _ = train(made, params, lambda step: images)
-  one, x = params, images[0].reshape(4, 2, 4, 4, 2)
+  found, _ = train(made, params, lambda step: batch)
+  one, x = params, batch[0].reshape(4, 2, 4)
   gradient = jax.jit(jax.value_and_grad(model_loss, has_aux=True))
   for _ in range(STEPS):
     each = [
-      gradient(one, (x[i], images[1].reshape(4, 2)[i]), KEY) for i in range(4)
+      gradient(one, (x[i], batch[1].reshape(4, 2)[i]), KEY) for i in range(4)
     ]
     mean = [
       jax.tree.map(lambda *g: sum(g) / 4, *trees)

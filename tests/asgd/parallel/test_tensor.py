@@ -54,12 +54,15 @@ def join(params, grid, vocabulary):
   return tensor.unpad(meshes.whole(params, grid), vocabulary)
 
 
+@jax.jit
+@jax.value_and_grad
 def whole_loss(params):
   logits, _ = models.apply(LAYERS, params, TOKENS, train=True, key=KEY)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS)
   return losses.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "sequence"), [(4, False), (2, True)])
 def test_loss_and_gradients_are_those_of_the_whole_model(devices, sequence):
   """Dropout too: all masks are those that one device draws."""
@@ -76,8 +79,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(devices, sequence):
   value, grads = run(placed)
   padded = jax.tree.leaves(tensor.pad(jax.tree.map(jnp.ones_like, params), 4))
   assert {0.0, 1.0} == {float(x.min()) for x in padded}
-  wanted = jax.jit(jax.value_and_grad(whole_loss))(params)
-  close((value, join(grads, mesh(devices), 11)), wanted)
+  close((value, join(grads, mesh(devices), 11)), whole_loss(params))
 
 
 def test_a_checkpoint_goes_there_and_back():

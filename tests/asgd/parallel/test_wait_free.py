@@ -164,6 +164,7 @@ def test_it_is_the_gradient_of_the_mean_loss():
   assert len(sums) == 4
 
 
+@pytest.mark.slow
 def test_of_layers_that_are_special():
   check(everything, factors="always")
 
