@@ -10,10 +10,9 @@ the mesh's, or a tuple of names, which is one axis of all their devices. The
 array x may have any shape and dtype that can be added (for booleans + is "or",
 where psum counts); it is cut into equal chunks, of zeros at the end. Unless a
 function says otherwise it returns the sum over devices, in the shape and dtype
-of x; all devices are given the same result, to the bit. JAX cannot know that it
-is the same, so the shard_map needs check_vma=False, or the axis in its
-out_specs. Rounds are written out, not looped over, so that XLA can overlap them
-with other work; the program grows with N.
+of x, the same on all devices to the bit. JAX cannot know that, so the shard_map
+needs check_vma=False, or the axis in its out_specs. Rounds are written out, not
+looped over, so that XLA can overlap them; the program grows with N.
 
 Index letters in shape comments:
   N  devices of the axis
@@ -108,8 +107,8 @@ def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
   """Reduce-scatter, then all-gather, around a ring: `jax.lax.psum`.
 
-  2 (N - 1) rounds of an N-th of the array, so that each device sends about
-  twice the array, however many there are.
+  2 (N - 1) rounds of an N-th of the array: each device sends about twice the
+  array, however many there are.
   """
   x = jnp.asarray(x)
   return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
@@ -237,12 +236,8 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
   of that chunk with its peers in the other nodes; all-gather inside. The slow
   links between nodes carry an array per node, not one per device.
 
-  Args:
-    x: any shape.
-    axis: two names of the mesh's: inside of a node, and between nodes.
-
-  Raises:
-    ValueError: for anything but two names.
+  `axis` is two names of the mesh's, inside of a node and between nodes;
+  ValueError for anything else.
   """
   x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
@@ -264,14 +259,7 @@ def parameter_server(
   one after the other, as it has one link; it adds them, and sends the sum to
   each. 2 (N - 1) rounds of a P-th of the array: as a ring if P = N, and N / P
   times as long otherwise.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
-    shards: P, from 1 to N; None is N.
-
-  Raises:
-    ValueError: for another number of shards.
+  `shards` is P, from 1 to N (None is N); ValueError for another number.
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -375,7 +363,7 @@ def all_reduce_tree(
     reduce: one of COLLECTIVES, or a function of its kind.
 
   Returns:
-    A tree of the same structure, shapes and dtypes: `jax.lax.psum(tree, axis)`.
+    `jax.lax.psum(tree, axis)`, of the same structure, shapes and dtypes.
 
   Raises:
     ValueError: as `buckets`, and for an unknown name, naming the nearest.

@@ -44,10 +44,9 @@ FREE = Cost(0, 0, 0)
 
 
 def link(bandwidth: float, latency: float = 0.0) -> LinkSpeed:
-  """Returns a LinkSpeed of bytes a second and of seconds, checked.
+  """Returns a LinkSpeed of bytes a second and of seconds.
 
-  Raises:
-    ValueError: for a bandwidth that is not positive, or a negative latency.
+  ValueError for a bandwidth that is not positive, or a negative latency.
   """
   checks.positive("bandwidth", bandwidth)
   checks.nonnegative("latency", latency)
@@ -79,7 +78,7 @@ def _chunk(size, pieces, grain):
 
 
 def ring_reduce_scatter(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """(N - 1) / N S; an all-gather whose result has S bytes costs the same."""
+  """(N - 1) / N S; an all-gather to S bytes costs the same."""
   _check(size, devices, grain)
   moved = (devices - 1) * _chunk(size, devices, grain)
   return Cost(devices - 1, moved, moved)
@@ -174,14 +173,11 @@ def parameter_server(
   Args:
     size: S.
     devices: N, workers.
-    shards: P; None is N.
+    shards: P; None is N. ValueError for more than N that are colocated.
     colocated: the shards are on the first P workers: N - 1 of them send to each
       shard, one after the other, which is 2 (N - 1) / P S. Otherwise on
       machines of their own, which take 2 N / P S, and workers 2 S.
     grain: bytes of an element.
-
-  Raises:
-    ValueError: for more colocated shards than workers.
   """
   shards = devices if shards is None else shards
   _check(size, devices, grain)

@@ -86,7 +86,6 @@ def make_step(
   zero: int = 0,
   policy: str | precision.Policy = "unchanged",
   loss_scale: precision.Dynamic | None = None,
-  statistics_decay: float = 0.9,
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
 ) -> Step:
@@ -94,11 +93,11 @@ def make_step(
 
   The batch is cut into d a pieces of b examples, in order, and piece i is drawn
   with fold_in(key, i): dropout, augmentation and BatchNorm know of nothing but
-  their piece. Hence the contract: meshes, forms and stages of ZeRO for which
-  d a is the same give the same numbers, but for round-off; so does one device
-  with accumulate = d a. For a loss that draws nothing, and normalises by no
-  statistics of the batch, every d a gives the same. Metrics and updates
-  are those of the mean over all examples, as pieces are of one size.
+  their piece. Hence the contract: meshes, forms and stages of ZeRO with the
+  same d a, and one device with accumulate = d a, give the same numbers, but for
+  round-off. For a loss that draws nothing, and normalises by no statistics of
+  the batch, every d a gives the same. Metrics and updates are those of the mean
+  over all examples.
 
   `base.Variables` (BatchNorm) are trained too: the statistics of the pieces are
   averaged, and move the kept ones as the server does.
@@ -119,7 +118,6 @@ def make_step(
     policy: dtypes, a Policy or a name of `precision.POLICIES`.
     loss_scale: scale the loss, and skip steps with a gradient that is not
       finite; None does neither.
-    statistics_decay: how much of the statistics a step keeps.
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
 
@@ -143,8 +141,10 @@ def make_step(
   meshes.size(mesh, _AXIS)
   policy = precision.policy(policy)
   checks.whole("accumulate", accumulate)
+  clip = optax.identity()
   if clip_norm is not None:
     checks.positive("clip_norm", clip_norm)
+    clip = optax.clip_by_global_norm(clip_norm)
   if isinstance(zero, bool) or zero not in range(4):
     raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
   make = names.lookup("form", form, FORMS)
@@ -155,10 +155,10 @@ def make_step(
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   program = _Program(
     loss=loss,
-    algorithm=transforms.own_statistics(algorithm, statistics_decay),
+    algorithm=transforms.own_statistics(algorithm),
     mesh=mesh,
     accumulate=accumulate,
-    clip=None if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+    clip=clip,
     zero=zero,
     policy=policy,
     loss_scale=loss_scale,
@@ -174,7 +174,7 @@ class _Program(NamedTuple):
   algorithm: base.Algorithm
   mesh: Mesh
   accumulate: int  # a
-  clip: optax.GradientTransformation | None
+  clip: optax.GradientTransformation
   zero: int
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
@@ -197,10 +197,8 @@ class _Program(NamedTuple):
 
   def sent(self, state):
     """The parameters that the gradient is taken at."""
-    send = self.algorithm.send
-    if send is base.send_current:
-      return state.params
-    return send(state.opt_state, state.params, worker=jnp.int32(0))
+    worker = jnp.int32(0)
+    return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
   def _objective(self, params, key, scale, dims):
     """(weights, piece, its number) -> the scaled loss, (loss, statistics)."""
@@ -236,7 +234,7 @@ class _Program(NamedTuple):
     accumulate = self.accumulate
     weights = meshes.vary(base.weights_of(params), _AXIS)
     first = jax.lax.axis_index(_AXIS) * accumulate
-    objective = self._objective(params, key, scale, dims)
+    gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
 
     def scatter(grads):
       return jax.tree.map(zero_lib.scatter, grads, dims)
@@ -245,9 +243,7 @@ class _Program(NamedTuple):
       piece = jax.tree.map(
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
-      grads, (value, stats) = jax.grad(objective, has_aux=True)(
-        weights, piece, first + i
-      )
+      grads, (value, stats) = gradient(weights, piece, first + i)
       grads = precision.cast(grads, self.policy.reduce)
       return value, scatter(grads) if self.zero == 2 else grads, stats
 
@@ -277,14 +273,12 @@ class _Program(NamedTuple):
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = precision.all_finite(grads)
-    if self.clip is not None:
-      grads, _ = self.clip.update(grads, optax.EmptyState())
+    grads, _ = self.clip.update(grads, optax.EmptyState())
     if isinstance(state.params, base.Variables):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      *(grads, state.opt_state, state.params),
-      **delay._asdict(),
+      *(grads, state.opt_state, state.params), **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()

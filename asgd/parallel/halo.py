@@ -11,10 +11,9 @@ convolution or a norm inside of `asgd.models`' layers to this module
 (`nn.intercept_methods`), which runs the same module on more rows. So the
 parameters, too, are those of the whole model.
 
-DistBelief's models are split as these are, but that their weights are not
-shared by the pixels of an image (`locally_connected`): then the rows of a
-device have weights of their own, which no other device holds, and all that is
-ever sent, forward and backward, is the boundary.
+In DistBelief's models the pixels of an image do not share their weights
+(`locally_connected`): the rows of a device have weights that no other device
+holds, and all that is ever sent, forward and backward, is the boundary.
 
 Index letters:
   B  examples
@@ -50,9 +49,7 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
 
   float[B, H / r, W, C] -> float[B, before + H / r + after, W, C]: the last rows
   of the device before and the first of that after; zeros beyond the image.
-
-  Raises:
-    ValueError: if neighbours have fewer rows than are needed.
+  ValueError if neighbours have fewer rows than are needed.
   """
   size, rows = jax.lax.axis_size(_AXIS), x.shape[_ROWS]
   if max(before, after) > rows:
@@ -73,10 +70,8 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
 def rows(x: jax.Array) -> jax.Array:
   """Returns this device's rows of whole images.
 
-  float[B, H, W, C], the same on all devices, -> float[B, H / r, W, C].
-
-  Raises:
-    ValueError: if the axis does not divide the rows.
+  float[B, H, W, C], the same on all devices, -> float[B, H / r, W, C];
+  ValueError if the axis does not divide the rows.
   """
   size = jax.lax.axis_size(_AXIS)
   if x.ndim != 4 or x.shape[_ROWS] % size:
@@ -188,12 +183,8 @@ def locally_connected(
 ) -> models.Layers:
   """DistBelief's kind of model: locally connected layers, then a head.
 
-  Args:
-    classes: number of logits.
-    features: of each layer; all but the first halve the image.
-
-  Raises:
-    ValueError: for a number that is not positive and whole, or no features.
+  All layers but the first halve the image. ValueError for a number that is not
+  positive and whole, or no features.
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")

@@ -18,7 +18,6 @@ References:
   clusters using Megatron-LM", SC 2021, section 3.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -82,15 +81,18 @@ def language(
     )
   if splits:
     layers = tensor.parallel(layers, mesh, sequence=sequence)
-  logits = functools.partial(_logits, layers)
   if pipelined:
     _check_pipe(depth, mesh.shape[meshes.PIPE], microbatches, rounds)
-    logits = functools.partial(_pipelined_logits, layers, microbatches, rounds)
 
   def loss(params, batch, key):
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
-    out = logits(params, tokens, key)
+    if pipelined:
+      out = _pipelined_logits(
+        layers, params, tokens, key, microbatches=microbatches, rounds=rounds
+      )
+    else:
+      out, _ = models.apply(layers, params, tokens, train=True, key=key)
     if splits:
       losses = tensor.cross_entropy(out, labels, vocabulary=vocabulary)
     else:
@@ -125,11 +127,7 @@ def _check_gpt(layers):
   return unembed.vocabulary, len(blocks)
 
 
-def _logits(layers, params, tokens, key):
-  return models.apply(layers, params, tokens, train=True, key=key)[0]
-
-
-def _pipelined_logits(layers, microbatches, rounds, params, tokens, key):
+def _pipelined_logits(layers, params, tokens, key, *, microbatches, rounds):
   """Logits of a GPT with its blocks as stages: params as `_stack` returns."""
   first, stages, last = params
   x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
@@ -227,8 +225,7 @@ def mesh_model(
       no pieces, and as `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
-  together = {meshes.TENSOR, meshes.PIPE}, {meshes.ROWS}
-  if not any(axes <= some for some in together):
+  if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {meshes.ROWS}):
     raise ValueError(
       "the axes of a mesh are data, and tensor and pipe, or rows; not"
       f" {tuple(mesh.axis_names)}"

@@ -237,12 +237,8 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes.
-
-  Raises:
-    ValueError: for a number that is not positive and whole, or heads that do
-      not divide the width.
-  """
+  """Returns the sizes; ValueError for a number that is not positive and whole,
+  or heads that do not divide the width."""
   for name, value in gpt._asdict().items():
     checks.whole(name, value)
   if gpt.width % gpt.heads:
@@ -299,14 +295,11 @@ def activations(
     full      2 T B C
 
   Args:
-    gpt: sizes.
+    gpt: sizes, as `check_gpt` takes them.
     sequences: B, of a microbatch.
-    kind: one of ACTIVATIONS.
+    kind: one of ACTIVATIONS; ValueError for another.
     tensor: t, devices into which the block is split.
     itemsize: bytes of an activation; 4 doubles all but the masks.
-
-  Raises:
-    ValueError: for an unknown kind, or a number that is not positive and whole.
 
   Example:
     >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)

@@ -168,13 +168,10 @@ def place_batch(batch: Any, mesh: Mesh, *, local: bool = False) -> Any:
   """Puts a batch on a mesh, its examples divided over the axis "data".
 
   Args:
-    batch: a tree of arrays whose leading axis is that of examples.
+    batch: a tree of arrays with a leading axis of examples.
     mesh: of any processes; over its other axes examples are repeated.
     local: whether `batch` holds this process's examples only, instead of all;
       they follow those of the process before it.
-
-  Raises:
-    ValueError: if the axis does not divide the examples.
   """
   size(mesh, DATA)
   spec = PartitionSpec(DATA)

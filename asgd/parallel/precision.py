@@ -36,10 +36,9 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy, by its name if it has one.
+  """Returns a Policy, given it or its name.
 
-  Raises:
-    ValueError: for an unknown name, or a dtype that is not of floating point.
+  ValueError for an unknown name, or a dtype that is not of floating point.
   """
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)

@@ -106,10 +106,8 @@ def join(role: ProcessRole, devices: int | None) -> None:
 
   Args:
     role: how to take part; not one that supervises.
-    devices: CPU devices of all processes; None for what there is.
-
-  Raises:
-    ValueError: if the devices cannot be divided, or there are none.
+    devices: CPU devices of all processes; None for what there is. ValueError
+      if they cannot be divided, or there are none.
   """
   share, supervised = None, False
   if devices is not None and role.count is not None:
@@ -124,11 +122,8 @@ def join(role: ProcessRole, devices: int | None) -> None:
 
 
 def devices_of_each(devices: int, count: int) -> int:
-  """Returns how many devices each process has.
-
-  Raises:
-    ValueError: if they are not as many for each, or more than JAX can make.
-  """
+  """Returns how many devices each process has; ValueError if they are not as
+  many for each, or more than JAX can make."""
   if devices % count:
     raise ValueError(
       f"the {devices} devices of config.mesh (or config.devices) cannot be"
@@ -262,11 +257,7 @@ def share_arrays(tree: Any) -> Any:
 
 
 def together(make: Callable[[], Any]) -> Any:
-  """Calls `make`, and fails on all processes if it does on one.
-
-  Raises:
-    ValueError: what it raised, or another process's error.
-  """
+  """Calls `make`, and raises ValueError on all processes if it does on one."""
   if not jax.distributed.is_initialized():
     return make()
   value, error = None, None
@@ -284,11 +275,7 @@ def together(make: Callable[[], Any]) -> Any:
 
 
 def same(what: str, digest: str) -> None:
-  """Checks that all processes have the same of something.
-
-  Raises:
-    ValueError: if not, on all of them.
-  """
+  """Raises ValueError on all processes if one has another digest."""
   if jax.process_count() == 1:
     return
   first, *others = _gather_bytes(digest.encode())

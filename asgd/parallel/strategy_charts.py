@@ -71,11 +71,7 @@ def bars(
 def draw(
   strategies: Sequence[Strategy], limit: float, path: Path, heading: str
 ) -> None:
-  """Draws memory and time of each strategy.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
+  """Draws memory and time of each strategy, if matplotlib is there (`viz`)."""
   import matplotlib
 
   matplotlib.use("agg")

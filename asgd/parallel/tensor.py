@@ -11,15 +11,13 @@ of the parameters. They have the names, and put together the shapes, of the
 layers of `asgd.models.transformer`, so a checkpoint of one is one of the other
 (`partition`, `pad`). Parameters are drawn by the whole model, never here.
 
-Megatron's operators are f, the identity whose derivative is an all-reduce, and
-g, an all-reduce whose derivative is the identity. Under shard_map with
-check_vma they are JAX's own: f casts what is the same on all devices to what
-varies, g is psum, and each is the transpose of the other. They are written out
-here (`enter`, `leave`) although JAX would cast by itself, so that they stand
-where they are meant to: it is their place that makes two all-reduces of a
-block's backward and not six. With check_vma=False JAX has no f, psum's
-derivative is another psum, and gradients taken inside shard_map are wrong:
-`enter` refuses it.
+Megatron's operators are f, the identity with an all-reduce as its derivative,
+and g, the reverse. Under shard_map with check_vma they are JAX's own: f casts
+what is the same on all devices to what varies, and g is psum. They are written
+out here (`enter`, `leave`) although JAX would cast by itself, as it is their
+place that makes two all-reduces of a block's backward and not six. With
+check_vma=False psum's derivative is another psum, and gradients taken inside
+shard_map are wrong: `enter` refuses it.
 
 With `sequence`, what is between the regions (norms, dropout, the stream) is
 split by positions: f gathers positions and g scatters them, in the same bytes,
@@ -62,10 +60,7 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
 
   Given `dim`, each device has a part of x along it, and parts are put together.
   The derivative is added up over the devices (and given `dim`, each is left
-  with its part).
-
-  Raises:
-    ValueError: inside shard_map with check_vma=False.
+  with its part). ValueError inside shard_map with check_vma=False.
   """
   if dim is not None:
     out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
@@ -102,7 +97,7 @@ def _share(what: str, number: int, size: int | None = None) -> int:
 
 
 def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
-  """A product whose inner dimension is split; a bias comes after the sum."""
+  """A product with its inner dimension split; a bias comes after the sum."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)

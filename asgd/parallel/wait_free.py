@@ -1,12 +1,11 @@
 """Wait-free backpropagation: send a layer's gradient while others are computed.
 
-A backward goes from the last layer to the first. The gradient of a layer is
-complete as soon as its own backward is, so its all-reduce can run under the
-backward of the layers before it; only that of the first layer has nothing to
-hide behind. Here the backward is made layer by layer, and each all-reduce is
-issued at that point: it depends on nothing that is computed later, and XLA may
-overlap the two. (Of small ones XLA makes one again, up to a size that depends
-on the backend: these would wait for their latency, not for their bytes.)
+The gradient of a layer is complete as soon as its own backward is, so its
+all-reduce can run under the backward of the layers before it; only that of the
+first layer has nothing to hide behind. Here the backward is made layer by
+layer, and each all-reduce depends on nothing that is computed later, so that
+XLA may overlap the two. (Of small ones XLA makes one again, up to a size that
+depends on the backend: these would wait for their latency.)
 
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
 [K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
@@ -122,17 +121,17 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
   of_layers: list[list[_Call]] = []
 
   def forward(params, batch, key):
-    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    weights = base.weights_of(params)
+    x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for number, layer in enumerate(pieces.layers):
       calls: list[_Call] = []
       own = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
-        weights = base.weights_of(params)[number]
-        x, _ = _apply(layer, weights, params, number, x, key)
+        x, _ = _apply(layer, weights[number], params, number, x, key)
       paths = [call.path for call in calls]
       of_layers.append(
         [
-          _Call(path, *(jax.typeof(array) for array in arrays))
+          _Call(path, *map(jax.typeof, arrays))
           for path, *arrays in calls
           if paths.count(path) == 1 and _kernel(path) in own
         ]

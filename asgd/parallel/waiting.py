@@ -46,26 +46,21 @@ def _slower(variation, machine_variation):
 def expected_slowest(
   workers: int,
   *,
-  mean: float = 1.0,
   variation: float = 0.1,
   machine_variation: float = 0.0,
   wait_for: int | None = None,
 ) -> float:
   """The expected time of a step that waits for workers, in a gamma cluster.
 
-  E[max] of N batch times for all of them: the integral of 1 - F(x)^N. With
-  machines that differ, it is the expectation over clusters.
+  In mean times of a batch. E[max] of N batch times for all of them: the
+  integral of 1 - F(x)^N. If machines differ, the expectation over clusters.
 
   Args:
     workers: N.
-    mean: time of a batch.
     variation: V, of `asgd.orders.durations.gamma`; 0 is none.
     machine_variation: V_m, of the same.
     wait_for: K, the step ends with the K-th fastest, and the others are backup
       workers; None is N.
-
-  Raises:
-    ValueError: for a number out of range.
 
   Example:
     >>> expected_slowest(1), round(expected_slowest(64), 2)
@@ -76,13 +71,12 @@ def expected_slowest(
   checks.whole("wait_for", wait_for)
   if wait_for > workers:
     raise ValueError(f"wait_for {wait_for} of {workers} workers: ask for fewer")
-  checks.positive("mean", mean)
   variations = {"variation": variation, "machine_variation": machine_variation}
   for name, value in variations.items():
     if not 0 <= value <= 3:
       raise ValueError(f"{name} must be from 0 to 3, not {value!r}")
   if workers == 1 or not (variation or machine_variation):
-    return float(mean)
+    return 1.0
   if not variation:
     variation, machine_variation = machine_variation, 0.0
   slower = _slower(variation, machine_variation)
@@ -98,7 +92,7 @@ def expected_slowest(
   # In pieces: the integrand falls from 1 to 0 within a few of them, which one
   # quadrature over the whole range would miss.
   edges = np.linspace(0, end, 33)
-  return mean * float(_integrate(waiting, edges, epsabs=1e-12, epsrel=1e-10))
+  return float(_integrate(waiting, edges, epsabs=1e-12, epsrel=1e-10))
 
 
 def _integrate(function, edges, **options):
@@ -135,9 +129,6 @@ def asynchronous_throughput(
     colocated: the shards are on the first P workers.
     machine_variation: V_m; fast machines send more than slow ones less. Below
       1: beyond, the expected speed of a machine is infinite.
-
-  Raises:
-    ValueError: for a number out of range.
 
   Example:
     >>> asynchronous_throughput(8, compute=0.5)

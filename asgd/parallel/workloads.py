@@ -51,16 +51,11 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   """Returns the sizes of a GPT with about that many parameters.
 
   Args:
-    parameters: wanted; of blocks, 12 depth width^2.
-    **sizes: of `memory.Gpt`, where they are given; None is not.
-
-  Raises:
-    ValueError: for sizes that are none, or have another number of parameters.
+    parameters: wanted; of blocks, 12 depth width^2. ValueError if sizes that
+      are given have another number.
+    **sizes: of `memory.Gpt`, positive where they are given; None is not.
   """
   given = {name: value for name, value in sizes.items() if value is not None}
-  for name, value in given.items():
-    if value < 1:
-      raise ValueError(f"{name} must be positive, not {value!r}")
   context = given.get("context", 2048)
   vocabulary = given.get("vocabulary", 51200)
   depth, width = given.get("depth"), given.get("width")
@@ -135,10 +130,9 @@ def _find_gpt(layers, tokens) -> memory.Gpt | None:
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem; its model is traced and counted.
+  """Returns the workload of a problem: its model is traced and counted.
 
-  Raises:
-    ValueError: if it cannot be cut into layers.
+  ValueError if it cannot be cut into layers.
   """
   pieces = problem.pieces
   if pieces is None:
