@@ -57,9 +57,9 @@ def pipeline(
     of layer l on microbatch m is fold_in(fold_in(key, m), l).
 
   Raises:
-    ValueError: if the mesh lacks the axis, and, when it is called, if stages
-      and rounds do not divide the layers, or there are fewer microbatches than
-      stages although they go around several times.
+    ValueError: for an axis that the mesh lacks, or rounds that are not positive
+      and whole; when it is called, if stages and rounds do not divide the
+      layers, or fewer microbatches than stages go around several times.
   """
   stages = meshes.size(mesh, _AXIS)
   # As jax.make_mesh makes them, axes are explicit: what is cut here would have
@@ -103,20 +103,12 @@ def inside(layer: Layer, *, rounds: int = 1) -> Callable[..., Any]:
   """Returns what each device does in `pipeline`, to be called in shard_map.
 
   There the layer may use the other axes of the mesh by itself. With check_vma
-  gradients may be taken inside, too.
-
-  Args:
-    layer: as in `pipeline`.
-    rounds: v.
+  gradients may be taken inside, too. Arguments and errors are as in `pipeline`.
 
   Returns:
     (chunks, x, key) -> y: leaves of `chunks` are [v, L / (v S), ...], those
     that this stage holds (of [v, L / v, ...], divided over the axis "pipe"); x
     and y as in `pipeline`, the same on all stages.
-
-  Raises:
-    ValueError: for rounds that are not positive and whole; when it is called,
-      for fewer microbatches than stages that go around several times.
   """
   checks.whole("rounds", rounds)
 

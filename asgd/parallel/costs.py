@@ -273,16 +273,15 @@ def hybrid(
 ) -> Cost:
   """Poseidon's hybrid communication of a model.
 
+  A ring all-reduce of everything that goes dense, and an all-gather of the
+  factors of the layers of which the rule prefers them.
+
   Args:
     dense: (inputs, outputs) of each dense layer.
     others: bytes of all other parameters, biases among them.
     rows: K, of a device.
     devices: N.
     grain: bytes of an element.
-
-  Returns:
-    The cost of a ring all-reduce of everything that goes dense, and an
-    all-gather of the factors of the layers of which the rule prefers them.
   """
   size, gathered = float(others), []
   for inputs, outputs in dense:

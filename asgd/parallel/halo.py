@@ -219,16 +219,10 @@ def apply(
 ) -> tuple[jax.Array, optax.Params]:
   """`models.apply`, on this device's rows. For use inside shard_map.
 
-  Args:
-    layers: of a ResNet, or of `locally_connected`.
-    params: of the whole model; of a Local, this device's part (`partition`).
-    x: float[B, H / r, W, C].
-    train: as in `models.apply`, and so are `key` and the result; what the Head
-      gives is the same on all devices.
-    key: for layers that draw.
-
-  Raises:
-    ValueError: for a layer that cannot be split, or rows that are too few.
+  x is float[B, H / r, W, C]; parameters are those of the whole model, of a
+  Local this device's part (`partition`). What the Head gives is the same on all
+  devices. ValueError for a layer that cannot be split, or rows that are too
+  few.
   """
   check(layers)
   with nn.intercept_methods(_intercept):

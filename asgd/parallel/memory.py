@@ -93,7 +93,8 @@ def state(
   stages: int = 1,
   versions: int = 1,
 ) -> Bytes:
-  """Returns the bytes of all but activations on one device.
+  """Returns the bytes of all but activations on one device; ValueError for an
+  unknown name, or a number out of range.
 
   Args:
     parameters: of the model; split evenly over tensor x stages.
@@ -107,9 +108,6 @@ def state(
     stages: of a pipeline.
     versions: k, of the weights that a pipeline keeps; those beyond the first
       are in the precision of the weights.
-
-  Raises:
-    ValueError: for an unknown name, or a number out of range.
 
   Example:
     >>> [state(zero=z, data=4).total for z in ZERO_STAGES]

@@ -91,8 +91,8 @@ def _kernel(path: Path) -> Path:
   return (*path, "kernel")
 
 
-def _apply(layer, weights, params, number, x, key):
-  """A layer of these weights, as in the whole model: (y, its statistics)."""
+def apply_layer(layer, weights, params, number, x, key):
+  """Applies layer `number` of a model in training: (y, its statistics)."""
   own = (weights,)
   if isinstance(params, base.Variables):
     own = base.Variables(own, params.stats[number : number + 1])
@@ -103,7 +103,7 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
   """The weights of a layer that one operation reads, and no more."""
   weights = base.weights_of(params)[number]
   program = jax.make_jaxpr(
-    lambda own: _apply(layer, own, params, number, x, key)
+    lambda own: apply_layer(layer, own, params, number, x, key)
   )(weights).jaxpr
   reads = collections.Counter(id(v) for eqn in program.eqns for v in eqn.invars)
   reads.update(id(v) for v in program.outvars)
@@ -127,7 +127,7 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
       calls: list[_Call] = []
       own = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
-        x, _ = _apply(layer, weights[number], params, number, x, key)
+        x, _ = apply_layer(layer, weights[number], params, number, x, key)
       paths = [call.path for call in calls]
       of_layers.append(
         [
@@ -195,7 +195,7 @@ def _forward(layer, params, number, x, key, calls, first):
     weights = traverse_util.unflatten_dict(rest | kernels)
     calls: list[_Call] = []
     with _watch(calls, taps):
-      y, stats = _apply(layer, weights, params, number, x, key)
+      y, stats = apply_layer(layer, weights, params, number, x, key)
     factors = {call.path: call.inputs for call in calls if call.path in taps}
     return y, (stats, factors)
 

@@ -121,14 +121,13 @@ def asynchronous_throughput(
 
   Args:
     workers: N.
-    compute: mean seconds of a batch. How batches vary on one machine changes
-      nothing.
+    compute: mean seconds of a batch; how batches vary changes nothing.
     size: S; 0 is free.
     link: of workers and shards; None is free.
     shards: P; None is N.
     colocated: the shards are on the first P workers.
-    machine_variation: V_m; fast machines send more than slow ones less. Below
-      1: beyond, the expected speed of a machine is infinite.
+    machine_variation: V_m, below 1: beyond, the expected speed of a machine is
+      infinite. Fast machines send more than slow ones less.
 
   Example:
     >>> asynchronous_throughput(8, compute=0.5)

@@ -180,14 +180,10 @@ def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
   borders: list[int] = []
 
   def forward(params, batch, key):
-    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    weights = base.weights_of(params)
+    x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for i, layer in enumerate(pieces.layers):
-      own = jax.tree.map(
-        lambda tree, i=i: tree[i : i + 1],
-        params,
-        is_leaf=lambda tree: type(tree) is tuple,
-      )
-      x, _ = models.apply((layer,), own, x, train=True, key=key, first=i)
+      x, _ = wait_free.apply_layer(layer, weights[i], params, i, x, key)
       borders.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)
 

@@ -12,7 +12,7 @@ from asgd.parallel import circular, meshes
 pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
 
 
-def mesh(stages, data=1, kind=jax.sharding.AxisType.Auto):
+def pipe_mesh(stages, data=1, kind=jax.sharding.AxisType.Auto):
   return jax.make_mesh(
     (stages, data),
     ("pipe", "data"),
@@ -65,12 +65,12 @@ def test_it_is_the_layers_one_by_one_whatever_fills_the_slots(
   stages, layers, rounds, count, data = shape
   params, x = weights(layers), jnp.asarray(normal(count, 4, 5, seed=2))
   key, target = jax.random.key(3), normal(count, 4, 5, seed=4)
-  grid = mesh(stages, data)
+  grid = pipe_mesh(stages, data)
   if data > 1:
     spec = jax.sharding.PartitionSpec(None, "data")
     x = jax.device_put(x, jax.sharding.NamedSharding(grid, spec))
   elif rounds == 1:  # axes as jax.make_mesh makes them
-    grid = mesh(stages, kind=jax.sharding.AxisType.Explicit)
+    grid = pipe_mesh(stages, kind=jax.sharding.AxisType.Explicit)
   # One that waits computes forwards again, too.
   block = jax.checkpoint(layer) if rounds == 3 else layer
   run = circular.pipeline(block, grid, rounds=rounds)
@@ -87,7 +87,7 @@ def test_it_is_the_layers_one_by_one_whatever_fills_the_slots(
 
 MISTAKES = {
   "a scalar": (
-    lambda: circular.pipeline(layer, mesh(2))(1.0, normal(4, 4, 5)),
+    lambda: circular.pipeline(layer, pipe_mesh(2))(1.0, normal(4, 4, 5)),
     r"must have one leading axis, .* not \[None\] and \[4\]",
   ),
   "axis": (
@@ -95,15 +95,15 @@ MISTAKES = {
     r"axes \('stage',\) and none named 'pipe'",
   ),
   "rounds": (
-    lambda: circular.pipeline(layer, mesh(2), rounds=0),
+    lambda: circular.pipeline(layer, pipe_mesh(2), rounds=0),
     "rounds must be a positive whole number, not 0",
   ),
   "layers": (
-    lambda: circular.pipeline(layer, mesh(2))(weights(3), normal(4, 4, 5)),
+    lambda: circular.pipeline(layer, pipe_mesh(2))(weights(3), normal(4, 4, 5)),
     "3 layers cannot be divided among 2 stages",
   ),
   "microbatches": (
-    lambda: circular.pipeline(layer, mesh(4), rounds=2)(
+    lambda: circular.pipeline(layer, pipe_mesh(4), rounds=2)(
       weights(8), normal(3, 4, 5)
     ),
     "3 microbatches are fewer than the 4 stages",
