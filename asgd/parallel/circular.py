@@ -13,7 +13,6 @@ References:
   Lamy-Poirier, "Breadth-first pipeline parallelism", MLSys 2023.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from asgd import checks
 from asgd.parallel import meshes
 
-AXIS = "stage"
+_AXIS = meshes.PIPE
+_EMPTY = 0.0  # in slots before anything has come; no result depends on it
+
+Layer = Callable[[Any, Any, jax.Array], Any]  # (params, x, key) -> y, as x
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -35,13 +37,7 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 def pipeline(
-  layer: Callable[[Any, Any, jax.Array], Any],
-  mesh: jax.sharding.Mesh,
-  *,
-  axis: str = AXIS,
-  rounds: int = 1,
-  remat: bool = False,
-  fill: float = 0.0,
+  layer: Layer, mesh: jax.sharding.Mesh, *, rounds: int = 1
 ) -> Callable[..., Any]:
   """Returns a function that applies a stack of layers by a pipeline.
 
@@ -49,14 +45,10 @@ def pipeline(
   them when it is passed in stays so.
 
   Args:
-    layer: (params of one layer, x, key) -> y, of x's shape and dtype.
-    mesh: with `axis`, of size S.
-    axis: the stages.
+    layer: (params of one layer, x, key) -> y, of x's shape and dtype. Given
+      `jax.checkpoint(layer)`, the backward computes each forward again.
+    mesh: with the axis "pipe", of S stages.
     rounds: v, how often a microbatch goes around.
-    remat: compute a layer's forward again in the backward, instead of keeping
-      what it needs.
-    fill: what slots hold before anything has come. Nothing depends on it; tests
-      put NaN here.
 
   Returns:
     (params, x, key=None) -> y: params with leaves [L, ...] (`stack`), of which
@@ -65,16 +57,16 @@ def pipeline(
     of layer l on microbatch m is fold_in(fold_in(key, m), l).
 
   Raises:
-    ValueError: if the mesh lacks the axis, and, when it is called, if stages
-      and rounds do not divide the layers, or there are fewer microbatches than
-      stages although they go around several times.
+    ValueError: for an axis that the mesh lacks, or rounds that are not positive
+      and whole; when it is called, if stages and rounds do not divide the
+      layers, or fewer microbatches than stages go around several times.
   """
-  stages = meshes.size(mesh, axis)
+  stages = meshes.size(mesh, _AXIS)
   # As jax.make_mesh makes them, axes are explicit: what is cut here would have
   # to be sharded so before.
   automatic = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
   mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, automatic)
-  run = inside(layer, axis=axis, rounds=rounds, remat=remat, fill=fill)
+  run = inside(layer, rounds=rounds)
 
   def leading(tree):
     return {(*np.shape(leaf), None)[0] for leaf in jax.tree.leaves(tree)}
@@ -93,64 +85,43 @@ def pipeline(
         f"{layers} layers cannot be divided among {stages} stages in {rounds}"
         f" rounds: use a multiple of {stages * rounds}"
       )
-    each = layers // (stages * rounds)
-    shape = rounds, stages, each
-    chunks = jax.tree.map(lambda p: p.reshape(*shape, *p.shape[1:]), params)
-    key = jax.random.key(0) if key is None else key
-    spec = PartitionSpec(None, axis), PartitionSpec(), PartitionSpec()
+    chunks = jax.tree.map(lambda p: p.reshape(rounds, -1, *p.shape[1:]), params)
     return jax.shard_map(
-      lambda chunks, x, key: run(
-        jax.tree.map(lambda p: p[:, 0], chunks), x, key
-      ),
+      run,
       mesh=mesh,
-      in_specs=spec,
-      out_specs=PartitionSpec(),
-      axis_names={axis},
+      in_specs=(P(None, _AXIS), P(), P()),
+      out_specs=P(),
+      axis_names={_AXIS},
       check_vma=False,
-    )(chunks, x, key)
+    )(chunks, x, jax.random.key(0) if key is None else key)
 
   # Not before it is compiled may a program leave axes of the mesh to XLA.
   return jax.jit(call)
 
 
-def inside(
-  layer: Callable[[Any, Any, jax.Array], Any],
-  *,
-  axis: str = AXIS,
-  rounds: int = 1,
-  remat: bool = False,
-  fill: float = 0.0,
-) -> Callable[..., Any]:
+def inside(layer: Layer, *, rounds: int = 1) -> Callable[..., Any]:
   """Returns what each device does in `pipeline`, to be called in shard_map.
 
   There the layer may use the other axes of the mesh by itself. With check_vma
-  gradients may be taken inside, too.
-
-  Args:
-    layer: as in `pipeline`, and so are all others.
-    axis: of the mesh.
-    rounds: v.
-    remat: whether the backward computes forwards again.
-    fill: what empty slots hold.
+  gradients may be taken inside, too. Arguments and errors are as in `pipeline`.
 
   Returns:
-    (chunks, x, key=None) -> y: leaves of `chunks` are [v, L / (v S), ...],
-    those that this stage holds (of [v, L / v, ...], divided over `axis`); x and
-    y as in `pipeline`, the same on all stages.
-
-  Raises:
-    ValueError: for rounds that are not positive and whole; when it is called,
-      for fewer microbatches than stages that go around several times.
+    (chunks, x, key) -> y: leaves of `chunks` are [v, L / (v S), ...], those
+    that this stage holds (of [v, L / v, ...], divided over the axis "pipe"); x
+    and y as in `pipeline`, the same on all stages.
   """
   checks.whole("rounds", rounds)
-  apply = jax.checkpoint(layer) if remat else layer
 
-  def run(chunks, x, key=None):
-    stages, stage = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  def run(chunks, x, key):
+    stages, stage = jax.lax.axis_size(_AXIS), jax.lax.axis_index(_AXIS)
     (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(x)}
-    _check_microbatches(count, stages, rounds)
-    key = jax.random.key(0) if key is None else key
+    if rounds > 1 and count < stages:
+      raise ValueError(
+        f"{count} microbatches are fewer than the {stages} stages, and go"
+        f" around {rounds} times: use {stages} or more, or one round"
+      )
     last = stage == stages - 1
+    ring = [(s, (s + 1) % stages) for s in range(stages)]
 
     def step(carry, time):
       arriving, waiting, done = carry
@@ -170,15 +141,14 @@ def inside(
       # numbers: zero times what a NaN gives is NaN, in the backward too.
       h = optax.tree.where(at_work, h, fresh)
       mine = jax.random.fold_in(key, microbatch)
-      h = _chunk(apply, _pick(chunks, turn), h, turn * stages + stage, mine)
+      h = _chunk(layer, _pick(chunks, turn), h, turn * stages + stage, mine)
       done = _put(done, h, microbatch, at_work & last & (turn == rounds - 1))
-      ring = [(s, (s + 1) % stages) for s in range(stages)]
-      return (jax.lax.ppermute(h, axis, ring), waiting, done), None
+      return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None
 
     def filled(leaf):
       # What will be kept differs from stage to stage, and where x does.
-      axes = (axis, *meshes.varying(leaf))
-      return meshes.vary(jnp.full_like(leaf, fill), axes)
+      axes = (_AXIS, *meshes.varying(leaf))
+      return meshes.vary(jnp.full_like(leaf, _EMPTY), axes)
 
     empty = jax.tree.map(lambda leaf: filled(leaf[0]), x)
     waiting, done = jax.tree.map(filled, x), jax.tree.map(filled, x)
@@ -186,26 +156,24 @@ def inside(
     (_, _, done), _ = jax.lax.scan(step, (empty, waiting, done), times)
     # All have the answer, as what follows (a loss) is not a matter of stages.
     mine = optax.tree.where(last, done, jax.tree.map(jnp.zeros_like, done))
-    return jax.lax.psum(mine, axis)
+    return jax.lax.psum(mine, _AXIS)
 
   return run
 
 
-def _chunk(apply, params, h, number, key):
+def _chunk(layer, params, h, number, key):
   """Applies the layers of the chunk of that number, one after the other."""
   (each,) = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
 
   def one(h, item):
-    p, layer = item
-    return apply(p, h, jax.random.fold_in(key, layer)), None
+    own, index = item
+    return layer(own, h, jax.random.fold_in(key, index)), None
 
-  layers = number * each + jnp.arange(each)
-  return jax.lax.scan(one, h, (params, layers))[0]
+  return jax.lax.scan(one, h, (params, number * each + jnp.arange(each)))[0]
 
 
 def _pick(tree, index):
-  pick = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-  return jax.tree.map(lambda leaf: pick(leaf, index), tree)
+  return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 def _put(tree, value, index, when):
@@ -213,11 +181,3 @@ def _put(tree, value, index, when):
   value = optax.tree.where(when, value, _pick(tree, index))
   put = jax.lax.dynamic_update_index_in_dim
   return jax.tree.map(lambda leaf, new: put(leaf, new, index, 0), tree, value)
-
-
-def _check_microbatches(count: int, stages: int, rounds: int) -> None:
-  if rounds > 1 and count < stages:
-    raise ValueError(
-      f"{count} microbatches are fewer than the {stages} stages, and go"
-      f" around {rounds} times: use {stages} or more, or one round"
-    )

@@ -10,10 +10,9 @@ the mesh's, or a tuple of names, which is one axis of all their devices. The
 array x may have any shape and dtype that can be added (for booleans + is "or",
 where psum counts); it is cut into equal chunks, of zeros at the end. Unless a
 function says otherwise it returns the sum over devices, in the shape and dtype
-of x; all devices are given the same result, to the bit. JAX cannot know that it
-is the same, so the shard_map needs check_vma=False, or the axis in its
-out_specs. Rounds are written out, not looped over, so that XLA can overlap them
-with other work; the program grows with N.
+of x, the same on all devices to the bit. JAX cannot know that, so the shard_map
+needs check_vma=False, or the axis in its out_specs. Rounds are written out, not
+looped over, so that XLA can overlap them; the program grows with N.
 
 Index letters in shape comments:
   N  devices of the axis
@@ -29,15 +28,15 @@ References:
   doubling, for any number of devices.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from asgd import checks, names
+from asgd.parallel.memory import bytes_of
 
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
@@ -57,10 +56,6 @@ def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
   return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
 
-def _pick(chunks: jax.Array, index: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
-
-
 def _ring(devices: int, step: int) -> list[tuple[int, int]]:
   return [(d, (d + step) % devices) for d in range(devices)]
 
@@ -69,10 +64,10 @@ def _reduce_scatter(chunks, axis, step):
   """[N, C] -> [C], the sum of chunk d on device d."""
   devices, here = chunks.shape[0], jax.lax.axis_index(axis)
   # A sum starts at its owner's neighbour, and comes around to the owner.
-  total = _pick(chunks, (here - step) % devices)
+  total = chunks[(here - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
-    total = total + _pick(chunks, (here - (turn + 1) * step) % devices)
+    total = total + chunks[(here - (turn + 1) * step) % devices]
   return total
 
 
@@ -92,32 +87,19 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis) -> jax.Array:
 
   N - 1 rounds, in each of which every device sends a chunk to the next.
 
-  Args:
-    x: any shape.
-    axis: of the mesh.
-
   Returns:
     [C]: of the sum, flat and padded to [N, C], the row of this device. It is
     `jax.lax.psum_scatter` of what is padded so.
   """
-  x = jnp.asarray(x)
-  devices = jax.lax.axis_size(axis)
-  if not x.size:
-    return x.reshape(-1)
-  return _reduce_scatter(_cut(x, devices), axis, 1)
+  chunks = _cut(jnp.asarray(x), jax.lax.axis_size(axis))
+  return _reduce_scatter(chunks, axis, 1)
 
 
 def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Gives every device what each has: `jax.lax.all_gather`.
 
-  N - 1 rounds, in each of which every device passes on what came last.
-
-  Args:
-    x: [...], any shape.
-    axis: of the mesh.
-
-  Returns:
-    [N, ...], on all devices.
+  [...] -> [N, ...], in N - 1 rounds, in each of which every device passes on
+  what came last.
   """
   return _all_gather(jnp.asarray(x), axis, 1)
 
@@ -125,12 +107,10 @@ def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
   """Reduce-scatter, then all-gather, around a ring: `jax.lax.psum`.
 
-  2 (N - 1) rounds of an N-th of the array, so that each device sends about
-  twice the array, however many there are.
+  2 (N - 1) rounds of an N-th of the array: each device sends about twice the
+  array, however many there are.
   """
   x = jnp.asarray(x)
-  if not x.size:
-    return x
   return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
 
 
@@ -142,8 +122,6 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
   """
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
-  if not x.size or devices == 1:
-    return x
   chunks = _cut(x, 2 * devices)
   halves = (1, chunks[:devices]), (-1, chunks[devices:])
   # The rounds of both side by side, as XLA meets them.
@@ -155,54 +133,49 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
   return _paste(jnp.concatenate(both), x)
 
 
-class _Cube(NamedTuple):
-  """The 2^k devices that exchange, of N; device d's number among them.
-
-  Where N is no power of 2, the first 2 (N - 2^k) devices pair up: the even one
-  of a pair lends its part to the odd one, and is sent the sum at the end.
-  """
-
-  size: int  # 2^k
-  lent: int  # N - 2^k pairs
-
-  def device(self, number: int) -> int:
-    """The device with that number."""
-    return 2 * number + 1 if number < self.lent else number + self.lent
-
-  def exchange(self, bit: int) -> list[tuple[int, int]]:
-    """(sender, receiver) pairs, whose numbers differ in that bit."""
-    return [(self.device(i), self.device(i ^ bit)) for i in range(self.size)]
-
-
 def _on_cube(x, axis, inner):
-  """Runs inner(cube, x, number of this device) on a power of 2 of devices."""
+  """Runs inner(members, x, number of this device) on 2^k of N devices.
+
+  These are the members, by their numbers. Where N is no power of 2, the first
+  2 (N - 2^k) devices pair up: the even one of a pair lends its part to the odd
+  one, and is sent the sum at the end.
+  """
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   size = 1 << (devices.bit_length() - 1)
-  cube = _Cube(size, devices - size)
-  number = jnp.where(here < 2 * cube.lent, here // 2, here - cube.lent)
-  if not cube.lent:
-    return inner(cube, x, number)
-  there = [(2 * i, 2 * i + 1) for i in range(cube.lent)]
+  lent = devices - size
+  members = [2 * i + 1 if i < lent else i + lent for i in range(size)]
+  number = jnp.where(here < 2 * lent, here // 2, here - lent)
+  if not lent:
+    return inner(members, x, number)
+  there = [(2 * i, 2 * i + 1) for i in range(lent)]
   # A device that receives nothing gets zeros.
   x = x + jax.lax.ppermute(x, axis, there)
-  x = inner(cube, x, number)
+  x = inner(members, x, number)
   total = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
-  return jnp.where((here < 2 * cube.lent) & (here % 2 == 0), total, x)
+  return jnp.where((here < 2 * lent) & (here % 2 == 0), total, x)
+
+
+def _exchange(members, bit):
+  """(sender, receiver) pairs, of numbers that differ in that bit."""
+  return [(device, members[i ^ bit]) for i, device in enumerate(members)]
+
+
+def _powers(end):
+  """1, 2, 4, ... below `end`."""
+  return [1 << i for i in range((end - 1).bit_length())]
 
 
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Partners at distance 1, 2, 4, ... exchange all they have, and add it.
 
   log2 N rounds of the whole array: the fewest rounds, for small arrays. Where N
-  is no power of 2 there are two more, see `_Cube`.
+  is no power of 2 there are two more, see `_on_cube`.
   """
 
-  def inner(cube, x, number):
+  def inner(members, x, number):
     del number
-    bit = 1
-    while bit < cube.size:
-      x = x + jax.lax.ppermute(x, axis, cube.exchange(bit))
-      bit *= 2
+    for bit in _powers(len(members)):
+      x = x + jax.lax.ppermute(x, axis, _exchange(members, bit))
     return x
 
   return _on_cube(jnp.asarray(x), axis, inner)
@@ -212,32 +185,26 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Rabenseifner's: reduce-scatter by halves, all-gather by doubling.
 
   2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
-  otherwise two more rounds of the whole array, see `_Cube`.
+  otherwise two more rounds of the whole array, see `_on_cube`.
   """
-  x = jnp.asarray(x)
-  if not x.size:
-    return x
 
-  def inner(cube, x, number):
-    part = _cut(x, cube.size)
-    bit = cube.size // 2
-    while bit:
+  def inner(members, x, number):
+    bits = _powers(len(members))
+    part = _cut(x, len(members))
+    for bit in reversed(bits):
       # Keeps the half in which its own chunk is, and sends the other one.
-      half = part.reshape(2, bit, -1)
+      half = part.reshape(2, bit, part.shape[-1])
       mine = (number // bit) % 2
-      got = jax.lax.ppermute(_pick(half, 1 - mine), axis, cube.exchange(bit))
-      part = _pick(half, mine) + got
-      bit //= 2
-    bit = 1
-    while bit < cube.size:
-      got = jax.lax.ppermute(part, axis, cube.exchange(bit))
+      pairs = _exchange(members, bit)
+      part = half[mine] + jax.lax.ppermute(half[1 - mine], axis, pairs)
+    for bit in bits:
+      got = jax.lax.ppermute(part, axis, _exchange(members, bit))
       low = (number // bit) % 2 == 0
       first, second = jnp.where(low, part, got), jnp.where(low, got, part)
       part = jnp.concatenate([first, second])
-      bit *= 2
     return _paste(part, x)
 
-  return _on_cube(x, axis, inner)
+  return _on_cube(jnp.asarray(x), axis, inner)
 
 
 def tree(x: jax.Array, axis: Axis) -> jax.Array:
@@ -247,16 +214,15 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  distances = [1 << i for i in range((devices - 1).bit_length())]
 
   def edges(distance):
     """(child, parent) of a level."""
     children = range(distance, devices, 2 * distance)
     return [(child, child - distance) for child in children]
 
-  for distance in distances:
+  for distance in _powers(devices):
     x = x + jax.lax.ppermute(x, axis, edges(distance))
-  for distance in reversed(distances):
+  for distance in reversed(_powers(devices)):
     down = [(parent, child) for child, parent in edges(distance)]
     got = jax.lax.ppermute(x, axis, down)
     x = jnp.where(here % (2 * distance) == distance, got, x)
@@ -270,21 +236,15 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
   of that chunk with its peers in the other nodes; all-gather inside. The slow
   links between nodes carry an array per node, not one per device.
 
-  Args:
-    x: any shape.
-    axis: two names of the mesh's: inside of a node, and between nodes.
-
-  Raises:
-    ValueError: for anything but two names.
+  `axis` is two names of the mesh's, inside of a node and between nodes;
+  ValueError for anything else.
   """
+  x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
     raise ValueError(
       "hierarchical needs two axes, (inside of a node, between nodes), not"
       f" {axis!r}"
     )
-  x = jnp.asarray(x)
-  if not x.size:
-    return x
   inside, between = axis
   chunk = ring_all_reduce(ring_reduce_scatter(x, inside), between)
   return _paste(ring_all_gather(chunk, inside), x)
@@ -299,14 +259,7 @@ def parameter_server(
   one after the other, as it has one link; it adds them, and sends the sum to
   each. 2 (N - 1) rounds of a P-th of the array: as a ring if P = N, and N / P
   times as long otherwise.
-
-  Args:
-    x: any shape.
-    axis: of the mesh.
-    shards: P, from 1 to N; None is N.
-
-  Raises:
-    ValueError: for another number of shards.
+  `shards` is P, from 1 to N (None is N); ValueError for another number.
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -315,18 +268,15 @@ def parameter_server(
     raise ValueError(
       f"shards must be from 1 to the {devices} devices, not {shards!r}"
     )
-  if not x.size:
-    return x
   chunks = _cut(x, shards)
 
   def pairs(turn):
     """(worker, owner): in each turn an owner hears of one worker."""
-    turns = ((d, (d + turn) % devices) for d in range(devices))
-    return [(worker, owner) for worker, owner in turns if owner < shards]
+    return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
-  total = _pick(chunks, jnp.minimum(here, shards - 1))
+  total = chunks[jnp.minimum(here, shards - 1)]
   for turn in range(1, devices):
-    part = _pick(chunks, jnp.minimum((here + turn) % devices, shards - 1))
+    part = chunks[jnp.minimum((here + turn) % devices, shards - 1)]
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
   sums = [total]
   for turn in range(1, devices):
@@ -350,11 +300,7 @@ COLLECTIVES: dict[str, Reduce] = {
 
 
 def lookup(reduce: str | Reduce) -> Reduce:
-  """Returns a collective by its name, or the function that it is given.
-
-  Raises:
-    ValueError: for an unknown name, naming the nearest.
-  """
+  """Returns a collective by its name, or the function that it is given."""
   if callable(reduce):
     return reduce
   return names.lookup("collective", reduce, COLLECTIVES)
@@ -388,18 +334,15 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   """
   checks.whole("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
+  sizes = [bytes_of(leaf) for leaf in leaves]
   open_: dict[Any, list[int]] = {}
-  size: dict[Any, int] = {}
   done = []
   for i in reversed(range(len(leaves))):
-    dtype = jnp.dtype(leaves[i].dtype)
-    bytes_ = math.prod(leaves[i].shape) * dtype.itemsize
-    if dtype in open_ and size[dtype] + bytes_ > bucket_bytes:
-      done.append(tuple(open_.pop(dtype)))
-    if dtype not in open_:
-      open_[dtype], size[dtype] = [], 0
-    open_[dtype].append(i)
-    size[dtype] += bytes_
+    bucket = open_.setdefault(jnp.dtype(leaves[i].dtype), [])
+    if bucket and sizes[i] + sum(sizes[j] for j in bucket) > bucket_bytes:
+      done.append(tuple(bucket))
+      bucket.clear()
+    bucket.append(i)
   done += (tuple(bucket) for bucket in open_.values())
   return tuple(sorted(done, key=lambda bucket: -bucket[-1]))
 
@@ -420,10 +363,10 @@ def all_reduce_tree(
     reduce: one of COLLECTIVES, or a function of its kind.
 
   Returns:
-    A tree of the same structure, shapes and dtypes: `jax.lax.psum(tree, axis)`.
+    `jax.lax.psum(tree, axis)`, of the same structure, shapes and dtypes.
 
   Raises:
-    ValueError: as `buckets` and `lookup`.
+    ValueError: as `buckets`, and for an unknown name, naming the nearest.
   """
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))

@@ -19,7 +19,7 @@ References:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from asgd import checks
@@ -44,14 +44,9 @@ FREE = Cost(0, 0, 0)
 
 
 def link(bandwidth: float, latency: float = 0.0) -> LinkSpeed:
-  """Returns a LinkSpeed, checked.
+  """Returns a LinkSpeed of bytes a second and of seconds.
 
-  Args:
-    bandwidth: bytes a second, each way.
-    latency: seconds.
-
-  Raises:
-    ValueError: for a bandwidth that is not positive, or a negative latency.
+  ValueError for a bandwidth that is not positive, or a negative latency.
   """
   checks.positive("bandwidth", bandwidth)
   checks.nonnegative("latency", latency)
@@ -83,7 +78,7 @@ def _chunk(size, pieces, grain):
 
 
 def ring_reduce_scatter(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """(N - 1) / N S; an all-gather whose result has S bytes costs the same."""
+  """(N - 1) / N S; an all-gather to S bytes costs the same."""
   _check(size, devices, grain)
   moved = (devices - 1) * _chunk(size, devices, grain)
   return Cost(devices - 1, moved, moved)
@@ -109,8 +104,7 @@ def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
 
 
 def _on_cube(cost, size, devices):
-  """Adds the two rounds of devices beyond a power of 2, which lend their part
-  to a partner and are sent the sum."""
+  """Adds the two rounds in which devices beyond a power of 2 lend a part."""
   if not devices & (devices - 1):
     return cost
   # The busiest device receives a lent part and sends the sum back.
@@ -151,11 +145,7 @@ def hierarchical(
 ) -> Levels:
   """2 (g - 1) / g S inside, and 2 (n - 1) / n S / g between nodes.
 
-  Args:
-    size: S.
-    inside: g, devices of a node.
-    between: n, nodes.
-    grain: bytes of an element.
+  The arguments `inside`, g, and `between`, n, are devices of a node and nodes.
   """
   _check(size, between, grain)
   outer = ring(_chunk(size, inside, grain), between, grain=grain)
@@ -183,14 +173,11 @@ def parameter_server(
   Args:
     size: S.
     devices: N, workers.
-    shards: P; None is N. At most N if they are the workers' own devices.
+    shards: P; None is N. ValueError for more than N that are colocated.
     colocated: the shards are on the first P workers: N - 1 of them send to each
       shard, one after the other, which is 2 (N - 1) / P S. Otherwise on
       machines of their own, which take 2 N / P S, and workers 2 S.
     grain: bytes of an element.
-
-  Raises:
-    ValueError: for another number of shards.
   """
   shards = devices if shards is None else shards
   _check(size, devices, grain)
@@ -220,22 +207,13 @@ COSTS: dict[str, Callable[..., Cost]] = {
 }  # and `hierarchical`, of two numbers of devices
 
 
-# Sufficient factors.
-
-
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:
   """All-gather of a dense layer's inputs and output gradients, by a ring.
 
-  (N - 1) K (M + N'), K rows of each device, M inputs and N' outputs.
-
-  Args:
-    rows: K; of sequences, their number times their length.
-    inputs: M.
-    outputs: N'.
-    devices: N.
-    grain: bytes of an element.
+  (N - 1) K (M + N') elements of `grain` bytes: K rows of each device (of
+  sequences, their number times their length), M inputs and N' outputs.
   """
   each = rows * (inputs + outputs) * grain
   _check(each, devices, grain)
@@ -244,20 +222,12 @@ def factors(
 
 
 def poseidon(
-  rows: int,
-  inputs: int,
-  outputs: int,
-  workers: int,
-  shards: int | None = None,
+  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
 ) -> dict[str, float]:
   """Poseidon's table 1, for a node that is worker and shard.
 
-  Args:
-    rows: K, of a worker's batch.
-    inputs: M.
-    outputs: N of the paper.
-    workers: P1.
-    shards: P2; None is P1.
+  The arguments are the paper's K, of a worker's batch, M, N, P1 and P2 (None is
+  P1).
 
   Returns:
     Elements that such a node sends and receives, taken together:
@@ -276,11 +246,7 @@ def poseidon(
 
 
 def prefers_factors(
-  rows: int,
-  inputs: int,
-  outputs: int,
-  workers: int,
-  shards: int | None = None,
+  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
 ) -> bool:
   """Poseidon's rule, algorithm 1: whether factors move no more than gradients.
 
@@ -298,7 +264,7 @@ def prefers_factors(
 
 
 def hybrid(
-  dense: Mapping[str, tuple[int, int]],
+  dense: Iterable[tuple[int, int]],
   others: float,
   rows: int,
   devices: int,
@@ -307,19 +273,18 @@ def hybrid(
 ) -> Cost:
   """Poseidon's hybrid communication of a model.
 
+  A ring all-reduce of everything that goes dense, and an all-gather of the
+  factors of the layers of which the rule prefers them.
+
   Args:
-    dense: (inputs, outputs) of each dense layer, by its name.
+    dense: (inputs, outputs) of each dense layer.
     others: bytes of all other parameters, biases among them.
     rows: K, of a device.
     devices: N.
     grain: bytes of an element.
-
-  Returns:
-    The cost of a ring all-reduce of everything that goes dense, and an
-    all-gather of the factors of the layers of which the rule prefers them.
   """
   size, gathered = float(others), []
-  for inputs, outputs in dense.values():
+  for inputs, outputs in dense:
     if devices > 1 and prefers_factors(rows, inputs, outputs, devices):
       gathered.append(factors(rows, inputs, outputs, devices, grain=grain))
     else:

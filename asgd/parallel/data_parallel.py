@@ -47,6 +47,7 @@ from asgd.parallel import zero as zero_lib
 # A loop over pieces is written out up to here: XLA's CPU backend runs
 # convolutions in loops many times slower (see `asgd.worker`).
 _UNROLLED = 8
+_AXIS = meshes.DATA
 
 
 class StepState(NamedTuple):
@@ -66,16 +67,11 @@ class StepMetrics(NamedTuple):
   finite: jax.Array  # bool[], False for a step skipped by the loss scale
 
 
-StepFn = Callable[
-  [StepState, base.Batch, jax.Array], tuple[StepState, StepMetrics]
-]
-
-
 class Step(NamedTuple):
   """A training step and what goes with it. `step` donates the state."""
 
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
-  step: StepFn
+  step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
   params: Callable[[StepState], optax.Params]  # whole again, on every device
   place: Callable[..., base.Batch]  # (batch, *, local=False) -> global arrays
 
@@ -85,13 +81,11 @@ def make_step(
   tx: optax.GradientTransformation | base.Algorithm,
   mesh: Mesh,
   *,
-  axis: str = meshes.DATA,
   accumulate: int = 1,
   clip_norm: float | None = None,
   zero: int = 0,
   policy: str | precision.Policy = "unchanged",
   loss_scale: precision.Dynamic | None = None,
-  statistics_decay: float = 0.9,
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
 ) -> Step:
@@ -99,11 +93,11 @@ def make_step(
 
   The batch is cut into d a pieces of b examples, in order, and piece i is drawn
   with fold_in(key, i): dropout, augmentation and BatchNorm know of nothing but
-  their piece. Hence the contract: meshes, forms and stages of ZeRO for which
-  d a is the same give the same numbers, but for round-off; so does one device
-  with accumulate = d a. For a loss that draws nothing, and normalises by no
-  statistics of the batch, every d a gives the same. Metrics and updates
-  are those of the mean over all examples, as pieces are of one size.
+  their piece. Hence the contract: meshes, forms and stages of ZeRO with the
+  same d a, and one device with accumulate = d a, give the same numbers, but for
+  round-off. For a loss that draws nothing, and normalises by no statistics of
+  the batch, every d a gives the same. Metrics and updates are those of the mean
+  over all examples.
 
   `base.Variables` (BatchNorm) are trained too: the statistics of the pieces are
   averaged, and move the kept ones as the server does.
@@ -112,24 +106,20 @@ def make_step(
     loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
       the form "shard_map" it is called inside of shard_map, with all axes of
       the mesh, and must return the same on all devices along every axis but
-      `axis`. If there are other axes, types are checked (check_vma): a scan
+      "data". If there are other axes, types are checked (check_vma): a scan
       within it needs a carry that varies as what it becomes (`meshes.vary`).
     tx: any optax transform, elementwise or not; or an Algorithm: the gradient
-      is then taken at what it sends to worker 0, and its update is told a Delay
-      of staleness 0.
-    mesh: with `axis`.
-    axis: over which examples are divided.
+      is then taken at what it sends to worker 0. The update is told a Delay of
+      staleness 0.
+    mesh: with the axis "data", over which examples are divided.
     accumulate: a, pieces that a device computes one after the other.
     clip_norm: largest norm of the (whole) gradient; None is any.
     zero: 0 to 3, see above.
     policy: dtypes, a Policy or a name of `precision.POLICIES`.
-    loss_scale: scale the loss, and skip steps whose gradient is not finite;
-      None does neither.
-    statistics_decay: how much of the statistics a step keeps.
-    form: "shard_map"; or "pmap", for programs written in that form: one
-      process, one axis, zero 0.
-    specs: how the parameters are divided over other axes of the mesh (tensor,
-      rows, stages).
+    loss_scale: scale the loss, and skip steps with a gradient that is not
+      finite; None does neither.
+    form: "shard_map"; or "pmap": one process, one axis, zero 0.
+    specs: how other axes of the mesh divide the parameters.
 
   Returns:
     A Step. It compiles at its first call for each shape of a batch.
@@ -148,29 +138,33 @@ def make_step(
     >>> float(metrics.loss), sgd.params(state).tolist()
     (1.25, [0.75, 0.0])
   """
-  devices = meshes.size(mesh, axis)
+  meshes.size(mesh, _AXIS)
   policy = precision.policy(policy)
-  _check(accumulate, clip_norm, zero, form)
+  checks.whole("accumulate", accumulate)
+  clip = optax.identity()
+  if clip_norm is not None:
+    checks.positive("clip_norm", clip_norm)
+    clip = optax.clip_by_global_norm(clip_norm)
+  if isinstance(zero, bool) or zero not in range(4):
+    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
+  make = names.lookup("form", form, FORMS)
   if loss_scale is not None:
     precision.check_dynamic(loss_scale)
   if form == "pmap":
-    _check_pmap(mesh, axis, zero, specs)
+    _check_pmap(mesh, zero, specs)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   program = _Program(
     loss=loss,
-    algorithm=transforms.own_statistics(algorithm, statistics_decay),
-    told=algorithm is tx,
+    algorithm=transforms.own_statistics(algorithm),
     mesh=mesh,
-    axis=axis,
-    devices=devices,
     accumulate=accumulate,
-    clip=None if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+    clip=clip,
     zero=zero,
     policy=policy,
     loss_scale=loss_scale,
     specs=specs,
   )
-  return FORMS[form](program)
+  return make(program)
 
 
 class _Program(NamedTuple):
@@ -178,12 +172,9 @@ class _Program(NamedTuple):
 
   loss: worker_lib.Loss
   algorithm: base.Algorithm
-  told: bool  # whether its update is told a Delay
   mesh: Mesh
-  axis: str
-  devices: int  # d
   accumulate: int  # a
-  clip: optax.GradientTransformation | None
+  clip: optax.GradientTransformation
   zero: int
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
@@ -191,7 +182,7 @@ class _Program(NamedTuple):
 
   @property
   def pieces(self):
-    return self.devices * self.accumulate
+    return self.mesh.shape[_AXIS] * self.accumulate
 
   def begin(self, params):
     """The first state, of whole parameters."""
@@ -202,15 +193,12 @@ class _Program(NamedTuple):
     return StepState(jnp.int32(0), params, self.algorithm.init(params), scale)
 
   def scale_of(self, state):
-    scaled = self.loss_scale is not None
-    return state.scale.scale if scaled else jnp.float32(1)
+    return jnp.float32(1) if self.loss_scale is None else state.scale.scale
 
   def sent(self, state):
     """The parameters that the gradient is taken at."""
-    send = self.algorithm.send
-    if send is base.send_current:
-      return state.params
-    return send(state.opt_state, state.params, worker=jnp.int32(0))
+    worker = jnp.int32(0)
+    return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
   def _objective(self, params, key, scale, dims):
     """(weights, piece, its number) -> the scaled loss, (loss, statistics)."""
@@ -218,7 +206,7 @@ class _Program(NamedTuple):
 
     def gather(leaf, dim):
       leaf = precision.cast(leaf, policy.compute)
-      return zero_lib.gather(leaf, dim, self.axis, policy.reduce)
+      return zero_lib.gather(leaf, dim, policy.reduce)
 
     def objective(weights, piece, number):
       if self.zero == 3:
@@ -243,22 +231,19 @@ class _Program(NamedTuple):
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
-    axis, accumulate = self.axis, self.accumulate
-    weights = meshes.vary(base.weights_of(params), axis)
-    first = jax.lax.axis_index(axis) * accumulate
-    objective = self._objective(params, key, scale, dims)
+    accumulate = self.accumulate
+    weights = meshes.vary(base.weights_of(params), _AXIS)
+    first = jax.lax.axis_index(_AXIS) * accumulate
+    gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
 
     def scatter(grads):
-      one = functools.partial(zero_lib.scatter, axis=axis)
-      return jax.tree.map(one, grads, dims)
+      return jax.tree.map(zero_lib.scatter, grads, dims)
 
     def one(i):
       piece = jax.tree.map(
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
-      grads, (value, stats) = jax.grad(objective, has_aux=True)(
-        weights, piece, first + i
-      )
+      grads, (value, stats) = gradient(weights, piece, first + i)
       grads = precision.cast(grads, self.policy.reduce)
       return value, scatter(grads) if self.zero == 2 else grads, stats
 
@@ -274,13 +259,11 @@ class _Program(NamedTuple):
     if self.zero == 1:
       grads = scatter(grads)
     grads = jax.tree.map(
-      lambda leaf, dim: (
-        jax.lax.psum(leaf, axis) if dim == zero_lib.WHOLE else leaf
-      ),
+      lambda g, dim: jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g,
       *(grads, dims),
     )
     pieces = self.pieces
-    value, stats = jax.lax.psum((value, stats), axis)
+    value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
     grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
     return value, grads, stats
@@ -290,14 +273,12 @@ class _Program(NamedTuple):
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = precision.all_finite(grads)
-    if self.clip is not None:
-      grads, _ = self.clip.update(grads, optax.EmptyState())
+    grads, _ = self.clip.update(grads, optax.EmptyState())
     if isinstance(state.params, base.Variables):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      *(grads, state.opt_state, state.params),
-      **(delay._asdict() if self.told else {}),
+      *(grads, state.opt_state, state.params), **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -309,22 +290,20 @@ class _Program(NamedTuple):
 
   def layouts(self, params):
     """The specs of parameters: between steps, and while they are updated."""
-
     weights = base.weights_of(params)
     specs = self.specs(weights)
-    parts = jax.tree.map(
-      lambda leaf, spec: self._divided(jnp.shape(leaf), spec), weights, specs
-    )
+    parts = jax.tree.map(self.divided, weights, specs)
     between = parts if self.zero == 3 else specs
     if isinstance(params, base.Variables):
       stats = zero_lib.replicated(params.stats)
       return base.Variables(between, stats), base.Variables(parts, stats)
     return between, parts
 
-  def _divided(self, shape, spec):
+  def divided(self, leaf, spec):
+    """The spec of an array of which ZeRO divides what it may."""
     if not self.zero:
       return spec
-    return zero_lib.divided(shape, spec, self.devices, self.axis)
+    return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
   def constrain(self, tree, specs):
     return jax.lax.with_sharding_constraint(
@@ -336,9 +315,8 @@ class _Program(NamedTuple):
     kept, parts = self.layouts(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
-      base.weights_of(state.params),
-      base.weights_of(parts),
-      lambda leaf: self._divided(leaf.shape, P()),
+      *map(base.weights_of, (state.params, parts)),
+      choose=lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
     return self.constrain(state, StepState(P(), kept, opt_specs, scale))
@@ -346,7 +324,7 @@ class _Program(NamedTuple):
 
 def _shard_map_step(program):
   """The form "shard_map": global arrays, and a program of all devices."""
-  mesh, axis = program.mesh, program.axis
+  mesh = program.mesh
 
   def init(params):
     placed = meshes.place(params, mesh, program.layouts(params)[0])
@@ -355,16 +333,15 @@ def _shard_map_step(program):
   def step(state, batch, key):
     _check_batch(batch, program.pieces)
     kept, parts = program.layouts(state.params)
-    sent = program.sent(state)
-    grad_specs = base.weights_of(parts)
+    sent, grad_specs = program.sent(state), base.weights_of(parts)
+    weights = base.weights_of(state.params)
     dims = jax.tree.map(
-      lambda _, spec: zero_lib.dimension(spec, axis),
-      *(base.weights_of(state.params), grad_specs),
+      lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
     value, grads, stats = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
-      in_specs=(kept, P(axis), P(), P()),
+      in_specs=(kept, P(_AXIS), P(), P()),
       out_specs=(P(), grad_specs, P()),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
@@ -379,13 +356,13 @@ def _shard_map_step(program):
     init,
     jax.jit(step, donate_argnums=0),
     lambda state: meshes.whole(state.params, mesh),
-    functools.partial(meshes.place_batch, mesh=mesh, axis=axis),
+    functools.partial(meshes.place_batch, mesh=mesh),
   )
 
 
 def _pmap_step(program):
   """The form "pmap": state and batch have a leading axis of devices."""
-  mesh, axis, devices = program.mesh, program.axis, program.devices
+  mesh = program.mesh
 
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
@@ -395,25 +372,27 @@ def _pmap_step(program):
 
   run = jax.pmap(
     device_step,
-    axis_name=axis,
+    axis_name=_AXIS,
     in_axes=(0, 0, None),
     out_axes=(0, None),
     devices=list(mesh.devices.flat),
     donate_argnums=0,
   )
 
-  def repeat(x):
-    return jnp.broadcast_to(x, (devices, *x.shape))
+  @jax.jit
+  def begin(params):
+    return jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (mesh.size, *x.shape)),
+      program.begin(params),
+    )
 
   def init(params):
-    spread = jax.NamedSharding(mesh, P(axis))
-    make = jax.jit(lambda params: jax.tree.map(repeat, program.begin(params)))
-    return jax.device_put(make(params), spread)
+    return jax.device_put(begin(params), jax.NamedSharding(mesh, P(_AXIS)))
 
   def place(batch, *, local=False):
     del local  # there is one process
     _check_batch(batch, program.pieces)
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
 
   def params(state):
     return jax.tree.map(lambda x: x[0], state.params)
@@ -424,19 +403,10 @@ def _pmap_step(program):
 FORMS = {"shard_map": _shard_map_step, "pmap": _pmap_step}
 
 
-def _check(accumulate, clip_norm, zero, form):
-  checks.whole("accumulate", accumulate)
-  if clip_norm is not None:
-    checks.positive("clip_norm", clip_norm)
-  if isinstance(zero, bool) or zero not in range(4):
-    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
-  names.lookup("form", form, FORMS)
-
-
-def _check_pmap(mesh, axis, zero, specs):
-  if tuple(mesh.axis_names) != (axis,):
+def _check_pmap(mesh, zero, specs):
+  if tuple(mesh.axis_names) != (_AXIS,):
     raise ValueError(
-      f"the form 'pmap' is for a mesh of the axis {axis!r} alone, not of"
+      f"the form 'pmap' is for a mesh of the axis {_AXIS!r} alone, not of"
       f" {tuple(mesh.axis_names)}; use 'shard_map'"
     )
   if zero or specs is not zero_lib.replicated:
@@ -452,11 +422,12 @@ def _check_pmap(mesh, axis, zero, specs):
 
 
 def _check_batch(batch, pieces):
-  lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+  lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(
       "all arrays of a batch must have one leading axis, of examples; not"
-      f" {sorted(jnp.shape(x) for x in jax.tree.leaves(batch))}"
+      f" {sorted(shapes)}"
     )
   ((length,),) = lengths
   if length % pieces or not length:

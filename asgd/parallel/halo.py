@@ -11,10 +11,9 @@ convolution or a norm inside of `asgd.models`' layers to this module
 (`nn.intercept_methods`), which runs the same module on more rows. So the
 parameters, too, are those of the whole model.
 
-DistBelief's models are split as these are, but that their weights are not
-shared by the pixels of an image (`locally_connected`): then the rows of a
-device have weights of their own, which no other device holds, and all that is
-ever sent, forward and backward, is the boundary.
+In DistBelief's models the pixels of an image do not share their weights
+(`locally_connected`): the rows of a device have weights that no other device
+holds, and all that is ever sent, forward and backward, is the boundary.
 
 Index letters:
   B  examples
@@ -48,16 +47,9 @@ _ROWS = 1  # the dimension of [B, H, W, C]
 def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
   """Adds the neighbours' nearest rows to this device's.
 
-  Args:
-    x: float[B, H / r, W, C].
-    before: rows of the device before, its last ones.
-    after: rows of the device after, its first ones.
-
-  Returns:
-    float[B, before + H / r + after, W, C]; zeros beyond the image.
-
-  Raises:
-    ValueError: if neighbours have fewer rows than are needed.
+  float[B, H / r, W, C] -> float[B, before + H / r + after, W, C]: the last rows
+  of the device before and the first of that after; zeros beyond the image.
+  ValueError if neighbours have fewer rows than are needed.
   """
   size, rows = jax.lax.axis_size(_AXIS), x.shape[_ROWS]
   if max(before, after) > rows:
@@ -65,27 +57,21 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
       f"a device of the axis {_AXIS!r} has {rows} rows, and its neighbour needs"
       f" {max(before, after)} of them: use fewer devices or larger images"
     )
+  down = [(i, i + 1) for i in range(size - 1)]
   parts = [x]
   if before:
-    down = [(i, i + 1) for i in range(size - 1)]
     parts.insert(0, jax.lax.ppermute(x[:, rows - before :], _AXIS, down))
   if after:
-    up = [(i + 1, i) for i in range(size - 1)]
+    up = [(b, a) for a, b in down]
     parts.append(jax.lax.ppermute(x[:, :after], _AXIS, up))
-  return jnp.concatenate(parts, axis=_ROWS) if len(parts) > 1 else x
+  return jnp.concatenate(parts, axis=_ROWS)
 
 
 def rows(x: jax.Array) -> jax.Array:
   """Returns this device's rows of whole images.
 
-  Args:
-    x: float[B, H, W, C], the same on all devices of the axis.
-
-  Returns:
-    float[B, H / r, W, C].
-
-  Raises:
-    ValueError: if the axis does not divide the rows.
+  float[B, H, W, C], the same on all devices, -> float[B, H / r, W, C];
+  ValueError if the axis does not divide the rows.
   """
   size = jax.lax.axis_size(_AXIS)
   if x.ndim != 4 or x.shape[_ROWS] % size:
@@ -93,9 +79,7 @@ def rows(x: jax.Array) -> jax.Array:
       f"images [B, H, W, C] of shape {x.shape} have no rows that can be divided"
       f" among the {size} devices of the axis {_AXIS!r}"
     )
-  mine = x.shape[_ROWS] // size
-  start = jax.lax.axis_index(_AXIS) * mine
-  return jax.lax.dynamic_slice_in_dim(x, start, mine, _ROWS)
+  return meshes.part(x, _AXIS, _ROWS)
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -109,9 +93,6 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
     module: an `nn.Conv` or `nn.ConvLocal` of two dimensions, within a model
       that is being applied.
     x: float[B, H / r, W, C].
-
-  Returns:
-    This device's rows of what the module makes of the whole.
 
   Raises:
     ValueError: for dilation, a padding that is not of zeros, or where the rows
@@ -133,9 +114,7 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   padding = module.padding
   if isinstance(padding, str):
     padding = jax.lax.padtype_to_pads((whole, columns), kernel, stride, padding)
-  elif isinstance(padding, int):
-    padding = (padding, padding)
-  (low, high), across = map(_pair, padding)
+  (low, high), across = map(_pair, _pair(padding))
   k, s = kernel[0], stride[0]
   out = (whole + low + high - k) // s + 1  # rows
   if here % s or out != whole // s:
@@ -146,11 +125,15 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
       " images with more rows"
     )
   x = exchange(x, low, max(k - s - low, 0))
-  split = module.clone(parent=None, name=_DONE, padding=((0, 0), across))
-  return split.apply({"params": module.variables["params"]}, x)
+  return _rerun(module, x, padding=((0, 0), across))
 
 
 _DONE = "rows"  # the name of modules that see to their rows already
+
+
+def _rerun(module, x, **changes):
+  changed = module.clone(parent=None, name=_DONE, **changes)
+  return changed.apply({"params": module.variables["params"]}, x)
 
 
 def _intercept(method, args, kwargs, context):
@@ -160,8 +143,7 @@ def _intercept(method, args, kwargs, context):
   if isinstance(module, nn.Conv | nn.ConvLocal):
     return convolve(module, *args)
   if isinstance(module, nn.GroupNorm):
-    whole = module.clone(parent=None, name=_DONE, axis_name=_AXIS)
-    return whole.apply({"params": module.variables["params"]}, *args)
+    return _rerun(module, *args, axis_name=_AXIS)
   if isinstance(module, nn.BatchNorm):
     raise ValueError(
       "the statistics of BatchNorm are not kept by rows; use norm='group'"
@@ -173,8 +155,7 @@ def _intercept(method, args, kwargs, context):
 
 
 class Local(nn.Module):
-  """A locally connected layer and ReLU: a convolution whose every pixel has a
-  kernel of its own."""
+  """A locally connected layer and ReLU: each pixel has a kernel of its own."""
 
   features: int
   kernel: int = 3
@@ -202,23 +183,16 @@ def locally_connected(
 ) -> models.Layers:
   """DistBelief's kind of model: locally connected layers, then a head.
 
-  Args:
-    classes: number of logits.
-    features: of each layer; all but the first halve the image.
-
-  Returns:
-    A Local per entry of features, Head.
-
-  Raises:
-    ValueError: for a number that is not positive and whole, or no features.
+  All layers but the first halve the image. ValueError for a number that is not
+  positive and whole, or no features.
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")
   checks.whole("classes", classes)
   for width in features:
     checks.whole("each of features", width)
-  strides = (1, *(2,) * (len(features) - 1))
-  layers = [Local(n, stride=s) for n, s in zip(features, strides, strict=True)]
+  first, *others = features
+  layers = Local(first), *(Local(width, stride=2) for width in others)
   return (*layers, models.Head(classes))
 
 
@@ -227,9 +201,9 @@ _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
 
 def check(layers: models.Layers) -> None:
   """Raises ValueError for a layer that cannot be split by rows."""
+  kinds = ", ".join(kind.__name__ for kind in _LAYERS)
   for layer in layers:
     if not isinstance(layer, _LAYERS):
-      kinds = ", ".join(kind.__name__ for kind in _LAYERS)
       raise ValueError(
         f"a {type(layer).__name__} cannot be split by rows; these can: {kinds}"
       )
@@ -245,18 +219,10 @@ def apply(
 ) -> tuple[jax.Array, optax.Params]:
   """`models.apply`, on this device's rows. For use inside shard_map.
 
-  Args:
-    layers: of a ResNet, or of `locally_connected`.
-    params: of the whole model; of a Local, this device's part (`partition`).
-    x: float[B, H / r, W, C].
-    train: as in `models.apply`.
-    key: as in `models.apply`.
-
-  Returns:
-    As `models.apply`; what the Head gives is the same on all devices.
-
-  Raises:
-    ValueError: for a layer that cannot be split, or rows that are too few.
+  x is float[B, H / r, W, C]; parameters are those of the whole model, of a
+  Local this device's part (`partition`). What the Head gives is the same on all
+  devices. ValueError for a layer that cannot be split, or rows that are too
+  few.
   """
   check(layers)
   with nn.intercept_methods(_intercept):
@@ -264,14 +230,10 @@ def apply(
 
 
 def partition(params: optax.Params) -> Any:
-  """Says how parameters are split: the kernels and biases of locally connected
-  layers by their rows, and nothing else.
+  """Returns the PartitionSpecs of a model's parameters.
 
-  Args:
-    params: of the whole model.
-
-  Returns:
-    A tree of PartitionSpecs.
+  Kernels and biases of locally connected layers are split by rows, and nothing
+  else.
   """
 
   def spec(path, _):

@@ -1,10 +1,10 @@
-"""Hybrid meshes: replicas of a model each of which has several devices.
+"""Hybrid meshes: replicas of a model, of several devices each.
 
 A mesh names its axes, and each name says what its devices share:
 
   data    examples: replicas, `asgd.parallel.data_parallel`
   tensor  every matrix of a GPT: `asgd.parallel.tensor`
-  pipe    the blocks of a GPT, by a pipeline that is passed in
+  pipe    the blocks of a GPT: `asgd.parallel.circular`
   rows    the images of a ResNet: `asgd.parallel.halo`
 
 A MeshModel is a model made for a mesh: a loss for use inside shard_map, where
@@ -18,7 +18,6 @@ References:
   clusters using Megatron-LM", SC 2021, section 3.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,35 +30,20 @@ from jax.sharding import PartitionSpec as P
 from asgd import base, checks, models, problems
 from asgd import worker as worker_lib
 from asgd.models import transformer
-from asgd.parallel import (
-  data_parallel,
-  halo,
-  meshes,
-  tensor,
-  zero,
-)
-
-
-class MeshModel(NamedTuple):
-  """A model made for a mesh."""
-
-  loss: worker_lib.Loss  # inside shard_map; the mean over a replica's examples
-  specs: zero.Specs  # where each parameter lies, of trained ones
-  split: Callable[[optax.Params], optax.Params]  # whole -> trained
-  join: Callable[[optax.Params], optax.Params]  # trained -> whole
-
-
-# (layer, *, axis, rounds) -> (chunks, x, key) -> y: `circular.inside`
-Pipe = Callable[..., Callable[..., Any]]
+from asgd.parallel import circular, data_parallel, halo, meshes, tensor, zero
 
 
 def _same(params):
   return params
 
 
-def whole(loss: worker_lib.Loss) -> MeshModel:
-  """A model that each device has all of."""
-  return MeshModel(loss, zero.replicated, _same, _same)
+class MeshModel(NamedTuple):
+  """A model made for a mesh; by default each device has all of it."""
+
+  loss: worker_lib.Loss  # inside shard_map; the mean over a replica's examples
+  specs: zero.Specs = zero.replicated  # where each trained parameter lies
+  split: Callable[[optax.Params], optax.Params] = _same  # whole -> trained
+  join: Callable[[optax.Params], optax.Params] = _same  # trained -> whole
 
 
 def language(
@@ -67,7 +51,6 @@ def language(
   mesh: Mesh,
   *,
   sequence: bool = False,
-  pipe: Pipe | None = None,
   microbatches: int = 1,
   rounds: int = 1,
 ) -> MeshModel:
@@ -79,20 +62,15 @@ def language(
 
   Args:
     layers: of `transformer.gpt`.
-    mesh: whose axes they are.
+    mesh: the devices.
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
-    pipe: `asgd.parallel.circular.inside`, for a mesh with the axis "pipe".
     microbatches: into which a pipeline cuts a replica's examples.
     rounds: how often a microbatch goes around the stages.
 
-  Returns:
-    The MeshModel.
-
   Raises:
     ValueError: as `tensor.parallel`, for other layers, blocks that the stages
-      do not divide, `sequence` without the axis "tensor", and an axis "pipe"
-      without a pipeline; when it is called, for examples that are no multiple
-      of the microbatches.
+      do not divide, and `sequence` without the axis "tensor"; when it is
+      called, for examples that are no multiple of the microbatches.
   """
   vocabulary, depth = _check_gpt(layers)
   splits, pipelined = meshes.TENSOR in mesh.shape, meshes.PIPE in mesh.shape
@@ -103,18 +81,18 @@ def language(
     )
   if splits:
     layers = tensor.parallel(layers, mesh, sequence=sequence)
-  logits = functools.partial(_logits, layers)
   if pipelined:
-    stages = mesh.shape[meshes.PIPE]
-    _check_pipe(pipe, depth, stages, microbatches, rounds)
-    logits = functools.partial(
-      _pipelined_logits, layers, pipe, microbatches, rounds
-    )
+    _check_pipe(depth, mesh.shape[meshes.PIPE], microbatches, rounds)
 
   def loss(params, batch, key):
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
-    out = logits(params, tokens, key)
+    if pipelined:
+      out = _pipelined_logits(
+        layers, params, tokens, key, microbatches=microbatches, rounds=rounds
+      )
+    else:
+      out, _ = models.apply(layers, params, tokens, train=True, key=key)
     if splits:
       losses = tensor.cross_entropy(out, labels, vocabulary=vocabulary)
     else:
@@ -149,12 +127,8 @@ def _check_gpt(layers):
   return unembed.vocabulary, len(blocks)
 
 
-def _logits(layers, params, tokens, key):
-  return models.apply(layers, params, tokens, train=True, key=key)[0]
-
-
-def _pipelined_logits(layers, pipe, microbatches, rounds, params, tokens, key):
-  """Logits of a GPT whose blocks are stages: params as `_stack` returns."""
+def _pipelined_logits(layers, params, tokens, key, *, microbatches, rounds):
+  """Logits of a GPT with its blocks as stages: params as `_stack` returns."""
   first, stages, last = params
   x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
   if len(x) % microbatches:
@@ -169,17 +143,12 @@ def _pipelined_logits(layers, pipe, microbatches, rounds, params, tokens, key):
     )
 
   cut = x.reshape(microbatches, -1, *x.shape[1:])
-  y = pipe(block, axis=meshes.PIPE, rounds=rounds)(stages, cut, key)
+  y = circular.inside(block, rounds=rounds)(stages, cut, key)
   y = y.reshape(x.shape)
   return models.apply(layers[-1:], (last,), y, first=len(layers) - 1)[0]
 
 
-def _check_pipe(pipe, blocks, stages, microbatches, rounds):
-  if pipe is None:
-    raise ValueError(
-      f"a mesh with the axis {meshes.PIPE!r} needs a pipeline:"
-      " pipe=asgd.parallel.circular.inside"
-    )
+def _check_pipe(blocks, stages, microbatches, rounds):
   checks.whole("microbatches", microbatches)
   checks.whole("rounds", rounds)
   if blocks % (stages * rounds):
@@ -191,11 +160,11 @@ def _check_pipe(pipe, blocks, stages, microbatches, rounds):
 
 def _stack(params, rounds):
   """(embed, block, ..., block, unembed) -> (embed, [v, L / v, ...], unembed)"""
-
-  def stack(*leaves):
-    return jnp.stack(leaves).reshape(rounds, -1, *leaves[0].shape)
-
-  return params[0], jax.tree.map(stack, *params[1:-1]), params[-1]
+  first, *blocks, last = params
+  stages = jax.tree.map(
+    lambda x: x.reshape(rounds, -1, *x.shape[1:]), circular.stack(blocks)
+  )
+  return first, stages, last
 
 
 def _stage_specs(specs):
@@ -210,9 +179,10 @@ def _stage_specs(specs):
 
 
 def _unstack(params, count):
-  flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), params[1])
+  first, stages, last = params
+  flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), stages)
   blocks = [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
-  return params[0], *blocks, params[2]
+  return first, *blocks, last
 
 
 def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
@@ -221,17 +191,10 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   Every device prepares the whole images of its replica (augmentation moves
   rows about), and goes on with its own rows.
 
-  Args:
-    pieces: of an image problem, whose layers `halo.check` knows.
-    mesh: with the axis "rows".
-
-  Returns:
-    The MeshModel.
-
   Raises:
-    ValueError: for an axis that the mesh lacks, or layers that cannot be split;
-      when it is called, for rows that the axis does not divide, down to the
-      smallest image inside the model.
+    ValueError: for an axis that the mesh lacks, or layers that `halo.check`
+      refuses; when it is called, for rows that the axis does not divide, down
+      to the smallest image inside the model.
   """
   meshes.size(mesh, meshes.ROWS)
   halo.check(pieces.layers)
@@ -243,7 +206,7 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
     logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
     return pieces.criterion(logits, batch), worker_lib.Aux(())
 
-  return MeshModel(loss, halo.partition, _same, _same)
+  return MeshModel(loss, halo.partition)
 
 
 def mesh_model(
@@ -257,16 +220,12 @@ def mesh_model(
     mesh: of any of these axes.
     **options: of `language`.
 
-  Returns:
-    The MeshModel.
-
   Raises:
     ValueError: for other axes, axes that do not go together, a problem that has
       no pieces, and as `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
-  together = {meshes.TENSOR, meshes.PIPE}, {meshes.ROWS}
-  if not any(axes <= some for some in together):
+  if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {meshes.ROWS}):
     raise ValueError(
       "the axes of a mesh are data, and tensor and pipe, or rows; not"
       f" {tuple(mesh.axis_names)}"
@@ -277,7 +236,7 @@ def mesh_model(
       " 'data' alone"
     )
   if not axes:
-    return whole(problem.loss)
+    return MeshModel(problem.loss)
   if meshes.ROWS in axes:
     return images(problem.pieces, mesh)
   return language(problem.pieces.layers, mesh, **options)
@@ -289,19 +248,13 @@ def make_step(
   mesh: Mesh,
   **options: Any,
 ) -> data_parallel.Step:
-  """Makes the step of a MeshModel.
+  """Makes the step of a MeshModel, from and to whole parameters.
 
   Args:
     model: made for this mesh.
     tx: any optax transform, or an Algorithm.
     mesh: with the axis "data".
-    **options: of `data_parallel.make_step`.
-
-  Returns:
-    A Step, from and to whole parameters.
-
-  Raises:
-    ValueError: as `data_parallel.make_step`.
+    **options: of `data_parallel.make_step`, and so are the errors.
   """
   step = data_parallel.make_step(
     model.loss, tx, mesh, specs=model.specs, **options

@@ -82,44 +82,52 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adafactor": 0}
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def per_parameter(
+def state(
+  parameters: float = 1,
   optimizer: str = "adam",
   precision: str = "mixed",
   *,
   zero: int = 0,
-  devices: int = 1,
+  data: int = 1,
+  tensor: int = 1,
+  stages: int = 1,
   versions: int = 1,
 ) -> Bytes:
-  """Returns bytes a parameter on one device.
+  """Returns the bytes of all but activations on one device; ValueError for an
+  unknown name, or a number out of range.
 
   Args:
+    parameters: of the model; split evenly over tensor x stages.
     optimizer: one of OPTIMIZERS.
     precision: one of PRECISIONS.
     zero: what data parallel devices share out instead of each holding all: 0
       nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3
       weights too.
-    devices: N, that share.
+    data: N, devices that hold the same part of the model.
+    tensor: devices into which each layer is split.
+    stages: of a pipeline.
     versions: k, of the weights that a pipeline keeps; those beyond the first
       are in the precision of the weights.
 
-  Raises:
-    ValueError: for an unknown name, or a number out of range.
-
   Example:
-    >>> [per_parameter(zero=z, devices=4).total for z in ZERO_STAGES]
+    >>> [state(zero=z, data=4).total for z in ZERO_STAGES]
     [16.0, 7.0, 5.5, 4.0]
-    >>> [round(p * per_parameter().total, 2) for p in (0.32, 1.5, 17.2, 175)]
+    >>> [round(state(p).total, 2) for p in (0.32, 1.5, 17.2, 175)]
     [5.12, 24.0, 275.2, 2800.0]
   """
+  checks.nonnegative("parameters", parameters)
   moments = names.lookup("optimizer", optimizer, OPTIMIZERS)
   numbers = names.lookup("precision", precision, PRECISIONS)
   if zero not in ZERO_STAGES or isinstance(zero, bool):
     raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
-  checks.whole("devices", devices)
+  checks.whole("data", data)
+  checks.whole("tensor", tensor)
+  checks.whole("stages", stages)
   checks.whole("versions", versions)
+  here = parameters / (tensor * stages)
 
   def share(bytes_, stage):
-    return bytes_ / devices if zero >= stage else float(bytes_)
+    return here * (bytes_ / data if zero >= stage else float(bytes_))
 
   return Bytes(
     share(numbers.weights, 3),
@@ -130,58 +138,19 @@ def per_parameter(
   )
 
 
-def state(
-  parameters: float,
-  optimizer: str = "adam",
-  precision: str = "mixed",
-  *,
-  zero: int = 0,
-  data: int = 1,
-  tensor: int = 1,
-  stages: int = 1,
-  versions: int = 1,
-) -> Bytes:
-  """Returns the bytes of all but activations on one device.
-
-  Args:
-    parameters: of the model; split evenly over tensor x stages.
-    optimizer: one of OPTIMIZERS.
-    precision: one of PRECISIONS.
-    zero: see `per_parameter`.
-    data: devices that hold the same part of the model.
-    tensor: devices into which each layer is split.
-    stages: of a pipeline.
-    versions: of the weights, see `per_parameter`.
-
-  Raises:
-    ValueError: as `per_parameter`.
-  """
-  checks.nonnegative("parameters", parameters)
-  checks.whole("tensor", tensor)
-  checks.whole("stages", stages)
-  each = per_parameter(
-    optimizer, precision, zero=zero, devices=data, versions=versions
-  )
-  return Bytes(*(parameters / (tensor * stages) * part for part in each))
-
-
 # What is counted, not estimated.
 
 
 def bytes_of(tree: Any) -> int:
   """Returns the bytes of arrays, or of their shapes."""
-  return sum(
-    math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-    for leaf in jax.tree.leaves(tree)
-  )
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
 
 
 def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
-  """Returns the bytes of an optimizer's state, of which none are made.
+  """Returns the bytes of the state of an optimizer (or `base.Algorithm`).
 
-  Args:
-    tx: of optax, or an `asgd.base.Algorithm`.
-    params: or their shapes.
+  None of it is made: `params` may be shapes.
   """
   return bytes_of(jax.eval_shape(tx.init, params))
 
@@ -209,13 +178,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   what was sent (compensation, the gap); a server that also reports gaps has to
   keep them in any case.
 
-  Args:
-    recipe: a name of `asgd.algorithms.RECIPES`.
-    workers: N.
-    **options: of the recipe.
-
-  Raises:
-    ValueError: for an unknown recipe or option, or as the recipe does.
+  The arguments are those of `algorithms.build`, and so are the errors.
 
   Example:
     >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
@@ -226,21 +189,19 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
   state = jax.eval_shape(rule.algorithm.init, params)
-  # Messages are added up until there are enough.
-  total = bytes_of(params) if rule.every > 1 else 0
+  server = bytes_of(state)
+  if rule.every > 1:  # messages are added up until there are enough
+    server += bytes_of(params)
   reads_sent = _reads_sent(rule.algorithm, state, params)
   tickets = 4.0 * workers if reads_sent else 0.0
-  message = 0
+  own = 0
   if rule.message is not None:
-    message = optimizer_bytes(rule.message, params)
+    own = optimizer_bytes(rule.message, params)
   elif rule.worker is not None:
     worker = rule.make_worker(lambda params, batch, key: None)
-    message = bytes_of(jax.eval_shape(worker.init, params))
-
-  def each(bytes_):
-    return float(bytes_ // _SAMPLE)  # counters are no bytes a parameter
-
-  return Cure(each(bytes_of(state) + total), tickets, each(message))
+    own = bytes_of(jax.eval_shape(worker.init, params))
+  # Whole bytes a parameter: counters are none.
+  return Cure(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
 
 
 def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
@@ -255,11 +216,9 @@ def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
       sent_params=sent,
     )
 
-  program = jax.make_jaxpr(update)(
-    params, params, state, params, number, number
-  ).jaxpr
-  sent = program.invars[0]
-  return any(sent is operand for eqn in program.eqns for operand in eqn.invars)
+  made = jax.make_jaxpr(update)(params, params, state, params, number, number)
+  sent = made.jaxpr.invars[0]
+  return any(sent is x for eqn in made.jaxpr.eqns for x in eqn.invars)
 
 
 # Transformers.
@@ -276,12 +235,8 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes, if they are some.
-
-  Raises:
-    ValueError: for a number that is not positive and whole, or heads that do
-      not divide the width.
-  """
+  """Returns the sizes; ValueError for a number that is not positive and whole,
+  or heads that do not divide the width."""
   for name, value in gpt._asdict().items():
     checks.whole(name, value)
   if gpt.width % gpt.heads:
@@ -304,12 +259,7 @@ def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
   """Operations of a forward and backward: additions and multiplications.
 
   72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
-  is computed again, 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
-
-  Args:
-    gpt: sizes.
-    sequences: B.
-    recompute: full activation recomputation.
+  is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
   """
   depth, width, _, context, vocabulary = gpt
   block = 24 * width**2 + 4 * context * width  # of a position, forward
@@ -343,14 +293,11 @@ def activations(
     full      2 T B C
 
   Args:
-    gpt: sizes.
+    gpt: sizes, as `check_gpt` takes them.
     sequences: B, of a microbatch.
-    kind: one of ACTIVATIONS.
+    kind: one of ACTIVATIONS; ValueError for another.
     tensor: t, devices into which the block is split.
     itemsize: bytes of an activation; 4 doubles all but the masks.
-
-  Raises:
-    ValueError: for an unknown kind, or a number that is not positive and whole.
 
   Example:
     >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)
@@ -374,21 +321,12 @@ def activations(
   return stream * (whole + (split + scores) / tensor)
 
 
-def kept(
-  forward: Callable[..., Any], params: Any, *inputs: Any
-) -> tuple[int, int]:
-  """Counts what JAX keeps of a forward for its backward.
+def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
+  """Counts the bytes that JAX keeps of a forward for its backward.
 
   That is before XLA fuses anything, and computes again what is cheap: an upper
-  bound.
-
-  Args:
-    forward: (params, *inputs) -> y; traced, not run.
-    params: or their shapes; they are kept in any case and not counted.
-    *inputs: or their shapes.
-
-  Returns:
-    (bytes kept, bytes of y).
+  bound. `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes.
+  Parameters are kept in any case and not counted.
   """
 
   def run(params, *inputs):
@@ -401,4 +339,4 @@ def kept(
     for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]
     if not isinstance(variable, jax.extend.core.Literal)
   }
-  return bytes_of([v.aval for v in residuals - own]), bytes_of(y)
+  return bytes_of([v.aval for v in residuals - own])

@@ -27,11 +27,7 @@ DATA, TENSOR, ROWS, PIPE = "data", "tensor", "rows", "pipe"
 
 
 def find_devices() -> None:
-  """Starts JAX on what devices there are.
-
-  Raises:
-    ValueError: if there are none.
-  """
+  """Starts JAX on what devices there are; ValueError if there are none."""
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
@@ -47,14 +43,13 @@ def make(
 ) -> Mesh:
   """Lays devices out in a grid.
 
+  All axes are `AxisType.Auto`.
+
   Args:
     shape: size of each axis, outermost first; one may be -1, for as many as
       there are devices left.
     devices: those of all processes if None. If they are more than asked for,
       the first are taken, which several processes cannot do.
-
-  Returns:
-    The mesh, whose axes are all `AxisType.Auto`.
 
   Raises:
     ValueError: for no axis, a size that is not positive and whole, fewer
@@ -68,14 +63,14 @@ def make(
   if not shape:
     raise ValueError("a mesh needs an axis, as {'data': 8}")
   sizes = dict(shape)
-  for name, size in sizes.items():
-    if size != -1:
-      checks.whole(f"the size of the mesh's axis {name!r}", size)
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
     raise ValueError(f"only one axis can have what is left, not {free}")
+  for name, size in sizes.items():
+    if size != -1:
+      checks.whole(f"the size of the mesh's axis {name!r}", size)
   if free:
-    others = math.prod(size for size in sizes.values() if size != -1)
+    others = -math.prod(sizes.values())
     if len(devices) % others:
       raise ValueError(
         f"{len(devices)} devices cannot be divided by {others}, the other axes"
@@ -108,11 +103,7 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def size(mesh: Mesh, axis: str) -> int:
-  """Returns how many devices an axis has.
-
-  Raises:
-    ValueError: if the mesh has no such axis.
-  """
+  """Returns how many devices an axis has; ValueError if there is none."""
   if axis not in mesh.shape:
     raise ValueError(
       f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r}"
@@ -145,19 +136,18 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     ValueError: for an axis of an array that its spec does not divide, or that
       it does not have.
   """
-  specs = PartitionSpec() if specs is None else specs
-  if isinstance(specs, PartitionSpec):
-    specs = jax.tree.map(lambda _: specs, tree)
+  if specs is None or isinstance(specs, PartitionSpec):
+    one = specs or PartitionSpec()
+    specs = jax.tree.map(lambda _: one, tree)
 
   def put(path, x, spec):
     sharding = NamedSharding(mesh, spec)
-    shape = np.shape(x)
     try:
-      sharding.shard_shape(shape)
+      sharding.shard_shape(np.shape(x))
     except (IndexError, ValueError) as error:  # too few axes, or not divided
       raise ValueError(
         f"the array {jax.tree_util.keystr(path) or '(the only one)'} of shape"
-        f" {shape} cannot be divided as {spec} over the mesh"
+        f" {np.shape(x)} cannot be divided as {spec} over the mesh"
         f" {_text(mesh.shape)}"
       ) from error
     if isinstance(x, jax.core.Tracer):
@@ -174,26 +164,17 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
   return jax.tree_util.tree_map_with_path(put, tree, specs)
 
 
-def place_batch(
-  batch: Any, mesh: Mesh, *, axis: str = DATA, local: bool = False
-) -> Any:
-  """Puts a batch on a mesh, its examples divided over one axis.
+def place_batch(batch: Any, mesh: Mesh, *, local: bool = False) -> Any:
+  """Puts a batch on a mesh, its examples divided over the axis "data".
 
   Args:
-    batch: a tree of arrays whose leading axis is that of examples.
-    mesh: of any processes.
-    axis: over which examples are divided; over other axes they are repeated.
+    batch: a tree of arrays with a leading axis of examples.
+    mesh: of any processes; over its other axes examples are repeated.
     local: whether `batch` holds this process's examples only, instead of all;
       they follow those of the process before it.
-
-  Returns:
-    The tree as global arrays.
-
-  Raises:
-    ValueError: if the axis does not divide the examples.
   """
-  spec = PartitionSpec(axis)
-  size(mesh, axis)
+  size(mesh, DATA)
+  spec = PartitionSpec(DATA)
   if not local:
     return place(batch, mesh, spec)
   sharding = NamedSharding(mesh, spec)
@@ -201,6 +182,16 @@ def place_batch(
     lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
     batch,
   )
+
+
+def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
+  """Returns this device's part, along `dim`, of what all have (in shard_map).
+
+  The size of the axis has to divide that of the dimension.
+  """
+  length = x.shape[dim] // jax.lax.axis_size(axis)
+  start = jax.lax.axis_index(axis) * length
+  return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:

@@ -36,11 +36,9 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy by name.
+  """Returns a Policy, given it or its name.
 
-  Raises:
-    ValueError: for a name that is not of POLICIES, or a dtype of a Policy that
-      is none of floating point.
+  ValueError for an unknown name, or a dtype that is not of floating point.
   """
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)
@@ -82,10 +80,6 @@ class LossScale(NamedTuple):
   finite: jax.Array  # int32[], finite gradients since the scale changed
 
 
-_FLOAT32 = jnp.finfo(jnp.float32)
-_SMALLEST, _LARGEST = float(_FLOAT32.smallest_normal), float(_FLOAT32.max)
-
-
 class Dynamic(NamedTuple):
   """How a loss scale moves."""
 
@@ -100,14 +94,16 @@ def check_dynamic(rule: Dynamic) -> None:
   """Raises ValueError for numbers by which no scale can move."""
   if not isinstance(rule, Dynamic):
     raise ValueError(f"a loss scale must be a Dynamic, not {rule!r}")
+  float32 = jnp.finfo(jnp.float32)
+  smallest, largest = float(float32.smallest_normal), float(float32.max)
   for field in ("initial", "factor", "least", "most"):
     value = getattr(rule, field)
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # They are kept in float32, where others are 0 or infinite.
-    if not number or not _SMALLEST <= value <= _LARGEST:
+    if not number or not smallest <= value <= largest:
       raise ValueError(
         f"{field} of a loss scale must be a positive number of float32, from"
-        f" {_SMALLEST:.2g} to {_LARGEST:.2g}, not {value!r}"
+        f" {smallest:.2g} to {largest:.2g}, not {value!r}"
       )
   if rule.factor <= 1:
     raise ValueError(
@@ -131,12 +127,9 @@ def start(rule: Dynamic) -> LossScale:
 
 
 def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
-  """Returns the scale after a gradient.
+  """Returns the scale after a gradient that was computed with `state`.
 
-  Args:
-    rule: how it moves.
-    state: the scale that the gradient was computed with.
-    finite: bool[], whether all of the gradient was finite.
+  finite: bool[], whether all of the gradient was.
 
   Example:
     >>> rule = Dynamic(initial=8.0, interval=1)

@@ -11,6 +11,7 @@ Errors name the flags of a command that takes `role`'s arguments:
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -38,10 +39,10 @@ _MOST = 300  # bytes of an error that is sent to the other processes
 class ProcessRole(NamedTuple):
   """How this process takes part."""
 
-  count: int | None = 1  # of processes; None: JAX finds out
-  process_id: int | None = None  # None: it is alone, or JAX finds out
-  coordinator: str | None = None  # HOST:PORT of process 0, or AUTO
-  start_seconds: float = 60.0  # for all processes to come
+  count: int | None  # of processes; None: JAX finds out
+  process_id: int | None  # None: it is alone, or JAX finds out
+  coordinator: str | None  # HOST:PORT of process 0, or AUTO
+  start_seconds: float  # for all processes to come
 
   @property
   def auto(self) -> bool:
@@ -105,31 +106,24 @@ def join(role: ProcessRole, devices: int | None) -> None:
 
   Args:
     role: how to take part; not one that supervises.
-    devices: CPU devices of all processes; None for what there is.
-
-  Raises:
-    ValueError: if the devices cannot be divided, or there are none.
+    devices: CPU devices of all processes; None for what there is. ValueError
+      if they cannot be divided, or there are none.
   """
-  share = None
+  share, supervised = None, False
   if devices is not None and role.count is not None:
     share = devices_of_each(devices, role.count)
     if jax.config.jax_num_cpu_devices < share:
       jax.config.update("jax_num_cpu_devices", share)
-  loopback = contextlib.nullcontext()
   if role.auto or role.process_id is not None:
     supervised = _watch_supervisor()
     _connect(role, share if supervised else None)
-    loopback = _loopback() if supervised else loopback
-  with loopback:
+  with _loopback() if supervised else contextlib.nullcontext():
     meshes.find_devices()
 
 
 def devices_of_each(devices: int, count: int) -> int:
-  """Returns how many devices each process has.
-
-  Raises:
-    ValueError: if they are not as many for each, or more than JAX can make.
-  """
+  """Returns how many devices each process has; ValueError if they are not as
+  many for each, or more than JAX can make."""
   if devices % count:
     raise ValueError(
       f"the {devices} devices of config.mesh (or config.devices) cannot be"
@@ -148,12 +142,10 @@ def devices_of_each(devices: int, count: int) -> int:
 def _connect(role, share):
   """Meets the other processes, with `share` devices here; None is all."""
   jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM
-  name = "this process"
-  options: dict[str, Any] = {"num_processes": role.count}
+  name, options = "this process", {}
   if not role.auto:
-    options["coordinator_address"] = role.coordinator
-    options["process_id"] = role.process_id
     name = f"process {role.process_id} of {role.count}"
+    options["coordinator_address"] = role.coordinator
   if share is not None:
     first = role.process_id * share
     options["local_device_ids"] = list(range(first, first + share))
@@ -178,6 +170,8 @@ def _connect(role, share):
   try:
     jax.distributed.initialize(
       **options,
+      num_processes=role.count,
+      process_id=role.process_id,
       initialization_timeout=round(role.start_seconds) + 60,
       shutdown_timeout_seconds=10,
     )
@@ -199,19 +193,15 @@ def _loopback():
   """
   from jax._src import xla_bridge
 
-  library = getattr(xla_bridge, "_jax", None)
-  name = "make_gloo_tcp_collectives"
-  if not hasattr(library, name):
+  library, name = getattr(xla_bridge, "_jax", None), "make_gloo_tcp_collectives"
+  make = getattr(library, name, None)
+  if make is None:
     raise ValueError(
       f"JAX {jax.__version__} does not let processes stay on the loopback"
       " interface; use another version, or --process_id and --coordinator"
     )
-  make = getattr(library, name)
-
-  def make_local(**options):
-    return make(**options, hostname="127.0.0.1")
-
-  with mock.patch.object(library, name, make_local):
+  local = functools.partial(make, hostname="127.0.0.1")
+  with mock.patch.object(library, name, local):
     yield
 
 
@@ -267,20 +257,14 @@ def share_arrays(tree: Any) -> Any:
 
 
 def together(make: Callable[[], Any]) -> Any:
-  """Calls `make`, and fails on all processes if it does on one.
-
-  Raises:
-    ValueError: what it raised, or another process's error.
-  """
+  """Calls `make`, and raises ValueError on all processes if it does on one."""
+  if not jax.distributed.is_initialized():
+    return make()
   value, error = None, None
   try:
     value = make()
   except (ValueError, OSError) as caught:
     error = caught
-  if not jax.distributed.is_initialized():
-    if error is not None:
-      raise error
-    return value
   errors = _gather_bytes(str(error or "").encode()[:_MOST])
   if error is not None:
     raise error
@@ -291,11 +275,7 @@ def together(make: Callable[[], Any]) -> Any:
 
 
 def same(what: str, digest: str) -> None:
-  """Checks that all processes have the same of something.
-
-  Raises:
-    ValueError: if not, on all of them.
-  """
+  """Raises ValueError on all processes if one has another digest."""
   if jax.process_count() == 1:
     return
   first, *others = _gather_bytes(digest.encode())
@@ -312,9 +292,7 @@ def run(main: Callable[[], None]) -> None:
   try:
     main()
   except BaseException as end:
-    status = 1
-    if isinstance(end, SystemExit):
-      status = end.code
+    status = end.code if isinstance(end, SystemExit) else 1
     failed = status in (1, USAGE_ERROR)
     # Asked twice to stop: the others may be in the middle of a step.
     failed |= isinstance(end.__context__, KeyboardInterrupt)

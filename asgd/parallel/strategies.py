@@ -23,13 +23,13 @@ Assumptions:
     maximum.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asgd.parallel import costs, memory
-from asgd.parallel import waiting as waiting_lib
+from asgd.parallel import costs, memory, waiting
 from asgd.parallel.workloads import TrainingOptions, Workload
 
 _HYBRIDS = 3  # of which that many are shown
@@ -88,10 +88,6 @@ class _Division(NamedTuple):
   flush: bool = True  # whether the pipeline waits for the end of a step
   reduce: Callable[[float], float] | None = None  # bytes -> s; None: a ring
 
-  @property
-  def devices(self) -> int:
-    return self.data * self.tensor * self.stages
-
 
 class _Planner(NamedTuple):
   work: Workload
@@ -102,30 +98,19 @@ class _Planner(NamedTuple):
   def precision(self) -> memory.Precision:
     return memory.PRECISIONS[self.options.precision]
 
-  def divided(self, data: int) -> int | None:
-    """Examples of a step in each of `data` parts, if it can be divided."""
-    return None if self.options.batch % data else self.options.batch // data
-
-  def microbatches(self, examples: int) -> list[int]:
+  def microbatches(self, data: int) -> list[int]:
+    """Sizes that divide the examples of each of `data` parts of a step."""
+    examples, rest = divmod(self.options.batch, data)
+    sizes = _divisors(examples)
     if self.options.microbatch is not None:
-      one = self.options.microbatch
-      return [] if examples % one else [one]
-    return _divisors(examples)
+      sizes = [self.options.microbatch]
+    return [] if rest else [one for one in sizes if examples % one == 0]
 
   def compute(self, devices: int) -> float:
     """Mean seconds of a device's part of a step."""
-    work, options = self.work, self.options
-    again = work.again if options.activations == "full" else 0.0
-    return (
-      options.batch * (work.flops + again) / (devices * self.hardware.flops)
-    )
-
-  def slowest(self, devices: int, compute: float) -> float:
-    """Seconds that all wait for the slowest of them."""
-    factor = waiting_lib.expected_slowest(
-      devices, variation=self.options.variation
-    )
-    return (factor - 1) * compute
+    flops = self.work.flops
+    flops += self.work.again if self.options.activations == "full" else 0.0
+    return self.options.batch * flops / (devices * self.hardware.flops)
 
   def best(self, candidates: Iterator[Strategy]) -> Strategy | None:
     """The fastest that fits, or the smallest; larger microbatches if equal."""
@@ -143,26 +128,18 @@ class _Planner(NamedTuple):
   def make(self, name: str, **parts: Any) -> Strategy | None:
     """Any synchronous strategy, and pipelines without a flush.
 
-    Args:
-      name: of the strategy.
-      **parts: other fields of _Division.
-
-    Returns:
-      None if the batch cannot be divided so.
+    `parts` are other fields of _Division; None if they do not divide the batch.
     """
     division = _Division(name, **parts)
-    examples = self.divided(division.data)
-    if examples is None:
-      return None
-    return self.best(
-      self._cost(division, microbatch, examples // microbatch)
-      for microbatch in self.microbatches(examples)
-    )
+    sizes = self.microbatches(division.data)
+    return self.best(self._cost(division, micro) for micro in sizes)
 
-  def _cost(self, division, micro, count) -> Strategy:
-    """What a division costs with `count` microbatches of `micro` examples."""
+  def _cost(self, division, micro) -> Strategy:
+    """What a division costs with microbatches of `micro` examples."""
     work, options = self.work, self.options
     _, data, tensor, stages, zero, versions, flush, _ = division
+    devices, count = data * tensor * stages, options.batch // data // micro
+    far = self.hardware.link(devices)
     # The stage with most layers sets the pace, and has the most to hold.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
     whole = memory.state(
@@ -178,37 +155,39 @@ class _Planner(NamedTuple):
       state += work.largest * self.precision.weights / tensor
     in_flight = min(stages, count) if flush else stages
     activations = uneven * in_flight / stages * work.activations(micro, tensor)
-    devices = data * tensor * stages
-    compute = uneven * self.compute(devices)
-    waiting = self.slowest(devices, compute) if flush else 0.0
+    compute, wait = uneven * self.compute(devices), 0.0
     if flush:
-      waiting += (stages - 1) * (compute / count)
+      wait = waiting.expected_slowest(devices, variation=options.variation) - 1
+      wait = wait * compute + (stages - 1) * (compute / count)
     part = work.parameters * uneven / (tensor * stages)
-    sending = self._reducing(division, part, count)
+    sending = self._reducing(division, part, count, far)
     if options.overlap:
       sending = max(sending - _BACKWARD * compute, 0.0)
-    sending += self._inside_layers(division, micro, count)
-    sending += self._between_stages(division, micro, count)
-    times = compute, sending, waiting
+    if tensor > 1:
+      sending += self._inside_layers(division, micro, count)
+    if stages > 1:  # they send activations and their gradients
+      turns = count + stages - 2 if flush else count
+      stream = work.border * micro / tensor
+      sending += 2 * turns * (far.latency + stream / far.bandwidth)
+    times = compute, sending, wait
     return self.strategy(
       division.name, state, activations, micro, *times, not flush
     )
 
-  def _reducing(self, division, part, count) -> float:
+  def _reducing(self, division, part, count, link) -> float:
     """Seconds in which replicas send the gradients, and weights, of `part`
     parameters."""
     data = division.data
-    far = self.hardware.link(division.devices)
     weights = part * self.precision.weights
     gradients = part * self.precision.gradients
 
     def gather(size):
-      return costs.seconds(costs.ring_reduce_scatter(size, data), far)
+      return costs.seconds(costs.ring_reduce_scatter(size, data), link)
 
     if division.zero == 0 and division.reduce is not None:
       return division.reduce(gradients)
     if division.zero == 0:
-      return costs.seconds(costs.ring(gradients, data), far)
+      return costs.seconds(costs.ring(gradients, data), link)
     if division.zero == 1:
       return gather(gradients) + gather(weights)
     if division.zero == 2:
@@ -218,39 +197,29 @@ class _Planner(NamedTuple):
   def _inside_layers(self, division, micro, count) -> float:
     """Seconds in which tensor parallel devices reduce activations."""
     work, tensor = self.work, division.tensor
-    if tensor == 1:
-      return 0.0
     once = costs.seconds(
       costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
     )
-    recomputing = self.options.activations == "full"
-    times = 6 if recomputing else 4  # a block and microbatch
+    # All-reduces of a block and microbatch.
+    times = 6 if self.options.activations == "full" else 4
     return count * times * math.ceil(work.gpt.depth / division.stages) * once
-
-  def _between_stages(self, division, micro, count) -> float:
-    """Seconds in which stages send activations and their gradients."""
-    if division.stages == 1:
-      return 0.0
-    far = self.hardware.link(division.devices)
-    stream = self.work.border * micro / division.tensor
-    turns = count + division.stages - 2 if division.flush else count
-    return 2 * turns * (far.latency + stream / far.bandwidth)
 
 
 def _data(plan: _Planner) -> Iterator[Strategy | None]:
   hardware, options, work = plan.hardware, plan.options, plan.work
   count = hardware.devices
   link = hardware.link(count)
-  for kind in costs.COSTS:
+  collectives = dict(costs.COSTS)
+  server = functools.partial(
+    collectives.pop("parameter_server"), shards=options.shards
+  )
+  collectives[f"parameter server, {options.shards or count} shards"] = server
+  for kind, cost in collectives.items():
+
+    def reduce(size, cost=cost):
+      return costs.seconds(cost(size, count), link)
+
     title = kind.replace("_", " ")
-    extra: dict[str, Any] = {}
-    if kind == "parameter_server":
-      extra = {"shards": options.shards}
-      title += f", {options.shards or count} shards"
-
-    def reduce(size, kind=kind, extra=extra):
-      return costs.seconds(costs.COSTS[kind](size, count, **extra), link)
-
     yield plan.make(f"data, {title}", data=count, reduce=reduce)
   if 1 < hardware.node < count and count % hardware.node == 0:
     near = hardware.near or hardware.far
@@ -261,8 +230,8 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       )
 
     yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
-  examples = plan.divided(count)
-  if examples is not None and any(
+  examples = options.batch // count
+  if any(
     costs.prefers_factors(d.rows * examples, d.inputs, d.outputs, count)
     for d in work.dense
   ):
@@ -270,16 +239,14 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
 
     def reduce_hybrid(size):
       """Poseidon: factors where they are smaller."""
-      dense = {f"{d.layer}/{d.path}": (d.inputs, d.outputs) for d in work.dense}
-      others = size - grain * sum(m * n for m, n in dense.values())
+      dense = [(d.inputs, d.outputs) for d in work.dense]
+      others = size - grain * sum(m * n for m, n in dense)
       rows = work.dense[0].rows * examples
-      return costs.seconds(
-        costs.hybrid(dense, others, rows, count, grain=grain), link
-      )
+      cost = costs.hybrid(dense, others, rows, count, grain=grain)
+      return costs.seconds(cost, link)
 
-    yield plan.make(
-      "data, sufficient factors", data=count, reduce=reduce_hybrid
-    )
+    title = "data, sufficient factors"
+    yield plan.make(title, data=count, reduce=reduce_hybrid)
   for zero in (1, 2, 3):
     yield plan.make(f"data, ZeRO-{zero}", data=count, zero=zero)
 
@@ -290,12 +257,13 @@ def _model(plan: _Planner) -> Iterator[Strategy | None]:
     yield plan.make(f"tensor {count}", tensor=count)
   if count <= work.layers:
     yield plan.make(f"pipeline {count}, 1F1B", stages=count)
-    yield plan.make(
-      f"pipeline {count}, PipeDream", stages=count, versions=count, flush=False
-    )
-    yield plan.make(
-      f"pipeline {count}, 2BW", stages=count, versions=2, flush=False
-    )
+    for kind, versions in (("PipeDream", count), ("2BW", 2)):
+      yield plan.make(
+        f"pipeline {count}, {kind}",
+        stages=count,
+        versions=versions,
+        flush=False,
+      )
 
 
 def _divisors(count: int) -> list[int]:
@@ -313,48 +281,42 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
     data = count // (tensor * stages)
     if sum(n > 1 for n in (data, tensor, stages)) < 2:
       continue
-    if tensor > 1:
-      if work.gpt is None or work.gpt.heads % tensor:
-        continue
-      if hardware.near is not None and tensor > hardware.node:
-        continue
+    if tensor > 1 and (work.gpt is None or work.gpt.heads % tensor):
+      continue
+    if hardware.near is not None and tensor > hardware.node:
+      continue
     parts = (("data", data), ("tensor", tensor), ("pipe", stages))
     name = " x ".join(f"{word} {n}" for word, n in parts if n > 1)
     axes = dict(data=data, tensor=tensor, stages=stages)
-    both = [plan.make(name, **axes)]
-    if data > 1:
-      both.append(plan.make(f"{name}, ZeRO-1", **axes, zero=1))
-    fastest = plan.best(one for one in both if one is not None)
-    hybrids += [fastest] if fastest is not None else []
+    kinds = {0: name, 1: f"{name}, ZeRO-1"} if data > 1 else {0: name}
+    made = [plan.make(title, **axes, zero=z) for z, title in kinds.items()]
+    hybrids.append(plan.best(one for one in made if one is not None))
+  hybrids = [one for one in hybrids if one is not None]
   hybrids.sort(key=lambda one: (not one.fits, one.seconds))
   return hybrids[:_HYBRIDS]
 
 
 def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
   work, options, hardware = plan.work, plan.options, plan.hardware
-  count = hardware.devices
+  count, numbers = hardware.devices, plan.precision
   shards = options.shards or count
-  numbers = plan.precision
-  examples = plan.divided(count)
-  if examples is None or count == 1:
-    return
   compute = plan.compute(count)
   size = float(work.parameters * max(numbers.weights, numbers.gradients))
-  speed = waiting_lib.asynchronous_throughput(
+  speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
+  times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
     cure = memory.cure(recipe, count)
     at_shard = (4 + cure.total) * work.parameters / shards
     at_worker = numbers.weights + numbers.gradients + cure.worker
     state = at_shard + at_worker * work.parameters
-    times = compute, count / speed - compute, 0.0
+    name = f"asynchronous, {recipe}"
     yield plan.best(
       plan.strategy(
-        f"asynchronous, {recipe}",
-        *(state, work.activations(micro, 1), micro, *times, True),
+        name, state, work.activations(micro, 1), micro, *times, True
       )
-      for micro in plan.microbatches(examples)
+      for micro in plan.microbatches(count)
     )
 
 

@@ -45,15 +45,9 @@ def bars(
   width = max((columns - name - 6) // 2, 10)
   longest = max((one.seconds for one in strategies if one.fits), default=0.0)
   longest = longest or max(one.seconds for one in strategies)
-  lines = [
-    " ".join(
-      [
-        "".ljust(name),
-        f"memory, | is {limit / memory.GB:g} GB".ljust(width),
-        " " + f"# compute = send . wait, to {longest:.3g} s",
-      ]
-    ).rstrip()
-  ]
+  title = f"memory, | is {limit / memory.GB:g} GB".ljust(width)
+  marks = f"# compute = send . wait, to {longest:.3g} s"
+  lines = [f"{'':{name}} {title}  {marks}"]
   for one in strategies:
     filled = min(round(one.bytes / (2 * limit) * width), width)
     space = ["#" if i < filled else " " for i in range(width)]
@@ -77,17 +71,14 @@ def bars(
 def draw(
   strategies: Sequence[Strategy], limit: float, path: Path, heading: str
 ) -> None:
-  """Draws memory and time of each strategy.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
+  """Draws memory and time of each strategy, if matplotlib is there (`viz`)."""
   import matplotlib
 
   matplotlib.use("agg")
   from matplotlib import pyplot as plt
 
-  names_ = [one.name for one in strategies]
+  names = [one.name for one in strategies]
+  palette = plt.get_cmap("tab10")
   figure, (left, right) = plt.subplots(
     1,
     2,
@@ -103,12 +94,9 @@ def draw(
     start = [0.0] * len(strategies)
     for i, part in enumerate(parts):
       values = [getattr(one, part) / unit for one in strategies]
-      colors = [
-        (*plt.get_cmap("tab10")(i)[:3], 1.0 if one.fits else 0.35)
-        for one in strategies
-      ]
-      axis.barh(names_, values, left=start, color=colors)
-      axis.barh([names_[0]], [0], color=plt.get_cmap("tab10")(i), label=part)
+      colors = [(palette(i), 1.0 if one.fits else 0.35) for one in strategies]
+      axis.barh(names, values, left=start, color=colors)
+      axis.barh([names[0]], [0], color=palette(i), label=part)
       start = [a + b for a, b in zip(start, values, strict=True)]
     axis.set_xlabel(label)
     axis.grid(axis="x", alpha=0.3)

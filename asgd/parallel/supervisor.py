@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 from asgd.parallel.processes import LIFELINE
 
@@ -48,7 +47,7 @@ class _Supervisor:
     self._count, self._place = count, place
     self._children: list[subprocess.Popen] = []
     self._lines = [collections.deque(maxlen=100) for _ in range(count)]
-    self._readers: list[tuple[threading.Thread, Any]] = []
+    self._readers: list[threading.Thread] = []
     self._deaths = queue.SimpleQueue()  # of (number, status), as they come
     self._signal = 0
 
@@ -68,19 +67,17 @@ class _Supervisor:
           child.kill()
           killed.append(child.args[-2].removeprefix("--process_id="))
         child.wait()
-      for reader, stream in self._readers:
+      for reader in self._readers:
         reader.join(_GRACE)
-        if stream is not None and not reader.is_alive():
-          stream.close()
       os.close(theirs)
+    if self._signal and killed:
+      print(
+        f"process {', '.join(killed)} of {self._count} did not stop in"
+        f" {_SAVING:g} s and was killed; the same command goes on from what was"
+        " saved",
+        file=sys.stderr,
+      )
     if self._signal:
-      if killed:
-        print(
-          f"process {', '.join(killed)} of {self._count} did not stop in"
-          f" {_SAVING:g} s and was killed; the same command goes on from what"
-          " was saved",
-          file=sys.stderr,
-        )
       sys.exit(128 + self._signal)
     if failed is not None:
       raise ValueError(self._describe(*failed))
@@ -104,32 +101,32 @@ class _Supervisor:
     self._children.append(child)
     if self._signal:
       child.send_signal(self._signal)
-    for read, stream in (
-      (self._print, child.stdout),
-      (self._remember, child.stderr),
-      (self._await, None),
-    ):
+    for read in (self._print, self._remember, self._await):
       reader = threading.Thread(target=read, args=(number,), daemon=True)
       reader.start()
-      self._readers.append((reader, stream))
+      self._readers.append(reader)
 
   def _print(self, number):
     """Passes on what the first process prints."""
-    for line in self._children[number].stdout:
-      if number == 0 and not line.startswith(_LOUD):
-        print(line, end="", flush=True)
+    with self._children[number].stdout as lines:
+      for line in lines:
+        if number == 0 and not line.startswith(_LOUD):
+          print(line, end="", flush=True)
 
   def _remember(self, number):
     """Keeps a process's last lines on stderr, for the error at the end."""
     interrupted = False
-    for line in self._children[number].stderr:
-      self._lines[number].append(line.strip())
-      if self._signal and line.startswith(("Traceback (", "Could not import")):
-        interrupted = True  # by Ctrl-C before it had a handler: no error
-      if interrupted or number != 0:
-        continue
-      if not line.startswith(("error: ", _LOUD)):
-        print(line, end="", file=sys.stderr, flush=True)
+    with self._children[number].stderr as lines:
+      for line in lines:
+        self._lines[number].append(line.strip())
+        if self._signal and line.startswith(
+          ("Traceback (", "Could not import")
+        ):
+          interrupted = True  # by Ctrl-C before it had a handler: no error
+        if interrupted or number != 0:
+          continue
+        if not line.startswith(("error: ", _LOUD)):
+          print(line, end="", file=sys.stderr, flush=True)
 
   def _await(self, number):
     self._deaths.put((number, self._children[number].wait()))
@@ -156,8 +153,7 @@ class _Supervisor:
       left -= 1
       if status and failed is None:
         failed = number, status
-        patience = _SAVING if self._signal else _GRACE
-        end = time.monotonic() + patience
+        end = time.monotonic() + (_SAVING if self._signal else _GRACE)
     return failed
 
   def _describe(self, number, status):

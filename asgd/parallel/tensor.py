@@ -11,15 +11,13 @@ of the parameters. They have the names, and put together the shapes, of the
 layers of `asgd.models.transformer`, so a checkpoint of one is one of the other
 (`partition`, `pad`). Parameters are drawn by the whole model, never here.
 
-Megatron's operators are f, the identity whose derivative is an all-reduce, and
-g, an all-reduce whose derivative is the identity. Under shard_map with
-check_vma they are JAX's own: f casts what is the same on all devices to what
-varies, g is psum, and each is the transpose of the other. They are written out
-here (`enter`, `leave`) although JAX would cast by itself, so that they stand
-where they are meant to: it is their place that makes two all-reduces of a
-block's backward and not six. With check_vma=False JAX has no f, psum's
-derivative is another psum, and gradients taken inside shard_map are wrong:
-`enter` refuses it.
+Megatron's operators are f, the identity with an all-reduce as its derivative,
+and g, the reverse. Under shard_map with check_vma they are JAX's own: f casts
+what is the same on all devices to what varies, and g is psum. They are written
+out here (`enter`, `leave`) although JAX would cast by itself, as it is their
+place that makes two all-reduces of a block's backward and not six. With
+check_vma=False psum's derivative is another psum, and gradients taken inside
+shard_map are wrong: `enter` refuses it.
 
 With `sequence`, what is between the regions (norms, dropout, the stream) is
 split by positions: f gathers positions and g scatters them, in the same bytes,
@@ -38,6 +36,7 @@ References:
   models", MLSys 2023, section 4.2.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,16 +58,9 @@ _POSITIONS = 1  # the dimension that `sequence` splits
 def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
   """Megatron's f: what all devices share, into a region where each has a part.
 
-  Args:
-    x: the same on all devices; or, given `dim`, a part of it each.
-    dim: along which parts are put together.
-
-  Returns:
-    All of x, on every device. The derivative is added up over the devices (and
-    given `dim`, each is left with its part).
-
-  Raises:
-    ValueError: inside shard_map with check_vma=False.
+  Given `dim`, each device has a part of x along it, and parts are put together.
+  The derivative is added up over the devices (and given `dim`, each is left
+  with its part). ValueError inside shard_map with check_vma=False.
   """
   if dim is not None:
     out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
@@ -85,12 +77,8 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
 def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
   """Megatron's g: adds up what each device has of a sum.
 
-  Args:
-    x: a summand on each device of the axis.
-    dim: along which the sum is divided among the devices; None: all have it.
-
-  Returns:
-    The sum. Its derivative reaches every summand as it is.
+  All devices have the sum; given `dim`, a part along it each. Its derivative
+  reaches every summand as it is.
   """
   if dim is not None:
     return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
@@ -109,7 +97,7 @@ def _share(what: str, number: int, size: int | None = None) -> int:
 
 
 def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
-  """A product whose inner dimension is split; a bias comes after the sum."""
+  """A product with its inner dimension split; a bias comes after the sum."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)
@@ -128,7 +116,6 @@ class ColumnDense(nn.Module):
   sequence: bool = False
   use_bias: bool = True
   dtype: Any = None
-  enters: bool = True  # False where the caller has called `enter`
 
   def setup(self):
     """Is the Dense, under this module's name."""
@@ -141,9 +128,7 @@ class ColumnDense(nn.Module):
 
   def __call__(self, x):
     """Applies the layer."""
-    if self.enters:
-      x = enter(x, _POSITIONS if self.sequence else None)
-    return self.dense(x)
+    return self.dense(enter(x, _POSITIONS if self.sequence else None))
 
 
 class RowDense(nn.Module):
@@ -171,13 +156,6 @@ class RowDense(nn.Module):
     return self.dense(x)
 
 
-def _mine(x: jax.Array, dim: int = _POSITIONS) -> jax.Array:
-  """Returns this device's part of what all have."""
-  length = _share("positions", x.shape[dim])
-  start = jax.lax.axis_index(_AXIS) * length
-  return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
-
-
 class _Dropout(nn.Module):
   """nn.Dropout of the stream, with the mask that one device would draw.
 
@@ -200,19 +178,16 @@ class _Dropout(nn.Module):
     if not self.sequence:
       return self.dropout(x, deterministic=False)
     batch, length, width = x.shape
-    length *= jax.lax.axis_size(_AXIS)
-    ones = jnp.ones((batch, length, width), x.dtype)
-    return x * _mine(self.dropout(ones, deterministic=False))
+    shape = batch, length * jax.lax.axis_size(_AXIS), width
+    ones = jnp.ones(shape, x.dtype)
+    mask = self.dropout(ones, deterministic=False)
+    return x * meshes.part(mask, _AXIS, _POSITIONS)
 
 
-class ParallelEmbed(nn.Module):
-  """`transformer.Embed`, whose table is split by rows: int[B, T] ->
-  float[B, T, C], or with `sequence` float[B, T / t, C]."""
+class ParallelEmbed(transformer.Embed):
+  """An Embed with its table split by rows: int[B, T] -> float[B, T, C], or with
+  `sequence` float[B, T / t, C]."""
 
-  vocabulary: int
-  context: int
-  width: int
-  dropout: float = 0.0
   sequence: bool = False
 
   @nn.compact
@@ -228,31 +203,26 @@ class ParallelEmbed(nn.Module):
     table = self.param("tokens", zeros, (count, self.width))
     places = self.param("positions", zeros, (self.context, self.width))
     places = places[:length]
-    rows = _look_up(table, tokens)
+    row, here = _local(tokens, count)
+    rows = jnp.where(here[..., None], jnp.take(table, row, axis=0), 0)
     x = leave(rows, _POSITIONS if self.sequence else None)
     if self.sequence:
-      places = _mine(places, 0)
+      places = meshes.part(places, _AXIS, 0)
     dropout = _Dropout(self.dropout, self.sequence, name="Dropout_0")
     return dropout(x + places, train)
 
 
-def _look_up(table, tokens):
-  """Rows of a table that is split; zeros for rows of other devices."""
-  local = tokens - jax.lax.axis_index(_AXIS) * len(table)
-  here = (local >= 0) & (local < len(table))
-  rows = jnp.take(table, jnp.where(here, local, 0), axis=0)
-  return jnp.where(here[..., None], rows, 0)
+def _local(tokens, count):
+  """(index among this device's `count` tokens, whether it is one of them)."""
+  local = tokens - jax.lax.axis_index(_AXIS) * count
+  here = (local >= 0) & (local < count)
+  return jnp.where(here, local, 0), here
 
 
-class ParallelBlock(nn.Module):
-  """`transformer.Block`, whose heads and hidden features are split.
+class ParallelBlock(transformer.Block):
+  """A Block with its heads and hidden features split: float[B, T, C] -> the
+  same; with `sequence`, T / t positions."""
 
-  float[B, T, C] -> the same; with `sequence`, T / t positions.
-  """
-
-  heads: int
-  depth: int
-  dropout: float = 0.0
   sequence: bool = False
 
   @nn.compact
@@ -260,8 +230,8 @@ class ParallelBlock(nn.Module):
     """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     dim = _POSITIONS if self.sequence else None
-    shared = dict(sequence=self.sequence)
     heads = _share("heads", self.heads)
+    dropout = functools.partial(_Dropout, self.dropout, self.sequence)
 
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
     h = enter(h, dim)
@@ -275,19 +245,18 @@ class ParallelBlock(nn.Module):
       out_dot_general=_sum_out(dim),
       name="attention",
     )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(h.shape[:2], dtype)))
-    x = x + _Dropout(self.dropout, **shared, name="Dropout_0")(h, train)
+    x = x + dropout(name="Dropout_0")(h, train)
 
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
-    h = ColumnDense(4 * width, **shared, dtype=dtype, name="up")(h)
-    h = RowDense(width, **shared, dtype=dtype, name="down")(nn.gelu(h))
-    return x + _Dropout(self.dropout, **shared, name="Dropout_1")(h, train)
+    h = ColumnDense(4 * width, self.sequence, dtype=dtype, name="up")(h)
+    h = RowDense(width, self.sequence, dtype=dtype, name="down")(nn.gelu(h))
+    return x + dropout(name="Dropout_1")(h, train)
 
 
-class ParallelUnembed(nn.Module):
-  """`transformer.Unembed`, split by the vocabulary: float[B, T, C], with
-  `sequence` T / t positions, -> float[B, T, V / t], for `cross_entropy`."""
+class ParallelUnembed(transformer.Unembed):
+  """An Unembed split by the vocabulary: float[B, T, C], with `sequence` T / t
+  positions, -> float[B, T, V / t], for `cross_entropy`."""
 
-  vocabulary: int
   sequence: bool = False
 
   @nn.compact
@@ -297,20 +266,12 @@ class ParallelUnembed(nn.Module):
     size = jax.lax.axis_size(_AXIS)
     padded = -(-self.vocabulary // size) * size
     x = nn.LayerNorm(dtype=x.dtype, name="LayerNorm_0")(x)
-    return ColumnDense(
-      padded,
-      sequence=self.sequence,
-      use_bias=False,
-      dtype=x.dtype,
-      name="Dense_0",
-    )(x)
+    dense = ColumnDense(padded, self.sequence, False, x.dtype, name="Dense_0")
+    return dense(x)
 
 
 def cross_entropy(
-  logits: jax.Array,
-  labels: jax.Array,
-  *,
-  vocabulary: int,
+  logits: jax.Array, labels: jax.Array, *, vocabulary: int
 ) -> jax.Array:
   """Softmax cross-entropy of logits that are split by the vocabulary.
 
@@ -327,52 +288,42 @@ def cross_entropy(
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   mine = logits.shape[-1]
-  local = labels - jax.lax.axis_index(_AXIS) * mine
   number = jax.lax.axis_index(_AXIS) * mine + jnp.arange(mine)
   logits = jnp.where(number < vocabulary, logits, -jnp.inf)
   top = jax.lax.stop_gradient(logits).max(-1)
   top = jax.lax.pmax(top, _AXIS)  # finite: some device has a token
-  here = (local >= 0) & (local < mine)
-  at = jnp.where(here, local, 0)[..., None]
-  label = jnp.take_along_axis(logits, at, axis=-1)[..., 0]
+  column, here = _local(labels, mine)
+  label = jnp.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
   sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(here, label, 0)
   total, label = jax.lax.psum(sums, _AXIS)
   return jnp.log(total) + top - label
 
 
 def parallel(
-  layers: models.Layers,
-  mesh: Mesh,
-  *,
-  sequence: bool = False,
+  layers: models.Layers, mesh: Mesh, *, sequence: bool = False
 ) -> models.Layers:
-  """Makes tensor parallel layers of whole ones.
+  """Makes tensor parallel layers, for `models.apply` inside shard_map.
 
   Args:
     layers: of `transformer.gpt`, or some of them.
     mesh: with the axis "tensor".
     sequence: split the stream between regions by positions.
 
-  Returns:
-    As many layers, for `models.apply` inside shard_map.
-
   Raises:
     ValueError: for an axis that the mesh lacks, another layer, or heads that
       the axis does not divide.
   """
   size = meshes.size(mesh, _AXIS)
-  shared = dict(sequence=sequence)
 
   def one(layer):
     if isinstance(layer, transformer.Embed):
-      return ParallelEmbed(
-        layer.vocabulary, layer.context, layer.width, layer.dropout, **shared
-      )
+      table = layer.vocabulary, layer.context, layer.width
+      return ParallelEmbed(*table, layer.dropout, sequence)
     if isinstance(layer, transformer.Block):
       _share("heads", layer.heads, size)
-      return ParallelBlock(layer.heads, layer.depth, layer.dropout, **shared)
+      return ParallelBlock(layer.heads, layer.depth, layer.dropout, sequence)
     if isinstance(layer, transformer.Unembed):
-      return ParallelUnembed(layer.vocabulary, **shared)
+      return ParallelUnembed(layer.vocabulary, sequence)
     raise ValueError(
       f"a {type(layer).__name__} has no tensor parallel form; the layers of"
       " transformer.gpt have"
@@ -384,19 +335,12 @@ def parallel(
 # Parameters: drawn by the whole model, and split here.
 
 # Which dimension of which parameter is split, by the end of its path.
+_COLUMNS = ("query", "key", "value", "up")
 _SPLIT = {
   ("tokens",): 0,
-  ("query", "kernel"): 1,
-  ("query", "bias"): 0,
-  ("key", "kernel"): 1,
-  ("key", "bias"): 0,
-  ("value", "kernel"): 1,
-  ("value", "bias"): 0,
-  ("out", "kernel"): 0,
-  ("up", "kernel"): 1,
-  ("up", "bias"): 0,
-  ("down", "kernel"): 0,
-  ("Dense_0", "kernel"): 1,
+  **{(name, "kernel"): 1 for name in (*_COLUMNS, "Dense_0")},
+  **{(name, "bias"): 0 for name in _COLUMNS},
+  **{(name, "kernel"): 0 for name in ("out", "down")},
 }
 _VOCABULARY = (("tokens",), ("Dense_0", "kernel"))
 
@@ -407,13 +351,9 @@ def _name(path) -> tuple[str, ...]:
 
 
 def partition(params: optax.Params) -> Any:
-  """Says how the parameters of a GPT, or of some of its layers, are split.
+  """Returns the PartitionSpecs of a GPT's parameters, or of some layers'.
 
-  Args:
-    params: a tree like the whole model's; only its structure is read.
-
-  Returns:
-    A tree of PartitionSpecs.
+  Only the structure of `params` is read.
   """
 
   def spec(path, _):

@@ -1,12 +1,11 @@
 """Wait-free backpropagation: send a layer's gradient while others are computed.
 
-A backward goes from the last layer to the first. The gradient of a layer is
-complete as soon as its own backward is, so its all-reduce can run under the
-backward of the layers before it; only that of the first layer has nothing to
-hide behind. Here the backward is made layer by layer, and each all-reduce is
-issued at that point: it depends on nothing that is computed later, and XLA may
-overlap the two. (Of small ones XLA makes one again, up to a size that depends
-on the backend: these would wait for their latency, not for their bytes.)
+The gradient of a layer is complete as soon as its own backward is, so its
+all-reduce can run under the backward of the layers before it; only that of the
+first layer has nothing to hide behind. Here the backward is made layer by
+layer, and each all-reduce depends on nothing that is computed later, so that
+XLA may overlap the two. (Of small ones XLA makes one again, up to a size that
+depends on the backend: these would wait for their latency.)
 
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
 [K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
@@ -63,7 +62,7 @@ class DenseGradient(NamedTuple):
 
 
 class _Call(NamedTuple):
-  """A call of a dense layer, as it was seen: arrays, or their shapes."""
+  """A call of a dense layer: arrays, or their shapes."""
 
   path: Path
   inputs: Any  # float[..., M]
@@ -92,11 +91,8 @@ def _kernel(path: Path) -> Path:
   return (*path, "kernel")
 
 
-# The forward.
-
-
-def _apply(layer, weights, params, number, x, key):
-  """A layer of these weights, as in the whole model: (y, its statistics)."""
+def apply_layer(layer, weights, params, number, x, key):
+  """Applies layer `number` of a model in training: (y, its statistics)."""
   own = (weights,)
   if isinstance(params, base.Variables):
     own = base.Variables(own, params.stats[number : number + 1])
@@ -107,7 +103,7 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
   """The weights of a layer that one operation reads, and no more."""
   weights = base.weights_of(params)[number]
   program = jax.make_jaxpr(
-    lambda own: _apply(layer, own, params, number, x, key)
+    lambda own: apply_layer(layer, own, params, number, x, key)
   )(weights).jaxpr
   reads = collections.Counter(id(v) for eqn in program.eqns for v in eqn.invars)
   reads.update(id(v) for v in program.outvars)
@@ -120,22 +116,22 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
 
 
 def _survey(pieces, params, batch) -> list[list[_Call]]:
-  """The dense layers in each layer, with shapes; those called once only, whose
-  kernels nothing else reads."""
+  """The dense layers in each layer, with shapes; those that are called once
+  only, and of which nothing else reads the kernel."""
   of_layers: list[list[_Call]] = []
 
   def forward(params, batch, key):
-    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    weights = base.weights_of(params)
+    x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for number, layer in enumerate(pieces.layers):
       calls: list[_Call] = []
       own = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
-        weights = base.weights_of(params)[number]
-        x, _ = _apply(layer, weights, params, number, x, key)
+        x, _ = apply_layer(layer, weights[number], params, number, x, key)
       paths = [call.path for call in calls]
       of_layers.append(
         [
-          _Call(path, *(jax.typeof(array) for array in arrays))
+          _Call(path, *map(jax.typeof, arrays))
           for path, *arrays in calls
           if paths.count(path) == 1 and _kernel(path) in own
         ]
@@ -144,13 +140,6 @@ def _survey(pieces, params, batch) -> list[list[_Call]]:
 
   jax.eval_shape(forward, params, batch, jax.random.key(0))
   return of_layers
-
-
-def _check_factors(factors):
-  if factors not in FACTORS:
-    raise ValueError(
-      f"factors must be one of {', '.join(FACTORS)}, not {factors!r}"
-    )
 
 
 def _decide(number, call, devices, factors) -> DenseGradient:
@@ -170,25 +159,20 @@ def choose(
   *,
   factors: str = "rule",
 ) -> tuple[DenseGradient, ...]:
-  """Says of every dense layer how its gradient is to travel.
+  """Says of every dense layer how its gradient is to travel, in forward order.
 
-  Nothing is computed. A layer that is called twice is left out, and one whose
-  kernel is read by something else: its gradient is not one product.
+  Nothing is computed. A layer that is called twice is left out, and one with a
+  kernel that something else reads: its gradient is not one product.
 
   Args:
     pieces: of a Problem.
     params: or their shapes.
     batch: of one device, or its shapes.
     devices: D.
-    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never".
-
-  Returns:
-    One for each dense layer, in the order of the forward.
-
-  Raises:
-    ValueError: for another word.
+    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never";
+      ValueError for another word.
   """
-  _check_factors(factors)
+  checks.one_of("factors", factors, FACTORS)
   return tuple(
     _decide(number, call, devices, factors)
     for number, calls in enumerate(_survey(pieces, params, batch))
@@ -197,49 +181,33 @@ def choose(
 
 
 def _forward(layer, params, number, x, key, calls, first):
-  """Runs a layer.
+  """Runs a layer, of which `calls` are the dense layers that send factors.
 
-  Args:
-    layer: of the model.
-    params: of the whole model.
-    number: of the layer.
-    x: what it gets.
-    key: of the model.
-    calls: of dense layers, with shapes, that send factors.
-    first: whether no layer before has weights, so that dx is not needed.
-
-  Returns:
-    (y, backward, stats): backward(dy) gives the gradient of the weights without
-    those kernels, by path, (x, dy) of each of them, and dx, or None.
+  Returns (y, backward, stats): backward(dy) gives the gradient of the weights
+  without those kernels, by path, (x, dy) of each of them, and dx; None if the
+  layer is the `first` with weights, as dx is not needed then.
   """
   rest = traverse_util.flatten_dict(base.weights_of(params)[number])
   kernels = {_kernel(c.path): rest.pop(_kernel(c.path)) for c in calls}
   taps = {c.path: jnp.zeros(c.output.shape, c.output.dtype) for c in calls}
 
-  def run(rest, taps, x):
+  def run(rest, taps, x=x):
     weights = traverse_util.unflatten_dict(rest | kernels)
     calls: list[_Call] = []
     with _watch(calls, taps):
-      y, stats = _apply(layer, weights, params, number, x, key)
-    inputs = {call.path: call.inputs for call in calls if call.path in taps}
-    return y, (stats, inputs)
+      y, stats = apply_layer(layer, weights, params, number, x, key)
+    factors = {call.path: call.inputs for call in calls if call.path in taps}
+    return y, (stats, factors)
 
-  if first:
-    y, pull, (stats, inputs) = jax.vjp(
-      lambda rest, taps: run(rest, taps, x), rest, taps, has_aux=True
-    )
-  else:
-    y, pull, (stats, inputs) = jax.vjp(run, rest, taps, x, has_aux=True)
+  inputs = (rest, taps) if first else (rest, taps, x)
+  y, pull, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
 
   def backward(dy):
     d_rest, d_taps, *dx = pull(dy)
-    pairs = {path: (inputs[path], d_taps[path]) for path in inputs}
+    pairs = {path: (factors[path], d_taps[path]) for path in factors}
     return d_rest, pairs, dx[0] if dx else None
 
   return y, backward, stats
-
-
-# The gradient.
 
 
 def _product(x, dy, axis, dtype):
@@ -261,7 +229,7 @@ def gradient(
 
   Args:
     pieces: of a Problem.
-    axis: of the mesh, over whose D devices batches are spread.
+    axis: of the mesh, of D devices that each have a part of the batch.
     reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
     bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
       each layer by themselves.
@@ -287,7 +255,7 @@ def gradient(
     )
     (loss, aux), grads = jax.jit(step)(params, batch, key)
   """
-  _check_factors(factors)
+  checks.one_of("factors", factors, FACTORS)
   all_reduce = collectives.lookup(reduce)
   checks.whole("bucket_bytes", bucket_bytes, 0)
 
@@ -306,12 +274,10 @@ def gradient(
 
     def send(layers):
       """All-reduces gradients of some layers, as one array of a dtype."""
+      size = bytes_of(layers) or 1
       return mean(
         collectives.all_reduce_tree(
-          layers,
-          axis,
-          bucket_bytes=bytes_of(layers) or 1,
-          reduce=all_reduce,
+          layers, axis, bucket_bytes=size, reduce=all_reduce
         )
       )
 
@@ -334,8 +300,8 @@ def gradient(
 
 
 def _forward_all(pieces, params, batch, key, calls):
-  """The forward: (loss, its derivative at the last layer's output, the backward
-  of each layer as `_forward` returns it, statistics)."""
+  """Returns (loss, its derivative at the last layer's output, the backward of
+  each layer as `_forward` returns it, statistics)."""
   weights = base.weights_of(params)
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
@@ -355,25 +321,16 @@ def _forward_all(pieces, params, batch, key, calls):
 def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
   """The backward from the last layer to the first, sending on the way.
 
-  Args:
-    weights: of each layer.
-    backwards: of each layer, as `_forward` returns it.
-    dy: derivative at the last layer's output.
-    send: {layer: gradient} -> the same, averaged over devices.
-    multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
-    bucket_bytes: send when so many bytes of gradients wait.
-
-  Returns:
-    The gradient of each layer.
+  `backwards` are as `_forward` returns them, dy is the derivative at the last
+  layer's output; send: {layer: gradient} -> the same, averaged over devices;
+  multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
   """
-  lowest = next((i for i, w in enumerate(weights) if jax.tree.leaves(w)), None)
+  # No layer below has weights.
+  lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
   sent: dict[int, Any] = {}  # layer -> {path: gradient} without those kernels
   products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
   waiting: dict[int, Any] = {}
-  for number in reversed(range(len(backwards))):
-    if lowest is None or number < lowest:  # no layer from here on has weights
-      waiting[number], products[number] = {}, {}
-      continue
+  for number in reversed(range(lowest, len(backwards))):
     waiting[number], pairs, dy = backwards[number](dy)
     flat = traverse_util.flatten_dict(weights[number])
     products[number] = {
@@ -385,6 +342,6 @@ def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
       waiting = {}
   sent |= send(waiting)
   return tuple(
-    traverse_util.unflatten_dict(sent[i] | products[i])
+    traverse_util.unflatten_dict(sent.get(i, {}) | products.get(i, {}))
     for i in range(len(weights))
   )

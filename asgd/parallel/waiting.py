@@ -1,7 +1,7 @@
 """What waiting costs: expected times of synchronous and asynchronous steps.
 
 A synchronous step takes as long as its slowest worker. Batch times follow the
-gamma model of `asgd.durations`, of which this has the expectations.
+gamma model of `asgd.orders.durations`, of which this has the expectations.
 
 Index letters:
   N  workers
@@ -40,36 +40,27 @@ def _slower(variation, machine_variation):
   moments = np.diff(scipy.special.gammainc(machine + 1, edges * machine))
   cells = (weights > 0) & (moments > 0)
   weights, means = weights[cells], moments[cells] / weights[cells]
-
-  def slower(x):
-    return scipy.special.gammaincc(shape, x / means * shape) @ weights
-
-  return slower
+  return lambda x: scipy.special.gammaincc(shape, x / means * shape) @ weights
 
 
 def expected_slowest(
   workers: int,
   *,
-  mean: float = 1.0,
   variation: float = 0.1,
   machine_variation: float = 0.0,
   wait_for: int | None = None,
 ) -> float:
   """The expected time of a step that waits for workers, in a gamma cluster.
 
-  E[max] of N batch times for all of them: the integral of 1 - F(x)^N. With
-  machines that differ, it is the expectation over clusters.
+  In mean times of a batch. E[max] of N batch times for all of them: the
+  integral of 1 - F(x)^N. If machines differ, the expectation over clusters.
 
   Args:
     workers: N.
-    mean: time of a batch.
-    variation: V, of `asgd.durations.gamma`; 0 is none.
+    variation: V, of `asgd.orders.durations.gamma`; 0 is none.
     machine_variation: V_m, of the same.
     wait_for: K, the step ends with the K-th fastest, and the others are backup
       workers; None is N.
-
-  Raises:
-    ValueError: for a number out of range.
 
   Example:
     >>> expected_slowest(1), round(expected_slowest(64), 2)
@@ -80,15 +71,12 @@ def expected_slowest(
   checks.whole("wait_for", wait_for)
   if wait_for > workers:
     raise ValueError(f"wait_for {wait_for} of {workers} workers: ask for fewer")
-  checks.positive("mean", mean)
-  for name, value in (
-    ("variation", variation),
-    ("machine_variation", machine_variation),
-  ):
+  variations = {"variation": variation, "machine_variation": machine_variation}
+  for name, value in variations.items():
     if not 0 <= value <= 3:
       raise ValueError(f"{name} must be from 0 to 3, not {value!r}")
   if workers == 1 or not (variation or machine_variation):
-    return float(mean)
+    return 1.0
   if not variation:
     variation, machine_variation = machine_variation, 0.0
   slower = _slower(variation, machine_variation)
@@ -104,11 +92,15 @@ def expected_slowest(
   # In pieces: the integrand falls from 1 to 0 within a few of them, which one
   # quadrature over the whole range would miss.
   edges = np.linspace(0, end, 33)
-  parts = (
-    scipy.integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
+  return float(_integrate(waiting, edges, epsabs=1e-12, epsrel=1e-10))
+
+
+def _integrate(function, edges, **options):
+  """Adds up the integrals between edges."""
+  return sum(
+    scipy.integrate.quad(function, a, b, **options)[0]
     for a, b in itertools.pairwise(edges)
   )
-  return mean * float(sum(parts))
 
 
 def asynchronous_throughput(
@@ -129,26 +121,21 @@ def asynchronous_throughput(
 
   Args:
     workers: N.
-    compute: mean seconds of a batch. How batches vary on one machine changes
-      nothing.
+    compute: mean seconds of a batch; how batches vary changes nothing.
     size: S; 0 is free.
     link: of workers and shards; None is free.
     shards: P; None is N.
     colocated: the shards are on the first P workers.
-    machine_variation: V_m; fast machines send more than slow ones less. Below
-      1: beyond, the expected speed of a machine is infinite.
-
-  Raises:
-    ValueError: for a number out of range.
+    machine_variation: V_m, below 1: beyond, the expected speed of a machine is
+      infinite. Fast machines send more than slow ones less.
 
   Example:
     >>> asynchronous_throughput(8, compute=0.5)
     16.0
   """
   shards = workers if shards is None else shards
-  costs.parameter_server(  # raises for shards that do not fit
-    size, workers, shards=shards, colocated=colocated
-  )
+  # Raises for shards that do not fit.
+  costs.parameter_server(size, workers, shards=shards, colocated=colocated)
   if not 0 <= machine_variation < 1:
     raise ValueError(
       f"machine_variation must be from 0 to below 1, not {machine_variation!r}"
@@ -157,8 +144,7 @@ def asynchronous_throughput(
   waiting, most = 0.0, math.inf
   if link is not None:
     # A worker's slice for the shard on its own device is no message.
-    at_home = int(colocated and shards == workers)
-    messages = 2 * (shards - at_home)
+    messages = 2 * (shards - int(colocated and shards == workers))
     waiting = messages * (link.latency + size / shards / link.bandwidth)
     busiest = size / shards
     if colocated:
@@ -174,7 +160,4 @@ def _rate(compute, waiting, variation):
   shape = 1 / variation**2
   law = scipy.stats.gamma(shape, scale=compute / shape)
   edges = (0, compute / 2, compute, 2 * compute, math.inf)
-  return sum(
-    scipy.integrate.quad(lambda m: law.pdf(m) / (m + waiting), a, b)[0]
-    for a, b in itertools.pairwise(edges)
-  )
+  return _integrate(lambda m: law.pdf(m) / (m + waiting), edges)

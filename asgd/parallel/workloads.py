@@ -51,27 +51,20 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   """Returns the sizes of a GPT with about that many parameters.
 
   Args:
-    parameters: wanted; of blocks, 12 depth width^2.
-    **sizes: of `memory.Gpt`, where they are given; None is not.
-
-  Raises:
-    ValueError: for sizes that are none, or have another number of parameters.
+    parameters: wanted; of blocks, 12 depth width^2. ValueError if sizes that
+      are given have another number.
+    **sizes: of `memory.Gpt`, positive where they are given; None is not.
   """
   given = {name: value for name, value in sizes.items() if value is not None}
-  for name, value in given.items():
-    if value < 1:
-      raise ValueError(f"{name} must be positive, not {value!r}")
-  context, vocabulary = (
-    given.get("context", 2048),
-    given.get("vocabulary", 51200),
-  )
+  context = given.get("context", 2048)
+  vocabulary = given.get("vocabulary", 51200)
   depth, width = given.get("depth"), given.get("width")
   if depth is None and width is None:
     depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
   if width is None:
     width = math.sqrt(parameters / (12 * depth))
-    step = next((n for n in _HEADS if width >= 4 * n), 1)
-    step = given.get("heads", step)
+    fitting = next((n for n in _HEADS if width >= 4 * n), 1)
+    step = given.get("heads", fitting)
     width = max(round(width / step), 1) * step
   if depth is None:
     depth = max(round(parameters / (12 * width**2)), 1)
@@ -120,23 +113,26 @@ def of_gpt(
 
 
 def _find_gpt(layers, tokens) -> memory.Gpt | None:
+  """The sizes of a GPT on tokens int[B, T]; None if the layers are none."""
   blocks = [layer for layer in layers if isinstance(layer, transformer.Block)]
   first, last = layers[0], layers[-1]
   if not blocks or not isinstance(first, transformer.Embed):
     return None
   return memory.Gpt(
-    *(len(blocks), first.width, blocks[0].heads, tokens.shape[1]),
-    getattr(last, "vocabulary", first.vocabulary),
+    depth=len(blocks),
+    width=first.width,
+    heads=blocks[0].heads,
+    context=tokens.shape[1],
+    vocabulary=getattr(last, "vocabulary", first.vocabulary),
   )
 
 
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem; its model is traced and counted.
+  """Returns the workload of a problem: its model is traced and counted.
 
-  Raises:
-    ValueError: if it cannot be cut into layers.
+  ValueError if it cannot be cut into layers.
   """
   pieces = problem.pieces
   if pieces is None:
@@ -145,10 +141,9 @@ def of_problem(
   params = jax.eval_shape(problem.init, key)
   batch = problem.batches(0, 1)(0, 0)
   examples = len(jax.tree.leaves(batch)[0])
-  lowered = jax.jit(jax.grad(problem.loss, has_aux=True)).lower(
-    params, batch, key
-  )
-  flops = lowered.cost_analysis()["flops"] / examples
+  gradient = jax.jit(jax.grad(problem.loss, has_aux=True))
+  counted = gradient.lower(params, batch, key).cost_analysis()
+  flops = counted["flops"] / examples
   kept, borders = _activations(pieces, params, batch, key)
   sizes = [models.count(weights) for weights in base.weights_of(params)]
   tokens = jax.eval_shape(
@@ -161,13 +156,10 @@ def of_problem(
   gpt = _find_gpt(pieces.layers, tokens)
 
   def activations(examples, tensor):
-    part = 1.0
-    if tensor > 1 and not recomputing:
-      split = memory.activations(
-        gpt, 1, kind=options.activations, tensor=tensor
-      )
-      part = split / memory.activations(gpt, 1)
-    return examples * each * part
+    if tensor == 1 or recomputing:
+      return examples * each
+    split = memory.activations(gpt, 1, kind=options.activations, tensor=tensor)
+    return examples * each * (split / memory.activations(gpt, 1))
 
   return Workload(
     f"{name}: {sum(sizes):,} parameters in {layers} layers, counted",
@@ -188,16 +180,11 @@ def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
   borders: list[int] = []
 
   def forward(params, batch, key):
-    x = pieces.prepare(batch, key, problems.dtype_of(base.weights_of(params)))
+    weights = base.weights_of(params)
+    x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for i, layer in enumerate(pieces.layers):
-      own = jax.tree.map(
-        lambda tree, i=i: tree[i : i + 1],
-        params,
-        is_leaf=lambda tree: type(tree) is tuple,
-      )
-      x, _ = models.apply((layer,), own, x, train=True, key=key, first=i)
+      x, _ = wait_free.apply_layer(layer, weights[i], params, i, x, key)
       borders.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)
 
-  kept, _ = memory.kept(forward, params, batch, key)
-  return kept, borders
+  return memory.kept(forward, params, batch, key), borders

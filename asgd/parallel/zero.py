@@ -10,7 +10,6 @@ Reference:
   parameter models", SC 2020, section 5.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from asgd.parallel import precision
+from asgd.parallel import meshes, precision
 
+_AXIS = meshes.DATA
 Specs = Callable[[optax.Params], Any]  # params -> a tree of PartitionSpecs
 WHOLE = -1  # in the place of a dimension: the leaf is not divided
 
@@ -29,23 +29,22 @@ def replicated(params: optax.Params) -> Any:
   return jax.tree.map(lambda _: P(), params)
 
 
-def divided(shape: tuple[int, ...], spec: P, parts: int, axis: str) -> P:
-  """Adds a mesh axis to a spec, where it divides the array best.
+def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
+  """Adds the data axis to a spec, where it divides the array best.
 
   Args:
     shape: of the whole array.
     spec: what divides it already.
-    parts: size of the mesh axis.
-    axis: its name.
+    parts: size of the data axis.
 
   Returns:
-    The spec with `axis` at the longest free dimension that it divides (the
+    The spec with "data" at the longest free dimension that it divides (the
     first of several); the spec itself if there is none.
 
   Example:
-    >>> tuple(divided((3, 3, 16, 32), P(), 8, "data"))
+    >>> tuple(divided((3, 3, 16, 32), P(), 8))
     (None, None, None, 'data')
-    >>> tuple(divided((10,), P(), 8, "data"))
+    >>> tuple(divided((10,), P(), 8))
     ()
   """
   entries = (*spec, *(None,) * (len(shape) - len(spec)))
@@ -57,12 +56,12 @@ def divided(shape: tuple[int, ...], spec: P, parts: int, axis: str) -> P:
   if not free:
     return spec
   best = max(free, key=lambda i: shape[i])
-  return P(*entries[:best], axis, *entries[best + 1 :])
+  return P(*entries[:best], _AXIS, *entries[best + 1 :])
 
 
-def dimension(spec: P, axis: str) -> int:
-  """Returns the dimension that a mesh axis divides, or WHOLE."""
-  return tuple(spec).index(axis) if axis in tuple(spec) else WHOLE
+def dimension(spec: P) -> int:
+  """Returns the dimension that the data axis divides, or WHOLE."""
+  return tuple(spec).index(_AXIS) if _AXIS in tuple(spec) else WHOLE
 
 
 def state_specs(
@@ -73,17 +72,9 @@ def state_specs(
 ) -> Any:
   """Places the optimizer's state.
 
-  A leaf with the path and shape of a weight is placed as that weight. A wrong
-  guess costs time and changes no number.
-
-  Args:
-    state: of the optimizer.
-    weights: of the model.
-    specs: of the weights.
-    choose: spec of any other leaf.
-
-  Returns:
-    A tree of PartitionSpecs like `state`.
+  A leaf with the path and shape of a weight has the spec of that weight, of
+  `specs`, and any other one that of `choose`. A wrong guess costs time and
+  changes no number.
   """
   leaves = jax.tree_util.tree_leaves_with_path(weights)
   flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
@@ -105,49 +96,37 @@ def state_specs(
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
   """A policy of jax.checkpoint: the backward gathers weights again.
 
-  `_gather` appears to the policy as a custom_vjp_call and cannot be told from
+  `gather` appears to the policy as a custom_vjp_call and cannot be told from
   those of the loss, which are computed again, too.
   """
   return primitive.name != "custom_vjp_call"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(axis, dim, reduce, leaf):
-  """all_gather, whose derivative is added up in the dtype `reduce`."""
-  del reduce
-  return jax.lax.all_gather(leaf, axis, axis=dim, tiled=True)
-
-
-def _gather_fwd(axis, dim, reduce, leaf):
-  return _gather(axis, dim, reduce, leaf), None
-
-
-def _gather_bwd(axis, dim, reduce, _, cotangent):
-  dtype = cotangent.dtype
-  cotangent = precision.cast(cotangent, reduce)
-  part = jax.lax.psum_scatter(
-    cotangent, axis, scatter_dimension=dim, tiled=True
-  )
-  return (part.astype(dtype),)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)
-
-
-def gather(leaf: jax.Array, dim: int, axis: str, reduce: Any) -> jax.Array:
+def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
   """Returns the whole leaf; its derivative is reduce-scattered.
 
   Args:
     leaf: this device's part along `dim`; the whole if that is WHOLE.
     dim: from `dimension`.
-    axis: of the mesh.
     reduce: dtype in which derivatives are added up; None is their own.
   """
-  return leaf if dim == WHOLE else _gather(axis, dim, reduce, leaf)
+  if dim == WHOLE:
+    return leaf
+
+  @jax.custom_vjp
+  def whole(part):
+    return jax.lax.all_gather(part, _AXIS, axis=dim, tiled=True)
+
+  def backward(_, cotangent):
+    total = scatter(precision.cast(cotangent, reduce), dim)
+    return (total.astype(cotangent.dtype),)
+
+  whole.defvjp(lambda part: (whole(part), None), backward)
+  return whole(leaf)
 
 
-def scatter(leaf: jax.Array, dim: int, axis: str) -> jax.Array:
+def scatter(leaf: jax.Array, dim: int) -> jax.Array:
   """Reduce-scatters a gradient; one that is WHOLE stays this device's own."""
   if dim == WHOLE:
     return leaf
-  return jax.lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
+  return jax.lax.psum_scatter(leaf, _AXIS, scatter_dimension=dim, tiled=True)

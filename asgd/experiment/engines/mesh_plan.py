@@ -20,7 +20,6 @@ from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
 from asgd.parallel import (
-  circular,
   data_parallel,
   hybrid,
   meshes,
@@ -335,7 +334,6 @@ def _model(run, problem, mesh):
   section, options = run.config["mesh"], {}
   if meshes.PIPE in mesh.shape:
     options = {
-      "pipe": circular.inside,
       "microbatches": _microbatches(section, mesh.shape),
       "rounds": section["rounds"] or 1,
     }

@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from asgd.parallel import collectives, costs
+from asgd.parallel import collectives, costs, meshes
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def mesh(*shape):
-  count = int(np.prod(shape))
-  devices = np.array(jax.devices()[:count]).reshape(shape)
-  return jax.sharding.Mesh(devices, ("data", "node")[: len(shape)])
-
-
 def on_devices(function, *shape):
   """Applies a function to each device's row: [N, ...] -> [N, ...]."""
-  grid = mesh(*shape)
+  grid = meshes.make(dict(zip(("data", "node"), shape, strict=False)))
   spec = PartitionSpec(grid.axis_names)
 
   def one(tree):
@@ -51,7 +45,7 @@ def arrays(devices):
   }
 
 
-def check(name, axis, *shape):
+def assert_psum(name, axis, *shape):
   x = arrays(int(np.prod(shape)))
   reduce = collectives.lookup(name)
 
@@ -78,7 +72,7 @@ def check(name, axis, *shape):
   + [(name, 4) for name in ("recursive_doubling", "halving_doubling")],
 )
 def test_it_is_psum(name, devices):
-  check(name, "data", devices)
+  assert_psum(name, "data", devices)
 
 
 def test_alone_it_is_what_it_was_given():
@@ -97,16 +91,16 @@ def test_alone_it_is_what_it_was_given():
 
 
 def test_hierarchical_is_psum_over_both_axes():
-  check("hierarchical", ("data", "node"), 3, 2)
+  assert_psum("hierarchical", ("data", "node"), 3, 2)
 
 
 def test_two_axes_are_one_ring():
-  check("ring", ("data", "node"), 2, 2)
+  assert_psum("ring", ("data", "node"), 2, 2)
 
 
 def test_a_server_of_few_shards_is_psum():
   collective = functools.partial(collectives.parameter_server, shards=2)
-  check(collective, "data", 3)
+  assert_psum(collective, "data", 3)
 
 
 def test_reduce_scatter_and_all_gather_are_xlas():

@@ -74,7 +74,7 @@ def test_poseidons_table_and_rule():
       assert costs.prefers_factors(most, inputs, outputs, workers)
     assert not costs.prefers_factors(most + 1, inputs, outputs, workers)
   # Of a model: the large layer goes as factors, all else by the ring.
-  cost = costs.hybrid({"a": (512, 512), "b": (8, 8)}, 160, 16, 4)
+  cost = costs.hybrid([(512, 512), (8, 8)], 160, 16, 4)
   assert cost == costs.add(
     costs.ring(160 + 256, 4), costs.factors(16, 512, 512, 4)
   )

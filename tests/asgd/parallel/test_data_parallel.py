@@ -8,10 +8,12 @@ import kit
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from asgd import base, models, problems
 from asgd.parallel import data_parallel, meshes, precision
+from asgd.problems.problem import classification_loss
 from asgd.worker import Aux
 
 EXAMPLES, STEPS = 16, 3
@@ -50,11 +52,11 @@ def batch(step=0):
   )
 
 
-def close(found, wanted, tolerance=1e-12):
+def assert_near(found, wanted, tolerance=1e-12):
   kit.close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-def train(made, params=None, batches=batch):
+def take_steps(made, params=None, batches=batch):
   """Returns the parameters after some steps, and what they told."""
   state = made.init(weights() if params is None else params)
   told = []
@@ -65,7 +67,7 @@ def train(made, params=None, batches=batch):
   return made.params(state), told
 
 
-def mesh(devices):
+def data_mesh(devices):
   return meshes.make({"data": devices})
 
 
@@ -109,9 +111,9 @@ TRANSFORMS = {
 
 # devices, pieces on each, ZeRO, form
 WAYS = [
-  *((8, 1, zero, "shard_map") for zero in (0, 1, 3)),
+  *((8, 1, zero, "shard_map") for zero in (0, 1)),
   *((4, 2, zero, "shard_map") for zero in (2, 3)),
-  *((1, 8, 0, "shard_map"), (2, 4, 0, "pmap")),
+  *((1, 8, 0, "shard_map"), (4, 2, 0, "pmap")),
 ]
 CASES = [("adamw", *way) for way in WAYS]
 CASES.append(("adafactor", 8, 1, 3, "shard_map"))
@@ -122,15 +124,15 @@ CASES.append(("adafactor", 8, 1, 3, "shard_map"))
 )
 def test_it_is_the_step_of_one_device(name, devices, accumulate, zero, form):
   made = data_parallel.make_step(
-    *(loss, TRANSFORMS[name](), mesh(devices)),
+    *(loss, TRANSFORMS[name](), data_mesh(devices)),
     **dict(accumulate=accumulate, zero=zero, form=form, clip_norm=CLIP),
   )
   given = jax.tree.map(jnp.asarray, weights())
-  params, told = train(made, given)
-  close(given, weights())  # it was copied, not donated
+  params, told = take_steps(made, given)
+  assert_near(given, weights())  # it was copied, not donated
   wanted, wanted_told = one_device(name)
-  close(params, wanted)
-  close([(m.loss, m.norm) for m in told], wanted_told)
+  assert_near(params, wanted)
+  assert_near([(m.loss, m.norm) for m in told], wanted_told)
   assert max(m.norm for m in told) > CLIP
   assert form == "pmap" or made.step._cache_size() == 1
 
@@ -152,18 +154,20 @@ def test_a_tree_may_have_places_without_an_array(zero):
   held["gain"] = 0.7  # and a number that is no array
   options = dict(accumulate=2, zero=zero, clip_norm=CLIP)
   made = data_parallel.make_step(
-    loss, TRANSFORMS["adafactor"](), mesh(4), **options
+    loss, TRANSFORMS["adamw"](), data_mesh(4), **options
   )
-  params, _ = train(made, held)
+  params, _ = take_steps(made, held)
   assert params.pop("absent") is None
-  close(params, one_device("adafactor")[0])
+  assert_near(params, one_device("adamw")[0])
 
 
 def test_what_a_device_keeps():
   params = weights() | {"bias": kit.normal(8)}
   whole = sum(x.nbytes for x in params.values() if np.ndim(x))
   for zero in range(4):
-    made = data_parallel.make_step(loss, optax.adam(0.1), mesh(8), zero=zero)
+    made = data_parallel.make_step(
+      loss, optax.adam(0.1), data_mesh(8), zero=zero
+    )
     state = made.init(params)
     held = bytes_on_a_device(state.params), bytes_on_a_device(state.opt_state)
     assert held == (
@@ -196,34 +200,42 @@ def test_what_is_sent():
       {"psum": 1, "reduce_scatter": 2, "all_gather": 3},
     )
   ):
-    made = data_parallel.make_step(loss, optax.sgd(0.1), mesh(8), zero=zero)
+    made = data_parallel.make_step(
+      loss, optax.sgd(0.1), data_mesh(8), zero=zero
+    )
     assert collectives(made, weights()) == wanted
 
 
+class Normalised(nn.Module):
+  """Logits, normalised by the statistics of the batch."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    norm = nn.BatchNorm(use_running_average=not train, momentum=0.0)
+    return norm(nn.Dense(3)(x))
+
+
 def test_statistics_of_a_batch_norm_are_those_of_the_pieces():
-  layers = (
-    models.Stem(4, "batch"),
-    models.Head(3),
+  layers = (Normalised(),)
+  batch = kit.normal(8, 4), np.arange(8) % 3
+
+  pieces = problems.Pieces(
+    layers, lambda b, key, dtype: b[0], classification_loss
   )
-  images = kit.normal(8, 4, 4, 2), np.arange(8) % 3
-
-  def criterion(logits, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
-    return losses.mean()
-
-  pieces = problems.Pieces(layers, lambda b, key, dtype: b[0], criterion)
   model_loss = problems.whole_loss(pieces)
-  params = jax.eval_shape(lambda: models.init(layers, KEY, images[0]))
+  params = jax.eval_shape(lambda: models.init(layers, KEY, batch[0]))
   params = jax.tree.map(
     lambda p: kit.normal(*p.shape, seed=p.size) ** 2, params
   )
-  made = data_parallel.make_step(model_loss, optax.sgd(0.1), mesh(4), zero=3)
-  found, _ = train(made, params, lambda step: images)
-  one, x = params, images[0].reshape(4, 2, 4, 4, 2)
+  made = data_parallel.make_step(
+    model_loss, optax.sgd(0.1), data_mesh(4), zero=3
+  )
+  found, _ = take_steps(made, params, lambda step: batch)
+  one, x = params, batch[0].reshape(4, 2, 4)
   gradient = jax.jit(jax.value_and_grad(model_loss, has_aux=True))
   for _ in range(STEPS):
     each = [
-      gradient(one, (x[i], images[1].reshape(4, 2)[i]), KEY) for i in range(4)
+      gradient(one, (x[i], batch[1].reshape(4, 2)[i]), KEY) for i in range(4)
     ]
     mean = [
       jax.tree.map(lambda *g: sum(g) / 4, *trees)
@@ -236,7 +248,7 @@ def test_statistics_of_a_batch_norm_are_those_of_the_pieces():
       jax.tree.map(lambda p, g: p - 0.1 * g, one.weights, mean[0]),
       jax.tree.map(lambda s, m: 0.9 * s + 0.1 * m, one.stats, mean[1]),
     )
-  close(found, one)
+  assert_near(found, one)
 
 
 def plain(params, batch, key):
@@ -250,13 +262,17 @@ def plain(params, batch, key):
 def test_half_precision_is_near_and_kept_in_whole():
   params = jax.tree.map(np.float32, weights())
   tx = optax.sgd(0.02, momentum=0.9)
-  exact, _ = train(data_parallel.make_step(plain, tx, mesh(1)), params)
+  exact, _ = take_steps(
+    data_parallel.make_step(plain, tx, data_mesh(1)), params
+  )
   for name, zero in (("bfloat16", 0), ("float16", 3)):
-    made = data_parallel.make_step(plain, tx, mesh(8), policy=name, zero=zero)
-    found, told = train(made, params)
+    made = data_parallel.make_step(
+      plain, tx, data_mesh(8), policy=name, zero=zero
+    )
+    found, told = take_steps(made, params)
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
     assert told[0].loss.dtype == jnp.float32
-    close(found, exact, 0.05)
+    assert_near(found, exact, 0.05)
     assert (np.asarray(found["first"]) != np.asarray(exact["first"])).any()
 
 
@@ -264,7 +280,7 @@ def test_a_scale_falls_at_an_overflow_and_grows_after_finite_steps():
   rule = precision.Dynamic(initial=2.0**15, interval=2)
   params = jax.tree.map(np.float32, weights())
   made = data_parallel.make_step(
-    *(plain, optax.adam(0.01), mesh(4)),
+    *(plain, optax.adam(0.01), data_mesh(4)),
     **dict(policy="float16", loss_scale=rule, zero=1),
   )
   state = made.init(params)
@@ -295,10 +311,12 @@ def test_a_scale_changes_no_number_that_it_can_hold():
   tx = optax.sgd(0.1)
   rule = precision.Dynamic(initial=1024.0)
   found = [
-    train(data_parallel.make_step(plain, tx, mesh(4), loss_scale=scale))[0]
+    take_steps(
+      data_parallel.make_step(plain, tx, data_mesh(4), loss_scale=scale)
+    )[0]
     for scale in (None, rule)
   ]
-  close(*found, tolerance=0)  # a power of two
+  assert_near(*found, tolerance=0)  # a power of two
 
 
 def test_small_gradients_survive_in_half_precision():
@@ -311,7 +329,7 @@ def test_small_gradients_survive_in_half_precision():
 
   def moved(scale):
     made = data_parallel.make_step(
-      *(small, optax.sgd(1e8), mesh(2)),
+      *(small, optax.sgd(1e8), data_mesh(2)),
       **dict(policy="float16", loss_scale=scale),
     )
     state = made.init(np.zeros(3, np.float32))
@@ -320,7 +338,7 @@ def test_small_gradients_survive_in_half_precision():
     return made.params(state)
 
   assert not moved(None).any()
-  close(moved(precision.Dynamic()), -np.ones(3), 1e-2)
+  assert_near(moved(precision.Dynamic()), -np.ones(3), 1e-2)
 
 
 def test_a_batch_may_be_placed_by_each_process():
@@ -329,15 +347,15 @@ def test_a_batch_may_be_placed_by_each_process():
   for local in (False, True):
     placed = meshes.place_batch({"x": x}, grid, local=local)["x"]
     assert placed.sharding.spec == PartitionSpec("data")
-    close(placed, x)
+    assert_near(placed, x)
 
 
-def quick(**options):
-  return data_parallel.make_step(loss, optax.sgd(0.1), mesh(4), **options)
+def step_on_four(**options):
+  return data_parallel.make_step(loss, optax.sgd(0.1), data_mesh(4), **options)
 
 
-def call(batch, **options):
-  made = quick(**options)
+def take_step(batch, **options):
+  made = step_on_four(**options)
   made.step(made.init(weights()), batch, KEY)
 
 
@@ -358,62 +376,75 @@ MISTAKES = {
     "8 devices cannot be divided by 3",
   ),
   "axis": (
-    lambda: data_parallel.make_step(loss, optax.sgd(1), mesh(2), axis="batch"),
-    r"the mesh has axes \('data',\) and none named 'batch'",
+    lambda: data_parallel.make_step(
+      loss, optax.sgd(1), meshes.make({"batch": 2})
+    ),
+    r"the mesh has axes \('batch',\) and none named 'data'",
   ),
   "array": (
     lambda: meshes.place(
-      {"w": kit.normal(3, 2)}, mesh(2), PartitionSpec("data")
+      {"w": kit.normal(3, 2)}, data_mesh(2), PartitionSpec("data")
     ),
     r"\['w'\] of shape \(3, 2\) cannot be divided .* over the mesh data 2",
   ),
   "axes": (
-    lambda: meshes.place_batch({"x": kit.normal()}, mesh(2)),
+    lambda: meshes.place_batch({"x": kit.normal()}, data_mesh(2)),
     r"\['x'\] of shape \(\) cannot be divided .* over the mesh data 2",
   ),
   "batch": (
-    lambda: call((kit.normal(12, 6), kit.normal(12, 3)), accumulate=2),
+    lambda: take_step((kit.normal(12, 6), kit.normal(12, 3)), accumulate=2),
     "a batch of 12 examples cannot be divided into 8 pieces",
   ),
   "no batch": (
-    lambda: call((kit.normal(8, 6), np.float64(1))),
+    lambda: take_step((kit.normal(8, 6), np.float64(1))),
     "one leading axis, of examples",
   ),
-  "accumulate": (lambda: quick(accumulate=0), "accumulate must be.*not 0"),
-  "clip": (lambda: quick(clip_norm=-1.0), "clip_norm must be.*not -1.0"),
-  "zero": (lambda: quick(zero=4), "zero must be 0, 1, 2 or 3, not 4"),
-  "form": (lambda: quick(form="pmab"), "unknown form 'pmab'; did you.*'pmap'"),
-  "policy": (lambda: quick(policy="float61"), "unknown precision 'float61'"),
+  "accumulate": (
+    lambda: step_on_four(accumulate=0),
+    "accumulate must be.*not 0",
+  ),
+  "clip": (lambda: step_on_four(clip_norm=-1.0), "clip_norm must be.*not -1.0"),
+  "zero": (lambda: step_on_four(zero=4), "zero must be 0, 1, 2 or 3, not 4"),
+  "form": (
+    lambda: step_on_four(form="pmab"),
+    "unknown form 'pmab'; did you.*'pmap'",
+  ),
+  "policy": (
+    lambda: step_on_four(policy="float61"),
+    "unknown precision 'float61'",
+  ),
   "dtype": (
-    lambda: quick(policy=precision.Policy(param=jnp.int32)),
+    lambda: step_on_four(policy=precision.Policy(param=jnp.int32)),
     "the dtype param of a policy must be of floating point, not int32",
   ),
   "scale": (
-    lambda: quick(loss_scale=precision.Dynamic(factor=1.0)),
+    lambda: step_on_four(loss_scale=precision.Dynamic(factor=1.0)),
     "factor of a loss scale must be more than 1, not 1.0",
   ),
   "first scale": (
-    lambda: quick(loss_scale=precision.Dynamic(initial=0.5)),
+    lambda: step_on_four(loss_scale=precision.Dynamic(initial=0.5)),
     "cannot start at 0.5, outside of its bounds 1.0",
   ),
   "no dtype": (
-    lambda: quick(policy=precision.Policy(compute="float61")),
+    lambda: step_on_four(policy=precision.Policy(compute="float61")),
     "the dtype compute of a policy must be of floating point, not float61",
   ),
   "no rule": (
-    lambda: quick(loss_scale=2.0),
+    lambda: step_on_four(loss_scale=2.0),
     "a loss scale must be a Dynamic, not 2.0",
   ),
   "infinite in float32": (
-    lambda: quick(loss_scale=precision.Dynamic(initial=1e300, most=1e301)),
+    lambda: step_on_four(
+      loss_scale=precision.Dynamic(initial=1e300, most=1e301)
+    ),
     "initial of a loss scale must be a positive number of float32",
   ),
   "interval": (
-    lambda: quick(loss_scale=precision.Dynamic(interval=True)),
+    lambda: step_on_four(loss_scale=precision.Dynamic(interval=True)),
     "interval of a loss scale must be.*not True",
   ),
   "pmap and zero": (
-    lambda: quick(form="pmap", zero=1),
+    lambda: step_on_four(form="pmap", zero=1),
     "keeps everything whole on each device; use 'shard_map'",
   ),
   "pmap of two axes": (

@@ -20,10 +20,6 @@ IMAGES = P(None, "rows")
 pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
 
 
-def close(found, wanted):
-  kit.close(found, wanted, rtol=1e-12)
-
-
 def split(function, devices, in_specs, out_specs):
   """Runs a function on rows of what it is given."""
   mesh = meshes.make({"rows": devices})
@@ -72,7 +68,7 @@ def test_a_convolution_of_rows_is_that_of_the_whole(name, monkeypatch):
   def rows(x):
     return halo.apply(layers, params, x)[0]
 
-  close(split(rows, 4, IMAGES, IMAGES)(x), wanted)
+  kit.close(split(rows, 4, IMAGES, IMAGES)(x), wanted, rtol=1e-12)
 
 
 def cross_entropy(logits, labels):
@@ -114,7 +110,9 @@ def test_a_model_of_rows_has_the_loss_and_gradients_of_the_whole(name):
 
   specs = halo.partition(params)
   run = split(jax.value_and_grad(part), 4, (specs, P()), (P(), specs))
-  close(run(params, x), jax.jit(jax.value_and_grad(whole))(params, x))
+  kit.close(
+    run(params, x), jax.jit(jax.value_and_grad(whole))(params, x), rtol=1e-12
+  )
 
 
 def test_locally_connected_layers_send_their_boundary_alone():
@@ -140,7 +138,7 @@ def test_locally_connected_layers_send_their_boundary_alone():
   assert sent == ["ppermute"] * (2 + 1 + 1)
 
 
-def quick(layers, x, devices=4):
+def apply_by_rows(layers, x, devices=4):
   params = kit.parameters(layers, x)
 
   def part(params, x):
@@ -151,23 +149,25 @@ def quick(layers, x, devices=4):
 
 MISTAKES = {
   "rows": (
-    lambda: quick(MODELS["resnet"], kit.normal(1, 6, 6, 3)),
+    lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 6, 6, 3)),
     r"shape \(1, 6, 6, 3\) have no rows that can be divided among the 4",
   ),
   "stride": (
-    lambda: quick(MODELS["resnet"], kit.normal(1, 12, 6, 3)),
+    lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 12, 6, 3)),
     r"stride 2 and padding \(1, 1\) makes 6 rows of 12, .* as 3 on each",
   ),
   "halo": (
-    lambda: quick((halo.Local(2, 7), models.Head(3)), kit.normal(1, 8, 8, 3)),
+    lambda: apply_by_rows(
+      (halo.Local(2, 7), models.Head(3)), kit.normal(1, 8, 8, 3)
+    ),
     "has 2 rows, and its neighbour needs 3",
   ),
   "layer": (
-    lambda: quick(models.mlp(3), kit.normal(1, 8, 8, 3)),
+    lambda: apply_by_rows(models.mlp(3), kit.normal(1, 8, 8, 3)),
     "a Flatten cannot be split by rows; these can: Stem, BasicBlock",
   ),
   "norm": (
-    lambda: quick((models.Stem(2, "batch"),), kit.normal(1, 8, 8, 3)),
+    lambda: apply_by_rows((models.Stem(2, "batch"),), kit.normal(1, 8, 8, 3)),
     "BatchNorm are not kept by rows; use norm='group'",
   ),
   "dilation": (

@@ -24,11 +24,7 @@ KEY = jax.random.key(5)
 pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
 
 
-def close(found, wanted):
-  kit.close(found, wanted, rtol=1e-12)
-
-
-def mesh(devices):
+def tensor_mesh(devices):
   return meshes.make({"tensor": devices})
 
 
@@ -36,7 +32,7 @@ def shard(function, devices, in_specs, out_specs, **options):
   return jax.jit(
     jax.shard_map(
       function,
-      mesh=mesh(devices),
+      mesh=tensor_mesh(devices),
       in_specs=in_specs,
       out_specs=out_specs,
       **options,
@@ -54,18 +50,21 @@ def join(params, grid, vocabulary):
   return tensor.unpad(meshes.whole(params, grid), vocabulary)
 
 
+@jax.jit
+@jax.value_and_grad
 def whole_loss(params):
   logits, _ = models.apply(LAYERS, params, TOKENS, train=True, key=KEY)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, LABELS)
   return losses.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "sequence"), [(4, False), (2, True)])
 def test_loss_and_gradients_are_those_of_the_whole_model(devices, sequence):
   """Dropout too: all masks are those that one device draws."""
   params = kit.parameters(LAYERS, TOKENS)
-  layers = tensor.parallel(LAYERS, mesh(devices), sequence=sequence)
-  placed = split(params, mesh(devices))
+  layers = tensor.parallel(LAYERS, tensor_mesh(devices), sequence=sequence)
+  placed = split(params, tensor_mesh(devices))
   specs = tensor.partition(placed)
 
   def loss(params):
@@ -76,19 +75,26 @@ def test_loss_and_gradients_are_those_of_the_whole_model(devices, sequence):
   value, grads = run(placed)
   padded = jax.tree.leaves(tensor.pad(jax.tree.map(jnp.ones_like, params), 4))
   assert {0.0, 1.0} == {float(x.min()) for x in padded}
-  wanted = jax.jit(jax.value_and_grad(whole_loss))(params)
-  close((value, join(grads, mesh(devices), 11)), wanted)
+  kit.close(
+    (value, join(grads, tensor_mesh(devices), 11)),
+    whole_loss(params),
+    rtol=1e-12,
+  )
 
 
 def test_a_checkpoint_goes_there_and_back():
   params = kit.parameters(LAYERS, TOKENS)
   for devices in (1, 4):
-    grid = mesh(devices)
+    grid = tensor_mesh(devices)
     placed = split(params, grid)
     kernel = placed[1]["attention"]["query"]["kernel"]
     local = kernel.addressable_shards[-1]
     last = 4 // devices
-    close(local.data, params[1]["attention"]["query"]["kernel"][:, -last:])
+    kit.close(
+      local.data,
+      params[1]["attention"]["query"]["kernel"][:, -last:],
+      rtol=1e-12,
+    )
     back = join(placed, grid, 11)
     kit.same(back, params)
 
@@ -109,7 +115,7 @@ def sent(run, *args):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_block_sends_the_stream_twice_each_way(sequence):
   params, x = kit.parameters(LAYERS, TOKENS)[1], kit.normal(2, 8, 8)
-  (block,) = tensor.parallel(LAYERS[1:2], mesh(4), sequence=sequence)
+  (block,) = tensor.parallel(LAYERS[1:2], tensor_mesh(4), sequence=sequence)
   specs = tensor.partition(params)
   stream = P(None, "tensor") if sequence else P()
 
@@ -157,7 +163,7 @@ def test_a_cross_entropy_sends_numbers_for_an_example_not_logits():
     )
     return losses.sum()
 
-  close(run(logits), jax.grad(whole)(logits))
+  kit.close(run(logits), jax.grad(whole)(logits), rtol=1e-12)
   # Logits that no exponential holds.
   large = shard(
     lambda x: tensor.cross_entropy(x, LABELS, vocabulary=11),
@@ -184,12 +190,12 @@ def test_two_dense_layers():
   )
   found = shard(both, 4, specs, P())(first, second, x)
   h = np.tanh(x @ first["kernel"] + first["bias"])
-  close(found, h @ second["kernel"] + second["bias"])
+  kit.close(found, h @ second["kernel"] + second["bias"], rtol=1e-12)
 
 
 def embed_of(length, sequence):
-  (embed,) = tensor.parallel(LAYERS[:1], mesh(4), sequence=sequence)
-  params = split(kit.parameters(LAYERS, TOKENS)[:1], mesh(4))
+  (embed,) = tensor.parallel(LAYERS[:1], tensor_mesh(4), sequence=sequence)
+  params = split(kit.parameters(LAYERS, TOKENS)[:1], tensor_mesh(4))
   tokens = np.zeros((1, length), np.int32)
 
   def run(params):
@@ -204,11 +210,11 @@ MISTAKES = {
     r"the mesh has axes \('model',\) and none named 'tensor'",
   ),
   "heads": (
-    lambda: tensor.parallel(LAYERS, mesh(3)),
+    lambda: tensor.parallel(LAYERS, tensor_mesh(3)),
     "4 heads cannot be divided among the 3 devices of the axis 'tensor'",
   ),
   "layer": (
-    lambda: tensor.parallel(models.mlp(3), mesh(2)),
+    lambda: tensor.parallel(models.mlp(3), tensor_mesh(2)),
     "a Flatten has no tensor parallel form",
   ),
   "features": (

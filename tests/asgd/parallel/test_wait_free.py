@@ -14,18 +14,12 @@ from jax.sharding import PartitionSpec
 
 from asgd import base, models, problems
 from asgd.models import transformer
-from asgd.parallel import wait_free
+from asgd.parallel import meshes, wait_free
 
 DEVICES = 4
 
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def mesh(*shape):
-  shape = shape or (DEVICES,)
-  devices = np.array(jax.devices()[:DEVICES]).reshape(shape)
-  return jax.sharding.Mesh(devices, ("data", "node")[: len(shape)])
 
 
 def pieces_of(layers):
@@ -122,7 +116,7 @@ def sharded(pieces, axis="data", grid=None, **options):
   spec = PartitionSpec(axis)
   return jax.shard_map(
     wait_free.gradient(pieces, axis, **options),
-    mesh=grid or mesh(),
+    mesh=grid or meshes.make({"data": DEVICES}),
     in_specs=(PartitionSpec(), spec, PartitionSpec()),
     out_specs=PartitionSpec(),
     check_vma=False,
@@ -147,7 +141,7 @@ def wanted(problem):
   return run(params, batch, jax.random.key(1))
 
 
-def check(problem, axis="data", grid=None, **options):
+def assert_gradient(problem, axis="data", grid=None, **options):
   pieces, params, batch = problem()
   run = jax.jit(sharded(pieces, axis, grid, **options))
   found = run(params, batch, jax.random.key(1))
@@ -159,18 +153,19 @@ def check(problem, axis="data", grid=None, **options):
 
 def test_it_is_the_gradient_of_the_mean_loss():
   # Two layers by their factors, and one dense.
-  check(mlp, factors="rule")
+  assert_gradient(mlp, factors="rule")
   sums = [x for x in trace(mlp, factors="rule") if x[0] == "all_gather"]
   assert len(sums) == 4
 
 
+@pytest.mark.slow
 def test_of_layers_that_are_special():
-  check(everything, factors="always")
+  assert_gradient(everything, factors="always")
 
 
 def test_in_buckets_on_two_levels():
-  grid, axes = mesh(2, 2), ("data", "node")
-  check(mlp, axes, grid, reduce="hierarchical", bucket_bytes=200)
+  grid, axes = meshes.make({"data": 2, "node": 2}), ("data", "node")
+  assert_gradient(mlp, axes, grid, reduce="hierarchical", bucket_bytes=200)
 
 
 # Which message waits for which products.
@@ -258,7 +253,7 @@ def test_otherwise_all_of_them_are_computed_first():
 
   run = jax.shard_map(
     after_all,
-    mesh=mesh(),
+    mesh=meshes.make({"data": DEVICES}),
     in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
     out_specs=PartitionSpec(),
     check_vma=False,

@@ -43,12 +43,12 @@ def test_the_slowest_by_hand():
   # V = 1 is the exponential: the harmonic numbers.
   for workers in (2, 5):
     harmonic = sum(1 / i for i in range(1, workers + 1))
-    found = waiting.expected_slowest(workers, mean=3.0, variation=1.0)
-    assert found == pytest.approx(3 * harmonic, rel=1e-9)
+    found = waiting.expected_slowest(workers, variation=1.0)
+    assert found == pytest.approx(harmonic, rel=1e-9)
   # The second of five: 1/5 + 1/4.
   found = waiting.expected_slowest(5, variation=1.0, wait_for=2)
   assert found == pytest.approx(0.45, rel=1e-9)
-  assert waiting.expected_slowest(9, mean=2.0, variation=0) == 2.0
+  assert waiting.expected_slowest(9, variation=0) == 1.0
 
 
 def test_asynchronous_workers_wait_for_links_only():
