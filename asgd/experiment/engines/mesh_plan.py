@@ -19,13 +19,7 @@ from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
-from asgd.parallel import (
-  circular,
-  data_parallel,
-  hybrid,
-  meshes,
-  precision,
-)
+from asgd.parallel import circular, data_parallel, hybrid, meshes, precision
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
@@ -55,9 +49,8 @@ def _axes(value: Any, key: str) -> dict[str, int]:
     )
   for axis, size in value.items():
     if axis not in _AXES:
-      raise ValueError(
-        f"unknown axis {axis!r} of config.{key}; {names.nearest(axis, _AXES)}"
-      )
+      nearest = names.nearest(axis, _AXES)
+      raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
     if size != -1 or isinstance(size, bool):
       checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(value.values()).count(-1) > 1:
@@ -65,9 +58,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       f"config.{key}: only one axis can be -1, for what is left: {value!r}"
     )
   axes = {axis: value[axis] for axis in _AXES if axis in value}
-  if not axes:
-    return {}
-  return axes if meshes.DATA in axes else {meshes.DATA: 1, **axes}
+  return {meshes.DATA: 1, **axes} if axes else {}
 
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
@@ -82,6 +73,14 @@ def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
     if "learning_rate" in inspect.signature(maker).parameters:
       makers[name] = maker
   return makers
+
+
+def _refuse_unknown(value, known, key, of=""):
+  """Raises ValueError for a key that is not known."""
+  for name in value:
+    if name not in known:
+      nearest = names.nearest(name, known)
+      raise ValueError(f"unknown config key '{key}.{name}'{of}; {nearest}")
 
 
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
@@ -99,16 +98,12 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
     maker = names.lookup("optimizer", value["name"], optimizers())
   known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
   known.remove("learning_rate")
-  for option in value:
-    if option == "learning_rate":
-      raise ValueError(
-        f"config.{key}.learning_rate is config.learning_rate: set that"
-      )
-    if option not in (*known, "name"):
-      raise ValueError(
-        f"unknown config key '{key}.{option}' (optimizer"
-        f" {value['name']!r}); {names.nearest(option, known)}"
-      )
+  if "learning_rate" in value:
+    raise ValueError(
+      f"config.{key}.learning_rate is config.learning_rate: set that"
+    )
+  options = [option for option in value if option != "name"]
+  _refuse_unknown(options, known, key, f" (optimizer {value['name']!r})")
   return dict(value)
 
 
@@ -121,11 +116,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be None or a dict of {', '.join(fields)}, not"
       f" {value!r}"
     )
-  for field in value:
-    if field not in fields:
-      raise ValueError(
-        f"unknown config key '{key}.{field}'; {names.nearest(field, fields)}"
-      )
+  _refuse_unknown(value, fields, key)
   with checks.blame(key):
     precision.check_dynamic(precision.Dynamic(**value))
   return dict(value)
@@ -195,7 +186,8 @@ def check(run: Run) -> None:
   section = run.config["mesh"]
   axes = section["axes"]
   for key, axis, unset in (
-    *(("sequence", meshes.TENSOR, False), ("rounds", meshes.PIPE, None)),
+    ("sequence", meshes.TENSOR, False),
+    ("rounds", meshes.PIPE, None),
     ("microbatches", meshes.PIPE, None),
   ):
     if section[key] is not unset and axis not in axes:
@@ -220,27 +212,25 @@ def check(run: Run) -> None:
 def _check_batch(run, shape):
   """Whether a batch can be divided as the mesh and others want it."""
   section, size = run.config["mesh"], run.config["batch_size"]
-  replicas = shape[meshes.DATA]
-  pieces = replicas * section["accumulate"]
+  replicas, accumulate = shape[meshes.DATA], section["accumulate"]
+  pieces = replicas * accumulate
   each = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
-      f" ({each} {section['accumulate']}): use a multiple of {pieces}"
+      f" ({each} {accumulate}): use a multiple of {pieces}"
     )
   cut = _microbatches(section, shape)
   if size // pieces % cut:
     raise ValueError(
       f"config.batch_size {size} makes pieces of {size // pieces} ({each}"
-      f" {section['accumulate']}), which config.mesh.microbatches {cut} does"
-      f" not divide: use a multiple of {pieces * cut}"
+      f" {accumulate}), which config.mesh.microbatches {cut} does not divide:"
+      f" use a multiple of {pieces * cut}"
     )
 
 
 def _microbatches(section, shape):
-  if section["microbatches"] is None:
-    return shape.get(meshes.PIPE, 1)
-  return section["microbatches"]
+  return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
 
 # The plan.
@@ -304,7 +294,9 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
   with checks.blame("mesh.form"):
     step = hybrid.make_step(
-      *(_model(run, problem, mesh), _transform(run, rate), mesh),
+      _model(run, problem, mesh),
+      _transform(run, rate),
+      mesh,
       accumulate=section["accumulate"],
       clip_norm=run.config["clip_norm"],
       zero=section["zero"],
@@ -332,9 +324,10 @@ def _make_mesh(run):
 
 
 def _model(run, problem, mesh):
-  section, options = run.config["mesh"], {}
+  section = run.config["mesh"]
+  options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options = {
+    options |= {
       "pipe": circular.inside,
       "microbatches": _microbatches(section, mesh.shape),
       "rounds": section["rounds"] or 1,
@@ -347,9 +340,7 @@ def _model(run, problem, mesh):
         f" config.mesh.axes.tensor {size}: use other heads or another mesh"
       )
   try:
-    return hybrid.mesh_model(
-      problem, mesh, sequence=section["sequence"], **options
-    )
+    return hybrid.mesh_model(problem, mesh, **options)
   except ValueError as error:
     raise _unfit(run, mesh, error) from error
 
