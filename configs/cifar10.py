@@ -3,7 +3,7 @@
 Batch 128 a worker, learning rate 0.1 whatever the number of workers, momentum
 0.9, weight decay 1e-4, 160 epochs in total over all workers, a tenth at epochs
 80 and 120, 5 epochs of warm-up from 0.1 / N, gamma durations, five seeds. The
-model has GroupNorm where the paper's has BatchNorm, whose statistics its
+model has GroupNorm where the paper's has BatchNorm, with statistics that its
 simulator shares between all workers; `--config.model.norm=batch` gives
 BatchNorm with statistics that the server averages from the messages.
 

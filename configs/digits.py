@@ -1,8 +1,8 @@
 """The main job: what staleness costs, and what cures it, in a minute.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
-digits (scikit-learn, 1,437 images), with workers whose times follow the
-homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
+digits (scikit-learn, 1,437 images); times of workers follow the homogeneous
+gamma model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/digits.py
 

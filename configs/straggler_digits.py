@@ -1,4 +1,4 @@
-"""One worker of four takes three times as long: who waits, and what it costs.
+"""One worker of four takes three times as long: what waits, and what it costs.
 
 Asynchronous against bulk synchronous SGD, live, on handwritten digits, with
 batches so large that computing is nearly all of the work.

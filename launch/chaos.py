@@ -14,7 +14,7 @@ again nothing is done, and no time is counted.
 
   worker   SIGKILL to a worker
   shard    SIGKILL to a server shard
-  hang     SIGSTOP to a worker: it says nothing more, and nobody is told
+  hang     SIGSTOP to a worker: it says nothing more, and no process is told
   term     SIGTERM to a worker, as a preemption notice
   driver   SIGKILL to the driver, which is started again with the same command
 

@@ -11,8 +11,8 @@ experiment that has begun; another experiment's folder is refused.
 
 Simulated cells are independent: --jobs=N trains so many at once (default: one
 for each core), --jobs=ray as tasks of a Ray cluster, and --cells=I/N is a share
-of them, for commands on several machines with one --workdir. Cells whose
-seconds are a result (live runs, pipelines, meshes) are trained one by one.
+of them, for commands on several machines with one --workdir. Live runs,
+pipelines and meshes, which are timed, are trained one cell after the other.
 
 With --num_processes=N a mesh's devices are in N processes of this machine. On
 several machines, start the same command on each with --num_processes,

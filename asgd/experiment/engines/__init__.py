@@ -143,7 +143,11 @@ def _nothing(*_: Any) -> tuple[str, ...]:
 
 
 class EngineKind(NamedTuple):
-  """An engine, as an experiment knows it."""
+  """An engine, as an experiment knows it.
+
+  What checks (`check`, `plan`, `check_machine`) raises ValueError, naming the
+  key or the flag, its value and the remedy.
+  """
 
   sections: Mapping[str, Any]  # of the config, as in schema.SHARED
   settings: str | None  # the section that a run may set directly

@@ -72,11 +72,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def check(run: Run) -> None:
-  """Checks what needs neither data nor a model.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Checks what needs neither data nor a model."""
   parameter_server.check(run)
   config = run.config
   server, live = config["server"], config["live"]
@@ -95,13 +91,8 @@ def check(run: Run) -> None:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking that
-  they can be run live.
-
-  Raises:
-    ValueError: for an order that only a simulation can keep, and for what
-      cannot be split into shards, naming the remedy.
-  """
+  """As `parameter_server.plan`; refuses an order that only a simulation can
+  keep, and what cannot be split into shards."""
   result = parameter_server.plan(experiment, run, workers)
   result.rules()
   if run.config["server"]["shards"] > 1:
@@ -112,11 +103,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
 def check_machine(
   experiment: Any, plans: Sequence[ServerPlan], machine: Any, *, ray: bool
 ) -> None:
-  """Checks that a machine has what live cells need, before anything is written.
-
-  Raises:
-    ValueError: naming the flag and the remedy.
-  """
+  """Checks that a machine has what live cells need."""
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
@@ -143,10 +130,10 @@ class LiveEngine(Engine):
 
     Args:
       context: of the cell.
-      make_cluster: (live run, machine, images, resumed, began) -> a cluster.
+      make_cluster: as `live_clusters.thread_cluster`.
 
     Raises:
-      ValueError: if what is there is not all there, or does not fit together.
+      ValueError: if the files of the cell are not all there, or do not fit.
     """
     self._context, folder = context, context.folder
     shards = range(context.plan.run.config["server"]["shards"])
@@ -174,9 +161,7 @@ class LiveEngine(Engine):
     )
     images, before = None, 0.0
     if events:
-      images = context.restore(
-        lambda saved: self._images(saved, [len(j) for j in journals])
-      )
+      images = context.restore(lambda saved: self._images(saved, journals))
       before = events[-1].time
     self._snapshot: Snapshot | None = None
     self._insists = False  # whether a checkpoint must be made now
@@ -195,20 +180,18 @@ class LiveEngine(Engine):
     self._next_look = 0.0
     self.cluster.start()
 
-  def _images(self, saved, rows):
+  def _images(self, saved, journals):
     """The shards' images in a checkpoint, if the journals hold all of it."""
-    for index, meta in enumerate(saved.notes["shards"]):
-      if meta["rows"] > rows[index]:
+    metas = saved.notes["shards"]
+    for index, (meta, rows) in enumerate(zip(metas, journals, strict=True)):
+      if meta["rows"] > len(rows):
         raise ValueError(
-          f"trace-{index}.csv has {rows[index]} rows, the checkpoint is of row"
+          f"trace-{index}.csv has {len(rows)} rows, the checkpoint is of row"
           f" {meta['rows']}"
         )
-    server = self._context.plan.server
-    parts = live_clusters.parts(self._live)
+    server, parts = self._context.plan.server, live_clusters.parts(self._live)
     states = saved.tree([simulator.start(server, part) for part in parts])
-    return list(zip(states, saved.notes["shards"], strict=True))
-
-  # Watching.
+    return list(zip(states, metas, strict=True))
 
   def advance(self, until: int) -> Progress:
     """Looks at the cluster once, a moment after the last time."""
@@ -298,8 +281,6 @@ class LiveEngine(Engine):
   def _first_ticket(self) -> float:
     return live_files.first_ticket(read_journal(self._journals[0]))
 
-  # What there is to know.
-
   def snapshot(self) -> Snapshot:
     """Returns the parameters of the message that `advance` was to reach."""
     if self._snapshot is None:  # all was evaluated before this process began
@@ -359,8 +340,6 @@ class LiveEngine(Engine):
       kind: before.get(kind, 0) + count
       for kind, count in self.cluster.replaced.items()
     }
-
-  # Coming to rest.
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is

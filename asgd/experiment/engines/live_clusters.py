@@ -76,11 +76,8 @@ def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
 
 @functools.lru_cache(maxsize=256)
 def needs_totals(plan: ServerPlan) -> bool:
-  """Returns whether an algorithm, on shards, needs numbers of all of them.
-
-  Raises:
-    ValueError: for what cannot be split into shards, naming the remedy.
-  """
+  """Returns whether an algorithm, on shards, needs numbers of all of them; what
+  cannot be split into shards is refused with ValueError."""
   server, rules = plan.run.config["server"], plan.rules()
   label, recipe = plan.run.label, plan.recipe
   if rules.round and not server["consistent"]:

@@ -1,7 +1,4 @@
-"""The config and the plan of a run on a mesh: axes, optimizer, step.
-
-An update is made by an optax optimizer, by its name, or by the run's recipe.
-"""
+"""The config and the plan of a run on a mesh: axes, optimizer, step."""
 
 import functools
 import inspect
@@ -152,11 +149,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def devices_of(run: Run) -> int | None:
-  """Returns how many devices a run needs, None for all there are.
-
-  Raises:
-    ValueError: for fewer `devices` than the mesh has.
-  """
+  """Returns how many devices a run needs, None for all there are."""
   section = run.config["mesh"]
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
@@ -177,11 +170,7 @@ def devices_of(run: Run) -> int | None:
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are devices.
-
-  Raises:
-    ValueError: naming the key, its value and the remedy.
-  """
+  """Checks what can be known before there are devices."""
   devices_of(run)
   section = run.config["mesh"]
   axes = section["axes"]
@@ -233,9 +222,6 @@ def _microbatches(section, shape):
   return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
 
-# The plan.
-
-
 class MeshPlan(NamedTuple):
   """What the cells of a run share."""
 
@@ -276,11 +262,7 @@ def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
-  """Builds mesh and step of a run, checking that they fit the model.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Builds mesh and step of a run, checking that they fit the model."""
   del workers
   problem, section = experiment.problem_of(run), run.config["mesh"]
   mesh = _make_mesh(run)

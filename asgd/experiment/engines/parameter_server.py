@@ -99,11 +99,7 @@ class ServerPlan:
     )
 
   def rules(self) -> protocol.Rules:
-    """Returns the protocol of a live run.
-
-    Raises:
-      ValueError: for an order that only a simulation can keep.
-    """
+    """Returns the protocol of a live run; refuses others with ValueError."""
     options = dict(self.order)
     name, every = options.pop("name"), self.recipe.every
     if name == "bulk_synchronous":
@@ -123,11 +119,7 @@ class ServerPlan:
 
 
 def check(run: Run) -> None:
-  """Checks what is read before a plan is made.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Checks what is read before a plan is made."""
   backup = run.config["order"].get("backup", 0)
   if type(backup) is not int or backup < 0:
     raise ValueError(
@@ -144,11 +136,7 @@ def check(run: Run) -> None:
 def build_recipe(
   run: Run, workers: int, learning_rate: Any
 ) -> algorithms.Recipe:
-  """Builds the recipe of a run, as its config wants it.
-
-  Raises:
-    ValueError: as `algorithms.build`.
-  """
+  """Builds the recipe of a run, as its config wants it (`algorithms.build`)."""
   order, clip_norm = run.config["order"], run.config["clip_norm"]
   recipe = algorithms.build(run.recipe, learning_rate, workers, **run.options)
   if clip_norm is not None:
@@ -163,8 +151,8 @@ def build_recipe(
 
 
 def _order(run, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it, and so does one whose
-  workers do several jobs on a ticket."""
+  """A recipe made for a protocol of its own keeps it, and so does one with
+  workers that do several jobs on a ticket."""
   if recipe.order != "asynchronous":
     return {"name": recipe.order}
   order = run.config["order"]
@@ -264,11 +252,7 @@ def schedule(
 
 
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking it.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Builds what the cells of a run with so many workers share, checking it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
   blame_run = functools.partial(
