@@ -14,27 +14,20 @@ from asgd import names
 from launch import flags
 from launch.bench import parallel, pipeline, server, simulator
 
-_ROUNDS = {"simulator": 9, "server": 1, "pipeline": 6, "parallel": 5}
+_BENCHMARKS = {  # name -> what runs it, its flags
+  "simulator": (simulator.run, ("rounds", "block", "batch_size")),
+  "server": (server.run, ("seconds", "sizes")),
+  "pipeline": (pipeline.run, ("rounds", "peer")),
+  "parallel": (parallel.run, ("rounds",)),
+}
 _F = flags.define(
   {
-    "rounds": (
-      int,
-      None,
-      "Turns of each contestant. Default: 9, 6 (pipeline), 5 (parallel).",
-    ),
+    "rounds": (int, None, "Turns. Default: 9, 6 (pipeline), 5 (parallel)."),
     "block": (int, 24, "Updates of a turn (simulator)."),
     "batch_size": (int, 64, "Images in a batch (simulator)."),
-    "sizes": (
-      list,
-      ["0.1", "1", "10", "100"],
-      "MB of parameters (server).",
-    ),
+    "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),
     "seconds": (float, 3.0, "For each contestant (server)."),
-    "peer": (
-      str,
-      None,
-      "Python that has torch (pipeline). Default: this, if it has.",
-    ),
+    "peer": (str, None, "Python with torch (pipeline). Default: this one."),
   }
 )
 
@@ -42,20 +35,12 @@ _F = flags.define(
 def main(name: str = "") -> None:
   """Runs one benchmark."""
   if not name:
-    raise ValueError(f"which benchmark? one of: {', '.join(_ROUNDS)}")
-  default = names.lookup("benchmark", name, _ROUNDS)
-  given = {flag: holder.value for flag, holder in _F.items()}
-  rounds = default if given["rounds"] is None else given["rounds"]
-  if rounds < 1 or given["block"] < 1 or not given["seconds"] > 0:
+    raise ValueError(f"which benchmark? one of: {', '.join(_BENCHMARKS)}")
+  run, takes = names.lookup("benchmark", name, _BENCHMARKS)
+  given = {k: f.value for k, f in _F.items() if f.value is not None}
+  if not all(given.get(k, 1) > 0 for k in ("rounds", "block", "seconds")):
     raise ValueError("--rounds, --block and --seconds must be positive")
-  if name == "simulator":
-    simulator.run(rounds, given["block"], given["batch_size"])
-  elif name == "server":
-    server.run(given["seconds"], [float(size) for size in given["sizes"]])
-  elif name == "pipeline":
-    pipeline.run(rounds, given["peer"])
-  else:
-    parallel.run(rounds)
+  run(**{k: given[k] for k in takes if k in given})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import itertools
 import os
 import subprocess
 import sys
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,19 +215,13 @@ def fit(
   return costs.link(1 / inverse, latency)
 
 
-class CollectiveTimes(NamedTuple):
-  """A collective's times, and those of psum in the same rounds."""
+def measure(name: str, devices: int, size: float, rounds: int) -> np.ndarray:
+  """Measures a collective of so many MB a device, taking turns with psum.
 
-  new: np.ndarray  # float64[rounds], seconds; the sum is in new memory
-  in_place: np.ndarray  # float64[rounds], seconds
-  psum_new: np.ndarray  # float64[rounds], seconds
-  psum_in_place: np.ndarray  # float64[rounds], seconds
-
-
-def measure(
-  name: str, devices: int, size: float, rounds: int
-) -> CollectiveTimes:
-  """Measures a collective of so many MB a device, taking turns with psum."""
+  Returns:
+    float64[2, 2, rounds], seconds of the collective and of psum, each with the
+    sum in new memory and in place.
+  """
   sums = _sums(name, devices, size)
   if name != "psum":
     sums += _sums("psum", devices, size)
@@ -236,26 +229,26 @@ def measure(
   calls = 8 if size < 8 else 1
   contestants = dict(enumerate(sums))
   seconds = list(turns.take_turns(contestants, rounds, calls).values())
-  return CollectiveTimes(*seconds[:2], *seconds[-2:])
+  return np.stack([seconds[:2], seconds[-2:]])
 
 
 def cells(
   name: str,
   devices: int,
   size: float,
-  times: CollectiveTimes,
+  times: np.ndarray,
   link: costs.LinkSpeed | None = None,
 ) -> list[str]:
-  """Returns a row: what was measured, and what the model says of a link."""
+  """Returns a row: what `measure` gave, and what the model says of a link."""
   row = [name, f"{devices}", f"{size:g}"]
-  for mine, psum in zip(times[:2], times[2:], strict=True):
+  for mine, psum in zip(*times, strict=True):
     row += [f"{1e3 * np.median(mine):.2f}", *turns.ratio_cells(mine / psum)]
   if link is None:
     return row
   if name == "psum":
     return [*row, "", ""]
   model = costs.seconds(cost(name, size, devices), link)
-  share = model / np.median(times.in_place)
+  share = model / np.median(times[0, 1])
   return [*row, f"{1e3 * model:.2f}", f"{share:.2f}"]
 
 
@@ -267,12 +260,12 @@ def _measure_collectives(rounds, keeps_memory):
     header += ["model", "of measured"]
   for devices in (2, 8):
     sizes, link = [_LARGE], None
-    done = {}  # (MB, collective) -> times
+    rings = {}  # MB -> times of the ring, which the link is fitted to
     if keeps_memory:
       sizes, measured = [_SMALL, _LARGE], []
       for size in sizes:
-        done[size, "ring"] = times = measure("ring", devices, size, rounds)
-        seconds = float(np.median(times.in_place))
+        rings[size] = measure("ring", devices, size, rounds)
+        seconds = float(np.median(rings[size][0, 1]))
         measured.append((cost("ring", size, devices), seconds))
       link = fit(*measured)
       print(
@@ -282,12 +275,13 @@ def _measure_collectives(rounds, keeps_memory):
       )
     table = turns.Table(header, first=18)
     for size, name in itertools.product(sizes, shapes(devices)):
-      times = done.get((size, name)) or measure(name, devices, size, rounds)
+      known = name == "ring" and size in rings
+      times = rings[size] if known else measure(name, devices, size, rounds)
       table.row(*cells(name, devices, size, times, link))
     print(flush=True)
 
 
-def run(rounds: int) -> None:
+def run(rounds: int = 5) -> None:
   """Prints steps on two devices against one, and collectives against psum."""
   jax.config.update("jax_num_cpu_devices", _DEVICES)
   load = os.getloadavg()[0]

@@ -169,7 +169,7 @@ def _rate(once: turns.Contestant, seconds: float) -> float:
   return count / took
 
 
-def run(seconds: float, sizes: Sequence[float]) -> None:
+def run(seconds: float, sizes: Sequence[str]) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
   seconds for each contestant and size."""
   print(
@@ -183,7 +183,7 @@ def run(seconds: float, sizes: Sequence[float]) -> None:
     header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
     table = turns.Table([*header, "of Ray loop"], first=6)
     for size in sizes:
-      table.row(*_cells(_params(size), seconds / _TURNS))
+      table.row(*_cells(_params(float(size)), seconds / _TURNS))
   finally:
     ray_runtime.stop()
 

@@ -55,7 +55,7 @@ def _simulated(problem, name, workers, updates, rounds) -> turns.Contestant:
   return once
 
 
-def run(rounds: int, block: int, batch_size: int) -> None:
+def run(block: int, batch_size: int, rounds: int = 9) -> None:
   """Prints updates/s and their ratio to the plain loop's.
 
   Args:
