@@ -21,8 +21,7 @@ minute on two cores:
 import ml_collections
 
 
-def get_config(arg=None):
-  del arg
+def get_config():
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))

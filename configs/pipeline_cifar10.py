@@ -36,14 +36,13 @@ def get_config(arg=None):
   )
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   slow = dict(sgd, learning_rate=0.0025)
   runs = dict(
     one_f_one_b=dict(slow, schedule="one_f_one_b", title="1F1B"),
     pipedream=dict(pipedream, title="PipeDream (stash)"),
     stale=dict(sgd, schedule="ftpipe", weights="latest", title="FTPipe, stale"),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )
   # In this order in tables, not in that of the alphabet.

@@ -22,8 +22,7 @@ little here.
 import ml_collections
 
 
-def get_config(arg=None):
-  del arg
+def get_config():
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64, 64))
@@ -36,6 +35,7 @@ def get_config(arg=None):
   config.learning_rate_schedule = dict(warmup_examples=320)
   sgd = dict(recipe="asgd", momentum=0.9)
   pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4, learning_rate=0.005)
   runs = dict(
     gpipe=dict(sgd, schedule="gpipe", title="GPipe"),
@@ -45,9 +45,7 @@ def get_config(arg=None):
     pipedream=dict(pipedream, title="PipeDream (stash)"),
     pipedream_2bw=dict(two_bw, title="PipeDream-2BW"),
     stale=dict(sgd, schedule="stale", title="stale"),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )
   # In this order in tables, not in that of the alphabet.

@@ -36,6 +36,7 @@ import ml_collections
 def _runs():
   sgd = dict(recipe="asgd", momentum=0.9)
   pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4)
   stale = dict(sgd, schedule="ftpipe", weights="latest", title="FTPipe, stale")
   # One update of 2BW is older than elsewhere a few microbatches: with momentum
@@ -57,9 +58,7 @@ def _runs():
     stale_recompute=dict(
       stale, recompute=True, title="FTPipe, stale, recomputing"
     ),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     dc=dict(pipedream, recipe="dc_asgd_a", title="PipeDream, DC-ASGD"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )

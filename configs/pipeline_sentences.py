@@ -56,6 +56,7 @@ def _runs():
   sgd = dict(recipe="asgd", momentum=0.9)
   gpipe = dict(sgd, schedule="gpipe")
   pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4)
   return dict(
     gpipe=dict(gpipe, title="GPipe"),
@@ -65,9 +66,7 @@ def _runs():
     pipedream=dict(pipedream, title="PipeDream (stash)"),
     pipedream_2bw=dict(two_bw, title="PipeDream-2BW"),
     stale=dict(sgd, schedule="ftpipe", weights="latest", title="FTPipe, stale"),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     dc=dict(pipedream, recipe="dc_asgd_a", title="PipeDream, DC-ASGD"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
     predict_2bw=dict(two_bw, predict=True, title="PipeDream-2BW, predicted"),

@@ -12,8 +12,7 @@ loss, beside simulations with the measured durations.
 import ml_collections
 
 
-def get_config(arg=None):
-  del arg
+def get_config():
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(512, 512))

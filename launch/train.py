@@ -103,8 +103,8 @@ def _quieten_full_disks():
     def hook(args):
       error, thread = args.exc_value, type(getattr(args, "thread", None))
       board = thread.__module__.startswith("tensorboardX")
-      full = isinstance(error, OSError) and error.errno in storage.DISK_FULL
-      if not full and not (board and isinstance(error, OSError)):
+      of_disk = isinstance(error, OSError)
+      if not of_disk or not (board or error.errno in storage.DISK_FULL):
         before(args)
 
     return hook

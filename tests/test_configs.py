@@ -61,7 +61,7 @@ def small_data(monkeypatch):
 
 
 def build(path, arg=None):
-  config = load(path).get_config(arg)
+  config = load(path).get_config(*filter(None, [arg]))
   assert isinstance(config, ml_collections.ConfigDict)
   assert config.is_locked
   config = config.to_dict()
