@@ -74,9 +74,7 @@ def _machine() -> Machine:
 
 def _jobs() -> int | str:
   text = _F["jobs"].value
-  if text == "auto":
-    return jobs.default_jobs()
-  if text == "ray":
+  if text in ("auto", "ray"):
     return text
   if not text.isdecimal() or not 0 < int(text) <= 1024:
     raise ValueError(
@@ -198,6 +196,8 @@ def _open(config):
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
   signals, share, count = Signals(), _share(), _jobs()
+  if count == "auto":  # JAX has its devices by now
+    count = jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in share.of(experiment.cells))
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:

@@ -38,7 +38,8 @@ class ShardNews:
       )
     if self._gathers and status[0]["received"]:
       self._gathers, there = False, len(status[0]["workers"])
-      if there < self._workers:
+      # At the end of a short run they have left already.
+      if there < self._workers and not status[0]["stopped"]:
         news.append(
           f"it began with only {there} of {self._workers} workers; the others"
           " may still come"
