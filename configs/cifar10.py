@@ -3,7 +3,7 @@
 Batch 128 a worker, learning rate 0.1 whatever the number of workers, momentum
 0.9, weight decay 1e-4, 160 epochs in total over all workers, a tenth at epochs
 80 and 120, 5 epochs of warm-up from 0.1 / N, gamma durations, five seeds. The
-model has GroupNorm where the paper's has BatchNorm, whose statistics its
+model has GroupNorm where the paper's has BatchNorm, with statistics that its
 simulator shares between all workers; `--config.model.norm=batch` gives
 BatchNorm with statistics that the server averages from the messages.
 
@@ -21,7 +21,7 @@ import ml_collections
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
-  config.data = dict(name="cifar10", augment=True, partition="shared")
+  config.data = dict(name="cifar10", augment=True)
   config.model = dict(name="resnet20", norm="group")
   decay = dict(weight_decay=1e-4)
   config.runs = dict(
@@ -39,19 +39,15 @@ def get_config(arg=None):
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero", **decay),
     dana_dc=dict(recipe="dana_dc", title="DANA-DC", **decay),
   )
-  config.only = ()
   config.workers = (4, 8, 12, 16, 20, 24, 32)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 128
   config.epochs = 160.0
   config.learning_rate = 0.1
   config.learning_rate_schedule = dict(
-    warmup_epochs=5.0, decay_epochs=(80.0, 120.0), decay_factor=0.1
+    warmup_epochs=5.0, decay_epochs=(80.0, 120.0)
   )
-  config.order = dict(name="asynchronous")
-  config.durations = dict(name="homogeneous")
   config.evaluations = 40
-  config.evaluation_examples = 0
   config.curvature_checks = 8
   config.checkpoint_seconds = 120.0
   config.on_nan = "record"

@@ -7,6 +7,10 @@ eight devices. All have momentum 0.9 and the same learning rate for a gradient
 of 16 examples.
 
   python -m launch.train --config=configs/compare_engines.py
+
+Test accuracy in percent, one seed, in 2 min 20 s on two cores: SGD 96.7, ASGD
+simulated 94.2, DANA simulated 94.7, in threads 95.8 and in Ray 96.4 (real time
+decides these two), PipeDream 96.1, eight devices 96.9.
 """
 
 import ml_collections
@@ -16,39 +20,28 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64, 64))
-  recipe = dict(recipe="asgd", momentum=0.9)
-  cure = dict(recipe="dana_zero", momentum=0.9)
+  asgd = dict(recipe="asgd", momentum=0.9)
+  dana = dict(recipe="dana_zero", momentum=0.9)
+  stages = dict(engine="pipeline", schedule="pipedream", stages=4)
+  devices = dict(engine="mesh", axes=dict(data=8))
+  optimizer = dict(name="sgd", momentum=0.9)
   runs = dict(
-    sgd=dict(engine="simulate", title="SGD, one worker", workers=1, **recipe),
-    asgd=dict(engine="simulate", title="ASGD, simulated", **recipe),
-    dana=dict(engine="simulate", title="DANA, simulated", **cure),
-    threads=dict(engine="threads", title="DANA, threads", **cure),
-    ray=dict(engine="ray", title="DANA, Ray processes", **cure),
-    pipeline=dict(
-      engine="pipeline",
-      schedule="pipedream",
-      stages=4,
-      title="PipeDream, 4 stages",
-      **recipe,
-    ),
-    mesh=dict(
-      engine="mesh",
-      axes=dict(data=8),
-      optimizer=dict(name="sgd", momentum=0.9),
-      title="8 devices in step",
-    ),
+    sgd=dict(asgd, engine="simulate", title="SGD, one worker", workers=1),
+    asgd=dict(asgd, engine="simulate", title="ASGD, simulated"),
+    dana=dict(dana, engine="simulate", title="DANA, simulated"),
+    threads=dict(dana, engine="threads", title="DANA, threads"),
+    ray=dict(dana, engine="ray", title="DANA, Ray processes"),
+    pipeline=dict(asgd, title="PipeDream, 4 stages", **stages),
+    mesh=dict(devices, optimizer=optimizer, title="8 devices in step"),
   )
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.workers = (4,)
-  config.seeds = (0,)
   config.batch_size = 16
   config.examples = 7680  # 480 gradients
   config.learning_rate = 0.01
   config.learning_rate_schedule = dict(warmup_examples=768)
-  config.evaluations = 10
   config.curvature_checks = 0
-  config.checkpoint_seconds = 30.0
   config.on_nan = "record"
   if arg == "tiny":
     config.examples, config.evaluations = 256, 2

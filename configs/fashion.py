@@ -26,7 +26,7 @@ import ml_collections
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
-  config.data = dict(name="fashion", augment=False, partition="shared")
+  config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
   config.runs = dict(
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
@@ -37,28 +37,19 @@ def get_config(arg=None):
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
   )
-  config.only = ()
   config.workers = (8, 16)
   config.seeds = (0, 1, 2)
   config.batch_size = 64
   config.epochs = 2.0
   config.learning_rate = 0.004
-  config.learning_rate_schedule = dict(
-    warmup_epochs=0.2, decay_epochs=(1.5,), decay_factor=0.1
-  )
-  config.order = dict(name="asynchronous")
-  config.durations = dict(name="homogeneous")
+  config.learning_rate_schedule = dict(warmup_epochs=0.2, decay_epochs=(1.5,))
   config.evaluations = 8
-  config.evaluation_examples = 0
   config.curvature_checks = 3
-  config.checkpoint_seconds = 30.0
   config.on_nan = "record"
   if arg == "smoke":
     config.workers, config.seeds = (8,), (0,)
     config.epochs, config.evaluations = 0.1, 2
-    config.learning_rate_schedule = dict(
-      warmup_epochs=0.01, decay_epochs=(), decay_factor=0.1
-    )
+    config.learning_rate_schedule = dict(warmup_epochs=0.01)
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: smoke")
   return config.lock()

@@ -38,12 +38,8 @@ def get_config(arg=None):
     warmup_examples=640, decay_examples=(5120,)
   )
   config.clip_norm = 1.0
-  config.seeds = (0,)
   config.curvature_checks = 0
-  config.evaluations = 10
   config.evaluation_examples = 64
-  config.checkpoint_seconds = 30.0
-  config.on_nan = "stop"
   if arg == "tiny":
     config.data = dict(name="pydoc", context=8)
     config.model = dict(name="gpt", depth=2, width=16, heads=8)

@@ -37,12 +37,8 @@ def get_config(arg=None):
     warmup_examples=2560, decay_examples=(7680,)
   )
   config.clip_norm = 1.0
-  config.seeds = (0,)
   config.curvature_checks = 0
   config.evaluations = 8
-  config.evaluation_examples = 0
-  config.checkpoint_seconds = 30.0
-  config.on_nan = "stop"
   if arg == "tiny":
     config.batch_size, config.examples, config.evaluations = 8, 16, 1
     config.evaluation_examples = 50

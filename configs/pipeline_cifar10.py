@@ -30,30 +30,23 @@ def get_config(arg=None):
   config.pipeline = dict(stages=4, cuts="time", microbatches=8)
   config.batch_size = 16  # of a microbatch
   config.examples = 10240  # 80 updates of 8 microbatches
-  config.seeds = (0,)
   config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
   config.learning_rate_schedule = dict(
     warmup_examples=1024, decay_examples=(8192,)
   )
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
+  pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
+  slow = dict(sgd, learning_rate=0.0025)
   runs = dict(
-    one_f_one_b=dict(
-      schedule="one_f_one_b", learning_rate=0.0025, title="1F1B", **sgd
-    ),
-    pipedream=dict(schedule="pipedream", title="PipeDream (stash)", **sgd),
-    stale=dict(
-      schedule="ftpipe", weights="latest", title="FTPipe, stale", **sgd
-    ),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
-    predict=dict(
-      schedule="pipedream", predict=True, title="PipeDream, predicted", **sgd
-    ),
+    one_f_one_b=dict(slow, schedule="one_f_one_b", title="1F1B"),
+    pipedream=dict(pipedream, title="PipeDream (stash)"),
+    stale=dict(sgd, schedule="ftpipe", weights="latest", title="FTPipe, stale"),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
+    predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )
   # In this order in tables, not in that of the alphabet.
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
-  config.only = ()
   config.curvature_checks = 0
   config.evaluations = 8
   config.evaluation_examples = 2000

@@ -52,6 +52,27 @@ sentence is from (34 % are of the largest). One seed, 40 seconds:
 import ml_collections
 
 
+def _runs():
+  sgd = dict(recipe="asgd", momentum=0.9)
+  gpipe = dict(sgd, schedule="gpipe")
+  pipedream = dict(sgd, schedule="pipedream")
+  gap_aware = dict(schedule="pipedream", recipe="gap_aware")
+  two_bw = dict(sgd, schedule="pipedream_2bw", every=4)
+  return dict(
+    gpipe=dict(gpipe, title="GPipe"),
+    one_f_one_b=dict(sgd, schedule="one_f_one_b", title="1F1B"),
+    # PipeDream's updates, of one microbatch each, without its staleness.
+    sequential=dict(gpipe, every=1, title="GPipe, every microbatch"),
+    pipedream=dict(pipedream, title="PipeDream (stash)"),
+    pipedream_2bw=dict(two_bw, title="PipeDream-2BW"),
+    stale=dict(sgd, schedule="ftpipe", weights="latest", title="FTPipe, stale"),
+    gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
+    dc=dict(pipedream, recipe="dc_asgd_a", title="PipeDream, DC-ASGD"),
+    predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
+    predict_2bw=dict(two_bw, predict=True, title="PipeDream-2BW, predicted"),
+  )
+
+
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="sst2", context=32)
@@ -60,56 +81,15 @@ def get_config(arg=None):
   config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
   config.batch_size = 4  # of a microbatch
   config.examples = 2560  # 80 updates of 8 microbatches
-  config.seeds = (0,)
   config.learning_rate = 0.00125  # of one microbatch: GPipe takes 8 times that
   config.clip_norm = 1.0
   config.learning_rate_schedule = dict(
     warmup_examples=256, decay_examples=(2048,)
   )
-  sgd = dict(recipe="asgd", momentum=0.9)
-  runs = dict(
-    gpipe=dict(schedule="gpipe", title="GPipe", **sgd),
-    one_f_one_b=dict(schedule="one_f_one_b", title="1F1B", **sgd),
-    # PipeDream's updates, of one microbatch each, without its staleness.
-    sequential=dict(
-      schedule="gpipe", every=1, title="GPipe, every microbatch", **sgd
-    ),
-    pipedream=dict(schedule="pipedream", title="PipeDream (stash)", **sgd),
-    pipedream_2bw=dict(
-      schedule="pipedream_2bw", every=4, title="PipeDream-2BW", **sgd
-    ),
-    stale=dict(
-      schedule="ftpipe", weights="latest", title="FTPipe, stale", **sgd
-    ),
-    gap_aware=dict(
-      schedule="pipedream", recipe="gap_aware", title="PipeDream, Gap-Aware"
-    ),
-    dc=dict(
-      schedule="pipedream",
-      recipe="dc_asgd_a",
-      momentum=0.9,
-      title="PipeDream, DC-ASGD",
-    ),
-    predict=dict(
-      schedule="pipedream",
-      predict=True,
-      title="PipeDream, predicted",
-      **sgd,
-    ),
-    predict_2bw=dict(
-      schedule="pipedream_2bw",
-      every=4,
-      predict=True,
-      title="PipeDream-2BW, predicted",
-      **sgd,
-    ),
-  )
   # In this order in tables, not in that of the alphabet.
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
-  config.only = ()
+  config.runs = ml_collections.ConfigDict(_runs(), sort_keys=False)
   config.curvature_checks = 0
   config.evaluations = 5
-  config.evaluation_examples = 0
   config.checkpoint_seconds = 60.0
   config.on_nan = "record"
   if arg == "small":

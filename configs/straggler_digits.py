@@ -1,4 +1,4 @@
-"""One worker of four takes three times as long: who waits, and what it costs.
+"""One worker of four takes three times as long: what waits, and what it costs.
 
 Asynchronous against bulk synchronous SGD, live, on handwritten digits, with
 batches so large that computing is nearly all of the work.
@@ -12,8 +12,7 @@ loss, beside simulations with the measured durations.
 import ml_collections
 
 
-def get_config(arg=None):
-  del arg
+def get_config():
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(512, 512))

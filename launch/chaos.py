@@ -14,7 +14,7 @@ again nothing is done, and no time is counted.
 
   worker   SIGKILL to a worker
   shard    SIGKILL to a server shard
-  hang     SIGSTOP to a worker: it says nothing more, and nobody is told
+  hang     SIGSTOP to a worker: it says nothing more, and no process is told
   term     SIGTERM to a worker, as a preemption notice
   driver   SIGKILL to the driver, which is started again with the same command
 
@@ -54,6 +54,7 @@ _SIGNALS = {
   "term": signal.SIGTERM,
 }
 _LOOK = 0.05  # seconds between two looks at the run
+_ENDING = 20.0  # seconds for processes to end
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(
@@ -62,12 +63,8 @@ _TRAINING = flags.define(
 _F = flags.define(
   {
     "mtbf": (float, 5.0, "Mean seconds between two failures."),
-    "seconds": (
-      float,
-      60.0,
-      "How long they are injected, while messages come.",
-    ),
-    "kinds": (list, list(KINDS), "What is done to whom."),
+    "seconds": (float, 60.0, "How long they are made, while messages come."),
+    "kinds": (list, list(KINDS), "What is done to which processes."),
     "seed": (int, 0, "Of the failures' times and victims."),
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
   }
@@ -82,33 +79,27 @@ def _say(text):
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
 
-def _state(process) -> str:
-  """How a process of (number, when it was started) is, in the kernel's words;
-  "X" if it has ended."""
-  try:
-    state, started = processes.stat(process[0])
-  except OSError:
-    return "X"
-  return state if started == process[1] else "X"
-
-
-def _wait_for(condition, seconds) -> bool:
-  end = time.monotonic() + seconds
-  while not (result := condition()) and time.monotonic() < end:
+def _alive(running) -> list[int]:
+  """Returns the processes of (number, when it was started) that run still, once
+  all have ended or after some time."""
+  end = time.monotonic() + _ENDING
+  while True:
+    alive = []
+    for number, began in running:
+      with contextlib.suppress(OSError):
+        state, started = processes.stat(number)
+        if started == began and state not in "ZX":
+          alive.append(number)
+    if not alive or time.monotonic() > end:
+      return sorted(alive)
     time.sleep(_LOOK)
-  return result
 
 
 class Victim:
   """A run of `launch.train`, and what is done to it."""
 
   def __init__(self, out: Path, arguments: list[str]):
-    """Starts it.
-
-    Args:
-      out: folder of its results.
-      arguments: of `launch.train`.
-    """
+    """Starts it, with the folder of its results and the arguments."""
     self._out, self._arguments = out, arguments
     self.failures: list[audit.Failure] = []
     self._memories: set[Path] = set()
@@ -127,7 +118,7 @@ class Victim:
     )
 
   def _cell(self) -> tuple[str, Path] | None:
-    """Returns the name and the memory of the cell that is run now."""
+    """Returns name and memory of the cell that is run now."""
     for path in sorted(self._out.glob(f"cells/*/{claim.RUNNING}")):
       owner = claim.read(path.parent)
       if owner and owner.driver == self.process.pid:
@@ -144,7 +135,6 @@ class Victim:
     return pids
 
   def _events(self, cell: str) -> list[Event]:
-    """Reads the lead's journal."""
     return read_journal(journal_path(self._out / "cells" / cell, 0))
 
   def working(self) -> bool:
@@ -218,8 +208,7 @@ class Victim:
     self._start()
     # Its processes work on until they notice.
     old = {p for k in pids.values() for p in k.values()}
-    old = {process for process in self._processes if process[0] in old}
-    _wait_for(lambda: all(_state(p) in "ZX" for p in old), 20.0)
+    _alive([process for process in self._processes if process[0] in old])
     after = self._events(cell)
     dead = tuple(sorted(follow(after).holders.items()))
     self.failures.append(
@@ -228,12 +217,8 @@ class Victim:
 
   def left(self) -> tuple[list[Path], list[int]]:
     """Returns (memory, processes) that are left when it has ended."""
-    gone = lambda: all(_state(p) in "ZX" for p in self._processes)  # noqa: E731
-    _wait_for(gone, 20.0)  # Ray takes its time
-    return (
-      sorted(path for path in self._memories if path.exists()),
-      sorted(p[0] for p in self._processes if _state(p) not in "ZX"),
-    )
+    alive = _alive(self._processes)  # Ray takes its time
+    return sorted(path for path in self._memories if path.exists()), alive
 
   def end(self) -> None:
     """Ends whatever runs."""
@@ -249,11 +234,9 @@ class Victim:
 
 def _inject(victim: Victim, kinds: Sequence[str], rng: random.Random) -> None:
   """Lets things fail for the time that the flags say, and waits for the end."""
-  worked, due = (
-    0.0,
-    rng.expovariate(1 / _F["mtbf"].value),
-  )  # seconds of its work
-  waiting: list[str] = []  # kinds whose turn is to come
+  rate, seconds = 1 / _F["mtbf"].value, _F["seconds"].value
+  worked, due = 0.0, rng.expovariate(rate)  # seconds of its work
+  waiting: list[str] = []  # kinds that are to come before any comes again
   last = time.monotonic()
   while victim.process.poll() is None:
     time.sleep(_LOOK)
@@ -262,18 +245,18 @@ def _inject(victim: Victim, kinds: Sequence[str], rng: random.Random) -> None:
     if victim.working():
       worked += now - last
     last = now
-    if not due <= worked < _F["seconds"].value:
+    if not due <= worked < seconds:
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
       if victim.fail(waiting[-1], rng):
         waiting.pop()
-        due = worked + rng.expovariate(1 / _F["mtbf"].value)
+        due = worked + rng.expovariate(rate)
         last = time.monotonic()  # what that took does not count
-  if victim.process.returncode == 0 and worked < _F["seconds"].value:
+  if victim.process.returncode == 0 and worked < seconds:
     _say(
-      f"the run ended after {worked:.0f} of {_F['seconds'].value:g} seconds;"
-      " try more --config.epochs"
+      f"the run ended after {worked:.0f} of {seconds:g} seconds; try more"
+      " --config.epochs"
     )
 
 
@@ -289,15 +272,15 @@ def _check_flags() -> None:
 
 
 def _check_kinds(engine: str) -> list[str]:
-  kinds = _F["kinds"].value
+  kinds, choose = _F["kinds"].value, f"choose of {','.join(KINDS)}"
   if not any(kinds):
-    raise ValueError(f"--kinds is empty; choose of {','.join(KINDS)}")
+    raise ValueError(f"--kinds is empty; {choose}")
+  if not all(kinds):
+    raise ValueError(
+      f"--kinds={','.join(kinds)} has a comma too many, or a kind too few;"
+      f" {choose}"
+    )
   for kind in kinds:
-    if not kind:
-      raise ValueError(
-        f"--kinds={','.join(kinds)} has a comma too many, or a kind too few;"
-        f" choose of {','.join(KINDS)}"
-      )
     if kind not in KINDS:
       raise ValueError(f"--kinds={kind}: {names.nearest(kind, KINDS)}")
   if engine != "ray" and set(kinds) != {"driver"}:
@@ -314,10 +297,12 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   done = ", ".join(f"{count[kind]} {kind}" for kind in KINDS if count[kind])
   text = f"injected: {done or 'nothing'}"
   never = [kind for kind in KINDS if kind in kinds and not count[kind]]
-  if never:
-    text += f"\nnever tried: {', '.join(never)}; give it more --seconds, more"
-    text += " --config.epochs or a smaller --mtbf"
-  return text
+  if not never:
+    return text
+  return (
+    f"{text}\nnever tried: {', '.join(never)}; give it more --seconds, more"
+    " --config.epochs or a smaller --mtbf"
+  )
 
 
 def _report(exp, out, victim, kinds) -> bool:
@@ -333,9 +318,9 @@ def _report(exp, out, victim, kinds) -> bool:
       how = "ok" if finding.well else "FAILED"
       rows.append([cell.name, finding.what, how, finding.text])
       fine &= finding.well
-  memory, processes = victim.left()
+  memory, alive = victim.left()
   left = [f"memory {path}" for path in memory]
-  left += [f"process {pid}" for pid in processes]
+  left += [f"process {pid}" for pid in alive]
   rows.append(["", "left", "FAILED" if left else "ok", ", ".join(left) or "-"])
   print(_table(["cell", "check", "", "found"], rows))
   return fine and not left
@@ -353,14 +338,13 @@ def _table(header, rows):
 def main() -> None:
   """Runs, disturbs, audits."""
   _check_flags()
-  engine = _TRAINING["engine"].value
+  engine, workdir = _TRAINING["engine"].value, _TRAINING["workdir"].value
   kinds = _check_kinds(engine)
   exp = build(
     flags.load_config("configs/digits.py", engine),
     engines=flags.ENGINES,
     data_dir=_TRAINING["data_dir"].value,
   )
-  workdir = _TRAINING["workdir"].value
   out = Path(workdir or flags.free_folder(f"{flags.config_name()}-chaos"))
   victim = Victim(out, flags.training_arguments(_TRAINING, out))
   try:

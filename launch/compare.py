@@ -31,11 +31,7 @@ _CONFIG = flags.define_config()
 _TRAINING = flags.define(flags.TRAINING)
 _F = flags.define(
   {
-    "durations_of": (
-      str,
-      None,
-      "Other WORKDIR/cells/NAME whose times to take.",
-    ),
+    "durations_of": (str, None, "Take the times of this WORKDIR/cells/NAME."),
     "out": (str, None, "Folder to write to. Default: that of the cell."),
   }
 )
@@ -52,7 +48,7 @@ def _picture(draw, stem):
 
 
 def _compare_cell(place, out):
-  """Compares a cell, says what came of it and writes it down."""
+  """Says what came of a cell and writes it down."""
   other = _F["durations_of"].value
   both = comparison.compare(
     place,
@@ -85,11 +81,9 @@ def _compare_all(workdir, out):
   live = [row["cell"] for row in results if row["engine"] in ("threads", "ray")]
   if not live:
     raise ValueError(f"{workdir} holds no finished live cell to be compared")
+  places = [workdir / "cells" / name for name in live]
   cells = [
-    _compare_cell(
-      workdir / "cells" / name, out / name if out else workdir / "cells" / name
-    )
-    for name in live
+    _compare_cell(place, out / place.name if out else place) for place in places
   ]
   if len(cells) == 1:
     return

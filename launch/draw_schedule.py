@@ -19,6 +19,7 @@ stage: --forward=1,1,2,1. A run that was measured (--measured=FILE.json, as
 medians that were measured, unless times are given.
 """
 
+import collections
 import inspect
 import shutil
 import sys
@@ -71,11 +72,7 @@ _FLAGS = {  # kind, default, help
   ),
   "measured": (str, None, "FILE.json of spans of a run."),
   "out": (str, None, "Folder to write to. Default: none."),
-  "max_in_flight": (
-    int,
-    None,
-    "Refuse tables with more forwards on a device.",
-  ),
+  "max_in_flight": (int, None, "Refuse more forwards than that on a device."),
   "own": (list, [], "NAME=TIME,... of actions of your own."),
   "options": (list, [], "KEY=VALUE,... of the schedule."),
 }
@@ -113,12 +110,12 @@ def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
   return out
 
 
-def _numbers(name: str, text: str) -> float | list[float]:
+def _numbers(flag: str, text: str) -> float | list[float]:
   try:
     values = [float(part) for part in text.split(",")]
   except ValueError:
     raise ValueError(
-      f"--{name} must be a number, or one for each stage (1,2,1), not {text!r}"
+      f"--{flag} must be a number, or one for each stage (1,2,1), not {text!r}"
     ) from None
   return values if len(values) > 1 else values[0]
 
@@ -126,8 +123,9 @@ def _numbers(name: str, text: str) -> float | list[float]:
 def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
   numbers = {name: _numbers(name, text) for name, text in given.items()}
   own = {name: _numbers("own", text) for name, text in own.items()}
-  for name, value in {**numbers, **own}.items():
-    if isinstance(value, list) and (name == "overlap" or name in own):
+  single = {"overlap": numbers.get("overlap"), **own}
+  for name, value in single.items():
+    if isinstance(value, list):
       raise ValueError(f"{name} must be one number, not {value}")
   return analyze.costs(stages, **numbers, own=own)
 
@@ -163,9 +161,8 @@ def _free(folder: Path) -> Path:
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"--out={folder} is a file; choose a folder")
   # A full disk leaves a temporary file.
-  names_ = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
-  others = names_ - set(_FILES)
-  if others:
+  there = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
+  if others := there - set(_FILES):
     raise ValueError(
       f"--out={folder} holds {min(others)}, which is not of a drawing; choose"
       " another folder"
@@ -173,28 +170,29 @@ def _free(folder: Path) -> Path:
   return folder
 
 
-def _write(folder: Path, drawn: drawing.Drawing) -> list[str]:
-  """Writes the files; returns lines that say where they are."""
+def _write(folder: Path, drawn: drawing.Drawing) -> str:
+  """Writes the files; says where they are."""
   perfetto = render.perfetto(drawn.table, drawn.facts.timing, drawn.measured)
   texts = {**drawing.texts(drawn), "trace.json": storage.to_json(perfetto)}
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in texts.items():
     storage.write_atomically(folder / name, text)
-  paths = folder / "gantt.png", folder / "gantt.svg"
+  timing, paths = (
+    drawn.facts.timing,
+    (folder / "gantt.png", folder / "gantt.svg"),
+  )
   picture = f"{paths[0]}, .svg"
   try:
-    render.gantt(
-      drawn.table, drawn.facts.timing, *paths, measured=drawn.measured
-    )
+    render.gantt(drawn.table, timing, *paths, measured=drawn.measured)
   except ImportError as error:
     picture = f"not drawn: {error}"
-  return [
-    f"picture  {picture}",
+  return (
+    f"picture  {picture}\n"
     f"table    {folder}/grid.txt, {folder}/schedule.csv,"
-    f" {folder}/schedule.json",
+    f" {folder}/schedule.json\n"
     f"times    {folder}/analysis.txt, and {folder}/trace.json for"
-    " https://ui.perfetto.dev",
-  ]
+    " https://ui.perfetto.dev"
+  )
 
 
 def _make(schedule, table, options, costs, own) -> Schedule:
@@ -236,12 +234,11 @@ def main(
         " many to be drawn: is there a misprint?"
       )
     validate.validate(plan, max_in_flight=max_in_flight, transfers=transfers)
-    run = None
+    run, cost = None, None
     if measured is not None:
       run = spans.from_json(files.read_text(Path(measured)))
-    if run is not None and not costs and not own:
-      cost = spans.costs(plan, run)
-    else:
+      cost = None if costs or own else spans.costs(plan, run)
+    if cost is None:
       cost = _costs(costs, own, plan.stages)
     if weights is None:
       weights = "latest" if plan.flush else _WEIGHTS.get(plan.name, "stash")
@@ -259,20 +256,18 @@ def main(
   print(render.to_text(plan, facts.timing, columns=width))
   print(description)
   if folder is not None:
-    print("\n".join(_write(folder, picture)))
+    print(_write(folder, picture))
 
 
 def _define():
   """Defines the flags; returns a function that calls `main` with them."""
-  takers: dict[str, list[str]] = {}
+  takers = collections.defaultdict(list)  # option -> schedules
   for name, arguments in sorted(_SCHEDULES.items()):
     for option in arguments:
-      takers.setdefault(option, []).append(name)
-  takers.pop("costs", None)
-  table = {
-    k: (str, None, f"Option of {', '.join(v)}.") for k, v in takers.items()
-  }
-  table |= {name: (str, None, text) for name, text in _COSTS.items()}
+      takers[option].append(name)
+  takers.pop("costs")
+  texts = {k: f"Option of {', '.join(v)}." for k, v in takers.items()} | _COSTS
+  table = {name: (str, None, text) for name, text in texts.items()}
   holders = flags.define(_FLAGS | table)
 
   def values(names_):

@@ -4,7 +4,7 @@ clear line and a status that is not 0 when something is wrong.
 --config=FILE and --config.KEY=VALUE are read by ml_collections, as
 `--config FILE` and `--config.KEY VALUE` are. A value is a Python literal, or
 else a string. A KEY may be any that `asgd.experiment.schema` knows, whether the
-file has it or not; `overrides` returns what was given.
+file has it or not.
 """
 
 import ast
@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
 from absl import app, flags, logging
@@ -36,7 +36,7 @@ class Failed(Exception):
   """What was asked for was done, and the answer is no."""
 
 
-def fail(message: object) -> None:
+def fail(message: object) -> NoReturn:
   """Prints one line on stderr and exits."""
   print("error: " + " ".join(str(message).split()), file=sys.stderr)
   sys.exit(USAGE_ERROR)
@@ -56,20 +56,16 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
       fail(f"--config={path}: there is no such file")
     self.config = super().parse(path)
     texts = ml_collections.ConfigDict()
-    for argument in sys.argv[1:]:
-      match = _OVERRIDE.match(argument)
-      if match:
-        self._add(texts, match[1].split("."))
+    for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
+      *above, last = match[1].split(".")
+      place = texts
+      for key in above:
+        if not isinstance(place.get(key), ml_collections.ConfigDict):
+          place[key] = ml_collections.ConfigDict()
+        place = place[key]
+      if not isinstance(place.get(last), ml_collections.ConfigDict):
+        place[last] = ml_collections.config_dict.placeholder(str)
     return texts
-
-  def _add(self, texts, keys):
-    place = texts
-    for key in keys[:-1]:
-      if not isinstance(place.get(key), ml_collections.ConfigDict):
-        place[key] = ml_collections.ConfigDict()
-      place = place[key]
-    if not isinstance(place.get(keys[-1]), ml_collections.ConfigDict):
-      place[keys[-1]] = ml_collections.config_dict.placeholder(str)
 
 
 def define_config() -> flags.FlagHolder:
@@ -93,12 +89,9 @@ def _literal(text: str) -> Any:
     return {"true": True, "false": False}.get(text, text)
 
 
-def overrides() -> dict[str, Any]:
-  """Returns KEY -> VALUE of each --config.KEY=VALUE, in their order."""
-  if not has_config():
-    return {}
-  values = config_flags.get_override_values(flags.FLAGS["config"])
-  return {key: _literal(text) for key, text in values.items()}
+def _overrides() -> dict[str, str]:
+  """KEY -> VALUE of each --config.KEY=VALUE, in their order, as text."""
+  return config_flags.get_override_values(flags.FLAGS["config"])
 
 
 def config_name() -> str:
@@ -108,11 +101,8 @@ def config_name() -> str:
 
 
 def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
-  """Returns the config that the flags describe, resolved.
-
-  Args:
-    example: a config to name where there is none.
-    engine: for all its runs; None is as the config has it.
+  """Returns the config that the flags describe, resolved; `engine` is for all
+  its runs, None as it has it. The error for no config names an `example`.
 
   Raises:
     ValueError: for anything wrong with its keys.
@@ -122,7 +112,8 @@ def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
   config = flags.FLAGS["config"].parser.config
   if engine is not None:
     config = schema.retarget(config, engine, ENGINES)
-  config = schema.override(config, overrides(), ENGINES)
+  values = {key: _literal(text) for key, text in _overrides().items()}
+  config = schema.override(config, values, ENGINES)
   return schema.resolve(config, ENGINES)
 
 
@@ -134,16 +125,11 @@ def has_config() -> bool:
 def training_arguments(
   holders: Mapping[str, flags.FlagHolder], workdir: Path
 ) -> list[str]:
-  """Returns the arguments with which launch.train does what the flags say.
-
-  Args:
-    holders: the flags of TRAINING, as `define` returned them.
-    workdir: of the experiment.
-  """
+  """Returns the arguments with which launch.train does what the flags of
+  TRAINING say, with this folder of an experiment."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
-  values = config_flags.get_override_values(flags.FLAGS["config"])
   given = [f"--config={filename}"]
-  given += [f"--config.{key}={text}" for key, text in values.items()]
+  given += [f"--config.{key}={text}" for key, text in _overrides().items()]
   for name in holders:
     if name != "workdir" and flags.FLAGS[name].value is not None:
       given += flags.FLAGS[name].serialize().splitlines()
@@ -199,11 +185,7 @@ TRAINING = {
   ),
   "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
   "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
-  "grace_seconds": (
-    float,
-    20.0,
-    "How long live workers may take to finish when stopped.",
-  ),
+  "grace_seconds": (float, 20.0, "For live workers to finish when stopped."),
   "address": (str, None, "Ray cluster to join. Default: one on this machine."),
   "allow_network": (
     bool,
@@ -216,22 +198,19 @@ TRAINING = {
 def _last_line(error: Exception) -> str:
   """What an error says, without the traceback it may quote."""
   text = str(error).strip()
-  if "Traceback (most recent call last)" in text:
-    return text.splitlines()[-1]
-  return text
+  quotes = "Traceback (most recent call last)" in text
+  return text.splitlines()[-1] if quotes else text
 
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    return fail(_last_line(error))
-  except SystemExit:
-    raise
+    fail(_last_line(error))
   except Exception as error:  # whatever a user's config file raises
     if "has no attribute 'get_config'" in str(error):
-      return fail("--config: the file defines no get_config()")
-    return fail(f"--config: {_last_line(error)}")
+      fail("--config: the file defines no get_config()")
+    fail(f"--config: {_last_line(error)}")
 
 
 def run(main: Callable[..., None], *, words: int = 0) -> None:
@@ -250,12 +229,9 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       fail(f"unexpected argument {argv[words + 1]!r}; flags start with --")
     try:
       main(*argv[1:])
-    except Stopped as stop:
-      print(stop, file=sys.stderr)
-      sys.exit(128 + stop.signal_number)
-    except Failed as failed:
-      print(failed, file=sys.stderr)
-      sys.exit(1)
+    except (Stopped, Failed) as end:
+      print(end, file=sys.stderr)
+      sys.exit(128 + end.signal_number if isinstance(end, Stopped) else 1)
     except KeyboardInterrupt:
       print(
         "interrupted; run the same command again to go on from what was saved",

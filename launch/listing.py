@@ -14,21 +14,14 @@ _WIDTH = 79
 
 
 def _options(maker: Callable, known: Any = None) -> str:
-  """The options of a maker with their defaults."""
+  """The options of a maker with their defaults; of those that are `known`, also
+  what must be given."""
   parts = []
   for name, parameter in inspect.signature(maker).parameters.items():
-    if known is not None and name not in known:
-      continue
-    if parameter.default is parameter.empty:
-      if known is not None:
-        parts.append(name)
-      continue
-    parts.append(f"{name}={parameter.default!r}")
+    needed = parameter.default is parameter.empty
+    if name in known if known is not None else not needed:
+      parts.append(name if needed else f"{name}={parameter.default!r}")
   return ", ".join(parts)
-
-
-def _summary(maker: Any) -> str:
-  return (inspect.getdoc(maker) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _entry(name: str, summary: str, options: str = "") -> str:
@@ -36,11 +29,20 @@ def _entry(name: str, summary: str, options: str = "") -> str:
   lines = textwrap.wrap(
     text, _WIDTH, initial_indent="  ", subsequent_indent="    "
   )
-  if options:
-    lines += textwrap.wrap(
-      options, _WIDTH, initial_indent="    ", subsequent_indent="    "
-    )
+  lines += textwrap.wrap(
+    options, _WIDTH, initial_indent="    ", subsequent_indent="    "
+  )
   return "\n".join(lines)
+
+
+def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
+  """An entry for each maker; `known` says which options it takes, of a name."""
+  entries = []
+  for name, maker in makers.items():
+    summary = (inspect.getdoc(maker) or "").partition("\n\n")[0]
+    options = _options(maker, known(name))
+    entries.append(_entry(name, summary.replace("\n", " "), options))
+  return entries
 
 
 def _settings(node: Any) -> str:
@@ -51,11 +53,8 @@ def _settings(node: Any) -> str:
 
 
 def text(engines: Mapping[str, Any]) -> str:
-  """Returns everything that a config may name, with its options.
-
-  Args:
-    engines: by their names.
-  """
+  """Returns everything that a config may name, with its options, those of
+  engines by their names."""
   sections = {
     "engines (--engine, or engine of a run)": [
       _entry(
@@ -69,22 +68,13 @@ def text(engines: Mapping[str, Any]) -> str:
       )
       for name, kind in engines.items()
     ],
-    "recipes (recipe of a run)": [
-      _entry(name, _summary(maker), _options(maker, algorithms.options(name)))
-      for name, maker in algorithms.RECIPES.items()
-    ],
-    "schedules (schedule of a run of engine pipeline)": [
-      _entry(
-        name,
-        _summary(maker),
-        _options(maker, schedules.describe(name).options),
-      )
-      for name, maker in schedules.SCHEDULES.items()
-    ],
-    "models (config.model.name)": [
-      _entry(name, _summary(maker), _options(maker))
-      for name, maker in models.MODELS.items()
-    ],
+    "recipes (recipe of a run)": _entries(
+      algorithms.RECIPES, algorithms.options
+    ),
+    "schedules (schedule of a run of engine pipeline)": _entries(
+      schedules.SCHEDULES, lambda name: schedules.describe(name).options
+    ),
+    "models (config.model.name)": _entries(models.MODELS),
     "datasets (config.data.name)": [
       _entry("images", ", ".join(data.DATASETS)),
       _entry("texts", ", ".join(problem.TEXTS)),

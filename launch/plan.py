@@ -31,7 +31,6 @@ from launch import flags
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
-_SIZES = memory.Gpt._fields
 _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
   "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
   "data_dir": (str, None, "Where the config's data is."),
@@ -60,7 +59,7 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
 }
 
 
-def size(text: str, flag: str = "params") -> float:
+def size(text: str) -> float:
   """Returns a number: 1.5e9, 350M, 1.5B.
 
   Raises:
@@ -74,24 +73,22 @@ def size(text: str, flag: str = "params") -> float:
     value = math.nan
   if not 1 <= value <= 1e18:
     raise ValueError(
-      f"--{flag} must be a positive number such as 1.5e9, 350M or 1.5B, not"
+      "--params must be a positive number such as 1.5e9, 350M or 1.5B, not"
       f" {text!r}"
     )
   return value
 
 
-def _read(config, data_dir):
-  """Builds a config's problem: (problem, its name, examples of a step)."""
-  steps = [
-    run.config["batch_size"]
-    * (
-      run.config["pipeline"]["microbatches"] if run.engine == "pipeline" else 1
-    )
-    * max(flags.ENGINES[run.engine].workers(run))
-    for run in schema.runs(config, flags.ENGINES).values()
-  ]
-  dataset, problem = problem_lib.load(config, data_dir=data_dir)
-  return problem, f"{config['model']['name']} on {dataset.name}", max(steps)
+def _examples(config) -> int:
+  """The most examples of a step, over the runs of a config."""
+  most = 0
+  for run in schema.runs(config, flags.ENGINES).values():
+    count = run.config["batch_size"]
+    count *= max(flags.ENGINES[run.engine].workers(run))
+    if run.engine == "pipeline":
+      count *= run.config["pipeline"]["microbatches"]
+    most = max(most, count)
+  return most
 
 
 def _positive(flag, value, most=math.inf, *, or_zero=False):
@@ -107,11 +104,11 @@ def _hardware(given) -> strategies.Hardware:
   devices = _positive("devices", given["devices"], _MOST_DEVICES)
   bandwidth = _positive("bandwidth", given["bandwidth"])
   latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
-  node, near = given["node"], given["node_bandwidth"]
-  _positive("node", node, _MOST_DEVICES)
-  if near is not None and node == 1:
-    raise ValueError("--node_bandwidth needs --node, the devices of a node")
+  node = _positive("node", given["node"], _MOST_DEVICES)
+  near = given["node_bandwidth"]
   if near is not None:
+    if node == 1:
+      raise ValueError("--node_bandwidth needs --node, the devices of a node")
     near = costs.link(_positive("node_bandwidth", near) * 1e9, latency)
   if node < devices and devices % node:
     raise ValueError(
@@ -142,9 +139,8 @@ def _options(given, batch: int) -> workloads.TrainingOptions:
     _positive("shards", shards, given["devices"])
   _positive("variation", given["variation"], 3, or_zero=True)
   fields = {name: given[name] for name in workloads.TrainingOptions._fields}
-  return workloads.TrainingOptions(
-    **{**fields, "batch": batch, "recipes": tuple(given["recipes"])}
-  )
+  fields |= {"batch": batch, "recipes": tuple(given["recipes"])}
+  return workloads.TrainingOptions(**fields)
 
 
 def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
@@ -154,28 +150,31 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
       "which model? give --params=1.5e9 (a GPT of that size) or"
       " --config=FILE.py, and not both"
     )
-  sizes = {name: given[name] for name in _SIZES}
+  sizes = {name: given[name] for name in memory.Gpt._fields}
   for name, value in sizes.items():
     if config is not None and value is not None:
       raise ValueError(f"the config says what --{name} does; drop it")
     if value is not None:
       _positive(name, value)
-  if config is not None:
-    problem, name, batch = _read(config, given["data_dir"])
-  else:
+
+  def options(batch):
+    if given["batch"] is not None:
+      batch = _positive("batch", given["batch"], _MOST_BATCH)
+    return _options(given, batch)
+
+  if config is None:
     parameters = size(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
-    batch = 8 * given["devices"]
-  if given["batch"] is not None:
-    batch = _positive("batch", given["batch"], _MOST_BATCH)
-  options = _options(given, batch)
-  if config is not None:
-    return workloads.of_problem(problem, name, options), options
-  return workloads.of_gpt(gpt, round(parameters), options), options
+    chosen = options(8 * given["devices"])
+    return workloads.of_gpt(gpt, round(parameters), chosen), chosen
+  chosen = options(_examples(config))
+  dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
+  name = f"{config['model']['name']} on {dataset.name}"
+  return workloads.of_problem(problem, name, chosen), chosen
 
 
 def _print_best(candidates):
-  """Says which strategies are best, or that none fits."""
+  """Says which strategies are best, or that all need too much memory."""
   if not any(one.fits for one in candidates):
     least = min(candidates, key=lambda one: one.bytes)
     print(
@@ -197,13 +196,14 @@ def _picture(out: str | None) -> Path | None:
   """Returns where to draw to, checked."""
   if out is None:
     return None
-  if Path(out).suffix not in _PICTURES:
+  path = Path(out)
+  if path.suffix not in _PICTURES:
     raise ValueError(
       f"--out={out} must end in {', '.join(_PICTURES)}, as it is a picture"
     )
-  if not Path(out).parent.is_dir():
-    raise ValueError(f"--out={out}: there is no folder {Path(out).parent}")
-  return Path(out)
+  if not path.parent.is_dir():
+    raise ValueError(f"--out={out}: there is no folder {path.parent}")
+  return path
 
 
 def main(*, config: Any = None, **given: Any) -> None:

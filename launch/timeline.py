@@ -30,47 +30,31 @@ _ENDS = {
 }
 
 
-class _Tracks(tracks_lib.Tracks):
-  """Tracks of workers and shards."""
-
-  def __init__(self):
-    super().__init__({_WORKERS: "workers", _SERVER: "server"})
-    self._lanes = collections.defaultdict(tracks_lib.Lanes)
-
-  def worker(self, worker: int, lane: int = 0) -> int:
-    """Returns a track of a worker."""
-    name = f"worker {worker}" + (f", ticket {lane + 1}" if lane else "")
-    return self.tid(_WORKERS, name, 100 * worker + lane)
-
-  def lane(self, worker: int, start: float, end: float) -> int:
-    """Returns a track of a worker that is free from `start`, which must not
-    decrease: pieces of a track may not overlap, and the jobs of a worker that
-    holds several tickets do."""
-    return self.worker(worker, self._lanes[worker].take(start, end))
+def _track(tracks, worker, lane=0) -> int:
+  name = f"worker {worker}" + (f", ticket {lane + 1}" if lane else "")
+  return tracks.tid(_WORKERS, name, 100 * worker + lane)
 
 
-def _pieces(cell) -> Iterator[tuple[int, int, list[tuple[str, float, float]]]]:
-  """Yields (worker, job, pieces of time) of each job."""
+def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
+  """Yields (start, end, worker, job, pieces of time) of each job."""
   for worker, spans in cell.spans.items():
     of_job = collections.defaultdict(list)
     for name, start, end, seq, job in spans:
       of_job[seq, job].append((name, start, end))
     for (_, job), pieces in of_job.items():
-      yield worker, job, pieces
+      yield pieces[0][1], pieces[-1][2], worker, job, pieces
   for start, end in live_files.ended_jobs(cell.journals[0]):
     if end.worker not in cell.spans:
-      piece = _ENDS[end.action], start.time, end.time
-      yield end.worker, end.job, [piece]
+      pieces = [(_ENDS[end.action], start.time, end.time)]
+      yield start.time, end.time, end.worker, end.job, pieces
 
 
 def _work(cell, tracks):
-  """Yields what workers did."""
-  jobs = [
-    (pieces[0][1], pieces[-1][2], worker, job, pieces)
-    for worker, job, pieces in _pieces(cell)
-  ]
-  for start, end, worker, job, pieces in sorted(jobs):
-    tid = tracks.lane(worker, start, end)
+  """Yields what workers did. Pieces of a track may not overlap, and the jobs of
+  a worker that holds several tickets do."""
+  lanes = collections.defaultdict(tracks_lib.Lanes)
+  for start, end, worker, job, pieces in sorted(_jobs(cell)):
+    tid = _track(tracks, worker, lanes[worker].take(start, end))
     for name, start, end in pieces:
       args = {"job": job}
       yield tracks_lib.piece(name, _WORKERS, tid, start, end, args=args)
@@ -95,7 +79,7 @@ def _decisions(cell, shard, tracks):
     elif row.action in _OF_WORKERS:
       if shard:  # the lead has said it
         continue
-      where = _WORKERS, tracks.worker(row.worker)
+      where = _WORKERS, _track(tracks, row.worker)
     elif row.action != base.RECEIVE:
       args["version"] = row.version
     yield event("i", name, *where, ts=time, s=scope, args=args)
@@ -108,9 +92,9 @@ def _decisions(cell, shard, tracks):
 
 def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
   """Returns the events of a timeline: names first, then by time."""
-  tracks = _Tracks()
+  tracks = tracks_lib.Tracks({_WORKERS: "workers", _SERVER: "server"})
   for worker in sorted({row.worker for row in cell.journals[0]}):
-    tracks.worker(worker)
+    _track(tracks, worker)
   out = list(_work(cell, tracks))
   for shard in range(len(cell.journals)):
     out += _decisions(cell, shard, tracks)
@@ -131,8 +115,8 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
     raise ValueError(f"--out={path} {what}: name a file in one that is")
   cell = live_files.read(place)
   timeline = events(cell)
-  text = storage.to_json(tracks_lib.document(timeline))
-  storage.write_atomically(path, text)
+  content = storage.to_json(tracks_lib.document(timeline))
+  storage.write_atomically(path, content)
   print(
     f"{len(timeline)} events in {path}: drop the file on https://ui.perfetto.dev"
     " (it stays on your machine), or open it at chrome://tracing"

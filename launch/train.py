@@ -11,8 +11,8 @@ experiment that has begun; another experiment's folder is refused.
 
 Simulated cells are independent: --jobs=N trains so many at once (default: one
 for each core), --jobs=ray as tasks of a Ray cluster, and --cells=I/N is a share
-of them, for commands on several machines with one --workdir. Cells whose
-seconds are a result (live runs, pipelines, meshes) are trained one by one.
+of them, for commands on several machines with one --workdir. Live runs,
+pipelines and meshes, which are timed, are trained one cell after the other.
 
 With --num_processes=N a mesh's devices are in N processes of this machine. On
 several machines, start the same command on each with --num_processes,
@@ -24,7 +24,9 @@ JAX knows) with --coordinator=auto alone.
 lists recipes, schedules, engines, models and datasets with their options.
 """
 
+import collections
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -63,18 +65,11 @@ _F = flags.define(
 )
 
 
-def machine() -> Machine:
+def _machine() -> Machine:
   """Returns what the flags say of the machine."""
-  return Machine(
-    memory_dir=_F["memory_dir"].value,
-    grace_seconds=_F["grace_seconds"].value,
-    faults=[faults_lib.parse(text) for text in _F["fault"].value],
-    address=_F["address"].value,
-    allow_network=_F["allow_network"].value,
-    processes=_F["processes"].value,
-    gpus_per_process=_F["gpus_per_process"].value,
-    spans=_F["spans"].value,
-  )
+  faults = [faults_lib.parse(text) for text in _F["fault"].value]
+  own = {f.name for f in dataclasses.fields(Machine)} & _F.keys()
+  return Machine(faults=faults, **{name: _F[name].value for name in own})
 
 
 def _jobs() -> int | str:
@@ -98,13 +93,6 @@ def _share() -> jobs.Share:
   return jobs.Share(int(match[1]) - 1, int(match[2]))
 
 
-def _role() -> processes.ProcessRole:
-  return processes.role(
-    *(_F["num_processes"].value, _F["process_id"].value),
-    *(_F["coordinator"].value, _F["start_seconds"].value),
-  )
-
-
 def _quieten_full_disks():
   """Keeps what TensorBoard's threads print of a full disk, at length, from
   stderr: one line of ours says it."""
@@ -113,8 +101,8 @@ def _quieten_full_disks():
     def hook(args):
       error, thread = args.exc_value, type(getattr(args, "thread", None))
       board = thread.__module__.startswith("tensorboardX")
-      full = isinstance(error, OSError) and error.errno in storage.DISK_FULL
-      if not full and not (board and isinstance(error, OSError)):
+      of_disk = isinstance(error, OSError)
+      if not of_disk or not (board or error.errno in storage.DISK_FULL):
         before(args)
 
     return hook
@@ -138,16 +126,16 @@ def _check_mesh_only(runs, role):
 
 def _start_float64(runs):
   """Turns on JAX's float64, which holds for all that a process computes."""
-  double = [
+  double = {
     run.engine == "mesh" and run.config["mesh"]["precision"] == mesh_plan.DOUBLE
     for run in runs.values()
-  ]
-  if any(double) and not all(double):
+  }
+  if len(double) > 1:
     raise ValueError(
       f"config.mesh.precision {mesh_plan.DOUBLE} is for all runs of a command,"
       " and there are others: choose runs with --config.only"
     )
-  if any(double):
+  if True in double:
     jax.config.update("jax_enable_x64", True)
 
 
@@ -162,24 +150,21 @@ def _build(config, measurements=None):
 
 def _check_address(runs):
   """An address is of a Ray cluster, which not every engine uses."""
-  engines = {run.engine for run in runs.values()}
-  used = "ray" in engines or _F["jobs"].value == "ray"
-  if "pipeline" in engines and _F["processes"].value:
-    used = True
-  if _F["address"].value and not used:
+  address, engines = _F["address"].value, {run.engine for run in runs.values()}
+  stages = "pipeline" in engines and _F["processes"].value
+  used = stages or "ray" in engines or _F["jobs"].value == "ray"
+  if address and not used:
     raise ValueError(
-      f"--address={_F['address'].value} is of a Ray cluster, and nothing here"
+      f"--address={address} is of a Ray cluster, and nothing here"
       " runs on it: add --engine=ray (--jobs=ray for simulations, --processes=N"
       " for pipelines), or drop --address"
     )
 
 
 def _check_machine(experiment, where):
-  plans = {}
+  plans = collections.defaultdict(list)
   for cell in experiment.cells:
-    plans.setdefault(experiment.kind(cell).check_machine, []).append(
-      experiment.plan(cell)
-    )
+    plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))
   for check, own in plans.items():
     check(experiment, own, where)
 
@@ -191,17 +176,15 @@ def _open(config):
   content = [np.frombuffer(text.encode(), np.uint8)]
   processes.same("config", storage.digest(content))
   processes.same("dataset", experiment.dataset_identity["sha256"])
-  where = machine()
+  where = _machine()
   _check_machine(experiment, where)
 
-  def open_folder():
-    if not processes.leads():
-      return None
-    return folder.open_folder(
-      _F["workdir"].value, flags.config_name(), experiment
+  given, name = _F["workdir"].value, flags.config_name()
+  workdir = processes.together(
+    lambda: (
+      folder.open_folder(given, name, experiment) if processes.leads() else None
     )
-
-  workdir = processes.together(open_folder)
+  )
   if workdir is not None:
     stored = folder.read_measurements(workdir)
     if stored is not None and stored != experiment.measurements:
@@ -213,23 +196,22 @@ def _open(config):
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
   signals, share, count = Signals(), _share(), _jobs()
-  if count == "auto":
+  if count == "auto":  # JAX has its devices by now
     count = jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in share.of(experiment.cells))
-  bar = Silent()
+  bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
       total,
       describe=lambda engine, row: flags.ENGINES[engine].describe(row),
     )
-  _quieten_full_disks()
-  naming = contextlib.nullcontext()
-  if workdir is not None:
     naming = storage.naming_full_disks(workdir)
+  _quieten_full_disks()
   with naming:
     try:
       jobs.train_all(
-        *(experiment, workdir),
+        experiment,
+        workdir,
         bar=bar,
         machine=where,
         jobs=count,
@@ -249,7 +231,12 @@ def main() -> None:
   if _F["list"].value:
     print(listing.text(flags.ENGINES))
     return
-  role = _role()
+  role = processes.role(
+    _F["num_processes"].value,
+    _F["process_id"].value,
+    _F["coordinator"].value,
+    _F["start_seconds"].value,
+  )
   config = flags.load_config(EXAMPLE, _F["engine"].value)
   runs = schema_lib.runs(config, flags.ENGINES)
   _check_mesh_only(runs, role)

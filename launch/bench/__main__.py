@@ -10,50 +10,38 @@ blocks, and what is printed is the median over rounds of its speed over the
 baseline's. A row is printed as soon as it is measured.
 """
 
-from absl import flags
-
 from asgd import names
-from launch import flags as flags_lib
+from launch import flags
 from launch.bench import parallel, pipeline, server, simulator
 
-_ROUNDS = flags.DEFINE_integer(
-  "rounds",
-  None,
-  "Turns of each contestant. Default: 9, 6 (pipeline), 5 (parallel).",
-)
-_BLOCK = flags.DEFINE_integer("block", 24, "Updates of a turn (simulator).")
-_BATCH = flags.DEFINE_integer(
-  "batch_size", 64, "Images in a batch (simulator)."
-)
-_SIZES = flags.DEFINE_list(
-  "sizes", ["0.1", "1", "10", "100"], "MB of parameters (server)."
-)
-_SECONDS = flags.DEFINE_float("seconds", 3.0, "For each contestant (server).")
-_PEER = flags.DEFINE_string(
-  "peer", None, "Python that has torch (pipeline). Default: this, if it has."
-)
-
-BENCHMARKS = {
-  "simulator": lambda rounds: simulator.run(rounds, _BLOCK.value, _BATCH.value),
-  "server": lambda rounds: server.run(
-    _SECONDS.value, [float(size) for size in _SIZES.value]
-  ),
-  "pipeline": lambda rounds: pipeline.run(rounds, _PEER.value),
-  "parallel": parallel.run,
+_BENCHMARKS = {  # name -> what runs it, its flags
+  "simulator": (simulator.run, ("rounds", "block", "batch_size")),
+  "server": (server.run, ("seconds", "sizes")),
+  "pipeline": (pipeline.run, ("rounds", "peer")),
+  "parallel": (parallel.run, ("rounds",)),
 }
-_DEFAULT_ROUNDS = {"simulator": 9, "server": 1, "pipeline": 6, "parallel": 5}
+_F = flags.define(
+  {
+    "rounds": (int, None, "Turns. Default: 9, 6 (pipeline), 5 (parallel)."),
+    "block": (int, 24, "Updates of a turn (simulator)."),
+    "batch_size": (int, 64, "Images in a batch (simulator)."),
+    "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),
+    "seconds": (float, 3.0, "For each contestant (server)."),
+    "peer": (str, None, "Python with torch (pipeline). Default: this one."),
+  }
+)
 
 
 def main(name: str = "") -> None:
   """Runs one benchmark."""
   if not name:
-    raise ValueError(f"which benchmark? one of: {', '.join(BENCHMARKS)}")
-  run = names.lookup("benchmark", name, BENCHMARKS)
-  rounds = _DEFAULT_ROUNDS[name] if _ROUNDS.value is None else _ROUNDS.value
-  if rounds < 1 or _BLOCK.value < 1 or not _SECONDS.value > 0:
+    raise ValueError(f"which benchmark? one of: {', '.join(_BENCHMARKS)}")
+  run, takes = names.lookup("benchmark", name, _BENCHMARKS)
+  given = {k: f.value for k, f in _F.items() if f.value is not None}
+  if not all(given.get(k, 1) > 0 for k in ("rounds", "block", "seconds")):
     raise ValueError("--rounds, --block and --seconds must be positive")
-  run(rounds)
+  run(**{k: given[k] for k in takes if k in given})
 
 
 if __name__ == "__main__":
-  flags_lib.run(main, words=1)
+  flags.run(main, words=1)

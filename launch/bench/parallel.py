@@ -28,7 +28,6 @@ import itertools
 import os
 import subprocess
 import sys
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +51,8 @@ from launch.bench.turns import Contestant
 _DEVICES = 2
 _HIDDEN, _BATCH, _SMALL_BATCH = (512,) * 4, 2048, 256
 _WIDTH, _ROWS = 512, 1024  # of the tensor parallel MLP
-_SIZES = (1.0, 64.0)  # MB of each device
-_CHUNKED = 10**9  # bytes of a bucket that takes all gradients
+_SMALL, _LARGE = 1.0, 64.0  # MB of each device
+_ALL = 10**9  # bytes of a bucket that takes all gradients
 _KEPT = {  # what has glibc keep memory that is freed
   "MALLOC_MMAP_MAX_": "0",
   "MALLOC_TRIM_THRESHOLD_": str(2**40),
@@ -62,7 +61,6 @@ _KEPT = {  # what has glibc keep memory that is freed
 
 
 def _problem(batch_size):
-  """An MLP on images of noise."""
   layers = models.mlp(10, hidden=_HIDDEN)
   return turns.image_problem(layers, batch_size, batch_size)
 
@@ -83,10 +81,10 @@ def data_steps() -> dict[str, Contestant]:
       lambda state: step.step(state, placed, key)[0], step.init(params)
     )
 
-  steps = {f"two devices, zero={zero}": shared(zero) for zero in range(4)}
   one = turns.repeated(
     lambda state: plain(*state, here, key)[:2], (params, tx.init(params))
   )
+  steps = {f"two devices, zero={zero}": shared(zero) for zero in range(4)}
   return {"one device": one, **steps}
 
 
@@ -112,13 +110,9 @@ def tensor_steps(
   mesh = meshes.make({meshes.TENSOR: _DEVICES})
   x = jax.random.normal(jax.random.key(0), (rows, width))
   params = _Mlp(width, False).init(jax.random.key(1), x)
-  column, row = P(None, meshes.TENSOR), P(meshes.TENSOR, None)
-  specs = {
-    "params": {
-      "first": {"kernel": column, "bias": P(meshes.TENSOR)},
-      "second": {"kernel": row, "bias": P()},
-    }
-  }
+  first = {"kernel": P(None, meshes.TENSOR), "bias": P(meshes.TENSOR)}
+  second = {"kernel": P(meshes.TENSOR, None), "bias": P()}
+  specs = {"params": {"first": first, "second": second}}
 
   def gradient(parallel):
     def loss(params, x):
@@ -132,11 +126,10 @@ def tensor_steps(
     in_specs=(specs, P()),
     out_specs=(P(), (specs, P())),
   )
+  placed = meshes.place(params, mesh, specs), meshes.place(x, mesh)
   return {
     "one device": turns.alone(jax.jit(gradient(False)), params, x),
-    "two devices": turns.alone(
-      jax.jit(shared), meshes.place(params, mesh, specs), meshes.place(x, mesh)
-    ),
+    "two devices": turns.alone(jax.jit(shared), *placed),
   }
 
 
@@ -150,19 +143,17 @@ def reductions() -> dict[str, Contestant]:
 
   def contestant(**options):
     call = wait_free.gradient(problem.pieces, meshes.DATA, **options)
-    step = jax.jit(
-      jax.shard_map(
-        lambda *args: call(*args)[1],
-        mesh=mesh,
-        in_specs=(P(), P(meshes.DATA), P()),
-        out_specs=P(),
-        check_vma=False,
-      )
+    step = jax.shard_map(
+      lambda *args: call(*args)[1],
+      mesh=mesh,
+      in_specs=(P(), P(meshes.DATA), P()),
+      out_specs=P(),
+      check_vma=False,
     )
-    return turns.alone(step, params, batch, key)
+    return turns.alone(jax.jit(step), params, batch, key)
 
   return {
-    "all at the end": contestant(bucket_bytes=_CHUNKED),
+    "all at the end": contestant(bucket_bytes=_ALL),
     "wait-free": contestant(),
     "wait-free, ring": contestant(reduce="ring"),
   }
@@ -180,30 +171,23 @@ def shapes(devices: int) -> dict[str, dict[str, int]]:
   return fits
 
 
-def _reductions_of(name, devices, size) -> dict[bool, Contestant]:
-  """A collective of so many MB a device, by whether it is in place."""
+def _sums(name, devices, size) -> tuple[Contestant, Contestant]:
+  """A collective of so many MB a device: in new memory, and in place."""
   mesh, reduce = meshes.make(shapes(devices)[name]), collectives.lookup(name)
   spec = P(tuple(mesh.axis_names))
   axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
   zeros = np.zeros((devices, max(round(size * 1e6 / 4), 1)), np.float32)
-
-  def contestant(in_place):
-    call = jax.jit(
-      jax.shard_map(
-        lambda x: reduce(x[0], axis)[None],
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-      ),
-      donate_argnums=0 if in_place else (),
-    )
-    x = meshes.place(zeros, mesh, spec)
-    if in_place:  # of zeros, the sum is zeros
-      return turns.repeated(call, x)
-    return turns.alone(call, x)
-
-  return {in_place: contestant(in_place) for in_place in (False, True)}
+  call = jax.shard_map(
+    lambda x: reduce(x[0], axis)[None],
+    mesh=mesh,
+    in_specs=spec,
+    out_specs=spec,
+    check_vma=False,
+  )
+  new, in_place = jax.jit(call), jax.jit(call, donate_argnums=0)
+  # Of zeros, the sum is zeros.
+  once, again = (meshes.place(zeros, mesh, spec) for _ in range(2))
+  return turns.alone(new, once), turns.repeated(in_place, again)
 
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:
@@ -231,47 +215,40 @@ def fit(
   return costs.link(1 / inverse, latency)
 
 
-class CollectiveTimes(NamedTuple):
-  """A collective's times, and those of psum in the same rounds."""
+def measure(name: str, devices: int, size: float, rounds: int) -> np.ndarray:
+  """Measures a collective of so many MB a device, taking turns with psum.
 
-  new: np.ndarray  # float64[rounds], seconds; the sum is in new memory
-  in_place: np.ndarray  # float64[rounds], seconds
-  psum_new: np.ndarray  # float64[rounds], seconds
-  psum_in_place: np.ndarray  # float64[rounds], seconds
-
-
-def measure(
-  name: str, devices: int, size: float, rounds: int
-) -> CollectiveTimes:
-  """Measures a collective of so many MB a device, taking turns with psum."""
-  contestants = {
-    (kind, in_place): once
-    for kind in dict.fromkeys((name, "psum"))
-    for in_place, once in _reductions_of(kind, devices, size).items()
-  }
+  Returns:
+    float64[2, 2, rounds], seconds of the collective and of psum, each with the
+    sum in new memory and in place.
+  """
+  sums = _sums(name, devices, size)
+  if name != "psum":
+    sums += _sums("psum", devices, size)
   # A small one is over before a clock is sure of it.
   calls = 8 if size < 8 else 1
+  contestants = dict(enumerate(sums))
   seconds = list(turns.take_turns(contestants, rounds, calls).values())
-  return CollectiveTimes(*seconds[:2], *seconds[-2:])
+  return np.stack([seconds[:2], seconds[-2:]])
 
 
 def cells(
   name: str,
   devices: int,
   size: float,
-  times: CollectiveTimes,
+  times: np.ndarray,
   link: costs.LinkSpeed | None = None,
 ) -> list[str]:
-  """Returns a row: what was measured, and what the model says of a link."""
+  """Returns a row: what `measure` gave, and what the model says of a link."""
   row = [name, f"{devices}", f"{size:g}"]
-  for mine, psum in zip(times[:2], times[2:], strict=True):
+  for mine, psum in zip(*times, strict=True):
     row += [f"{1e3 * np.median(mine):.2f}", *turns.ratio_cells(mine / psum)]
   if link is None:
     return row
   if name == "psum":
     return [*row, "", ""]
   model = costs.seconds(cost(name, size, devices), link)
-  share = model / np.median(times.in_place)
+  share = model / np.median(times[0, 1])
   return [*row, f"{1e3 * model:.2f}", f"{share:.2f}"]
 
 
@@ -279,33 +256,35 @@ def _measure_collectives(rounds, keeps_memory):
   """Measures all collectives in this process."""
   header = ["collective", "devices", "MB", "ms", "x psum", "range"]
   header += ["in place", "x psum", "range"]
+  if keeps_memory:
+    header += ["model", "of measured"]
   for devices in (2, 8):
-    sizes, link = _SIZES[-1:], None
+    sizes, link = [_LARGE], None
     rings = {}  # MB -> times of the ring, which the link is fitted to
     if keeps_memory:
-      sizes = _SIZES
-      rings = {size: measure("ring", devices, size, rounds) for size in sizes}
-      seconds = [float(np.median(ring.in_place)) for ring in rings.values()]
-      sums = [cost("ring", size, devices) for size in sizes]
-      link = fit(*zip(sums, seconds, strict=True))
+      sizes, measured = [_SMALL, _LARGE], []
+      for size in sizes:
+        rings[size] = measure("ring", devices, size, rounds)
+        seconds = float(np.median(rings[size][0, 1]))
+        measured.append((cost("ring", size, devices), seconds))
+      link = fit(*measured)
       print(
         f"model: {link.bandwidth / 1e9:.2f} GB/s each way, and"
         f" {1e6 * link.latency:.0f} us a message",
         flush=True,
       )
-    model = [] if link is None else ["model", "of measured"]
-    table = turns.Table([*header, *model], first=18)
+    table = turns.Table(header, first=18)
     for size, name in itertools.product(sizes, shapes(devices)):
-      times = rings[size] if name == "ring" and rings else None
-      times = times or measure(name, devices, size, rounds)
+      known = name == "ring" and size in rings
+      times = rings[size] if known else measure(name, devices, size, rounds)
       table.row(*cells(name, devices, size, times, link))
     print(flush=True)
 
 
-def run(rounds: int) -> None:
+def run(rounds: int = 5) -> None:
   """Prints steps on two devices against one, and collectives against psum."""
   jax.config.update("jax_num_cpu_devices", _DEVICES)
-  load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+  load = os.getloadavg()[0]
   print(f"{os.cpu_count()} cores, load {load:.1f} before it begins\n")
   parts = (
     (f"data parallel: MLP of {_HIDDEN}, Adam, batch {_BATCH}", data_steps),

@@ -65,19 +65,23 @@ def _stage_fn(layers, first, last):
   return fn
 
 
-def _one_device(layers, params, x):
-  """Gradients of microbatches, one after the other, and their sum."""
+@functools.cache
+def _one_device():
+  """Returns gradients of microbatches, one after the other, and their sum."""
+  layers, params, x = _stack()
   fn = _stage_fn(layers, 0, len(layers))
   gradient = jax.jit(jax.grad(lambda p: fn(p, (), x)[0]))
   add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+  return gradient, add, params
 
-  def once(microbatches):
-    total = gradient(params)
-    for _ in range(microbatches - 1):
-      total = add(total, gradient(params))
-    jax.block_until_ready(total)
 
-  return once
+def _work(microbatches: int) -> None:
+  """Makes the gradients of so many microbatches in this process."""
+  gradient, add, params = _one_device()
+  total = gradient(params)
+  for _ in range(microbatches - 1):
+    total = add(total, gradient(params))
+  jax.block_until_ready(total)
 
 
 def _take_core():
@@ -85,37 +89,15 @@ def _take_core():
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-@functools.cache
-def _warm():
-  """The baseline, compiled."""
-  once = _one_device(*_stack())
-  once(2)
-  return once
-
-
-def _seconds(microbatches: int) -> float:
-  """Times the gradients of so many microbatches in this process."""
-  once = _warm()
-  start = time.perf_counter()
-  once(microbatches)
-  return time.perf_counter() - start
-
-
-def _arguments(table):
-  """What an executor of the stack needs."""
-  layers, params, x = _stack()
-  cuts = np.linspace(0, len(layers), table.stages + 1).astype(int).tolist()
-  parts = _parts(layers, params, cuts)
-  extra = functools.partial(_input, x)
-  return {"schedule": table, "parts": parts, "extra": extra}
-
-
-def _parts(layers, params, cuts):
+def _arguments(table, layers, params, x, cuts):
+  """What an executor of a table needs, with stages cut before these layers."""
   server = algorithms.build("asgd", 1e-6, 1).server()
-  return [
+  parts = [
     stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
     for a, b in itertools.pairwise(cuts)
   ]
+  extra = functools.partial(_input, x)
+  return {"schedule": table, "parts": parts, "extra": extra}
 
 
 def _input(x, stage, microbatch):
@@ -123,28 +105,28 @@ def _input(x, stage, microbatch):
   return x if stage == 0 else ()
 
 
+def _stack_arguments(table):
+  layers, params, x = _stack()
+  cuts = np.linspace(0, len(layers), table.stages + 1).astype(int).tolist()
+  return _arguments(table, layers, params, x, cuts)
+
+
 def _repeated(engine) -> turns.Contestant:
-  """Returns a function that runs the whole table, with the state it left."""
-  state = engine.start()
-
-  def once():
-    nonlocal state
-    result = engine.run(state)
-    state = engine.again(result.state)
-    return result
-
-  return once
+  """Runs the whole table, from the state that it left."""
+  return turns.repeated(
+    lambda state: engine.again(engine.run(state).state), engine.start()
+  )
 
 
 def _threads(table):
-  """An engine whose stages are threads."""
-  return contextlib.nullcontext(executor.Executor(**_arguments(table)))
+  """An engine with a thread for each stage."""
+  return contextlib.nullcontext(executor.Executor(**_stack_arguments(table)))
 
 
 def _own_cores(table):
-  """An engine whose stages are processes with a core each."""
+  """An engine with a process for each stage, on a core of its own."""
   cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
-  make = functools.partial(_arguments, table)
+  make = functools.partial(_stack_arguments, table)
   return contextlib.closing(
     processes.Processes(make, table, _STAGES, cores=cores)
   )
@@ -166,30 +148,32 @@ def _speed(rounds, peer):
   )
   header = ["schedule, stages", "one core ms", "bound ms", "ms", "of bound"]
   printed = turns.Table([*header, "range"])
+  spawn = multiprocessing.get_context("spawn")
   with contextlib.ExitStack() as stack:
     one = stack.enter_context(
-      concurrent.futures.ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), _take_core
-      )
+      concurrent.futures.ProcessPoolExecutor(1, spawn, _take_core)
     )
-    places = {"threads": _threads, "processes": _own_cores}
-    for where, open_engine in places.items():
-      if where == "processes":
-        if importlib.util.find_spec("ray") is None:
-          print("no Ray, so no stages in processes: pip install -e '.[ray]'")
-          break
-        ray_runtime.start(None)
-        stack.callback(ray_runtime.stop)
+
+    def alone(microbatches):
+      one.submit(_work, microbatches).result()
+
+    def measure(where, open_engine):
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
-          once, seconds = _repeated(engine), []
-          for _ in range(rounds + 1):
-            base = one.submit(_seconds, table.microbatches).result()
-            start = time.perf_counter()
-            once()
-            seconds.append((base, time.perf_counter() - start))
-        base, mine = np.array(seconds[1:]).T  # the first compiles
+          work = {
+            "alone": functools.partial(alone, table.microbatches),
+            "engine": _repeated(engine),
+          }
+          base, mine = turns.take_turns(work, rounds).values()
         printed.row(*_cells(f"{name}, {where}", bound, base, mine))
+
+    measure("threads", _threads)
+    if importlib.util.find_spec("ray"):
+      ray_runtime.start(None)
+      stack.callback(ray_runtime.stop)
+      measure("processes", _own_cores)
+    else:
+      print("no Ray, so no stages in processes: pip install -e '.[ray]'")
   for name, base, mine in _peer(rounds, peer):
     printed.row(*_cells(f"{name}, torch", flushing, base, mine))
 
@@ -208,17 +192,10 @@ def _peer(rounds, python):
       print("no torch to compare with: pip install torch, or --peer=PYTHON")
       return
     python = sys.executable
-  sizes = {
-    "rounds": rounds,
-    "depth": _DEPTH,
-    "width": _WIDTH,
-    "heads": _HEADS,
-    "length": _LENGTH,
-    "batch": _BATCH,
-    "microbatches": _MICROBATCHES,
-  }
+  sizes = {"depth": _DEPTH, "width": _WIDTH, "heads": _HEADS}
+  sizes |= {"length": _LENGTH, "batch": _BATCH, "microbatches": _MICROBATCHES}
   script = Path(__file__).with_name("torch_peer.py")
-  command = [python, script, json.dumps(sizes)]
+  command = [python, script, json.dumps({**sizes, "rounds": rounds})]
   try:
     out = subprocess.run(command, capture_output=True, text=True, check=True)
   except OSError as error:
@@ -236,10 +213,11 @@ def _table():
   """Prints what it takes to make, check and analyse a large table."""
   times = [time.perf_counter()]
   table = schedules.one_f_one_b(64, 1024)
-  for step in (lambda table: None, validate.validate, analyze.analyze):
-    step(table)
-    times.append(time.perf_counter())
-  make, check, analyse = np.diff(times)
+  times.append(time.perf_counter())
+  validate.validate(table)
+  times.append(time.perf_counter())
+  analyze.analyze(table)
+  make, check, analyse = np.diff([*times, time.perf_counter()])
   print(
     f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
     f" {check:.2f} s, analysed in {analyse:.2f} s",
@@ -253,8 +231,8 @@ def _overhead(rounds):
   x = jnp.zeros((1, 2))
   params = models.init(layers, jax.random.key(0), x)
   table = schedules.one_f_one_b(2, 256)
-  parts = _parts(layers, params, (0, 1, 3))
-  engine = executor.Executor(table, parts, functools.partial(_input, x))
+  arguments = _arguments(table, layers, params, x, (0, 1, 3))
+  engine = executor.Executor(**arguments)
   (seconds,) = turns.take_turns({"": _repeated(engine)}, rounds).values()
   each = 1e6 * seconds / len(table.time)
   print(
@@ -270,7 +248,7 @@ def _memory():
   printed = turns.Table(["schedule, device", "table MB", "MB"])
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
-    engine = executor.Executor(**_arguments(table))
+    engine = executor.Executor(**_stack_arguments(table))
     sizes = [part.stage.kept_bytes for part in engine.compiled]
     state, most = engine.start(), np.zeros(table.devices)
     for slot in range(1, table.slots + 1):
@@ -286,13 +264,8 @@ def _memory():
       printed.row(f"{table.name}, {device}", *megabytes)
 
 
-def run(rounds: int, peer: str | None) -> None:
-  """Runs all of it.
-
-  Args:
-    rounds: turns of each schedule.
-    peer: a Python that has torch; None is this one, if it has.
-  """
+def run(rounds: int = 6, peer: str | None = None) -> None:
+  """Runs all of it; `peer` is a Python that has torch, None this one."""
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(rounds, peer)
   _table()

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,11 @@ def _params(megabytes: float) -> dict[str, np.ndarray]:
   }
 
 
-def _gradient_worker() -> base.Worker:
+def _make_server() -> base.Server:
+  return algorithms.build("asgd", _LEARNING_RATE, _WORKERS).server()
+
+
+def _make_duty(params: Any) -> Duty:
   """Work that costs as little as it can: one pass over the parameters."""
 
   def work(state, ticket, batch, key):
@@ -50,24 +54,9 @@ def _gradient_worker() -> base.Worker:
     message = jax.tree.map(lambda x: _CURVATURE * x, ticket.params)
     return state, message, base.Metrics(jnp.float32(0.0))
 
-  return base.Worker(lambda params: (), work)
-
-
-def _make_server() -> base.Server:
-  return algorithms.build("asgd", _LEARNING_RATE, _WORKERS).server()
-
-
-def _make_duty(params: Any) -> Duty:
-  worker = _gradient_worker()
-  batch = np.zeros(1, np.float32)
-  return Duty(
-    simulator.compile_work(worker),
-    worker.init,
-    lambda worker, job: batch,
-    jax.random.key(0),
-    params,
-    None,
-  )
+  worker, batch = base.Worker(lambda params: (), work), np.zeros(1, np.float32)
+  step, root = simulator.compile_work(worker), jax.random.key(0)
+  return Duty(step, worker.init, lambda *_: batch, root, params, None)
 
 
 def _ours(params: Any, seconds: float, log: int) -> float:
@@ -75,9 +64,8 @@ def _ours(params: Any, seconds: float, log: int) -> float:
   setup = Setup(orders.protocol.Rules(), _WORKERS, 10**7, log=log)
   run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
   site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
-  cluster = RayCluster(
-    *(site, _make_server, params, functools.partial(_make_duty, params))
-  )
+  make_duty = functools.partial(_make_duty, params)
+  cluster = RayCluster(site, _make_server, params, make_duty)
   try:
     cluster.start()
     first = None
@@ -143,23 +131,13 @@ def _canonical(params: Any, seconds: float) -> float:
       return rate
 
 
-def _rate(once: Callable[[], None], seconds: float) -> float:
-  """How often in a second something can be done."""
-  count, start = 0, time.perf_counter()
-  while time.perf_counter() - start < seconds:
-    once()
-    count += 1
-  return count / (time.perf_counter() - start)
-
-
-def _unavoidable(params: Any, seconds: float) -> float:
-  """Updates per second of the work that no server can do without, in one
-  thread: a message is copied to where the server finds it, the parameters are
-  changed, and copied to where the workers find them."""
-  source, slot, weights, published = (
-    {name: x.copy() for name, x in params.items()} for _ in range(4)
+def _unavoidable(params: Any) -> turns.Contestant:
+  """Returns the work of an update that no server can do without, in one thread:
+  a message is copied to where the server finds it, the parameters are changed,
+  and copied to where the workers find them."""
+  source, slot, weights, published, scratch = (
+    {name: x.copy() for name, x in params.items()} for _ in range(5)
   )
-  scratch = {name: np.empty_like(x) for name, x in params.items()}
 
   def once():
     for name in params:
@@ -168,27 +146,32 @@ def _unavoidable(params: Any, seconds: float) -> float:
       np.subtract(weights[name], scratch[name], out=weights[name])
       np.copyto(published[name], weights[name])
 
-  return _rate(once, seconds)
+  return once
 
 
-def _copies(params: Any, seconds: float) -> float:
-  """How often in a second all parameters can be copied."""
+def _copy(params: Any) -> turns.Contestant:
+  """Returns a copy of all parameters."""
   target = {name: np.empty_like(x) for name, x in params.items()}
 
   def once():
     for name, x in params.items():
       np.copyto(target[name], x)
 
-  return _rate(once, seconds)
+  return once
 
 
-def run(seconds: float, sizes: Sequence[float]) -> None:
-  """Prints updates/s and MB/s by size, and the ratios.
+def _rate(once: turns.Contestant, seconds: float) -> float:
+  """How often in a second something can be done."""
+  count, start = 0, time.perf_counter()
+  while (took := time.perf_counter() - start) < seconds:
+    once()
+    count += 1
+  return count / took
 
-  Args:
-    seconds: for each contestant and size.
-    sizes: MB of parameters.
-  """
+
+def run(seconds: float, sizes: Sequence[str]) -> None:
+  """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
+  seconds for each contestant and size."""
   print(
     f"{_WORKERS} workers, {os.cpu_count()} cores; floor: message in, update and"
     " parameters out in one thread of NumPy\n",
@@ -196,16 +179,11 @@ def run(seconds: float, sizes: Sequence[float]) -> None:
   )
   ray_runtime.start(None, memory=4 * 2**30)  # the Ray loop needs it
   try:
-    table = turns.Table(
-      [
-        *("MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"),
-        *("of Ray loop", "time of floor", "of 2 copies", "no log/s"),
-        "of Ray loop",
-      ],
-      first=6,
-    )
+    header = ["MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"]
+    header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
+    table = turns.Table([*header, "of Ray loop"], first=6)
     for size in sizes:
-      table.row(*_cells(_params(size), seconds / _TURNS))
+      table.row(*_cells(_params(float(size)), seconds / _TURNS))
   finally:
     ray_runtime.stop()
 
@@ -214,18 +192,28 @@ def _cells(params: Any, seconds: float) -> list[str]:
   """Has the contestants take turns; returns a row of the table."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
-  contestants = (
-    lambda: _copies(params, seconds / 4),
-    lambda: _unavoidable(params, seconds / 4),
-    lambda: _canonical(params, seconds),
-    lambda: _ours(params, seconds, log),
-    lambda: _ours(params, seconds, 0),
-  )
-  rates = [[once() for once in contestants] for _ in range(_TURNS)]
+  copy_all, floor_once = _copy(params), _unavoidable(params)
+  rates = [
+    (
+      _rate(copy_all, seconds / 4),
+      _rate(floor_once, seconds / 4),
+      _canonical(params, seconds),
+      _ours(params, seconds, log),
+      _ours(params, seconds, 0),
+    )
+    for _ in range(_TURNS)
+  ]
   copy, floor, theirs, ours, fast = np.median(rates, axis=0)
   return [
-    *(f"{megabytes:.1f}", f"{copy:.0f}", f"{floor:.0f}", f"{theirs:.1f}"),
-    *(f"{ours:.1f}", f"{2 * megabytes * ours:.0f}", f"{ours / theirs:.1f}"),
-    *(f"{floor / ours:.2f}", f"{copy / 2 / ours:.2f}"),
-    *(f"{fast:.1f}", f"{fast / theirs:.1f}"),
+    f"{megabytes:.1f}",
+    f"{copy:.0f}",
+    f"{floor:.0f}",
+    f"{theirs:.1f}",
+    f"{ours:.1f}",
+    f"{2 * megabytes * ours:.0f}",
+    f"{ours / theirs:.1f}",
+    f"{floor / ours:.2f}",
+    f"{copy / 2 / ours:.2f}",
+    f"{fast:.1f}",
+    f"{fast / theirs:.1f}",
   ]

@@ -1,12 +1,13 @@
 """Updates per second of the simulator against a plain jitted optax loop."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, models, orders, problems, simulator
+from asgd import algorithms, models, orders, simulator
 from asgd import worker as worker_lib
 from asgd.orders import durations
 from launch.bench import turns
@@ -21,24 +22,20 @@ def _plain_sgd(problem, updates) -> turns.Contestant:
   tx = optax.sgd(_RATE)
   step = turns.plain_step(problem, tx)
   batch, key = problem.batches(0, 1), jax.random.key(0)
-  params = problem.init(key)
-  opt_state, job = tx.init(params), 0
+  params, jobs = problem.init(key), itertools.count()
 
-  def once():
-    nonlocal params, opt_state, job
+  def block(state):
     losses = []
-    for _ in range(updates):
-      params, opt_state, loss = step(params, opt_state, batch(0, job), key)
+    for job in itertools.islice(jobs, updates):
+      *state, loss = step(*state, batch(0, job), key)
       losses.append(loss)
-      job += 1
     jax.device_get(losses)
+    return state
 
-  return once
+  return turns.repeated(block, (params, tx.init(params)))
 
 
-def _simulated(
-  problem: problems.Problem, name: str, workers: int, updates: int, rounds: int
-) -> turns.Contestant:
+def _simulated(problem, name, workers, updates, rounds) -> turns.Contestant:
   """Simulates so many messages of a recipe in each of `rounds` + 1 calls."""
   recipe = algorithms.build(name, _RATE, workers)
   worker = worker_lib.gradient_worker(problem.loss)
@@ -46,22 +43,19 @@ def _simulated(
   trace = orders.asynchronous(
     durations.homogeneous(), workers=workers, messages=(rounds + 1) * updates
   )
-  ends = simulator.end_of_message(trace)
-  simulation = host.init(problem.init(jax.random.key(0)), workers)
+  ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
   batch, root = problem.batches(0, workers), jax.random.key(0)
-  message = 0
+  simulation = host.init(problem.init(root), workers)
 
   def once():
-    nonlocal simulation, message
-    message += updates
-    simulation, _ = host.run(
-      simulation, trace, int(ends[message - 1]), batch=batch, root=root
-    )
+    nonlocal simulation
+    end = int(next(ends))
+    simulation, _ = host.run(simulation, trace, end, batch=batch, root=root)
 
   return once
 
 
-def run(rounds: int, block: int, batch_size: int) -> None:
+def run(block: int, batch_size: int, rounds: int = 9) -> None:
   """Prints updates/s and their ratio to the plain loop's.
 
   Args:
@@ -84,9 +78,8 @@ def run(rounds: int, block: int, batch_size: int) -> None:
     for name in _RECIPES
     for workers in _WORKERS
   }
-  table = turns.Table(
-    ["algorithm", "updates/s", "plain/s", "of plain", "range"]
-  )
+  header = ["algorithm", "updates/s", "plain/s", "of plain", "range"]
+  table = turns.Table(header)
   plain = _plain_sgd(problem, block)
   for name, base, mine in turns.against(plain, contestants, rounds):
     speeds = (f"{block / np.median(seconds):.0f}" for seconds in (mine, base))

@@ -52,6 +52,12 @@ class TorchBlock(nn.Module):
     return x + self.down(h)
 
 
+def _blocks(sizes, depth):
+  torch.manual_seed(0)
+  blocks = (TorchBlock(sizes.width, sizes.heads) for _ in range(depth))
+  return nn.Sequential(*blocks)
+
+
 def _loss(y, target):
   del target
   return (y**2).mean()
@@ -77,10 +83,7 @@ def _times(once, rounds):
 def _one_core(sizes):
   """Gradients of the microbatches, one after the other."""
   _take_core(0)
-  torch.manual_seed(0)
-  model = nn.Sequential(
-    *(TorchBlock(sizes.width, sizes.heads) for _ in range(sizes.depth))
-  )
+  model = _blocks(sizes, sizes.depth)
   x = torch.randn(sizes.batch, sizes.length, sizes.width)
 
   def once():
@@ -98,23 +101,15 @@ def _stage(sizes):
   torch.distributed.init_process_group(
     "gloo", rank=sizes.rank, world_size=STAGES
   )
-  torch.manual_seed(0)
-  each = sizes.depth // STAGES
-  module = nn.Sequential(
-    *(TorchBlock(sizes.width, sizes.heads) for _ in range(each))
-  )
-  whole = torch.randn(
-    sizes.microbatches * sizes.batch, sizes.length, sizes.width
-  )
-  schedules = {
-    "GPipe": pipelining.ScheduleGPipe,
-    "1F1B": pipelining.Schedule1F1B,
-  }
+  module = _blocks(sizes, sizes.depth // STAGES)
+  examples, device = sizes.microbatches * sizes.batch, torch.device("cpu")
+  whole = torch.randn(examples, sizes.length, sizes.width)
   out = {}
-  for name, kind in schedules.items():
-    stage = pipelining.PipelineStage(
-      module, sizes.rank, STAGES, torch.device("cpu")
-    )
+  for name, kind in (
+    ("GPipe", pipelining.ScheduleGPipe),
+    ("1F1B", pipelining.Schedule1F1B),
+  ):
+    stage = pipelining.PipelineStage(module, sizes.rank, STAGES, device)
     schedule = kind(stage, sizes.microbatches, loss_fn=_loss)
 
     def once(schedule=schedule):
@@ -149,18 +144,11 @@ def main() -> None:
   alone = _one_core(sizes)
   if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, range(os.cpu_count()))
-  port = _free_port()
-  stages = [
-    subprocess.Popen(
-      [
-        *(sys.executable, __file__),
-        json.dumps({**given, "rank": rank, "port": port}),
-      ],
-      stdout=subprocess.PIPE if rank == 0 else None,
-      text=True,
-    )
-    for rank in range(STAGES)
-  ]
+  given["port"], stages = _free_port(), []
+  for rank in range(STAGES):
+    command = [sys.executable, __file__, json.dumps({**given, "rank": rank})]
+    out = subprocess.PIPE if rank == 0 else None
+    stages.append(subprocess.Popen(command, stdout=out, text=True))
   line, _ = stages[0].communicate()
   if any(stage.wait() for stage in stages):
     sys.exit("a stage has failed")

@@ -59,15 +59,9 @@ def against(
   rounds: int,
   calls: int = 1,
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Has each contestant take turns with the baseline.
-
-  What slows the machine down slows both.
-
-  Args:
-    baseline: of all.
-    contestants: name -> what makes it; it is dropped before the next is made.
-    rounds: as in `take_turns`.
-    calls: as in `take_turns`.
+  """Has each contestant take turns with the baseline, as in `take_turns`: what
+  slows the machine down slows both. A contestant is made when its turns begin,
+  and dropped before the next is made.
 
   Yields:
     (name, seconds of the baseline, seconds of the contestant), float64[rounds].
@@ -86,13 +80,8 @@ class Table:
   """A table whose rows are printed as soon as they are known."""
 
   def __init__(self, header: Sequence[str], first: int = 24, least: int = 9):
-    """Prints the header.
-
-    Args:
-      header: of the columns; texts to the left in the first, else numbers.
-      first: columns of text in the first one.
-      least: the same of any other, which is as wide as its header at least.
-    """
+    """Prints the header: of a column of texts, `first` wide, and columns of
+    numbers, as wide as their headers and as `least`."""
     self._widths = [first, *(max(len(h), least) for h in header[1:])]
     print(line := self._line(header), "-" * len(line), sep="\n", flush=True)
 
@@ -113,16 +102,9 @@ def image_problem(
   rng = np.random.default_rng(0)
   x = rng.integers(0, 256, (images, 28, 28, 1), np.uint8)
   labels = rng.integers(0, 10, images, np.int32)
+  mean, std = np.float32([128]), np.float32([74])
   dataset = data.Dataset(
-    name="random",
-    source="drawn here",
-    train_images=x,
-    train_labels=labels,
-    test_images=x[:64],
-    test_labels=labels[:64],
-    classes=10,
-    mean=np.float32([128]),
-    std=np.float32([74]),
+    "random", "drawn here", x, labels, x[:64], labels[:64], 10, mean, std
   )
   return problems.classification(dataset, layers, batch_size=batch_size)
 

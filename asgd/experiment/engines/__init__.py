@@ -137,37 +137,37 @@ class Column(NamedTuple):
   form: str = "{:.3g}"
 
 
-def no_check(*_: Any) -> None:
-  """The `check_machine` of an engine that runs anywhere."""
-
-
-def no_keys(*_: Any) -> tuple[str, ...]:
-  """The `options` and `dependents` of an engine that has none."""
+def _nothing(*_: Any) -> tuple[str, ...]:
+  """What an engine does that has no such keys, or nothing to check or clean."""
   return ()
 
 
 class EngineKind(NamedTuple):
-  """An engine, as an experiment knows it."""
+  """An engine, as an experiment knows it.
+
+  What checks (`check`, `plan`, `check_machine`) raises ValueError, naming the
+  key or the flag, its value and the remedy.
+  """
 
   sections: Mapping[str, Any]  # of the config, as in schema.SHARED
   settings: str | None  # the section that a run may set directly
-  # (entry of a run) -> further keys that it may give: of what it selects
-  options: Callable[[Mapping[str, Any]], Sequence[str]]
-  # (section or entry, key, value) -> keys that follow from the old value
-  dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]]
-  default_recipe: str | None  # None: a run must name one
   workers: Callable[[Any], Sequence[int]]  # of the cells of a Run
   check: Callable[[Any], None]  # of a Run, before there are data or devices
   devices: Callable[[Any], int]  # CPU devices that a Run needs
   plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
   start: Callable[[Context], Engine]
-  # (Experiment, plans of its cells, Machine): before anything is written
-  check_machine: Callable[[Any, Sequence[Any], Any], None]
   columns: Sequence[Column]  # of the table, beside those that all have
   describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
+  # (entry of a run) -> further keys that it may give: of what it selects
+  options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
+  # (section or entry, key, value) -> keys that follow from the old value
+  dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = _nothing
+  default_recipe: str | None = None  # None: a run must name one
+  # (Experiment, plans of its cells, Machine): before anything is written
+  check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
   timed: bool = False  # its seconds are a result: its cells run one at a time
   # (folder of a finished cell): removes what a kill right after its end left
-  clean: Callable[[Path], None] = no_check
+  clean: Callable[[Path], Any] = _nothing
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
 
@@ -175,10 +175,7 @@ class EngineKind(NamedTuple):
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
   """Returns the messages after which a cell is evaluated, the last at its end.
 
-  Args:
-    evaluations: how many, at most.
-    total: messages of the cell.
-    quantum: they are at multiples of so many.
+  They are so many at most, all at multiples of `quantum`.
   """
   steps = total // quantum
   count = min(evaluations, steps)
@@ -189,12 +186,7 @@ class Pace:
   """How many steps take about so many seconds."""
 
   def __init__(self, seconds: float, first: int = 1):
-    """Starts with a guess.
-
-    Args:
-      seconds: that a call of `advance` may take.
-      first: steps of the first call.
-    """
+    """Starts with `first` steps for calls that may take so many seconds."""
     self._seconds, self.steps = seconds, first
     self._start = 0.0
 

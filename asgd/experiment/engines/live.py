@@ -28,23 +28,23 @@ from asgd.experiment.engines import (
   Snapshot,
   due,
   live_clusters,
-  no_keys,
+  mean,
   parameter_server,
 )
 from asgd.experiment.engines.live_news import ShardNews
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run, Setting
-from asgd.live import faults as faults_lib
+from asgd.live import faults, records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.records import RECORD, check_records, read_records, records_path
+from asgd.live.records import RECORD
 from asgd.live.slots import check_room
 from asgd.orders.trace import follow
 
 _LOOK = 0.1  # seconds between two looks at the cluster
-_MOST_SECONDS = 1e9  # that a clock can count
+_SECONDS = checks.number(most=1e9, above=True)  # that a clock can count
 
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
@@ -59,11 +59,9 @@ SECTIONS: dict[str, Any] = {
     "slowdown": Setting((), checks.several(checks.number(1, 1e4))),
     "refill": Setting(True, checks.flag),  # replace workers that die
     "together": Setting(True, checks.flag),  # wait for all before the first job
-    "late_mads": Setting(10.0, checks.number(most=_MOST_SECONDS, above=True)),
-    "late_seconds": Setting(2.0, checks.number(most=_MOST_SECONDS, above=True)),
-    "start_seconds": Setting(
-      120.0, checks.number(most=_MOST_SECONDS, above=True)
-    ),
+    "late_mads": Setting(10.0, _SECONDS),
+    "late_seconds": Setting(2.0, _SECONDS),
+    "start_seconds": Setting(120.0, _SECONDS),
     "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
     "worker_gpus": Setting(0.0, checks.number(most=10_000)),
     "devices": Setting(1, checks.whole(1, 256)),  # of each worker
@@ -74,11 +72,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def check(run: Run) -> None:
-  """Checks what needs neither data nor a model.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Checks what needs neither data nor a model."""
   parameter_server.check(run)
   config = run.config
   server, live = config["server"], config["live"]
@@ -97,13 +91,8 @@ def check(run: Run) -> None:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking that
-  they can be run live.
-
-  Raises:
-    ValueError: for an order that only a simulation can keep, and for what
-      cannot be split into shards, naming the remedy.
-  """
+  """As `parameter_server.plan`; refuses an order that only a simulation can
+  keep, and what cannot be split into shards."""
   result = parameter_server.plan(experiment, run, workers)
   result.rules()
   if run.config["server"]["shards"] > 1:
@@ -114,27 +103,20 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
 def check_machine(
   experiment: Any, plans: Sequence[ServerPlan], machine: Any, *, ray: bool
 ) -> None:
-  """Checks that a machine has what live cells need, before anything is written.
-
-  Raises:
-    ValueError: naming the flag and the remedy.
-  """
+  """Checks that a machine has what live cells need."""
   del experiment
   for plan in plans:
-    faults_lib.check(machine.faults, plan.workers, plan.messages)
+    faults.check(machine.faults, plan.workers, plan.messages)
   folder = machine.memory_dir
+  flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):
-    raise ValueError(
-      f"--memory_dir={folder} is no folder; use one in memory, such as"
-      " /dev/shm, or any other (slower)"
-    )
+    raise ValueError(f"{flag} is no folder; use one {remedy} other (slower)")
   try:
     os.rmdir(tempfile.mkdtemp(prefix="asgd-", dir=folder))
   except OSError as error:
     raise ValueError(
-      f"--memory_dir={folder}: no folder can be made there"
-      f" ({error.strerror}); use one in memory, such as /dev/shm, or any other"
-      " (slower)"
+      f"{flag}: no folder can be made there ({error.strerror}); use one"
+      f" {remedy} other (slower)"
     ) from error
   if ray:
     ray_runtime.check(machine.address, allow_network=machine.allow_network)
@@ -148,131 +130,135 @@ class LiveEngine(Engine):
 
     Args:
       context: of the cell.
-      make_cluster: (live run, machine, images, resumed, began) -> a cluster.
+      make_cluster: as `live_clusters.thread_cluster`.
 
     Raises:
-      ValueError: if what is there is not all there, or does not fit together.
+      ValueError: if the files of the cell are not all there, or do not fit.
     """
-    self._context, self._plan = context, context.plan
-    folder = context.folder
-    shards = range(self._plan.run.config["server"]["shards"])
+    self._context, folder = context, context.folder
+    shards = range(context.plan.run.config["server"]["shards"])
     self._journals = [journal_path(folder, index) for index in shards]
-    self._sinks = [records_path(folder, index) for index in shards]
+    self._sinks = [records.records_path(folder, index) for index in shards]
     journals = live_files.read_journals(folder, len(shards))
-    begun = bool(journals[0])
-    self._claim = claim.Claim(folder, context.machine.memory_dir, resume=begun)
-    self.cluster, self._watch = None, None
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
-    try:
-      self._start(context, make_cluster, journals)
-    except BaseException:
-      self.close()
-      raise
+    self._claim = claim.Claim(
+      folder, context.machine.memory_dir, resume=bool(journals[0])
+    )
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._release)
+      self._start(make_cluster, journals, stack)
+      self._open = stack.pop_all()
 
-  def _start(self, context, make_cluster, journals):
-    plan = self._plan
+  def _start(self, make_cluster, journals, stack):
+    context, events = self._context, journals[0]
+    plan = context.plan
     if not self._claim.kept:
       check_room(context.machine.memory_dir, live_clusters.memory_needed(plan))
     self.total, self.done = plan.messages, self._received
     evaluated = due(context.experiment.config["evaluations"], self.total)
-    self._live = live = live_clusters.prepare(
+    self._live = live_clusters.prepare(
       plan, context.cell, context.folder, self._claim.memory, evaluated
     )
-    events = journals[0]
-    images = None
+    images, before = None, 0.0
     if events:
-      images = context.restore(
-        lambda saved: self._images(saved, [len(j) for j in journals])
-      )
-    before = events[-1].time if events else 0.0
-    self._first = None  # when the first ticket was sent
+      images = context.restore(lambda saved: self._images(saved, journals))
+      before = events[-1].time
     self._snapshot: Snapshot | None = None
     self._insists = False  # whether a checkpoint must be made now
-    self._news = ShardNews(live, self._received, resumed=bool(events))
+    self._news = ShardNews(self._live, self._received, resumed=bool(events))
+    began = time.monotonic() - before
     self.cluster = make_cluster(
-      *(live, context.machine, images, bool(events)),
-      time.monotonic() - before,
+      self._live, context.machine, images, bool(events), began
     )
-    self._claim.note(self.replaced)
+    stack.callback(self.cluster.close)
+    self._claim.note(self._replaced())
+    compress = live_clusters.dtype_on_wire(plan.run.config)
     self._watch = live_figures.Watch(
-      live,
-      context.board,
-      compress=live_clusters.dtype_on_wire(plan.run.config),
+      self._live, context.board, compress=compress
     )
+    stack.callback(self._watch.close)
     self._next_look = 0.0
     self.cluster.start()
 
-  def _images(self, saved, rows):
+  def _images(self, saved, journals):
     """The shards' images in a checkpoint, if the journals hold all of it."""
-    for index, meta in enumerate(saved.notes["shards"]):
-      if meta["rows"] > rows[index]:
+    metas = saved.notes["shards"]
+    for index, (meta, rows) in enumerate(zip(metas, journals, strict=True)):
+      if meta["rows"] > len(rows):
         raise ValueError(
-          f"trace-{index}.csv has {rows[index]} rows, the checkpoint is of row"
+          f"trace-{index}.csv has {len(rows)} rows, the checkpoint is of row"
           f" {meta['rows']}"
         )
-    parts = live_clusters.parts(self._live)
-    server = self._plan.server
+    server, parts = self._context.plan.server, live_clusters.parts(self._live)
     states = saved.tree([simulator.start(server, part) for part in parts])
-    return list(zip(states, saved.notes["shards"], strict=True))
-
-  # Watching.
+    return list(zip(states, metas, strict=True))
 
   def advance(self, until: int) -> Progress:
     """Looks at the cluster once, a moment after the last time."""
-    pause = self._next_look - time.monotonic()
-    if pause > 0:
-      time.sleep(pause)
+    time.sleep(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + _LOOK
-    before = self.replaced
+    before = self._replaced()
     news = self.cluster.check()
-    if self.replaced != before:
-      self._claim.note(self.replaced)
+    if self._replaced() != before:
+      self._claim.note(self._replaced())
     status = self.cluster.status()
     if status is None:
       return Progress(loss=np.empty(0), news=news)
     self._check_files()
     news += self._news.of(status)
-    new = read_records(self._sinks[0], self._received)
+    new = self._rows(self._received, self._count())
     self._received += len(new.loss)
     figures = self._watch.look(time.monotonic(), new, self._received)
     self._check_refused(status[0])
     self._look_for(until, status)
     return Progress(
       loss=new.loss,
-      staleness=_mean(new.staleness),
-      gap=_mean(new.gap),
+      staleness=mean(new.staleness),
+      gap=mean(new.gap),
       news=news,
       figures=figures,
     )
 
   def _look_for(self, until, status):
     """Fetches the parameters of message `until`, if it was received."""
-    finished = clusters.finished(status)
     last = until == self.total
     everywhere = all(shard["received"] >= until for shard in status)
     # Shards with an order of their own may receive a job twice or, in the end,
     # not at all.
-    if not finished and (last or not everywhere):
+    if not clusters.finished(status) and (last or not everywhere):
       self.done = min(self._received, until - 1)
       return
-    kept = not last and all(until in s["kept_params"] for s in status)
-    # If a shard died with what it kept, the parameters of now will do.
-    message = until if kept else status[0]["received"]
     if not self._received:
       return
+    kept = not last and all(until in s["kept_params"] for s in status)
     with contextlib.suppress(Disconnected):  # the next look will do
-      self._snapshot = self._take(message, until if kept else None)
+      if kept:
+        self._snapshot = self._take(until, kept=until)
+      else:  # a shard died with what it kept: the parameters of now will do
+        self._snapshot = self._take(status[0]["received"])
       self.done = until
 
   def _take(self, message, kept=None):
     """Fetches parameters: those kept at a message, or those of now."""
     params = self.cluster.params(kept)
-    records = read_records(self._sinks[0])
-    row = min(message, len(records.loss)) - 1
-    seconds = float(records.time[row]) - self._first_ticket()
-    return Snapshot(
-      *(params, message, int(records.update[row])), {"seconds": seconds}
+    row = min(message, self._count()) - 1
+    at = self._rows(row, row + 1)
+    seconds = float(at.time[0]) - self._first_ticket
+    return Snapshot(params, message, int(at.update[0]), {"seconds": seconds})
+
+  def _count(self) -> int:
+    """How many messages the lead has recorded."""
+    sink = self._sinks[0]
+    return sink.stat().st_size // RECORD.itemsize if sink.exists() else 0
+
+  def _rows(self, start: int, end: int) -> base.Records:
+    """Reads a stretch of the lead's records, and no more of the file."""
+    if start >= end:
+      return simulator.concatenate([])
+    rows = np.fromfile(
+      self._sinks[0], RECORD, end - start, offset=start * RECORD.itemsize
     )
+    return base.Records(*(rows[name].copy() for name in base.Records._fields))
 
   def _check_files(self):
     """Raises ValueError if what the shards write is not there any more."""
@@ -282,24 +268,18 @@ class LiveEngine(Engine):
 
   def _check_refused(self, status):
     """Raises NotFinite if nothing else comes: it is never applied."""
-    if status["refused"] <= 3 * self._plan.workers:
+    plan, name = self._context.plan, self._context.cell.name
+    if status["refused"] <= 3 * plan.workers:
       return
-    raise NotFinite(
-      parameter_server.not_finite(
-        self._plan,
-        f"the last {status['refused']} messages were not finite, at message"
-        f" {status['received']}",
-        self._context.cell.name,
-      )
+    what = (
+      f"the last {status['refused']} messages were not finite, at message"
+      f" {status['received']}"
     )
+    raise NotFinite(parameter_server.not_finite(plan, what, name))
 
-  def _first_ticket(self):
-    if self._first is None:
-      events = read_journal(self._journals[0])
-      self._first = live_files.first_ticket(events)
-    return self._first
-
-  # What there is to know.
+  @functools.cached_property
+  def _first_ticket(self) -> float:
+    return live_files.first_ticket(read_journal(self._journals[0]))
 
   def snapshot(self) -> Snapshot:
     """Returns the parameters of the message that `advance` was to reach."""
@@ -310,17 +290,15 @@ class LiveEngine(Engine):
   def records(self) -> base.Records:
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
-    return live_clusters.combine(
-      [read_records(path) for path in self._sinks], self._live
-    )
+    parts = [records.read_records(path) for path in self._sinks]
+    return live_clusters.combine(parts, self._live)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
-    records = read_records(self._sinks[0])
     # Without a log, some records die with a shard.
-    start = max(min(start, end - 1, len(records.loss) - 1), 0)
-    part = base.Records(*(column[start:end] for column in records))
-    return parameter_server.summary(part)
+    count = self._count()
+    start = max(min(start, end - 1, count - 1), 0)
+    return parameter_server.summary(self._rows(start, min(end, count)))
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to.
@@ -341,46 +319,34 @@ class LiveEngine(Engine):
           " (--workdir)"
         )
       count = sink.stat().st_size // RECORD.itemsize
-      check_records(sink, count, events, whole=True)
-    records = self.records()
-    row = parameter_server.columns(
-      self._plan, records, int(images[0][0].version)
-    )
-    if not self._plan.server.sends_current:
+      records.check_records(sink, count, events, whole=True)
+    plan, rows = self._context.plan, self.records()
+    row = parameter_server.columns(plan, rows, int(images[0][0].version))
+    if not plan.server.sends_current:
       sent = live_clusters.sent_params(self._live, images)
-      row["sent_accuracy"] = self._plan.problem.evaluate(sent).accuracy
-    first = live_files.first_ticket(journals[0])
-    undone = sum(follow(events).undone for events in journals)
+      row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
     return {
       **row,
-      "seconds": float(records.time[-1]) - first,
-      "replaced": self.replaced,
-      "rolled_back": undone,
-      "took_part": len(np.unique(records.worker)),
+      "seconds": float(rows.time[-1]) - self._first_ticket,
+      "replaced": self._replaced(),
+      "rolled_back": sum(follow(events).undone for events in journals),
+      "took_part": len(np.unique(rows.worker)),
     }
 
-  @property
-  def replaced(self) -> dict[str, int]:
+  def _replaced(self) -> dict[str, int]:
     """How many processes were replaced since the cell began."""
-    before, cluster = self._claim.replaced, self.cluster
-    if cluster is None:
-      return dict(before)
+    before = self._claim.replaced
     return {
       kind: before.get(kind, 0) + count
-      for kind, count in cluster.replaced.items()
+      for kind, count in self.cluster.replaced.items()
     }
-
-  # Coming to rest.
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is
     lost; None if a shard cannot be asked now."""
+    images = self.cluster.images
     try:
-      images = (
-        self._ask(self.cluster.images)
-        if self._insists
-        else self.cluster.images()
-      )
+      images = self._ask(images) if self._insists else images()
     except Disconnected:
       return None
     states, metas = zip(*images, strict=True)
@@ -400,8 +366,7 @@ class LiveEngine(Engine):
       if not whole:
         time.sleep(_LOOK)
     self._insists = True
-    self._received = len(read_records(self._sinks[0]).loss)
-    self.done = self._received
+    self.done = self._received = self._count()
     return "" if whole else "; some workers did not finish in time"
 
   def _ask(self, question: Callable[[], Any]) -> Any:
@@ -420,30 +385,19 @@ class LiveEngine(Engine):
 
   def close(self) -> None:
     """Ends the cluster, and lets go of the memory."""
-    if self._watch is not None:
-      self._watch.close()
-      self._watch = None
-    if self.cluster is not None:
-      self.cluster.close()
-    if self._claim is not None:
-      if not self._claim.kept and not self._received:
-        self._claim.remove()  # there is nothing to go on with
-      self._claim.close()
-      self._claim = None
+    self._open.close()
 
-
-def _mean(values: np.ndarray) -> float | None:
-  return float(values.mean()) if values.size else None
+  def _release(self):
+    if not self._claim.kept and not self._received:
+      self._claim.remove()  # there is nothing to go on with
+    self._claim.close()
 
 
 def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
   return EngineKind(
     sections=SECTIONS,
     settings="live",
-    options=no_keys,
-    dependents=no_keys,
-    default_recipe=None,
-    workers=parameter_server.workers_of,
+    workers=lambda run: run.config["workers"],
     check=check,
     devices=lambda run: run.config["live"]["devices"],
     plan=plan,

@@ -32,6 +32,12 @@ class LiveRun(NamedTuple):
   memory: Path  # shared memory and sockets
   params: Any  # NumPy arrays, before the first message
 
+  @property
+  def split(self) -> sharding.ShardPlan | None:
+    """How the shards share the parameters; None: there is one shard."""
+    shards = self.setup.shards
+    return sharding.make_plan(self.params, shards) if shards > 1 else None
+
 
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
   """Returns the dtype to which numbers are rounded on their way, or None."""
@@ -42,10 +48,8 @@ def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
 def group(plan: ServerPlan) -> simulator.WorkerDevices:
   """Returns the devices of each worker of a cell."""
   live = plan.run.config["live"]
-  several = plan.recipe.steps > 1  # batches in a job
-  return simulator.WorkerDevices(
-    live["devices"], live["parallel"], int(several)
-  )
+  axis = int(plan.recipe.steps > 1)  # before it, that of a job's batches
+  return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
 
 
 def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
@@ -72,11 +76,8 @@ def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
 
 @functools.lru_cache(maxsize=256)
 def needs_totals(plan: ServerPlan) -> bool:
-  """Returns whether an algorithm, on shards, needs numbers of all of them.
-
-  Raises:
-    ValueError: for what cannot be split into shards, naming the remedy.
-  """
+  """Returns whether an algorithm, on shards, needs numbers of all of them; what
+  cannot be split into shards is refused with ValueError."""
   server, rules = plan.run.config["server"], plan.rules()
   label, recipe = plan.run.label, plan.recipe
   if rules.round and not server["consistent"]:
@@ -92,12 +93,11 @@ def needs_totals(plan: ServerPlan) -> bool:
   try:
     sharding.probe.check(algorithm, params)
     return False
-  except ValueError as error:
-    refused = error
-  try:
-    sharding.probe.check(algorithm, params, totals=True)
-  except ValueError:
-    raise refused from None
+  except ValueError as refused:
+    try:
+      sharding.probe.check(algorithm, params, totals=True)
+    except ValueError:
+      raise refused from None
   if not server["consistent"]:
     raise ValueError(
       f"{label} needs a norm over all shards, which are of one version in a"
@@ -123,63 +123,46 @@ def memory_needed(plan: ServerPlan) -> int:
 
 
 def prepare(
-  plan: ServerPlan,
-  cell: Any,
-  folder: Path,
-  memory: Path,
-  due: Sequence[int],
+  plan: ServerPlan, cell: Any, folder: Path, memory: Path, due: Sequence[int]
 ) -> LiveRun:
-  """Says what a live cell is.
-
-  Args:
-    plan: of the cell.
-    cell: which one.
-    folder: of the cell.
-    memory: for what its processes share.
-    due: messages at which shards keep parameters for the driver.
-  """
+  """Says what a live cell is, with the messages at which shards keep parameters
+  for the driver, and what its processes share in `memory`."""
   key, _ = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(key))
   totals = plan.run.config["server"]["shards"] > 1 and needs_totals(plan)
+  agreed = setup(plan, due, totals=totals)
+  live = LiveRun(plan, cell, agreed, folder, memory, params)
   if totals:
-    _check_totals(plan, params)
-  return LiveRun(
-    *(plan, cell, setup(plan, due, totals=totals), folder, memory, params)
-  )
+    _check_totals(live)
+  return live
 
 
-def _check_totals(plan, params):
+def _check_totals(live):
   """Checks that the totals of an algorithm can be asked for, on a shard."""
-  shards = plan.run.config["server"]["shards"]
-  pieces = sharding.split(sharding.make_plan(params, shards), params)
-  steps = simulator.compile_steps(plan.server, None)
-  state = simulator.start(plan.server, pieces[0])
+  server, piece = live.plan.server, parts(live)[0]
+  steps = simulator.compile_steps(server, None)
+  state = simulator.start(server, piece)
   ticket = steps.send(state, jnp.int32(0))
-  jax.eval_shape(steps.stage, (), state, ticket, pieces[0], np.float32(0))
+  jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
 
 
 def parts(live: LiveRun) -> list[Any]:
   """Returns the parameters of each shard, before the first message."""
-  if live.setup.shards == 1:
-    return [live.params]
-  plan = sharding.make_plan(live.params, live.setup.shards)
-  return sharding.split(plan, live.params)
+  split = live.split
+  return [live.params] if split is None else sharding.split(split, live.params)
 
 
 def make_duty(live: LiveRun) -> Duty:
   """Returns what the workers of a cell do."""
   plan, setup = live.plan, live.setup
   _, root = jax.random.split(jax.random.key(live.cell.seed))
-  split = (
-    sharding.make_plan(live.params, setup.shards) if setup.shards > 1 else None
-  )
   return Duty(
     simulator.compile_work(plan.worker, group(plan)),
     plan.worker.init,
     plan.job_batches(live.cell.seed),
     root,
     live.params,
-    split,
+    live.split,
     setup.consistent,
     setup.rules.depth,
     tuple(plan.run.config["live"]["slowdown"]),
@@ -190,40 +173,35 @@ def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns what a worker would be sent now, of shards as they are."""
   send = jax.jit(live.plan.server.send)
   pieces = [send(state, np.int32(0)).params for state, _ in images]
-  if len(pieces) == 1:
+  split = live.split
+  if split is None:
     return pieces[0]
-  plan = sharding.make_plan(live.params, len(pieces))
-  return sharding.join(plan, jax.device_get(pieces))
+  return sharding.join(split, jax.device_get(pieces))
 
 
 def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
   """Makes one table of the shards' records: that of the lead, with the norms of
   the whole where every shard has received the message."""
-  lead = parts[0]
-  if len(parts) == 1 or not len(lead.loss):
+  lead, split = parts[0], live.split
+  if split is None or not len(lead.loss):
     return lead
-  plan = sharding.make_plan(live.params, len(parts))
-  rows = [{key: i for i, key in enumerate(_keys(part))} for part in parts]
-  whole = [
-    i for i, key in enumerate(_keys(lead)) if all(key in each for each in rows)
-  ]
-  keys = [(lead.worker[i], lead.job[i]) for i in whole]
+  rows = []  # of each shard: (worker, job) -> row
+  for part in parts:
+    keys = zip(part.worker.tolist(), part.job.tolist(), strict=True)
+    rows.append({key: row for row, key in enumerate(keys)})
+  keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
+  whole = [i for i, key in enumerate(keys) if all(key in each for each in rows)]
   reports = []
   for part, index in zip(parts, rows, strict=True):
-    at = [index[key] for key in keys]
-    reports.append(
-      base.Report(*(getattr(part, name)[at] for name in base.Report._fields))
-    )
-  sizes_ = sharding.trained_sizes(plan, live.params)
-  combined = sharding.combine(reports, sizes_)._asdict()
+    at = [index[keys[i]] for i in whole]
+    columns = (getattr(part, name)[at] for name in base.Report._fields)
+    reports.append(base.Report(*columns))
+  sizes = sharding.trained_sizes(split, live.params)
+  combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][whole] = combined[name]
   return base.Records(**columns)
-
-
-def _keys(records):
-  return zip(records.worker.tolist(), records.job.tolist(), strict=True)
 
 
 # Threads.
@@ -233,11 +211,9 @@ def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
   ticket = base.Ticket(np.int32(0), np.int32(0), live.params, np.True_)
+  worker, batch = duty.init(live.params), duty.batch(0, 0)
   jax.block_until_ready(
-    duty.work(
-      *(duty.init(live.params), ticket, duty.batch(0, 0)),
-      *(duty.root, np.int32(0)),
-    )
+    duty.work(worker, ticket, batch, duty.root, np.int32(0))
   )
   if live.setup.totals:
     return
@@ -254,29 +230,30 @@ def _warm_up(live, duty, steps, states):
 def thread_cluster(
   live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
 ) -> ThreadCluster:
-  """Builds a cluster of threads, whose memory outlives the process."""
+  """Builds a cluster of threads, with memory that outlives the process."""
   duty, wire = make_duty(live), dtype_on_wire(live.plan.run.config)
   steps = simulator.compile_steps(live.plan.server, live.plan.worker, wire=wire)
   pieces = parts(live)
   states = [simulator.start(live.plan.server, piece) for piece in pieces]
   _warm_up(live, duty, steps, states)
   settings = live.plan.run.config["live"]
+  counts, shards = slot_counts(live.setup), range(len(pieces))
   # Values are rounded where they are made (`compile_steps`), so that what is
   # written in the narrow dtype comes back as it was.
   memories = [
     SharedMemory(
-      *(
-        live.memory / f"shard-{i}",
-        slot_counts(live.setup),
-        (piece, piece, state),
-      ),
+      live.memory / f"shard-{i}",
+      counts,
+      (pieces[i], pieces[i], states[i]),
       compress=wire,
     )
-    for i, (piece, state) in enumerate(zip(pieces, states, strict=True))
+    for i in shards
   ]
-  shards = range(len(pieces))
   return ThreadCluster(
-    *(live.setup, steps, states, duty),
+    live.setup,
+    steps,
+    states,
+    duty,
     faults=machine.faults,
     refill=settings["refill"],
     memories=memories,
@@ -322,34 +299,27 @@ def ray_cluster(
   from asgd.live.clusters.actors import RayCluster, Resources
   from asgd.live.clusters.ray_processes import Site
 
-  plan = live.plan
-  config = cells.only(plan.run, live.cell)
-  settings = plan.run.config["live"]
-  dataset = machine.share(plan.dataset)
+  config = cells.only(live.plan.run, live.cell)
+  settings = live.plan.run.config["live"]
+  source = config, machine.share(live.plan.dataset), live.cell
   site = Site(
     live.setup,
     str(live.folder.absolute()),
     str(live.memory),
     began,
-    compress=dtype_on_wire(plan.run.config),
+    compress=dtype_on_wire(config),
     spans=settings["spans"],
     devices=settings["devices"],
   )
+  cpus, gpus = settings["worker_cpus"], settings["worker_gpus"]
   return RayCluster(
     site,
-    functools.partial(_remote_server, config, dataset, live.cell),
+    functools.partial(_remote_server, *source),
     live.params,
-    functools.partial(
-      *(_remote_duty, config, dataset, live.cell, live.setup, live.params)
-    ),
+    functools.partial(_remote_duty, *source, live.setup, live.params),
     faults=machine.faults,
     refill=settings["refill"],
-    resources=Resources(
-      worker={
-        "num_cpus": settings["worker_cpus"],
-        "num_gpus": settings["worker_gpus"],
-      }
-    ),
+    resources=Resources(worker={"num_cpus": cpus, "num_gpus": gpus}),
     images=images,
     resumed=resumed,
   )

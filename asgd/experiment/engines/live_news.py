@@ -1,4 +1,5 @@
-"""What shards have to tell the user: where they go on, and who is missing."""
+"""What shards have to tell the user: where they go on, which workers are
+missing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +11,8 @@ class ShardNews:
   """Turns what shards say of themselves into lines, each once."""
 
   def __init__(self, live: LiveRun, message: int, *, resumed: bool):
-    """Starts with nothing told.
-
-    Args:
-      live: the cell.
-      message: received before this process began.
-      resumed: whether the journals held something.
-    """
+    """Starts with nothing told of a cell that had received so many messages;
+    `resumed` if its journals held something."""
     self._workers, self._message = live.setup.workers, message
     self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
     self._resumed = resumed
@@ -24,11 +20,7 @@ class ShardNews:
     self._in_memory = (live.memory / "shard-0" / "messages").exists()
 
   def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines that are new.
-
-    Args:
-      status: of each shard.
-    """
+    """Returns the lines that are new, from the status of each shard."""
     news = []
     if self._resumed:
       self._resumed = False
@@ -44,10 +36,10 @@ class ShardNews:
         f"{of}rolled back {back.updates} updates, to message"
         f" {back.message}{_why(back)}"
       )
-    there = len(status[0]["workers"])
     if self._gathers and status[0]["received"]:
-      self._gathers = False
-      if there < self._workers:
+      self._gathers, there = False, len(status[0]["workers"])
+      # At the end of a short run they have left already.
+      if there < self._workers and not status[0]["stopped"]:
         news.append(
           f"it began with only {there} of {self._workers} workers; the others"
           " may still come"

@@ -20,19 +20,15 @@ from asgd import base
 from asgd.experiment.engines import (
   Column,
   Context,
+  Engine,
   EngineKind,
   Pace,
   Progress,
   Snapshot,
   mean,
   mesh_plan,
-  no_check,
-  no_keys,
 )
-from asgd.parallel import (
-  meshes,
-  processes,
-)
+from asgd.parallel import meshes, processes
 
 _SECONDS = 1.0  # of training, between two looks at clocks and signals
 
@@ -45,10 +41,8 @@ class MeshRecords(NamedTuple):
   finite: np.ndarray  # bool[U], False if the loss scale skipped it
 
 
-class MeshEngine:
+class MeshEngine(Engine):
   """A cell on a mesh. With several processes all make the same calls."""
-
-  quantum = 1
 
   def __init__(self, context: Context):
     """Starts the cell, or goes on from its last checkpoint."""
@@ -69,16 +63,14 @@ class MeshEngine:
 
   def _restore(self, context):
     template = {"state": self._state, "records": self._records}
-    restored = context.restore(
+    tree, notes = context.restore(
       lambda saved: (saved.tree(template), saved.notes)
-    )
-    notes = processes.share(restored and restored[1])
+    ) or (None, None)
+    notes = processes.share(notes)
     if notes is None:
       return
-    if restored is None:  # it is read by another process
+    if tree is None:  # it is read by another process
       tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
-    else:
-      tree = restored[0]
     tree = processes.share_arrays(tree)
     self._put(tree["state"])
     self._records = MeshRecords(*map(np.array, tree["records"]))
@@ -130,18 +122,15 @@ class MeshEngine:
         column[self.done] = value
       finite = np.isfinite(metrics.loss) and (metrics.finite or self._scaled)
       if not finite and broken is None:
-        broken = self._not_finite(self.done)
+        broken = (
+          f"{self._name}: the loss of update {self.done} is"
+          f" {self._records.loss[self.done]} and the norm of its gradient"
+          f" {self._records.norm[self.done]}: set a lower"
+          " --config.learning_rate, a longer warm-up or --config.clip_norm"
+        )
       self.done += 1
     self._seconds += self._pace.end()
     return Progress(loss=self._records.loss[first : self.done], broken=broken)
-
-  def _not_finite(self, update):
-    return (
-      f"{self._name}: the loss of update {update} is"
-      f" {self._records.loss[update]} and the norm of its gradient"
-      f" {self._records.norm[update]}: set a lower --config.learning_rate, a"
-      " longer warm-up or --config.clip_norm"
-    )
 
   def snapshot(self) -> Snapshot:
     """Returns the parameters, whole, as NumPy arrays; on every process."""
@@ -165,12 +154,6 @@ class MeshEngine:
   def columns(self) -> dict[str, Any]:
     """Returns speed and memory, and what the last updates were like."""
     config, here = self._plan.run.config, jax.local_devices()[0]
-    kept = sum(
-      shard.data.nbytes
-      for leaf in jax.tree.leaves(self._state)
-      for shard in leaf.addressable_shards
-      if shard.device == here
-    )
     optimizer = config["mesh"]["optimizer"]
     weights = base.weights_of(self._first)
     return {
@@ -183,7 +166,13 @@ class MeshEngine:
       "seconds": self._seconds,
       "seconds_per_update": self._seconds / self.done,
       "examples_per_second": self.done * config["batch_size"] / self._seconds,
-      "state_bytes": kept,  # parameters and the optimizer's, on one device
+      # Parameters and the optimizer's state, on one device.
+      "state_bytes": sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(self._state)
+        for shard in leaf.addressable_shards
+        if shard.device == here
+      ),
       "skipped": self.summary(0, self.done)["skipped"],
     }
 
@@ -191,20 +180,6 @@ class MeshEngine:
     """Returns whole arrays, whatever the mesh."""
     tree = {"state": self._whole_state(), "records": self._records}
     return self.done, tree, {"update": self.done, "seconds": self._seconds}
-
-  def stop(self) -> str:
-    """Returns at once: it can be cut after any update."""
-    return ""
-
-  def extras(self) -> dict[str, str]:
-    """Returns nothing: records.npz has it all."""
-    return {}
-
-  def discard(self) -> None:
-    """Has nothing outside the results folder."""
-
-  def close(self) -> None:
-    """Has nothing to release."""
 
 
 def _describe(result: Mapping[str, Any]) -> str:
@@ -225,15 +200,12 @@ def _describe(result: Mapping[str, Any]) -> str:
 MESH = EngineKind(
   sections=mesh_plan.SECTIONS,
   settings="mesh",
-  options=no_keys,
-  dependents=no_keys,
   default_recipe="asgd",
   workers=lambda run: (1,),
   check=mesh_plan.check,
   devices=lambda run: mesh_plan.devices_of(run) or 1,
   plan=mesh_plan.plan,
   start=MeshEngine,
-  check_machine=no_check,
   columns=(
     Column("mesh", "mesh"),
     Column("optimizer", "optimizer"),

@@ -1,7 +1,4 @@
-"""The config and the plan of a run on a mesh: axes, optimizer, step.
-
-An update is made by an optax optimizer, by its name, or by the run's recipe.
-"""
+"""The config and the plan of a run on a mesh: axes, optimizer, step."""
 
 import functools
 import inspect
@@ -19,12 +16,7 @@ from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
-from asgd.parallel import (
-  data_parallel,
-  hybrid,
-  meshes,
-  precision,
-)
+from asgd.parallel import data_parallel, hybrid, meshes, precision
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
@@ -54,9 +46,8 @@ def _axes(value: Any, key: str) -> dict[str, int]:
     )
   for axis, size in value.items():
     if axis not in _AXES:
-      raise ValueError(
-        f"unknown axis {axis!r} of config.{key}; {names.nearest(axis, _AXES)}"
-      )
+      nearest = names.nearest(axis, _AXES)
+      raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
     if size != -1 or isinstance(size, bool):
       checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(value.values()).count(-1) > 1:
@@ -64,9 +55,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       f"config.{key}: only one axis can be -1, for what is left: {value!r}"
     )
   axes = {axis: value[axis] for axis in _AXES if axis in value}
-  if not axes:
-    return {}
-  return axes if meshes.DATA in axes else {meshes.DATA: 1, **axes}
+  return {meshes.DATA: 1, **axes} if axes else {}
 
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
@@ -81,6 +70,14 @@ def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
     if "learning_rate" in inspect.signature(maker).parameters:
       makers[name] = maker
   return makers
+
+
+def _refuse_unknown(value, known, key, of=""):
+  """Raises ValueError for a key that is not known."""
+  for name in value:
+    if name not in known:
+      nearest = names.nearest(name, known)
+      raise ValueError(f"unknown config key '{key}.{name}'{of}; {nearest}")
 
 
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
@@ -98,16 +95,12 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
     maker = names.lookup("optimizer", value["name"], optimizers())
   known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
   known.remove("learning_rate")
-  for option in value:
-    if option == "learning_rate":
-      raise ValueError(
-        f"config.{key}.learning_rate is config.learning_rate: set that"
-      )
-    if option not in (*known, "name"):
-      raise ValueError(
-        f"unknown config key '{key}.{option}' (optimizer"
-        f" {value['name']!r}); {names.nearest(option, known)}"
-      )
+  if "learning_rate" in value:
+    raise ValueError(
+      f"config.{key}.learning_rate is config.learning_rate: set that"
+    )
+  options = [option for option in value if option != "name"]
+  _refuse_unknown(options, known, key, f" (optimizer {value['name']!r})")
   return dict(value)
 
 
@@ -120,11 +113,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be None or a dict of {', '.join(fields)}, not"
       f" {value!r}"
     )
-  for field in value:
-    if field not in fields:
-      raise ValueError(
-        f"unknown config key '{key}.{field}'; {names.nearest(field, fields)}"
-      )
+  _refuse_unknown(value, fields, key)
   with checks.blame(key):
     precision.check_dynamic(precision.Dynamic(**value))
   return dict(value)
@@ -160,11 +149,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def devices_of(run: Run) -> int | None:
-  """Returns how many devices a run needs, None for all there are.
-
-  Raises:
-    ValueError: for fewer `devices` than the mesh has.
-  """
+  """Returns how many devices a run needs, None for all there are."""
   section = run.config["mesh"]
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
@@ -185,16 +170,13 @@ def devices_of(run: Run) -> int | None:
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are devices.
-
-  Raises:
-    ValueError: naming the key, its value and the remedy.
-  """
+  """Checks what can be known before there are devices."""
   devices_of(run)
   section = run.config["mesh"]
   axes = section["axes"]
   for key, axis, unset in (
-    *(("sequence", meshes.TENSOR, False), ("rounds", meshes.PIPE, None)),
+    ("sequence", meshes.TENSOR, False),
+    ("rounds", meshes.PIPE, None),
     ("microbatches", meshes.PIPE, None),
   ):
     if section[key] is not unset and axis not in axes:
@@ -219,30 +201,25 @@ def check(run: Run) -> None:
 def _check_batch(run, shape):
   """Whether a batch can be divided as the mesh and others want it."""
   section, size = run.config["mesh"], run.config["batch_size"]
-  replicas = shape[meshes.DATA]
-  pieces = replicas * section["accumulate"]
+  replicas, accumulate = shape[meshes.DATA], section["accumulate"]
+  pieces = replicas * accumulate
   each = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
-      f" ({each} {section['accumulate']}): use a multiple of {pieces}"
+      f" ({each} {accumulate}): use a multiple of {pieces}"
     )
   cut = _microbatches(section, shape)
   if size // pieces % cut:
     raise ValueError(
       f"config.batch_size {size} makes pieces of {size // pieces} ({each}"
-      f" {section['accumulate']}), which config.mesh.microbatches {cut} does"
-      f" not divide: use a multiple of {pieces * cut}"
+      f" {accumulate}), which config.mesh.microbatches {cut} does not divide:"
+      f" use a multiple of {pieces * cut}"
     )
 
 
 def _microbatches(section, shape):
-  if section["microbatches"] is None:
-    return shape.get(meshes.PIPE, 1)
-  return section["microbatches"]
-
-
-# The plan.
+  return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
 
 class MeshPlan(NamedTuple):
@@ -285,11 +262,7 @@ def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
-  """Builds mesh and step of a run, checking that they fit the model.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Builds mesh and step of a run, checking that they fit the model."""
   del workers
   problem, section = experiment.problem_of(run), run.config["mesh"]
   mesh = _make_mesh(run)
@@ -303,7 +276,9 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
   with checks.blame("mesh.form"):
     step = hybrid.make_step(
-      *(_model(run, problem, mesh), _transform(run, rate), mesh),
+      _model(run, problem, mesh),
+      _transform(run, rate),
+      mesh,
       accumulate=section["accumulate"],
       clip_norm=run.config["clip_norm"],
       zero=section["zero"],
@@ -331,9 +306,10 @@ def _make_mesh(run):
 
 
 def _model(run, problem, mesh):
-  section, options = run.config["mesh"], {}
+  section = run.config["mesh"]
+  options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options = {
+    options |= {
       "microbatches": _microbatches(section, mesh.shape),
       "rounds": section["rounds"] or 1,
     }
@@ -345,9 +321,7 @@ def _model(run, problem, mesh):
         f" config.mesh.axes.tensor {size}: use other heads or another mesh"
       )
   try:
-    return hybrid.mesh_model(
-      problem, mesh, sequence=section["sequence"], **options
-    )
+    return hybrid.mesh_model(problem, mesh, **options)
   except ValueError as error:
     raise _unfit(run, mesh, error) from error
 

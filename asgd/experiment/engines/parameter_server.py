@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from asgd import (
@@ -75,17 +75,14 @@ class ServerPlan:
     # others nothing is known.
     if self.recipe.worker is not None or (start.action == base.KEEP).any():
       return math.nan
-    peak = self.learning_rate
-    recipe = build_recipe(self.run, self.workers, peak)
-    return diagnosis.curvature_limit(recipe, start, learning_rate=peak)
+    recipe = build_recipe(self.run, self.workers, self.learning_rate)
+    return diagnosis.curvature_limit(
+      recipe, start, learning_rate=self.learning_rate
+    )
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, a function of config and seed.
-
-    Args:
-      seed: of the cell.
-      messages: received in it; None: all.
-    """
+    """Returns the order of a cell, a function of config and seed; `messages`
+    are those received in it, None all."""
     section = self.run.config["durations"]
     times = durations.build(**{"seed": seed, **section})
     return orders.build(
@@ -102,17 +99,12 @@ class ServerPlan:
     )
 
   def rules(self) -> protocol.Rules:
-    """Returns the protocol of a live run.
-
-    Raises:
-      ValueError: for an order that only a simulation can keep.
-    """
+    """Returns the protocol of a live run; refuses others with ValueError."""
     options = dict(self.order)
     name, every = options.pop("name"), self.recipe.every
     if name == "bulk_synchronous":
-      if every > 1:
-        return protocol.Rules(round=every)
-      return protocol.Rules(bound=0)
+      rules = {"round": every} if every > 1 else {"bound": 0}
+      return protocol.Rules(**rules)
     if name == "backup_workers":
       return protocol.Rules(round=every, **options)
     if name in ("asynchronous", "stale_synchronous"):
@@ -127,13 +119,8 @@ class ServerPlan:
 
 
 def check(run: Run) -> None:
-  """Checks what is read before a plan is made.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
-  order = run.config["order"]
-  backup = order.get("backup", 0)
+  """Checks what is read before a plan is made."""
+  backup = run.config["order"].get("backup", 0)
   if type(backup) is not int or backup < 0:
     raise ValueError(
       "config.order.backup must be a whole number from 0, below the number of"
@@ -149,24 +136,13 @@ def check(run: Run) -> None:
 def build_recipe(
   run: Run, workers: int, learning_rate: Any
 ) -> algorithms.Recipe:
-  """Builds the recipe of a run, as its config wants it.
-
-  Args:
-    run: which one.
-    workers: N.
-    learning_rate: float, or update -> learning rate.
-
-  Raises:
-    ValueError: as `algorithms.build`.
-  """
-  config = run.config
+  """Builds the recipe of a run, as its config wants it (`algorithms.build`)."""
+  order, clip_norm = run.config["order"], run.config["clip_norm"]
   recipe = algorithms.build(run.recipe, learning_rate, workers, **run.options)
-  if config["clip_norm"] is not None:
-    algorithm = transforms.precede(
-      recipe.algorithm, sharding.clip_by_global_norm(config["clip_norm"])
-    )
+  if clip_norm is not None:
+    clip = sharding.clip_by_global_norm(clip_norm)
+    algorithm = transforms.precede(recipe.algorithm, clip)
     recipe = recipe._replace(algorithm=algorithm)
-  order = config["order"]
   if recipe.order == "asynchronous" and order["name"] == "backup_workers":
     # An update takes the messages of a round, without those of the slowest.
     every = max(workers - order.get("backup", 0), 1)
@@ -175,8 +151,8 @@ def build_recipe(
 
 
 def _order(run, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it, and so does one whose
-  workers do several jobs on a ticket."""
+  """A recipe made for a protocol of its own keeps it, and so does one with
+  workers that do several jobs on a ticket."""
   if recipe.order != "asynchronous":
     return {"name": recipe.order}
   order = run.config["order"]
@@ -191,7 +167,6 @@ def _order(run, recipe) -> dict[str, Any]:
 
 
 def _server(run, recipe, order) -> base.Server:
-  """The server, with its gate."""
   bound = run.config["gate"]["max_staleness"]
   if order["name"] == "backup_workers":
     bound = 0 if bound is None else min(bound, 0)
@@ -225,10 +200,10 @@ def _of_jobs(times: durations.Durations, steps: int) -> durations.Durations:
 
 def passes(run: Run, problem: problems.Problem) -> float:
   """Returns the batches of the whole budget of a cell."""
-  config = run.config
-  if config["examples"] is not None:
-    return config["examples"] / config["batch_size"]
-  return config["epochs"] * problem.batches_per_epoch
+  examples = run.config["examples"]
+  if examples is not None:
+    return examples / run.config["batch_size"]
+  return run.config["epochs"] * problem.batches_per_epoch
 
 
 def schedule(
@@ -239,14 +214,14 @@ def schedule(
   batches: int,
   start: float,
 ) -> Any:
-  """Returns the learning rate: float, or update -> float.
+  """Returns the learning rate of a run: float, or update -> float.
 
   Args:
-    run: whose `learning_rate_schedule` it is.
+    run: with its `learning_rate_schedule`.
     problem: that says how many batches an epoch has.
     peak: the learning rate after the warm-up.
     batches: in one update.
-    start: where the warm-up begins.
+    start: the learning rate at the beginning of the warm-up.
 
   Raises:
     ValueError: for drops inside the warm-up, naming the key.
@@ -264,10 +239,9 @@ def schedule(
     drops += [round(e * per_example) for e in section["decay_examples"]]
     warmup = round(section["warmup_epochs"] * per_epoch)
     warmup += round(section["warmup_examples"] * per_example)
-    if max([warmup, *drops]) > checks.MOST_INTEGER:
-      raise ValueError(
-        f"{max([warmup, *drops]):.3g} updates are more than can be counted"
-      )
+    most = max([warmup, *drops])
+    if most > checks.MOST_INTEGER:
+      raise ValueError(f"{most:.3g} updates are more than can be counted")
     return rates.warmup_steps(
       peak,
       warmup=warmup,
@@ -278,24 +252,17 @@ def schedule(
 
 
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking it.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Builds what the cells of a run with so many workers share, checking it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
-  where = f"runs.{run.label}"
-  with checks.blame(where, tuple(run.options)):
-    first = build_recipe(run, workers, peak)
-  rate = schedule(
-    run,
-    problem,
-    peak=peak,
-    batches=first.every * first.steps,
-    start=peak / workers,
+  blame_run = functools.partial(
+    checks.blame, f"runs.{run.label}", tuple(run.options)
   )
-  with checks.blame(where, tuple(run.options)):
+  with blame_run():
+    first = build_recipe(run, workers, peak)
+  batches, start = first.every * first.steps, peak / workers
+  rate = schedule(run, problem, peak=peak, batches=batches, start=start)
+  with blame_run():
     recipe = build_recipe(run, workers, rate)
   order = _order(run, recipe)
   count = passes(run, problem)
@@ -305,12 +272,20 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
       f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
       f" one cell; use at most {_MOST_MESSAGES:.0e}"
     )
-  _check_length(run, recipe, workers, round(count))
   result = ServerPlan(
-    *(run, workers, experiment.dataset, problem, recipe),
-    *(_server(run, recipe, order), _worker(recipe, problem.loss)),
-    *(order, peak, rate, messages),
+    run=run,
+    workers=workers,
+    dataset=experiment.dataset,
+    problem=problem,
+    recipe=recipe,
+    server=_server(run, recipe, order),
+    worker=_worker(recipe, problem.loss),
+    order=order,
+    learning_rate=peak,
+    schedule=rate,
+    messages=messages,
   )
+  _check_length(result, round(count))
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
@@ -319,9 +294,9 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   return result
 
 
-def _check_length(run, recipe, workers, count):
+def _check_length(plan, count):
   """A round of long jobs may be more than was asked for."""
-  steps = recipe.steps
+  run, steps, workers = plan.run, plan.recipe.steps, plan.workers
   if steps > 1 and steps * workers > count:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
@@ -337,19 +312,13 @@ def _check_fetches(plan):
   jobs = plan.messages // plan.workers
   if fetch_every <= max(jobs, 1):
     return
-  key = f"runs.{plan.run.label}.fetch_every"
-  if "fetch_every" in plan.run.config["order"]:
-    key = "order.fetch_every"
+  of_order = "fetch_every" in plan.run.config["order"]
+  key = f"{'order' if of_order else f'runs.{plan.run.label}'}.fetch_every"
   raise ValueError(
     f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
     f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
     " again; make it smaller, or config.epochs larger"
   )
-
-
-def workers_of(run: Run) -> Sequence[int]:
-  """Returns the numbers of workers that a run is swept over."""
-  return run.config["workers"]
 
 
 def summary(records: base.Records) -> dict[str, float]:
@@ -402,24 +371,22 @@ COLUMNS = (
 def describe(result: Mapping[str, Any]) -> str:
   """Returns staleness, gap and stability of a cell in a few words."""
   words = (
-    f"staleness mean {result['staleness_mean']:.1f} max"
-    f" {result['staleness_max']}, gap mean {result['gap_mean']:.2g} max"
-    f" {result['gap_max']:.2g}, effective learning rate"
-    f" {result['effective_rate']:.2g}"
-  )
-  if storage.is_finite(result["rate_x_sharpness"]):
+    "staleness mean {staleness_mean:.1f} max {staleness_max}, gap mean"
+    " {gap_mean:.2g} max {gap_max:.2g}, effective learning rate"
+    " {effective_rate:.2g}"
+  ).format_map(result)
+  reached = result["rate_x_sharpness"]
+  if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
     below = f"{limit:.2g}" if storage.is_finite(limit) else "-"
-    words += (
-      f", rate x sharpness up to {result['rate_x_sharpness']:.2g} (stable below"
-      f" {below})"
-    )
+    words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
-  missing = result["workers"] - result.get("took_part", result["workers"])
-  if missing > 0:
+  workers = result["workers"]
+  took_part = result.get("took_part", workers)
+  if took_part < workers:
     words += (
-      f"; only {result['took_part']} of {result['workers']} workers took part:"
-      " what is said of this many is not known from it"
+      f"; only {took_part} of {workers} workers took part: what is said of this"
+      " many is not known from it"
     )
   return words

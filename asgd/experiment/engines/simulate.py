@@ -20,8 +20,6 @@ from asgd.experiment.engines import (
   Pace,
   Progress,
   Snapshot,
-  no_check,
-  no_keys,
   parameter_server,
 )
 
@@ -43,11 +41,9 @@ class SimulationEngine(Engine):
     self._batch = plan.job_batches(seed)
     init_key, self._root = jax.random.split(jax.random.key(seed))
     simulation = self._host.init(plan.problem.init(init_key), plan.workers)
+    new = simulation, simulator.concatenate([])
     restored = context.restore(lambda saved: _unpack(saved, simulation))
-    self._simulation, records = restored or (
-      simulation,
-      simulator.concatenate([]),
-    )
+    self._simulation, records = restored or new
     self._parts = [records]
     self.total, self.done = plan.messages, len(records.loss)
     self._pace = Pace(_SECONDS, _FIRST)
@@ -77,14 +73,13 @@ class SimulationEngine(Engine):
     if finite.all():
       return None
     first = int(np.argmin(finite))
-    return parameter_server.not_finite(
-      self._plan,
+    message = self.done - len(finite) + first + 1
+    what = (
       f"the loss is {part.loss[first]} and the update"
-      f" {part.update_norm[first]} at message"
-      f" {self.done - len(finite) + first + 1}, staleness"
-      f" {part.staleness[first]}",
-      self._name,
+      f" {part.update_norm[first]} at message {message}, staleness"
+      f" {part.staleness[first]}"
     )
+    return parameter_server.not_finite(self._plan, what, self._name)
 
   def snapshot(self) -> Snapshot:
     """Returns the parameters as they are, at the simulated time."""
@@ -137,27 +132,16 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
       if identity not in index:
         index[identity] = len(trees)
         trees.append(ticket.params)
-      holders.append(
-        _Holder(
-          *(worker, job, int(ticket.version), index[identity]),
-          bool(ticket.fresh),
-        )
-      )
-  tree = {
-    "server": simulation.server,
-    "workers": simulation.workers,
-    "sent": trees,
-  }
+      version, fresh = int(ticket.version), bool(ticket.fresh)
+      holders.append(_Holder(worker, job, version, index[identity], fresh))
+  server, workers = simulation.server, simulation.workers
+  tree = {"server": server, "workers": workers, "sent": trees}
   return tree, {"event": simulation.event, "tickets": holders}
 
 
 def _unpack(saved, template):
-  """Returns (simulation, records) of a checkpoint.
-
-  Args:
-    saved: from `_pack`, and records.
-    template: a simulation of the same structure, such as a new one.
-  """
+  """Returns (simulation, records) of a checkpoint; `template` is a simulation
+  of the same structure."""
   holders = [_Holder(*row) for row in saved.notes["tickets"]]
   count = len({holder.params for holder in holders})
   tree = saved.tree(
@@ -174,18 +158,16 @@ def _unpack(saved, template):
   count = len(template.workers)
   tickets, kept = tuple({} for _ in range(count)), [None] * count
   for worker, job, version, params, fresh in holders:
-    ticket = base.Ticket(
-      *(jnp.int32(worker), jnp.int32(version), tree["sent"][params]),
-      np.bool_(fresh),
-    )
+    numbers = jnp.int32(worker), jnp.int32(version)
+    ticket = base.Ticket(*numbers, tree["sent"][params], np.bool_(fresh))
     if job is None:
       kept[worker] = ticket
     else:
       tickets[worker][job] = ticket
+  server, workers = tree["server"], tree["workers"]
   # A simulation to be rolled back is a replay, which starts from the beginning.
   simulation = simulator.Simulation(
-    *(saved.notes["event"], tree["server"], tree["workers"]),
-    *(tickets, tuple(kept), {}),
+    saved.notes["event"], server, workers, tickets, tuple(kept), {}
   )
   return simulation, records
 
@@ -193,15 +175,11 @@ def _unpack(saved, template):
 SIMULATE = EngineKind(
   sections=parameter_server.SECTIONS,
   settings=None,
-  options=no_keys,
-  dependents=no_keys,
-  default_recipe=None,
-  workers=parameter_server.workers_of,
+  workers=lambda run: run.config["workers"],
   check=parameter_server.check,
   devices=lambda run: 1,
   plan=parameter_server.plan,
   start=SimulationEngine,
-  check_machine=no_check,
   columns=(Column("time", "simulated_time"), *parameter_server.COLUMNS),
   describe=parameter_server.describe,
 )
