@@ -49,3 +49,12 @@ def quick_compilation():
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def devices_of_commands():
+  """Commands have the devices of this process, and so its compiled programs."""
+  count = jax.config.jax_num_cpu_devices
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
+    yield

@@ -360,7 +360,7 @@ def finished_result(place: Path) -> dict[str, Any] | None:
       set(result) >= RESULT_KEYS
       and len(read_rows(place)) == result["evaluations"]
     )
-    with np.load(place / "records.npz") as records:
+    with (place / "records.npz").open("rb") as file, np.load(file) as records:
       whole = whole and len(records["loss"]) == result["messages"]
     return result if whole else None
   except Exception:  # whatever is missing or cut short

@@ -8,14 +8,14 @@ import pytest
 
 from asgd.experiment import live_files
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow]  # `trained`, that is
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, devices_of_commands):
   """A live run of two workers, and what was said when it was compared."""
   out = tmp_path_factory.mktemp("trained") / "out"
-  done = kit.launch(
+  done = kit.call(
     "compare",
     "--config=configs/straggler_digits.py",
     "--config.workers=2",
@@ -62,7 +62,7 @@ def test_a_timeline_of_it(trained, tmp_path):
   out, _ = trained
   file = tmp_path / "timeline.json"
   place = out / "cells" / "asgd-n2-s0"
-  kit.launch("timeline", place, f"--out={file}", status=0)
+  kit.call("timeline", place, f"--out={file}", status=0)
   events = json.loads(file.read_text())["traceEvents"]
   ends = {}
   for event in events:
@@ -90,6 +90,6 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
 def test_a_mistake_is_one_line(tmp_path, arguments, message):
   (tmp_path / "cells").mkdir()
   arguments = [argument.format(tmp_path) for argument in arguments]
-  done = kit.launch("compare", *arguments, status=2)
+  done = kit.call("compare", *arguments, status=2)
   (line,) = done.stderr.strip().splitlines()
   assert any(text in line for text in message.split("|")), line

@@ -1,4 +1,8 @@
-"""The command as a user meets it: outputs, going on, shares, mistakes."""
+"""The command as a user meets it: outputs, going on, shares, mistakes.
+
+What has to be a process of its own is one: `launch`. The rest is done in this
+process, which has imported and compiled everything: `call`.
+"""
 
 import csv
 import json
@@ -18,35 +22,40 @@ import numpy as np
 import pytest
 
 from asgd import algorithms, models
-from asgd.experiment import storage
+from asgd.experiment import progress, storage
 from pipeline import schedules
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-DEADLINE = 240  # seconds until a subprocess is taken to hang
 FILE = "configs/digits.py"
 SMALL = (
   f"--config={FILE}",
   "--config.only=nag_asgd,dana_zero",
+  "--config.model.hidden=(8,)",
   "--config.workers=3",
   "--config.seeds=0",
   "--config.epochs=1",
   "--config.learning_rate_schedule.warmup_epochs=0.1",
   "--config.learning_rate_schedule.decay_epochs=()",
   "--config.evaluations=3",
+  "--config.curvature_checks=0",
 )
 ONE = ("--jobs=1",)  # one process, which is all there is to start
 # Long enough to be stopped on the way.
 LONG = (
   *(a for a in SMALL if "epochs=1" not in a),
-  "--config.epochs=30",
+  "--config.epochs=6",
   "--config.checkpoint_seconds=0",
 )
 
 
-def run(*arguments, **kwargs):
-  return kit.launch("train", *arguments, deadline=DEADLINE, **kwargs)
+@pytest.fixture(autouse=True, scope="module")
+def devices(devices_of_commands):
+  """Commands and this process come to the same bits, by the same programs."""
+
+
+def run(*arguments, status=None):
+  return kit.call("train", *arguments, status=status)
 
 
 def finish(*arguments):
@@ -64,7 +73,8 @@ def cells(workdir):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("finished") / "out"
-  return workdir, finish(*SMALL, *ONE, f"--workdir={workdir}")
+  place = f"--workdir={workdir}"
+  return workdir, kit.launch("train", *SMALL, *ONE, place, status=0)
 
 
 @pytest.fixture(scope="module")
@@ -255,17 +265,17 @@ def test_what_is_lost_of_a_finished_cell_is_made_again(
 # Stopping and going on.
 
 
-def start_and_wait(workdir, checkpoints, *arguments):
+def start_and_wait(workdir, checkpoints):
   """Starts LONG and waits until that many checkpoints have been made."""
   process = subprocess.Popen(
-    kit.command("train", *LONG, *arguments, f"--workdir={workdir}"),
-    cwd=ROOT,
+    kit.command("train", *LONG, *ONE, f"--workdir={workdir}"),
+    cwd=kit.ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
   )
   seen = set()
-  end = time.monotonic() + DEADLINE
+  end = time.monotonic() + kit.DEADLINE
   while len(seen) < checkpoints:
     assert process.poll() is None, process.stdout.read()
     assert time.monotonic() < end
@@ -275,6 +285,18 @@ def start_and_wait(workdir, checkpoints, *arguments):
       if path.name.isdigit()
     }
   return process
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+  """A folder whose first cell has two checkpoints and is not finished."""
+  workdir = tmp_path_factory.mktemp("killed") / "out"
+  process = start_and_wait(workdir, 2)
+  process.kill()
+  process.communicate()
+  assert process.returncode == -signal.SIGKILL
+  assert not list(workdir.glob("cells/*/result.json"))
+  return workdir
 
 
 def assert_same(workdir, undisturbed):
@@ -290,45 +312,51 @@ def assert_same(workdir, undisturbed):
     assert a == b
 
 
-@pytest.mark.parametrize("checkpoints", [1, 3])
 def test_a_kill_and_the_same_command_are_the_undisturbed_run(
-  tmp_path, undisturbed, checkpoints
+  tmp_path, killed, undisturbed
 ):
   workdir = tmp_path / "out"
-  process = start_and_wait(workdir, checkpoints, *ONE)
-  process.kill()
-  process.communicate()
-  assert process.returncode == -signal.SIGKILL
-  assert not list(workdir.glob("cells/*/result.json"))
+  shutil.copytree(killed, workdir)
   finish(*LONG, *ONE, f"--workdir={workdir}")
   assert_same(workdir, undisturbed)
 
 
-@pytest.mark.parametrize(
-  ("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)]
-)
-def test_a_signal_saves_and_the_same_command_goes_on(
-  tmp_path, undisturbed, number, jobs
-):
-  workdir = tmp_path / "out"
-  process = start_and_wait(workdir, jobs, f"--jobs={jobs}")
-  process.send_signal(number)
-  output, _ = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 128 + number, output
+def assert_stopped(status, output, number):
+  assert status == 128 + number, output
   assert "run the same command again to go on" in output
   assert "Traceback" not in output
-  finish(*LONG, f"--jobs={jobs}", f"--workdir={workdir}")
+
+
+def test_an_interrupt_saves_and_the_same_command_goes_on(tmp_path, undisturbed):
+  workdir = tmp_path / "out"
+  process = start_and_wait(workdir, 1)
+  process.send_signal(signal.SIGINT)
+  output, _ = process.communicate(timeout=kit.DEADLINE)
+  assert_stopped(process.returncode, output, signal.SIGINT)
+  finish(*LONG, *ONE, f"--workdir={workdir}")
   assert_same(workdir, undisturbed)
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-  """A folder whose first cell has two checkpoints and is not finished."""
-  workdir = tmp_path_factory.mktemp("interrupted") / "out"
-  process = start_and_wait(workdir, 2, *ONE)
-  process.send_signal(signal.SIGINT)
-  process.communicate(timeout=DEADLINE)
-  return workdir
+def test_a_signal_to_several_processes_saves_and_they_go_on(
+  tmp_path, undisturbed, monkeypatch
+):
+  workdir = tmp_path / "out"
+  both = *LONG, "--jobs=2", f"--workdir={workdir}"
+
+  told = []
+
+  def update(self, cell, news):
+    """As soon as a process tells of its messages."""
+    if not told:
+      signal.raise_signal(signal.SIGTERM)
+    told.append(cell)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(progress.ProgressBar, "update", update)
+    result = run(*both)
+  assert_stopped(result.returncode, result.stderr, signal.SIGTERM)
+  finish(*both)
+  assert_same(workdir, undisturbed)
 
 
 def newest_checkpoint(cell):
@@ -362,10 +390,10 @@ def flip(path):
   ids=["truncated", "flipped", "meta"],
 )
 def test_a_damaged_checkpoint_is_not_used_and_it_says_so(
-  tmp_path, interrupted, undisturbed, damage
+  tmp_path, killed, undisturbed, damage
 ):
   workdir = tmp_path / "out"
-  shutil.copytree(interrupted, workdir)
+  shutil.copytree(killed, workdir)
   (cell,) = cells(workdir)
   step = newest_checkpoint(cell)
   damage(step)
@@ -468,14 +496,15 @@ def test_the_list_names_everything_that_a_config_may():
 def test_the_package_lists_its_commands():
   text = subprocess.run(
     [sys.executable, "-m", "launch"],
-    cwd=ROOT,
+    cwd=kit.ROOT,
     capture_output=True,
     text=True,
-    timeout=DEADLINE,
+    timeout=kit.DEADLINE,
     check=True,
   ).stdout
   named = re.findall(r"^python -m launch\.(\w+) +(\S.*)$", text, re.MULTILINE)
-  places = {p.stem for p in (ROOT / "launch").glob("*.py") if p.stem[0] != "_"}
+  files = (kit.ROOT / "launch").glob("*.py")
+  places = {path.stem for path in files if path.stem[0] != "_"}
   library = {"flags", "listing"}
   assert {name for name, _ in named} == (places - library) | {"bench"}
 
@@ -483,8 +512,8 @@ def test_the_package_lists_its_commands():
 def test_the_readme_and_ci_run_the_same_test_command():
   ci = [
     line
-    for line in (ROOT / ".ci" / "run").read_text().splitlines()
+    for line in (kit.ROOT / ".ci" / "run").read_text().splitlines()
     if line and not line.startswith(("#", "set ", "cd "))
   ]
-  readme = (ROOT / "README.md").read_text()
+  readme = (kit.ROOT / "README.md").read_text()
   assert "\n".join(ci) in readme

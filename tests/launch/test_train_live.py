@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from asgd import base
-from asgd.experiment import replay
+from asgd.experiment import progress, replay
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
@@ -26,24 +26,30 @@ SMALL = (
   "--engine=threads",
   "--config=configs/digits.py",
   "--config.only=dana_zero",
+  "--config.model.hidden=(8,)",
   "--config.workers=3",
   "--config.seeds=0",
-  "--config.epochs=4",
+  "--config.epochs=2",
   "--config.learning_rate_schedule.warmup_epochs=0.1",
   "--config.learning_rate_schedule.decay_epochs=()",
   "--config.evaluations=3",
   "--config.curvature_checks=0",
   "--config.checkpoint_seconds=0.3",
 )
-MESSAGES = 354
+MESSAGES = 177
 # Workers that wait most of their time: it can be stopped on the way.
 SLOW = (*SMALL, "--config.live.slowdown=50,50,50")
 SHARDS = ("--config.server.shards=2",)
 CONSISTENT = (*SHARDS, "--config.server.consistent=True")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def devices(devices_of_commands):
+  """Commands and this process run the same compiled programs."""
+
+
 def train(*arguments, status=None):
-  return kit.launch("train", *arguments, status=status)
+  return kit.call("train", *arguments, status=status)
 
 
 def only_cell(out):
@@ -133,7 +139,7 @@ def test_it_leaves_what_a_simulation_leaves_and_its_trace(finished):
     assert (cell / name).stat().st_size > 0, name
   assert f"{cell.name}: accuracy" in result.stderr
   rows = (out / "metrics.jsonl").read_text().splitlines()
-  assert [json.loads(row)["message"] for row in rows] == [118, 236, 354]
+  assert [json.loads(row)["message"] for row in rows] == [59, 118, 177]
   with np.load(cell / "records.npz") as records:
     assert len(records["loss"]) == MESSAGES
   assert not list(Path("/dev/shm").glob(f"asgd-*/{cell.name}"))
@@ -146,7 +152,7 @@ def test_it_leaves_what_a_simulation_leaves_and_its_trace(finished):
 def test_its_trace_is_replayed_to_the_same_parameters(finished):
   out, _ = finished
   replayed = assert_replays(out)
-  result = kit.launch("replay", only_cell(out), status=0)
+  result = kit.call("replay", only_cell(out), status=0)
   assert "the same parameters as the live run, to the bit" in result.stdout
   assert f"{MESSAGES} receive" in result.stdout
   assert f"parameters {replayed.digest[:16]}" in result.stdout
@@ -158,23 +164,67 @@ def test_what_was_tampered_with_is_told(finished, tmp_path):
   result = read(path)
   result["params_sha256"] = result["params_sha256"][::-1]
   path.write_text(json.dumps(result))
-  told = kit.launch("replay", only_cell(out), status=1)
+  told = kit.call("replay", only_cell(out), status=1)
   assert "NOT the parameters of the live run" in told.stdout
   assert told.stderr.strip() == "the replay differs from the run"
 
 
-def test_killed_and_interrupted_it_the_same_command_goes_on(tmp_path):
-  out = tmp_path / "out"
-  arguments = (*SLOW, f"--workdir={out}")
-  process = start(arguments, lambda: received(out) >= 60)
+def killed(out, *more):
+  """Kills a run after its first checkpoint; returns its command line."""
+  arguments = (*SLOW, *more, f"--workdir={out}")
+
+  def saved():
+    steps = out.glob("cells/*/checkpoints/[0-9]*")
+    return received(out) >= 40 and any(p.name.isdigit() for p in steps)
+
+  process = start(arguments, saved)
   process.kill()
   process.communicate()
+  return arguments
+
+
+def after(messages, act, monkeypatch):
+  """Lets something happen once a run has received so many messages more."""
+  update, left = progress.ProgressBar.update, [messages]
+
+  def counting(self, cell, news):
+    update(self, cell, news)
+    if left[0] > 0 >= left[0] - news.count:
+      act()
+    left[0] -= news.count
+
+  monkeypatch.setattr(progress.ProgressBar, "update", counting)
+
+
+def assert_gone_back(result, out, shards):
+  """It went on from its checkpoint, and its trace says so."""
+  assert re.search(
+    r"going on at message \d+, from the checkpoint of message \d+: \d+ updates",
+    result.stderr,
+  )
+  replayed = assert_replays(out)
+  undone = [trace.follow(entries(out, i)).undone for i in range(shards)]
+  assert read(only_cell(out) / "result.json")["rolled_back"] == sum(undone)
+  rollbacks = [
+    entry.job for entry in entries(out) if entry.action == base.ROLLBACK
+  ]
+  assert len(rollbacks) == 1
+  assert rollbacks[0] > 0  # not to the beginning
+  assert (replayed.trace.action == base.ROLLBACK).sum() == 1
+
+
+def test_killed_and_interrupted_it_the_same_command_goes_on(
+  tmp_path, monkeypatch
+):
+  out, copy = tmp_path / "out", tmp_path / "copy"
+  arguments = killed(out)
   before = received(out)
   assert memory(out)
-  process = start(arguments, lambda: received(out) >= before + 60)
-  process.send_signal(signal.SIGINT)
-  output, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 128 + signal.SIGINT
+  shutil.copytree(out, copy)
+  with monkeypatch.context() as patch:
+    after(40, lambda: signal.raise_signal(signal.SIGINT), patch)
+    stopped = train(*arguments, status=128 + signal.SIGINT)
+  output = stopped.stderr
   going = f"going on at message {before}, from shared memory"
   assert going in output, output
   (line,) = (x for x in output.splitlines() if x.startswith("stopped in"))
@@ -189,16 +239,25 @@ def test_killed_and_interrupted_it_the_same_command_goes_on(tmp_path):
   # All had handed in what they did when it was interrupted, but not before.
   assert 1 <= actions.count(base.LOST) <= 3
   assert not held.exists()
+  # What was copied before has no memory, and its checkpoint.
+  again = train(*arguments[:-1], f"--workdir={copy}", status=0)
+  assert_gone_back(again, copy, 1)
 
 
-def test_what_is_not_all_there_is_not_gone_on_with(tmp_path):
+def test_what_the_memory_held_goes_back_to_the_checkpoint(tmp_path):
+  out = tmp_path / "out"
+  arguments = killed(out, *SHARDS)
+  shutil.rmtree(memory(out))
+  assert_gone_back(train(*arguments, status=0), out, 2)
+
+
+def test_what_is_not_all_there_is_not_gone_on_with(tmp_path, monkeypatch):
   out = tmp_path / "out"
   arguments = (*SLOW, f"--workdir={out}")
-  process = start(arguments, lambda: received(out) >= 60)
-  records_path(only_cell(out), 0).unlink()
-  output, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 2
-  (line,) = (x for x in output.splitlines() if x.startswith("error"))
+  with monkeypatch.context() as patch:
+    after(40, lambda: records_path(only_cell(out), 0).unlink(), patch)
+    broken = train(*arguments, status=2)
+  (line,) = (x for x in broken.stderr.splitlines() if x.startswith("error"))
   assert "records-0.bin is gone: it was deleted while the run wrote it" in line
   held = memory(out)
   again = train(*arguments, status=2)
@@ -211,51 +270,22 @@ def test_what_is_not_all_there_is_not_gone_on_with(tmp_path):
   shutil.rmtree(held)
 
 
-@pytest.mark.parametrize("more", [(), SHARDS], ids=["one", "two"])
-def test_what_the_memory_held_goes_back_to_the_checkpoint(tmp_path, more):
-  out = tmp_path / "out"
-  arguments = (*SLOW, *more, f"--workdir={out}")
-
-  def saved():
-    steps = out.glob("cells/*/checkpoints/[0-9]*")
-    return received(out) >= 60 and any(p.name.isdigit() for p in steps)
-
-  process = start(arguments, saved)
-  process.kill()
-  process.communicate()
-  shutil.rmtree(memory(out))
-  result = train(*arguments, status=0)
-  assert re.search(
-    r"going on at message \d+, from the checkpoint of message \d+: \d+ updates",
-    result.stderr,
-  )
-  replayed = assert_replays(out)
-  undone = [trace.follow(entries(out, i)).undone for i in range(1 + len(more))]
-  assert read(only_cell(out) / "result.json")["rolled_back"] == sum(undone)
-  rollbacks = [
-    entry.job for entry in entries(out) if entry.action == base.ROLLBACK
-  ]
-  assert len(rollbacks) == 1
-  assert rollbacks[0] > 0  # not to the beginning
-  assert (replayed.trace.action == base.ROLLBACK).sum() == 1
-
-
 def test_processes_that_are_killed_cost_nothing(tmp_path):
-  """The main job's model, with four workers in processes of their own."""
+  """The main job's model, with two workers in processes of their own."""
   pytest.importorskip("ray")
   out = tmp_path / "out"
   jobs = 1780
   arguments = (
     *("--engine=ray", "--config=configs/digits.py"),
-    "--config.only=dana_zero",
-    *("--config.workers=4", "--config.seeds=0"),
+    *("--config.only=dana_zero", "--config.curvature_checks=0"),
+    *("--config.workers=2", "--config.seeds=0"),
     f"--workdir={out}",
   )
 
   def working():
     """Whether all have worked a while."""
     there = {e.worker for e in entries(out) if e.action == base.RECEIVE}
-    return there == set(range(4)) and received(out) >= 100
+    return there == {0, 1} and received(out) >= 100
 
   process = start(arguments, lambda: received(out) and working())
   pids = processes.pids(memory(out))
