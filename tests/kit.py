@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 import warnings
 from pathlib import Path
@@ -431,12 +432,34 @@ def call(module, *arguments, status=None):
     for file in (out, err):
       file.seek(0)
       texts.append(file.read())
-  result = subprocess.CompletedProcess(
-    arguments, ended.value.code or 0, *texts
-  )
+  status_now = ended.value.code or 0
+  result = subprocess.CompletedProcess(arguments, status_now, *texts)
   if status is not None:
     assert result.returncode == status, result.stdout + result.stderr
   return result
+
+
+def start(module, *arguments, until):
+  """Starts a command of `launch`; returns its process once a condition holds.
+
+  Args:
+    module: of launch.
+    arguments: of its command line.
+    until: called again and again.
+  """
+  process = subprocess.Popen(
+    command(module, *arguments),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  end = time.monotonic() + DEADLINE
+  while not until():
+    assert process.poll() is None, process.stdout.read()
+    assert time.monotonic() < end
+    time.sleep(0.02)
+  return process
 
 
 def assert_one_line(result, message):

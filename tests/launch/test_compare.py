@@ -8,8 +8,6 @@ import pytest
 
 from asgd.experiment import live_files
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]  # `trained`, that is
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, devices_of_commands):
@@ -30,6 +28,8 @@ def trained(tmp_path_factory, devices_of_commands):
   return out, done.stdout
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_in_order_the_simulation_is_the_live_run(trained):
   out, said = trained
   place = out / "cells" / "asgd-n2-s0"
@@ -45,6 +45,8 @@ def test_in_order_the_simulation_is_the_live_run(trained):
     assert f"{name}: live, and simulated" in said
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_live_run_in_threads_writes_its_spans(trained):
   out, _ = trained
   read = live_files.read(out / "cells" / "asgd-n2-s0")
@@ -58,6 +60,8 @@ def test_a_live_run_in_threads_writes_its_spans(trained):
     assert flat == sorted(flat)
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_timeline_of_it(trained, tmp_path):
   out, _ = trained
   file = tmp_path / "timeline.json"
@@ -72,6 +76,8 @@ def test_a_timeline_of_it(trained, tmp_path):
   assert len(ends) == 3  # two workers and the shard
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_the_board_is_beside_that_of_the_evaluations(trained):
   out, _ = trained
   pytest.importorskip("tensorboardX")

@@ -11,6 +11,8 @@ from asgd.experiment.engines import Died, NotFinite, due
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # When evaluations are.
 
 
