@@ -53,8 +53,15 @@ def quick_compilation():
 
 @pytest.fixture(scope="module")
 def devices_of_commands():
-  """Commands have the devices of this process, and so its compiled programs."""
+  """Commands have the devices of this process: they run the same compiled
+  programs, and come to the same bits."""
   count = jax.config.jax_num_cpu_devices
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
     yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+  """An experiment's report draws nothing in this test; its fixtures may."""
+  monkeypatch.setattr("asgd.experiment.figure.draw", lambda *args: [])

@@ -28,10 +28,7 @@ CONFIG = (
 )
 MESSAGES = 444
 
-
-@pytest.fixture(autouse=True, scope="module")
-def devices(devices_of_commands):
-  """Commands and this process run the same compiled programs."""
+pytestmark = pytest.mark.usefixtures("devices_of_commands")
 
 
 def chaos(*arguments, status=None):

@@ -20,7 +20,10 @@ import pytest
 
 from asgd.experiment import folder, progress, storage
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+  *(pytest.mark.process, pytest.mark.slow),
+  pytest.mark.usefixtures("devices_of_commands", "no_pictures"),
+]
 
 SMALL = (
   "--config=configs/digits.py",
@@ -41,11 +44,6 @@ LONG = (
   "--config.epochs=6",
   "--config.checkpoint_seconds=0",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def devices(devices_of_commands):
-  """Commands and this process come to the same bits, by the same programs."""
 
 
 def finish(*arguments):

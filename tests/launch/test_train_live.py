@@ -18,7 +18,10 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
 from asgd.orders import trace
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+  *(pytest.mark.process, pytest.mark.slow),
+  pytest.mark.usefixtures("devices_of_commands", "no_pictures"),
+]
 
 SMALL = (
   "--engine=threads",
@@ -39,11 +42,6 @@ MESSAGES = 177
 SLOW = (*SMALL, "--config.live.slowdown=50,50,50")
 SHARDS = ("--config.server.shards=2",)
 CONSISTENT = (*SHARDS, "--config.server.consistent=True")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def devices(devices_of_commands):
-  """Commands and this process run the same compiled programs."""
 
 
 def only_cell(out):

@@ -235,6 +235,7 @@ def elsewhere(tmp_path_factory, undisturbed):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", IN_PROCESS)
 def test_a_cell_in_another_process_is_the_same_cell(
   engine, elsewhere, undisturbed

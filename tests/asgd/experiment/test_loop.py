@@ -95,6 +95,7 @@ def result_of(workdir, cell):
   return json.loads((workdir / "cells" / cell / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
   with pytest.raises(NotFinite) as caught:
     train_all(exploding(), tmp_path)

@@ -131,6 +131,7 @@ def agree(exp, actual_in, expected_in):
   assert len(losses) == UPDATES and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_another_mesh_has_the_same_losses(replicas, trained):
   exp, place, _ = trained(*SPLIT)
   assert exp.plan(exp.cells[0]).mesh.size == 8
@@ -296,6 +297,7 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_process_that_waits_in_vain_ends_with_one_line():
   status, _, errors = train_apart(
     "--config=configs/mesh_gpt.py:tiny",
