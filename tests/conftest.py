@@ -52,12 +52,13 @@ def quick_compilation():
 
 
 @pytest.fixture(scope="module")
-def devices_of_commands():
-  """Commands have the devices of this process: they run the same compiled
-  programs, and come to the same bits."""
-  count = jax.config.jax_num_cpu_devices
+def commands_as_here():
+  """Commands have the devices of this process and compile as it does: they run
+  the same compiled programs, and come to the same bits."""
+  quick = jax.config.jax_disable_most_optimizations
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
+    patch.setenv("JAX_NUM_CPU_DEVICES", str(jax.config.jax_num_cpu_devices))
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
     yield
 
 

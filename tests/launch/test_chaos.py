@@ -28,7 +28,7 @@ CONFIG = (
 )
 MESSAGES = 444
 
-pytestmark = pytest.mark.usefixtures("devices_of_commands")
+pytestmark = pytest.mark.usefixtures("commands_as_here")
 
 
 def chaos(*arguments, status=None):

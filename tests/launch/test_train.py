@@ -22,7 +22,9 @@ from asgd.experiment import folder, progress, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("devices_of_commands", "no_pictures"),
+  pytest.mark.usefixtures(
+    *("quick_compilation", "commands_as_here", "no_pictures")
+  ),
 ]
 
 SMALL = (

@@ -20,7 +20,7 @@ from asgd.orders import trace
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("devices_of_commands", "no_pictures"),
+  pytest.mark.usefixtures("commands_as_here", "no_pictures"),
 ]
 
 SMALL = (
