@@ -45,20 +45,22 @@ def float64():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """For equalities up to rounding: what runs for a moment is not optimised."""
+  """For equalities up to rounding: what runs for a moment is not optimised,
+  neither here nor in commands."""
   jax.config.update("jax_disable_most_optimizations", True)
-  yield
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    yield
   jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
 def commands_as_here():
-  """Commands have the devices of this process and compile as it does: they run
-  the same compiled programs, and come to the same bits."""
-  quick = jax.config.jax_disable_most_optimizations
+  """Commands have the devices of this process: they run the same compiled
+  programs, and come to the same bits."""
+  count = jax.config.jax_num_cpu_devices
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_NUM_CPU_DEVICES", str(jax.config.jax_num_cpu_devices))
-    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
+    patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
     yield
 
 

@@ -284,7 +284,7 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
   status, said, errors = train_apart(
     "--config=configs/mesh_gpt.py:tiny",
     "--config.mesh.precision=float64",
-    "--config.mesh.axes=data:2,tensor:4",
+    "--config.mesh.axes=data:2,tensor:2",
     "--config.mesh.zero=0",
     "--config.mesh.sequence=True",
     "--num_processes=2",
