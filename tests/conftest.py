@@ -46,13 +46,11 @@ def float64():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """For equalities up to rounding: what runs for a moment is not optimised,
-  neither here nor in commands."""
+  """For equalities up to rounding: what runs for a moment is not optimised."""
   jax.config.update("jax_disable_most_optimizations", True)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    yield
+  yield
   jax.config.update("jax_disable_most_optimizations", False)
+  jax.clear_caches()  # of functions that JAX itself has, such as random.normal
 
 
 @pytest.fixture(scope="module")

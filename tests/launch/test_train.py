@@ -22,9 +22,9 @@ from asgd.experiment import folder, progress, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures(
-    *("quick_compilation", "commands_as_here", "no_pictures")
-  ),
+  pytest.mark.usefixtures("commands_as_here", "no_pictures"),
+  # Threads that read a damaged checkpoint for Orbax may end after its loop.
+  pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 SMALL = (
@@ -319,9 +319,7 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
   tmp_path, undisturbed, monkeypatch
 ):
   workdir = tmp_path / "out"
-  both = *LONG, "--jobs=2", f"--workdir={workdir}"
-
-  told = []
+  place, told = f"--workdir={workdir}", []
 
   def update(self, cell, news):
     """As soon as a process tells of its messages."""
@@ -331,9 +329,9 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
 
   with monkeypatch.context() as patch:
     patch.setattr(progress.ProgressBar, "update", update)
-    result = kit.call("train", *both)
+    result = kit.call("train", *LONG, "--jobs=2", place)
   assert_stopped(result.returncode, result.stderr, signal.SIGTERM)
-  finish(*both)
+  finish(*LONG, *ONE, place)
   assert_same(workdir, undisturbed)
 
 
