@@ -21,12 +21,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Files that take long, the longest first: two processes share files, and the
 # last one should not be a long one.
 SLOW = (
-  *("test_train", "test_train_live", "test_engine", "test_engine_contract"),
-  *("test_actors", "test_executor", "test_chaos", "test_processes"),
-  *("test_mesh_engine", "test_threads", "test_configs", "test_audit"),
-  *("test_replay", "test_hybrid", "test_data_parallel", "test_circular"),
-  *("test_local_work", "test_contract", "test_lead", "test_recovery"),
-  *("test_compare", "test_probe", "test_stage", "test_readme"),
+  *("test_mesh_engine", "test_engine_contract", "test_train_live"),
+  *("test_actors", "test_train", "test_engine", "test_chaos", "test_images"),
+  *("test_processes", "test_probe", "test_contract", "test_diagnosis"),
+  *("test_configs", "test_readme", "test_follower", "test_local_work"),
+  *("test_compare", "test_replay", "test_recovery", "test_statistics"),
+  *("test_threads", "test_circular", "test_executor", "test_run_plan"),
+  *("test_plan", "test_draw_schedule", "test_hybrid", "test_cut"),
 )
 
 
@@ -49,3 +50,20 @@ def quick_compilation():
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+  jax.clear_caches()  # of functions that JAX itself has, such as random.normal
+
+
+@pytest.fixture(scope="module")
+def commands_as_here():
+  """Commands have the devices of this process: they run the same compiled
+  programs, and come to the same bits."""
+  count = jax.config.jax_num_cpu_devices
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
+    yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+  """An experiment's report draws nothing in this test; its fixtures may."""
+  monkeypatch.setattr("asgd.experiment.figure.draw", lambda *args: [])

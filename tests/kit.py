@@ -3,16 +3,27 @@
 A test imports it with `import kit`; see `pythonpath` in pyproject.toml.
 """
 
+import contextlib
 import hashlib
 import io
 import json
+import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import urllib.request
+import warnings
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
+from absl import app, flags, logging
+from absl.testing import flagsaver
 
 from asgd import base, models
 from asgd.live import journal
@@ -338,6 +349,117 @@ def launch(module, *arguments, status=None, deadline=DEADLINE):
   if status is not None:
     assert result.returncode == status, result.stdout + result.stderr
   return result
+
+
+@contextlib.contextmanager
+def _new_flags():
+  """Absl's flags as a command finds them: none of another command."""
+  saved = flagsaver.save_flag_values()
+  commands = flags.FLAGS.flags_by_module_dict().get("launch.flags", [])
+  aside = {flag.name: flag for flag in commands}
+  for name in aside:
+    delattr(flags.FLAGS, name)
+  others = set(flags.FLAGS)
+  flags.FLAGS.unparse_flags()
+  try:
+    yield
+  finally:
+    for name in set(flags.FLAGS) - others:
+      delattr(flags.FLAGS, name)
+    for name, flag in aside.items():
+      flags.FLAGS[name] = flag
+      flags.FLAGS.register_flag_by_module("launch.flags", flag)
+    flagsaver.restore_flag_values(saved)
+    flags.FLAGS.mark_as_parsed()
+
+
+@contextlib.contextmanager
+def _to_file(patch, name, descriptor):
+  """Sends a stream of this process, and of those it starts, to a file."""
+  kept = os.dup(descriptor)
+  with tempfile.TemporaryFile("a+") as file:
+    file.reconfigure(line_buffering=True)
+    patch.setattr(sys, name, file)
+    os.dup2(file.fileno(), descriptor)
+    try:
+      yield file
+    finally:
+      os.dup2(kept, descriptor)
+      os.close(kept)
+
+
+def call(module, *arguments, status=None):
+  """Does what `launch` does in this process, which has imported everything.
+
+  Args:
+    module: of launch.
+    arguments: of its command line.
+    status: the exit status that it has to end with; None: any.
+  """
+  from asgd.experiment import progress
+
+  def run(main, flags_parser):
+    sys.exit(main(flags_parser(sys.argv)))
+
+  numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+  handlers = {number: signal.getsignal(number) for number in numbers}
+  with (
+    _new_flags(),
+    pytest.MonkeyPatch.context() as patch,
+    _to_file(patch, "stdout", 1) as out,
+    _to_file(patch, "stderr", 2) as err,
+    warnings.catch_warnings(),
+  ):
+    warnings.simplefilter("ignore", DeprecationWarning)
+    patch.chdir(ROOT)
+    patch.setattr(sys, "argv", [f"launch/{module}.py", *map(str, arguments)])
+    # Without what absl does to the logging of a process.
+    patch.setattr(app, "run", run)
+    patch.setattr(logging, "set_verbosity", lambda level: None)
+    # Set by commands for the rest of their process.
+    patch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    patch.setattr(threading, "excepthook", threading.excepthook)
+    defaults = progress.ProgressBar.__init__.__kwdefaults__
+    patch.setitem(defaults, "stream", err)
+    try:
+      with pytest.raises(SystemExit) as ended:
+        path = ROOT / "launch" / f"{module}.py"
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+      for number, handler in handlers.items():
+        signal.signal(number, handler)
+    texts = []
+    for file in (out, err):
+      file.seek(0)
+      texts.append(file.read())
+  status_now = ended.value.code or 0
+  result = subprocess.CompletedProcess(arguments, status_now, *texts)
+  if status is not None:
+    assert result.returncode == status, result.stdout + result.stderr
+  return result
+
+
+def start(module, *arguments, until):
+  """Starts a command of `launch`; returns its process once a condition holds.
+
+  Args:
+    module: of launch.
+    arguments: of its command line.
+    until: called again and again.
+  """
+  process = subprocess.Popen(
+    command(module, *arguments),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  end = time.monotonic() + DEADLINE
+  while not until():
+    assert process.poll() is None, process.stdout.read()
+    assert time.monotonic() < end
+    time.sleep(0.02)
+  return process
 
 
 def assert_one_line(result, message):

@@ -1,6 +1,7 @@
 """Imports go one way: nothing imports anything above it."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -74,9 +75,14 @@ EXCEPTIONS = {
 }
 
 
+@functools.cache
+def tree_of(path):
+  return ast.parse(path.read_text())
+
+
 def imports(path, *, top_level=False):
   """Yields dotted names of what a file imports."""
-  tree = ast.parse(path.read_text())
+  tree = tree_of(path)
   for node in tree.body if top_level else ast.walk(tree):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)

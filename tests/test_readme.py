@@ -33,6 +33,7 @@ def test_every_block_is_tested_here():
   assert len(BLOCKS) == 5
 
 
+@pytest.mark.slow
 def test_the_library_example(capsys):
   names = {}
   exec(block("make_host"), names)
@@ -68,7 +69,8 @@ def test_a_config_of_your_own():
   assert {cell.label for cell in exp.cells} == {"softsync", "dana"}
 
 
-def test_a_pipeline(capsys):
+@pytest.mark.slow
+def test_a_pipeline(capsys, quick_compilation):
   devices = 'jax.config.update("jax_num_cpu_devices", 4)'
   text = block("schedules.pipedream")
   assert devices in text  # tests have more of them already
@@ -78,7 +80,8 @@ def test_a_pipeline(capsys):
   assert sorted(names["result"].losses) == list(range(16))
 
 
-def test_a_step_on_a_mesh():
+@pytest.mark.slow
+def test_a_step_on_a_mesh(quick_compilation):
   devices = 'jax.config.update("jax_num_cpu_devices", 4)'
   text = block("hybrid.make_step")
   assert devices in text  # tests have more of them already

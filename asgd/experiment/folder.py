@@ -321,7 +321,8 @@ def finished_result(place: Path) -> dict[str, Any] | None:
   result = storage.read_json(place / "result.json")
   try:
     rows = len(read_rows(place))
-    with np.load(place / "records.npz") as records:
+    # A file that is cut short is closed, too.
+    with (place / "records.npz").open("rb") as file, np.load(file) as records:
       counts = rows, len(records["loss"])
     whole = counts == (result["evaluations"], result["messages"])
     return result if whole and result.keys() >= RESULT_KEYS else None

@@ -8,14 +8,12 @@ import pytest
 
 from asgd.experiment import live_files
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, commands_as_here):
   """A live run of two workers, and what was said when it was compared."""
   out = tmp_path_factory.mktemp("trained") / "out"
-  done = kit.launch(
+  done = kit.call(
     "compare",
     "--config=configs/straggler_digits.py",
     "--config.workers=2",
@@ -30,6 +28,8 @@ def trained(tmp_path_factory):
   return out, done.stdout
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_in_order_the_simulation_is_the_live_run(trained):
   out, said = trained
   place = out / "cells" / "asgd-n2-s0"
@@ -45,6 +45,8 @@ def test_in_order_the_simulation_is_the_live_run(trained):
     assert f"{name}: live, and simulated" in said
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_live_run_in_threads_writes_its_spans(trained):
   out, _ = trained
   read = live_files.read(out / "cells" / "asgd-n2-s0")
@@ -58,11 +60,13 @@ def test_a_live_run_in_threads_writes_its_spans(trained):
     assert flat == sorted(flat)
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_timeline_of_it(trained, tmp_path):
   out, _ = trained
   file = tmp_path / "timeline.json"
   place = out / "cells" / "asgd-n2-s0"
-  kit.launch("timeline", place, f"--out={file}", status=0)
+  kit.call("timeline", place, f"--out={file}", status=0)
   events = json.loads(file.read_text())["traceEvents"]
   ends = {}
   for event in events:
@@ -72,6 +76,8 @@ def test_a_timeline_of_it(trained, tmp_path):
   assert len(ends) == 3  # two workers and the shard
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_the_board_is_beside_that_of_the_evaluations(trained):
   out, _ = trained
   pytest.importorskip("tensorboardX")
@@ -90,6 +96,6 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
 def test_a_mistake_is_one_line(tmp_path, arguments, message):
   (tmp_path / "cells").mkdir()
   arguments = [argument.format(tmp_path) for argument in arguments]
-  done = kit.launch("compare", *arguments, status=2)
+  done = kit.call("compare", *arguments, status=2)
   (line,) = done.stderr.strip().splitlines()
   assert any(text in line for text in message.split("|")), line

@@ -1,12 +1,10 @@
-"""Live training as a user meets it: results, faults, going on, mistakes."""
+"""Live training as a user meets it: results, faults, going on."""
 
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import kit
@@ -14,45 +12,41 @@ import numpy as np
 import pytest
 
 from asgd import base
-from asgd.experiment import replay
+from asgd.experiment import folder, progress, replay, storage
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
 from asgd.orders import trace
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+  *(pytest.mark.process, pytest.mark.slow),
+  pytest.mark.usefixtures("commands_as_here", "no_pictures"),
+]
 
 SMALL = (
   "--engine=threads",
   "--config=configs/digits.py",
   "--config.only=dana_zero",
+  "--config.model.hidden=(8,)",
   "--config.workers=3",
   "--config.seeds=0",
-  "--config.epochs=4",
+  "--config.epochs=2",
   "--config.learning_rate_schedule.warmup_epochs=0.1",
   "--config.learning_rate_schedule.decay_epochs=()",
   "--config.evaluations=3",
   "--config.curvature_checks=0",
   "--config.checkpoint_seconds=0.3",
 )
-MESSAGES = 354
+MESSAGES = 177
 # Workers that wait most of their time: it can be stopped on the way.
 SLOW = (*SMALL, "--config.live.slowdown=50,50,50")
 SHARDS = ("--config.server.shards=2",)
 CONSISTENT = (*SHARDS, "--config.server.consistent=True")
 
 
-def train(*arguments, status=None):
-  return kit.launch("train", *arguments, status=status)
-
-
 def only_cell(out):
   (cell,) = (out / "cells").iterdir()
   return cell
-
-
-def read(path):
-  return json.loads(path.read_text())
 
 
 def entries(out, index=0):
@@ -68,32 +62,16 @@ def received(out):
 
 def memory(out):
   """The folder of a run's shared memory, which is there."""
-  folder = Path(read(only_cell(out) / "running.json")["memory"])
-  assert folder.is_dir()
-  return folder
-
-
-def start(arguments, condition):
-  """Starts a run and waits for a condition."""
-  process = subprocess.Popen(
-    kit.command("train", *arguments),
-    cwd=kit.ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  end = time.monotonic() + kit.DEADLINE
-  while not condition():
-    assert process.poll() is None, process.stdout.read()
-    assert time.monotonic() < end
-    time.sleep(0.02)
-  return process
+  running = storage.read_json(only_cell(out) / "running.json")
+  path = Path(running["memory"])
+  assert path.is_dir()
+  return path
 
 
 def assert_replays(out, *, jobs=MESSAGES):
   """The result is whole, and what its trace says."""
   cell = only_cell(out)
-  shards = read(out / "config.json")["config"]["server"]["shards"]
+  shards = storage.read_json(out / "config.json")["config"]["server"]["shards"]
   for index in range(shards):
     rows = entries(out, index)
     done = [e.job for e in rows if e.action == base.RECEIVE]
@@ -103,7 +81,7 @@ def assert_replays(out, *, jobs=MESSAGES):
     halves = sum(row.action == base.LOST for row in entries(out))
     assert abs(len(done) - jobs) <= halves
     assert len(set(done)) >= jobs - halves
-  result, replayed = read(cell / "result.json"), replay.replay(cell)
+  result, replayed = folder.finished_result(cell), replay.replay(cell)
   # What was seen of messages may be lost with what they had changed.
   undone = sum(trace.follow(entries(out, i)).undone for i in range(shards))
   assert jobs - undone <= result["messages"] <= jobs
@@ -118,7 +96,8 @@ def assert_replays(out, *, jobs=MESSAGES):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   out = tmp_path_factory.mktemp("finished") / "out"
-  return out, train(*SMALL, *CONSISTENT, f"--workdir={out}", status=0)
+  place = f"--workdir={out}"
+  return out, kit.call("train", *SMALL, *CONSISTENT, place, status=0)
 
 
 def test_it_leaves_what_a_simulation_leaves_and_its_trace(finished):
@@ -133,11 +112,11 @@ def test_it_leaves_what_a_simulation_leaves_and_its_trace(finished):
     assert (cell / name).stat().st_size > 0, name
   assert f"{cell.name}: accuracy" in result.stderr
   rows = (out / "metrics.jsonl").read_text().splitlines()
-  assert [json.loads(row)["message"] for row in rows] == [118, 236, 354]
+  assert [json.loads(row)["message"] for row in rows] == [59, 118, 177]
   with np.load(cell / "records.npz") as records:
     assert len(records["loss"]) == MESSAGES
   assert not list(Path("/dev/shm").glob(f"asgd-*/{cell.name}"))
-  result = read(cell / "result.json")
+  result = folder.finished_result(cell)
   assert "simulated_time" not in result
   assert result["seconds"] > 0
   assert (result["took_part"], result["rolled_back"]) == (3, 0)
@@ -146,7 +125,7 @@ def test_it_leaves_what_a_simulation_leaves_and_its_trace(finished):
 def test_its_trace_is_replayed_to_the_same_parameters(finished):
   out, _ = finished
   replayed = assert_replays(out)
-  result = kit.launch("replay", only_cell(out), status=0)
+  result = kit.call("replay", only_cell(out), status=0)
   assert "the same parameters as the live run, to the bit" in result.stdout
   assert f"{MESSAGES} receive" in result.stdout
   assert f"parameters {replayed.digest[:16]}" in result.stdout
@@ -155,83 +134,50 @@ def test_its_trace_is_replayed_to_the_same_parameters(finished):
 def test_what_was_tampered_with_is_told(finished, tmp_path):
   out = shutil.copytree(finished[0], tmp_path / "out")
   path = only_cell(out) / "result.json"
-  result = read(path)
+  result = storage.read_json(path)
   result["params_sha256"] = result["params_sha256"][::-1]
   path.write_text(json.dumps(result))
-  told = kit.launch("replay", only_cell(out), status=1)
+  told = kit.call("replay", only_cell(out), status=1)
   assert "NOT the parameters of the live run" in told.stdout
   assert told.stderr.strip() == "the replay differs from the run"
 
 
-def test_killed_and_interrupted_it_the_same_command_goes_on(tmp_path):
-  out = tmp_path / "out"
-  arguments = (*SLOW, f"--workdir={out}")
-  process = start(arguments, lambda: received(out) >= 60)
-  process.kill()
-  process.communicate()
-  before = received(out)
-  assert memory(out)
-  process = start(arguments, lambda: received(out) >= before + 60)
-  process.send_signal(signal.SIGINT)
-  output, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 128 + signal.SIGINT
-  going = f"going on at message {before}, from shared memory"
-  assert going in output, output
-  (line,) = (x for x in output.splitlines() if x.startswith("stopped in"))
-  assert f"at message {received(out)}; run the same command again" in line
-  assert "Traceback" not in output
-  held = memory(out)
-  train(*arguments, status=0)
-  assert_replays(out)
-  actions = [entry.action for entry in entries(out)]
-  assert actions.count(base.JOIN) == 9  # three workers, three times
-  assert actions.count(base.ROLLBACK) == 0
-  # All had handed in what they did when it was interrupted, but not before.
-  assert 1 <= actions.count(base.LOST) <= 3
-  assert not held.exists()
-
-
-def test_what_is_not_all_there_is_not_gone_on_with(tmp_path):
-  out = tmp_path / "out"
-  arguments = (*SLOW, f"--workdir={out}")
-  process = start(arguments, lambda: received(out) >= 60)
-  records_path(only_cell(out), 0).unlink()
-  output, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 2
-  (line,) = (x for x in output.splitlines() if x.startswith("error"))
-  assert "records-0.bin is gone: it was deleted while the run wrote it" in line
-  held = memory(out)
-  again = train(*arguments, status=2)
-  assert "records-0.bin has 0 records where the run had" in again.stderr
-  assert len(again.stderr.splitlines()) == 1
-  journal_path(only_cell(out), 0).unlink()
-  again = train(*arguments, status=2)
-  assert "trace-0.csv is gone or empty, and" in again.stderr
-  assert held.is_dir()
-  shutil.rmtree(held)
-
-
-@pytest.mark.parametrize("more", [(), SHARDS], ids=["one", "two"])
-def test_what_the_memory_held_goes_back_to_the_checkpoint(tmp_path, more):
-  out = tmp_path / "out"
+def killed(out, *more):
+  """Kills a run after its first checkpoint; returns its command line."""
   arguments = (*SLOW, *more, f"--workdir={out}")
 
   def saved():
     steps = out.glob("cells/*/checkpoints/[0-9]*")
-    return received(out) >= 60 and any(p.name.isdigit() for p in steps)
+    return received(out) >= 40 and any(p.name.isdigit() for p in steps)
 
-  process = start(arguments, saved)
+  process = kit.start("train", *arguments, until=saved)
   process.kill()
   process.communicate()
-  shutil.rmtree(memory(out))
-  result = train(*arguments, status=0)
+  return arguments
+
+
+def after(messages, act, monkeypatch):
+  """Lets something happen once a run has received so many messages more."""
+  update, left = progress.ProgressBar.update, [messages]
+
+  def counting(self, cell, news):
+    update(self, cell, news)
+    if left[0] > 0 >= left[0] - news.count:
+      act()
+    left[0] -= news.count
+
+  monkeypatch.setattr(progress.ProgressBar, "update", counting)
+
+
+def assert_gone_back(result, out, shards):
+  """It went on from its checkpoint, and its trace says so."""
   assert re.search(
     r"going on at message \d+, from the checkpoint of message \d+: \d+ updates",
     result.stderr,
   )
   replayed = assert_replays(out)
-  undone = [trace.follow(entries(out, i)).undone for i in range(1 + len(more))]
-  assert read(only_cell(out) / "result.json")["rolled_back"] == sum(undone)
+  undone = [trace.follow(entries(out, i)).undone for i in range(shards)]
+  assert folder.finished_result(only_cell(out))["rolled_back"] == sum(undone)
   rollbacks = [
     entry.job for entry in entries(out) if entry.action == base.ROLLBACK
   ]
@@ -240,24 +186,83 @@ def test_what_the_memory_held_goes_back_to_the_checkpoint(tmp_path, more):
   assert (replayed.trace.action == base.ROLLBACK).sum() == 1
 
 
+def test_killed_and_interrupted_it_the_same_command_goes_on(
+  tmp_path, monkeypatch
+):
+  out, copy = tmp_path / "out", tmp_path / "copy"
+  arguments = killed(out)
+  before = received(out)
+  assert memory(out)
+  shutil.copytree(out, copy)
+  with monkeypatch.context() as patch:
+    after(40, lambda: signal.raise_signal(signal.SIGINT), patch)
+    stopped = kit.call("train", *arguments, status=128 + signal.SIGINT)
+  output = stopped.stderr
+  going = f"going on at message {before}, from shared memory"
+  assert going in output, output
+  (line,) = (x for x in output.splitlines() if x.startswith("stopped in"))
+  assert f"at message {received(out)}; run the same command again" in line
+  assert "Traceback" not in output
+  held = memory(out)
+  kit.call("train", *arguments, status=0)
+  assert_replays(out)
+  actions = [entry.action for entry in entries(out)]
+  assert actions.count(base.JOIN) == 9  # three workers, three times
+  assert actions.count(base.ROLLBACK) == 0
+  # All had handed in what they did when it was interrupted, but not before.
+  assert 1 <= actions.count(base.LOST) <= 3
+  assert not held.exists()
+  # What was copied before has no memory, and its checkpoint.
+  again = kit.call("train", *arguments[:-1], f"--workdir={copy}", status=0)
+  assert_gone_back(again, copy, 1)
+
+
+def test_what_the_memory_held_goes_back_to_the_checkpoint(tmp_path):
+  out = tmp_path / "out"
+  arguments = killed(out, *SHARDS)
+  shutil.rmtree(memory(out))
+  assert_gone_back(kit.call("train", *arguments, status=0), out, 2)
+
+
+def test_what_is_not_all_there_is_not_gone_on_with(tmp_path, monkeypatch):
+  out = tmp_path / "out"
+  arguments = (*SLOW, f"--workdir={out}")
+  with monkeypatch.context() as patch:
+    after(40, lambda: records_path(only_cell(out), 0).unlink(), patch)
+    broken = kit.call("train", *arguments, status=2)
+  (line,) = (x for x in broken.stderr.splitlines() if x.startswith("error"))
+  assert "records-0.bin is gone: it was deleted while the run wrote it" in line
+  held = memory(out)
+  again = kit.call("train", *arguments, status=2)
+  assert "records-0.bin has 0 records where the run had" in again.stderr
+  assert len(again.stderr.splitlines()) == 1
+  journal_path(only_cell(out), 0).unlink()
+  again = kit.call("train", *arguments, status=2)
+  assert "trace-0.csv is gone or empty, and" in again.stderr
+  assert held.is_dir()
+  shutil.rmtree(held)
+
+
 def test_processes_that_are_killed_cost_nothing(tmp_path):
-  """The main job's model, with four workers in processes of their own."""
+  """The main job's model, with two workers in processes of their own."""
   pytest.importorskip("ray")
   out = tmp_path / "out"
   jobs = 1780
   arguments = (
     *("--engine=ray", "--config=configs/digits.py"),
-    "--config.only=dana_zero",
-    *("--config.workers=4", "--config.seeds=0"),
+    *("--config.only=dana_zero", "--config.curvature_checks=0"),
+    *("--config.workers=2", "--config.seeds=0"),
     f"--workdir={out}",
   )
 
   def working():
     """Whether all have worked a while."""
+    if not received(out):
+      return False
     there = {e.worker for e in entries(out) if e.action == base.RECEIVE}
-    return there == set(range(4)) and received(out) >= 100
+    return there == {0, 1} and received(out) >= 100
 
-  process = start(arguments, lambda: received(out) and working())
+  process = kit.start("train", *arguments, until=working)
   pids = processes.pids(memory(out))
   for pid in (pids["worker"][1], pids["shard"][0]):
     os.kill(pid, signal.SIGKILL)
@@ -267,53 +272,12 @@ def test_processes_that_are_killed_cost_nothing(tmp_path):
   assert "shard 0 died; another takes over" in output
   assert "(raylet)" not in output
   replayed = assert_replays(out, jobs=jobs)
-  result = read(only_cell(out) / "result.json")
+  result = folder.finished_result(only_cell(out))
   assert result["updates"] == jobs
   assert result["replaced"] == {"worker": 1, "shard": 1}
   assert replayed.accuracy > 0.94  # undisturbed, on three seeds: 0.96
   gone = [e.worker for e in entries(out) if e.action == base.LEAVE]
   assert gone[:1] == [1]
-
-
-# Mistakes: (arguments, what the one line says).
-MISTAKES = {
-  "engine": (["--engine=thread"], "--engine=thread: value should be one of"),
-  "fault": (["--fault=kill:1"], "write KIND:WORKER:SEQ with a kind of kill"),
-  "order": (
-    ["--config.order.name=fixed_delay"],
-    "'fixed_delay' is kept by simulations only",
-  ),
-  "address": (
-    ["--engine=ray", "--address=192.0.2.1:6379"],
-    "--address=192.0.2.1:6379 joins a Ray cluster, which other",
-  ),
-  "memory": (
-    ["--memory_dir=/nonexistent"],
-    "--memory_dir=/nonexistent is no folder",
-  ),
-  "no folder can be made": (
-    ["--memory_dir=/proc"],
-    "--memory_dir=/proc: no folder can be made there",
-  ),
-  "an address for threads": (
-    ["--address=192.0.2.1:6379"],
-    "runs on it: add --engine=ray",
-  ),
-  "rounds in shards": (
-    [*SHARDS, "--config.runs.dana_zero.recipe=ssgd"],
-    "set config.server.consistent=True, or config.server.shards=1",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
-  arguments, message = MISTAKES[name]
-  out = tmp_path / "out"
-  result = train(*SMALL, *arguments, f"--workdir={out}")
-  kit.assert_one_line(result, message)
-  assert result.stdout == ""
-  assert not out.exists()
 
 
 def test_a_folder_without_a_live_run_has_no_trace(tmp_path):

@@ -25,7 +25,9 @@ from asgd.experiment.signals import Stopped
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
-PROCESS = pytest.mark.process
+PROCESS, SLOW = pytest.mark.process, pytest.mark.slow
+# The driver of ray is one process, its workers are others.
+IN_PROCESS = [name for name in ENGINES if name != "ray"]
 # Real time decides what a run of these computes; a trace says what that was.
 LIVE = ("threads", "ray")
 
@@ -60,7 +62,7 @@ TINY = {
 engines = pytest.mark.parametrize(
   "engine",
   [
-    pytest.param(name, marks=PROCESS) if name == "ray" else name
+    pytest.param(name, marks=[PROCESS, SLOW]) if name == "ray" else name
     for name in ENGINES
   ],
 )
@@ -160,8 +162,13 @@ def assert_same(engine, workdir, exp, undisturbed):
 # Going on.
 
 
-@engines
-@pytest.mark.parametrize("looks", [1, 2])
+@pytest.mark.parametrize(
+  ("engine", "looks"),
+  [
+    *((engine, looks) for engine in IN_PROCESS for looks in (1, 2)),
+    pytest.param("ray", 1, marks=[PROCESS, SLOW]),
+  ],
+)
 def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   engine, looks, tmp_path, machine, undisturbed
 ):
@@ -196,6 +203,16 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   assert_same(engine, tmp_path, again, undisturbed)
 
 
+@engines
+def test_a_finished_cell_is_not_trained_again(engine, undisturbed):
+  exp, workdir, result = undisturbed(engine)
+  place = place_of(exp, workdir)
+  before = {p: p.stat().st_mtime_ns for p in place.iterdir()}
+  again = train(build(engine), workdir, Machine())
+  assert lasting(again) == lasting(result)
+  assert {p: p.stat().st_mtime_ns for p in place.iterdir()} == before
+
+
 class Slow:
   """A pace of few steps, whatever they take."""
 
@@ -208,30 +225,40 @@ class Slow:
     return 1e-3
 
 
-@engines
-def test_a_cell_in_another_process_is_the_same_cell(
-  engine, tmp_path, undisturbed
-):
-  if engine == "ray":
-    pytest.skip("its driver is one process, its workers are others")
-  exp, _, _ = undisturbed(engine)
-  (cell,) = exp.cells
-  config = cells.only(exp.runs[cell.label], cell)
-  context = multiprocessing.get_context("spawn")
-  child = context.Process(
-    target=_train_here, args=(config, tmp_path, jax.config.jax_num_cpu_devices)
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory, undisturbed):
+  """Folders of cells that another process trained, by engine."""
+  places, configs = {}, []
+  for engine in IN_PROCESS:
+    exp, _, _ = undisturbed(engine)
+    (cell,) = exp.cells
+    places[engine] = tmp_path_factory.mktemp(engine)
+    config = cells.only(exp.runs[cell.label], cell)
+    configs.append((config, places[engine]))
+  child = multiprocessing.get_context("spawn").Process(
+    target=_train_here, args=(configs, jax.config.jax_num_cpu_devices)
   )
   child.start()
   child.join(300)
   assert child.exitcode == 0
-  assert_same(engine, tmp_path, exp, undisturbed)
+  return places
 
 
-def _train_here(config, workdir, devices):
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", IN_PROCESS)
+def test_a_cell_in_another_process_is_the_same_cell(
+  engine, elsewhere, undisturbed
+):
+  exp, _, _ = undisturbed(engine)
+  assert_same(engine, elsewhere[engine], exp, undisturbed)
+
+
+def _train_here(configs, devices):
   # As in this process, so that XLA divides its sums in the same way.
   jax.config.update("jax_num_cpu_devices", devices)
-  exp = experiment.build(config, engines=ENGINES)
-  train(exp, workdir, Machine())
+  for config, workdir in configs:
+    train(experiment.build(config, engines=ENGINES), workdir, Machine())
 
 
 # What is not finite.

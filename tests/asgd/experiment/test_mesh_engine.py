@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import flax.serialization
 import jax
+import kit
 import numpy as np
 import pytest
 from kit import close
@@ -21,8 +20,6 @@ from asgd.experiment import cells, folder, loop, schema, signals, storage
 from asgd.experiment.engines import Context, mesh, mesh_plan
 from asgd.experiment.progress import ProgressBar
 
-ROOT = Path(__file__).parents[3]
-DEADLINE = 240  # seconds until a subprocess is taken to hang
 QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 ENGINES = experiment.ENGINES
 CELL = "gpt-n1-s0"
@@ -43,7 +40,7 @@ def pydoc():
 
 def config_of(name, arg=None):
   names = {}
-  exec((ROOT / "configs" / f"{name}.py").read_text(), names)
+  exec((kit.ROOT / "configs" / f"{name}.py").read_text(), names)
   return names["get_config"](arg)
 
 
@@ -134,6 +131,7 @@ def agree(exp, actual_in, expected_in):
   assert len(losses) == UPDATES and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_another_mesh_has_the_same_losses(replicas, trained):
   exp, place, _ = trained(*SPLIT)
   assert exp.plan(exp.cells[0]).mesh.size == 8
@@ -264,15 +262,17 @@ def test_workers_with_steps_of_their_own_have_no_mesh():
 # Several processes.
 
 
-def start(*arguments, **environment):
-  return subprocess.Popen(
-    [sys.executable, "-m", "launch.train", *arguments],
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
+def train_apart(*arguments):
+  """Runs a command to its end; returns (status, what it said, its errors)."""
+  process = subprocess.run(
+    kit.command("train", *arguments),
+    cwd=kit.ROOT,
+    capture_output=True,
     text=True,
-    env={**os.environ, **QUICK, **environment},
+    env={**os.environ, **QUICK},
+    timeout=kit.DEADLINE,
   )
+  return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.process
@@ -281,25 +281,25 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
   """With tensors that are split, and positions."""
   exp, place, expected = replicas
   workdir = tmp_path / "out"
-  process = start(
+  status, said, errors = train_apart(
     "--config=configs/mesh_gpt.py:tiny",
     "--config.mesh.precision=float64",
-    "--config.mesh.axes=data:2,tensor:4",
+    "--config.mesh.axes=data:2,tensor:2",
     "--config.mesh.zero=0",
     "--config.mesh.sequence=True",
     "--num_processes=2",
     f"--workdir={workdir}",
   )
-  said, errors = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 0, errors
+  assert status == 0, errors
   assert "GPT, AdamW" in said and "[Gloo]" not in said
   assert (expected["processes"], result_of(workdir)["processes"]) == (1, 2)
   agree(exp, workdir, place)
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_process_that_waits_in_vain_ends_with_one_line():
-  process = start(
+  status, _, errors = train_apart(
     "--config=configs/mesh_gpt.py:tiny",
     "--config.mesh.axes=data:2",
     "--num_processes=2",
@@ -307,8 +307,7 @@ def test_a_process_that_waits_in_vain_ends_with_one_line():
     "--coordinator=127.0.0.1:9",
     "--start_seconds=0.5",
   )
-  _, errors = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 2
+  assert status == 2
   (line,) = errors.splitlines()
   assert line.startswith("error: process 1 of 2 waited 0.5 s at --coordinator=")
 
@@ -324,14 +323,12 @@ def get_config():
 """
 
 
-@pytest.mark.process
 def test_float64_is_of_all_runs_or_of_none(tmp_path):
   path = tmp_path / "two.py"
   path.write_text(TWO_ENGINES)
-  process = start(f"--config={path}", f"--workdir={tmp_path / 'out'}")
-  _, errors = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 2
-  assert "config.mesh.precision float64 is for all runs" in errors
+  arguments = f"--config={path}", f"--workdir={tmp_path / 'out'}"
+  result = kit.call("train", *arguments)
+  kit.assert_one_line(result, "config.mesh.precision float64 is for all runs")
 
 
 # Configs, and mistakes.
@@ -341,7 +338,7 @@ def test_float64_is_of_all_runs_or_of_none(tmp_path):
 def test_the_configs_build_and_give_their_command(name):
   config = config_of(name)
   assert config.is_locked
-  source = (ROOT / "configs" / f"{name}.py").read_text()
+  source = (kit.ROOT / "configs" / f"{name}.py").read_text()
   assert f"--config=configs/{name}.py" in source
   for run in schema.runs(schema.resolve(config, ENGINES), ENGINES).values():
     mesh_plan.check(run)

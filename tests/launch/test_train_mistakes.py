@@ -1,0 +1,137 @@
+"""What the command refuses, each in one line, and what it lists."""
+
+import re
+import subprocess
+import sys
+
+import kit
+import pytest
+
+from asgd import algorithms, models
+from pipeline import schedules
+
+FILE = "--config=configs/digits.py"
+# (arguments, what the one line says).
+MISTAKES = {
+  "recipe": (
+    [FILE, "--config.runs.asgd.recipe=asgdd"],
+    "'asgdd'; did you mean 'asgd'",
+  ),
+  "initials": (
+    [FILE, "--config.lr=3"],
+    "unknown config key 'lr'; did you mean 'learning_rate'",
+  ),
+  "nested config key": (
+    [FILE, "--config.runs.asg.momentum", "1"],
+    "unknown config key 'runs.asg'; did you mean 'asgd'",
+  ),
+  "flag": ([FILE, "--workdri=x"], "Unknown command line flag 'workdri'"),
+  "engine": (
+    [FILE, "--engine=thread"],
+    "--engine=thread: value should be one of",
+  ),
+  "type": (
+    [FILE, "--config.epochs=many"],
+    "config.epochs must be a number above 0 to 1e+09, not 'many'",
+  ),
+  "title": (
+    [FILE, "--config.runs.asgd.title=DC-ASGD"],
+    "have the same title 'DC-ASGD'",
+  ),
+  "label": ([FILE, "--config.only=dana"], "did you mean 'dana_zero'"),
+  "jobs": (
+    [FILE, "--jobs=0"],
+    "--jobs must be auto, ray, or a number from 1 to",
+  ),
+  "share": ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
+  "no config": ([], "no --config; try --config=configs/digits.py"),
+  "no config file": (["--config=configs/nope.py"], "there is no such file"),
+  "stray word": ([FILE, "digits"], "unexpected argument 'digits'"),
+  "no data": (
+    ["--config=configs/cifar10.py", "--data_dir=/nonexistent"],
+    "/nonexistent",
+  ),
+}
+LIVE = (
+  *(FILE, "--engine=threads", "--config.only=dana_zero"),
+  *("--config.workers=3", "--config.seeds=0"),
+)
+OF_LIVE_RUNS = {
+  "fault": (["--fault=kill:1"], "write KIND:WORKER:SEQ with a kind of kill"),
+  "order": (
+    ["--config.order.name=fixed_delay"],
+    "'fixed_delay' is kept by simulations only",
+  ),
+  "address": (
+    ["--engine=ray", "--address=192.0.2.1:6379"],
+    "--address=192.0.2.1:6379 joins a Ray cluster, which other",
+  ),
+  "memory": (
+    ["--memory_dir=/nonexistent"],
+    "--memory_dir=/nonexistent is no folder",
+  ),
+  "no folder can be made": (
+    ["--memory_dir=/proc"],
+    "--memory_dir=/proc: no folder can be made there",
+  ),
+  "an address for threads": (
+    ["--address=192.0.2.1:6379"],
+    "runs on it: add --engine=ray",
+  ),
+  "rounds in shards": (
+    ["--config.server.shards=2", "--config.runs.dana_zero.recipe=ssgd"],
+    "set config.server.consistent=True, or config.server.shards=1",
+  ),
+}
+MISTAKES |= {
+  name: ([*LIVE, *arguments], message)
+  for name, (arguments, message) in OF_LIVE_RUNS.items()
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
+  arguments, message = MISTAKES[name]
+  workdir = tmp_path / "out"
+  result = kit.call("train", *arguments, f"--workdir={workdir}")
+  kit.assert_one_line(result, message)
+  assert result.stdout == ""
+  assert not workdir.exists()
+
+
+def test_the_list_names_everything_that_a_config_may():
+  text = kit.call("train", "--list", status=0).stdout
+  for name in (
+    *(*algorithms.RECIPES, *schedules.SCHEDULES, *models.MODELS),
+    *("simulate", "threads", "ray", "mesh", "pipeline"),
+    *("digits", "pydoc", "topics"),
+  ):
+    assert re.search(rf"\b{re.escape(name)}\b", text), name
+  assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.process
+def test_the_package_lists_its_commands():
+  text = subprocess.run(
+    [sys.executable, "-m", "launch"],
+    cwd=kit.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=kit.DEADLINE,
+    check=True,
+  ).stdout
+  named = re.findall(r"^python -m launch\.(\w+) +(\S.*)$", text, re.MULTILINE)
+  files = (kit.ROOT / "launch").glob("*.py")
+  places = {path.stem for path in files if path.stem[0] != "_"}
+  library = {"flags", "listing"}
+  assert {name for name, _ in named} == (places - library) | {"bench"}
+
+
+def test_the_readme_and_ci_run_the_same_test_command():
+  ci = [
+    line
+    for line in (kit.ROOT / ".ci" / "run").read_text().splitlines()
+    if line and not line.startswith(("#", "set ", "cd "))
+  ]
+  readme = (kit.ROOT / "README.md").read_text()
+  assert "\n".join(ci) in readme
