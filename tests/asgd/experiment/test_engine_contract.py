@@ -209,7 +209,8 @@ def test_a_finished_cell_is_not_trained_again(engine, undisturbed):
   place = place_of(exp, workdir)
   before = {p: p.stat().st_mtime_ns for p in place.iterdir()}
   again = train(build(engine), workdir, Machine())
-  assert lasting(again) == lasting(result)
+  for key in ("params_sha256", "messages", "test_accuracy"):
+    assert again[key] == result[key]
   assert {p: p.stat().st_mtime_ns for p in place.iterdir()} == before
 
 
