@@ -212,8 +212,7 @@ def apply(
 
   For use inside shard_map. Parameters are those of the whole model, of a Local
   this device's part (`partition`). What the Head gives is the same on all
-  devices. ValueError for a layer that cannot be split, or rows that are too
-  few.
+  devices. ValueError for a layer that cannot be split, or too few rows.
   """
   check(layers)
   with nn.intercept_methods(_intercept):

@@ -203,15 +203,10 @@ def mesh_model(
 ) -> MeshModel:
   """Makes a problem ready for a mesh, by the names of its axes.
 
-  Args:
-    problem: of images for the axis "rows", with a GPT for "tensor" and "pipe",
-      any for "data" alone.
-    mesh: of any of these axes.
-    **options: of `language`.
-
-  Raises:
-    ValueError: for axes that do not go together, a problem that has no pieces,
-      and as `language` and `images`.
+  A problem of images is for the axis "rows", one with a GPT for "tensor" and
+  "pipe", any for "data" alone; options are those of `language`. ValueError for
+  axes that do not go together, a problem that has no pieces, and as `language`
+  and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
   if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {meshes.ROWS}):

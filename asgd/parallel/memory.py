@@ -222,7 +222,7 @@ def check_gpt(gpt: Gpt) -> Gpt:
 
 
 def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
-  """Operations of a forward and backward: additions and multiplications.
+  """Additions and multiplications of a forward and backward.
 
   72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
   is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).

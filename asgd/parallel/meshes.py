@@ -177,8 +177,8 @@ def varying(x: jax.Array) -> frozenset[str]:
 def vary(tree: Any, axes: str | Sequence[str]) -> Any:
   """Casts values to ones that vary over `axes`, too.
 
-  The values stay what they are; the derivative is summed over these axes. With
-  check_vma=False it is the identity.
+  The derivative is summed over these axes. With check_vma=False it is the
+  identity.
   """
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
 

@@ -172,11 +172,8 @@ def _connect(role, share):
 
 @contextlib.contextmanager
 def _loopback():
-  """Keeps the processes' own connections off the network.
-
-  JAX has no option for the interface; without this it is that of the machine's
-  name, which other machines may be able to reach.
-  """
+  """Keeps the processes' own connections off the network: JAX has no option
+  for the interface, and takes that of the machine's name."""
   from jax._src import xla_bridge
 
   library, name = getattr(xla_bridge, "_jax", None), "make_gloo_tcp_collectives"

@@ -119,16 +119,10 @@ def choose(
 ) -> tuple[DenseGradient, ...]:
   """Says of every dense layer how its gradient is to travel, in forward order.
 
-  Nothing is computed. A layer that is called twice is left out, and one with a
-  kernel that something else reads: its gradient is not one product.
-
-  Args:
-    pieces: of a Problem.
-    params: or their shapes.
-    batch: of one device, or its shapes.
-    devices: D.
-    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never";
-      ValueError for another word.
+  A layer that is called twice is left out, and one with a kernel that something
+  else reads: its gradient is not one product. Nothing is computed: params and
+  batch, of one device, may be shapes. `factors` is "rule" for Poseidon's
+  (`costs.prefers_factors`), "always" or "never"; ValueError for another word.
   """
   checks.one_of("factors", factors, FACTORS)
   chosen: list[DenseGradient] = []

@@ -87,11 +87,8 @@ def state_specs(
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy of jax.checkpoint: the backward gathers weights again.
-
-  `gather` appears to the policy as a custom_vjp_call and cannot be told from
-  those of the loss, which are computed again, too.
-  """
+  """A policy of jax.checkpoint: the backward gathers weights again, and repeats
+  whatever else of the loss is a custom_vjp_call, as `gather` is."""
   return primitive.name != "custom_vjp_call"
 
 
