@@ -60,9 +60,15 @@ def _ring(devices: int, step: int) -> list[tuple[int, int]]:
   return [(d, (d + step) % devices) for d in range(devices)]
 
 
-def _reduce_scatter(chunks, axis, step):
-  """[N, C] -> [C], the sum of chunk d on device d."""
-  devices, here = chunks.shape[0], jax.lax.axis_index(axis)
+def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
+  """Adds an array over devices, and leaves each a chunk of the sum.
+
+  N - 1 rounds, in each of which every device sends a chunk to the next, or with
+  a `step` of -1 to the one before. Returns [C], this device's row of the sum,
+  flat and padded to [N, C]: what `jax.lax.psum_scatter` makes of it.
+  """
+  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  chunks = _cut(jnp.asarray(x), devices)
   # A sum starts at its owner's neighbour, and comes around to the owner.
   total = chunks[(here - step) % devices]
   for turn in range(1, devices):
@@ -71,37 +77,19 @@ def _reduce_scatter(chunks, axis, step):
   return total
 
 
-def _all_gather(chunk, axis, step):
-  """[...] -> [N, ...], what device d has in row d."""
+def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
+  """Gives every device what each has: `jax.lax.all_gather`.
+
+  [...] -> [N, ...], in N - 1 rounds, in each of which every device passes on
+  what came last, to the next device or with a `step` of -1 to the one before.
+  """
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  chunks = [chunk]
+  chunks = [jnp.asarray(x)]
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
   # Row i came from i devices before.
   order = (here - jnp.arange(devices)) * step % devices
   return jnp.take(jnp.stack(chunks), order, axis=0)
-
-
-def ring_reduce_scatter(x: jax.Array, axis: Axis) -> jax.Array:
-  """Adds an array over devices, and leaves each a chunk of the sum.
-
-  N - 1 rounds, in each of which every device sends a chunk to the next.
-
-  Returns:
-    [C]: of the sum, flat and padded to [N, C], the row of this device. It is
-    `jax.lax.psum_scatter` of what is padded so.
-  """
-  chunks = _cut(jnp.asarray(x), jax.lax.axis_size(axis))
-  return _reduce_scatter(chunks, axis, 1)
-
-
-def ring_all_gather(x: jax.Array, axis: Axis) -> jax.Array:
-  """Gives every device what each has: `jax.lax.all_gather`.
-
-  [...] -> [N, ...], in N - 1 rounds, in each of which every device passes on
-  what came last.
-  """
-  return _all_gather(jnp.asarray(x), axis, 1)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
@@ -123,14 +111,11 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
   chunks = _cut(x, 2 * devices)
-  halves = (1, chunks[:devices]), (-1, chunks[devices:])
   # The rounds of both side by side, as XLA meets them.
-  sums = [_reduce_scatter(half, axis, step) for step, half in halves]
-  both = [
-    _all_gather(total, axis, step)
-    for (step, _), total in zip(halves, sums, strict=True)
-  ]
-  return _paste(jnp.concatenate(both), x)
+  there = ring_reduce_scatter(chunks[:devices], axis)
+  back = ring_reduce_scatter(chunks[devices:], axis, -1)
+  halves = ring_all_gather(there, axis), ring_all_gather(back, axis, -1)
+  return _paste(jnp.concatenate(halves), x)
 
 
 def _on_cube(x, axis, inner):
@@ -234,10 +219,8 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
 
   Reduce-scatter inside, so that each device of a node has a chunk; all-reduce
   of that chunk with its peers in the other nodes; all-gather inside. The slow
-  links between nodes carry an array per node, not one per device.
-
-  `axis` is two names of the mesh's, inside of a node and between nodes;
-  ValueError for anything else.
+  links between nodes carry an array per node, not one per device. `axis` is two
+  names of the mesh's, inside of a node and between nodes.
   """
   x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
@@ -259,7 +242,7 @@ def parameter_server(
   one after the other, as it has one link; it adds them, and sends the sum to
   each. 2 (N - 1) rounds of a P-th of the array: as a ring if P = N, and N / P
   times as long otherwise.
-  `shards` is P, from 1 to N (None is N); ValueError for another number.
+  `shards` is P, from 1 to N (None is N).
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -316,16 +299,9 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   the first. A bucket has one dtype, and is closed when the next leaf would
   make it larger than `bucket_bytes`; a larger leaf has one of its own.
 
-  Args:
-    tree: arrays, or shapes and dtypes; leaves in the order of the forward.
-    bucket_bytes: most bytes of a bucket.
-
   Returns:
     The leaves' indices as jax.tree.leaves has them, for each bucket, sorted by
     when it is full in a backward.
-
-  Raises:
-    ValueError: for bytes that are not a positive whole number.
 
   Example:
     >>> params = [jnp.zeros(3), jnp.zeros(2), jnp.zeros(1)]
@@ -356,17 +332,8 @@ def all_reduce_tree(
 ) -> Any:
   """Adds every leaf of a tree over devices, in buckets.
 
-  Args:
-    tree: arrays; leaves in the order of the forward.
-    axis: of the mesh, as `reduce` takes it.
-    bucket_bytes: most bytes of a bucket, see `buckets`.
-    reduce: one of COLLECTIVES, or a function of its kind.
-
-  Returns:
-    `jax.lax.psum(tree, axis)`, of the same structure, shapes and dtypes.
-
-  Raises:
-    ValueError: as `buckets`, and for an unknown name, naming the nearest.
+  Returns `jax.lax.psum(tree, axis)`, by `reduce`: one of COLLECTIVES, or a
+  function of its kind. The leaves are in the order of the forward.
   """
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))

@@ -44,10 +44,7 @@ FREE = Cost(0, 0, 0)
 
 
 def link(bandwidth: float, latency: float = 0.0) -> LinkSpeed:
-  """Returns a LinkSpeed of bytes a second and of seconds.
-
-  ValueError for a bandwidth that is not positive, or a negative latency.
-  """
+  """Returns a LinkSpeed; ValueError for numbers that no link has."""
   checks.positive("bandwidth", bandwidth)
   checks.nonnegative("latency", latency)
   return LinkSpeed(float(bandwidth), float(latency))
@@ -133,68 +130,37 @@ def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
   return Cost(2 * depth, 2 * depth * size, depth * size)
 
 
-class Levels(NamedTuple):
-  """Costs on the links inside of a node, and on those between nodes."""
-
-  inside: Cost
-  between: Cost
-
-
 def hierarchical(
   size: float, inside: int, between: int, *, grain: int = 1
-) -> Levels:
-  """2 (g - 1) / g S inside, and 2 (n - 1) / n S / g between nodes.
+) -> tuple[Cost, Cost]:
+  """2 (g - 1) / g S inside of a node, and 2 (n - 1) / n S / g between nodes.
 
   The arguments `inside`, g, and `between`, n, are devices of a node and nodes.
+  Returns the costs on the links inside, and on those between.
   """
   _check(size, between, grain)
   outer = ring(_chunk(size, inside, grain), between, grain=grain)
-  return Levels(ring(size, inside, grain=grain), outer)
-
-
-def hierarchical_seconds(
-  size: float, inside: int, between: int, near: LinkSpeed, far: LinkSpeed
-) -> float:
-  """Returns the time of `hierarchical`, by the links of its two levels."""
-  cost = hierarchical(size, inside, between)
-  return seconds(cost.inside, near) + seconds(cost.between, far)
+  return ring(size, inside, grain=grain), outer
 
 
 def parameter_server(
-  size: float,
-  devices: int,
-  *,
-  shards: int | None = None,
-  colocated: bool = True,
-  grain: int = 1,
+  size: float, devices: int, *, shards: int | None = None, grain: int = 1
 ) -> Cost:
-  """A push to P shards and a pull, of N workers that do so at once.
+  """2 (N - 1) / P S: a push to P shards and a pull, of N workers at once.
 
-  Args:
-    size: S.
-    devices: N, workers.
-    shards: P; None is N. ValueError for more than N that are colocated.
-    colocated: the shards are on the first P workers: N - 1 of them send to each
-      shard, one after the other, which is 2 (N - 1) / P S. Otherwise on
-      machines of their own, which take 2 N / P S, and workers 2 S.
-    grain: bytes of an element.
+  The shards (None is N of them) are on the first P workers: N - 1 workers send
+  to each, one after the other. ValueError for more than N.
   """
   shards = devices if shards is None else shards
   _check(size, devices, grain)
   checks.whole("shards", shards)
-  if colocated and shards > devices:
+  if shards > devices:
     raise ValueError(
-      f"{shards} shards do not fit on {devices} workers: use fewer, or"
-      " colocated=False"
+      f"{shards} shards do not fit on {devices} workers: use fewer"
     )
-  chunk = _chunk(size, shards, grain)
-  if colocated:
-    steps = 2 * (devices - 1)
-    sent = (devices - 1 + shards - 1) * chunk if devices > 1 else 0
-    return Cost(steps, steps * chunk, sent)
-  # Either all shards are busy all the time, or all workers are.
-  rounds = max(devices, shards)
-  return Cost(2 * rounds, 2 * rounds * chunk, rounds * chunk)
+  steps, chunk = 2 * (devices - 1), _chunk(size, shards, grain)
+  sent = (devices - 1 + shards - 1) * chunk if devices > 1 else 0
+  return Cost(steps, steps * chunk, sent)
 
 
 COSTS: dict[str, Callable[..., Cost]] = {
@@ -210,48 +176,20 @@ COSTS: dict[str, Callable[..., Cost]] = {
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:
-  """All-gather of a dense layer's inputs and output gradients, by a ring.
-
-  (N - 1) K (M + N') elements of `grain` bytes: K rows of each device (of
-  sequences, their number times their length), M inputs and N' outputs.
-  """
+  """(N - 1) K (M + N') elements of `grain` bytes: an all-gather, by a ring, of
+  a dense layer's M inputs and N' output gradients in K rows of each device."""
   each = rows * (inputs + outputs) * grain
   _check(each, devices, grain)
   moved = (devices - 1) * each
   return Cost(devices - 1, moved, moved)
 
 
-def poseidon(
-  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
-) -> dict[str, float]:
-  """Poseidon's table 1, for a node that is worker and shard.
-
-  The arguments are the paper's K, of a worker's batch, M, N, P1 and P2 (None is
-  P1).
-
-  Returns:
-    Elements that such a node sends and receives, taken together:
-      server    dense gradients to a parameter server, and parameters back
-      factors   factors to all other workers
-      adam      factors to the shard that owns the layer, and parameters back
-                (project Adam, Chilimbi et al. 2014): what the owner moves
-  """
-  shards = workers if shards is None else shards
-  dense, factored = inputs * outputs, rows * (inputs + outputs)
-  return {
-    "server": 2 * dense * (workers + shards - 2) / shards,
-    "factors": 2 * factored * (workers - 1),
-    "adam": (workers - 1) * (dense + factored),
-  }
-
-
-def prefers_factors(
-  rows: int, inputs: int, outputs: int, workers: int, shards: int | None = None
-) -> bool:
+def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
   """Poseidon's rule, algorithm 1: whether factors move no more than gradients.
 
-  2 K (P1 - 1) (M + N) <= 2 M N (P1 + P2 - 2) / P2. With shards on all workers,
-  K <= 2 M N / (P (M + N)).
+  2 K (P - 1) (M + N) <= 2 M N (2 P - 2) / P elements of a node that is one of P
+  workers and of P shards, in and out (table 1), with K rows of a worker's
+  batch, M inputs and N outputs. That is K <= 2 M N / (P (M + N)).
 
   Example:
     >>> prefers_factors(32, 4096, 4096, 128)
@@ -259,8 +197,8 @@ def prefers_factors(
     >>> prefers_factors(32, 4096, 4096, 129)
     False
   """
-  moved = poseidon(rows, inputs, outputs, workers, shards)
-  return moved["factors"] <= moved["server"]
+  dense = 2 * inputs * outputs * (2 * workers - 2) / workers
+  return 2 * rows * (inputs + outputs) * (workers - 1) <= dense
 
 
 def hybrid(
@@ -274,14 +212,9 @@ def hybrid(
   """Poseidon's hybrid communication of a model.
 
   A ring all-reduce of everything that goes dense, and an all-gather of the
-  factors of the layers of which the rule prefers them.
-
-  Args:
-    dense: (inputs, outputs) of each dense layer.
-    others: bytes of all other parameters, biases among them.
-    rows: K, of a device.
-    devices: N.
-    grain: bytes of an element.
+  factors of the layers of which the rule prefers them. `dense` are (inputs,
+  outputs) of each dense layer, `others` the bytes of all other parameters,
+  biases among them, and `rows` those of a device.
   """
   size, gathered = float(others), []
   for inputs, outputs in dense:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, names, transforms
@@ -73,7 +73,7 @@ class Step(NamedTuple):
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
   step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
   params: Callable[[StepState], optax.Params]  # whole again, on every device
-  place: Callable[..., base.Batch]  # (batch, *, local=False) -> global arrays
+  place: Callable[[base.Batch], base.Batch]  # -> global arrays
 
 
 def make_step(
@@ -121,9 +121,6 @@ def make_step(
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
 
-  Returns:
-    A Step. It compiles at its first call for each shape of a batch.
-
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
       it is called, for a batch that d a does not divide.
@@ -153,16 +150,9 @@ def make_step(
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
+  algorithm = transforms.own_statistics(algorithm)
   program = _Program(
-    loss=loss,
-    algorithm=transforms.own_statistics(algorithm),
-    mesh=mesh,
-    accumulate=accumulate,
-    clip=clip,
-    zero=zero,
-    policy=policy,
-    loss_scale=loss_scale,
-    specs=specs,
+    loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs
   )
   return make(program)
 
@@ -258,10 +248,11 @@ class _Program(NamedTuple):
     value, grads, stats = total
     if self.zero == 1:
       grads = scatter(grads)
-    grads = jax.tree.map(
-      lambda g, dim: jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g,
-      *(grads, dims),
-    )
+
+    def add_whole(g, dim):
+      return jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g
+
+    grads = jax.tree.map(add_whole, grads, dims)
     pieces = self.pieces
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
@@ -278,7 +269,7 @@ class _Program(NamedTuple):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      *(grads, state.opt_state, state.params), **delay._asdict()
+      grads, state.opt_state, state.params, **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -306,17 +297,17 @@ class _Program(NamedTuple):
     return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
   def constrain(self, tree, specs):
-    return jax.lax.with_sharding_constraint(
-      tree, meshes.shardings(self.mesh, specs)
-    )
+    places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+    return jax.lax.with_sharding_constraint(tree, places)
 
   def settle(self, state):
     """Places a state as all states are placed between steps."""
     kept, parts = self.layouts(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
-      *map(base.weights_of, (state.params, parts)),
-      choose=lambda leaf: self.divided(leaf, P()),
+      base.weights_of(state.params),
+      base.weights_of(parts),
+      lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
     return self.constrain(state, StepState(P(), kept, opt_specs, scale))
@@ -387,10 +378,9 @@ def _pmap_step(program):
     )
 
   def init(params):
-    return jax.device_put(begin(params), jax.NamedSharding(mesh, P(_AXIS)))
+    return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))
 
-  def place(batch, *, local=False):
-    del local  # there is one process
+  def place(batch):
     _check_batch(batch, program.pieces)
     return jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
 

@@ -47,9 +47,8 @@ _ROWS = 1  # the dimension of [B, H, W, C]
 def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
   """Adds the neighbours' nearest rows to this device's.
 
-  float[B, H / r, W, C] -> float[B, before + H / r + after, W, C]: the last rows
-  of the device before and the first of that after; zeros beyond the image.
-  ValueError if neighbours have fewer rows than are needed.
+  float[B, H / r, W, C] -> float[B, before + H / r + after, W, C], with zeros
+  beyond the image; ValueError if neighbours have fewer rows than are needed.
   """
   size, rows = jax.lax.axis_size(_AXIS), x.shape[_ROWS]
   if max(before, after) > rows:
@@ -68,11 +67,8 @@ def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
 
 
 def rows(x: jax.Array) -> jax.Array:
-  """Returns this device's rows of whole images.
-
-  float[B, H, W, C], the same on all devices, -> float[B, H / r, W, C];
-  ValueError if the axis does not divide the rows.
-  """
+  """Returns this device's rows of whole images, float[B, H, W, C] ->
+  float[B, H / r, W, C]; ValueError if the axis does not divide them."""
   size = jax.lax.axis_size(_AXIS)
   if x.ndim != 4 or x.shape[_ROWS] % size:
     raise ValueError(
@@ -89,14 +85,9 @@ def _pair(value: Any) -> tuple[int, int]:
 def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   """Runs a convolution on this device's rows, as if they were all there.
 
-  Args:
-    module: an `nn.Conv` or `nn.ConvLocal` of two dimensions, within a model
-      that is being applied.
-    x: float[B, H / r, W, C].
-
-  Raises:
-    ValueError: for dilation, a padding that is not of zeros, or where the rows
-      that come out are not the same share as those that went in.
+  ValueError for other than two dimensions, dilation, a padding that is not of
+  zeros, or where the rows that come out are not the same share as those that
+  went in.
   """
   kernel = tuple(module.kernel_size)
   stride = tuple(n or 1 for n in _pair(module.strides))
@@ -192,8 +183,8 @@ def locally_connected(
   for width in features:
     checks.whole("each of features", width)
   first, *others = features
-  layers = Local(first), *(Local(width, stride=2) for width in others)
-  return (*layers, models.Head(classes))
+  others = (Local(width, stride=2) for width in others)
+  return (Local(first), *others, models.Head(classes))
 
 
 _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
@@ -217,12 +208,11 @@ def apply(
   train: bool = False,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, optax.Params]:
-  """`models.apply`, on this device's rows. For use inside shard_map.
+  """`models.apply`, on this device's rows, float[B, H / r, W, C].
 
-  x is float[B, H / r, W, C]; parameters are those of the whole model, of a
-  Local this device's part (`partition`). What the Head gives is the same on all
-  devices. ValueError for a layer that cannot be split, or rows that are too
-  few.
+  For use inside shard_map. Parameters are those of the whole model, of a Local
+  this device's part (`partition`). What the Head gives is the same on all
+  devices. ValueError for a layer that cannot be split, or too few rows.
   """
   check(layers)
   with nn.intercept_methods(_intercept):
@@ -230,11 +220,8 @@ def apply(
 
 
 def partition(params: optax.Params) -> Any:
-  """Returns the PartitionSpecs of a model's parameters.
-
-  Kernels and biases of locally connected layers are split by rows, and nothing
-  else.
-  """
+  """Returns the PartitionSpecs of a model's parameters: those of locally
+  connected layers are split by rows, and nothing else."""
 
   def spec(path, _):
     names = {getattr(entry, "key", None) for entry in path}

@@ -62,7 +62,7 @@ def language(
 
   Args:
     layers: of `transformer.gpt`.
-    mesh: the devices.
+    mesh: with any of these axes.
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
     microbatches: into which a pipeline cuts a replica's examples.
     rounds: how often a microbatch goes around the stages.
@@ -82,7 +82,14 @@ def language(
   if splits:
     layers = tensor.parallel(layers, mesh, sequence=sequence)
   if pipelined:
-    _check_pipe(depth, mesh.shape[meshes.PIPE], microbatches, rounds)
+    checks.whole("microbatches", microbatches)
+    checks.whole("rounds", rounds)
+    turns = mesh.shape[meshes.PIPE] * rounds
+    if depth % turns:
+      raise ValueError(
+        f"{depth} blocks cannot be divided among {mesh.shape[meshes.PIPE]}"
+        f" stages in {rounds} rounds: use a depth that is a multiple of {turns}"
+      )
 
   def loss(params, batch, key):
     _, key = jax.random.split(key)  # as problems.whole_loss
@@ -143,26 +150,16 @@ def _pipelined_logits(layers, params, tokens, key, *, microbatches, rounds):
     )
 
   cut = x.reshape(microbatches, -1, *x.shape[1:])
-  y = circular.inside(block, rounds=rounds)(stages, cut, key)
+  y = circular.pipeline(block, rounds=rounds)(stages, cut, key)
   y = y.reshape(x.shape)
   return models.apply(layers[-1:], (last,), y, first=len(layers) - 1)[0]
-
-
-def _check_pipe(blocks, stages, microbatches, rounds):
-  checks.whole("microbatches", microbatches)
-  checks.whole("rounds", rounds)
-  if blocks % (stages * rounds):
-    raise ValueError(
-      f"{blocks} blocks cannot be divided among {stages} stages in {rounds}"
-      f" rounds: use a depth that is a multiple of {stages * rounds}"
-    )
 
 
 def _stack(params, rounds):
   """(embed, block, ..., block, unembed) -> (embed, [v, L / v, ...], unembed)"""
   first, *blocks, last = params
   stages = jax.tree.map(
-    lambda x: x.reshape(rounds, -1, *x.shape[1:]), circular.stack(blocks)
+    lambda *xs: jnp.stack(xs).reshape(rounds, -1, *xs[0].shape), *blocks
   )
   return first, stages, last
 
@@ -170,11 +167,7 @@ def _stack(params, rounds):
 def _stage_specs(specs):
   """Specs of stacked parameters: the second axis, of blocks, over "pipe"."""
   first, stages, last = specs
-  stages = jax.tree.map(
-    lambda spec: P(None, meshes.PIPE, *spec),
-    stages,
-    is_leaf=lambda x: isinstance(x, P),
-  )
+  stages = jax.tree.map(lambda spec: P(None, meshes.PIPE, *spec), stages)
   return first, stages, last
 
 
@@ -185,18 +178,14 @@ def _unstack(params, count):
   return first, *blocks, last
 
 
-def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
+def images(pieces: problems.Pieces) -> MeshModel:
   """A ResNet, or a locally connected model, on the axis "rows".
 
   Every device prepares the whole images of its replica (augmentation moves
-  rows about), and goes on with its own rows.
-
-  Raises:
-    ValueError: for an axis that the mesh lacks, or layers that `halo.check`
-      refuses; when it is called, for rows that the axis does not divide, down
-      to the smallest image inside the model.
+  rows about), and goes on with its own rows. ValueError for layers that
+  `halo.check` refuses; when it is called, for rows that the axis does not
+  divide, down to the smallest image inside the model.
   """
-  meshes.size(mesh, meshes.ROWS)
   halo.check(pieces.layers)
 
   def loss(params, batch, key):
@@ -214,15 +203,10 @@ def mesh_model(
 ) -> MeshModel:
   """Makes a problem ready for a mesh, by the names of its axes.
 
-  Args:
-    problem: of images for the axis "rows", with a GPT for "tensor" and "pipe",
-      any for "data" alone.
-    mesh: of any of these axes.
-    **options: of `language`.
-
-  Raises:
-    ValueError: for other axes, axes that do not go together, a problem that has
-      no pieces, and as `language` and `images`.
+  A problem of images is for the axis "rows", one with a GPT for "tensor" and
+  "pipe", any for "data" alone; options are those of `language`. ValueError for
+  axes that do not go together, a problem that has no pieces, and as `language`
+  and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
   if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {meshes.ROWS}):
@@ -238,7 +222,7 @@ def mesh_model(
   if not axes:
     return MeshModel(problem.loss)
   if meshes.ROWS in axes:
-    return images(problem.pieces, mesh)
+    return images(problem.pieces)
   return language(problem.pieces.layers, mesh, **options)
 
 
@@ -250,11 +234,8 @@ def make_step(
 ) -> data_parallel.Step:
   """Makes the step of a MeshModel, from and to whole parameters.
 
-  Args:
-    model: made for this mesh.
-    tx: any optax transform, or an Algorithm.
-    mesh: with the axis "data".
-    **options: of `data_parallel.make_step`, and so are the errors.
+  The options are those of `data_parallel.make_step`, and so are the errors; the
+  mesh is the model's, with the axis "data".
   """
   step = data_parallel.make_step(
     model.loss, tx, mesh, specs=model.specs, **options

@@ -40,7 +40,7 @@ GB = 10**9
 
 
 class Bytes(NamedTuple):
-  """Bytes of training, of a parameter or of all."""
+  """Bytes of training."""
 
   weights: float  # as the forward reads them
   gradients: float
@@ -96,18 +96,10 @@ def state(
   """Returns the bytes of all but activations on one device; ValueError for an
   unknown name, or a number out of range.
 
-  Args:
-    parameters: of the model; split evenly over tensor x stages.
-    optimizer: one of OPTIMIZERS.
-    precision: one of PRECISIONS.
-    zero: what data parallel devices share out instead of each holding all: 0
-      nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3
-      weights too.
-    data: N, devices that hold the same part of the model.
-    tensor: devices into which each layer is split.
-    stages: of a pipeline.
-    versions: k, of the weights that a pipeline keeps; those beyond the first
-      are in the precision of the weights.
+  Parameters are split evenly over tensor x stages. Instead of each holding all
+  of their part, N `data` parallel devices share out what `zero` says: 0
+  nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3 weights
+  too. A pipeline keeps `versions` of the weights.
 
   Example:
     >>> [state(zero=z, data=4).total for z in ZERO_STAGES]
@@ -120,10 +112,9 @@ def state(
   numbers = names.lookup("precision", precision, PRECISIONS)
   if zero not in ZERO_STAGES or isinstance(zero, bool):
     raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
-  checks.whole("data", data)
-  checks.whole("tensor", tensor)
-  checks.whole("stages", stages)
-  checks.whole("versions", versions)
+  counts = {"data": data, "tensor": tensor, "stages": stages}
+  for name, count in {**counts, "versions": versions}.items():
+    checks.whole(name, count)
   here = parameters / (tensor * stages)
 
   def share(bytes_, stage):
@@ -138,9 +129,6 @@ def state(
   )
 
 
-# What is counted, not estimated.
-
-
 def bytes_of(tree: Any) -> int:
   """Returns the bytes of arrays, or of their shapes."""
   leaves = jax.tree.leaves(tree)
@@ -148,18 +136,15 @@ def bytes_of(tree: Any) -> int:
 
 
 def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
-  """Returns the bytes of the state of an optimizer (or `base.Algorithm`).
-
-  None of it is made: `params` may be shapes.
-  """
+  """Returns the bytes of an optimizer's state, of params or their shapes."""
   return bytes_of(jax.eval_shape(tx.init, params))
 
 
 class Cure(NamedTuple):
   """What a recipe against staleness holds, in bytes a parameter."""
 
-  server: float  # state of its algorithm, beside the parameters
-  tickets: float  # parameters that it was sent by, one set for each worker
+  server: float  # state of the algorithm, beside the parameters
+  tickets: float  # copies of what each worker was sent
   worker: float  # state of one worker, beside parameters and gradient
 
   @property
@@ -174,11 +159,9 @@ _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 def cure(recipe: str, workers: int, **options) -> Cure:
   """Counts what a recipe of `asgd.algorithms` keeps in float32.
 
-  The state is what its `init` makes. Tickets are counted where its update reads
-  what was sent (compensation, the gap); a server that also reports gaps has to
-  keep them in any case.
-
-  The arguments are those of `algorithms.build`, and so are the errors.
+  Tickets are counted where its update reads what was sent (compensation, the
+  gap); a server that also reports gaps keeps them in any case. The arguments
+  are those of `algorithms.build`, and so are the errors.
 
   Example:
     >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
@@ -199,7 +182,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
     own = optimizer_bytes(rule.message, params)
   elif rule.worker is not None:
     worker = rule.make_worker(lambda params, batch, key: None)
-    own = bytes_of(jax.eval_shape(worker.init, params))
+    own = optimizer_bytes(worker, params)
   # Whole bytes a parameter: counters are none.
   return Cure(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
 
@@ -209,19 +192,12 @@ def _reads_sent(algorithm: base.Algorithm, state: Any, params: Any) -> bool:
   number = jax.ShapeDtypeStruct((), jnp.int32)
 
   def update(sent, message, state, params, worker, staleness):
-    return algorithm.update(
-      *(message, state, params),
-      worker=worker,
-      staleness=staleness,
-      sent_params=sent,
-    )
+    delay = base.Delay(worker, staleness, sent)
+    return algorithm.update(message, state, params, **delay._asdict())
 
   made = jax.make_jaxpr(update)(params, params, state, params, number, number)
   sent = made.jaxpr.invars[0]
   return any(sent is x for eqn in made.jaxpr.eqns for x in eqn.invars)
-
-
-# Transformers.
 
 
 class Gpt(NamedTuple):
@@ -235,8 +211,7 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes; ValueError for a number that is not positive and whole,
-  or heads that do not divide the width."""
+  """Returns the sizes; ValueError for those that no GPT has."""
   for name, value in gpt._asdict().items():
     checks.whole(name, value)
   if gpt.width % gpt.heads:
@@ -246,17 +221,8 @@ def check_gpt(gpt: Gpt) -> Gpt:
   return gpt
 
 
-def gpt_parameters(gpt: Gpt) -> int:
-  """12 L C^2 (1 + 13 / (12 C) + (V + T) / (12 L C)).
-
-  Logits use the token embedding. Not counted is the last norm, of 2 C.
-  """
-  depth, width, _, context, vocabulary = gpt
-  return depth * (12 * width**2 + 13 * width) + (vocabulary + context) * width
-
-
 def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
-  """Operations of a forward and backward: additions and multiplications.
+  """Additions and multiplications of a forward and backward.
 
   72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
   is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
@@ -292,12 +258,8 @@ def activations(
     sequence  (T B C / t) (34 + 5 A T / C)
     full      2 T B C
 
-  Args:
-    gpt: sizes, as `check_gpt` takes them.
-    sequences: B, of a microbatch.
-    kind: one of ACTIVATIONS; ValueError for another.
-    tensor: t, devices into which the block is split.
-    itemsize: bytes of an activation; 4 doubles all but the masks.
+  `sequences` are B, `itemsize` the bytes of an activation: 4 doubles all but
+  the masks. ValueError for another `kind`, or sizes that no GPT has.
 
   Example:
     >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)
@@ -324,8 +286,8 @@ def activations(
 def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
   """Counts the bytes that JAX keeps of a forward for its backward.
 
-  That is before XLA fuses anything, and computes again what is cheap: an upper
-  bound. `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes.
+  An upper bound, before XLA fuses operations and computes again what is cheap.
+  `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes.
   Parameters are kept in any case and not counted.
   """
 

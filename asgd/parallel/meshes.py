@@ -11,6 +11,7 @@ one that does, it is cast, and the derivative of that cast is a sum over the
 axis. `vary` is this cast, written out.
 """
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -41,9 +42,7 @@ def find_devices() -> None:
 def make(
   shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """Lays devices out in a grid.
-
-  All axes are `AxisType.Auto`.
+  """Lays devices out in a grid, with all axes `AxisType.Auto`.
 
   Args:
     shape: size of each axis, outermost first; one may be -1, for as many as
@@ -111,30 +110,15 @@ def size(mesh: Mesh, axis: str) -> int:
   return mesh.shape[axis]
 
 
-def shardings(mesh: Mesh, specs: Any) -> Any:
-  """Makes a NamedSharding of each PartitionSpec of a tree."""
-  return jax.tree.map(
-    lambda spec: NamedSharding(mesh, spec),
-    specs,
-    is_leaf=lambda x: isinstance(x, PartitionSpec),
-  )
-
-
 def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
-  """Puts whole arrays on a mesh.
+  """Puts whole arrays on a mesh, as global ones: each device has its part.
 
   Args:
     tree: of arrays; every process has the same, or they are global already.
     mesh: of any processes.
     specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None is
-      all of each array on every device.
-
-  Returns:
-    The tree as global arrays, of which each device holds its part.
-
-  Raises:
-    ValueError: for an axis of an array that its spec does not divide, or that
-      it does not have.
+      all of each array on every device. ValueError for one that does not divide
+      its array.
   """
   if specs is None or isinstance(specs, PartitionSpec):
     one = specs or PartitionSpec()
@@ -164,31 +148,14 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
   return jax.tree_util.tree_map_with_path(put, tree, specs)
 
 
-def place_batch(batch: Any, mesh: Mesh, *, local: bool = False) -> Any:
-  """Puts a batch on a mesh, its examples divided over the axis "data".
-
-  Args:
-    batch: a tree of arrays with a leading axis of examples.
-    mesh: of any processes; over its other axes examples are repeated.
-    local: whether `batch` holds this process's examples only, instead of all;
-      they follow those of the process before it.
-  """
+def place_batch(batch: Any, mesh: Mesh) -> Any:
+  """Puts a batch on a mesh, the examples divided over the axis "data"."""
   size(mesh, DATA)
-  spec = PartitionSpec(DATA)
-  if not local:
-    return place(batch, mesh, spec)
-  sharding = NamedSharding(mesh, spec)
-  return jax.tree.map(
-    lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-    batch,
-  )
+  return place(batch, mesh, PartitionSpec(DATA))
 
 
 def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
-  """Returns this device's part, along `dim`, of what all have (in shard_map).
-
-  The size of the axis has to divide that of the dimension.
-  """
+  """In shard_map: returns this device's part, along `dim`, of what all have."""
   length = x.shape[dim] // jax.lax.axis_size(axis)
   start = jax.lax.axis_index(axis) * length
   return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
@@ -197,10 +164,8 @@ def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
 def whole(tree: Any, mesh: Mesh) -> Any:
   """Copies global arrays so that every device holds all of each."""
   everywhere = NamedSharding(mesh, PartitionSpec())
-  copy = jax.jit(
-    lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=everywhere
-  )
-  return copy(tree)
+  copy = functools.partial(jax.tree.map, jnp.copy)
+  return jax.jit(copy, out_shardings=everywhere)(tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:
@@ -212,8 +177,8 @@ def varying(x: jax.Array) -> frozenset[str]:
 def vary(tree: Any, axes: str | Sequence[str]) -> Any:
   """Casts values to ones that vary over `axes`, too.
 
-  The values stay what they are; the derivative is summed over these axes. With
-  check_vma=False it is the identity.
+  The derivative is summed over these axes. With check_vma=False it is the
+  identity.
   """
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
 

@@ -36,10 +36,8 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy, given it or its name.
-
-  ValueError for an unknown name, or a dtype that is not of floating point.
-  """
+  """Returns a Policy, given it or its name; ValueError for what is neither, or
+  a dtype that is not of floating point."""
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)
   if not isinstance(which, Policy):

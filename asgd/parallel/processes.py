@@ -62,18 +62,8 @@ def role(
   coordinator: str | None = None,
   start_seconds: float = 60.0,
 ) -> ProcessRole:
-  """Returns the role that a command's flags of these names ask for.
-
-  Args:
-    count: processes that train together, --num_processes.
-    process_id: of this process, from 0; None: it starts the others.
-    coordinator: HOST:PORT of process 0, or AUTO, under Slurm and others that
-      JAX knows.
-    start_seconds: for all processes to come.
-
-  Raises:
-    ValueError: for values that do not go together, naming the flags.
-  """
+  """Returns the role that a command's flags ask for: `count` is that of
+  --num_processes. ValueError for values that do not go together."""
   if count < 1:
     raise ValueError(f"--num_processes must be 1 or more, not {count}")
   if not 0 < start_seconds < 1e6:
@@ -102,12 +92,9 @@ def role(
 def join(role: ProcessRole, devices: int | None) -> None:
   """Starts JAX, together with the other processes if there are any.
 
-  If they do not come, this process ends with one line.
-
-  Args:
-    role: how to take part; not one that supervises.
-    devices: CPU devices of all processes; None for what there is. ValueError
-      if they cannot be divided, or there are none.
+  If they do not come, this process ends with one line. `devices` are the CPU
+  devices of all processes; None for what there is. ValueError if they cannot be
+  divided, or there are none.
   """
   share, supervised = None, False
   if devices is not None and role.count is not None:
@@ -124,16 +111,15 @@ def join(role: ProcessRole, devices: int | None) -> None:
 def devices_of_each(devices: int, count: int) -> int:
   """Returns how many devices each process has; ValueError if they are not as
   many for each, or more than JAX can make."""
+  asked = f"the {devices} devices of config.mesh (or config.devices)"
   if devices % count:
     raise ValueError(
-      f"the {devices} devices of config.mesh (or config.devices) cannot be"
-      f" divided among --num_processes={count}: use another mesh, or a divisor"
-      f" of {devices}"
+      f"{asked} cannot be divided among --num_processes={count}: use another"
+      f" mesh, or a divisor of {devices}"
     )
   if devices // count > _MOST_DEVICES:
     raise ValueError(
-      f"the {devices} devices of config.mesh (or config.devices) are"
-      f" {devices // count:,} for each process; JAX makes at most"
+      f"{asked} are {devices // count:,} for each process; JAX makes at most"
       f" {_MOST_DEVICES:,}: use a smaller mesh, or more --num_processes"
     )
   return devices // count
@@ -186,11 +172,8 @@ def _connect(role, share):
 
 @contextlib.contextmanager
 def _loopback():
-  """Keeps the processes' own connections off the network.
-
-  JAX has no option for the interface; without this it is that of the machine's
-  name, which other machines may be able to reach.
-  """
+  """Keeps the processes' own connections off the network: JAX has no option
+  for the interface, and takes that of the machine's name."""
   from jax._src import xla_bridge
 
   library, name = getattr(xla_bridge, "_jax", None), "make_gloo_tcp_collectives"

@@ -26,7 +26,7 @@ Assumptions:
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asgd.parallel import costs, memory, waiting
@@ -112,15 +112,6 @@ class _Planner(NamedTuple):
     flops += self.work.again if self.options.activations == "full" else 0.0
     return self.options.batch * flops / (devices * self.hardware.flops)
 
-  def best(self, candidates: Iterator[Strategy]) -> Strategy | None:
-    """The fastest that fits, or the smallest; larger microbatches if equal."""
-
-    def order(one):
-      cost = one.seconds if one.fits else one.bytes
-      return not one.fits, cost, -one.microbatch
-
-    return min(candidates, key=order, default=None)
-
   def strategy(self, name, state, activations, *others) -> Strategy:
     fits = state + activations <= self.hardware.memory
     return Strategy(name, fits, state, activations, *others)
@@ -132,7 +123,7 @@ class _Planner(NamedTuple):
     """
     division = _Division(name, **parts)
     sizes = self.microbatches(division.data)
-    return self.best(self._cost(division, micro) for micro in sizes)
+    return _smallest_cost(self._cost(division, micro) for micro in sizes)
 
   def _cost(self, division, micro) -> Strategy:
     """What a division costs with microbatches of `micro` examples."""
@@ -142,15 +133,15 @@ class _Planner(NamedTuple):
     far = self.hardware.link(devices)
     # The stage with most layers sets the pace, and has the most to hold.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
+    shares = dict(zero=zero, data=data, tensor=tensor, stages=stages)
     whole = memory.state(
-      *(work.parameters, options.optimizer, options.precision),
-      zero=zero,
-      data=data,
-      tensor=tensor,
-      stages=stages,
+      work.parameters,
+      options.optimizer,
+      options.precision,
       versions=versions,
-    ).total
-    state = uneven * whole
+      **shares,
+    )
+    state = uneven * whole.total
     if zero == 3:  # the layer that is at work is there as a whole
       state += work.largest * self.precision.weights / tensor
     in_flight = min(stages, count) if flush else stages
@@ -177,22 +168,20 @@ class _Planner(NamedTuple):
   def _reducing(self, division, part, count, link) -> float:
     """Seconds in which replicas send the gradients, and weights, of `part`
     parameters."""
-    data = division.data
-    weights = part * self.precision.weights
     gradients = part * self.precision.gradients
-
-    def gather(size):
-      return costs.seconds(costs.ring_reduce_scatter(size, data), link)
-
     if division.zero == 0 and division.reduce is not None:
       return division.reduce(gradients)
     if division.zero == 0:
-      return costs.seconds(costs.ring(gradients, data), link)
+      return costs.seconds(costs.ring(gradients, division.data), link)
+    scatter, gather = (
+      costs.seconds(costs.ring_reduce_scatter(size, division.data), link)
+      for size in (gradients, part * self.precision.weights)
+    )
     if division.zero == 1:
-      return gather(gradients) + gather(weights)
+      return scatter + gather
     if division.zero == 2:
-      return count * gather(gradients) + gather(weights)
-    return count * (gather(gradients) + 2 * gather(weights))
+      return count * scatter + gather
+    return count * (scatter + 2 * gather)
 
   def _inside_layers(self, division, micro, count) -> float:
     """Seconds in which tensor parallel devices reduce activations."""
@@ -205,29 +194,39 @@ class _Planner(NamedTuple):
     return count * times * math.ceil(work.gpt.depth / division.stages) * once
 
 
+def _smallest_cost(candidates: Iterable[Strategy | None]) -> Strategy | None:
+  """The fastest that fits, or the smallest; larger microbatches if equal."""
+
+  def order(one):
+    cost = one.seconds if one.fits else one.bytes
+    return not one.fits, cost, -one.microbatch
+
+  return min(filter(None, candidates), key=order, default=None)
+
+
 def _data(plan: _Planner) -> Iterator[Strategy | None]:
   hardware, options, work = plan.hardware, plan.options, plan.work
   count = hardware.devices
   link = hardware.link(count)
-  collectives = dict(costs.COSTS)
-  server = functools.partial(
-    collectives.pop("parameter_server"), shards=options.shards
-  )
-  collectives[f"parameter server, {options.shards or count} shards"] = server
-  for kind, cost in collectives.items():
+  for kind, cost in costs.COSTS.items():
+    title = f"data, {kind.replace('_', ' ')}"
+    if kind == "parameter_server":
+      title += f", {options.shards or count} shards"
+      cost = functools.partial(cost, shards=options.shards)
 
     def reduce(size, cost=cost):
       return costs.seconds(cost(size, count), link)
 
-    title = kind.replace("_", " ")
-    yield plan.make(f"data, {title}", data=count, reduce=reduce)
+    yield plan.make(title, data=count, reduce=reduce)
   if 1 < hardware.node < count and count % hardware.node == 0:
     near = hardware.near or hardware.far
 
     def reduce_levels(size):
-      return costs.hierarchical_seconds(
-        *(size, hardware.node, count // hardware.node, near, hardware.far)
+      inside, between = costs.hierarchical(
+        size, hardware.node, count // hardware.node
       )
+      far = costs.seconds(between, hardware.far)
+      return costs.seconds(inside, near) + far
 
     yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
   examples = options.batch // count
@@ -258,12 +257,8 @@ def _model(plan: _Planner) -> Iterator[Strategy | None]:
   if count <= work.layers:
     yield plan.make(f"pipeline {count}, 1F1B", stages=count)
     for kind, versions in (("PipeDream", count), ("2BW", 2)):
-      yield plan.make(
-        f"pipeline {count}, {kind}",
-        stages=count,
-        versions=versions,
-        flush=False,
-      )
+      parts = dict(stages=count, versions=versions, flush=False)
+      yield plan.make(f"pipeline {count}, {kind}", **parts)
 
 
 def _divisors(count: int) -> list[int]:
@@ -289,9 +284,11 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
     name = " x ".join(f"{word} {n}" for word, n in parts if n > 1)
     axes = dict(data=data, tensor=tensor, stages=stages)
     kinds = {0: name, 1: f"{name}, ZeRO-1"} if data > 1 else {0: name}
-    made = [plan.make(title, **axes, zero=z) for z, title in kinds.items()]
-    hybrids.append(plan.best(one for one in made if one is not None))
-  hybrids = [one for one in hybrids if one is not None]
+    stages_of_zero = (
+      plan.make(title, **axes, zero=zero) for zero, title in kinds.items()
+    )
+    hybrids.append(_smallest_cost(stages_of_zero))
+  hybrids = list(filter(None, hybrids))
   hybrids.sort(key=lambda one: (not one.fits, one.seconds))
   return hybrids[:_HYBRIDS]
 
@@ -312,7 +309,7 @@ def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
     at_worker = numbers.weights + numbers.gradients + cure.worker
     state = at_shard + at_worker * work.parameters
     name = f"asynchronous, {recipe}"
-    yield plan.best(
+    yield _smallest_cost(
       plan.strategy(
         name, state, work.activations(micro, 1), micro, *times, True
       )
@@ -341,9 +338,8 @@ def left_out(
   """Returns what `find` leaves out on all devices at once, and why."""
   count, out = hardware.devices, []
   if options.batch % count:
-    out.append(
-      f"data: a batch of {options.batch} is not divided by {count} devices"
-    )
+    batch = f"a batch of {options.batch}"
+    out.append(f"data: {batch} is not divided by {count} devices")
   if work.gpt is None:
     out.append("tensor: the model is no GPT")
   elif work.gpt.heads % count:

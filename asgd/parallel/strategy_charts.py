@@ -62,9 +62,8 @@ def bars(
     if ends[-1] > width:
       time = time[:-1] + ">"
     mark = "  " if one.fits else " x"
-    lines.append(
-      f"{one.name.ljust(name)}{mark} {''.join(space)} {time}".rstrip()
-    )
+    line = f"{one.name:{name}}{mark} {''.join(space)} {time}"
+    lines.append(line.rstrip())
   return "\n".join(lines) + "\n"
 
 
@@ -79,12 +78,9 @@ def draw(
 
   names = [one.name for one in strategies]
   palette = plt.get_cmap("tab10")
+  size = 13, 1.5 + 0.3 * len(strategies)
   figure, (left, right) = plt.subplots(
-    1,
-    2,
-    figsize=(13, 1.5 + 0.3 * len(strategies)),
-    layout="constrained",
-    sharey=True,
+    1, 2, figsize=size, layout="constrained", sharey=True
   )
   panels = (
     (left, memory.GB, ("state", "activations"), "GB a device"),

@@ -26,13 +26,10 @@ _LOUD = "[Gloo]"  # begins lines of the library that say nothing
 
 
 def supervise(count: int) -> None:
-  """Starts this command `count` times, as processes that train together.
+  """Runs this command `count` times, as processes that train together.
 
-  Returns when all are done.
-
-  Raises:
-    ValueError: if one fails: which, and the last line that it printed.
-    SystemExit: if they were stopped by a signal, which was passed on to them.
+  ValueError if one fails, with the last line that it printed; SystemExit if
+  they were stopped by a signal, which was passed on to them.
   """
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -83,10 +80,8 @@ class _Supervisor:
       raise ValueError(self._describe(*failed))
 
   def _start(self, number, pipe):
-    command = [
-      *(sys.executable, *sys.orig_argv[1:]),
-      *(f"--process_id={number}", f"--coordinator={self._place}"),
-    ]
+    role = f"--process_id={number}", f"--coordinator={self._place}"
+    command = [sys.executable, *sys.orig_argv[1:], *role]
     child = subprocess.Popen(
       command,
       stdin=subprocess.DEVNULL,
@@ -161,7 +156,7 @@ class _Supervisor:
     if status < 0:
       how = f"was killed by {signal.Signals(-status).name}"
       remedy = "; the same command goes on from what was saved"
-    lines = [line for line in self._lines[number] if line]
+    lines = list(filter(None, self._lines[number]))
     errors = [line for line in lines if line.startswith("error: ")]
     last = (errors or lines or ["it said nothing"])[-1]
     return (

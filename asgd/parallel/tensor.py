@@ -36,7 +36,6 @@ References:
   models", MLSys 2023, section 4.2.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,83 +104,46 @@ def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
   return dot_general
 
 
-class ColumnDense(nn.Module):
-  """An affine map split by what comes out: float[..., C_in] ->
-  float[..., features / t].
+def column_dense(
+  features: int, *, sequence: bool = False, **options: Any
+) -> nn.Dense:
+  """An affine map split by what comes out, made inside shard_map:
+  float[..., C_in] -> float[..., features / t].
 
   What goes in is the same everywhere; with `sequence`, a part of the positions.
   """
 
-  features: int  # of all devices
-  sequence: bool = False
-  use_bias: bool = True
-  dtype: Any = None
+  def dot_general(x, *args, **kwargs):
+    x = enter(x, _POSITIONS if sequence else None)
+    return jax.lax.dot_general(x, *args, **kwargs)
 
-  def setup(self):
-    """Is the Dense, under this module's name."""
-    self.dense = nn.Dense(
-      _share("features", self.features),
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-    )
-    nn.share_scope(self, self.dense)
-
-  def __call__(self, x):
-    """Applies the layer."""
-    return self.dense(enter(x, _POSITIONS if self.sequence else None))
+  here = _share("features", features)
+  return nn.Dense(here, dot_general=dot_general, **options)
 
 
-class RowDense(nn.Module):
+def row_dense(
+  features: int, *, sequence: bool = False, **options: Any
+) -> nn.Dense:
   """An affine map split by what goes in: float[..., C_in / t] ->
   float[..., features], the same everywhere; with `sequence`, a part of the
   positions. The bias is added once, to the sum."""
-
-  features: int
-  sequence: bool = False
-  use_bias: bool = True
-  dtype: Any = None
-
-  def setup(self):
-    """Is the Dense, under this module's name."""
-    self.dense = nn.Dense(
-      self.features,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      dot_general=_sum_out(_POSITIONS if self.sequence else None),
-    )
-    nn.share_scope(self, self.dense)
-
-  def __call__(self, x):
-    """Applies the layer."""
-    return self.dense(x)
+  dot_general = _sum_out(_POSITIONS if sequence else None)
+  return nn.Dense(features, dot_general=dot_general, **options)
 
 
-class _Dropout(nn.Module):
-  """nn.Dropout of the stream, with the mask that one device would draw.
+def _drop(x, rate, sequence, name):
+  """Dropout of the stream in training, with the mask that one device draws.
 
   With `sequence`, every device draws all of it and takes its positions: numbers
   are the same on any mesh, for the price of drawing t times as many.
   """
-
-  rate: float
-  sequence: bool
-
-  def setup(self):
-    """Draws under this module's name, as nn.Dropout would."""
-    self.dropout = nn.Dropout(self.rate)
-    nn.share_scope(self, self.dropout)
-
-  def __call__(self, x, train: bool):
-    """float[B, T, C] -> the same; T is a part of the positions."""
-    if not train or not self.rate:
-      return x
-    if not self.sequence:
-      return self.dropout(x, deterministic=False)
-    batch, length, width = x.shape
-    shape = batch, length * jax.lax.axis_size(_AXIS), width
-    ones = jnp.ones(shape, x.dtype)
-    mask = self.dropout(ones, deterministic=False)
-    return x * meshes.part(mask, _AXIS, _POSITIONS)
+  dropout = nn.Dropout(rate, deterministic=False, name=name)
+  if not sequence or not rate:
+    return dropout(x)
+  batch, length, width = x.shape
+  shape = batch, length * jax.lax.axis_size(_AXIS), width
+  mask = dropout(jnp.ones(shape, x.dtype))
+  return x * meshes.part(mask, _AXIS, _POSITIONS)
 
 
 class ParallelEmbed(transformer.Embed):
@@ -208,8 +170,8 @@ class ParallelEmbed(transformer.Embed):
     x = leave(rows, _POSITIONS if self.sequence else None)
     if self.sequence:
       places = meshes.part(places, _AXIS, 0)
-    dropout = _Dropout(self.dropout, self.sequence, name="Dropout_0")
-    return dropout(x + places, train)
+    x = x + places
+    return _drop(x, self.dropout, self.sequence, "Dropout_0") if train else x
 
 
 def _local(tokens, count):
@@ -231,7 +193,9 @@ class ParallelBlock(transformer.Block):
     width, dtype = x.shape[-1], x.dtype
     dim = _POSITIONS if self.sequence else None
     heads = _share("heads", self.heads)
-    dropout = functools.partial(_Dropout, self.dropout, self.sequence)
+
+    def drop(h, name):
+      return _drop(h, self.dropout, self.sequence, name) if train else h
 
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
     h = enter(h, dim)
@@ -245,12 +209,13 @@ class ParallelBlock(transformer.Block):
       out_dot_general=_sum_out(dim),
       name="attention",
     )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(h.shape[:2], dtype)))
-    x = x + dropout(name="Dropout_0")(h, train)
+    x = x + drop(h, "Dropout_0")
 
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
-    h = ColumnDense(4 * width, self.sequence, dtype=dtype, name="up")(h)
-    h = RowDense(width, self.sequence, dtype=dtype, name="down")(nn.gelu(h))
-    return x + dropout(name="Dropout_1")(h, train)
+    options = {"sequence": self.sequence, "dtype": dtype}
+    h = column_dense(4 * width, **options, name="up")(h)
+    h = row_dense(width, **options, name="down")(nn.gelu(h))
+    return x + drop(h, "Dropout_1")
 
 
 class ParallelUnembed(transformer.Unembed):
@@ -266,8 +231,8 @@ class ParallelUnembed(transformer.Unembed):
     size = jax.lax.axis_size(_AXIS)
     padded = -(-self.vocabulary // size) * size
     x = nn.LayerNorm(dtype=x.dtype, name="LayerNorm_0")(x)
-    dense = ColumnDense(padded, self.sequence, False, x.dtype, name="Dense_0")
-    return dense(x)
+    options = {"use_bias": False, "dtype": x.dtype, "name": "Dense_0"}
+    return column_dense(padded, sequence=self.sequence, **options)(x)
 
 
 def cross_entropy(
@@ -275,16 +240,10 @@ def cross_entropy(
 ) -> jax.Array:
   """Softmax cross-entropy of logits that are split by the vocabulary.
 
-  Three numbers an example are sent: the largest logit, the sum of exponentials
-  and the label's logit.
-
-  Args:
-    logits: float[..., V / t], this device's, in the order of the devices.
-    labels: int[...], below `vocabulary`.
-    vocabulary: tokens that there are; logits beyond count for nothing.
-
-  Returns:
-    float[...], in nats, the same on all devices; at least float32.
+  Of float[..., V / t], this device's in the order of the devices, and labels
+  int[...]; logits from `vocabulary` on count for nothing. Three numbers an
+  example are sent: the largest logit, the sum of exponentials and the label's
+  logit. Returns float[...], in nats, the same on all devices; at least float32.
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   mine = logits.shape[-1]
@@ -304,14 +263,9 @@ def parallel(
 ) -> models.Layers:
   """Makes tensor parallel layers, for `models.apply` inside shard_map.
 
-  Args:
-    layers: of `transformer.gpt`, or some of them.
-    mesh: with the axis "tensor".
-    sequence: split the stream between regions by positions.
-
-  Raises:
-    ValueError: for an axis that the mesh lacks, another layer, or heads that
-      the axis does not divide.
+  `layers` are of `transformer.gpt`, or some of them; with `sequence` the stream
+  between regions is split by positions. ValueError for an axis that the mesh
+  lacks, another layer, or heads that the axis does not divide.
   """
   size = meshes.size(mesh, _AXIS)
 
@@ -351,10 +305,7 @@ def _name(path) -> tuple[str, ...]:
 
 
 def partition(params: optax.Params) -> Any:
-  """Returns the PartitionSpecs of a GPT's parameters, or of some layers'.
-
-  Only the structure of `params` is read.
-  """
+  """Returns the PartitionSpecs of a GPT's parameters, or of some layers'."""
 
   def spec(path, _):
     dim = _SPLIT.get(_name(path))

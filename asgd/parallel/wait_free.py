@@ -59,19 +59,13 @@ class DenseGradient(NamedTuple):
   inputs: int  # M
   outputs: int  # N
   factors: bool  # gathered as factors; otherwise reduced as it is
-
-
-class _Call(NamedTuple):
-  """A call of a dense layer: arrays, or their shapes."""
-
-  path: Path
-  inputs: Any  # float[..., M]
-  output: Any  # float[..., N]
+  output: Any  # the shape and dtype of what the layer returns, float[..., N]
 
 
 @contextlib.contextmanager
-def _watch(calls: list[_Call], taps: dict[Path, jax.Array]):
-  """Records calls of nn.Dense, and adds taps to what they return."""
+def _watch(calls: list[tuple], taps: dict[Path, jax.Array]):
+  """Records calls of nn.Dense, (path, float[..., M], float[..., N]), and adds
+  taps to what they return."""
 
   def intercept(next_call, args, kwargs, context):
     out = next_call(*args, **kwargs)
@@ -80,7 +74,7 @@ def _watch(calls: list[_Call], taps: dict[Path, jax.Array]):
       return out
     if module.path in taps:
       out = out + taps[module.path]
-    calls.append(_Call(module.path, args[0], out))
+    calls.append((module.path, args[0], out))
     return out
 
   with nn.intercept_methods(intercept):
@@ -115,42 +109,6 @@ def _read_once(layer, params, number, x, key) -> set[Path]:
   }
 
 
-def _survey(pieces, params, batch) -> list[list[_Call]]:
-  """The dense layers in each layer, with shapes; those that are called once
-  only, and of which nothing else reads the kernel."""
-  of_layers: list[list[_Call]] = []
-
-  def forward(params, batch, key):
-    weights = base.weights_of(params)
-    x = pieces.prepare(batch, key, problems.dtype_of(weights))
-    for number, layer in enumerate(pieces.layers):
-      calls: list[_Call] = []
-      own = _read_once(layer, params, number, x, key)
-      with _watch(calls, {}):
-        x, _ = apply_layer(layer, weights[number], params, number, x, key)
-      paths = [call.path for call in calls]
-      of_layers.append(
-        [
-          _Call(path, *map(jax.typeof, arrays))
-          for path, *arrays in calls
-          if paths.count(path) == 1 and _kernel(path) in own
-        ]
-      )
-    return x
-
-  jax.eval_shape(forward, params, batch, jax.random.key(0))
-  return of_layers
-
-
-def _decide(number, call, devices, factors) -> DenseGradient:
-  *lead, inputs = call.inputs.shape
-  shape = math.prod(lead), inputs, call.output.shape[-1]
-  wanted = factors == "always" or (
-    factors == "rule" and costs.prefers_factors(*shape, devices)
-  )
-  return DenseGradient(number, call.path, *shape, wanted and devices > 1)
-
-
 def choose(
   pieces: problems.Pieces,
   params: optax.Params,
@@ -161,42 +119,59 @@ def choose(
 ) -> tuple[DenseGradient, ...]:
   """Says of every dense layer how its gradient is to travel, in forward order.
 
-  Nothing is computed. A layer that is called twice is left out, and one with a
-  kernel that something else reads: its gradient is not one product.
-
-  Args:
-    pieces: of a Problem.
-    params: or their shapes.
-    batch: of one device, or its shapes.
-    devices: D.
-    factors: "rule" for Poseidon's (`costs.prefers_factors`), "always", "never";
-      ValueError for another word.
+  A layer that is called twice is left out, and one with a kernel that something
+  else reads: its gradient is not one product. Nothing is computed: params and
+  batch, of one device, may be shapes. `factors` is "rule" for Poseidon's
+  (`costs.prefers_factors`), "always" or "never"; ValueError for another word.
   """
   checks.one_of("factors", factors, FACTORS)
-  return tuple(
-    _decide(number, call, devices, factors)
-    for number, calls in enumerate(_survey(pieces, params, batch))
-    for call in calls
-  )
+  chosen: list[DenseGradient] = []
+
+  def decide(number, path, x, y):
+    shape = math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]
+    wanted = factors == "always" or (
+      factors == "rule" and costs.prefers_factors(*shape, devices)
+    )
+    wanted = wanted and devices > 1
+    return DenseGradient(number, path, *shape, wanted, jax.typeof(y))
+
+  def forward(params, batch, key):
+    weights = base.weights_of(params)
+    x = pieces.prepare(batch, key, problems.dtype_of(weights))
+    for number, layer in enumerate(pieces.layers):
+      calls: list[tuple] = []
+      own = _read_once(layer, params, number, x, key)
+      with _watch(calls, {}):
+        x, _ = apply_layer(layer, weights[number], params, number, x, key)
+      times = collections.Counter(path for path, *_ in calls)
+      chosen.extend(
+        decide(number, path, *arrays)
+        for path, *arrays in calls
+        if times[path] == 1 and _kernel(path) in own
+      )
+    return x
+
+  jax.eval_shape(forward, params, batch, jax.random.key(0))
+  return tuple(chosen)
 
 
-def _forward(layer, params, number, x, key, calls, first):
-  """Runs a layer, of which `calls` are the dense layers that send factors.
+def _forward(layer, params, number, x, key, sending, first):
+  """Runs a layer, of which `sending` are the dense layers that send factors.
 
   Returns (y, backward, stats): backward(dy) gives the gradient of the weights
   without those kernels, by path, (x, dy) of each of them, and dx; None if the
   layer is the `first` with weights, as dx is not needed then.
   """
   rest = traverse_util.flatten_dict(base.weights_of(params)[number])
-  kernels = {_kernel(c.path): rest.pop(_kernel(c.path)) for c in calls}
-  taps = {c.path: jnp.zeros(c.output.shape, c.output.dtype) for c in calls}
+  kernels = {_kernel(d.path): rest.pop(_kernel(d.path)) for d in sending}
+  taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in sending}
 
   def run(rest, taps, x=x):
     weights = traverse_util.unflatten_dict(rest | kernels)
-    calls: list[_Call] = []
+    calls: list[tuple] = []
     with _watch(calls, taps):
       y, stats = apply_layer(layer, weights, params, number, x, key)
-    factors = {call.path: call.inputs for call in calls if call.path in taps}
+    factors = {path: x for path, x, _ in calls if path in taps}
     return y, (stats, factors)
 
   inputs = (rest, taps) if first else (rest, taps, x)
@@ -208,13 +183,6 @@ def _forward(layer, params, number, x, key, calls, first):
     return d_rest, pairs, dx[0] if dx else None
 
   return y, backward, stats
-
-
-def _product(x, dy, axis, dtype):
-  """The sum over devices of x^T dy, from what all of them have."""
-  flat = [part.reshape(-1, part.shape[-1]).astype(dtype) for part in (x, dy)]
-  x, dy = (jax.lax.all_gather(part, axis, tiled=True) for part in flat)
-  return x.T @ dy
 
 
 def gradient(
@@ -241,9 +209,6 @@ def gradient(
     the mean over devices of their losses. Batch and key are the device's own.
     Statistics are averaged, too.
 
-  Raises:
-    ValueError: for an unknown collective or word, or bytes that are not whole.
-
   Example:
     problem = problems.classification(...)
     step = jax.shard_map(
@@ -261,13 +226,10 @@ def gradient(
 
   def call(params, batch, key):
     devices = jax.lax.axis_size(axis)
-    calls: list[list[_Call]] = [[] for _ in pieces.layers]
+    dense = ()
     if factors != "never":
-      calls = [
-        [c for c in each if _decide(i, c, devices, factors).factors]
-        for i, each in enumerate(_survey(pieces, params, batch))
-      ]
-    loss, dy, backwards, stats = _forward_all(pieces, params, batch, key, calls)
+      dense = choose(pieces, params, batch, devices, factors=factors)
+    loss, dy, backwards, stats = _forward_all(pieces, params, batch, key, dense)
 
     def mean(tree):
       return jax.tree.map(lambda x: x / devices, tree)
@@ -275,19 +237,22 @@ def gradient(
     def send(layers):
       """All-reduces gradients of some layers, as one array of a dtype."""
       size = bytes_of(layers) or 1
-      return mean(
-        collectives.all_reduce_tree(
-          layers, axis, bucket_bytes=size, reduce=all_reduce
-        )
+      sums = collectives.all_reduce_tree(
+        layers, axis, bucket_bytes=size, reduce=all_reduce
       )
+      return mean(sums)
+
+    def multiply(x, dy, dtype):
+      """Averages x^T dy, of the rows that all devices have."""
+      flat = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
+      x, dy = (
+        jax.lax.all_gather(part.astype(dtype), axis, tiled=True)
+        for part in flat
+      )
+      return mean(x.T @ dy)
 
     grads = _backward_all(
-      base.weights_of(params),
-      backwards,
-      dy,
-      send=send,
-      multiply=lambda x, dy, dtype: mean(_product(x, dy, axis, dtype)),
-      bucket_bytes=bucket_bytes,
+      base.weights_of(params), backwards, dy, send, multiply, bucket_bytes
     )
     loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
     if isinstance(params, base.Variables):
@@ -299,7 +264,7 @@ def gradient(
   return call
 
 
-def _forward_all(pieces, params, batch, key, calls):
+def _forward_all(pieces, params, batch, key, dense):
   """Returns (loss, its derivative at the last layer's output, the backward of
   each layer as `_forward` returns it, statistics)."""
   weights = base.weights_of(params)
@@ -307,8 +272,9 @@ def _forward_all(pieces, params, batch, key, calls):
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
   backwards, stats, first = [], [], True
   for number, layer in enumerate(pieces.layers):
+    sending = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
-      layer, params, number, x, model_key, calls[number], first
+      layer, params, number, x, model_key, sending, first
     )
     first = first and not jax.tree.leaves(weights[number])
     backwards.append(backward)
@@ -318,7 +284,7 @@ def _forward_all(pieces, params, batch, key, calls):
   return loss, dy, backwards, stats
 
 
-def _backward_all(weights, backwards, dy, *, send, multiply, bucket_bytes):
+def _backward_all(weights, backwards, dy, send, multiply, bucket_bytes):
   """The backward from the last layer to the first, sending on the way.
 
   `backwards` are as `_forward` returns them, dy is the derivative at the last

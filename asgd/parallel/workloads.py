@@ -48,12 +48,10 @@ class TrainingOptions(NamedTuple):
 
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
-  """Returns the sizes of a GPT with about that many parameters.
+  """Returns the sizes of a GPT with about that many parameters, in its blocks.
 
-  Args:
-    parameters: wanted; of blocks, 12 depth width^2. ValueError if sizes that
-      are given have another number.
-    **sizes: of `memory.Gpt`, positive where they are given; None is not.
+  `sizes` are those of `memory.Gpt` that are given, or None; ValueError if they
+  make another number of parameters.
   """
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
@@ -91,12 +89,8 @@ def of_gpt(
   plain = memory.gpt_flops(gpt, 1)
 
   def kept(examples, tensor):
-    return gpt.depth * memory.activations(
-      *(gpt, examples),
-      kind=options.activations,
-      tensor=tensor,
-      itemsize=itemsize,
-    )
+    how = dict(kind=options.activations, tensor=tensor, itemsize=itemsize)
+    return gpt.depth * memory.activations(gpt, examples, **how)
 
   return Workload(
     f"GPT of {parameters:,} parameters: {gpt.depth} blocks of {gpt.width},"
@@ -130,10 +124,7 @@ def _find_gpt(layers, tokens) -> memory.Gpt | None:
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem: its model is traced and counted.
-
-  ValueError if it cannot be cut into layers.
-  """
+  """Returns the workload of a problem: its model is traced and counted."""
   pieces = problem.pieces
   if pieces is None:
     raise ValueError(f"{name} has no layers that could be counted")

@@ -30,16 +30,10 @@ def replicated(params: optax.Params) -> Any:
 
 
 def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
-  """Adds the data axis to a spec, where it divides the array best.
+  """Adds the data axis, of `parts` devices, to the spec of a whole array.
 
-  Args:
-    shape: of the whole array.
-    spec: what divides it already.
-    parts: size of the data axis.
-
-  Returns:
-    The spec with "data" at the longest free dimension that it divides (the
-    first of several); the spec itself if there is none.
+  It comes to the longest free dimension that it divides, the first of several;
+  if there is none, the spec stays as it is.
 
   Example:
     >>> tuple(divided((3, 3, 16, 32), P(), 8))
@@ -77,10 +71,9 @@ def state_specs(
   changes no number.
   """
   leaves = jax.tree_util.tree_leaves_with_path(weights)
-  flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
   by_path = {
     (path, leaf.shape): spec
-    for (path, leaf), spec in zip(leaves, flat, strict=True)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True)
   }
 
   def place(path, leaf):
@@ -94,21 +87,16 @@ def state_specs(
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy of jax.checkpoint: the backward gathers weights again.
-
-  `gather` appears to the policy as a custom_vjp_call and cannot be told from
-  those of the loss, which are computed again, too.
-  """
+  """A policy of jax.checkpoint: the backward gathers weights again, and repeats
+  whatever else of the loss is a custom_vjp_call, as `gather` is."""
   return primitive.name != "custom_vjp_call"
 
 
 def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
-  """Returns the whole leaf; its derivative is reduce-scattered.
+  """Puts the parts of a leaf along `dim` (from `dimension`) together.
 
-  Args:
-    leaf: this device's part along `dim`; the whole if that is WHOLE.
-    dim: from `dimension`.
-    reduce: dtype in which derivatives are added up; None is their own.
+  The derivative is reduce-scattered; `reduce` is the dtype in which it is added
+  up, None its own.
   """
   if dim == WHOLE:
     return leaf

@@ -98,7 +98,7 @@ class _Mlp(nn.Module):
   def __call__(self, x):
     first, second = nn.Dense, nn.Dense
     if self.parallel:
-      first, second = tensor.ColumnDense, tensor.RowDense
+      first, second = tensor.column_dense, tensor.row_dense
     x = nn.gelu(first(4 * self.width, name="first")(x))
     return second(self.width, name="second")(x)
 

@@ -341,13 +341,12 @@ def test_small_gradients_survive_in_half_precision():
   assert_near(moved(precision.Dynamic()), -np.ones(3), 1e-2)
 
 
-def test_a_batch_may_be_placed_by_each_process():
+def test_a_batch_is_divided_over_the_axis_of_data():
   grid = meshes.make({"data": 4, "tensor": 2})
   x = kit.normal(8, 3)
-  for local in (False, True):
-    placed = meshes.place_batch({"x": x}, grid, local=local)["x"]
-    assert placed.sharding.spec == PartitionSpec("data")
-    assert_near(placed, x)
+  placed = meshes.place_batch({"x": x}, grid)["x"]
+  assert placed.sharding.spec == PartitionSpec("data")
+  assert_near(placed, x)
 
 
 def step_on_four(**options):

@@ -95,17 +95,6 @@ def test_cures_hold_what_their_papers_say():
   assert memory.cure("ssgd", n).server == 4  # the sum of who has come
 
 
-def test_a_gpt_has_as_many_parameters_as_its_formula_says():
-  _, sizes, params = gpt()
-  # This one has a last norm, and does not share its embedding with its logits.
-  wanted = memory.gpt_parameters(sizes) + 2 * 16 + 11 * 16
-  assert models.count(params) == wanted
-  depth, h, s, v = 3, 16, 8, 11
-  blocks = 12 * depth * h**2
-  formula = blocks * (1 + 13 / (12 * h) + (v + s) / (12 * depth * h))
-  assert memory.gpt_parameters(sizes) == pytest.approx(formula, rel=1e-12)
-
-
 def test_operations_of_a_gpt():
   sizes = memory.Gpt(3, 16, 2, 8, 11)
   b, s, h, v = 5, 8, 16, 11

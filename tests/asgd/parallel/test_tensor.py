@@ -173,15 +173,13 @@ def test_a_cross_entropy_sends_numbers_for_an_example_not_logits():
 
 
 def test_two_dense_layers():
-  column = tensor.ColumnDense(8)
-  row = tensor.RowDense(3)
   x = kit.normal(5, 2)
   first = {"kernel": kit.normal(2, 8, seed=1), "bias": kit.normal(8, seed=2)}
   second = {"kernel": kit.normal(8, 3, seed=3), "bias": kit.normal(3, seed=4)}
 
   def both(first, second, x):
-    h = jnp.tanh(column.apply({"params": first}, x))
-    return row.apply({"params": second}, h)
+    h = jnp.tanh(tensor.column_dense(8).apply({"params": first}, x))
+    return tensor.row_dense(3).apply({"params": second}, h)
 
   specs = (
     {"kernel": P(None, "tensor"), "bias": P("tensor")},
@@ -219,7 +217,7 @@ MISTAKES = {
   ),
   "features": (
     lambda: shard(
-      lambda: tensor.ColumnDense(6).init(KEY, jnp.ones((1, 2)))[1], 4, (), P()
+      lambda: tensor.column_dense(6).init(KEY, jnp.ones((1, 2)))[1], 4, (), P()
     )(),
     "6 features cannot be divided among the 4 devices",
   ),
