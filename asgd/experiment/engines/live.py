@@ -17,29 +17,17 @@ from typing import Any
 import numpy as np
 
 from asgd import base, simulator
-from asgd.experiment import checks, claim, live_figures, live_files, ray_runtime
-from asgd.experiment.engines import (
-  Column,
-  Context,
-  Engine,
-  EngineKind,
-  NotFinite,
-  Progress,
-  Snapshot,
-  due,
-  live_clusters,
-  mean,
-  parameter_server,
-)
+from asgd.experiment import checks, claim, engines, live_figures, live_files
+from asgd.experiment.engines import live_clusters, parameter_server
 from asgd.experiment.engines.live_news import ShardNews
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Run, Setting
 from asgd.live import faults, records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.records import RECORD
 from asgd.live.slots import check_room
 from asgd.orders.trace import follow
 
@@ -119,22 +107,18 @@ def check_machine(
       f" {remedy} other (slower)"
     ) from error
   if ray:
-    ray_runtime.check(machine.address, allow_network=machine.allow_network)
+    check_ray(machine.address, allow_network=machine.allow_network)
 
 
-class LiveEngine(Engine):
+class LiveEngine(engines.Engine):
   """A cell of real workers, watched until all its jobs are received."""
 
-  def __init__(self, context: Context, make_cluster: Callable[..., Any]):
-    """Starts the cell, or goes on where its journals end.
-
-    Args:
-      context: of the cell.
-      make_cluster: as `live_clusters.thread_cluster`.
-
-    Raises:
-      ValueError: if the files of the cell are not all there, or do not fit.
-    """
+  def __init__(
+    self, context: engines.Context, make_cluster: Callable[..., Any]
+  ):
+    """Starts the cell, or goes on where its journals end, in a cluster as
+    `live_clusters.thread_cluster` makes it. Raises ValueError if the files of
+    the cell are not all there, or do not fit."""
     self._context, folder = context, context.folder
     shards = range(context.plan.run.config["server"]["shards"])
     self._journals = [journal_path(folder, index) for index in shards]
@@ -155,7 +139,9 @@ class LiveEngine(Engine):
     if not self._claim.kept:
       check_room(context.machine.memory_dir, live_clusters.memory_needed(plan))
     self.total, self.done = plan.messages, self._received
-    evaluated = due(context.experiment.config["evaluations"], self.total)
+    evaluated = engines.due(
+      context.experiment.config["evaluations"], self.total
+    )
     self._live = live_clusters.prepare(
       plan, context.cell, context.folder, self._claim.memory, evaluated
     )
@@ -163,7 +149,7 @@ class LiveEngine(Engine):
     if events:
       images = context.restore(lambda saved: self._images(saved, journals))
       before = events[-1].time
-    self._snapshot: Snapshot | None = None
+    self._snapshot: engines.Snapshot | None = None
     self._insists = False  # whether a checkpoint must be made now
     self._news = ShardNews(self._live, self._received, resumed=bool(events))
     began = time.monotonic() - before
@@ -193,7 +179,7 @@ class LiveEngine(Engine):
     states = saved.tree([simulator.start(server, part) for part in parts])
     return list(zip(states, metas, strict=True))
 
-  def advance(self, until: int) -> Progress:
+  def advance(self, until: int) -> engines.Progress:
     """Looks at the cluster once, a moment after the last time."""
     time.sleep(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + _LOOK
@@ -203,7 +189,7 @@ class LiveEngine(Engine):
       self._claim.note(self._replaced())
     status = self.cluster.status()
     if status is None:
-      return Progress(loss=np.empty(0), news=news)
+      return engines.Progress(loss=np.empty(0), news=news)
     self._check_files()
     news += self._news.of(status)
     new = self._rows(self._received, self._count())
@@ -211,10 +197,10 @@ class LiveEngine(Engine):
     figures = self._watch.look(time.monotonic(), new, self._received)
     self._check_refused(status[0])
     self._look_for(until, status)
-    return Progress(
+    return engines.Progress(
       loss=new.loss,
-      staleness=mean(new.staleness),
-      gap=mean(new.gap),
+      staleness=engines.mean(new.staleness),
+      gap=engines.mean(new.gap),
       news=news,
       figures=figures,
     )
@@ -244,21 +230,16 @@ class LiveEngine(Engine):
     row = min(message, self._count()) - 1
     at = self._rows(row, row + 1)
     seconds = float(at.time[0]) - self._first_ticket
-    return Snapshot(params, message, int(at.update[0]), {"seconds": seconds})
+    update, clock = int(at.update[0]), {"seconds": seconds}
+    return engines.Snapshot(params, message, update, clock)
 
   def _count(self) -> int:
     """How many messages the lead has recorded."""
-    sink = self._sinks[0]
-    return sink.stat().st_size // RECORD.itemsize if sink.exists() else 0
+    return records.count_records(self._sinks[0])
 
   def _rows(self, start: int, end: int) -> base.Records:
-    """Reads a stretch of the lead's records, and no more of the file."""
-    if start >= end:
-      return simulator.concatenate([])
-    rows = np.fromfile(
-      self._sinks[0], RECORD, end - start, offset=start * RECORD.itemsize
-    )
-    return base.Records(*(rows[name].copy() for name in base.Records._fields))
+    """Reads a stretch of the lead's records."""
+    return records.read_records(self._sinks[0], start, end)
 
   def _check_files(self):
     """Raises ValueError if what the shards write is not there any more."""
@@ -275,13 +256,13 @@ class LiveEngine(Engine):
       f"the last {status['refused']} messages were not finite, at message"
       f" {status['received']}"
     )
-    raise NotFinite(parameter_server.not_finite(plan, what, name))
+    raise engines.NotFinite(parameter_server.not_finite(plan, what, name))
 
   @functools.cached_property
   def _first_ticket(self) -> float:
     return live_files.first_ticket(read_journal(self._journals[0]))
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> engines.Snapshot:
     """Returns the parameters of the message that `advance` was to reach."""
     if self._snapshot is None:  # all was evaluated before this process began
       self._snapshot = self._ask(lambda: self._take(self._received))
@@ -301,11 +282,8 @@ class LiveEngine(Engine):
     return parameter_server.summary(self._rows(start, min(end, count)))
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to.
-
-    Raises:
-      ValueError: if what the shards wrote is not all there.
-    """
+    """Returns what the cell came to. Raises ValueError if what the shards wrote
+    is not all there."""
     images = self._ask(self.cluster.images)
     self._check_files()
     journals = [read_journal(path) for path in self._journals]
@@ -318,7 +296,7 @@ class LiveEngine(Engine):
           " it was cut short or changed; start anew in another folder"
           " (--workdir)"
         )
-      count = sink.stat().st_size // RECORD.itemsize
+      count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._context.plan, self.records()
     row = parameter_server.columns(plan, rows, int(images[0][0].version))
@@ -393,8 +371,8 @@ class LiveEngine(Engine):
     self._claim.close()
 
 
-def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
-  return EngineKind(
+def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
+  return engines.EngineKind(
     sections=SECTIONS,
     settings="live",
     workers=lambda run: run.config["workers"],
@@ -403,7 +381,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
     plan=plan,
     start=lambda context: LiveEngine(context, make_cluster),
     check_machine=functools.partial(check_machine, ray=ray),
-    columns=(Column("seconds", "seconds"), *parameter_server.COLUMNS),
+    columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
     describe=parameter_server.describe,
     timed=True,
     journaled=True,

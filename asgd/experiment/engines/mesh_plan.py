@@ -60,16 +60,13 @@ def _axes(value: Any, key: str) -> dict[str, int]:
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
   """Returns optax's optimizers by their names: what takes a learning rate."""
-  makers = {}
-  for name in dir(optax):
-    maker = getattr(optax, name)
-    if name.startswith(("_", "scale_by")) or name in _NOT:
-      continue
-    if not isinstance(maker, types.FunctionType | functools.partial):
-      continue
-    if "learning_rate" in inspect.signature(maker).parameters:
-      makers[name] = maker
-  return makers
+  return {
+    name: maker
+    for name, maker in vars(optax).items()
+    if not name.startswith(("_", "scale_by")) and name not in _NOT
+    if isinstance(maker, types.FunctionType | functools.partial)
+    if "learning_rate" in inspect.signature(maker).parameters
+  }
 
 
 def _refuse_unknown(value, known, key, of=""):
@@ -93,12 +90,12 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
     )
   with checks.blame(f"{key}.name"):
     maker = names.lookup("optimizer", value["name"], optimizers())
-  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
-  known.remove("learning_rate")
   if "learning_rate" in value:
     raise ValueError(
       f"config.{key}.learning_rate is config.learning_rate: set that"
     )
+  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
+  known.remove("learning_rate")
   options = [option for option in value if option != "name"]
   _refuse_unknown(options, known, key, f" (optimizer {value['name']!r})")
   return dict(value)
@@ -154,17 +151,15 @@ def devices_of(run: Run) -> int | None:
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
     return devices
-  size = math.prod(shape.values())
+  size, axes = math.prod(shape.values()), f"config.mesh.axes {mesh_text(shape)}"
   if size > _MOST_DEVICES:
     raise ValueError(
-      f"config.mesh.axes {mesh_text(shape)} has {size:,} devices; use at most"
-      f" {_MOST_DEVICES:,}"
+      f"{axes} has {size:,} devices; use at most {_MOST_DEVICES:,}"
     )
   if devices is not None and devices < size:
     raise ValueError(
-      f"config.mesh.devices {devices} are fewer than the {size} of"
-      f" config.mesh.axes {mesh_text(shape)}: leave it out, or use {size} or"
-      " more"
+      f"config.mesh.devices {devices} are fewer than the {size} of {axes}:"
+      f" leave it out, or use {size} or more"
     )
   return size if devices is None else devices
 
@@ -202,17 +197,16 @@ def _check_batch(run, shape):
   """Whether a batch can be divided as the mesh and others want it."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
-  pieces = replicas * accumulate
-  each = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
+  pieces, cut = replicas * accumulate, _microbatches(section, shape)
+  factors = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
-      f" ({each} {accumulate}): use a multiple of {pieces}"
+      f" ({factors} {accumulate}): use a multiple of {pieces}"
     )
-  cut = _microbatches(section, shape)
   if size // pieces % cut:
     raise ValueError(
-      f"config.batch_size {size} makes pieces of {size // pieces} ({each}"
+      f"config.batch_size {size} makes pieces of {size // pieces} ({factors}"
       f" {accumulate}), which config.mesh.microbatches {cut} does not divide:"
       f" use a multiple of {pieces * cut}"
     )
@@ -245,9 +239,9 @@ def _named_optimizer(section, rate) -> optax.GradientTransformation:
 
 def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
   """What makes an update: an optimizer of optax, or the run's recipe."""
-  section = run.config["mesh"]["optimizer"]
-  if section is not None:
-    return _named_optimizer(section, rate)
+  optimizer = run.config["mesh"]["optimizer"]
+  if optimizer is not None:
+    return _named_optimizer(optimizer, rate)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipe = algorithms.build(run.recipe, rate, 1, **run.options)
   if recipe.worker is not None:
@@ -309,10 +303,8 @@ def _model(run, problem, mesh):
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options |= {
-      "microbatches": _microbatches(section, mesh.shape),
-      "rounds": section["rounds"] or 1,
-    }
+    options["microbatches"] = _microbatches(section, mesh.shape)
+    options["rounds"] = section["rounds"] or 1
   size = mesh.shape.get(meshes.TENSOR, 1)
   for layer in problem.pieces.layers if problem.pieces else ():
     if isinstance(layer, transformer.Block) and layer.heads % size:
