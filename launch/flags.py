@@ -8,6 +8,7 @@ file has it or not.
 """
 
 import ast
+import itertools
 import logging as std_logging
 import os
 import re
@@ -43,7 +44,7 @@ def fail(message: object) -> NoReturn:
 
 
 class _ConfigParser(parsers.ConfigFileFlagParser):
-  """Loads a config file, and leaves overrides to `override`.
+  """Loads a config file, and leaves overrides to `schema.override`.
 
   ml_collections takes overrides of keys that a file spells out, in the type
   that they have there. Here every key of the command line is one, as text:
@@ -102,11 +103,8 @@ def config_name() -> str:
 
 def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
   """Returns the config that the flags describe, resolved; `engine` is for all
-  its runs, None as it has it. The error for no config names an `example`.
-
-  Raises:
-    ValueError: for anything wrong with its keys.
-  """
+  its runs, None as it has it. Raises ValueError for anything wrong with its
+  keys; that for no config names an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
   config = flags.FLAGS["config"].parser.config
@@ -138,20 +136,15 @@ def training_arguments(
 
 def free_folder(name: str) -> Path:
   """Returns the next of runs/NAME-001, -002, ... that is not there."""
-  number = 1
-  while (folder := Path("runs") / f"{name}-{number:03d}").exists():
-    number += 1
-  return folder
+  folders = (Path("runs") / f"{name}-{n:03d}" for n in itertools.count(1))
+  return next(folder for folder in folders if not folder.exists())
 
 
 def define(
   table: Mapping[str, tuple[type | Sequence[str], Any, str]],
 ) -> dict[str, flags.FlagHolder]:
-  """Defines flags from a table: name -> (kind, default, help).
-
-  Args:
-    table: a kind is str, int, float, bool, list, or the names of an enum.
-  """
+  """Defines flags from a table: name -> (kind, default, help). A kind is str,
+  int, float, bool, list, or the names of an enum."""
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
@@ -170,19 +163,13 @@ def define(
   return holders
 
 
-# Of every command that trains.
-TRAINING = {
-  "workdir": (
-    str,
-    None,
-    "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
-    " experiment or the next that is free.",
-  ),
-  "data_dir": (
-    str,
-    None,
-    "The dataset's folder or file. Default: look for it.",
-  ),
+_WORKDIR = (
+  "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
+  " experiment or the next that is free."
+)
+TRAINING = {  # of every command that trains
+  "workdir": (str, None, _WORKDIR),
+  "data_dir": (str, None, "Folder or file of the data. Default: look for it."),
   "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
   "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
   "grace_seconds": (float, 20.0, "For live workers to finish when stopped."),
@@ -190,7 +177,7 @@ TRAINING = {
   "allow_network": (
     bool,
     False,
-    "Let Ray listen beyond this machine; see Security in the README.",
+    "Let Ray listen beyond this machine (README).",
   ),
 }
 
@@ -214,14 +201,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
 
 
 def run(main: Callable[..., None], *, words: int = 0) -> None:
-  """Parses flags and runs main; user errors become one line, not a trace.
+  """Parses flags and runs main with the arguments that are no flags, so many
+  `words` at most; user errors become one line, not a trace.
 
   A ValueError or OSError is the user's; anything else is ours and keeps its
   traceback. With ASGD_TRACEBACK set in the environment, so do the user's.
-
-  Args:
-    main: called with the words.
-    words: how many arguments that are no flags the command takes at most.
   """
 
   def guarded(argv):

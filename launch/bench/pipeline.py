@@ -96,13 +96,12 @@ def _arguments(table, layers, params, x, cuts):
     stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
     for a, b in itertools.pairwise(cuts)
   ]
-  extra = functools.partial(_input, x)
+
+  def extra(stage, microbatch):
+    del microbatch
+    return x if stage == 0 else ()
+
   return {"schedule": table, "parts": parts, "extra": extra}
-
-
-def _input(x, stage, microbatch):
-  del microbatch
-  return x if stage == 0 else ()
 
 
 def _stack_arguments(table):
@@ -214,10 +213,10 @@ def _table():
   times = [time.perf_counter()]
   table = schedules.one_f_one_b(64, 1024)
   times.append(time.perf_counter())
-  validate.validate(table)
-  times.append(time.perf_counter())
-  analyze.analyze(table)
-  make, check, analyse = np.diff([*times, time.perf_counter()])
+  for step in (validate.validate, analyze.analyze):
+    step(table)
+    times.append(time.perf_counter())
+  make, check, analyse = np.diff(times)
   print(
     f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
     f" {check:.2f} s, analysed in {analyse:.2f} s",
