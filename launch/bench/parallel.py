@@ -195,8 +195,8 @@ def cost(name: str, size: float, devices: int) -> costs.Cost:
 def fit(
   small: tuple[costs.Cost, float], large: tuple[costs.Cost, float]
 ) -> costs.LinkSpeed:
-  """Returns the link on which two costs take these seconds. Where the larger one
-  takes longer than its share, or less time than the smaller, there is none: the
+  """Returns the link on which two costs take these seconds. There is none where
+  the larger one takes longer than its share, or less time than the smaller: the
   latency is 0 then, and only the larger one is reproduced."""
   rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
   latency, inverse = np.linalg.solve(rounds, [t for _, t in (small, large)])
