@@ -66,10 +66,6 @@ _F = flags.define(
 )
 
 
-class _Hung(Exception):
-  """The run stands still."""
-
-
 def _say(text):
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
@@ -93,9 +89,9 @@ def _alive(running) -> list[int]:
 class Victim:
   """A run of `launch.train`, and what is done to it."""
 
-  def __init__(self, out: Path, arguments: list[str]):
-    """Starts it, with the folder of its results and the arguments."""
-    self._out, self._arguments = out, arguments
+  def __init__(self, out: Path, command: list[str]):
+    """Starts it, with the folder of its results and the command."""
+    self._out, self._command = out, command
     self.failures: list[audit.Failure] = []
     self.memories: set[Path] = set()
     self.processes: set[tuple[int, str]] = set()  # (number, when started)
@@ -107,10 +103,7 @@ class Victim:
 
   def _start(self):
     # In a session of its own, or Ctrl-C would interrupt it, too, and not once.
-    self.process = subprocess.Popen(
-      [sys.executable, "-m", "launch.train", *self._arguments],
-      start_new_session=True,
-    )
+    self.process = subprocess.Popen(self._command, start_new_session=True)
 
   def _cell(self) -> tuple[str, Path] | None:
     """Returns name and memory of the cell that is run now."""
@@ -148,13 +141,16 @@ class Victim:
     return self._works
 
   def check(self) -> None:
-    """Raises _Hung if nothing has happened for long."""
+    """Raises flags.Failed if nothing has happened for long."""
     journals = list(self._out.glob("cells/*/trace-*.csv"))
     seen = len(journals), sum(path.stat().st_size for path in journals)
     if seen != self._journal:
       self._journal, self._moved = seen, time.monotonic()
     if time.monotonic() - self._moved > _F["patience"].value:
-      raise _Hung
+      raise flags.Failed(
+        f"chaos: nothing has happened for {_F['patience'].value:g} s; the run"
+        f" in {self._out} has hung"
+      )
 
   def fail(self, kind: str, rng: random.Random) -> bool:
     """Does something; False if no such process is running now."""
@@ -316,22 +312,17 @@ def _print_finding(what, text, well):
 def main() -> None:
   """Runs, disturbs, audits."""
   _check_flags()
-  engine, workdir = _TRAINING["engine"].value, _TRAINING["workdir"].value
+  engine = _TRAINING["engine"].value
   kinds = _check_kinds(engine)
   exp = build(
     flags.load_config("configs/digits.py", engine),
     engines=flags.ENGINES,
     data_dir=_TRAINING["data_dir"].value,
   )
-  out = Path(workdir or flags.free_folder(f"{flags.config_name()}-chaos"))
-  victim = Victim(out, flags.training_arguments(_TRAINING, out))
+  out, command = flags.training_command("chaos")
+  victim = Victim(out, command)
   try:
     _inject(victim, kinds, random.Random(_F["seed"].value))
-  except _Hung:
-    raise flags.Failed(
-      f"chaos: nothing has happened for {_F['patience'].value:g} s; the run in"
-      f" {out} has hung"
-    ) from None
   finally:
     victim.end()
   if victim.process.returncode:

@@ -120,24 +120,21 @@ def has_config() -> bool:
   return flags.FLAGS["config"].value is not None
 
 
-def training_arguments(
-  holders: Mapping[str, flags.FlagHolder], workdir: Path
-) -> list[str]:
-  """Returns the arguments with which launch.train does what the flags of
-  TRAINING say, with this folder of an experiment."""
+def training_command(suffix: str) -> tuple[Path, list[str]]:
+  """Returns a folder, and the command line of launch.train that does there what
+  the flags of TRAINING say. Without --workdir it is the next of
+  runs/CONFIG-SUFFIX-001, -002, ... that is not there."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
-  given = [f"--config={filename}"]
-  given += [f"--config.{key}={text}" for key, text in _overrides().items()]
-  for name in holders:
+  command = [sys.executable, "-m", "launch.train", f"--config={filename}"]
+  command += [f"--config.{key}={text}" for key, text in _overrides().items()]
+  for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:
-      given += flags.FLAGS[name].serialize().splitlines()
-  return [*given, f"--workdir={workdir}"]
-
-
-def free_folder(name: str) -> Path:
-  """Returns the next of runs/NAME-001, -002, ... that is not there."""
-  folders = (Path("runs") / f"{name}-{n:03d}" for n in itertools.count(1))
-  return next(folder for folder in folders if not folder.exists())
+      command += flags.FLAGS[name].serialize().splitlines()
+  name = f"{config_name()}-{suffix}"
+  numbered = (Path("runs") / f"{name}-{n:03d}" for n in itertools.count(1))
+  free = (folder for folder in numbered if not folder.exists())
+  folder = Path(flags.FLAGS["workdir"].value or next(free))
+  return folder, [*command, f"--workdir={folder}"]
 
 
 def define(

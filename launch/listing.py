@@ -44,10 +44,8 @@ def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
 
 
 def _settings(node: Any) -> str:
-  return ", ".join(
-    f"{key}={schema.default_of(inner)!r}"
-    for key, inner in schema.keys_of(node).items()
-  )
+  keys = schema.keys_of(node).items()
+  return ", ".join(f"{key}={schema.default_of(below)!r}" for key, below in keys)
 
 
 def text(engines: Mapping[str, Any]) -> str:

@@ -132,18 +132,12 @@ def prepare(
   totals = plan.run.config["server"]["shards"] > 1 and needs_totals(plan)
   agreed = setup(plan, due, totals=totals)
   live = LiveRun(plan, cell, agreed, folder, memory, params)
-  if totals:
-    _check_totals(live)
+  if totals:  # a shard can be asked for them
+    piece, steps = parts(live)[0], simulator.compile_steps(plan.server, None)
+    state = simulator.start(plan.server, piece)
+    ticket = steps.send(state, jnp.int32(0))
+    jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
   return live
-
-
-def _check_totals(live):
-  """Checks that the totals of an algorithm can be asked for, on a shard."""
-  server, piece = live.plan.server, parts(live)[0]
-  steps = simulator.compile_steps(server, None)
-  state = simulator.start(server, piece)
-  ticket = steps.send(state, jnp.int32(0))
-  jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
 
 
 def parts(live: LiveRun) -> list[Any]:
@@ -238,17 +232,12 @@ def thread_cluster(
   _warm_up(live, duty, steps, states)
   settings = live.plan.run.config["live"]
   counts, shards = slot_counts(live.setup), range(len(pieces))
-  # Values are rounded where they are made (`compile_steps`), so that what is
-  # written in the narrow dtype comes back as it was.
-  memories = [
-    SharedMemory(
-      live.memory / f"shard-{i}",
-      counts,
-      (pieces[i], pieces[i], states[i]),
-      compress=wire,
-    )
-    for i in shards
-  ]
+  memories = []
+  for i, (piece, state) in enumerate(zip(pieces, states, strict=True)):
+    # Values are rounded where they are made (`compile_steps`), so that what is
+    # written in the narrow dtype comes back as it was.
+    folder, trees = live.memory / f"shard-{i}", (piece, piece, state)
+    memories.append(SharedMemory(folder, counts, trees, compress=wire))
   return ThreadCluster(
     live.setup,
     steps,

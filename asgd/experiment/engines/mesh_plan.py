@@ -1,5 +1,6 @@
 """The config and the plan of a run on a mesh: axes, optimizer, step."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -117,6 +118,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
 
 
 _SOME = checks.optional(checks.whole(1, 10**6))
+_PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 
 SECTIONS: dict[str, Any] = {
   "mesh": {
@@ -128,9 +130,7 @@ SECTIONS: dict[str, Any] = {
     # Of optax: a name, or a dict with its options; None: the run's recipe.
     "optimizer": Setting(None, _optimizer),
     "zero": Setting(0, checks.whole(0, 3)),  # what a replica keeps whole
-    "precision": Setting(
-      "unchanged", checks.choice(*precision.POLICIES, DOUBLE)
-    ),
+    "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
     "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
@@ -280,7 +280,11 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       loss_scale=scale and precision.Dynamic(**scale),
       form=section["form"],
     )
-  _try(run, problem, mesh, step)
+  # Traced, so that what does not fit together is found now.
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  with _naming_mesh(run, mesh):
+    state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
+    jax.eval_shape(step.step, state, step.place(batch), key)
   updates = max(round(parameter_server.passes(run, problem)), 1)
   return MeshPlan(run, problem, mesh, step, peak, rate, updates)
 
@@ -312,26 +316,18 @@ def _model(run, problem, mesh):
         f"config.model.heads {layer.heads} cannot be divided among"
         f" config.mesh.axes.tensor {size}: use other heads or another mesh"
       )
-  try:
+  with _naming_mesh(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
-  except ValueError as error:
-    raise _unfit(run, mesh, error) from error
 
 
-def _try(run, problem, mesh, step):
-  """Traces a step, so that what does not fit together is found now."""
-  batch = problem.batches(0, 1)(0, 0)
-  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+@contextlib.contextmanager
+def _naming_mesh(run, mesh):
+  """Names mesh and model in errors, on one line."""
   try:
-    state = jax.eval_shape(step.init, shapes)
-    jax.eval_shape(step.step, state, step.place(batch), jax.random.key(0))
+    yield
   except (TypeError, ValueError) as error:
-    raise _unfit(run, mesh, error) from error
-
-
-def _unfit(run, mesh, error):
-  line = " ".join(str(error).split())[:300]
-  return ValueError(
-    f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
-    f" {run.config['model']['name']!r}: {line}"
-  )
+    line = " ".join(str(error).split())[:300]
+    raise ValueError(
+      f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
+      f" {run.config['model']['name']!r}: {line}"
+    ) from error
