@@ -28,7 +28,8 @@ from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import check_room
+from asgd.live.setup import slot_counts
+from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
 
 _LOOK = 0.1  # seconds between two looks at the cluster
@@ -136,8 +137,6 @@ class LiveEngine(engines.Engine):
   def _start(self, make_cluster, journals, stack):
     context, events = self._context, journals[0]
     plan = context.plan
-    if not self._claim.kept:
-      check_room(context.machine.memory_dir, live_clusters.memory_needed(plan))
     self.total, self.done = plan.messages, self._received
     evaluated = engines.due(
       context.experiment.config["evaluations"], self.total
@@ -145,6 +144,11 @@ class LiveEngine(engines.Engine):
     self._live = live_clusters.prepare(
       plan, context.cell, context.folder, self._claim.memory, evaluated
     )
+    counts, params = slot_counts(self._live.setup), self._live.params
+    compress = live_clusters.dtype_on_wire(plan.run.config)
+    if not self._claim.kept:
+      nbytes = slots_nbytes(counts, params, compress=compress)
+      check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0
     if events:
       images = context.restore(lambda saved: self._images(saved, journals))
@@ -158,7 +162,6 @@ class LiveEngine(engines.Engine):
     )
     stack.callback(self.cluster.close)
     self._claim.note(self._replaced())
-    compress = live_clusters.dtype_on_wire(plan.run.config)
     self._watch = live_figures.Watch(
       self._live, context.board, compress=compress
     )

@@ -17,9 +17,11 @@ from asgd.live.deadlines import Ladder
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.slots import SharedMemory, slots_nbytes
+from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty
+
+_DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
 
 class LiveRun(NamedTuple):
@@ -50,28 +52,6 @@ def group(plan: ServerPlan) -> simulator.WorkerDevices:
   live = plan.run.config["live"]
   axis = int(plan.recipe.steps > 1)  # before it, that of a job's batches
   return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
-
-
-def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
-  """Returns what all processes of a cell must agree on."""
-  config = plan.run.config
-  server, live = config["server"], config["live"]
-  return Setup(
-    rules=plan.rules(),
-    workers=plan.workers,
-    jobs=plan.messages,
-    shards=server["shards"],
-    consistent=server["consistent"] and server["shards"] > 1,
-    totals=totals,
-    log=server["log"],
-    snapshot_seconds=config["checkpoint_seconds"],
-    owned=config["data"]["partition"] == "sharded",
-    ladder=Ladder(
-      live["late_mads"], live["late_seconds"], live["start_seconds"]
-    ),
-    keep_params_at=tuple(due),
-    together=live["together"],
-  )
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,24 +94,31 @@ def needs_totals(plan: ServerPlan) -> bool:
   return True
 
 
-def memory_needed(plan: ServerPlan) -> int:
-  """Returns the bytes of shared memory that a cell takes, or a little less."""
-  agreed = setup(plan, (), totals=False)
-  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  wire = dtype_on_wire(plan.run.config)
-  return slots_nbytes(slot_counts(agreed), params, compress=wire)
-
-
 def prepare(
   plan: ServerPlan, cell: Any, folder: Path, memory: Path, due: Sequence[int]
 ) -> LiveRun:
   """Says what a live cell is, with the messages at which shards keep parameters
   for the driver, and what its processes share in `memory`."""
+  config = plan.run.config
+  server, settings = config["server"], config["live"]
+  totals = server["shards"] > 1 and needs_totals(plan)
+  setup = Setup(
+    rules=plan.rules(),
+    workers=plan.workers,
+    jobs=plan.messages,
+    shards=server["shards"],
+    consistent=server["consistent"] and server["shards"] > 1,
+    totals=totals,
+    log=server["log"],
+    snapshot_seconds=config["checkpoint_seconds"],
+    owned=config["data"]["partition"] == "sharded",
+    ladder=Ladder(*(settings[key] for key in _DEADLINES)),
+    keep_params_at=tuple(due),
+    together=settings["together"],
+  )
   key, _ = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(key))
-  totals = plan.run.config["server"]["shards"] > 1 and needs_totals(plan)
-  agreed = setup(plan, due, totals=totals)
-  live = LiveRun(plan, cell, agreed, folder, memory, params)
+  live = LiveRun(plan, cell, setup, folder, memory, params)
   if totals:  # a shard can be asked for them
     piece, steps = parts(live)[0], simulator.compile_steps(plan.server, None)
     state = simulator.start(plan.server, piece)
