@@ -92,16 +92,8 @@ def _compare_all(workdir, out):
   _draw(comparison.draw_race, cells, loss, stem)
 
 
-def _train() -> Path:
-  """Trains what the flags describe; returns the folder."""
-  place, command = flags.training_command("compare")
-  if subprocess.run(command).returncode:
-    raise flags.Failed("compare: launch.train did not end well")
-  return place
-
-
 def main(place: str | None = None) -> None:
-  """Compares the cell or the experiment that is named."""
+  """Compares the cell or the experiment that is named, or trains one before."""
   config = flags.has_config()
   if place is not None and config:
     raise ValueError(f"{place} brings its own config; drop --config")
@@ -111,7 +103,12 @@ def main(place: str | None = None) -> None:
       " that launch.train made, or --config=FILE to train one"
     )
   out = Path(_F["out"].value) if _F["out"].value else None
-  where = Path(place) if place else _train()
+  if config:
+    where, command = flags.training_command("compare")
+    if subprocess.run(command).returncode:
+      raise flags.Failed("compare: launch.train did not end well")
+  else:
+    where = Path(place)
   if (where / "cells").is_dir():
     _compare_all(where, out)
   else:

@@ -242,9 +242,9 @@ if __name__ == "__main__":
   _HOLDERS = flags.define(_FLAGS)
 
   def _run():
-    config = None
+    given = {name: holder.value for name, holder in _HOLDERS.items()}
     if flags.has_config():
-      config = flags.load_config("configs/pipeline_gpt.py")
-    main(config=config, **{k: f.value for k, f in _HOLDERS.items()})
+      given["config"] = flags.load_config("configs/pipeline_gpt.py")
+    main(**given)
 
   flags.run(_run)

@@ -65,13 +65,6 @@ _F = flags.define(
 )
 
 
-def _machine() -> Machine:
-  """Returns what the flags say of the machine."""
-  faults = [faults_lib.parse(text) for text in _F["fault"].value]
-  own = {f.name for f in dataclasses.fields(Machine)} & _F.keys()
-  return Machine(faults=faults, **{name: _F[name].value for name in own})
-
-
 def _jobs() -> int | str:
   text = _F["jobs"].value
   if text in ("auto", "ray"):
@@ -160,7 +153,10 @@ def _open(config):
   content = [np.frombuffer(text.encode(), np.uint8)]
   processes.same("config", storage.digest(content))
   processes.same("dataset", experiment.dataset_identity["sha256"])
-  where, plans = _machine(), collections.defaultdict(list)
+  faults = [faults_lib.parse(text) for text in _F["fault"].value]
+  own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
+  where = Machine(faults=faults, **{name: _F[name].value for name in own})
+  plans = collections.defaultdict(list)
   for cell in experiment.cells:
     plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))
   for check, own in plans.items():

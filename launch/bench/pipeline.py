@@ -179,9 +179,9 @@ def _speed(rounds, peer):
 
 def _cells(name, bound, base, mine):
   """A row; ratios are turn by turn: what slows the machine slows both."""
-  times = (base, bound * base, mine)
-  times = (f"{1e3 * np.median(value):.0f}" for value in times)
-  return [name, *times, *turns.ratio_cells(base * bound / mine)]
+  medians = (1e3 * np.median(each) for each in (base, bound * base, mine))
+  ratios = turns.ratio_cells(base * bound / mine)
+  return [name, *(f"{ms:.0f}" for ms in medians), *ratios]
 
 
 def _peer(rounds, python):

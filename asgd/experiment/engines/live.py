@@ -198,7 +198,12 @@ class LiveEngine(engines.Engine):
     new = self._rows(self._received, self._count())
     self._received += len(new.loss)
     figures = self._watch.look(time.monotonic(), new, self._received)
-    self._check_refused(status[0])
+    plan, refused = self._context.plan, status[0]["refused"]
+    if refused > 3 * plan.workers:  # nothing else comes, and none is applied
+      what = f"the last {refused} messages were not finite, at message"
+      what += f" {status[0]['received']}"
+      name = self._context.cell.name
+      raise engines.NotFinite(parameter_server.not_finite(plan, what, name))
     self._look_for(until, status)
     return engines.Progress(
       loss=new.loss,
@@ -249,17 +254,6 @@ class LiveEngine(engines.Engine):
     for path in (*self._journals, *self._sinks):
       if not path.exists():
         raise FileGone(path)
-
-  def _check_refused(self, status):
-    """Raises NotFinite if nothing else comes: it is never applied."""
-    plan, name = self._context.plan, self._context.cell.name
-    if status["refused"] <= 3 * plan.workers:
-      return
-    what = (
-      f"the last {status['refused']} messages were not finite, at message"
-      f" {status['received']}"
-    )
-    raise engines.NotFinite(parameter_server.not_finite(plan, what, name))
 
   @functools.cached_property
   def _first_ticket(self) -> float:

@@ -203,9 +203,7 @@ def _warm_up(live, duty, steps, states):
     ticket = steps.send(state, jnp.int32(0))
     ticket = ticket._replace(version=np.int32(ticket.version))
     message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
-    jax.block_until_ready(
-      steps.receive(state, ticket, message, np.float32(0.0))
-    )
+    jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
 
 
 def thread_cluster(

@@ -290,17 +290,17 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
 
 
 def _make_mesh(run):
-  section = run.config["mesh"]
+  axes = run.config["mesh"]["axes"]
   here, wanted = jax.devices(), devices_of(run)
   if wanted is not None and wanted > len(here):
     raise ValueError(
-      f"config.mesh.axes {mesh_text(section['axes']) or 'data'} needs {wanted}"
-      f" devices and there are {len(here)} ({here[0].platform}): use a smaller"
-      " mesh, or JAX_PLATFORMS=cpu in the environment, where this command makes"
-      " as many of the host's CPU as are needed"
+      f"config.mesh.axes {mesh_text(axes) or 'data'} needs {wanted} devices and"
+      f" there are {len(here)} ({here[0].platform}): use a smaller mesh, or"
+      " JAX_PLATFORMS=cpu in the environment, where this command makes as many"
+      " of the host's CPU as are needed"
     )
   with checks.blame("mesh.axes"):
-    return meshes.make(section["axes"] or {meshes.DATA: -1})
+    return meshes.make(axes or {meshes.DATA: -1})
 
 
 def _model(run, problem, mesh):
