@@ -152,12 +152,9 @@ def make_duty(live: LiveRun) -> Duty:
 
 def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns what a worker would be sent now, of shards as they are."""
-  send = jax.jit(live.plan.server.send)
+  send, split = jax.jit(live.plan.server.send), live.split
   pieces = [send(state, np.int32(0)).params for state, _ in images]
-  split = live.split
-  if split is None:
-    return pieces[0]
-  return sharding.join(split, jax.device_get(pieces))
+  return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
 
 
 def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:

@@ -29,33 +29,29 @@ _NOT = ("lbfgs", "noisy_sgd")
 
 def _axes(value: Any, key: str) -> dict[str, int]:
   """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
+  axes, pairs = value, []
   if isinstance(value, str):
     pairs = [part.replace("=", ":").split(":") for part in value.split(",")]
-    try:
+    with contextlib.suppress(ValueError):
       axes = {axis.strip(): int(size) for axis, size in pairs}
-    except ValueError:
-      raise ValueError(
-        f"config.{key} must be axes and their sizes, as in data:2,tensor:4, not"
-        f" {value!r}"
-      ) from None
-    if len(axes) < len(pairs):
-      raise ValueError(f"config.{key} names an axis twice: {value!r}")
-    value = axes
-  if not isinstance(value, Mapping):
+  if not isinstance(axes, Mapping):
     raise ValueError(
-      f"config.{key} must be a dict of axes and their sizes, not {value!r}"
+      f"config.{key} must be a dict of axes and their sizes, or a text as in"
+      f" data:2,tensor:4, not {value!r}"
     )
-  for axis, size in value.items():
+  if len(axes) < len(pairs):
+    raise ValueError(f"config.{key} names an axis twice: {value!r}")
+  for axis, size in axes.items():
     if axis not in _AXES:
       nearest = names.nearest(axis, _AXES)
       raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
     if size != -1 or isinstance(size, bool):
       checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
-  if list(value.values()).count(-1) > 1:
+  if list(axes.values()).count(-1) > 1:
     raise ValueError(
       f"config.{key}: only one axis can be -1, for what is left: {value!r}"
     )
-  axes = {axis: value[axis] for axis in _AXES if axis in value}
+  axes = {axis: axes[axis] for axis in _AXES if axis in axes}
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
