@@ -191,34 +191,31 @@ def _make(schedule, table, options, costs, own) -> Schedule:
 
 def main(
   *,
-  schedule: str | None = None,
-  table: str | None = None,
   options: Mapping[str, str] | None = None,
   costs: Mapping[str, str] | None = None,
   own: Mapping[str, str] | None = None,
-  weights: str | None = None,
-  transfers: str = "buffered",
-  max_in_flight: int | None = None,
-  measured: str | None = None,
-  out: str | None = None,
+  **given: Any,
 ) -> None:
   """Draws the table that the flags describe; `_FLAGS` says what each is."""
-  options, costs, own = dict(options or {}), dict(costs or {}), dict(own or {})
-  folder = None if out is None else _free(Path(out))
+  options, costs, own = options or {}, costs or {}, own or {}
+  given = {name: default for name, (_, default, _) in _FLAGS.items()} | given
+  folder = None if given["out"] is None else _free(Path(given["out"]))
   try:
-    plan = _make(schedule, table, options, costs, own)
+    plan = _make(given["schedule"], given["table"], options, costs, own)
     if plan.slots * plan.devices > _MOST_CELLS:
       raise ValueError(
         f"{plan.name} has {plan.slots} slots on {plan.devices} devices, too"
         " many to be drawn: is there a misprint?"
       )
-    validate.validate(plan, max_in_flight=max_in_flight, transfers=transfers)
+    limits = {name: given[name] for name in ("max_in_flight", "transfers")}
+    validate.validate(plan, **limits)
     run, cost = None, None
-    if measured is not None:
-      run = spans.from_json(files.read_text(Path(measured)))
+    if given["measured"] is not None:
+      run = spans.from_json(files.read_text(Path(given["measured"])))
       cost = None if costs or own else spans.costs(plan, run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)
+    weights = given["weights"]
     if weights is None:
       weights = "latest" if plan.flush else _WEIGHTS.get(plan.name, "stash")
     facts = analyze.analyze(plan, cost, weights=weights)

@@ -159,10 +159,8 @@ def _speed(rounds, peer):
     def measure(where, open_engine):
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
-          work = {
-            "alone": functools.partial(alone, table.microbatches),
-            "engine": _repeated(engine),
-          }
+          base = functools.partial(alone, table.microbatches)
+          work = {"alone": base, "engine": _repeated(engine)}
           base, mine = turns.take_turns(work, rounds).values()
         printed.row(*_cells(f"{name}, {where}", bound, base, mine))
 

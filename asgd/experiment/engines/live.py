@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy as np
 from asgd import base, simulator
 from asgd.experiment import checks, claim, engines, live_figures, live_files
 from asgd.experiment.engines import live_clusters, parameter_server
-from asgd.experiment.engines.live_news import ShardNews
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Run, Setting
@@ -109,6 +108,65 @@ def check_machine(
     ) from error
   if ray:
     check_ray(machine.address, allow_network=machine.allow_network)
+
+
+class ShardNews:
+  """Turns what shards say of themselves into lines, each once."""
+
+  def __init__(
+    self, live: live_clusters.LiveRun, message: int, *, resumed: bool
+  ):
+    """Starts with nothing told of a cell that had received so many messages;
+    `resumed` if its journals held something."""
+    self._workers, self._message = live.setup.workers, message
+    self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
+    self._resumed = resumed
+    self._gathers = live.setup.together and not message
+    self._in_memory = (live.memory / "shard-0" / "messages").exists()
+
+  def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines that are new, from the status of each shard."""
+    news = []
+    if self._resumed:
+      self._resumed = False
+      news.append(self._going_on(status))
+      self._rollbacks = [shard["rollback"] for shard in status]
+    for index, shard in enumerate(status):
+      back = shard["rollback"]
+      if back in (None, self._rollbacks[index]):
+        continue
+      self._rollbacks[index] = back
+      of = f"shard {index} " if len(status) > 1 else ""
+      news.append(
+        f"{of}rolled back {back.updates} updates, to message"
+        f" {back.message}{_why(back)}"
+      )
+    if self._gathers and status[0]["received"]:
+      self._gathers, there = False, len(status[0]["workers"])
+      # At the end of a short run they have left already.
+      if there < self._workers and not status[0]["stopped"]:
+        news.append(
+          f"it began with only {there} of {self._workers} workers; the others"
+          " may still come"
+        )
+    return news
+
+  def _going_on(self, status):
+    at = f"going on at message {self._message}, from"
+    back = [shard["rollback"] for shard in status if shard["rollback"]]
+    if not back:
+      # Everything since the checkpoint, if there is one, was without effect.
+      return f"{at} {'shared memory' if self._in_memory else 'the trace'}"
+    undone = sum(rollback.updates for rollback in back)
+    source = f"the checkpoint of message {back[0].message}"
+    if not back[0].row:
+      source = "the beginning, as there is no checkpoint"
+    of = f" of {len(back)} shards" if len(back) > 1 else ""
+    return f"{at} {source}: {undone} updates{of} rolled back{_why(back[0])}"
+
+
+def _why(rollback):
+  return f" ({rollback.why})" if rollback.why else ""
 
 
 class LiveEngine(engines.Engine):
