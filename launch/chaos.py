@@ -18,7 +18,7 @@ again nothing is done, and no time is counted.
   term     SIGTERM to a worker, as a preemption notice
   driver   SIGKILL to the driver, which is started again with the same command
 
-Then the run ends in peace, and each of its cells is audited (`launch.audit`):
+Then the run ends in peace, and each cell is audited (`asgd.experiment.audit`):
 every job received once, every acknowledged message an update and a row of the
 records, every death in the trace one of these, the order allowed, the replay
 the same to the bit, and no process and no memory left behind.

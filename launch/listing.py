@@ -14,7 +14,7 @@ from pipeline import schedules
 _WIDTH = 79
 
 
-def _options(maker: Callable, known: Any = None) -> str:
+def _options(maker: Callable, known: Any) -> str:
   """The options of a maker with their defaults; of those that are `known`, also
   what must be given."""
   parts = []

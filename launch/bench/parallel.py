@@ -153,9 +153,6 @@ def reductions() -> dict[str, Contestant]:
   }
 
 
-# Collectives.
-
-
 def shapes(devices: int) -> dict[str, dict[str, int]]:
   """The mesh of each collective that fits so many devices."""
   fits = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})

@@ -182,9 +182,6 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
   return base.Records(**columns)
 
 
-# Threads.
-
-
 def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
@@ -235,9 +232,6 @@ def thread_cluster(
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
   )
-
-
-# Ray.
 
 
 def _remote_plan(config, dataset, cell) -> ServerPlan:
