@@ -34,8 +34,7 @@ def get_config(arg=None):
     pipeline=dict(asgd, title="PipeDream, 4 stages", **stages),
     mesh=dict(devices, optimizer=optimizer, title="8 devices in step"),
   )
-  # In this order in tables, not in that of the alphabet.
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # in order
   config.workers = (4,)
   config.batch_size = 16
   config.examples = 7680  # 480 gradients

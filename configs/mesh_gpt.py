@@ -34,9 +34,8 @@ def get_config(arg=None):
   config.batch_size = 32
   config.examples = 6400  # 200 updates
   config.learning_rate = 3e-3
-  config.learning_rate_schedule = dict(
-    warmup_examples=640, decay_examples=(5120,)
-  )
+  rates = dict(warmup_examples=640, decay_examples=(5120,))
+  config.learning_rate_schedule = rates
   config.clip_norm = 1.0
   config.curvature_checks = 0
   config.evaluation_examples = 64

@@ -33,9 +33,8 @@ def get_config(arg=None):
   config.batch_size = 64
   config.examples = 10240  # 160 updates
   config.learning_rate = 0.02
-  config.learning_rate_schedule = dict(
-    warmup_examples=2560, decay_examples=(7680,)
-  )
+  rates = dict(warmup_examples=2560, decay_examples=(7680,))
+  config.learning_rate_schedule = rates
   config.clip_norm = 1.0
   config.curvature_checks = 0
   config.evaluations = 8

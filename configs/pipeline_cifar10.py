@@ -31,9 +31,8 @@ def get_config(arg=None):
   config.batch_size = 16  # of a microbatch
   config.examples = 10240  # 80 updates of 8 microbatches
   config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
-  config.learning_rate_schedule = dict(
-    warmup_examples=1024, decay_examples=(8192,)
-  )
+  rates = dict(warmup_examples=1024, decay_examples=(8192,))
+  config.learning_rate_schedule = rates
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
@@ -45,8 +44,7 @@ def get_config(arg=None):
     gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )
-  # In this order in tables, not in that of the alphabet.
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # in order
   config.curvature_checks = 0
   config.evaluations = 8
   config.evaluation_examples = 2000

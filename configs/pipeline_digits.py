@@ -48,8 +48,7 @@ def get_config():
     gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),
   )
-  # In this order in tables, not in that of the alphabet.
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # in order
   config.curvature_checks = 0
   config.on_nan = "record"
   return config.lock()

@@ -83,11 +83,9 @@ def get_config(arg=None):
   config.examples = 2560  # 80 updates of 8 microbatches
   config.learning_rate = 0.00125  # of one microbatch: GPipe takes 8 times that
   config.clip_norm = 1.0
-  config.learning_rate_schedule = dict(
-    warmup_examples=256, decay_examples=(2048,)
-  )
-  # In this order in tables, not in that of the alphabet.
-  config.runs = ml_collections.ConfigDict(_runs(), sort_keys=False)
+  rates = dict(warmup_examples=256, decay_examples=(2048,))
+  config.learning_rate_schedule = rates
+  config.runs = ml_collections.ConfigDict(_runs(), sort_keys=False)  # in order
   config.curvature_checks = 0
   config.evaluations = 5
   config.checkpoint_seconds = 60.0

@@ -11,9 +11,9 @@ _COMMANDS = (
 
 def _summary(name: str) -> str:
   """The first line of a command's docstring."""
-  path = Path(__file__).parent / f"{name}.py"
-  if not path.exists():
-    path = Path(__file__).parent / name / "__main__.py"
+  here = Path(__file__).parent
+  folder = here / name
+  path = folder / "__main__.py" if folder.is_dir() else here / f"{name}.py"
   docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
   return docstring.partition("\n")[0]
 

@@ -18,7 +18,7 @@ again nothing is done, and no time is counted.
   term     SIGTERM to a worker, as a preemption notice
   driver   SIGKILL to the driver, which is started again with the same command
 
-Then the run ends in peace, and each of its cells is audited (`launch.audit`):
+Then the run ends in peace, and each cell is audited (`asgd.experiment.audit`):
 every job received once, every acknowledged message an update and a row of the
 records, every death in the trace one of these, the order allowed, the replay
 the same to the bit, and no process and no memory left behind.
@@ -47,12 +47,7 @@ from asgd.orders.trace import Event, follow
 from launch import flags
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
-_SIGNALS = {
-  "worker": signal.SIGKILL,
-  "shard": signal.SIGKILL,
-  "hang": signal.SIGSTOP,
-  "term": signal.SIGTERM,
-}
+_SIGNALS = {"hang": signal.SIGSTOP, "term": signal.SIGTERM}  # others: SIGKILL
 _LOOK = 0.05  # seconds between two looks at the run
 _ENDING = 20.0  # seconds for processes to end
 
@@ -69,10 +64,6 @@ _F = flags.define(
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
   }
 )
-
-
-class _Hung(Exception):
-  """The run stands still."""
 
 
 def _say(text):
@@ -98,13 +89,13 @@ def _alive(running) -> list[int]:
 class Victim:
   """A run of `launch.train`, and what is done to it."""
 
-  def __init__(self, out: Path, arguments: list[str]):
-    """Starts it, with the folder of its results and the arguments."""
-    self._out, self._arguments = out, arguments
+  def __init__(self, out: Path, command: list[str]):
+    """Starts it, with the folder of its results and the command."""
+    self._out, self._command = out, command
     self.failures: list[audit.Failure] = []
-    self._memories: set[Path] = set()
-    self._processes: set[tuple[int, str]] = set()  # (number, when started)
-    self._journal: tuple[int, int] = (0, 0)  # how many, bytes
+    self.memories: set[Path] = set()
+    self.processes: set[tuple[int, str]] = set()  # (number, when started)
+    self._journal = 0, 0  # how many there are, bytes
     self._moved = time.monotonic()
     self._run: tuple[int, str] | None = None  # driver, cell
     self._rows, self._works = 0, False  # before it; a message has come since
@@ -112,17 +103,14 @@ class Victim:
 
   def _start(self):
     # In a session of its own, or Ctrl-C would interrupt it, too, and not once.
-    self.process = subprocess.Popen(
-      [sys.executable, "-m", "launch.train", *self._arguments],
-      start_new_session=True,
-    )
+    self.process = subprocess.Popen(self._command, start_new_session=True)
 
   def _cell(self) -> tuple[str, Path] | None:
     """Returns name and memory of the cell that is run now."""
     for path in sorted(self._out.glob(f"cells/*/{claim.RUNNING}")):
       owner = claim.read(path.parent)
       if owner and owner.driver == self.process.pid:
-        self._memories.add(owner.memory)
+        self.memories.add(owner.memory)
         return path.parent.name, owner.memory
     return None
 
@@ -131,7 +119,7 @@ class Victim:
     pids = processes.pids(memory)
     for pid in (*pids["worker"].values(), *pids["shard"].values()):
       with contextlib.suppress(OSError):
-        self._processes.add((pid, processes.stat(pid)[1]))
+        self.processes.add((pid, processes.stat(pid)[1]))
     return pids
 
   def _events(self, cell: str) -> list[Event]:
@@ -153,13 +141,16 @@ class Victim:
     return self._works
 
   def check(self) -> None:
-    """Raises _Hung if nothing has happened for long."""
+    """Raises flags.Failed if nothing has happened for long."""
     journals = list(self._out.glob("cells/*/trace-*.csv"))
     seen = len(journals), sum(path.stat().st_size for path in journals)
     if seen != self._journal:
       self._journal, self._moved = seen, time.monotonic()
     if time.monotonic() - self._moved > _F["patience"].value:
-      raise _Hung
+      raise flags.Failed(
+        f"chaos: nothing has happened for {_F['patience'].value:g} s; the run"
+        f" in {self._out} has hung"
+      )
 
   def fail(self, kind: str, rng: random.Random) -> bool:
     """Does something; False if no such process is running now."""
@@ -183,10 +174,9 @@ class Victim:
     if not running:
       return False
     index = rng.choice(sorted(running))
-    os.kill(running[index], _SIGNALS[kind])
+    os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
     _say(f"{kind}: {victims} {index} of {cell}")
-    after = self._events(cell)
-    dead, coming = (), None
+    after, dead, coming = self._events(cell), (), None
     if kind != "shard":
       ledger = follow(before)
       if index not in ledger.present:  # it was on its way; has it come?
@@ -196,9 +186,8 @@ class Victim:
         dead = ((index, holder),)
       else:
         coming = index, holder + 1
-    self.failures.append(
-      audit.Failure(kind, cell, index, dead, len(before), len(after), coming)
-    )
+    rows = len(before), len(after)
+    self.failures.append(audit.Failure(kind, cell, index, dead, *rows, coming))
     return True
 
   def _kill_driver(self, cell, before, pids):
@@ -208,17 +197,11 @@ class Victim:
     self._start()
     # Its processes work on until they notice.
     old = {p for k in pids.values() for p in k.values()}
-    _alive([process for process in self._processes if process[0] in old])
+    _alive([process for process in self.processes if process[0] in old])
     after = self._events(cell)
     dead = tuple(sorted(follow(after).holders.items()))
-    self.failures.append(
-      audit.Failure("driver", cell, 0, dead, len(before), len(after))
-    )
-
-  def left(self) -> tuple[list[Path], list[int]]:
-    """Returns (memory, processes) that are left when it has ended."""
-    alive = _alive(self._processes)  # Ray takes its time
-    return sorted(path for path in self._memories if path.exists()), alive
+    rows = len(before), len(after)
+    self.failures.append(audit.Failure("driver", cell, 0, dead, *rows))
 
   def end(self) -> None:
     """Ends whatever runs."""
@@ -228,7 +211,7 @@ class Victim:
         self.process.wait(60.0)
       self.process.kill()
       self.process.wait()
-      for memory in self._memories:
+      for memory in self.memories:
         processes.end_all(memory)
 
 
@@ -308,52 +291,38 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
 def _report(exp, out, victim, kinds) -> bool:
   """Prints what was done and what came of it; whether all is well."""
   print(f"\n{summary(kinds, victim.failures)}\n")
-  rows, fine = [], True
+  data_dir, fine = _TRAINING["data_dir"].value, True
   for cell in exp.cells:
+    plan, place = exp.plan(cell), out / "cells" / cell.name
     failures = [f for f in victim.failures if f.cell == cell.name]
-    place = out / "cells" / cell.name
-    for finding in audit.findings(
-      exp.plan(cell), place, failures, data_dir=_TRAINING["data_dir"].value
-    ):
-      how = "ok" if finding.well else "FAILED"
-      rows.append([cell.name, finding.what, how, finding.text])
+    for finding in audit.findings(plan, place, failures, data_dir=data_dir):
+      _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
       fine &= finding.well
-  memory, alive = victim.left()
-  left = [f"memory {path}" for path in memory]
+  alive = _alive(victim.processes)  # Ray takes its time
+  left = [f"memory {path}" for path in sorted(victim.memories) if path.exists()]
   left += [f"process {pid}" for pid in alive]
-  rows.append(["", "left", "FAILED" if left else "ok", ", ".join(left) or "-"])
-  print(_table(["cell", "check", "", "found"], rows))
+  _print_finding("left behind", ", ".join(left) or "nothing", not left)
   return fine and not left
 
 
-def _table(header, rows):
-  widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-  lines = [
-    "  ".join(map(str.ljust, row, widths)).rstrip() for row in [header, *rows]
-  ]
-  lines.insert(1, "-" * max(map(len, lines)))
-  return "\n".join(lines)
+def _print_finding(what, text, well):
+  print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
 
 
 def main() -> None:
   """Runs, disturbs, audits."""
   _check_flags()
-  engine, workdir = _TRAINING["engine"].value, _TRAINING["workdir"].value
+  engine = _TRAINING["engine"].value
   kinds = _check_kinds(engine)
   exp = build(
     flags.load_config("configs/digits.py", engine),
     engines=flags.ENGINES,
     data_dir=_TRAINING["data_dir"].value,
   )
-  out = Path(workdir or flags.free_folder(f"{flags.config_name()}-chaos"))
-  victim = Victim(out, flags.training_arguments(_TRAINING, out))
+  out, command = flags.training_command("chaos")
+  victim = Victim(out, command)
   try:
     _inject(victim, kinds, random.Random(_F["seed"].value))
-  except _Hung:
-    raise flags.Failed(
-      f"chaos: nothing has happened for {_F['patience'].value:g} s; the run in"
-      f" {out} has hung"
-    ) from None
   finally:
     victim.end()
   if victim.process.returncode:

@@ -21,7 +21,6 @@ trains a config before, as launch.train does with the same flags.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 
 from asgd.experiment import comparison, folder, storage
@@ -38,18 +37,19 @@ _F = flags.define(
 _EARLY = 0.05  # of the messages, from where on it is said
 
 
-def _picture(draw, stem):
+def _draw(draw, *what):
   """Draws; says where the picture is, or what is missing."""
+  stem = what[-1]
   try:
-    draw()
+    draw(*what)
+    print(f"picture  {stem}.png, .svg; its numbers {stem}.csv")
   except ImportError:
-    return f"picture  not drawn: pip install -e '.[viz]'; {stem}.csv"
-  return f"picture  {stem}.png, .svg; its numbers {stem}.csv"
+    print(f"picture  not drawn: pip install -e '.[viz]'; {stem}.csv")
 
 
 def _compare_cell(place, out):
-  """Says what came of a cell and writes it down."""
-  other = _F["durations_of"].value
+  """Says what came of a cell and writes it down, by default in its folder."""
+  out, other = out or place, _F["durations_of"].value
   both = comparison.compare(
     place,
     durations_of=Path(other) if other else None,
@@ -71,7 +71,7 @@ def _compare_cell(place, out):
       f"note: {early} of {messages} messages came before all workers were"
       " there: what is counted from the first ticket depends on that"
     )
-  print(_picture(lambda: comparison.draw(both, stem), stem))
+  _draw(comparison.draw, both, stem)
   return both
 
 
@@ -82,31 +82,18 @@ def _compare_all(workdir, out):
   if not live:
     raise ValueError(f"{workdir} holds no finished live cell to be compared")
   places = [workdir / "cells" / name for name in live]
-  cells = [
-    _compare_cell(place, out / place.name if out else place) for place in places
-  ]
+  cells = [_compare_cell(place, out and out / place.name) for place in places]
   if len(cells) == 1:
     return
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
   rows = comparison.race(cells, loss)
   storage.write_csv(stem.with_suffix(".csv"), rows)
   print(f"\n{comparison.race_table(rows, loss)}")
-  print(_picture(lambda: comparison.draw_race(cells, loss, stem), stem))
-
-
-def _train() -> Path:
-  """Trains what the flags describe; returns the folder."""
-  workdir = _TRAINING["workdir"].value
-  place = Path(workdir or flags.free_folder(f"{flags.config_name()}-compare"))
-  arguments = flags.training_arguments(_TRAINING, place)
-  status = subprocess.run([sys.executable, "-m", "launch.train", *arguments])
-  if status.returncode:
-    raise flags.Failed("compare: launch.train did not end well")
-  return place
+  _draw(comparison.draw_race, cells, loss, stem)
 
 
 def main(place: str | None = None) -> None:
-  """Compares the cell or the experiment that is named."""
+  """Compares the cell or the experiment that is named, or trains one before."""
   config = flags.has_config()
   if place is not None and config:
     raise ValueError(f"{place} brings its own config; drop --config")
@@ -116,11 +103,16 @@ def main(place: str | None = None) -> None:
       " that launch.train made, or --config=FILE to train one"
     )
   out = Path(_F["out"].value) if _F["out"].value else None
-  where = Path(place) if place else _train()
+  if config:
+    where, command = flags.training_command("compare")
+    if subprocess.run(command).returncode:
+      raise flags.Failed("compare: launch.train did not end well")
+  else:
+    where = Path(place)
   if (where / "cells").is_dir():
     _compare_all(where, out)
   else:
-    _compare_cell(where, out or where)
+    _compare_cell(where, out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ medians that were measured, unless times are given.
 """
 
 import collections
+import contextlib
 import inspect
 import shutil
 import sys
@@ -36,6 +37,7 @@ from pipeline.table import Schedule, ScheduleError
 
 _MOST_CELLS = 2_000_000  # slots x devices
 _TERMINAL = 160  # columns, where there is no terminal
+_CONSTANTS = {"true": True, "false": False, "none": None}
 _COSTS = {
   "forward": "Time of a forward (1).",
   "backward": "Time of a backward (that of input + weight).",
@@ -54,22 +56,15 @@ _SCHEDULES = {
   for name, maker in schedules.SCHEDULES.items()
   if "rule" not in inspect.signature(maker).parameters
 }
-
-
+_WEIGHTS_HELP = (
+  f"Which weights are read: {', '.join(analyze.WEIGHTS)}. Default: latest"
+  " with a flush, and without what the schedule's paper has, or stash."
+)
 _FLAGS = {  # kind, default, help
   "schedule": (str, None, f"One of {', '.join(sorted(_SCHEDULES))}."),
   "table": (str, None, "FILE.txt, .csv or .json of a table."),
-  "weights": (
-    str,
-    None,
-    f"Which weights are read: {', '.join(analyze.WEIGHTS)}. Default: latest"
-    " with a flush, and without what the schedule's paper has, or stash.",
-  ),
-  "transfers": (
-    str,
-    "buffered",
-    "Or rendezvous: sends wait for the other side, which must not deadlock.",
-  ),
+  "weights": (str, None, _WEIGHTS_HELP),
+  "transfers": (str, "buffered", "Or rendezvous: sends wait for receives."),
   "measured": (str, None, "FILE.json of spans of a run."),
   "out": (str, None, "Folder to write to. Default: none."),
   "max_in_flight": (int, None, "Refuse more forwards than that on a device."),
@@ -83,14 +78,11 @@ def _value(text: str) -> Any:
   text = text.strip()
   if "," in text:
     return [_value(part) for part in text.rstrip(",").split(",")]
-  constants = {"true": True, "false": False, "none": None}
-  if text.lower() in constants:
-    return constants[text.lower()]
+  if text.lower() in _CONSTANTS:
+    return _CONSTANTS[text.lower()]
   for number in (int, float):
-    try:
+    with contextlib.suppress(ValueError):
       return number(text)
-    except ValueError:
-      pass
   return text
 
 
@@ -148,14 +140,6 @@ def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
   return table
 
 
-def _crop(text: str, columns: int) -> str:
-  lines = text.splitlines()
-  return "\n".join(
-    line if len(line) <= columns else line[: columns - 4] + " ..."
-    for line in lines
-  )
-
-
 def _free(folder: Path) -> Path:
   """Returns a folder that holds nothing but what is written here."""
   if folder.exists() and not folder.is_dir():
@@ -177,21 +161,16 @@ def _write(folder: Path, drawn: drawing.Drawing) -> str:
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in texts.items():
     storage.write_atomically(folder / name, text)
-  timing, paths = (
-    drawn.facts.timing,
-    (folder / "gantt.png", folder / "gantt.svg"),
-  )
-  picture = f"{paths[0]}, .svg"
+  paths = folder / "gantt.png", folder / "gantt.svg"
+  timing, picture = drawn.facts.timing, f"{paths[0]}, .svg"
   try:
     render.gantt(drawn.table, timing, *paths, measured=drawn.measured)
   except ImportError as error:
     picture = f"not drawn: {error}"
   return (
     f"picture  {picture}\n"
-    f"table    {folder}/grid.txt, {folder}/schedule.csv,"
-    f" {folder}/schedule.json\n"
-    f"times    {folder}/analysis.txt, and {folder}/trace.json for"
-    " https://ui.perfetto.dev"
+    f"table    {folder}/grid.txt, schedule.csv, schedule.json\n"
+    f"times    {folder}/analysis.txt; trace.json is for https://ui.perfetto.dev"
   )
 
 
@@ -212,34 +191,31 @@ def _make(schedule, table, options, costs, own) -> Schedule:
 
 def main(
   *,
-  schedule: str | None = None,
-  table: str | None = None,
   options: Mapping[str, str] | None = None,
   costs: Mapping[str, str] | None = None,
   own: Mapping[str, str] | None = None,
-  weights: str | None = None,
-  transfers: str = "buffered",
-  max_in_flight: int | None = None,
-  measured: str | None = None,
-  out: str | None = None,
+  **given: Any,
 ) -> None:
   """Draws the table that the flags describe; `_FLAGS` says what each is."""
-  options, costs, own = dict(options or {}), dict(costs or {}), dict(own or {})
-  folder = None if out is None else _free(Path(out))
+  options, costs, own = options or {}, costs or {}, own or {}
+  given = {name: default for name, (_, default, _) in _FLAGS.items()} | given
+  folder = None if given["out"] is None else _free(Path(given["out"]))
   try:
-    plan = _make(schedule, table, options, costs, own)
+    plan = _make(given["schedule"], given["table"], options, costs, own)
     if plan.slots * plan.devices > _MOST_CELLS:
       raise ValueError(
         f"{plan.name} has {plan.slots} slots on {plan.devices} devices, too"
         " many to be drawn: is there a misprint?"
       )
-    validate.validate(plan, max_in_flight=max_in_flight, transfers=transfers)
+    limits = {name: given[name] for name in ("max_in_flight", "transfers")}
+    validate.validate(plan, **limits)
     run, cost = None, None
-    if measured is not None:
-      run = spans.from_json(files.read_text(Path(measured)))
+    if given["measured"] is not None:
+      run = spans.from_json(files.read_text(Path(given["measured"])))
       cost = None if costs or own else spans.costs(plan, run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)
+    weights = given["weights"]
     if weights is None:
       weights = "latest" if plan.flush else _WEIGHTS.get(plan.name, "stash")
     facts = analyze.analyze(plan, cost, weights=weights)
@@ -251,8 +227,10 @@ def main(
       print(grid, file=sys.stderr)
     raise ValueError(reason) from None
   columns = shutil.get_terminal_size((_TERMINAL, 24)).columns
-  print(_crop(table_lib.to_text(plan), columns), end="\n\n")
+  for line in table_lib.to_text(plan).splitlines():
+    print(line if len(line) <= columns else line[: columns - 4] + " ...")
   width = max(columns - len(str(plan.devices)) - 4, 20)
+  print()
   print(render.to_text(plan, facts.timing, columns=width))
   print(description)
   if folder is not None:
@@ -274,17 +252,12 @@ def _define():
     return {n: v for n in names_ if (v := holders[n].value) is not None}
 
   def call():
-    options, extra = values(takers), _pairs("options", holders["options"].value)
+    given, options = values(_FLAGS), values(takers)
+    extra = _pairs("options", given.pop("options"))
+    own = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):
       raise ValueError(f"{both[0]} is given twice, in --options, too")
-    main(
-      **{
-        **values(_FLAGS),
-        "options": {**options, **extra},
-        "costs": values(_COSTS),
-        "own": _pairs("own", holders["own"].value),
-      }
-    )
+    main(options=options | extra, costs=values(_COSTS), own=own, **given)
 
   return call
 

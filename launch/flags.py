@@ -8,6 +8,7 @@ file has it or not.
 """
 
 import ast
+import itertools
 import logging as std_logging
 import os
 import re
@@ -43,7 +44,7 @@ def fail(message: object) -> NoReturn:
 
 
 class _ConfigParser(parsers.ConfigFileFlagParser):
-  """Loads a config file, and leaves overrides to `override`.
+  """Loads a config file, and leaves overrides to `schema.override`.
 
   ml_collections takes overrides of keys that a file spells out, in the type
   that they have there. Here every key of the command line is one, as text:
@@ -102,11 +103,8 @@ def config_name() -> str:
 
 def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
   """Returns the config that the flags describe, resolved; `engine` is for all
-  its runs, None as it has it. The error for no config names an `example`.
-
-  Raises:
-    ValueError: for anything wrong with its keys.
-  """
+  its runs, None as it has it. Raises ValueError for anything wrong with its
+  keys; that for no config names an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
   config = flags.FLAGS["config"].parser.config
@@ -122,36 +120,28 @@ def has_config() -> bool:
   return flags.FLAGS["config"].value is not None
 
 
-def training_arguments(
-  holders: Mapping[str, flags.FlagHolder], workdir: Path
-) -> list[str]:
-  """Returns the arguments with which launch.train does what the flags of
-  TRAINING say, with this folder of an experiment."""
+def training_command(suffix: str) -> tuple[Path, list[str]]:
+  """Returns a folder, and the command line of launch.train that does there what
+  the flags of TRAINING say. Without --workdir it is the next of
+  runs/CONFIG-SUFFIX-001, -002, ... that is not there."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
-  given = [f"--config={filename}"]
-  given += [f"--config.{key}={text}" for key, text in _overrides().items()]
-  for name in holders:
+  command = [sys.executable, "-m", "launch.train", f"--config={filename}"]
+  command += [f"--config.{key}={text}" for key, text in _overrides().items()]
+  for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:
-      given += flags.FLAGS[name].serialize().splitlines()
-  return [*given, f"--workdir={workdir}"]
-
-
-def free_folder(name: str) -> Path:
-  """Returns the next of runs/NAME-001, -002, ... that is not there."""
-  number = 1
-  while (folder := Path("runs") / f"{name}-{number:03d}").exists():
-    number += 1
-  return folder
+      command += flags.FLAGS[name].serialize().splitlines()
+  name = f"{config_name()}-{suffix}"
+  numbered = (Path("runs") / f"{name}-{n:03d}" for n in itertools.count(1))
+  free = (folder for folder in numbered if not folder.exists())
+  folder = Path(flags.FLAGS["workdir"].value or next(free))
+  return folder, [*command, f"--workdir={folder}"]
 
 
 def define(
   table: Mapping[str, tuple[type | Sequence[str], Any, str]],
 ) -> dict[str, flags.FlagHolder]:
-  """Defines flags from a table: name -> (kind, default, help).
-
-  Args:
-    table: a kind is str, int, float, bool, list, or the names of an enum.
-  """
+  """Defines flags from a table: name -> (kind, default, help). A kind is str,
+  int, float, bool, list, or the names of an enum."""
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
@@ -170,19 +160,13 @@ def define(
   return holders
 
 
-# Of every command that trains.
-TRAINING = {
-  "workdir": (
-    str,
-    None,
-    "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
-    " experiment or the next that is free.",
-  ),
-  "data_dir": (
-    str,
-    None,
-    "The dataset's folder or file. Default: look for it.",
-  ),
+_WORKDIR = (
+  "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
+  " experiment or the next that is free."
+)
+TRAINING = {  # of every command that trains
+  "workdir": (str, None, _WORKDIR),
+  "data_dir": (str, None, "Folder or file of the data. Default: look for it."),
   "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
   "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
   "grace_seconds": (float, 20.0, "For live workers to finish when stopped."),
@@ -190,7 +174,7 @@ TRAINING = {
   "allow_network": (
     bool,
     False,
-    "Let Ray listen beyond this machine; see Security in the README.",
+    "Let Ray listen beyond this machine (README).",
   ),
 }
 
@@ -214,14 +198,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
 
 
 def run(main: Callable[..., None], *, words: int = 0) -> None:
-  """Parses flags and runs main; user errors become one line, not a trace.
+  """Parses flags and runs main with the arguments that are no flags, so many
+  `words` at most; user errors become one line, not a trace.
 
   A ValueError or OSError is the user's; anything else is ours and keeps its
   traceback. With ASGD_TRACEBACK set in the environment, so do the user's.
-
-  Args:
-    main: called with the words.
-    words: how many arguments that are no flags the command takes at most.
   """
 
   def guarded(argv):

@@ -1,5 +1,6 @@
 """What there is to choose from: recipes, schedules, engines, models, data."""
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from pipeline import schedules
 _WIDTH = 79
 
 
-def _options(maker: Callable, known: Any = None) -> str:
+def _options(maker: Callable, known: Any) -> str:
   """The options of a maker with their defaults; of those that are `known`, also
   what must be given."""
   parts = []
@@ -25,14 +26,11 @@ def _options(maker: Callable, known: Any = None) -> str:
 
 
 def _entry(name: str, summary: str, options: str = "") -> str:
-  text = f"{name}: {summary}" if summary else name
-  lines = textwrap.wrap(
-    text, _WIDTH, initial_indent="  ", subsequent_indent="    "
+  wrap = functools.partial(
+    textwrap.wrap, width=_WIDTH, subsequent_indent=" " * 4
   )
-  lines += textwrap.wrap(
-    options, _WIDTH, initial_indent="    ", subsequent_indent="    "
-  )
-  return "\n".join(lines)
+  lines = wrap(f"{name}: {summary}" if summary else name, initial_indent="  ")
+  return "\n".join(lines + wrap(options, initial_indent=" " * 4))
 
 
 def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
@@ -46,28 +44,20 @@ def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
 
 
 def _settings(node: Any) -> str:
-  return ", ".join(
-    f"{key}={schema.default_of(inner)!r}"
-    for key, inner in schema.keys_of(node).items()
-  )
+  keys = schema.keys_of(node).items()
+  return ", ".join(f"{key}={schema.default_of(below)!r}" for key, below in keys)
 
 
 def text(engines: Mapping[str, Any]) -> str:
   """Returns everything that a config may name, with its options, those of
   engines by their names."""
+  of_engines = []
+  for name, kind in engines.items():
+    lists = {key: _settings(node) for key, node in kind.sections.items()}
+    known = "; ".join(f"{key}: {keys}" for key, keys in lists.items() if keys)
+    of_engines.append(_entry(name, "", known))
   sections = {
-    "engines (--engine, or engine of a run)": [
-      _entry(
-        name,
-        "",
-        "; ".join(
-          f"{section}: {_settings(node)}"
-          for section, node in kind.sections.items()
-          if schema.keys_of(node)
-        ),
-      )
-      for name, kind in engines.items()
-    ],
+    "engines (--engine, or engine of a run)": of_engines,
     "recipes (recipe of a run)": _entries(
       algorithms.RECIPES, algorithms.options
     ),

@@ -16,6 +16,7 @@ is kept for the backward. `asgd.parallel.strategies` lists the assumptions.
 Sizes are 10^9 bytes (GB); bandwidths 10^9 bytes a second, each way.
 """
 
+import contextlib
 import math
 import shutil
 from pathlib import Path
@@ -60,35 +61,28 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
 
 
 def size(text: str) -> float:
-  """Returns a number: 1.5e9, 350M, 1.5B.
-
-  Raises:
-    ValueError: for what is none, or less than 1.
-  """
+  """Returns a number: 1.5e9, 350M, 1.5B. Raises ValueError for what is none, or
+  less than 1."""
   text = text.strip()
   unit = _UNITS.get(text[-1:].upper())
-  try:
+  with contextlib.suppress(ValueError):
     value = float(text[:-1]) * unit if unit else float(text)
-  except ValueError:
-    value = math.nan
-  if not 1 <= value <= 1e18:
-    raise ValueError(
-      "--params must be a positive number such as 1.5e9, 350M or 1.5B, not"
-      f" {text!r}"
-    )
-  return value
+    if 1 <= value <= 1e18:
+      return value
+  raise ValueError(
+    "--params must be a positive number such as 1.5e9, 350M or 1.5B, not"
+    f" {text!r}"
+  )
 
 
 def _examples(config) -> int:
   """The most examples of a step, over the runs of a config."""
-  most = 0
+  counts = []
   for run in schema.runs(config, flags.ENGINES).values():
-    count = run.config["batch_size"]
-    count *= max(flags.ENGINES[run.engine].workers(run))
-    if run.engine == "pipeline":
-      count *= run.config["pipeline"]["microbatches"]
-    most = max(most, count)
-  return most
+    workers = max(flags.ENGINES[run.engine].workers(run))
+    pieces = run.config.get("pipeline", {}).get("microbatches", 1)
+    counts.append(run.config["batch_size"] * workers * pieces)
+  return max(counts)
 
 
 def _positive(flag, value, most=math.inf, *, or_zero=False):
@@ -125,6 +119,9 @@ def _hardware(given) -> strategies.Hardware:
 
 
 def _options(given, batch: int) -> workloads.TrainingOptions:
+  """How it is trained; `batch` examples in a step, unless --batch says."""
+  if given["batch"] is not None:
+    batch = _positive("batch", given["batch"], _MOST_BATCH)
   names.lookup("optimizer", given["optimizer"], memory.OPTIMIZERS)
   names.lookup("precision", given["precision"], memory.PRECISIONS)
   names.lookup("kind of activations", given["activations"], memory.ACTIVATIONS)
@@ -157,17 +154,12 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
     if value is not None:
       _positive(name, value)
 
-  def options(batch):
-    if given["batch"] is not None:
-      batch = _positive("batch", given["batch"], _MOST_BATCH)
-    return _options(given, batch)
-
   if config is None:
     parameters = size(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
-    chosen = options(8 * given["devices"])
+    chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
-  chosen = options(_examples(config))
+  chosen = _options(given, _examples(config))
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
   name = f"{config['model']['name']} on {dataset.name}"
   return workloads.of_problem(problem, name, chosen), chosen
@@ -250,9 +242,9 @@ if __name__ == "__main__":
   _HOLDERS = flags.define(_FLAGS)
 
   def _run():
-    config = None
+    given = {name: holder.value for name, holder in _HOLDERS.items()}
     if flags.has_config():
-      config = flags.load_config("configs/pipeline_gpt.py")
-    main(config=config, **{k: f.value for k, f in _HOLDERS.items()})
+      given["config"] = flags.load_config("configs/pipeline_gpt.py")
+    main(**given)
 
   flags.run(_run)

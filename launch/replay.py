@@ -5,8 +5,6 @@
 (or WORKDIR, of one cell). The exit status is 1 if the parameters differ.
 """
 
-from absl import flags as absl_flags
-
 from asgd.experiment import replay
 from launch import flags
 
@@ -25,7 +23,5 @@ def main(folder: str | None = None, *, data_dir: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  _DATA_DIR = absl_flags.DEFINE_string(
-    "data_dir", None, "The dataset's folder or file. Default: look for it."
-  )
-  flags.run(lambda *words: main(*words, data_dir=_DATA_DIR.value), words=1)
+  _F = flags.define({"data_dir": flags.TRAINING["data_dir"]})
+  flags.run(lambda *words: main(*words, data_dir=_F["data_dir"].value), words=1)

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import flags as absl_flags
-
 from asgd import base
 from asgd import tracks as tracks_lib
 from asgd.experiment import live_files, storage
@@ -66,8 +64,9 @@ def _decisions(cell, shard, tracks):
   for start, end in live_files.served(cell.journals[shard], cell.spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   records = cell.records[shard]
-  keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
-  seen = dict(zip(keys, zip(records.update, records.staleness, strict=True)))  # noqa: B905
+  columns = records.worker, records.job, records.update, records.staleness
+  rows = zip(*(column.tolist() for column in columns), strict=True)
+  seen = {(worker, job): values for worker, job, *values in rows}
   of_shard = f" (shard {shard})" if len(cell.journals) > 1 else ""
   for row in cell.journals[shard]:
     name = base.ACTIONS[row.action]
@@ -86,7 +85,7 @@ def _decisions(cell, shard, tracks):
     if row.action == base.RECEIVE and (row.worker, row.job) in seen:
       values = seen[row.worker, row.job]
       for counter, value in zip(("version", "staleness"), values, strict=True):
-        args = {counter: int(value)}
+        args = {counter: value}
         yield event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
 
 
@@ -115,8 +114,8 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
     raise ValueError(f"--out={path} {what}: name a file in one that is")
   cell = live_files.read(place)
   timeline = events(cell)
-  content = storage.to_json(tracks_lib.document(timeline))
-  storage.write_atomically(path, content)
+  document = tracks_lib.document(timeline)
+  storage.write_atomically(path, storage.to_json(document))
   print(
     f"{len(timeline)} events in {path}: drop the file on https://ui.perfetto.dev"
     " (it stays on your machine), or open it at chrome://tracing"
@@ -129,7 +128,6 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  _OUT = absl_flags.DEFINE_string(
-    "out", None, "File to write. Default: timeline.json in the run's folder."
-  )
-  flags.run(lambda *words: main(*words, out=_OUT.value), words=1)
+  _HELP = "File to write. Default: timeline.json in the run's folder."
+  _F = flags.define({"out": (str, None, _HELP)})
+  flags.run(lambda *words: main(*words, out=_F["out"].value), words=1)

@@ -27,6 +27,7 @@ lists recipes, schedules, engines, models and datasets with their options.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -45,7 +46,6 @@ from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
 from launch import flags, listing
 
-EXAMPLE = "configs/digits.py"
 _CONFIG = flags.define_config()
 _F = flags.define(
   {
@@ -63,13 +63,6 @@ _F = flags.define(
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
-
-
-def _machine() -> Machine:
-  """Returns what the flags say of the machine."""
-  faults = [faults_lib.parse(text) for text in _F["fault"].value]
-  own = {f.name for f in dataclasses.fields(Machine)} & _F.keys()
-  return Machine(faults=faults, **{name: _F[name].value for name in own})
 
 
 def _jobs() -> int | str:
@@ -113,10 +106,8 @@ def _quieten_full_disks():
 
 def _check_mesh_only(runs, role):
   """Several processes train a mesh, and nothing else."""
-  if role.count == 1:
-    return
   for run in runs.values():
-    if run.engine != "mesh":
+    if role.count != 1 and run.engine != "mesh":
       raise ValueError(
         f"--num_processes={role.count} is for engine mesh, and"
         f" config.runs.{run.label} is of engine {run.engine}: choose runs with"
@@ -126,10 +117,10 @@ def _check_mesh_only(runs, role):
 
 def _start_float64(runs):
   """Turns on JAX's float64, which holds for all that a process computes."""
-  double = {
-    run.engine == "mesh" and run.config["mesh"]["precision"] == mesh_plan.DOUBLE
-    for run in runs.values()
-  }
+  precisions = (
+    r.config.get("mesh", {}).get("precision") for r in runs.values()
+  )
+  double = {precision == mesh_plan.DOUBLE for precision in precisions}
   if len(double) > 1:
     raise ValueError(
       f"config.mesh.precision {mesh_plan.DOUBLE} is for all runs of a command,"
@@ -137,15 +128,6 @@ def _start_float64(runs):
     )
   if True in double:
     jax.config.update("jax_enable_x64", True)
-
-
-def _build(config, measurements=None):
-  return build(
-    config,
-    engines=flags.ENGINES,
-    data_dir=_F["data_dir"].value,
-    measurements=measurements,
-  )
 
 
 def _check_address(runs):
@@ -161,23 +143,24 @@ def _check_address(runs):
     )
 
 
-def _check_machine(experiment, where):
+def _open(config):
+  """Builds the experiment and opens its folder; None where process 0 does."""
+  make = functools.partial(
+    build, config, engines=flags.ENGINES, data_dir=_F["data_dir"].value
+  )
+  experiment = processes.together(make)
+  text = json.dumps(experiment.config, sort_keys=True)
+  content = [np.frombuffer(text.encode(), np.uint8)]
+  processes.same("config", storage.digest(content))
+  processes.same("dataset", experiment.dataset_identity["sha256"])
+  faults = [faults_lib.parse(text) for text in _F["fault"].value]
+  own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
+  where = Machine(faults=faults, **{name: _F[name].value for name in own})
   plans = collections.defaultdict(list)
   for cell in experiment.cells:
     plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))
   for check, own in plans.items():
     check(experiment, own, where)
-
-
-def _open(config):
-  """Builds the experiment and opens its folder; None where process 0 does."""
-  experiment = processes.together(lambda: _build(config))
-  text = json.dumps(experiment.config, sort_keys=True)
-  content = [np.frombuffer(text.encode(), np.uint8)]
-  processes.same("config", storage.digest(content))
-  processes.same("dataset", experiment.dataset_identity["sha256"])
-  where = _machine()
-  _check_machine(experiment, where)
 
   given, name = _F["workdir"].value, flags.config_name()
   workdir = processes.together(
@@ -188,7 +171,7 @@ def _open(config):
   if workdir is not None:
     stored = folder.read_measurements(workdir)
     if stored is not None and stored != experiment.measurements:
-      experiment = _build(config, stored)
+      experiment = make(measurements=stored)
     print(f"data: {experiment.dataset.source}\nresults go to {workdir}")
   return experiment, workdir, where
 
@@ -202,8 +185,7 @@ def _train(config) -> None:
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
-      total,
-      describe=lambda engine, row: flags.ENGINES[engine].describe(row),
+      total, describe=lambda name, row: flags.ENGINES[name].describe(row)
     )
     naming = storage.naming_full_disks(workdir)
   _quieten_full_disks()
@@ -231,13 +213,9 @@ def main() -> None:
   if _F["list"].value:
     print(listing.text(flags.ENGINES))
     return
-  role = processes.role(
-    _F["num_processes"].value,
-    _F["process_id"].value,
-    _F["coordinator"].value,
-    _F["start_seconds"].value,
-  )
-  config = flags.load_config(EXAMPLE, _F["engine"].value)
+  of_role = "num_processes", "process_id", "coordinator", "start_seconds"
+  role = processes.role(*(_F[name].value for name in of_role))
+  config = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = schema_lib.runs(config, flags.ENGINES)
   _check_mesh_only(runs, role)
   _check_address(runs)
@@ -245,10 +223,9 @@ def main() -> None:
   _start_float64(runs)
   devices = None
   if role.count != 1:
-    kind = flags.ENGINES["mesh"]
     for run in runs.values():
-      kind.check(run)
-    devices = max(kind.devices(run) for run in runs.values())
+      mesh_plan.check(run)
+    devices = max(mesh_plan.devices_of(run) or 1 for run in runs.values())
   if role.supervises:
     processes.devices_of_each(devices, role.count)
     supervisor.supervise(role.count)

@@ -79,12 +79,20 @@ class FileSink(AppendOnlyFile, Sink):
     self._cut(min(count * RECORD.itemsize, self._size))
 
 
-def read_records(path: Path, start: int = 0) -> base.Records:
-  """Returns the records in a sink's file, from row `start` on."""
-  data = path.read_bytes() if path.exists() else b""
-  rows = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)[start:]
-  if not len(rows):
+def count_records(path: Path) -> int:
+  """Returns how many records a sink's file has; none if there is no file."""
+  return path.stat().st_size // RECORD.itemsize if path.exists() else 0
+
+
+def read_records(
+  path: Path, start: int = 0, end: int | None = None
+) -> base.Records:
+  """Returns the records in a sink's file, or only rows `start` to `end`, and
+  reads no more of the file."""
+  count = (count_records(path) if end is None else end) - start
+  if count <= 0:
     return simulator.concatenate([])
+  rows = np.fromfile(path, RECORD, count, offset=start * RECORD.itemsize)
   return base.Records(*(rows[name].copy() for name in base.Records._fields))
 
 

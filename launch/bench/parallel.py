@@ -37,14 +37,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from asgd import models
-from asgd.parallel import (
-  collectives,
-  costs,
-  data_parallel,
-  meshes,
-  tensor,
-  wait_free,
-)
+from asgd.parallel import collectives, costs, data_parallel, meshes, wait_free
+from asgd.parallel.tensor import column_dense, row_dense
 from launch.bench import turns
 from launch.bench.turns import Contestant
 
@@ -98,7 +92,7 @@ class _Mlp(nn.Module):
   def __call__(self, x):
     first, second = nn.Dense, nn.Dense
     if self.parallel:
-      first, second = tensor.column_dense, tensor.row_dense
+      first, second = column_dense, row_dense
     x = nn.gelu(first(4 * self.width, name="first")(x))
     return second(self.width, name="second")(x)
 
@@ -159,9 +153,6 @@ def reductions() -> dict[str, Contestant]:
   }
 
 
-# Collectives.
-
-
 def shapes(devices: int) -> dict[str, dict[str, int]]:
   """The mesh of each collective that fits so many devices."""
   fits = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})
@@ -192,22 +183,18 @@ def _sums(name, devices, size) -> tuple[Contestant, Contestant]:
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:
   """Returns what a collective costs for so many MB of float32, on one link."""
-  bytes_, grain = 4 * round(size * 1e6 / 4), 4
-  if name != "hierarchical":
-    return costs.COSTS[name](bytes_, devices, grain=grain)
-  shape = shapes(devices)[name]
-  return costs.add(*costs.hierarchical(bytes_, *shape.values(), grain=grain))
+  bytes_, shape = 4 * round(size * 1e6 / 4), shapes(devices)[name]
+  if name == "hierarchical":
+    return costs.add(*costs.hierarchical(bytes_, *shape.values(), grain=4))
+  return costs.COSTS[name](bytes_, devices, grain=4)
 
 
 def fit(
   small: tuple[costs.Cost, float], large: tuple[costs.Cost, float]
 ) -> costs.LinkSpeed:
-  """Returns the link on which two costs take these seconds.
-
-  Where the larger one takes longer than its share, or less time than the
-  smaller, no such link fits: the latency is 0 then, and only the larger one is
-  reproduced.
-  """
+  """Returns the link on which two costs take these seconds. There is none where
+  the larger one takes longer than its share, or less time than the smaller: the
+  latency is 0 then, and only the larger one is reproduced."""
   rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
   latency, inverse = np.linalg.solve(rounds, [t for _, t in (small, large)])
   if latency < 0 or inverse <= 0:
@@ -217,11 +204,8 @@ def fit(
 
 def measure(name: str, devices: int, size: float, rounds: int) -> np.ndarray:
   """Measures a collective of so many MB a device, taking turns with psum.
-
-  Returns:
-    float64[2, 2, rounds], seconds of the collective and of psum, each with the
-    sum in new memory and in place.
-  """
+  Returns float64[2, 2, rounds], seconds of the collective and of psum, each
+  with the sum in new memory and in place."""
   sums = _sums(name, devices, size)
   if name != "psum":
     sums += _sums("psum", devices, size)

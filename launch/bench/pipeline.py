@@ -96,13 +96,12 @@ def _arguments(table, layers, params, x, cuts):
     stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
     for a, b in itertools.pairwise(cuts)
   ]
-  extra = functools.partial(_input, x)
+
+  def extra(stage, microbatch):
+    del microbatch
+    return x if stage == 0 else ()
+
   return {"schedule": table, "parts": parts, "extra": extra}
-
-
-def _input(x, stage, microbatch):
-  del microbatch
-  return x if stage == 0 else ()
 
 
 def _stack_arguments(table):
@@ -160,10 +159,8 @@ def _speed(rounds, peer):
     def measure(where, open_engine):
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
-          work = {
-            "alone": functools.partial(alone, table.microbatches),
-            "engine": _repeated(engine),
-          }
+          base = functools.partial(alone, table.microbatches)
+          work = {"alone": base, "engine": _repeated(engine)}
           base, mine = turns.take_turns(work, rounds).values()
         printed.row(*_cells(f"{name}, {where}", bound, base, mine))
 
@@ -180,9 +177,9 @@ def _speed(rounds, peer):
 
 def _cells(name, bound, base, mine):
   """A row; ratios are turn by turn: what slows the machine slows both."""
-  times = (base, bound * base, mine)
-  times = (f"{1e3 * np.median(value):.0f}" for value in times)
-  return [name, *times, *turns.ratio_cells(base * bound / mine)]
+  medians = (1e3 * np.median(each) for each in (base, bound * base, mine))
+  ratios = turns.ratio_cells(base * bound / mine)
+  return [name, *(f"{ms:.0f}" for ms in medians), *ratios]
 
 
 def _peer(rounds, python):
@@ -214,10 +211,10 @@ def _table():
   times = [time.perf_counter()]
   table = schedules.one_f_one_b(64, 1024)
   times.append(time.perf_counter())
-  validate.validate(table)
-  times.append(time.perf_counter())
-  analyze.analyze(table)
-  make, check, analyse = np.diff([*times, time.perf_counter()])
+  for step in (validate.validate, analyze.analyze):
+    step(table)
+    times.append(time.perf_counter())
+  make, check, analyse = np.diff(times)
   print(
     f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
     f" {check:.2f} s, analysed in {analyse:.2f} s",

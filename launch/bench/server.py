@@ -149,17 +149,6 @@ def _unavoidable(params: Any) -> turns.Contestant:
   return once
 
 
-def _copy(params: Any) -> turns.Contestant:
-  """Returns a copy of all parameters."""
-  target = {name: np.empty_like(x) for name, x in params.items()}
-
-  def once():
-    for name, x in params.items():
-      np.copyto(target[name], x)
-
-  return once
-
-
 def _rate(once: turns.Contestant, seconds: float) -> float:
   """How often in a second something can be done."""
   count, start = 0, time.perf_counter()
@@ -192,28 +181,25 @@ def _cells(params: Any, seconds: float) -> list[str]:
   """Has the contestants take turns; returns a row of the table."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
-  copy_all, floor_once = _copy(params), _unavoidable(params)
-  rates = [
-    (
-      _rate(copy_all, seconds / 4),
-      _rate(floor_once, seconds / 4),
-      _canonical(params, seconds),
-      _ours(params, seconds, log),
-      _ours(params, seconds, 0),
-    )
-    for _ in range(_TURNS)
-  ]
+  target, floor_once = (
+    {k: x.copy() for k, x in params.items()},
+    _unavoidable(params),
+  )
+
+  def copy_all():
+    for name, x in params.items():
+      np.copyto(target[name], x)
+
+  contestants = (
+    lambda: _rate(copy_all, seconds / 4),
+    lambda: _rate(floor_once, seconds / 4),
+    lambda: _canonical(params, seconds),
+    lambda: _ours(params, seconds, log),
+    lambda: _ours(params, seconds, 0),
+  )
+  rates = [[rate() for rate in contestants] for _ in range(_TURNS)]
   copy, floor, theirs, ours, fast = np.median(rates, axis=0)
-  return [
-    f"{megabytes:.1f}",
-    f"{copy:.0f}",
-    f"{floor:.0f}",
-    f"{theirs:.1f}",
-    f"{ours:.1f}",
-    f"{2 * megabytes * ours:.0f}",
-    f"{ours / theirs:.1f}",
-    f"{floor / ours:.2f}",
-    f"{copy / 2 / ours:.2f}",
-    f"{fast:.1f}",
-    f"{fast / theirs:.1f}",
-  ]
+  row = [megabytes, copy, floor, theirs, ours, 2 * megabytes * ours]
+  row += [ours / theirs, floor / ours, copy / 2 / ours, fast, fast / theirs]
+  digits = (1, 0, 0, 1, 1, 0, 1, 2, 2, 1, 1)
+  return [f"{value:.{n}f}" for value, n in zip(row, digits, strict=True)]

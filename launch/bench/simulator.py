@@ -56,13 +56,8 @@ def _simulated(problem, name, workers, updates, rounds) -> turns.Contestant:
 
 
 def run(block: int, batch_size: int, rounds: int = 9) -> None:
-  """Prints updates/s and their ratio to the plain loop's.
-
-  Args:
-    rounds: turns of each recipe and number of workers.
-    block: updates of a turn.
-    batch_size: images; the model is the CNN of configs/fashion.py.
-  """
+  """Prints updates/s and their ratio to the plain loop's, over so many rounds
+  of `block` updates, with the CNN of configs/fashion.py."""
   layers = models.build("cnn", 10)
   problem = turns.image_problem(layers, 2048, batch_size)
   parameters = models.count(problem.init(jax.random.key(0)))
@@ -78,8 +73,9 @@ def run(block: int, batch_size: int, rounds: int = 9) -> None:
     for name in _RECIPES
     for workers in _WORKERS
   }
-  header = ["algorithm", "updates/s", "plain/s", "of plain", "range"]
-  table = turns.Table(header)
+  table = turns.Table(
+    ["algorithm", "updates/s", "plain/s", "of plain", "range"]
+  )
   plain = _plain_sgd(problem, block)
   for name, base, mine in turns.against(plain, contestants, rounds):
     speeds = (f"{block / np.median(seconds):.0f}" for seconds in (mine, base))

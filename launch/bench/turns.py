@@ -32,12 +32,8 @@ def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
 def take_turns(
   contestants: Mapping[str, Contestant], rounds: int, calls: int = 1
 ) -> dict[str, np.ndarray]:
-  """Has contestants work one after the other, round by round.
-
-  Args:
-    contestants: by name.
-    rounds: that are counted; in one before them programs are compiled.
-    calls: of a contestant in a round.
+  """Has contestants work one after the other, round by round, so many calls
+  each. In a round before the first one, programs are compiled.
 
   Returns:
     float64[rounds], seconds of a call, for each.
@@ -59,13 +55,10 @@ def against(
   rounds: int,
   calls: int = 1,
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Has each contestant take turns with the baseline, as in `take_turns`: what
-  slows the machine down slows both. A contestant is made when its turns begin,
-  and dropped before the next is made.
-
-  Yields:
-    (name, seconds of the baseline, seconds of the contestant), float64[rounds].
-  """
+  """Has each contestant take turns with the baseline: what slows the machine
+  down slows both. A contestant is made when its turns begin, and dropped before
+  the next is made. Yields (name, seconds of the baseline, seconds of the
+  contestant), as `take_turns` returns them."""
   for name, make in contestants.items():
     pair = {"baseline": baseline, "contestant": make()}
     yield name, *take_turns(pair, rounds, calls).values()

@@ -2,9 +2,8 @@
 
 An engine trains one cell. The loop around it (`asgd.experiment.loop`) asks it
 to go on to the next evaluation, evaluates, writes checkpoints and logs, and
-ends with a result; none of that is repeated here. What an engine counts is
-messages: gradients received by a server, microbatches that every stage has
-learned from, updates of a mesh.
+ends with a result. What an engine counts is messages: gradients received by a
+server, microbatches that every stage has learned from, updates of a mesh.
 
 `EngineKind` is how an experiment knows an engine before there is a cell: the
 sections of the config that are its own, the plan that cells of a run share, and
@@ -173,10 +172,8 @@ class EngineKind(NamedTuple):
 
 
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
-  """Returns the messages after which a cell is evaluated, the last at its end.
-
-  They are so many at most, all at multiples of `quantum`.
-  """
+  """Returns the messages after which a cell is evaluated, the last at its end:
+  so many at most, all multiples of `quantum`."""
   steps = total // quantum
   count = min(evaluations, steps)
   return [round((k + 1) * steps / count) * quantum for k in range(count)]

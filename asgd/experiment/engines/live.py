@@ -11,36 +11,24 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from asgd import base, simulator
-from asgd.experiment import checks, claim, live_figures, live_files, ray_runtime
-from asgd.experiment.engines import (
-  Column,
-  Context,
-  Engine,
-  EngineKind,
-  NotFinite,
-  Progress,
-  Snapshot,
-  due,
-  live_clusters,
-  mean,
-  parameter_server,
-)
-from asgd.experiment.engines.live_news import ShardNews
+from asgd.experiment import checks, claim, engines, live_figures, live_files
+from asgd.experiment.engines import live_clusters, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Run, Setting
 from asgd.live import faults, records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.records import RECORD
-from asgd.live.slots import check_room
+from asgd.live.setup import slot_counts
+from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
 
 _LOOK = 0.1  # seconds between two looks at the cluster
@@ -119,22 +107,77 @@ def check_machine(
       f" {remedy} other (slower)"
     ) from error
   if ray:
-    ray_runtime.check(machine.address, allow_network=machine.allow_network)
+    check_ray(machine.address, allow_network=machine.allow_network)
 
 
-class LiveEngine(Engine):
+class ShardNews:
+  """Turns what shards say of themselves into lines, each once."""
+
+  def __init__(
+    self, live: live_clusters.LiveRun, message: int, *, resumed: bool
+  ):
+    """Starts with nothing told of a cell that had received so many messages;
+    `resumed` if its journals held something."""
+    self._workers, self._message = live.setup.workers, message
+    self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
+    self._resumed = resumed
+    self._gathers = live.setup.together and not message
+    self._in_memory = (live.memory / "shard-0" / "messages").exists()
+
+  def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines that are new, from the status of each shard."""
+    news = []
+    if self._resumed:
+      self._resumed = False
+      news.append(self._going_on(status))
+      self._rollbacks = [shard["rollback"] for shard in status]
+    for index, shard in enumerate(status):
+      back = shard["rollback"]
+      if back in (None, self._rollbacks[index]):
+        continue
+      self._rollbacks[index] = back
+      of = f"shard {index} " if len(status) > 1 else ""
+      news.append(
+        f"{of}rolled back {back.updates} updates, to message"
+        f" {back.message}{_why(back)}"
+      )
+    if self._gathers and status[0]["received"]:
+      self._gathers, there = False, len(status[0]["workers"])
+      # At the end of a short run they have left already.
+      if there < self._workers and not status[0]["stopped"]:
+        news.append(
+          f"it began with only {there} of {self._workers} workers; the others"
+          " may still come"
+        )
+    return news
+
+  def _going_on(self, status):
+    at = f"going on at message {self._message}, from"
+    back = [shard["rollback"] for shard in status if shard["rollback"]]
+    if not back:
+      # Everything since the checkpoint, if there is one, was without effect.
+      return f"{at} {'shared memory' if self._in_memory else 'the trace'}"
+    undone = sum(rollback.updates for rollback in back)
+    source = f"the checkpoint of message {back[0].message}"
+    if not back[0].row:
+      source = "the beginning, as there is no checkpoint"
+    of = f" of {len(back)} shards" if len(back) > 1 else ""
+    return f"{at} {source}: {undone} updates{of} rolled back{_why(back[0])}"
+
+
+def _why(rollback):
+  return f" ({rollback.why})" if rollback.why else ""
+
+
+class LiveEngine(engines.Engine):
   """A cell of real workers, watched until all its jobs are received."""
 
-  def __init__(self, context: Context, make_cluster: Callable[..., Any]):
-    """Starts the cell, or goes on where its journals end.
-
-    Args:
-      context: of the cell.
-      make_cluster: as `live_clusters.thread_cluster`.
-
-    Raises:
-      ValueError: if the files of the cell are not all there, or do not fit.
-    """
+  def __init__(
+    self, context: engines.Context, make_cluster: Callable[..., Any]
+  ):
+    """Starts the cell, or goes on where its journals end, in a cluster as
+    `live_clusters.thread_cluster` makes it. Raises ValueError if the files of
+    the cell are not all there, or do not fit."""
     self._context, folder = context, context.folder
     shards = range(context.plan.run.config["server"]["shards"])
     self._journals = [journal_path(folder, index) for index in shards]
@@ -152,18 +195,23 @@ class LiveEngine(Engine):
   def _start(self, make_cluster, journals, stack):
     context, events = self._context, journals[0]
     plan = context.plan
-    if not self._claim.kept:
-      check_room(context.machine.memory_dir, live_clusters.memory_needed(plan))
     self.total, self.done = plan.messages, self._received
-    evaluated = due(context.experiment.config["evaluations"], self.total)
+    evaluated = engines.due(
+      context.experiment.config["evaluations"], self.total
+    )
     self._live = live_clusters.prepare(
       plan, context.cell, context.folder, self._claim.memory, evaluated
     )
+    counts, params = slot_counts(self._live.setup), self._live.params
+    compress = live_clusters.dtype_on_wire(plan.run.config)
+    if not self._claim.kept:
+      nbytes = slots_nbytes(counts, params, compress=compress)
+      check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0
     if events:
       images = context.restore(lambda saved: self._images(saved, journals))
       before = events[-1].time
-    self._snapshot: Snapshot | None = None
+    self._snapshot: engines.Snapshot | None = None
     self._insists = False  # whether a checkpoint must be made now
     self._news = ShardNews(self._live, self._received, resumed=bool(events))
     began = time.monotonic() - before
@@ -172,7 +220,6 @@ class LiveEngine(Engine):
     )
     stack.callback(self.cluster.close)
     self._claim.note(self._replaced())
-    compress = live_clusters.dtype_on_wire(plan.run.config)
     self._watch = live_figures.Watch(
       self._live, context.board, compress=compress
     )
@@ -193,7 +240,7 @@ class LiveEngine(Engine):
     states = saved.tree([simulator.start(server, part) for part in parts])
     return list(zip(states, metas, strict=True))
 
-  def advance(self, until: int) -> Progress:
+  def advance(self, until: int) -> engines.Progress:
     """Looks at the cluster once, a moment after the last time."""
     time.sleep(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + _LOOK
@@ -203,18 +250,23 @@ class LiveEngine(Engine):
       self._claim.note(self._replaced())
     status = self.cluster.status()
     if status is None:
-      return Progress(loss=np.empty(0), news=news)
+      return engines.Progress(loss=np.empty(0), news=news)
     self._check_files()
     news += self._news.of(status)
     new = self._rows(self._received, self._count())
     self._received += len(new.loss)
     figures = self._watch.look(time.monotonic(), new, self._received)
-    self._check_refused(status[0])
+    plan, refused = self._context.plan, status[0]["refused"]
+    if refused > 3 * plan.workers:  # nothing else comes, and none is applied
+      what = f"the last {refused} messages were not finite, at message"
+      what += f" {status[0]['received']}"
+      name = self._context.cell.name
+      raise engines.NotFinite(parameter_server.not_finite(plan, what, name))
     self._look_for(until, status)
-    return Progress(
+    return engines.Progress(
       loss=new.loss,
-      staleness=mean(new.staleness),
-      gap=mean(new.gap),
+      staleness=engines.mean(new.staleness),
+      gap=engines.mean(new.gap),
       news=news,
       figures=figures,
     )
@@ -244,21 +296,16 @@ class LiveEngine(Engine):
     row = min(message, self._count()) - 1
     at = self._rows(row, row + 1)
     seconds = float(at.time[0]) - self._first_ticket
-    return Snapshot(params, message, int(at.update[0]), {"seconds": seconds})
+    update, clock = int(at.update[0]), {"seconds": seconds}
+    return engines.Snapshot(params, message, update, clock)
 
   def _count(self) -> int:
     """How many messages the lead has recorded."""
-    sink = self._sinks[0]
-    return sink.stat().st_size // RECORD.itemsize if sink.exists() else 0
+    return records.count_records(self._sinks[0])
 
   def _rows(self, start: int, end: int) -> base.Records:
-    """Reads a stretch of the lead's records, and no more of the file."""
-    if start >= end:
-      return simulator.concatenate([])
-    rows = np.fromfile(
-      self._sinks[0], RECORD, end - start, offset=start * RECORD.itemsize
-    )
-    return base.Records(*(rows[name].copy() for name in base.Records._fields))
+    """Reads a stretch of the lead's records."""
+    return records.read_records(self._sinks[0], start, end)
 
   def _check_files(self):
     """Raises ValueError if what the shards write is not there any more."""
@@ -266,22 +313,11 @@ class LiveEngine(Engine):
       if not path.exists():
         raise FileGone(path)
 
-  def _check_refused(self, status):
-    """Raises NotFinite if nothing else comes: it is never applied."""
-    plan, name = self._context.plan, self._context.cell.name
-    if status["refused"] <= 3 * plan.workers:
-      return
-    what = (
-      f"the last {status['refused']} messages were not finite, at message"
-      f" {status['received']}"
-    )
-    raise NotFinite(parameter_server.not_finite(plan, what, name))
-
   @functools.cached_property
   def _first_ticket(self) -> float:
     return live_files.first_ticket(read_journal(self._journals[0]))
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> engines.Snapshot:
     """Returns the parameters of the message that `advance` was to reach."""
     if self._snapshot is None:  # all was evaluated before this process began
       self._snapshot = self._ask(lambda: self._take(self._received))
@@ -301,11 +337,8 @@ class LiveEngine(Engine):
     return parameter_server.summary(self._rows(start, min(end, count)))
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to.
-
-    Raises:
-      ValueError: if what the shards wrote is not all there.
-    """
+    """Returns what the cell came to. Raises ValueError if what the shards wrote
+    is not all there."""
     images = self._ask(self.cluster.images)
     self._check_files()
     journals = [read_journal(path) for path in self._journals]
@@ -318,7 +351,7 @@ class LiveEngine(Engine):
           " it was cut short or changed; start anew in another folder"
           " (--workdir)"
         )
-      count = sink.stat().st_size // RECORD.itemsize
+      count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._context.plan, self.records()
     row = parameter_server.columns(plan, rows, int(images[0][0].version))
@@ -393,8 +426,8 @@ class LiveEngine(Engine):
     self._claim.close()
 
 
-def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
-  return EngineKind(
+def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
+  return engines.EngineKind(
     sections=SECTIONS,
     settings="live",
     workers=lambda run: run.config["workers"],
@@ -403,7 +436,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> EngineKind:
     plan=plan,
     start=lambda context: LiveEngine(context, make_cluster),
     check_machine=functools.partial(check_machine, ray=ray),
-    columns=(Column("seconds", "seconds"), *parameter_server.COLUMNS),
+    columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
     describe=parameter_server.describe,
     timed=True,
     journaled=True,

@@ -17,9 +17,11 @@ from asgd.live.deadlines import Ladder
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.slots import SharedMemory, slots_nbytes
+from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty
+
+_DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
 
 class LiveRun(NamedTuple):
@@ -50,28 +52,6 @@ def group(plan: ServerPlan) -> simulator.WorkerDevices:
   live = plan.run.config["live"]
   axis = int(plan.recipe.steps > 1)  # before it, that of a job's batches
   return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
-
-
-def setup(plan: ServerPlan, due: Sequence[int], *, totals: bool) -> Setup:
-  """Returns what all processes of a cell must agree on."""
-  config = plan.run.config
-  server, live = config["server"], config["live"]
-  return Setup(
-    rules=plan.rules(),
-    workers=plan.workers,
-    jobs=plan.messages,
-    shards=server["shards"],
-    consistent=server["consistent"] and server["shards"] > 1,
-    totals=totals,
-    log=server["log"],
-    snapshot_seconds=config["checkpoint_seconds"],
-    owned=config["data"]["partition"] == "sharded",
-    ladder=Ladder(
-      live["late_mads"], live["late_seconds"], live["start_seconds"]
-    ),
-    keep_params_at=tuple(due),
-    together=live["together"],
-  )
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,36 +94,37 @@ def needs_totals(plan: ServerPlan) -> bool:
   return True
 
 
-def memory_needed(plan: ServerPlan) -> int:
-  """Returns the bytes of shared memory that a cell takes, or a little less."""
-  agreed = setup(plan, (), totals=False)
-  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  wire = dtype_on_wire(plan.run.config)
-  return slots_nbytes(slot_counts(agreed), params, compress=wire)
-
-
 def prepare(
   plan: ServerPlan, cell: Any, folder: Path, memory: Path, due: Sequence[int]
 ) -> LiveRun:
   """Says what a live cell is, with the messages at which shards keep parameters
   for the driver, and what its processes share in `memory`."""
+  config = plan.run.config
+  server, settings = config["server"], config["live"]
+  totals = server["shards"] > 1 and needs_totals(plan)
+  setup = Setup(
+    rules=plan.rules(),
+    workers=plan.workers,
+    jobs=plan.messages,
+    shards=server["shards"],
+    consistent=server["consistent"] and server["shards"] > 1,
+    totals=totals,
+    log=server["log"],
+    snapshot_seconds=config["checkpoint_seconds"],
+    owned=config["data"]["partition"] == "sharded",
+    ladder=Ladder(*(settings[key] for key in _DEADLINES)),
+    keep_params_at=tuple(due),
+    together=settings["together"],
+  )
   key, _ = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(key))
-  totals = plan.run.config["server"]["shards"] > 1 and needs_totals(plan)
-  agreed = setup(plan, due, totals=totals)
-  live = LiveRun(plan, cell, agreed, folder, memory, params)
-  if totals:
-    _check_totals(live)
+  live = LiveRun(plan, cell, setup, folder, memory, params)
+  if totals:  # a shard can be asked for them
+    piece, steps = parts(live)[0], simulator.compile_steps(plan.server, None)
+    state = simulator.start(plan.server, piece)
+    ticket = steps.send(state, jnp.int32(0))
+    jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
   return live
-
-
-def _check_totals(live):
-  """Checks that the totals of an algorithm can be asked for, on a shard."""
-  server, piece = live.plan.server, parts(live)[0]
-  steps = simulator.compile_steps(server, None)
-  state = simulator.start(server, piece)
-  ticket = steps.send(state, jnp.int32(0))
-  jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
 
 
 def parts(live: LiveRun) -> list[Any]:
@@ -171,12 +152,9 @@ def make_duty(live: LiveRun) -> Duty:
 
 def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns what a worker would be sent now, of shards as they are."""
-  send = jax.jit(live.plan.server.send)
+  send, split = jax.jit(live.plan.server.send), live.split
   pieces = [send(state, np.int32(0)).params for state, _ in images]
-  split = live.split
-  if split is None:
-    return pieces[0]
-  return sharding.join(split, jax.device_get(pieces))
+  return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
 
 
 def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
@@ -204,9 +182,6 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
   return base.Records(**columns)
 
 
-# Threads.
-
-
 def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
@@ -222,9 +197,7 @@ def _warm_up(live, duty, steps, states):
     ticket = steps.send(state, jnp.int32(0))
     ticket = ticket._replace(version=np.int32(ticket.version))
     message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
-    jax.block_until_ready(
-      steps.receive(state, ticket, message, np.float32(0.0))
-    )
+    jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
 
 
 def thread_cluster(
@@ -238,17 +211,12 @@ def thread_cluster(
   _warm_up(live, duty, steps, states)
   settings = live.plan.run.config["live"]
   counts, shards = slot_counts(live.setup), range(len(pieces))
-  # Values are rounded where they are made (`compile_steps`), so that what is
-  # written in the narrow dtype comes back as it was.
-  memories = [
-    SharedMemory(
-      live.memory / f"shard-{i}",
-      counts,
-      (pieces[i], pieces[i], states[i]),
-      compress=wire,
-    )
-    for i in shards
-  ]
+  memories = []
+  for i, (piece, state) in enumerate(zip(pieces, states, strict=True)):
+    # Values are rounded where they are made (`compile_steps`), so that what is
+    # written in the narrow dtype comes back as it was.
+    folder, trees = live.memory / f"shard-{i}", (piece, piece, state)
+    memories.append(SharedMemory(folder, counts, trees, compress=wire))
   return ThreadCluster(
     live.setup,
     steps,
@@ -264,9 +232,6 @@ def thread_cluster(
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
   )
-
-
-# Ray.
 
 
 def _remote_plan(config, dataset, cell) -> ServerPlan:

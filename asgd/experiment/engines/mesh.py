@@ -10,6 +10,7 @@ an optax optimizer by its name, or by the run's recipe.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base
-from asgd.experiment.engines import (
-  Column,
-  Context,
-  Engine,
-  EngineKind,
-  Pace,
-  Progress,
-  Snapshot,
-  mean,
-  mesh_plan,
-)
+from asgd.experiment import engines
+from asgd.experiment.engines import Column, mesh_plan
 from asgd.parallel import meshes, processes
 
 _SECONDS = 1.0  # of training, between two looks at clocks and signals
@@ -41,10 +33,10 @@ class MeshRecords(NamedTuple):
   finite: np.ndarray  # bool[U], False if the loss scale skipped it
 
 
-class MeshEngine(Engine):
+class MeshEngine(engines.Engine):
   """A cell on a mesh. With several processes all make the same calls."""
 
-  def __init__(self, context: Context):
+  def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
     self._plan, self._name = context.plan, context.cell.name
     problem, seed = self._plan.problem, context.cell.seed
@@ -54,11 +46,10 @@ class MeshEngine(Engine):
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
-    section = self._plan.run.config["mesh"]
-    self._scaled = section["loss_scale"] is not None
+    self._scaled = self._plan.run.config["mesh"]["loss_scale"] is not None
     self._state = self._plan.step.init(self._first)
     self._restore(context)
-    self._pace = Pace(_SECONDS)
+    self._pace = engines.Pace(_SECONDS)
     self._warm_up()
 
   def _restore(self, context):
@@ -80,12 +71,9 @@ class MeshEngine(Engine):
     """Goes on from a state of NumPy arrays."""
     where = jax.tree.map(lambda leaf: leaf.sharding, self._state)
     specs = jax.tree.map(lambda sharding: sharding.spec, where)
-    placed = meshes.place(arrays, self._plan.mesh, specs)
     # Copied: the step donates buffers, and these are NumPy's.
-    copy = jax.jit(
-      lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=where
-    )
-    self._state = copy(placed)
+    copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=where)
+    self._state = copy(meshes.place(arrays, self._plan.mesh, specs))
 
   def _warm_up(self):
     """Compiles all there is, by an update that is forgotten."""
@@ -112,7 +100,7 @@ class MeshEngine(Engine):
     self._state, metrics = step.step(self._state, batch, key)
     return jax.device_get(metrics)
 
-  def advance(self, until: int) -> Progress:
+  def advance(self, until: int) -> engines.Progress:
     """Makes updates, as many as process 0 has time for."""
     first, broken = self.done, None
     steps = int(processes.gather([self._pace.begin()])[0, 0])
@@ -130,13 +118,14 @@ class MeshEngine(Engine):
         )
       self.done += 1
     self._seconds += self._pace.end()
-    return Progress(loss=self._records.loss[first : self.done], broken=broken)
+    loss = self._records.loss[first : self.done]
+    return engines.Progress(loss=loss, broken=broken)
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> engines.Snapshot:
     """Returns the parameters, whole, as NumPy arrays; on every process."""
     params = jax.device_get(self._plan.step.params(self._state))
     clock = {"seconds": self._seconds}
-    return Snapshot(params, self.done, self.done, clock)
+    return engines.Snapshot(params, self.done, self.done, clock)
 
   def records(self) -> MeshRecords:
     """Returns a row for each update that was made."""
@@ -146,8 +135,8 @@ class MeshEngine(Engine):
     """Returns losses and gradient norms of some updates."""
     skipped = self._scaled and (~self._records.finite[start:end]).sum()
     return {
-      "train_loss": mean(self._records.loss[start:end]),
-      "gradient_norm": mean(self._records.norm[start:end]),
+      "train_loss": engines.mean(self._records.loss[start:end]),
+      "gradient_norm": engines.mean(self._records.norm[start:end]),
       "skipped": int(skipped),
     }
 
@@ -197,7 +186,7 @@ def _describe(result: Mapping[str, Any]) -> str:
   return words
 
 
-MESH = EngineKind(
+MESH = engines.EngineKind(
   sections=mesh_plan.SECTIONS,
   settings="mesh",
   default_recipe="asgd",

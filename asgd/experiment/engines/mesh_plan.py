@@ -1,5 +1,6 @@
 """The config and the plan of a run on a mesh: axes, optimizer, step."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -28,48 +29,41 @@ _NOT = ("lbfgs", "noisy_sgd")
 
 def _axes(value: Any, key: str) -> dict[str, int]:
   """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
+  axes, pairs = value, []
   if isinstance(value, str):
     pairs = [part.replace("=", ":").split(":") for part in value.split(",")]
-    try:
+    with contextlib.suppress(ValueError):
       axes = {axis.strip(): int(size) for axis, size in pairs}
-    except ValueError:
-      raise ValueError(
-        f"config.{key} must be axes and their sizes, as in data:2,tensor:4, not"
-        f" {value!r}"
-      ) from None
-    if len(axes) < len(pairs):
-      raise ValueError(f"config.{key} names an axis twice: {value!r}")
-    value = axes
-  if not isinstance(value, Mapping):
+  if not isinstance(axes, Mapping):
     raise ValueError(
-      f"config.{key} must be a dict of axes and their sizes, not {value!r}"
+      f"config.{key} must be a dict of axes and their sizes, or a text as in"
+      f" data:2,tensor:4, not {value!r}"
     )
-  for axis, size in value.items():
+  if len(axes) < len(pairs):
+    raise ValueError(f"config.{key} names an axis twice: {value!r}")
+  for axis, size in axes.items():
     if axis not in _AXES:
       nearest = names.nearest(axis, _AXES)
       raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
     if size != -1 or isinstance(size, bool):
       checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
-  if list(value.values()).count(-1) > 1:
+  if list(axes.values()).count(-1) > 1:
     raise ValueError(
       f"config.{key}: only one axis can be -1, for what is left: {value!r}"
     )
-  axes = {axis: value[axis] for axis in _AXES if axis in value}
+  axes = {axis: axes[axis] for axis in _AXES if axis in axes}
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
   """Returns optax's optimizers by their names: what takes a learning rate."""
-  makers = {}
-  for name in dir(optax):
-    maker = getattr(optax, name)
-    if name.startswith(("_", "scale_by")) or name in _NOT:
-      continue
-    if not isinstance(maker, types.FunctionType | functools.partial):
-      continue
-    if "learning_rate" in inspect.signature(maker).parameters:
-      makers[name] = maker
-  return makers
+  return {
+    name: maker
+    for name, maker in vars(optax).items()
+    if not name.startswith(("_", "scale_by")) and name not in _NOT
+    if isinstance(maker, types.FunctionType | functools.partial)
+    if "learning_rate" in inspect.signature(maker).parameters
+  }
 
 
 def _refuse_unknown(value, known, key, of=""):
@@ -93,12 +87,12 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
     )
   with checks.blame(f"{key}.name"):
     maker = names.lookup("optimizer", value["name"], optimizers())
-  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
-  known.remove("learning_rate")
   if "learning_rate" in value:
     raise ValueError(
       f"config.{key}.learning_rate is config.learning_rate: set that"
     )
+  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
+  known.remove("learning_rate")
   options = [option for option in value if option != "name"]
   _refuse_unknown(options, known, key, f" (optimizer {value['name']!r})")
   return dict(value)
@@ -120,6 +114,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
 
 
 _SOME = checks.optional(checks.whole(1, 10**6))
+_PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 
 SECTIONS: dict[str, Any] = {
   "mesh": {
@@ -131,9 +126,7 @@ SECTIONS: dict[str, Any] = {
     # Of optax: a name, or a dict with its options; None: the run's recipe.
     "optimizer": Setting(None, _optimizer),
     "zero": Setting(0, checks.whole(0, 3)),  # what a replica keeps whole
-    "precision": Setting(
-      "unchanged", checks.choice(*precision.POLICIES, DOUBLE)
-    ),
+    "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
     "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
@@ -154,17 +147,15 @@ def devices_of(run: Run) -> int | None:
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
     return devices
-  size = math.prod(shape.values())
+  size, axes = math.prod(shape.values()), f"config.mesh.axes {mesh_text(shape)}"
   if size > _MOST_DEVICES:
     raise ValueError(
-      f"config.mesh.axes {mesh_text(shape)} has {size:,} devices; use at most"
-      f" {_MOST_DEVICES:,}"
+      f"{axes} has {size:,} devices; use at most {_MOST_DEVICES:,}"
     )
   if devices is not None and devices < size:
     raise ValueError(
-      f"config.mesh.devices {devices} are fewer than the {size} of"
-      f" config.mesh.axes {mesh_text(shape)}: leave it out, or use {size} or"
-      " more"
+      f"config.mesh.devices {devices} are fewer than the {size} of {axes}:"
+      f" leave it out, or use {size} or more"
     )
   return size if devices is None else devices
 
@@ -202,17 +193,16 @@ def _check_batch(run, shape):
   """Whether a batch can be divided as the mesh and others want it."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
-  pieces = replicas * accumulate
-  each = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
+  pieces, cut = replicas * accumulate, _microbatches(section, shape)
+  factors = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
-      f" ({each} {accumulate}): use a multiple of {pieces}"
+      f" ({factors} {accumulate}): use a multiple of {pieces}"
     )
-  cut = _microbatches(section, shape)
   if size // pieces % cut:
     raise ValueError(
-      f"config.batch_size {size} makes pieces of {size // pieces} ({each}"
+      f"config.batch_size {size} makes pieces of {size // pieces} ({factors}"
       f" {accumulate}), which config.mesh.microbatches {cut} does not divide:"
       f" use a multiple of {pieces * cut}"
     )
@@ -245,9 +235,9 @@ def _named_optimizer(section, rate) -> optax.GradientTransformation:
 
 def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
   """What makes an update: an optimizer of optax, or the run's recipe."""
-  section = run.config["mesh"]["optimizer"]
-  if section is not None:
-    return _named_optimizer(section, rate)
+  optimizer = run.config["mesh"]["optimizer"]
+  if optimizer is not None:
+    return _named_optimizer(optimizer, rate)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipe = algorithms.build(run.recipe, rate, 1, **run.options)
   if recipe.worker is not None:
@@ -286,33 +276,35 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       loss_scale=scale and precision.Dynamic(**scale),
       form=section["form"],
     )
-  _try(run, problem, mesh, step)
+  # Traced, so that what does not fit together is found now.
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  with _naming_mesh(run, mesh):
+    state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
+    jax.eval_shape(step.step, state, step.place(batch), key)
   updates = max(round(parameter_server.passes(run, problem)), 1)
   return MeshPlan(run, problem, mesh, step, peak, rate, updates)
 
 
 def _make_mesh(run):
-  section = run.config["mesh"]
+  axes = run.config["mesh"]["axes"]
   here, wanted = jax.devices(), devices_of(run)
   if wanted is not None and wanted > len(here):
     raise ValueError(
-      f"config.mesh.axes {mesh_text(section['axes']) or 'data'} needs {wanted}"
-      f" devices and there are {len(here)} ({here[0].platform}): use a smaller"
-      " mesh, or JAX_PLATFORMS=cpu in the environment, where this command makes"
-      " as many of the host's CPU as are needed"
+      f"config.mesh.axes {mesh_text(axes) or 'data'} needs {wanted} devices and"
+      f" there are {len(here)} ({here[0].platform}): use a smaller mesh, or"
+      " JAX_PLATFORMS=cpu in the environment, where this command makes as many"
+      " of the host's CPU as are needed"
     )
   with checks.blame("mesh.axes"):
-    return meshes.make(section["axes"] or {meshes.DATA: -1})
+    return meshes.make(axes or {meshes.DATA: -1})
 
 
 def _model(run, problem, mesh):
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options |= {
-      "microbatches": _microbatches(section, mesh.shape),
-      "rounds": section["rounds"] or 1,
-    }
+    options["microbatches"] = _microbatches(section, mesh.shape)
+    options["rounds"] = section["rounds"] or 1
   size = mesh.shape.get(meshes.TENSOR, 1)
   for layer in problem.pieces.layers if problem.pieces else ():
     if isinstance(layer, transformer.Block) and layer.heads % size:
@@ -320,26 +312,18 @@ def _model(run, problem, mesh):
         f"config.model.heads {layer.heads} cannot be divided among"
         f" config.mesh.axes.tensor {size}: use other heads or another mesh"
       )
-  try:
+  with _naming_mesh(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
-  except ValueError as error:
-    raise _unfit(run, mesh, error) from error
 
 
-def _try(run, problem, mesh, step):
-  """Traces a step, so that what does not fit together is found now."""
-  batch = problem.batches(0, 1)(0, 0)
-  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+@contextlib.contextmanager
+def _naming_mesh(run, mesh):
+  """Names mesh and model in errors, on one line."""
   try:
-    state = jax.eval_shape(step.init, shapes)
-    jax.eval_shape(step.step, state, step.place(batch), jax.random.key(0))
+    yield
   except (TypeError, ValueError) as error:
-    raise _unfit(run, mesh, error) from error
-
-
-def _unfit(run, mesh, error):
-  line = " ".join(str(error).split())[:300]
-  return ValueError(
-    f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
-    f" {run.config['model']['name']!r}: {line}"
-  )
+    line = " ".join(str(error).split())[:300]
+    raise ValueError(
+      f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
+      f" {run.config['model']['name']!r}: {line}"
+    ) from error

@@ -11,25 +11,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asgd import (
-  algorithms,
-  base,
-  diagnosis,
-  orders,
-  problems,
-  rates,
-  sharding,
-  transforms,
-)
+from asgd import algorithms, base, diagnosis, orders, problems, sharding
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.experiment import checks, storage
 from asgd.experiment.engines import Column
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
-
-_MOST_WORKERS = 10_000
-_MOST_MESSAGES = 10**8  # of a cell
+from asgd.rates import warmup_steps
+from asgd.transforms import precede
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
@@ -37,11 +27,7 @@ SECTIONS: dict[str, Any] = {
   ),
   "durations": Open({"name": "homogeneous"}),
   # Messages that are staler are dropped.
-  "gate": {
-    "max_staleness": Setting(
-      None, checks.optional(checks.whole(0, _MOST_MESSAGES))
-    )
-  },
+  "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
 }
 
 
@@ -70,21 +56,18 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
-    start = self.trace(0, messages=40 * self.workers)
+    start, rate = self.trace(0, messages=40 * self.workers), self.learning_rate
     # It is measured with workers that send one gradient for each ticket; of
     # others nothing is known.
     if self.recipe.worker is not None or (start.action == base.KEEP).any():
       return math.nan
-    recipe = build_recipe(self.run, self.workers, self.learning_rate)
-    return diagnosis.curvature_limit(
-      recipe, start, learning_rate=self.learning_rate
-    )
+    recipe = build_recipe(self.run, self.workers, rate)
+    return diagnosis.curvature_limit(recipe, start, learning_rate=rate)
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, a function of config and seed; `messages`
     are those received in it, None all."""
-    section = self.run.config["durations"]
-    times = durations.build(**{"seed": seed, **section})
+    times = durations.build(**{"seed": seed, **self.run.config["durations"]})
     return orders.build(
       durations=_of_jobs(times, self.recipe.steps),
       workers=self.workers,
@@ -141,8 +124,7 @@ def build_recipe(
   recipe = algorithms.build(run.recipe, learning_rate, workers, **run.options)
   if clip_norm is not None:
     clip = sharding.clip_by_global_norm(clip_norm)
-    algorithm = transforms.precede(recipe.algorithm, clip)
-    recipe = recipe._replace(algorithm=algorithm)
+    recipe = recipe._replace(algorithm=precede(recipe.algorithm, clip))
   if recipe.order == "asynchronous" and order["name"] == "backup_workers":
     # An update takes the messages of a round, without those of the slowest.
     every = max(workers - order.get("backup", 0), 1)
@@ -167,9 +149,8 @@ def _order(run, recipe) -> dict[str, Any]:
 
 
 def _server(run, recipe, order) -> base.Server:
-  bound = run.config["gate"]["max_staleness"]
-  if order["name"] == "backup_workers":
-    bound = 0 if bound is None else min(bound, 0)
+  backup = order["name"] == "backup_workers"  # drops all that is late
+  bound = 0 if backup else run.config["gate"]["max_staleness"]
   if bound is None:
     return recipe.server()
   return recipe.server(gate=server_lib.max_staleness(bound))
@@ -214,18 +195,9 @@ def schedule(
   batches: int,
   start: float,
 ) -> Any:
-  """Returns the learning rate of a run: float, or update -> float.
-
-  Args:
-    run: with its `learning_rate_schedule`.
-    problem: that says how many batches an epoch has.
-    peak: the learning rate after the warm-up.
-    batches: in one update.
-    start: the learning rate at the beginning of the warm-up.
-
-  Raises:
-    ValueError: for drops inside the warm-up, naming the key.
-  """
+  """Returns the learning rate of a run, float or update -> float, from `start`
+  to `peak` in the warm-up; an update is made of so many `batches`. Raises
+  ValueError for drops inside the warm-up, naming the key."""
   section = run.config["learning_rate_schedule"]
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
@@ -242,7 +214,7 @@ def schedule(
     most = max([warmup, *drops])
     if most > checks.MOST_INTEGER:
       raise ValueError(f"{most:.3g} updates are more than can be counted")
-    return rates.warmup_steps(
+    return warmup_steps(
       peak,
       warmup=warmup,
       start=start,
@@ -267,10 +239,10 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   order = _order(run, recipe)
   count = passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
-  if messages > _MOST_MESSAGES:
+  if messages > checks.MOST_COUNT:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
-      f" one cell; use at most {_MOST_MESSAGES:.0e}"
+      f" one cell; use at most {checks.MOST_COUNT:.0e}"
     )
   result = ServerPlan(
     run=run,
@@ -340,12 +312,8 @@ def columns(
   plan: ServerPlan, records: base.Records, update: int
 ) -> dict[str, Any]:
   """Returns the columns of a result that simulated and live runs have."""
-  return {
-    "order": plan.order["name"],
-    "messages": len(records.loss),
-    "updates": update,
-    **summary(records),
-  }
+  row = {"order": plan.order["name"], "messages": len(records.loss)}
+  return {**row, "updates": update, **summary(records)}
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:

@@ -4,33 +4,24 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, simulator
-from asgd.experiment import checkpoint
-from asgd.experiment.engines import (
-  Column,
-  Context,
-  Engine,
-  EngineKind,
-  Pace,
-  Progress,
-  Snapshot,
-  parameter_server,
-)
+from asgd.experiment import checkpoint, engines
+from asgd.experiment.engines import parameter_server
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
 
 
-class SimulationEngine(Engine):
+class SimulationEngine(engines.Engine):
   """A cell in simulated time."""
 
-  def __init__(self, context: Context):
+  def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
     self._plan = plan = context.plan
     seed = context.cell.seed
@@ -41,14 +32,14 @@ class SimulationEngine(Engine):
     self._batch = plan.job_batches(seed)
     init_key, self._root = jax.random.split(jax.random.key(seed))
     simulation = self._host.init(plan.problem.init(init_key), plan.workers)
-    new = simulation, simulator.concatenate([])
     restored = context.restore(lambda saved: _unpack(saved, simulation))
+    new = simulation, simulator.concatenate([])
     self._simulation, records = restored or new
     self._parts = [records]
     self.total, self.done = plan.messages, len(records.loss)
-    self._pace = Pace(_SECONDS, _FIRST)
+    self._pace = engines.Pace(_SECONDS, _FIRST)
 
-  def advance(self, until: int) -> Progress:
+  def advance(self, until: int) -> engines.Progress:
     """Obeys the trace, not past message `until`."""
     end = min(self.done + self._pace.begin(), until)
     self._simulation, part = self._host.run(
@@ -61,7 +52,7 @@ class SimulationEngine(Engine):
     self._pace.end()
     self._parts.append(part)
     self.done = end
-    return Progress(
+    return engines.Progress(
       loss=part.loss,
       staleness=float(part.staleness.mean()),
       gap=float(part.gap.mean()),
@@ -81,11 +72,11 @@ class SimulationEngine(Engine):
     )
     return parameter_server.not_finite(self._plan, what, self._name)
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
-    state = self._simulation.server
-    time = float(self._trace.time[self._ends[self.done - 1] - 1])
-    return Snapshot(state.params, self.done, int(state.version), {"time": time})
+    server, last = self._simulation.server, self._ends[self.done - 1] - 1
+    clock, update = {"time": float(self._trace.time[last])}, int(server.version)
+    return engines.Snapshot(server.params, self.done, update, clock)
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
@@ -113,18 +104,11 @@ class SimulationEngine(Engine):
     return self._simulation.event, {**tree, "records": self.records()}, notes
 
 
-class _Holder(NamedTuple):
-  """A ticket in a checkpoint; tickets that share parameters store them once."""
-
-  worker: int
-  job: int | None  # None: the ticket is kept for a job to come
-  version: int
-  params: int  # which of the trees
-  fresh: bool
-
-
 def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
-  trees, index, holders = [], {}, []
+  """Returns a checkpoint's arrays and JSON: of each ticket (worker, job,
+  version, which of the trees sent, fresh), where job is None of a ticket that
+  is kept for a job to come. Tickets that share parameters store them once."""
+  trees, index, rows = [], {}, []
   for worker, kept in enumerate(simulation.kept):
     tickets = {} if kept is None else {None: kept}
     for job, ticket in (tickets | simulation.tickets[worker]).items():
@@ -133,46 +117,42 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
         index[identity] = len(trees)
         trees.append(ticket.params)
       version, fresh = int(ticket.version), bool(ticket.fresh)
-      holders.append(_Holder(worker, job, version, index[identity], fresh))
+      rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   tree = {"server": server, "workers": workers, "sent": trees}
-  return tree, {"event": simulation.event, "tickets": holders}
+  return tree, {"event": simulation.event, "tickets": rows}
 
 
 def _unpack(saved, template):
   """Returns (simulation, records) of a checkpoint; `template` is a simulation
   of the same structure."""
-  holders = [_Holder(*row) for row in saved.notes["tickets"]]
-  count = len({holder.params for holder in holders})
-  tree = saved.tree(
-    {
-      "server": template.server,
-      "workers": template.workers,
-      "sent": [template.server.params] * count,
-      "records": checkpoint.any_shapes(simulator.concatenate([])),
-    }
-  )
+  rows, server = saved.notes["tickets"], template.server
+  trees = len({row[3] for row in rows})
+  tree = {"server": server, "workers": template.workers}
+  tree["sent"] = [server.params] * trees
+  tree["records"] = checkpoint.any_shapes(simulator.concatenate([]))
+  tree = saved.tree(tree)
   records = tree.pop("records")
   # Copied: the simulation donates buffers, and these are NumPy's.
   tree = jax.tree.map(jnp.array, tree)
-  count = len(template.workers)
-  tickets, kept = tuple({} for _ in range(count)), [None] * count
-  for worker, job, version, params, fresh in holders:
+  tickets = tuple({} for _ in template.workers)
+  kept: list[Any] = [None] * len(tickets)
+  for worker, job, version, params, fresh in rows:
     numbers = jnp.int32(worker), jnp.int32(version)
     ticket = base.Ticket(*numbers, tree["sent"][params], np.bool_(fresh))
     if job is None:
       kept[worker] = ticket
     else:
       tickets[worker][job] = ticket
-  server, workers = tree["server"], tree["workers"]
+  event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
   # A simulation to be rolled back is a replay, which starts from the beginning.
   simulation = simulator.Simulation(
-    saved.notes["event"], server, workers, tickets, tuple(kept), {}
+    event, server, workers, tickets, tuple(kept), {}
   )
   return simulation, records
 
 
-SIMULATE = EngineKind(
+SIMULATE = engines.EngineKind(
   sections=parameter_server.SECTIONS,
   settings=None,
   workers=lambda run: run.config["workers"],
@@ -180,6 +160,6 @@ SIMULATE = EngineKind(
   devices=lambda run: 1,
   plan=parameter_server.plan,
   start=SimulationEngine,
-  columns=(Column("time", "simulated_time"), *parameter_server.COLUMNS),
+  columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
   describe=parameter_server.describe,
 )
