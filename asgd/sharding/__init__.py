@@ -11,13 +11,11 @@ a Server reports is of its own part: `combine` makes the whole's of them.
 from asgd.sharding import probe
 from asgd.sharding.plan import (
   ShardPlan,
-  bytes_of,
   combine,
   join,
   make_plan,
   part,
   paths_of,
-  plan_by_owner,
   shape_of,
   split,
   trained_sizes,
@@ -27,7 +25,6 @@ from asgd.sharding.totals import (
   Done,
   add_up,
   clip_by_global_norm,
-  exchanging,
   run_staged,
   staged,
   total,
