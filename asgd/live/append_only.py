@@ -59,8 +59,8 @@ class AppendOnlyFile:
     self._size = size
 
   def sync(self) -> None:
-    """When this returns, a loss of power does not lose what was written. Raises
-    ValueError if the disk does not take it."""
+    """Makes what was written safe from a loss of power. Raises ValueError if
+    the disk does not take it."""
     try:
       os.fsync(self._file)
     except OSError as error:

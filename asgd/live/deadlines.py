@@ -27,7 +27,7 @@ _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
 class Ladder(NamedTuple):
-  """Settings; a config has the first three, see `check`."""
+  """Settings; a config has the first three."""
 
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # seconds
@@ -36,32 +36,24 @@ class Ladder(NamedTuple):
 
 
 _MOST = 1e9  # seconds that a clock can count
-
-
-def check(ladder: Ladder) -> Ladder:
-  """Returns a ladder that can be climbed.
-
-  Raises:
-    ValueError: for a setting that is no positive number, or beyond 1e9, naming
-      it and what a config calls it.
-  """
-  config = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
-  for name, value in ladder._asdict().items():
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < value <= _MOST:
-      key = f" (live.{config[name]})" if name in config else ""
-      raise ValueError(
-        f"{name}{key} must be a positive number, at most {_MOST:g}, not"
-        f" {value!r}"
-      )
-  return ladder
+_KEYS = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
 
 
 class Deadlines:
   """Watches how long jobs take."""
 
   def __init__(self, ladder: Ladder):
-    self._ladder = check(ladder)
+    """Raises ValueError for a setting that is no positive number, or beyond
+    1e9, naming it and what a config calls it."""
+    for name, value in ladder._asdict().items():
+      number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+      if not number or not 0 < value <= _MOST:
+        key = f" (live.{_KEYS[name]})" if name in _KEYS else ""
+        raise ValueError(
+          f"{name}{key} must be a positive number, at most {_MOST:g}, not"
+          f" {value!r}"
+        )
+    self._ladder = ladder
     self._times = collections.deque(maxlen=ladder.window)
     self._late: float | None = None
 

@@ -61,11 +61,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: bytes) -> Frame:
-  """Returns what `pack` packed.
-
-  Raises:
-    ValueError: for anything else.
-  """
+  """Returns what `pack` packed; raises ValueError for anything else."""
   if len(data) != SIZE:
     raise ValueError(f"a frame has {SIZE} bytes, not {len(data)}")
   magic, *fields = _FORMAT.unpack(data)

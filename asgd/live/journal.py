@@ -66,11 +66,8 @@ def read_journal(path: Path) -> list[Event]:
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
-  """Checks that a journal can be obeyed: that it is one that a shard wrote.
-
-  Raises:
-    ValueError: naming the file and the first line that is wrong, and why.
-  """
+  """Checks that a journal is one that a shard wrote. Raises ValueError naming
+  the file and the first line that is wrong, and why."""
   try:
     trace.check(events, depth=math.inf, path=path)
   except ValueError as error:

@@ -92,11 +92,8 @@ def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
   """Checks that a file has a record of each message of a shard's journal; until
-  the run has ended (`whole`) some are still to come.
-
-  Raises:
-    ValueError: if there are too many, or too few that no rollback explains.
-  """
+  the run has ended (`whole`) some are still to come. Raises ValueError if there
+  are too many, or too few that no rollback explains."""
   received = sum(event.action == base.RECEIVE for event in events)
   least = received - trace.follow(events).undone if whole else 0
   if not least <= count <= received:

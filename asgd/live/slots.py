@@ -102,17 +102,11 @@ class SharedMemory:
     *,
     compress: str | None = None,
   ):
-    """Opens the files, making those that are not there.
-
-    Args:
-      folder: best one in memory, /dev/shm/NAME, readable by its owner alone.
-      counts: slots of each kind.
-      like: what lies in params, message and snapshot slots (shapes and dtypes).
-      compress: of params and messages, as in `wire.layout`.
-
-    Raises:
-      ValueError: if there is no room, or the files hold something else.
-    """
+    """Opens the files, making those that are not there, in a folder that is
+    best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
+    what lies in params, message and snapshot slots (shapes and dtypes), and
+    `compress` is of the first two, as in `wire.layout`. Raises ValueError if
+    there is no room, or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether there was nothing: what a shard's journal refers to is lost.
@@ -218,11 +212,8 @@ class SharedMemory:
     (self._folder / "snapshot.json").unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none.
-
-    Raises:
-      DamagedSnapshot: if it cannot be read.
-    """
+    """Returns (tree, meta) of the last snapshot, None if there is none. Raises
+    DamagedSnapshot if it cannot be read."""
     saved = self._open_images()
     if saved is None:
       return None

@@ -40,11 +40,8 @@ class Duty(NamedTuple):
 
 
 def _finite(message: Any, loss: float) -> bool:
-  """Whether there is no NaN or infinity in a message of NumPy arrays.
-
-  One sum for each leaf tells: neither ever goes away in one. A sum that
-  overflows is taken for infinite, too.
-  """
+  """Whether there is no NaN or infinity in a message of NumPy arrays: neither
+  goes away in a sum. One that overflows is taken for infinite, too."""
   with np.errstate(all="ignore"):
     sums = [
       np.sum(x, dtype=np.promote_types(x.dtype, np.float32))
@@ -92,10 +89,9 @@ class WorkerLoop:
     faults: Script | None = None,
     span: Callable[[Span], None] | None = None,
   ):
-    """Starts with nothing. The clock tells seconds since the run began; what
-    was not answered for `patience` seconds is said again; `wait` lets seconds
-    go by, for a worker that is to be slow; `span` is told of each stretch of
-    time."""
+    """The clock tells seconds since the run began; what was not answered for
+    `patience` seconds is said again; `wait` lets seconds go by, for a worker
+    that is to be slow; `span` is told of each stretch of time."""
     self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait
@@ -128,7 +124,11 @@ class WorkerLoop:
         for shard in self._shards:
           self._say(shard, Frame(frames.BYE, self._worker))
         return "left"
-      heard = self._hear(0.0 if running else self._patience)
+      heard = None
+      try:
+        heard = self._link.hear(0.0 if running else self._patience)
+      except Disconnected as error:
+        self._reconnect(error.shard)
       if heard:
         shard, frame = heard
         if frame.kind == frames.STOP and shard == 0:
@@ -149,13 +149,6 @@ class WorkerLoop:
       self._link.say(shard, frame)
     except Disconnected:
       self._reconnect(shard)
-
-  def _hear(self, seconds):
-    try:
-      return self._link.hear(seconds)
-    except Disconnected as error:
-      self._reconnect(error.shard)
-      return None
 
   def _reconnect(self, shard):
     """Waits for a shard that is being replaced, and says everything again."""
@@ -242,12 +235,12 @@ class WorkerLoop:
       self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
-    parts = [
+    params, *others = (
       memory.read(PARAMS, job.tickets[shard].params)
       for shard, memory in enumerate(self._memories)
-    ]
-    plan = duty.plan
-    params = parts[0] if plan is None else sharding.join(plan, parts)
+    )
+    if duty.plan is not None:
+      params = sharding.join(duty.plan, [params, *others])
     worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
     ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
     batch = duty.batch(self._worker, job.job)

@@ -66,9 +66,8 @@ class RayCluster(LiveCluster):
 
     `make_server` and `make_duty` are called in the processes of shards and
     workers; the parameters are those before the first message, the images
-    checkpoints of each shard, for when the memory is lost; `refill` replaces
-    workers that die, and of a run that is resumed the journals hold the
-    beginning.
+    checkpoints of each shard, for when the memory is lost; of a run that is
+    resumed the journals hold the beginning.
     """
     import ray
 
@@ -101,8 +100,7 @@ class RayCluster(LiveCluster):
     for index in range(self.setup.shards):
       self._start_shard(index, self._resumed)
     for worker in range(self.setup.workers):
-      faults = [fault for fault in self._faults if fault.worker == worker]
-      self._start_worker(worker, faults)
+      self.add_worker(worker, self._faults)
 
   def _check_resources(self):
     """Refuses what Ray would wait for without a word."""
@@ -132,7 +130,7 @@ class RayCluster(LiveCluster):
       self.site.machine, soft=False
     )
     actor_class = self._ray.remote(ray_processes.ShardActor).options(
-      name=ray_processes.actor_name(self.site, index, generation),
+      name=self.site.actor_name(index, generation),
       max_concurrency=8 + self.setup.workers,  # one listens for each
       scheduling_strategy=here,
       **self._resources.shard,
@@ -142,11 +140,11 @@ class RayCluster(LiveCluster):
     )
     self._running[actor.serve.remote()] = "shard", index
 
-  def add_worker(self, worker: int) -> None:
-    """Has a new process take a worker's place."""
-    self._start_worker(worker, ())
-
-  def _start_worker(self, worker, faults):
+  def add_worker(
+    self, worker: int, faults: Sequence[faults_lib.Fault] = ()
+  ) -> None:
+    """Has a new process, with faults of its own, take a worker's place."""
+    faults = [fault for fault in faults if fault.worker == worker]
     actor_class = self._ray.remote(ray_processes.WorkerActor)
     actor_class = actor_class.options(**self._resources.worker)
     self._workers[worker] = actor = actor_class.remote(worker, self.site)
@@ -176,14 +174,12 @@ class RayCluster(LiveCluster):
         self._ray.kill(self._shards[index])
         self._start_shard(index)
       elif kind == "worker":
-        news += self._worker_ended(index, how)
+        owner = self._workers.pop(index)._actor_id.hex()
+        for shard in self._shards:
+          shard.gone.remote(owner)
+        if how != "stopped":
+          news += self._replace_worker(index, how)
     return news
-
-  def _worker_ended(self, worker, how):
-    actor = self._workers.pop(worker)
-    for shard in self._shards:
-      shard.gone.remote(actor._actor_id.hex())
-    return [] if how == "stopped" else self._replace_worker(worker, how)
 
   def _get(self, calls):
     """Returns what calls of the shards return, None of a shard that is gone."""

@@ -30,11 +30,8 @@ def _take_params(received, shard):  # of a module, to travel by its name
 
 
 class LiveCluster(abc.ABC):
-  """Shards and workers of a run, watched over and replaced.
-
-  A subclass starts, asks and ends them; `start` begins, and `check` and
-  `status` are to be called again and again until `finished`.
-  """
+  """Shards and workers of a run: `start` begins, and `check` and `status` are
+  to be called again and again until `finished`."""
 
   def __init__(
     self, setup: Setup, plan: sharding.ShardPlan | None, *, refill: bool
@@ -92,20 +89,17 @@ class LiveCluster(abc.ABC):
 
   def params(self, received: int | None = None) -> Any:
     """Returns the whole parameters: now, or as kept after so many messages.
-
-    Raises:
-      Disconnected: if a shard is gone, or one that kept them was replaced.
+    Raises Disconnected if a shard is gone, or one that kept them was replaced.
     """
-    parts = self._ask(functools.partial(_take_params, received))
+    parts = jax.device_get(self._ask(functools.partial(_take_params, received)))
     for index, part in enumerate(parts):
       if part is None:
         raise Disconnected(index)
-    parts = jax.device_get(parts)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]]:
-    """Returns what a checkpoint needs, of each shard (`Shard.image`). Raises
-    Disconnected if one is gone."""
+    """Returns each shard's `Shard.image`. Raises Disconnected if one is gone.
+    """
     return self._ask(Shard.image)
 
   def pause(self) -> None:

@@ -50,6 +50,10 @@ class Site(NamedTuple):
     """Seconds since the run began."""
     return time.monotonic() - self.began
 
+  def actor_name(self, index: int, generation: int) -> str:
+    """A shard's actor's name. A dead actor may keep its own for a while."""
+    return f"{self.token}-shard-{index}-{generation}"
+
   def socket(self, index: int) -> Path:
     """The path of a shard's socket."""
     return Path(self.memory) / f"{index}.sock"
@@ -62,12 +66,9 @@ class Site(NamedTuple):
 
 
 def _keep_memory():
-  """Has malloc keep what is freed, where it can be told to.
-
-  Each new version of the parameters is a new array. By default glibc gets each
-  large one from the kernel, page by page and zeroed, and gives it back: that
-  takes twice the time of an update itself.
-  """
+  """Has malloc keep what is freed, where it can be told to: each new version of
+  the parameters is a new array, and by default glibc gets each large one from
+  the kernel, page by page and zeroed, in twice the time of an update."""
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
@@ -92,22 +93,6 @@ def node_id():
   import ray
 
   return ray.get_runtime_context().get_node_id()
-
-
-def actor_name(site, index, generation):
-  """A shard's actor's name. A dead actor may keep its own for a while."""
-  return f"{site.token}-shard-{index}-{generation}"
-
-
-def _far_link(site):
-  """Returns the link of the actor that asks."""
-  import ray
-
-  def find(index, generation):
-    return ray.get_actor(actor_name(site, index, generation))
-
-  owner = ray.get_runtime_context().get_actor_id()
-  return RayLink(find, site.setup.shards, owner)
 
 
 class ShardActor:
@@ -233,7 +218,7 @@ class WorkerActor:
       parts = sharding.split(duty.plan, duty.params)
     self._warm_up(duty)
     sockets = [site.socket(index) for index in shards]
-    link = SocketLink(sockets) if self._near else _far_link(site)
+    link = SocketLink(sockets) if self._near else RayLink(site)
     for shard in shards:
       while not link.connect(shard):
         pass

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from asgd import base
 from asgd.live.shard.state import ShardState
@@ -21,14 +20,9 @@ def snapshot(state: ShardState) -> None:
   state.slots.save(state.server, describe(state), params)
 
 
-def plain(state: ShardState) -> tuple[Any, Any]:
-  """Returns (the server's state as NumPy arrays, what `describe` says)."""
-  return jax.tree.map(np.array, state.server), describe(state)
-
-
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns what has to be known beside the server's state and the rows of the
-  journal before it, as JSON."""
+  """Returns what has to be known beside the server's state and the journal's
+  rows before it, as JSON."""
   slots = state.slots
   params, slot = slots.published or (None, -1)
   return {

@@ -23,7 +23,7 @@ from asgd.live.faults import Fault
 from asgd.live.frames import Frame
 from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
-from asgd.live.links.local import ThreadLink
+from asgd.live.links.local import ThreadLink, connect_follower
 from asgd.live.setup import Setup
 from asgd.live.slots import LocalMemory
 from asgd.live.worker import Duty
@@ -626,7 +626,7 @@ def test_a_run_that_is_not_finished_says_so():
 def test_a_worker_that_drains_finishes_and_leaves():
   with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.drain_worker(1)
+    run.cluster.workers[1].loop.drain()
     run.gate.open()
     run.cluster.run(LONG)
   run.check()
@@ -665,7 +665,7 @@ def test_a_worker_joins_a_run_that_goes_on():
 def test_a_place_may_be_left_and_taken_again():
   with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.drain_worker(1)
+    run.cluster.workers[1].loop.drain()
     run.gate.open()
     until(lambda: 1 not in run.lead.workers, "leaving")
     if not run.lead.stopped:
@@ -676,7 +676,7 @@ def test_a_place_may_be_left_and_taken_again():
 
 def test_a_drained_worker_is_not_replaced():
   with live(kit("asgd"), Rules(bound=0), jobs=300) as run:
-    run.cluster.drain_worker(2)
+    run.cluster.workers[2].loop.drain()
     run.cluster.run(LONG)
   run.check()
   assert run.cluster.replaced["worker"] == 0
@@ -685,14 +685,30 @@ def test_a_drained_worker_is_not_replaced():
 # Shards.
 
 
+def kill_shard(cluster, index):
+  """Kills a shard, and puts another in its place."""
+  cluster.replaced["shard"] += 1
+  cluster.shards[index].stop()
+  cluster.shards[index] = cluster.shard_thread(index)
+  cluster.shards[index].start()
+  if index == 0 and cluster.setup.consistent:
+    lead, *followers = cluster.shards
+    for thread in followers:
+
+      def connect(shard, now, thread=thread):
+        connect_follower(shard, thread, lead)
+
+      thread.put(connect)
+
+
 def killed(run, index, first):
   """Kills a shard while workers are busy, and another time."""
   until(lambda: len(run.busy()) == WORKERS, "work for everybody")
   until(lambda: run.lead.state.received >= first - WORKERS, "progress")
-  run.cluster.kill_shard(index)
+  kill_shard(run.cluster, index)
   run.gate.open()
   until(lambda: run.lead and run.lead.state.received > first, "progress")
-  run.cluster.kill_shard(index)
+  kill_shard(run.cluster, index)
   run.cluster.run(LONG)
   assert run.cluster.replaced["shard"] == 2
 
@@ -816,7 +832,7 @@ def test_shards_may_be_killed_while_workers_die():
   ) as run:
     run.gate.wait_for(1)
     for index in (1, 0):
-      run.cluster.kill_shard(index)
+      kill_shard(run.cluster, index)
     run.gate.open()
     run.cluster.run(LONG)
   assert sorted(run.cluster.script.injected) == sorted(faults)
@@ -834,7 +850,7 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
     _, frame = link.hear(LONG)
     assert frame == Frame(frames.WELCOME, 0, job=0)
     until(lambda: len(run.events()) == 3, "two tickets")
-    cluster.kill_shard(0)
+    kill_shard(cluster, 0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
@@ -860,7 +876,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
     link.say(1, Frame(frames.HELLO, 0, job=0))
     follower = cluster.shards[1]
     until(lambda: follower.shard and follower.shard.role.peers, "a welcome")
-    cluster.kill_shard(0)
+    kill_shard(cluster, 0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
