@@ -296,7 +296,7 @@ def ray_cluster(
 ) -> Any:
   """Builds a cluster of Ray actors."""
   from asgd.experiment import cells
-  from asgd.live.clusters.actors import RayCluster, Resources
+  from asgd.live.clusters.actors import RayCluster
   from asgd.live.clusters.ray_processes import Site
 
   config = cells.only(live.plan.run, live.cell)
@@ -319,7 +319,7 @@ def ray_cluster(
     functools.partial(_remote_duty, *source, live.setup, live.params),
     faults=machine.faults,
     refill=settings["refill"],
-    resources=Resources(worker={"num_cpus": cpus, "num_gpus": gpus}),
+    resources={"num_cpus": cpus, "num_gpus": gpus},
     images=images,
     resumed=resumed,
   )

@@ -5,14 +5,13 @@ It is imported when a cluster is made, so that the rest of the package does
 without it.
 """
 
-import collections
 import contextlib
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,13 +26,6 @@ from asgd.live.deadlines import DEAD
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty
-
-
-class Resources(NamedTuple):
-  """What Ray is asked for."""
-
-  worker: Mapping[str, Any] = {"num_cpus": 0}
-  shard: Mapping[str, Any] = {"num_cpus": 0}
 
 
 def _failure(what: str, error: Exception) -> Exception:
@@ -58,7 +50,7 @@ class RayCluster(LiveCluster):
     *,
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
-    resources: Resources | None = None,
+    resources: Mapping[str, Any] | None = None,
     images: Sequence[tuple[Any, Any]] | None = None,
     resumed: bool = False,
   ):
@@ -66,7 +58,8 @@ class RayCluster(LiveCluster):
 
     `make_server` and `make_duty` are called in the processes of shards and
     workers; the parameters are those before the first message, the images
-    checkpoints of each shard, for when the memory is lost; of a run that is
+    checkpoints of each shard, for when the memory is lost; `resources` are what
+    Ray is asked for each worker, by default a process alone; of a run that is
     resumed the journals hold the beginning.
     """
     import ray
@@ -76,7 +69,7 @@ class RayCluster(LiveCluster):
       sharding.make_plan(params, setup.shards) if setup.shards > 1 else None
     )
     super().__init__(setup, plan, refill=refill)
-    self._ray, self._resources = ray, resources or Resources()
+    self._ray, self._resources = ray, resources or {"num_cpus": 0}
     token = uuid.uuid4().hex
     self.site = site._replace(token=token, machine=ray_processes.node_id())
     self._faults, self._resumed = list(faults), resumed
@@ -92,7 +85,8 @@ class RayCluster(LiveCluster):
     self._absent: dict[int, float] = {}  # workers that have not joined, since
 
   def start(self) -> None:
-    """Starts all processes. Raises ValueError if Ray has not what they need."""
+    """Starts all processes. Raises ValueError if Ray has not what workers need.
+    """
     self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,20 +98,13 @@ class RayCluster(LiveCluster):
 
   def _check_resources(self):
     """Refuses what Ray would wait for without a word."""
-    setup, there = self.setup, self._ray.cluster_resources()
-    needed = collections.Counter()
-    counts = setup.workers, setup.shards
-    for count, options in zip(counts, self._resources, strict=True):
-      needed["CPU"] += count * (options.get("num_cpus") or 0)
-      needed["GPU"] += count * (options.get("num_gpus") or 0)
-      for name, amount in options.get("resources", {}).items():
-        needed[name] += count * amount
-    for name, amount in needed.items():
-      if amount > there.get(name, 0):
+    workers, there = self.setup.workers, self._ray.cluster_resources()
+    for name in ("CPU", "GPU"):
+      needed = workers * (self._resources.get(f"num_{name.lower()}s") or 0)
+      if needed > there.get(name, 0):
         raise ValueError(
-          f"{setup.workers} workers and {setup.shards} shards ask Ray for"
-          f" {amount:g} {name}, and it has {there.get(name, 0):g}: ask for less"
-          " for each, or use fewer"
+          f"{workers} workers ask Ray for {needed:g} {name}, and it has"
+          f" {there.get(name, 0):g}: ask for less for each, or use fewer"
         )
 
   def _start_shard(self, index, resumed=False):
@@ -133,7 +120,7 @@ class RayCluster(LiveCluster):
       name=self.site.actor_name(index, generation),
       max_concurrency=8 + self.setup.workers,  # one listens for each
       scheduling_strategy=here,
-      **self._resources.shard,
+      num_cpus=0,
     )
     self._shards[index] = actor = actor_class.remote(
       index, self.site, *self._shard_arguments[index], resumed
@@ -146,7 +133,7 @@ class RayCluster(LiveCluster):
     """Has a new process, with faults of its own, take a worker's place."""
     faults = [fault for fault in faults if fault.worker == worker]
     actor_class = self._ray.remote(ray_processes.WorkerActor)
-    actor_class = actor_class.options(**self._resources.worker)
+    actor_class = actor_class.options(**self._resources)
     self._workers[worker] = actor = actor_class.remote(worker, self.site)
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
