@@ -43,8 +43,7 @@ class Deadlines:
   """Watches how long jobs take."""
 
   def __init__(self, ladder: Ladder):
-    """Raises ValueError for a setting that is no positive number, or beyond
-    1e9, naming it and what a config calls it."""
+    """Raises ValueError for a setting that is no positive number up to 1e9."""
     for name, value in ladder._asdict().items():
       number = isinstance(value, numbers.Real) and not isinstance(value, bool)
       if not number or not 0 < value <= _MOST:
@@ -95,8 +94,7 @@ class WorkerWatch:
     self._deadlines.ended(now - max(began, self.awake))
 
   def learn(self, events: Iterable[Event]) -> None:
-    """Takes over the times of a journal's jobs: of a run that is held up by a
-    worker that hangs, too few come to know them anew."""
+    """Takes over a journal's times: a run that hangs has few to come."""
     began = {}
     for event in events:
       if event.action in STARTS:

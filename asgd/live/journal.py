@@ -38,8 +38,7 @@ class FileJournal(AppendOnlyFile, Journal):
   """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
 
   def __init__(self, path: Path):
-    """Opens the journal, making it if it is not there. Raises ValueError if the
-    file is no journal."""
+    """Opens or makes the file. Raises ValueError if it is no journal."""
     Journal.__init__(self, read_journal(path))
     AppendOnlyFile.__init__(self, path)
     self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
@@ -47,8 +46,7 @@ class FileJournal(AppendOnlyFile, Journal):
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())
 
   def append(self, event: Event) -> None:
-    """Writes a row; when this returns, a kill does not lose it. Raises
-    ValueError if it cannot be written: it is not in the file then."""
+    """Writes a row so that no kill loses it, or raises ValueError."""
     self._add(f"{event.format(journal=True)}\n".encode())
     super().append(event)
 

@@ -43,8 +43,7 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
-  """Returns the processes of a run that are alive, as its memory's folder knows
-  them: kind -> index -> number."""
+  """Returns a run's live processes by its memory: kind -> index -> number."""
   alive = {"shard": {}, "worker": {}}
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")

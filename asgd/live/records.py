@@ -67,8 +67,7 @@ class FileSink(AppendOnlyFile, Sink):
     return self._size // RECORD.itemsize
 
   def append(self, records: base.Records) -> None:
-    """Adds records. Raises ValueError if they cannot be written: none of them
-    is in the file then."""
+    """Adds all records, or none and raises ValueError."""
     rows = np.empty(len(records.loss), RECORD)
     for name, column in records._asdict().items():
       rows[name] = column

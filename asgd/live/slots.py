@@ -190,8 +190,7 @@ class SharedMemory:
     self._turn = 1 - self._turn
 
   def _open_images(self):
-    """Returns what was saved last beside an image, None if there is nothing.
-    Raises DamagedSnapshot."""
+    """Returns what was saved beside the last image, if any; see `load`."""
     if self._images is None:
       self._images = self._map("snapshots", self._image.nbytes, 2)
     path = self._folder / "snapshot.json"
@@ -212,8 +211,7 @@ class SharedMemory:
     (self._folder / "snapshot.json").unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none. Raises
-    DamagedSnapshot if it cannot be read."""
+    """Returns (tree, meta) of the last, or None. Raises DamagedSnapshot."""
     saved = self._open_images()
     if saved is None:
       return None

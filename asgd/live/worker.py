@@ -38,6 +38,14 @@ class Duty(NamedTuple):
   depth: int = 1
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
+  def warm_up(self, worker: int) -> None:
+    """Compiles the work."""
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
+    ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
+    batch, state = self.batch(worker, 0), self.init(params)
+    out = self.work(state, ticket, batch, self.root, np.int32(0))
+    jax.block_until_ready(out)
+
 
 def _finite(message: Any, loss: float) -> bool:
   """Whether there is no NaN or infinity in a message of NumPy arrays: neither

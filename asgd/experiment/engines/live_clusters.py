@@ -210,11 +210,7 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
 def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
-  ticket = base.Ticket(np.int32(0), np.int32(0), live.params, np.True_)
-  worker, batch = duty.init(live.params), duty.batch(0, 0)
-  jax.block_until_ready(
-    duty.work(worker, ticket, batch, duty.root, np.int32(0))
-  )
+  duty.warm_up(0)
   if live.setup.totals:
     return
   for state in states:

@@ -85,8 +85,7 @@ class RayCluster(LiveCluster):
     self._absent: dict[int, float] = {}  # workers that have not joined, since
 
   def start(self) -> None:
-    """Starts all processes. Raises ValueError if Ray has not what workers need.
-    """
+    """Starts all processes. Raises ValueError if Ray has too little."""
     self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -138,8 +137,7 @@ class RayCluster(LiveCluster):
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
   def check(self) -> list[str]:
-    """Replaces workers and shards that have ended; returns what there is to
-    tell. Raises ValueError or RuntimeError for what would end new ones, too."""
+    """See the base; what would end new ones is a ValueError or RuntimeError."""
     news = []
     done, _ = self._ray.wait(
       list(self._running), num_returns=len(self._running), timeout=0
@@ -207,8 +205,7 @@ class RayCluster(LiveCluster):
     return [answer and answer[0] for answer in self._get(calls)]
 
   def _end_lost_workers(self, status):
-    """Kills workers that were taken for dead, or that never come; `check` then
-    replaces them."""
+    """Kills them, and those that never come; `check` then replaces them."""
     now, lost = time.monotonic(), set(status["expelled"])
     for worker in self._workers:
       if worker in status["workers"]:

@@ -79,8 +79,7 @@ class LiveCluster(abc.ABC):
 
   def params(self, received: int | None = None) -> Any:
     """Returns the whole parameters: now, or as kept after so many messages.
-    Raises Disconnected if a shard is gone, or one that kept them was replaced.
-    """
+    Raises Disconnected if a shard that has them is gone."""
     parts = jax.device_get(self._ask(functools.partial(_take_params, received)))
     for index, part in enumerate(parts):
       if part is None:
@@ -88,11 +87,9 @@ class LiveCluster(abc.ABC):
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]]:
-    """Returns each shard's `Shard.image`. Raises Disconnected if one is gone.
-    """
+    """Returns each `Shard.image`. Raises Disconnected if one is gone."""
     return self._ask(Shard.image)
 
   def pause(self) -> None:
-    """Has workers finish what they do, and start nothing new. Raises
-    Disconnected if a shard is gone."""
+    """Has workers start nothing new. Raises Disconnected if a shard is gone."""
     self._ask(Shard.pause)

@@ -65,21 +65,17 @@ class Site(NamedTuple):
     return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
-def _keep_memory():
-  """Has malloc keep what is freed, where it can be told to: each new version of
-  the parameters is a new array, and by default glibc gets each large one from
-  the kernel, page by page and zeroed, in twice the time of an update."""
+def _prepare_process(site, worker):
+  """Settings of malloc, and of a JAX that was not used yet."""
+  # Each new version of the parameters is a new array. By default glibc gets a
+  # large one from the kernel, page by page and zeroed, and gives it back: that
+  # takes twice the time of an update itself.
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
     malloc_option(mmap_max, 0)
     malloc_option(trim_threshold, 2**31 - 1)
     malloc_option(top_pad, 2**26)
-
-
-def _prepare_jax(site, worker):
-  """Settings of a process that has not used JAX yet."""
-  _keep_memory()
   if not worker or site.setup.rules.depth == 1:
     # Nothing is done while a result is waited for, and a second thread costs
     # two switches.
@@ -107,7 +103,7 @@ class ShardActor:
     image: tuple[Any, Any] | None,
     resumed: bool,
   ):
-    _prepare_jax(site, worker=False)
+    _prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
     processes.write_pid(site.memory, "shard", index)
@@ -120,8 +116,13 @@ class ShardActor:
       params = sharding.part(plan, params, index)
     server = make_server()
     steps = simulator.compile_steps(server, None, wire=site.compress)
-    if not setup.totals:
-      self._warm_up(server, steps, params)
+    if not setup.totals:  # compiles before the first message comes
+      state = simulator.start(server, params)
+      ticket = steps.send(state, jnp.int32(0))
+      message = jax.tree.map(np.zeros_like, params)
+      jax.block_until_ready(
+        steps.receive(state, ticket, message, np.float32(0.0))
+      )
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
@@ -136,14 +137,6 @@ class ShardActor:
     self._server = ShardServer(
       shard, site.socket(index), clock=site.clock, lead=lead
     )
-
-  def _warm_up(self, server, steps, params):
-    """Compiles before the first message comes."""
-    state = simulator.start(server, params)
-    ticket = steps.send(state, jnp.int32(0))
-    message = jax.tree.map(np.zeros_like, params)
-    received = steps.receive(state, ticket, message, np.float32(0.0))
-    jax.block_until_ready(received)
 
   def serve(self) -> None:
     """Serves until `end`; dies with the process."""
@@ -183,8 +176,7 @@ class ShardActor:
     self._server.ask(drop)
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
-    """Has the serving thread call something with its shard; returns the answer,
-    with NumPy arrays in place of JAX's."""
+    """Has the serving thread call something; the answer has NumPy arrays."""
     return jax.device_get(self._server.ask(call))
 
   def end(self) -> None:
@@ -198,7 +190,7 @@ class WorkerActor:
   """A worker in a process of its own."""
 
   def __init__(self, worker: int, site: Site):
-    _prepare_jax(site, worker=True)
+    _prepare_process(site, worker=True)
     self._worker, self._site = worker, site
     here = node_id() == site.machine
     self._near = here and site.sockets
@@ -216,19 +208,20 @@ class WorkerActor:
     parts = [duty.params]
     if duty.plan is not None:
       parts = sharding.split(duty.plan, duty.params)
-    self._warm_up(duty)
+    # Before it takes the place, so that the lead does not take it for hung: its
+    # deadline is that of workers that have compiled.
+    duty.warm_up(self._worker)
     sockets = [site.socket(index) for index in shards]
     link = SocketLink(sockets) if self._near else RayLink(site)
     for shard in shards:
       while not link.connect(shard):
         pass
     # Opened by a worker first, a shard would take new memory for its own.
-    if self._near:
-      memories = [
-        site.open_memory(i, parts[i], parts[i], None) for i in shards
-      ]
-    else:
-      memories = link.memories
+    memories = (
+      [site.open_memory(i, part, part, None) for i, part in enumerate(parts)]
+      if self._near
+      else link.memories
+    )
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -251,12 +244,3 @@ class WorkerActor:
     if self._near:
       link.close()  # shards notice at once that it has left
     return how
-
-  def _warm_up(self, duty):
-    """Compiles before it takes the place, so that the lead does not take it
-    for hung: its deadline is that of workers that have compiled."""
-    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), duty.params)
-    worker, zero = np.int32(self._worker), np.int32(0)
-    ticket = base.Ticket(worker, zero, params, np.bool_(True))
-    batch, state = duty.batch(self._worker, 0), duty.init(params)
-    jax.block_until_ready(duty.work(state, ticket, batch, duty.root, zero))

@@ -163,8 +163,7 @@ class ThreadCluster(LiveCluster):
       link.close()
 
   def check(self) -> list[str]:
-    """Replaces workers that are gone; returns what there is to tell. Raises
-    what ended a thread."""
+    """Replaces workers that are gone; raises what ended a thread."""
     failures = [thread.failure for thread in self.shards]
     for failure in filter(None, [*failures, self._failure]):
       raise failure

@@ -12,8 +12,7 @@ from asgd.orders.trace import Event, Ledger
 
 
 def snapshot(state: ShardState) -> None:
-  """Saves the state in the shard's memory; the log before it is no longer
-  needed."""
+  """Saves the state in the shard's memory, in place of the log before it."""
   state.flush()
   tickets = *state.tickets.values(), *state.kept.values()
   params = [ticket.params for ticket in tickets]
@@ -21,8 +20,7 @@ def snapshot(state: ShardState) -> None:
 
 
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns what has to be known beside the server's state and the journal's
-  rows before it, as JSON."""
+  """Returns what neither the server's state nor the journal tells, as JSON."""
   slots = state.slots
   params, slot = slots.published or (None, -1)
   return {

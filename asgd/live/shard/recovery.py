@@ -89,8 +89,7 @@ def recover(
 
 
 def _obey(role, events, start):
-  """Takes over an image and the rows; returns their Ledger, and whether updates
-  are lost."""
+  """Takes over image and rows; returns (Ledger, whether updates are lost)."""
   state, rows, ledger = role.state, 0, Ledger()
   if start.image:
     rows = start.image[1]["rows"]
@@ -111,8 +110,7 @@ def _obey(role, events, start):
 
 
 def _choose(state, name, events, image, resumed):
-  """Chooses what to begin with: the memory's snapshot if it can be used,
-  otherwise the checkpoint's image, if there is one."""
+  """Takes the memory's snapshot if it can be used, otherwise `image`."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
   if intact:

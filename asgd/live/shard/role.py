@@ -16,9 +16,8 @@ Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
 class Role:
-  """A shard's state, journal, connections and time; a subclass for each kind of
-  shard decides. The hooks, from `outdated` on, are here those of a shard that
-  decides nothing."""
+  """A shard's state, journal, connections and time. The hooks, from `outdated`
+  on, are here those of a shard that decides nothing."""
 
   decides = False  # writes rows of its own, not only what the lead wrote
   stopped = False  # every job is received, as far as this shard decides that

@@ -76,8 +76,7 @@ class SlotTable:
     self.free_messages += self.dead.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot, and JSON that refers to slots of parameters: the log
-    before it is no longer needed."""
+    """Saves a snapshot, of which `meta` is JSON that refers to params slots."""
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []

@@ -129,8 +129,7 @@ class ShardState:
   def stage(
     self, key: Key, loss: float, totals: Sequence[float]
   ) -> sharding.Ask | Any:
-    """Goes as far with a message as the totals over all shards allow, and
-    changes nothing."""
+    """Goes as far with a message as totals allow, and changes nothing."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))
 
@@ -161,8 +160,7 @@ class ShardState:
     )
 
   def accepts(self, frame: Frame) -> bool:
-    """Whether a PUSH is for a ticket that is open, and in its slot: a message
-    that comes with it may be written there."""
+    """Whether the message of a PUSH may be written: its ticket is open."""
     key = frame.worker, frame.seq
     ticket = None if key in self.pushed else self.tickets.get(key)
     return ticket is not None and ticket.message == frame.message
@@ -187,6 +185,5 @@ class ShardState:
     )
 
   def dead_slot(self, key: Key) -> int:
-    """Returns the message slot of a ticket that dies, if its worker may still
-    write there; otherwise -1."""
+    """Returns a dying ticket's slot if its worker may still write, or -1."""
     return -1 if key in self.pushed else self.tickets[key].message
