@@ -49,12 +49,6 @@ def parse(text: str) -> Fault:
   return fault
 
 
-def format_fault(fault: Fault) -> str:
-  """Writes a fault as `parse` reads it."""
-  text = f"{fault.kind}:{fault.worker}:{fault.seq}"
-  return f"{text}:{fault.seconds:g}" if fault.kind == "slow" else text
-
-
 def _check_numbers(fault, text):
   worker, seq, _, seconds = fault
   for name, value in (("worker", worker), ("seq", seq)):
@@ -74,7 +68,8 @@ def check(
   so many jobs (None is not known), or that is there twice."""
   seen = set()
   for fault in faults:
-    text = format_fault(fault)
+    text = f"{fault.kind}:{fault.worker}:{fault.seq}"  # as `parse` reads it
+    text += f":{fault.seconds:g}" if fault.kind == "slow" else ""
     _check_numbers(fault, text)
     if fault.worker >= workers:
       raise ValueError(

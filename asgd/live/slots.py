@@ -1,8 +1,7 @@
 """Memory that a shard and its workers share, in numbered slots.
 
 There are three kinds of slots: parameters that were sent, messages that came
-in, and two snapshots of the shard. `LocalMemory` holds references, for threads
-of one process. `SharedMemory` holds bytes in mapped files, which live in the
+in, and two snapshots of the shard. They are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 """
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from asgd.live import wire
+from asgd.live.append_only import GO_ON
 
 PARAMS, MESSAGES = 0, 1  # kinds of slots
 
@@ -56,39 +56,6 @@ def check_room(folder: Path | str, nbytes: int) -> None:
       f" has {free / 1e6:.0f} MB left: use fewer workers, a smaller log"
       " (server.log) or another folder for it"
     )
-
-
-class LocalMemory:
-  """Slots that hold references; survives a shard, not the process."""
-
-  name = "memory"
-
-  def __init__(self):
-    self.fresh = False  # it is never lost while the journal is in memory
-    self._slots: dict[tuple[int, int], Any] = {}
-    self._snapshot: tuple[Any, Any] | None = None
-
-  def write(self, kind: int, slot: int, tree: Any) -> None:
-    """Puts a tree into a slot."""
-    self._slots[kind, slot] = tree
-
-  def read(self, kind: int, slot: int) -> Any:
-    """Returns the tree in a slot, which the slot's reuse leaves as it is."""
-    return self._slots.get((kind, slot))
-
-  read_copy = read
-
-  def save(self, tree: Any, meta: Any) -> None:
-    """Keeps a snapshot in place of the one before."""
-    self._snapshot = jax.tree.map(np.array, tree), meta
-
-  def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none."""
-    return self._snapshot
-
-  def forget(self) -> None:
-    """Drops the snapshot."""
-    self._snapshot = None
 
 
 class SharedMemory:
@@ -133,9 +100,8 @@ class SharedMemory:
         if nbytes_there not in (0, size):
           raise ValueError(
             f"{path} has {nbytes_there} bytes where {size} are needed: it was"
-            " made by a run with other settings. Remove"
-            f" {self._folder.parent} and run the same command again to go on"
-            " from the last checkpoint"
+            f" made by a run with other settings. Remove {self._folder.parent}"
+            f" and {GO_ON} from the last checkpoint"
           )
         if not nbytes_there:
           try:
@@ -179,13 +145,11 @@ class SharedMemory:
     except FileNotFoundError as error:
       raise ValueError(
         f"the shared memory {self._folder} is gone: it was removed while the"
-        " run used it; run the same command again to go on from the last"
-        " checkpoint"
+        f" run used it; {GO_ON} from the last checkpoint"
       ) from error
     except OSError as error:
       raise ValueError(
-        f"cannot write {path} ({error.strerror}); make room and run the same"
-        " command again to go on"
+        f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
       ) from error
     self._turn = 1 - self._turn
 

@@ -92,9 +92,9 @@ class WorkerLoop:
     memories: list[Any],
     *,
     clock: Callable[[], float],
+    faults: Script,
     patience: float = 5.0,
     wait: Callable[[float], None] = lambda seconds: None,
-    faults: Script | None = None,
     span: Callable[[Span], None] | None = None,
   ):
     """The clock tells seconds since the run began; what was not answered for
@@ -239,8 +239,7 @@ class WorkerLoop:
 
   def _begin(self, job):
     tenure, duty = self._tenure, self._duty
-    if self._faults:
-      self._faults.before_work(self._worker, job.seq)
+    self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
     params, *others = (
@@ -262,8 +261,7 @@ class WorkerLoop:
     """Waits for a job's message and hands it in, to the lead last: what the
     lead has, all have."""
     message, loss = job.result
-    if self._faults:
-      message = self._faults.message(self._worker, job.seq, message)
+    message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if self.revoked:
       return
@@ -272,21 +270,15 @@ class WorkerLoop:
     computed = self._clock()
     self._span(Span("compute", job.started, computed, job.seq, job.job))
     plan = self._duty.plan
-    finite = _finite(message, loss)
+    said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
+    said = said._replace(flag=int(_finite(message, loss)))
     parts = [message] if plan is None else sharding.split(plan, message)
     for shard in reversed(self._shards):
       slot = job.tickets[shard].message
       self._memories[shard].write(MESSAGES, slot, parts[shard])
-      frame = Frame(
-        *(frames.PUSH, self._worker, job.seq, job.job),
-        flag=int(finite),
-        message=slot,
-        value=float(loss),
-      )
+      frame = said._replace(message=slot)
       self._tenure.unacked[shard][job.seq] = frame
-      pushes = [frame]
-      if self._faults and shard == 0:
-        pushes = self._faults.frames(self._worker, frame)
+      pushes = [frame] if shard else self._faults.frames(self._worker, frame)
       for push in pushes:
         self._say(shard, push)
     self._span(Span("push", computed, self._clock(), job.seq, job.job))

@@ -1,8 +1,7 @@
 """Plans: which rows of which leaf each shard of a server holds.
 
-A server that is too large or too busy for one place is cut into S shards. Each
-holds some rows (indices of the leading axis) of every leaf and runs the pure
-Server on them as if they were all there is.
+Each of S shards holds some rows (indices of the leading axis) of every leaf and
+runs the pure Server on them as if they were all there is.
 """
 
 import bisect
@@ -39,11 +38,8 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   leaf, or a whole leaf if it is small: no more than 64 KiB and than an eighth
   of a shard. So a shard holds at most the S-th part and one piece more, and
   none holds nothing. If there are fewer pieces than shards, small leaves are
-  split too. Only shapes and dtypes are read.
-
-  Raises:
-    ValueError: if `shards` is not a positive whole number, or more than there
-      are rows.
+  split too. Only shapes and dtypes are read. Raises ValueError if `shards` is
+  not a positive whole number, or more than there are rows.
 
   Example:
     >>> params = {"b": np.zeros(6), "w": np.zeros((4, 3))}

@@ -12,7 +12,7 @@ import numpy as np
 from asgd import base, sharding, simulator, transforms
 from asgd.experiment.checks import blame
 from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.live.clusters.threads import ThreadCluster
+from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
@@ -245,17 +245,20 @@ def thread_cluster(
     )
     for i in shards
   ]
+  stores = Stores(
+    memories,
+    [FileJournal(journal_path(live.folder, i)) for i in shards],
+    [FileSink(records_path(live.folder, i)) for i in shards],
+    images or [None for _ in shards],
+  )
   return ThreadCluster(
     live.setup,
     steps,
     states,
     duty,
+    stores,
     faults=machine.faults,
     refill=settings["refill"],
-    memories=memories,
-    journals=[FileJournal(journal_path(live.folder, i)) for i in shards],
-    sinks=[FileSink(records_path(live.folder, i)) for i in shards],
-    images=images,
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,

@@ -1,8 +1,7 @@
 """A cluster of processes: workers and server shards are Ray actors.
 
-Ray starts the processes where there is room for them, and tells when one dies.
-It is imported when a cluster is made, so that the rest of the package does
-without it.
+Ray starts the processes where there is room, and tells when one dies. It is
+imported when a cluster is made: the rest of the package does without it.
 """
 
 import contextlib
@@ -17,12 +16,10 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
+from asgd.live import deadlines, processes
 from asgd.live import faults as faults_lib
-from asgd.live import processes
 from asgd.live.clusters import ray_processes
 from asgd.live.clusters.base import LiveCluster
-from asgd.live.clusters.ray_processes import Site
-from asgd.live.deadlines import DEAD
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty
@@ -43,7 +40,7 @@ class RayCluster(LiveCluster):
 
   def __init__(
     self,
-    site: Site,
+    site: ray_processes.Site,
     make_server: Callable[[], base.Server],
     params: Any,
     make_duty: Callable[[], Duty],
@@ -195,7 +192,7 @@ class RayCluster(LiveCluster):
     since, calls = self._asked
     ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
     if len(ready) < len(calls):
-      if now - since > DEAD * self.setup.ladder.start:
+      if now - since > deadlines.DEAD * self.setup.ladder.start:
         self._asked = None
         for call, shard in zip(calls, self._shards, strict=True):
           if call not in ready:
@@ -212,7 +209,7 @@ class RayCluster(LiveCluster):
         self._absent.pop(worker, None)
         continue
       since = self._absent.setdefault(worker, now)
-      if now - since > DEAD * self.setup.ladder.start:
+      if now - since > deadlines.DEAD * self.setup.ladder.start:
         del self._absent[worker]
         lost.add(worker)
     for worker in lost & set(self._workers):

@@ -23,12 +23,11 @@ import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import frames, journal, processes, records, slots
+from asgd.live import frames, journal, processes, records, slots, spans
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty, WorkerLoop
 
 
@@ -230,7 +229,7 @@ class WorkerActor:
     )
     span = None
     if site.spans:
-      span = functools.partial(SpanWriter(Path(site.run)), self._worker)
+      span = functools.partial(spans.SpanWriter(Path(site.run)), self._worker)
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
       clock=site.clock,

@@ -1,9 +1,8 @@
 """A cluster in one process: workers and server shards are threads.
 
 XLA runs without Python's lock, so workers really run at the same time.
-Parameters and messages are passed by reference. This is the embedded default,
-and where faults are tried without killing anything. A thread that hangs cannot
-be killed: another takes its place, and what it does when it goes on is ignored.
+Faults are tried here without killing anything. A thread that hangs cannot be
+killed: another takes its place, and what it does when it goes on is ignored.
 """
 
 import contextlib
@@ -18,24 +17,21 @@ import jax.numpy as jnp
 
 from asgd import base, simulator
 from asgd.live import faults as faults_lib
+from asgd.live import journal, records, slots, spans
 from asgd.live.clusters.base import LiveCluster
-from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
-from asgd.live.records import Sink
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.slots import LocalMemory
-from asgd.live.spans import Span
 from asgd.live.worker import Duty, WorkerLoop
 
 
 class Stores(NamedTuple):
   """What outlives a shard; of each shard, in their order."""
 
-  memories: Sequence[Any]
-  journals: Sequence[Any]
-  sinks: Sequence[Any]
+  memories: Sequence[slots.SharedMemory]
+  journals: Sequence[journal.FileJournal]
+  sinks: Sequence[records.FileSink]
   images: Sequence[Any]  # checkpoints as `Shard` takes them, or None
 
 
@@ -56,36 +52,25 @@ class ThreadCluster(LiveCluster):
     steps: simulator.Steps,
     states: Sequence[base.ServerState],
     duty: Duty,
+    stores: Stores,
     *,
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
     patience: float = 5.0,
-    memories: Sequence[Any] | None = None,
-    journals: Sequence[Any] | None = None,
-    sinks: Sequence[Any] | None = None,
-    images: Sequence[Any] | None = None,
     resumed: bool = False,
     began: float | None = None,
-    span: Callable[[int, Span], None] | None = None,
+    span: Callable[[int, spans.Span], None] | None = None,
   ):
     """Prepares; `start` begins. Raises ValueError for impossible faults.
 
-    The states are those of each shard before the first message; `Stores` are by
-    default of this process. `began` is `time.monotonic()` when the run began,
-    or would have; of a run that is resumed the journals hold the beginning.
-    Workers are patient for so many seconds; `span` is told (worker, stretch of
-    time).
+    The states are those of each shard before the first message. `began` is
+    `time.monotonic()` when the run began, or would have; of a run that is
+    resumed the journals hold the beginning. Workers are patient for so many
+    seconds; `span` is told (worker, stretch of time).
     """
     faults_lib.check(faults, setup.workers, setup.jobs)
     super().__init__(setup, duty.plan, refill=refill)
-    count = range(setup.shards)
-    self._steps, self._states = steps, states
-    self.stores = Stores(
-      memories or [LocalMemory() for _ in count],
-      journals or [Journal() for _ in count],
-      sinks or [Sink() for _ in count],
-      images or [None] * setup.shards,
-    )
+    self._steps, self._states, self.stores = steps, states, stores
     self._end = threading.Event()
     self.script = faults_lib.Script(
       faults, kill=self._kill_this_thread, wait=self._wait
@@ -102,7 +87,9 @@ class ThreadCluster(LiveCluster):
       wait=self._wait,
       faults=self.script,
     )
-    self.shards = [self.shard_thread(index, resumed) for index in count]
+    self.shards = [
+      self.shard_thread(index, resumed) for index in range(setup.shards)
+    ]
     self.workers: dict[int, WorkerThread] = {}
     self._failure: BaseException | None = None  # of a worker
 

@@ -20,7 +20,7 @@ import numpy as np
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import MESSAGES, PARAMS, LocalMemory
+from asgd.live.slots import MESSAGES, PARAMS
 
 _LISTEN = 1.0  # seconds that a shard lets a listener wait
 _PAUSE = 0.2  # seconds between two tries to connect
@@ -50,6 +50,19 @@ class Session:
     return out
 
 
+class _FarMemory:
+  """What a worker was sent, and what it is to send: slots of references."""
+
+  def __init__(self):
+    self._slots: dict[tuple[int, int], Any] = {}
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    self._slots[kind, slot] = tree
+
+  def read(self, kind: int, slot: int) -> Any:
+    return self._slots[kind, slot]
+
+
 class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
@@ -66,8 +79,7 @@ class RayLink:
     self._heard: list[Any] = [None] * shards  # pending calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
-    # What a worker was sent, and what it is to send.
-    self.memories = [LocalMemory() for _ in range(shards)]
+    self.memories = [_FarMemory() for _ in range(shards)]
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame, and with a PUSH its message. Raises Disconnected."""

@@ -69,9 +69,8 @@ class Follower(Role):
         # What the lead has received was prepared here. It lies in its slot even
         # if this shard was killed since, and does not know.
         totals = tuple(x for _, x in sorted(self._totals.pop(key, {}).items()))
-        event = event._replace(
-          message=state.tickets[key].message, totals=totals
-        )
+        slot = state.tickets[key].message
+        event = event._replace(message=slot, totals=totals)
       self.commit(event)
     if self._question and self._lead:
       self._answer(self._question)

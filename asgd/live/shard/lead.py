@@ -123,11 +123,8 @@ class Lead(Role):
       totals = self._totals.take(key) if self._totals else ()
       self._prepared.pop(key, None)
       if event.action == base.RECEIVE:
-        event = event._replace(
-          message=state.tickets[key].message,
-          loss=state.pushed[key].value,
-          totals=totals,
-        )
+        slot, loss = state.tickets[key].message, state.pushed[key].value
+        event = event._replace(message=slot, loss=loss, totals=totals)
       else:
         event = event._replace(message=state.dead_slot(key))
     self.commit(event)

@@ -10,13 +10,12 @@ so in the trace.
 from typing import Any, NamedTuple
 
 from asgd import base
+from asgd.live.append_only import ANEW, GO_ON
 from asgd.live.shard import images
 from asgd.live.shard.role import Role
 from asgd.live.slots import DamagedSnapshot
 from asgd.orders import trace
 from asgd.orders.trace import NO_SEQ, Event, Ledger
-
-_ANEW = "or start anew in another folder (--workdir)"
 
 
 class Rollback(NamedTuple):
@@ -60,8 +59,7 @@ def recover(
       f"{name} cannot be obeyed (after row {state.rows},"
       f" {type(error).__name__}: {error}): it, or the shared memory in"
       f" {memory.name}, was changed. Put them back as they were; or remove"
-      f" {memory.name} and run the same command again to go on from the last"
-      " checkpoint"
+      f" {memory.name} and {GO_ON} from the last checkpoint"
     ) from error
   rollback = None
   if lost_updates:
@@ -140,7 +138,7 @@ def _choose(state, name, events, image, resumed):
 def _too_short(name, events, what, rows):
   return (
     f"{name} has {len(events)} rows, the {what} is of row {rows}: the trace"
-    f" was cut short. Put it back as the run wrote it, {_ANEW}"
+    f" was cut short. Put it back as the run wrote it, {ANEW}"
   )
 
 
@@ -158,11 +156,11 @@ def _check_fit(state, name, ledger, start):
     raise _Unfit(
       f"{name} is not the trace that the {what} was made of (at row"
       f" {meta['rows']}): one of the two was changed. Put it back as the run"
-      f" wrote it, {_ANEW}"
+      f" wrote it, {ANEW}"
     )
   if sink.count < meta["records"]:
     raise _Unfit(
       f"{sink.name} has {sink.count} records where the run had written"
-      f" {meta['records']}: it was removed or cut short. Put it back, {_ANEW};"
+      f" {meta['records']}: it was removed or cut short. Put it back, {ANEW};"
       " the parameters so far can be made from the trace by a replay"
     )

@@ -1,12 +1,10 @@
 """A live server shard: the pure Server on its slice, fed with frames.
 
-Everything that a shard decides becomes a row of its journal before any
-worker or shard hears of it, and everything that it does is done by obeying
-rows. So a shard that was killed comes back by reading its last snapshot and
-obeying the rows since (`recovery`); the messages that it needs for that
-still lie in their slots. That log costs no copy (a message has to be written
-somewhere to get here) but the slots it lies in, and one snapshot in so many
-messages.
+Everything that a shard decides becomes a row of its journal before any worker
+or shard hears of it, and everything that it does is done by obeying rows. So a
+shard that was killed comes back by reading its last snapshot and obeying the
+rows since (`recovery`), with messages that still lie in their slots: a log that
+costs no copy, but the slots and one snapshot in so many messages.
 
 Nothing here waits or looks at a clock: `now` comes with each call, and calls
 come from one thread.
@@ -21,8 +19,8 @@ import numpy as np
 from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
-from asgd.live.records import Sink
+from asgd.live.journal import FileJournal
+from asgd.live.records import FileSink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
@@ -30,6 +28,7 @@ from asgd.live.shard.lead import Lead
 from asgd.live.shard.role import Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
+from asgd.live.slots import SharedMemory
 
 
 class Shard:
@@ -41,9 +40,9 @@ class Shard:
     setup: Setup,
     steps: simulator.Steps,
     server: base.ServerState,
-    memory: Any,
-    journal: Journal,
-    sink: Sink,
+    memory: SharedMemory,
+    journal: FileJournal,
+    sink: FileSink,
     *,
     now: float,
     image: tuple[Any, Any] | None = None,
@@ -61,7 +60,7 @@ class Shard:
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
     roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](index, setup, self.state, journal, now)
+    self.role = roles[min(index, 1)](index, self.state, journal, now)
     self._saved = now  # when the last snapshot was due
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self.rollback = recovery.recover(self.role, image, resumed=resumed)

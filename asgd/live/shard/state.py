@@ -10,7 +10,7 @@ import numpy as np
 from asgd import base, sharding, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.records import Sink
+from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
 from asgd.live.slots import MESSAGES, PARAMS
@@ -41,7 +41,7 @@ class ShardState:
     steps: simulator.Steps,
     server: base.ServerState,
     slots: SlotTable,
-    sink: Sink,
+    sink: FileSink,
   ):
     """Starts before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
@@ -151,13 +151,10 @@ class ShardState:
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns what tells a worker of an open ticket."""
-    open_ticket = self.tickets[key]
-    return Frame(
-      *(frames.TICKET, *key, open_ticket.job, int(open_ticket.ticket.version)),
-      flag=int(not open_ticket.ticket.fresh),
-      params=open_ticket.params,
-      message=open_ticket.message,
-    )
+    ticket, job, params, message = self.tickets[key]
+    frame = Frame(frames.TICKET, *key, job, int(ticket.version))
+    kept = int(not ticket.fresh)
+    return frame._replace(flag=kept, params=params, message=message)
 
   def accepts(self, frame: Frame) -> bool:
     """Whether the message of a PUSH may be written: its ticket is open."""

@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import live_stores
 import numpy as np
 import optax
 import pytest
@@ -22,11 +23,9 @@ from asgd.live.clusters.threads import ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ThreadLink, connect_follower
 from asgd.live.setup import Setup
-from asgd.live.slots import LocalMemory
 from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -152,7 +151,7 @@ class Gate:
 class Live:
   """A run."""
 
-  def __init__(self, kit, rules, jobs, setup, batch, **options):
+  def __init__(self, kit, rules, jobs, setup, batch, stores=None, **options):
     self.kit = kit
     self.setup = Setup(rules, WORKERS, jobs, **setup)
     parts, self.plan = [kit.params], None
@@ -167,7 +166,7 @@ class Live:
     self.cluster = ThreadCluster(
       *(self.setup, kit.steps),
       [simulator.start(kit.server, part) for part in parts],
-      duty,
+      *(duty, live_stores.make_stores(len(parts), **(stores or {}))),
       **{
         "patience": 0.2,
         "span": lambda worker, span: self.spans.append((worker, span)),
@@ -609,14 +608,14 @@ def test_what_a_worker_raises_is_raised_and_names_the_worker():
 
 
 def test_what_a_shard_raises_is_raised():
-  class Full(Journal):
+  class Full(live_stores.Journal):
     def append(self, event):
       if len(self.events()) == 9:
         raise OSError("no space left")
       super().append(event)
 
   with (
-    live(kit("asgd"), journals=[Full()]) as run,
+    live(kit("asgd"), stores=dict(journals=[Full()])) as run,
     pytest.raises(OSError, match="no space left"),
   ):
     drive(run.cluster)
@@ -918,14 +917,13 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
-    _, journals, sinks, _ = run.cluster.stores
+    stores = run.cluster.stores._replace(images=images)._asdict()
     before = bits(run.server_state)
-  memory = LocalMemory()
-  memory.fresh = True
+  stores["memories"] = [live_stores.Memory()]
+  stores["memories"][0].fresh = True
   with live(
     kit("dana_slim"),
-    **dict(journals=journals, sinks=sinks, images=images, memories=[memory]),
-    **dict(resumed=True, start=False),
+    **dict(stores=stores, resumed=True, start=False),
   ) as again:
     again.cluster.shards[0].start()
     until(lambda: again.lead is not None, "a start")
