@@ -33,6 +33,11 @@ PARAMS_AT_FIRST = np.ones(5, np.float32)
 ROOT = jax.random.key(0)
 BATCH = PROBLEM.batches(0, 3)
 WORKERS = 3
+FRAMES = {
+  kind: name.lower()
+  for name, kind in vars(frames).items()
+  if isinstance(kind, int) and kind <= frames.TOTAL
+}
 
 
 @functools.cache
@@ -327,7 +332,7 @@ class Hand:
 
   @staticmethod
   def _text(frame):
-    name = frames.KINDS[frame.kind]
+    name = FRAMES[frame.kind]
     if frame.kind == frames.TICKET:
       kept = " kept" if frame.flag else ""
       return f"ticket {frame.seq}: job {frame.job}{kept} v{frame.version}"

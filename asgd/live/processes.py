@@ -59,7 +59,6 @@ def pids(folder: Path) -> dict[str, dict[int, int]]:
 
 def end_all(folder: Path) -> None:
   """Kills the processes of a run after its driver was killed."""
-  for processes in pids(folder).values():
-    for pid in processes.values():
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+  for pid in [pid for alive in pids(folder).values() for pid in alive.values()]:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)

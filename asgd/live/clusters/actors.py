@@ -104,14 +104,12 @@ class RayCluster(LiveCluster):
         )
 
   def _start_shard(self, index, resumed=False):
-    from ray.util import scheduling_strategies
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     generation = self._generations[index]
     self._generations[index] += 1
     # Shards are where their files and their memory are.
-    here = scheduling_strategies.NodeAffinitySchedulingStrategy(
-      self.site.machine, soft=False
-    )
+    here = NodeAffinitySchedulingStrategy(self.site.machine, soft=False)
     actor_class = self._ray.remote(ray_processes.ShardActor).options(
       name=self.site.actor_name(index, generation),
       max_concurrency=8 + self.setup.workers,  # one listens for each
@@ -135,10 +133,8 @@ class RayCluster(LiveCluster):
 
   def check(self) -> list[str]:
     """See the base; what would end new ones is a ValueError or RuntimeError."""
-    news = []
-    done, _ = self._ray.wait(
-      list(self._running), num_returns=len(self._running), timeout=0
-    )
+    news, refs = [], list(self._running)
+    done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
     for ref in done:
       kind, index = self._running.pop(ref)
       try:

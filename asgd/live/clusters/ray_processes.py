@@ -119,9 +119,8 @@ class ShardActor:
       state = simulator.start(server, params)
       ticket = steps.send(state, jnp.int32(0))
       message = jax.tree.map(np.zeros_like, params)
-      jax.block_until_ready(
-        steps.receive(state, ticket, message, np.float32(0.0))
-      )
+      received = steps.receive(state, ticket, message, np.float32(0.0))
+      jax.block_until_ready(received)
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
@@ -197,9 +196,7 @@ class WorkerActor:
       processes.write_pid(site.memory, "worker", worker)
 
   def run(
-    self,
-    make_duty: Callable[[], Duty],
-    faults: Sequence[faults_lib.Fault] = (),
+    self, make_duty: Callable[[], Duty], faults: Sequence[faults_lib.Fault]
   ) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
     site, duty = self._site, make_duty()

@@ -58,7 +58,7 @@ class ThreadCluster(LiveCluster):
     refill: bool = True,
     patience: float = 5.0,
     resumed: bool = False,
-    began: float | None = None,
+    began: float,
     span: Callable[[int, spans.Span], None] | None = None,
   ):
     """Prepares; `start` begins. Raises ValueError for impossible faults.
@@ -72,10 +72,7 @@ class ThreadCluster(LiveCluster):
     super().__init__(setup, duty.plan, refill=refill)
     self._steps, self._states, self.stores = steps, states, stores
     self._end = threading.Event()
-    self.script = faults_lib.Script(
-      faults, kill=self._kill_this_thread, wait=self._wait
-    )
-    began = time.monotonic() if began is None else began
+    self.script = faults_lib.Script(faults, kill=self._kill, wait=self._wait)
     self._clock = lambda: time.monotonic() - began  # seconds of the run
     self._span = span
     self._make_loop = functools.partial(
@@ -87,9 +84,7 @@ class ThreadCluster(LiveCluster):
       wait=self._wait,
       faults=self.script,
     )
-    self.shards = [
-      self.shard_thread(index, resumed) for index in range(setup.shards)
-    ]
+    self.shards = [self.shard_thread(i, resumed) for i in range(setup.shards)]
     self.workers: dict[int, WorkerThread] = {}
     self._failure: BaseException | None = None  # of a worker
 
@@ -113,7 +108,7 @@ class ThreadCluster(LiveCluster):
 
     return ShardThread(index, make, self._clock)
 
-  def _kill_this_thread(self):
+  def _kill(self):
     raise faults_lib.Killed
 
   def _wait(self, seconds):
@@ -132,9 +127,8 @@ class ThreadCluster(LiveCluster):
     link = ThreadLink(worker, self.shards, self._end.is_set)
     span = functools.partial(self._span, worker) if self._span else None
     loop = self._make_loop(worker, link=link, span=span)
-    thread = threading.Thread(
-      target=self._work, args=(worker, loop, link), daemon=True
-    )
+    args = worker, loop, link
+    thread = threading.Thread(target=self._work, args=args, daemon=True)
     self.workers[worker] = WorkerThread(thread, link, loop)
     thread.start()
 

@@ -28,9 +28,8 @@ class ShardThread:
     self.shard: Shard | None = None
     self.failure: BaseException | None = None
     self.alive = True
-    self._thread = threading.Thread(
-      target=self._run, name=f"shard-{index}", daemon=True
-    )
+    name = f"shard-{index}"
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self.start = self._thread.start
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:

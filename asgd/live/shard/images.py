@@ -49,10 +49,7 @@ def _open_tickets(state: ShardState, ledger: Ledger[Event], intact: bool):
 
 
 def restore(
-  state: ShardState,
-  image: tuple[Any, Any],
-  ledger: Ledger[Event],
-  intact: bool,
+  state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
 ) -> None:
   """Takes over a snapshot: (the server's state, what `describe` wrote), with
   the ledger after the rows of the journal before it. It is intact if the

@@ -93,10 +93,6 @@ class SlotTable:
     self.uses.clear()
     self.uses.update(params)
     self.uses.update(self.pinned)
-    taken = set(messages).union(*self.dead.values())
-    self.free_params = [
-      slot for slot in range(self._counts.params) if not self.uses[slot]
-    ]
-    self.free_messages = [
-      slot for slot in range(self._counts.messages) if slot not in taken
-    ]
+    taken, counts = set(messages).union(*self.dead.values()), self._counts
+    self.free_params = [s for s in range(counts.params) if not self.uses[s]]
+    self.free_messages = [s for s in range(counts.messages) if s not in taken]

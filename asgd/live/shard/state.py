@@ -122,13 +122,10 @@ class ShardState:
     self.pushed.pop(event.key, None)
 
   def _drop_kept(self, worker):
-    kept = self.kept.pop(worker, None)
-    if kept:
+    if kept := self.kept.pop(worker, None):
       self.slots.release(kept.params)
 
-  def stage(
-    self, key: Key, loss: float, totals: Sequence[float]
-  ) -> sharding.Ask | Any:
+  def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
     """Goes as far with a message as totals allow, and changes nothing."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))

@@ -169,6 +169,7 @@ class Live:
       *(duty, live_stores.make_stores(len(parts), **(stores or {}))),
       **{
         "patience": 0.2,
+        "began": time.monotonic(),
         "span": lambda worker, span: self.spans.append((worker, span)),
         **options,
       },
