@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding, simulator
+from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.records import FileSink
