@@ -186,10 +186,9 @@ def combine(
 ) -> base.Report:
   """Makes the Report of a message from those of its parts.
 
-  The S reports are of numbers, or of columns of one length; there is a size of
-  each shard (`trained_sizes`), or ValueError is raised. The whole's has NumPy
-  arrays: root mean squares over all trained elements, the largest staleness,
-  and accepted if it was by all.
+  The S reports are of numbers, or of columns of one length; `sizes` are each
+  shard's `trained_sizes`. The whole's has NumPy arrays: root mean squares over
+  all trained elements, the largest staleness, and accepted if it was by all.
   """
   if len(reports) != len(sizes) or not reports:
     raise ValueError(f"{len(reports)} reports and {len(sizes)} sizes")

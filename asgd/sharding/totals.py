@@ -18,18 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# This shard's summands -> the sums over shards. It is part of the key of
-# compiled functions, so that none that was traced without shards is used with
-# them.
+# This shard's summands -> the sums over shards; part of the key of compiled
+# functions, so that none that was traced without shards is used with them.
 _EXCHANGE = jax.make_user_context(default_value=None)
 
 
 def total(x: Any) -> Any:
-  """Returns the sum of `x` over all shards; without shards, x itself.
-
-  It is an array or a tree of arrays, each a sum over the rows that are here,
-  like jnp.sum(jnp.square(g)).
-  """
+  """Returns the sum of `x` over all shards; without shards, x itself. It is an
+  array or a tree of arrays, each a sum over the rows that are here, like
+  jnp.sum(jnp.square(g))."""
   exchange = _EXCHANGE.value
   return x if exchange is None else exchange(x)
 

@@ -54,11 +54,11 @@ class ThreadCluster(LiveCluster):
     duty: Duty,
     stores: Stores,
     *,
+    began: float,
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
     patience: float = 5.0,
     resumed: bool = False,
-    began: float,
     span: Callable[[int, spans.Span], None] | None = None,
   ):
     """Prepares; `start` begins. Raises ValueError for impossible faults.
