@@ -82,11 +82,8 @@ class SharedMemory:
     *kinds, snapshot = like
     self._layouts = [wire.layout(tree, compress=compress) for tree in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
-    params, messages = self._layouts
-    self._slots = (
-      self._map("params", params.nbytes, counts.params),
-      self._map("messages", messages.nbytes, counts.messages),
-    )
+    kinds = zip(SlotCounts._fields, self._layouts, counts, strict=True)
+    self._slots = [self._map(name, x.nbytes, count) for name, x, count in kinds]
     self._images = None
     self._turn = 0  # the image to be written next
 
