@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import live_stores
 import numpy as np
 from kit import bits
 
@@ -21,11 +22,9 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
-from asgd.live.records import Sink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.slots import MESSAGES, PARAMS, DamagedSnapshot, LocalMemory
+from asgd.live.slots import MESSAGES, PARAMS, DamagedSnapshot
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
@@ -34,6 +33,11 @@ PARAMS_AT_FIRST = np.ones(5, np.float32)
 ROOT = jax.random.key(0)
 BATCH = PROBLEM.batches(0, 3)
 WORKERS = 3
+FRAMES = {
+  kind: name.lower()
+  for name, kind in vars(frames).items()
+  if isinstance(kind, int) and kind <= frames.TOTAL
+}
 
 
 @functools.cache
@@ -56,7 +60,7 @@ class Killed(Exception):
   """Ends a shard as kill -9 would."""
 
 
-class Memory(LocalMemory):
+class Memory(live_stores.Memory):
   """Memory whose snapshots could be written to disk, and whose slots can be
   guarded: what is written there must be what lies there."""
 
@@ -77,7 +81,7 @@ class Memory(LocalMemory):
     super().write(kind, slot, tree)
 
 
-class DeadlyJournal(Journal):
+class DeadlyJournal(live_stores.Journal):
   """A journal that can kill its shard, at a row or just before it."""
 
   def __init__(self):
@@ -115,7 +119,7 @@ class Bench:
       self.parts = sharding.split(self.plan, PARAMS_AT_FIRST)
     self.memories = [Memory() for _ in count]
     self.journals = [DeadlyJournal() for _ in count]
-    self.sinks = [Sink() for _ in count]
+    self.sinks = [live_stores.Sink() for _ in count]
     self.post = collections.deque()  # calls to be made
     self.shards: list[Shard | None] = [None for _ in count]
     self.hands = {}  # by worker
@@ -328,7 +332,7 @@ class Hand:
 
   @staticmethod
   def _text(frame):
-    name = frames.KINDS[frame.kind]
+    name = FRAMES[frame.kind]
     if frame.kind == frames.TICKET:
       kept = " kept" if frame.flag else ""
       return f"ticket {frame.seq}: job {frame.job}{kept} v{frame.version}"

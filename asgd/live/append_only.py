@@ -2,15 +2,16 @@
 
 Whatever kills the process leaves whole rows and at most one that is cut short,
 which is dropped when the file is opened again. What does not fit on the disk is
-taken back: a file holds whole rows, in their order, and all of them.
+taken back.
 """
 
 import contextlib
 import os
 from pathlib import Path
 
-_GO_ON = "run the same command again to go on"
-_ANEW = "or start anew in another folder (--workdir)"
+# Remedies, in messages.
+GO_ON = "run the same command again to go on"
+ANEW = "or start anew in another folder (--workdir)"
 
 
 class FileGone(ValueError):
@@ -19,7 +20,7 @@ class FileGone(ValueError):
   def __init__(self, path: Path | str):
     super().__init__(
       f"{path} is gone: it was deleted while the run wrote it. Put it back from"
-      f" a copy and {_GO_ON}, {_ANEW}"
+      f" a copy and {GO_ON}, {ANEW}"
     )
 
 
@@ -40,7 +41,7 @@ class AppendOnlyFile:
       raise ValueError(
         f"{self.name} has {status.st_size} bytes where this run wrote"
         f" {self._size}: another process changed it. Put it back as it was and"
-        f" {_GO_ON}, {_ANEW}"
+        f" {GO_ON}, {ANEW}"
       )
     rest = memoryview(data)
     try:
@@ -50,7 +51,7 @@ class AppendOnlyFile:
       with contextlib.suppress(OSError):
         os.ftruncate(self._file, self._size)
       raise ValueError(
-        f"cannot write {self.name} ({error.strerror}); make room and {_GO_ON}"
+        f"cannot write {self.name} ({error.strerror}); make room and {GO_ON}"
       ) from error
     self._size += len(data)
 
@@ -59,12 +60,12 @@ class AppendOnlyFile:
     self._size = size
 
   def sync(self) -> None:
-    """When this returns, a loss of power does not lose what was written. Raises
-    ValueError if the disk does not take it."""
+    """Makes what was written safe from a loss of power. Raises ValueError if
+    the disk does not take it."""
     try:
       os.fsync(self._file)
     except OSError as error:
       raise ValueError(
         f"cannot write {self.name} ({error.strerror}); mend the disk and"
-        f" {_GO_ON}"
+        f" {GO_ON}"
       ) from error

@@ -27,7 +27,7 @@ _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
 class Ladder(NamedTuple):
-  """Settings; a config has the first three, see `check`."""
+  """Settings; a config has the first three."""
 
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # seconds
@@ -36,32 +36,23 @@ class Ladder(NamedTuple):
 
 
 _MOST = 1e9  # seconds that a clock can count
-
-
-def check(ladder: Ladder) -> Ladder:
-  """Returns a ladder that can be climbed.
-
-  Raises:
-    ValueError: for a setting that is no positive number, or beyond 1e9, naming
-      it and what a config calls it.
-  """
-  config = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
-  for name, value in ladder._asdict().items():
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < value <= _MOST:
-      key = f" (live.{config[name]})" if name in config else ""
-      raise ValueError(
-        f"{name}{key} must be a positive number, at most {_MOST:g}, not"
-        f" {value!r}"
-      )
-  return ladder
+_KEYS = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
 
 
 class Deadlines:
   """Watches how long jobs take."""
 
   def __init__(self, ladder: Ladder):
-    self._ladder = check(ladder)
+    """Raises ValueError for a setting that is no positive number up to 1e9."""
+    for name, value in ladder._asdict().items():
+      number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+      if not number or not 0 < value <= _MOST:
+        key = f" (live.{_KEYS[name]})" if name in _KEYS else ""
+        raise ValueError(
+          f"{name}{key} must be a positive number, at most {_MOST:g}, not"
+          f" {value!r}"
+        )
+    self._ladder = ladder
     self._times = collections.deque(maxlen=ladder.window)
     self._late: float | None = None
 
@@ -103,8 +94,7 @@ class WorkerWatch:
     self._deadlines.ended(now - max(began, self.awake))
 
   def learn(self, events: Iterable[Event]) -> None:
-    """Takes over the times of a journal's jobs: of a run that is held up by a
-    worker that hangs, too few come to know them anew."""
+    """Takes over a journal's times: a run that hangs has few to come."""
     began = {}
     for event in events:
       if event.action in STARTS:

@@ -32,11 +32,8 @@ class Killed(BaseException):
 
 
 def parse(text: str) -> Fault:
-  """Reads KIND:WORKER:SEQ, or slow:WORKER:SEQ:SECONDS.
-
-  Raises:
-    ValueError: for anything else.
-  """
+  """Reads KIND:WORKER:SEQ, or slow:WORKER:SEQ:SECONDS; raises ValueError for
+  anything else."""
   kind, *numbers = text.split(":")
   try:
     if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
@@ -50,12 +47,6 @@ def parse(text: str) -> Fault:
     ) from None
   _check_numbers(fault, text)
   return fault
-
-
-def format_fault(fault: Fault) -> str:
-  """Writes a fault as `parse` reads it."""
-  text = f"{fault.kind}:{fault.worker}:{fault.seq}"
-  return f"{text}:{fault.seconds:g}" if fault.kind == "slow" else text
 
 
 def _check_numbers(fault, text):
@@ -73,28 +64,25 @@ def _check_numbers(fault, text):
 def check(
   faults: Sequence[Fault], workers: int, jobs: int | None = None
 ) -> None:
-  """Checks that faults can happen at so many places and in so many jobs (None
-  is not known).
-
-  Raises:
-    ValueError: for one that cannot, as there is no such worker or no such job,
-      and for one that is there twice.
-  """
+  """Raises ValueError for a fault that cannot happen at so many places and in
+  so many jobs (None is not known), or that is there twice."""
   seen = set()
   for fault in faults:
-    text = format_fault(fault)
+    text = f"{fault.kind}:{fault.worker}:{fault.seq}"  # as `parse` reads it
+    text += f":{fault.seconds:g}" if fault.kind == "slow" else ""
     _check_numbers(fault, text)
-    why = None
     if fault.worker >= workers:
-      why = f": there is no worker {fault.worker}; the {workers} are"
-      why += f" numbered from 0 to {workers - 1}"
-    elif jobs is not None and fault.seq >= jobs:
-      why = f": the run has {jobs} jobs in all, so none of a worker has seq"
-      why += f" {fault.seq}; use a smaller one"
-    elif fault[:3] in seen:
-      why = " is there twice; drop one"
-    if why:
-      raise ValueError(f"fault {text!r}{why}")
+      raise ValueError(
+        f"fault {text!r}: there is no worker {fault.worker}; the {workers} are"
+        f" numbered from 0 to {workers - 1}"
+      )
+    if jobs is not None and fault.seq >= jobs:
+      raise ValueError(
+        f"fault {text!r}: the run has {jobs} jobs in all, so none of a worker"
+        f" has seq {fault.seq}; use a smaller one"
+      )
+    if fault[:3] in seen:
+      raise ValueError(f"fault {text!r} is there twice; drop one")
     seen.add(fault[:3])
 
 

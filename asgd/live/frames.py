@@ -23,11 +23,6 @@ theirs with ASKED, and the lead adds up.
 import struct
 from typing import NamedTuple
 
-KINDS = (
-  *("hello", "fetch", "push", "drain", "bye"),
-  *("welcome", "ticket", "ack", "expel", "stop"),
-  *("follow", "row", "prepared", "ask", "asked", "total"),
-)
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
 FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = OF_SHARDS = range(10, 16)
@@ -61,15 +56,11 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: bytes) -> Frame:
-  """Returns what `pack` packed.
-
-  Raises:
-    ValueError: for anything else.
-  """
+  """Returns what `pack` packed; raises ValueError for anything else."""
   if len(data) != SIZE:
     raise ValueError(f"a frame has {SIZE} bytes, not {len(data)}")
   magic, *fields = _FORMAT.unpack(data)
-  if magic != _MAGIC or fields[0] >= len(KINDS):
+  if magic != _MAGIC or fields[0] > TOTAL:
     raise ValueError(
       f"no frame of this version: it starts with {data[:5]!r}; are all"
       " processes of the same release?"

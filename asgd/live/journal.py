@@ -1,7 +1,7 @@
 """A shard's journal: the rows of its trace, with all columns of an Event."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asgd.live.append_only import AppendOnlyFile
@@ -9,48 +9,30 @@ from asgd.orders import trace
 from asgd.orders.trace import Event
 
 
-class Journal:
-  """Where a shard writes its rows, and reads them after a crash: in memory."""
-
-  name = "journal"  # for messages
-
-  def __init__(self, events: Iterable[Event] = ()):
-    self._events = list(events)
-
-  def append(self, event: Event) -> None:
-    """Writes a row; when this returns, a kill of the shard does not lose it."""
-    self._events.append(event)
-
-  def events(self) -> list[Event]:
-    """Returns the rows that were written."""
-    return list(self._events)
-
-  def sync(self) -> None:
-    """Does nothing: this journal ends with the process."""
-
-
 def journal_path(run: Path, index: int) -> Path:
   """The file of a shard's journal."""
   return Path(run) / f"trace-{index}.csv"
 
 
-class FileJournal(AppendOnlyFile, Journal):
+class FileJournal(AppendOnlyFile):
   """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
 
   def __init__(self, path: Path):
-    """Opens the journal, making it if it is not there. Raises ValueError if the
-    file is no journal."""
-    Journal.__init__(self, read_journal(path))
-    AppendOnlyFile.__init__(self, path)
+    """Opens or makes the file. Raises ValueError if it is no journal."""
+    self._events = read_journal(path)
+    super().__init__(path)
     self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
     if not self._size:
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())
 
   def append(self, event: Event) -> None:
-    """Writes a row; when this returns, a kill does not lose it. Raises
-    ValueError if it cannot be written: it is not in the file then."""
+    """Writes a row so that no kill loses it, or raises ValueError."""
     self._add(f"{event.format(journal=True)}\n".encode())
-    super().append(event)
+    self._events.append(event)
+
+  def events(self) -> list[Event]:
+    """Returns the rows that were written."""
+    return list(self._events)
 
 
 def read_journal(path: Path) -> list[Event]:
@@ -66,11 +48,8 @@ def read_journal(path: Path) -> list[Event]:
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
-  """Checks that a journal can be obeyed: that it is one that a shard wrote.
-
-  Raises:
-    ValueError: naming the file and the first line that is wrong, and why.
-  """
+  """Checks that a journal is one that a shard wrote. Raises ValueError naming
+  the file and the first line that is wrong, and why."""
   try:
     trace.check(events, depth=math.inf, path=path)
   except ValueError as error:

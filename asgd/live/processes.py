@@ -43,8 +43,7 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
-  """Returns the processes of a run that are alive, as its memory's folder knows
-  them: kind -> index -> number."""
+  """Returns a run's live processes by its memory: kind -> index -> number."""
   alive = {"shard": {}, "worker": {}}
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")
@@ -60,7 +59,6 @@ def pids(folder: Path) -> dict[str, dict[int, int]]:
 
 def end_all(folder: Path) -> None:
   """Kills the processes of a run after its driver was killed."""
-  for processes in pids(folder).values():
-    for pid in processes.values():
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+  for pid in [pid for alive in pids(folder).values() for pid in alive.values()]:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)

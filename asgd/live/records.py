@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from asgd import base, simulator
-from asgd.live.append_only import AppendOnlyFile
+from asgd.live.append_only import ANEW, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -19,46 +19,16 @@ RECORD = np.dtype(
 )
 
 
-class Sink:
-  """Where a shard keeps its records: in memory."""
-
-  name = "records"  # for messages
-
-  def __init__(self):
-    self._parts: list[base.Records] = []
-
-  def append(self, records: base.Records) -> None:
-    """Keeps records."""
-    self._parts.append(records)
-
-  def truncate(self, count: int) -> None:
-    """Drops all but the first `count`: they will be made again."""
-    records = self.records()
-    self._parts = [base.Records(*(column[:count] for column in records))]
-
-  @property
-  def count(self) -> int:
-    """How many there are."""
-    return sum(len(part.loss) for part in self._parts)
-
-  def records(self) -> base.Records:
-    """Returns them all."""
-    return simulator.concatenate(self._parts)
-
-  def sync(self) -> None:
-    """Does nothing: these records end with the process."""
-
-
 def records_path(run: Path, index: int) -> Path:
   """The file of a shard's records."""
   return Path(run) / f"records-{index}.bin"
 
 
-class FileSink(AppendOnlyFile, Sink):
+class FileSink(AppendOnlyFile):
   """A shard's records: rows of RECORD."""
 
   def __init__(self, path: Path):
-    AppendOnlyFile.__init__(self, path)
+    super().__init__(path)
     self._cut(self.count * RECORD.itemsize)
 
   @property
@@ -67,15 +37,14 @@ class FileSink(AppendOnlyFile, Sink):
     return self._size // RECORD.itemsize
 
   def append(self, records: base.Records) -> None:
-    """Adds records. Raises ValueError if they cannot be written: none of them
-    is in the file then."""
+    """Adds all records, or none and raises ValueError."""
     rows = np.empty(len(records.loss), RECORD)
     for name, column in records._asdict().items():
       rows[name] = column
     self._add(rows.tobytes())
 
   def truncate(self, count: int) -> None:
-    """Drops all but the first `count`."""
+    """Drops all but the first `count`: the others will be made again."""
     self._cut(min(count * RECORD.itemsize, self._size))
 
 
@@ -100,16 +69,13 @@ def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
   """Checks that a file has a record of each message of a shard's journal; until
-  the run has ended (`whole`) some are still to come.
-
-  Raises:
-    ValueError: if there are too many, or too few that no rollback explains.
-  """
+  the run has ended (`whole`) some are still to come. Raises ValueError if there
+  are too many, or too few that no rollback explains."""
   received = sum(event.action == base.RECEIVE for event in events)
   least = received - trace.follow(events).undone if whole else 0
   if not least <= count <= received:
     raise ValueError(
       f"{path} has {count} records, and the trace beside it {received}"
       " messages: one of the two was cut short or changed. Put it back as the"
-      " run wrote it, or start anew in another folder (--workdir)"
+      f" run wrote it, {ANEW}"
     )

@@ -1,8 +1,7 @@
 """Memory that a shard and its workers share, in numbered slots.
 
 There are three kinds of slots: parameters that were sent, messages that came
-in, and two snapshots of the shard. `LocalMemory` holds references, for threads
-of one process. `SharedMemory` holds bytes in mapped files, which live in the
+in, and two snapshots of the shard. They are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 """
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from asgd.live import wire
+from asgd.live.append_only import GO_ON
 
 PARAMS, MESSAGES = 0, 1  # kinds of slots
 
@@ -58,39 +58,6 @@ def check_room(folder: Path | str, nbytes: int) -> None:
     )
 
 
-class LocalMemory:
-  """Slots that hold references; survives a shard, not the process."""
-
-  name = "memory"
-
-  def __init__(self):
-    self.fresh = False  # it is never lost while the journal is in memory
-    self._slots: dict[tuple[int, int], Any] = {}
-    self._snapshot: tuple[Any, Any] | None = None
-
-  def write(self, kind: int, slot: int, tree: Any) -> None:
-    """Puts a tree into a slot."""
-    self._slots[kind, slot] = tree
-
-  def read(self, kind: int, slot: int) -> Any:
-    """Returns the tree in a slot, which the slot's reuse leaves as it is."""
-    return self._slots.get((kind, slot))
-
-  read_copy = read
-
-  def save(self, tree: Any, meta: Any) -> None:
-    """Keeps a snapshot in place of the one before."""
-    self._snapshot = jax.tree.map(np.array, tree), meta
-
-  def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none."""
-    return self._snapshot
-
-  def forget(self) -> None:
-    """Drops the snapshot."""
-    self._snapshot = None
-
-
 class SharedMemory:
   """Slots in mapped files of one folder; several processes may open it."""
 
@@ -102,17 +69,11 @@ class SharedMemory:
     *,
     compress: str | None = None,
   ):
-    """Opens the files, making those that are not there.
-
-    Args:
-      folder: best one in memory, /dev/shm/NAME, readable by its owner alone.
-      counts: slots of each kind.
-      like: what lies in params, message and snapshot slots (shapes and dtypes).
-      compress: of params and messages, as in `wire.layout`.
-
-    Raises:
-      ValueError: if there is no room, or the files hold something else.
-    """
+    """Opens the files, making those that are not there, in a folder that is
+    best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
+    what lies in params, message and snapshot slots (shapes and dtypes), and
+    `compress` is of the first two, as in `wire.layout`. Raises ValueError if
+    there is no room, or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether there was nothing: what a shard's journal refers to is lost.
@@ -121,11 +82,8 @@ class SharedMemory:
     *kinds, snapshot = like
     self._layouts = [wire.layout(tree, compress=compress) for tree in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
-    params, messages = self._layouts
-    self._slots = (
-      self._map("params", params.nbytes, counts.params),
-      self._map("messages", messages.nbytes, counts.messages),
-    )
+    kinds = zip(SlotCounts._fields, self._layouts, counts, strict=True)
+    self._slots = [self._map(name, x.nbytes, count) for name, x, count in kinds]
     self._images = None
     self._turn = 0  # the image to be written next
 
@@ -139,9 +97,8 @@ class SharedMemory:
         if nbytes_there not in (0, size):
           raise ValueError(
             f"{path} has {nbytes_there} bytes where {size} are needed: it was"
-            " made by a run with other settings. Remove"
-            f" {self._folder.parent} and run the same command again to go on"
-            " from the last checkpoint"
+            f" made by a run with other settings. Remove {self._folder.parent}"
+            f" and {GO_ON} from the last checkpoint"
           )
         if not nbytes_there:
           try:
@@ -185,19 +142,16 @@ class SharedMemory:
     except FileNotFoundError as error:
       raise ValueError(
         f"the shared memory {self._folder} is gone: it was removed while the"
-        " run used it; run the same command again to go on from the last"
-        " checkpoint"
+        f" run used it; {GO_ON} from the last checkpoint"
       ) from error
     except OSError as error:
       raise ValueError(
-        f"cannot write {path} ({error.strerror}); make room and run the same"
-        " command again to go on"
+        f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
       ) from error
     self._turn = 1 - self._turn
 
   def _open_images(self):
-    """Returns what was saved last beside an image, None if there is nothing.
-    Raises DamagedSnapshot."""
+    """Returns what was saved beside the last image, if any; see `load`."""
     if self._images is None:
       self._images = self._map("snapshots", self._image.nbytes, 2)
     path = self._folder / "snapshot.json"
@@ -218,11 +172,7 @@ class SharedMemory:
     (self._folder / "snapshot.json").unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last snapshot, None if there is none.
-
-    Raises:
-      DamagedSnapshot: if it cannot be read.
-    """
+    """Returns (tree, meta) of the last, or None. Raises DamagedSnapshot."""
     saved = self._open_images()
     if saved is None:
       return None

@@ -41,21 +41,14 @@ class Layout(NamedTuple):
 
 
 def layout(tree: Any, *, compress: str | None = None) -> Layout:
-  """Returns where the leaves of `tree` are to lie.
+  """Returns where the leaves of `tree` are to lie: a function of its structure,
+  shapes and dtypes alone. Raises ValueError for an unknown compression, or
+  leaves that are not numbers.
 
-  Args:
-    tree: arrays of numbers, or anything with shapes and dtypes; values are not
-      read.
-    compress: "bfloat16" stores floats of 32 and 64 bits in 16: each is rounded
-      to the nearest, ties to even (one of 64 bits is rounded to 32 before). The
-      relative error of a normal number is at most 2^-8; from 3.3962e38 on it
-      becomes an infinity. The rest is stored as it is, and NaN stays NaN.
-
-  Returns:
-    The Layout, a function of structure, shapes and dtypes alone.
-
-  Raises:
-    ValueError: for an unknown compression, or leaves that are not numbers.
+  `compress="bfloat16"` stores floats of 32 and 64 bits in 16: each is rounded
+  to the nearest, ties to even (one of 64 bits is rounded to 32 before). The
+  relative error of a normal number is at most 2^-8; from 3.3962e38 on it
+  becomes an infinity. The rest is stored as it is, and NaN stays NaN.
   """
   if compress not in COMPRESSIONS:
     raise ValueError(
@@ -81,18 +74,11 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
 
 
 def write(layout: Layout, tree: Any, buffer: Any) -> None:
-  """Copies the leaves of a tree to their places.
-
-  Args:
-    layout: of a tree of this structure, these shapes and dtypes.
-    tree: NumPy arrays, or jax arrays of any device.
-    buffer: uint8[nbytes] at least, or what has a writable buffer of so many
-      bytes. What lies between and after the leaves is left alone.
-
-  Raises:
-    ValueError: if the tree is another, or there is no room; nothing is written
-      then.
-  """
+  """Copies the leaves of a tree (NumPy arrays, or jax arrays of any device) to
+  their places in a buffer: uint8[nbytes] at least, or what has a writable
+  buffer of so many bytes. What lies between and after them is left alone.
+  Raises ValueError, and writes nothing, if the tree is not of this layout or
+  there is no room."""
   leaves, structure = jax.tree.flatten(tree)
   if structure != layout.structure:
     raise ValueError(_difference(layout, tree, structure))
@@ -120,15 +106,10 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
 
 
 def read(layout: Layout, buffer: Any) -> Any:
-  """Returns the tree that lies in a buffer, which may be read-only.
-
-  It is of NumPy arrays that cannot be written to. They are views and show what
-  is written to the buffer later, except the leaves that are stored in another
-  dtype: these are copies.
-
-  Raises:
-    ValueError: if the buffer is too small.
-  """
+  """Returns the tree that lies in a buffer, which may be read-only, as NumPy
+  arrays that cannot be written to. They are views and show what is written to
+  the buffer later, except the leaves that are stored in another dtype: these
+  are copies. Raises ValueError if the buffer is too small."""
   data = _bytes(layout, buffer)
   leaves = []
   for field in layout.fields:

@@ -38,13 +38,18 @@ class Duty(NamedTuple):
   depth: int = 1
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
+  def warm_up(self, worker: int) -> None:
+    """Compiles the work."""
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
+    ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
+    batch, state = self.batch(worker, 0), self.init(params)
+    out = self.work(state, ticket, batch, self.root, np.int32(0))
+    jax.block_until_ready(out)
+
 
 def _finite(message: Any, loss: float) -> bool:
-  """Whether there is no NaN or infinity in a message of NumPy arrays.
-
-  One sum for each leaf tells: neither ever goes away in one. A sum that
-  overflows is taken for infinite, too.
-  """
+  """Whether there is no NaN or infinity in a message of NumPy arrays: neither
+  goes away in a sum. One that overflows is taken for infinite, too."""
   with np.errstate(all="ignore"):
     sums = [
       np.sum(x, dtype=np.promote_types(x.dtype, np.float32))
@@ -87,15 +92,14 @@ class WorkerLoop:
     memories: list[Any],
     *,
     clock: Callable[[], float],
+    faults: Script,
     patience: float = 5.0,
     wait: Callable[[float], None] = lambda seconds: None,
-    faults: Script | None = None,
     span: Callable[[Span], None] | None = None,
   ):
-    """Starts with nothing. The clock tells seconds since the run began; what
-    was not answered for `patience` seconds is said again; `wait` lets seconds
-    go by, for a worker that is to be slow; `span` is told of each stretch of
-    time."""
+    """The clock tells seconds since the run began; what was not answered for
+    `patience` seconds is said again; `wait` lets seconds go by, for a worker
+    that is to be slow; `span` is told of each stretch of time."""
     self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait
@@ -128,7 +132,11 @@ class WorkerLoop:
         for shard in self._shards:
           self._say(shard, Frame(frames.BYE, self._worker))
         return "left"
-      heard = self._hear(0.0 if running else self._patience)
+      heard = None
+      try:
+        heard = self._link.hear(0.0 if running else self._patience)
+      except Disconnected as error:
+        self._reconnect(error.shard)
       if heard:
         shard, frame = heard
         if frame.kind == frames.STOP and shard == 0:
@@ -149,13 +157,6 @@ class WorkerLoop:
       self._link.say(shard, frame)
     except Disconnected:
       self._reconnect(shard)
-
-  def _hear(self, seconds):
-    try:
-      return self._link.hear(seconds)
-    except Disconnected as error:
-      self._reconnect(error.shard)
-      return None
 
   def _reconnect(self, shard):
     """Waits for a shard that is being replaced, and says everything again."""
@@ -238,16 +239,15 @@ class WorkerLoop:
 
   def _begin(self, job):
     tenure, duty = self._tenure, self._duty
-    if self._faults:
-      self._faults.before_work(self._worker, job.seq)
+    self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
-    parts = [
+    params, *others = (
       memory.read(PARAMS, job.tickets[shard].params)
       for shard, memory in enumerate(self._memories)
-    ]
-    plan = duty.plan
-    params = parts[0] if plan is None else sharding.join(plan, parts)
+    )
+    if duty.plan is not None:
+      params = sharding.join(duty.plan, [params, *others])
     worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
     ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
     batch = duty.batch(self._worker, job.job)
@@ -261,8 +261,7 @@ class WorkerLoop:
     """Waits for a job's message and hands it in, to the lead last: what the
     lead has, all have."""
     message, loss = job.result
-    if self._faults:
-      message = self._faults.message(self._worker, job.seq, message)
+    message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if self.revoked:
       return
@@ -271,21 +270,15 @@ class WorkerLoop:
     computed = self._clock()
     self._span(Span("compute", job.started, computed, job.seq, job.job))
     plan = self._duty.plan
-    finite = _finite(message, loss)
+    said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
+    said = said._replace(flag=int(_finite(message, loss)))
     parts = [message] if plan is None else sharding.split(plan, message)
     for shard in reversed(self._shards):
       slot = job.tickets[shard].message
       self._memories[shard].write(MESSAGES, slot, parts[shard])
-      frame = Frame(
-        *(frames.PUSH, self._worker, job.seq, job.job),
-        flag=int(finite),
-        message=slot,
-        value=float(loss),
-      )
+      frame = said._replace(message=slot)
       self._tenure.unacked[shard][job.seq] = frame
-      pushes = [frame]
-      if self._faults and shard == 0:
-        pushes = self._faults.frames(self._worker, frame)
+      pushes = [frame] if shard else self._faults.frames(self._worker, frame)
       for push in pushes:
         self._say(shard, push)
     self._span(Span("push", computed, self._clock(), job.seq, job.job))

@@ -2,22 +2,19 @@
 
 A `ShardPlan` says which shard holds which rows; `split` and `join` go there and
 back. It is the same training as without shards if the algorithm keeps rows
-apart: SGD, Adam, delay compensation, gap-awareness and DANA do, all in each
-element. `probe.check` finds out whether an algorithm does. A rule that needs a
-number of the whole asks for it by `total`, as `clip_by_global_norm` does. What
-a Server reports is of its own part: `combine` makes the whole's of them.
+apart (`probe.check` finds out), as SGD, Adam, delay compensation, gap-awareness
+and DANA do. A rule that needs a number of the whole asks for it by `total`, as
+`clip_by_global_norm` does; `combine` makes one report of the parts'.
 """
 
 from asgd.sharding import probe
 from asgd.sharding.plan import (
   ShardPlan,
-  bytes_of,
   combine,
   join,
   make_plan,
   part,
   paths_of,
-  plan_by_owner,
   shape_of,
   split,
   trained_sizes,
@@ -27,7 +24,6 @@ from asgd.sharding.totals import (
   Done,
   add_up,
   clip_by_global_norm,
-  exchanging,
   run_staged,
   staged,
   total,

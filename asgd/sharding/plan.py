@@ -1,8 +1,7 @@
 """Plans: which rows of which leaf each shard of a server holds.
 
-A server that is too large or too busy for one place is cut into S shards. Each
-holds some rows (indices of the leading axis) of every leaf and runs the pure
-Server on them as if they were all there is.
+Each of S shards holds some rows (indices of the leading axis) of every leaf and
+runs the pure Server on them as if they were all there is.
 """
 
 import bisect
@@ -28,7 +27,6 @@ class ShardPlan(NamedTuple):
 
   shards: int  # S
   shapes: tuple[tuple[int, ...], ...]  # [L] of the whole leaves
-  row_bytes: tuple[int, ...]  # [L]
   cuts: tuple[tuple[int, ...], ...]  # [L][S + 1], shard s: [cut[s], cut[s + 1])
 
 
@@ -40,22 +38,18 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   leaf, or a whole leaf if it is small: no more than 64 KiB and than an eighth
   of a shard. So a shard holds at most the S-th part and one piece more, and
   none holds nothing. If there are fewer pieces than shards, small leaves are
-  split too. Only shapes and dtypes are read.
-
-  Raises:
-    ValueError: if `shards` is not a positive whole number, or more than there
-      are rows.
+  split too. Only shapes and dtypes are read. Raises ValueError if `shards` is
+  not a positive whole number, or more than there are rows.
 
   Example:
     >>> params = {"b": np.zeros(6), "w": np.zeros((4, 3))}
     >>> make_plan(params, 2).cuts
     ((0, 6, 6), (0, 1, 4))
-    >>> bytes_of(make_plan(params, 2))
-    (72, 72)
   """
   whole("shards", shards)
-  shapes, rows, row_bytes = _rows_of(params)
-  sizes = [n * size for n, size in zip(rows, row_bytes, strict=True)]
+  leaves = [shape_of(x) for x in jax.tree.leaves(params)]
+  rows = [x.shape[0] if x.shape else 1 for x in leaves]
+  sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
   most = sum(n for n, size in zip(rows, sizes, strict=True) if size)
   if shards > max(most, 1):
     raise ValueError(
@@ -90,59 +84,7 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   for i, start, count in zip(filled, first_piece, pieces, strict=False):
     step = rows[i] // count
     cuts[i] = tuple(min(max(b - start, 0), count) * step for b in bounds)
-  return ShardPlan(shards, shapes, row_bytes, tuple(cuts))
-
-
-def plan_by_owner(params: optax.Params, owners: Sequence[int]) -> ShardPlan:
-  """Gives each leaf to a shard, whole.
-
-  Args:
-    params: only shapes and dtypes are read.
-    owners: the shard of each leaf, int[L], as jax.tree.leaves has them.
-
-  Raises:
-    ValueError: for another number of owners, or a shard without a leaf.
-
-  Example:
-    >>> plan_by_owner({"b": np.zeros(6), "w": np.zeros((4, 3))}, [1, 0]).cuts
-    ((0, 0, 6), (0, 4, 4))
-  """
-  shapes, rows, row_bytes = _rows_of(params)
-  if len(owners) != len(rows):
-    raise ValueError(
-      f"owners must name a shard for each of {len(rows)} leaves, not"
-      f" {len(owners)}"
-    )
-  shards = max(owners, default=-1) + 1
-  if set(owners) != set(range(shards)):
-    raise ValueError(
-      f"owners must name every shard from 0 to the last, not {sorted(owners)}"
-    )
-  cuts = tuple(
-    tuple(n * (shard > owner) for shard in range(shards + 1))
-    for n, owner in zip(rows, owners, strict=True)
-  )
-  return ShardPlan(shards, shapes, row_bytes, cuts)
-
-
-def _rows_of(params):
-  """Returns (shapes, numbers of rows, bytes of a row) of the leaves."""
-  leaves = [shape_of(x) for x in jax.tree.leaves(params)]
-  shapes = tuple(x.shape for x in leaves)
-  rows = [shape[0] if shape else 1 for shape in shapes]
-  row_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves]
-  return shapes, rows, tuple(row_bytes)
-
-
-def bytes_of(plan: ShardPlan) -> tuple[int, ...]:
-  """Returns the bytes that each shard holds, int[S]."""
-  return tuple(
-    sum(
-      (cut[s + 1] - cut[s]) * size
-      for cut, size in zip(plan.cuts, plan.row_bytes, strict=True)
-    )
-    for s in range(plan.shards)
-  )
+  return ShardPlan(shards, tuple(x.shape for x in leaves), tuple(cuts))
 
 
 def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
@@ -159,11 +101,8 @@ def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
 
   Each leaf is a slice of the leading axis, with no rows where the shard holds
   none; a leaf without axes is shown as [1] or [0]. NumPy leaves are views, and
-  jax leaves that are not split the very arrays. Dtypes may be others than the
-  plan was made of.
-
-  Raises:
-    ValueError: if the shapes are not the plan's.
+  jax leaves that are not split the very arrays. Raises ValueError if the shapes
+  are not the plan's; dtypes may be others.
   """
   leaves, structure = jax.tree.flatten(tree)
   _check_shapes(tree, leaves, plan.shapes, "the plan")
@@ -181,11 +120,8 @@ def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
 
 def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
   """Puts together what `split` split: S trees of one structure, their jax
-  arrays on one device. A leaf that lies in one shard is not copied.
-
-  Raises:
-    ValueError: for another number of parts, or shapes that are not the plan's.
-  """
+  arrays on one device. A leaf that lies in one shard is not copied. Raises
+  ValueError for another number of parts, or shapes that are not the plan's."""
   if len(parts) != plan.shards:
     raise ValueError(f"the plan is of {plan.shards} shards, not {len(parts)}")
   structure = jax.tree.structure(parts[0])
@@ -250,15 +186,9 @@ def combine(
 ) -> base.Report:
   """Makes the Report of a message from those of its parts.
 
-  It is of NumPy arrays: root mean squares over all trained elements, the
-  largest staleness, and accepted if it was by all.
-
-  Args:
-    reports: S Reports, of numbers, or of columns of one length.
-    sizes: trained elements of each shard (`trained_sizes`).
-
-  Raises:
-    ValueError: if there is not one size for each report, or none.
+  The S reports are of numbers, or of columns of one length; `sizes` are each
+  shard's `trained_sizes`. The whole's has NumPy arrays: root mean squares over
+  all trained elements, the largest staleness, and accepted if it was by all.
   """
   if len(reports) != len(sizes) or not reports:
     raise ValueError(f"{len(reports)} reports and {len(sizes)} sizes")

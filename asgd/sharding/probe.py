@@ -6,9 +6,9 @@ not finite. Parts that end with other updates, or send other parameters, than
 the whole read more than their own rows.
 """
 
+import functools
 import math
 import operator
-from typing import Any
 
 import jax
 import jax.extend
@@ -22,25 +22,12 @@ from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
 _ROWS = 5  # of a leaf, at most
 _ELEMENTS = 4096  # of all leaves, about at most; rows are never shortened more
-# Scales of the messages; those that clip, damp or branch do so at one of them.
-_SCALES = (1e-3, 1.0, 1e3)
-_STEPS = 5  # at each scale
-_STALEST = 3  # updates
-# Compiling takes most of the time.
-_QUICK = {
-  "xla_backend_optimization_level": 0,
-  "xla_llvm_disable_expensive_passes": True,
-}
 # Relative to the largest element of a leaf: schedules make their rates in
 # float32, which compilers round in more than one way.
 _CLOSE = 1e-6
 
 
-class _Refused(Exception):
-  """Says what is not the same on parts."""
-
-
-def _shorten(structs: Any, most: float, widest: float = math.inf) -> Any:
+def _shorten(structs, most, widest=math.inf):
   """Shapes of at least two and at most so many rows, of this size at most."""
 
   def shorten(x):
@@ -53,53 +40,59 @@ def _shorten(structs: Any, most: float, widest: float = math.inf) -> Any:
   return jax.tree.map(shorten, structs)
 
 
-def _halves(structs: Any) -> ShardPlan:
+def _halves(structs):
   """Cuts the leaves at different rows; of the last of four, part 1 has all."""
-  leaves = jax.tree.leaves(structs)
+  shapes = tuple(x.shape for x in jax.tree.leaves(structs))
   cuts = []
-  for i, x in enumerate(leaves):
-    rows = x.shape[0]
-    whole = rows < 2 or (i % 4 == 3 and i < len(leaves) - 1)
+  for i, (rows, *_) in enumerate(shapes):
+    whole = rows < 2 or (i % 4 == 3 and i < len(shapes) - 1)
     cuts.append((0, 0 if whole else 1 + i % (rows - 1), rows))
-  shapes = tuple(x.shape for x in leaves)
-  return ShardPlan(2, shapes, (0,) * len(leaves), tuple(cuts))
+  return ShardPlan(2, shapes, tuple(cuts))
 
 
-def _operations(jaxpr: Any) -> list[str]:
+def _operations(jaxpr):
   """Names the operations of a program and of those within it, in order."""
-  names = []
   for eqn in jaxpr.eqns:
-    names.append(eqn.primitive.name)
+    yield eqn.primitive.name
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      names += _operations(inner)
-  return names
+      yield from _operations(inner)
 
 
-def _update(algorithm, updates, state, params, *delay):
-  delay = base.Delay(*delay)._asdict()
-  return algorithm.update(updates, state, params, **delay)
+def _turn(algorithm, worker, staleness, params, state, sent, message):
+  """One update, and the ticket after it."""
+  delay = base.Delay(worker, staleness, sent)._asdict()
+  updates, state = algorithm.update(message, state, params, **delay)
+  params = optax.apply_updates(params, updates)
+  ticket = algorithm.send(state, params, worker=worker)
+  return params, state, updates, ticket
 
 
-def _compare(plan: ShardPlan, what: str, whole: Any, *parts: Any) -> None:
-  """Raises _Refused unless the parts are the whole."""
+def _differences(plan, what, whole, *parts):
+  """Tells where the parts are not the whole."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
-    what = f"{what} the parameters has other shapes than they"
-    raise _Refused(f"{what} ({error})") from error
+    yield f"{what} the parameters has other shapes than they ({error})"
+    return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
   for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
     scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
     limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
     if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
-      raise _Refused(f"{what} {path} reads more than its own rows")
+      yield f"{what} {path} reads more than its own rows"
 
 
-def _train(algorithm: base.Algorithm, structs: Any, totals: bool) -> None:
+def _train(algorithm, structs, totals):
   """Trains the whole and both parts, compiled as one program, on random
-  messages; raises _Refused where they differ."""
-  plan = _halves(structs)
-  rng = np.random.default_rng(0)
+  messages, and tells where they differ."""
+  plan, rng = _halves(structs), np.random.default_rng(0)
+  quickly = functools.partial(  # as compiling takes most of the time
+    jax.jit,
+    compiler_options={
+      "xla_backend_optimization_level": 0,
+      "xla_llvm_disable_expensive_passes": True,
+    },
+  )
 
   def draw(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -114,49 +107,34 @@ def _train(algorithm: base.Algorithm, structs: Any, totals: bool) -> None:
     whole, *parts = zip(*columns, strict=True)
     if not totals:
       return [fn(*args) for args in (whole, *parts)]
+    add = functools.partial(jax.tree.map, operator.add)
     step = totals_lib.staged(fn)
-    add = lambda operands: jax.tree.map(operator.add, *operands)  # noqa: E731
-    return [fn(*whole), *totals_lib.run_staged(step, parts, add)]
+    return [fn(*whole), *totals_lib.run_staged(step, parts, lambda x: add(*x))]
 
-  def start(params):
-    params = pieces(params)
-    return params, each(algorithm.init, params)
+  @quickly
+  def turn(worker, staleness, params, states, sent, message):
+    step = functools.partial(_turn, algorithm, worker, staleness)
+    outs = each(step, params, states, sent, pieces(message))
+    return [list(column) for column in zip(*outs, strict=True)]
 
-  def turn(params, states, sent, message, worker, staleness):
-    """One update and one ticket."""
-
-    def update(message, state, params, sent):
-      return _update(
-        algorithm, message, state, params, worker, staleness, sent
-      )
-
-    def send(state, params):
-      return algorithm.send(state, params, worker=worker)
-
-    outs = each(update, pieces(message), states, params, sent)
-    updates, states = map(list, zip(*outs, strict=True))
-    params = list(map(optax.apply_updates, params, updates))
-    return params, states, updates, each(send, states, params)
-
-  start, turn = (jax.jit(fn, compiler_options=_QUICK) for fn in (start, turn))
-  params, states = start(jax.tree.map(draw, structs))
+  params = pieces(jax.tree.map(draw, structs))
+  states = quickly(functools.partial(each, algorithm.init))(params)
   drift = jax.tree.map(draw, structs)  # gradients agree about a direction
   sent = [params]
-  scales = [scale for scale in _SCALES for _ in range(_STEPS)]
-  scales += 2 * [_SCALES[-1]]
-  for step, scale in enumerate(scales):
+  # Rules that clip, damp or branch do so at one of these scales.
+  for step, scale in enumerate(np.repeat((1e-3, 1.0, 1e3), (5, 5, 7))):
     message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
-    if step == len(scales) - 2:
+    if step == 15:  # of 17
       leaf = max(jax.tree.leaves(message), key=np.size)
       leaf[(-1,) * leaf.ndim] = np.nan
-    staleness = min(step % (_STALEST + 1), step)
-    numbers = np.int32(step % 2), np.int32(staleness)
+    staleness = step % 4
     params, states, updates, ticket = turn(
-      params, states, sent[-1 - staleness], message, *numbers
+      *(np.int32(step % 2), np.int32(staleness)),
+      *(params, states, sent[-1 - staleness], message),
     )
     sent.append(ticket)
-    _compare(plan, "the update of", *updates)
-    _compare(plan, "what is sent of", *ticket)
+    yield from _differences(plan, "the update of", *updates)
+    yield from _differences(plan, "what is sent of", *ticket)
 
 
 def check(
@@ -165,7 +143,8 @@ def check(
   *,
   totals: bool = False,
 ) -> None:
-  """Raises unless an algorithm does the same on parts as on the whole.
+  """Raises ValueError, naming the leaf, unless an algorithm does the same on
+  parts as on the whole.
 
   It does, if what it makes of a row (of the leading axis) of a leaf, and what
   it sends of it, depend on nothing but the same row of the parameters, messages
@@ -173,17 +152,14 @@ def check(
   is tried on random numbers, so a rule that reads other rows only in a case
   that the probe does not meet passes. Parameters are small random arrays; of
   large ones, the program has to be the same as at the shapes that are given.
-  Gates, the transforms of single messages (`per_message`; check them alone) and
+  Gates, transforms of single messages (`per_message`; check them alone) and
   workers are not looked at.
 
   Args:
     algorithm: an Algorithm or an optax transform.
     params: what its `init` is given; shapes and dtypes are enough.
-    totals: whether the host carries totals between shards (`staged`,
-      `exchanging`); then a `total` of sums over rows may be used.
-
-  Raises:
-    ValueError: naming the leaf, and the remedy.
+    totals: whether the host carries totals between shards (`staged`); then a
+      `total` of sums over rows may be used.
 
   Example:
     >>> params = {"w": jnp.zeros((4, 3))}
@@ -195,37 +171,33 @@ def check(
   if not hasattr(algorithm, "send"):
     algorithm = base.as_algorithm(algorithm)
   structs = jax.tree.map(shape_of, params)
-  number = jax.ShapeDtypeStruct((), np.int32)
   large = _shorten(structs, math.inf)
   for widest in (math.inf, 256, 64, 16, 4):
     small = _shorten(structs, _ROWS, widest)
     if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
       break
 
-  def once(params, worker):
-    state = algorithm.init(params)
-    update = _update(
-      algorithm, params, state, params, worker, worker, params
-    )
-    return update, algorithm.send(state, params, worker=worker)
+  def once(x, number):
+    return _turn(algorithm, number, number, x, algorithm.init(x), x, x)
 
   # The algorithm's own errors, at the shapes it is for, are not ours.
+  number = jax.ShapeDtypeStruct((), np.int32)
   jax.eval_shape(once, structs, number)
+  reason = failure = None
   try:
     if small != large:
       programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
-      if _operations(programs[0]) != _operations(programs[1]):
-        raise _Refused("it is another program at another number of rows")
+      if [*_operations(programs[0])] != [*_operations(programs[1])]:
+        reason = "it is another program at another number of rows"
     with jax.enable_x64(True):
-      _train(algorithm, small, totals)
+      reason = reason or next(_train(algorithm, small, totals), None)
   except Exception as error:
-    reason = error
-    if not isinstance(error, _Refused):
-      kind = type(error).__name__
-      reason = f"it fails on a part of the rows ({kind}: {error})"
+    kind, failure = type(error).__name__, error
+    reason = f"it fails on a part of the rows ({kind}: {error})"
+  if reason:
     remedy = ", or transforms made for shards, such as"
     remedy += " asgd.sharding.clip_by_global_norm"
     raise ValueError(
       f"this algorithm is not the same on shards: {reason}; use one shard"
       f"{remedy if totals else ''}"
-    ) from error
+    ) from failure

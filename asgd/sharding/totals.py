@@ -1,16 +1,15 @@
 """Totals: numbers of the whole that a rule needs while it runs on one shard.
 
 A rule that needs one number of all rows (a global norm) asks for it by `total`,
-which is the identity without shards. Where shards are joined by collectives,
-`exchanging` names the collective; elsewhere `staged` cuts the rule at its
-totals, so that a host can carry them between shards.
+which is the identity without shards. `staged` cuts the rule at its totals, so
+that a host can carry them between shards.
 """
 
-import contextlib
 import functools
 import numbers
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,33 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Exchange = Callable[[Any], Any]  # this shard's summands -> the sums over shards
-# Part of the key of compiled functions, so that none that was traced without
-# shards is used with them.
+# This shard's summands -> the sums over shards; part of the key of compiled
+# functions, so that none that was traced without shards is used with them.
 _EXCHANGE = jax.make_user_context(default_value=None)
 
 
 def total(x: Any) -> Any:
-  """Returns the sum of `x` over all shards; without shards, x itself.
-
-  It is an array or a tree of arrays, each a sum over the rows that are here,
-  like jnp.sum(jnp.square(g)).
-  """
+  """Returns the sum of `x` over all shards; without shards, x itself. It is an
+  array or a tree of arrays, each a sum over the rows that are here, like
+  jnp.sum(jnp.square(g))."""
   exchange = _EXCHANGE.value
   return x if exchange is None else exchange(x)
-
-
-@contextlib.contextmanager
-def exchanging(exchange: Exchange | None) -> Iterator[None]:
-  """Lets `total` call `exchange` in what is traced here.
-
-  Args:
-    exchange: is called while tracing, with traced arrays, for one a collective
-      like `lambda x: jax.lax.psum(x, "shards")`. Compiled functions are kept
-      for each exchange, so pass the same object each time. None is no shards.
-  """
-  with _EXCHANGE(exchange):
-    yield
 
 
 class Ask(NamedTuple):
@@ -64,16 +47,7 @@ class _Asked(BaseException):
   """Leaves the rule at a total; its `except Exception` does not catch this."""
 
 
-class _Call:
-  """A staged function at work."""
-
-  def __init__(self, totals):
-    self.totals = totals
-    self.asked = 0
-    self.trace = jax.extend.core.get_opaque_trace_state()
-
-
-_CALLS = threading.local()  # .now: the _Call of this thread
+_CALLS = threading.local()  # .now: the staged function at work in this thread
 
 
 def _ask(x):
@@ -101,19 +75,13 @@ def _ask(x):
 def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
   """Cuts a function at its calls of `total`.
 
-  For places that are not joined by collectives: each evaluates `step` with the
-  totals so far; the host between them adds up what they ask for (`add_up`) and
-  calls them again with one total more. What comes before the k-th total is
-  computed again in each of the steps after it.
-
-  Args:
-    fn: any function; calls `total` as often for every shard, and not inside
-      jit, cond, scan, vmap or grad.
-
-  Returns:
-    step(totals, *args) -> Ask, if `fn` needs one total more, otherwise Done.
-    Both are trees of arrays: jax.jit(step) compiles once for each number of
-    totals.
+  Each shard evaluates step(totals, *args) with the totals so far, which returns
+  an Ask if `fn` needs one more, otherwise a Done; the host between them adds up
+  what they ask for (`add_up`) and calls them again. What comes before the k-th
+  total is computed again in each of the steps after it. Both are trees of
+  arrays: jax.jit(step) compiles once for each number of totals. `fn` calls
+  `total` as often for every shard, and not inside jit, cond, scan, vmap or
+  grad.
 
   Example:
     >>> step = jax.jit(staged(lambda x: x / total(x.sum())))
@@ -125,7 +93,11 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
   def step(totals, *args, **kwargs):
     outer = getattr(_CALLS, "now", None)
-    _CALLS.now = call = _Call(tuple(totals))
+    _CALLS.now = call = types.SimpleNamespace(
+      totals=tuple(totals),
+      asked=0,
+      trace=jax.extend.core.get_opaque_trace_state(),
+    )
     try:
       with _EXCHANGE(_ask):
         result = fn(*args, **kwargs)
@@ -156,16 +128,9 @@ def run_staged(
   args: Sequence[Sequence[Any]],
   add: Callable[[Sequence[Any]], Any] = add_up,
 ) -> list[Any]:
-  """Evaluates a staged function for S shards, in one place; returns S results.
-
-  Args:
-    step: from `staged`, compiled or not.
-    args: S tuples of arguments.
-    add: S operands -> their sum.
-
-  Raises:
-    ValueError: if some shards ask for more totals than others.
-  """
+  """Evaluates a staged function for S shards, in one place: S tuples of
+  arguments -> S results. Raises ValueError if some shards ask for more totals
+  than others."""
   totals = ()
   while True:
     outs = [step(totals, *these) for these in args]

@@ -141,9 +141,8 @@ def run_sharded(
     totals: of each row of each trace, those that its message needed; None where
       the algorithm needs none.
     plan: what each shard holds; None is `sharding.make_plan`. With the stages
-      of a pipeline as shards (`sharding.plan_by_owner`) and their traces
-      (`pipeline.analyze.traces`), the delays of a pipeline are those of the
-      simulation.
+      of a pipeline as shards and their traces (`pipeline.analyze.traces`), the
+      delays of a pipeline are those of the simulation.
 
   Raises:
     ValueError: if the traces do not belong together.

@@ -12,7 +12,7 @@ import numpy as np
 from asgd import base, sharding, simulator, transforms
 from asgd.experiment.checks import blame
 from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.live.clusters.threads import ThreadCluster
+from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
@@ -185,11 +185,7 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
 def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
-  ticket = base.Ticket(np.int32(0), np.int32(0), live.params, np.True_)
-  worker, batch = duty.init(live.params), duty.batch(0, 0)
-  jax.block_until_ready(
-    duty.work(worker, ticket, batch, duty.root, np.int32(0))
-  )
+  duty.warm_up(0)
   if live.setup.totals:
     return
   for state in states:
@@ -217,17 +213,20 @@ def thread_cluster(
     # written in the narrow dtype comes back as it was.
     folder, trees = live.memory / f"shard-{i}", (piece, piece, state)
     memories.append(SharedMemory(folder, counts, trees, compress=wire))
+  stores = Stores(
+    memories,
+    [FileJournal(journal_path(live.folder, i)) for i in shards],
+    [FileSink(records_path(live.folder, i)) for i in shards],
+    images or [None for _ in shards],
+  )
   return ThreadCluster(
     live.setup,
     steps,
     states,
     duty,
+    stores,
     faults=machine.faults,
     refill=settings["refill"],
-    memories=memories,
-    journals=[FileJournal(journal_path(live.folder, i)) for i in shards],
-    sinks=[FileSink(records_path(live.folder, i)) for i in shards],
-    images=images,
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
@@ -261,7 +260,7 @@ def ray_cluster(
 ) -> Any:
   """Builds a cluster of Ray actors."""
   from asgd.experiment import cells
-  from asgd.live.clusters.actors import RayCluster, Resources
+  from asgd.live.clusters.actors import RayCluster
   from asgd.live.clusters.ray_processes import Site
 
   config = cells.only(live.plan.run, live.cell)
@@ -284,7 +283,7 @@ def ray_cluster(
     functools.partial(_remote_duty, *source, live.setup, live.params),
     faults=machine.faults,
     refill=settings["refill"],
-    resources=Resources(worker={"num_cpus": cpus, "num_gpus": gpus}),
+    resources={"num_cpus": cpus, "num_gpus": gpus},
     images=images,
     resumed=resumed,
   )

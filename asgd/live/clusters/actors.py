@@ -1,39 +1,28 @@
 """A cluster of processes: workers and server shards are Ray actors.
 
-Ray starts the processes where there is room for them, and tells when one dies.
-It is imported when a cluster is made, so that the rest of the package does
-without it.
+Ray starts the processes where there is room, and tells when one dies. It is
+imported when a cluster is made: the rest of the package does without it.
 """
 
-import collections
 import contextlib
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from asgd import base, sharding
+from asgd.live import deadlines, processes
 from asgd.live import faults as faults_lib
-from asgd.live import processes
 from asgd.live.clusters import ray_processes
 from asgd.live.clusters.base import LiveCluster
-from asgd.live.clusters.ray_processes import Site
-from asgd.live.deadlines import DEAD
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty
-
-
-class Resources(NamedTuple):
-  """What Ray is asked for."""
-
-  worker: Mapping[str, Any] = {"num_cpus": 0}
-  shard: Mapping[str, Any] = {"num_cpus": 0}
 
 
 def _failure(what: str, error: Exception) -> Exception:
@@ -51,14 +40,14 @@ class RayCluster(LiveCluster):
 
   def __init__(
     self,
-    site: Site,
+    site: ray_processes.Site,
     make_server: Callable[[], base.Server],
     params: Any,
     make_duty: Callable[[], Duty],
     *,
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
-    resources: Resources | None = None,
+    resources: Mapping[str, Any] | None = None,
     images: Sequence[tuple[Any, Any]] | None = None,
     resumed: bool = False,
   ):
@@ -66,9 +55,9 @@ class RayCluster(LiveCluster):
 
     `make_server` and `make_duty` are called in the processes of shards and
     workers; the parameters are those before the first message, the images
-    checkpoints of each shard, for when the memory is lost; `refill` replaces
-    workers that die, and of a run that is resumed the journals hold the
-    beginning.
+    checkpoints of each shard, for when the memory is lost; `resources` are what
+    Ray is asked for each worker, by default a process alone; of a run that is
+    resumed the journals hold the beginning.
     """
     import ray
 
@@ -77,7 +66,7 @@ class RayCluster(LiveCluster):
       sharding.make_plan(params, setup.shards) if setup.shards > 1 else None
     )
     super().__init__(setup, plan, refill=refill)
-    self._ray, self._resources = ray, resources or Resources()
+    self._ray, self._resources = ray, resources or {"num_cpus": 0}
     token = uuid.uuid4().hex
     self.site = site._replace(token=token, machine=ray_processes.node_id())
     self._faults, self._resumed = list(faults), resumed
@@ -93,7 +82,7 @@ class RayCluster(LiveCluster):
     self._absent: dict[int, float] = {}  # workers that have not joined, since
 
   def start(self) -> None:
-    """Starts all processes. Raises ValueError if Ray has not what they need."""
+    """Starts all processes. Raises ValueError if Ray has too little."""
     self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,64 +90,51 @@ class RayCluster(LiveCluster):
     for index in range(self.setup.shards):
       self._start_shard(index, self._resumed)
     for worker in range(self.setup.workers):
-      faults = [fault for fault in self._faults if fault.worker == worker]
-      self._start_worker(worker, faults)
+      self.add_worker(worker, self._faults)
 
   def _check_resources(self):
     """Refuses what Ray would wait for without a word."""
-    setup, there = self.setup, self._ray.cluster_resources()
-    needed = collections.Counter()
-    counts = setup.workers, setup.shards
-    for count, options in zip(counts, self._resources, strict=True):
-      needed["CPU"] += count * (options.get("num_cpus") or 0)
-      needed["GPU"] += count * (options.get("num_gpus") or 0)
-      for name, amount in options.get("resources", {}).items():
-        needed[name] += count * amount
-    for name, amount in needed.items():
-      if amount > there.get(name, 0):
+    workers, there = self.setup.workers, self._ray.cluster_resources()
+    for name in ("CPU", "GPU"):
+      needed = workers * (self._resources.get(f"num_{name.lower()}s") or 0)
+      if needed > there.get(name, 0):
         raise ValueError(
-          f"{setup.workers} workers and {setup.shards} shards ask Ray for"
-          f" {amount:g} {name}, and it has {there.get(name, 0):g}: ask for less"
-          " for each, or use fewer"
+          f"{workers} workers ask Ray for {needed:g} {name}, and it has"
+          f" {there.get(name, 0):g}: ask for less for each, or use fewer"
         )
 
   def _start_shard(self, index, resumed=False):
-    from ray.util import scheduling_strategies
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     generation = self._generations[index]
     self._generations[index] += 1
     # Shards are where their files and their memory are.
-    here = scheduling_strategies.NodeAffinitySchedulingStrategy(
-      self.site.machine, soft=False
-    )
+    here = NodeAffinitySchedulingStrategy(self.site.machine, soft=False)
     actor_class = self._ray.remote(ray_processes.ShardActor).options(
-      name=ray_processes.actor_name(self.site, index, generation),
+      name=self.site.actor_name(index, generation),
       max_concurrency=8 + self.setup.workers,  # one listens for each
       scheduling_strategy=here,
-      **self._resources.shard,
+      num_cpus=0,
     )
     self._shards[index] = actor = actor_class.remote(
       index, self.site, *self._shard_arguments[index], resumed
     )
     self._running[actor.serve.remote()] = "shard", index
 
-  def add_worker(self, worker: int) -> None:
-    """Has a new process take a worker's place."""
-    self._start_worker(worker, ())
-
-  def _start_worker(self, worker, faults):
+  def add_worker(
+    self, worker: int, faults: Sequence[faults_lib.Fault] = ()
+  ) -> None:
+    """Has a new process, with faults of its own, take a worker's place."""
+    faults = [fault for fault in faults if fault.worker == worker]
     actor_class = self._ray.remote(ray_processes.WorkerActor)
-    actor_class = actor_class.options(**self._resources.worker)
+    actor_class = actor_class.options(**self._resources)
     self._workers[worker] = actor = actor_class.remote(worker, self.site)
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
   def check(self) -> list[str]:
-    """Replaces workers and shards that have ended; returns what there is to
-    tell. Raises ValueError or RuntimeError for what would end new ones, too."""
-    news = []
-    done, _ = self._ray.wait(
-      list(self._running), num_returns=len(self._running), timeout=0
-    )
+    """See the base; what would end new ones is a ValueError or RuntimeError."""
+    news, refs = [], list(self._running)
+    done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
     for ref in done:
       kind, index = self._running.pop(ref)
       try:
@@ -176,14 +152,12 @@ class RayCluster(LiveCluster):
         self._ray.kill(self._shards[index])
         self._start_shard(index)
       elif kind == "worker":
-        news += self._worker_ended(index, how)
+        owner = self._workers.pop(index)._actor_id.hex()
+        for shard in self._shards:
+          shard.gone.remote(owner)
+        if how != "stopped":
+          news += self._replace_worker(index, how)
     return news
-
-  def _worker_ended(self, worker, how):
-    actor = self._workers.pop(worker)
-    for shard in self._shards:
-      shard.gone.remote(actor._actor_id.hex())
-    return [] if how == "stopped" else self._replace_worker(worker, how)
 
   def _get(self, calls):
     """Returns what calls of the shards return, None of a shard that is gone."""
@@ -214,7 +188,7 @@ class RayCluster(LiveCluster):
     since, calls = self._asked
     ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
     if len(ready) < len(calls):
-      if now - since > DEAD * self.setup.ladder.start:
+      if now - since > deadlines.DEAD * self.setup.ladder.start:
         self._asked = None
         for call, shard in zip(calls, self._shards, strict=True):
           if call not in ready:
@@ -224,15 +198,14 @@ class RayCluster(LiveCluster):
     return [answer and answer[0] for answer in self._get(calls)]
 
   def _end_lost_workers(self, status):
-    """Kills workers that were taken for dead, or that never come; `check` then
-    replaces them."""
+    """Kills them, and those that never come; `check` then replaces them."""
     now, lost = time.monotonic(), set(status["expelled"])
     for worker in self._workers:
       if worker in status["workers"]:
         self._absent.pop(worker, None)
         continue
       since = self._absent.setdefault(worker, now)
-      if now - since > DEAD * self.setup.ladder.start:
+      if now - since > deadlines.DEAD * self.setup.ladder.start:
         del self._absent[worker]
         lost.add(worker)
     for worker in lost & set(self._workers):

@@ -2,7 +2,6 @@
 
 import abc
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,11 +29,8 @@ def _take_params(received, shard):  # of a module, to travel by its name
 
 
 class LiveCluster(abc.ABC):
-  """Shards and workers of a run, watched over and replaced.
-
-  A subclass starts, asks and ends them; `start` begins, and `check` and
-  `status` are to be called again and again until `finished`.
-  """
+  """Shards and workers of a run: `start` begins, and `check` and `status` are
+  to be called again and again until `finished`."""
 
   def __init__(
     self, setup: Setup, plan: sharding.ShardPlan | None, *, refill: bool
@@ -49,8 +45,8 @@ class LiveCluster(abc.ABC):
 
   @abc.abstractmethod
   def check(self) -> list[str]:
-    """Replaces workers and shards that have ended; returns what there is to
-    tell. Raises what ended one of them, if it would end a new one, too."""
+    """Replaces workers and shards that have ended; returns what to tell. Raises
+    what ended one of them, if it would end a new one, too."""
 
   @abc.abstractmethod
   def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
@@ -58,8 +54,8 @@ class LiveCluster(abc.ABC):
 
   @abc.abstractmethod
   def _ask_status(self) -> list[Status | None] | None:
-    """Returns each shard's status, None in place of a shard that is gone; None
-    if they do not answer now."""
+    """Returns each shard's status, None for one that is gone; None if they do
+    not answer now."""
 
   @abc.abstractmethod
   def _end_lost_workers(self, status: Status) -> None:
@@ -74,41 +70,26 @@ class LiveCluster(abc.ABC):
     return [f"worker {worker} {how}; another takes its place"]
 
   def status(self) -> list[Status] | None:
-    """Returns how each shard is doing (`Shard.status`); None while one is being
-    replaced. Workers that were taken for dead are replaced."""
+    """Returns each `Shard.status`, None while a shard is being replaced.
+    Workers that were taken for dead are replaced."""
     statuses = self._ask_status()
     if statuses and statuses[0]:
       self._end_lost_workers(statuses[0])
     return statuses if statuses and all(statuses) else None
 
-  def run(self, seconds: float = 600.0) -> None:
-    """Waits until it is finished; raises TimeoutError if that takes longer."""
-    end = time.monotonic() + seconds
-    while not finished(self.status()):
-      self.check()
-      if time.monotonic() > end:
-        raise TimeoutError(f"not finished after {seconds} s")
-      time.sleep(0.01)
-
   def params(self, received: int | None = None) -> Any:
     """Returns the whole parameters: now, or as kept after so many messages.
-
-    Raises:
-      Disconnected: if a shard is gone, or one that kept them was replaced.
-    """
-    parts = self._ask(functools.partial(_take_params, received))
+    Raises Disconnected if a shard that has them is gone."""
+    parts = jax.device_get(self._ask(functools.partial(_take_params, received)))
     for index, part in enumerate(parts):
       if part is None:
         raise Disconnected(index)
-    parts = jax.device_get(parts)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]]:
-    """Returns what a checkpoint needs, of each shard (`Shard.image`). Raises
-    Disconnected if one is gone."""
+    """Returns each `Shard.image`. Raises Disconnected if one is gone."""
     return self._ask(Shard.image)
 
   def pause(self) -> None:
-    """Has workers finish what they do, and start nothing new. Raises
-    Disconnected if a shard is gone."""
+    """Has workers start nothing new. Raises Disconnected if a shard is gone."""
     self._ask(Shard.pause)

@@ -23,12 +23,11 @@ import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import frames, journal, processes, records, slots
+from asgd.live import frames, journal, processes, records, slots, spans
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty, WorkerLoop
 
 
@@ -50,6 +49,10 @@ class Site(NamedTuple):
     """Seconds since the run began."""
     return time.monotonic() - self.began
 
+  def actor_name(self, index: int, generation: int) -> str:
+    """A shard's actor's name. A dead actor may keep its own for a while."""
+    return f"{self.token}-shard-{index}-{generation}"
+
   def socket(self, index: int) -> Path:
     """The path of a shard's socket."""
     return Path(self.memory) / f"{index}.sock"
@@ -61,24 +64,17 @@ class Site(NamedTuple):
     return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
-def _keep_memory():
-  """Has malloc keep what is freed, where it can be told to.
-
-  Each new version of the parameters is a new array. By default glibc gets each
-  large one from the kernel, page by page and zeroed, and gives it back: that
-  takes twice the time of an update itself.
-  """
+def _prepare_process(site, worker):
+  """Settings of malloc, and of a JAX that was not used yet."""
+  # Each new version of the parameters is a new array. By default glibc gets a
+  # large one from the kernel, page by page and zeroed, and gives it back: that
+  # takes twice the time of an update itself.
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
     malloc_option(mmap_max, 0)
     malloc_option(trim_threshold, 2**31 - 1)
     malloc_option(top_pad, 2**26)
-
-
-def _prepare_jax(site, worker):
-  """Settings of a process that has not used JAX yet."""
-  _keep_memory()
   if not worker or site.setup.rules.depth == 1:
     # Nothing is done while a result is waited for, and a second thread costs
     # two switches.
@@ -94,22 +90,6 @@ def node_id():
   return ray.get_runtime_context().get_node_id()
 
 
-def actor_name(site, index, generation):
-  """A shard's actor's name. A dead actor may keep its own for a while."""
-  return f"{site.token}-shard-{index}-{generation}"
-
-
-def _far_link(site):
-  """Returns the link of the actor that asks."""
-  import ray
-
-  def find(index, generation):
-    return ray.get_actor(actor_name(site, index, generation))
-
-  owner = ray.get_runtime_context().get_actor_id()
-  return RayLink(find, site.setup.shards, owner)
-
-
 class ShardActor:
   """A shard in a process of its own."""
 
@@ -122,7 +102,7 @@ class ShardActor:
     image: tuple[Any, Any] | None,
     resumed: bool,
   ):
-    _prepare_jax(site, worker=False)
+    _prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
     processes.write_pid(site.memory, "shard", index)
@@ -135,8 +115,12 @@ class ShardActor:
       params = sharding.part(plan, params, index)
     server = make_server()
     steps = simulator.compile_steps(server, None, wire=site.compress)
-    if not setup.totals:
-      self._warm_up(server, steps, params)
+    if not setup.totals:  # compiles before the first message comes
+      state = simulator.start(server, params)
+      ticket = steps.send(state, jnp.int32(0))
+      message = jax.tree.map(np.zeros_like, params)
+      received = steps.receive(state, ticket, message, np.float32(0.0))
+      jax.block_until_ready(received)
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
@@ -151,14 +135,6 @@ class ShardActor:
     self._server = ShardServer(
       shard, site.socket(index), clock=site.clock, lead=lead
     )
-
-  def _warm_up(self, server, steps, params):
-    """Compiles before the first message comes."""
-    state = simulator.start(server, params)
-    ticket = steps.send(state, jnp.int32(0))
-    message = jax.tree.map(np.zeros_like, params)
-    received = steps.receive(state, ticket, message, np.float32(0.0))
-    jax.block_until_ready(received)
 
   def serve(self) -> None:
     """Serves until `end`; dies with the process."""
@@ -198,8 +174,7 @@ class ShardActor:
     self._server.ask(drop)
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
-    """Has the serving thread call something with its shard; returns the answer,
-    with NumPy arrays in place of JAX's."""
+    """Has the serving thread call something; the answer has NumPy arrays."""
     return jax.device_get(self._server.ask(call))
 
   def end(self) -> None:
@@ -213,7 +188,7 @@ class WorkerActor:
   """A worker in a process of its own."""
 
   def __init__(self, worker: int, site: Site):
-    _prepare_jax(site, worker=True)
+    _prepare_process(site, worker=True)
     self._worker, self._site = worker, site
     here = node_id() == site.machine
     self._near = here and site.sockets
@@ -221,9 +196,7 @@ class WorkerActor:
       processes.write_pid(site.memory, "worker", worker)
 
   def run(
-    self,
-    make_duty: Callable[[], Duty],
-    faults: Sequence[faults_lib.Fault] = (),
+    self, make_duty: Callable[[], Duty], faults: Sequence[faults_lib.Fault]
   ) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
     site, duty = self._site, make_duty()
@@ -231,19 +204,20 @@ class WorkerActor:
     parts = [duty.params]
     if duty.plan is not None:
       parts = sharding.split(duty.plan, duty.params)
-    self._warm_up(duty)
+    # Before it takes the place, so that the lead does not take it for hung: its
+    # deadline is that of workers that have compiled.
+    duty.warm_up(self._worker)
     sockets = [site.socket(index) for index in shards]
-    link = SocketLink(sockets) if self._near else _far_link(site)
+    link = SocketLink(sockets) if self._near else RayLink(site)
     for shard in shards:
       while not link.connect(shard):
         pass
     # Opened by a worker first, a shard would take new memory for its own.
-    if self._near:
-      memories = [
-        site.open_memory(i, parts[i], parts[i], None) for i in shards
-      ]
-    else:
-      memories = link.memories
+    memories = (
+      [site.open_memory(i, part, part, None) for i, part in enumerate(parts)]
+      if self._near
+      else link.memories
+    )
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -252,7 +226,7 @@ class WorkerActor:
     )
     span = None
     if site.spans:
-      span = functools.partial(SpanWriter(Path(site.run)), self._worker)
+      span = functools.partial(spans.SpanWriter(Path(site.run)), self._worker)
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
       clock=site.clock,
@@ -266,12 +240,3 @@ class WorkerActor:
     if self._near:
       link.close()  # shards notice at once that it has left
     return how
-
-  def _warm_up(self, duty):
-    """Compiles before it takes the place, so that the lead does not take it
-    for hung: its deadline is that of workers that have compiled."""
-    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), duty.params)
-    worker, zero = np.int32(self._worker), np.int32(0)
-    ticket = base.Ticket(worker, zero, params, np.bool_(True))
-    batch, state = duty.batch(self._worker, 0), duty.init(params)
-    jax.block_until_ready(duty.work(state, ticket, batch, duty.root, zero))

@@ -1,11 +1,11 @@
 """A cluster in one process: workers and server shards are threads.
 
 XLA runs without Python's lock, so workers really run at the same time.
-Parameters and messages are passed by reference. This is the embedded default,
-and where faults are tried without killing anything. A thread that hangs cannot
-be killed: another takes its place, and what it does when it goes on is ignored.
+Faults are tried here without killing anything. A thread that hangs cannot be
+killed: another takes its place, and what it does when it goes on is ignored.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -17,28 +17,25 @@ import jax.numpy as jnp
 
 from asgd import base, simulator
 from asgd.live import faults as faults_lib
+from asgd.live import journal, records, slots, spans
 from asgd.live.clusters.base import LiveCluster
-from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
-from asgd.live.records import Sink
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.slots import LocalMemory
-from asgd.live.spans import Span
 from asgd.live.worker import Duty, WorkerLoop
 
 
 class Stores(NamedTuple):
   """What outlives a shard; of each shard, in their order."""
 
-  memories: Sequence[Any]
-  journals: Sequence[Any]
-  sinks: Sequence[Any]
+  memories: Sequence[slots.SharedMemory]
+  journals: Sequence[journal.FileJournal]
+  sinks: Sequence[records.FileSink]
   images: Sequence[Any]  # checkpoints as `Shard` takes them, or None
 
 
-class _WorkerThread(NamedTuple):
+class WorkerThread(NamedTuple):
   """The holder of a place."""
 
   thread: threading.Thread
@@ -55,63 +52,44 @@ class ThreadCluster(LiveCluster):
     steps: simulator.Steps,
     states: Sequence[base.ServerState],
     duty: Duty,
+    stores: Stores,
     *,
+    began: float,
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
     patience: float = 5.0,
-    memories: Sequence[Any] | None = None,
-    journals: Sequence[Any] | None = None,
-    sinks: Sequence[Any] | None = None,
-    images: Sequence[Any] | None = None,
     resumed: bool = False,
-    began: float | None = None,
-    span: Callable[[int, Span], None] | None = None,
+    span: Callable[[int, spans.Span], None] | None = None,
   ):
-    """Prepares; `start` begins.
+    """Prepares; `start` begins. Raises ValueError for impossible faults.
 
-    The states are those of each shard before the first message. What outlives a
-    shard (memories, journals, sinks, and checkpoints as `Shard` takes them) is
-    by default of this process. `began` is `time.monotonic()` when the run
-    began, or would have; of a run that is resumed the journals hold the
-    beginning. Workers are patient for so many seconds, and `refill` replaces
-    those that die; `span` is told (worker, stretch of time).
-
-    Raises:
-      ValueError: for faults that cannot happen.
+    The states are those of each shard before the first message. `began` is
+    `time.monotonic()` when the run began, or would have; of a run that is
+    resumed the journals hold the beginning. Workers are patient for so many
+    seconds; `span` is told (worker, stretch of time).
     """
     faults_lib.check(faults, setup.workers, setup.jobs)
     super().__init__(setup, duty.plan, refill=refill)
-    count = range(setup.shards)
-    self._steps, self._states = steps, states
-    self.stores = Stores(
-      memories or [LocalMemory() for _ in count],
-      journals or [Journal() for _ in count],
-      sinks or [Sink() for _ in count],
-      images or [None for _ in count],
-    )
+    self._steps, self._states, self.stores = steps, states, stores
     self._end = threading.Event()
-    self.script = faults_lib.Script(
-      faults, kill=self._kill_this_thread, wait=self._wait
-    )
-    began = time.monotonic() if began is None else began
+    self.script = faults_lib.Script(faults, kill=self._kill, wait=self._wait)
     self._clock = lambda: time.monotonic() - began  # seconds of the run
-
-    def make_loop(worker, link):
-      return WorkerLoop(
-        *(worker, duty, link, self.stores.memories),
-        clock=self._clock,
-        patience=patience,
-        wait=self._wait,
-        faults=self.script,
-        span=functools.partial(span, worker) if span else None,
-      )
-
-    self._make_loop = make_loop
-    self.shards = [self._shard_thread(index, resumed) for index in count]
-    self._workers: dict[int, _WorkerThread] = {}
+    self._span = span
+    self._make_loop = functools.partial(
+      WorkerLoop,
+      duty=duty,
+      memories=self.stores.memories,
+      clock=self._clock,
+      patience=patience,
+      wait=self._wait,
+      faults=self.script,
+    )
+    self.shards = [self.shard_thread(i, resumed) for i in range(setup.shards)]
+    self.workers: dict[int, WorkerThread] = {}
     self._failure: BaseException | None = None  # of a worker
 
-  def _shard_thread(self, index, resumed=False):
+  def shard_thread(self, index: int, resumed: bool = False) -> ShardThread:
+    """Returns a thread, to be started, that takes a shard's place."""
     stores, setup = self.stores, self.setup
 
     def make():
@@ -130,7 +108,7 @@ class ThreadCluster(LiveCluster):
 
     return ShardThread(index, make, self._clock)
 
-  def _kill_this_thread(self):
+  def _kill(self):
     raise faults_lib.Killed
 
   def _wait(self, seconds):
@@ -147,11 +125,11 @@ class ThreadCluster(LiveCluster):
   def add_worker(self, worker: int) -> None:
     """Has a new worker take a place."""
     link = ThreadLink(worker, self.shards, self._end.is_set)
-    loop = self._make_loop(worker, link)
-    thread = threading.Thread(
-      target=self._work, args=(worker, loop, link), daemon=True
-    )
-    self._workers[worker] = _WorkerThread(thread, link, loop)
+    span = functools.partial(self._span, worker) if self._span else None
+    loop = self._make_loop(worker, link=link, span=span)
+    args = worker, loop, link
+    thread = threading.Thread(target=self._work, args=args, daemon=True)
+    self.workers[worker] = WorkerThread(thread, link, loop)
     thread.start()
 
   def _work(self, worker, loop, link):
@@ -165,35 +143,15 @@ class ThreadCluster(LiveCluster):
     finally:
       link.close()
 
-  def drain_worker(self, worker: int) -> None:
-    """Asks a worker to finish what it has begun and to leave."""
-    self._workers[worker].loop.drain()
-
-  def kill_shard(self, index: int) -> None:
-    """Kills a shard, and puts another in its place."""
-    self.replaced["shard"] += 1
-    self.shards[index].stop()
-    self.shards[index] = self._shard_thread(index)
-    self.shards[index].start()
-    if index == 0 and self.setup.consistent:
-      lead, *followers = self.shards
-      for thread in followers:
-
-        def connect(shard, now, thread=thread):
-          connect_follower(shard, thread, lead)
-
-        thread.put(connect)
-
   def check(self) -> list[str]:
-    """Replaces workers that are gone; returns what there is to tell. Raises
-    what ended a thread."""
+    """Replaces workers that are gone; raises what ended a thread."""
     failures = [thread.failure for thread in self.shards]
     for failure in filter(None, [*failures, self._failure]):
       raise failure
     lead, news = self.shards[0].shard, []
     if lead is None or not self._refill or lead.stopped:
       return news
-    for worker, holder in list(self._workers.items()):
+    for worker, holder in list(self.workers.items()):
       if not holder.thread.is_alive() and not holder.loop.draining:
         news += self._replace_worker(worker, "died")
     return news
@@ -202,28 +160,26 @@ class ThreadCluster(LiveCluster):
     return [thread.ask(call) for thread in self.shards]
 
   def _ask_status(self):
-    statuses = []
-    for thread in self.shards:
-      try:
-        statuses.append(thread.ask(Shard.status))
-      except Disconnected:
-        statuses.append(None)
+    statuses = [None] * len(self.shards)
+    for index, thread in enumerate(self.shards):
+      with contextlib.suppress(Disconnected):
+        statuses[index] = thread.ask(Shard.status)
     return statuses
 
   def _end_lost_workers(self, status):
     for worker in status["expelled"]:
-      self._workers[worker].loop.revoked = True
+      self.workers[worker].loop.revoked = True
       self.replaced["worker"] += 1
       self.add_worker(worker)
 
   def close(self) -> None:
     """Ends all threads; what they wrote stays."""
     self._end.set()
-    for holder in self._workers.values():
+    for holder in self.workers.values():
       holder.link.wake()
     for thread in self.shards:
       if thread.alive:
         thread.ask(lambda shard: shard.state.flush())
         thread.stop()
-    for holder in self._workers.values():
+    for holder in self.workers.values():
       holder.thread.join()

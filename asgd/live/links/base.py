@@ -24,8 +24,7 @@ class WorkerLink(Protocol):
     forever), or if `wake` was called. Raises Disconnected."""
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew. False if it is not there (yet); waits a
-    moment in that case."""
+    """Opens the way to a shard anew; waits, and is False, if it is gone."""
 
   def wake(self) -> None:
     """Ends a `hear` that is waiting; may be called from a signal handler."""

@@ -21,17 +21,15 @@ class ShardThread:
   def __init__(
     self, index: int, make: Callable[[], Shard], clock: Callable[[], float]
   ):
-    """`make` is called in the thread; `clock` tells seconds since the run
-    began."""
+    """`make` is called in the thread; `clock` tells seconds of the run."""
     self.index = index
     self._make, self._clock = make, clock
     self._box: queue.SimpleQueue = queue.SimpleQueue()
     self.shard: Shard | None = None
     self.failure: BaseException | None = None
     self.alive = True
-    self._thread = threading.Thread(
-      target=self._run, name=f"shard-{index}", daemon=True
-    )
+    name = f"shard-{index}"
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self.start = self._thread.start
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:
@@ -39,8 +37,8 @@ class ShardThread:
     self._box.put(call)
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
-    """Has the thread call something with its shard, and returns the answer.
-    Raises Disconnected if the thread has ended."""
+    """Returns what a call in the thread answers; raises Disconnected if it has
+    ended."""
     answer: queue.SimpleQueue = queue.SimpleQueue()
     self.put(lambda shard, now: answer.put(call(shard)))
     while True:
@@ -80,8 +78,7 @@ class ShardThread:
 def connect_follower(
   shard: Shard, follower: ShardThread, lead: ShardThread
 ) -> None:
-  """Opens the way between a follower and the lead, in both directions; called
-  in the follower's thread."""
+  """Lets a follower and the lead talk; called in the follower's thread."""
 
   def to_follower(frame):
     follower.put(lambda shard, now: shard.handle(frame, to_lead, now))
@@ -140,8 +137,7 @@ class ThreadLink:
         return shard, frame
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew; waits a moment if it is not there. Raises
-    Killed if the run has ended."""
+    """Opens the way to a shard anew. Raises Killed if the run has ended."""
     if self._over():
       raise Killed
     self._threads[shard] = self._shards[shard]

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import numpy as np
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import MESSAGES, PARAMS, LocalMemory
+from asgd.live.slots import MESSAGES, PARAMS
 
 _LISTEN = 1.0  # seconds that a shard lets a listener wait
 _PAUSE = 0.2  # seconds between two tries to connect
@@ -51,26 +50,36 @@ class Session:
     return out
 
 
+class _FarMemory:
+  """What a worker was sent, and what it is to send: slots of references."""
+
+  def __init__(self):
+    self._slots: dict[tuple[int, int], Any] = {}
+
+  def write(self, kind: int, slot: int, tree: Any) -> None:
+    self._slots[kind, slot] = tree
+
+  def read(self, kind: int, slot: int) -> Any:
+    return self._slots[kind, slot]
+
+
 class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
-  def __init__(
-    self, find: Callable[[int, int], Any], shards: int, owner: str
-  ):
-    """Connects to no shard yet. `find` tells the actor of a shard and of a
-    generation (0, of the one that replaces it 1), or raises ValueError; `owner`
-    is the actor that opens the sessions."""
+  def __init__(self, site: Any):
+    """Connects to no shard of a `Site` yet."""
     import ray
 
-    self._ray, self._find, self._owner = ray, find, owner
+    shards = site.setup.shards
+    self._ray, self._site = ray, site
+    self._owner = ray.get_runtime_context().get_actor_id()
     self._actors: list[Any] = [None] * shards
-    self._generations = [0] * shards
+    self._generations = [0] * shards  # of the actor that replaces one it is 1
     self._tokens = [""] * shards
     self._heard: list[Any] = [None] * shards  # pending calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
-    # What a worker was sent, and what it is to send.
-    self.memories = [LocalMemory() for _ in range(shards)]
+    self.memories = [_FarMemory() for _ in range(shards)]
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame, and with a PUSH its message. Raises Disconnected."""
@@ -119,6 +128,9 @@ class RayLink:
   def _listen(self, shard):
     actor = self._actors[shard]
     self._heard[shard] = actor.listen.remote(self._tokens[shard])
+
+  def _find(self, shard, generation):
+    return self._ray.get_actor(self._site.actor_name(shard, generation))
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; waits a moment if it is not there."""

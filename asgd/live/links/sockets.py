@@ -174,13 +174,9 @@ class ShardServer:
     clock: Callable[[], float],
     lead: Path | None = None,
   ):
-    """Listens at a path, in a folder that its owner alone can read; a follower
-    in a consistent run also connects to the lead's socket. The clock tells
-    seconds since the run began.
-
-    Raises:
-      ValueError: if it cannot listen there.
-    """
+    """Listens at a path, in a folder that its owner alone can read, or raises
+    ValueError; a follower in a consistent run also connects to the lead's
+    socket. The clock tells seconds since the run began."""
     self._shard, self._clock, self._lead_path = shard, clock, lead
     self._selector = selectors.DefaultSelector()
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -217,7 +213,10 @@ class ShardServer:
     ticked = self._clock()
     while not self._over:
       if self._lead_path and self._lead is None:
-        self._find_lead()
+        # While it is being replaced, the next round tries again.
+        with contextlib.suppress(OSError):
+          self._lead = self._add_peer(_open(self._lead_path))
+          self._shard.role.follow(self._lead.say)
       for key, _ in self._selector.select(_TICK):
         if key.data is self._pipe:
           self._pipe.clear()
@@ -227,7 +226,11 @@ class ShardServer:
         else:
           self._read(key.data)
       while not self._calls.empty():
-        self._answer(*self._calls.get())
+        call, answer = self._calls.get()
+        try:
+          answer.set_result(call(self._shard))
+        except Exception as error:
+          answer.set_exception(error)
       now = self._clock()
       if now - ticked >= _TICK:
         ticked = now
@@ -235,22 +238,10 @@ class ShardServer:
       while self._waiting:
         self._waiting.pop().flush()
 
-  def _answer(self, call, answer):
-    try:
-      answer.set_result(call(self._shard))
-    except Exception as error:
-      answer.set_exception(error)
-
   def _add_peer(self, sock):
     peer = _Peer(sock, self._waiting)
     self._selector.register(sock, selectors.EVENT_READ, peer)
     return peer
-
-  def _find_lead(self):
-    # While it is being replaced, the next round tries again.
-    with contextlib.suppress(OSError):
-      self._lead = self._add_peer(_open(self._lead_path))
-      self._shard.role.follow(self._lead.say)
 
   def _read(self, peer):
     try:

@@ -7,7 +7,7 @@ from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.shard.role import Role, Say
-from asgd.live.shard.totals import FollowerTotals
+from asgd.live.shard.state import Key
 from asgd.orders.trace import NO_SEQ, Event
 
 
@@ -18,11 +18,12 @@ class Follower(Role):
     super().__init__(*args)
     self._lead: Say | None = None
     self._ordered: collections.deque[Event] = collections.deque()
-    self._totals = FollowerTotals(self)
+    # What the lead told of messages' totals, and its question that is open.
+    self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
+    self._question: Frame | None = None
 
   def follow(self, say: Say) -> None:
-    """Asks the lead for the rows that are not here, and tells it of messages.
-    """
+    """Asks the lead for missing rows, and tells it of messages."""
     self._lead = say
     self._ordered.clear()
     say(Frame(frames.FOLLOW, self.index, version=self.state.rows))
@@ -43,16 +44,18 @@ class Follower(Role):
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of the lead."""
     del say
-    if frame.kind in (frames.TOTAL, frames.ASK):
-      self._totals.hear(frame)
+    key = frame.worker, frame.seq
+    if frame.kind == frames.TOTAL:
+      self._totals[key][frame.version] = frame.value
+      return
+    if frame.kind == frames.ASK:
+      self._question = frame
     # After FOLLOW was said twice, rows come twice.
     rows = self.state.rows + len(self._ordered)
     if frame.kind == frames.ROW and frame.version == rows:
-      time, action = frame.value, frame.flag
-      event = Event(time, frame.worker, frame.seq, frame.job, action)
-      self._ordered.append(event._replace(loss=frame.loss))
-    if frame.kind != frames.TOTAL:
-      self._obey_rows()
+      event = Event(frame.value, *key, frame.job, frame.flag, loss=frame.loss)
+      self._ordered.append(event)
+    self._obey_rows()
 
   def _obey_rows(self):
     state = self.state
@@ -60,16 +63,28 @@ class Follower(Role):
       event = self._ordered.popleft()
       key = event.key
       if event.action in (base.LOST, base.REJECT):
-        self._totals.take(key)
+        self._totals.pop(key, None)
         event = event._replace(message=state.dead_slot(key))
       elif event.action == base.RECEIVE:
         # What the lead has received was prepared here. It lies in its slot even
         # if this shard was killed since, and does not know.
-        event = event._replace(
-          message=state.tickets[key].message, totals=self._totals.take(key)
-        )
+        totals = tuple(x for _, x in sorted(self._totals.pop(key, {}).items()))
+        slot = state.tickets[key].message
+        event = event._replace(message=slot, totals=totals)
       self.commit(event)
-    self._totals.answer(self._lead)
+    if self._question and self._lead:
+      self._answer(self._question)
+
+  def _answer(self, question):
+    """Says this shard's operand, once it is where the lead is."""
+    state, key = self.state, (question.worker, question.seq)
+    if key not in state.pushed:
+      return
+    totals = [self._totals[key][i] for i in range(question.version)]
+    out = state.stage(key, state.pushed[key].value, totals)
+    self._question = None
+    asked = Frame(frames.ASKED, *key, self.index, question.version)
+    self._lead(asked._replace(value=float(out.operand)))
 
 
 class Independent(Role):

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from asgd import base
 from asgd.live.shard.state import ShardState
@@ -13,22 +12,15 @@ from asgd.orders.trace import Event, Ledger
 
 
 def snapshot(state: ShardState) -> None:
-  """Saves the state in the shard's memory; the log before it is no longer
-  needed."""
+  """Saves the state in the shard's memory, in place of the log before it."""
   state.flush()
   tickets = *state.tickets.values(), *state.kept.values()
   params = [ticket.params for ticket in tickets]
   state.slots.save(state.server, describe(state), params)
 
 
-def plain(state: ShardState) -> tuple[Any, Any]:
-  """Returns (the server's state as NumPy arrays, what `describe` says)."""
-  return jax.tree.map(np.array, state.server), describe(state)
-
-
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns what has to be known beside the server's state and the rows of the
-  journal before it, as JSON."""
+  """Returns what neither the server's state nor the journal tells, as JSON."""
   slots = state.slots
   params, slot = slots.published or (None, -1)
   return {
@@ -57,10 +49,7 @@ def _open_tickets(state: ShardState, ledger: Ledger[Event], intact: bool):
 
 
 def restore(
-  state: ShardState,
-  image: tuple[Any, Any],
-  ledger: Ledger[Event],
-  intact: bool,
+  state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
 ) -> None:
   """Takes over a snapshot: (the server's state, what `describe` wrote), with
   the ledger after the rows of the journal before it. It is intact if the

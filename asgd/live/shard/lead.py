@@ -12,8 +12,7 @@ from asgd.orders.trace import ENDS
 
 
 class Lead(Role):
-  """Drives the dispatcher with what workers say; its rows become those
-  of the journal."""
+  """Tells the dispatcher what workers say, and commits what it decides."""
 
   decides = True
 
@@ -108,8 +107,7 @@ class Lead(Role):
         self.say(worker, Frame(frames.STOP, worker))
 
   def _waits_for_others(self):
-    """Whether the run has not begun because workers are still to come; not
-    longer than the ladder gives them."""
+    """Whether workers are still to come, and the ladder gives them time."""
     setup = self.setup
     return (
       setup.together
@@ -125,11 +123,8 @@ class Lead(Role):
       totals = self._totals.take(key) if self._totals else ()
       self._prepared.pop(key, None)
       if event.action == base.RECEIVE:
-        event = event._replace(
-          message=state.tickets[key].message,
-          loss=state.pushed[key].value,
-          totals=totals,
-        )
+        slot, loss = state.tickets[key].message, state.pushed[key].value
+        event = event._replace(message=slot, loss=loss, totals=totals)
       else:
         event = event._replace(message=state.dead_slot(key))
     self.commit(event)

@@ -10,14 +10,12 @@ so in the trace.
 from typing import Any, NamedTuple
 
 from asgd import base
-from asgd.live.journal import Journal
+from asgd.live.append_only import ANEW, GO_ON
 from asgd.live.shard import images
-from asgd.live.shard.state import ShardState
+from asgd.live.shard.role import Role
 from asgd.live.slots import DamagedSnapshot
-from asgd.orders import protocol
-from asgd.orders.trace import NO_SEQ, Event, Ledger, follow
-
-_ANEW = "or start anew in another folder (--workdir)"
+from asgd.orders import trace
+from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
 class Rollback(NamedTuple):
@@ -29,22 +27,11 @@ class Rollback(NamedTuple):
   why: str = ""  # if it could have been otherwise
 
 
-class Recovery(NamedTuple):
-  """What a recovery leaves to be done, beside the state."""
-
-  replaced: bool = False  # the memory's content by a checkpoint, or nothing
-  rollback: Rollback | None = None
-  row: Event | None = None  # to be committed: the ROLLBACK
-  holders: dict[int, int] = {}  # of places: they may come back
-  lost: tuple[int, ...] = ()  # workers with dead tickets that have not left yet
-
-
 class _Start(NamedTuple):
   """What a recovery begins with."""
 
   image: tuple[Any, Any] | None  # (state, meta); None: before the first row
   intact: bool  # the memory is that of the journal
-  logged: bool  # and holds the messages since the image
   replaced: bool  # the image is not the memory's
   why: str = ""  # if it could have been otherwise
 
@@ -54,28 +41,17 @@ class _Unfit(Exception):
 
 
 def recover(
-  state: ShardState,
-  journal: Journal,
-  dispatcher: protocol.Dispatcher | None,
-  image: tuple[Any, Any] | None,
-  *,
-  now: float,
-  resumed: bool,
-) -> Recovery:
-  """Brings a state from before the first row to where the journal ends, and the
-  lead's dispatcher with it. The image of a checkpoint is for when the memory is
-  lost; of a run that is resumed no worker and no other shard is alive.
-
-  Raises:
-    ValueError: if what is there does not fit together.
-  """
-  events = journal.events()
+  role: Role, image: tuple[Any, Any] | None, *, resumed: bool
+) -> Rollback | None:
+  """Brings a shard from before the first row to where its journal ends; see
+  `Shard`, also for the errors."""
+  state, events = role.state, role.journal.events()
   if not events:
-    return Recovery()
-  name, memory = journal.name, state.slots.memory
+    return None
+  name, memory = role.journal.name, state.slots.memory
   try:
     start = _choose(state, name, events, image, resumed)
-    ledger, lost_updates = _obey(state, name, dispatcher, events, start)
+    ledger, lost_updates = _obey(role, events, start)
   except _Unfit as error:
     raise ValueError(str(error)) from error
   except (LookupError, StopIteration, TypeError, ValueError) as error:
@@ -83,37 +59,45 @@ def recover(
       f"{name} cannot be obeyed (after row {state.rows},"
       f" {type(error).__name__}: {error}): it, or the shared memory in"
       f" {memory.name}, was changed. Put them back as they were; or remove"
-      f" {memory.name} and run the same command again to go on from the last"
-      " checkpoint"
+      f" {memory.name} and {GO_ON} from the last checkpoint"
     ) from error
-  present = sorted(ledger.present)
-  holders = {w: ledger.holders[w] for w in present if w in ledger.holders}
-  # A kill came between the end of their tickets and their LEAVE.
-  lost = tuple(w for w in present if w in ledger.ended)
-  if not lost_updates:
-    return Recovery(start.replaced, holders=holders, lost=lost)
-  meta = start.image[1] if start.image else {"rows": 0, "received": 0}
-  rows, received = meta["rows"], meta["received"]
-  row = Event(max(now, events[-1].time), 0, NO_SEQ, rows, base.ROLLBACK)
-  before = ledger.undone
-  ledger.obey(row)
-  rollback = Rollback(rows, received, ledger.undone - before, start.why)
-  return Recovery(start.replaced, rollback, row, holders, lost)
+  rollback = None
+  if lost_updates:
+    meta = start.image[1] if start.image else {"rows": 0, "received": 0}
+    rows, received = meta["rows"], meta["received"]
+    now = max(role.time, events[-1].time)
+    row = Event(now, 0, NO_SEQ, rows, base.ROLLBACK)
+    before = ledger.undone
+    ledger.obey(row)
+    rollback = Rollback(rows, received, ledger.undone - before, start.why)
+    role.commit(row)
+  present = sorted(ledger.present)  # places whose holders may come back
+  role.holders |= {w: ledger.holders[w] for w in present if w in ledger.holders}
+  if role.decides:  # a kill came between the end of tickets and their LEAVE
+    for worker in [w for w in present if w in ledger.ended]:
+      role.leave(worker)
+  if resumed:
+    for worker in sorted(role.holders):
+      role.leave(worker)
+  elif not role.index:
+    role.watch.learn(role.journal.events())
+  if start.replaced:  # the memory's content is of no use any more
+    images.snapshot(state)
+  return rollback
 
 
-def _obey(state, name, dispatcher, events, start):
-  """Takes over an image and the rows; returns their Ledger, and whether updates
-  are lost."""
-  rows, ledger = 0, Ledger()
+def _obey(role, events, start):
+  """Takes over image and rows; returns (Ledger, whether updates are lost)."""
+  state, rows, ledger = role.state, 0, Ledger()
   if start.image:
     rows = start.image[1]["rows"]
-    follow(events[:rows], ledger)
-    _check_fit(state, name, ledger, start)
+    trace.follow(events[:rows], ledger)
+    _check_fit(state, role.journal.name, ledger, start)
     images.restore(state, start.image, ledger, start.intact)
-  follow(events[rows:], ledger)
-  if dispatcher:
-    dispatcher.obey(events)
-  if start.logged:
+  trace.follow(events[rows:], ledger)
+  if not role.index:
+    role.dispatcher.obey(events)
+  if state.setup.log and not start.replaced:
     state.sink.truncate(start.image[1]["records"] if start.image else 0)
     for event in events[rows:]:
       state.obey(event)
@@ -124,8 +108,7 @@ def _obey(state, name, dispatcher, events, start):
 
 
 def _choose(state, name, events, image, resumed):
-  """Chooses what to begin with: the memory's snapshot if it can be used,
-  otherwise the checkpoint's image, if there is one."""
+  """Takes the memory's snapshot if it can be used, otherwise `image`."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
   if intact:
@@ -138,7 +121,7 @@ def _choose(state, name, events, image, resumed):
         event.action == base.ROLLBACK for event in events[rows:]
       )
       if rows <= len(events) and not rolled_back:
-        return _Start(saved, True, bool(state.setup.log), False)
+        return _Start(saved, True, False)
       if rows > len(events):
         why = _too_short(name, events, "snapshot", rows)
         if not resumed:
@@ -149,13 +132,13 @@ def _choose(state, name, events, image, resumed):
   memory.forget()
   if image and image[1]["rows"] > len(events):
     raise _Unfit(_too_short(name, events, "checkpoint", image[1]["rows"]))
-  return _Start(image, intact, False, True, why)
+  return _Start(image, intact, True, why)
 
 
 def _too_short(name, events, what, rows):
   return (
     f"{name} has {len(events)} rows, the {what} is of row {rows}: the trace"
-    f" was cut short. Put it back as the run wrote it, {_ANEW}"
+    f" was cut short. Put it back as the run wrote it, {ANEW}"
   )
 
 
@@ -173,11 +156,11 @@ def _check_fit(state, name, ledger, start):
     raise _Unfit(
       f"{name} is not the trace that the {what} was made of (at row"
       f" {meta['rows']}): one of the two was changed. Put it back as the run"
-      f" wrote it, {_ANEW}"
+      f" wrote it, {ANEW}"
     )
   if sink.count < meta["records"]:
     raise _Unfit(
       f"{sink.name} has {sink.count} records where the run had written"
-      f" {meta['records']}: it was removed or cut short. Put it back, {_ANEW};"
+      f" {meta['records']}: it was removed or cut short. Put it back, {ANEW};"
       " the parameters so far can be made from the trace by a replay"
     )

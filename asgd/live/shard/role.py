@@ -6,8 +6,7 @@ from collections.abc import Callable
 from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
-from asgd.live.setup import Setup
+from asgd.live.journal import FileJournal
 from asgd.live.shard import images
 from asgd.live.shard.state import Key, ShardState
 from asgd.orders.trace import STARTS, Event
@@ -16,23 +15,17 @@ Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
 class Role:
-  """A shard's state, journal, connections and time; a subclass for each kind of
-  shard decides. The hooks, from `outdated` on, are here those of a shard that
-  decides nothing."""
+  """A shard's state, journal, connections and time. The hooks, from `outdated`
+  on, are here those of a shard that decides nothing."""
 
   decides = False  # writes rows of its own, not only what the lead wrote
   stopped = False  # every job is received, as far as this shard decides that
   refused = 0  # messages that were not finite, in a row
 
   def __init__(
-    self,
-    index: int,
-    setup: Setup,
-    state: ShardState,
-    journal: Journal,
-    now: float,
+    self, index: int, state: ShardState, journal: FileJournal, now: float
   ):
-    self.index, self.setup = index, setup
+    self.index, self.setup = index, state.setup
     self.state, self.journal = state, journal
     self.time = now  # seconds since the run began; never goes back
     self.peers: dict[int, Say] = {}  # worker -> its connection
@@ -47,12 +40,9 @@ class Role:
       images.snapshot(state)
     state.obey(event)
     if starts:
-      open_ticket = state.tickets[key]
-      event = event._replace(
-        version=int(open_ticket.ticket.version),
-        params=open_ticket.params,
-        message=open_ticket.message,
-      )
+      ticket, _, params, message = state.tickets[key]
+      version = int(ticket.version)
+      event = event._replace(version=version, params=params, message=message)
     self.journal.append(event)
     for say in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
@@ -108,9 +98,6 @@ def total_frames(key: Key, totals) -> list[Frame]:
 
 def row_frames(number: int, event: Event) -> list[Frame]:
   """Returns frames that tell a follower of a row of the lead's journal."""
-  row = Frame(
-    *(frames.ROW, *event.key, event.job, number, event.action),
-    value=event.time,
-    loss=event.loss,
-  )
+  row = Frame(frames.ROW, *event.key, event.job, number, event.action)
+  row = row._replace(value=event.time, loss=event.loss)
   return [*total_frames(event.key, event.totals), row]

@@ -1,12 +1,10 @@
 """A live server shard: the pure Server on its slice, fed with frames.
 
-Everything that a shard decides becomes a row of its journal before any
-worker or shard hears of it, and everything that it does is done by obeying
-rows. So a shard that was killed comes back by reading its last snapshot and
-obeying the rows since (`recovery`); the messages that it needs for that
-still lie in their slots. That log costs no copy (a message has to be written
-somewhere to get here) but the slots it lies in, and one snapshot in so many
-messages.
+Everything that a shard decides becomes a row of its journal before any worker
+or shard hears of it, and everything that it does is done by obeying rows. So a
+shard that was killed comes back by reading its last snapshot and obeying the
+rows since (`recovery`), with messages that still lie in their slots: a log that
+costs no copy, but the slots and one snapshot in so many messages.
 
 Nothing here waits or looks at a clock: `now` comes with each call, and calls
 come from one thread.
@@ -15,11 +13,14 @@ come from one thread.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
-from asgd.live.records import Sink
+from asgd.live.journal import FileJournal
+from asgd.live.records import FileSink
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
@@ -27,6 +28,7 @@ from asgd.live.shard.lead import Lead
 from asgd.live.shard.role import Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
+from asgd.live.slots import SharedMemory
 
 
 class Shard:
@@ -38,56 +40,32 @@ class Shard:
     setup: Setup,
     steps: simulator.Steps,
     server: base.ServerState,
-    memory: Any,
-    journal: Journal,
-    sink: Sink,
+    memory: SharedMemory,
+    journal: FileJournal,
+    sink: FileSink,
     *,
     now: float,
     image: tuple[Any, Any] | None = None,
     resumed: bool = False,
   ):
-    """Starts, or comes back to where the journal ends.
+    """Starts, or comes back to where the journal ends. Raises ValueError if the
+    journal, the memory and the image do not fit together.
 
     The server's state is that before the first row, and donated; the memory has
     slots as `slot_counts` says; `now` is in seconds since the run began. The
     image, (state, meta) of a checkpoint, is for when the memory is lost. Of a
     run that is resumed no worker and no other shard is alive.
-
-    Raises:
-      ValueError: if the journal, the memory and the image do not fit together.
     """
     self.index, self.setup = index, setup
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
     roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](index, setup, self.state, journal, now)
+    self.role = roles[min(index, 1)](index, self.state, journal, now)
     self._saved = now  # when the last snapshot was due
     self._expelled: list[int] = []  # workers that the cluster is to replace
-    self.rollback = self._recover(image, resumed)
+    self.rollback = recovery.recover(self.role, image, resumed=resumed)
     # Workers that were told to stop will not say anything any more.
     self.role.stopped = not index and self.role.dispatcher.finished
-
-  def _recover(self, image, resumed):
-    role = self.role
-    back = recovery.recover(
-      *(self.state, role.journal),
-      dispatcher=None if self.index else role.dispatcher,
-      image=image,
-      now=role.time,
-      resumed=resumed,
-    )
-    if back.row:
-      role.commit(back.row)
-    role.holders.update(back.holders)
-    for worker in back.lost if role.decides else ():
-      role.leave(worker)
-    for worker in self.workers if resumed else ():
-      role.leave(worker)
-    if not self.index and not resumed:
-      role.watch.learn(role.journal.events())
-    if back.replaced:  # the memory's content is of no use any more
-      images.snapshot(self.state)
-    return back.rollback
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
     """Takes one frame of a peer; `say` is the way back to it."""
@@ -182,17 +160,16 @@ class Shard:
       self.expel(worker, now)
 
   def image(self) -> tuple[Any, Any]:
-    """Returns (state, meta), all that a checkpoint needs, as plain data. The
-    journal and the records that it builds on are safe from a loss of power
-    then."""
+    """Returns (state, meta) for a checkpoint, as plain data, when the journal
+    and the records that it builds on are safe from a loss of power."""
     self.state.flush()
     self.role.journal.sync()
     self.state.sink.sync()
-    return images.plain(self.state)
+    state = jax.tree.map(np.array, self.state.server)
+    return state, images.describe(self.state)
 
   def status(self) -> dict[str, Any]:
-    """Returns how it goes, as plain data. Workers that were expelled are told
-    once."""
+    """Returns how it goes, as plain data; each expelled worker once."""
     self.state.flush()
     expelled, self._expelled = self._expelled, []
     return {

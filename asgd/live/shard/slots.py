@@ -76,8 +76,7 @@ class SlotTable:
     self.free_messages += self.dead.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot, and JSON that refers to slots of parameters: the log
-    before it is no longer needed."""
+    """Saves a snapshot, of which `meta` is JSON that refers to params slots."""
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []
@@ -94,10 +93,6 @@ class SlotTable:
     self.uses.clear()
     self.uses.update(params)
     self.uses.update(self.pinned)
-    taken = set(messages).union(*self.dead.values())
-    self.free_params = [
-      slot for slot in range(self._counts.params) if not self.uses[slot]
-    ]
-    self.free_messages = [
-      slot for slot in range(self._counts.messages) if slot not in taken
-    ]
+    taken, counts = set(messages).union(*self.dead.values()), self._counts
+    self.free_params = [s for s in range(counts.params) if not self.uses[s]]
+    self.free_messages = [s for s in range(counts.messages) if s not in taken]

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding, simulator
+from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.records import Sink
+from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
 from asgd.live.slots import MESSAGES, PARAMS
@@ -41,7 +41,7 @@ class ShardState:
     steps: simulator.Steps,
     server: base.ServerState,
     slots: SlotTable,
-    sink: Sink,
+    sink: FileSink,
   ):
     """Starts before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
@@ -122,15 +122,11 @@ class ShardState:
     self.pushed.pop(event.key, None)
 
   def _drop_kept(self, worker):
-    kept = self.kept.pop(worker, None)
-    if kept:
+    if kept := self.kept.pop(worker, None):
       self.slots.release(kept.params)
 
-  def stage(
-    self, key: Key, loss: float, totals: Sequence[float]
-  ) -> sharding.Ask | Any:
-    """Goes as far with a message as the totals over all shards allow, and
-    changes nothing."""
+  def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
+    """Goes as far with a message as totals allow, and changes nothing."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))
 
@@ -152,17 +148,13 @@ class ShardState:
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns what tells a worker of an open ticket."""
-    open_ticket = self.tickets[key]
-    return Frame(
-      *(frames.TICKET, *key, open_ticket.job, int(open_ticket.ticket.version)),
-      flag=int(not open_ticket.ticket.fresh),
-      params=open_ticket.params,
-      message=open_ticket.message,
-    )
+    ticket, job, params, message = self.tickets[key]
+    frame = Frame(frames.TICKET, *key, job, int(ticket.version))
+    kept = int(not ticket.fresh)
+    return frame._replace(flag=kept, params=params, message=message)
 
   def accepts(self, frame: Frame) -> bool:
-    """Whether a PUSH is for a ticket that is open, and in its slot: a message
-    that comes with it may be written there."""
+    """Whether the message of a PUSH may be written: its ticket is open."""
     key = frame.worker, frame.seq
     ticket = None if key in self.pushed else self.tickets.get(key)
     return ticket is not None and ticket.message == frame.message
@@ -187,6 +179,5 @@ class ShardState:
     )
 
   def dead_slot(self, key: Key) -> int:
-    """Returns the message slot of a ticket that dies, if its worker may still
-    write there; otherwise -1."""
+    """Returns a dying ticket's slot if its worker may still write, or -1."""
     return -1 if key in self.pushed else self.tickets[key].message

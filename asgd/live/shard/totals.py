@@ -4,7 +4,6 @@ The lead asks each follower for its operand, adds up, and asks for the next
 total until the message can be received; one message at a time.
 """
 
-import collections
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ class _Asking(NamedTuple):
 
 
 class LeadTotals:
-  """The lead's part: messages wait here until their totals are complete."""
+  """Messages wait here, at the lead, until their totals are complete."""
 
   def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
     self._lead, self._dispatcher = lead, dispatcher
@@ -92,43 +91,3 @@ class LeadTotals:
   def take(self, key: Key) -> tuple[float, ...]:
     """Returns a message's totals, and forgets them."""
     return self._complete.pop(key, ())
-
-
-class FollowerTotals:
-  """A follower's part: what the lead has told, and its question."""
-
-  def __init__(self, follower: Role):
-    self._follower = follower
-    self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
-    self._question: Frame | None = None  # not answered yet
-
-  def hear(self, frame: Frame) -> None:
-    """Takes a TOTAL or a question (ASK)."""
-    if frame.kind == frames.ASK:
-      self._question = frame
-    else:
-      totals = self._totals[frame.worker, frame.seq]
-      totals[frame.version] = frame.value
-
-  def answer(self, say: Say | None) -> None:
-    """Answers the lead's question, once this shard is where the lead is."""
-    frame, state = self._question, self._follower.state
-    if frame is None or say is None:
-      return
-    key = frame.worker, frame.seq
-    if key not in state.pushed:
-      return
-    totals = [self._totals[key][i] for i in range(frame.version)]
-    out = state.stage(key, state.pushed[key].value, totals)
-    self._question = None
-    say(
-      Frame(
-        *(frames.ASKED, *key, self._follower.index, frame.version),
-        value=float(out.operand),
-      )
-    )
-
-  def take(self, key: Key) -> tuple[float, ...]:
-    """Returns a message's totals, and forgets them."""
-    totals = self._totals.pop(key, {})
-    return tuple(totals[i] for i in sorted(totals))

@@ -19,7 +19,7 @@ import pytest
 from asgd import algorithms, base, orders, sharding, simulator
 from asgd import worker as worker_lib
 from asgd.live import processes
-from asgd.live.clusters.actors import RayCluster, Resources
+from asgd.live.clusters.actors import RayCluster
 from asgd.live.clusters.base import finished
 from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
@@ -433,10 +433,7 @@ def test_what_cannot_start_is_one_error_that_names_it(live, broken, says):
 
 
 def test_what_ray_cannot_give_is_refused(live):
-  run = live(
-    *("asgd", Rules(), 10),
-    resources=Resources(worker={"num_gpus": 1000}),
-  )
+  run = live("asgd", Rules(), 10, resources={"num_gpus": 1000})
   with pytest.raises(ValueError, match="2000 GPU, and it has"):
     run.cluster.start()
 

@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import live_stores
 import numpy as np
 import optax
 import pytest
@@ -17,15 +18,14 @@ from asgd import algorithms, base, orders, problems, sharding, simulator
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.live import frames
+from asgd.live.clusters import base as clusters
 from asgd.live.clusters.threads import ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
-from asgd.live.journal import Journal
 from asgd.live.links.base import Disconnected
-from asgd.live.links.local import ThreadLink
+from asgd.live.links.local import ThreadLink, connect_follower
 from asgd.live.setup import Setup
-from asgd.live.slots import LocalMemory
 from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -118,6 +118,15 @@ def until(condition, what):
     time.sleep(0.002)
 
 
+def drive(cluster):
+  """Watches over a cluster until its run is finished."""
+  end = time.monotonic() + LONG
+  while not clusters.finished(cluster.status()):
+    cluster.check()
+    assert time.monotonic() < end, "the run did not finish"
+    time.sleep(0.01)
+
+
 class Gate:
   """Batches; those that `held` tells of are held back until it is opened."""
 
@@ -142,7 +151,7 @@ class Gate:
 class Live:
   """A run."""
 
-  def __init__(self, kit, rules, jobs, setup, batch, **options):
+  def __init__(self, kit, rules, jobs, setup, batch, stores=None, **options):
     self.kit = kit
     self.setup = Setup(rules, WORKERS, jobs, **setup)
     parts, self.plan = [kit.params], None
@@ -157,9 +166,10 @@ class Live:
     self.cluster = ThreadCluster(
       *(self.setup, kit.steps),
       [simulator.start(kit.server, part) for part in parts],
-      duty,
+      *(duty, live_stores.make_stores(len(parts), **(stores or {}))),
       **{
         "patience": 0.2,
+        "began": time.monotonic(),
         "span": lambda worker, span: self.spans.append((worker, span)),
         **options,
       },
@@ -265,7 +275,7 @@ def finished(kit, *args, **kwargs):
   with live(kit, *args, held=lambda worker, job: True, **kwargs) as run:
     run.gate.wait_for(WORKERS)
     run.gate.open()
-    run.cluster.run(LONG)
+    drive(run.cluster)
   return run
 
 
@@ -315,7 +325,7 @@ def test_workers_really_work_at_the_same_time():
     run.gate.wait_for(WORKERS)  # would wait forever if one had to wait for one
     assert {worker for worker, _ in run.gate.waiting} == set(range(WORKERS))
     run.gate.open()
-    run.cluster.run(LONG)
+    drive(run.cluster)
   run.check()
 
 
@@ -334,7 +344,7 @@ def test_one_worker_is_plain_optax():
     for thread in run.cluster.shards:
       thread.start()
     run.cluster.add_worker(0)
-    run.cluster.run(LONG)
+    drive(run.cluster)
   (records,) = run.check()
   assert not records.staleness.any()
   grad = jax.jit(jax.value_and_grad(lambda p, b: PROBLEM.loss(p, b, None)[0]))
@@ -506,7 +516,7 @@ def test_others_do_not_wait_for_one_that_hangs():
     *(Rules(), 90),
     **dict(setup=dict(ladder=QUICK), faults=[fault, *slow]),
   ) as run:
-    run.cluster.run(LONG)
+    drive(run.cluster)
   run.check()
   trace = run.trace()
   # Worker 1's next holder did its part.
@@ -577,7 +587,7 @@ def test_a_message_of_the_dead_is_not_taken_for_another():
       zombie.wake()
       until(lambda: zombie.done, "a message of the dead")
       last.set()
-      run.cluster.run(LONG)
+      drive(run.cluster)
   finally:
     zombie.wake()
     last.set()
@@ -593,31 +603,23 @@ def test_what_a_worker_raises_is_raised_and_names_the_worker():
 
   with live(kit("asgd"), batch=batch) as run:
     with pytest.raises(OSError, match="the disk is gone") as error:
-      run.cluster.run(LONG)
+      drive(run.cluster)
     who = [e.worker for e in run.events() if e.job == 7]
     assert error.value.__notes__ == [f"in worker {who[0]}"]
 
 
 def test_what_a_shard_raises_is_raised():
-  class Full(Journal):
+  class Full(live_stores.Journal):
     def append(self, event):
       if len(self.events()) == 9:
         raise OSError("no space left")
       super().append(event)
 
   with (
-    live(kit("asgd"), journals=[Full()]) as run,
+    live(kit("asgd"), stores=dict(journals=[Full()])) as run,
     pytest.raises(OSError, match="no space left"),
   ):
-    run.cluster.run(LONG)
-
-
-def test_a_run_that_is_not_finished_says_so():
-  with (
-    live(kit("asgd"), held=lambda worker, job: True) as run,
-    pytest.raises(TimeoutError, match="not finished after 0.05 s"),
-  ):
-    run.cluster.run(0.05)
+    drive(run.cluster)
 
 
 # Coming and going.
@@ -626,9 +628,9 @@ def test_a_run_that_is_not_finished_says_so():
 def test_a_worker_that_drains_finishes_and_leaves():
   with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.drain_worker(1)
+    run.cluster.workers[1].loop.drain()
     run.gate.open()
-    run.cluster.run(LONG)
+    drive(run.cluster)
   run.check()
   assert run.cluster.replaced["worker"] == 0
   rows = [(e.worker, e.job, base.ACTIONS[e.action]) for e in run.events()]
@@ -654,7 +656,7 @@ def test_a_worker_joins_a_run_that_goes_on():
     run.cluster.add_worker(2)
     run.gate.wait_for(3)
     run.gate.open()
-    run.cluster.run(LONG)
+    drive(run.cluster)
   run.check()
   trace = run.trace()
   (joined,) = np.flatnonzero((trace.action == base.JOIN) & (trace.worker == 2))
@@ -665,19 +667,19 @@ def test_a_worker_joins_a_run_that_goes_on():
 def test_a_place_may_be_left_and_taken_again():
   with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.drain_worker(1)
+    run.cluster.workers[1].loop.drain()
     run.gate.open()
     until(lambda: 1 not in run.lead.workers, "leaving")
     if not run.lead.stopped:
       run.cluster.add_worker(1)
-    run.cluster.run(LONG)
+    drive(run.cluster)
   run.check()
 
 
 def test_a_drained_worker_is_not_replaced():
   with live(kit("asgd"), Rules(bound=0), jobs=300) as run:
-    run.cluster.drain_worker(2)
-    run.cluster.run(LONG)
+    run.cluster.workers[2].loop.drain()
+    drive(run.cluster)
   run.check()
   assert run.cluster.replaced["worker"] == 0
 
@@ -685,15 +687,31 @@ def test_a_drained_worker_is_not_replaced():
 # Shards.
 
 
+def kill_shard(cluster, index):
+  """Kills a shard, and puts another in its place."""
+  cluster.replaced["shard"] += 1
+  cluster.shards[index].stop()
+  cluster.shards[index] = cluster.shard_thread(index)
+  cluster.shards[index].start()
+  if index == 0 and cluster.setup.consistent:
+    lead, *followers = cluster.shards
+    for thread in followers:
+
+      def connect(shard, now, thread=thread):
+        connect_follower(shard, thread, lead)
+
+      thread.put(connect)
+
+
 def killed(run, index, first):
   """Kills a shard while workers are busy, and another time."""
   until(lambda: len(run.busy()) == WORKERS, "work for everybody")
   until(lambda: run.lead.state.received >= first - WORKERS, "progress")
-  run.cluster.kill_shard(index)
+  kill_shard(run.cluster, index)
   run.gate.open()
   until(lambda: run.lead and run.lead.state.received > first, "progress")
-  run.cluster.kill_shard(index)
-  run.cluster.run(LONG)
+  kill_shard(run.cluster, index)
+  drive(run.cluster)
   assert run.cluster.replaced["shard"] == 2
 
 
@@ -816,9 +834,9 @@ def test_shards_may_be_killed_while_workers_die():
   ) as run:
     run.gate.wait_for(1)
     for index in (1, 0):
-      run.cluster.kill_shard(index)
+      kill_shard(run.cluster, index)
     run.gate.open()
-    run.cluster.run(LONG)
+    drive(run.cluster)
   assert sorted(run.cluster.script.injected) == sorted(faults)
   run.check()
   check_whole(run)
@@ -834,7 +852,7 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
     _, frame = link.hear(LONG)
     assert frame == Frame(frames.WELCOME, 0, job=0)
     until(lambda: len(run.events()) == 3, "two tickets")
-    cluster.kill_shard(0)
+    kill_shard(cluster, 0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
@@ -860,7 +878,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
     link.say(1, Frame(frames.HELLO, 0, job=0))
     follower = cluster.shards[1]
     until(lambda: follower.shard and follower.shard.role.peers, "a welcome")
-    cluster.kill_shard(0)
+    kill_shard(cluster, 0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
@@ -876,7 +894,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
 def test_parameters_are_kept_for_evaluations():
   at = (5, 20, JOBS)
   with live(kit("dana_zero"), setup=dict(keep_params_at=at)) as run:
-    run.cluster.run(LONG)
+    drive(run.cluster)
     kept = [run.cluster.params(received) for received in at]
     last = run.cluster.params()
   trace, host = run.trace(), run.kit.host
@@ -900,21 +918,20 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
-    _, journals, sinks, _ = run.cluster.stores
+    stores = run.cluster.stores._replace(images=images)._asdict()
     before = bits(run.server_state)
-  memory = LocalMemory()
-  memory.fresh = True
+  stores["memories"] = [live_stores.Memory()]
+  stores["memories"][0].fresh = True
   with live(
     kit("dana_slim"),
-    **dict(journals=journals, sinks=sinks, images=images, memories=[memory]),
-    **dict(resumed=True, start=False),
+    **dict(stores=stores, resumed=True, start=False),
   ) as again:
     again.cluster.shards[0].start()
     until(lambda: again.lead is not None, "a start")
     assert bits(again.server_state) == before
     for worker in range(WORKERS):
       again.cluster.add_worker(worker)
-    again.cluster.run(LONG)
+    drive(again.cluster)
   assert again.lead.state.received == JOBS
   assert again.count(base.ROLLBACK) == 0  # nothing was lost
   again.check()

@@ -1,0 +1,87 @@
+"""What outlives a shard, in memory: it is lost with the process."""
+
+import jax
+import numpy as np
+
+from asgd import base, simulator
+from asgd.live.clusters.threads import Stores
+
+
+class Memory:
+  """Slots that hold references, in place of a `SharedMemory`."""
+
+  name = "memory"
+
+  def __init__(self):
+    self.fresh = False  # it is never lost while the journal is in memory
+    self._slots, self._snapshot = {}, None
+
+  def write(self, kind, slot, tree):
+    self._slots[kind, slot] = tree
+
+  def read(self, kind, slot):
+    return self._slots.get((kind, slot))
+
+  read_copy = read
+
+  def save(self, tree, meta):
+    self._snapshot = jax.tree.map(np.array, tree), meta
+
+  def load(self):
+    return self._snapshot
+
+  def forget(self):
+    self._snapshot = None
+
+
+class Journal:
+  """Rows, in place of a `FileJournal`."""
+
+  name = "journal"
+
+  def __init__(self):
+    self._events = []
+
+  def append(self, event):
+    self._events.append(event)
+
+  def events(self):
+    return list(self._events)
+
+  def sync(self):
+    pass
+
+
+class Sink:
+  """Records, in place of a `FileSink`."""
+
+  name = "records"
+
+  def __init__(self):
+    self._parts = []
+
+  def append(self, records):
+    self._parts.append(records)
+
+  def truncate(self, count):
+    records = self.records()
+    self._parts = [base.Records(*(column[:count] for column in records))]
+
+  @property
+  def count(self):
+    return sum(len(part.loss) for part in self._parts)
+
+  def records(self):
+    return simulator.concatenate(self._parts)
+
+  def sync(self):
+    pass
+
+
+def make_stores(count, **columns):
+  """Stores of so many shards; those that are given are of a run before."""
+  fresh = Stores(
+    *([make() for _ in range(count)] for make in (Memory, Journal, Sink)),
+    images=[None] * count,
+  )
+  return fresh._replace(**columns)
