@@ -30,7 +30,7 @@ from typing import Any
 from asgd import names
 from asgd.experiment import storage
 from launch import flags
-from pipeline import analyze, drawing, files, render, schedules, spans, validate
+from pipeline import analyze, files, render, schedules, spans, validate
 from pipeline import table as table_lib
 from pipeline.table import Schedule, ScheduleError
 
@@ -170,10 +170,10 @@ def _free(folder: Path) -> Path:
   return folder
 
 
-def _write(folder: Path, drawn: drawing.Drawing) -> str:
+def _write(folder: Path, drawn: render.Drawing) -> str:
   """Writes the files; says where they are."""
   perfetto = render.perfetto(drawn.table, drawn.facts.timing, drawn.measured)
-  texts = {**drawing.texts(drawn), "trace.json": storage.to_json(perfetto)}
+  texts = {**render.texts(drawn), "trace.json": storage.to_json(perfetto)}
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in texts.items():
     storage.write_atomically(folder / name, text)
@@ -237,14 +237,14 @@ def main(
     run, cost = None, None
     if measured is not None:
       run = spans.from_json(files.read_text(Path(measured)))
-      cost = None if costs or own else spans.costs(plan, run)
+      cost = None if costs or own else analyze.measured_costs(plan, run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)
     if weights is None:
       weights = "latest" if plan.flush else _WEIGHTS.get(plan.name, "stash")
     facts = analyze.analyze(plan, cost, weights=weights)
-    picture = drawing.Drawing(plan, facts, weights, run)
-    description = drawing.describe(picture)
+    picture = render.Drawing(plan, facts, weights, run)
+    description = render.describe(picture)
   except ScheduleError as error:
     reason, _, grid = str(error).partition("\n")
     if grid:  # its columns need their line ends

@@ -7,22 +7,16 @@ depends on the order alone.
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from asgd import base, checks
+from pipeline import spans as spans_lib
+from pipeline import table as table_lib
 from pipeline import validate as validate_lib
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  KNOWN,
-  WEIGHT,
-  Schedule,
-  ScheduleError,
-)
+from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
 _MOST = 1e30  # time of a task
@@ -103,26 +97,47 @@ def costs(
   both = inputs + weights if backward is None else backward
   back = transfer if transfer_back is None else transfer_back
   return Costs(
-    *(column("forward", forward, stages), column("backward", both, stages)),
-    *(inputs, weights, column("transfer", transfer, between)),
+    column("forward", forward, stages),
+    column("backward", both, stages),
+    inputs,
+    weights,
+    column("transfer", transfer, between),
     column("transfer_back", back, between),
-    *(overlap, dict(own or {})),
+    overlap,
+    dict(own or {}),
   )
 
 
-class Timing(NamedTuple):
-  """When tasks run."""
-
-  start: np.ndarray  # float[T]
-  end: np.ndarray  # float[T]
-
-
-def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
-  """Returns float[T]: how long each task takes by itself.
+def measured_costs(
+  schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
+) -> Costs:
+  """Returns the costs of a plan that knows how long its tasks take: of each
+  stage's actions, and of the user's own, the median. Transfers take nothing,
+  and blocks the sum of their tasks; what a run took longer is not its tasks.
 
   Raises:
-    ValueError: for costs of another number of stages.
+    ValueError: as `spans.measured`.
   """
+  run = spans_lib.measured(schedule, spans)
+  took = run.end - run.start
+
+  def median(mine):
+    return float(np.median(took[mine])) if mine.any() else 0.0
+
+  def column(action):
+    mine = run.action == action
+    return [median(mine & (run.stage == s)) for s in range(schedule.stages)]
+
+  own = sorted(set(run.action.tolist()) - set(KNOWN))
+  return costs(
+    schedule.stages,
+    **{name: column(action) for action, name in COST_OF.items()},
+    own={action: median(run.action == action) for action in own},
+  )
+
+
+def _durations(schedule, cost):
+  """float[T]: how long each task takes by itself."""
   if len(cost.forward) != schedule.stages:
     raise ValueError(
       f"costs are of {len(cost.forward)} stages, and {schedule.name} has"
@@ -137,7 +152,7 @@ def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
   return out
 
 
-def times(schedule: Schedule, cost: Costs) -> Timing:
+def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   """Returns when each task of a valid table runs, as soon as it can.
 
   A transfer between devices takes its time and keeps neither of them busy. In a
@@ -145,18 +160,15 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
   all replicas of its stage; the update itself takes no time.
 
   Raises:
-    ValueError: as `durations`.
+    ValueError: for costs of another number of stages.
   """
   count = len(schedule.time)
-  own = durations(schedule, cost).tolist()
+  own = _durations(schedule, cost).tolist()
   first, second, delay = _needs(schedule, cost)
   every = schedule.every
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
-  columns = (
-    *(column.tolist() for column in schedule[1:6]),
-    *(first.tolist(), second.tolist(), delay.tolist()),
-  )
+  columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
   free = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
   before = (-1, -1)
@@ -182,7 +194,7 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
     if flush and action in (BACKWARD, WEIGHT):
       key = stage, batch // every
       updated[key] = max(updated[key], end[row])
-  return Timing(np.array(start), np.array(end))
+  return spans_lib.Timing(np.array(start), np.array(end))
 
 
 def _needs(schedule, cost):
@@ -276,7 +288,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   early = np.argwhere(forward > latest)
   if len(early):
     stage, microbatch = early[0]
-    raise ScheduleError(
+    raise table_lib.ScheduleError(
       f"{schedule.name}: stage {stage} needs version"
       f" {forward[stage, microbatch]} for microbatch {microbatch} and has made"
       f" {latest[stage, microbatch]}: weights={weights!r} needs more"
@@ -377,7 +389,7 @@ class Analysis(NamedTuple):
   weight_versions: np.ndarray  # int[S]
   staleness: Staleness
   sent: np.ndarray  # float[D], transfers made, or bytes
-  timing: Timing
+  timing: spans_lib.Timing
 
 
 def analyze(
@@ -400,21 +412,13 @@ def analyze(
     boundary: float or float[S - 1], what goes from stage s to s + 1, and back.
 
   Raises:
-    ValueError: as `versions` and `costs`.
+    ValueError: as `versions` and `times`.
   """
   cost = costs(schedule.stages) if cost is None else cost
-  if weights is None:
-    weights = "latest" if schedule.flush else "stash"
+  weights = weights or ("latest" if schedule.flush else "stash")
   timing = times(schedule, cost)
-  busy = np.zeros(schedule.devices)
-  own = durations(schedule, cost)
-  if cost.overlap is not None:
-    block = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
-    at = np.flatnonzero(block)
-    own[at], own[at + 1] = cost.overlap, 0.0
-  np.add.at(busy, schedule.device, own)
-  makespan = float(timing.end.max(initial=0.0))
-  total = makespan * schedule.devices
+  run = spans_lib.planned(schedule, timing)
+  use = spans_lib.idle(run, schedule.devices)
   sent = np.zeros(schedule.devices)
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
   pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
@@ -422,11 +426,11 @@ def analyze(
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
   return Analysis(
-    makespan,
-    busy,
-    1 - busy.sum() / total if total else 0.0,
-    total / busy.sum() - 1 if busy.sum() else 0.0,
-    makespan - busy,
+    use.makespan,
+    use.busy,
+    use.of_total,
+    use.of_ideal,
+    use.idle,
     _peaks(schedule, timing, np.asarray(activation, float)),
     weight_versions(schedule, weights),
     staleness(schedule, weights),

@@ -9,19 +9,76 @@ what has come and was not needed yet.
 import functools
 import queue
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from asgd import base, sharding, simulator
 from asgd import server as server_lib
+from pipeline import stage as stage_lib
 from pipeline import state as state_lib
-from pipeline.compiled import CompiledProgram, PipelineError
-from pipeline.instructions import UPDATE
+from pipeline.instructions import UPDATE, Program, TicketKey
 from pipeline.spans import TaskSpan
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
+
+
+class PipelineError(RuntimeError):
+  """A task failed; its text names stage and microbatch, its cause says why."""
+
+
+class CompiledPart(NamedTuple):
+  """One stage's programs."""
+
+  stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
+  steps: simulator.Steps  # of its server
+  message: optax.GradientTransformationExtraArgs | None
+
+
+class CompiledProgram(NamedTuple):
+  """Compiled stages on the devices of a program's lanes."""
+
+  program: Program
+  parts: tuple[CompiledPart, ...]  # S
+  devices: dict[int, jax.Device]  # of the lanes that are here
+  queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
+  extra: Callable[[int, int], Any]
+  own: Mapping[str, Callable[[int], Any]]  # the user's actions
+  recompute: bool
+  clock: Callable[[], float] | None
+  # Whether a lane waits for what it has started: its own core does the work, or
+  # the time of the work is taken.
+  waits: bool
+
+  def now(self, slot: int = 0) -> float:
+    """Returns the time; without a clock it is that of the slot."""
+    return self.clock() if self.clock else float(slot)
+
+  def settle(self, value: Any) -> None:
+    """Waits for a value, if lanes wait."""
+    if self.waits:
+      jax.block_until_ready(value)
+
+  def homes(self) -> dict[int, jax.Device]:
+    """Returns the devices of the servers that are here, by stage."""
+    lanes = enumerate(places[0] for places in self.program.places)
+    return {s: self.devices[lane] for s, lane in lanes if lane in self.devices}
+
+  def tickets(
+    self, stage: int, version: int, server: base.ServerState
+  ) -> Iterator[tuple[TicketKey, int, base.Ticket]]:
+    """Yields what replicas are sent of a version that they will read: (key,
+    lane, ticket on the lane's device, if that is here)."""
+    for replica in self.program.readers.get((stage, version), ()):
+      ticket = self.parts[stage].steps.send(server, jnp.int32(replica))
+      lane = self.program.places[stage][replica]
+      if lane in self.devices:
+        ticket = jax.device_put(ticket, self.devices[lane])
+      yield (stage, version, replica), lane, ticket
 
 
 class Stop:
@@ -99,32 +156,26 @@ class _Mail:
 class _Tickets:
   """The weights that lanes read, each until it is read no more."""
 
-  def __init__(self, compiled, mail, tickets, first):
-    self._program, self._mail, self._first = compiled.program, mail, first
+  def __init__(self, compiled, mail, tickets):
+    self._program, self._mail = compiled.program, mail
     self.of_lane = {lane: {} for lane in compiled.devices}
     for key, ticket in tickets.items():
       lane = state_lib.lane_of(self._program, "tickets", key)
       self.of_lane[lane][key] = ticket
-    self._left = {}  # key -> reads that are to come
 
-  def read(self, lane, op, versions):
-    """Returns the ticket that a task reads, which may have to come; `versions`
-    are those of its forward or of its backward."""
-    key = op.stage, int(versions[op.stage, op.microbatch]), op.replica
+  def read(self, lane, op, *, backward=False):
+    """Returns the ticket of a microbatch's forward, or of its backward, which
+    may have to come."""
+    key = self._program.tickets_of(op)[backward]
     table = self.of_lane[lane]
     if key not in table:
       table[key] = self._mail.wait(lane, ("w", *key))
     return table[key]
 
   def release(self, lane, op):
-    """Notes that a microbatch has read its tickets."""
-    versions = self._program.versions
-    for read in (versions.forward, versions.backward):
-      key = op.stage, int(read[op.stage, op.microbatch]), op.replica
-      if key not in self._left:
-        self._left[key] = self._program.reads_left(key, self._first)
-      self._left[key] -= 1
-      if not self._left[key]:
+    """Drops what no microbatch after this one reads."""
+    for key in self._program.tickets_of(op):
+      if self._program.last_reads[key] == op.slot:
         self.of_lane[lane].pop(key, None)
 
 
@@ -140,10 +191,7 @@ class _Updates:
   def records(self):
     """Returns the records of each stage."""
     return tuple(
-      simulator.records(
-        [(time, worker, group) for time, worker, group, _ in rows],
-        [row for *_, row in rows],
-      )
+      simulator.records([row[:3] for row in rows], [row[3] for row in rows])
       for rows in self._rows
     )
 
@@ -175,8 +223,9 @@ class _Updates:
     stage, every = op.stage, self._compiled.program.schedule.every
     if every > 1:
       if stage in self.sums:
+        total, oldest = self.sums.pop(stage)
         message, ticket = server_lib.gather(
-          *(*self.sums.pop(stage), message, ticket), add=_add
+          total, oldest, message, ticket, add=_add
         )
       if not op.last:
         self.sums[stage] = message, ticket
@@ -184,10 +233,9 @@ class _Updates:
       message = _mean(message, every)
     transform = self._compiled.parts[stage].message
     if transform:
-      key = stage, op.replica
+      key, params = (stage, op.replica), base.weights_of(ticket.params)
       weights, self.messages[key] = transform.update(
-        *(base.weights_of(message), self.messages[key]),
-        base.weights_of(ticket.params),
+        base.weights_of(message), self.messages[key], params
       )
       message = base.with_weights(message, weights)
     return self.servers[stage], ticket, message, np.float32(0)
@@ -245,7 +293,7 @@ class LaneRun:
     self._losses, self._spans = {}, []
     self._failures: list[PipelineError] = []
     self._mail = _Mail(compiled, state.on_their_way)
-    self._tickets = _Tickets(compiled, self._mail, state.tickets, self._first)
+    self._tickets = _Tickets(compiled, self._mail, state.tickets)
     self._updates = _Updates(compiled, self._mail, self._tickets, state)
     self._does = {
       UPDATE: self._updates.receive,
@@ -333,7 +381,7 @@ class LaneRun:
     """Does a forward; returns when it began."""
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
     x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
-    ticket = self._tickets.read(lane, op, self._program.versions.forward)
+    ticket = self._tickets.read(lane, op)
     extra = compiled.extra(stage, self._offset + number)
     start = self._compiled.now()
     y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
@@ -350,7 +398,7 @@ class LaneRun:
   def _weight(self, lane, op):
     """Does a backward of weights; returns when it began."""
     at = op.stage, op.microbatch
-    ticket = self._tickets.read(lane, op, self._program.versions.backward)
+    ticket = self._tickets.read(lane, op, backward=True)
     (kept, aux), half = self._kept.pop(at), self._halves.pop(at)
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
@@ -366,8 +414,7 @@ class LaneRun:
       gy = [np.ones((), compiled.y.dtype)]
     else:
       gy = self._mail.wait(lane, ("g", stage, number))
-    ticket = self._tickets.read(lane, op, self._program.versions.backward)
-    params = ticket.params
+    params = self._tickets.read(lane, op, backward=True).params
     kept, aux = self._kept[at]
     start = self._compiled.now()
     if op.kind == INPUT:
@@ -391,7 +438,7 @@ class LaneRun:
   def _hand_in(self, lane, op, gradient, aux):
     """Gives a gradient to the stage's server, with the forward's ticket."""
     self._compiled.settle(gradient)
-    ticket = self._tickets.read(lane, op, self._program.versions.forward)
+    ticket = self._tickets.read(lane, op)
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
     key = "m", op.stage, op.microbatch

@@ -1,4 +1,5 @@
-"""Draws a table with its times: text, a picture, tracks for Perfetto.
+"""Draws a table with its times: text, a picture, tracks for Perfetto, and what
+it costs in words. The numbers are from `pipeline.analyze`.
 
 A run that was measured is drawn beside its plan, in the same tracks.
 """
@@ -7,15 +8,17 @@ import collections
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from asgd import text_table
 from asgd import tracks as tracks_lib
+from pipeline import analyze
 from pipeline import spans as spans_lib
-from pipeline.analyze import Timing
-from pipeline.spans import TaskSpan
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, label
+from pipeline import table as table_lib
+from pipeline.spans import TaskSpan, Timing
+from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
 # Text.
 
@@ -49,7 +52,7 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   blocks = collections.defaultdict(list)  # (device, start, end) -> names
   for device, _, microbatch, action, start, end in run.rows():
     if end > start:
-      blocks[device, start, end].append(label(action, microbatch))
+      blocks[device, start, end].append(table_lib.label(action, microbatch))
   makespan = float(run.end.max(initial=0.0))
   needed = [
     len("&".join(names)) / (end - start)
@@ -74,6 +77,111 @@ def _fit(names, room):
     if len(text) <= room:
       return text
   return ""
+
+
+# Words.
+
+_WIDE = 160  # columns of times in a file
+
+
+class Drawing(NamedTuple):
+  """A table, its times under some costs, and what they come to."""
+
+  table: Schedule
+  facts: analyze.Analysis
+  weights: str  # that tasks read, of `analyze.WEIGHTS`
+  measured: list[TaskSpan] | None = None
+
+
+def _range(values):
+  """`3` or `2-3`."""
+  low, high = int(values.min()), int(values.max())
+  return f"{low}" if low == high else f"{low}-{high}"
+
+
+def describe(drawing: Drawing) -> str:
+  """Returns what a table costs: bubbles, memory and staleness, by device and by
+  stage, and beside them those of a measured run."""
+  table, facts, weights, measured = drawing
+  total = facts.makespan or 1.0
+  kind = "a flush after each" if table.flush else "no flush"
+  head = ["", "busy", "idle", "bubble", "peak activations", "sent"]
+  rows = [
+    [f"device {d}", f"{busy:.6g}", f"{idle:.6g}", f"{idle / total:.1%}"]
+    + [f"{peak:.6g}", f"{sent:.6g}"]
+    for d, (busy, idle, peak, sent) in enumerate(
+      zip(
+        facts.busy, facts.idle, facts.peak_activations, facts.sent, strict=True
+      )
+    )
+  ]
+  devices = text_table.format_table(head, rows)
+  # From there on the pipeline is full, and staleness does not change.
+  steady = slice(table.microbatches // 2, None)
+  head = ["", "devices", "weight versions", "stale forward", "stale backward"]
+  rows = [
+    [
+      f"stage {stage}",
+      ",".join(map(str, places)),
+      str(facts.weight_versions[stage]),
+      *(_range(ages[stage, steady]) for ages in facts.staleness),
+    ]
+    for stage, places in enumerate(table.places())
+  ]
+  text = (
+    f"{table.name}: {table.stages} stages on {table.devices} devices,"
+    f" {table.microbatches} microbatches, {table.every} in an update, {kind}\n"
+    f"makespan  {facts.makespan:.6g}\n"
+    f"bubble    {facts.bubble_of_total:.1%} of the total (idle / devices x"
+    " makespan)\n"
+    f"          {facts.bubble_of_ideal:.1%} of the ideal (idle / busy)\n\n"
+    f"{devices}\n{text_table.format_table(head, rows)}\n"
+    "sent: activations and gradients to other devices; weights:"
+    f" {weights}; stale: updates since\nthey were read, in the later half of"
+    " the microbatches\n"
+  )
+  if measured is not None:
+    text += f"\n{_describe_measured(table, facts, measured)}"
+  return text
+
+
+def _describe_measured(table, facts, measured):
+  """The plan's bubbles beside those of the measured run."""
+  tasks = spans_lib.measured(table, measured)
+  plan, run = (
+    spans_lib.idle(timeline, table.devices)
+    for timeline in (spans_lib.planned(table, facts.timing), tasks)
+  )
+  head = ["", "planned idle", "measured", "planned bubble", "measured"]
+  rows = [
+    [f"device {d}", f"{plan.idle[d]:.5g}", f"{run.idle[d]:.5g}"]
+    + [f"{plan.bubble[d]:.1%}", f"{run.bubble[d]:.1%}"]
+    for d in range(table.devices)
+  ]
+  rows += [
+    ["of the total", "", "", f"{plan.of_total:.1%}", f"{run.of_total:.1%}"],
+    ["of the ideal", "", "", f"{plan.of_ideal:.1%}", f"{run.of_ideal:.1%}"],
+  ]
+  planned, done = (np.isin(of.action, KNOWN).sum() for of in (table, tasks))
+  missing = ""
+  if planned > done:
+    missing = f"{planned - done} tasks of the table were not measured\n"
+  return (
+    f"makespan  {plan.makespan:.6g} planned, {run.makespan:.6g} measured\n"
+    f"{missing}\n{text_table.format_table(head, rows)}"
+  )
+
+
+def texts(drawing: Drawing) -> dict[str, str]:
+  """Returns the table and its analysis as contents of files, by their names."""
+  table = drawing.table
+  grid = to_text(table, drawing.facts.timing, columns=_WIDE)
+  return {
+    "grid.txt": table_lib.to_text(table),
+    "analysis.txt": f"{grid}\n{describe(drawing)}",
+    "schedule.csv": table_lib.to_csv(table),
+    "schedule.json": table_lib.to_json(table) + "\n",
+  }
 
 
 # Tracks.
@@ -102,7 +210,7 @@ def perfetto(
       track = f"device {device}" + (f", beside {lane}" if lane else "")
       tid = tracks.tid(pid, track, 100 * device + lane)
       args = {"stage": stage, "microbatch": microbatch, "action": action}
-      title = label(action, microbatch)
+      title = table_lib.label(action, microbatch)
       events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
   return tracks_lib.document(tracks.ordered(events))
 

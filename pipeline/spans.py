@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze
 from pipeline.table import KNOWN, Schedule
 
 _KEPT = 200_000  # spans of a run, the last ones
@@ -26,6 +25,13 @@ class TaskSpan(NamedTuple):
   action: str
   start: float  # seconds
   end: float
+
+
+class Timing(NamedTuple):
+  """When the tasks of a table run."""
+
+  start: np.ndarray  # float[T]
+  end: np.ndarray  # float[T]
 
 
 class Timeline(NamedTuple):
@@ -54,15 +60,7 @@ class Idle(NamedTuple):
   of_ideal: float  # of all devices: idle / busy
 
 
-class BubbleComparison(NamedTuple):
-  """A plan and what came of it."""
-
-  planned: Idle
-  measured: Idle
-  missing: int  # tasks of the table that were not measured
-
-
-def planned(schedule: Schedule, timing: analyze.Timing) -> Timeline:
+def planned(schedule: Schedule, timing: Timing) -> Timeline:
   """Returns the run that a table and its times say."""
   if len(timing.start) != len(schedule.time):
     raise ValueError(
@@ -131,63 +129,17 @@ def _sorted(device, stage, microbatch, action, start, end):
 
 def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
-  busy, reach = [0.0] * devices, [0.0] * devices
-  for device, _, _, _, start, end in run.rows():
-    busy[device] += max(end - max(start, reach[device]), 0.0)
-    reach[device] = max(reach[device], end)
-  makespan = float(run.end.max(initial=0.0))
-  work = np.array(busy)
-  left = makespan - work
-  return Idle(
-    *(makespan, work, left, left / (makespan or 1.0)),
-    float(left.sum() / (makespan * devices)) if makespan else 0.0,
-    float(left.sum() / work.sum()) if work.any() else 0.0,
-  )
-
-
-def compare(
-  schedule: Schedule, timing: analyze.Timing, spans: Sequence[TaskSpan]
-) -> BubbleComparison:
-  """Returns the bubbles of a plan beside the measured ones.
-
-  Raises:
-    ValueError: as `measured`.
-  """
-  run = measured(schedule, spans)
-  count = int(np.isin(schedule.action, KNOWN).sum())
-  return BubbleComparison(
-    idle(planned(schedule, timing), schedule.devices),
-    idle(run, schedule.devices),
-    count - int(np.isin(run.action, KNOWN).sum()),
-  )
-
-
-def costs(schedule: Schedule, spans: Iterable[TaskSpan]) -> analyze.Costs:
-  """Returns the costs of a plan that knows how long its tasks take: of each
-  stage's actions, and of the user's own, the median. Transfers take nothing,
-  and blocks the sum of their tasks; what a run took longer is not its tasks.
-
-  Raises:
-    ValueError: as `measured`.
-  """
-  run = measured(schedule, spans)
-  took = run.end - run.start
-
-  def median(mine):
-    return float(np.median(took[mine])) if mine.any() else 0.0
-
-  def column(action):
-    return [
-      median((run.action == action) & (run.stage == stage))
-      for stage in range(schedule.stages)
-    ]
-
-  own = sorted(set(run.action.tolist()) - set(KNOWN))
-  return analyze.costs(
-    schedule.stages,
-    **{name: column(action) for action, name in analyze.COST_OF.items()},
-    own={action: median(run.action == action) for action in own},
-  )
+  makespan, busy = float(run.end.max(initial=0.0)), np.zeros(devices)
+  for device in range(devices):
+    mine = run.device == device
+    start, end = run.start[mine], run.end[mine]
+    reach = np.maximum.accumulate([0.0, *end])[:-1]
+    busy[device] = np.maximum(end - np.maximum(start, reach), 0.0).sum()
+  left = makespan - busy
+  of_total = left.sum() / (makespan * devices) if makespan else 0.0
+  of_ideal = left.sum() / busy.sum() if busy.any() else 0.0
+  bubble = left / (makespan or 1.0)
+  return Idle(makespan, busy, left, bubble, float(of_total), float(of_ideal))
 
 
 class SpanLog:
@@ -224,10 +176,6 @@ class SpanLog:
   def bubble(self) -> float:
     """Returns idle / total of all calls, NaN before the first."""
     return 1 - self._busy / self._whole if self._whole else float("nan")
-
-  def costs(self) -> analyze.Costs | None:
-    """Returns the costs of tasks, see `costs`; None before the first call."""
-    return costs(self._schedule, self.spans) if self.spans else None
 
 
 def to_json(spans: Iterable[TaskSpan]) -> str:

@@ -56,8 +56,7 @@ def keys(program: Program, slot: int) -> dict[str, set]:
   def between(first, last):
     return (first < slot) & (slot <= last)
 
-  activations = np.zeros((schedule.stages, schedule.microbatches), bool)
-  gradients = activations.copy()
+  activations, gradients = np.zeros((2, *forward.shape), bool)
   activations[1:] = between(forward[:-1], forward[1:])
   gradients[:-1] = between(backward[1:], backward[:-1])
   tickets, sums, messages = _of_updates(program, slot, weight)
@@ -99,35 +98,25 @@ def _of_updates(program, slot, weight):
 def lane_of(program: Program, field: str, key: Any) -> int:
   """Returns the lane that keeps what is at a key of a field of `PipelineState`;
   of `servers` and `sums` the key is the stage."""
-  places, where = program.places, program.where
-  if field in ("servers", "sums"):
-    return places[key][0]
-  if field == "messages":
-    return places[key[0]][0]
-  if field == "tickets":
-    return places[key[0]][key[2]]
-  if field == "on_their_way":
-    kind, stage, _ = key
-    if kind == "m":
+  places, rows = program.places, program.where.forward
+  match field, key:
+    case (("servers" | "sums"), stage):
       return places[stage][0]
-    rows, at = {"x": where.forward, "g": where.backward}[kind], key[1:]
-  else:  # kept, halves
-    rows, at = where.forward, key
-  return int(program.schedule.device[rows[at]])
+    case "messages", (stage, _):
+      return places[stage][0]
+    case "on_their_way", ("m", stage, _):
+      return places[stage][0]
+    case "tickets", (stage, _, replica):
+      return places[stage][replica]
+    case "on_their_way", (kind, *key):
+      rows = rows if kind == "x" else program.where.backward
+  return int(program.schedule.device[rows[tuple(key)]])
 
 
 def check(state: PipelineState, program: Program, messages: set) -> None:
-  """Refuses what is no state of this table: its lanes would wait forever.
-
-  Args:
-    state: of all lanes.
-    program: of the table.
-    messages: (stage, replica) that a `Part.message` has a state of.
-
-  Raises:
-    ValueError: for a state of another table, one that is not whole, or one that
-      a run has consumed.
-  """
+  """Refuses (ValueError) a state of another table, one that is not whole, or
+  one that a run has consumed: its lanes would wait forever. `messages` are the
+  (stage, replica) that a `Part.message` has a state of."""
   table = program.schedule
   if len(state.servers) != table.stages:
     raise ValueError(
@@ -181,13 +170,14 @@ def with_keys(tree: Any) -> Any:
   """Returns the tree with keys of JAX for its HostKeys, as it was before
   `to_host`; arrays stay NumPy's."""
 
-  def is_host_key(x):
+  def is_key(x):
     return isinstance(x, HostKey)
 
-  def move(x):
-    return jax.random.wrap_key_data(x.data) if is_host_key(x) else x
-
-  return jax.tree.map(move, tree, is_leaf=is_host_key)
+  return jax.tree.map(
+    lambda x: jax.random.wrap_key_data(x.data) if is_key(x) else x,
+    tree,
+    is_leaf=is_key,
+  )
 
 
 _NODES = {n.__name__: n for n in (base.Ticket, base.Variables, HostKey)}

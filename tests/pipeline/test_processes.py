@@ -16,7 +16,7 @@ from asgd.experiment import ray_runtime
 from asgd.experiment.machine import Machine
 from pipeline import engine as engine_lib
 from pipeline import executor, schedules
-from pipeline.compiled import PipelineError
+from pipeline.lanes import PipelineError
 from pipeline.state import PipelineState
 
 ray = pytest.importorskip("ray")
