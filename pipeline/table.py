@@ -23,7 +23,6 @@ Index letters in shape comments, here and elsewhere in the package:
 
 import collections
 import csv
-import io
 import json
 import operator
 import re
@@ -181,11 +180,10 @@ def from_columns(
   if name != name.strip():  # it could not be read again
     raise ScheduleError("a schedule's name must not begin or end in a space")
   lowest = np.isin(action, KNOWN) - 1
-  for what, column, least in (
-    *(("time", time, 0), ("device", device, 0)),
-    *(("stage", stage, lowest), ("microbatch", microbatch, lowest)),
-  ):
-    wrong = np.flatnonzero(column < least)
+  columns = time, device, stage, microbatch
+  least = 0, 0, lowest, lowest
+  for what, column, low in zip(Task._fields[:4], columns, least, strict=True):
+    wrong = np.flatnonzero(column < low)
     if len(wrong):
       i = wrong[0]
       raise ScheduleError(
@@ -203,10 +201,8 @@ def from_columns(
   for number, kind in enumerate(KNOWN):
     rank[action == kind] = number
   order = np.lexsort((rank, device, time))
-  return Schedule(
-    *(name, time[order], device[order], stage[order], microbatch[order]),
-    *(action[order], int(every), bool(flush)),
-  )
+  rows = (column[order] for column in (*columns, action))
+  return Schedule(name, *rows, int(every), bool(flush))
 
 
 Step = tuple[str, int, int]  # action, stage, microbatch
@@ -235,8 +231,7 @@ def lay_out(
     for order in orders
   ]
   clock = _Clock(blocks, every, flush)
-  free = [0] * len(blocks)
-  at = [0] * len(blocks)
+  free, at = [0] * len(blocks), [0] * len(blocks)
   rows, moved = [], True
   while moved:
     moved = False
@@ -338,21 +333,20 @@ def to_text(
   `marks` are (device, slot) -> a character put on either side of that cell.
   """
   own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
-  cells = [[[] for _ in range(schedule.slots)] for _ in range(schedule.devices)]
+  rows = [[""] * schedule.slots for _ in range(schedule.devices)]
   for time, device, stage, microbatch, action in schedule.tasks:
-    cells[device][time].append(_cell(action, stage, microbatch, not own))
-  marks, rows = marks or {}, []
-  for device, row in enumerate(cells):
-    rows.append([])
-    for slot, names in enumerate(row):
-      mark = marks.get((device, slot), "")
-      rows[-1].append(f"{mark}{'&'.join(names) or _IDLE}{mark}")
-  width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = [_title(schedule)]
+    cell = _cell(action, stage, microbatch, not own)
+    before = rows[device][time]
+    rows[device][time] = f"{before}&{cell}" if before else cell
   for device, row in enumerate(rows):
-    padded = map(str.ljust, row, width)
-    number = str(device).rjust(len(str(len(rows) - 1)))
-    lines.append(f"{number} | {' '.join(padded)}".rstrip())
+    for slot, cell in enumerate(row):
+      mark = marks.get((device, slot), "") if marks else ""
+      row[slot] = f"{mark}{cell or _IDLE}{mark}"
+  width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines, digits = [_title(schedule)], len(str(len(rows) - 1))
+  for device, row in enumerate(rows):
+    padded = " ".join(map(str.ljust, row, width))
+    lines.append(f"{device:>{digits}} | {padded}".rstrip())
   return "\n".join(lines) + "\n"
 
 
@@ -365,11 +359,7 @@ _HEAD = re.compile(r"#\s*(.*?); every (\d{1,20})(; flush)?\s*")
 
 
 def from_text(text: str) -> Schedule:
-  """Reads what `to_text` writes.
-
-  Raises:
-    ScheduleError: naming the line that cannot be read.
-  """
+  """Reads what `to_text` writes; a ScheduleError names the line at fault."""
   lines = [
     (n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
   ]
@@ -414,20 +404,13 @@ def _head(number, line):
 
 def to_csv(schedule: Schedule) -> str:
   """Returns the table as CSV, below a line that starts with #."""
-  out = io.StringIO()
-  out.write(f"{_title(schedule)}\n")
-  writer = csv.writer(out, lineterminator="\n")
-  writer.writerow(Task._fields)
-  writer.writerows(schedule.tasks)
-  return out.getvalue()
+  rows = (Task._fields, *schedule.tasks)  # names, which need no quotes
+  lines = [_title(schedule), *(",".join(map(str, row)) for row in rows)]
+  return "\n".join(lines) + "\n"
 
 
 def from_csv(text: str) -> Schedule:
-  """Reads what `to_csv` writes.
-
-  Raises:
-    ScheduleError: naming the line that cannot be read.
-  """
+  """Reads what `to_csv` writes; a ScheduleError names the line at fault."""
   lines = text.splitlines() or [""]
   name, every, flush = _head(1, lines[0])
   try:
@@ -466,11 +449,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-  """Reads what `to_json` writes.
-
-  Raises:
-    ScheduleError: if it is not such an object.
-  """
+  """Reads what `to_json` writes; raises ScheduleError if it is not that."""
   try:
     document = json.loads(text)
     name, every, flush = document["name"], document["every"], document["flush"]
