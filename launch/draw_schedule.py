@@ -30,7 +30,7 @@ from typing import Any
 from asgd import names
 from asgd.experiment import storage
 from launch import flags
-from pipeline import analyze, files, render, schedules, spans, validate
+from pipeline import analyze, render, schedules, spans, validate
 from pipeline import table as table_lib
 from pipeline.table import Schedule, ScheduleError
 
@@ -207,7 +207,7 @@ def _make(schedule, table, options, costs, own) -> Schedule:
     raise ValueError(
       f"--table has all that --{next(iter(options))} says; drop one of them"
     )
-  return files.read(Path(table))
+  return table_lib.read(Path(table))
 
 
 def main(
@@ -236,7 +236,7 @@ def main(
     validate.validate(plan, max_in_flight=max_in_flight, transfers=transfers)
     run, cost = None, None
     if measured is not None:
-      run = spans.from_json(files.read_text(Path(measured)))
+      run = spans.from_json(table_lib.read_text(Path(measured)))
       cost = None if costs or own else analyze.measured_costs(plan, run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)

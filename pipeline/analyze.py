@@ -16,7 +16,7 @@ from asgd import base, checks
 from pipeline import spans as spans_lib
 from pipeline import table as table_lib
 from pipeline import validate as validate_lib
-from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
+from pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
 _MOST = 1e30  # time of a task
@@ -35,12 +35,7 @@ class Costs(NamedTuple):
   own: Mapping[str, float]  # actions of the user
 
 
-COST_OF = {
-  FORWARD: "forward",
-  BACKWARD: "backward",
-  INPUT: "input",
-  WEIGHT: "weight",
-}
+COST_OF = dict(zip(KNOWN, Costs._fields[:4], strict=True))  # action -> field
 
 
 def costs(
@@ -83,7 +78,8 @@ def costs(
       raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
-  for name, value in {"overlap": overlap, **(own or {})}.items():
+  own = dict(own or {})
+  for name, value in {"overlap": overlap, **own}.items():
     if name in KNOWN:
       raise ValueError(
         f"own={name!r} is no action of the user's own: give forward, backward,"
@@ -104,7 +100,7 @@ def costs(
     column("transfer", transfer, between),
     column("transfer_back", back, between),
     overlap,
-    dict(own or {}),
+    own,
   )
 
 
@@ -114,9 +110,6 @@ def measured_costs(
   """Returns the costs of a plan that knows how long its tasks take: of each
   stage's actions, and of the user's own, the median. Transfers take nothing,
   and blocks the sum of their tasks; what a run took longer is not its tasks.
-
-  Raises:
-    ValueError: as `spans.measured`.
   """
   run = spans_lib.measured(schedule, spans)
   took = run.end - run.start
@@ -162,10 +155,9 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   Raises:
     ValueError: for costs of another number of stages.
   """
-  count = len(schedule.time)
+  count, every = len(schedule.time), schedule.every
   own = _durations(schedule, cost).tolist()
   first, second, delay = _needs(schedule, cost)
-  every = schedule.every
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
   columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
@@ -271,7 +263,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   shape = schedule.stages, schedule.microbatches
   if (where.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
-  forward, backward, update = (np.empty(shape, np.int64) for _ in range(3))
+  forward, backward, update = np.empty((3, *shape), np.int64)
   done = np.sort(schedule.time[where.weight], axis=1)
   number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), number, 1)
@@ -285,9 +277,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
     forward = backward = np.maximum(update - 1, 0)
   elif weights == "vertical":
     forward = backward = np.broadcast_to(latest[:1], shape)
-  early = np.argwhere(forward > latest)
-  if len(early):
-    stage, microbatch = early[0]
+  for stage, microbatch in np.argwhere(forward > latest)[:1]:
     raise table_lib.ScheduleError(
       f"{schedule.name}: stage {stage} needs version"
       f" {forward[stage, microbatch]} for microbatch {microbatch} and has made"
@@ -298,40 +288,29 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
-  """Returns how old, in updates, what is read is when it counts.
-
-  Raises:
-    ValueError: as `versions`.
-  """
+  """Returns how old, in updates, what is read is when it counts."""
   read = versions(schedule, weights)
   return Staleness(read.update - read.forward, read.update - read.backward)
 
 
 def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   """Returns int[S]: the most versions of its weights that a stage holds at
-  once, the newest included.
-
-  Raises:
-    ValueError: as `versions`.
-  """
+  once, the newest included."""
   read = versions(schedule, weights)
   where = validate_lib.rows(schedule)
   out = np.ones(schedule.stages, np.int64)
   if weights == "latest" or (where.weight < 0).any():
     return out
+  ends = updates_done(schedule)  # when a version is replaced
   for stage, done in enumerate(schedule.time[where.weight]):
-    reads = read.forward[stage].tolist()
-    # A version that is read later than it is made is kept until then.
-    last = np.zeros(max(reads) + 1, np.int64)
-    np.maximum.at(last, reads, done)
-    slots = np.union1d(schedule.time[where.forward[stage]], done)
-    newest = np.searchsorted(np.sort(done), slots) // schedule.every
-    oldest, needed = 0, last.tolist()
-    for slot, new in zip(slots.tolist(), newest.tolist(), strict=True):
-      while oldest < len(needed) and needed[oldest] < slot:
-        oldest += 1
-      held = 1 + sum(n >= slot for n in needed[oldest:new])
-      out[stage] = max(out[stage], held)
+    # A version that is read later than it is replaced is kept until then.
+    last = np.zeros(ends.shape[1] + 1, np.int64)
+    np.maximum.at(last, read.forward[stage], done)
+    kept = last[:-1] > ends[stage]
+    change = np.zeros(schedule.slots + 1, np.int64)
+    np.add.at(change, ends[stage, kept] + 1, 1)
+    np.add.at(change, last[:-1][kept] + 1, -1)
+    out[stage] += change.cumsum().max()
   return out
 
 
@@ -342,9 +321,6 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   the shards of its server: what a pipeline that stashes weights computes,
   without a pipeline. A microbatch is a job of one worker, and its number names
   its message at every stage.
-
-  Returns:
-    A trace for each stage.
 
   Raises:
     ValueError: as `versions`, for weights that change between forward and
@@ -371,8 +347,7 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
         events += [(j, base.SEND) for j in sends[number // schedule.every]]
       events.append((job, base.RECEIVE))
     jobs, actions = np.array(events, np.int32).T
-    count = len(events)
-    time, worker = np.arange(count, dtype=np.float64), np.zeros(count, np.int32)
+    time, worker = np.arange(len(jobs), dtype=np.float64), np.zeros_like(jobs)
     out.append(base.Trace(time, worker, jobs, jobs, actions.astype(np.int8)))
   return out
 
@@ -431,7 +406,7 @@ def analyze(
     use.of_total,
     use.of_ideal,
     use.idle,
-    _peaks(schedule, timing, np.asarray(activation, float)),
+    _peaks(schedule, timing, activation),
     weight_versions(schedule, weights),
     staleness(schedule, weights),
     sent,
@@ -439,13 +414,14 @@ def analyze(
   )
 
 
-def _peaks(schedule, timing, size):
+def _peaks(schedule, timing, activation):
   """The most that devices hold, at any time."""
   begun = schedule.action == FORWARD
   freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
   if not freed.any():
     return out
+  size = np.asarray(activation, float)
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * begun - freed)
   when = np.where(begun, timing.start, timing.end)

@@ -162,12 +162,8 @@ class Executor:
     return self._with_first_tickets(0, servers, messages)
 
   def again(self, state: PipelineState) -> PipelineState:
-    """Returns the state from which the table can be obeyed once more, with the
-    microbatches that follow.
-
-    Raises:
-      ValueError: if the table is not done.
-    """
+    """Returns the state from which the table, which is done (else ValueError),
+    can be obeyed once more, with the microbatches that follow."""
     if state.slot != self.schedule.slots:
       raise ValueError(
         f"the table is at slot {state.slot} of {self.schedule.slots}: run it to"
@@ -182,11 +178,8 @@ class Executor:
 
   def place(self, state: PipelineState) -> PipelineState:
     """Puts a state that was read from a checkpoint on the devices that it is
-    for; of one that is whole, what is for the lanes here.
-
-    Raises:
-      ValueError: for a state that is not of this table, or not whole.
-    """
+    for; of one that is whole, what is for the lanes here. Raises ValueError for
+    a state that is not of this table, or not whole."""
     self._check(state)
     compiled = self._compiled
     fields = {field: {} for field in PipelineState._fields[3:]}

@@ -106,11 +106,9 @@ def write(
 
 def _with_updates_together(lanes, schedule, where):
   """The lanes with the updates of a batch in one instruction at its end."""
-  begins, ends = (
-    schedule.time[rows].reshape(schedule.stages, -1, schedule.every)
-    for rows in (where.forward, where.weight)
-  )
-  ends = ends.max((0, 2))
+  shape = schedule.stages, -1, schedule.every
+  begins = schedule.time[where.forward].reshape(shape)
+  ends = schedule.time[where.weight].reshape(shape).max((0, 2))
   if not schedule.flush or (begins.min((0, 2))[1:] <= ends[:-1]).any():
     raise ValueError(
       f"{schedule.name} begins a batch before the one before has ended at all"

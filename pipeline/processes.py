@@ -45,10 +45,6 @@ _CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
 _PATIENCE = 20.0  # seconds for the others to stop after one has failed
 _OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
-Make = Callable[[], Mapping[str, Any]]
-"""() -> arguments of `executor.Executor`, in a process that has JAX running:
-schedule, parts, extra, and any other but devices and elsewhere."""
-
 
 class ProcessDied(PipelineError):
   """A process is gone; the same work may well be done by a new one."""
@@ -172,7 +168,7 @@ class Processes:
 
   def __init__(
     self,
-    make: Make,
+    make: Callable[[], Mapping[str, Any]],
     schedule: Schedule,
     count: int,
     *,
@@ -182,7 +178,8 @@ class Processes:
     """Starts the processes. Ray has been started.
 
     Args:
-      make: called in each process, where it comes by Ray's own pickling.
+      make: gives arguments of `executor.Executor`, but devices and elsewhere.
+        It is called in each process, where it comes by Ray's own pickling.
       schedule: the table, the same that `make` gives.
       count: processes; each has D / count lanes in a row, some one more.
       cores: of each process; None leaves that to the system.
@@ -292,13 +289,8 @@ class Processes:
     return self._new_state(0, 0)
 
   def run(self, state: RemoteState, until: int | None = None) -> PipelineResult:
-    """As `Executor.run`; losses are NumPy's.
-
-    Raises:
-      PipelineError: if a task failed; `ProcessDied` if a process did. All stop.
-      ValueError: for a state that is no longer held, or a slot that the table
-        has not, or that is before that of the state.
-    """
+    """As `Executor.run`; losses are NumPy's. Raises ProcessDied if a process
+    died, and ValueError for a state that is no longer held."""
     self._check(state)
     until = executor.check_until(self.schedule, state.slot, until)
     losses, records, spans = zip(*self._all("run", until), strict=True)

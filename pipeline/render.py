@@ -73,10 +73,8 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
 def _fit(names, room):
   """The most of the names that there is room for."""
   bare = [name.rstrip("0123456789") for name in names]
-  for text in ("&".join(names), "&".join(bare), bare[0]):
-    if len(text) <= room:
-      return text
-  return ""
+  texts = "&".join(names), "&".join(bare), bare[0], ""
+  return next(text for text in texts if len(text) <= room)
 
 
 # Words.
@@ -108,12 +106,8 @@ def describe(drawing: Drawing) -> str:
   head = ["", "busy", "idle", "bubble", "peak activations", "sent"]
   rows = [
     [f"device {d}", f"{busy:.6g}", f"{idle:.6g}", f"{idle / total:.1%}"]
-    + [f"{peak:.6g}", f"{sent:.6g}"]
-    for d, (busy, idle, peak, sent) in enumerate(
-      zip(
-        facts.busy, facts.idle, facts.peak_activations, facts.sent, strict=True
-      )
-    )
+    + [f"{facts.peak_activations[d]:.6g}", f"{facts.sent[d]:.6g}"]
+    for d, (busy, idle) in enumerate(zip(facts.busy, facts.idle, strict=True))
   ]
   devices = text_table.format_table(head, rows)
   # From there on the pipeline is full, and staleness does not change.
@@ -148,10 +142,8 @@ def describe(drawing: Drawing) -> str:
 def _describe_measured(table, facts, measured):
   """The plan's bubbles beside those of the measured run."""
   tasks = spans_lib.measured(table, measured)
-  plan, run = (
-    spans_lib.idle(timeline, table.devices)
-    for timeline in (spans_lib.planned(table, facts.timing), tasks)
-  )
+  plan = spans_lib.idle(spans_lib.planned(table, facts.timing), table.devices)
+  run = spans_lib.idle(tasks, table.devices)
   head = ["", "planned idle", "measured", "planned bubble", "measured"]
   rows = [
     [f"device {d}", f"{plan.idle[d]:.5g}", f"{run.idle[d]:.5g}"]
@@ -193,9 +185,6 @@ def perfetto(
   """Returns the content of a JSON file for Perfetto: a track for each device. A
   unit of the costs is shown as a second. A run that was measured has tracks of
   the same names below those of the plan.
-
-  Raises:
-    ValueError: as `spans.measured`.
   """
   runs = _runs(schedule, timing, measured)
   tracks = tracks_lib.Tracks(dict(enumerate(runs, 1)))
@@ -252,13 +241,8 @@ def gantt(
 ) -> None:
   """Draws a row for each device: tasks in the colour of their action, paler for
   later stages, with the number of their microbatch where there is room. Bubbles
-  are white, and in numbers on the right.
-
-  Args:
-    schedule: the table.
-    timing: its times.
-    *paths: files, PNG or SVG by their names.
-    measured: a run of the table, drawn below the plan in each row.
+  are white, and in numbers on the right. A run that was measured is drawn below
+  the plan in each row. `paths` are files, PNG or SVG by their names.
 
   Raises:
     ValueError: as `spans.measured`.
@@ -283,7 +267,11 @@ def gantt(
   idle = [spans_lib.idle(run, schedule.devices) for run in runs.values()]
   end = max(part.makespan for part in idle) or 1.0
   room = width / end, height / schedule.devices
-  colours = _colours(runs.values())
+  actions = {action for run in runs.values() for action in run.action.tolist()}
+  others = sorted(actions - _COLOURS.keys())
+  others = dict(zip(others, itertools.cycle(_OTHER_COLOURS)))
+  every = {**_COLOURS, **others}.items()
+  colours = {action: colour for action, colour in every if action in actions}
   for place, run in enumerate(runs.values()):
     bars = _bars(run, place, len(runs))
     _draw(axes, run, bars, colours, schedule.stages, room)
@@ -295,15 +283,6 @@ def gantt(
       svg = path.suffix == ".svg"
       metadata = {"Date": None} if svg else {"Software": None}
       figure.savefig(path, dpi=110, metadata=metadata)
-
-
-def _colours(runs):
-  actions = {action for run in runs for action in run.action.tolist()}
-  others = zip(
-    sorted(actions - _COLOURS.keys()), itertools.cycle(_OTHER_COLOURS)
-  )
-  known = {a: colour for a, colour in _COLOURS.items() if a in actions}
-  return {**known, **dict(others)}
 
 
 def _bars(run, place, places):
@@ -363,19 +342,14 @@ def _draw(axes, run, bars, colours, stages, room):
     return
   dark = fill @ [0.299, 0.587, 0.114] < 0.6
   wide, high = 72 * room[0] * (right - left), 72 * room[1] * (bottom - top)
+  x, y = (left + right) / 2, (top + bottom) / 2
+  style = {"ha": "center", "va": "center_baseline", "clip_on": True}
   for task, number in enumerate(run.microbatch.tolist()):
     text = str(number)
     size = min(9.0, 0.8 * high[task], (wide[task] - 1) / _LETTER / len(text))
-    if number < 0 or size < 4:
-      continue
-    axes.text(
-      *((left[task] + right[task]) / 2, (top[task] + bottom[task]) / 2, text),
-      ha="center",
-      va="center_baseline",
-      fontsize=size,
-      color="white" if dark[task] else "black",
-      clip_on=True,
-    )
+    if number >= 0 and size >= 4:
+      colour = "white" if dark[task] else "black"
+      axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)
 
 
 def _dress(axes, schedule, idle, end, room):
@@ -413,21 +387,10 @@ def _dress(axes, schedule, idle, end, room):
 def _legend(figure, colours, stages):
   from matplotlib.patches import Patch
 
-  handles = [
-    Patch(color=colour, label=_WORDS.get(action, action))
-    for action, colour in colours.items()
-  ]
+  labels = {_WORDS.get(action, action): c for action, c in colours.items()}
   if stages > 1:
     (pale,) = _paler(["#404040"], _PALEST)
-    handles += [
-      Patch(color="#404040", label="stage 0"),
-      Patch(color=pale, label=f"stage {stages - 1}"),
-    ]
-  figure.legend(
-    handles=handles,
-    loc="lower center",
-    ncols=len(handles),
-    frameon=False,
-    fontsize=9,
-    handlelength=1.0,
-  )
+    labels |= {"stage 0": "#404040", f"stage {stages - 1}": pale}
+  handles = [Patch(color=c, label=label) for label, c in labels.items()]
+  style = {"loc": "lower center", "frameon": False, "handlelength": 1.0}
+  figure.legend(handles=handles, ncols=len(handles), fontsize=9, **style)

@@ -25,7 +25,8 @@ from asgd import algorithms, base, models, problems, sharding, transforms
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Section, Setting
-from pipeline import analyze, cut, files, schedules
+from pipeline import analyze, cut, schedules
+from pipeline import table as table_lib
 from pipeline.partition import balance, graph, mixed_pipe, pipedream, placement
 from pipeline.stage import Part
 from pipeline.table import Schedule
@@ -174,7 +175,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     section |= _placed(experiment, run, problem, shapes)
   # Of a table in a file, only what the run itself says.
   stages = section["stages"]
-  if files.is_file(section["schedule"]):
+  if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
   table = _table(run, section, stages, total)
   with checks.blame(f"runs.{run.label}", tuple(section)):

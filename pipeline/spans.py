@@ -71,54 +71,37 @@ def planned(schedule: Schedule, timing: Timing) -> Timeline:
 
 
 def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
-  """Returns the run that was measured.
-
-  Args:
-    schedule: the table that it obeyed. Actions of the user's own need not be in
-      it.
-    spans: in any order.
+  """Returns the run that was measured, of spans in any order.
 
   Raises:
-    ValueError: for spans that are no times, or no work of this table.
+    ValueError: for spans that are no times, or no work of this table; actions
+      of the user's own need not be in it.
   """
   spans = [TaskSpan(*span) for span in spans]
   if not spans:
     raise ValueError("there is no span: nothing was measured")
   tasks, done = {task[1:] for task in schedule.tasks}, set()
+  devices, name = schedule.devices, schedule.name
   for span in spans:
-    if not 0 <= span.device < schedule.devices:
+    device, stage, microbatch, action, start, end = span
+    why = None
+    if not 0 <= device < devices:
+      why = f": the table {name} has devices 0 to {devices - 1}"
+    elif not (np.isfinite(span[4:]).all() and start <= end):
+      why = f" is from {start!r} to {end!r}: these must be finite, and not fall"
+    elif action in KNOWN and span[:4] not in tasks:
+      why = f" is not in the table {name}: was another one measured?"
+    elif action in KNOWN and span[:4] in done:
+      why = " was measured twice: give the spans of one pass through the table"
+    if why:
       raise ValueError(
-        f"{_describe(span)}: the table {schedule.name} has devices 0 to"
-        f" {schedule.devices - 1}"
-      )
-    if not (np.isfinite(span[4:]).all() and span.start <= span.end):
-      raise ValueError(
-        f"{_describe(span)} is from {span.start!r} to {span.end!r}: these must"
-        " be finite, and not fall"
-      )
-    if span.action not in KNOWN:
-      continue
-    if span[:4] not in tasks:
-      raise ValueError(
-        f"{_describe(span)} is not in the table {schedule.name}: was another"
-        " one measured?"
-      )
-    if span[:4] in done:
-      raise ValueError(
-        f"{_describe(span)} was measured twice: give the spans of one pass"
-        " through the table"
+        f"{action} of stage {stage}, microbatch {microbatch} on device"
+        f" {device}{why}"
       )
     done.add(span[:4])
   columns = [np.array(column) for column in zip(*spans, strict=True)]
   begin = columns[4].min()
   return _sorted(*columns[:4], columns[4] - begin, columns[5] - begin)
-
-
-def _describe(span):
-  return (
-    f"{span.action} of stage {span.stage}, microbatch {span.microbatch} on"
-    f" device {span.device}"
-  )
 
 
 def _sorted(device, stage, microbatch, action, start, end):
@@ -143,12 +126,9 @@ def idle(run: Timeline, devices: int) -> Idle:
 
 
 class SpanLog:
-  """The last spans of a run that is made in several calls.
-
-  They are kept right after one another: what lies between two calls, such as an
-  evaluation, is no bubble. Of a synchronous schedule those of one pass through
-  the table are kept.
-  """
+  """The last spans of a run that is made in several calls, right after one
+  another: what lies between calls, such as an evaluation, is no bubble. Of a
+  synchronous schedule those of one pass through the table are kept."""
 
   def __init__(self, schedule: Schedule):
     """Starts with no span; `schedule` is the table that the run obeys."""
@@ -187,11 +167,7 @@ def to_json(spans: Iterable[TaskSpan]) -> str:
 
 
 def from_json(text: str) -> list[TaskSpan]:
-  """Reads what `to_json` writes.
-
-  Raises:
-    ValueError: if it is not such an object, with the first row that is wrong.
-  """
+  """Reads what `to_json` writes; a ValueError has the first row at fault."""
   try:
     rows = list(json.loads(text)["spans"])
   except (ValueError, KeyError, TypeError, RecursionError) as error:

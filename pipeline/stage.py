@@ -26,15 +26,13 @@ from jax.extend import core
 from asgd import base
 
 StageFn = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(params, x, extra) -> (y, aux); the last stage's y is the loss, float[]."""
-
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 class Part(NamedTuple):
   """One stage, for the executor."""
 
-  fn: StageFn  # the last stage's y is the loss, float[]
+  fn: StageFn  # params, x, extra -> y, aux; the last y is the loss, float[]
   params: Any  # at first
   server: base.Server  # one update a message: the table says how many are one
   message: optax.GradientTransformation | None = None  # DANA-Slim's momentum
@@ -63,13 +61,8 @@ def _is_floating(x):
 
 
 def compile_stage(fn: StageFn, params: Any, x: Any, extra: Any) -> Stage:
-  """Compiles a stage for arguments of these shapes, once.
-
-  Args:
-    fn: the stage.
-    params: its parameters, or their shapes.
-    x: its input, or its shape; () for the first stage.
-    extra: the rest of its input, or its shape. Nothing is differentiated by it.
+  """Compiles a stage, once, for arguments of these shapes; `x` is () for the
+  first stage, and nothing is differentiated by `extra`.
 
   Raises:
     ValueError: if there is nothing to differentiate.
@@ -161,15 +154,13 @@ def _differentiate(fn, params, x, extra):
   def backward(params, values, gy):
     rest = iter(compute_again(*jax.tree.leaves(params)))
     value_of = dict(zip(kept, values, strict=True))
-    return jax.tree.unflatten(
-      vjp,
-      [
-        value_of[v] if not _literal(v) and v in value_of else next(rest)
-        for v in residuals
-      ],
-    )(list(gy))
+    leaves = [
+      value_of[v] if not _literal(v) and v in value_of else next(rest)
+      for v in residuals
+    ]
+    return jax.tree.unflatten(vjp, leaves)(list(gy))
 
-  return forward, backward, tuple(_shape_of(v) for v in kept)
+  return forward, backward, tuple(_shape(v.aval) for v in kept)
 
 
 def _split(backward, params, kept, gy):
@@ -210,16 +201,12 @@ def _variables(atoms):
   return list(dict.fromkeys(v for v in atoms if not _literal(v)))
 
 
-def _shape_of(v):
-  return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-
-
 def _inlined(function, *args):
   """Returns a function's program, with calls replaced by what they call, and
   the shapes of what it returns."""
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
   run = functools.partial(_evaluate, closed)
-  return jax.make_jaxpr(run)(*map(_shape_of, closed.jaxpr.invars)), shapes
+  return jax.make_jaxpr(run)(*map(_shape, closed.in_avals)), shapes
 
 
 def _evaluate(closed, *args):

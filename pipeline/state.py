@@ -48,6 +48,7 @@ def keys(program: Program, slot: int) -> dict[str, set]:
   """Returns the keys that the state of the whole table has before a slot: field
   -> keys; of tickets, those that will be read."""
   schedule, where = program.schedule, program.where
+  every = schedule.every
   forward, backward, weight = (schedule.time[rows] for rows in where)
 
   def at(mask, *prefix):
@@ -59,40 +60,34 @@ def keys(program: Program, slot: int) -> dict[str, set]:
   activations, gradients = np.zeros((2, *forward.shape), bool)
   activations[1:] = between(forward[:-1], forward[1:])
   gradients[:-1] = between(backward[1:], backward[:-1])
-  tickets, sums, messages = _of_updates(program, slot, weight)
-  return {
-    "tickets": tickets,
-    "kept": at(between(forward, weight)),
-    "halves": at(between(backward, weight) & (weight != backward)),
-    "on_their_way": at(activations, "x") | at(gradients, "g") | messages,
-    "sums": sums,
-  }
-
-
-def _of_updates(program, slot, weight):
-  """The keys of tickets, sums and messages of updates that are yet to come."""
-  schedule, every = program.schedule, program.schedule.every
+  on_their_way = at(activations, "x") | at(gradients, "g")
   ends = analyze.updates_done(schedule)  # when versions 1, 2, ... are made
   if program.together:
     ends = np.broadcast_to(ends.max(0), ends.shape)
-  tickets, sums, messages = set(), set(), set()
+  tickets, sums = set(), set()
   for stage, places in enumerate(program.places):
     later = np.flatnonzero(weight[stage] >= slot)
-    rows = program.where.weight[stage]
-    replica = np.searchsorted(places, schedule.device[rows[later]])
+    rows = where.weight[stage, later]
+    replica = np.searchsorted(places, schedule.device[rows])
     before = int(np.searchsorted(ends[stage], slot, "left"))  # versions made
     done = len(weight[stage]) - len(later) - before * every
     if every > 1 and done:
       sums.add(stage)
     if done == every:  # the last message waits for the other stages
       number = (before + 1) * every - 1
-      messages.add(("m", stage, int(program.order[stage, number])))
+      on_their_way.add(("m", stage, int(program.order[stage, number])))
     for read in (program.versions.forward, program.versions.backward):
       version = read[stage, later]
       there = version <= before
       pairs = zip(version[there].tolist(), replica[there].tolist(), strict=True)
       tickets.update((stage, *pair) for pair in pairs)
-  return tickets, sums, messages
+  return {
+    "tickets": tickets,
+    "kept": at(between(forward, weight)),
+    "halves": at(between(backward, weight) & (weight != backward)),
+    "on_their_way": on_their_way,
+    "sums": sums,
+  }
 
 
 def lane_of(program: Program, field: str, key: Any) -> int:

@@ -27,6 +27,7 @@ import json
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -103,17 +104,6 @@ class Schedule(NamedTuple):
     out = [[] for _ in range(self.stages)]
     for stage, device in pairs.tolist():
       out[stage].append(device)
-    return out
-
-  def orders(self) -> list[list[tuple["Task", ...]]]:
-    """Returns the blocks of each device, in their order."""
-    out = [[] for _ in range(self.devices)]
-    for task in self.tasks:
-      blocks = out[task.device]
-      if blocks and blocks[-1][0].time == task.time:
-        blocks[-1] += (task,)
-      else:
-        blocks.append((task,))
     return out
 
 
@@ -462,3 +452,25 @@ def from_json(text: str) -> Schedule:
       " name, every, flush and tasks"
     ) from None
   return make(name, tasks, every=every, flush=flush)
+
+
+_FORMS = {".txt": from_text, ".csv": from_csv, ".json": from_json}
+
+
+def is_file(name: object) -> bool:
+  """Whether a schedule's name is that of a file."""
+  return isinstance(name, str) and Path(name).suffix.lower() in _FORMS
+
+
+def read(path: Path) -> Schedule:
+  """Reads a table, in the form that the file's name says; else it is text.
+  Raises ValueError or OSError."""
+  return _FORMS.get(path.suffix.lower(), from_text)(read_text(path))
+
+
+def read_text(path: Path) -> str:
+  """Reads a file; raises ValueError if it is no text, or OSError."""
+  try:
+    return path.read_text(encoding="utf-8-sig")  # as some editors write it
+  except UnicodeDecodeError:
+    raise ValueError(f"{path} is no text: not UTF-8") from None

@@ -122,10 +122,8 @@ def _window(schedule, marked):
   fields = table_lib.Task._fields
   columns = {name: getattr(schedule, name)[near] for name in fields}
   columns["time"] -= first
-  slots = (schedule.time[marked] - first).tolist()
-  marks = dict.fromkeys(
-    zip(schedule.device[marked].tolist(), slots, strict=True), "!"
-  )
+  cells = np.stack([schedule.device, schedule.time - first], 1)[marked]
+  marks = dict.fromkeys(map(tuple, cells.tolist()), "!")
   begins = f"(slots from {first})\n" if first else ""
   text = table_lib.to_text(schedule._replace(**columns), marks)
   head, *lines = text.splitlines(keepends=True)
@@ -159,13 +157,8 @@ def _check_blocks(schedule):
     pair = schedule.action[row], schedule.action[row + 1]
     third = row and same[row - 1]
     if third or pair[0] != FORWARD or pair[1] not in (BACKWARD, INPUT):
-      _fail(
-        schedule,
-        "{1} while the device does {0}: one task at a time, or one forward and"
-        " one backward",
-        row,
-        row + 1,
-      )
+      why = "{} while the device does {}: one task at a time, or one forward"
+      _fail(schedule, f"{why} and one backward", row + 1, row)
 
 
 def _check_forwards(schedule):
@@ -178,31 +171,22 @@ def _check_forwards(schedule):
   gaps = np.flatnonzero(keys != np.arange(len(keys)))
   stage, microbatch = divmod(int(gaps[0]) if len(gaps) else len(keys), count)
   same = (schedule.stage == stage) & (schedule.microbatch == microbatch)
-  _fail(
-    schedule,
-    f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing",
-    *np.flatnonzero(same & np.isin(schedule.action, KNOWN)),
-  )
+  others = np.flatnonzero(same & np.isin(schedule.action, KNOWN))
+  why = f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing"
+  _fail(schedule, why, *others)
 
 
 def _check_complete(schedule, where):
   """Every backward is there, on the device of its forward."""
   for name, table in (("B or I", where.backward), ("B or W", where.weight)):
-    missing = np.argwhere(table < 0)
-    if len(missing):
-      stage, microbatch = missing[0]
+    for stage, microbatch in np.argwhere(table < 0)[:1]:
       there = [t[stage, microbatch] for t in where]
-      _fail(
-        schedule,
-        f"{name} of stage {stage}, microbatch {microbatch} is missing",
-        *[row for row in there if row >= 0],
-      )
+      why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
+      _fail(schedule, why, *[row for row in there if row >= 0])
   device = schedule.device
   for table in (where.backward, where.weight):
-    moved = np.argwhere(device[table] != device[where.forward])
-    if len(moved):
-      at = tuple(moved[0])
-      row, forward = table[at], where.forward[at]
+    for at in np.argwhere(device[table] != device[where.forward])[:1]:
+      row, forward = table[tuple(at)], where.forward[tuple(at)]
       why = f"{{}} is not on the device of its forward ({device[forward]})"
       _fail(schedule, why, row, forward)
 
@@ -218,9 +202,8 @@ def _check_order(schedule, where, trains):
     split = where.weight != where.backward
     needs.append((where.weight[split], where.backward[split]))
   for later, earlier in needs:
-    wrong = np.argwhere(schedule.time[later] <= schedule.time[earlier])
-    if len(wrong):
-      row, other = later[tuple(wrong[0])], earlier[tuple(wrong[0])]
+    for at in np.argwhere(schedule.time[later] <= schedule.time[earlier])[:1]:
+      row, other = later[tuple(at)], earlier[tuple(at)]
       _fail(schedule, "{} needs {}, which is not done before", row, other)
 
 
@@ -243,13 +226,8 @@ def _check_batches(schedule, where):
     mine = where.weight[stage, batch * every : (batch + 1) * every]
     last = mine[np.argmax(schedule.time[mine])]
     row = where.forward[stage, (batch + 1) * every + at]
-    _fail(
-      schedule,
-      f"{{}} is of batch {batch + 1}, and the stage is updated only after {{}}:"
-      " flush first",
-      row,
-      last,
-    )
+    why = f"{{}} is of batch {batch + 1}, and the stage is updated only after"
+    _fail(schedule, f"{why} {{}}: flush first", row, last)
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
