@@ -87,21 +87,12 @@ def costs(
       )
     if value is not None:
       column(name, value, 0)
-  between = max(stages - 1, 0)
-  inputs = column("input", input, stages)
-  weights = column("weight", weight, stages)
-  both = inputs + weights if backward is None else backward
+  if backward is None:
+    backward = column("input", input, stages) + column("weight", weight, stages)
   back = transfer if transfer_back is None else transfer_back
-  return Costs(
-    column("forward", forward, stages),
-    column("backward", both, stages),
-    inputs,
-    weights,
-    column("transfer", transfer, between),
-    column("transfer_back", back, between),
-    overlap,
-    own,
-  )
+  values = forward, backward, input, weight, transfer, back
+  lengths = [stages] * 4 + [max(stages - 1, 0)] * 2
+  return Costs(*map(column, Costs._fields, values, lengths), overlap, own)
 
 
 def measured_costs(
@@ -400,18 +391,10 @@ def analyze(
   pairs = np.array(pairs, int).reshape(-1, 2)
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
-  return Analysis(
-    use.makespan,
-    use.busy,
-    use.of_total,
-    use.of_ideal,
-    use.idle,
-    _peaks(schedule, timing, activation),
-    weight_versions(schedule, weights),
-    staleness(schedule, weights),
-    sent,
-    timing,
-  )
+  bubbles = use.makespan, use.busy, use.of_total, use.of_ideal, use.idle
+  peaks = _peaks(schedule, timing, activation)
+  held, stale = weight_versions(schedule, weights), staleness(schedule, weights)
+  return Analysis(*bubbles, peaks, held, stale, sent, timing)
 
 
 def _peaks(schedule, timing, activation):

@@ -93,10 +93,8 @@ def _in_processes(context: engines.Context) -> processes.Processes:
     _remote_arguments, config, dataset, plan.measurements, context.cell
   )
   cores = None if machine.address else _cores(count)
-  options = {"num_gpus": machine.gpus_per_process}
-  return processes.Processes(
-    make, plan.table, count, cores=cores, options=options
-  )
+  gpus = {"num_gpus": machine.gpus_per_process}
+  return processes.Processes(make, plan.table, count, cores=cores, options=gpus)
 
 
 def _in_threads(context: engines.Context) -> executor.Executor:
@@ -198,13 +196,13 @@ class PipelineEngine(engines.Engine):
 
   def _update(self):
     """Updates that every stage has made."""
-    before = self._state.microbatch // self._plan.table.every
+    before = self._state.microbatch // self.quantum
     return before + int(np.searchsorted(self._updates_done, self._state.slot))
 
   @property
   def done(self) -> int:
     """Microbatches that every stage has learned from."""
-    return self._update() * self._plan.table.every
+    return self._update() * self.quantum
 
   def _slot_of(self, update):
     """The slot before which every stage has made that many updates."""
@@ -217,7 +215,7 @@ class PipelineEngine(engines.Engine):
     flush, slot = self._plan.table.flush, None
     steps = self._pace.begin()
     if not flush:
-      last = self._slot_of(until // self._plan.table.every)
+      last = self._slot_of(until // self.quantum)
       slot = min(self._state.slot + steps, last)
     with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
@@ -241,12 +239,8 @@ class PipelineEngine(engines.Engine):
         " --config.clip_norm"
       )
     stale, gap = _delays(result.records)
-    return engines.Progress(
-      loss=new,
-      staleness=mean(stale) if stale.size else None,
-      gap=mean(gap),
-      broken=broken,
-    )
+    age = mean(stale) if stale.size else None
+    return engines.Progress(new, age, mean(gap), broken=broken)
 
   def _stage_records(self):
     """What each stage recorded, a row an update."""
@@ -260,7 +254,7 @@ class PipelineEngine(engines.Engine):
     count = min(len(rows.update) for rows in records)
     columns = (
       np.stack([getattr(rows, name)[:count] for rows in records])
-      for name in ("update", "staleness", "gap", "update_norm")
+      for name in PipelineRecords._fields[1:]
     )
     return PipelineRecords(self._loss[: self.done], *columns)
 
@@ -272,8 +266,7 @@ class PipelineEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns losses, staleness and gap of some microbatches."""
-    first = start // self._plan.table.every
-    stale, gap = _delays(self._stage_records(), first)
+    stale, gap = _delays(self._stage_records(), start // self.quantum)
     return {
       "train_loss": mean(self._loss[start:end]),
       "staleness_mean": mean(stale),
@@ -286,9 +279,8 @@ class PipelineEngine(engines.Engine):
     tasks = self._log.spans
     costs = analyze.measured_costs(schedule, tasks) if tasks else None
     kept = _kept_bytes(plan, self._cell.seed)
-    facts = analyze.analyze(
-      schedule, costs, weights=plan.weights, activation=kept
-    )
+    options = {"weights": plan.weights, "activation": kept}
+    facts = analyze.analyze(schedule, costs, **options)
     return {
       "messages": self.done,
       "updates": self._update(),
@@ -435,7 +427,7 @@ PIPELINE = engines.EngineKind(
   default_recipe="asgd",
   workers=lambda run: (1,),
   check=run_plan.check,
-  devices=run_plan.devices,
+  devices=lambda run: run.config["pipeline"]["stages"],  # or fewer
   plan=run_plan.plan,
   start=PipelineEngine,
   check_machine=check_machine,

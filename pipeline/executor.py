@@ -135,16 +135,10 @@ class Executor:
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = _compile_parts(self.parts, extra, here)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
+    waits = clock is not None or on_cpu
+    placed = program, self.compiled, self.devices, queues
     self._compiled = lanes_lib.CompiledProgram(
-      program,
-      self.compiled,
-      self.devices,
-      queues,
-      extra,
-      own,
-      recompute,
-      clock,
-      waits=clock is not None or on_cpu,
+      *placed, extra, own, recompute, clock, waits
     )
 
   def start(self) -> PipelineState:

@@ -100,8 +100,8 @@ def write(
   readers = collections.defaultdict(list)
   for stage, version, mine in sorted(last_reads):
     readers[stage, version].append(mine)
-  taken = schedule, together, tuple(lanes), places, where, order, versions
-  return Program(*taken, last_reads, readers)
+  tables = schedule, together, tuple(lanes), places, where, order, versions
+  return Program(*tables, last_reads, readers)
 
 
 def _with_updates_together(lanes, schedule, where):
@@ -117,11 +117,11 @@ def _with_updates_together(lanes, schedule, where):
     )
   out = []
   for lane in lanes:
-    rest = [op for op in lane if not op.last]
     groups = collections.defaultdict(list)
     for op in lane:
       if op.last:
         groups[op.group].append(op._replace(slot=int(ends[op.group])))
+    rest = [op for op in lane if not op.last]
     for first, *others in groups.values():
       rest.append(first._replace(also=tuple(others)))
     out.append(rest)

@@ -155,11 +155,6 @@ def check(run: Run) -> None:
       )
 
 
-def devices(run: Run) -> int:
-  """Returns how many devices a run's table has, or more."""
-  return run.config["pipeline"]["stages"]
-
-
 def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   """Builds table and stages of a run, checking that they fit the model."""
   del workers

@@ -124,8 +124,8 @@ def make(
     name: for people.
     tasks: rows (time, device, stage, microbatch, action).
     every: microbatches of one update.
-    flush: whether forwards of a batch wait until the batch before is updated;
-      a synchronous schedule.
+    flush: whether the schedule is synchronous: the forwards of a batch wait
+      until the batch before is updated.
 
   Raises:
     ScheduleError: for rows that are not such.
@@ -147,7 +147,7 @@ def make(
   *columns, actions = zip(*rows, strict=True) if rows else [()] * 5
   try:
     numbers = [
-      np.array([operator.index(number) for number in column], np.int32)
+      np.array(list(map(operator.index, column)), np.int32)
       for column in columns
     ]
   except (TypeError, OverflowError):
@@ -297,6 +297,7 @@ class _Clock:
 # Forms.
 
 _NAME = re.compile(r"[A-Za-z_]+")
+_HEADING = ("name", "every", "flush")  # fields that are no columns
 # More digits are no number that a table has, and int() would not read them all.
 _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
@@ -350,9 +351,8 @@ _HEAD = re.compile(r"#\s*(.*?); every (\d{1,20})(; flush)?\s*")
 
 def from_text(text: str) -> Schedule:
   """Reads what `to_text` writes; a ScheduleError names the line at fault."""
-  lines = [
-    (n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-  ]
+  numbered = enumerate(text.splitlines(), 1)
+  lines = [(number, line) for number, line in numbered if line.strip()]
   if not lines:
     raise ScheduleError("there is no table: the text is empty")
   name, every, flush = _head(*lines[0])
@@ -427,22 +427,16 @@ def from_csv(text: str) -> Schedule:
 
 def to_json(schedule: Schedule) -> str:
   """Returns the table as a JSON object; `tasks` holds the rows."""
-  return json.dumps(
-    {
-      "name": schedule.name,
-      "every": schedule.every,
-      "flush": schedule.flush,
-      "columns": Task._fields,
-      "tasks": schedule.tasks,
-    }
-  )
+  document = {name: getattr(schedule, name) for name in _HEADING}
+  rows = {"columns": Task._fields, "tasks": schedule.tasks}
+  return json.dumps({**document, **rows})
 
 
 def from_json(text: str) -> Schedule:
   """Reads what `to_json` writes; raises ScheduleError if it is not that."""
   try:
     document = json.loads(text)
-    name, every, flush = document["name"], document["every"], document["flush"]
+    name, every, flush = (document[key] for key in _HEADING)
     tasks = [tuple(task) for task in document["tasks"]]
     if not isinstance(flush, bool):
       raise TypeError(f"flush must be true or false, not {flush!r}")
