@@ -268,7 +268,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
     forward = backward = np.maximum(update - 1, 0)
   elif weights == "vertical":
     forward = backward = np.broadcast_to(latest[:1], shape)
-  for stage, microbatch in np.argwhere(forward > latest)[:1]:
+  for stage, microbatch in np.argwhere(forward > latest):
     raise table_lib.ScheduleError(
       f"{schedule.name}: stage {stage} needs version"
       f" {forward[stage, microbatch]} for microbatch {microbatch} and has made"

@@ -308,7 +308,6 @@ class PipelineEngine(engines.Engine):
     return [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
 
   def _tree(self, servers, messages, on_its_way, records):
-    """The arrays of a checkpoint."""
     return {
       "servers": servers,
       "messages": messages,

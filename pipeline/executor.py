@@ -172,8 +172,8 @@ class Executor:
 
   def place(self, state: PipelineState) -> PipelineState:
     """Puts a state that was read from a checkpoint on the devices that it is
-    for; of one that is whole, what is for the lanes here. Raises ValueError for
-    a state that is not of this table, or not whole."""
+    for; of one that is whole, what is for the lanes here. A state that is not
+    of this table, or not whole, is a ValueError."""
     self._check(state)
     compiled = self._compiled
     fields = {field: {} for field in PipelineState._fields[3:]}
@@ -267,7 +267,6 @@ def _check_parts(schedule, parts, own):
 
 
 def _devices(devices, count):
-  """The devices of so many lanes."""
   if devices is None:
     here = jax.local_devices()
     if len(here) < count:

@@ -128,7 +128,6 @@ class _Mail:
     return box
 
   def wait(self, lane, key):
-    """Returns what comes from another lane."""
     return self._box_with(lane, key).pop(key)
 
   def ticket(self, lane, op, *, backward=False):
@@ -153,11 +152,9 @@ class _Mail:
     self.post(target, key, value)
 
   def post(self, lane, key, value):
-    """Puts something into a lane's queue."""
     self._queues[lane].put((key, value))
 
   def stop(self):
-    """Tells all lanes that one has failed."""
     for lane in self._compiled.devices:
       self._queues[lane].put(Stop)
 
@@ -191,6 +188,7 @@ class LaneRun:
     self._failures: list[PipelineError] = []
     self._mail = _Mail(compiled, state)
     self._rows = [[] for _ in compiled.parts]  # of records
+    # What does an instruction of a lane, and returns when it began.
     self._does = {
       UPDATE: self._receive,
       FORWARD: self._forward,
@@ -251,13 +249,11 @@ class LaneRun:
       self._mail.stop()
 
   def _own(self, lane, op):
-    """Does an action of the user's own; returns when it began."""
     start = self._compiled.now()
     jax.block_until_ready(self._compiled.own[op.kind](lane))
     return start
 
   def _forward(self, lane, op):
-    """Does a forward; returns when it began."""
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
     x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
     ticket = self._mail.ticket(lane, op)
@@ -275,7 +271,6 @@ class LaneRun:
     return start
 
   def _weight(self, lane, op):
-    """Does a backward of weights; returns when it began."""
     at = op.stage, op.microbatch
     ticket = self._mail.ticket(lane, op, backward=True)
     (kept, aux), half = self._state.kept.pop(at), self._state.halves.pop(at)
@@ -285,7 +280,6 @@ class LaneRun:
     return start
 
   def _backward(self, lane, op):
-    """Does a backward, of the inputs at least; returns when it began."""
     whole, at = self._compiled, (op.stage, op.microbatch)
     stage, number = at
     compiled = whole.parts[stage].stage
@@ -325,8 +319,7 @@ class LaneRun:
     self._mail.release(lane, op)
 
   def _receive(self, lane, op):
-    """Receives a message; the last of an update makes a new version. Returns
-    when it began."""
+    """Receives a message; the last of an update makes a new version."""
     ops, parts = (op, *op.also), self._compiled.parts
     # Waits for the last that comes before the clock is looked at.
     messages = [

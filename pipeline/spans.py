@@ -131,7 +131,6 @@ class SpanLog:
   synchronous schedule those of one pass through the table are kept."""
 
   def __init__(self, schedule: Schedule):
-    """Starts with no span; `schedule` is the table that the run obeys."""
     self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
     self._schedule, self._end = schedule, 0.0
     self._busy = self._whole = 0.0  # seconds of all devices

@@ -25,14 +25,14 @@ from jax.extend import core
 
 from asgd import base
 
-StageFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 class Part(NamedTuple):
   """One stage, for the executor."""
 
-  fn: StageFn  # params, x, extra -> y, aux; the last y is the loss, float[]
+  # params, x, extra -> y, aux; the last stage's y is the loss, float[].
+  fn: Callable[[Any, Any, Any], tuple[Any, Any]]
   params: Any  # at first
   server: base.Server  # one update a message: the table says how many are one
   message: optax.GradientTransformation | None = None  # DANA-Slim's momentum
@@ -60,13 +60,10 @@ def _is_floating(x):
   return jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)
 
 
-def compile_stage(fn: StageFn, params: Any, x: Any, extra: Any) -> Stage:
+def compile_stage(fn: Callable, params: Any, x: Any, extra: Any) -> Stage:
   """Compiles a stage, once, for arguments of these shapes; `x` is () for the
-  first stage, and nothing is differentiated by `extra`.
-
-  Raises:
-    ValueError: if there is nothing to differentiate.
-  """
+  first stage. Nothing is differentiated by `extra`. Raises ValueError if there
+  is nothing to differentiate."""
   leaves, tree = jax.tree.flatten((params, x, extra))
   return _compile(fn, tree, *map(_shape, leaves))
 

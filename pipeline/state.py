@@ -16,8 +16,6 @@ from pipeline import analyze
 from pipeline.instructions import Program
 from pipeline.spans import TaskSpan
 
-Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("m", ...)
-
 
 class PipelineState(NamedTuple):
   """A run before a slot. Keys are of the table: a checkpoint is this. Of a
@@ -30,7 +28,7 @@ class PipelineState(NamedTuple):
   messages: dict[tuple[int, int], Any]  # (stage, replica), of `Part.message`
   tickets: dict[tuple[int, int, int], base.Ticket]  # stage, version, replica
   sums: dict[int, Any]  # stage -> (sum of messages, oldest ticket)
-  on_their_way: dict[Key, Any]
+  on_their_way: dict[tuple[str, int, int], Any]  # x, g or m, stage, microbatch
   kept: dict[tuple[int, int], Any]  # (stage, microbatch), for the backward
   halves: dict[tuple[int, int], Any]  # the same, between I and W
 
@@ -130,8 +128,7 @@ def check(state: PipelineState, program: Program, messages: set) -> None:
     # A version may be held that is read no more.
     if field == "tickets":
       present &= wanted
-    wrong = min(wanted ^ present, default=None)
-    if wrong is not None:
+    for wrong in sorted(wanted ^ present):
       raise ValueError(
         f"before slot {state.slot} of {table.name} a state has"
         f" {'no ' if wrong in present else ''}{field} {wrong}, unlike this one:"

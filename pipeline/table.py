@@ -173,16 +173,12 @@ def from_columns(
   columns = time, device, stage, microbatch
   least = 0, 0, lowest, lowest
   for what, column, low in zip(Task._fields[:4], columns, least, strict=True):
-    wrong = np.flatnonzero(column < low)
-    if len(wrong):
-      i = wrong[0]
+    for i in np.flatnonzero(column < low):
       raise ScheduleError(
         f"{what} {column[i]} of '{action[i]}' (slot {time[i]}, device"
         f" {device[i]}) must not be negative"
       )
-  alone = np.flatnonzero((stage < 0) != (microbatch < 0))
-  if len(alone):
-    i = alone[0]
+  for i in np.flatnonzero((stage < 0) != (microbatch < 0)):
     raise ScheduleError(
       f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
       f" and microbatch {microbatch[i]}: give both, or -1 for both"

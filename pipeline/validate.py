@@ -11,7 +11,6 @@ from asgd import checks
 from pipeline import table as table_lib
 from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
-TRANSFERS = ("buffered", "rendezvous")
 _AROUND = 12  # slots shown on either side of a mark
 _MOST_DEVICES = 16  # shown
 
@@ -63,7 +62,7 @@ def validate(
     ScheduleError: with the reason and the table around the cell.
     ValueError: for an argument that is not one of those above.
   """
-  checks.one_of("transfers", transfers, TRANSFERS)
+  checks.one_of("transfers", transfers, ("buffered", "rendezvous"))
   if max_in_flight is not None and max_in_flight < 1:
     raise ValueError(
       f"max_in_flight must be positive, or None, not {max_in_flight!r}"
@@ -81,10 +80,9 @@ def validate(
   if trains:
     _check_batches(schedule, where)
     if max_in_flight is not None:
-      over = np.flatnonzero(in_flight(schedule) > max_in_flight)
       limit = f"{max_in_flight + 1} in flight on its device; {max_in_flight=}"
-      if len(over):
-        _fail(schedule, f"{{}} makes {limit}", over[0])
+      for row in np.flatnonzero(in_flight(schedule) > max_in_flight):
+        _fail(schedule, f"{{}} makes {limit}", row)
   if transfers == "rendezvous":
     _check_rendezvous(schedule, where)
   return schedule
@@ -143,9 +141,8 @@ def _check_doubles(schedule):
     _, first, inverse = np.unique(
       _keys(schedule, at), return_index=True, return_inverse=True
     )
-    doubles = np.flatnonzero(first[inverse] != np.arange(len(at)))
-    if len(doubles):
-      row, other = at[doubles[0]], at[first[inverse[doubles[0]]]]
+    for double in np.flatnonzero(first[inverse] != np.arange(len(at))):
+      row, other = at[double], at[first[inverse[double]]]
       _fail(schedule, "{} was done before, as {}", row, other)
 
 
@@ -179,13 +176,13 @@ def _check_forwards(schedule):
 def _check_complete(schedule, where):
   """Every backward is there, on the device of its forward."""
   for name, table in (("B or I", where.backward), ("B or W", where.weight)):
-    for stage, microbatch in np.argwhere(table < 0)[:1]:
+    for stage, microbatch in np.argwhere(table < 0):
       there = [t[stage, microbatch] for t in where]
       why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
       _fail(schedule, why, *[row for row in there if row >= 0])
   device = schedule.device
   for table in (where.backward, where.weight):
-    for at in np.argwhere(device[table] != device[where.forward])[:1]:
+    for at in np.argwhere(device[table] != device[where.forward]):
       row, forward = table[tuple(at)], where.forward[tuple(at)]
       why = f"{{}} is not on the device of its forward ({device[forward]})"
       _fail(schedule, why, row, forward)
@@ -202,7 +199,7 @@ def _check_order(schedule, where, trains):
     split = where.weight != where.backward
     needs.append((where.weight[split], where.backward[split]))
   for later, earlier in needs:
-    for at in np.argwhere(schedule.time[later] <= schedule.time[earlier])[:1]:
+    for at in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
       row, other = later[tuple(at)], earlier[tuple(at)]
       _fail(schedule, "{} needs {}, which is not done before", row, other)
 
@@ -220,9 +217,8 @@ def _check_batches(schedule, where):
   shape = schedule.stages, count // every, every
   forward = schedule.time[where.forward].reshape(shape)
   done = schedule.time[where.weight].reshape(shape).max(2)
-  wrong = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
-  if len(wrong):
-    stage, batch, at = wrong[0]
+  early = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
+  for stage, batch, at in early:
     mine = where.weight[stage, batch * every : (batch + 1) * every]
     last = mine[np.argmax(schedule.time[mine])]
     row = where.forward[stage, (batch + 1) * every + at]
