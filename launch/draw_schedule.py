@@ -31,7 +31,7 @@ from typing import Any
 from asgd import names
 from asgd.experiment import storage
 from launch import flags
-from pipeline import analyze, drawing, files, render, schedules, spans, validate
+from pipeline import analyze, render, schedules, spans, validate
 from pipeline import table as table_lib
 from pipeline.table import Schedule, ScheduleError
 
@@ -154,10 +154,10 @@ def _free(folder: Path) -> Path:
   return folder
 
 
-def _write(folder: Path, drawn: drawing.Drawing) -> str:
+def _write(folder: Path, drawn: render.Drawing) -> str:
   """Writes the files; says where they are."""
   perfetto = render.perfetto(drawn.table, drawn.facts.timing, drawn.measured)
-  texts = {**drawing.texts(drawn), "trace.json": storage.to_json(perfetto)}
+  texts = {**render.texts(drawn), "trace.json": storage.to_json(perfetto)}
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in texts.items():
     storage.write_atomically(folder / name, text)
@@ -186,7 +186,7 @@ def _make(schedule, table, options, costs, own) -> Schedule:
     raise ValueError(
       f"--table has all that --{next(iter(options))} says; drop one of them"
     )
-  return files.read(Path(table))
+  return table_lib.read(Path(table))
 
 
 def main(
@@ -211,16 +211,16 @@ def main(
     validate.validate(plan, **limits)
     run, cost = None, None
     if given["measured"] is not None:
-      run = spans.from_json(files.read_text(Path(given["measured"])))
-      cost = None if costs or own else spans.costs(plan, run)
+      run = spans.from_json(table_lib.read_text(Path(given["measured"])))
+      cost = None if costs or own else analyze.measured_costs(plan, run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)
     weights = given["weights"]
     if weights is None:
       weights = "latest" if plan.flush else _WEIGHTS.get(plan.name, "stash")
     facts = analyze.analyze(plan, cost, weights=weights)
-    picture = drawing.Drawing(plan, facts, weights, run)
-    description = drawing.describe(picture)
+    picture = render.Drawing(plan, facts, weights, run)
+    description = render.describe(picture)
   except ScheduleError as error:
     reason, _, grid = str(error).partition("\n")
     if grid:  # its columns need their line ends

@@ -7,22 +7,16 @@ depends on the order alone.
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from asgd import base, checks
+from pipeline import spans as spans_lib
+from pipeline import table as table_lib
 from pipeline import validate as validate_lib
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  KNOWN,
-  WEIGHT,
-  Schedule,
-  ScheduleError,
-)
+from pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
 _MOST = 1e30  # time of a task
@@ -41,12 +35,7 @@ class Costs(NamedTuple):
   own: Mapping[str, float]  # actions of the user
 
 
-COST_OF = {
-  FORWARD: "forward",
-  BACKWARD: "backward",
-  INPUT: "input",
-  WEIGHT: "weight",
-}
+COST_OF = dict(zip(KNOWN, Costs._fields[:4], strict=True))  # action -> field
 
 
 def costs(
@@ -89,7 +78,8 @@ def costs(
       raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
-  for name, value in {"overlap": overlap, **(own or {})}.items():
+  own = dict(own or {})
+  for name, value in {"overlap": overlap, **own}.items():
     if name in KNOWN:
       raise ValueError(
         f"own={name!r} is no action of the user's own: give forward, backward,"
@@ -97,32 +87,41 @@ def costs(
       )
     if value is not None:
       column(name, value, 0)
-  between = max(stages - 1, 0)
-  inputs = column("input", input, stages)
-  weights = column("weight", weight, stages)
-  both = inputs + weights if backward is None else backward
+  if backward is None:
+    backward = column("input", input, stages) + column("weight", weight, stages)
   back = transfer if transfer_back is None else transfer_back
-  return Costs(
-    *(column("forward", forward, stages), column("backward", both, stages)),
-    *(inputs, weights, column("transfer", transfer, between)),
-    column("transfer_back", back, between),
-    *(overlap, dict(own or {})),
+  values = forward, backward, input, weight, transfer, back
+  lengths = [stages] * 4 + [max(stages - 1, 0)] * 2
+  return Costs(*map(column, Costs._fields, values, lengths), overlap, own)
+
+
+def measured_costs(
+  schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
+) -> Costs:
+  """Returns the costs of a plan that knows how long its tasks take: of each
+  stage's actions, and of the user's own, the median. Transfers take nothing,
+  and blocks the sum of their tasks; what a run took longer is not its tasks.
+  """
+  run = spans_lib.measured(schedule, spans)
+  took = run.end - run.start
+
+  def median(mine):
+    return float(np.median(took[mine])) if mine.any() else 0.0
+
+  def column(action):
+    mine = run.action == action
+    return [median(mine & (run.stage == s)) for s in range(schedule.stages)]
+
+  own = sorted(set(run.action.tolist()) - set(KNOWN))
+  return costs(
+    schedule.stages,
+    **{name: column(action) for action, name in COST_OF.items()},
+    own={action: median(run.action == action) for action in own},
   )
 
 
-class Timing(NamedTuple):
-  """When tasks run."""
-
-  start: np.ndarray  # float[T]
-  end: np.ndarray  # float[T]
-
-
-def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
-  """Returns float[T]: how long each task takes by itself.
-
-  Raises:
-    ValueError: for costs of another number of stages.
-  """
+def _durations(schedule, cost):
+  """float[T]: how long each task takes by itself."""
   if len(cost.forward) != schedule.stages:
     raise ValueError(
       f"costs are of {len(cost.forward)} stages, and {schedule.name} has"
@@ -137,7 +136,7 @@ def durations(schedule: Schedule, cost: Costs) -> np.ndarray:
   return out
 
 
-def times(schedule: Schedule, cost: Costs) -> Timing:
+def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   """Returns when each task of a valid table runs, as soon as it can.
 
   A transfer between devices takes its time and keeps neither of them busy. In a
@@ -145,18 +144,14 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
   all replicas of its stage; the update itself takes no time.
 
   Raises:
-    ValueError: as `durations`.
+    ValueError: for costs of another number of stages.
   """
-  count = len(schedule.time)
-  own = durations(schedule, cost).tolist()
+  count, every = len(schedule.time), schedule.every
+  own = _durations(schedule, cost).tolist()
   first, second, delay = _needs(schedule, cost)
-  every = schedule.every
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
-  columns = (
-    *(column.tolist() for column in schedule[1:6]),
-    *(first.tolist(), second.tolist(), delay.tolist()),
-  )
+  columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
   free = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
   before = (-1, -1)
@@ -182,7 +177,7 @@ def times(schedule: Schedule, cost: Costs) -> Timing:
     if flush and action in (BACKWARD, WEIGHT):
       key = stage, batch // every
       updated[key] = max(updated[key], end[row])
-  return Timing(np.array(start), np.array(end))
+  return spans_lib.Timing(np.array(start), np.array(end))
 
 
 def _needs(schedule, cost):
@@ -259,7 +254,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   shape = schedule.stages, schedule.microbatches
   if (where.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
-  forward, backward, update = (np.empty(shape, np.int64) for _ in range(3))
+  forward, backward, update = np.empty((3, *shape), np.int64)
   done = np.sort(schedule.time[where.weight], axis=1)
   number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), number, 1)
@@ -273,10 +268,8 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
     forward = backward = np.maximum(update - 1, 0)
   elif weights == "vertical":
     forward = backward = np.broadcast_to(latest[:1], shape)
-  early = np.argwhere(forward > latest)
-  if len(early):
-    stage, microbatch = early[0]
-    raise ScheduleError(
+  for stage, microbatch in np.argwhere(forward > latest):
+    raise table_lib.ScheduleError(
       f"{schedule.name}: stage {stage} needs version"
       f" {forward[stage, microbatch]} for microbatch {microbatch} and has made"
       f" {latest[stage, microbatch]}: weights={weights!r} needs more"
@@ -286,40 +279,29 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
-  """Returns how old, in updates, what is read is when it counts.
-
-  Raises:
-    ValueError: as `versions`.
-  """
+  """Returns how old, in updates, what is read is when it counts."""
   read = versions(schedule, weights)
   return Staleness(read.update - read.forward, read.update - read.backward)
 
 
 def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   """Returns int[S]: the most versions of its weights that a stage holds at
-  once, the newest included.
-
-  Raises:
-    ValueError: as `versions`.
-  """
+  once, the newest included."""
   read = versions(schedule, weights)
   where = validate_lib.rows(schedule)
   out = np.ones(schedule.stages, np.int64)
   if weights == "latest" or (where.weight < 0).any():
     return out
+  ends = updates_done(schedule)  # when a version is replaced
   for stage, done in enumerate(schedule.time[where.weight]):
-    reads = read.forward[stage].tolist()
-    # A version that is read later than it is made is kept until then.
-    last = np.zeros(max(reads) + 1, np.int64)
-    np.maximum.at(last, reads, done)
-    slots = np.union1d(schedule.time[where.forward[stage]], done)
-    newest = np.searchsorted(np.sort(done), slots) // schedule.every
-    oldest, needed = 0, last.tolist()
-    for slot, new in zip(slots.tolist(), newest.tolist(), strict=True):
-      while oldest < len(needed) and needed[oldest] < slot:
-        oldest += 1
-      held = 1 + sum(n >= slot for n in needed[oldest:new])
-      out[stage] = max(out[stage], held)
+    # A version that is read later than it is replaced is kept until then.
+    last = np.zeros(ends.shape[1] + 1, np.int64)
+    np.maximum.at(last, read.forward[stage], done)
+    kept = last[:-1] > ends[stage]
+    change = np.zeros(schedule.slots + 1, np.int64)
+    np.add.at(change, ends[stage, kept] + 1, 1)
+    np.add.at(change, last[:-1][kept] + 1, -1)
+    out[stage] += change.cumsum().max()
   return out
 
 
@@ -330,9 +312,6 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   the shards of its server: what a pipeline that stashes weights computes,
   without a pipeline. A microbatch is a job of one worker, and its number names
   its message at every stage.
-
-  Returns:
-    A trace for each stage.
 
   Raises:
     ValueError: as `versions`, for weights that change between forward and
@@ -359,8 +338,7 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
         events += [(j, base.SEND) for j in sends[number // schedule.every]]
       events.append((job, base.RECEIVE))
     jobs, actions = np.array(events, np.int32).T
-    count = len(events)
-    time, worker = np.arange(count, dtype=np.float64), np.zeros(count, np.int32)
+    time, worker = np.arange(len(jobs), dtype=np.float64), np.zeros_like(jobs)
     out.append(base.Trace(time, worker, jobs, jobs, actions.astype(np.int8)))
   return out
 
@@ -377,7 +355,7 @@ class Analysis(NamedTuple):
   weight_versions: np.ndarray  # int[S]
   staleness: Staleness
   sent: np.ndarray  # float[D], transfers made, or bytes
-  timing: Timing
+  timing: spans_lib.Timing
 
 
 def analyze(
@@ -400,48 +378,33 @@ def analyze(
     boundary: float or float[S - 1], what goes from stage s to s + 1, and back.
 
   Raises:
-    ValueError: as `versions` and `costs`.
+    ValueError: as `versions` and `times`.
   """
   cost = costs(schedule.stages) if cost is None else cost
-  if weights is None:
-    weights = "latest" if schedule.flush else "stash"
+  weights = weights or ("latest" if schedule.flush else "stash")
   timing = times(schedule, cost)
-  busy = np.zeros(schedule.devices)
-  own = durations(schedule, cost)
-  if cost.overlap is not None:
-    block = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
-    at = np.flatnonzero(block)
-    own[at], own[at + 1] = cost.overlap, 0.0
-  np.add.at(busy, schedule.device, own)
-  makespan = float(timing.end.max(initial=0.0))
-  total = makespan * schedule.devices
+  run = spans_lib.planned(schedule, timing)
+  use = spans_lib.idle(run, schedule.devices)
   sent = np.zeros(schedule.devices)
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
   pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
   pairs = np.array(pairs, int).reshape(-1, 2)
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
-  return Analysis(
-    makespan,
-    busy,
-    1 - busy.sum() / total if total else 0.0,
-    total / busy.sum() - 1 if busy.sum() else 0.0,
-    makespan - busy,
-    _peaks(schedule, timing, np.asarray(activation, float)),
-    weight_versions(schedule, weights),
-    staleness(schedule, weights),
-    sent,
-    timing,
-  )
+  bubbles = use.makespan, use.busy, use.of_total, use.of_ideal, use.idle
+  peaks = _peaks(schedule, timing, activation)
+  held, stale = weight_versions(schedule, weights), staleness(schedule, weights)
+  return Analysis(*bubbles, peaks, held, stale, sent, timing)
 
 
-def _peaks(schedule, timing, size):
+def _peaks(schedule, timing, activation):
   """The most that devices hold, at any time."""
   begun = schedule.action == FORWARD
   freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
   if not freed.any():
     return out
+  size = np.asarray(activation, float)
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * begun - freed)
   when = np.where(begun, timing.start, timing.end)

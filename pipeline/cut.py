@@ -41,9 +41,8 @@ def cut(
       f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
       f" layer in one stage, not {list(cuts)}"
     )
-  count, recipes = len(cuts) - 1, recipe
-  if isinstance(recipe, algorithms.Recipe):
-    recipes = [recipe] * count
+  count, single = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
+  recipes = [recipe] * count if single else recipe
   if len(recipes) != count:
     raise ValueError(
       f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
@@ -81,9 +80,9 @@ def whole(parts: Sequence[Any]) -> Any:
   parts = [jax.tree.map(np.asarray, part) for part in parts]
   if not isinstance(parts[0], base.Variables):
     return tuple(itertools.chain(*parts))
-  return base.Variables(
-    *(tuple(itertools.chain(*each)) for each in zip(*parts, strict=True))
-  )
+  weights, stats = zip(*parts, strict=True)
+  chain = itertools.chain
+  return base.Variables(tuple(chain(*weights)), tuple(chain(*stats)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,14 +108,8 @@ def extras(
   batch: Callable[[int], base.Batch], root: jax.Array, stages: int
 ) -> Callable[[int, int], Any]:
   """Returns what stages get beside the stage before's output: the batch, at the
-  first and the last, and the microbatch's key, as a worker of `asgd` would have
-  it.
-
-  Args:
-    batch: microbatch -> NumPy arrays. Called once or twice for each.
-    root: key of the run.
-    stages: S.
-  """
+  first and the last (so `batch` is called once or twice for a microbatch), and
+  the microbatch's key of the run's key `root`, as a worker of `asgd` has it."""
 
   @jax.jit
   def key_of(microbatch):

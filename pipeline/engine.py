@@ -23,22 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import simulator
-from asgd.experiment import cells, checkpoint, ray_runtime, storage
-from asgd.experiment.engines import (
-  Column,
-  Context,
-  Died,
-  Engine,
-  EngineKind,
-  Pace,
-  Progress,
-  Snapshot,
-  mean,
-)
+from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
+from asgd.experiment.engines import Column, mean
 from pipeline import analyze, cut, executor, processes, run_plan, spans, table
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
-from pipeline.compiled import PipelineError
+from pipeline.lanes import PipelineError
 from pipeline.run_plan import PipelinePlan
 from pipeline.state import PipelineState
 
@@ -50,13 +40,12 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
   init_key, root = jax.random.split(jax.random.key(seed))
   params = plan.problem.init(init_key)
   batches = plan.problem.batches(seed, 1)
+  ends = zip(plan.parts, itertools.pairwise(plan.cuts), strict=True)
   return {
     "schedule": plan.table,
     "parts": [
       part._replace(params=cut.slice_of(params, first, last))
-      for part, (first, last) in zip(
-        plan.parts, itertools.pairwise(plan.cuts), strict=True
-      )
+      for part, (first, last) in ends
     ],
     "extra": cut.extras(
       lambda microbatch: batches(0, microbatch), root, plan.table.stages
@@ -85,13 +74,11 @@ def _remote_arguments(config, dataset, measurements, cell):
 def _cores(count):
   """Shares of this machine's cores; None if there are not enough."""
   affinity = getattr(os, "sched_getaffinity", lambda process: ())
-  here = sorted(affinity(0))
-  if len(here) < count:
-    return None
-  return [share.tolist() for share in np.array_split(here, count)]
+  shares = np.array_split(sorted(affinity(0)), count)
+  return [share.tolist() for share in shares] if all(map(len, shares)) else None
 
 
-def _in_processes(context: Context) -> processes.Processes:
+def _in_processes(context: engines.Context) -> processes.Processes:
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
   dataset = machine.share(plan.dataset)  # which starts Ray
@@ -101,19 +88,16 @@ def _in_processes(context: Context) -> processes.Processes:
     there = ray.cluster_resources().get("GPU", 0.0)
     _check_gpus(machine.gpus_per_process, count, there)
   run = cells.only(plan.run, context.cell)
+  config = cells.sections_of(run, {"pipeline": PIPELINE})
   make = functools.partial(
-    _remote_arguments,
-    cells.sections_of(run, {"pipeline": PIPELINE}),
-    *(dataset, plan.measurements, context.cell),
+    _remote_arguments, config, dataset, plan.measurements, context.cell
   )
-  return processes.Processes(
-    *(make, plan.table, count),
-    cores=None if machine.address else _cores(count),
-    options={"num_gpus": machine.gpus_per_process},
-  )
+  cores = None if machine.address else _cores(count)
+  gpus = {"num_gpus": machine.gpus_per_process}
+  return processes.Processes(make, plan.table, count, cores=cores, options=gpus)
 
 
-def _in_threads(context: Context) -> executor.Executor:
+def _in_threads(context: engines.Context) -> executor.Executor:
   plan, here = context.plan, jax.local_devices()
   return executor.Executor(
     **_arguments(plan, context.cell.seed, time.perf_counter),
@@ -124,11 +108,8 @@ def _in_threads(context: Context) -> executor.Executor:
 def check_machine(
   experiment: Any, plans: Sequence[PipelinePlan], machine: Any
 ) -> None:
-  """Checks that a machine has what pipelines need, before anything is written.
-
-  Raises:
-    ValueError: naming the flag and the remedy.
-  """
+  """Refuses a machine without what pipelines need, before anything is written:
+  ValueError, naming the flag and the remedy."""
   del experiment
   count = machine.processes
   if count < 0:
@@ -169,15 +150,11 @@ class PipelineRecords(NamedTuple):
   update_norm: np.ndarray  # float32[S, U]
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(engines.Engine):
   """A cell in a pipeline."""
 
-  def __init__(self, context: Context):
-    """Starts the cell, or goes on from its last checkpoint.
-
-    Raises:
-      ValueError: if its stages cannot be compiled or started.
-    """
+  def __init__(self, context: engines.Context):
+    """Starts the cell, or goes on from its last checkpoint."""
     self._plan = plan = context.plan
     self._cell, self._machine = context.cell, context.machine
     self.total, self.quantum = plan.messages, plan.table.every
@@ -186,7 +163,7 @@ class PipelineEngine(Engine):
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
     self._seconds = 0.0
     self._log = spans.SpanLog(plan.table)
-    self._pace = Pace(_SECONDS, 4 * plan.table.stages)
+    self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
       make = _in_processes if self._machine.processes else _in_threads
       self._executor = make(context)
@@ -199,7 +176,7 @@ class PipelineEngine(Engine):
     try:
       yield
     except processes.ProcessDied as error:
-      raise Died(str(error)) from error
+      raise engines.Died(str(error)) from error
     except PipelineError as error:
       if not self._machine.processes:
         raise
@@ -219,13 +196,13 @@ class PipelineEngine(Engine):
 
   def _update(self):
     """Updates that every stage has made."""
-    before = self._state.microbatch // self._plan.table.every
+    before = self._state.microbatch // self.quantum
     return before + int(np.searchsorted(self._updates_done, self._state.slot))
 
   @property
   def done(self) -> int:
     """Microbatches that every stage has learned from."""
-    return self._update() * self._plan.table.every
+    return self._update() * self.quantum
 
   def _slot_of(self, update):
     """The slot before which every stage has made that many updates."""
@@ -233,12 +210,12 @@ class PipelineEngine(Engine):
       return self._plan.table.slots
     return int(self._updates_done[update - 1]) + 1
 
-  def advance(self, until: int) -> Progress:
+  def advance(self, until: int) -> engines.Progress:
     """Trains on: an update of a synchronous schedule, or some slots."""
     flush, slot = self._plan.table.flush, None
     steps = self._pace.begin()
     if not flush:
-      last = self._slot_of(until // self._plan.table.every)
+      last = self._slot_of(until // self.quantum)
       slot = min(self._state.slot + steps, last)
     with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
@@ -252,23 +229,18 @@ class PipelineEngine(Engine):
     for pieces, records in zip(self._pieces, result.records, strict=True):
       pieces.append(records)
     self._log.add(result.spans)
-    broken = np.flatnonzero(~np.isfinite(new))
+    broken, cell = None, self._cell
+    bad = next(itertools.compress(numbers, ~np.isfinite(new)), None)
+    if bad is not None:
+      broken = (
+        f"{cell.name}: the loss of microbatch {bad} is {self._loss[bad]}, with"
+        f" learning rate {self._plan.learning_rate:g}: set a lower"
+        f" --config.runs.{cell.label}.learning_rate, a longer warm-up or"
+        " --config.clip_norm"
+      )
     stale, gap = _delays(result.records)
-    return Progress(
-      loss=new,
-      staleness=mean(stale) if stale.size else None,
-      gap=mean(gap),
-      broken=self._not_finite(numbers[broken[0]]) if len(broken) else None,
-    )
-
-  def _not_finite(self, first):
-    label, rate = self._cell.label, self._plan.learning_rate
-    return (
-      f"{self._cell.name}: the loss of microbatch {first} is"
-      f" {self._loss[first]}, with learning rate {rate:g}: set a lower"
-      f" --config.runs.{label}.learning_rate, a longer warm-up or"
-      " --config.clip_norm"
-    )
+    age = mean(stale) if stale.size else None
+    return engines.Progress(new, age, mean(gap), broken=broken)
 
   def _stage_records(self):
     """What each stage recorded, a row an update."""
@@ -282,20 +254,19 @@ class PipelineEngine(Engine):
     count = min(len(rows.update) for rows in records)
     columns = (
       np.stack([getattr(rows, name)[:count] for rows in records])
-      for name in ("update", "staleness", "gap", "update_norm")
+      for name in PipelineRecords._fields[1:]
     )
     return PipelineRecords(self._loss[: self.done], *columns)
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> engines.Snapshot:
     """Returns the parameters of all stages, on the host."""
     params = cut.whole(self._executor.params(self._state))
     clock = {"seconds": self._seconds}
-    return Snapshot(params, self.done, self._update(), clock)
+    return engines.Snapshot(params, self.done, self._update(), clock)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns losses, staleness and gap of some microbatches."""
-    first = start // self._plan.table.every
-    stale, gap = _delays(self._stage_records(), first)
+    stale, gap = _delays(self._stage_records(), start // self.quantum)
     return {
       "train_loss": mean(self._loss[start:end]),
       "staleness_mean": mean(stale),
@@ -305,11 +276,11 @@ class PipelineEngine(Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the table says of the cell, and what was measured."""
     plan, records, schedule = self._plan, self.records(), self._plan.table
-    costs = self._log.costs()
+    tasks = self._log.spans
+    costs = analyze.measured_costs(schedule, tasks) if tasks else None
     kept = _kept_bytes(plan, self._cell.seed)
-    facts = analyze.analyze(
-      schedule, costs, weights=plan.weights, activation=kept
-    )
+    options = {"weights": plan.weights, "activation": kept}
+    facts = analyze.analyze(schedule, costs, **options)
     return {
       "messages": self.done,
       "updates": self._update(),
@@ -337,7 +308,6 @@ class PipelineEngine(Engine):
     return [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
 
   def _tree(self, servers, messages, on_its_way, records):
-    """The arrays of a checkpoint."""
     return {
       "servers": servers,
       "messages": messages,
@@ -348,12 +318,10 @@ class PipelineEngine(Engine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns the state with all that is on its way, and what was recorded."""
-    schedule = self._plan.table
+    schedule, leaves = self._plan.table, []
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
-    leaves: list[np.ndarray] = []
-    rest = state_lib.to_host(tuple(state[4:]))
-    on_its_way = state_lib.describe(rest, leaves)
+    on_its_way = state_lib.describe(state_lib.to_host(state[4:]), leaves)
     records = self._stage_records()
     tree = self._tree(state.servers, state.messages, leaves, records)
     passes = state.microbatch // schedule.microbatches
@@ -373,9 +341,10 @@ class PipelineEngine(Engine):
       notes, of = saved.notes, self._identity()
       if notes["of"] != of:
         raise ValueError(f"it is of {notes['of']}, not of {of}")
-      empty = [simulator.concatenate([]) for _ in self._plan.parts]
       there = [checkpoint.ANY] * notes["leaves"]
-      records = checkpoint.any_shapes(empty)
+      records = checkpoint.any_shapes(
+        [simulator.concatenate([]) for _ in self._plan.parts]
+      )
       tree = saved.tree(
         self._tree(template.servers, template.messages, there, records)
       )
@@ -383,8 +352,9 @@ class PipelineEngine(Engine):
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
       rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
-      rest = state_lib.with_keys(rest)
-      state = PipelineState(*notes["at"], servers, messages, *rest)
+      state = PipelineState(
+        *notes["at"], servers, messages, *state_lib.with_keys(rest)
+      )
       return state, tree["loss"], tree["records"], notes["seconds"]
 
     restored = context.restore(unpack)
@@ -448,7 +418,7 @@ def _describe_result(result: Mapping[str, Any]) -> str:
   )
 
 
-PIPELINE = EngineKind(
+PIPELINE = engines.EngineKind(
   sections=run_plan.SECTIONS,
   settings="pipeline",
   options=run_plan.options,
@@ -456,7 +426,7 @@ PIPELINE = EngineKind(
   default_recipe="asgd",
   workers=lambda run: (1,),
   check=run_plan.check,
-  devices=run_plan.devices,
+  devices=lambda run: run.config["pipeline"]["stages"],  # or fewer
   plan=run_plan.plan,
   start=PipelineEngine,
   check_machine=check_machine,

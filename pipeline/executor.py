@@ -13,6 +13,7 @@ go on.
 A process may have some of the lanes only; `pipeline.processes` has the others.
 """
 
+import functools
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,16 +21,60 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from asgd import base, simulator
 from pipeline import analyze, instructions, validate
+from pipeline import lanes as lanes_lib
+from pipeline import stage as stage_lib
 from pipeline import state as state_lib
-from pipeline.compiled import CompiledProgram, compile_parts
 from pipeline.instructions import UPDATE
-from pipeline.lanes import LaneRun
-from pipeline.stage import Part
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import Schedule
+
+_steps = functools.lru_cache(maxsize=64)(simulator.compile_steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _transform(message):
+  if message is None:
+    return None
+  transform = optax.with_extra_args_support(message)
+  return optax.GradientTransformationExtraArgs(
+    jax.jit(transform.init), jax.jit(transform.update)
+  )
+
+
+def _compile_parts(parts, extra, here):
+  """Compiles each stage that has a lane in this process, from shapes."""
+  out, x = [], ()
+  for index, part in enumerate(parts):
+    for leaf in jax.tree.leaves(base.weights_of(part.params)):
+      if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise ValueError(
+          f"stage {index} has parameters of dtype {leaf.dtype}, which have no"
+          " gradient: make them constants of its fn, or give them by extra"
+        )
+    inputs, compiled = extra(index, 0), None
+    try:
+      if here[index]:
+        compiled = stage_lib.compile_stage(part.fn, part.params, x, inputs)
+        x = compiled.y
+      else:
+        x = jax.eval_shape(part.fn, part.params, x, inputs)[0]
+    except Exception as error:
+      raise lanes_lib.PipelineError(
+        f"stage {index} cannot be compiled: {error}"
+      ) from error
+    steps, message = _steps(part.server, None), _transform(part.message)
+    out.append(lanes_lib.CompiledPart(compiled, steps, message))
+  scalar = getattr(x, "shape", None) == ()
+  if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(
+      "the last stage must return its loss, float[], not"
+      f" {jax.tree.map(lambda s: f'{s.dtype}{list(s.shape)}', x)}"
+    )
+  return tuple(out)
 
 
 class Executor:
@@ -38,7 +83,7 @@ class Executor:
   def __init__(
     self,
     schedule: Schedule,
-    parts: Sequence[Part],
+    parts: Sequence[stage_lib.Part],
     extra: Callable[[int, int], Any],
     *,
     devices: Sequence[jax.Device] | None = None,
@@ -58,44 +103,42 @@ class Executor:
         the stage before's output: examples at the first, labels at the last,
         keys. Called by many threads.
       devices: D, or as many as lanes that are here; None is the first ones.
-      weights: of which version a backward is, as in `analyze.versions`; None is
-        "latest" for a synchronous schedule and "stash" for another.
+      weights: as in `analyze.analyze`.
       recompute: keep a stage's input instead of what its backward needs, and
         run its forward again; with "latest" weights, those of now.
-      together: updates of a synchronous schedule are made at the end of each
-        batch, and what they ask of `sharding.total` is of all stages, such as
-        the norm that `sharding.clip_by_global_norm` clips to. Otherwise each
-        stage makes its own, with its own norm.
+      together: make the updates of a synchronous schedule at the end of each
+        batch, with norms (`sharding.total`) of all stages. Otherwise each stage
+        makes its own, with its own norm.
       own: the user's actions: device -> anything.
       clock: seconds, for spans; without it there are none.
       elsewhere: lanes that another process has -> their queues: `put` takes
-        (key, value). What they make for a lane that is here is to be put
-        into its queue in `inboxes`. None is that all are here.
+        (key, value). What these lanes make for a lane that is here is to be
+        put into its queue in `inboxes`. None is that all are here.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
     own = own or {}
-    _check(schedule, self.parts, own)
+    _check_parts(schedule, self.parts, own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
     self.inboxes = queues = None
     if elsewhere is not None:
       self.inboxes = {lane: queue.SimpleQueue() for lane in lanes}
       queues = {**elsewhere, **self.inboxes}
-    if weights is None:
-      weights = "latest" if schedule.flush else "stash"
+    weights = weights or ("latest" if schedule.flush else "stash")
     program = instructions.write(
       schedule, analyze.versions(schedule, weights), together=together
     )
     self.places = program.places
     here = [any(d in self.devices for d in each) for each in self.places]
-    self.compiled = compile_parts(self.parts, extra, here)
+    self.compiled = _compile_parts(self.parts, extra, here)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
-    self._compiled = CompiledProgram(
-      *(program, self.compiled, self.devices, queues, extra, own),
-      *(recompute, clock, clock is not None or on_cpu),
+    waits = clock is not None or on_cpu
+    placed = program, self.compiled, self.devices, queues
+    self._compiled = lanes_lib.CompiledProgram(
+      *placed, extra, own, recompute, clock, waits
     )
 
   def start(self) -> PipelineState:
@@ -113,12 +156,8 @@ class Executor:
     return self._with_first_tickets(0, servers, messages)
 
   def again(self, state: PipelineState) -> PipelineState:
-    """Returns the state from which the table can be obeyed once more, with the
-    microbatches that follow.
-
-    Raises:
-      ValueError: if the table is not done.
-    """
+    """Returns the state from which the table, which is done (else ValueError),
+    can be obeyed once more, with the microbatches that follow."""
     if state.slot != self.schedule.slots:
       raise ValueError(
         f"the table is at slot {state.slot} of {self.schedule.slots}: run it to"
@@ -133,11 +172,8 @@ class Executor:
 
   def place(self, state: PipelineState) -> PipelineState:
     """Puts a state that was read from a checkpoint on the devices that it is
-    for; of one that is whole, what is for the lanes here.
-
-    Raises:
-      ValueError: for a state that is not of this table, or not whole.
-    """
+    for; of one that is whole, what is for the lanes here. A state that is not
+    of this table, or not whole, is a ValueError."""
     self._check(state)
     compiled = self._compiled
     fields = {field: {} for field in PipelineState._fields[3:]}
@@ -163,7 +199,7 @@ class Executor:
         else:
           self._compiled.queues[lane].put((("w", *key), ticket))
     return PipelineState(
-      *(0, microbatch, tuple(servers), messages, tickets, {}, {}, {}, {})
+      0, microbatch, tuple(servers), messages, tickets, {}, {}, {}, {}
     )
 
   def params(self, state: PipelineState) -> list[Any]:
@@ -186,7 +222,7 @@ class Executor:
     until = check_until(self.schedule, state.slot, until)
     if self.inboxes is None:  # of one in parts, the rest may not have arrived
       self._check(state)
-    return LaneRun(self._compiled, state, until).result()
+    return lanes_lib.LaneRun(self._compiled, state, until).result()
 
   def _check(self, state):
     messages = {
@@ -198,7 +234,7 @@ class Executor:
     state_lib.check(state, self._compiled.program, messages)
 
 
-def _check(schedule, parts, own):
+def _check_parts(schedule, parts, own):
   """Refuses parts and actions that are not those of the table."""
   validate.validate(schedule)
   if len(parts) != schedule.stages:
@@ -231,7 +267,6 @@ def _check(schedule, parts, own):
 
 
 def _devices(devices, count):
-  """The devices of so many lanes."""
   if devices is None:
     here = jax.local_devices()
     if len(here) < count:
@@ -248,10 +283,7 @@ def _devices(devices, count):
 
 def check_until(schedule: Schedule, slot: int, until: int | None) -> int:
   """Returns the slot before which a run from `slot` is to stop; None: all.
-
-  Raises:
-    ValueError: if that is no slot from `slot` to the end of the table.
-  """
+  Raises ValueError unless that is a slot from `slot` to the table's end."""
   if until is None:
     return schedule.slots
   whole = isinstance(until, (int, np.integer)) and not isinstance(until, bool)

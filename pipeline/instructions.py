@@ -38,40 +38,38 @@ class Program(NamedTuple):
   schedule: Schedule
   together: bool  # as in `write`
   lanes: tuple[list[Instruction], ...]  # D, by slot
-  slots: tuple[list[int], ...]  # D, of the instructions
   places: list[list[int]]  # S, devices of each stage's replicas
   where: validate.TableRows
   order: np.ndarray  # int[S, M], as of `analyze.update_order`
   versions: analyze.Versions
-  reads: dict[TicketKey, list[int]]  # slots after which one read less follows
+  last_reads: dict[TicketKey, int]  # slots after which a ticket is not read
   readers: dict[tuple[int, int], list[int]]  # (stage, version) -> replicas
 
   def of_lane(self, lane: int, first: int, until: int) -> list[Instruction]:
     """Returns what a lane does from slot `first` on, before slot `until`."""
-    slots = self.slots[lane]
-    start = bisect.bisect_left(slots, first)
-    return self.lanes[lane][start : bisect.bisect_left(slots, until)]
+    start, end = (
+      bisect.bisect_left(self.lanes[lane], slot, key=lambda op: op.slot)
+      for slot in (first, until)
+    )
+    return self.lanes[lane][start:end]
 
-  def reads_left(self, ticket: TicketKey, slot: int) -> int:
-    """Returns how often a ticket is read from that slot on."""
-    slots = self.reads[ticket]
-    return len(slots) - bisect.bisect_left(slots, slot)
+  def tickets_of(self, op: Instruction) -> list[TicketKey]:
+    """Returns the tickets that the forward and the backward of an instruction's
+    microbatch read."""
+    at = op.stage, op.microbatch
+    reads = self.versions.forward, self.versions.backward
+    return [(op.stage, int(version[at]), op.replica) for version in reads]
 
 
 def write(
   schedule: Schedule, versions: analyze.Versions, *, together: bool = False
 ) -> Program:
-  """Returns the program of a table that is valid.
+  """Returns the program of a valid table in which all microbatches have a
+  backward.
 
-  Args:
-    schedule: the table; every microbatch has a backward.
-    versions: of the weights that its tasks read.
-    together: a batch's updates of all stages are made at its end, those of a
-      lane in one instruction. Otherwise each is made as soon as it can be.
-
-  Raises:
-    ValueError: if a stage begins a batch before others have ended the one
-      before, and updates are to be together.
+  With `together` a batch's updates of all stages are made at its end, those of
+  a lane in one instruction; this raises ValueError if a stage begins a batch
+  before others have ended the one before.
   """
   where, places = validate.rows(schedule), schedule.places()
   replica = [{d: i for i, d in enumerate(devices)} for devices in places]
@@ -80,44 +78,37 @@ def write(
     mine = replica[stage][device] if action in validate.KNOWN else 0
     lanes[device].append(Instruction(slot, action, stage, microbatch, mine))
   order = analyze.update_order(schedule)
-  reads = collections.defaultdict(list)
+  last_reads: dict[TicketKey, int] = {}
   for stage, owners in enumerate(places):
     rows = where.weight[stage]
     slots, devices = schedule.time[rows], schedule.device[rows]
     for number, microbatch in enumerate(order[stage].tolist()):
       slot = int(slots[microbatch])
       mine = replica[stage][int(devices[microbatch])]
-      update = Instruction(
-        *(slot, UPDATE, stage, microbatch, mine),
-        last=(number + 1) % schedule.every == 0,
-        group=number // schedule.every,
+      group, at = divmod(number, schedule.every)
+      last = at + 1 == schedule.every
+      lanes[owners[0]].append(
+        Instruction(slot, UPDATE, stage, microbatch, mine, last, group)
       )
-      lanes[owners[0]].append(update)
       for version in (versions.forward, versions.backward):
-        reads[stage, int(version[stage, microbatch]), mine].append(slot)
+        ticket = stage, int(version[stage, microbatch]), mine
+        last_reads[ticket] = max(slot, last_reads.get(ticket, slot))
   if together:
     lanes = _with_updates_together(lanes, schedule, where)
   for lane in lanes:
     lane.sort(key=lambda op: (op.slot, op.kind == UPDATE))
   readers = collections.defaultdict(list)
-  for stage, version, mine in sorted(reads):
+  for stage, version, mine in sorted(last_reads):
     readers[stage, version].append(mine)
-  return Program(
-    *(schedule, together, tuple(lanes)),
-    tuple([op.slot for op in lane] for lane in lanes),
-    *(places, where, order, versions),
-    {ticket: sorted(slots) for ticket, slots in reads.items()},
-    readers,
-  )
+  tables = schedule, together, tuple(lanes), places, where, order, versions
+  return Program(*tables, last_reads, readers)
 
 
 def _with_updates_together(lanes, schedule, where):
   """The lanes with the updates of a batch in one instruction at its end."""
-  begins, ends = (
-    schedule.time[rows].reshape(schedule.stages, -1, schedule.every)
-    for rows in (where.forward, where.weight)
-  )
-  ends = ends.max((0, 2))
+  shape = schedule.stages, -1, schedule.every
+  begins = schedule.time[where.forward].reshape(shape)
+  ends = schedule.time[where.weight].reshape(shape).max((0, 2))
   if not schedule.flush or (begins.min((0, 2))[1:] <= ends[:-1]).any():
     raise ValueError(
       f"{schedule.name} begins a batch before the one before has ended at all"
@@ -126,11 +117,11 @@ def _with_updates_together(lanes, schedule, where):
     )
   out = []
   for lane in lanes:
-    rest = [op for op in lane if not op.last]
     groups = collections.defaultdict(list)
     for op in lane:
       if op.last:
         groups[op.group].append(op._replace(slot=int(ends[op.group])))
+    rest = [op for op in lane if not op.last]
     for first, *others in groups.values():
       rest.append(first._replace(also=tuple(others)))
     out.append(rest)

@@ -9,19 +9,76 @@ what has come and was not needed yet.
 import functools
 import queue
 import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from asgd import base, sharding, simulator
 from asgd import server as server_lib
+from pipeline import stage as stage_lib
 from pipeline import state as state_lib
-from pipeline.compiled import CompiledProgram, PipelineError
-from pipeline.instructions import UPDATE
+from pipeline.instructions import UPDATE, Program, TicketKey
 from pipeline.spans import TaskSpan
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
+
+
+class PipelineError(RuntimeError):
+  """A task failed; its text names stage and microbatch, its cause says why."""
+
+
+class CompiledPart(NamedTuple):
+  """One stage's programs."""
+
+  stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
+  steps: simulator.Steps  # of its server
+  message: optax.GradientTransformationExtraArgs | None
+
+
+class CompiledProgram(NamedTuple):
+  """Compiled stages on the devices of a program's lanes."""
+
+  program: Program
+  parts: tuple[CompiledPart, ...]  # S
+  devices: dict[int, jax.Device]  # of the lanes that are here
+  queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
+  extra: Callable[[int, int], Any]
+  own: Mapping[str, Callable[[int], Any]]  # the user's actions
+  recompute: bool
+  clock: Callable[[], float] | None
+  # Whether a lane waits for what it has started: its own core does the work, or
+  # the time of the work is taken.
+  waits: bool
+
+  def now(self, slot: int = 0) -> float:
+    """Returns the time; without a clock it is that of the slot."""
+    return self.clock() if self.clock else float(slot)
+
+  def settle(self, value: Any) -> None:
+    """Waits for a value, if lanes wait."""
+    if self.waits:
+      jax.block_until_ready(value)
+
+  def homes(self) -> dict[int, jax.Device]:
+    """Returns the devices of the servers that are here, by stage."""
+    lanes = enumerate(places[0] for places in self.program.places)
+    return {s: self.devices[lane] for s, lane in lanes if lane in self.devices}
+
+  def tickets(
+    self, stage: int, version: int, server: base.ServerState
+  ) -> Iterator[tuple[TicketKey, int, base.Ticket]]:
+    """Yields what replicas are sent of a version that they will read: (key,
+    lane, ticket on the lane's device, if that is here)."""
+    for replica in self.program.readers.get((stage, version), ()):
+      ticket = self.parts[stage].steps.send(server, jnp.int32(replica))
+      lane = self.program.places[stage][replica]
+      if lane in self.devices:
+        ticket = jax.device_put(ticket, self.devices[lane])
+      yield (stage, version, replica), lane, ticket
 
 
 class Stop:
@@ -39,19 +96,23 @@ _mean = functools.partial(jax.jit, donate_argnums=0, static_argnums=1)(
 
 
 class _Mail:
-  """What lanes give each other: of each lane here a queue and a box."""
+  """What lanes give each other, tickets among it: of each lane here a queue,
+  and a box for what has come."""
 
-  def __init__(self, compiled, on_their_way):
-    self._compiled = compiled
+  def __init__(self, compiled, state):
+    self._compiled, self._program = compiled, compiled.program
     self._queues = compiled.queues  # which hold something already, perhaps
     if compiled.queues is None:
       self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
     self._boxes = {lane: {} for lane in compiled.devices}
-    for key, value in on_their_way.items():
+    for key, value in state.on_their_way.items():
       self._boxes[self._lane_of(key)][key] = value
+    for key, ticket in state.tickets.items():
+      lane = state_lib.lane_of(self._program, "tickets", key)
+      self._boxes[lane]["w", *key] = ticket
 
   def _lane_of(self, key):
-    return state_lib.lane_of(self._compiled.program, "on_their_way", key)
+    return state_lib.lane_of(self._program, "on_their_way", key)
 
   def _take(self, lane):
     item = self._queues[lane].get()
@@ -60,12 +121,25 @@ class _Mail:
     key, value = item
     self._boxes[lane][key] = value
 
-  def wait(self, lane, key):
-    """Returns what comes from another lane."""
+  def _box_with(self, lane, key):
     box = self._boxes[lane]
     while key not in box:
       self._take(lane)
-    return box.pop(key)
+    return box
+
+  def wait(self, lane, key):
+    return self._box_with(lane, key).pop(key)
+
+  def ticket(self, lane, op, *, backward=False):
+    """Returns the ticket that a microbatch's forward reads, or its backward."""
+    key = "w", *self._program.tickets_of(op)[backward]
+    return self._box_with(lane, key)[key]
+
+  def release(self, lane, op):
+    """Drops the tickets that no microbatch after this one reads."""
+    for key in self._program.tickets_of(op):
+      if self._program.last_reads[key] == op.slot:
+        self._boxes[lane].pop(("w", *key), None)
 
   def give(self, lane, key, value):
     """Moves what a lane has made to the lane that needs it."""
@@ -78,78 +152,174 @@ class _Mail:
     self.post(target, key, value)
 
   def post(self, lane, key, value):
-    """Puts something into a lane's queue."""
     self._queues[lane].put((key, value))
 
   def stop(self):
-    """Tells all lanes that one has failed."""
     for lane in self._compiled.devices:
       self._queues[lane].put(Stop)
 
   def rest(self):
-    """Returns all that nothing has waited for."""
-    out = {}
+    """Returns the tickets and all else that nothing has waited for."""
+    tickets, others = {}, {}
     for lane, box in self._boxes.items():
       while not self._queues[lane].empty():
         self._take(lane)
-      out.update(box)
-    return out
+      for key, value in box.items():
+        if key[0] == "w":
+          tickets[key[1:]] = value
+        else:
+          others[key] = value
+    return {"tickets": tickets, "on_their_way": others}
 
 
-class _Tickets:
-  """The weights that lanes read, each until it is read no more."""
+class LaneRun:
+  """One call of `executor.Executor.run`: from a state to a slot."""
 
-  def __init__(self, compiled, mail, tickets, first):
-    self._program, self._mail, self._first = compiled.program, mail, first
-    self.of_lane = {lane: {} for lane in compiled.devices}
-    for key, ticket in tickets.items():
-      lane = state_lib.lane_of(self._program, "tickets", key)
-      self.of_lane[lane][key] = ticket
-    self._left = {}  # key -> reads that are to come
+  def __init__(
+    self, compiled: CompiledProgram, state: PipelineState, until: int
+  ):
+    self._compiled, self._program = compiled, compiled.program
+    # The state that the lanes change, while they have its mail.
+    changed = ("messages", "sums", "kept", "halves")
+    copies = {field: dict(getattr(state, field)) for field in changed}
+    copies |= {"tickets": {}, "on_their_way": {}}
+    self._state = state._replace(servers=list(state.servers), **copies)
+    self._until, self._losses, self._spans = until, {}, []
+    self._failures: list[PipelineError] = []
+    self._mail = _Mail(compiled, state)
+    self._rows = [[] for _ in compiled.parts]  # of records
+    # What does an instruction of a lane, and returns when it began.
+    self._does = {
+      UPDATE: self._receive,
+      FORWARD: self._forward,
+      **dict.fromkeys((BACKWARD, INPUT), self._backward),
+      WEIGHT: self._weight,
+    }
 
-  def read(self, lane, op, versions):
-    """Returns the ticket that a task reads, which may have to come; `versions`
-    are those of its forward or of its backward."""
-    key = op.stage, int(versions[op.stage, op.microbatch]), op.replica
-    table = self.of_lane[lane]
-    if key not in table:
-      table[key] = self._mail.wait(lane, ("w", *key))
-    return table[key]
-
-  def release(self, lane, op):
-    """Notes that a microbatch has read its tickets."""
-    versions = self._program.versions
-    for read in (versions.forward, versions.backward):
-      key = op.stage, int(read[op.stage, op.microbatch]), op.replica
-      if key not in self._left:
-        self._left[key] = self._program.reads_left(key, self._first)
-      self._left[key] -= 1
-      if not self._left[key]:
-        self.of_lane[lane].pop(key, None)
-
-
-class _Updates:
-  """The servers of the stages that are here, and what they receive."""
-
-  def __init__(self, compiled, mail, tickets, state):
-    self._compiled, self._mail, self._tickets = compiled, mail, tickets
-    self.servers = list(state.servers)
-    self.messages, self.sums = dict(state.messages), dict(state.sums)
-    self._rows = [[] for _ in compiled.parts]
-
-  def records(self):
-    """Returns the records of each stage."""
-    return tuple(
-      simulator.records(
-        [(time, worker, group) for time, worker, group, _ in rows],
-        [row for *_, row in rows],
+  def result(self) -> PipelineResult:
+    """Obeys the program until all lanes are at the last slot; raises the first
+    PipelineError of any lane."""
+    # A context of the caller's thread, which is not that of a lane.
+    x64 = jax.config.jax_enable_x64
+    lanes = [
+      threading.Thread(
+        target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
       )
+      for lane in self._compiled.devices
+    ]
+    for lane in lanes:
+      lane.start()
+    for lane in lanes:
+      lane.join()
+    if self._failures:
+      raise self._failures[0]
+    servers = tuple(self._state.servers)
+    state = self._state._replace(
+      slot=self._until, servers=servers, **self._mail.rest()
+    )
+    records = tuple(
+      simulator.records([row[:3] for row in rows], [row[3] for row in rows])
       for rows in self._rows
     )
+    spans = tuple(sorted(self._spans, key=lambda span: span.start))
+    return PipelineResult(state, self._losses, records, spans)
 
-  def receive(self, lane, op):
-    """Receives a message; the last of an update makes a new version. Returns
-    when it began."""
+  def _obey(self, lane, x64):
+    op = None
+    try:
+      with jax.enable_x64(x64):
+        for op in self._program.of_lane(lane, self._state.slot, self._until):
+          start = self._does.get(op.kind, self._own)(lane, op)
+          if self._compiled.clock:
+            span = lane, op.stage, op.microbatch, op.kind, start
+            self._spans.append(TaskSpan(*span, self._compiled.now()))
+    except _Stopped:
+      pass
+    except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
+      what, slot = "what is to be done", self._state.slot
+      if op is not None:
+        what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+        slot = op.slot
+      failure = PipelineError(
+        f"{what} (device {lane}, slot {slot}) failed:"
+        f" {type(error).__name__}: {error}"
+      )
+      failure.__cause__ = error
+      self._failures.append(failure)
+      self._mail.stop()
+
+  def _own(self, lane, op):
+    start = self._compiled.now()
+    jax.block_until_ready(self._compiled.own[op.kind](lane))
+    return start
+
+  def _forward(self, lane, op):
+    compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
+    x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
+    ticket = self._mail.ticket(lane, op)
+    extra = compiled.extra(stage, self._state.microbatch + number)
+    start = self._compiled.now()
+    y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
+    if compiled.recompute:
+      kept = x, extra
+    self._state.kept[stage, number] = kept, aux
+    if stage == len(compiled.parts) - 1:
+      self._losses[self._state.microbatch + number] = y
+    else:
+      self._compiled.settle(y)
+      self._mail.give(lane, ("x", stage + 1, number), y)
+    return start
+
+  def _weight(self, lane, op):
+    at = op.stage, op.microbatch
+    ticket = self._mail.ticket(lane, op, backward=True)
+    (kept, aux), half = self._state.kept.pop(at), self._state.halves.pop(at)
+    start = self._compiled.now()
+    stage = self._compiled.parts[op.stage].stage
+    self._hand_in(lane, op, stage.weight(ticket.params, kept, half), aux)
+    return start
+
+  def _backward(self, lane, op):
+    whole, at = self._compiled, (op.stage, op.microbatch)
+    stage, number = at
+    compiled = whole.parts[stage].stage
+    if stage == len(whole.parts) - 1:
+      gy = [np.ones((), compiled.y.dtype)]
+    else:
+      gy = self._mail.wait(lane, ("g", stage, number))
+    params = self._mail.ticket(lane, op, backward=True).params
+    kept, aux = self._state.kept[at]
+    start = self._compiled.now()
+    if op.kind == INPUT:
+      if whole.recompute:
+        kept = compiled.forward(params, *kept)[2]
+        self._state.kept[at] = kept, aux
+      gx, self._state.halves[at] = compiled.input(params, kept, gy)
+    else:
+      del self._state.kept[at]
+      if whole.recompute:
+        gradient, gx = compiled.recompute(params, *kept, gy)
+      else:
+        gradient, gx = compiled.backward(params, kept, gy)
+    if stage:
+      self._compiled.settle(gx)
+      self._mail.give(lane, ("g", stage - 1, number), gx)
+    if op.kind == BACKWARD:
+      self._hand_in(lane, op, gradient, aux)
+    return start
+
+  def _hand_in(self, lane, op, gradient, aux):
+    """Gives a gradient to the stage's server, with the forward's ticket."""
+    self._compiled.settle(gradient)
+    ticket = self._mail.ticket(lane, op)
+    if isinstance(gradient, base.Variables):
+      gradient = gradient._replace(stats=aux)
+    key = "m", op.stage, op.microbatch
+    self._mail.give(lane, key, (gradient, ticket))
+    self._mail.release(lane, op)
+
+  def _receive(self, lane, op):
+    """Receives a message; the last of an update makes a new version."""
     ops, parts = (op, *op.also), self._compiled.parts
     # Waits for the last that comes before the clock is looked at.
     messages = [
@@ -167,30 +337,31 @@ class _Updates:
     else:
       results = [parts[op.stage].steps.receive(*arguments[0])]
     for each, (server, row) in zip(ops, results, strict=True):
-      self._publish(lane, each, server, row)
+      self._publish(each, server, row)
     return start
 
   def _arguments(self, op, message, ticket):
     """What a server is to receive; None before all of an update are there."""
     stage, every = op.stage, self._compiled.program.schedule.every
     if every > 1:
-      if stage in self.sums:
+      if stage in self._state.sums:
+        total, oldest = self._state.sums.pop(stage)
         message, ticket = server_lib.gather(
-          *(*self.sums.pop(stage), message, ticket), add=_add
+          total, oldest, message, ticket, add=_add
         )
       if not op.last:
-        self.sums[stage] = message, ticket
+        self._state.sums[stage] = message, ticket
         return None
       message = _mean(message, every)
     transform = self._compiled.parts[stage].message
     if transform:
-      key = stage, op.replica
-      weights, self.messages[key] = transform.update(
-        *(base.weights_of(message), self.messages[key]),
-        base.weights_of(ticket.params),
+      states, key = self._state.messages, (stage, op.replica)
+      params = base.weights_of(ticket.params)
+      weights, states[key] = transform.update(
+        base.weights_of(message), states[key], params
       )
       message = base.with_weights(message, weights)
-    return self.servers[stage], ticket, message, np.float32(0)
+    return self._state.servers[stage], ticket, message, np.float32(0)
 
   def _receive_together(self, lane, ops, arguments):
     """Receives what stages of several lanes have to add up to know."""
@@ -217,183 +388,11 @@ class _Updates:
       ordered = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(ordered),)
 
-  def _publish(self, lane, op, server, row):
+  def _publish(self, op, server, row):
     """Keeps a new version, and sends it to the lanes that read it."""
     self._compiled.settle(server.params)
-    self.servers[op.stage] = server
-    time = self._compiled.now(op.slot)
+    self._state.servers[op.stage] = server
+    time, version = self._compiled.now(op.slot), op.group + 1
     self._rows[op.stage].append((time, op.replica, op.group, row))
-    for key, target, ticket in self._compiled.tickets(
-      op.stage, op.group + 1, server
-    ):
-      if target == lane:
-        self._tickets.of_lane[lane][key] = ticket
-      else:
-        self._mail.post(target, ("w", *key), ticket)
-
-
-class LaneRun:
-  """One call of `executor.Executor.run`: from a state to a slot."""
-
-  def __init__(
-    self, compiled: CompiledProgram, state: PipelineState, until: int
-  ):
-    self._compiled, self._program = compiled, compiled.program
-    self._first, self._until = state.slot, until
-    self._offset = state.microbatch
-    self._kept, self._halves = dict(state.kept), dict(state.halves)
-    self._losses, self._spans = {}, []
-    self._failures: list[PipelineError] = []
-    self._mail = _Mail(compiled, state.on_their_way)
-    self._tickets = _Tickets(compiled, self._mail, state.tickets, self._first)
-    self._updates = _Updates(compiled, self._mail, self._tickets, state)
-    self._does = {
-      UPDATE: self._updates.receive,
-      FORWARD: self._forward,
-      **dict.fromkeys((BACKWARD, INPUT), self._backward),
-      WEIGHT: self._weight,
-    }
-
-  def result(self) -> PipelineResult:
-    """Obeys the program; returns when all lanes are at the last slot.
-
-    Raises:
-      PipelineError: the first of any lane.
-    """
-    # A context of the caller's thread, which is not that of a lane.
-    x64 = jax.config.jax_enable_x64
-    lanes = [
-      threading.Thread(
-        target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
-      )
-      for lane in self._compiled.devices
-    ]
-    for lane in lanes:
-      lane.start()
-    for lane in lanes:
-      lane.join()
-    if self._failures:
-      raise self._failures[0]
-    on_their_way = self._mail.rest()
-    tickets = {}
-    for table in self._tickets.of_lane.values():
-      tickets |= table
-    for key in [key for key in on_their_way if key[0] == "w"]:
-      tickets[key[1:]] = on_their_way.pop(key)
-    updates = self._updates
-    state = PipelineState(
-      slot=self._until,
-      microbatch=self._offset,
-      servers=tuple(updates.servers),
-      messages=updates.messages,
-      tickets=tickets,
-      sums=updates.sums,
-      on_their_way=on_their_way,
-      kept=self._kept,
-      halves=self._halves,
-    )
-    spans = sorted(self._spans, key=lambda span: span.start)
-    return PipelineResult(state, self._losses, updates.records(), tuple(spans))
-
-  def _obey(self, lane, x64):
-    op = None
-    try:
-      with jax.enable_x64(x64):
-        for op in self._program.of_lane(lane, self._first, self._until):
-          self._do(lane, op)
-    except _Stopped:
-      pass
-    except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
-      what, slot = "what is to be done", self._first
-      if op is not None:
-        what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
-        slot = op.slot
-      failure = PipelineError(
-        f"{what} (device {lane}, slot {slot}) failed:"
-        f" {type(error).__name__}: {error}"
-      )
-      failure.__cause__ = error
-      self._failures.append(failure)
-      self._mail.stop()
-
-  def _do(self, lane, op):
-    start = self._does.get(op.kind, self._own)(lane, op)
-    if self._compiled.clock:
-      end = self._compiled.now()
-      span = TaskSpan(lane, op.stage, op.microbatch, op.kind, start, end)
-      self._spans.append(span)
-
-  def _own(self, lane, op):
-    """Does an action of the user's own; returns when it began."""
-    start = self._compiled.now()
-    jax.block_until_ready(self._compiled.own[op.kind](lane))
-    return start
-
-  def _forward(self, lane, op):
-    """Does a forward; returns when it began."""
-    compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
-    x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
-    ticket = self._tickets.read(lane, op, self._program.versions.forward)
-    extra = compiled.extra(stage, self._offset + number)
-    start = self._compiled.now()
-    y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
-    if compiled.recompute:
-      kept = x, extra
-    self._kept[stage, number] = kept, aux
-    if stage == len(compiled.parts) - 1:
-      self._losses[self._offset + number] = y
-    else:
-      self._compiled.settle(y)
-      self._mail.give(lane, ("x", stage + 1, number), y)
-    return start
-
-  def _weight(self, lane, op):
-    """Does a backward of weights; returns when it began."""
-    at = op.stage, op.microbatch
-    ticket = self._tickets.read(lane, op, self._program.versions.backward)
-    (kept, aux), half = self._kept.pop(at), self._halves.pop(at)
-    start = self._compiled.now()
-    stage = self._compiled.parts[op.stage].stage
-    self._hand_in(lane, op, stage.weight(ticket.params, kept, half), aux)
-    return start
-
-  def _backward(self, lane, op):
-    """Does a backward, of the inputs at least; returns when it began."""
-    whole, at = self._compiled, (op.stage, op.microbatch)
-    stage, number = at
-    compiled = whole.parts[stage].stage
-    if stage == len(whole.parts) - 1:
-      gy = [np.ones((), compiled.y.dtype)]
-    else:
-      gy = self._mail.wait(lane, ("g", stage, number))
-    ticket = self._tickets.read(lane, op, self._program.versions.backward)
-    params = ticket.params
-    kept, aux = self._kept[at]
-    start = self._compiled.now()
-    if op.kind == INPUT:
-      if whole.recompute:
-        kept = compiled.forward(params, *kept)[2]
-        self._kept[at] = kept, aux
-      gx, self._halves[at] = compiled.input(params, kept, gy)
-    else:
-      del self._kept[at]
-      if whole.recompute:
-        gradient, gx = compiled.recompute(params, *kept, gy)
-      else:
-        gradient, gx = compiled.backward(params, kept, gy)
-    if stage:
-      self._compiled.settle(gx)
-      self._mail.give(lane, ("g", stage - 1, number), gx)
-    if op.kind == BACKWARD:
-      self._hand_in(lane, op, gradient, aux)
-    return start
-
-  def _hand_in(self, lane, op, gradient, aux):
-    """Gives a gradient to the stage's server, with the forward's ticket."""
-    self._compiled.settle(gradient)
-    ticket = self._tickets.read(lane, op, self._program.versions.forward)
-    if isinstance(gradient, base.Variables):
-      gradient = gradient._replace(stats=aux)
-    key = "m", op.stage, op.microbatch
-    self._mail.give(lane, key, (gradient, ticket))
-    self._tickets.release(lane, op)
+    for key, lane, ticket in self._compiled.tickets(op.stage, version, server):
+      self._mail.post(lane, ("w", *key), ticket)

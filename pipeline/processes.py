@@ -25,6 +25,9 @@ is what an Executor of the same arguments does, to the bit.
 """
 
 import contextlib
+import functools
+import itertools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,18 +37,13 @@ import numpy as np
 
 from pipeline import executor
 from pipeline import state as state_lib
-from pipeline.compiled import PipelineError
-from pipeline.lanes import Stop
+from pipeline.lanes import PipelineError, Stop
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import Schedule
 
 _CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
 _PATIENCE = 20.0  # seconds for the others to stop after one has failed
 _OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-
-Make = Callable[[], Mapping[str, Any]]
-"""() -> arguments of `executor.Executor`, in a process that has JAX running:
-schedule, parts, extra, and any other but devices and elsewhere."""
 
 
 class ProcessDied(PipelineError):
@@ -69,11 +67,10 @@ class _Away:
 
   def put(self, item):
     """Sends (key, value); if the lane is to stop, the driver tells it."""
-    if item is Stop:
-      return
-    key, value = item
-    value = state_lib.to_host(value)
-    self._sent.append(self._actor.put.remote(self._lane, key, value))
+    if item is not Stop:
+      key, value = item
+      value = state_lib.to_host(value)
+      self._sent.append(self._actor.put.remote(self._lane, key, value))
 
   def settle(self):
     """Waits until all that was put has arrived; no lane is at work."""
@@ -83,29 +80,18 @@ class _Away:
     self._sent.clear()
 
 
-class StageProcess:
+class _StageProcess:
   """What an actor does: some lanes of a table."""
 
-  def __init__(self, lanes: Sequence[int], cores: Sequence[int] | None):
-    """Prepares; `open` begins.
-
-    Args:
-      lanes: those that are here.
-      cores: that this process keeps to; None is any. It must be known before
-        JAX starts its threads.
-    """
+  def __init__(self, lanes, cores):
+    # Before JAX starts its threads.
     if cores is not None and hasattr(os, "sched_setaffinity"):
       os.sched_setaffinity(0, cores)
     self._lanes, self._state = lanes, None
 
-  def open(self, make: Make, actors: Sequence[Any], x64: bool) -> None:
-    """Starts JAX and compiles the stages of the lanes that are here.
-
-    Args:
-      make: the arguments of the executor.
-      actors: D; that of each lane.
-      x64: as `jax.config.jax_enable_x64` of the driver.
-    """
+  def open(self, make, actors, x64):
+    """Starts JAX and compiles the stages of the lanes that are here; `actors`
+    are those of each lane."""
     jax.config.update("jax_enable_x64", x64)
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
@@ -121,52 +107,50 @@ class StageProcess:
       elsewhere=self._away,
     )
 
-  def put(self, lane: int, key: Any, value: Any) -> None:
+  def put(self, lane, key, value):
     """Takes what another process has made for a lane."""
     device = self._executor.devices[lane]
     # A copy: what came is Ray's memory, and may be donated here.
     value = jax.tree.map(lambda x: jax.device_put(np.array(x), device), value)
     self._executor.inboxes[lane].put((key, value))
 
-  def forget(self) -> None:
+  def forget(self):
     """Drops what was on its way to lanes that are here."""
     for inbox in self._executor.inboxes.values():
       while not inbox.empty():
         inbox.get()
 
-  def start(self) -> None:
-    """Begins anew."""
+  def start(self):
     self._enter(self._executor.start())
 
-  def again(self) -> None:
-    """Begins the table once more."""
+  def again(self):
     self._enter(self._executor.again(self._state))
 
-  def run(self, until: int) -> tuple[Any, Any, Any]:
-    """Obeys the lanes up to a slot; returns losses, records and spans."""
+  def run(self, until):
+    """Returns losses, records (None of stages elsewhere) and spans."""
     result = self._executor.run(self._state, until)
     self._enter(result.state)
     losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
-    return losses, result.records, result.spans
+    pairs = zip(result.state.servers, result.records, strict=True)
+    return losses, [server and rows for server, rows in pairs], result.spans
 
-  def stop(self) -> None:
+  def stop(self):
     """Ends a run: another process has failed."""
     for inbox in self._executor.inboxes.values():
       inbox.put(Stop)
 
-  def fetch(self) -> PipelineState:
+  def fetch(self):
     """Returns its part of the state. All runs have returned."""
     # What has arrived since is in the inboxes: a run of nothing takes it in.
     slot = self._state.slot
     self._state = self._executor.run(self._state, slot).state
     return state_lib.to_host(self._state)
 
-  def place(self, state: PipelineState) -> None:
+  def place(self, state):
     """Takes its part of a whole state."""
     self._state = self._executor.place(state_lib.with_keys(state))
 
-  def params(self) -> list[Any]:
-    """Returns the parameters of the stages that are here, None for others."""
+  def params(self):
     return state_lib.to_host(self._executor.params(self._state))
 
   def _enter(self, state):
@@ -184,7 +168,7 @@ class Processes:
 
   def __init__(
     self,
-    make: Make,
+    make: Callable[[], Mapping[str, Any]],
     schedule: Schedule,
     count: int,
     *,
@@ -194,13 +178,13 @@ class Processes:
     """Starts the processes. Ray has been started.
 
     Args:
-      make: called in each process, see `Make`; it travels there by Ray's own
-        pickling.
+      make: gives arguments of `executor.Executor`, but devices and elsewhere.
+        It is called in each process, where it comes by Ray's own pickling.
       schedule: the table, the same that `make` gives.
       count: processes; each has D / count lanes in a row, some one more.
       cores: of each process; None leaves that to the system.
-      options: of each actor, such as num_gpus; see `ray.remote`. By default
-        Ray reserves no core and spreads them over machines.
+      options: of each actor, of `ray.remote`. By default Ray reserves no core
+        and spreads actors over machines.
 
     Raises:
       ValueError: for a count that is not from 1 to D, or that `cores` does not
@@ -228,19 +212,13 @@ class Processes:
     self.lanes = [
       lanes.tolist() for lanes in np.array_split(np.arange(devices), count)
     ]
-    actor = ray.remote(StageProcess).options(
+    actor = ray.remote(_StageProcess).options(
       **{**_OPTIONS, **(options or {}), "max_concurrency": _CALLS}
     )
-    self._actors = [
-      actor.remote(lanes, cores[index] if cores else None)
-      for index, lanes in enumerate(self.lanes)
-    ]
+    self._actors = list(map(actor.remote, self.lanes, cores or [None] * count))
     self._broken, self._serial = None, 0
-    of_lane = [
-      self._actors[index]
-      for index, lanes in enumerate(self.lanes)
-      for _ in lanes
-    ]
+    pairs = zip(self._actors, self.lanes, strict=True)
+    of_lane = [actor for actor, lanes in pairs for _ in lanes]
     try:
       self._all("open", make, of_lane, bool(jax.config.jax_enable_x64))
     except BaseException:
@@ -279,13 +257,12 @@ class Processes:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
         cause = error.cause
+        what = 2, f"{process} failed: {type(cause).__name__}: {cause}"
         if isinstance(cause, PipelineError):
-          reasons.append((1, str(cause)))
+          what = 1, str(cause)
         elif isinstance(cause, self._ray.exceptions.RayError):
-          reasons.append((3, f"{process} cannot reach another"))
-        else:
-          what = f"{type(cause).__name__}: {cause}"
-          reasons.append((2, f"{process} failed: {what}"))
+          what = 3, f"{process} cannot reach another"
+        reasons.append(what)
       except self._ray.exceptions.RayActorError:
         reasons.append((0, f"{process} has died"))
       except self._ray.exceptions.RayError as error:  # it does not answer
@@ -312,27 +289,17 @@ class Processes:
     return self._new_state(0, 0)
 
   def run(self, state: RemoteState, until: int | None = None) -> PipelineResult:
-    """As `Executor.run`; losses are NumPy's.
-
-    Raises:
-      PipelineError: if a task failed; `ProcessDied` if a process did. All stop.
-      ValueError: for a state that is no longer held, or a slot that the table
-        has not, or that is before that of the state.
-    """
+    """As `Executor.run`; losses are NumPy's. Raises ProcessDied if a process
+    died, and ValueError for a state that is no longer held."""
     self._check(state)
     until = executor.check_until(self.schedule, state.slot, until)
-    losses, records, spans = {}, [None] * self.schedule.stages, []
-    homes = [places[0] for places in self.schedule.places()]
-    answers = self._all("run", until)
-    for lanes, answer in zip(self.lanes, answers, strict=True):
-      losses |= answer[0]
-      spans += answer[2]
-      for stage, home in enumerate(homes):
-        if home in lanes:
-          records[stage] = answer[1][stage]
-    spans.sort(key=lambda span: span.start)
-    state = self._new_state(until, state.microbatch)
-    return PipelineResult(state, losses, tuple(records), tuple(spans))
+    losses, records, spans = zip(*self._all("run", until), strict=True)
+    return PipelineResult(
+      self._new_state(until, state.microbatch),
+      functools.reduce(operator.or_, losses),
+      _of_stages(records),
+      tuple(sorted(itertools.chain(*spans), key=lambda span: span.start)),
+    )
 
   def again(self, state: RemoteState) -> RemoteState:
     """As `Executor.again`."""

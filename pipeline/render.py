@@ -1,4 +1,5 @@
-"""Draws a table with its times: text, a picture, tracks for Perfetto.
+"""Draws a table with its times: text, a picture, tracks for Perfetto, and what
+it costs in words. The numbers are from `pipeline.analyze`.
 
 A run that was measured is drawn beside its plan, in the same tracks.
 """
@@ -7,15 +8,17 @@ import collections
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from asgd import text_table
 from asgd import tracks as tracks_lib
+from pipeline import analyze
 from pipeline import spans as spans_lib
-from pipeline.analyze import Timing
-from pipeline.spans import TaskSpan
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, label
+from pipeline import table as table_lib
+from pipeline.spans import TaskSpan, Timing
+from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
 # Text.
 
@@ -49,7 +52,7 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   blocks = collections.defaultdict(list)  # (device, start, end) -> names
   for device, _, microbatch, action, start, end in run.rows():
     if end > start:
-      blocks[device, start, end].append(label(action, microbatch))
+      blocks[device, start, end].append(table_lib.label(action, microbatch))
   makespan = float(run.end.max(initial=0.0))
   needed = [
     len("&".join(names)) / (end - start)
@@ -70,10 +73,107 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
 def _fit(names, room):
   """The most of the names that there is room for."""
   bare = [name.rstrip("0123456789") for name in names]
-  for text in ("&".join(names), "&".join(bare), bare[0]):
-    if len(text) <= room:
-      return text
-  return ""
+  texts = "&".join(names), "&".join(bare), bare[0], ""
+  return next(text for text in texts if len(text) <= room)
+
+
+# Words.
+
+_WIDE = 160  # columns of times in a file
+
+
+class Drawing(NamedTuple):
+  """A table, its times under some costs, and what they come to."""
+
+  table: Schedule
+  facts: analyze.Analysis
+  weights: str  # that tasks read, of `analyze.WEIGHTS`
+  measured: list[TaskSpan] | None = None
+
+
+def _range(values):
+  """`3` or `2-3`."""
+  low, high = int(values.min()), int(values.max())
+  return f"{low}" if low == high else f"{low}-{high}"
+
+
+def describe(drawing: Drawing) -> str:
+  """Returns what a table costs: bubbles, memory and staleness, by device and by
+  stage, and beside them those of a measured run."""
+  table, facts, weights, measured = drawing
+  total = facts.makespan or 1.0
+  kind = "a flush after each" if table.flush else "no flush"
+  head = ["", "busy", "idle", "bubble", "peak activations", "sent"]
+  rows = [
+    [f"device {d}", f"{busy:.6g}", f"{idle:.6g}", f"{idle / total:.1%}"]
+    + [f"{facts.peak_activations[d]:.6g}", f"{facts.sent[d]:.6g}"]
+    for d, (busy, idle) in enumerate(zip(facts.busy, facts.idle, strict=True))
+  ]
+  devices = text_table.format_table(head, rows)
+  # From there on the pipeline is full, and staleness does not change.
+  steady = slice(table.microbatches // 2, None)
+  head = ["", "devices", "weight versions", "stale forward", "stale backward"]
+  rows = [
+    [
+      f"stage {stage}",
+      ",".join(map(str, places)),
+      str(facts.weight_versions[stage]),
+      *(_range(ages[stage, steady]) for ages in facts.staleness),
+    ]
+    for stage, places in enumerate(table.places())
+  ]
+  text = (
+    f"{table.name}: {table.stages} stages on {table.devices} devices,"
+    f" {table.microbatches} microbatches, {table.every} in an update, {kind}\n"
+    f"makespan  {facts.makespan:.6g}\n"
+    f"bubble    {facts.bubble_of_total:.1%} of the total (idle / devices x"
+    " makespan)\n"
+    f"          {facts.bubble_of_ideal:.1%} of the ideal (idle / busy)\n\n"
+    f"{devices}\n{text_table.format_table(head, rows)}\n"
+    "sent: activations and gradients to other devices; weights:"
+    f" {weights}; stale: updates since\nthey were read, in the later half of"
+    " the microbatches\n"
+  )
+  if measured is not None:
+    text += f"\n{_describe_measured(table, facts, measured)}"
+  return text
+
+
+def _describe_measured(table, facts, measured):
+  """The plan's bubbles beside those of the measured run."""
+  tasks = spans_lib.measured(table, measured)
+  plan = spans_lib.idle(spans_lib.planned(table, facts.timing), table.devices)
+  run = spans_lib.idle(tasks, table.devices)
+  head = ["", "planned idle", "measured", "planned bubble", "measured"]
+  rows = [
+    [f"device {d}", f"{plan.idle[d]:.5g}", f"{run.idle[d]:.5g}"]
+    + [f"{plan.bubble[d]:.1%}", f"{run.bubble[d]:.1%}"]
+    for d in range(table.devices)
+  ]
+  rows += [
+    ["of the total", "", "", f"{plan.of_total:.1%}", f"{run.of_total:.1%}"],
+    ["of the ideal", "", "", f"{plan.of_ideal:.1%}", f"{run.of_ideal:.1%}"],
+  ]
+  planned, done = (np.isin(of.action, KNOWN).sum() for of in (table, tasks))
+  missing = ""
+  if planned > done:
+    missing = f"{planned - done} tasks of the table were not measured\n"
+  return (
+    f"makespan  {plan.makespan:.6g} planned, {run.makespan:.6g} measured\n"
+    f"{missing}\n{text_table.format_table(head, rows)}"
+  )
+
+
+def texts(drawing: Drawing) -> dict[str, str]:
+  """Returns the table and its analysis as contents of files, by their names."""
+  table = drawing.table
+  grid = to_text(table, drawing.facts.timing, columns=_WIDE)
+  return {
+    "grid.txt": table_lib.to_text(table),
+    "analysis.txt": f"{grid}\n{describe(drawing)}",
+    "schedule.csv": table_lib.to_csv(table),
+    "schedule.json": table_lib.to_json(table) + "\n",
+  }
 
 
 # Tracks.
@@ -85,9 +185,6 @@ def perfetto(
   """Returns the content of a JSON file for Perfetto: a track for each device. A
   unit of the costs is shown as a second. A run that was measured has tracks of
   the same names below those of the plan.
-
-  Raises:
-    ValueError: as `spans.measured`.
   """
   runs = _runs(schedule, timing, measured)
   tracks = tracks_lib.Tracks(dict(enumerate(runs, 1)))
@@ -102,7 +199,7 @@ def perfetto(
       track = f"device {device}" + (f", beside {lane}" if lane else "")
       tid = tracks.tid(pid, track, 100 * device + lane)
       args = {"stage": stage, "microbatch": microbatch, "action": action}
-      title = label(action, microbatch)
+      title = table_lib.label(action, microbatch)
       events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
   return tracks_lib.document(tracks.ordered(events))
 
@@ -144,13 +241,8 @@ def gantt(
 ) -> None:
   """Draws a row for each device: tasks in the colour of their action, paler for
   later stages, with the number of their microbatch where there is room. Bubbles
-  are white, and in numbers on the right.
-
-  Args:
-    schedule: the table.
-    timing: its times.
-    *paths: files, PNG or SVG by their names.
-    measured: a run of the table, drawn below the plan in each row.
+  are white, and in numbers on the right. A run that was measured is drawn below
+  the plan in each row. `paths` are files, PNG or SVG by their names.
 
   Raises:
     ValueError: as `spans.measured`.
@@ -175,7 +267,11 @@ def gantt(
   idle = [spans_lib.idle(run, schedule.devices) for run in runs.values()]
   end = max(part.makespan for part in idle) or 1.0
   room = width / end, height / schedule.devices
-  colours = _colours(runs.values())
+  actions = {action for run in runs.values() for action in run.action.tolist()}
+  others = sorted(actions - _COLOURS.keys())
+  others = dict(zip(others, itertools.cycle(_OTHER_COLOURS)))
+  every = {**_COLOURS, **others}.items()
+  colours = {action: colour for action, colour in every if action in actions}
   for place, run in enumerate(runs.values()):
     bars = _bars(run, place, len(runs))
     _draw(axes, run, bars, colours, schedule.stages, room)
@@ -187,15 +283,6 @@ def gantt(
       svg = path.suffix == ".svg"
       metadata = {"Date": None} if svg else {"Software": None}
       figure.savefig(path, dpi=110, metadata=metadata)
-
-
-def _colours(runs):
-  actions = {action for run in runs for action in run.action.tolist()}
-  others = zip(
-    sorted(actions - _COLOURS.keys()), itertools.cycle(_OTHER_COLOURS)
-  )
-  known = {a: colour for a, colour in _COLOURS.items() if a in actions}
-  return {**known, **dict(others)}
 
 
 def _bars(run, place, places):
@@ -255,19 +342,14 @@ def _draw(axes, run, bars, colours, stages, room):
     return
   dark = fill @ [0.299, 0.587, 0.114] < 0.6
   wide, high = 72 * room[0] * (right - left), 72 * room[1] * (bottom - top)
+  x, y = (left + right) / 2, (top + bottom) / 2
+  style = {"ha": "center", "va": "center_baseline", "clip_on": True}
   for task, number in enumerate(run.microbatch.tolist()):
     text = str(number)
     size = min(9.0, 0.8 * high[task], (wide[task] - 1) / _LETTER / len(text))
-    if number < 0 or size < 4:
-      continue
-    axes.text(
-      *((left[task] + right[task]) / 2, (top[task] + bottom[task]) / 2, text),
-      ha="center",
-      va="center_baseline",
-      fontsize=size,
-      color="white" if dark[task] else "black",
-      clip_on=True,
-    )
+    if number >= 0 and size >= 4:
+      colour = "white" if dark[task] else "black"
+      axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)
 
 
 def _dress(axes, schedule, idle, end, room):
@@ -305,21 +387,10 @@ def _dress(axes, schedule, idle, end, room):
 def _legend(figure, colours, stages):
   from matplotlib.patches import Patch
 
-  handles = [
-    Patch(color=colour, label=_WORDS.get(action, action))
-    for action, colour in colours.items()
-  ]
+  labels = {_WORDS.get(action, action): c for action, c in colours.items()}
   if stages > 1:
     (pale,) = _paler(["#404040"], _PALEST)
-    handles += [
-      Patch(color="#404040", label="stage 0"),
-      Patch(color=pale, label=f"stage {stages - 1}"),
-    ]
-  figure.legend(
-    handles=handles,
-    loc="lower center",
-    ncols=len(handles),
-    frameon=False,
-    fontsize=9,
-    handlelength=1.0,
-  )
+    labels |= {"stage 0": "#404040", f"stage {stages - 1}": pale}
+  handles = [Patch(color=c, label=label) for label, c in labels.items()]
+  style = {"loc": "lower center", "frameon": False, "handlelength": 1.0}
+  figure.legend(handles=handles, ncols=len(handles), fontsize=9, **style)

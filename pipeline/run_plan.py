@@ -25,7 +25,8 @@ from asgd import algorithms, base, models, problems, sharding, transforms
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Section, Setting
-from pipeline import analyze, cut, files, schedules
+from pipeline import analyze, cut, schedules
+from pipeline import table as table_lib
 from pipeline.partition import balance, graph, mixed_pipe, pipedream, placement
 from pipeline.stage import Part
 from pipeline.table import Schedule
@@ -33,23 +34,21 @@ from pipeline.table import Schedule
 _MOST_STAGES = 256
 _MOST_MICROBATCHES = 10**6
 _START = 0.1  # of the peak, where a warm-up begins
-_CUTS = ("parameters", "time")
 _LAYERS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _cuts_setting(value: Any, key: str) -> Any:
   """What the cuts balance, or the layers where they are."""
-  if value in _CUTS:
+  if value in ("parameters", "time"):
     return value
-  layers = value
   if isinstance(value, str) and _LAYERS.fullmatch(value):
-    layers = [int(layer) for layer in value.split(",")]
-  if not isinstance(layers, list) or {*map(type, layers)} - {int}:
+    return [int(layer) for layer in value.split(",")]
+  if not isinstance(value, list) or {*map(type, value)} - {int}:
     raise ValueError(
       f"config.{key} must be 'parameters', 'time', or a list of layers from 0"
       f" to their number, not {value!r}"
     )
-  return layers
+  return value
 
 
 def options(section: Mapping[str, Any]) -> Sequence[str]:
@@ -73,8 +72,7 @@ SECTIONS: dict[str, Any] = {
       ),
       # What a backward sees; None: as the schedule has it.
       "weights": Setting(
-        None,
-        checks.optional(checks.choice("latest", "stash", "2bw", "vertical")),
+        None, checks.optional(checks.choice(*analyze.WEIGHTS))
       ),
       # Send weights rolled forward by the stage's staleness.
       "predict": Setting(False, checks.flag),
@@ -129,22 +127,16 @@ class PipelinePlan(NamedTuple):
 
   def describe_partition(self) -> str:
     """Returns which layers a partitioner put where."""
-    stages = zip(
-      itertools.pairwise(self.cuts), self.table.places(), strict=True
-    )
-    said = (
+    ends = itertools.pairwise(self.cuts)
+    stages = (
       f"{first} to {last - 1} on {', '.join(map(str, places))}"
-      for (first, last), places in stages
+      for (first, last), places in zip(ends, self.table.places(), strict=True)
     )
-    return f"{self.run.label}: layers (on devices) {'; '.join(said)}"
+    return f"{self.run.label}: layers (on devices) {'; '.join(stages)}"
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are data.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Checks what can be known before there are data."""
   section, where = run.config["pipeline"], f"config.runs.{run.label}"
   name, wanted = section["schedule"], section["partition"]
   with checks.blame(f"runs.{run.label}"):
@@ -163,17 +155,8 @@ def check(run: Run) -> None:
       )
 
 
-def devices(run: Run) -> int:
-  """Returns how many devices a run's table has, or more."""
-  return run.config["pipeline"]["stages"]
-
-
 def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
-  """Builds table and stages of a run, checking that they fit the model.
-
-  Raises:
-    ValueError: naming the key and the remedy.
-  """
+  """Builds table and stages of a run, checking that they fit the model."""
   del workers
   problem = experiment.problem_of(run)
   if problem.pieces is None:
@@ -187,7 +170,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     section |= _placed(experiment, run, problem, shapes)
   # Of a table in a file, only what the run itself says.
   stages = section["stages"]
-  if files.is_file(section["schedule"]):
+  if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
   table = _table(run, section, stages, total)
   with checks.blame(f"runs.{run.label}", tuple(section)):
@@ -205,8 +188,17 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     at = _cuts(experiment, section, table.stages, problem, shapes)
   parts = _parts(experiment, run, section, table, weights, rate, at, shapes)
   return PipelinePlan(
-    *(run, experiment.dataset, problem, table, weights, section["recompute"]),
-    *(peak, rate, total, tuple(parts), tuple(at)),
+    run=run,
+    dataset=experiment.dataset,
+    problem=problem,
+    table=table,
+    weights=weights,
+    recompute=section["recompute"],
+    learning_rate=peak,
+    schedule=rate,
+    messages=total,
+    parts=tuple(parts),
+    cuts=tuple(at),
     together=table.flush and run.config["clip_norm"] is not None,
     measurements=experiment.measurements,
   )
@@ -246,7 +238,6 @@ def _table(run, section, stages, total) -> Schedule:
 
 def _parts(experiment, run, section, table, weights, rate, at, shapes):
   """The stages. Runs of the same algorithm share what is compiled of it."""
-  config = run.config
   ahead = [None] * table.stages  # as the recipe has it
   if section["predict"]:
     stale = analyze.staleness(table, weights).forward
@@ -256,11 +247,9 @@ def _parts(experiment, run, section, table, weights, rate, at, shapes):
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipes = [_recipe(run, rate, *kind) for kind in kinds]
     parts = cut.cut(experiment.problem_of(run), shapes, at, recipes)
-  same = (
-    *("pipeline", run.recipe, str(run.options), table.every),
-    *(config["learning_rate"], config["clip_norm"]),
-    str(config["learning_rate_schedule"]),
-  )
+  settings = ("learning_rate", "clip_norm", "learning_rate_schedule")
+  given = str([run.options, *(run.config[key] for key in settings)])
+  same = "pipeline", run.recipe, given, table.every
   for stage, kind in enumerate(kinds):
     first = experiment.compiled.setdefault((*same, *kind), parts[stage])
     parts[stage] = parts[stage]._replace(
@@ -328,18 +317,14 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   ends = _ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
   with checks.blame(f"runs.{run.label}"):
-    layers = _profile(problem, shapes).nodes
-    nodes = []
+    layers, nodes = _profile(problem, shapes).nodes, []
     for first, last in itertools.pairwise([0, *ends]):
-      forward, backward = np.sum(seconds[first:last], axis=0).tolist()
-      nodes.append(
-        layers[last - 1]._replace(
-          forward=forward,
-          backward=backward,
-          parameters=sum(node.parameters for node in layers[first:last]),
-          stash=sum(node.stash for node in layers[first:last]),
-        )
-      )
+      group = layers[first:last]
+      took = np.sum(seconds[first:last], axis=0).tolist()
+      sums = dict(zip(("forward", "backward"), took, strict=True))
+      for field in ("parameters", "stash"):
+        sums[field] = sum(getattr(node, field) for node in group)
+      nodes.append(group[-1]._replace(**sums))
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
       result = pipedream.pipedream(chain, count, speed)
@@ -360,28 +345,24 @@ def _profile(problem, params, **measure):
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
   batch = problem.batches(0, 1)(0, 0)
-  x = jax.eval_shape(
-    lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
-  )
   if measure:  # it is run
     x = jax.numpy.asarray(problem.pieces.prepare(batch, key, dtype))
+  else:
+    x = jax.eval_shape(
+      lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
+    )
   return graph.profile(problem.pieces.layers, params, x, key=key, **measure)
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
   """Seconds of each layer, forward and backward: measured here and now, or by
-  the build with which the experiment began.
-
-  Raises:
-    ValueError: if what was measured is not of this model.
-  """
+  the build with which the experiment began."""
   count = len(problem.pieces.layers)
   seconds = experiment.measurements.get("layer_seconds")
   if seconds is None:
-    profile = _profile(
-      *(problem, problem.init(jax.random.key(0))),
-      measure=functools.partial(graph.measure, clock=time.perf_counter),
-    )
+    measure = functools.partial(graph.measure, clock=time.perf_counter)
+    params = problem.init(jax.random.key(0))
+    profile = _profile(problem, params, measure=measure)
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
   with contextlib.suppress(TypeError, ValueError):

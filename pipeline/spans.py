@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze
 from pipeline.table import KNOWN, Schedule
 
 _KEPT = 200_000  # spans of a run, the last ones
@@ -26,6 +25,13 @@ class TaskSpan(NamedTuple):
   action: str
   start: float  # seconds
   end: float
+
+
+class Timing(NamedTuple):
+  """When the tasks of a table run."""
+
+  start: np.ndarray  # float[T]
+  end: np.ndarray  # float[T]
 
 
 class Timeline(NamedTuple):
@@ -54,15 +60,7 @@ class Idle(NamedTuple):
   of_ideal: float  # of all devices: idle / busy
 
 
-class BubbleComparison(NamedTuple):
-  """A plan and what came of it."""
-
-  planned: Idle
-  measured: Idle
-  missing: int  # tasks of the table that were not measured
-
-
-def planned(schedule: Schedule, timing: analyze.Timing) -> Timeline:
+def planned(schedule: Schedule, timing: Timing) -> Timeline:
   """Returns the run that a table and its times say."""
   if len(timing.start) != len(schedule.time):
     raise ValueError(
@@ -73,54 +71,37 @@ def planned(schedule: Schedule, timing: analyze.Timing) -> Timeline:
 
 
 def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
-  """Returns the run that was measured.
-
-  Args:
-    schedule: the table that it obeyed. Actions of the user's own need not be in
-      it.
-    spans: in any order.
+  """Returns the run that was measured, of spans in any order.
 
   Raises:
-    ValueError: for spans that are no times, or no work of this table.
+    ValueError: for spans that are no times, or no work of this table; actions
+      of the user's own need not be in it.
   """
   spans = [TaskSpan(*span) for span in spans]
   if not spans:
     raise ValueError("there is no span: nothing was measured")
   tasks, done = {task[1:] for task in schedule.tasks}, set()
+  devices, name = schedule.devices, schedule.name
   for span in spans:
-    if not 0 <= span.device < schedule.devices:
+    device, stage, microbatch, action, start, end = span
+    why = None
+    if not 0 <= device < devices:
+      why = f": the table {name} has devices 0 to {devices - 1}"
+    elif not (np.isfinite(span[4:]).all() and start <= end):
+      why = f" is from {start!r} to {end!r}: these must be finite, and not fall"
+    elif action in KNOWN and span[:4] not in tasks:
+      why = f" is not in the table {name}: was another one measured?"
+    elif action in KNOWN and span[:4] in done:
+      why = " was measured twice: give the spans of one pass through the table"
+    if why:
       raise ValueError(
-        f"{_describe(span)}: the table {schedule.name} has devices 0 to"
-        f" {schedule.devices - 1}"
-      )
-    if not (np.isfinite(span[4:]).all() and span.start <= span.end):
-      raise ValueError(
-        f"{_describe(span)} is from {span.start!r} to {span.end!r}: these must"
-        " be finite, and not fall"
-      )
-    if span.action not in KNOWN:
-      continue
-    if span[:4] not in tasks:
-      raise ValueError(
-        f"{_describe(span)} is not in the table {schedule.name}: was another"
-        " one measured?"
-      )
-    if span[:4] in done:
-      raise ValueError(
-        f"{_describe(span)} was measured twice: give the spans of one pass"
-        " through the table"
+        f"{action} of stage {stage}, microbatch {microbatch} on device"
+        f" {device}{why}"
       )
     done.add(span[:4])
   columns = [np.array(column) for column in zip(*spans, strict=True)]
   begin = columns[4].min()
   return _sorted(*columns[:4], columns[4] - begin, columns[5] - begin)
-
-
-def _describe(span):
-  return (
-    f"{span.action} of stage {span.stage}, microbatch {span.microbatch} on"
-    f" device {span.device}"
-  )
 
 
 def _sorted(device, stage, microbatch, action, start, end):
@@ -131,75 +112,25 @@ def _sorted(device, stage, microbatch, action, start, end):
 
 def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
-  busy, reach = [0.0] * devices, [0.0] * devices
-  for device, _, _, _, start, end in run.rows():
-    busy[device] += max(end - max(start, reach[device]), 0.0)
-    reach[device] = max(reach[device], end)
-  makespan = float(run.end.max(initial=0.0))
-  work = np.array(busy)
-  left = makespan - work
-  return Idle(
-    *(makespan, work, left, left / (makespan or 1.0)),
-    float(left.sum() / (makespan * devices)) if makespan else 0.0,
-    float(left.sum() / work.sum()) if work.any() else 0.0,
-  )
-
-
-def compare(
-  schedule: Schedule, timing: analyze.Timing, spans: Sequence[TaskSpan]
-) -> BubbleComparison:
-  """Returns the bubbles of a plan beside the measured ones.
-
-  Raises:
-    ValueError: as `measured`.
-  """
-  run = measured(schedule, spans)
-  count = int(np.isin(schedule.action, KNOWN).sum())
-  return BubbleComparison(
-    idle(planned(schedule, timing), schedule.devices),
-    idle(run, schedule.devices),
-    count - int(np.isin(run.action, KNOWN).sum()),
-  )
-
-
-def costs(schedule: Schedule, spans: Iterable[TaskSpan]) -> analyze.Costs:
-  """Returns the costs of a plan that knows how long its tasks take: of each
-  stage's actions, and of the user's own, the median. Transfers take nothing,
-  and blocks the sum of their tasks; what a run took longer is not its tasks.
-
-  Raises:
-    ValueError: as `measured`.
-  """
-  run = measured(schedule, spans)
-  took = run.end - run.start
-
-  def median(mine):
-    return float(np.median(took[mine])) if mine.any() else 0.0
-
-  def column(action):
-    return [
-      median((run.action == action) & (run.stage == stage))
-      for stage in range(schedule.stages)
-    ]
-
-  own = sorted(set(run.action.tolist()) - set(KNOWN))
-  return analyze.costs(
-    schedule.stages,
-    **{name: column(action) for action, name in analyze.COST_OF.items()},
-    own={action: median(run.action == action) for action in own},
-  )
+  makespan, busy = float(run.end.max(initial=0.0)), np.zeros(devices)
+  for device in range(devices):
+    mine = run.device == device
+    start, end = run.start[mine], run.end[mine]
+    reach = np.maximum.accumulate([0.0, *end])[:-1]
+    busy[device] = np.maximum(end - np.maximum(start, reach), 0.0).sum()
+  left = makespan - busy
+  of_total = left.sum() / (makespan * devices) if makespan else 0.0
+  of_ideal = left.sum() / busy.sum() if busy.any() else 0.0
+  bubble = left / (makespan or 1.0)
+  return Idle(makespan, busy, left, bubble, float(of_total), float(of_ideal))
 
 
 class SpanLog:
-  """The last spans of a run that is made in several calls.
-
-  They are kept right after one another: what lies between two calls, such as an
-  evaluation, is no bubble. Of a synchronous schedule those of one pass through
-  the table are kept.
-  """
+  """The last spans of a run that is made in several calls, right after one
+  another: what lies between calls, such as an evaluation, is no bubble. Of a
+  synchronous schedule those of one pass through the table are kept."""
 
   def __init__(self, schedule: Schedule):
-    """Starts with no span; `schedule` is the table that the run obeys."""
     self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
     self._schedule, self._end = schedule, 0.0
     self._busy = self._whole = 0.0  # seconds of all devices
@@ -225,10 +156,6 @@ class SpanLog:
     """Returns idle / total of all calls, NaN before the first."""
     return 1 - self._busy / self._whole if self._whole else float("nan")
 
-  def costs(self) -> analyze.Costs | None:
-    """Returns the costs of tasks, see `costs`; None before the first call."""
-    return costs(self._schedule, self.spans) if self.spans else None
-
 
 def to_json(spans: Iterable[TaskSpan]) -> str:
   """Returns spans as a JSON object; `spans` holds the rows."""
@@ -239,11 +166,7 @@ def to_json(spans: Iterable[TaskSpan]) -> str:
 
 
 def from_json(text: str) -> list[TaskSpan]:
-  """Reads what `to_json` writes.
-
-  Raises:
-    ValueError: if it is not such an object, with the first row that is wrong.
-  """
+  """Reads what `to_json` writes; a ValueError has the first row at fault."""
   try:
     rows = list(json.loads(text)["spans"])
   except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -16,8 +16,6 @@ from pipeline import analyze
 from pipeline.instructions import Program
 from pipeline.spans import TaskSpan
 
-Key = tuple[str, int, int]  # ("x", stage, microbatch), ("g", ...), ("m", ...)
-
 
 class PipelineState(NamedTuple):
   """A run before a slot. Keys are of the table: a checkpoint is this. Of a
@@ -30,7 +28,7 @@ class PipelineState(NamedTuple):
   messages: dict[tuple[int, int], Any]  # (stage, replica), of `Part.message`
   tickets: dict[tuple[int, int, int], base.Ticket]  # stage, version, replica
   sums: dict[int, Any]  # stage -> (sum of messages, oldest ticket)
-  on_their_way: dict[Key, Any]
+  on_their_way: dict[tuple[str, int, int], Any]  # x, g or m, stage, microbatch
   kept: dict[tuple[int, int], Any]  # (stage, microbatch), for the backward
   halves: dict[tuple[int, int], Any]  # the same, between I and W
 
@@ -48,6 +46,7 @@ def keys(program: Program, slot: int) -> dict[str, set]:
   """Returns the keys that the state of the whole table has before a slot: field
   -> keys; of tickets, those that will be read."""
   schedule, where = program.schedule, program.where
+  every = schedule.every
   forward, backward, weight = (schedule.time[rows] for rows in where)
 
   def at(mask, *prefix):
@@ -56,78 +55,61 @@ def keys(program: Program, slot: int) -> dict[str, set]:
   def between(first, last):
     return (first < slot) & (slot <= last)
 
-  activations = np.zeros((schedule.stages, schedule.microbatches), bool)
-  gradients = activations.copy()
+  activations, gradients = np.zeros((2, *forward.shape), bool)
   activations[1:] = between(forward[:-1], forward[1:])
   gradients[:-1] = between(backward[1:], backward[:-1])
-  tickets, sums, messages = _of_updates(program, slot, weight)
-  return {
-    "tickets": tickets,
-    "kept": at(between(forward, weight)),
-    "halves": at(between(backward, weight) & (weight != backward)),
-    "on_their_way": at(activations, "x") | at(gradients, "g") | messages,
-    "sums": sums,
-  }
-
-
-def _of_updates(program, slot, weight):
-  """The keys of tickets, sums and messages of updates that are yet to come."""
-  schedule, every = program.schedule, program.schedule.every
+  on_their_way = at(activations, "x") | at(gradients, "g")
   ends = analyze.updates_done(schedule)  # when versions 1, 2, ... are made
   if program.together:
     ends = np.broadcast_to(ends.max(0), ends.shape)
-  tickets, sums, messages = set(), set(), set()
+  tickets, sums = set(), set()
   for stage, places in enumerate(program.places):
     later = np.flatnonzero(weight[stage] >= slot)
-    rows = program.where.weight[stage]
-    replica = np.searchsorted(places, schedule.device[rows[later]])
+    rows = where.weight[stage, later]
+    replica = np.searchsorted(places, schedule.device[rows])
     before = int(np.searchsorted(ends[stage], slot, "left"))  # versions made
     done = len(weight[stage]) - len(later) - before * every
     if every > 1 and done:
       sums.add(stage)
     if done == every:  # the last message waits for the other stages
       number = (before + 1) * every - 1
-      messages.add(("m", stage, int(program.order[stage, number])))
+      on_their_way.add(("m", stage, int(program.order[stage, number])))
     for read in (program.versions.forward, program.versions.backward):
       version = read[stage, later]
       there = version <= before
       pairs = zip(version[there].tolist(), replica[there].tolist(), strict=True)
       tickets.update((stage, *pair) for pair in pairs)
-  return tickets, sums, messages
+  return {
+    "tickets": tickets,
+    "kept": at(between(forward, weight)),
+    "halves": at(between(backward, weight) & (weight != backward)),
+    "on_their_way": on_their_way,
+    "sums": sums,
+  }
 
 
 def lane_of(program: Program, field: str, key: Any) -> int:
   """Returns the lane that keeps what is at a key of a field of `PipelineState`;
   of `servers` and `sums` the key is the stage."""
-  places, where = program.places, program.where
-  if field in ("servers", "sums"):
-    return places[key][0]
-  if field == "messages":
-    return places[key[0]][0]
-  if field == "tickets":
-    return places[key[0]][key[2]]
-  if field == "on_their_way":
-    kind, stage, _ = key
-    if kind == "m":
+  places, rows = program.places, program.where.forward
+  match field, key:
+    case (("servers" | "sums"), stage):
       return places[stage][0]
-    rows, at = {"x": where.forward, "g": where.backward}[kind], key[1:]
-  else:  # kept, halves
-    rows, at = where.forward, key
-  return int(program.schedule.device[rows[at]])
+    case "messages", (stage, _):
+      return places[stage][0]
+    case "on_their_way", ("m", stage, _):
+      return places[stage][0]
+    case "tickets", (stage, _, replica):
+      return places[stage][replica]
+    case "on_their_way", (kind, *key):
+      rows = rows if kind == "x" else program.where.backward
+  return int(program.schedule.device[rows[tuple(key)]])
 
 
 def check(state: PipelineState, program: Program, messages: set) -> None:
-  """Refuses what is no state of this table: its lanes would wait forever.
-
-  Args:
-    state: of all lanes.
-    program: of the table.
-    messages: (stage, replica) that a `Part.message` has a state of.
-
-  Raises:
-    ValueError: for a state of another table, one that is not whole, or one that
-      a run has consumed.
-  """
+  """Refuses (ValueError) a state of another table, one that is not whole, or
+  one that a run has consumed: its lanes would wait forever. `messages` are the
+  (stage, replica) that a `Part.message` has a state of."""
   table = program.schedule
   if len(state.servers) != table.stages:
     raise ValueError(
@@ -146,8 +128,7 @@ def check(state: PipelineState, program: Program, messages: set) -> None:
     # A version may be held that is read no more.
     if field == "tickets":
       present &= wanted
-    wrong = min(wanted ^ present, default=None)
-    if wrong is not None:
+    for wrong in sorted(wanted ^ present):
       raise ValueError(
         f"before slot {state.slot} of {table.name} a state has"
         f" {'no ' if wrong in present else ''}{field} {wrong}, unlike this one:"
@@ -181,13 +162,14 @@ def with_keys(tree: Any) -> Any:
   """Returns the tree with keys of JAX for its HostKeys, as it was before
   `to_host`; arrays stay NumPy's."""
 
-  def is_host_key(x):
+  def is_key(x):
     return isinstance(x, HostKey)
 
-  def move(x):
-    return jax.random.wrap_key_data(x.data) if is_host_key(x) else x
-
-  return jax.tree.map(move, tree, is_leaf=is_host_key)
+  return jax.tree.map(
+    lambda x: jax.random.wrap_key_data(x.data) if is_key(x) else x,
+    tree,
+    is_leaf=is_key,
+  )
 
 
 _NODES = {n.__name__: n for n in (base.Ticket, base.Variables, HostKey)}

@@ -23,11 +23,11 @@ Index letters in shape comments, here and elsewhere in the package:
 
 import collections
 import csv
-import io
 import json
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -106,17 +106,6 @@ class Schedule(NamedTuple):
       out[stage].append(device)
     return out
 
-  def orders(self) -> list[list[tuple["Task", ...]]]:
-    """Returns the blocks of each device, in their order."""
-    out = [[] for _ in range(self.devices)]
-    for task in self.tasks:
-      blocks = out[task.device]
-      if blocks and blocks[-1][0].time == task.time:
-        blocks[-1] += (task,)
-      else:
-        blocks.append((task,))
-    return out
-
 
 def _count(column):
   return int(column.max()) + 1 if len(column) else 0
@@ -135,8 +124,8 @@ def make(
     name: for people.
     tasks: rows (time, device, stage, microbatch, action).
     every: microbatches of one update.
-    flush: whether forwards of a batch wait until the batch before is updated;
-      a synchronous schedule.
+    flush: whether the schedule is synchronous: the forwards of a batch wait
+      until the batch before is updated.
 
   Raises:
     ScheduleError: for rows that are not such.
@@ -158,7 +147,7 @@ def make(
   *columns, actions = zip(*rows, strict=True) if rows else [()] * 5
   try:
     numbers = [
-      np.array([operator.index(number) for number in column], np.int32)
+      np.array(list(map(operator.index, column)), np.int32)
       for column in columns
     ]
   except (TypeError, OverflowError):
@@ -181,20 +170,15 @@ def from_columns(
   if name != name.strip():  # it could not be read again
     raise ScheduleError("a schedule's name must not begin or end in a space")
   lowest = np.isin(action, KNOWN) - 1
-  for what, column, least in (
-    *(("time", time, 0), ("device", device, 0)),
-    *(("stage", stage, lowest), ("microbatch", microbatch, lowest)),
-  ):
-    wrong = np.flatnonzero(column < least)
-    if len(wrong):
-      i = wrong[0]
+  columns = time, device, stage, microbatch
+  least = 0, 0, lowest, lowest
+  for what, column, low in zip(Task._fields[:4], columns, least, strict=True):
+    for i in np.flatnonzero(column < low):
       raise ScheduleError(
         f"{what} {column[i]} of '{action[i]}' (slot {time[i]}, device"
         f" {device[i]}) must not be negative"
       )
-  alone = np.flatnonzero((stage < 0) != (microbatch < 0))
-  if len(alone):
-    i = alone[0]
+  for i in np.flatnonzero((stage < 0) != (microbatch < 0)):
     raise ScheduleError(
       f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
       f" and microbatch {microbatch[i]}: give both, or -1 for both"
@@ -203,10 +187,8 @@ def from_columns(
   for number, kind in enumerate(KNOWN):
     rank[action == kind] = number
   order = np.lexsort((rank, device, time))
-  return Schedule(
-    *(name, time[order], device[order], stage[order], microbatch[order]),
-    *(action[order], int(every), bool(flush)),
-  )
+  rows = (column[order] for column in (*columns, action))
+  return Schedule(name, *rows, int(every), bool(flush))
 
 
 Step = tuple[str, int, int]  # action, stage, microbatch
@@ -235,8 +217,7 @@ def lay_out(
     for order in orders
   ]
   clock = _Clock(blocks, every, flush)
-  free = [0] * len(blocks)
-  at = [0] * len(blocks)
+  free, at = [0] * len(blocks), [0] * len(blocks)
   rows, moved = [], True
   while moved:
     moved = False
@@ -312,6 +293,7 @@ class _Clock:
 # Forms.
 
 _NAME = re.compile(r"[A-Za-z_]+")
+_HEADING = ("name", "every", "flush")  # fields that are no columns
 # More digits are no number that a table has, and int() would not read them all.
 _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
@@ -338,21 +320,20 @@ def to_text(
   `marks` are (device, slot) -> a character put on either side of that cell.
   """
   own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
-  cells = [[[] for _ in range(schedule.slots)] for _ in range(schedule.devices)]
+  rows = [[""] * schedule.slots for _ in range(schedule.devices)]
   for time, device, stage, microbatch, action in schedule.tasks:
-    cells[device][time].append(_cell(action, stage, microbatch, not own))
-  marks, rows = marks or {}, []
-  for device, row in enumerate(cells):
-    rows.append([])
-    for slot, names in enumerate(row):
-      mark = marks.get((device, slot), "")
-      rows[-1].append(f"{mark}{'&'.join(names) or _IDLE}{mark}")
-  width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = [_title(schedule)]
+    cell = _cell(action, stage, microbatch, not own)
+    before = rows[device][time]
+    rows[device][time] = f"{before}&{cell}" if before else cell
   for device, row in enumerate(rows):
-    padded = map(str.ljust, row, width)
-    number = str(device).rjust(len(str(len(rows) - 1)))
-    lines.append(f"{number} | {' '.join(padded)}".rstrip())
+    for slot, cell in enumerate(row):
+      mark = marks.get((device, slot), "") if marks else ""
+      row[slot] = f"{mark}{cell or _IDLE}{mark}"
+  width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines, digits = [_title(schedule)], len(str(len(rows) - 1))
+  for device, row in enumerate(rows):
+    padded = " ".join(map(str.ljust, row, width))
+    lines.append(f"{device:>{digits}} | {padded}".rstrip())
   return "\n".join(lines) + "\n"
 
 
@@ -365,14 +346,9 @@ _HEAD = re.compile(r"#\s*(.*?); every (\d{1,20})(; flush)?\s*")
 
 
 def from_text(text: str) -> Schedule:
-  """Reads what `to_text` writes.
-
-  Raises:
-    ScheduleError: naming the line that cannot be read.
-  """
-  lines = [
-    (n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-  ]
+  """Reads what `to_text` writes; a ScheduleError names the line at fault."""
+  numbered = enumerate(text.splitlines(), 1)
+  lines = [(number, line) for number, line in numbered if line.strip()]
   if not lines:
     raise ScheduleError("there is no table: the text is empty")
   name, every, flush = _head(*lines[0])
@@ -414,20 +390,13 @@ def _head(number, line):
 
 def to_csv(schedule: Schedule) -> str:
   """Returns the table as CSV, below a line that starts with #."""
-  out = io.StringIO()
-  out.write(f"{_title(schedule)}\n")
-  writer = csv.writer(out, lineterminator="\n")
-  writer.writerow(Task._fields)
-  writer.writerows(schedule.tasks)
-  return out.getvalue()
+  rows = (Task._fields, *schedule.tasks)  # names, which need no quotes
+  lines = [_title(schedule), *(",".join(map(str, row)) for row in rows)]
+  return "\n".join(lines) + "\n"
 
 
 def from_csv(text: str) -> Schedule:
-  """Reads what `to_csv` writes.
-
-  Raises:
-    ScheduleError: naming the line that cannot be read.
-  """
+  """Reads what `to_csv` writes; a ScheduleError names the line at fault."""
   lines = text.splitlines() or [""]
   name, every, flush = _head(1, lines[0])
   try:
@@ -454,26 +423,16 @@ def from_csv(text: str) -> Schedule:
 
 def to_json(schedule: Schedule) -> str:
   """Returns the table as a JSON object; `tasks` holds the rows."""
-  return json.dumps(
-    {
-      "name": schedule.name,
-      "every": schedule.every,
-      "flush": schedule.flush,
-      "columns": Task._fields,
-      "tasks": schedule.tasks,
-    }
-  )
+  document = {name: getattr(schedule, name) for name in _HEADING}
+  rows = {"columns": Task._fields, "tasks": schedule.tasks}
+  return json.dumps({**document, **rows})
 
 
 def from_json(text: str) -> Schedule:
-  """Reads what `to_json` writes.
-
-  Raises:
-    ScheduleError: if it is not such an object.
-  """
+  """Reads what `to_json` writes; raises ScheduleError if it is not that."""
   try:
     document = json.loads(text)
-    name, every, flush = document["name"], document["every"], document["flush"]
+    name, every, flush = (document[key] for key in _HEADING)
     tasks = [tuple(task) for task in document["tasks"]]
     if not isinstance(flush, bool):
       raise TypeError(f"flush must be true or false, not {flush!r}")
@@ -483,3 +442,25 @@ def from_json(text: str) -> Schedule:
       " name, every, flush and tasks"
     ) from None
   return make(name, tasks, every=every, flush=flush)
+
+
+_FORMS = {".txt": from_text, ".csv": from_csv, ".json": from_json}
+
+
+def is_file(name: object) -> bool:
+  """Whether a schedule's name is that of a file."""
+  return isinstance(name, str) and Path(name).suffix.lower() in _FORMS
+
+
+def read(path: Path) -> Schedule:
+  """Reads a table, in the form that the file's name says; else it is text.
+  Raises ValueError or OSError."""
+  return _FORMS.get(path.suffix.lower(), from_text)(read_text(path))
+
+
+def read_text(path: Path) -> str:
+  """Reads a file; raises ValueError if it is no text, or OSError."""
+  try:
+    return path.read_text(encoding="utf-8-sig")  # as some editors write it
+  except UnicodeDecodeError:
+    raise ValueError(f"{path} is no text: not UTF-8") from None

@@ -8,19 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  KNOWN,
-  WEIGHT,
-  Schedule,
-  ScheduleError,
-  Task,
-  to_text,
-)
+from pipeline import table as table_lib
+from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
-TRANSFERS = ("buffered", "rendezvous")
 _AROUND = 12  # slots shown on either side of a mark
 _MOST_DEVICES = 16  # shown
 
@@ -72,13 +62,13 @@ def validate(
     ScheduleError: with the reason and the table around the cell.
     ValueError: for an argument that is not one of those above.
   """
-  checks.one_of("transfers", transfers, TRANSFERS)
+  checks.one_of("transfers", transfers, ("buffered", "rendezvous"))
   if max_in_flight is not None and max_in_flight < 1:
     raise ValueError(
       f"max_in_flight must be positive, or None, not {max_in_flight!r}"
     )
   if not np.isin(schedule.action, KNOWN).any():
-    raise ScheduleError(f"{schedule.name}: there is no task of a stage")
+    _fail(schedule, "there is no task of a stage")
   _check_doubles(schedule)
   _check_blocks(schedule)
   _check_forwards(schedule)
@@ -90,21 +80,23 @@ def validate(
   if trains:
     _check_batches(schedule, where)
     if max_in_flight is not None:
-      _check_in_flight(schedule, max_in_flight)
+      limit = f"{max_in_flight + 1} in flight on its device; {max_in_flight=}"
+      for row in np.flatnonzero(in_flight(schedule) > max_in_flight):
+        _fail(schedule, f"{{}} makes {limit}", row)
   if transfers == "rendezvous":
     _check_rendezvous(schedule, where)
   return schedule
 
 
 def _fail(schedule, why, *marked):
+  """Raises `why`, in which {0}, {1}, ... are the marked rows in words."""
+  why = why.format(*(_describe(schedule, row) for row in marked))
   table = f"\n{_window(schedule, marked)}" if marked else ""
-  raise ScheduleError(f"{schedule.name}: {why}{table}")
+  raise table_lib.ScheduleError(f"{schedule.name}: {why}{table}")
 
 
 def _describe(schedule, row):
-  slot, device, stage, microbatch, action = (
-    column[row] for column in schedule[1:6]
-  )
+  slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
   return (
     f"{action} of stage {stage}, microbatch {microbatch} (device {device}, slot"
     f" {slot})"
@@ -125,16 +117,14 @@ def _window(schedule, marked):
     lowest = max(int(at.min()) - _MOST_DEVICES // 2, 0)
     near &= schedule.device >= lowest
     near &= schedule.device <= max(int(at.max()), lowest + _MOST_DEVICES)
-  columns = {name: getattr(schedule, name)[near] for name in Task._fields}
+  fields = table_lib.Task._fields
+  columns = {name: getattr(schedule, name)[near] for name in fields}
   columns["time"] -= first
-  marks = {
-    (int(schedule.device[row]), int(schedule.time[row]) - first): "!"
-    for row in marked
-  }
+  cells = np.stack([schedule.device, schedule.time - first], 1)[marked]
+  marks = dict.fromkeys(map(tuple, cells.tolist()), "!")
   begins = f"(slots from {first})\n" if first else ""
-  head, *lines = to_text(schedule._replace(**columns), marks).splitlines(
-    keepends=True
-  )
+  text = table_lib.to_text(schedule._replace(**columns), marks)
+  head, *lines = text.splitlines(keepends=True)
   return begins + "".join([head, *lines[lowest:]])
 
 
@@ -151,15 +141,9 @@ def _check_doubles(schedule):
     _, first, inverse = np.unique(
       _keys(schedule, at), return_index=True, return_inverse=True
     )
-    doubles = np.flatnonzero(first[inverse] != np.arange(len(at)))
-    if len(doubles):
-      row, other = at[doubles[0]], at[first[inverse[doubles[0]]]]
-      _fail(
-        schedule,
-        f"{_describe(schedule, row)} was done before, as"
-        f" {_describe(schedule, other)}",
-        *(other, row),
-      )
+    for double in np.flatnonzero(first[inverse] != np.arange(len(at))):
+      row, other = at[double], at[first[inverse[double]]]
+      _fail(schedule, "{} was done before, as {}", row, other)
 
 
 def _check_blocks(schedule):
@@ -170,13 +154,8 @@ def _check_blocks(schedule):
     pair = schedule.action[row], schedule.action[row + 1]
     third = row and same[row - 1]
     if third or pair[0] != FORWARD or pair[1] not in (BACKWARD, INPUT):
-      _fail(
-        schedule,
-        f"{_describe(schedule, row + 1)} while the device does"
-        f" {_describe(schedule, row)}: one task at a time, or one forward and"
-        " one backward",
-        *(row, row + 1),
-      )
+      why = "{} while the device does {}: one task at a time, or one forward"
+      _fail(schedule, f"{why} and one backward", row + 1, row)
 
 
 def _check_forwards(schedule):
@@ -189,37 +168,24 @@ def _check_forwards(schedule):
   gaps = np.flatnonzero(keys != np.arange(len(keys)))
   stage, microbatch = divmod(int(gaps[0]) if len(gaps) else len(keys), count)
   same = (schedule.stage == stage) & (schedule.microbatch == microbatch)
-  _fail(
-    schedule,
-    f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing",
-    *np.flatnonzero(same & np.isin(schedule.action, KNOWN)),
-  )
+  others = np.flatnonzero(same & np.isin(schedule.action, KNOWN))
+  why = f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing"
+  _fail(schedule, why, *others)
 
 
 def _check_complete(schedule, where):
   """Every backward is there, on the device of its forward."""
   for name, table in (("B or I", where.backward), ("B or W", where.weight)):
-    missing = np.argwhere(table < 0)
-    if len(missing):
-      stage, microbatch = missing[0]
+    for stage, microbatch in np.argwhere(table < 0):
       there = [t[stage, microbatch] for t in where]
-      _fail(
-        schedule,
-        f"{name} of stage {stage}, microbatch {microbatch} is missing",
-        *[row for row in there if row >= 0],
-      )
+      why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
+      _fail(schedule, why, *[row for row in there if row >= 0])
   device = schedule.device
   for table in (where.backward, where.weight):
-    moved = np.argwhere(device[table] != device[where.forward])
-    if len(moved):
-      at = tuple(moved[0])
-      row, forward = table[at], where.forward[at]
-      _fail(
-        schedule,
-        f"{_describe(schedule, row)} is not on the device of its forward"
-        f" ({device[forward]})",
-        *(forward, row),
-      )
+    for at in np.argwhere(device[table] != device[where.forward]):
+      row, forward = table[tuple(at)], where.forward[tuple(at)]
+      why = f"{{}} is not on the device of its forward ({device[forward]})"
+      _fail(schedule, why, row, forward)
 
 
 def _check_order(schedule, where, trains):
@@ -233,41 +199,31 @@ def _check_order(schedule, where, trains):
     split = where.weight != where.backward
     needs.append((where.weight[split], where.backward[split]))
   for later, earlier in needs:
-    wrong = np.argwhere(schedule.time[later] <= schedule.time[earlier])
-    if len(wrong):
-      row, other = later[tuple(wrong[0])], earlier[tuple(wrong[0])]
-      _fail(
-        schedule,
-        f"{_describe(schedule, row)} needs {_describe(schedule, other)}, which"
-        " is not done before",
-        *(other, row),
-      )
+    for at in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
+      row, other = later[tuple(at)], earlier[tuple(at)]
+      _fail(schedule, "{} needs {}, which is not done before", row, other)
 
 
 def _check_batches(schedule, where):
   count, every = schedule.microbatches, schedule.every
   if count % every:
-    raise ScheduleError(
-      f"{schedule.name}: {count} microbatches are not a multiple of the"
-      f" {every} of one update: the last {count % every} would never count"
+    _fail(
+      schedule,
+      f"{count} microbatches are not a multiple of the {every} of one update:"
+      f" the last {count % every} would never count",
     )
   if not schedule.flush or count == every:
     return
   shape = schedule.stages, count // every, every
   forward = schedule.time[where.forward].reshape(shape)
   done = schedule.time[where.weight].reshape(shape).max(2)
-  wrong = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
-  if len(wrong):
-    stage, batch, at = wrong[0]
+  early = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
+  for stage, batch, at in early:
     mine = where.weight[stage, batch * every : (batch + 1) * every]
     last = mine[np.argmax(schedule.time[mine])]
     row = where.forward[stage, (batch + 1) * every + at]
-    _fail(
-      schedule,
-      f"{_describe(schedule, row)} is of batch {batch + 1}, and the stage is"
-      f" updated only after {_describe(schedule, last)}: flush first",
-      *(last, row),
-    )
+    why = f"{{}} is of batch {batch + 1}, and the stage is updated only after"
+    _fail(schedule, f"{why} {{}}: flush first", row, last)
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
@@ -282,17 +238,6 @@ def in_flight(schedule: Schedule) -> np.ndarray:
     # What is released is there until the task ends.
     out[mine] = np.cumsum(change[mine]) - np.minimum(change[mine], 0)
   return out
-
-
-def _check_in_flight(schedule, limit):
-  over = np.flatnonzero(in_flight(schedule) > limit)
-  if len(over):
-    _fail(
-      schedule,
-      f"{_describe(schedule, over[0])} makes {limit + 1} in flight on its"
-      f" device; max_in_flight={limit}",
-      over[0],
-    )
 
 
 def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
@@ -336,11 +281,13 @@ def _check_rendezvous(schedule, where):
     rest = ([pair for pair in p if pair not in done] for p in programs)
     stuck = [pairs[0] for pairs in rest if pairs]
     source, target = stuck[0]
+    others = {row for pair in stuck for row in pair} - {source, target}
     _fail(
       schedule,
-      "deadlock, if sends wait for the other side:"
-      f" {_describe(schedule, source)} sends to {_describe(schedule, target)},"
-      " which first waits for something else. Use buffered transfers, or"
-      " exchange in both directions at once",
-      *sorted({row for pair in stuck for row in pair}),
+      "deadlock, if sends wait for the other side: {} sends to {}, which first"
+      " waits for something else. Use buffered transfers, or exchange in both"
+      " directions at once",
+      source,
+      target,
+      *others,
     )

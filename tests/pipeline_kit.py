@@ -41,3 +41,15 @@ def table(*lines, every=2, flush=False):
   """Reads a table that is drawn line by line."""
   head = f"# t; every {every}" + ("; flush" if flush else "")
   return table_lib.from_text("\n".join([head, *lines]))
+
+
+def orders(made):
+  """Returns the blocks of each device of a table, in their order."""
+  out = [[] for _ in range(made.devices)]
+  for task in made.tasks:
+    blocks = out[task.device]
+    if blocks and blocks[-1][0].time == task.time:
+      blocks[-1] += (task,)
+    else:
+      blocks.append((task,))
+  return out

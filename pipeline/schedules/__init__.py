@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from asgd import names
-from pipeline import analyze, files, validate
+from pipeline import analyze, validate
+from pipeline import table as table_lib
 from pipeline.schedules.asynchronous import (
   ftpipe,
   pipedream,
@@ -108,7 +109,7 @@ def describe(name: str) -> Traits:
   Raises:
     ValueError: for an unknown schedule, naming the nearest.
   """
-  if files.is_file(name):
+  if table_lib.is_file(name):
     return Traits(())
   return names.lookup("schedule", name, SCHEDULES).traits
 
@@ -141,7 +142,7 @@ def make(
     ValueError: as `build` and `validate.validate`, and for a table without a
       backward.
   """
-  if files.is_file(name):
+  if table_lib.is_file(name):
     table = _of_file(Path(name), stages, total, batch, every, options)
   else:
     table = _of_maker(name, stages, total, batch, every, options)
@@ -231,7 +232,7 @@ def _of_file(path, stages, total, batch, every, options):
       next(iter(options)), f"is no option: all of the run is in {path}; drop it"
     )
   try:
-    table = validate.validate(files.read(path))
+    table = validate.validate(table_lib.read(path))
   except OSError as error:
     raise OptionError(
       "schedule", f"{path} cannot be read: {error.strerror}"

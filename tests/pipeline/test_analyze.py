@@ -430,7 +430,7 @@ def run_slots(made, cost):
   )
   length = {"F": cost.forward, "B": cost.backward}
   length.update({"I": cost.input, "W": cost.weight})
-  queues = [list(order) for order in made.orders()]
+  queues = [list(order) for order in pipeline_kit.orders(made)]
   free = [0.0] * made.devices
   done, gone = {}, {}
   updated = collections.defaultdict(float)
@@ -559,7 +559,7 @@ def test_times_are_those_of_running_it(made, data):
   busy = np.zeros(made.devices)
   for task, *piece in zip(made.tasks, *found.timing, strict=True):
     assert tuple(piece) == expected[task[4], task[2], task[3]]
-  for device, order in enumerate(made.orders()):
+  for device, order in enumerate(pipeline_kit.orders(made)):
     for block in order:
       start, end = expected[block[0][4], block[0][2], block[0][3]]
       busy[device] += end - start

@@ -128,9 +128,9 @@ def test_what_devices_did_can_be_held_against_the_plan(name, tmp_path):
   table = table_lib.from_csv((place / "schedule.csv").read_text())
   tasks = spans.from_json((place / "spans.json").read_text())
   assert table.tasks == plan_of(exp).table.tasks
-  timing = analyze.times(table, spans.costs(table, tasks))
-  compared = spans.compare(table, timing, tasks)
-  assert compared.missing == 0
+  assert {span[:4] for span in tasks} >= {task[1:] for task in table.tasks}
+  cost = analyze.measured_costs(table, tasks)
+  assert analyze.analyze(table, cost).makespan > 0
   # An update for each microbatch and stage: none is missing, none is twice.
   updates = [span for span in tasks if span.action == "update"]
   assert len(updates) == len(set(updates)) == STAGES * table.microbatches

@@ -17,8 +17,8 @@ from asgd import worker as worker_lib
 from pipeline import analyze, schedules
 from pipeline import stage as stage_lib
 from pipeline import table as table_lib
-from pipeline.compiled import PipelineError
 from pipeline.executor import Executor
+from pipeline.lanes import PipelineError
 from pipeline.stage import Part
 
 LAYERS = models.mlp(5, hidden=(6, 6, 6, 6))

@@ -16,7 +16,8 @@ from asgd.experiment import ray_runtime
 from asgd.experiment.machine import Machine
 from pipeline import engine as engine_lib
 from pipeline import executor, schedules
-from pipeline.compiled import PipelineError
+from pipeline import stage as stage_lib
+from pipeline.lanes import PipelineError
 from pipeline.state import PipelineState
 
 ray = pytest.importorskip("ray")
@@ -69,7 +70,7 @@ def executor_arguments(table, recipe, weights, recompute, mistake=None):
   replicas = max(len(held) for held in table.places())
   rules = algorithms.build(recipe, 0.1, replicas)
   parts = [
-    executor.Part(
+    stage_lib.Part(
       noisy_stage_fn(a, b), params[a:b], rules.server(), rules.message
     )
     for a, b in zip(cuts, cuts[1:], strict=False)

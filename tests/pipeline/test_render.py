@@ -176,9 +176,8 @@ def test_a_run_begins_at_0_and_keeps_its_lengths():
   np.testing.assert_allclose(run.end, 2 * plan.end)
 
 
-def test_compare_by_hand():
+def test_bubbles_of_a_plan_and_a_run_by_hand():
   made = table("0 | F0 . . B0", "1 | . F0 B0 .", every=1)
-  timing = analyze.times(made, analyze.costs(2))
   run = [
     TaskSpan(0, 0, 0, "F", 5.0, 6.0),
     TaskSpan(1, 1, 0, "F", 7.0, 8.0),
@@ -186,36 +185,25 @@ def test_compare_by_hand():
     TaskSpan(0, 0, 0, "B", 11.0, 13.0),
     TaskSpan(0, -1, -1, "update", 12.0, 15.0),  # half of it beside the backward
   ]
-  found = spans.compare(made, timing, run)
-  assert found.planned.makespan == 6 and found.measured.makespan == 10
-  assert found.planned.idle.tolist() == [3, 3]
-  assert found.measured.busy.tolist() == [5, 3]
-  assert found.measured.idle.tolist() == [5, 7]
-  assert found.measured.bubble.tolist() == [0.5, 0.7]
-  assert found.measured.of_total == pytest.approx(12 / 20)
-  assert found.measured.of_ideal == pytest.approx(12 / 8)
-  assert found.missing == 0
-  assert spans.compare(made, timing, run[:2]).missing == 2
-
-
-def test_idle_of_a_plan_is_that_of_the_analysis():
-  for made, cost in (
-    (TABLE, analyze.costs(3, transfer=0.25)),
-    (BLOCKS, analyze.costs(2, overlap=2.5)),
-  ):
-    facts = analyze.analyze(made, cost)
-    found = spans.idle(spans.planned(made, facts.timing), made.devices)
-    np.testing.assert_allclose(found.busy, facts.busy)
-    assert found.makespan == facts.makespan
-    assert found.of_total == pytest.approx(facts.bubble_of_total)
-    assert found.of_ideal == pytest.approx(facts.bubble_of_ideal)
+  facts = analyze.analyze(made)
+  assert facts.makespan == 6 and facts.idle.tolist() == [3, 3]
+  found = spans.idle(spans.measured(made, run), made.devices)
+  assert found.makespan == 10
+  assert found.busy.tolist() == [5, 3]
+  assert found.idle.tolist() == [5, 7]
+  assert found.bubble.tolist() == [0.5, 0.7]
+  assert found.of_total == pytest.approx(12 / 20)
+  assert found.of_ideal == pytest.approx(12 / 8)
+  for measured, said in ((run, ""), (run[:2], "2 tasks of the table were not")):
+    text = render.describe(render.Drawing(made, facts, "stash", measured))
+    assert ("were not measured" in text) == bool(said) and said in text
 
 
 def test_costs_are_the_medians_of_what_was_measured():
   run = spans_of(TABLE, TIMING)
   late = run[0]._replace(end=run[0].end + 50)  # one of stage 0's forwards
   sync = TaskSpan(0, -1, -1, "sync", 0.0, 0.5)
-  cost = spans.costs(TABLE, [late, *run[1:], sync])
+  cost = analyze.measured_costs(TABLE, [late, *run[1:], sync])
   assert cost.forward.tolist() == [2, 2, 2]
   assert cost.backward.tolist() == [4, 4, 4]
   assert cost.own == {"sync": 0.5}
@@ -253,9 +241,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_spans_of_something_else_are_refused(case):
   run, message = REFUSED[case]
-  for call in (spans.compare, render.perfetto):
+  for call in (spans.measured, analyze.measured_costs):
     with pytest.raises(ValueError, match=message):
-      call(TABLE, TIMING, run)
+      call(TABLE, run)
+  with pytest.raises(ValueError, match=message):
+    render.perfetto(TABLE, TIMING, run)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import math
 
 import numpy as np
+import pipeline_kit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def rows(table):
       "&".join(f"{t.action}{t.microbatch}@{t.stage}" for t in block)
       for block in order
     )
-    for order in table.orders()
+    for order in pipeline_kit.orders(table)
   ]
 
 
@@ -193,8 +194,8 @@ def test_dualpipe_as_drawn():
 
 
 def test_dualpipe_v_is_half_of_dualpipe():
-  full = schedules.dualpipe(8, 32).orders()
-  half = schedules.dualpipe_v(4, 16).orders()
+  full = pipeline_kit.orders(schedules.dualpipe(8, 32))
+  half = pipeline_kit.orders(schedules.dualpipe_v(4, 16))
   for device, order in enumerate(half):
     for block, other in zip(order, full[device], strict=True):
       for task, twin in zip(block, other, strict=True):

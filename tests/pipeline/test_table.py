@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pipeline_kit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def test_in_a_block_the_forward_comes_first():
   rows = [(0, 0, 0, 0, a) for a in ("sync", "W", "B", "I", "F")]
   table = table_lib.make("t", rows, every=1, flush=False)
   assert table.action.tolist() == ["F", "B", "I", "W", "sync"]
-  assert table.orders() == [[tuple(table.tasks)]]
+  assert pipeline_kit.orders(table) == [[tuple(table.tasks)]]
 
 
 def test_places_are_the_devices_of_a_stage():
@@ -56,7 +57,7 @@ def test_places_are_the_devices_of_a_stage():
   rows.append((1, 2, -1, -1, "sync"))
   table = table_lib.make("t", rows, every=1, flush=False)
   assert table.places() == [[0, 2], [1]]
-  assert [len(order) for order in table.orders()] == [1, 1, 2]
+  assert [len(order) for order in pipeline_kit.orders(table)] == [1, 1, 2]
 
 
 def test_own_actions_of_a_stage_may_be_anywhere():
@@ -130,7 +131,7 @@ def test_a_block_waits_for_both_of_its_tasks():
     "0 | F0 .  .  F1&B0 .  .  B1",
     "1 | .  F0 B0 .     F1 B1 .",
   ]
-  assert [len(block) for block in table.orders()[0]] == [1, 2, 1]
+  assert [len(block) for block in pipeline_kit.orders(table)[0]] == [1, 2, 1]
 
 
 def test_own_actions_take_their_place_and_wait_for_nothing():

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pipeline_kit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -275,7 +276,9 @@ def runnable(made):
   stages, count = made.stages, made.microbatches
   trains = bool((made.action != "F").any())
   done, device = set(), {}
-  for block in (block for order in made.orders() for block in order):
+  for block in (
+    block for order in pipeline_kit.orders(made) for block in order
+  ):
     actions = "".join(task.action for task in block)
     if len(block) > 1 and actions not in ("FB", "FI"):
       return False
