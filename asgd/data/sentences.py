@@ -112,12 +112,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def split(sentence: str) -> list[str]:
-  """Returns words and signs, in small letters.
-
-  Example:
-    >>> split("It's 3.5!")
-    ['it', "'", 's', '3', '.', '5', '!']
-  """
+  """Returns words and signs, in small letters."""
   return _WORD.findall(sentence.lower())
 
 
@@ -213,16 +208,14 @@ def _load_topics(name, data_dir):
 
 def _prose(manual: str) -> list[str]:
   """Returns the different sentences of a topic, without headings and code."""
-  sentences = {}  # a dict, as an ordered set
-  for paragraph in _PARAGRAPH.split(manual):
-    for sentence in _BETWEEN.split(" ".join(paragraph.split())):
-      if (
-        sentence[:1].isupper()
-        and sentence[-1] in ".!?"
-        and len(split(sentence)) > _SHORTEST
-      ):
-        sentences[sentence] = None
-  return list(sentences)
+  paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(manual))
+  ended = (
+    sentence
+    for paragraph in paragraphs
+    for sentence in _BETWEEN.split(paragraph)
+    if sentence[:1].isupper() and sentence[-1] in ".!?"
+  )
+  return list(dict.fromkeys(s for s in ended if len(split(s)) > _SHORTEST))
 
 
 def _examples(rows: Sequence[tuple]) -> Examples:

@@ -26,7 +26,6 @@ class Blocks:
     self.after, self.before = dict(enumerate(after)), dict(enumerate(before))
 
   def __len__(self) -> int:
-    """Returns the number of blocks."""
     return len(self.members)
 
   def copy(self) -> "Blocks":
@@ -49,8 +48,7 @@ class Blocks:
   def order(self) -> list[int]:
     """Returns the blocks in an order in which they can run."""
     missing = {b: len(self.before[b]) for b in self.members}
-    ready = [b for b, n in missing.items() if not n]
-    heapq.heapify(ready)
+    ready = sorted(b for b, n in missing.items() if not n)  # a heap
     out = []
     while ready:
       block = heapq.heappop(ready)
@@ -98,10 +96,9 @@ class Blocks:
     while merged:
       merged = False
       for a in self.order():
-        if a in self.members and self.merge_first(
-          a, (b for b in sorted(self.after[a]) if may(a, b))
-        ):
-          merged = True
+        if a in self.members:
+          others = [b for b in sorted(self.after[a]) if may(a, b)]
+          merged |= self.merge_first(a, others)
 
   def merge_first(self, block: int, others: Iterable[int]) -> bool:
     """Merges a block with the first of others that closes no cycle."""

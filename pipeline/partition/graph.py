@@ -11,7 +11,6 @@ Index letters in shape comments, here and in the partitioners:
   D  devices
 """
 
-import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, models
+from asgd import base, checks, models
 from asgd.parallel import memory
 
 
@@ -42,11 +41,9 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-  """A tensor that one node makes and another one needs.
-
-  Edges of one source are taken for the same tensor, or parts of it: it is sent
-  once to each stage that needs it, at the size of the largest such edge.
-  """
+  """A tensor that one node makes and another one needs. Edges of one source are
+  the same tensor, or parts of it: it is sent once to each stage that needs it,
+  at the size of the largest such edge."""
 
   source: int
   target: int
@@ -104,7 +101,7 @@ def make(
       )
     number[node.name] = i
     for field in Node._fields[1:-1]:
-      _check_cost(f"{field} of node {node.name!r}", getattr(node, field))
+      checks.nonnegative(f"{field} of node {node.name!r}", getattr(node, field))
 
   def find(end):
     if isinstance(end, str):
@@ -128,7 +125,7 @@ def make(
       raise ValueError(f"the edge from {between} is there twice; add them up")
     size = edge[2] if len(edge) > 2 else None
     size = nodes[source].activation if size is None else size
-    _check_cost(f"bytes from {between}", size)
+    checks.nonnegative(f"bytes from {between}", size)
     cut = bool(edge[3]) if len(edge) > 3 else True
     by_ends[source, target] = Edge(source, target, size, cut)
   ties = []
@@ -136,7 +133,7 @@ def make(
     members = tuple(sorted({find(i) for i in members}))
     if len(members) < 2:
       raise ValueError(f"a tie needs two nodes or more, not {members}")
-    _check_cost(f"bytes of the tie {members}", size)
+    checks.nonnegative(f"bytes of the tie {members}", size)
     least = min(nodes[i].parameters for i in members)
     if size > least:
       raise ValueError(
@@ -146,11 +143,6 @@ def make(
     ties.append(Tie(members, size))
   ordered = tuple(by_ends[ends] for ends in sorted(by_ends))
   return Graph(nodes, ordered, tuple(ties))
-
-
-def _check_cost(name, value):
-  if not (math.isfinite(value) and value >= 0):
-    raise ValueError(f"{name} must be finite and not negative, not {value!r}")
 
 
 def chain(nodes: Iterable[Node]) -> Graph:
@@ -203,13 +195,8 @@ def measure(
   run: Callable[[], object], *, clock: Callable[[], float], repeats: int = 5
 ) -> float:
   """Returns the median time of `run`, which starts a computation and returns
-  its results, in seconds of `clock`. One run before does not count.
-
-  Raises:
-    ValueError: for fewer than one repeat.
-  """
-  if repeats < 1:
-    raise ValueError(f"repeats must be 1 or more, not {repeats!r}")
+  its results, in seconds of `clock`. One run before does not count."""
+  checks.whole("repeats", repeats)
   jax.block_until_ready(run())
   seconds = []
   for _ in range(repeats):
@@ -254,9 +241,8 @@ def profile(
     ValueError: if layers and params differ in number, or for a speed that is
       not positive.
   """
-  for name, value in (("flops", flops), ("bandwidth", bandwidth)):
-    if not value > 0:
-      raise ValueError(f"{name} must be positive, not {value!r}")
+  checks.positive("flops", flops)
+  checks.positive("bandwidth", bandwidth)
   weights = base.weights_of(params)
   if len(weights) != len(layers):
     raise ValueError(
@@ -288,15 +274,12 @@ def profile(
       forward = jax.jit(forward).lower(*args).compile()
       both = jax.jit(both).lower(*args, output).compile()
       if measure is None:
-        times = roofline(forward), roofline(both)
+        seconds, of_both = roofline(forward), roofline(both)
       else:
-        gradient = _array(output)
-        times = (
-          measure(partial(forward, *args)),
-          measure(partial(both, *args, gradient)),
-        )
-      backward = max(times[1] - times[0], 0.0)
-      costs[which] = times[0], backward, _stash(pull, args), forward
+        seconds = measure(partial(forward, *args))
+        of_both = measure(partial(both, *args, _array(output)))
+      backward = max(of_both - seconds, 0.0)
+      costs[which] = seconds, backward, _stash(pull, args), forward
     seconds, backward, stash, forward = costs[which]
     kind = type(layer).__name__
     nodes.append(

@@ -43,7 +43,6 @@ References:
   github.com/saareliad/FTPipe, autopipe/autopipe/model_partitioning/mixed_pipe.
 """
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -84,39 +83,28 @@ def assign(
   memory: float | None = None,
   order: str = "largest_first",
 ) -> tuple[int, ...]:
-  """Puts each item on the device with the least load that has room for it.
+  """Puts each item on the device with the least load that has room for it;
+  returns the device of each.
 
-  If the order of weights does not work out, that of sizes is tried, the bytes
-  of items for the memory of a device. "largest_first" is within 4/3 of
-  the best largest load (Graham 1969), "smallest_first" is what the released
-  code does.
-
-  Returns:
-    The device of each item.
+  "largest_first" is within 4/3 of the best largest load (Graham 1969). If the
+  order of weights does not work out, that of sizes, in bytes, is tried.
 
   Raises:
-    ValueError: for another order, or naming the number of the item for which
-      there is no room.
+    ValueError: naming the number of the item for which there is no room.
   """
   checks.one_of("order", order, ORDERS)
-  sizes = [0.0] * len(weights) if sizes is None else sizes
+  count, largest = len(weights), order == "largest_first"
+  sizes = [0.0] * count if sizes is None else sizes
+  room = math.inf if memory is None else memory
   failed = None
   for keys in (weights, sizes):
-    ranked = sorted(
-      range(len(weights)),
-      key=lambda i: keys[i],  # noqa: B023 - used at once
-      reverse=order == "largest_first",
-    )
-    load, used = [0.0] * devices, [0.0] * devices
-    out = [0] * len(weights)
-    room = math.inf if memory is None else memory
-    for i in ranked:
+    load, used, out = [0.0] * devices, [0.0] * devices, [0] * count
+    for i in sorted(range(count), key=keys.__getitem__, reverse=largest):
       fitting = [d for d in range(devices) if used[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
         break
-      device = min(fitting, key=load.__getitem__)
-      out[i] = device
+      out[i] = device = min(fitting, key=load.__getitem__)
       load[device] += weights[i]
       used[device] += sizes[i]
     else:
@@ -129,11 +117,8 @@ def assign(
 
 
 def connect(blocks: Blocks, device: Mapping[int, int]) -> Blocks:
-  """Returns the stages: neighbours on one device merged, without cycles.
-
-  These are the connected components of each device, if no two of them need
-  each other, and parts of them otherwise.
-  """
+  """Returns the stages: the connected components of each device, or parts of
+  them where two would need each other."""
   stages = blocks.copy()
   stages.merge_neighbours(lambda a, b: device[a] == device[b])
   return stages
@@ -165,8 +150,7 @@ def mixed_pipe(
       must be together, and otherwise for each.
     copies: of parameters; 3 are weights, gradients and one moment.
     order: in which blocks are assigned, as in `assign`.
-    tied: "together" keeps nodes with common parameters in one stage; "allow"
-      does not, and the partition says which stages have to synchronise them.
+    tied: as in `pipedream`.
     scopes: of which the nodes are blocks to begin with.
     recompute: which stages run their forward again before the backward: "none",
       "all", or all "but_last".
@@ -241,9 +225,7 @@ def _settle(search):
     spared = frozenset(first[start:])
     if spared not in results:
       results[spared] = _sweep(search, spared)
-  return min(
-    results.values(), key=lambda each: (each.objective, not each.settled)
-  )
+  return min(results.values(), key=lambda r: (r.objective, not r.settled))
 
 
 def _sweep(search, spared):
@@ -273,23 +255,18 @@ def _sweep(search, spared):
       best, best_length = state, length
   if best is None:
     raise ValueError(failure)
-  nodes = collections.defaultdict(list)
-  for i, s in enumerate(best.nodes()):
-    nodes[s].append(i)
-  stages = [nodes[s] for s in sorted(nodes)]
-  devices = [best.devices[s] for s in sorted(nodes)]
-  again = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
-  again = tuple(range(again[recompute]))
+  where = np.array(best.nodes())
+  kept = np.unique(where).tolist()  # stages may have lost all their nodes
+  stages = [np.flatnonzero(where == s).tolist() for s in kept]
+  devices = [best.devices[s] for s in kept]
+  counts = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
+  again = tuple(range(counts[recompute]))
   partition = placement.make(
     graph, stages, devices, count=search.devices, recompute=again
   )
-  value = objective(
-    partition, graph, bandwidth=search.bandwidth, recompute=again
-  )
+  value = float(objective(partition, graph, search.bandwidth, again))
   settled = recompute != "but_last" or spared == set(stages[-1])
-  return Mixed(
-    partition, float(value), best_length, tuple(tried), again, settled
-  )
+  return Mixed(partition, value, best_length, tuple(tried), again, settled)
 
 
 def _attempt(search, units, sizes, length):
@@ -316,9 +293,8 @@ def _attempt(search, units, sizes, length):
     )
   except ValueError as error:
     largest = search.graph.nodes[items[int(np.argmax(bytes_))]].name
-    raise _NoRoom(
-      f"{error} (the largest block begins with node {largest!r})"
-    ) from None
+    why = f"{error} (the largest block begins with node {largest!r})"
+    raise _NoRoom(why) from None
   device = dict(zip(items, placed, strict=True))
   stages = connect(blocks, device)
   ids = stages.order()
@@ -326,7 +302,6 @@ def _attempt(search, units, sizes, length):
     units,
     [stages.members[s] for s in ids],
     [device[s] for s in ids],
-    units.weights,
     search.bandwidth,
     sizes,
     search.memory,

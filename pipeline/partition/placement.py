@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze
-from pipeline.partition import graph as graph_lib
 from pipeline.partition.graph import Graph
 
 TIED = ("allow", "together")
@@ -46,7 +44,9 @@ def make(
     recompute: stages that run their forward again before the backward.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: for a node that is in no stage or in two, a tensor that goes
+      back, an edge that is cut and must not be, a stage without nodes or
+      devices. It names the node.
   """
   stages = tuple(tuple(sorted(stage)) for stage in stages)
   if devices is None:
@@ -59,23 +59,15 @@ def make(
   count = named if count is None else count
   if named > count:
     raise ValueError(f"device {named - 1} is not one of {count} devices")
-  partition = Partition(stages, devices, np.zeros(count), ())
-  check(partition, graph)
+  where = _check(graph, stages, devices)
   load = np.zeros(count)
   for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
     work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in places:
       load[d] += work / len(places)
-  where = stage_of(partition)
-  shared = (sorted({where[i] for i in tie.nodes}) for tie in graph.tied)
-  shared = tuple(tuple(owners) for owners in shared if len(owners) > 1)
-  return partition._replace(load=load, shared=shared)
-
-
-def stage_of(partition: Partition) -> tuple[int, ...]:
-  """Returns the stage of each node."""
-  pairs = [(i, s) for s, stage in enumerate(partition.stages) for i in stage]
-  return tuple(s for _, s in sorted(pairs))
+  shared = (tuple(sorted({where[i] for i in tie.nodes})) for tie in graph.tied)
+  shared = tuple(owners for owners in shared if len(owners) > 1)
+  return Partition(stages, devices, load, shared)
 
 
 def cuts(partition: Partition) -> tuple[int, ...]:
@@ -95,17 +87,11 @@ def cuts(partition: Partition) -> tuple[int, ...]:
   return tuple(out)
 
 
-def check(partition: Partition, graph: Graph) -> Partition:
-  """Returns `partition` if it is one of the graph.
-
-  Raises:
-    ValueError: for a node that is in no stage or in two, a tensor that goes
-      back, an edge that is cut and must not be, a stage without nodes or
-      devices. It names the node.
-  """
+def _check(graph, stages, devices) -> dict[int, int]:
+  """Returns the stage of each node, if these are stages of the graph."""
   names = [node.name for node in graph.nodes]
-  where: dict[int, int] = {}
-  for s, stage in enumerate(partition.stages):
+  where = {}
+  for s, stage in enumerate(stages):
     if not stage:
       raise ValueError(f"stage {s} has no nodes; leave it out")
     for i in stage:
@@ -122,16 +108,15 @@ def check(partition: Partition, graph: Graph) -> Partition:
   for i, name in enumerate(names):
     if i not in where:
       raise ValueError(f"node {name!r} is in no stage; place it")
-  if len(partition.devices) != len(partition.stages):
+  if len(devices) != len(stages):
     raise ValueError(
-      f"{len(partition.stages)} stages need their devices, not"
-      f" {len(partition.devices)}"
+      f"{len(stages)} stages need their devices, not {len(devices)}"
     )
-  for s, places in enumerate(partition.devices):
+  for s, places in enumerate(devices):
     if not places or len(set(places)) != len(places) or min(places) < 0:
       raise ValueError(
-        f"stage {s} of node {names[partition.stages[s][0]]!r} needs a device"
-        f" or several different ones, not {tuple(places)}"
+        f"stage {s} of node {names[stages[s][0]]!r} needs a device or several"
+        f" different ones, not {tuple(places)}"
       )
   for source, target, _, cut in graph.edges:
     first, second = where[source], where[target]
@@ -146,59 +131,7 @@ def check(partition: Partition, graph: Graph) -> Partition:
         f"the edge from node {names[source]!r} (stage {first}) to"
         f" {names[target]!r} (stage {second}) must not be cut"
       )
-  return partition
-
-
-def costs_of(
-  partition: Partition,
-  graph: Graph,
-  *,
-  bandwidth: float | None = None,
-  recompute: Collection[int] = (),
-) -> analyze.Costs:
-  """Returns what `analyze` needs to know of the stages.
-
-  The profile does not tell the gradient of inputs from that of weights: each
-  gets half of the backward; recomputing goes with the inputs' half. A tensor
-  for a later stage than the next passes through those between, so every border
-  carries all that is made before it and needed after, at a bandwidth in bytes a
-  second; None takes no time.
-
-  Raises:
-    ValueError: as `check`, and for a bandwidth that is not positive.
-  """
-  check(partition, graph)
-  check_limit("bandwidth", bandwidth, "bytes a second")
-  forward, backward, again = [], [], []
-  for s, stage in enumerate(partition.stages):
-    forward.append(sum(graph.nodes[i].forward for i in stage))
-    backward.append(sum(graph.nodes[i].backward for i in stage))
-    again.append(forward[-1] if s in recompute else 0.0)
-  half = np.array(backward) / 2
-  transfer = 0.0
-  if bandwidth is not None:
-    transfer = np.array(border_bytes(partition, graph)) / bandwidth
-  return analyze.costs(
-    len(forward),
-    forward=forward,
-    backward=np.array(backward) + again,
-    input=half + again,
-    weight=half,
-    transfer=transfer,
-  )
-
-
-def border_bytes(partition: Partition, graph: Graph) -> list[float]:
-  """Returns the bytes that pass from each stage to the next, S - 1 of them."""
-  where = stage_of(partition)
-  return [
-    graph_lib.bytes_of(
-      (edge.source, edge.bytes)
-      for edge in graph.edges
-      if where[edge.source] <= s < where[edge.target]
-    )
-    for s in range(len(partition.stages) - 1)
-  ]
+  return where
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

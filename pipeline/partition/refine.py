@@ -5,7 +5,6 @@ import collections
 from collections.abc import Collection
 
 from pipeline.partition import graph as graph_lib
-from pipeline.partition import placement
 from pipeline.partition.graph import Graph
 from pipeline.partition.placement import Partition
 
@@ -15,39 +14,30 @@ _SLACK = 1e-12  # of the objective: differences below it are rounding
 class Refinement:
   """Stages of units while they are refined."""
 
-  def __init__(self, units, stages, devices, weights, bandwidth, sizes, memory):
-    self.units, self.devices = units, devices
-    self.weights, self.bandwidth = weights, bandwidth
+  def __init__(self, units, stages, devices, bandwidth, sizes, memory):
+    self.units, self.devices, self.bandwidth = units, devices, bandwidth
     self.sizes, self.memory = sizes, memory
     stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
     self.stage = {unit: stage_of[unit] for unit in units.members}
-    self.now = self.cost()
+    self.now = self._cost()  # the objective, and the bytes sent
 
-  def cost(self) -> tuple[float, float]:
-    """Returns the objective and the bytes sent."""
-    graph, nodes = self.units.graph, self.nodes()
-    return _cost(graph, nodes, self.devices, self.weights, self.bandwidth)
+  def _cost(self):
+    graph, weights = self.units.graph, self.units.weights
+    return _cost(graph, self.nodes(), self.devices, weights, self.bandwidth)
 
   def nodes(self) -> list[int]:
     """Returns the stage of each node."""
     return [self.stage[unit] for unit in self.units.block_of]
 
-  def _has_room(self, unit, stage):
-    device = self.devices[stage]
-    if self.memory is None or device == self.devices[self.stage[unit]]:
-      return True
-    used = sum(
-      self.sizes[u] for u, s in self.stage.items() if self.devices[s] == device
-    )
-    return used + self.sizes[unit] <= self.memory
-
   def move(self, unit: int, stage: int) -> bool:
     """Moves a unit, if that is better; returns whether it is."""
-    before = self.stage[unit]
-    if not self._has_room(unit, stage):
-      return False
+    before, device = self.stage[unit], self.devices[stage]
+    if self.memory is not None and device != self.devices[before]:
+      there = (u for u, s in self.stage.items() if self.devices[s] == device)
+      if sum(self.sizes[u] for u in there) + self.sizes[unit] > self.memory:
+        return False
     self.stage[unit] = stage
-    new = self.cost()
+    new = self._cost()
     slack = _SLACK * self.now[0]
     same = abs(new[0] - self.now[0]) <= slack
     if new[0] < self.now[0] - slack or same and new[1] < self.now[1]:
@@ -85,26 +75,20 @@ def _cost(graph, stage, devices, weights, bandwidth):
 def objective(
   partition: Partition,
   graph: Graph,
-  *,
   bandwidth: float | None = None,
   recompute: Collection[int] = (),
 ) -> float:
-  """Returns the largest cost of a stage, in seconds for a microbatch; stages of
-  `recompute` run their forward again before the backward.
-
-  Raises:
-    ValueError: for a stage with replicas.
-  """
-  for s, places in enumerate(partition.devices):
-    if len(places) > 1:
-      raise ValueError(f"stage {s} has replicas, which this does not cost")
-  placement.check_limit("bandwidth", bandwidth, "bytes a second")
-  stage = placement.stage_of(partition)
+  """Returns the largest cost of a stage without replicas, in seconds for a
+  microbatch; stages of `recompute` run their forward again."""
+  stage = [0] * len(graph.nodes)
+  for s, nodes in enumerate(partition.stages):
+    for i in nodes:
+      stage[i] = s
   weights = [
     node.work(s in recompute)
     for node, s in zip(graph.nodes, stage, strict=True)
   ]
-  devices = [places[0] for places in partition.devices]
+  devices = [device for (device,) in partition.devices]
   return _cost(graph, stage, devices, weights, bandwidth)[0]
 
 

@@ -29,10 +29,6 @@ def pipedream(
   s = 0 that is the paper's NOAM. `replicas` are the devices of each stage,
   numbered stage by stage, one by default, which take microbatches in turn
   (1F1B-RR). Use it with weights="stash" or "vertical".
-
-  Raises:
-    ValueError: for replicas that are not one number for each stage, or more of
-      them than microbatches.
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
@@ -65,10 +61,8 @@ def pipedream_2bw(
   """PipeDream with gradients summed (PipeDream-2BW, Narayanan et al. 2021).
 
   The table of `pipedream`; the two versions of the weights are a matter of
-  weights="2bw", which needs as many microbatches in an update as stages.
-
-  Raises:
-    ValueError: for an `every` below p, its default.
+  weights="2bw", which needs as many microbatches in an update as stages, or
+  more.
   """
   check_positive(stages=stages)
   every = stages if every is None else every
@@ -142,9 +136,6 @@ def ftpipe(
       bound.
     costs: how long tasks take, which decides what is there first; None is as in
       `analyze.analyze`.
-
-  Raises:
-    ValueError: for devices, depths or a supremum that are not such.
   """
   places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)

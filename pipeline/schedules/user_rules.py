@@ -70,28 +70,15 @@ def custom(
   layout.check_updates(microbatches, every)
   layout.check_bool("flush", flush)
   if costs is None:
-    costs = analyze.costs(len(places))._replace(own=_Ones())
+    costs = analyze.costs(len(places))._replace(own=None)
   costs = layout.costs_of(costs, len(places))
   played = play(rule, places, microbatches, costs, every=every, flush=flush)
   return layout.valid(name, played.orders, every, flush=flush)
 
 
-class _Ones(dict):
-  """1 for every action."""
-
-  def get(self, action, default=None):
-    del action, default
-    return 1.0
-
-
 def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
-  """Returns a table with own actions in slots where devices are idle.
-
-  Nothing else moves, and the table gets no longer.
-
-  Args:
-    schedule: a table.
-    actions: device -> names, which go into its idle slots in their order.
+  """Returns a table with own actions in slots where devices are idle, in their
+  order; `actions` are of each device. Nothing else moves.
 
   Raises:
     ValueError: if there are more actions than idle slots, no such device, or an
