@@ -184,11 +184,8 @@ def _statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _stratified_split(
   images: np.ndarray, labels: np.ndarray, test_size: int
 ) -> formats.Arrays:
-  """Splits off `test_size` examples, each class in proportion; both shuffled.
-
-  Proportions are rounded by largest remainder. The split is fixed: it depends
-  on the labels and on nothing else.
-  """
+  """Splits off `test_size` examples, each class in proportion, by largest
+  remainder; both are shuffled. The split depends on nothing but the labels."""
   exact = np.bincount(labels) * test_size / len(labels)
   quota = np.floor(exact).astype(int)
   by_remainder = np.argsort(quota - exact, kind="stable")

@@ -135,13 +135,11 @@ def _words(train: Examples):
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
-      at = 1
-      tokens[row, 0, 0] = _START
+      words, kinds = [_START], [0]
       for kind, part in enumerate(parts):
-        end = at + len(part) + 1
-        tokens[row, 0, at:end] = [*part, _END]
-        tokens[row, 1, at:end] = kind
-        at = end
+        words += [*part, _END]
+        kinds += [kind] * (len(part) + 1)
+      tokens[row, :, : len(words)] = words, kinds
     return tokens.astype(np.int32)
 
   return len(number), encode

@@ -8,12 +8,7 @@ import numpy as np
 def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
   """Cuts a chain in stages so that the largest load is as small as can be.
 
-  Args:
-    costs: of each node.
-    stages: S; each gets a node or more.
-
-  Returns:
-    The nodes of each stage; among equals always the same.
+  Returns the nodes of each stage, one or more; among equals always the same.
 
   Raises:
     ValueError: for fewer nodes than stages, or costs that are negative or not

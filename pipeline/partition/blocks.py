@@ -32,8 +32,8 @@ class Blocks:
     """Returns blocks that can be merged without a trace here."""
     out = copy.copy(self)
     out.block_of, out.members = self.block_of.copy(), self.members.copy()
-    out.after = {b: set(s) for b, s in self.after.items()}
-    out.before = {b: set(s) for b, s in self.before.items()}
+    # Sets of neighbours are replaced, never changed.
+    out.after, out.before = self.after.copy(), self.before.copy()
     return out
 
   def weight(self, block: int) -> float:
@@ -97,7 +97,7 @@ class Blocks:
       merged = False
       for a in self.order():
         if a in self.members:
-          others = [b for b in sorted(self.after[a]) if may(a, b)]
+          others = (b for b in sorted(self.after[a]) if may(a, b))
           merged |= self.merge_first(a, others)
 
   def merge_first(self, block: int, others: Iterable[int]) -> bool:
@@ -113,9 +113,8 @@ class Blocks:
         ends += [(first, other), (other, first)]
     rows, columns = np.array(ends, int).reshape(-1, 2).T
     size = len(self.block_of)
-    matrix = sparse.csr_array(
-      (np.ones(len(ends)), (rows, columns)), (size, size)
-    )
+    entries = np.ones(len(ends)), (rows, columns)
+    matrix = sparse.csr_array(entries, (size, size))
     _, component = csgraph.connected_components(matrix, connection="strong")
     first_of = {}
     for block in list(self.members):

@@ -132,7 +132,6 @@ def merge_smallest(blocks: Blocks, length: int) -> None:
 def coarsen(
   units: Blocks,
   length: int,
-  *,
   bandwidth: float | None = None,
   scopes: Sequence[str] = (),
   seed: int = 0,

@@ -1,9 +1,9 @@
 """What a network costs, node by node, and how its nodes hang together.
 
-A partitioner reads a `Graph` and nothing else: it knows no layers and no
-devices. A chain of layers is the common case. A skip connection, or an input
-that later nodes read too (an attention mask), is one more edge; parameters that
-several nodes use are a `Tie`. `profile` makes the graph of a model.
+A partitioner reads a `Graph` and nothing else. A chain of layers is the common
+case. A skip connection, or an input that later nodes read too (an attention
+mask), is one more edge; parameters that several nodes use are a `Tie`.
+`profile` makes the graph of a model.
 
 Index letters in shape comments, here and in the partitioners:
   N  nodes, numbered in an order in which they can run
@@ -59,9 +59,9 @@ class Tie(NamedTuple):
 
 
 class Graph(NamedTuple):
-  """Nodes are numbered in an order in which they can run."""
+  """A network."""
 
-  nodes: tuple[Node, ...]
+  nodes: tuple[Node, ...]  # in an order in which they can run
   edges: tuple[Edge, ...]
   tied: tuple[Tie, ...]
 
@@ -79,10 +79,6 @@ def make(
       bytes sent (None: all of the source's activation), a fourth whether the
       edge may be cut.
     tied: (nodes, bytes) for each group of nodes with common parameters.
-
-  Raises:
-    ValueError: for two nodes of one name, a cost that is negative or not
-      finite, an edge that is twice there or goes back.
 
   Example:
     >>> g = make([Node("a", activation=8), Node("b")], [("a", "b")])
@@ -183,8 +179,7 @@ def _largest(tensors):
 
 def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
   """Returns the successors and the predecessors of each node."""
-  after: list[set[int]] = [set() for _ in graph.nodes]
-  before: list[set[int]] = [set() for _ in graph.nodes]
+  after, before = ([set() for _ in graph.nodes] for _ in range(2))
   for edge in graph.edges:
     after[edge.source].add(edge.target)
     before[edge.target].add(edge.source)
@@ -236,10 +231,6 @@ def profile(
     flops: operations a second that a device is assumed to do.
     bandwidth: bytes a second that its memory is assumed to move.
     key: for layers that draw "dropout".
-
-  Raises:
-    ValueError: if layers and params differ in number, or for a speed that is
-      not positive.
   """
   checks.positive("flops", flops)
   checks.positive("bandwidth", bandwidth)
@@ -278,21 +269,18 @@ def profile(
       else:
         seconds = measure(partial(forward, *args))
         of_both = measure(partial(both, *args, _array(output)))
-      backward = max(of_both - seconds, 0.0)
-      costs[which] = seconds, backward, _stash(pull, args), forward
-    seconds, backward, stash, forward = costs[which]
-    kind = type(layer).__name__
-    nodes.append(
-      Node(
-        f"{kind}_{i}",
+      node = Node(
+        "",
         forward=seconds,
-        backward=backward,
+        backward=max(of_both - seconds, 0.0),
         activation=memory.bytes_of(output),
         parameters=memory.bytes_of(weights[i]),
-        stash=stash,
-        kind=kind,
+        stash=_stash(pull, args),
+        kind=type(layer).__name__,
       )
-    )
+      costs[which] = node, forward
+    node, forward = costs[which]
+    nodes.append(node._replace(name=f"{node.kind}_{i}"))
     x = output if measure is None else forward(*args)
   return chain(nodes)
 
@@ -324,10 +312,8 @@ def _stash(pull, args):
   """Returns the bytes that the backward reads, save parameters."""
   backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
   program = backward(*args).jaxpr
-  inputs = program.invars[: len(jax.tree.leaves(args[:2]))]
-  kept = {id(v): v.aval for v in program.outvars}
-  for variable in inputs:
-    kept.pop(id(variable), None)
+  inputs = set(map(id, program.invars[: len(jax.tree.leaves(args[:2]))]))
+  kept = {id(v): v.aval for v in program.outvars if id(v) not in inputs}
   return memory.bytes_of(list(kept.values()))
 
 

@@ -48,7 +48,6 @@ from pipeline.partition.graph import Graph
 from pipeline.partition.placement import Partition
 from pipeline.table import check_positive
 
-FORMULAS = ("paper", "code")
 CUTS = ("order", "antichains")
 MOST_STATES = 2000
 
@@ -109,7 +108,8 @@ def pipedream(
     ValueError: for unknown options, or if nothing fits.
   """
   levels = _levels(machines, bandwidth)
-  checks.one_of("formula", formula, FORMULAS)
+  formulas = {"paper": _Paper, "code": _Code}
+  checks.one_of("formula", formula, formulas)
   if cuts is None:
     cuts = "order" if formula == "paper" else "antichains"
   checks.one_of("cuts", cuts, CUTS)
@@ -121,7 +121,7 @@ def pipedream(
       f" {compression!r} with formula {formula!r}"
     )
   states = _states(graph, cuts, placement.must_stay(graph, tied))
-  search = (_Paper if formula == "paper" else _Code)(
+  search = formulas[formula](
     graph, states, levels, straight, fewer, memory, compression
   )
   k, end, none = len(levels), len(states) - 1, Fraction(0)

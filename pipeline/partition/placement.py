@@ -2,9 +2,8 @@
 
 What every partitioner returns, and what is asked of all of them: each node is
 placed exactly once, and tensors go from earlier stages to later ones. There are
-three partitioners: `balance` for a chain if communication costs nothing,
-`pipedream` for chains of stages that may be replicated, `mixed_pipe` for
-devices that hold several stages that are not neighbours.
+three: `balance` for a chain if communication costs nothing, `pipedream` for
+stages that may be replicated, `mixed_pipe` for several stages on a device.
 """
 
 from collections.abc import Collection, Iterable
@@ -34,19 +33,11 @@ def make(
   count: int | None = None,
   recompute: Collection[int] = (),
 ) -> Partition:
-  """Returns a partition, when it is one of the graph.
+  """Returns the partition of these stages, along the network, if it is one.
 
-  Args:
-    graph: the profile.
-    stages: the nodes of each stage, stages in their order along the network.
-    devices: of each stage; None gives stage s device s.
-    count: D; None is as many as are named.
-    recompute: stages that run their forward again before the backward.
-
-  Raises:
-    ValueError: for a node that is in no stage or in two, a tensor that goes
-      back, an edge that is cut and must not be, a stage without nodes or
-      devices. It names the node.
+  Stage s is on device s if `devices` do not say where; there are `count` of
+  them, or as many as are named. Stages of `recompute` run their forward again
+  before the backward.
   """
   stages = tuple(tuple(sorted(stage)) for stage in stages)
   if devices is None:
@@ -71,11 +62,8 @@ def make(
 
 
 def cuts(partition: Partition) -> tuple[int, ...]:
-  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N.
-
-  Raises:
-    ValueError: for a stage that is not the nodes from one to another.
-  """
+  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N. Raises
+  ValueError for a stage that is not a piece of a chain."""
   out = [0]
   for s, stage in enumerate(partition.stages):
     if stage != tuple(range(out[-1], out[-1] + len(stage))):
@@ -110,7 +98,7 @@ def _check(graph, stages, devices) -> dict[int, int]:
       raise ValueError(f"node {name!r} is in no stage; place it")
   if len(devices) != len(stages):
     raise ValueError(
-      f"{len(stages)} stages need their devices, not {len(devices)}"
+      f"{len(devices)} places are given for {len(stages)} stages"
     )
   for s, places in enumerate(devices):
     if not places or len(set(places)) != len(places) or min(places) < 0:

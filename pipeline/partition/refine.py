@@ -2,11 +2,8 @@
 objective of `mixed_pipe`: the largest cost of a stage."""
 
 import collections
-from collections.abc import Collection
 
 from pipeline.partition import graph as graph_lib
-from pipeline.partition.graph import Graph
-from pipeline.partition.placement import Partition
 
 _SLACK = 1e-12  # of the objective: differences below it are rounding
 
@@ -23,7 +20,7 @@ class Refinement:
 
   def _cost(self):
     graph, weights = self.units.graph, self.units.weights
-    return _cost(graph, self.nodes(), self.devices, weights, self.bandwidth)
+    return cost(graph, self.nodes(), self.devices, weights, self.bandwidth)
 
   def nodes(self) -> list[int]:
     """Returns the stage of each node."""
@@ -48,8 +45,9 @@ class Refinement:
     return False
 
 
-def _cost(graph, stage, devices, weights, bandwidth):
-  """Returns the objective and the bytes sent between devices."""
+def cost(graph, stage, devices, weights, bandwidth) -> tuple[float, float]:
+  """Returns the objective, in seconds for a microbatch, and the bytes sent
+  between devices; stages and weights are of nodes, devices of stages."""
   work = collections.defaultdict(float)
   for i, s in enumerate(stage):
     work[devices[s]] += weights[i]
@@ -64,32 +62,12 @@ def _cost(graph, stage, devices, weights, bandwidth):
   most = 0.0
   for s in set(stage):
     own = work[devices[s]]
-    cost = own
+    seconds = own
     if bandwidth is not None:
-      cost += max(0.0, out[s] / bandwidth - own)
-      cost += max(0.0, back[s] / bandwidth - own)
-    most = max(most, cost)
+      seconds += max(0.0, out[s] / bandwidth - own)
+      seconds += max(0.0, back[s] / bandwidth - own)
+    most = max(most, seconds)
   return most, total
-
-
-def objective(
-  partition: Partition,
-  graph: Graph,
-  bandwidth: float | None = None,
-  recompute: Collection[int] = (),
-) -> float:
-  """Returns the largest cost of a stage without replicas, in seconds for a
-  microbatch; stages of `recompute` run their forward again."""
-  stage = [0] * len(graph.nodes)
-  for s, nodes in enumerate(partition.stages):
-    for i in nodes:
-      stage[i] = s
-  weights = [
-    node.work(s in recompute)
-    for node, s in zip(graph.nodes, stage, strict=True)
-  ]
-  devices = [device for (device,) in partition.devices]
-  return _cost(graph, stage, devices, weights, bandwidth)[0]
 
 
 def refine(state: Refinement) -> None:

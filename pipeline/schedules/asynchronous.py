@@ -64,9 +64,8 @@ def pipedream_2bw(
   weights="2bw", which needs as many microbatches in an update as stages, or
   more.
   """
-  check_positive(stages=stages)
   every = stages if every is None else every
-  check_positive(every=every)
+  check_positive(stages=stages, every=every)
   if every < stages:
     raise ValueError(
       f"2BW needs at least {stages} microbatches in an update, one for each"
@@ -87,12 +86,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
-  orders = [
-    layout.one_f_one_b_order(
-      stage, range(microbatches), 2 * (stages - 1 - stage) + 1
-    )
-    for stage in range(stages)
-  ]
+  orders = layout.straight(range(1, 2 * stages, 2)[::-1], microbatches)
   return layout.valid("stale", orders, every)
 
 
@@ -132,10 +126,8 @@ def ftpipe(
     devices: the device of each stage, such as (0, 1, 2, 0).
     stage_depth: of each stage, from the end; None is p - 1 - s.
     supremum: microbatches in flight at a stage, at most, whatever its depth
-      (FTPipe's virtual stages, where it is the number of devices); None is no
-      bound.
-    costs: how long tasks take, which decides what is there first; None is as in
-      `analyze.analyze`.
+      (FTPipe's virtual stages, where it is the number of devices).
+    costs: how long tasks take, which decides what is there first.
   """
   places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)

@@ -16,7 +16,6 @@ from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
-
 # What follows from the stages and microbatches of a run, not from its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
 
@@ -128,11 +127,19 @@ def one_f_one_b_order(
   stage: int, microbatches: Sequence[int], depth: int, backward: str = BACKWARD
 ) -> list[Step]:
   """Returns the order of a stage that holds at most `depth` microbatches."""
-  return alternate(
-    [(FORWARD, stage, i) for i in microbatches],
-    [(backward, stage, i) for i in microbatches],
-    depth,
-  )
+  forwards = [(FORWARD, stage, i) for i in microbatches]
+  backwards = [(backward, stage, i) for i in microbatches]
+  return alternate(forwards, backwards, depth)
+
+
+def straight(
+  depths: Sequence[int], microbatches: int, backward: str = BACKWARD
+) -> Orders:
+  """Returns the orders of stages that hold at most so many microbatches."""
+  return [
+    one_f_one_b_order(stage, range(microbatches), depth, backward)
+    for stage, depth in enumerate(depths)
+  ]
 
 
 def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:

@@ -113,7 +113,7 @@ class _Clock:
     # A heap of (time, number, device, what, stage, microbatch).
     self.events = []
     self._rule, self._places = rule, places
-    self._cost, self._batches = cost, (every, flush)
+    self._cost, self._batches = cost, {"every": every, "flush": flush}
     columns = cost.forward, cost.backward, cost.input, cost.weight
     self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
@@ -233,10 +233,7 @@ class _Clock:
     heapq.heappush(self.events, (when, next(self._number), *event))
 
   def _stopped(self, why) -> table_lib.ScheduleError:
-    every, flush = self._batches
-    table = table_lib.lay_out(
-      "so far", self.played.orders, every=every, flush=flush
-    )
+    table = table_lib.lay_out("so far", self.played.orders, **self._batches)
     return table_lib.ScheduleError(f"{why}\n{table_lib.to_text(table)}")
 
 

@@ -38,12 +38,8 @@ def custom(
     ...   if step is None and state.in_flight[device] < 2 - device:
     ...     step = state.first("F")
     ...   return step or ("K", -1, -1)
-    >>> table = custom(
-    ...   rule,
-    ...   devices=[0, 1],
-    ...   microbatches=2,
-    ...   costs=analyze.costs(2, backward=1.0, own={"K": 1.0}),
-    ... )
+    >>> costs = analyze.costs(2, backward=1.0, own={"K": 1.0})
+    >>> table = custom(rule, devices=[0, 1], microbatches=2, costs=costs)
     >>> print(table_lib.to_text(table), end="")
     # custom; every 2; flush
     0 | F0 F1 K  B0 K  B1
@@ -63,7 +59,6 @@ def custom(
   Raises:
     ScheduleError: if the rule names what is not ready, or all wait forever,
       with the table so far.
-    ValueError: for arguments that are not such.
   """
   places = layout.places_of(devices)
   every = microbatches if every is None else every
@@ -95,8 +90,8 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
       raise ValueError(
         f"{of_stages[0]!r} is not an own action: fill moves no work of stages"
       )
-    busy = set(schedule.time[schedule.device == device].tolist())
-    idle = [slot for slot in range(schedule.slots) if slot not in busy]
+    busy = schedule.time[schedule.device == device].tolist()
+    idle = sorted(set(range(schedule.slots)).difference(busy))
     if len(own) > len(idle):
       raise ValueError(
         f"device {device} has {len(idle)} idle slots for {len(own)} actions;"

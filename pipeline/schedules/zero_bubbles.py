@@ -141,24 +141,17 @@ def zero_bubble(
         f" max_activations={limit}; it needs {len(own)}"
       )
   ways = []
-  if places == _line(len(places)):
+  if places == [(stage,) for stage in range(len(places))]:
     ways = [_straight(microbatches, limits, times) for times in (1, 2)]
   return _best(
     "zero_bubble", places, microbatches, costs, limits, ways, batches
   )
 
 
-def _line(stages):
-  return [(stage,) for stage in range(stages)]
-
-
 def _straight(microbatches, limits, times):
   """1F1B orders of a straight pipeline, so many times as deep as 1F1B."""
   deepest = range(1, times * len(limits) + 1, times)[::-1]
-  return [
-    layout.one_f_one_b_order(stage, range(microbatches), min(depths), INPUT)
-    for stage, depths in enumerate(zip(limits, deepest, strict=True))
-  ]
+  return layout.straight(list(map(min, limits, deepest)), microbatches, INPUT)
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
@@ -166,7 +159,7 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   ways = [_straight(microbatches, limits, times)]
-  places = _line(stages)
+  places = [(stage,) for stage in range(stages)]
   return _best(name, places, microbatches, costs, limits, ways, batches)
 
 
@@ -212,15 +205,13 @@ def zb_v(
   even = not costs or np.ptp([costs.forward, costs.input, costs.weight]) == 0
   if even and microbatches >= 2 * p - 1:
     ways = [[_zb_v(d, p, microbatches) for d in range(p)]]
-  return _of_vee("zb_v", p, microbatches, costs, batches, 2 * p, ways)
+  limits = [2 * p] * p
+  return _best("zb_v", _vee(p), microbatches, costs, limits, ways, batches)
 
 
-def _of_vee(name, devices, microbatches, costs, batches, limit, ways):
-  """The best table of a V with at most `limit` in flight on a device."""
-  down = range(devices)
-  places = [(device,) for device in (*down, *down[::-1])]
-  limits = [limit] * devices
-  return _best(name, places, microbatches, costs, limits, ways, batches)
+def _vee(devices):
+  """The places of stages that go down the devices and come up again."""
+  return [(device,) for device in (*range(devices), *range(devices)[::-1])]
 
 
 def _zb_v(device, devices, microbatches):
@@ -280,7 +271,8 @@ def v_half(
     for d in range(p)
   ]
   ways = [_pattern(times, microbatches)]
-  return _of_vee("v_half", p, microbatches, costs, batches, p + 2, ways)
+  limits = [p + 2] * p
+  return _best("v_half", _vee(p), microbatches, costs, limits, ways, batches)
 
 
 @layout.traits(chunks=2)
@@ -299,6 +291,6 @@ def v_min(
   times = [
     (d, 2 * p - d - 1, 2 * p + more + d, 4 * p + more - d - 1) for d in range(p)
   ]
-  limit = 2 * -(-p // 3) + 2
+  limits = [2 * -(-p // 3) + 2] * p
   ways = [_pattern(times, microbatches)]
-  return _of_vee("v_min", p, microbatches, costs, batches, limit, ways)
+  return _best("v_min", _vee(p), microbatches, costs, limits, ways, batches)
