@@ -151,16 +151,12 @@ def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of every regular file of a .tar.gz or .tar.xz."""
   unpack = lzma.open if path.suffix == ".xz" else gzip.open
-  with (
-    reading(path),
-    unpack(path) as stream,
-    tarfile.open(fileobj=stream) as tar,
-  ):
+  with reading(path), unpack(path) as file, tarfile.open(fileobj=file) as tar:
     for member in tar:
       if member.isfile():
         yield member.name, tar.extractfile(member).read()
     # tarfile stops before the end, and the checksum is at the end.
-    while stream.read(1 << 20):
+    while file.read(1 << 20):
       pass
 
 

@@ -293,15 +293,10 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
 
 
 def _load_folder(data_dir, *_) -> Dataset:
-  if data_dir is None:
+  if data_dir is None or not _has_pictures(data_dir):
     raise ValueError(
       "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
-      " train/CLASS/NAME.png and test/CLASS/NAME.png"
-    )
-  if not _has_pictures(data_dir):
-    raise ValueError(
-      f"data_dir {data_dir} does not hold pictures as train/CLASS/NAME and"
-      " test/CLASS/NAME"
+      f" train/CLASS/NAME.png and test/CLASS/NAME.png, not {data_dir}"
     )
   arrays, _ = formats.read_image_folder(data_dir)
   return _pictures(data_dir.resolve().name, data_dir, arrays)

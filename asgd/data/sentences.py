@@ -263,8 +263,7 @@ def _load_glue(name, data_dir):
 
 
 def _from_folder(form, place):
-  inside = (place, place / form.folder, place / "glue_data" / form.folder)
-  for folder in inside:
+  for folder in (place, place / form.folder, place / "glue_data" / form.folder):
     paths = [folder / file for file in _FILES]
     if all(path.is_file() for path in paths):
       return [(str(path), path.read_bytes()) for path in paths]
@@ -293,24 +292,20 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
     lines = content.decode("utf-8-sig").split("\n")
   except UnicodeDecodeError as error:
     raise DataError(f"{where} is not UTF-8 text: {error}") from None
-  rows = []
+  rows, known = [], ", ".join(form.labels)
   for number, line in enumerate(lines, 1):
     line = line.removesuffix("\r")
     if not line or (form.header and number == 1):
       continue
-    cells = line.split("\t")
+    cells, at = line.split("\t"), f"{where}, line {number}"
     if len(cells) != form.columns:
       raise damaged(
-        f"{where}, line {number}: expected {form.columns} columns, found"
-        f" {len(cells)}"
+        f"{at}: expected {form.columns} columns, found {len(cells)}"
       )
-    if cells[form.label] not in form.labels:
-      raise DataError(
-        f"{where}, line {number}: the label is {cells[form.label]!r}, expected"
-        f" one of {', '.join(form.labels)}"
-      )
-    label = form.labels.index(cells[form.label])
-    rows.append((*(cells[i] for i in form.sentences), label))
+    label = cells[form.label]
+    if label not in form.labels:
+      raise DataError(f"{at}: the label is {label!r}, expected one of {known}")
+    rows.append((*(cells[i] for i in form.sentences), form.labels.index(label)))
   if not rows:
     raise damaged(f"{where} has no examples")
   return _examples(rows)

@@ -214,15 +214,12 @@ def profile(
   """Returns the chain of a model's layers, in training; the class of a layer is
   its kind.
 
-  Bytes follow from shapes. A layer's stash is what its backward reads, save
-  the parameters: what JAX would hold for it, of which XLA may recompute some.
-  The first layer's backward is of its weights only. Layers that are alike are
-  looked at once.
+  Bytes follow from shapes: those of `params`, and of `example`, a microbatch,
+  will do. A layer's stash is what its backward reads, save the parameters: what
+  JAX would hold for it, of which XLA may recompute some. The first layer's
+  backward is of its weights only. Layers that are alike are looked at once.
 
   Args:
-    layers: as of `asgd.models`.
-    params: as from `models.init`; shapes will do.
-    example: a microbatch, or its shape.
     measure: times a computation, such as `partial(graph.measure,
       clock=time.perf_counter)`; the backward's time is that of both less the
       forward's, and 0 where the clock is too coarse to tell. None asks XLA

@@ -145,7 +145,7 @@ def mixed_pipe(graph: Graph, devices: int, **options) -> Mixed:
   devices; the options are those of `MixedPipeOptions`.
 
   Raises:
-    ValueError: for unknown options, or if blocks of no L fit in the memory.
+    ValueError: for an option's value, or if blocks of no L fit in the memory.
   """
   check_positive(devices=devices)
   options = MixedPipeOptions(**options)
@@ -203,19 +203,17 @@ def _sweep(graph, devices, options, spared):
     + sum(graph.nodes[i].stash for i in nodes)
     for unit, nodes in units.members.items()
   }
-  tried, best, best_length, failure = [], None, None, None
+  states, tried, failure = {}, [], None
   for length in options.lengths:
     try:
-      state = _attempt(units, length, sizes, devices, options)
+      states[length] = _attempt(units, length, sizes, devices, options)
+      tried.append((length, float(states[length].now[0])))
     except _NoRoom as error:
       failure = f"with L={length}: {error}"
       tried.append((length, math.inf))
-      continue
-    tried.append((length, float(state.now[0])))
-    if best is None or state.now < best.now:
-      best, best_length = state, length
-  if best is None:
+  if not states:
     raise ValueError(failure)
+  length, best = min(states.items(), key=lambda each: each[1].now)
   # Some stages may have lost all their nodes.
   kept, where = np.unique(best.nodes(), return_inverse=True)
   stages = [np.flatnonzero(where == s).tolist() for s in range(len(kept))]
@@ -231,7 +229,7 @@ def _sweep(graph, devices, options, spared):
   ]
   value = float(cost(graph, where, places, weights, options.bandwidth)[0])
   settled = recompute != "but_last" or spared == set(stages[-1])
-  return Mixed(partition, value, best_length, tuple(tried), again, settled)
+  return Mixed(partition, value, length, tuple(tried), again, settled)
 
 
 def _attempt(units, length, sizes, devices, options):

@@ -2,11 +2,11 @@
 
 What every partitioner returns, and what is asked of all of them: each node is
 placed exactly once, and tensors go from earlier stages to later ones. There are
-three: `balance` for a chain if communication costs nothing, `pipedream` for
-stages that may be replicated, `mixed_pipe` for several stages on a device.
+three: `balance` here, for a chain if communication costs nothing, `pipedream`
+for stages that may be replicated, `mixed_pipe` for several stages on a device.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,44 @@ def make(
   return Partition(stages, devices, load, shared)
 
 
+def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+  """Cuts a chain in stages so that the largest load is as small as can be.
+
+  Returns the nodes of each stage, one or more; among equals always the same.
+
+  Raises:
+    ValueError: for fewer nodes than stages, or costs that are negative or not
+      finite.
+
+  Example:
+    >>> balance([3, 1, 1, 1], 2)
+    ((0,), (1, 2, 3))
+  """
+  array = np.asarray(costs, np.float64)
+  if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
+    raise ValueError(
+      f"costs must be a list of numbers, finite and not negative, not {costs!r}"
+    )
+  if not 1 <= stages <= len(array):
+    raise ValueError(
+      f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
+    )
+  upto = np.concatenate([[0.0], np.cumsum(array)])
+  load = upto - upto[:, None]  # [i, j]: of the nodes from i to j - 1
+  load[np.tril_indices(len(upto))] = np.inf
+  # best[j]: the largest load of the first j nodes, in as many stages as yet.
+  best, froms = load[0], []
+  for _ in range(stages - 1):
+    loads = np.maximum(best[:, None], load)
+    froms.append(loads.argmin(0))
+    best = loads.min(0)
+  end, out = len(array), []
+  for start in reversed(froms):
+    out.append(tuple(range(start[end], end)))
+    end = start[end]
+  return (tuple(range(end)), *reversed(out))
+
+
 def cuts(partition: Partition) -> tuple[int, ...]:
   """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N. Raises
   ValueError for a stage that is not a piece of a chain."""
@@ -97,9 +135,7 @@ def _check(graph, stages, devices) -> dict[int, int]:
     if i not in where:
       raise ValueError(f"node {name!r} is in no stage; place it")
   if len(devices) != len(stages):
-    raise ValueError(
-      f"{len(devices)} places are given for {len(stages)} stages"
-    )
+    raise ValueError(f"devices are of {len(devices)} stages, not {len(stages)}")
   for s, places in enumerate(devices):
     if not places or len(set(places)) != len(places) or min(places) < 0:
       raise ValueError(

@@ -61,8 +61,7 @@ def pipedream_2bw(
   """PipeDream with gradients summed (PipeDream-2BW, Narayanan et al. 2021).
 
   The table of `pipedream`; the two versions of the weights are a matter of
-  weights="2bw", which needs as many microbatches in an update as stages, or
-  more.
+  weights="2bw". An update has as many microbatches as stages, or more.
   """
   every = stages if every is None else every
   check_positive(stages=stages, every=every)

@@ -116,11 +116,8 @@ def alternate(
   forward in turn."""
   first = min(depth - 1, len(forwards))
   pairs = zip(forwards[first:], backwards, strict=False)
-  return [
-    *forwards[:first],
-    *itertools.chain.from_iterable(pairs),
-    *backwards[len(forwards) - first :],
-  ]
+  turns = itertools.chain.from_iterable(pairs)
+  return [*forwards[:first], *turns, *backwards[len(forwards) - first :]]
 
 
 def one_f_one_b_order(

@@ -97,11 +97,8 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
         f"device {device} has {len(idle)} idle slots for {len(own)} actions;"
         f" leave out {len(own) - len(idle)}"
       )
-    rows += [
-      (slot, device, -1, -1, action)
-      for slot, action in zip(idle, own, strict=False)
-    ]
-  table = table_lib.make(
-    schedule.name, rows, every=schedule.every, flush=schedule.flush
-  )
+    slots = zip(idle, own, strict=False)
+    rows += [(slot, device, -1, -1, action) for slot, action in slots]
+  every, flush = schedule.every, schedule.flush
+  table = table_lib.make(schedule.name, rows, every=every, flush=flush)
   return validate.validate(table)

@@ -5,8 +5,7 @@ References:
   parallelism with controllable memory", NeurIPS 2024.
 
 The makers take p stages, one on each device, or p devices with two stages on
-each; `microbatches` of a batch, how many `batches`, and `costs` of each stage,
-as `zero_bubble` does.
+each, the microbatches of a batch, and `costs` of stages.
 """
 
 import collections

@@ -15,7 +15,6 @@ from asgd import models
 from pipeline import analyze
 from pipeline import table as table_lib
 from pipeline.partition import (
-  balance,
   coarsen,
   graph,
   mixed_pipe,
@@ -273,7 +272,7 @@ def test_load_and_shared_parameters_are_reported():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
 def test_balance_is_the_best_of_all_cuts(costs, data):
   stages = data.draw(st.integers(1, len(costs)))
-  found = balance.balance(costs, stages)
+  found = placement.balance(costs, stages)
   assert sum(found, ()) == tuple(range(len(costs)))
   assert len(found) == stages and all(found)
   best = min(
@@ -291,7 +290,7 @@ def test_balance_refuses():
     ([[1]], 1, "list of numbers"),
   ):
     with pytest.raises(ValueError, match=message):
-      balance.balance(costs, stages)
+      placement.balance(costs, stages)
 
 
 # PipeDream.
@@ -820,7 +819,7 @@ def test_devices_hold_stages_that_are_not_neighbours():
   # The best cut is 1 4 | 4 1 1 1, with 7; stages anywhere make 6 and 6.
   times = [1, 4, 4, 1, 1, 1]
   g = chain(nodes(times))
-  contiguous = balance.balance(times, 2)
+  contiguous = placement.balance(times, 2)
   assert max(sum(times[i] for i in s) for s in contiguous) == 7
   found = mixed_pipe.mixed_pipe(g, 2, lengths=[6])
   assert found.objective == 6
