@@ -27,7 +27,7 @@ from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Section, Setting
 from pipeline import analyze, cut, schedules
 from pipeline import table as table_lib
-from pipeline.partition import balance, graph, mixed_pipe, pipedream, placement
+from pipeline.partition import graph, mixed_pipe, pipedream, placement
 from pipeline.stage import Part
 from pipeline.table import Schedule
 
@@ -297,7 +297,7 @@ def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
   else:
     costs = [models.count(weights) for weights in base.weights_of(shapes)]
   groups = [sum(costs[s:e]) for s, e in itertools.pairwise([0, *ends])]
-  nodes = balance.balance(groups, stages)
+  nodes = placement.balance(groups, stages)
   return [0, *(ends[stage[-1]] for stage in nodes)]
 
 

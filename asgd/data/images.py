@@ -184,11 +184,8 @@ def _statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _stratified_split(
   images: np.ndarray, labels: np.ndarray, test_size: int
 ) -> formats.Arrays:
-  """Splits off `test_size` examples, each class in proportion; both shuffled.
-
-  Proportions are rounded by largest remainder. The split is fixed: it depends
-  on the labels and on nothing else.
-  """
+  """Splits off `test_size` examples, each class in proportion, by largest
+  remainder; both are shuffled. The split depends on nothing but the labels."""
   exact = np.bincount(labels) * test_size / len(labels)
   quota = np.floor(exact).astype(int)
   by_remainder = np.argsort(quota - exact, kind="stable")
@@ -296,15 +293,10 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
 
 
 def _load_folder(data_dir, *_) -> Dataset:
-  if data_dir is None:
+  if data_dir is None or not _has_pictures(data_dir):
     raise ValueError(
       "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
-      " train/CLASS/NAME.png and test/CLASS/NAME.png"
-    )
-  if not _has_pictures(data_dir):
-    raise ValueError(
-      f"data_dir {data_dir} does not hold pictures as train/CLASS/NAME and"
-      " test/CLASS/NAME"
+      f" train/CLASS/NAME.png and test/CLASS/NAME.png, not {data_dir}"
     )
   arrays, _ = formats.read_image_folder(data_dir)
   return _pictures(data_dir.resolve().name, data_dir, arrays)

@@ -112,12 +112,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def split(sentence: str) -> list[str]:
-  """Returns words and signs, in small letters.
-
-  Example:
-    >>> split("It's 3.5!")
-    ['it', "'", 's', '3', '.', '5', '!']
-  """
+  """Returns words and signs, in small letters."""
   return _WORD.findall(sentence.lower())
 
 
@@ -140,13 +135,11 @@ def _words(train: Examples):
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
-      at = 1
-      tokens[row, 0, 0] = _START
+      words, kinds = [_START], [0]
       for kind, part in enumerate(parts):
-        end = at + len(part) + 1
-        tokens[row, 0, at:end] = [*part, _END]
-        tokens[row, 1, at:end] = kind
-        at = end
+        words += [*part, _END]
+        kinds += [kind] * (len(part) + 1)
+      tokens[row, :, : len(words)] = words, kinds
     return tokens.astype(np.int32)
 
   return len(number), encode
@@ -213,16 +206,14 @@ def _load_topics(name, data_dir):
 
 def _prose(manual: str) -> list[str]:
   """Returns the different sentences of a topic, without headings and code."""
-  sentences = {}  # a dict, as an ordered set
-  for paragraph in _PARAGRAPH.split(manual):
-    for sentence in _BETWEEN.split(" ".join(paragraph.split())):
-      if (
-        sentence[:1].isupper()
-        and sentence[-1] in ".!?"
-        and len(split(sentence)) > _SHORTEST
-      ):
-        sentences[sentence] = None
-  return list(sentences)
+  paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(manual))
+  ended = (
+    sentence
+    for paragraph in paragraphs
+    for sentence in _BETWEEN.split(paragraph)
+    if sentence[:1].isupper() and sentence[-1] in ".!?"
+  )
+  return list(dict.fromkeys(s for s in ended if len(split(s)) > _SHORTEST))
 
 
 def _examples(rows: Sequence[tuple]) -> Examples:
@@ -272,8 +263,7 @@ def _load_glue(name, data_dir):
 
 
 def _from_folder(form, place):
-  inside = (place, place / form.folder, place / "glue_data" / form.folder)
-  for folder in inside:
+  for folder in (place, place / form.folder, place / "glue_data" / form.folder):
     paths = [folder / file for file in _FILES]
     if all(path.is_file() for path in paths):
       return [(str(path), path.read_bytes()) for path in paths]
@@ -302,24 +292,20 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
     lines = content.decode("utf-8-sig").split("\n")
   except UnicodeDecodeError as error:
     raise DataError(f"{where} is not UTF-8 text: {error}") from None
-  rows = []
+  rows, known = [], ", ".join(form.labels)
   for number, line in enumerate(lines, 1):
     line = line.removesuffix("\r")
     if not line or (form.header and number == 1):
       continue
-    cells = line.split("\t")
+    cells, at = line.split("\t"), f"{where}, line {number}"
     if len(cells) != form.columns:
       raise damaged(
-        f"{where}, line {number}: expected {form.columns} columns, found"
-        f" {len(cells)}"
+        f"{at}: expected {form.columns} columns, found {len(cells)}"
       )
-    if cells[form.label] not in form.labels:
-      raise DataError(
-        f"{where}, line {number}: the label is {cells[form.label]!r}, expected"
-        f" one of {', '.join(form.labels)}"
-      )
-    label = form.labels.index(cells[form.label])
-    rows.append((*(cells[i] for i in form.sentences), label))
+    label = cells[form.label]
+    if label not in form.labels:
+      raise DataError(f"{at}: the label is {label!r}, expected one of {known}")
+    rows.append((*(cells[i] for i in form.sentences), form.labels.index(label)))
   if not rows:
     raise damaged(f"{where} has no examples")
   return _examples(rows)

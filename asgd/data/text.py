@@ -71,8 +71,8 @@ def _load_pydoc(data_dir):
     raise ValueError("pydoc is in Python: leave data_dir out, or use 'file'")
   from pydoc_data import topics
 
-  pages = sorted(topics.topics.items())
-  return "Python (embedded)", "\n".join(page for _, page in pages)
+  pages = (page for _, page in sorted(topics.topics.items()))
+  return "Python (embedded)", "\n".join(pages)
 
 
 def _load_file(data_dir):
@@ -90,11 +90,6 @@ def _load_file(data_dir):
 _LOADERS: dict[str, Callable] = {"pydoc": _load_pydoc, "file": _load_file}
 
 
-def decode(text: Text, tokens: np.ndarray) -> str:
-  """Returns the characters that `tokens`, int[n], stand for."""
-  return "".join(text.vocabulary[token] for token in tokens)
-
-
 def make_batches(
   tokens: np.ndarray, *, batch_size: int, context: int, seed: int
 ) -> Batches:
@@ -108,9 +103,6 @@ def make_batches(
 
   Returns:
     (worker, job) -> int32[B, T + 1], a function of (seed, job) alone.
-
-  Raises:
-    ValueError: for a size below 1, or a text not longer than a window.
   """
   checks.whole("batch_size", batch_size)
   checks.whole("context", context)

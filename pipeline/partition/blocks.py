@@ -26,15 +26,14 @@ class Blocks:
     self.after, self.before = dict(enumerate(after)), dict(enumerate(before))
 
   def __len__(self) -> int:
-    """Returns the number of blocks."""
     return len(self.members)
 
   def copy(self) -> "Blocks":
     """Returns blocks that can be merged without a trace here."""
     out = copy.copy(self)
     out.block_of, out.members = self.block_of.copy(), self.members.copy()
-    out.after = {b: set(s) for b, s in self.after.items()}
-    out.before = {b: set(s) for b, s in self.before.items()}
+    # Sets of neighbours are replaced, never changed.
+    out.after, out.before = self.after.copy(), self.before.copy()
     return out
 
   def weight(self, block: int) -> float:
@@ -49,8 +48,7 @@ class Blocks:
   def order(self) -> list[int]:
     """Returns the blocks in an order in which they can run."""
     missing = {b: len(self.before[b]) for b in self.members}
-    ready = [b for b, n in missing.items() if not n]
-    heapq.heapify(ready)
+    ready = sorted(b for b, n in missing.items() if not n)  # a heap
     out = []
     while ready:
       block = heapq.heappop(ready)
@@ -98,10 +96,9 @@ class Blocks:
     while merged:
       merged = False
       for a in self.order():
-        if a in self.members and self.merge_first(
-          a, (b for b in sorted(self.after[a]) if may(a, b))
-        ):
-          merged = True
+        if a in self.members:
+          others = (b for b in sorted(self.after[a]) if may(a, b))
+          merged |= self.merge_first(a, others)
 
   def merge_first(self, block: int, others: Iterable[int]) -> bool:
     """Merges a block with the first of others that closes no cycle."""
@@ -116,9 +113,8 @@ class Blocks:
         ends += [(first, other), (other, first)]
     rows, columns = np.array(ends, int).reshape(-1, 2).T
     size = len(self.block_of)
-    matrix = sparse.csr_array(
-      (np.ones(len(ends)), (rows, columns)), (size, size)
-    )
+    entries = np.ones(len(ends)), (rows, columns)
+    matrix = sparse.csr_array(entries, (size, size))
     _, component = csgraph.connected_components(matrix, connection="strong")
     first_of = {}
     for block in list(self.members):

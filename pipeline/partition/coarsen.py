@@ -14,11 +14,8 @@ from pipeline.partition.blocks import Blocks
 def merge_scopes(blocks: Blocks, scopes: Sequence[str]) -> None:
   """Merges the nodes of each scope, such as "encoder/block3", along edges."""
   for scope in scopes:
-    inside = {
-      i
-      for i, node in enumerate(blocks.graph.nodes)
-      if node.name == scope or node.name.startswith(scope + "/")
-    }
+    names = enumerate(f"{node.name}/" for node in blocks.graph.nodes)
+    inside = {i for i, name in names if name.startswith(f"{scope}/")}
     if not inside:
       raise ValueError(f"no node is in scope {scope!r}; leave it out")
 
@@ -99,14 +96,13 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
     if kind := blocks.kind(block):
       kinds[kind].append(block)
   count = sum(map(len, kinds.values()))
-  centers: list[int] = []
+  centers = []
   for _, mine in sorted(kinds.items()):
     share = min(length * len(mine) // count, len(mine))
     centers += [mine[i * len(mine) // share] for i in range(share)]
   left = [block for block in order if block not in centers]
-  drawn = np.random.default_rng(seed).choice(
-    len(left), length - len(centers), replace=False
-  )
+  rng = np.random.default_rng(seed)
+  drawn = rng.choice(len(left), length - len(centers), replace=False)
   centers += [left[i] for i in sorted(drawn.tolist())]
   for side, latest in ((blocks.after, False), (blocks.before, True)):
     queue = collections.deque(centers)
@@ -132,7 +128,6 @@ def merge_smallest(blocks: Blocks, length: int) -> None:
 def coarsen(
   units: Blocks,
   length: int,
-  *,
   bandwidth: float | None = None,
   scopes: Sequence[str] = (),
   seed: int = 0,

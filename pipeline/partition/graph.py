@@ -1,9 +1,9 @@
 """What a network costs, node by node, and how its nodes hang together.
 
-A partitioner reads a `Graph` and nothing else: it knows no layers and no
-devices. A chain of layers is the common case. A skip connection, or an input
-that later nodes read too (an attention mask), is one more edge; parameters that
-several nodes use are a `Tie`. `profile` makes the graph of a model.
+A partitioner reads a `Graph` and nothing else. A chain of layers is the common
+case. A skip connection, or an input that later nodes read too (an attention
+mask), is one more edge; parameters that several nodes use are a `Tie`.
+`profile` makes the graph of a model.
 
 Index letters in shape comments, here and in the partitioners:
   N  nodes, numbered in an order in which they can run
@@ -11,7 +11,6 @@ Index letters in shape comments, here and in the partitioners:
   D  devices
 """
 
-import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, models
+from asgd import base, checks, models
 from asgd.parallel import memory
 
 
@@ -42,11 +41,9 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-  """A tensor that one node makes and another one needs.
-
-  Edges of one source are taken for the same tensor, or parts of it: it is sent
-  once to each stage that needs it, at the size of the largest such edge.
-  """
+  """A tensor that one node makes and another one needs. Edges of one source are
+  the same tensor, or parts of it: it is sent once to each stage that needs it,
+  at the size of the largest such edge."""
 
   source: int
   target: int
@@ -62,9 +59,9 @@ class Tie(NamedTuple):
 
 
 class Graph(NamedTuple):
-  """Nodes are numbered in an order in which they can run."""
+  """A network."""
 
-  nodes: tuple[Node, ...]
+  nodes: tuple[Node, ...]  # in an order in which they can run
   edges: tuple[Edge, ...]
   tied: tuple[Tie, ...]
 
@@ -83,10 +80,6 @@ def make(
       edge may be cut.
     tied: (nodes, bytes) for each group of nodes with common parameters.
 
-  Raises:
-    ValueError: for two nodes of one name, a cost that is negative or not
-      finite, an edge that is twice there or goes back.
-
   Example:
     >>> g = make([Node("a", activation=8), Node("b")], [("a", "b")])
     >>> g.edges
@@ -104,7 +97,7 @@ def make(
       )
     number[node.name] = i
     for field in Node._fields[1:-1]:
-      _check_cost(f"{field} of node {node.name!r}", getattr(node, field))
+      checks.nonnegative(f"{field} of node {node.name!r}", getattr(node, field))
 
   def find(end):
     if isinstance(end, str):
@@ -128,7 +121,7 @@ def make(
       raise ValueError(f"the edge from {between} is there twice; add them up")
     size = edge[2] if len(edge) > 2 else None
     size = nodes[source].activation if size is None else size
-    _check_cost(f"bytes from {between}", size)
+    checks.nonnegative(f"bytes from {between}", size)
     cut = bool(edge[3]) if len(edge) > 3 else True
     by_ends[source, target] = Edge(source, target, size, cut)
   ties = []
@@ -136,7 +129,7 @@ def make(
     members = tuple(sorted({find(i) for i in members}))
     if len(members) < 2:
       raise ValueError(f"a tie needs two nodes or more, not {members}")
-    _check_cost(f"bytes of the tie {members}", size)
+    checks.nonnegative(f"bytes of the tie {members}", size)
     least = min(nodes[i].parameters for i in members)
     if size > least:
       raise ValueError(
@@ -146,11 +139,6 @@ def make(
     ties.append(Tie(members, size))
   ordered = tuple(by_ends[ends] for ends in sorted(by_ends))
   return Graph(nodes, ordered, tuple(ties))
-
-
-def _check_cost(name, value):
-  if not (math.isfinite(value) and value >= 0):
-    raise ValueError(f"{name} must be finite and not negative, not {value!r}")
 
 
 def chain(nodes: Iterable[Node]) -> Graph:
@@ -191,8 +179,7 @@ def _largest(tensors):
 
 def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
   """Returns the successors and the predecessors of each node."""
-  after: list[set[int]] = [set() for _ in graph.nodes]
-  before: list[set[int]] = [set() for _ in graph.nodes]
+  after, before = ([set() for _ in graph.nodes] for _ in range(2))
   for edge in graph.edges:
     after[edge.source].add(edge.target)
     before[edge.target].add(edge.source)
@@ -203,13 +190,8 @@ def measure(
   run: Callable[[], object], *, clock: Callable[[], float], repeats: int = 5
 ) -> float:
   """Returns the median time of `run`, which starts a computation and returns
-  its results, in seconds of `clock`. One run before does not count.
-
-  Raises:
-    ValueError: for fewer than one repeat.
-  """
-  if repeats < 1:
-    raise ValueError(f"repeats must be 1 or more, not {repeats!r}")
+  its results, in seconds of `clock`. One run before does not count."""
+  checks.whole("repeats", repeats)
   jax.block_until_ready(run())
   seconds = []
   for _ in range(repeats):
@@ -232,15 +214,12 @@ def profile(
   """Returns the chain of a model's layers, in training; the class of a layer is
   its kind.
 
-  Bytes follow from shapes. A layer's stash is what its backward reads, save
-  the parameters: what JAX would hold for it, of which XLA may recompute some.
-  The first layer's backward is of its weights only. Layers that are alike are
-  looked at once.
+  Bytes follow from shapes: those of `params`, and of `example`, a microbatch,
+  will do. A layer's stash is what its backward reads, save the parameters: what
+  JAX would hold for it, of which XLA may recompute some. The first layer's
+  backward is of its weights only. Layers that are alike are looked at once.
 
   Args:
-    layers: as of `asgd.models`.
-    params: as from `models.init`; shapes will do.
-    example: a microbatch, or its shape.
     measure: times a computation, such as `partial(graph.measure,
       clock=time.perf_counter)`; the backward's time is that of both less the
       forward's, and 0 where the clock is too coarse to tell. None asks XLA
@@ -249,14 +228,9 @@ def profile(
     flops: operations a second that a device is assumed to do.
     bandwidth: bytes a second that its memory is assumed to move.
     key: for layers that draw "dropout".
-
-  Raises:
-    ValueError: if layers and params differ in number, or for a speed that is
-      not positive.
   """
-  for name, value in (("flops", flops), ("bandwidth", bandwidth)):
-    if not value > 0:
-      raise ValueError(f"{name} must be positive, not {value!r}")
+  checks.positive("flops", flops)
+  checks.positive("bandwidth", bandwidth)
   weights = base.weights_of(params)
   if len(weights) != len(layers):
     raise ValueError(
@@ -288,28 +262,22 @@ def profile(
       forward = jax.jit(forward).lower(*args).compile()
       both = jax.jit(both).lower(*args, output).compile()
       if measure is None:
-        times = roofline(forward), roofline(both)
+        seconds, of_both = roofline(forward), roofline(both)
       else:
-        gradient = _array(output)
-        times = (
-          measure(partial(forward, *args)),
-          measure(partial(both, *args, gradient)),
-        )
-      backward = max(times[1] - times[0], 0.0)
-      costs[which] = times[0], backward, _stash(pull, args), forward
-    seconds, backward, stash, forward = costs[which]
-    kind = type(layer).__name__
-    nodes.append(
-      Node(
-        f"{kind}_{i}",
+        seconds = measure(partial(forward, *args))
+        of_both = measure(partial(both, *args, _array(output)))
+      node = Node(
+        "",
         forward=seconds,
-        backward=backward,
+        backward=max(of_both - seconds, 0.0),
         activation=memory.bytes_of(output),
         parameters=memory.bytes_of(weights[i]),
-        stash=stash,
-        kind=kind,
+        stash=_stash(pull, args),
+        kind=type(layer).__name__,
       )
-    )
+      costs[which] = node, forward
+    node, forward = costs[which]
+    nodes.append(node._replace(name=f"{node.kind}_{i}"))
     x = output if measure is None else forward(*args)
   return chain(nodes)
 
@@ -341,10 +309,8 @@ def _stash(pull, args):
   """Returns the bytes that the backward reads, save parameters."""
   backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
   program = backward(*args).jaxpr
-  inputs = program.invars[: len(jax.tree.leaves(args[:2]))]
-  kept = {id(v): v.aval for v in program.outvars}
-  for variable in inputs:
-    kept.pop(id(variable), None)
+  inputs = set(map(id, program.invars[: len(jax.tree.leaves(args[:2]))]))
+  kept = {id(v): v.aval for v in program.outvars if id(v) not in inputs}
   return memory.bytes_of(list(kept.values()))
 
 

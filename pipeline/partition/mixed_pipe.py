@@ -43,7 +43,6 @@ References:
   github.com/saareliad/FTPipe, autopipe/autopipe/model_partitioning/mixed_pipe.
 """
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -57,7 +56,7 @@ from pipeline.partition.blocks import Blocks
 from pipeline.partition.coarsen import coarsen
 from pipeline.partition.graph import Graph
 from pipeline.partition.placement import Partition
-from pipeline.partition.refine import Refinement, objective, refine
+from pipeline.partition.refine import Refinement, cost, refine
 from pipeline.table import check_positive
 
 ORDERS = ("largest_first", "smallest_first")
@@ -79,44 +78,32 @@ class Mixed(NamedTuple):
 def assign(
   weights: Sequence[float],
   devices: int,
-  *,
   sizes: Sequence[float] | None = None,
   memory: float | None = None,
   order: str = "largest_first",
 ) -> tuple[int, ...]:
-  """Puts each item on the device with the least load that has room for it.
+  """Puts each item on the device with the least load that has room for it;
+  returns the device of each.
 
-  If the order of weights does not work out, that of sizes is tried, the bytes
-  of items for the memory of a device. "largest_first" is within 4/3 of
-  the best largest load (Graham 1969), "smallest_first" is what the released
-  code does.
-
-  Returns:
-    The device of each item.
+  "largest_first" is within 4/3 of the best largest load (Graham 1969). If the
+  order of weights does not work out, that of sizes, in bytes, is tried.
 
   Raises:
-    ValueError: for another order, or naming the number of the item for which
-      there is no room.
+    ValueError: naming the number of the item for which there is no room.
   """
   checks.one_of("order", order, ORDERS)
-  sizes = [0.0] * len(weights) if sizes is None else sizes
+  count, largest = len(weights), order == "largest_first"
+  sizes = [0.0] * count if sizes is None else sizes
+  room = math.inf if memory is None else memory
   failed = None
   for keys in (weights, sizes):
-    ranked = sorted(
-      range(len(weights)),
-      key=lambda i: keys[i],  # noqa: B023 - used at once
-      reverse=order == "largest_first",
-    )
-    load, used = [0.0] * devices, [0.0] * devices
-    out = [0] * len(weights)
-    room = math.inf if memory is None else memory
-    for i in ranked:
+    load, used, out = [0.0] * devices, [0.0] * devices, [0] * count
+    for i in sorted(range(count), key=keys.__getitem__, reverse=largest):
       fitting = [d for d in range(devices) if used[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
         break
-      device = min(fitting, key=load.__getitem__)
-      out[i] = device
+      out[i] = device = min(fitting, key=load.__getitem__)
       load[device] += weights[i]
       used[device] += sizes[i]
     else:
@@ -129,109 +116,67 @@ def assign(
 
 
 def connect(blocks: Blocks, device: Mapping[int, int]) -> Blocks:
-  """Returns the stages: neighbours on one device merged, without cycles.
-
-  These are the connected components of each device, if no two of them need
-  each other, and parts of them otherwise.
-  """
+  """Returns the stages: the connected components of each device, or parts of
+  them where two would need each other."""
   stages = blocks.copy()
   stages.merge_neighbours(lambda a, b: device[a] == device[b])
   return stages
 
 
-def mixed_pipe(
-  graph: Graph,
-  devices: int,
-  *,
-  bandwidth: float | None = None,
-  lengths: Sequence[int] | None = None,
-  memory: float | None = None,
-  copies: float = 3,
-  order: str = "largest_first",
-  tied: str = "allow",
-  scopes: Sequence[str] = (),
-  recompute: str = "none",
-  seed: int = 0,
-) -> Mixed:
-  """Returns the partition of least objective over several L.
+class MixedPipeOptions(NamedTuple):
+  """How a partition is searched: the options of `mixed_pipe`."""
 
-  Args:
-    graph: the profile.
-    devices: P.
-    bandwidth: bytes a second between devices; None: communication is free.
-    lengths: the L to try; None is P, 2 P, ... 8 P, as far as there are nodes.
-    memory: bytes of a device; None: without end. A node takes its stash and
-      `copies` times its parameters; what nodes share counts once where they
-      must be together, and otherwise for each.
-    copies: of parameters; 3 are weights, gradients and one moment.
-    order: in which blocks are assigned, as in `assign`.
-    tied: "together" keeps nodes with common parameters in one stage; "allow"
-      does not, and the partition says which stages have to synchronise them.
-    scopes: of which the nodes are blocks to begin with.
-    recompute: which stages run their forward again before the backward: "none",
-      "all", or all "but_last".
-    seed: of the centres drawn at random.
+  bandwidth: float | None = None  # bytes a second; None: communication is free
+  lengths: Sequence[int] | None = None  # the L to try; None is P, 2 P, ... 8 P
+  # Bytes of a device; None: without end. A node takes its stash and `copies`
+  # times its parameters; what nodes share counts once where they must be
+  # together, and otherwise for each.
+  memory: float | None = None
+  copies: float = 3  # weights, gradients and one moment
+  order: str = "largest_first"  # in which blocks are assigned, as in `assign`
+  tied: str = "allow"  # as in `pipedream`
+  scopes: Sequence[str] = ()  # of which the nodes are blocks to begin with
+  recompute: str = "none"  # stages that run forwards again; see `RECOMPUTE`
+  seed: int = 0  # of the centres drawn at random
+
+
+def mixed_pipe(graph: Graph, devices: int, **options) -> Mixed:
+  """Returns the partition of least objective over several L, on so many
+  devices; the options are those of `MixedPipeOptions`.
 
   Raises:
-    ValueError: for unknown options, or if blocks of no L fit in the memory.
+    ValueError: for an option's value, or if blocks of no L fit in the memory.
   """
   check_positive(devices=devices)
-  placement.check_limit("bandwidth", bandwidth, "bytes a second")
-  checks.one_of("tied", tied, placement.TIED)
-  checks.one_of("order", order, ORDERS)
-  checks.one_of("recompute", recompute, RECOMPUTE)
-  placement.check_limit("memory", memory, "bytes")
-  count = len(graph.nodes)
-  if lengths is None:
-    lengths = sorted({min(n * devices, count) for n in range(1, 9)})
-  if not lengths:
+  options = MixedPipeOptions(**options)
+  placement.check_limit("bandwidth", options.bandwidth, "bytes a second")
+  placement.check_limit("memory", options.memory, "bytes")
+  checks.one_of("tied", options.tied, placement.TIED)
+  checks.one_of("order", options.order, ORDERS)
+  checks.one_of("recompute", options.recompute, RECOMPUTE)
+  if options.lengths is None:
+    most = len(graph.nodes)
+    lengths = sorted({min(n * devices, most) for n in range(1, 9)})
+    options = options._replace(lengths=lengths)
+  if not options.lengths:
     raise ValueError("lengths must have one L or more, not none")
-  for length in lengths:
+  for length in options.lengths:
     check_positive(**{"each L": length})
-  search = _Search(
-    graph=graph,
-    devices=devices,
-    bandwidth=bandwidth,
-    lengths=lengths,
-    memory=memory,
-    copies=copies,
-    order=order,
-    groups=placement.must_stay(graph, tied),
-    scopes=scopes,
-    seed=seed,
-    recompute=recompute,
-  )
-  if recompute == "but_last":
-    return _settle(search)
-  return _sweep(search, frozenset())
+  if options.recompute == "but_last":
+    return _settle(graph, devices, options)
+  return _sweep(graph, devices, options, frozenset())
 
 
 class _NoRoom(ValueError):
   """The blocks of some L do not fit in the memory."""
 
 
-class _Search(NamedTuple):
-  """What `mixed_pipe` was asked for."""
-
-  graph: Graph
-  devices: int
-  bandwidth: float | None
-  lengths: Sequence[int]
-  memory: float | None
-  copies: float
-  order: str
-  groups: list[tuple[int, ...]]  # of nodes that must be together
-  scopes: Sequence[str]
-  seed: int
-  recompute: str
-
-
-def _settle(search):
+def _settle(graph, devices, options):
   """Repeats a partition until the last stage is the one assumed."""
   results = {}  # assumed -> the partition
   spared = frozenset()
   while len(results) < _RUNS and spared not in results:
-    results[spared] = best = _sweep(search, spared)
+    results[spared] = best = _sweep(graph, devices, options, spared)
     if best.settled:
       return best
     spared = frozenset(best.partition.stages[-1])
@@ -240,96 +185,73 @@ def _settle(search):
   for start in range(len(first)):
     spared = frozenset(first[start:])
     if spared not in results:
-      results[spared] = _sweep(search, spared)
-  return min(
-    results.values(), key=lambda each: (each.objective, not each.settled)
-  )
+      results[spared] = _sweep(graph, devices, options, spared)
+  return min(results.values(), key=lambda r: (r.objective, not r.settled))
 
 
-def _sweep(search, spared):
+def _sweep(graph, devices, options, spared):
   """Returns the best of all L, for nodes that are spared recomputing."""
-  graph, recompute = search.graph, search.recompute
+  recompute = options.recompute
   weights = [
     node.work(recompute != "none" and i not in spared)
     for i, node in enumerate(graph.nodes)
   ]
   units = Blocks(graph, weights)
-  units.merge_all(search.groups)
+  units.merge_all(placement.must_stay(graph, options.tied))
   sizes = {
-    unit: search.copies * graph_lib.parameters(graph, nodes)
+    unit: options.copies * graph_lib.parameters(graph, nodes)
     + sum(graph.nodes[i].stash for i in nodes)
     for unit, nodes in units.members.items()
   }
-  tried, best, best_length, failure = [], None, None, None
-  for length in search.lengths:
+  states, tried, failure = {}, [], None
+  for length in options.lengths:
     try:
-      state = _attempt(search, units, sizes, length)
+      states[length] = _attempt(units, length, sizes, devices, options)
+      tried.append((length, float(states[length].now[0])))
     except _NoRoom as error:
       failure = f"with L={length}: {error}"
       tried.append((length, math.inf))
-      continue
-    tried.append((length, float(state.now[0])))
-    if best is None or state.now < best.now:
-      best, best_length = state, length
-  if best is None:
+  if not states:
     raise ValueError(failure)
-  nodes = collections.defaultdict(list)
-  for i, s in enumerate(best.nodes()):
-    nodes[s].append(i)
-  stages = [nodes[s] for s in sorted(nodes)]
-  devices = [best.devices[s] for s in sorted(nodes)]
-  again = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
-  again = tuple(range(again[recompute]))
+  length, best = min(states.items(), key=lambda each: each[1].now)
+  # Some stages may have lost all their nodes.
+  kept, where = np.unique(best.nodes(), return_inverse=True)
+  stages = [np.flatnonzero(where == s).tolist() for s in range(len(kept))]
+  places = [best.devices[s] for s in kept.tolist()]
+  counts = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
+  again = tuple(range(counts[recompute]))
   partition = placement.make(
-    graph, stages, devices, count=search.devices, recompute=again
+    graph, stages, places, count=devices, recompute=again
   )
-  value = objective(
-    partition, graph, bandwidth=search.bandwidth, recompute=again
-  )
+  where = where.tolist()
+  weights = [
+    n.work(s in again) for n, s in zip(graph.nodes, where, strict=True)
+  ]
+  value = float(cost(graph, where, places, weights, options.bandwidth)[0])
   settled = recompute != "but_last" or spared == set(stages[-1])
-  return Mixed(
-    partition, float(value), best_length, tuple(tried), again, settled
-  )
+  return Mixed(partition, value, length, tuple(tried), again, settled)
 
 
-def _attempt(search, units, sizes, length):
+def _attempt(units, length, sizes, devices, options):
   """Returns the refined stages of about `length` blocks."""
-  blocks = coarsen(
-    units,
-    length,
-    bandwidth=search.bandwidth,
-    scopes=search.scopes,
-    seed=search.seed,
-  )
+  bandwidth, memory = options.bandwidth, options.memory
+  blocks = coarsen(units, length, bandwidth, options.scopes, options.seed)
   items = blocks.order()
   bytes_ = [
     sum(sizes[u] for u in {units.block_of[i] for i in blocks.members[b]})
     for b in items
   ]
+  weights = [blocks.weight(b) for b in items]
   try:
-    placed = assign(
-      [blocks.weight(b) for b in items],
-      search.devices,
-      sizes=bytes_,
-      memory=search.memory,
-      order=search.order,
-    )
+    placed = assign(weights, devices, bytes_, memory, options.order)
   except ValueError as error:
-    largest = search.graph.nodes[items[int(np.argmax(bytes_))]].name
-    raise _NoRoom(
-      f"{error} (the largest block begins with node {largest!r})"
-    ) from None
+    largest = units.graph.nodes[items[int(np.argmax(bytes_))]].name
+    why = f"{error} (the largest block begins with node {largest!r})"
+    raise _NoRoom(why) from None
   device = dict(zip(items, placed, strict=True))
   stages = connect(blocks, device)
   ids = stages.order()
-  state = Refinement(
-    units,
-    [stages.members[s] for s in ids],
-    [device[s] for s in ids],
-    units.weights,
-    search.bandwidth,
-    sizes,
-    search.memory,
-  )
+  members, places = [stages.members[s] for s in ids], [device[s] for s in ids]
+  state = Refinement(units, members, places, bandwidth, sizes, memory)
   refine(state)
   return state

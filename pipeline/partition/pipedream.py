@@ -48,7 +48,6 @@ from pipeline.partition.graph import Graph
 from pipeline.partition.placement import Partition
 from pipeline.table import check_positive
 
-FORMULAS = ("paper", "code")
 CUTS = ("order", "antichains")
 MOST_STATES = 2000
 
@@ -86,11 +85,9 @@ def pipedream(
   """Returns the partition of least time for a microbatch.
 
   Takes O(S^2 M^2) on one level, for S places to cut and M machines; more levels
-  solve that for all S^2 ranges.
-
-  With the paper's formula a stage of m replicas that `later` devices follow
-  holds 1 + ceil(later / m) microbatches' stashes and versions of its
-  parameters, and that must fit.
+  solve that for all S^2 ranges. With the paper's formula a stage of m replicas
+  that `later` devices follow has 1 + ceil(later / m) microbatches' stashes and
+  versions of its parameters in memory.
 
   Args:
     graph: the profile.
@@ -107,14 +104,12 @@ def pipedream(
       any antichain. None is the first for the paper, the second for the code.
     compression: of activations between stages; for the code only.
 
-  Returns:
-    The plan; among equals always the same.
-
   Raises:
     ValueError: for unknown options, or if nothing fits.
   """
   levels = _levels(machines, bandwidth)
-  checks.one_of("formula", formula, FORMULAS)
+  formulas = {"paper": _Paper, "code": _Code}
+  checks.one_of("formula", formula, formulas)
   if cuts is None:
     cuts = "order" if formula == "paper" else "antichains"
   checks.one_of("cuts", cuts, CUTS)
@@ -126,7 +121,7 @@ def pipedream(
       f" {compression!r} with formula {formula!r}"
     )
   states = _states(graph, cuts, placement.must_stay(graph, tied))
-  search = (_Paper if formula == "paper" else _Code)(
+  search = formulas[formula](
     graph, states, levels, straight, fewer, memory, compression
   )
   k, end, none = len(levels), len(states) - 1, Fraction(0)
@@ -165,23 +160,20 @@ def _levels(machines, bandwidth):
     placement.check_limit("bandwidth", speed, "bytes a second")
     out.append(_Level(count, speed, within, size))
     size, within = size * count, count
-  return tuple(out)
+  return out
 
 
 def _why_not(graph, total, places, straight, memory):
-  if memory is not None:
-    node = max(
-      graph.nodes, key=lambda node: (node.parameters + node.stash, node.name)
-    )
+  if memory is None:
     return (
-      f"nothing fits in {memory} bytes on each of {total} machines; the largest"
-      f" node is {node.name!r} with {node.parameters} bytes of parameters and"
-      f" {node.stash} of stash for each microbatch in flight; give more memory"
-      " or machines"
+      f"{total} machines cannot all be used: there are {places} places to end a"
+      f" stage (straight={straight}); set fewer=True or give fewer machines"
     )
+  node = max(graph.nodes, key=lambda n: (n.parameters + n.stash, n.name))
   return (
-    f"{total} machines cannot all be used: there are {places} places"
-    f" to end a stage (straight={straight}); set fewer=True or give fewer"
+    f"nothing fits in {memory} bytes on each of {total} machines; the largest"
+    f" node is {node.name!r} with {node.parameters} bytes of parameters and"
+    f" {node.stash} of stash for each microbatch in flight; give more memory or"
     " machines"
   )
 
@@ -218,7 +210,9 @@ class _Search:
 
   `down` is the number of devices that work on what this pipeline sends on, for
   each copy of the pipeline: how much is in flight depends on it. It is 0
-  throughout where that does not matter.
+  throughout where that does not matter. The formulas, below, are `stage`, the
+  time of a stage on m machines where `end` end with it, and `send`, that of
+  what a last stage on m machines gets and sends.
   """
 
   counts_down = True
@@ -250,14 +244,12 @@ class _Search:
 
   def sums(self, i, j):
     """Returns time, parameters, stash and outputs of the nodes between."""
-    nodes = self.nodes(i, j)
-    mine = [self.graph.nodes[n] for n in nodes]
-    return (
-      sum(node.work() for node in mine),
-      graph_lib.parameters(self.graph, nodes),
-      sum(node.stash for node in mine),
-      sum(node.activation for node in mine),
-    )
+    numbers = self.nodes(i, j)
+    nodes = [self.graph.nodes[n] for n in numbers]
+    parameters = graph_lib.parameters(self.graph, numbers)
+    work = sum(node.work() for node in nodes)
+    stash = sum(node.stash for node in nodes)
+    return work, parameters, stash, sum(node.activation for node in nodes)
 
   def whole(self, k, i, j, down):
     """Returns the least time on a whole level, and the machines used."""
@@ -308,14 +300,6 @@ class _Search:
     down /= last
     used = self.whole(k - 1, i, j, down)[1]
     return out + self.stages(k - 1, i, j, used, down, copies)
-
-  def stage(self, k, i, j, m, end, down):
-    """Returns the time of a stage on m machines, where `end` end with it."""
-    raise NotImplementedError
-
-  def send(self, k, s, j, m):
-    """Returns the time of what a last stage on m machines gets and sends."""
-    raise NotImplementedError
 
 
 class _Paper(_Search):

@@ -2,18 +2,15 @@
 
 What every partitioner returns, and what is asked of all of them: each node is
 placed exactly once, and tensors go from earlier stages to later ones. There are
-three partitioners: `balance` for a chain if communication costs nothing,
-`pipedream` for chains of stages that may be replicated, `mixed_pipe` for
-devices that hold several stages that are not neighbours.
+three: `balance` here, for a chain if communication costs nothing, `pipedream`
+for stages that may be replicated, `mixed_pipe` for several stages on a device.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze
-from pipeline.partition import graph as graph_lib
 from pipeline.partition.graph import Graph
 
 TIED = ("allow", "together")
@@ -36,17 +33,11 @@ def make(
   count: int | None = None,
   recompute: Collection[int] = (),
 ) -> Partition:
-  """Returns a partition, when it is one of the graph.
+  """Returns the partition of these stages, along the network, if it is one.
 
-  Args:
-    graph: the profile.
-    stages: the nodes of each stage, stages in their order along the network.
-    devices: of each stage; None gives stage s device s.
-    count: D; None is as many as are named.
-    recompute: stages that run their forward again before the backward.
-
-  Raises:
-    ValueError: as `check`.
+  Stage s is on device s if `devices` do not say where; there are `count` of
+  them, or as many as are named. Stages of `recompute` run their forward again
+  before the backward.
   """
   stages = tuple(tuple(sorted(stage)) for stage in stages)
   if devices is None:
@@ -59,31 +50,58 @@ def make(
   count = named if count is None else count
   if named > count:
     raise ValueError(f"device {named - 1} is not one of {count} devices")
-  partition = Partition(stages, devices, np.zeros(count), ())
-  check(partition, graph)
+  where = _check(graph, stages, devices)
   load = np.zeros(count)
   for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
     work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in places:
       load[d] += work / len(places)
-  where = stage_of(partition)
-  shared = (sorted({where[i] for i in tie.nodes}) for tie in graph.tied)
-  shared = tuple(tuple(owners) for owners in shared if len(owners) > 1)
-  return partition._replace(load=load, shared=shared)
+  shared = (tuple(sorted({where[i] for i in tie.nodes})) for tie in graph.tied)
+  shared = tuple(owners for owners in shared if len(owners) > 1)
+  return Partition(stages, devices, load, shared)
 
 
-def stage_of(partition: Partition) -> tuple[int, ...]:
-  """Returns the stage of each node."""
-  pairs = [(i, s) for s, stage in enumerate(partition.stages) for i in stage]
-  return tuple(s for _, s in sorted(pairs))
+def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+  """Cuts a chain in stages so that the largest load is as small as can be.
+
+  Returns the nodes of each stage, one or more; among equals always the same.
+
+  Raises:
+    ValueError: for fewer nodes than stages, or costs that are negative or not
+      finite.
+
+  Example:
+    >>> balance([3, 1, 1, 1], 2)
+    ((0,), (1, 2, 3))
+  """
+  array = np.asarray(costs, np.float64)
+  if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
+    raise ValueError(
+      f"costs must be a list of numbers, finite and not negative, not {costs!r}"
+    )
+  if not 1 <= stages <= len(array):
+    raise ValueError(
+      f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
+    )
+  upto = np.concatenate([[0.0], np.cumsum(array)])
+  load = upto - upto[:, None]  # [i, j]: of the nodes from i to j - 1
+  load[np.tril_indices(len(upto))] = np.inf
+  # best[j]: the largest load of the first j nodes, in as many stages as yet.
+  best, froms = load[0], []
+  for _ in range(stages - 1):
+    loads = np.maximum(best[:, None], load)
+    froms.append(loads.argmin(0))
+    best = loads.min(0)
+  end, out = len(array), []
+  for start in reversed(froms):
+    out.append(tuple(range(start[end], end)))
+    end = start[end]
+  return (tuple(range(end)), *reversed(out))
 
 
 def cuts(partition: Partition) -> tuple[int, ...]:
-  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N.
-
-  Raises:
-    ValueError: for a stage that is not the nodes from one to another.
-  """
+  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N. Raises
+  ValueError for a stage that is not a piece of a chain."""
   out = [0]
   for s, stage in enumerate(partition.stages):
     if stage != tuple(range(out[-1], out[-1] + len(stage))):
@@ -95,17 +113,11 @@ def cuts(partition: Partition) -> tuple[int, ...]:
   return tuple(out)
 
 
-def check(partition: Partition, graph: Graph) -> Partition:
-  """Returns `partition` if it is one of the graph.
-
-  Raises:
-    ValueError: for a node that is in no stage or in two, a tensor that goes
-      back, an edge that is cut and must not be, a stage without nodes or
-      devices. It names the node.
-  """
+def _check(graph, stages, devices) -> dict[int, int]:
+  """Returns the stage of each node, if these are stages of the graph."""
   names = [node.name for node in graph.nodes]
-  where: dict[int, int] = {}
-  for s, stage in enumerate(partition.stages):
+  where = {}
+  for s, stage in enumerate(stages):
     if not stage:
       raise ValueError(f"stage {s} has no nodes; leave it out")
     for i in stage:
@@ -122,16 +134,13 @@ def check(partition: Partition, graph: Graph) -> Partition:
   for i, name in enumerate(names):
     if i not in where:
       raise ValueError(f"node {name!r} is in no stage; place it")
-  if len(partition.devices) != len(partition.stages):
-    raise ValueError(
-      f"{len(partition.stages)} stages need their devices, not"
-      f" {len(partition.devices)}"
-    )
-  for s, places in enumerate(partition.devices):
+  if len(devices) != len(stages):
+    raise ValueError(f"devices are of {len(devices)} stages, not {len(stages)}")
+  for s, places in enumerate(devices):
     if not places or len(set(places)) != len(places) or min(places) < 0:
       raise ValueError(
-        f"stage {s} of node {names[partition.stages[s][0]]!r} needs a device"
-        f" or several different ones, not {tuple(places)}"
+        f"stage {s} of node {names[stages[s][0]]!r} needs a device or several"
+        f" different ones, not {tuple(places)}"
       )
   for source, target, _, cut in graph.edges:
     first, second = where[source], where[target]
@@ -146,59 +155,7 @@ def check(partition: Partition, graph: Graph) -> Partition:
         f"the edge from node {names[source]!r} (stage {first}) to"
         f" {names[target]!r} (stage {second}) must not be cut"
       )
-  return partition
-
-
-def costs_of(
-  partition: Partition,
-  graph: Graph,
-  *,
-  bandwidth: float | None = None,
-  recompute: Collection[int] = (),
-) -> analyze.Costs:
-  """Returns what `analyze` needs to know of the stages.
-
-  The profile does not tell the gradient of inputs from that of weights: each
-  gets half of the backward; recomputing goes with the inputs' half. A tensor
-  for a later stage than the next passes through those between, so every border
-  carries all that is made before it and needed after, at a bandwidth in bytes a
-  second; None takes no time.
-
-  Raises:
-    ValueError: as `check`, and for a bandwidth that is not positive.
-  """
-  check(partition, graph)
-  check_limit("bandwidth", bandwidth, "bytes a second")
-  forward, backward, again = [], [], []
-  for s, stage in enumerate(partition.stages):
-    forward.append(sum(graph.nodes[i].forward for i in stage))
-    backward.append(sum(graph.nodes[i].backward for i in stage))
-    again.append(forward[-1] if s in recompute else 0.0)
-  half = np.array(backward) / 2
-  transfer = 0.0
-  if bandwidth is not None:
-    transfer = np.array(border_bytes(partition, graph)) / bandwidth
-  return analyze.costs(
-    len(forward),
-    forward=forward,
-    backward=np.array(backward) + again,
-    input=half + again,
-    weight=half,
-    transfer=transfer,
-  )
-
-
-def border_bytes(partition: Partition, graph: Graph) -> list[float]:
-  """Returns the bytes that pass from each stage to the next, S - 1 of them."""
-  where = stage_of(partition)
-  return [
-    graph_lib.bytes_of(
-      (edge.source, edge.bytes)
-      for edge in graph.edges
-      if where[edge.source] <= s < where[edge.target]
-    )
-    for s in range(len(partition.stages) - 1)
-  ]
+  return where
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

@@ -2,12 +2,8 @@
 objective of `mixed_pipe`: the largest cost of a stage."""
 
 import collections
-from collections.abc import Collection
 
 from pipeline.partition import graph as graph_lib
-from pipeline.partition import placement
-from pipeline.partition.graph import Graph
-from pipeline.partition.placement import Partition
 
 _SLACK = 1e-12  # of the objective: differences below it are rounding
 
@@ -15,39 +11,30 @@ _SLACK = 1e-12  # of the objective: differences below it are rounding
 class Refinement:
   """Stages of units while they are refined."""
 
-  def __init__(self, units, stages, devices, weights, bandwidth, sizes, memory):
-    self.units, self.devices = units, devices
-    self.weights, self.bandwidth = weights, bandwidth
+  def __init__(self, units, stages, devices, bandwidth, sizes, memory):
+    self.units, self.devices, self.bandwidth = units, devices, bandwidth
     self.sizes, self.memory = sizes, memory
     stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
     self.stage = {unit: stage_of[unit] for unit in units.members}
-    self.now = self.cost()
+    self.now = self._cost()  # the objective, and the bytes sent
 
-  def cost(self) -> tuple[float, float]:
-    """Returns the objective and the bytes sent."""
-    graph, nodes = self.units.graph, self.nodes()
-    return _cost(graph, nodes, self.devices, self.weights, self.bandwidth)
+  def _cost(self):
+    graph, weights = self.units.graph, self.units.weights
+    return cost(graph, self.nodes(), self.devices, weights, self.bandwidth)
 
   def nodes(self) -> list[int]:
     """Returns the stage of each node."""
     return [self.stage[unit] for unit in self.units.block_of]
 
-  def _has_room(self, unit, stage):
-    device = self.devices[stage]
-    if self.memory is None or device == self.devices[self.stage[unit]]:
-      return True
-    used = sum(
-      self.sizes[u] for u, s in self.stage.items() if self.devices[s] == device
-    )
-    return used + self.sizes[unit] <= self.memory
-
   def move(self, unit: int, stage: int) -> bool:
     """Moves a unit, if that is better; returns whether it is."""
-    before = self.stage[unit]
-    if not self._has_room(unit, stage):
-      return False
+    before, device = self.stage[unit], self.devices[stage]
+    if self.memory is not None and device != self.devices[before]:
+      there = (u for u, s in self.stage.items() if self.devices[s] == device)
+      if sum(self.sizes[u] for u in there) + self.sizes[unit] > self.memory:
+        return False
     self.stage[unit] = stage
-    new = self.cost()
+    new = self._cost()
     slack = _SLACK * self.now[0]
     same = abs(new[0] - self.now[0]) <= slack
     if new[0] < self.now[0] - slack or same and new[1] < self.now[1]:
@@ -58,8 +45,9 @@ class Refinement:
     return False
 
 
-def _cost(graph, stage, devices, weights, bandwidth):
-  """Returns the objective and the bytes sent between devices."""
+def cost(graph, stage, devices, weights, bandwidth) -> tuple[float, float]:
+  """Returns the objective, in seconds for a microbatch, and the bytes sent
+  between devices; stages and weights are of nodes, devices of stages."""
   work = collections.defaultdict(float)
   for i, s in enumerate(stage):
     work[devices[s]] += weights[i]
@@ -74,38 +62,12 @@ def _cost(graph, stage, devices, weights, bandwidth):
   most = 0.0
   for s in set(stage):
     own = work[devices[s]]
-    cost = own
+    seconds = own
     if bandwidth is not None:
-      cost += max(0.0, out[s] / bandwidth - own)
-      cost += max(0.0, back[s] / bandwidth - own)
-    most = max(most, cost)
+      seconds += max(0.0, out[s] / bandwidth - own)
+      seconds += max(0.0, back[s] / bandwidth - own)
+    most = max(most, seconds)
   return most, total
-
-
-def objective(
-  partition: Partition,
-  graph: Graph,
-  *,
-  bandwidth: float | None = None,
-  recompute: Collection[int] = (),
-) -> float:
-  """Returns the largest cost of a stage, in seconds for a microbatch; stages of
-  `recompute` run their forward again before the backward.
-
-  Raises:
-    ValueError: for a stage with replicas.
-  """
-  for s, places in enumerate(partition.devices):
-    if len(places) > 1:
-      raise ValueError(f"stage {s} has replicas, which this does not cost")
-  placement.check_limit("bandwidth", bandwidth, "bytes a second")
-  stage = placement.stage_of(partition)
-  weights = [
-    node.work(s in recompute)
-    for node, s in zip(graph.nodes, stage, strict=True)
-  ]
-  devices = [places[0] for places in partition.devices]
-  return _cost(graph, stage, devices, weights, bandwidth)[0]
 
 
 def refine(state: Refinement) -> None:

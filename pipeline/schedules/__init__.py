@@ -104,11 +104,7 @@ def forwards(options: Mapping[str, object]) -> int:
 
 def describe(name: str) -> Traits:
   """Returns what a schedule assumes, and which options a run of it may set. A
-  file that holds a table has none: all that there is to know is in it.
-
-  Raises:
-    ValueError: for an unknown schedule, naming the nearest.
-  """
+  file that holds a table has none: all that there is to know is in it."""
   if table_lib.is_file(name):
     return Traits(())
   return names.lookup("schedule", name, SCHEDULES).traits
@@ -142,10 +138,8 @@ def make(
     ValueError: as `build` and `validate.validate`, and for a table without a
       backward.
   """
-  if table_lib.is_file(name):
-    table = _of_file(Path(name), stages, total, batch, every, options)
-  else:
-    table = _of_maker(name, stages, total, batch, every, options)
+  make_table = _of_file if table_lib.is_file(name) else _of_maker
+  table = make_table(name, stages, total, batch, every, options)
   if (validate.rows(table).weight < 0).any():
     raise ValueError("its table has no backward: there is nothing to train")
   return table
@@ -162,10 +156,8 @@ def _of_maker(name, stages, total, batch, every, options):
   elif traits.listed:
     devices = options.setdefault("devices", list(range(stages)))
     if listed(devices, stages) is None:
-      raise OptionError(
-        "devices",
-        f"must be a device for each of {stages} stages, not {devices!r}",
-      )
+      why = f"must be a device for each of {stages} stages, not {devices!r}"
+      raise OptionError("devices", why)
   else:
     options["devices"] = _devices(name, stages, traits, takes, options)
   if name == "zero_bubble":
@@ -228,15 +220,13 @@ def _function(place):
 def _of_file(path, stages, total, batch, every, options):
   """A table of the user's, which must be of the microbatches of the run."""
   if options:
-    raise OptionError(
-      next(iter(options)), f"is no option: all of the run is in {path}; drop it"
-    )
+    why = f"is no option: all of the run is in {path}; drop it"
+    raise OptionError(next(iter(options)), why)
   try:
-    table = validate.validate(table_lib.read(path))
+    table = validate.validate(table_lib.read(Path(path)))
   except OSError as error:
-    raise OptionError(
-      "schedule", f"{path} cannot be read: {error.strerror}"
-    ) from error
+    why = f"{path} cannot be read: {error.strerror}"
+    raise OptionError("schedule", why) from error
   own = sorted(set(table.action.tolist()) - set(KNOWN))
   if own:
     raise OptionError(
@@ -245,9 +235,8 @@ def _of_file(path, stages, total, batch, every, options):
       " pipeline.executor, or drop them",
     )
   if stages is not None and stages != table.stages:
-    raise OptionError(
-      "stages", f"{stages} are not the {table.stages} of {path}: drop it"
-    )
+    why = f"{stages} are not the {table.stages} of {path}: drop it"
+    raise OptionError("stages", why)
   if every is None and table.flush:
     every = batch
   if every is not None and every != table.every:
@@ -269,23 +258,14 @@ def _of_file(path, stages, total, batch, every, options):
 
 
 def weights_of(table: Schedule, weights: str | None = None) -> str:
-  """Returns which weights backwards of a table read; see `analyze.versions`.
-
-  If a run does not say it, it is the default of the schedule of the table's
-  name: "latest" if it flushes, "stash" if no schedule has that name.
-
-  Raises:
-    OptionError: for weights that a table that flushes does not have.
-    ValueError: as `analyze.versions`.
-  """
+  """Returns which weights backwards of a table read; see `analyze.versions`. If
+  a run does not say it, it is the default of the schedule of the table's name:
+  "latest" if it flushes, "stash" if no schedule has that name."""
   if weights is None:
     maker = SCHEDULES.get(table.name, custom)
     weights = "latest" if table.flush else maker.traits.weights
   if table.flush and weights not in ("latest", "stash"):
-    raise OptionError(
-      "weights",
-      f"{weights!r} is for asynchronous schedules, and {table.name} flushes:"
-      " drop it",
-    )
+    why = f"is for asynchronous schedules, and {table.name} flushes: drop it"
+    raise OptionError("weights", f"{weights!r} {why}")
   analyze.versions(table, weights)
   return weights

@@ -29,10 +29,6 @@ def pipedream(
   s = 0 that is the paper's NOAM. `replicas` are the devices of each stage,
   numbered stage by stage, one by default, which take microbatches in turn
   (1F1B-RR). Use it with weights="stash" or "vertical".
-
-  Raises:
-    ValueError: for replicas that are not one number for each stage, or more of
-      them than microbatches.
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
@@ -65,14 +61,10 @@ def pipedream_2bw(
   """PipeDream with gradients summed (PipeDream-2BW, Narayanan et al. 2021).
 
   The table of `pipedream`; the two versions of the weights are a matter of
-  weights="2bw", which needs as many microbatches in an update as stages.
-
-  Raises:
-    ValueError: for an `every` below p, its default.
+  weights="2bw". An update has as many microbatches as stages, or more.
   """
-  check_positive(stages=stages)
   every = stages if every is None else every
-  check_positive(every=every)
+  check_positive(stages=stages, every=every)
   if every < stages:
     raise ValueError(
       f"2BW needs at least {stages} microbatches in an update, one for each"
@@ -93,12 +85,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
-  orders = [
-    layout.one_f_one_b_order(
-      stage, range(microbatches), 2 * (stages - 1 - stage) + 1
-    )
-    for stage in range(stages)
-  ]
+  orders = layout.straight(range(1, 2 * stages, 2)[::-1], microbatches)
   return layout.valid("stale", orders, every)
 
 
@@ -138,13 +125,8 @@ def ftpipe(
     devices: the device of each stage, such as (0, 1, 2, 0).
     stage_depth: of each stage, from the end; None is p - 1 - s.
     supremum: microbatches in flight at a stage, at most, whatever its depth
-      (FTPipe's virtual stages, where it is the number of devices); None is no
-      bound.
-    costs: how long tasks take, which decides what is there first; None is as in
-      `analyze.analyze`.
-
-  Raises:
-    ValueError: for devices, depths or a supremum that are not such.
+      (FTPipe's virtual stages, where it is the number of devices).
+    costs: how long tasks take, which decides what is there first.
   """
   places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)

@@ -38,10 +38,7 @@ def one_f_one_b(
   As long as `gpipe`, but stage s holds p - s microbatches at most.
   """
   check_positive(stages=stages, microbatches=microbatches)
-  orders = [
-    layout.one_f_one_b_order(stage, range(microbatches), stages - stage)
-    for stage in range(stages)
-  ]
+  orders = layout.straight(range(1, stages + 1)[::-1], microbatches)
   return layout.synchronous("one_f_one_b", orders, microbatches, batches)
 
 
@@ -56,16 +53,10 @@ def interleaved(
 ) -> Schedule:
   """1F1B with several stages on a device (Narayanan et al. 2021, Megatron-LM).
 
-  Stage s is on device s % devices. A device takes `group` microbatches through
-  its first stage, then through its second, and so on. Groups smaller than
-  `devices`, also a last one, can be run, but wait.
-
-  Args:
-    devices: p.
-    chunks: stages on each device, v.
-    microbatches: of a batch; the last group is smaller if they do not divide.
-    group: microbatches of a group; None is as many as devices.
-    batches: how many.
+  Stage s is on device s % devices, `chunks` of them on each. A device takes
+  `group` microbatches, as many as devices by default, through its first stage,
+  then through its second, and so on. Groups smaller than `devices`, also a last
+  one, can be run, but wait.
   """
   check_positive(devices=devices, chunks=chunks, microbatches=microbatches)
   group = devices if group is None else group

@@ -16,7 +16,6 @@ from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
-
 # What follows from the stages and microbatches of a run, not from its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
 
@@ -117,22 +116,27 @@ def alternate(
   forward in turn."""
   first = min(depth - 1, len(forwards))
   pairs = zip(forwards[first:], backwards, strict=False)
-  return [
-    *forwards[:first],
-    *itertools.chain.from_iterable(pairs),
-    *backwards[len(forwards) - first :],
-  ]
+  turns = itertools.chain.from_iterable(pairs)
+  return [*forwards[:first], *turns, *backwards[len(forwards) - first :]]
 
 
 def one_f_one_b_order(
   stage: int, microbatches: Sequence[int], depth: int, backward: str = BACKWARD
 ) -> list[Step]:
   """Returns the order of a stage that holds at most `depth` microbatches."""
-  return alternate(
-    [(FORWARD, stage, i) for i in microbatches],
-    [(backward, stage, i) for i in microbatches],
-    depth,
-  )
+  forwards = [(FORWARD, stage, i) for i in microbatches]
+  backwards = [(backward, stage, i) for i in microbatches]
+  return alternate(forwards, backwards, depth)
+
+
+def straight(
+  depths: Sequence[int], microbatches: int, backward: str = BACKWARD
+) -> Orders:
+  """Returns the orders of stages that hold at most so many microbatches."""
+  return [
+    one_f_one_b_order(stage, range(microbatches), depth, backward)
+    for stage, depth in enumerate(depths)
+  ]
 
 
 def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:

@@ -41,12 +41,8 @@ class RuleState:
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:
-    """Returns the ready step of the lowest microbatch; of those of one
-    microbatch, that of the highest stage. None if there is none.
-
-    Args:
-      action: F, B, I or W.
-    """
+    """Returns the step F, B, I or W that is ready, or None: of the lowest
+    microbatch, and of its steps that of the highest stage."""
     queues = self.queues(action)
     ready = [(queue[0], -stage) for stage, queue in queues.items() if queue]
     if not ready:
@@ -73,11 +69,9 @@ class Played:
     self.end = [0.0] * devices
 
   def score(self):
-    """The longest time that a device is engaged, then the time of all.
-
-    The first is what a batch costs if devices need not wait for each other
-    between batches (the zero bubble papers' cost).
-    """
+    """The longest time that a device is engaged, what a batch costs if devices
+    need not wait for each other between batches (the zero bubble papers' cost),
+    then the time of all."""
     spans = zip(self.begin, self.end, strict=True)
     longest = max(end - begin for begin, end in spans)
     # Sums of the same numbers in another order are the same time.
@@ -93,11 +87,7 @@ def play(
   every: int,
   flush: bool,
 ) -> Played:
-  """Asks the rule of every idle device, whenever something changes.
-
-  Raises:
-    ScheduleError: if no device goes on, or a rule names what is not ready.
-  """
+  """Asks the rule of every idle device, whenever something changes."""
   clock = _Clock(rule, places, microbatches, cost, every, flush)
   for microbatch in range(microbatches):
     clock.come(0.0, 0, microbatch)
@@ -123,7 +113,7 @@ class _Clock:
     # A heap of (time, number, device, what, stage, microbatch).
     self.events = []
     self._rule, self._places = rule, places
-    self._cost, self._batches = cost, (every, flush)
+    self._cost, self._batches = cost, {"every": every, "flush": flush}
     columns = cost.forward, cost.backward, cost.input, cost.weight
     self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
@@ -180,7 +170,8 @@ class _Clock:
     """Removes a step from those that are ready; returns how long it takes."""
     if action not in KNOWN:
       self._others += 1
-      length = self._cost.own.get(action, 0.0)
+      own = self._cost.own  # None: every action takes 1
+      length = 1.0 if own is None else own.get(action, 0.0)
       if length <= 0:
         raise ValueError(
           f"costs must say how long {action!r} takes, such as"
@@ -242,10 +233,7 @@ class _Clock:
     heapq.heappush(self.events, (when, next(self._number), *event))
 
   def _stopped(self, why) -> table_lib.ScheduleError:
-    every, flush = self._batches
-    table = table_lib.lay_out(
-      "so far", self.played.orders, every=every, flush=flush
-    )
+    table = table_lib.lay_out("so far", self.played.orders, **self._batches)
     return table_lib.ScheduleError(f"{why}\n{table_lib.to_text(table)}")
 
 

@@ -2,15 +2,9 @@
 
 import collections
 
+from asgd import checks
 from pipeline.schedules.layout import check_even, synchronous, traits
-from pipeline.table import (
-  BACKWARD,
-  FORWARD,
-  INPUT,
-  WEIGHT,
-  Schedule,
-  check_positive,
-)
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 
 @traits()
@@ -23,12 +17,9 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   unit fill what the backwards of the one before leave idle. Forward doubling
   and backward halving need tasks of two or half a microbatch, which no table
   has.
-
-  Raises:
-    ValueError: for an odd number of stages.
   """
   check_even(stages=stages)
-  check_positive(microbatches=microbatches)
+  checks.whole("microbatches", microbatches)
   down = (microbatches + 1) // 2
   half = stages // 2
   orders = []
@@ -46,14 +37,9 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
 
 
 def _dualpipe(own, rank, ranks, microbatches):
-  """The order of a device in DualPipe's eight steps.
-
-  Args:
-    own: its two stages, in the order of the directions.
-    rank: its distance from the nearer end, where its first direction starts.
-    ranks: how many distances there are.
-    microbatches: of each direction.
-  """
+  """The order of a device in DualPipe's eight steps; `own` are its two stages
+  and `microbatches` those of each direction, `rank`, of so many `ranks`, is its
+  distance from the nearer end, where its first direction starts."""
   order, waiting = [], collections.deque()
   forwards, backwards = ([iter(way) for way in microbatches] for _ in "FB")
 
@@ -96,10 +82,7 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   device p - 1 - s for the second. A forward of one direction and a backward of
   the other are one block; where there is nothing to overlap with, backwards are
   split and their weights done later.
-
-  Raises:
-    ValueError: unless the stages, p, and the microbatches are even, and these
-      2 p at least.
+  The stages, p, and the microbatches are even, and these 2 p at least.
   """
   check_even(stages=stages, microbatches=microbatches)
   if microbatches < 2 * stages:
@@ -127,12 +110,10 @@ def dualpipe_v(
   device s, and all microbatches go down and come up again.
 
   The order of device s is that of `dualpipe` with 2 p stages; nothing is
-  replicated.
-
-  Raises:
-    ValueError: for fewer than 2 p microbatches.
+  replicated. There are 2 p microbatches at least.
   """
-  check_positive(devices=devices, microbatches=microbatches)
+  checks.whole("devices", devices)
+  checks.whole("microbatches", microbatches)
   if microbatches < 2 * devices:
     raise ValueError(
       f"dualpipe_v needs {2 * devices} microbatches for {devices} devices, not"

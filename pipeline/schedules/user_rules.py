@@ -38,12 +38,8 @@ def custom(
     ...   if step is None and state.in_flight[device] < 2 - device:
     ...     step = state.first("F")
     ...   return step or ("K", -1, -1)
-    >>> table = custom(
-    ...   rule,
-    ...   devices=[0, 1],
-    ...   microbatches=2,
-    ...   costs=analyze.costs(2, backward=1.0, own={"K": 1.0}),
-    ... )
+    >>> costs = analyze.costs(2, backward=1.0, own={"K": 1.0})
+    >>> table = custom(rule, devices=[0, 1], microbatches=2, costs=costs)
     >>> print(table_lib.to_text(table), end="")
     # custom; every 2; flush
     0 | F0 F1 K  B0 K  B1
@@ -63,35 +59,21 @@ def custom(
   Raises:
     ScheduleError: if the rule names what is not ready, or all wait forever,
       with the table so far.
-    ValueError: for arguments that are not such.
   """
   places = layout.places_of(devices)
   every = microbatches if every is None else every
   layout.check_updates(microbatches, every)
   layout.check_bool("flush", flush)
   if costs is None:
-    costs = analyze.costs(len(places))._replace(own=_Ones())
+    costs = analyze.costs(len(places))._replace(own=None)
   costs = layout.costs_of(costs, len(places))
   played = play(rule, places, microbatches, costs, every=every, flush=flush)
   return layout.valid(name, played.orders, every, flush=flush)
 
 
-class _Ones(dict):
-  """1 for every action."""
-
-  def get(self, action, default=None):
-    del action, default
-    return 1.0
-
-
 def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
-  """Returns a table with own actions in slots where devices are idle.
-
-  Nothing else moves, and the table gets no longer.
-
-  Args:
-    schedule: a table.
-    actions: device -> names, which go into its idle slots in their order.
+  """Returns a table with own actions in slots where devices are idle, in their
+  order; `actions` are of each device. Nothing else moves.
 
   Raises:
     ValueError: if there are more actions than idle slots, no such device, or an
@@ -108,18 +90,15 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
       raise ValueError(
         f"{of_stages[0]!r} is not an own action: fill moves no work of stages"
       )
-    busy = set(schedule.time[schedule.device == device].tolist())
-    idle = [slot for slot in range(schedule.slots) if slot not in busy]
+    busy = schedule.time[schedule.device == device].tolist()
+    idle = sorted(set(range(schedule.slots)).difference(busy))
     if len(own) > len(idle):
       raise ValueError(
         f"device {device} has {len(idle)} idle slots for {len(own)} actions;"
         f" leave out {len(own) - len(idle)}"
       )
-    rows += [
-      (slot, device, -1, -1, action)
-      for slot, action in zip(idle, own, strict=False)
-    ]
-  table = table_lib.make(
-    schedule.name, rows, every=schedule.every, flush=schedule.flush
-  )
+    slots = zip(idle, own, strict=False)
+    rows += [(slot, device, -1, -1, action) for slot, action in slots]
+  every, flush = schedule.every, schedule.flush
+  table = table_lib.make(schedule.name, rows, every=every, flush=flush)
   return validate.validate(table)

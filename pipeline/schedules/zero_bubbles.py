@@ -5,11 +5,11 @@ References:
   parallelism with controllable memory", NeurIPS 2024.
 
 The makers take p stages, one on each device, or p devices with two stages on
-each; `microbatches` of a batch, how many `batches`, and `costs` of each stage,
-as `zero_bubble` does.
+each, the microbatches of a batch, and `costs` of stages.
 """
 
 import collections
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipeline.schedules import layout
 from pipeline.schedules.play import Rule, play
 from pipeline.table import FORWARD, INPUT, WEIGHT, Schedule, check_positive
 
+Times = Costs | None  # of F, I, W and transfers; None is 1, 1, 1 and 0
 _TRIED = 20_000  # tasks of a table, up to which all ways are tried
 _PATIENCE = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
 
@@ -77,27 +78,23 @@ def _greedy(owned, limits, costs, patience) -> Rule:
   return rule
 
 
-def _zero_bubble(
-  name, places, microbatches, costs, limits, ways, batches
-) -> Schedule:
+def _best(name, places, microbatches, costs, limits, ways, batches) -> Schedule:
   """The best of orders to follow and of greedy ones, within the limits."""
-  check_positive(microbatches=microbatches)
   costs = layout.costs_of(costs, len(places))
   owned = layout.stages_of(places)
-  few = 3 * len(places) * microbatches <= _TRIED
   rules = [
     _follow(orders, limits, costs, patience)
     for orders in ways
     for patience in _PATIENCE
   ]
   rules += [_greedy(owned, limits, costs, patience) for patience in _PATIENCE]
-  orders = min(
-    (
-      play(rule, places, microbatches, costs, every=microbatches, flush=True)
-      for rule in (rules if few else rules[:1])
-    ),
-    key=lambda played: played.score(),
-  ).orders
+  if 3 * len(places) * microbatches > _TRIED:
+    del rules[1:]
+  tried = (
+    play(rule, places, microbatches, costs, every=microbatches, flush=True)
+    for rule in rules
+  )
+  orders = min(tried, key=lambda played: played.score()).orders
   return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
@@ -107,7 +104,7 @@ def zero_bubble(
   microbatches: int,
   *,
   max_activations: int | Sequence[int],
-  costs: Costs | None = None,
+  costs: Times = None,
   batches: int = 1,
 ) -> Schedule:
   """A schedule with split backwards for any stages on any devices, that holds
@@ -123,10 +120,6 @@ def zero_bubble(
     devices: the device of each stage.
     max_activations: forwards with the backward of weights still to come, on
       each device, at most; as many as it has stages, at least.
-    costs: measured times of F, I and W and of transfers; None is 1, 1, 1 and 0.
-
-  Raises:
-    ValueError: for too little memory, or other arguments that are not such.
   """
   places = layout.places_of(devices, without_replicas="zero_bubble")
   owned = layout.stages_of(places)
@@ -147,26 +140,17 @@ def zero_bubble(
         f" max_activations={limit}; it needs {len(own)}"
       )
   ways = []
-  if places == _line(len(places)):
+  if places == [(stage,) for stage in range(len(places))]:
     ways = [_straight(microbatches, limits, times) for times in (1, 2)]
-  return _zero_bubble(
+  return _best(
     "zero_bubble", places, microbatches, costs, limits, ways, batches
   )
 
 
-def _line(stages):
-  return [(stage,) for stage in range(stages)]
-
-
 def _straight(microbatches, limits, times):
   """1F1B orders of a straight pipeline, so many times as deep as 1F1B."""
-  orders = []
-  for stage, limit in enumerate(limits):
-    depth = min(limit, times * (len(limits) - stage - 1) + 1)
-    orders.append(
-      layout.one_f_one_b_order(stage, range(microbatches), depth, INPUT)
-    )
-  return orders
+  deepest = range(1, times * len(limits) + 1, times)[::-1]
+  return layout.straight(list(map(min, limits, deepest)), microbatches, INPUT)
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
@@ -174,17 +158,13 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   ways = [_straight(microbatches, limits, times)]
-  places = _line(stages)
-  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
+  places = [(stage,) for stage in range(stages)]
+  return _best(name, places, microbatches, costs, limits, ways, batches)
 
 
 @layout.traits()
 def zb_h1(
-  stages: int,
-  microbatches: int,
-  *,
-  costs: Costs | None = None,
-  batches: int = 1,
+  stages: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B (ZB-H1, Qi et al. ICLR 2024; also
   called ZB1P).
@@ -196,11 +176,7 @@ def zb_h1(
 
 @layout.traits()
 def zb_h2(
-  stages: int,
-  microbatches: int,
-  *,
-  costs: Costs | None = None,
-  batches: int = 1,
+  stages: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
   """Zero bubble with twice the memory (ZB-H2, Qi et al. ICLR 2024; also called
   ZB2P).
@@ -215,11 +191,7 @@ def zb_h2(
 
 @layout.traits(chunks=2)
 def zb_v(
-  devices: int,
-  microbatches: int,
-  *,
-  costs: Costs | None = None,
-  batches: int = 1,
+  devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
   """Zero bubble with the memory of 1F1B, in a V (ZB-V, Qi et al. NeurIPS 2024).
 
@@ -228,23 +200,17 @@ def zb_v(
   idle from its first task to its last with 2 p - 1 microbatches or more.
   """
   check_positive(devices=devices, microbatches=microbatches)
-  even = (
-    costs is None or np.ptp([costs.forward, costs.input, costs.weight]) == 0
-  )
-  ways = []
-  if even and microbatches >= 2 * devices - 1:
-    ways = [[_zb_v(d, devices, microbatches) for d in range(devices)]]
-  return _of_vee(
-    "zb_v", devices, microbatches, costs, batches, 2 * devices, ways
-  )
+  p, ways = devices, []
+  even = not costs or np.ptp([costs.forward, costs.input, costs.weight]) == 0
+  if even and microbatches >= 2 * p - 1:
+    ways = [[_zb_v(d, p, microbatches) for d in range(p)]]
+  limits = [2 * p] * p
+  return _best("zb_v", _vee(p), microbatches, costs, limits, ways, batches)
 
 
-def _of_vee(name, devices, microbatches, costs, batches, limit, ways):
-  """The best table of a V with at most `limit` in flight on a device."""
-  down = range(devices)
-  places = [(device,) for device in (*down, *down[::-1])]
-  limits = [limit] * devices
-  return _zero_bubble(name, places, microbatches, costs, limits, ways, batches)
+def _vee(devices):
+  """The places of stages that go down the devices and come up again."""
+  return [(device,) for device in (*range(devices), *range(devices)[::-1])]
 
 
 def _zb_v(device, devices, microbatches):
@@ -258,55 +224,38 @@ def _zb_v(device, devices, microbatches):
       order.append((action, stages[chunk], counts[action, chunk]))
       counts[action, chunk] += 1
 
-  for _ in range(2 * (devices - device) - 1):
-    add("F", 0)
-  for _ in range(device):
-    add("F", 1)
-    add("F", 0)
-  for _ in range(devices - device):
-    add("FIW", 1)
+  left = devices - device
+  add("F" * (2 * left - 1), 0)
+  for chunk in (1, 0) * device:
+    add("F", chunk)
+  add("FIW" * left, 1)
   while counts["F", 1] < microbatches:
     add("FIW" if counts["F", 0] < microbatches else "IW", 0)
     add("FIW", 1)
-  for _ in range(device):
-    add("I", 0)
-    add("I", 1)
-  for _ in range(devices - device):
-    add("IW", 0)
+  for chunk in (0, 1) * device:
+    add("I", chunk)
+  add("IW" * left, 0)
   for chunk in (1, 0):
-    while counts["W", chunk] < microbatches:
-      add("W", chunk)
+    add("W" * (microbatches - counts["W", chunk]), chunk)
   return order
 
 
 def _pattern(times, microbatches):
-  """Orders of a V in which forwards and backwards repeat every 6 slots.
-
-  Args:
-    times: device -> slots of F and F, I and I, on the way down and up.
-    microbatches: of a batch.
-  """
+  """Orders of a V in which forwards and backwards repeat every 6 slots; `times`
+  are of each device the slots of F and F, I and I, on the way down and up."""
   orders = []
   for device, slots in enumerate(times):
     up = 2 * len(times) - 1 - device
-    tasks = [
-      (slot + 6 * i, action, stage, i)
-      for i in range(microbatches)
-      for slot, action, stage in zip(
-        slots, "FFII", (device, up, up, device), strict=True
-      )
-    ]
-    orders.append([task[1:] for task in sorted(tasks)])
+    first = zip(slots, "FFII", (device, up, up, device), strict=True)
+    tasks = itertools.product(first, range(microbatches))
+    ordered = sorted((t + 6 * i, action, s, i) for (t, action, s), i in tasks)
+    orders.append([task[1:] for task in ordered])
   return orders
 
 
 @layout.traits(chunks=2)
 def v_half(
-  devices: int,
-  microbatches: int,
-  *,
-  costs: Costs | None = None,
-  batches: int = 1,
+  devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
   """Half the memory of 1F1B, in a V (V-Half, Qi et al. NeurIPS 2024).
 
@@ -321,16 +270,13 @@ def v_half(
     for d in range(p)
   ]
   ways = [_pattern(times, microbatches)]
-  return _of_vee("v_half", p, microbatches, costs, batches, p + 2, ways)
+  limits = [p + 2] * p
+  return _best("v_half", _vee(p), microbatches, costs, limits, ways, batches)
 
 
 @layout.traits(chunks=2)
 def v_min(
-  devices: int,
-  microbatches: int,
-  *,
-  costs: Costs | None = None,
-  batches: int = 1,
+  devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
   """A third of the memory of 1F1B, in a V (V-Min, Qi et al. NeurIPS 2024).
 
@@ -344,6 +290,6 @@ def v_min(
   times = [
     (d, 2 * p - d - 1, 2 * p + more + d, 4 * p + more - d - 1) for d in range(p)
   ]
-  limit = 2 * -(-p // 3) + 2
+  limits = [2 * -(-p // 3) + 2] * p
   ways = [_pattern(times, microbatches)]
-  return _of_vee("v_min", p, microbatches, costs, batches, limit, ways)
+  return _best("v_min", _vee(p), microbatches, costs, limits, ways, batches)

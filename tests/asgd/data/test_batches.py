@@ -166,7 +166,7 @@ def test_a_batch_may_be_changed_without_changing_the_data():
     ),
     ({"seed": -1}, "seed must be a whole number, 0 or more, not -1"),
     ({"workers": 0}, "workers must be a positive whole number, not 0"),
-    ({"partition": "split"}, "partition must be .*, got 'split'"),
+    ({"partition": "split"}, "partition must be .*, not 'split'"),
     (
       {"partition": "sharded", "workers": 8, "batch_size": 13},
       r"the 12 training examples of a shard \(100 over 8 workers\); use at "

@@ -17,7 +17,6 @@ from sklearn import linear_model
 
 from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
-from asgd.models import encoder
 from pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
@@ -404,18 +403,26 @@ def fine_tuning(tmp_path):
   (folder / "config.json").write_text(
     json.dumps({"model_type": "bert", **sizes})
   )
-  options = {
-    name: sizes[key] for name, key in encoder._SIZES.items() if key in sizes
+  shapes = {
+    "embeddings.word_embeddings": (len(PIECES), 4),
+    "embeddings.position_embeddings": (8, 4),
+    "embeddings.token_type_embeddings": (2, 4),
+    "embeddings.LayerNorm": (4,),
+    "encoder.layer.0.attention.self.query": (4, 4),
+    "encoder.layer.0.attention.self.key": (4, 4),
+    "encoder.layer.0.attention.self.value": (4, 4),
+    "encoder.layer.0.attention.output.dense": (4, 4),
+    "encoder.layer.0.attention.output.LayerNorm": (4,),
+    "encoder.layer.0.intermediate.dense": (8, 4),
+    "encoder.layer.0.output.dense": (4, 8),
+    "encoder.layer.0.output.LayerNorm": (4,),
   }
-  places = jax.tree.leaves(
-    tuple(encoder._places({**options, "pooling": "mean"})),
-    is_leaf=lambda leaf: isinstance(leaf, encoder._Place),
-  )
   rng = np.random.default_rng(0)
-  held = {
-    place.name: rng.normal(size=place.stored).astype(np.float32)
-    for place in places
-  }
+  held = {}
+  for name, shape in shapes.items():
+    held[f"{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    if not name.endswith("_embeddings"):
+      held[f"{name}.bias"] = rng.normal(size=shape[:1]).astype(np.float32)
   safetensors.numpy.save_file(held, folder / "model.safetensors")
   train = "".join(f"it is playing .\t{i % 2}\n" for i in range(8))
   files = {"SST-2": (f"sentence\tlabel\n{train}",) * 2}
