@@ -10,9 +10,6 @@ Index letters in shape comments:
   B  examples
   T  positions
   C  features
-  H  heads
-  D  features of a head
-  F  features inside an MLP
 
 References:
   Devlin et al., "BERT: Pre-training of deep bidirectional transformers for
@@ -56,6 +53,10 @@ def _norm(epsilon, dtype, name):
   return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
 
 
+def _dense(features, dtype, name):
+  return nn.Dense(features, dtype=dtype, kernel_init=_INIT, name=name)
+
+
 class EncoderEmbed(nn.Module):
   """Layer norm of word + position + kind: int[B, 2, T] -> float[B, T, C].
 
@@ -72,7 +73,6 @@ class EncoderEmbed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, train: bool = False):
-    """Raises ValueError for other arrays, or too many positions."""
     whole = jnp.issubdtype(tokens.dtype, jnp.integer)
     if tokens.ndim != 3 or tokens.shape[1] != 2 or not whole:
       raise ValueError(
@@ -104,8 +104,7 @@ class EncoderBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the block."""
-    width, dtype, real = x.shape[-1], x.dtype, _real(x)
+    dtype, real = x.dtype, _real(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     h = nn.MultiHeadDotProductAttention(
       self.heads,
@@ -116,9 +115,8 @@ class EncoderBlock(nn.Module):
       name="attention",
     )(x, mask=real[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
-    h = nn.Dense(self.hidden, dtype=dtype, kernel_init=_INIT, name="up")(x)
-    h = nn.gelu(h, approximate=False)
-    h = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="down")(h)
+    h = _dense(self.hidden, dtype, "up")(x)
+    h = _dense(x.shape[-1], dtype, "down")(nn.gelu(h, approximate=False))
     x = _norm(self.epsilon, dtype, "norm_mlp")(x + drop(h))
     return jnp.where(real, x, 0)
 
@@ -136,18 +134,14 @@ class EncoderHead(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the layer."""
-    dtype, width = x.dtype, x.shape[-1]
+    dtype = x.dtype
     if self.pooling == "mean":
       count = jnp.maximum(_real(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
-      pooler = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="pooler")
-      x = jnp.tanh(pooler(x[:, 0]))
+      x = jnp.tanh(_dense(x.shape[-1], dtype, "pooler")(x[:, 0]))
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    return nn.Dense(
-      self.classes, dtype=dtype, kernel_init=_INIT, name="classifier"
-    )(x)
+    return _dense(self.classes, dtype, "classifier")(x)
 
 
 def bert(
@@ -179,9 +173,6 @@ def bert(
     epsilon: added to the variances of layer norms.
     dropout: rate, on embeddings, attention, what is added to the stream, and
       what the classifier gets, in [0, 1).
-
-  Raises:
-    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("vocabulary", vocabulary, 2)
@@ -204,8 +195,7 @@ class Pretrained(NamedTuple):
 
   folder: Path  # with its tokenizer.json
   sizes: dict[str, Any]  # arguments of `bert`
-  # float32, of each layer, without the classifier
-  weights: tuple[dict[str, Any], ...]
+  weights: tuple[dict[str, Any], ...]  # float32, by layer; no classifier
 
 
 def find(place: str | os.PathLike) -> Path:
@@ -255,7 +245,6 @@ def pretrained(
     pooling: as of `bert`; "first" needs the pooler's weights.
 
   Raises:
-    ValueError: for an unknown pooling.
     DataError: if there is no such encoder, it is no BERT, or a tensor, which is
       named, is missing, of another shape than its config says, or not known.
   """
@@ -360,9 +349,8 @@ def _read_tensors(path):
       f"{path} is read by the package safetensors; pip install safetensors"
     ) from None
   # Besides OSError and its own type it raises others for unknown dtypes.
-  with formats.reading(
-    path, Exception, "replace it by a whole copy in float32"
-  ):
+  remedy = "replace it by a whole copy in float32"
+  with formats.reading(path, Exception, remedy):
     tensors = safetensors.numpy.load_file(path)
   renamed = {}
   for name, value in tensors.items():
@@ -384,12 +372,11 @@ def _sources(sizes):
   }
   for i in range(sizes["depth"]):
     block = f"encoder.layer.{i}"
-    inputs = {
-      name: f"{block}.attention.self.{name}"
-      for name in ("query", "key", "value")
+    reads = {
+      k: f"{block}.attention.self.{k}" for k in ("query", "key", "value")
     }
     yield {
-      "attention": {**inputs, "out": f"{block}.attention.output.dense"},
+      "attention": {**reads, "out": f"{block}.attention.output.dense"},
       "norm_attention": f"{block}.attention.output.LayerNorm",
       "up": f"{block}.intermediate.dense",
       "down": f"{block}.output.dense",

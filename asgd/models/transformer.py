@@ -31,7 +31,6 @@ class Embed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, train: bool = False):
-    """Raises ValueError for more positions than the context."""
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", _INIT, (self.vocabulary, self.width))
@@ -52,7 +51,6 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     added = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
@@ -79,7 +77,6 @@ class Unembed(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the layer."""
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
     return nn.Dense(
@@ -117,9 +114,7 @@ def gpt(
   context: int = 128,
   dropout: float = 0.0,
 ) -> Layers:
-  """A GPT: predicts each next token from those before it.
-
-  Embed, `depth` Blocks, Unembed.
+  """A GPT: Embed, `depth` Blocks, Unembed; predicts each token's next.
 
   Args:
     classes: tokens of the vocabulary.
@@ -128,9 +123,6 @@ def gpt(
     heads: of attention; they divide the width.
     context: most positions of a sequence.
     dropout: rate, on what is added to the stream and on attention, in [0, 1).
-
-  Raises:
-    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("context", context)

@@ -51,10 +51,9 @@ def gamma(
   With machine_variation = 0 (homogeneous) every batch time is
   Gamma(shape 1/V^2, scale mean V^2). Otherwise (heterogeneous) each worker
   first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its
-  batch times around that mean. Drawing in the other order would give an almost
-  homogeneous cluster. Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where
-  machines differ; 0.94 % and 27.9 % of the batches are then slower than 1.25
-  mean.
+  batch times around that mean. Hakimi et al. 2019 use V = 0.1, and V_m = 0.6
+  where machines differ; 0.94 % and 27.9 % of the batches are then slower than
+  1.25 mean.
 
   Args:
     mean: expected time of one batch, over machines.
@@ -95,11 +94,8 @@ def measured(
 ) -> Durations:
   """Times that were measured, played back over and over.
 
-  Args:
-    samples: one row of times per measured worker; worker i uses row i modulo
-      the number of rows.
-    resample: draw from the row at random, with replacement, instead.
-    seed: of the draws.
+  Worker i uses row i of `samples`, modulo their number; with `resample`, it
+  draws from the row at random, with replacement.
   """
   rows = [np.asarray(row, float) for row in samples]
   if not rows or any(row.ndim != 1 or not row.size for row in rows):
@@ -131,10 +127,7 @@ _MAKERS = {
 
 
 def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
-  """Builds durations by name; `seed` reaches those that draw.
-
-  Raises ValueError for an unknown name or argument, naming the nearest.
-  """
+  """Builds durations by name; `seed` reaches those that draw."""
   maker = names.lookup("durations", name, _MAKERS)
   if maker is not constant:
     kwargs = {"seed": seed, **kwargs}
