@@ -12,7 +12,7 @@ import optax
 from asgd import base, checks, names, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
-from asgd.algorithms.sgd import decay_weights, in_rounds, sgd, sgd_chain
+from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
 from asgd.transforms import scale_by_sent_rate
 
 
@@ -112,7 +112,7 @@ def model_averaging(
   """
   tx = sgd_chain(scale_by_sent_rate(learning_rate), momentum, weight_decay)
   recipe = _displacements(sgd(1.0), tx, steps, keep_state=keep_state)
-  return in_rounds(recipe, workers)
+  return recipe.in_rounds(workers)
 
 
 def easgd(
@@ -175,7 +175,7 @@ def diloco(
     scale_by_sent_rate(learning_rate),
   )
   recipe = _displacements(base.as_algorithm(outer), inner, steps)
-  return in_rounds(recipe, workers)
+  return recipe.in_rounds(workers)
 
 
 def fedasync(

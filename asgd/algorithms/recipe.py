@@ -24,6 +24,10 @@ class Recipe(NamedTuple):
   steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
 
+  def in_rounds(self, workers: int) -> "Recipe":
+    """Makes each update one on the mean of a message from every worker."""
+    return self._replace(every=workers, order="bulk_synchronous")
+
   def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
     """Builds the Worker of this recipe; ValueError if its parts do not fit."""
     if self.worker is None:

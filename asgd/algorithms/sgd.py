@@ -52,9 +52,4 @@ def asgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
 
 def ssgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker."""
-  return in_rounds(Recipe(sgd(learning_rate, momentum, weight_decay)), workers)
-
-
-def in_rounds(recipe: Recipe, workers: int) -> Recipe:
-  """Makes each update one on the mean of a message from every worker."""
-  return recipe._replace(every=workers, order="bulk_synchronous")
+  return Recipe(sgd(learning_rate, momentum, weight_decay)).in_rounds(workers)
