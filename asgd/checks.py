@@ -10,9 +10,8 @@ def whole(name: str, value: int, least: int = 1) -> int:
   not), `least` or more."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
-    kind = "positive whole number"
-    if least != 1:
-      kind = f"whole number, {least} or more"
+    more = f"whole number, {least} or more"
+    kind = "positive whole number" if least == 1 else more
     raise ValueError(f"{name} must be a {kind}, not {value!r}")
   return int(value)
 

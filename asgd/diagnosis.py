@@ -40,8 +40,7 @@ def make_sharpness(
 
   Power iteration, driven from the host one compiled step at a time, because
   XLA runs convolutions badly inside loops on CPU. The loss is called with one
-  fixed key. Each of the Hessian-vector products, `iterations` of them, costs
-  about three gradients.
+  fixed key. Each of the `iterations` costs about three gradients.
 
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from
@@ -55,7 +54,6 @@ def make_sharpness(
     value_and_gradient = jax.value_and_grad(
       lambda w: loss(base.with_weights(params, w), batch, key)[0]
     )
-
     norm = optax.tree.norm(direction)
     # Where the loss is flat, the product is 0, and so is the sharpness.
     direction = optax.tree.scale(1 / jnp.where(norm == 0, 1, norm), direction)
@@ -91,13 +89,8 @@ def curvature_limit(
   1e-4 to 4 over the learning rate (48 give steps of a quarter), and takes the
   last before the first at which w does not shrink from the second to the last
   quarter of the order. The result is below the true limit by up to one step of
-  the grid; it is 0.0 if not even the smallest is stable.
-
-  Args:
-    recipe: built with a constant learning rate.
-    trace: an order of at least ten messages a worker; see `asgd.orders`.
-    learning_rate: the rate that the recipe was built with.
-    points: resolution.
+  the grid; it is 0.0 if not even the smallest is stable. The recipe was built
+  with that constant learning rate; the order has ten messages a worker or more.
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()

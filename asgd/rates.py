@@ -41,9 +41,6 @@ def warmup_steps(
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.
-
-  Raises:
-    ValueError: for values out of range.
   """
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:

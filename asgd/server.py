@@ -63,10 +63,9 @@ def gather(
 
   Args:
     total: sum of the messages before.
-    oldest: the ticket of the stalest of them.
-    message: the new one.
-    ticket: of the new one.
-    first: bool[], whether there is no message before; `oldest` is then unread.
+    oldest: the ticket of the stalest of them; unread if this is the `first`.
+    message: the new one, computed against `ticket`.
+    first: bool[], whether there is no message before.
     add: adds two trees; another one may donate the first's buffers.
 
   Returns:
@@ -135,9 +134,6 @@ def make_server(
       it is averaged, such as `scale_by_staleness`.
     workers: how many workers the algorithm was built for, if it keeps something
       for each; runtimes refuse more.
-
-  Returns:
-    The Server, pure functions to be compiled by the runtime.
   """
   checks.whole("every", every)
   scale = optax.with_extra_args_support(per_message or optax.identity())
@@ -158,6 +154,10 @@ def make_server(
     params = algorithm.send(state.opt_state, state.params, worker=worker)
     return base.Ticket(worker, state.version, params)
 
+  def drop(state, ticket, message):
+    del ticket, message
+    return state, jnp.float32(0.0)
+
   def receive(state, ticket, message):
     delay = _delay(state, ticket)
     distance = gap(state.params, ticket.params)
@@ -167,10 +167,7 @@ def make_server(
       state, update_norm = accept(state, ticket, message)
     else:
       state, update_norm = jax.lax.cond(
-        accepted,
-        accept,
-        lambda state, ticket, message: (state, jnp.float32(0.0)),
-        *(state, ticket, message),
+        accepted, accept, drop, state, ticket, message
       )
     report = base.Report(
       delay.staleness, distance, accepted, message_norm, update_norm
@@ -200,8 +197,9 @@ def _make_accept(algorithm, every, scale):
   def enqueue(state, message, ticket):
     """Adds one message; applies the average when `every` have come."""
     inbox = state.inbox
+    first = inbox.count == 0
     total, oldest = gather(
-      *(inbox.total, inbox.oldest, message, ticket), first=inbox.count == 0
+      inbox.total, inbox.oldest, message, ticket, first=first
     )
     count = inbox.count + 1
 

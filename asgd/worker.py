@@ -51,14 +51,9 @@ def gradient_worker(
 ) -> base.Worker:
   """A worker whose message is one gradient, passed through `message`.
 
-  Args:
-    loss: differentiated with respect to the (weights of the) parameters.
-    message: a transform that runs on the worker, with a state of its own, on
-      the parameters it was sent: DANA-Slim's momentum, for one.
-
-  Returns:
-    A Worker; its message has the structure of the parameters. If those are
-    `Variables`, the message's `stats` are the batch's own statistics.
+  The transform has a state of its own and sees the parameters that were sent:
+  DANA-Slim's momentum, for one. The message has the structure of the
+  parameters; if those are `Variables`, its `stats` are the batch's own.
   """
   transform = optax.with_extra_args_support(message or optax.identity())
 
@@ -83,10 +78,9 @@ def job_batches(
 ) -> Callable[[int, int], base.Batch]:
   """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
-  `batches` is (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
-  So is the result: its job j is the jobs j H, ..., j H + H - 1 of `batches`,
-  stacked on a new leading axis: leaves [H, B, ...]. With one step there is no
-  such axis: it is `batches` itself.
+  `batches` is (worker, job) -> NumPy arrays, as of `Problem.batches`, and so is
+  the result: its job j is the jobs j H, ..., j H + H - 1, stacked on a new
+  leading axis, [H, B, ...]. With one step it is `batches` itself.
   """
   checks.whole("steps", steps)
   if steps == 1:
@@ -165,11 +159,9 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.worker.job_batches"
         )
-    weights, opt_state, total = all_steps(
-      weights, opt_state, ticket, batch, key
-    )
+    *ends, total = all_steps(weights, opt_state, ticket, batch, key)
     loss, stats = jax.tree.map(lambda x: x / steps, (total.loss, total.stats))
-    return weights, opt_state, _Sums(loss, stats, total.gradient)
+    return *ends, _Sums(loss, stats, total.gradient)
 
   return local_steps
 
@@ -227,10 +219,6 @@ def local_worker(
     statistics in a message of `Variables` are means over the batches, each
     where the worker was by then.
 
-  Raises:
-    ValueError: for values out of range; on tracing, for a batch that is not
-      `steps` of them.
-
   Example:
     >>> import jax.numpy as jnp
     >>> def loss(params, batch, key):
@@ -247,8 +235,7 @@ def local_worker(
     3.0 5.0
   """
   checks.whole("steps", steps)
-  if message not in MESSAGES:
-    raise ValueError(f"message must be one of {MESSAGES}, not {message!r}")
+  checks.one_of("message", message, MESSAGES)
   tx = optax.with_extra_args_support(tx)
   sum_gradients = message == "gradients"
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=sum_gradients)
@@ -293,11 +280,10 @@ def elastic_worker(
 
   The message is -d, a gradient for a server of SGD with learning rate 1.
 
-  It differs from the paper's algorithm in two points. There a worker reads and
-  moves the centre at once. Here it has read it in the ticket, when the job
-  began: in d, x~ is as old as the job, an age that is recorded as staleness.
-  And there the step that follows an exchange takes its gradient where x^i was
-  before it; here, where x^i is.
+  It differs from the paper in two points. There a worker reads and moves the
+  centre at once; here x~ in d is the ticket's, as old as the job, an age that
+  is recorded as staleness. And there the step that follows an exchange takes
+  its gradient where x^i was before it; here, where x^i is.
 
   Args:
     loss: as in `local_worker`; so are the Worker's loss, statistics and keys.
@@ -306,9 +292,6 @@ def elastic_worker(
     steps: H, tau of the paper: batches in a job, stacked as in `local_worker`.
     alpha: how much of the distance an exchange closes from each side, in
       (0, 1].
-
-  Raises:
-    ValueError: as `local_worker`.
   """
   checks.whole("steps", steps)
   if not 0 < alpha <= 1:

@@ -40,9 +40,6 @@ def classification(
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
     evaluation_examples: evaluate on the first so many test images; 0 is all.
-
-  Raises:
-    ValueError: for a batch larger than the data, and as `data.make_batches`.
   """
   checks.nonnegative("evaluation_examples", evaluation_examples)
 
@@ -74,9 +71,8 @@ def classification(
     total = np.zeros(2)
     for start in range(0, len(test_labels), _IMAGES):
       rows = slice(start, start + _IMAGES)
-      total += jax.device_get(
-        score(params, test_images[rows], test_labels[rows])
-      )
+      sums = score(params, test_images[rows], test_labels[rows])
+      total += jax.device_get(sums)
     return Evaluation(*(total / len(test_labels)).tolist())
 
   pieces = Pieces(layers, prepare, lib.classification_loss)
@@ -106,10 +102,6 @@ def classify_sentences(
       all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
-
-  Raises:
-    ValueError: for a task with more words than the model, weights of another
-      model, and as `data.make_batches`.
   """
   if task.vocabulary > layers[0].vocabulary:
     raise ValueError(
@@ -194,9 +186,6 @@ def language(
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: of the test part, evenly spaced; 1 or more.
-
-  Raises:
-    ValueError: as `text.make_batches`.
   """
   checks.whole("evaluation_windows", evaluation_windows)
 

@@ -134,7 +134,7 @@ def run_sharded(
     worker: as in `compile_steps`; so are `wire` and `group`.
     params: before the first message.
     traces: of each shard; S of them, at least two. (worker, seq) names the same
-      message in all of them.
+      message in all of them; ValueError is raised if they do not fit.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
@@ -142,11 +142,7 @@ def run_sharded(
       the algorithm needs none.
     plan: what each shard holds; None is `sharding.make_plan`. With the stages
       of a pipeline as shards (`sharding.plan_by_owner`) and their traces
-      (`pipeline.analyze.traces`), the delays of a pipeline are those of the
-      simulation.
-
-  Raises:
-    ValueError: if the traces do not belong together.
+      (`pipeline.analyze.traces`), the delays are those of the pipeline.
   """
   plan = sharding.make_plan(params, len(traces)) if plan is None else plan
   steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)

@@ -55,20 +55,14 @@ def compile_work(
 ) -> Callable:
   """Compiles a worker once, however many servers it serves.
 
-  Args:
-    worker: what it does.
-    group: its devices, the first of those that are here. XLA divides the work
-      among them: of a "data" group each takes part of the examples, of a
-      "tensor" group part of the last axis of each weight. What they do not
-      divide they all do. Another group adds up in another order, so it gives
-      other bits.
+  Its devices are the first of those that are here. XLA divides the work among
+  them: of a "data" group each takes part of the examples, of a "tensor" group
+  part of the last axis of each weight. What they do not divide they all do.
+  Another group adds up in another order, so it gives other bits.
 
   Returns:
     (state, ticket, batch, root, job) -> as Worker.work; what it returns lies
     whole on each device.
-
-  Raises:
-    ValueError: if there are fewer devices.
   """
 
   def work(state, ticket, batch, root, job):
@@ -112,7 +106,6 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
   """What is left of a tree's real numbers after a journey in `dtype`."""
   if dtype is None:
     return tree
-
   bits = jnp.finfo(dtype)
 
   def there_and_back(x):
@@ -131,14 +124,11 @@ def compile_steps(
   wire: str | None = None,
   group: WorkerDevices = WorkerDevices(),  # noqa: B008
 ) -> Steps:
-  """Compiles what runtimes call; see the module.
+  """Compiles what runtimes call; without a worker, no work.
 
-  Args:
-    server: from `make_server`.
-    worker: what every worker does; None where no work is done.
-    wire: the dtype in which parameters and messages travel, such as "bfloat16";
-      None is their own. Tickets hold what arrives.
-    group: the devices of each worker.
+  `wire` is the dtype in which parameters and messages travel, such as
+  "bfloat16"; None is their own. Tickets hold what arrives. `group` are the
+  devices of each worker.
   """
 
   def receive_message(state, ticket, message, loss):
