@@ -181,7 +181,8 @@ REJECT = 4  # the job's message was refused: not finite, or incomplete
 JOIN = 5  # a new worker takes the place `worker`; job counts those before it
 LEAVE = 6  # the worker in that place goes
 ROLLBACK = 7  # the server goes back to what it was before row `job`
-ACTIONS = tuple(["send", "receive", "keep", "lost", "reject", "join", "leave", "rollback"])
+ACTIONS = ("send", "receive", "keep", "lost", "reject", "join", "leave")
+ACTIONS += ("rollback",)
 
 
 class Records(NamedTuple):

@@ -21,18 +21,6 @@ from asgd import worker as worker_lib
 from asgd.algorithms import Recipe
 
 
-def delayed_sgd_limit(staleness: float) -> float:
-  """Returns the largest stable learning rate x curvature of plain SGD.
-
-  2 sin(pi / (4 tau + 2)) for a fixed staleness tau.
-
-  Example:
-    >>> [round(delayed_sgd_limit(tau), 4) for tau in (0, 1, 2, 4)]
-    [2.0, 1.0, 0.618, 0.3473]
-  """
-  return float(2 * np.sin(np.pi / (4 * staleness + 2)))
-
-
 def make_sharpness(
   loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
@@ -116,35 +104,27 @@ def _quadratic(params, curvature, key):
 def _growth(server, worker, workers, rows, curvature):
   """Returns the log of how much |w| grew from the second to the last quarter
   of the order."""
-  state = server.init(jnp.float32(_START))
-  states = jax.tree.map(
-    lambda x: jnp.stack([x] * workers), worker.init(state.params)
-  )
-  sent = jnp.full(workers, state.params)
-  versions = jnp.zeros(workers, jnp.int32)
+  start = server.init(jnp.float32(_START))
+  place = worker.init(start.params), server.send(start, jnp.int32(0))
+  places = jax.tree.map(lambda x: jnp.stack([x] * workers), place)
   key = jax.random.key(0)
 
   def event(carry, row):
-    state, states, sent, versions = carry
-    w, action = row
+    (state, places), (w, action) = carry, row
+    own, ticket = jax.tree.map(lambda x: x[w], places)
 
     def send():
-      _, version, params = server.send(state, w)[:3]
-      kept = sent.at[w].set(params), versions.at[w].set(version)
-      return state, states, *kept
+      return state, (own, server.send(state, w))
 
     def receive():
-      ticket = base.Ticket(w, versions[w], sent[w])
-      own = jax.tree.map(lambda x: x[w], states)
-      own, message, _ = worker.work(own, ticket, curvature, key)
-      new, _ = server.receive(state, ticket, message)
-      kept = jax.tree.map(lambda x, y: x.at[w].set(y), states, own)
-      return new, kept, sent, versions
+      after, message, _ = worker.work(own, ticket, curvature, key)
+      return server.receive(state, ticket, message)[0], (after, ticket)
 
-    carry = jax.lax.cond(action == base.SEND, send, receive)
-    return carry, jnp.abs(carry[0].params)
+    state, place = jax.lax.cond(action == base.SEND, send, receive)
+    places = jax.tree.map(lambda x, y: x.at[w].set(y), places, place)
+    return (state, places), jnp.abs(state.params)
 
-  _, path = jax.lax.scan(event, (state, states, sent, versions), rows)
+  _, path = jax.lax.scan(event, (start, places), rows)
   path = jnp.where(jnp.isfinite(path), path, jnp.inf)
   quarter = len(rows[0]) // 4
   early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()

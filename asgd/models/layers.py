@@ -69,8 +69,7 @@ def apply(
     x: a batch.
     train: normalise by the batch's statistics instead of those in `params`,
       and let dropout-like layers drop.
-    key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
-      None if no layer does.
+    key: for layers that draw "dropout", layer i from fold_in(key, i).
     first: index in the whole model of layers[0], so that a stage draws what
       the whole would.
 

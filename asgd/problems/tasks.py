@@ -138,11 +138,9 @@ def classify_sentences(
     measure = sentences_lib.MEASURES[task.measure](labels, predicted)
     return evaluation._replace(measure=float(measure))
 
-  def prepare(batch, key, dtype):
-    del key, dtype
-    return batch[0]
-
-  pieces = Pieces(layers, prepare, lib.classification_loss)
+  pieces = Pieces(
+    layers, lambda batch, key, dtype: batch[0], lib.classification_loss
+  )
   data_of = lib.examples_of(task.train_tokens, task.train_labels)
   return lib.join(pieces, init, evaluate, data_of, batch_size)
 
@@ -192,10 +190,6 @@ def language(
   def criterion(logits, batch):
     return cross_entropy(logits, batch[:, 1:]).mean()
 
-  def prepare(batch, key, dtype):
-    del key, dtype
-    return batch[:, :-1]
-
   def init(key):
     return models.init(layers, key, jnp.zeros((1, context), jnp.int32))
 
@@ -221,7 +215,7 @@ def language(
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 
-  pieces = Pieces(layers, prepare, criterion)
+  pieces = Pieces(layers, lambda batch, key, dtype: batch[:, :-1], criterion)
   return lib.join(pieces, init, evaluate, data_of, batch_size)
 
 

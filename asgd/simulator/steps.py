@@ -20,10 +20,8 @@ from asgd import worker as worker_lib
 class Steps(NamedTuple):
   """The compiled functions that every runtime calls; same calls, same bits.
 
-  `receive` consumes opt_state and inbox, whose buffers it donates; params and
-  version it does not, as open tickets refer to them. It consumes the message as
-  well if that is of jax arrays; NumPy arrays, which cannot be donated, it reads
-  where they lie.
+  `receive` donates opt_state and inbox, and the message if that is of jax
+  arrays; not params and version, as open tickets refer to them.
   """
 
   work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
@@ -133,7 +131,11 @@ def compile_steps(
 
   def receive_message(state, ticket, message, loss):
     state, report = server.receive(state, ticket, _rounded(message, wire))
-    return state, _pack(state.version, report, loss)
+    # Two arrays for one message: a fetch costs as much for one number.
+    whole = jnp.stack([state.version, report.staleness, report.accepted])
+    real = report.gap, loss, report.message_norm, report.update_norm
+    real = jnp.stack([x.astype(jnp.float32) for x in real])
+    return state, Observation(whole.astype(jnp.int32), real)
 
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
@@ -170,12 +172,3 @@ def start(server: base.Server, params: Any) -> base.ServerState:
   """Returns a server's first state, sharing no buffer with `params`."""
   # Copied, because a state that holds the parameters would donate them.
   return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
-
-
-def _pack(version, report, loss) -> Observation:
-  """Two arrays for one message: a fetch costs as much for one number."""
-  whole = jnp.stack([version, report.staleness, report.accepted])
-  real = (report.gap, loss, report.message_norm, report.update_norm)
-  return Observation(
-    whole.astype(jnp.int32), jnp.stack([x.astype(jnp.float32) for x in real])
-  )
