@@ -3,9 +3,7 @@
 A gradient worker sends one gradient for each ticket. The others work locally: a
 job is several batches, on which the worker runs an optimizer of its own, and
 its message is the displacement (parameter averaging, DiLoCo, FedAsync), the sum
-of the gradients (Downpour) or a pull on the server's parameters (EASGD). All
-that a worker does between two messages is in its `base.Worker`; engines do not
-depend on its kind.
+of the gradients (Downpour) or a pull on the server's parameters (EASGD).
 
 Index letters used in shape comments:
   H  steps of a job, each on one batch
@@ -204,13 +202,11 @@ def local_worker(
       extra args, `version` (int32[], the ticket's) and `sent_params` (the
       weights it was sent). Its init may read shapes only, or set
       `keep_state=False`.
-    steps: H, batches in a job: leaves [H, B, ...], as `job_batches` stacks
-      them, and [B, ...] if H is 1.
+    steps: H, batches in a job, as `job_batches` stacks them.
     message: "displacement", start minus end of the job: an outer gradient (in
       DiLoCo's sign), which SGD with learning rate 1 at the server turns into
-      the end. Or "gradients", the sum of the gradients met on the way, each of
-      them over its own batch: Downpour's `accrued` without the learning rate,
-      which is the server's to multiply in, once.
+      the end. Or "gradients", their sum on the way: Downpour's `accrued`
+      without the learning rate, which the server multiplies in, once.
     keep_state: keep the state of `tx` from job to job; otherwise each starts
       with a new one.
 
@@ -285,13 +281,9 @@ def elastic_worker(
   is recorded as staleness. And there the step that follows an exchange takes
   its gradient where x^i was before it; here, where x^i is.
 
-  Args:
-    loss: as in `local_worker`; so are the Worker's loss, statistics and keys.
-    tx: the local optimizer, as in `local_worker`. `optax.sgd` with `nesterov`
-      has the paper's look-ahead, x^i + delta v, for its x^i.
-    steps: H, tau of the paper: batches in a job, stacked as in `local_worker`.
-    alpha: how much of the distance an exchange closes from each side, in
-      (0, 1].
+  The arguments are those of `local_worker`; `steps` is tau of the paper, and
+  alpha in (0, 1]. `optax.sgd` with `nesterov` has the paper's look-ahead,
+  x^i + delta v, for its x^i.
   """
   checks.whole("steps", steps)
   if not 0 < alpha <= 1:

@@ -1,10 +1,8 @@
 """Named recipes: the algorithms of the literature, composed from transforms.
 
-A `Recipe` says which part of an algorithm runs where. Most of it is the
-Algorithm at the server. Some recipes also transform messages at the worker
-(DANA-Slim), average several messages into one update (SSGD, n-softsync), or let
-workers take several steps of their own between two messages (Downpour,
-parameter averaging, EASGD, DiLoCo, FedAsync).
+A `Recipe` says which part of an algorithm runs where: at the server, at the
+worker (the momentum of DANA-Slim, the local steps of Downpour, parameter
+averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 
 Every recipe takes the learning rate eta first (a positive number, or a schedule
 over the server's updates; where workers take local steps, it is theirs unless

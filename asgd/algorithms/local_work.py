@@ -46,18 +46,15 @@ def downpour(
   is ASGD with Adagrad at the server.
 
   Args:
-    learning_rate: the server's. Adagrad's gamma may be, in the paper, an order
-      of magnitude larger than the best fixed rate: its first update moves each
-      parameter by gamma, whatever the gradient.
+    learning_rate: the server's. Adagrad's first update moves each parameter by
+      it, whatever the gradient.
     weight_decay: at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
     push_every: n_push, in batches.
     local_rate: of the worker's own steps. None is the learning rate with "sgd",
-      and a tenth of it with "adagrad", as Adagrad's gamma is too large for a
-      plain step.
+      and a tenth of it with "adagrad", as Adagrad's is too large for them.
     optimizer: of the server: "sgd", or "adagrad" as the paper has it, with
-      neither an epsilon nor an initial value of the accumulator (so not
-      `optax.adagrad`).
+      neither an epsilon nor an initial value of the accumulator.
   """
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
@@ -85,8 +82,7 @@ def downpour(
   )
 
 
-# Dean et al. have no epsilon in Adagrad; this one is too small to change a
-# square that differs from zero.
+# Too small to change a square that differs from zero.
 _TINY = float(np.finfo(np.float32).tiny)
 _PRECONDITIONS = {
   "adagrad": lambda: optax.scale_by_rss(0.0, eps=_TINY),

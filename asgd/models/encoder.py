@@ -6,10 +6,7 @@ a layer norm. So a stage sends one array to the next, without a mask beside it.
 (Dropout in the embedding zeroes a whole word with probability rate^C; that word
 then counts as padding.)
 
-Index letters in shape comments:
-  B  examples
-  T  positions
-  C  features
+Index letters are those of `asgd.models.transformer`.
 
 References:
   Devlin et al., "BERT: Pre-training of deep bidirectional transformers for
@@ -164,11 +161,9 @@ def bert(
     classes: number of logits.
     vocabulary: different words; PADDING is one of them.
     depth: blocks.
-    width: features of the stream, 2 or more.
-    heads: of attention; they divide the width.
+    width: features of the stream, 2 or more; `heads` divide it.
     hidden: features inside an MLP; None is four times the width.
-    context: most positions of an example.
-    kinds: of positions; 2 tell a pair's sentences apart.
+    context: most positions of an example; `kinds` tell a pair's apart.
     pooling: "mean", or "first"; see `EncoderHead`.
     epsilon: added to the variances of layer norms.
     dropout: rate, on embeddings, attention, what is added to the stream, and
@@ -240,13 +235,9 @@ def pretrained(
   (position numbers, the heads of the training before, the pooler when the mean
   is taken).
 
-  Args:
-    place: as `find` takes it.
-    pooling: as of `bert`; "first" needs the pooler's weights.
-
-  Raises:
-    DataError: if there is no such encoder, it is no BERT, or a tensor, which is
-      named, is missing, of another shape than its config says, or not known.
+  `place` is as `find` takes it; the pooling "first" needs the pooler's weights.
+  DataError is raised if there is no such encoder, it is no BERT, or a tensor is
+  missing, of another shape than its config says, or not known.
   """
   names.check("pooling", pooling, POOLINGS)
   folder = find(place)

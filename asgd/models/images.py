@@ -1,17 +1,9 @@
 """Models of images: perceptron, small CNN, ResNet, wide ResNet.
 
-Index letters used in shape comments:
-  B  examples
-  H, W  rows and columns of an image
-  C  channels, or features
-
 References:
   He et al., "Deep residual learning for image recognition", CVPR 2016.
   Zagoruyko and Komodakis, "Wide residual networks", BMVC 2016.
   Wu and He, "Group normalization", ECCV 2018.
-
-What makes a model raises ValueError for a size that is not positive and whole,
-an unknown norm, or groups that do not divide the channels.
 """
 
 import math
@@ -222,9 +214,7 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
     checks.whole(f"each width of {name}", width)
 
 
-def _check_norm(
-  norm: str, groups: int, channels: Sequence[int], *, residual: bool = False
-) -> None:
+def _check_norm(norm, groups, channels, *, residual=False) -> None:
   names.check("norm", norm, NORMS)
   checks.whole("groups", groups)
   for c in channels if norm == "group" else ():
@@ -279,18 +269,13 @@ def resnet(
   Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
   of which the second and third halve the image, and Head.
 
-  Args:
-    classes: number of logits.
-    depth: 6 n + 2 layers with weights: 20, 32, 44, 56, 110.
-    norm: "group", which needs no statistics, or "batch", as in the paper.
-    groups: of GroupNorm, the same in every layer; a divisor of 16.
+  The depth is 6 n + 2, counting layers with weights: 20, 32, 44, 56, 110. The
+  norm is "group", which needs no statistics, or "batch", as in the paper.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
   if depth < 8 or depth % 6 != 2:
-    raise ValueError(
-      f"depth must be 6 n + 2 (20, 32, 44, 56, 110), not {depth}"
-    )
+    raise ValueError(f"depth must be 6 n + 2 (20, 32, 44, 56), not {depth}")
   _check_norm(norm, groups, (16, 32, 64), residual=True)
   blocks = _blocks(BasicBlock, 16, (depth - 2) // 6, norm, groups)
   return (Stem(16, norm, groups), *blocks, Head(classes))

@@ -90,9 +90,7 @@ def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
   checks.whole("width", width)
   checks.whole("heads", heads)
   if width % heads:
-    raise ValueError(
-      f"heads must divide the width: {heads} does not divide {width}"
-    )
+    raise ValueError(f"heads must divide the width: {heads} and {width} do not")
   checks.fraction("dropout", dropout)
 
 
@@ -119,8 +117,7 @@ def gpt(
   Args:
     classes: tokens of the vocabulary.
     depth: blocks.
-    width: features of the stream.
-    heads: of attention; they divide the width.
+    width: features of the stream; `heads` divide it.
     context: most positions of a sequence.
     dropout: rate, on what is added to the stream and on attention, in [0, 1).
   """

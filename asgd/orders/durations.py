@@ -59,7 +59,7 @@ def gamma(
     mean: expected time of one batch, over machines.
     seed: of the draws.
     variation: V, coefficient of variation of one machine's batch times.
-    machine_variation: V_m, coefficient of variation between machines.
+    machine_variation: V_m, the same between machines.
   """
   checks.positive("mean", mean)
   checks.positive("variation", variation)

@@ -98,8 +98,7 @@ def classify_sentences(
     task: from `data.sentences.load`.
     layers: `encoder.bert`, with as many classes as the task.
     batch_size: B, examples in one worker's batch.
-    evaluation_examples: evaluate on so many test examples, evenly spaced; 0 is
-      all.
+    evaluation_examples: how many test examples, evenly spaced; 0 is all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
   """
