@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 Batch = Any  # a pytree of arrays with a leading axis of examples
+Transform = optax.GradientTransformationExtraArgs  # may read a Delay
 
 
 class Variables(NamedTuple):

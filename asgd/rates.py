@@ -1,13 +1,12 @@
 """Learning rates over the server's updates, as numbers or as schedules."""
 
 import collections
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks
+from asgd import base, checks
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -22,12 +21,7 @@ def check(name: str, rate: optax.ScalarOrSchedule) -> None:
 
 
 def warmup_steps(
-  peak: float,
-  *,
-  warmup: int = 0,
-  start: float = 0.0,
-  boundaries: Sequence[int] = (),
-  factor: float = 0.1,
+  peak: float, *, warmup=0, start=0.0, boundaries=(), factor=0.1
 ) -> optax.ScalarOrSchedule:
   """Linear warm-up from `start` to `peak`, then drops at given updates.
 
@@ -85,6 +79,4 @@ def scale_by_sent_rate(
     rate = at(learning_rate, version)
     return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return base.Transform(optax.init_empty_state, update_fn)

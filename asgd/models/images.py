@@ -231,7 +231,7 @@ def _check_norm(norm, groups, channels, *, residual=False) -> None:
     )
 
 
-def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
+def mlp(classes: int, *, hidden=(64,)) -> Layers:
   """A perceptron: Flatten, a Dense of each width in `hidden`, Classifier."""
   checks.whole("classes", classes)
   _check_widths("hidden", hidden, least=0)
@@ -239,12 +239,7 @@ def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
 
 
 def cnn(
-  classes: int,
-  *,
-  features: Sequence[int] = (16, 32),
-  hidden: int = 64,
-  norm: str = "none",
-  groups: int = 8,
+  classes: int, *, features=(16, 32), hidden=64, norm="none", groups=8
 ) -> Layers:
   """A small convolutional network, quick on a CPU.
 
@@ -261,9 +256,7 @@ def cnn(
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
 
 
-def resnet(
-  classes: int, *, depth: int = 20, norm: str = "group", groups: int = 8
-) -> Layers:
+def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
   Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
@@ -291,12 +284,7 @@ def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
 
 
 def wide_resnet(
-  classes: int,
-  *,
-  depth: int = 16,
-  widen: int = 4,
-  norm: str = "group",
-  groups: int = 8,
+  classes: int, *, depth=16, widen=4, norm="group", groups=8
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
@@ -313,11 +301,11 @@ def wide_resnet(
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 
-def resnet20(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
+def resnet20(classes: int, *, norm="group", groups=8) -> Layers:
   """The `resnet` of depth 20: 269,722 parameters for 10 classes of CIFAR."""
   return resnet(classes, depth=20, norm=norm, groups=groups)
 
 
-def wrn16_4(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
+def wrn16_4(classes: int, *, norm="group", groups=8) -> Layers:
   """The `wide_resnet` 16-4: 2,748,890 parameters for 10 classes of CIFAR."""
   return wide_resnet(classes, depth=16, widen=4, norm=norm, groups=groups)

@@ -90,7 +90,9 @@ def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
   checks.whole("width", width)
   checks.whole("heads", heads)
   if width % heads:
-    raise ValueError(f"heads must divide the width: {heads} and {width} do not")
+    raise ValueError(
+      f"heads must divide the width: {heads} does not divide {width}"
+    )
   checks.fraction("dropout", dropout)
 
 
@@ -104,13 +106,7 @@ def check_length(length: int, context: int) -> None:
 
 
 def gpt(
-  classes: int,
-  *,
-  depth: int = 4,
-  width: int = 128,
-  heads: int = 4,
-  context: int = 128,
-  dropout: float = 0.0,
+  classes: int, *, depth=4, width=128, heads=4, context=128, dropout=0.0
 ) -> Layers:
   """A GPT: Embed, `depth` Blocks, Unembed; predicts each token's next.
 

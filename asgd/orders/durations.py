@@ -40,11 +40,7 @@ def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
 
 
 def gamma(
-  mean: float = 1.0,
-  *,
-  seed: int = 0,
-  variation: float = 0.1,
-  machine_variation: float = 0.0,
+  mean=1.0, *, seed=0, variation=0.1, machine_variation=0.0
 ) -> Durations:
   """The gamma model of Ali et al. 2000, as used by the DANA papers.
 

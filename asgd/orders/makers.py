@@ -79,12 +79,7 @@ def stale_synchronous(
 
 
 def asynchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  depth: int = 1,
-  fetch_every: int = 1,
+  durations: Durations, *, workers: int, messages: int, depth=1, fetch_every=1
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received."""
   rules = protocol.Rules(depth=depth, fetch_every=fetch_every)

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks
+from asgd import base, checks
 
 
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """A transform g <- change(g, params - sent_params), elementwise.
 
   It has no state; its update needs `params` and the extra arg `sent_params`.
@@ -34,14 +34,10 @@ def by_distance(
     moved = optax.tree.sub(params, sent_params)
     return jax.tree.map(change, updates, moved), state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return base.Transform(optax.init_empty_state, update_fn)
 
 
-def delay_compensation(
-  strength: float = 0.04,
-) -> optax.GradientTransformationExtraArgs:
+def delay_compensation(strength: float = 0.04) -> base.Transform:
   """DC-ASGD-c: lambda is the constant `strength`, 0 or more.
 
   It is 0.04 in the paper's DC-ASGD-c and 2 in the DANA papers; the right one
@@ -60,7 +56,7 @@ class AdaptiveCompensationState(NamedTuple):
 
 def adaptive_delay_compensation(
   strength: float = 2.0, *, decay: float = 0.95, eps: float = 1e-7
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """DC-ASGD-a: lambda is strength / sqrt(mean square + eps), elementwise.
 
   The mean square takes in the incoming gradient first, then it is used:
@@ -90,4 +86,4 @@ def adaptive_delay_compensation(
     )
     return updates, AdaptiveCompensationState(mean_square)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

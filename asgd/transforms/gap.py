@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks, rates
+from asgd import base, checks, rates
 
 
 class GapAwareState(NamedTuple):
@@ -30,7 +30,7 @@ def gap_aware(
   *,
   decay: float = 0.999,
   eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """Divides gradients by 1 + |params - sent_params| / C, elementwise.
 
   C is the size of a typical update of that parameter:
@@ -96,4 +96,4 @@ def gap_aware(
     )
     return updates, state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

@@ -140,9 +140,7 @@ class DanaMomentumState(NamedTuple):
   total: optax.Updates  # like params, v^0 = the sum of all v^i
 
 
-def dana_momentum(
-  workers: int, decay: float
-) -> optax.GradientTransformationExtraArgs:
+def dana_momentum(workers: int, decay: float) -> base.Transform:
   """A momentum for each worker, and their sum kept up to date.
 
   v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
@@ -165,4 +163,4 @@ def dana_momentum(
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks, names
+from asgd import base, checks, names
 from asgd.transforms.compensation import by_distance
 
 Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
@@ -58,7 +58,7 @@ def make_discount(
 
 def mix_models(
   mixing: float, discount: Discount = constant_discount
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """Turns a displacement into a step towards the worker's model.
 
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
@@ -81,14 +81,10 @@ def mix_models(
 
     return jax.tree.map(mix, updates, sent_params, params), state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return base.Transform(optax.init_empty_state, update_fn)
 
 
-def add_proximal_pull(
-  strength: float,
-) -> optax.GradientTransformationExtraArgs:
+def add_proximal_pull(strength: float) -> base.Transform:
   """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
 
   Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
