@@ -31,7 +31,6 @@ def warmup_steps(
     start: the learning rate of update 0; the DANA papers use peak / workers.
     boundaries: updates from which the rate is multiplied by `factor` once more;
       none of them is inside the warm-up.
-    factor: of each drop, positive.
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.

@@ -50,23 +50,12 @@ class Inbox(NamedTuple):
   message_state: optax.OptState  # of the `per_message` transform
 
 
-def gather(
-  total: optax.Updates,
-  oldest: base.Ticket,
-  message: optax.Updates,
-  ticket: base.Ticket,
-  *,
-  first: jax.Array | bool = False,
-  add: Callable[[Any, Any], Any] = optax.tree.add,
-) -> tuple[optax.Updates, base.Ticket]:
-  """Adds a message to those of an update, which is told the oldest's Delay.
+def gather(total, oldest, message, ticket, *, first=False, add=optax.tree.add):
+  """Adds a message to the `total` of an update; `oldest` is the ticket of the
+  stalest message in it, of which the update is told the Delay.
 
-  Args:
-    total: sum of the messages before.
-    oldest: the ticket of the stalest of them; unread if this is the `first`.
-    message: the new one, computed against `ticket`.
-    first: bool[], whether there is no message before.
-    add: adds two trees; another one may donate the first's buffers.
+  If there was no message before, bool[] `first`, `oldest` is not read. `add`
+  adds two trees; another one may donate the first's buffers.
 
   Returns:
     The sum, and the ticket of the stalest message; outside of a compiled

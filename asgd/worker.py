@@ -71,9 +71,7 @@ def gradient_worker(
   return base.Worker(init, work)
 
 
-def job_batches(
-  batches: Callable[[int, int], base.Batch], steps: int
-) -> Callable[[int, int], base.Batch]:
+def job_batches(batches: Callable, steps: int) -> Callable:
   """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
   `batches` is (worker, job) -> NumPy arrays, as of `Problem.batches`, and so is

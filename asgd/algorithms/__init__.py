@@ -72,10 +72,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def options(name: str) -> Sequence[str]:
-  """Returns the names of the options that a recipe takes.
-
-  Raises ValueError for an unknown recipe, naming the nearest.
-  """
+  """Returns the names of the options that a recipe takes."""
   maker = names.lookup("algorithm", name, RECIPES)
   parameters = inspect.signature(maker).parameters.values()
   return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -86,9 +83,7 @@ def build(
 ) -> Recipe:
   """Builds one of RECIPES by name; `kwargs` are its options.
 
-  Raises:
-    ValueError: for an unknown name or option (naming the nearest known one), or
-      a value out of range.
+  Raises ValueError for an unknown name or option, with the nearest known one.
 
   Example:
     >>> recipe = build("dana_zero", 0.1, workers=8, momentum=0.9)

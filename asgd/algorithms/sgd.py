@@ -14,9 +14,7 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
   return optax.add_decayed_weights(weight_decay)
 
 
-def velocity(
-  momentum: float, *, nesterov: bool = False
-) -> optax.GradientTransformation:
+def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
   """v <- momentum v + g; its update is v, or momentum v + g for Nesterov's."""
   checks.fraction("momentum", momentum)
   return optax.trace(momentum, nesterov=nesterov)

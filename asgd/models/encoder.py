@@ -226,9 +226,7 @@ def find(place: str | os.PathLike) -> Path:
   )
 
 
-def pretrained(
-  place: str | os.PathLike, *, pooling: str = "mean"
-) -> Pretrained:
+def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   """Reads an encoder, as Hugging Face's libraries write it.
 
   Every tensor of the file goes to a layer, or is known to be of no use here
@@ -343,14 +341,13 @@ def _read_tensors(path):
   remedy = "replace it by a whole copy in float32"
   with formats.reading(path, Exception, remedy):
     tensors = safetensors.numpy.load_file(path)
-  renamed = {}
-  for name, value in tensors.items():
+
+  def of_today(name):
     name = name.removeprefix("bert.")
-    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
-      if name.endswith(f"LayerNorm{old}"):
-        name = name.removesuffix(old) + new
-    renamed[name] = value
-  return renamed
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
+
+  return {of_today(name): value for name, value in tensors.items()}
 
 
 def _sources(sizes):

@@ -44,18 +44,12 @@ def gamma(
 ) -> Durations:
   """The gamma model of Ali et al. 2000, as used by the DANA papers.
 
-  With machine_variation = 0 (homogeneous) every batch time is
-  Gamma(shape 1/V^2, scale mean V^2). Otherwise (heterogeneous) each worker
-  first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its
-  batch times around that mean. Hakimi et al. 2019 use V = 0.1, and V_m = 0.6
-  where machines differ; 0.94 % and 27.9 % of the batches are then slower than
-  1.25 mean.
-
-  Args:
-    mean: expected time of one batch, over machines.
-    seed: of the draws.
-    variation: V, coefficient of variation of one machine's batch times.
-    machine_variation: V_m, the same between machines.
+  With machine_variation V_m = 0 (homogeneous) every batch time is
+  Gamma(shape 1/V^2, scale mean V^2); V = `variation` is the coefficient of
+  variation. Otherwise (heterogeneous) each worker first draws its own mean,
+  once, from Gamma(1/V_m^2, mean V_m^2), then its batch times around that mean.
+  Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where machines differ; 0.94 %
+  and 27.9 % of the batches are then slower than 1.25 mean.
   """
   checks.positive("mean", mean)
   checks.positive("variation", variation)

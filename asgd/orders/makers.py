@@ -62,8 +62,7 @@ def stale_synchronous(
   is asynchronous. All workers are sent to at time 0.
 
   Args:
-    durations: how long each job takes.
-    workers: N.
+    durations: how long each job of the N workers takes.
     messages: to be received; N depth - 1 or fewer open tickets never are.
     bound: how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh

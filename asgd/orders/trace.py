@@ -19,7 +19,6 @@ engine, check and figure that follows a trace asks it which tickets are open.
 import collections
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -125,9 +124,7 @@ def from_events(events: Iterable[Event]) -> base.Trace:
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
 
-def events(
-  trace: base.Trace, start: int = 0, end: int | None = None
-) -> Iterator[Event]:
+def events(trace: base.Trace, start: int = 0, end=None) -> Iterator[Event]:
   """Yields the rows from `start` up to, not including, `end`."""
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
@@ -176,9 +173,7 @@ def load(lines: Iterable[str]) -> base.Trace:
 class TraceError(ValueError):
   """A row that cannot be obeyed."""
 
-  def __init__(
-    self, row: int, event: Event, why: str, path: Path | str | None = None
-  ):
+  def __init__(self, row: int, event: Event, why: str, path=None):
     place = f"{path}, line {row + 2}" if path else f"trace row {row}"
     super().__init__(f"{place} ({event.format()}): {why}")
     self.row, self.why = row, why
@@ -216,9 +211,7 @@ class Ledger(Generic[T]):
 
   def obey(self, event: Event) -> T | None:
     """Takes the next row; returns the ticket that it opens or closes, if any.
-
-    Raises TraceError if the row has no meaning after those before it.
-    """
+    Raises TraceError if the row has no meaning after those before it."""
     _, worker, seq, job, action, *_ = event
     ticket = None
     if action in STARTS:

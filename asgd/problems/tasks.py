@@ -33,8 +33,7 @@ def classification(
   batches are (uint8[B, H, W, C], int32[B]).
 
   Args:
-    dataset: from `data.load`.
-    layers: from `models.build`, with as many classes as the dataset.
+    dataset: from `data.load`; `layers` have as many classes.
     batch_size: B, examples in one worker's batch.
     augment: pad, crop and flip training images at random.
     partition: "shared", one epoch over all workers, or "sharded", each worker
@@ -178,8 +177,7 @@ def language(
   Its batches are int32[B, T + 1]; its accuracy is of characters.
 
   Args:
-    text: from `data.text.load`.
-    layers: from `models.build`, with as many classes as the text.
+    text: from `data.text.load`; `layers` have as many classes.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: of the test part, evenly spaced; 1 or more.
@@ -229,10 +227,6 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
   if curvatures.ndim != 1 or not (curvatures > 0).all():
     raise ValueError(f"curvatures must be positive, got {curvatures}")
 
-  def init(key):
-    del key
-    return jnp.ones(curvatures.shape)
-
   def value(params):
     return 0.5 * jnp.sum(jnp.asarray(curvatures, params.dtype) * params**2)
 
@@ -253,4 +247,6 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
     return Evaluation(float(value(params)), float("nan"))
 
   probe = np.zeros(curvatures.shape, np.float32)
-  return Problem(init, loss, evaluate, batches, probe, 1)
+  return Problem(
+    lambda key: jnp.ones(curvatures.shape), loss, evaluate, batches, probe, 1
+  )

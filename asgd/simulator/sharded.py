@@ -20,7 +20,6 @@ from asgd.simulator.records import fetch
 from asgd.simulator.stepwise import ServerReplay
 
 _Key = tuple[int, int]  # (worker, seq), which names a message
-_Message = tuple[list[Any], Any]  # parts, S of them, and the loss
 
 
 class ShardedRun(NamedTuple):
@@ -56,10 +55,10 @@ class _Run:
     self._shards: list[_Shard] = shards
     self._states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
     self._holder: dict[_Key, int] = {}  # of each message
-    self._messages: dict[_Key, _Message] = {}
+    self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
     self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
 
-  def message(self, key: _Key, job: int) -> _Message | None:
+  def message(self, key: _Key, job: int) -> tuple | None:
     """Returns a message, computing it if all shards have sent; else None."""
     if key in self._messages:
       return self._messages[key]
@@ -85,8 +84,7 @@ class _Run:
     event = shard.next
     if event is None:
       return False
-    key, row = (event.worker, event.seq), shard.ledger.rows
-    message = None
+    key, row, message = event.key, shard.ledger.rows, None
     if event.action == base.RECEIVE and key in shard.tickets:
       message = self.message(key, event.job)
       if message is None:
@@ -124,7 +122,7 @@ def run_sharded(
   root: jax.Array,
   wire: str | None = None,
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
-  group: steps_lib.WorkerDevices = steps_lib.WorkerDevices(),  # noqa: B008
+  group: steps_lib.WorkerDevices = steps_lib.ALONE,
   plan: sharding.ShardPlan | None = None,
 ) -> ShardedRun:
   """Replays a run whose server was in shards.

@@ -46,11 +46,11 @@ class WorkerDevices(NamedTuple):
   axis: int = 0  # of the examples in a batch
 
 
+ALONE = WorkerDevices()
+
+
 @functools.lru_cache(maxsize=32)
-def compile_work(
-  worker: base.Worker,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
-) -> Callable:
+def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   """Compiles a worker once, however many servers it serves.
 
   Its devices are the first of those that are here. XLA divides the work among
@@ -116,11 +116,7 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
 
 
 def compile_steps(
-  server: base.Server,
-  worker: base.Worker | None,
-  *,
-  wire: str | None = None,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+  server: base.Server, worker: base.Worker | None, *, wire=None, group=ALONE
 ) -> Steps:
   """Compiles what runtimes call; without a worker, no work.
 

@@ -17,7 +17,7 @@ from asgd import base
 from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, records
-from asgd.simulator.steps import Steps, WorkerDevices
+from asgd.simulator.steps import Steps
 
 _CHUNK = 2000  # rows obeyed in one call
 
@@ -41,11 +41,7 @@ class Host(NamedTuple):
 
 
 def make_host(
-  server: base.Server,
-  worker: base.Worker,
-  *,
-  wire: str | None = None,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+  server: base.Server, worker: base.Worker, *, wire=None, group=steps_lib.ALONE
 ) -> Host:
   """Builds the engine for a server and its workers.
 

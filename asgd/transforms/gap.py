@@ -45,11 +45,10 @@ def gap_aware(
 
   Args:
     momentum: what turns penalised gradients into updates, e.g. `optax.trace`;
-      None for plain SGD, in which case the average is over the incoming
-      gradients, this one included.
+      None for plain SGD: the average is then over the incoming gradients, this
+      one included.
     learning_rate: as given to `scale_by_learning_rate`.
-    decay: of the average, in [0, 1).
-    eps: added to the root.
+    decay: of the average, in [0, 1); `eps` is added to its root.
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())
