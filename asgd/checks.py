@@ -19,8 +19,7 @@ def whole(name: str, value: int, least: int = 1) -> int:
 def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError, naming the nearest counts, unless `count` fits groups.
 
-  `things` says what is counted, as "messages"; `groups` is a text with their
-  `size` as {}, as "rounds of {} workers". Both numbers are 1 or more.
+  `things` are as "messages", `groups` as "rounds of {} workers", of `size`.
   """
   if count % size:
     below = count - count % size

@@ -82,7 +82,9 @@ def curvature_limit(
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
-  worker = worker_lib.gradient_worker(_quadratic, recipe.message)
+  worker = worker_lib.gradient_worker(
+    lambda w, c, key: (0.5 * c * w**2, worker_lib.Aux(())), recipe.message
+  )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
   rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]
   growth = jax.jit(
@@ -94,11 +96,6 @@ def curvature_limit(
 
 
 _START = 1e-3  # initial w, so small that all rules are linear there
-
-
-def _quadratic(params, curvature, key):
-  del key
-  return 0.5 * curvature * params**2, worker_lib.Aux(())
 
 
 def _growth(server, worker, workers, rows, curvature):

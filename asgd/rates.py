@@ -66,9 +66,8 @@ def scale_by_sent_rate(
   """Scales by minus the learning rate that was in force at the ticket.
 
   For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
-  counts the server's updates; a worker knows that count from the version of its
-  ticket, not from its own steps, and passes it as the extra arg `version`,
-  int32[].
+  counts the server's updates; a worker knows that count from its ticket, and
+  passes it as the extra arg `version`, int32[].
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

@@ -113,10 +113,9 @@ def make_server(
 
   Args:
     algorithm: what one update does with a message.
-    every: accepted messages averaged into one update, a positive whole number
-      (or ValueError); the number of workers gives synchronous SGD under a bulk
-      synchronous order, anything else is n-softsync (Zhang et al. 2016). The
-      update is told one Delay: the oldest.
+    every: accepted messages averaged into one update; the number of workers
+      gives synchronous SGD under a bulk synchronous order, anything else is
+      n-softsync (Zhang et al. 2016). The update is told the oldest's Delay.
     gate: says which messages count. A dropped message changes nothing, not even
       the version.
     per_message: a transform that scales each message by its own Delay before

@@ -198,20 +198,18 @@ def local_worker(
     loss: differentiated with respect to the (weights of the) parameters.
     tx: the local optimizer, learning rate included. Its update is told, as
       extra args, `version` (int32[], the ticket's) and `sent_params` (the
-      weights it was sent). Its init may read shapes only, or set
-      `keep_state=False`.
+      weights it was sent). Unless `keep_state=False`, its init reads shapes
+      only.
     steps: H, batches in a job, as `job_batches` stacks them.
     message: "displacement", start minus end of the job: an outer gradient (in
       DiLoCo's sign), which SGD with learning rate 1 at the server turns into
       the end. Or "gradients", their sum on the way: Downpour's `accrued`
       without the learning rate, which the server multiplies in, once.
-    keep_state: keep the state of `tx` from job to job; otherwise each starts
-      with a new one.
+    keep_state: of `tx`, from job to job; otherwise each starts with a new one.
 
-  Returns:
-    A Worker; its message has the structure of the parameters. Its loss and the
-    statistics in a message of `Variables` are means over the batches, each
-    where the worker was by then.
+  The message has the structure of the parameters. The loss and the statistics
+  in a message of `Variables` are means over the batches, each where the worker
+  was by then.
 
   Example:
     >>> import jax.numpy as jnp

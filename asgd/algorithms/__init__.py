@@ -48,26 +48,13 @@ from asgd.algorithms.staleness import (
   staleness_aware,
 )
 
+_MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
+_STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
+_DANA = dana_zero, dana_slim, dana_dc
+_LOCAL_WORK = downpour, model_averaging, easgd, diloco, fedasync
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
-  for recipe in (
-    asgd,
-    ssgd,
-    nag_asgd,
-    multi_asgd,
-    staleness_aware,
-    dc_asgd_c,
-    dc_asgd_a,
-    gap_aware,
-    dana_zero,
-    dana_slim,
-    dana_dc,
-    downpour,
-    model_averaging,
-    easgd,
-    diloco,
-    fedasync,
-  )
+  for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
 }
 
 

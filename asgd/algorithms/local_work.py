@@ -33,9 +33,9 @@ def downpour(
   workers,
   *,
   weight_decay=0.0,
-  fetch_every=None,
+  fetch_every: int | None = None,
   push_every=1,
-  local_rate=None,
+  local_rate: optax.ScalarOrSchedule | None = None,
   optimizer="adagrad",
 ) -> Recipe:
   """Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012).
@@ -157,8 +157,8 @@ def diloco(
   All workers take `steps` steps of AdamW, each with its own state of AdamW; the
   mean over workers of start minus end is the gradient of one outer step.
 
-  The weight decay is AdamW's, decoupled from the gradient. With an outer rate
-  of 1 and an outer momentum of 0 it is parameter averaging.
+  The weight decay is AdamW's, decoupled from the gradient. With `outer_rate` 1
+  and `outer_momentum` 0 it is parameter averaging.
   """
   rates.check("outer_rate", outer_rate)
   outer = optax.chain(
@@ -182,7 +182,7 @@ def fedasync(
   steps=10,
   mixing=0.6,
   discount="polynomial",
-  decay=None,
+  decay: float | None = None,
   grace=4,
   proximal=0.0,
 ) -> Recipe:
@@ -194,9 +194,8 @@ def fedasync(
   Args:
     mixing: alpha, in (0, 1].
     discount: s: "constant" is 1, "polynomial" (staleness + 1)^-a, "hinge" 1 up
-      to a staleness of b and 1 / (a (staleness - b) + 1) beyond.
+      to a staleness of b = `grace` and 1 / (a (staleness - b) + 1) beyond.
     decay: a; None is 0.5 for "polynomial" and 10 for "hinge".
-    grace: b, of "hinge".
     proximal: rho, of rho / 2 ||x - x_sent||^2 added to the local loss.
   """
   del workers

@@ -77,9 +77,8 @@ def dana_slim(
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
   The server is that of plain ASGD; a message is gamma v + g. Its parameters
-  are DANA-Zero's look-ahead as long as the learning rate is constant. Weight
-  decay, too, is the worker's: of the parameters it was sent. The recorded gap
-  is between those parameters, about twice that of DANA-Zero on the same path.
+  are DANA-Zero's look-ahead as long as the learning rate is constant; their
+  recorded gap is about twice that of DANA-Zero on the same path.
   """
   del workers
   nesterov = optax.chain(

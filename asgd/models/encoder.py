@@ -3,8 +3,7 @@
 Blocks need to know which positions are padding. The stream between layers says
 it: a padded position is exactly zero, and no other is, as each is the output of
 a layer norm. So a stage sends one array to the next, without a mask beside it.
-(Dropout in the embedding zeroes a whole word with probability rate^C; that word
-then counts as padding.)
+(A word that dropout zeroes whole, with probability rate^C, counts as padding.)
 
 Index letters are those of `asgd.models.transformer`.
 
@@ -229,10 +228,6 @@ def find(place: str | os.PathLike) -> Path:
 def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   """Reads an encoder, as Hugging Face's libraries write it.
 
-  Every tensor of the file goes to a layer, or is known to be of no use here
-  (position numbers, the heads of the training before, the pooler when the mean
-  is taken).
-
   `place` is as `find` takes it; the pooling "first" needs the pooler's weights.
   DataError is raised if there is no such encoder, it is no BERT, or a tensor is
   missing, of another shape than its config says, or not known.
@@ -280,6 +275,7 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
     lambda: layers_lib.init(layers, jax.random.key(0), example)
   )
   weights = tuple(map(fill, _sources(sizes), shapes))
+  # Position numbers, heads of the training before, the pooler beside a mean.
   unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
   if unknown := sorted(name for name in tensors if not name.startswith(unused)):
     raise DataError(

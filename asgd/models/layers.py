@@ -70,8 +70,7 @@ def apply(
     train: normalise by the batch's statistics instead of those in `params`,
       and let dropout-like layers drop.
     key: for layers that draw "dropout", layer i from fold_in(key, i).
-    first: index in the whole model of layers[0], so that a stage draws what
-      the whole would.
+    first: index of layers[0] in the whole model, whose draws a stage repeats.
 
   Returns:
     (y, stats): the output, and the statistics normalised by, in the structure

@@ -58,10 +58,7 @@ class Problem(NamedTuple):
     ValueError is raised for a size that the data cannot fill.
     """
     if self.rebatch is None:
-      raise ValueError(
-        f"this problem has no batches of {batch_size!r} examples: its batches"
-        " have no size"
-      )
+      raise ValueError("this problem cannot be cut: its batches have no size")
     return self.rebatch(batch_size)
 
 

@@ -1,8 +1,8 @@
 """The engine for a server in shards: obeys one trace a shard.
 
-Each shard obeys its own trace, as it did when it wrote it. What ties the shards
-together is the work: a job starts when all of them have sent their part of the
-ticket, and none can receive its part of the message before that.
+Each shard obeys the trace that it wrote. What ties the shards together is the
+work: a job starts when all of them have sent their part of the ticket, and none
+can receive its part of the message before that.
 """
 
 from collections.abc import Callable, Sequence

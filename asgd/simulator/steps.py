@@ -56,11 +56,8 @@ def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   Its devices are the first of those that are here. XLA divides the work among
   them: of a "data" group each takes part of the examples, of a "tensor" group
   part of the last axis of each weight. What they do not divide they all do.
-  Another group adds up in another order, so it gives other bits.
-
-  Returns:
-    (state, ticket, batch, root, job) -> as Worker.work; what it returns lies
-    whole on each device.
+  Another group adds up in another order, so it gives other bits. The result is
+  (state, ticket, batch, root, job) -> as Worker.work, whole on each device.
   """
 
   def work(state, ticket, batch, root, job):
@@ -142,10 +139,9 @@ def compile_steps(
 
   def receive(state, ticket, message, loss):
     here = all(isinstance(x, jax.Array) for x in jax.tree.leaves(message))
-    return (donating if here else reading)(
-      *(state.opt_state, state.inbox, message),
-      *(state.params, state.version, ticket, loss),
-    )
+    step = donating if here else reading
+    parts = state.opt_state, state.inbox, message, state.params, state.version
+    return step(*parts, ticket, loss)
 
   def send(state, worker):
     ticket = server.send(state, worker)

@@ -43,18 +43,15 @@ class Host(NamedTuple):
 def make_host(
   server: base.Server, worker: base.Worker, *, wire=None, group=steps_lib.ALONE
 ) -> Host:
-  """Builds the engine for a server and its workers.
+  """Builds the engine for a server and its workers; args as `compile_steps`.
 
-  Args are those of `compile_steps`.
-
-  Returns:
-    A Host. `init(params, workers)` starts a simulation.
-    `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
-    including, row `end`, and returns the new simulation and the Records of the
-    messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
-    from which `worker.job_key` derives those of the work. It consumes the
-    simulation it is given: buffers that no ticket may refer to are donated.
-    It raises TraceError for a row that cannot be obeyed.
+  `init(params, workers)` starts a simulation.
+  `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
+  including, row `end`, and returns the new simulation and the Records of the
+  messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
+  from which `worker.job_key` derives those of the work. It consumes the
+  simulation it is given: buffers that no ticket may refer to are donated. It
+  raises TraceError for a row that cannot be obeyed.
   """
   steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
 

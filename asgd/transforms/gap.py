@@ -83,7 +83,7 @@ def gap_aware(
       return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
     updates = jax.tree.map(
-      penalise, *(updates, state.mean_square, params, sent_params)
+      penalise, updates, state.mean_square, params, sent_params
     )
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
