@@ -190,16 +190,15 @@ def local_worker(
   """A worker that takes `steps` optimizer steps of its own between messages.
 
   It starts from the ticket's parameters if the ticket is fresh. If it keeps an
-  earlier ticket it goes on from where it stopped, from its own copy with its
-  own writes: Downpour between two fetches, the read-my-writes of SSP. Step h
-  draws from fold_in(key, h), and from the key itself if H is 1.
+  earlier ticket it goes on from where it stopped: Downpour between two fetches,
+  the read-my-writes of SSP. Step h draws from fold_in(key, h), and from the key
+  itself if H is 1.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters.
     tx: the local optimizer, learning rate included. Its update is told, as
-      extra args, `version` (int32[], the ticket's) and `sent_params` (the
-      weights it was sent). Unless `keep_state=False`, its init reads shapes
-      only.
+      extra args, `version` (int32[], the ticket's) and `sent_params`. Unless
+      `keep_state=False`, its init reads shapes only.
     steps: H, batches in a job, as `job_batches` stacks them.
     message: "displacement", start minus end of the job: an outer gradient (in
       DiLoCo's sign), which SGD with learning rate 1 at the server turns into

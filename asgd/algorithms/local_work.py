@@ -155,10 +155,9 @@ def diloco(
   """DiLoCo (Douillard et al. 2023): AdamW inside, Nesterov momentum outside.
 
   All workers take `steps` steps of AdamW, each with its own state of AdamW; the
-  mean over workers of start minus end is the gradient of one outer step.
-
-  The weight decay is AdamW's, decoupled from the gradient. With `outer_rate` 1
-  and `outer_momentum` 0 it is parameter averaging.
+  mean over workers of start minus end is the gradient of one outer step. The
+  weight decay is AdamW's, decoupled from the gradient. With `outer_rate` 1 and
+  `outer_momentum` 0 it is parameter averaging.
   """
   rates.check("outer_rate", outer_rate)
   outer = optax.chain(

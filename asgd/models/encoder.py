@@ -193,11 +193,8 @@ class Pretrained(NamedTuple):
 
 
 def find(place: str | os.PathLike) -> Path:
-  """Returns the folder of a checkpoint: config.json, model.safetensors.
-
-  `place` is that folder, or the name of an installed package that has it;
-  DataError is raised if it is neither.
-  """
+  """Returns the folder of a checkpoint (config.json, model.safetensors): that
+  folder, or one in an installed package of that name; else DataError."""
   folder = Path(os.path.expanduser(place))
   if folder.is_dir():
     if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:

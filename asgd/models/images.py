@@ -245,8 +245,7 @@ def cnn(
 
   A ConvPool per entry of `features`, the channels, each of which halves the
   image; Flatten; a Dense of `hidden` features; Classifier. With a norm, "group"
-  or "batch", a convolution has no bias. `groups` divide every number of
-  features.
+  or "batch", a convolution has no bias.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)

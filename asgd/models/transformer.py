@@ -1,7 +1,6 @@
 """The layers of a GPT: token and position embedding, blocks, logits.
 
-A block is one layer, as its skip connections do not leave it; a pipeline may
-cut between any two layers. Index letters in shape comments:
+A block is one layer, as its skip connections do not leave it. Index letters:
   B  sequences
   T  positions
   C  features

@@ -24,10 +24,7 @@ _BLOCK = 256  # draws made at once; the stream does not depend on it
 
 
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
-  """Every batch takes `mean`, or `slowdown[i]` times as long at worker i.
-
-  Workers beyond those of `slowdown` have factor 1.
-  """
+  """Every batch takes `mean`, or `slowdown[i]` times as long at worker i."""
   checks.positive("mean", mean)
   for factor in slowdown:
     checks.positive("slowdown", factor)

@@ -67,7 +67,7 @@ def stale_synchronous(
     bound: how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh
       enough for the bound, as the paper's clients do; otherwise it fetches
-      before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
+      before each job (eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
   """

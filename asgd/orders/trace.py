@@ -283,9 +283,8 @@ def check(
 ) -> int:
   """Checks that a trace can be obeyed and returns its number of workers.
 
-  It may be columns or rows. `depth` is how many tickets a worker may hold at
-  once, more than one where workers fetch while they compute; `path` as of
-  `Ledger`. TraceError names the first row (of a file, the line) that is wrong.
+  A worker may hold `depth` tickets at once; `path` is as of `Ledger`.
+  TraceError names the first row (of a file, the line) that is wrong.
   """
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0

@@ -1,8 +1,7 @@
 """The compiled functions that every runtime calls, simulated or live.
 
-They are the three parts of a step - a worker's work, the server's receive and,
-for algorithms that look ahead, its send - and not one fused step, so that a
-recorded run replays to the same bits.
+They are a worker's work and the server's receive and send, and not one fused
+step, so that a recorded run replays to the same bits.
 """
 
 import functools

@@ -112,8 +112,7 @@ def precede(
 ) -> base.Algorithm:
   """Puts transforms of the gradient before an Algorithm, keeping its send.
 
-  `optax.chain` would drop the send rule. The transforms must not depend on the
-  send rule, nor it on them.
+  The transforms must not depend on the send rule, nor it on them.
   """
   first = optax.with_extra_args_support(optax.chain(*transforms))
 
