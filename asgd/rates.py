@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, checks
+from asgd import checks
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -77,4 +77,6 @@ def scale_by_sent_rate(
     rate = at(learning_rate, version)
     return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 
-  return base.Transform(optax.init_empty_state, update_fn)
+  return optax.GradientTransformationExtraArgs(
+    optax.init_empty_state, update_fn
+  )
