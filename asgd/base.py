@@ -24,15 +24,15 @@ import numpy as np
 import optax
 
 Batch = Any  # a pytree of arrays with a leading axis of examples
+Transform = optax.GradientTransformationExtraArgs  # may read a Delay
 
 
 class Variables(NamedTuple):
   """Parameters of a model that also carries statistics (BatchNorm).
 
-  The server owns the statistics. A worker's message holds, in `stats`, the
-  statistics of its own batch; the server averages them in
-  (`asgd.transforms.statistics`). Models without statistics use a bare pytree
-  of weights and never see this type.
+  The server owns the statistics, and averages in those that a message holds of
+  its batch (`asgd.transforms.statistics`). Models without statistics use a bare
+  pytree of weights.
   """
 
   weights: optax.Params  # what is trained

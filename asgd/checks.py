@@ -10,9 +10,8 @@ def whole(name: str, value: int, least: int = 1) -> int:
   not), `least` or more."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
-    kind = "positive whole number"
-    if least != 1:
-      kind = f"whole number, {least} or more"
+    more = f"whole number, {least} or more"
+    kind = "positive whole number" if least == 1 else more
     raise ValueError(f"{name} must be a {kind}, not {value!r}")
   return int(value)
 
@@ -20,8 +19,7 @@ def whole(name: str, value: int, least: int = 1) -> int:
 def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError, naming the nearest counts, unless `count` fits groups.
 
-  `things` says what is counted, as "messages"; `groups` is a text with their
-  `size` as {}, as "rounds of {} workers". Both numbers are 1 or more.
+  `things` are as "messages", `groups` as "rounds of {} workers", of `size`.
   """
   if count % size:
     below = count - count % size

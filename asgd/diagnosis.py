@@ -21,18 +21,6 @@ from asgd import worker as worker_lib
 from asgd.algorithms import Recipe
 
 
-def delayed_sgd_limit(staleness: float) -> float:
-  """Returns the largest stable learning rate x curvature of plain SGD.
-
-  2 sin(pi / (4 tau + 2)) for a fixed staleness tau.
-
-  Example:
-    >>> [round(delayed_sgd_limit(tau), 4) for tau in (0, 1, 2, 4)]
-    [2.0, 1.0, 0.618, 0.3473]
-  """
-  return float(2 * np.sin(np.pi / (4 * staleness + 2)))
-
-
 def make_sharpness(
   loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
@@ -40,8 +28,7 @@ def make_sharpness(
 
   Power iteration, driven from the host one compiled step at a time, because
   XLA runs convolutions badly inside loops on CPU. The loss is called with one
-  fixed key. Each of the Hessian-vector products, `iterations` of them, costs
-  about three gradients.
+  fixed key. Each of the `iterations` costs about three gradients.
 
   Returns:
     params -> the Rayleigh quotient after the last product, an estimate from
@@ -55,7 +42,6 @@ def make_sharpness(
     value_and_gradient = jax.value_and_grad(
       lambda w: loss(base.with_weights(params, w), batch, key)[0]
     )
-
     norm = optax.tree.norm(direction)
     # Where the loss is flat, the product is 0, and so is the sharpness.
     direction = optax.tree.scale(1 / jnp.where(norm == 0, 1, norm), direction)
@@ -91,17 +77,14 @@ def curvature_limit(
   1e-4 to 4 over the learning rate (48 give steps of a quarter), and takes the
   last before the first at which w does not shrink from the second to the last
   quarter of the order. The result is below the true limit by up to one step of
-  the grid; it is 0.0 if not even the smallest is stable.
-
-  Args:
-    recipe: built with a constant learning rate.
-    trace: an order of at least ten messages a worker; see `asgd.orders`.
-    learning_rate: the rate that the recipe was built with.
-    points: resolution.
+  the grid; it is 0.0 if not even the smallest is stable. The recipe was built
+  with that constant learning rate; the order has ten messages a worker or more.
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
-  worker = worker_lib.gradient_worker(_quadratic, recipe.message)
+  worker = worker_lib.gradient_worker(
+    lambda w, c, key: (0.5 * c * w**2, worker_lib.Aux(())), recipe.message
+  )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
   rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]
   growth = jax.jit(
@@ -115,43 +98,30 @@ def curvature_limit(
 _START = 1e-3  # initial w, so small that all rules are linear there
 
 
-def _quadratic(params, curvature, key):
-  del key
-  return 0.5 * curvature * params**2, worker_lib.Aux(())
-
-
 def _growth(server, worker, workers, rows, curvature):
   """Returns the log of how much |w| grew from the second to the last quarter
   of the order."""
-  state = server.init(jnp.float32(_START))
-  states = jax.tree.map(
-    lambda x: jnp.stack([x] * workers), worker.init(state.params)
-  )
-  sent = jnp.full(workers, state.params)
-  versions = jnp.zeros(workers, jnp.int32)
+  start = server.init(jnp.float32(_START))
+  place = worker.init(start.params), server.send(start, jnp.int32(0))
+  places = jax.tree.map(lambda x: jnp.stack([x] * workers), place)
   key = jax.random.key(0)
 
   def event(carry, row):
-    state, states, sent, versions = carry
-    w, action = row
+    (state, places), (w, action) = carry, row
+    own, ticket = jax.tree.map(lambda x: x[w], places)
 
     def send():
-      _, version, params = server.send(state, w)[:3]
-      kept = sent.at[w].set(params), versions.at[w].set(version)
-      return state, states, *kept
+      return state, (own, server.send(state, w))
 
     def receive():
-      ticket = base.Ticket(w, versions[w], sent[w])
-      own = jax.tree.map(lambda x: x[w], states)
-      own, message, _ = worker.work(own, ticket, curvature, key)
-      new, _ = server.receive(state, ticket, message)
-      kept = jax.tree.map(lambda x, y: x.at[w].set(y), states, own)
-      return new, kept, sent, versions
+      after, message, _ = worker.work(own, ticket, curvature, key)
+      return server.receive(state, ticket, message)[0], (after, ticket)
 
-    carry = jax.lax.cond(action == base.SEND, send, receive)
-    return carry, jnp.abs(carry[0].params)
+    state, place = jax.lax.cond(action == base.SEND, send, receive)
+    places = jax.tree.map(lambda x, y: x.at[w].set(y), places, place)
+    return (state, places), jnp.abs(state.params)
 
-  _, path = jax.lax.scan(event, (state, states, sent, versions), rows)
+  _, path = jax.lax.scan(event, (start, places), rows)
   path = jnp.where(jnp.isfinite(path), path, jnp.inf)
   quarter = len(rows[0]) // 4
   early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()

@@ -9,10 +9,11 @@ from typing import Any
 def nearest(name: str, valid: Iterable[str]) -> str:
   """Returns a hint for a misspelt name: the nearest, if any, and all valid.
 
-  A name of several words is also recognised by its initials.
+  A name of several words is also recognised by its initials, as lr.
   """
   valid = sorted(valid)
-  close = [each for each in valid if _initials(each) == name]
+  words = {each: each.split("_") for each in valid if "_" in each}
+  close = [k for k, v in words.items() if "".join(w[:1] for w in v) == name]
   if not close:
     close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
   hint = f"did you mean {close[0]!r}? " if close else ""
@@ -25,21 +26,13 @@ def check(kind: str, name: str, valid: Iterable[str]) -> None:
     raise ValueError(f"unknown {kind} {name!r}; {nearest(name, valid)}")
 
 
-def _initials(name: str) -> str | None:
-  """Returns lr of learning_rate, None of a single word."""
-  words = [word for word in name.split("_") if word]
-  return "".join(word[0] for word in words) if len(words) > 1 else None
-
-
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   """Returns table[name]; raises as `check`."""
   check(kind, name, table)
   return table[name]
 
 
-def call(
-  kind: str, name: str, maker: Callable, kwargs: Mapping[str, Any]
-) -> Any:
+def call(kind: str, name: str, maker: Callable, kwargs: Mapping) -> Any:
   """Calls maker(**kwargs); raises ValueError if one is unknown, or missing."""
   parameters = inspect.signature(maker).parameters
   for key in kwargs:

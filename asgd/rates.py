@@ -1,7 +1,6 @@
 """Learning rates over the server's updates, as numbers or as schedules."""
 
 import collections
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,7 @@ def check(name: str, rate: optax.ScalarOrSchedule) -> None:
 
 
 def warmup_steps(
-  peak: float,
-  *,
-  warmup: int = 0,
-  start: float = 0.0,
-  boundaries: Sequence[int] = (),
-  factor: float = 0.1,
+  peak: float, *, warmup=0, start=0.0, boundaries=(), factor=0.1
 ) -> optax.ScalarOrSchedule:
   """Linear warm-up from `start` to `peak`, then drops at given updates.
 
@@ -37,13 +31,9 @@ def warmup_steps(
     start: the learning rate of update 0; the DANA papers use peak / workers.
     boundaries: updates from which the rate is multiplied by `factor` once more;
       none of them is inside the warm-up.
-    factor: of each drop, positive.
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.
-
-  Raises:
-    ValueError: for values out of range.
   """
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:
@@ -76,9 +66,8 @@ def scale_by_sent_rate(
   """Scales by minus the learning rate that was in force at the ticket.
 
   For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
-  counts the server's updates; a worker knows that count from the version of its
-  ticket, not from its own steps, and passes it as the extra arg `version`,
-  int32[].
+  counts the server's updates; a worker knows that count from its ticket, and
+  passes it as the extra arg `version`, int32[].
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

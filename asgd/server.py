@@ -50,24 +50,12 @@ class Inbox(NamedTuple):
   message_state: optax.OptState  # of the `per_message` transform
 
 
-def gather(
-  total: optax.Updates,
-  oldest: base.Ticket,
-  message: optax.Updates,
-  ticket: base.Ticket,
-  *,
-  first: jax.Array | bool = False,
-  add: Callable[[Any, Any], Any] = optax.tree.add,
-) -> tuple[optax.Updates, base.Ticket]:
-  """Adds a message to those of an update, which is told the oldest's Delay.
+def gather(total, oldest, message, ticket, *, first=False, add=optax.tree.add):
+  """Adds a message to the `total` of an update; `oldest` is the ticket of the
+  stalest message in it, of which the update is told the Delay.
 
-  Args:
-    total: sum of the messages before.
-    oldest: the ticket of the stalest of them.
-    message: the new one.
-    ticket: of the new one.
-    first: bool[], whether there is no message before; `oldest` is then unread.
-    add: adds two trees; another one may donate the first's buffers.
+  If there was no message before, bool[] `first`, `oldest` is not read. `add`
+  adds two trees; another one may donate the first's buffers.
 
   Returns:
     The sum, and the ticket of the stalest message; outside of a compiled
@@ -125,19 +113,15 @@ def make_server(
 
   Args:
     algorithm: what one update does with a message.
-    every: accepted messages averaged into one update, a positive whole number
-      (or ValueError); the number of workers gives synchronous SGD under a bulk
-      synchronous order, anything else is n-softsync (Zhang et al. 2016). The
-      update is told one Delay: the oldest.
+    every: accepted messages averaged into one update; the number of workers
+      gives synchronous SGD under a bulk synchronous order, anything else is
+      n-softsync (Zhang et al. 2016). The update is told the oldest's Delay.
     gate: says which messages count. A dropped message changes nothing, not even
       the version.
     per_message: a transform that scales each message by its own Delay before
       it is averaged, such as `scale_by_staleness`.
     workers: how many workers the algorithm was built for, if it keeps something
       for each; runtimes refuse more.
-
-  Returns:
-    The Server, pure functions to be compiled by the runtime.
   """
   checks.whole("every", every)
   scale = optax.with_extra_args_support(per_message or optax.identity())
@@ -158,6 +142,10 @@ def make_server(
     params = algorithm.send(state.opt_state, state.params, worker=worker)
     return base.Ticket(worker, state.version, params)
 
+  def drop(state, ticket, message):
+    del ticket, message
+    return state, jnp.float32(0.0)
+
   def receive(state, ticket, message):
     delay = _delay(state, ticket)
     distance = gap(state.params, ticket.params)
@@ -167,10 +155,7 @@ def make_server(
       state, update_norm = accept(state, ticket, message)
     else:
       state, update_norm = jax.lax.cond(
-        accepted,
-        accept,
-        lambda state, ticket, message: (state, jnp.float32(0.0)),
-        *(state, ticket, message),
+        accepted, accept, drop, state, ticket, message
       )
     report = base.Report(
       delay.staleness, distance, accepted, message_norm, update_norm
@@ -200,8 +185,9 @@ def _make_accept(algorithm, every, scale):
   def enqueue(state, message, ticket):
     """Adds one message; applies the average when `every` have come."""
     inbox = state.inbox
+    first = inbox.count == 0
     total, oldest = gather(
-      *(inbox.total, inbox.oldest, message, ticket), first=inbox.count == 0
+      inbox.total, inbox.oldest, message, ticket, first=first
     )
     count = inbox.count + 1
 

@@ -16,10 +16,8 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
   widths = [max(map(len, column)) for column in zip(*table, strict=True)]
   lines = []
   for row in table:
-    first, *others = (
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    lines.append("  ".join([first, *others]).rstrip())
+    cells = list(map(str.rjust, row, widths))
+    cells[0] = row[0].ljust(widths[0])
+    lines.append("  ".join(cells).rstrip())
   lines.insert(1, "-" * max(map(len, lines)))
   return "\n".join(lines) + "\n"

@@ -1,7 +1,4 @@
-"""Pieces of time in tracks, in Chrome's trace-event format.
-
-What is made here opens at https://ui.perfetto.dev and at chrome://tracing.
-"""
+"""Pieces of time in tracks, in Chrome's format: see https://ui.perfetto.dev."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -3,9 +3,7 @@
 A gradient worker sends one gradient for each ticket. The others work locally: a
 job is several batches, on which the worker runs an optimizer of its own, and
 its message is the displacement (parameter averaging, DiLoCo, FedAsync), the sum
-of the gradients (Downpour) or a pull on the server's parameters (EASGD). All
-that a worker does between two messages is in its `base.Worker`; engines do not
-depend on its kind.
+of the gradients (Downpour) or a pull on the server's parameters (EASGD).
 
 Index letters used in shape comments:
   H  steps of a job, each on one batch
@@ -51,14 +49,9 @@ def gradient_worker(
 ) -> base.Worker:
   """A worker whose message is one gradient, passed through `message`.
 
-  Args:
-    loss: differentiated with respect to the (weights of the) parameters.
-    message: a transform that runs on the worker, with a state of its own, on
-      the parameters it was sent: DANA-Slim's momentum, for one.
-
-  Returns:
-    A Worker; its message has the structure of the parameters. If those are
-    `Variables`, the message's `stats` are the batch's own statistics.
+  The transform has a state of its own and sees the parameters that were sent:
+  DANA-Slim's momentum, for one. The message has the structure of the
+  parameters; if those are `Variables`, its `stats` are the batch's own.
   """
   transform = optax.with_extra_args_support(message or optax.identity())
 
@@ -78,15 +71,12 @@ def gradient_worker(
   return base.Worker(init, work)
 
 
-def job_batches(
-  batches: Callable[[int, int], base.Batch], steps: int
-) -> Callable[[int, int], base.Batch]:
+def job_batches(batches: Callable, steps: int) -> Callable:
   """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
-  `batches` is (worker, job) -> NumPy arrays, such as `Problem.batches` returns.
-  So is the result: its job j is the jobs j H, ..., j H + H - 1 of `batches`,
-  stacked on a new leading axis: leaves [H, B, ...]. With one step there is no
-  such axis: it is `batches` itself.
+  `batches` is (worker, job) -> NumPy arrays, as of `Problem.batches`, and so is
+  the result: its job j is the jobs j H, ..., j H + H - 1, stacked on a new
+  leading axis, [H, B, ...]. With one step it is `batches` itself.
   """
   checks.whole("steps", steps)
   if steps == 1:
@@ -165,11 +155,9 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.worker.job_batches"
         )
-    weights, opt_state, total = all_steps(
-      weights, opt_state, ticket, batch, key
-    )
+    *ends, total = all_steps(weights, opt_state, ticket, batch, key)
     loss, stats = jax.tree.map(lambda x: x / steps, (total.loss, total.stats))
-    return weights, opt_state, _Sums(loss, stats, total.gradient)
+    return *ends, _Sums(loss, stats, total.gradient)
 
   return local_steps
 
@@ -202,34 +190,25 @@ def local_worker(
   """A worker that takes `steps` optimizer steps of its own between messages.
 
   It starts from the ticket's parameters if the ticket is fresh. If it keeps an
-  earlier ticket it goes on from where it stopped, from its own copy with its
-  own writes: Downpour between two fetches, the read-my-writes of SSP. Step h
-  draws from fold_in(key, h), and from the key itself if H is 1.
+  earlier ticket it goes on from where it stopped: Downpour between two fetches,
+  the read-my-writes of SSP. Step h draws from fold_in(key, h), and from the key
+  itself if H is 1.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters.
     tx: the local optimizer, learning rate included. Its update is told, as
-      extra args, `version` (int32[], the ticket's) and `sent_params` (the
-      weights it was sent). Its init may read shapes only, or set
-      `keep_state=False`.
-    steps: H, batches in a job: leaves [H, B, ...], as `job_batches` stacks
-      them, and [B, ...] if H is 1.
+      extra args, `version` (int32[], the ticket's) and `sent_params`. Unless
+      `keep_state=False`, its init reads shapes only.
+    steps: H, batches in a job, as `job_batches` stacks them.
     message: "displacement", start minus end of the job: an outer gradient (in
       DiLoCo's sign), which SGD with learning rate 1 at the server turns into
-      the end. Or "gradients", the sum of the gradients met on the way, each of
-      them over its own batch: Downpour's `accrued` without the learning rate,
-      which is the server's to multiply in, once.
-    keep_state: keep the state of `tx` from job to job; otherwise each starts
-      with a new one.
+      the end. Or "gradients", their sum on the way: Downpour's `accrued`
+      without the learning rate, which the server multiplies in, once.
+    keep_state: of `tx`, from job to job; otherwise each starts with a new one.
 
-  Returns:
-    A Worker; its message has the structure of the parameters. Its loss and the
-    statistics in a message of `Variables` are means over the batches, each
-    where the worker was by then.
-
-  Raises:
-    ValueError: for values out of range; on tracing, for a batch that is not
-      `steps` of them.
+  The message has the structure of the parameters. The loss and the statistics
+  in a message of `Variables` are means over the batches, each where the worker
+  was by then.
 
   Example:
     >>> import jax.numpy as jnp
@@ -247,8 +226,7 @@ def local_worker(
     3.0 5.0
   """
   checks.whole("steps", steps)
-  if message not in MESSAGES:
-    raise ValueError(f"message must be one of {MESSAGES}, not {message!r}")
+  checks.one_of("message", message, MESSAGES)
   tx = optax.with_extra_args_support(tx)
   sum_gradients = message == "gradients"
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=sum_gradients)
@@ -293,22 +271,14 @@ def elastic_worker(
 
   The message is -d, a gradient for a server of SGD with learning rate 1.
 
-  It differs from the paper's algorithm in two points. There a worker reads and
-  moves the centre at once. Here it has read it in the ticket, when the job
-  began: in d, x~ is as old as the job, an age that is recorded as staleness.
-  And there the step that follows an exchange takes its gradient where x^i was
-  before it; here, where x^i is.
+  It differs from the paper in two points. There a worker reads and moves the
+  centre at once; here x~ in d is the ticket's, as old as the job, an age that
+  is recorded as staleness. And there the step that follows an exchange takes
+  its gradient where x^i was before it; here, where x^i is.
 
-  Args:
-    loss: as in `local_worker`; so are the Worker's loss, statistics and keys.
-    tx: the local optimizer, as in `local_worker`. `optax.sgd` with `nesterov`
-      has the paper's look-ahead, x^i + delta v, for its x^i.
-    steps: H, tau of the paper: batches in a job, stacked as in `local_worker`.
-    alpha: how much of the distance an exchange closes from each side, in
-      (0, 1].
-
-  Raises:
-    ValueError: as `local_worker`.
+  The arguments are those of `local_worker`; `steps` is tau of the paper, and
+  alpha in (0, 1]. `optax.sgd` with `nesterov` has the paper's look-ahead,
+  x^i + delta v, for its x^i.
   """
   checks.whole("steps", steps)
   if not 0 < alpha <= 1:

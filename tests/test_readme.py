@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import asgd
-from asgd import experiment
+from asgd import algorithms, experiment
 from asgd.experiment import schema
 from pipeline import schedules
 from pipeline.engine import PIPELINE
@@ -119,8 +119,10 @@ def test_the_table_of_algorithms_names_every_option_and_its_default():
     }
     assert options.pop("weight_decay") == (0.1 if name == "diloco" else 0)
     assert {k: ast.literal_eval(v) for k, v in said.items()} == options
+    text = f"{maker.__doc__}\n{algorithms.__doc__}"  # the latter: of most
     for option in (*options, "weight_decay"):
-      assert re.search(rf"^ +{option}: ", maker.__doc__, re.MULTILINE), name
+      named = rf"^ +{option}(:|  )|`{option}`"
+      assert re.search(named, text, re.MULTILINE), (name, option)
 
 
 @pytest.mark.parametrize("path", re.findall(r"configs/\w+\.py", README))

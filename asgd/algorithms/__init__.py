@@ -1,10 +1,8 @@
 """Named recipes: the algorithms of the literature, composed from transforms.
 
-A `Recipe` says which part of an algorithm runs where. Most of it is the
-Algorithm at the server. Some recipes also transform messages at the worker
-(DANA-Slim), average several messages into one update (SSGD, n-softsync), or let
-workers take several steps of their own between two messages (Downpour,
-parameter averaging, EASGD, DiLoCo, FedAsync).
+A `Recipe` says which part of an algorithm runs where: at the server, at the
+worker (the momentum of DANA-Slim, the local steps of Downpour, parameter
+averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 
 Every recipe takes the learning rate eta first (a positive number, or a schedule
 over the server's updates; where workers take local steps, it is theirs unless
@@ -50,34 +48,18 @@ from asgd.algorithms.staleness import (
   staleness_aware,
 )
 
+_MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
+_STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
+_DANA = dana_zero, dana_slim, dana_dc
+_LOCAL_WORK = downpour, model_averaging, easgd, diloco, fedasync
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
-  for recipe in (
-    asgd,
-    ssgd,
-    nag_asgd,
-    multi_asgd,
-    staleness_aware,
-    dc_asgd_c,
-    dc_asgd_a,
-    gap_aware,
-    dana_zero,
-    dana_slim,
-    dana_dc,
-    downpour,
-    model_averaging,
-    easgd,
-    diloco,
-    fedasync,
-  )
+  for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
 }
 
 
 def options(name: str) -> Sequence[str]:
-  """Returns the names of the options that a recipe takes.
-
-  Raises ValueError for an unknown recipe, naming the nearest.
-  """
+  """Returns the names of the options that a recipe takes."""
   maker = names.lookup("algorithm", name, RECIPES)
   parameters = inspect.signature(maker).parameters.values()
   return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -88,9 +70,7 @@ def build(
 ) -> Recipe:
   """Builds one of RECIPES by name; `kwargs` are its options.
 
-  Raises:
-    ValueError: for an unknown name or option (naming the nearest known one), or
-      a value out of range.
+  Raises ValueError for an unknown name or option, with the nearest known one.
 
   Example:
     >>> recipe = build("dana_zero", 0.1, workers=8, momentum=0.9)

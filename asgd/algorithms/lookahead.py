@@ -16,20 +16,12 @@ def _looking_ahead(momentum, learning_rate, velocity_of, *first) -> Recipe:
 
 
 def nag_asgd(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0
 ) -> Recipe:
   """Nesterov's momentum at the server, asynchronously (Hakimi et al. 2019).
 
   One velocity for all workers; sends params - eta gamma v. The look-ahead is
   of one update, while N are to come.
-
-  Args:
-    momentum: gamma.
-    weight_decay: at the server.
   """
   del workers
   return _looking_ahead(
@@ -41,20 +33,12 @@ def nag_asgd(
 
 
 def multi_asgd(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  look_ahead: bool = True,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, look_ahead=True
 ) -> Recipe:
   """A velocity for each worker at the server (Hakimi et al. 2019).
 
-  Args:
-    momentum: gamma.
-    weight_decay: at the server.
-    look_ahead: send params - eta gamma v^i, the worker's own look-ahead;
-      otherwise the parameters as they are.
+  Sends params - eta gamma v^i, the worker's own look-ahead; without
+  `look_ahead` the parameters as they are.
   """
   factor = momentum if look_ahead else 0.0
   return _looking_ahead(
@@ -77,41 +61,24 @@ def _dana(learning_rate, workers, momentum, *first) -> Recipe:
 
 
 def dana_zero(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0
 ) -> Recipe:
   """DANA-Zero: a velocity for each worker, and the look-ahead over all.
 
   Sends params - eta gamma sum_j v^j, where the parameters will be, but for new
   gradients, when every worker has sent once more (Hakimi et al. 2019).
-
-  Args:
-    momentum: gamma, of each worker's velocity.
-    weight_decay: at the server.
   """
   return _dana(learning_rate, workers, momentum, decay_weights(weight_decay))
 
 
 def dana_slim(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
   The server is that of plain ASGD; a message is gamma v + g. Its parameters
-  are DANA-Zero's look-ahead as long as the learning rate is constant. Weight
-  decay, too, is the worker's: of the parameters it was sent. The recorded gap
-  is between those parameters, about twice that of DANA-Zero on the same path.
-
-  Args:
-    momentum: gamma, at the workers.
-    weight_decay: at the workers.
+  are DANA-Zero's look-ahead as long as the learning rate is constant; their
+  recorded gap is about twice that of DANA-Zero on the same path.
   """
   del workers
   nesterov = optax.chain(
@@ -121,19 +88,11 @@ def dana_slim(
 
 
 def dana_dc(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  strength: float = 2.0,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, strength=2.0
 ) -> Recipe:
   """DANA-Zero on compensated gradients, around the look-ahead that was sent.
 
-  Args:
-    momentum: gamma, of each worker's velocity.
-    weight_decay: at the server, not compensated.
-    strength: lambda of the compensation, as in `dc_asgd_c`.
+  `strength` is lambda of the compensation, as in `dc_asgd_c`.
   """
   compensate = transforms.delay_compensation(strength)
   first = compensate, decay_weights(weight_decay)

@@ -24,13 +24,12 @@ class Recipe(NamedTuple):
   steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
 
-  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
-    """Builds the Worker that every worker of this recipe is.
+  def in_rounds(self, workers: int) -> "Recipe":
+    """Makes each update one on the mean of a message from every worker."""
+    return self._replace(every=workers, order="bulk_synchronous")
 
-    Raises:
-      ValueError: for several steps with a worker that sends plain gradients,
-        or a `message` transform beside a worker of the recipe's own.
-    """
+  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
+    """Builds the Worker of this recipe; ValueError if its parts do not fit."""
     if self.worker is None:
       if self.steps != 1:
         raise ValueError(
@@ -51,10 +50,7 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds its server, which also owns the statistics of BatchNorm.
-
-    Raises ValueError if the algorithm is a bare optax transform.
-    """
+    """Builds its server, which also owns the statistics of BatchNorm."""
     if not hasattr(self.algorithm, "send"):
       raise ValueError(
         "a Recipe needs an Algorithm, not an optax transform: wrap it with"

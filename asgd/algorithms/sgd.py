@@ -1,7 +1,4 @@
-"""SGD at the server, asynchronous and synchronous, and the parts it is made of.
-
-The other families of recipes are composed of the same parts.
-"""
+"""SGD at the server, asynchronous and synchronous, and the parts of recipes."""
 
 import optax
 
@@ -17,67 +14,40 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
   return optax.add_decayed_weights(weight_decay)
 
 
-def velocity(
-  momentum: float, *, nesterov: bool = False
-) -> optax.GradientTransformation:
+def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
   """v <- momentum v + g; its update is v, or momentum v + g for Nesterov's."""
   checks.fraction("momentum", momentum)
   return optax.trace(momentum, nesterov=nesterov)
 
 
-def sgd(
-  learning_rate: optax.ScalarOrSchedule,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  *first: optax.GradientTransformation,
-) -> base.Algorithm:
-  """SGD behind any transforms of the gradient, without look-ahead."""
-  tx = optax.chain(
+def sgd_chain(
+  scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
+) -> optax.GradientTransformation:
+  """SGD behind other transforms; `scale` multiplies by the learning rate."""
+  return optax.chain(
     *first,
     decay_weights(weight_decay),
-    velocity(momentum) if momentum else optax.identity(),
-    optax.scale_by_learning_rate(learning_rate),
+    velocity(momentum, nesterov=nesterov) if momentum else optax.identity(),
+    scale,
   )
-  return base.as_algorithm(tx)
 
 
-def asgd(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-) -> Recipe:
+def sgd(learning_rate, momentum=0.0, weight_decay=0.0, *first):
+  """The Algorithm of SGD at the server: `sgd_chain`, without look-ahead."""
+  scale = optax.scale_by_learning_rate(learning_rate)
+  return base.as_algorithm(sgd_chain(scale, momentum, weight_decay, *first))
+
+
+def asgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
-  params <- params - eta v, with v <- gamma v + g.
-
-  With one worker it is sequential SGD. With many, momentum at the server makes
-  it unstable (Hakimi et al. 2019).
-
-  Args:
-    momentum: gamma, at the server; 0 is none.
-    weight_decay: at the server.
+  params <- params - eta v, with v <- gamma v + g. With one worker it is
+  sequential SGD; with many, momentum makes it unstable (Hakimi et al. 2019).
   """
   del workers
   return Recipe(sgd(learning_rate, momentum, weight_decay))
 
 
-def ssgd(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-) -> Recipe:
-  """Synchronous SGD: one update on the mean of a message from every worker.
-
-  Args:
-    momentum: gamma, at the server; 0 is none.
-    weight_decay: at the server.
-  """
-  return Recipe(
-    sgd(learning_rate, momentum, weight_decay),
-    every=workers,
-    order="bulk_synchronous",
-  )
+def ssgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
+  """Synchronous SGD: one update on the mean of a message from every worker."""
+  return Recipe(sgd(learning_rate, momentum, weight_decay)).in_rounds(workers)

@@ -8,25 +8,14 @@ from asgd.algorithms.sgd import decay_weights, sgd, velocity
 
 
 def staleness_aware(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  splits: int | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, splits=None
 ) -> Recipe:
   """Divides each gradient by its staleness (Zhang et al. 2016).
 
-  params <- params - alpha_0 mean(g / max(staleness, 1)), the mean over the
-  messages of one update.
-
-  Args:
-    learning_rate: alpha_0 of the paper.
-    workers: lambda of the paper.
-    momentum: at the server, after averaging.
-    weight_decay: at the server, not divided.
-    splits: n of n-softsync: update on every floor(workers / n) messages, from
-      whichever workers; None updates on each message (n = workers).
+  params <- params - eta mean(g / max(staleness, 1)), the mean over the messages
+  of one update. `splits` is n of n-softsync: an update takes floor(N / n)
+  messages, from whichever workers; None is one (n = N). Weight decay is not
+  divided.
   """
   every = 1
   if splits is not None:
@@ -43,20 +32,13 @@ def staleness_aware(
 
 
 def gap_aware(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0
 ) -> Recipe:
   """Divides gradients by the elementwise gap (Barkai et al. 2020).
 
   g <- g / (1 + |params - sent_params| / C), with C the size of a typical update
-  of each parameter (`asgd.transforms.gap_aware`).
-
-  Args:
-    momentum: of what is left after the division; 0 is none.
-    weight_decay: at the server, divided with the gradient.
+  of each parameter (`asgd.transforms.gap_aware`). Weight decay is divided with
+  the gradient; the momentum is of what is left.
   """
   del workers
   tx = optax.chain(
@@ -70,21 +52,12 @@ def gap_aware(
 
 
 def dc_asgd_c(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  strength: float = 0.04,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=0.04
 ) -> Recipe:
   """Delay compensation with a constant lambda (Zheng et al. 2017).
 
-  g <- g + lambda g * g * (params - sent_params), elementwise.
-
-  Args:
-    momentum: at the server, after the compensation; 0 is none.
-    weight_decay: at the server, not compensated.
-    strength: lambda.
+  g <- g + lambda g * g * (params - sent_params), elementwise, with lambda =
+  `strength`, before weight decay and momentum.
   """
   del workers
   compensate = transforms.delay_compensation(strength)
@@ -92,22 +65,20 @@ def dc_asgd_c(
 
 
 def dc_asgd_a(
-  learning_rate: optax.ScalarOrSchedule,
-  workers: int,
+  learning_rate,
+  workers,
   *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  strength: float = 2.0,
-  decay: float = 0.95,
-  scope: str = "server",
+  momentum=0.0,
+  weight_decay=0.0,
+  strength=2.0,
+  decay=0.95,
+  scope="server",
 ) -> Recipe:
   """Delay compensation with an adaptive lambda (Zheng et al. 2017).
 
   As `dc_asgd_c`, with lambda = lambda_0 / sqrt(mean square of g + 1e-7).
 
   Args:
-    momentum: at the server, after the compensation.
-    weight_decay: at the server, not compensated.
     strength: lambda_0.
     decay: m, of the mean square.
     scope: "server" keeps one mean square, as the paper's text; "worker" one

@@ -37,9 +37,7 @@ MODELS: dict[str, Callable[..., Layers]] = {
 def build(name: str, classes: int, **kwargs) -> Layers:
   """Builds one of MODELS by name, with so many logits and its options.
 
-  Raises:
-    ValueError: for an unknown name or option (naming the nearest known one), or
-      a value out of range.
+  Raises ValueError for an unknown name or option, with the nearest known one.
 
   Example:
     >>> import jax

@@ -3,16 +3,9 @@
 Blocks need to know which positions are padding. The stream between layers says
 it: a padded position is exactly zero, and no other is, as each is the output of
 a layer norm. So a stage sends one array to the next, without a mask beside it.
-(Dropout in the embedding zeroes a whole word with probability rate^C; that word
-then counts as padding.)
+(A word that dropout zeroes whole, with probability rate^C, counts as padding.)
 
-Index letters in shape comments:
-  B  examples
-  T  positions
-  C  features
-  H  heads
-  D  features of a head
-  F  features inside an MLP
+Index letters are those of `asgd.models.transformer`.
 
 References:
   Devlin et al., "BERT: Pre-training of deep bidirectional transformers for
@@ -56,6 +49,10 @@ def _norm(epsilon, dtype, name):
   return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
 
 
+def _dense(features, dtype, name):
+  return nn.Dense(features, dtype=dtype, kernel_init=_INIT, name=name)
+
+
 class EncoderEmbed(nn.Module):
   """Layer norm of word + position + kind: int[B, 2, T] -> float[B, T, C].
 
@@ -72,7 +69,6 @@ class EncoderEmbed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, train: bool = False):
-    """Raises ValueError for other arrays, or too many positions."""
     whole = jnp.issubdtype(tokens.dtype, jnp.integer)
     if tokens.ndim != 3 or tokens.shape[1] != 2 or not whole:
       raise ValueError(
@@ -104,8 +100,7 @@ class EncoderBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the block."""
-    width, dtype, real = x.shape[-1], x.dtype, _real(x)
+    dtype, real = x.dtype, _real(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     h = nn.MultiHeadDotProductAttention(
       self.heads,
@@ -116,9 +111,8 @@ class EncoderBlock(nn.Module):
       name="attention",
     )(x, mask=real[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
-    h = nn.Dense(self.hidden, dtype=dtype, kernel_init=_INIT, name="up")(x)
-    h = nn.gelu(h, approximate=False)
-    h = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="down")(h)
+    h = _dense(self.hidden, dtype, "up")(x)
+    h = _dense(x.shape[-1], dtype, "down")(nn.gelu(h, approximate=False))
     x = _norm(self.epsilon, dtype, "norm_mlp")(x + drop(h))
     return jnp.where(real, x, 0)
 
@@ -136,18 +130,14 @@ class EncoderHead(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the layer."""
-    dtype, width = x.dtype, x.shape[-1]
+    dtype = x.dtype
     if self.pooling == "mean":
       count = jnp.maximum(_real(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
-      pooler = nn.Dense(width, dtype=dtype, kernel_init=_INIT, name="pooler")
-      x = jnp.tanh(pooler(x[:, 0]))
+      x = jnp.tanh(_dense(x.shape[-1], dtype, "pooler")(x[:, 0]))
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    return nn.Dense(
-      self.classes, dtype=dtype, kernel_init=_INIT, name="classifier"
-    )(x)
+    return _dense(self.classes, dtype, "classifier")(x)
 
 
 def bert(
@@ -170,18 +160,13 @@ def bert(
     classes: number of logits.
     vocabulary: different words; PADDING is one of them.
     depth: blocks.
-    width: features of the stream, 2 or more.
-    heads: of attention; they divide the width.
+    width: features of the stream, 2 or more; `heads` divide it.
     hidden: features inside an MLP; None is four times the width.
-    context: most positions of an example.
-    kinds: of positions; 2 tell a pair's sentences apart.
+    context: most positions of an example; `kinds` tell a pair's apart.
     pooling: "mean", or "first"; see `EncoderHead`.
     epsilon: added to the variances of layer norms.
     dropout: rate, on embeddings, attention, what is added to the stream, and
       what the classifier gets, in [0, 1).
-
-  Raises:
-    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("vocabulary", vocabulary, 2)
@@ -204,16 +189,12 @@ class Pretrained(NamedTuple):
 
   folder: Path  # with its tokenizer.json
   sizes: dict[str, Any]  # arguments of `bert`
-  # float32, of each layer, without the classifier
-  weights: tuple[dict[str, Any], ...]
+  weights: tuple[dict[str, Any], ...]  # float32, by layer; no classifier
 
 
 def find(place: str | os.PathLike) -> Path:
-  """Returns the folder of a checkpoint: config.json, model.safetensors.
-
-  `place` is that folder, or the name of an installed package that has it;
-  DataError is raised if it is neither.
-  """
+  """Returns the folder of a checkpoint (config.json, model.safetensors): that
+  folder, or one in an installed package of that name; else DataError."""
   folder = Path(os.path.expanduser(place))
   if folder.is_dir():
     if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:
@@ -241,23 +222,12 @@ def find(place: str | os.PathLike) -> Path:
   )
 
 
-def pretrained(
-  place: str | os.PathLike, *, pooling: str = "mean"
-) -> Pretrained:
+def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   """Reads an encoder, as Hugging Face's libraries write it.
 
-  Every tensor of the file goes to a layer, or is known to be of no use here
-  (position numbers, the heads of the training before, the pooler when the mean
-  is taken).
-
-  Args:
-    place: as `find` takes it.
-    pooling: as of `bert`; "first" needs the pooler's weights.
-
-  Raises:
-    ValueError: for an unknown pooling.
-    DataError: if there is no such encoder, it is no BERT, or a tensor, which is
-      named, is missing, of another shape than its config says, or not known.
+  `place` is as `find` takes it; the pooling "first" needs the pooler's weights.
+  DataError is raised if there is no such encoder, it is no BERT, or a tensor is
+  missing, of another shape than its config says, or not known.
   """
   names.check("pooling", pooling, POOLINGS)
   folder = find(place)
@@ -302,6 +272,7 @@ def pretrained(
     lambda: layers_lib.init(layers, jax.random.key(0), example)
   )
   weights = tuple(map(fill, _sources(sizes), shapes))
+  # Position numbers, heads of the training before, the pooler beside a mean.
   unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
   if unknown := sorted(name for name in tensors if not name.startswith(unused)):
     raise DataError(
@@ -360,18 +331,16 @@ def _read_tensors(path):
       f"{path} is read by the package safetensors; pip install safetensors"
     ) from None
   # Besides OSError and its own type it raises others for unknown dtypes.
-  with formats.reading(
-    path, Exception, "replace it by a whole copy in float32"
-  ):
+  remedy = "replace it by a whole copy in float32"
+  with formats.reading(path, Exception, remedy):
     tensors = safetensors.numpy.load_file(path)
-  renamed = {}
-  for name, value in tensors.items():
+
+  def of_today(name):
     name = name.removeprefix("bert.")
-    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
-      if name.endswith(f"LayerNorm{old}"):
-        name = name.removesuffix(old) + new
-    renamed[name] = value
-  return renamed
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
+
+  return {of_today(name): value for name, value in tensors.items()}
 
 
 def _sources(sizes):
@@ -384,12 +353,11 @@ def _sources(sizes):
   }
   for i in range(sizes["depth"]):
     block = f"encoder.layer.{i}"
-    inputs = {
-      name: f"{block}.attention.self.{name}"
-      for name in ("query", "key", "value")
+    reads = {
+      k: f"{block}.attention.self.{k}" for k in ("query", "key", "value")
     }
     yield {
-      "attention": {**inputs, "out": f"{block}.attention.output.dense"},
+      "attention": {**reads, "out": f"{block}.attention.output.dense"},
       "norm_attention": f"{block}.attention.output.LayerNorm",
       "up": f"{block}.intermediate.dense",
       "down": f"{block}.output.dense",

@@ -1,17 +1,9 @@
 """Models of images: perceptron, small CNN, ResNet, wide ResNet.
 
-Index letters used in shape comments:
-  B  examples
-  H, W  rows and columns of an image
-  C  channels, or features
-
 References:
   He et al., "Deep residual learning for image recognition", CVPR 2016.
   Zagoruyko and Komodakis, "Wide residual networks", BMVC 2016.
   Wu and He, "Group normalization", ECCV 2018.
-
-What makes a model raises ValueError for a size that is not positive and whole,
-an unknown norm, or groups that do not divide the channels.
 """
 
 import math
@@ -64,30 +56,28 @@ def _check_images(x: jax.Array) -> None:
 
 
 class Flatten(nn.Module):
-  """Makes a vector of each example."""
+  """Makes a vector of each example: [B, ...] -> [B, C]."""
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, ...] -> [B, C]."""
     del train
     return x.reshape(x.shape[0], -1)
 
 
 class Dense(nn.Module):
-  """An affine map, then ReLU."""
+  """An affine map, then ReLU: [B, C] -> [B, features]."""
 
   features: int
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, C] -> [B, features]."""
     del train
     he = nn.initializers.he_normal()
     return nn.relu(nn.Dense(self.features, kernel_init=he, name="dense")(x))
 
 
 class Classifier(nn.Module):
-  """An affine map to logits.
+  """An affine map to logits: [B, C] -> [B, classes].
 
   LeCun's initialisation (variance 1 / C): the first logits are of order 1.
   """
@@ -96,7 +86,6 @@ class Classifier(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, C] -> [B, classes]."""
     del train
     return nn.Dense(self.classes, name="dense")(x)
 
@@ -104,7 +93,7 @@ class Classifier(nn.Module):
 class ConvPool(nn.Module):
   """A 3x3 convolution, norm, ReLU, and the maximum of each 2x2 patch.
 
-  An odd last row or column is dropped.
+  [B, H, W, C] -> [B, H // 2, W // 2, features].
   """
 
   features: int
@@ -113,7 +102,6 @@ class ConvPool(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, H, W, C] -> [B, H // 2, W // 2, features]."""
     _check_images(x)
     if min(x.shape[1:3]) < 2:
       raise ValueError(
@@ -138,7 +126,6 @@ class Stem(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, H, W, C] -> [B, H, W, features]."""
     _check_images(x)
     x = _conv(self.features, name="conv")(x)
     if self.norm == "none":
@@ -147,7 +134,7 @@ class Stem(nn.Module):
 
 
 class Head(nn.Module):
-  """The mean over the image, then an affine map to logits.
+  """The mean over the image, then an affine map to logits: [B, classes].
 
   Given a norm, that norm and ReLU first, as pre-activation networks need.
   """
@@ -158,7 +145,6 @@ class Head(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, H, W, C] -> [B, classes]."""
     if self.norm != "none":
       x = nn.relu(_norm(self, x, train, "norm"))
     return nn.Dense(self.classes, name="dense")(x.mean((1, 2)))
@@ -188,7 +174,6 @@ class BasicBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
     y = _conv(self.features, stride=self.stride, name="conv1")(x)
     y = nn.relu(_norm(self, y, train, "norm1"))
     y = _conv(self.features, name="conv2")(y)
@@ -210,7 +195,6 @@ class WideBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, train: bool):
-    """[B, H, W, C] -> [B, ceil(H / stride), ceil(W / stride), features]."""
     y = nn.relu(_norm(self, x, train, "norm1"))
     if self.stride != 1 or self.features != x.shape[-1]:
       x = _conv(self.features, 1, stride=self.stride, name="shortcut")(y)
@@ -230,9 +214,7 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
     checks.whole(f"each width of {name}", width)
 
 
-def _check_norm(
-  norm: str, groups: int, channels: Sequence[int], *, residual: bool = False
-) -> None:
+def _check_norm(norm, groups, channels, *, residual=False) -> None:
   names.check("norm", norm, NORMS)
   checks.whole("groups", groups)
   for c in channels if norm == "group" else ():
@@ -249,35 +231,21 @@ def _check_norm(
     )
 
 
-def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
-  """A multilayer perceptron with ReLU; a linear classifier if hidden is ().
-
-  Flatten, a Dense of each width in `hidden`, Classifier.
-  """
+def mlp(classes: int, *, hidden=(64,)) -> Layers:
+  """A perceptron: Flatten, a Dense of each width in `hidden`, Classifier."""
   checks.whole("classes", classes)
   _check_widths("hidden", hidden, least=0)
   return (Flatten(), *map(Dense, hidden), Classifier(classes))
 
 
 def cnn(
-  classes: int,
-  *,
-  features: Sequence[int] = (16, 32),
-  hidden: int = 64,
-  norm: str = "none",
-  groups: int = 8,
+  classes: int, *, features=(16, 32), hidden=64, norm="none", groups=8
 ) -> Layers:
   """A small convolutional network, quick on a CPU.
 
-  A ConvPool per entry of `features`, Flatten, Dense, Classifier.
-
-  Args:
-    classes: number of logits.
-    features: channels after each convolution; each halves the image.
-    hidden: width of the layer before the classifier.
-    norm: "none", or "group" or "batch" after each convolution, which then has
-      no bias.
-    groups: of GroupNorm; it must divide every number of features.
+  A ConvPool per entry of `features`, the channels, each of which halves the
+  image; Flatten; a Dense of `hidden` features; Classifier. With a norm, "group"
+  or "batch", a convolution has no bias.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)
@@ -287,27 +255,19 @@ def cnn(
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
 
 
-def resnet(
-  classes: int, *, depth: int = 20, norm: str = "group", groups: int = 8
-) -> Layers:
+def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
   Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
   of which the second and third halve the image, and Head.
 
-  Args:
-    classes: number of logits.
-    depth: 6 n + 2 layers with weights: 20, 32, 44, 56, 110.
-    norm: "group", which needs no statistics, or "batch", as in the paper.
-      "none" is refused: without more changes such a network hardly trains.
-    groups: of GroupNorm, the same in every layer; a divisor of 16.
+  The depth is 6 n + 2, counting layers with weights: 20, 32, 44, 56, 110. The
+  norm is "group", which needs no statistics, or "batch", as in the paper.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
   if depth < 8 or depth % 6 != 2:
-    raise ValueError(
-      f"depth must be 6 n + 2 (20, 32, 44, 56, 110), not {depth}"
-    )
+    raise ValueError(f"depth must be 6 n + 2 (20, 32, 44, 56), not {depth}")
   _check_norm(norm, groups, (16, 32, 64), residual=True)
   blocks = _blocks(BasicBlock, 16, (depth - 2) // 6, norm, groups)
   return (Stem(16, norm, groups), *blocks, Head(classes))
@@ -323,23 +283,12 @@ def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
 
 
 def wide_resnet(
-  classes: int,
-  *,
-  depth: int = 16,
-  widen: int = 4,
-  norm: str = "group",
-  groups: int = 8,
+  classes: int, *, depth=16, widen=4, norm="group", groups=8
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
-  As `resnet`, with WideBlocks of k = `widen` times the channels.
-
-  Args:
-    classes: number of logits.
-    depth: 6 n + 4 layers with weights: 16, 22, 28, 40.
-    widen: k of the paper.
-    norm: as of `resnet`.
-    groups: as of `resnet`.
+  As `resnet`, with WideBlocks of k = `widen` times the channels, and 6 n + 4
+  layers with weights.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth)
@@ -351,17 +300,11 @@ def wide_resnet(
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 
-def resnet20(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
-  """The `resnet` of depth 20, of which it takes the other arguments.
-
-  269,722 parameters for 10 classes of images in 3 channels.
-  """
+def resnet20(classes: int, *, norm="group", groups=8) -> Layers:
+  """The `resnet` of depth 20: 269,722 parameters for 10 classes of CIFAR."""
   return resnet(classes, depth=20, norm=norm, groups=groups)
 
 
-def wrn16_4(classes: int, *, norm: str = "group", groups: int = 8) -> Layers:
-  """The `wide_resnet` 16-4, of which it takes the other arguments.
-
-  2,748,890 parameters for 10 classes of images in 3 channels.
-  """
+def wrn16_4(classes: int, *, norm="group", groups=8) -> Layers:
+  """The `wide_resnet` 16-4: 2,748,890 parameters for 10 classes of CIFAR."""
   return wide_resnet(classes, depth=16, widen=4, norm=norm, groups=groups)

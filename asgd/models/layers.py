@@ -26,17 +26,11 @@ Layers = tuple[nn.Module, ...]
 def init(
   layers: Layers, key: jax.Array, example: jax.Array | jax.ShapeDtypeStruct
 ) -> optax.Params:
-  """Draws the parameters of every layer, in float32.
+  """Draws the parameters of every layer of a model, in float32.
 
-  Layer i draws from fold_in(key, i): its values depend on no other layer.
-  Nothing but the parameters is computed, so this is cheap outside of jit and
-  works under it.
-
-  Args:
-    layers: the whole model.
-    key: consumed here.
-    example: a batch of any size, or its ShapeDtypeStruct: only its shape and
-      dtype are read.
+  Layer i draws from fold_in(key, i): its values depend on no other layer. Of
+  `example`, a batch of any size, only shape and dtype are read, and nothing but
+  the parameters is computed: this is cheap outside of jit and works under it.
 
   Returns:
     A tuple with a dict of weights per layer, {} for a layer without any; if a
@@ -75,18 +69,13 @@ def apply(
     x: a batch.
     train: normalise by the batch's statistics instead of those in `params`,
       and let dropout-like layers drop.
-    key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
-      None if no layer does.
-    first: index in the whole model of layers[0], so that a stage draws what
-      the whole would.
+    key: for layers that draw "dropout", layer i from fold_in(key, i).
+    first: index of layers[0] in the whole model, whose draws a stage repeats.
 
   Returns:
     (y, stats): the output, and the statistics normalised by, in the structure
     of `params.stats`: the batch's own (mean and biased variance, not averaged
     with anything) in training, those given otherwise; () for params without.
-
-  Raises:
-    ValueError: if layers and params differ in number.
   """
   weights = base.weights_of(params)
   if len(weights) != len(layers):

@@ -1,7 +1,6 @@
 """The layers of a GPT: token and position embedding, blocks, logits.
 
-A block is one layer, as its skip connections do not leave it; a pipeline may
-cut between any two layers. Index letters in shape comments:
+A block is one layer, as its skip connections do not leave it. Index letters:
   B  sequences
   T  positions
   C  features
@@ -31,7 +30,6 @@ class Embed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, train: bool = False):
-    """Raises ValueError for more positions than the context."""
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", _INIT, (self.vocabulary, self.width))
@@ -52,7 +50,6 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     added = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
@@ -79,7 +76,6 @@ class Unembed(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    """Applies the layer."""
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
     return nn.Dense(
@@ -109,28 +105,16 @@ def check_length(length: int, context: int) -> None:
 
 
 def gpt(
-  classes: int,
-  *,
-  depth: int = 4,
-  width: int = 128,
-  heads: int = 4,
-  context: int = 128,
-  dropout: float = 0.0,
+  classes: int, *, depth=4, width=128, heads=4, context=128, dropout=0.0
 ) -> Layers:
-  """A GPT: predicts each next token from those before it.
-
-  Embed, `depth` Blocks, Unembed.
+  """A GPT: Embed, `depth` Blocks, Unembed; predicts each token's next.
 
   Args:
     classes: tokens of the vocabulary.
     depth: blocks.
-    width: features of the stream.
-    heads: of attention; they divide the width.
+    width: features of the stream; `heads` divide it.
     context: most positions of a sequence.
     dropout: rate, on what is added to the stream and on attention, in [0, 1).
-
-  Raises:
-    ValueError: for a value out of range.
   """
   checks.whole("classes", classes)
   checks.whole("context", context)

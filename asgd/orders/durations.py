@@ -24,10 +24,7 @@ _BLOCK = 256  # draws made at once; the stream does not depend on it
 
 
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
-  """Every batch takes `mean`, or `slowdown[i]` times as long at worker i.
-
-  Workers beyond those of `slowdown` have factor 1.
-  """
+  """Every batch takes `mean`, or `slowdown[i]` times as long at worker i."""
   checks.positive("mean", mean)
   for factor in slowdown:
     checks.positive("slowdown", factor)
@@ -40,27 +37,16 @@ def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
 
 
 def gamma(
-  mean: float = 1.0,
-  *,
-  seed: int = 0,
-  variation: float = 0.1,
-  machine_variation: float = 0.0,
+  mean=1.0, *, seed=0, variation=0.1, machine_variation=0.0
 ) -> Durations:
   """The gamma model of Ali et al. 2000, as used by the DANA papers.
 
-  With machine_variation = 0 (homogeneous) every batch time is
-  Gamma(shape 1/V^2, scale mean V^2). Otherwise (heterogeneous) each worker
-  first draws its own mean, once, from Gamma(1/V_m^2, mean V_m^2), then its
-  batch times around that mean. Drawing in the other order would give an almost
-  homogeneous cluster. Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where
-  machines differ; 0.94 % and 27.9 % of the batches are then slower than 1.25
-  mean.
-
-  Args:
-    mean: expected time of one batch, over machines.
-    seed: of the draws.
-    variation: V, coefficient of variation of one machine's batch times.
-    machine_variation: V_m, coefficient of variation between machines.
+  With machine_variation V_m = 0 (homogeneous) every batch time is
+  Gamma(shape 1/V^2, scale mean V^2); V = `variation` is the coefficient of
+  variation. Otherwise (heterogeneous) each worker first draws its own mean,
+  once, from Gamma(1/V_m^2, mean V_m^2), then its batch times around that mean.
+  Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where machines differ; 0.94 %
+  and 27.9 % of the batches are then slower than 1.25 mean.
   """
   checks.positive("mean", mean)
   checks.positive("variation", variation)
@@ -95,11 +81,8 @@ def measured(
 ) -> Durations:
   """Times that were measured, played back over and over.
 
-  Args:
-    samples: one row of times per measured worker; worker i uses row i modulo
-      the number of rows.
-    resample: draw from the row at random, with replacement, instead.
-    seed: of the draws.
+  Worker i uses row i of `samples`, modulo their number; with `resample`, it
+  draws from the row at random, with replacement.
   """
   rows = [np.asarray(row, float) for row in samples]
   if not rows or any(row.ndim != 1 or not row.size for row in rows):
@@ -131,10 +114,7 @@ _MAKERS = {
 
 
 def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
-  """Builds durations by name; `seed` reaches those that draw.
-
-  Raises ValueError for an unknown name or argument, naming the nearest.
-  """
+  """Builds durations by name; `seed` reaches those that draw."""
   maker = names.lookup("durations", name, _MAKERS)
   if maker is not constant:
     kwargs = {"seed": seed, **kwargs}

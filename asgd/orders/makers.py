@@ -5,10 +5,10 @@ stale synchronous training. Each maker plays durations through one such protocol
 and returns a Trace; no model is involved, so a trace can be printed, checked,
 stored, and obeyed by any engine. `asgd.orders.trace` shows one.
 
-A maker raises ValueError for counts that do not fit, and `build` for names that
-are not known, with the nearest. Jobs are numbered in the order of the sends, so
-every arrival consumes the next batch and an epoch is one pass in total over all
-workers, whatever their number.
+`messages` counts the RECEIVE rows; the last one ends the trace. Jobs are
+numbered in the order of the sends: every arrival consumes the next batch, and
+an epoch is one pass in total over all workers. A maker raises ValueError for
+counts that do not fit.
 """
 
 import heapq
@@ -59,17 +59,15 @@ def stale_synchronous(
 
   A worker that has finished c jobs may start another while the slowest has
   finished at least c - bound. Bound 0 is bulk synchronous, an infinite bound
-  is asynchronous.
+  is asynchronous. All workers are sent to at time 0.
 
   Args:
-    durations: how long each job takes.
-    workers: N; all send at time 0, in the order of their numbers.
-    messages: RECEIVE rows to produce; the last one ends the trace, and N depth
-      - 1 or fewer open tickets are never received.
+    durations: how long each job of the N workers takes.
+    messages: to be received; N depth - 1 or fewer open tickets never are.
     bound: how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh
       enough for the bound, as the paper's clients do; otherwise it fetches
-      before each job (the freshest parameters, as eager SSP, Dai et al. 2015).
+      before each job (eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
   """
@@ -80,12 +78,7 @@ def stale_synchronous(
 
 
 def asynchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  depth: int = 1,
-  fetch_every: int = 1,
+  durations: Durations, *, workers: int, messages: int, depth=1, fetch_every=1
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received."""
   rules = protocol.Rules(depth=depth, fetch_every=fetch_every)
@@ -103,12 +96,9 @@ def backup_workers(
   together, when it is complete, in the order of their jobs.
   """
   checks.whole("workers", workers)
-  backup = checks.whole("backup", backup, 0)
-  if backup >= workers:
-    raise ValueError(
-      f"backup must be at most {workers - 1}, of {workers} workers, not"
-      f" {backup}"
-    )
+  if checks.whole("backup", backup, 0) >= workers:
+    most = f"at most {workers - 1}, of {workers} workers"
+    raise ValueError(f"backup must be {most}, not {backup!r}")
   rules = protocol.Rules(round=workers - backup, backup=backup)
   return _play(rules, durations, workers, messages)
 
@@ -157,14 +147,11 @@ _PROTOCOLS = {
 def build(
   name: str, durations: Durations, *, workers: int, messages: int, **kwargs
 ) -> base.Trace:
-  """Builds a trace by the name of its protocol.
-
-  Fixed delay takes its delay from the number of workers: workers - 1.
-  """
+  """Builds a trace by the name of its protocol; a fixed delay is N - 1."""
   maker = names.lookup("order", name, _PROTOCOLS)
   checks.whole("workers", workers)
+  common = {"durations": durations, "workers": workers}
   if maker is fixed_delay:
-    common = {"delay": workers - 1, "messages": messages}
-  else:
-    common = {"durations": durations, "workers": workers, "messages": messages}
-  return names.call("order", name, maker, {**common, **kwargs})
+    common = {"delay": workers - 1}
+  kwargs = {"messages": messages, **common, **kwargs}
+  return names.call("order", name, maker, kwargs)

@@ -96,29 +96,21 @@ class _Place:
 
 
 class Dispatcher:
-  """Decides which worker starts what; see the module."""
+  """Decides which worker starts what; see the module.
 
-  def __init__(
-    self,
-    rules: Rules,
-    *,
-    jobs: int | None = None,
-    owned: bool = False,
-    log: Callable[[Event], None] | None = None,
-  ):
-    """Starts without a worker.
+  Args:
+    rules: the protocol.
+    jobs: how many there are, each to be received once; None is no end.
+    owned: jobs belong to workers (sharded data): a job that was lost goes to
+      the next holder of the same place, not to any worker.
+    log: called with each row before it takes effect.
+  """
 
-    Args:
-      rules: the protocol.
-      jobs: how many there are, each to be received once; None is no end.
-      owned: jobs belong to workers (sharded data): a job that was lost goes to
-        the next holder of the same place, not to any worker.
-      log: called with each row before it takes effect.
-    """
+  def __init__(self, rules: Rules, *, jobs=None, owned=False, log=None):
     self.rules = check_rules(rules)
-    self.jobs = jobs
-    self._owned = owned
-    self._log = log or (lambda row: None)
+    self.jobs: int | None = jobs
+    self._owned: bool = owned
+    self._log: Callable[[Event], None] = log or (lambda row: None)
     self._places: dict[int, _Place] = collections.defaultdict(_Place)
     self._again: dict[int, list[int]] = collections.defaultdict(list)
     self._arrived: dict[tuple[int, int], None] = {}  # in their order
@@ -129,8 +121,7 @@ class Dispatcher:
     self._round = self._granted = self._in_round = 0
 
   def join(self, worker: int, now: float) -> int:
-    """A new holder takes a place, or ValueError is raised if it is taken;
-    returns how many held it before."""
+    """A new holder takes a free place; returns how many held it before."""
     if worker in self._ledger.present:
       raise ValueError(f"the place of worker {worker} is taken")
     holder = self._ledger.holders.get(worker, -1) + 1
@@ -138,8 +129,7 @@ class Dispatcher:
     return holder
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """The holder of a place is gone; its open jobs go to others. Returns the
-    seqs of the tickets that died."""
+    """The holder is gone, its open jobs go to others; returns dead seqs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -150,8 +140,7 @@ class Dispatcher:
     return list(tickets)
 
   def reject(self, worker: int, seq: int, now: float) -> list[int]:
-    """A message is refused, and with it its sender: what it works on may be as
-    bad. Returns the seqs of all tickets that died."""
+    """Refuses a message and, as what else it does may be bad, its sender."""
     job = self._ledger.open[worker][seq].job
     self._write(now, worker, seq, job, base.REJECT)
     return [seq, *self.leave(worker, now)]
@@ -161,8 +150,7 @@ class Dispatcher:
     self._places[worker].paused = True
 
   def arrive(self, worker: int, seq: int) -> bool:
-    """A message has come. False if its ticket is closed: a duplicate, or one
-    from a worker that was taken for dead."""
+    """Takes a message; False if its ticket is closed (a duplicate, or late)."""
     key = worker, seq
     if seq not in self._ledger.open[worker] or key in self._arrived:
       return False
@@ -172,9 +160,8 @@ class Dispatcher:
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
     """Returns the (worker, seq, job) to be given to the server now, in order.
 
-    Messages of a worker go in the order of its jobs. Those of a round wait for
-    each other and go in the order of the jobs, so that a sum over them does not
-    depend on which came first.
+    Those of a round wait for each other and go in the order of the jobs, so
+    that a sum over them does not depend on which came first.
     """
     out = []
     while ready := self._ready():
@@ -186,8 +173,8 @@ class Dispatcher:
     return out
 
   def _ready(self):
-    """Returns arrived messages that may go now: those before them of the same
-    worker have arrived. They go by (largest job so far, worker, seq)."""
+    """Returns the (worker, seq) that may go now, after those before them of
+    the same worker; those of a round by their largest job so far."""
     if not self.rules.round:  # in the order of their arrival
       return [
         (worker, seq)
@@ -205,16 +192,18 @@ class Dispatcher:
         kind.append((last, worker, seq))
     missing = self.rules.round - self._in_round
     chosen = sorted(late)  # dropped by the server: their round is over
-    if len(current) >= missing or (current and not self._more_to_come()):
+    if len(current) >= missing or not self._more_to_come():
       chosen += sorted(current)[:missing]
     return [(worker, seq) for _, worker, seq in chosen]
 
   def _more_to_come(self):
     """Whether any job is left to be done or handed in."""
-    fresh = self.jobs is None or self._next_job < self.jobs
-    if fresh or any(self._again.values()):
-      return True
-    return sum(map(len, self._ledger.open.values())) > len(self._arrived)
+    return (
+      self.jobs is None
+      or self._next_job < self.jobs
+      or any(self._again.values())
+      or sum(map(len, self._ledger.open.values())) > len(self._arrived)
+    )
 
   def grants(self, now: float) -> list[Grant]:
     """Returns what may start now, in rounds over the workers; it is started."""
@@ -235,14 +224,12 @@ class Dispatcher:
 
   def slowest(self) -> int:
     """The clock of the slowest worker that is there and has something to do."""
-    return min(
-      (
-        self._places[worker].finished
-        for worker in self._ledger.present
-        if self._ledger.open[worker] or self._take_job(worker) is not None
-      ),
-      default=0,
+    clocks = (
+      self._places[worker].finished
+      for worker in self._ledger.present
+      if self._ledger.open[worker] or self._take_job(worker) is not None
     )
+    return min(clocks, default=0)
 
   def _may_start(self, worker, slowest):
     rules, tickets = self.rules, self._ledger.open[worker]
@@ -268,7 +255,7 @@ class Dispatcher:
     return place.on_ticket < rules.fetch_every
 
   def _lost_jobs(self, worker):
-    """A heap of the lost jobs that a worker may do again."""
+    # A heap of those that the worker may do again.
     return self._again[worker if self._owned else 0]
 
   def _take_job(self, worker):
@@ -284,8 +271,7 @@ class Dispatcher:
     self._obey(event)
 
   def obey(self, rows: Iterable[Event]) -> "Dispatcher":
-    """Takes over what was decided before, row by row; nothing is logged. Raises
-    TraceError for a row that cannot be obeyed."""
+    """Takes over rows that were logged before; raises TraceError."""
     for event in rows:
       self._obey(event)
     return self

@@ -19,7 +19,6 @@ engine, check and figure that follows a trace asks it which tickets are open.
 import collections
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -36,7 +35,6 @@ JOURNAL_COLUMNS = (*COLUMNS, "version", "params", "message", "loss", "totals")
 _DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
 HEADER = ",".join(COLUMNS)
 JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
-_CODES = {name: code for code, name in enumerate(base.ACTIONS)}
 _NAMES = ", ".join(base.ACTIONS)
 _BEGUN = "the worker has begun that number (seq) before"
 _INT32 = np.iinfo(np.int32)
@@ -76,8 +74,7 @@ class Event(NamedTuple):
 
   @classmethod
   def parse(cls, line: str) -> "Event":
-    """Returns what `format` formatted, in either form, or raises ValueError,
-    saying which value cannot be read."""
+    """Returns the Event of a line of either form, or raises ValueError."""
     values = line.strip().split(",")
     if len(values) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
       raise ValueError(
@@ -108,14 +105,14 @@ def _real(name, value):
     raise ValueError(f"{name} {value!r} is no number") from None
 
 
-def _action(name, value):
-  if value not in _CODES:
-    raise ValueError(f"{name} {value!r} is none of {_NAMES}")
-  return _CODES[value]
-
-
 def _reals(name, value):
   return tuple(_real(name, x) for x in value.split(";")) if value else ()
+
+
+def _action(name, value):
+  if value not in base.ACTIONS:
+    raise ValueError(f"{name} {value!r} is none of {_NAMES}")
+  return base.ACTIONS.index(value)
 
 
 _READ = {"time": _real, "action": _action, "loss": _real, "totals": _reals}
@@ -127,9 +124,7 @@ def from_events(events: Iterable[Event]) -> base.Trace:
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
 
-def events(
-  trace: base.Trace, start: int = 0, end: int | None = None
-) -> Iterator[Event]:
+def events(trace: base.Trace, start: int = 0, end=None) -> Iterator[Event]:
   """Yields the rows from `start` up to, not including, `end`."""
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
@@ -144,11 +139,8 @@ def read(lines: Iterable[str]) -> list[Event]:
   """Reads the rows of a trace or of a journal.
 
   A last line without its newline was cut off while being written: it is
-  dropped, and what comes before it is the trace. `lines` is a file opened with
-  newline="\\n", or the lines of a text with their ends.
-
-  Raises:
-    ValueError: naming the line that cannot be read, and its value.
+  dropped. `lines` is a file opened with newline="\\n", or the lines of a text
+  with their ends. ValueError names the line that cannot be read.
   """
   rows: list[Event] = []
   for number, line in enumerate(lines, 1):
@@ -171,7 +163,7 @@ def read(lines: Iterable[str]) -> list[Event]:
 
 
 def load(lines: Iterable[str]) -> base.Trace:
-  """As `read`, but as columns; raises ValueError if there is no event, too."""
+  """As `read`, but as columns, of at least one row."""
   rows = read(lines)
   if not rows:
     raise ValueError("the trace holds no event")
@@ -181,9 +173,7 @@ def load(lines: Iterable[str]) -> base.Trace:
 class TraceError(ValueError):
   """A row that cannot be obeyed."""
 
-  def __init__(
-    self, row: int, event: Event, why: str, path: Path | str | None = None
-  ):
+  def __init__(self, row: int, event: Event, why: str, path=None):
     place = f"{path}, line {row + 2}" if path else f"trace row {row}"
     super().__init__(f"{place} ({event.format()}): {why}")
     self.row, self.why = row, why
@@ -196,24 +186,16 @@ class Ledger(Generic[T]):
   simulator, the row itself in an analysis. The ledger keeps it until the row
   that ends its job. It accepts every row that has a meaning; what a protocol
   forbids beyond that is found by `check`.
+
+  Args:
+    start: (SEND or KEEP, the ticket that is kept) -> the ticket of the job;
+      None stands for the row itself. It is called before the ticket is open.
+    keeps: whether the latest ticket of each worker is held for a KEEP.
+    path: of the file that the rows were read from, for errors.
   """
 
-  def __init__(
-    self,
-    start: Callable[[Event, T | None], T] | None = None,
-    *,
-    keeps: bool = True,
-    path: Path | str | None = None,
-  ):
-    """Starts before the first row.
-
-    Args:
-      start: (SEND or KEEP, the ticket that is kept) -> the ticket of the job;
-        None stands for the row itself. It is called before the ticket is open.
-      keeps: whether the latest ticket of each worker is held for a KEEP.
-      path: of the file that the rows were read from, for errors.
-    """
-    self._start = start or (lambda event, kept: event)
+  def __init__(self, start=None, *, keeps: bool = True, path=None):
+    self._start: Callable[..., T] = start or (lambda event, kept: event)
     self._keeps, self._path = keeps, path
     self.rows = 0
     self.time = -math.inf  # of the last row
@@ -229,10 +211,7 @@ class Ledger(Generic[T]):
 
   def obey(self, event: Event) -> T | None:
     """Takes the next row; returns the ticket that it opens or closes, if any.
-
-    Raises:
-      TraceError: if the row has no meaning after those before it.
-    """
+    Raises TraceError if the row has no meaning after those before it."""
     _, worker, seq, job, action, *_ = event
     ticket = None
     if action in STARTS:
@@ -292,8 +271,7 @@ class Ledger(Generic[T]):
 
 
 def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
-  """Returns the ledger after rows; `ledger` is where they begin. Raises
-  TraceError for a row without a meaning."""
+  """Returns the ledger after rows; `ledger` is where they begin."""
   ledger = ledger or Ledger()
   for event in rows:
     ledger.obey(event)
@@ -301,21 +279,12 @@ def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
 
 
 def check(
-  trace: base.Trace | Iterable[Event],
-  depth: float = 1,
-  *,
-  path: Path | str | None = None,
+  trace: base.Trace | Iterable[Event], depth: float = 1, *, path=None
 ) -> int:
   """Checks that a trace can be obeyed and returns its number of workers.
 
-  Args:
-    trace: an order, as columns or rows.
-    depth: tickets that a worker may hold at once; more than one where workers
-      fetch while they compute.
-    path: as of `Ledger`.
-
-  Raises:
-    TraceError: naming the first row (of a file, the line) that is wrong.
+  A worker may hold `depth` tickets at once; `path` is as of `Ledger`.
+  TraceError names the first row (of a file, the line) that is wrong.
   """
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0

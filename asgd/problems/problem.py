@@ -55,16 +55,10 @@ class Problem(NamedTuple):
     """Returns the same problem with batches of another size.
 
     It shares what was compiled for `init`, `loss`, `evaluate` and `pieces`.
-
-    Raises:
-      ValueError: for a size that the data cannot fill, or a problem whose
-        batches have no size.
+    ValueError is raised for a size that the data cannot fill.
     """
     if self.rebatch is None:
-      raise ValueError(
-        f"this problem has no batches of {batch_size!r} examples: its batches"
-        " have no size"
-      )
+      raise ValueError("this problem cannot be cut: its batches have no size")
     return self.rebatch(batch_size)
 
 
@@ -104,13 +98,7 @@ def spread(count: int, limit: int) -> np.ndarray:
   return np.linspace(0, count - 1, min(limit, count)).astype(int)
 
 
-def join(
-  pieces: Pieces,
-  init: Callable[[jax.Array], optax.Params],
-  evaluate: Callable[[optax.Params], Evaluation],
-  data_of: DataOf,
-  batch_size: int,
-) -> Problem:
+def join(pieces, init, evaluate, data_of: DataOf, batch_size) -> Problem:
   """Joins a model to its data, which may be cut again into other batches."""
   loss = whole_loss(pieces)
 
@@ -123,10 +111,7 @@ def join(
 def examples_of(
   examples: np.ndarray, labels: np.ndarray, partition: str = "shared"
 ) -> DataOf:
-  """Returns what cuts labelled examples, [n, ...] and int[n], into batches.
-
-  It raises ValueError as `data.make_batches`.
-  """
+  """Returns what cuts labelled examples, [n, ...] and int[n], into batches."""
   rows = spread(len(labels), _PROBE)
   probe = examples[rows], labels[rows]
 

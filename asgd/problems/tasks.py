@@ -33,16 +33,12 @@ def classification(
   batches are (uint8[B, H, W, C], int32[B]).
 
   Args:
-    dataset: from `data.load`.
-    layers: from `models.build`, with as many classes as the dataset.
+    dataset: from `data.load`; `layers` have as many classes.
     batch_size: B, examples in one worker's batch.
     augment: pad, crop and flip training images at random.
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
     evaluation_examples: evaluate on the first so many test images; 0 is all.
-
-  Raises:
-    ValueError: for a batch larger than the data, and as `data.make_batches`.
   """
   checks.nonnegative("evaluation_examples", evaluation_examples)
 
@@ -74,9 +70,8 @@ def classification(
     total = np.zeros(2)
     for start in range(0, len(test_labels), _IMAGES):
       rows = slice(start, start + _IMAGES)
-      total += jax.device_get(
-        score(params, test_images[rows], test_labels[rows])
-      )
+      sums = score(params, test_images[rows], test_labels[rows])
+      total += jax.device_get(sums)
     return Evaluation(*(total / len(test_labels)).tolist())
 
   pieces = Pieces(layers, prepare, lib.classification_loss)
@@ -102,14 +97,9 @@ def classify_sentences(
     task: from `data.sentences.load`.
     layers: `encoder.bert`, with as many classes as the task.
     batch_size: B, examples in one worker's batch.
-    evaluation_examples: evaluate on so many test examples, evenly spaced; 0 is
-      all.
+    evaluation_examples: how many test examples, evenly spaced; 0 is all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
-
-  Raises:
-    ValueError: for a task with more words than the model, weights of another
-      model, and as `data.make_batches`.
   """
   if task.vocabulary > layers[0].vocabulary:
     raise ValueError(
@@ -146,11 +136,9 @@ def classify_sentences(
     measure = sentences_lib.MEASURES[task.measure](labels, predicted)
     return evaluation._replace(measure=float(measure))
 
-  def prepare(batch, key, dtype):
-    del key, dtype
-    return batch[0]
-
-  pieces = Pieces(layers, prepare, lib.classification_loss)
+  pieces = Pieces(
+    layers, lambda batch, key, dtype: batch[0], lib.classification_loss
+  )
   data_of = lib.examples_of(task.train_tokens, task.train_labels)
   return lib.join(pieces, init, evaluate, data_of, batch_size)
 
@@ -189,23 +177,15 @@ def language(
   Its batches are int32[B, T + 1]; its accuracy is of characters.
 
   Args:
-    text: from `data.text.load`.
-    layers: from `models.build`, with as many classes as the text.
+    text: from `data.text.load`; `layers` have as many classes.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: of the test part, evenly spaced; 1 or more.
-
-  Raises:
-    ValueError: as `text.make_batches`.
   """
   checks.whole("evaluation_windows", evaluation_windows)
 
   def criterion(logits, batch):
     return cross_entropy(logits, batch[:, 1:]).mean()
-
-  def prepare(batch, key, dtype):
-    del key, dtype
-    return batch[:, :-1]
 
   def init(key):
     return models.init(layers, key, jnp.zeros((1, context), jnp.int32))
@@ -232,7 +212,7 @@ def language(
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 
-  pieces = Pieces(layers, prepare, criterion)
+  pieces = Pieces(layers, lambda batch, key, dtype: batch[:, :-1], criterion)
   return lib.join(pieces, init, evaluate, data_of, batch_size)
 
 
@@ -246,10 +226,6 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
   curvatures = np.asarray(curvatures, np.float64)
   if curvatures.ndim != 1 or not (curvatures > 0).all():
     raise ValueError(f"curvatures must be positive, got {curvatures}")
-
-  def init(key):
-    del key
-    return jnp.ones(curvatures.shape)
 
   def value(params):
     return 0.5 * jnp.sum(jnp.asarray(curvatures, params.dtype) * params**2)
@@ -271,4 +247,6 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
     return Evaluation(float(value(params)), float("nan"))
 
   probe = np.zeros(curvatures.shape, np.float32)
-  return Problem(init, loss, evaluate, batches, probe, 1)
+  return Problem(
+    lambda key: jnp.ones(curvatures.shape), loss, evaluate, batches, probe, 1
+  )

@@ -24,11 +24,9 @@ def fetch(tree: Any) -> Any:
 def records(
   messages: list[tuple[float, int, int]], observations: list[Observation]
 ) -> base.Records:
-  """Fetches observations, once for all, into columns.
+  """Fetches, once for all, what `Steps.receive` returned of each message.
 
-  Args:
-    messages: (time, worker, job) of each message.
-    observations: what `Steps.receive` returned of each.
+  `messages` are their (time, worker, job).
   """
   time, worker, job = zip(*messages, strict=True) if messages else ((),) * 3
   rows = fetch(observations)

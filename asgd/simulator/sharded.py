@@ -1,8 +1,8 @@
 """The engine for a server in shards: obeys one trace a shard.
 
-Each shard obeys its own trace, as it did when it wrote it. What ties the shards
-together is the work: a job starts when all of them have sent their part of the
-ticket, and none can receive its part of the message before that.
+Each shard obeys the trace that it wrote. What ties the shards together is the
+work: a job starts when all of them have sent their part of the ticket, and none
+can receive its part of the message before that.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from asgd.simulator.records import fetch
 from asgd.simulator.stepwise import ServerReplay
 
 _Key = tuple[int, int]  # (worker, seq), which names a message
-_Message = tuple[list[Any], Any]  # parts, S of them, and the loss
 
 
 class ShardedRun(NamedTuple):
@@ -56,10 +55,10 @@ class _Run:
     self._shards: list[_Shard] = shards
     self._states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
     self._holder: dict[_Key, int] = {}  # of each message
-    self._messages: dict[_Key, _Message] = {}
+    self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
     self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
 
-  def message(self, key: _Key, job: int) -> _Message | None:
+  def message(self, key: _Key, job: int) -> tuple | None:
     """Returns a message, computing it if all shards have sent; else None."""
     if key in self._messages:
       return self._messages[key]
@@ -85,8 +84,7 @@ class _Run:
     event = shard.next
     if event is None:
       return False
-    key, row = (event.worker, event.seq), shard.ledger.rows
-    message = None
+    key, row, message = event.key, shard.ledger.rows, None
     if event.action == base.RECEIVE and key in shard.tickets:
       message = self.message(key, event.job)
       if message is None:
@@ -124,7 +122,7 @@ def run_sharded(
   root: jax.Array,
   wire: str | None = None,
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
-  group: steps_lib.WorkerDevices = steps_lib.WorkerDevices(),  # noqa: B008
+  group: steps_lib.WorkerDevices = steps_lib.ALONE,
   plan: sharding.ShardPlan | None = None,
 ) -> ShardedRun:
   """Replays a run whose server was in shards.
@@ -134,7 +132,7 @@ def run_sharded(
     worker: as in `compile_steps`; so are `wire` and `group`.
     params: before the first message.
     traces: of each shard; S of them, at least two. (worker, seq) names the same
-      message in all of them.
+      message in all of them; ValueError is raised if they do not fit.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
@@ -142,10 +140,7 @@ def run_sharded(
       the algorithm needs none.
     plan: what each shard holds; None is `sharding.make_plan`. With the stages
       of a pipeline as shards and their traces (`pipeline.analyze.traces`), the
-      delays of a pipeline are those of the simulation.
-
-  Raises:
-    ValueError: if the traces do not belong together.
+      delays are those of the pipeline.
   """
   plan = sharding.make_plan(params, len(traces)) if plan is None else plan
   steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)

@@ -1,8 +1,7 @@
 """The compiled functions that every runtime calls, simulated or live.
 
-They are the three parts of a step - a worker's work, the server's receive and,
-for algorithms that look ahead, its send - and not one fused step, so that a
-recorded run replays to the same bits.
+They are a worker's work and the server's receive and send, and not one fused
+step, so that a recorded run replays to the same bits.
 """
 
 import functools
@@ -20,10 +19,8 @@ from asgd import worker as worker_lib
 class Steps(NamedTuple):
   """The compiled functions that every runtime calls; same calls, same bits.
 
-  `receive` consumes opt_state and inbox, whose buffers it donates; params and
-  version it does not, as open tickets refer to them. It consumes the message as
-  well if that is of jax arrays; NumPy arrays, which cannot be donated, it reads
-  where they lie.
+  `receive` donates opt_state and inbox, and the message if that is of jax
+  arrays; not params and version, as open tickets refer to them.
   """
 
   work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
@@ -48,27 +45,18 @@ class WorkerDevices(NamedTuple):
   axis: int = 0  # of the examples in a batch
 
 
+ALONE = WorkerDevices()
+
+
 @functools.lru_cache(maxsize=32)
-def compile_work(
-  worker: base.Worker,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
-) -> Callable:
+def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   """Compiles a worker once, however many servers it serves.
 
-  Args:
-    worker: what it does.
-    group: its devices, the first of those that are here. XLA divides the work
-      among them: of a "data" group each takes part of the examples, of a
-      "tensor" group part of the last axis of each weight. What they do not
-      divide they all do. Another group adds up in another order, so it gives
-      other bits.
-
-  Returns:
-    (state, ticket, batch, root, job) -> as Worker.work; what it returns lies
-    whole on each device.
-
-  Raises:
-    ValueError: if there are fewer devices.
+  Its devices are the first of those that are here. XLA divides the work among
+  them: of a "data" group each takes part of the examples, of a "tensor" group
+  part of the last axis of each weight. What they do not divide they all do.
+  Another group adds up in another order, so it gives other bits. The result is
+  (state, ticket, batch, root, job) -> as Worker.work, whole on each device.
   """
 
   def work(state, ticket, batch, root, job):
@@ -112,7 +100,6 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
   """What is left of a tree's real numbers after a journey in `dtype`."""
   if dtype is None:
     return tree
-
   bits = jnp.finfo(dtype)
 
   def there_and_back(x):
@@ -125,25 +112,22 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
 
 
 def compile_steps(
-  server: base.Server,
-  worker: base.Worker | None,
-  *,
-  wire: str | None = None,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+  server: base.Server, worker: base.Worker | None, *, wire=None, group=ALONE
 ) -> Steps:
-  """Compiles what runtimes call; see the module.
+  """Compiles what runtimes call; without a worker, no work.
 
-  Args:
-    server: from `make_server`.
-    worker: what every worker does; None where no work is done.
-    wire: the dtype in which parameters and messages travel, such as "bfloat16";
-      None is their own. Tickets hold what arrives.
-    group: the devices of each worker.
+  `wire` is the dtype in which parameters and messages travel, such as
+  "bfloat16"; None is their own. Tickets hold what arrives. `group` are the
+  devices of each worker.
   """
 
   def receive_message(state, ticket, message, loss):
     state, report = server.receive(state, ticket, _rounded(message, wire))
-    return state, _pack(state.version, report, loss)
+    # Two arrays for one message: a fetch costs as much for one number.
+    whole = jnp.stack([state.version, report.staleness, report.accepted])
+    real = report.gap, loss, report.message_norm, report.update_norm
+    real = jnp.stack([x.astype(jnp.float32) for x in real])
+    return state, Observation(whole.astype(jnp.int32), real)
 
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
@@ -154,10 +138,9 @@ def compile_steps(
 
   def receive(state, ticket, message, loss):
     here = all(isinstance(x, jax.Array) for x in jax.tree.leaves(message))
-    return (donating if here else reading)(
-      *(state.opt_state, state.inbox, message),
-      *(state.params, state.version, ticket, loss),
-    )
+    step = donating if here else reading
+    parts = state.opt_state, state.inbox, message, state.params, state.version
+    return step(*parts, ticket, loss)
 
   def send(state, worker):
     ticket = server.send(state, worker)
@@ -180,12 +163,3 @@ def start(server: base.Server, params: Any) -> base.ServerState:
   """Returns a server's first state, sharing no buffer with `params`."""
   # Copied, because a state that holds the parameters would donate them.
   return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
-
-
-def _pack(version, report, loss) -> Observation:
-  """Two arrays for one message: a fetch costs as much for one number."""
-  whole = jnp.stack([version, report.staleness, report.accepted])
-  real = (report.gap, loss, report.message_norm, report.update_norm)
-  return Observation(
-    whole.astype(jnp.int32), jnp.stack([x.astype(jnp.float32) for x in real])
-  )

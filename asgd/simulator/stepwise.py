@@ -6,7 +6,7 @@ parameters, not a copy: memory is (distinct versions in flight) x parameters,
 and sending costs nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from asgd import base
 from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, records
-from asgd.simulator.steps import Steps, WorkerDevices
+from asgd.simulator.steps import Steps
 
 _CHUNK = 2000  # rows obeyed in one call
 
@@ -41,25 +41,17 @@ class Host(NamedTuple):
 
 
 def make_host(
-  server: base.Server,
-  worker: base.Worker,
-  *,
-  wire: str | None = None,
-  group: WorkerDevices = WorkerDevices(),  # noqa: B008
+  server: base.Server, worker: base.Worker, *, wire=None, group=steps_lib.ALONE
 ) -> Host:
-  """Builds the engine for a server and its workers.
+  """Builds the engine for a server and its workers; args as `compile_steps`.
 
-  Args are those of `compile_steps`.
-
-  Returns:
-    A Host. `init(params, workers)` starts a simulation.
-    `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
-    including, row `end`, and returns the new simulation and the Records of the
-    messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
-    from which `worker.job_key` derives those of the work. It consumes the
-    simulation it is given: buffers that no ticket may refer to are donated.
-    It raises ValueError if the trace has a worker that the simulation has not,
-    and TraceError for a row that cannot be obeyed.
+  `init(params, workers)` starts a simulation.
+  `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
+  including, row `end`, and returns the new simulation and the Records of the
+  messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
+  from which `worker.job_key` derives those of the work. It consumes the
+  simulation it is given: buffers that no ticket may refer to are donated. It
+  raises TraceError for a row that cannot be obeyed.
   """
   steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
 
@@ -88,9 +80,7 @@ def make_host(
     ledger = replay.ledger
     ledger.rows = simulation.event
     ledger.open.update(enumerate(map(dict, simulation.tickets)))
-    ledger.latest.update(
-      (w, kept) for w, kept in enumerate(simulation.kept) if kept is not None
-    )
+    ledger.latest |= {w: t for w, t in enumerate(simulation.kept) if t}
     for event in trace_lib.events(trace, ledger.rows, end):
       ticket, w, job = replay.obey(event), event.worker, event.job
       if event.action == base.JOIN:
@@ -119,10 +109,7 @@ def make_host(
 def run_whole(
   host: Host, params: Any, workers: int, trace: base.Trace, **data: Any
 ) -> tuple[Simulation, base.Records]:
-  """Obeys a whole trace of N `workers`; `data` are `batch` and `root`.
-
-  Returns the simulation after its last row, and the records of all messages.
-  """
+  """Obeys a whole trace of N `workers`; `data` are `batch` and `root`."""
   simulation, parts = host.init(params, workers), []
   while simulation.event < len(trace.time):
     end = min(simulation.event + _CHUNK, len(trace.time))
@@ -134,14 +121,8 @@ def run_whole(
 class ServerReplay:
   """A server that obeys the rows of a trace."""
 
-  def __init__(
-    self,
-    state: base.ServerState,
-    steps: Steps,
-    trace: base.Trace,
-    numbers: Sequence[jax.Array],
-  ):
-    """Starts with `state`; `numbers` are the workers', on the device."""
+  def __init__(self, state, steps: Steps, trace: base.Trace, numbers):
+    """Starts with a ServerState; `numbers` are the workers', on the device."""
     self.state, self._steps, self._numbers = state, steps, numbers
     self._returns = set(trace.job[trace.action == base.ROLLBACK].tolist())
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
@@ -164,12 +145,7 @@ class ServerReplay:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])
     return ticket
 
-  def receive(
-    self,
-    event: trace_lib.Event,
-    message: tuple[base.Ticket, Any, Any],
-    totals: Sequence[float] | None = None,
-  ) -> None:
+  def receive(self, event: trace_lib.Event, message, totals=None) -> None:
     """Gives the server the (ticket, updates, loss) of a RECEIVE just obeyed."""
     if totals is None:
       self.state, observation = self._steps.receive(self.state, *message)

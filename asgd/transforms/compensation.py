@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks
+from asgd import base, checks
 
 
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """A transform g <- change(g, params - sent_params), elementwise.
 
   It has no state; its update needs `params` and the extra arg `sent_params`.
@@ -31,29 +31,18 @@ def by_distance(
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
-    updates = jax.tree.map(
-      lambda g, now, sent: change(g, now - sent),
-      *(updates, params, sent_params),
-    )
-    return updates, state
+    moved = optax.tree.sub(params, sent_params)
+    return jax.tree.map(change, updates, moved), state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return base.Transform(optax.init_empty_state, update_fn)
 
 
-def delay_compensation(
-  strength: float = 0.04,
-) -> optax.GradientTransformationExtraArgs:
-  """DC-ASGD-c: lambda is the constant `strength`.
+def delay_compensation(strength: float = 0.04) -> base.Transform:
+  """DC-ASGD-c: lambda is the constant `strength`, 0 or more.
 
-  Args:
-    strength: lambda, 0 or more; 0.04 in the paper's DC-ASGD-c, 2 in the DANA
-      papers. The right one depends on the size of the gradients.
-
-  Returns:
-    As `by_distance`; what the worker computed on is a look-ahead, if it was
-    sent one.
+  It is 0.04 in the paper's DC-ASGD-c and 2 in the DANA papers; the right one
+  depends on the size of the gradients. A worker that was sent a look-ahead
+  computed on that.
   """
   checks.nonnegative("strength (lambda)", strength)
   return by_distance(lambda g, moved: g + strength * g * g * moved)
@@ -67,19 +56,15 @@ class AdaptiveCompensationState(NamedTuple):
 
 def adaptive_delay_compensation(
   strength: float = 2.0, *, decay: float = 0.95, eps: float = 1e-7
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """DC-ASGD-a: lambda is strength / sqrt(mean square + eps), elementwise.
 
   The mean square takes in the incoming gradient first, then it is used:
   mean_square <- decay mean_square + (1 - decay) g * g. It is not
   bias-corrected. Wrap the transform in `per_worker` for one average a worker,
-  as the authors' code has it; the paper's text has one for all. Its update
-  needs `params` and the extra arg `sent_params`.
-
-  Args:
-    strength: lambda_0, 0 or more; 2 in the paper.
-    decay: m of the paper, in [0, 1).
-    eps: inside the square root.
+  as the authors' code has it; the paper's text has one for all. `strength` is
+  lambda_0, 0 or more, and `decay` m, in [0, 1). Its update needs `params` and
+  the extra arg `sent_params`.
   """
   checks.nonnegative("strength (lambda)", strength)
   checks.fraction("decay", decay)
@@ -92,12 +77,13 @@ def adaptive_delay_compensation(
     mean_square = jax.tree.map(
       lambda m, g: decay * m + (1 - decay) * g * g, state.mean_square, updates
     )
+    moved = optax.tree.sub(params, sent_params)
     updates = jax.tree.map(
-      lambda g, m, now, sent: (
-        g + strength / jnp.sqrt(m + eps) * g * g * (now - sent)
-      ),
-      *(updates, mean_square, params, sent_params),
+      lambda g, m, d: g + strength / jnp.sqrt(m + eps) * g * g * d,
+      updates,
+      mean_square,
+      moved,
     )
     return updates, AdaptiveCompensationState(mean_square)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks, rates
+from asgd import base, checks, rates
 
 
 class GapAwareState(NamedTuple):
@@ -30,7 +30,7 @@ def gap_aware(
   *,
   decay: float = 0.999,
   eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """Divides gradients by 1 + |params - sent_params| / C, elementwise.
 
   C is the size of a typical update of that parameter:
@@ -45,11 +45,10 @@ def gap_aware(
 
   Args:
     momentum: what turns penalised gradients into updates, e.g. `optax.trace`;
-      None for plain SGD, in which case the average is over the incoming
-      gradients, this one included.
+      None for plain SGD: the average is then over the incoming gradients, this
+      one included.
     learning_rate: as given to `scale_by_learning_rate`.
-    decay: of the average, in [0, 1).
-    eps: added to the root.
+    decay: of the average, in [0, 1); `eps` is added to its root.
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(momentum or optax.identity())
@@ -84,7 +83,7 @@ def gap_aware(
       return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
     updates = jax.tree.map(
-      penalise, *(updates, state.mean_square, params, sent_params)
+      penalise, updates, state.mean_square, params, sent_params
     )
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
@@ -96,4 +95,4 @@ def gap_aware(
     )
     return updates, state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

@@ -70,8 +70,6 @@ def velocity_lookahead(
 ) -> base.Algorithm:
   """Sends params - learning_rate * velocity, at the rate of the next update.
 
-  Sending costs one pass over the parameters.
-
   Args:
     momentum: turns gradients into velocities that do not hold the learning
       rate, like `optax.trace`.
@@ -94,9 +92,9 @@ def velocity_lookahead(
 
   def send(opt_state, params, *, worker):
     rate = rates.at(learning_rate, opt_state.count)
+    ahead = velocity(opt_state.momentum, worker)
     return jax.tree.map(
-      lambda p, v: (p - rate * v).astype(p.dtype),
-      *(params, velocity(opt_state.momentum, worker)),
+      lambda p, v: (p - rate * v).astype(p.dtype), params, ahead
     )
 
   return base.Algorithm(init, update, send)
@@ -114,8 +112,7 @@ def precede(
 ) -> base.Algorithm:
   """Puts transforms of the gradient before an Algorithm, keeping its send.
 
-  `optax.chain` would drop the send rule. The transforms must not depend on the
-  send rule, nor it on them.
+  The transforms must not depend on the send rule, nor it on them.
   """
   first = optax.with_extra_args_support(optax.chain(*transforms))
 
@@ -142,16 +139,13 @@ class DanaMomentumState(NamedTuple):
   total: optax.Updates  # like params, v^0 = the sum of all v^i
 
 
-def dana_momentum(
-  workers: int, decay: float
-) -> optax.GradientTransformationExtraArgs:
+def dana_momentum(workers: int, decay: float) -> base.Transform:
   """A momentum for each worker, and their sum kept up to date.
 
   v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
-  DANA-Zero), with a decay in [0, 1). The same as
-  `per_worker(optax.trace(decay), workers)` and a sum over workers, at a cost
-  that does not grow with N. The update needs the extra arg `worker`, and is
-  v^i.
+  DANA-Zero), with a decay in [0, 1). It is `per_worker(optax.trace(decay), N)`
+  and a sum over workers, at a cost that does not grow with N. The update needs
+  the extra arg `worker`, and is v^i.
   """
   checks.whole("workers", workers)
   checks.fraction("momentum", decay)
@@ -164,10 +158,8 @@ def dana_momentum(
     del params, extra_args
     old, rows = rows_lib.read(state.velocity, worker)
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
-    total = jax.tree.map(
-      lambda t, new, old: t + (new - old), state.total, new, old
-    )
+    total = jax.tree.map(lambda t, n, o: t + (n - o), state.total, new, old)
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

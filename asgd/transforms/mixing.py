@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks, names
+from asgd import base, checks, names
 from asgd.transforms.compensation import by_distance
 
 Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
@@ -58,20 +58,14 @@ def make_discount(
 
 def mix_models(
   mixing: float, discount: Discount = constant_discount
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """Turns a displacement into a step towards the worker's model.
 
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
   has become since: the update is alpha_t (x_sent - d - x). Each message has to
-  start at its ticket: no worker may do two jobs on one.
-
-  Args:
-    mixing: alpha, in (0, 1].
-    discount: s, of the staleness.
-
-  Returns:
-    A stateless transform, the whole of a server's rule, whose update needs
-    `params` and the extra args `staleness` and `sent_params`.
+  start at its ticket: no worker may do two jobs on one. `mixing` is alpha, in
+  (0, 1], and `discount` s. The transform is the whole of a server's rule; its
+  update needs `params` and the extra args `staleness` and `sent_params`.
   """
   if not 0 < mixing <= 1:
     raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
@@ -81,25 +75,21 @@ def mix_models(
   ):
     del extra_args
     rate = mixing * discount(staleness)
-    updates = jax.tree.map(
-      lambda d, sent, now: rate.astype(d.dtype) * (sent - d - now),
-      *(updates, sent_params, params),
-    )
-    return updates, state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+    def mix(d, sent, now):
+      return rate.astype(d.dtype) * (sent - d - now)
+
+    return jax.tree.map(mix, updates, sent_params, params), state
+
+  return base.Transform(optax.init_empty_state, update_fn)
 
 
-def add_proximal_pull(
-  strength: float,
-) -> optax.GradientTransformationExtraArgs:
+def add_proximal_pull(strength: float) -> base.Transform:
   """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
 
   Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
-  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added. `strength` is
-  rho, 0 or more.
+  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added, rho =
+  `strength`.
   """
   checks.nonnegative("proximal strength", strength)
   return by_distance(lambda g, moved: g + strength * moved)

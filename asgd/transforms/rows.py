@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks
+from asgd import base, checks
 
 
 class WorkerRows(NamedTuple):
@@ -74,7 +74,7 @@ class PerWorkerState(NamedTuple):
 
 def per_worker(
   tx: optax.GradientTransformation, workers: int
-) -> optax.GradientTransformationExtraArgs:
+) -> base.Transform:
   """Gives each of `workers` workers its own state of a transform.
 
   The update needs the extra arg `worker`, int32[]. One of N or more is not
@@ -102,4 +102,4 @@ def per_worker(
     updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
     return updates, PerWorkerState(write(rows, worker, row))
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from asgd import base
 
-def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
+
+def scale_by_staleness() -> base.Transform:
   """Divides updates by their staleness; fresh ones stay as they are.
 
   As the `per_message` transform of a server that averages n messages it scales
@@ -24,6 +26,4 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
     updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
     return updates, state
 
-  return optax.GradientTransformationExtraArgs(
-    optax.init_empty_state, update_fn
-  )
+  return base.Transform(optax.init_empty_state, update_fn)

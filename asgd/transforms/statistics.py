@@ -20,9 +20,8 @@ def own_statistics(
 ) -> base.Algorithm:
   """Lets an algorithm on weights train `base.Variables`.
 
-  It sees weights only: of parameters, messages and tickets. A tree that is not
-  `Variables` passes through untouched, so this can wrap every algorithm. Of the
-  statistics, `decay` is kept, in [0, 1).
+  It sees weights only. A tree that is not `Variables` passes through, so this
+  can wrap every algorithm. Of the statistics, `decay` is kept, in [0, 1).
   """
   checks.fraction("decay", decay)
 
