@@ -100,12 +100,9 @@ def _in_processes(context: Context) -> processes.Processes:
 
     there = ray.cluster_resources().get("GPU", 0.0)
     _check_gpus(machine.gpus_per_process, count, there)
-  run = cells.only(plan.run, context.cell)
-  make = functools.partial(
-    _remote_arguments,
-    cells.sections_of(run, {"pipeline": PIPELINE}),
-    *(dataset, plan.measurements, context.cell),
-  )
+  config = cells.only(plan.run, context.cell)
+  sources = dataset, plan.measurements, context.cell
+  make = functools.partial(_remote_arguments, config, *sources)
   return processes.Processes(
     *(make, plan.table, count),
     cores=None if machine.address else _cores(count),

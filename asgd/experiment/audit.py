@@ -194,14 +194,7 @@ def findings(
   *,
   data_dir: str | None = None,
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell.
-
-  Args:
-    plan: of the cell.
-    folder: of the cell.
-    failures: what was done to it on purpose.
-    data_dir: as for `replay.replay`.
-  """
+  """Yields what there is to say of a finished cell, after these failures."""
   result = storage.read_json(folder / "result.json")
   if result is None:
     yield Finding("result", f"{folder} has no result.json", False)

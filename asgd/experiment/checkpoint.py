@@ -31,12 +31,9 @@ class Saved(NamedTuple):
   notes: dict[str, Any]  # JSON
 
   def tree(self, template: Any) -> Any:
-    """Returns the tree that was saved, of NumPy arrays; the leaves of a
-    template of the same structure have shapes, or are ANY.
-
-    Raises:
-      ValueError: if the checkpoint is of another structure, or other shapes.
-    """
+    """Returns the tree that was saved, of NumPy arrays. The leaves of the
+    template have shapes, or are ANY; ValueError if the checkpoint has others,
+    or another structure."""
     names, structure = _names(template)
     if names.keys() != self.arrays.keys():
       strange = sorted(names.keys() ^ self.arrays.keys())[:3]
@@ -80,7 +77,6 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path):
-    """Opens a folder for these checkpoints alone, making it if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
@@ -96,16 +92,9 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
   def save(self, step: int, tree: Any, notes: dict[str, Any]) -> None:
-    """Writes a checkpoint; when this returns it is on disk, whole.
-
-    Args:
-      step: its number; a step that is there is not written again.
-      tree: of arrays.
-      notes: JSON.
-
-    Raises:
-      ValueError: if it cannot be written; what was there is left as it was.
-    """
+    """Writes a tree of arrays and JSON, unless the newest checkpoint is of this
+    very step; when this returns they are on disk, whole. ValueError if they
+    cannot be written: what was there is left as it was."""
     if step == self._manager.latest_step():
       return  # restored from, or saved at, this very step
     names, _ = _names(jax.device_get(tree))

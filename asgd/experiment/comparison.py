@@ -63,16 +63,9 @@ def compare(
   durations_of: Path | None = None,
   data_dir: str | None = None,
 ) -> LiveComparison:
-  """Compares a live run with its simulations.
-
-  Args:
-    folder: WORKDIR/cells/NAME.
-    durations_of: another one that gives the times; None is this one.
-    data_dir: where the dataset's files are; None looks in the usual places.
-
-  Raises:
-    ValueError: if there is nothing to compare, or too little.
-  """
+  """Compares the live run of WORKDIR/cells/NAME with its simulations, which
+  take their times from another such folder if one is given. ValueError if
+  there is nothing to compare, or too little."""
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
@@ -108,8 +101,7 @@ def _curves(both, zero):
 
 
 def quantities(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the rows of a comparison's table: a quantity, what it is in each
-  run, and the ratios of the simulations to the live run."""
+  """Returns rows of a quantity, in each run, and its ratios to the live one."""
   curves = _curves(both, both.zero)
   losses = {share: curves[LIVE].way(share) for share in _WAYS}
   columns = {}
@@ -190,12 +182,9 @@ def _series(both):
 
 
 def points(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the numbers of the picture: panel, series, x, value.
-
-  Panels: "staleness" (share of the messages against staleness), "throughput"
-  (messages per second against seconds) and "loss" (against seconds); seconds
-  are those since all workers were there.
-  """
+  """Returns the numbers of the picture: panel, series, x, value. Panels are
+  "staleness" (share of the messages against it), "throughput" (messages per
+  second) and "loss", both against seconds since all workers were there."""
   return [
     {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
     for panel, kind, xs, values in _series(both)
@@ -204,11 +193,7 @@ def points(both: LiveComparison) -> list[dict[str, Any]]:
 
 
 def draw(both: LiveComparison, stem: Path) -> None:
-  """Draws a comparison as STEM.png and STEM.svg.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
+  """Draws a comparison as STEM.png and STEM.svg; ImportError without `viz`."""
   figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 15, 4.2)
   most = 0  # staleness; drawn up to where a message in a hundred is
   for panel, kind, x, values in _series(both):
@@ -235,8 +220,7 @@ def draw(both: LiveComparison, stem: Path) -> None:
 
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
-  """Returns a loss that every run reaches: 90 % of the way of the one that gets
-  least far."""
+  """Returns a loss that all reach: 90 % of the shortest way that a run goes."""
   curves = [curve for both in cells for curve in _curves(both, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)

@@ -30,19 +30,14 @@ _GUESSING = 0.95  # fraction of log(classes), the loss of uniform guessing; the
 
 
 def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
-  """Returns whether training made it worse, as far as its losses tell.
+  """Returns whether training made it worse, as far as its losses, float[U],
+  tell; one that falls throughout never counts as diverged.
 
-  The beginning is the mean of the first messages; the end is that of the last
-  tenth. A run has diverged if it ends more than a fifth above where it began;
-  or if it was more than a fifth above that on the way (in as many messages in a
-  row) and ends no better than uniform guessing (log of the number of classes),
-  as networks with dead units do. A run with a loss that falls throughout never
-  counts as diverged.
-
-  Args:
-    loss: of each message, float[U], in their order.
-    least: messages of the beginning; 8 at least are taken.
-    classes: of the problem.
+  The beginning is the mean of the first `least` messages, 8 at least; the end
+  is that of the last tenth. A run has diverged if it ends more than a fifth
+  above where it began; or if it was more than a fifth above that on the way (in
+  as many messages in a row) and ends no better than uniform guessing (log of
+  the number of classes), as networks with dead units do.
   """
   few = max(least, 8)
   if not np.isfinite(loss).all():
@@ -63,7 +58,6 @@ class _Evaluations:
   """The evaluations of a cell: when they are due, and what came of them."""
 
   def __init__(self, experiment: Experiment, cell: Cell):
-    """Starts with none."""
     self._experiment, self._cell = experiment, cell
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
@@ -96,8 +90,7 @@ class _Evaluations:
     return self.next is None
 
   def evaluate(self, engine: Any) -> dict[str, Any]:
-    """Evaluates the parameters of an engine, at the message that is due;
-    returns the row."""
+    """Returns the row of the evaluation that is due, and keeps it."""
     snapshot = engine.snapshot()
     rate = self._plan.schedule
     rate = rate(snapshot.update) if callable(rate) else rate
@@ -168,8 +161,8 @@ class _Evaluations:
 def finished(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
-  """Returns the result of a cell if it is finished, else None; removes what a
-  kill right after its end left. With several processes all make this call."""
+  """Returns the result of a cell if it is finished, else None, and removes what
+  a kill right after its end left. All processes make this call."""
   place = workdir and workdir / "cells" / cell.name
   result = processes.share(place and folder.finished_result(place))
   if result is not None and place is not None:

@@ -12,7 +12,7 @@ every worker has handed one in.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from asgd import base
 from asgd.experiment import live_files, replay
 from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.live.spans import Span
+from asgd.experiment.live_files import Journal, Spans
 from asgd.orders import protocol
 from asgd.orders.trace import Event, Ledger, from_events
 
@@ -73,9 +73,7 @@ def _handed_in(journal, spans):
   return out
 
 
-def jobs(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
-) -> list[MeasuredJob]:
+def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
   ends = _handed_in(journal, spans)
   free: dict[int, float] = {}  # when a worker ended its last job
@@ -94,11 +92,8 @@ def jobs(
 
 
 def all_there(worker: np.ndarray, workers: int) -> int:
-  """Returns how many messages it took until each worker had handed one in.
-
-  Raises:
-    ValueError: if one of them never did.
-  """
+  """Returns how many messages it took until each worker had handed one in;
+  ValueError if one of them never did."""
   there, firsts = np.unique(worker, return_index=True)
   missing = np.setdiff1d(range(workers), there)
   if missing.size:
@@ -109,7 +104,7 @@ def all_there(worker: np.ndarray, workers: int) -> int:
   return int(firsts.max()) + 1
 
 
-def joins(journal: Sequence[Event], workers: int) -> list[float]:
+def joins(journal: Journal, workers: int) -> list[float]:
   """Returns when each worker came first, in seconds since the first ticket was
   sent, or 0 if that is later; a worker that never came counts as the last."""
   times, began = {}, live_files.first_ticket(journal)
@@ -130,10 +125,7 @@ def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
 def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   """Returns the times of each worker's jobs once all are at work: without those
   begun before that, and the first after a worker has come, which compile.
-
-  Raises:
-    ValueError: if of some worker nothing is left.
-  """
+  ValueError if nothing is left of some worker."""
   there = all_there(np.array([job.worker for job in jobs], int), workers)
   zero = jobs[there - 1].received
   late = [job for job in jobs if job.start >= zero and not job.first]
@@ -153,14 +145,8 @@ def play(
   comes: Sequence[float],
   messages: int,
 ) -> base.Trace:
-  """Plays the protocol of a live run.
-
-  Args:
-    rules: the protocol.
-    streams: of each worker, the times of its jobs.
-    comes: when each worker joins.
-    messages: jobs in all.
-  """
+  """Plays the protocol of a live run until so many messages are received;
+  `streams` gives the times of each worker's jobs, `comes` when it joins."""
   rows: list[Event] = []
   dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
   # Heap of (time, number, worker, seq): a job's number is 0 or more.
@@ -183,17 +169,10 @@ def play(
 
 
 def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
-  """Trains a cell, of a plan and a seed, in the order of a trace as a live run
-  does."""
+  """Trains a cell in the order of a trace, as a live run does."""
   params, records = replay.obey(plan, seed, [trace])
   accuracy = plan.problem.evaluate(params).accuracy
   return of_records(records, float(trace.time[0]), accuracy)
-
-
-def smooth(loss: np.ndarray, width: int) -> np.ndarray:
-  """Returns the means over `width` losses, float[U - width + 1]."""
-  sums = np.cumsum(np.concatenate([[0.0], np.asarray(loss, float)]))
-  return (sums[width:] - sums[:-width]) / width
 
 
 class Curve(NamedTuple):
@@ -213,20 +192,19 @@ class Curve(NamedTuple):
 
 
 def curve(run: Outcome, zero: int) -> Curve:
-  """Returns the loss, over a fortieth of the run, against time.
-
-  Messages up to number `zero` are left out, and the clock starts with that one;
-  0 starts it with the first ticket.
-  """
-  loss = run.loss[zero:]
+  """Returns the loss, over a fortieth of the run, against time. The clock
+  starts with message number `zero`, the last that is left out; 0 starts it
+  with the first ticket."""
+  loss = np.asarray(run.loss[zero:], float)
   width = max(len(loss) // 40, 1)
+  sums = np.cumsum(np.concatenate([[0.0], loss]))
   start = run.time[zero - 1] if zero else run.began
-  return Curve(run.time[zero + width - 1 :] - start, smooth(loss, width))
+  times = run.time[zero + width - 1 :] - start
+  return Curve(times, (sums[width:] - sums[:-width]) / width)
 
 
 def rate(run: Outcome, zero: int) -> float:
-  """Returns messages per second from message number `zero` on; NaN if there
-  are none."""
+  """Returns messages per second from number `zero` on, NaN without any."""
   seconds = run.time[-1] - run.time[zero - 1]
   return (len(run.time) - zero) / seconds if seconds > 0 else float("nan")
 
@@ -237,7 +215,7 @@ _PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]], zero: float
+  journal: Journal, spans: Spans, zero: float
 ) -> dict[str, float] | None:
   """Returns the means of the parts of a job, from its ticket to its receipt,
   and the share of the time that the server is busy; None without spans. Jobs

@@ -38,19 +38,12 @@ def start(
   allow_network: bool = False,
   memory: int = _MEMORY,
 ) -> None:
-  """Starts or joins a Ray cluster.
+  """Starts a Ray cluster with so many bytes of object store, or joins that at
+  an address. ValueError without Ray, or if it would listen to other machines.
 
   Ray listens on all interfaces of a machine unless its address is the loopback
   one, which it does not take from its users as it is: a private function
   replaces it. That function is replaced here, and what came of it is checked.
-
-  Args:
-    address: of a cluster to join; None starts one on this machine.
-    allow_network: whether Ray may listen beyond this machine.
-    memory: bytes of the object store, if one is started.
-
-  Raises:
-    ValueError: if Ray is not there, or would listen to other machines.
   """
   check(address, allow_network=allow_network)
   import ray

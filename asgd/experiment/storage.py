@@ -81,8 +81,7 @@ def save_columns(path: Path, columns: Any) -> None:
 
 
 def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
-  """Writes rows as CSV, under all their keys in the order they are met; what
-  is missing or not finite is left empty."""
+  """Writes rows as CSV; what is missing or not finite is left empty."""
   keys = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
   writer = csv.DictWriter(content, keys, lineterminator="\n")
@@ -105,8 +104,7 @@ def open_board(folder: Path, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def naming_full_disks(folder: Path) -> Iterator[None]:
-  """Turns a full disk's error that names no file into one that names the
-  folder and the remedy."""
+  """Adds the folder and the remedy to a full disk's error without a file."""
   try:
     yield
   except OSError as error:
