@@ -87,9 +87,7 @@ def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
     text = f"{received} received, {len(records.loss)} records"
     well = len(records.loss) == received
     if ledger.rollbacks:
-      text += (
-        f", {ledger.rollbacks} rollbacks that undid {ledger.undone} updates"
-      )
+      text += f", {ledger.rollbacks} rollbacks undid {ledger.undone} updates"
       # Records that a shard had not written yet die with it.
       least = len(ledger.received)
       well = not log and least <= len(records.loss) <= received

@@ -47,18 +47,15 @@ class Experiment:
   ):
     self.config, self.engines = dict(config), engines
     self.runs, self.dataset = dict(runs), dataset
-    self.measurements = {} if measurements is None else dict(measurements)
-    workers = {
-      label: list(engines[run.engine].workers(run))
+    self.measurements = dict(measurements or {})
+    cells = (
+      Cell(label, run.title, count, seed)
       for label, run in runs.items()
-    }
-    self.cells = tuple(
-      Cell(label, runs[label].title, count, seed)
-      for count in sorted(set(itertools.chain(*workers.values())))
-      for label in runs
-      if count in workers[label]
+      for count in engines[run.engine].workers(run)
       for seed in config["seeds"]
-    )  # by workers, then run, then seed
+    )
+    # By workers, then run, then seed.
+    self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
     self.compiled: dict[Any, Any] = {}  # what plans of an engine share
     self._problems = {config["batch_size"]: shared_problem}
     self._plans: dict[tuple[str, int], Any] = {}

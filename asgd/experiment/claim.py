@@ -5,8 +5,8 @@ folder names its memory: a folder asgd-UID-HASH of its own, in /dev/shm or where
 --memory_dir says, which other users cannot read. owner.json in there names the
 cell's folder in turn, and both hold the same token. So a results folder that
 was copied does not take the memory of the original, one that was moved does,
-and a file that was changed cannot name a folder that is none of a run: it would
-be removed in the end. A lock in the memory keeps a second process out.
+and a file that was changed cannot name any folder, which would be removed in
+the end. A lock in the memory keeps a second process out.
 """
 
 import hashlib
@@ -114,9 +114,8 @@ class Claim:
   """The memory of a cell, taken by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):
-    """Takes the memory of a cell, or makes it in `memory_dir`; with `resume`,
-    what was made for this very cell is kept. ValueError if it is in use, or is
-    not the memory of a run."""
+    """Takes the memory of a cell, kept if it `resume`s, or makes it. ValueError
+    if it is in use, or is not the memory of a run."""
     self._folder, cell = cell_folder, cell_folder.resolve()
     running = read(cell_folder) if resume else None
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]

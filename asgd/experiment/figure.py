@@ -12,8 +12,7 @@ Rows = Sequence[Row]
 
 
 def mean_and_std(rows: Rows, key: str) -> tuple[float, float]:
-  """Mean and sample standard deviation (of one row, NaN) of a column, in which
-  missing values are NaN."""
+  """Mean and sample deviation of a column; a missing value makes them NaN."""
   values = np.array([row.get(key) for row in rows], float)  # None is NaN
   with np.errstate(invalid="ignore", over="ignore"):
     std = values.std(ddof=1) if len(values) > 1 else np.nan
@@ -80,8 +79,7 @@ def panels(results: Rows) -> list[Panel]:
 
 def numbers(results: Rows, curves: Rows) -> list[dict]:
   """Returns the points of the figure, means over seeds, of the rows of cells
-  (as in result.json) and of evaluations (metrics.jsonl). Curves are of the
-  largest number of workers of each run."""
+  and of evaluations; curves are of a run's largest number of workers."""
   largest = {title: max(counts) for title, counts in _workers(results).items()}
   shown = [row for row in curves if row["workers"] == largest[row["algorithm"]]]
   by_result = group_by(results, "algorithm", "workers")
@@ -104,8 +102,7 @@ _BEST = 100.3  # percent; where the logarithm of the error would end
 
 
 def _spread_accuracy(axis) -> None:
-  """Spaces accuracies by the logarithm of the error, so that 96 and 97 % can be
-  told apart beside a run that collapsed."""
+  """Spaces accuracies by the logarithm of the error: 96 and 97 % differ."""
   low, high = axis.get_ylim()
   low, high = max(low, 0), min(high, 100)
   axis.set_yscale(
@@ -169,22 +166,6 @@ def save(figure: Any, heading: str, stem: Path) -> None:
     figure.savefig(stem.with_suffix(suffix), dpi=110)
 
 
-def _styles(titles):
-  import matplotlib
-
-  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
-  return {
-    title: {
-      "color": colors(i % colors.N),
-      "marker": "osv^D*XPhd"[i % 10],
-      "ls": ("-", "--")[i // colors.N % 2],
-      "ms": 5,
-      "label": plain_text(title),
-    }
-    for i, title in enumerate(titles)
-  }
-
-
 def _loss_limits(axis, rows):
   """Keeps a run that diverged from hiding the others."""
   drawn = [row["mean"] for row in rows if np.isfinite(row["mean"])]
@@ -227,17 +208,27 @@ def _draw_panel(axis, panel, points, styles, swept):
 
 
 def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
-  """Draws the points that `numbers` made of results as STEM.png and STEM.svg;
-  ImportError without the extra viz.
+  """Draws the points of `numbers` as STEM.png and STEM.svg: means over seeds,
+  with one standard deviation (a factor on logarithmic axes). A run with one
+  number of workers, which no other has, is a horizontal line against workers.
+  ImportError without the extra viz."""
+  import matplotlib
 
-  Lines are means over seeds, bars and bands one standard deviation (by a factor
-  on logarithmic axes). A run with one number of workers, which no sweep of the
-  others has, is a horizontal line in the panels against workers.
-  """
   drawn = panels(results)
   columns = len(drawn) // 2
   figure, axes = new_figure(2, columns, 5 * columns, 8)
-  styles = _styles(list(dict.fromkeys(p["algorithm"] for p in points)))
+  titles = dict.fromkeys(point["algorithm"] for point in points)
+  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
+  styles = {
+    title: {
+      "color": colors(i % colors.N),
+      "marker": "osv^D*XPhd"[i % 10],
+      "ls": ("-", "--")[i // colors.N % 2],
+      "ms": 5,
+      "label": plain_text(title),
+    }
+    for i, title in enumerate(titles)
+  }
   sweeps = (counts for counts in _workers(results).values() if len(counts) > 1)
   swept = set().union(*sweeps)
   for axis, panel in zip(axes.flat, drawn, strict=True):

@@ -42,8 +42,7 @@ VERSION = 1  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _GROWING = ("workers", "seeds")  # lists that may get longer
-# Written by a run that was killed as it started.
-_STARTED = {"config.json.tmp", ".lock"}
+_STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
 
 
 class FolderError(ValueError):
@@ -79,14 +78,9 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment, holding config.json.
-
-  `workdir` is the folder asked for; None takes from runs/NAME-001, -002, ...
-  the newest that holds this very experiment, or the next that is free.
-
-  Raises:
-    FolderError: if the folder holds something else.
-  """
+  """Finds or makes the folder of an experiment, holding config.json: `workdir`
+  unless it holds something else (FolderError), or without one the newest of
+  runs/NAME-001, -002, ... with this very experiment, or the next."""
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
@@ -188,8 +182,7 @@ def _numbered(root, name, wanted) -> Path:
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):
-      written = _read_identity(folder)
-      same = ("config", "dataset")
+      written, same = _read_identity(folder), ("config", "dataset")
       if written and all(written[key] == wanted[key] for key in same):
         return folder
   number = max(numbers, default=0)
@@ -247,8 +240,7 @@ def read_cell(place: Path) -> dict[str, Any]:
 
 
 def only_cell(folder: Path) -> Path:
-  """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell; raises
-  FolderError if it has several."""
+  """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell."""
   if not (folder / "cells").is_dir():
     return folder
   cells = sorted(path for path in (folder / "cells").iterdir() if path.is_dir())
@@ -336,21 +328,19 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
 class CellLog:
   """metrics.jsonl and TensorBoard of one cell."""
 
-  def __init__(self, place: Path, board: Path | None, rows: Sequence[Mapping]):
+  def __init__(self, place: Path, board: Path, rows: Sequence[Mapping]):
     """Starts the log with the rows that a checkpoint kept; later ones, written
     before a kill, are dropped."""
     path = place / "metrics.jsonl"
     storage.write_atomically(path, storage.to_lines(rows))
     self._file: IO = path.open("a", encoding="utf-8")
     step = rows[-1]["message"] + 1 if rows else 0
-    self._board = board and storage.open_board(board, purge_step=step)
+    self._board = storage.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
     self._file.write(storage.to_lines([row]))
     self._file.flush()
-    if self._board is None:
-      return
     for key, value in row.items():
       if key in ("workers", "seed", "message", "diverged"):
         continue  # they say which curve and where, and are none
@@ -360,5 +350,4 @@ class CellLog:
   def close(self) -> None:
     """Closes the files."""
     self._file.close()
-    if self._board is not None:
-      self._board.close()
+    self._board.close()

@@ -1,10 +1,9 @@
 """All cells of an experiment: one after the other, or several at once.
 
-Cells are independent: what a cell computes is a function of the config and its
-seed. So they can be trained by several processes of this machine, as tasks of a
-Ray cluster, or in shares by commands on several machines with one results
-folder, and come to the same bits. Where seconds are a result (live runs,
-pipelines, meshes), cells are trained one at a time, after the others.
+What a cell computes is a function of the config and its seed. So processes of
+this machine, tasks of a Ray cluster, or commands on several machines with one
+results folder may share them, and come to the same bits. Where seconds are a
+result (live runs, pipelines, meshes), cells are trained one by one at the end.
 """
 
 import functools
@@ -28,7 +27,7 @@ from asgd.experiment import cells as cells_lib
 from asgd.experiment import folder, loop, schema
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import NoSignals, Stopped
+from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 
 _LOOK = 0.5  # seconds between two looks at whether a process has died
@@ -42,8 +41,7 @@ def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
 
 
 def default_jobs() -> int:
-  """Returns how many processes train at once: one for each core, or one where
-  there is an accelerator."""
+  """Returns the number of this machine's cores; with an accelerator, 1."""
   if jax.default_backend() != "cpu":
     return 1
   if hasattr(os, "sched_getaffinity"):
@@ -102,9 +100,7 @@ def train_all(
       in_use.append(error)
     asked = int(processes.gather([signals.received]).max())
     if asked and number + 1 < len(waiting):
-      raise Stopped(
-        f"stopped after {cell.name}; run the same command again to go on", asked
-      )
+      raise Stopped(f"stopped after {cell.name}; {GO_ON}", asked)
   if in_use:
     raise in_use[0]
 
@@ -116,8 +112,7 @@ _ENDS = ("crash", "error", "stopped")  # of a process, the worst first
 
 
 def _elsewhere(experiment, cells, *places):
-  """Returns `_work` for other processes, with what they need of these cells:
-  the resolved config of their runs, and the names of their engines."""
+  """Returns `_work` for other processes, with the config of these cells."""
   labels = list(dict.fromkeys(cell.label for cell in cells))
   names = list(dict.fromkeys(experiment.runs[x].engine for x in labels))
   known = schema.sections({name: experiment.engines[name] for name in names})
@@ -139,7 +134,7 @@ def _work(config, names, data_dir, workdir, groups, put, signals):
       experiment = experiment or cells_lib.build(
         config, engines=engines, data_dir=data_dir
       )
-      loop.train(experiment, Cell(*cell), workdir, **surroundings)
+      loop.train(experiment, cell, workdir, **surroundings)
       if signals.received:
         return
   except Stopped as stop:
@@ -224,12 +219,12 @@ def _watch(children, groups, stop, bar, signals):
         child.join()
         if child.exitcode:
           why = f"process {child.pid} ended with status {child.exitcode}"
-          ends.append(("error", f"{why}; run the same command again to go on"))
+          ends.append(("error", f"{why}; {GO_ON}"))
           stop.set()
         continue
       if event == ("next",):
         more = waiting and not stop.is_set()
-        pipe.send([tuple(cell) for cell in waiting.pop(0)] if more else None)
+        pipe.send(waiting.pop(0) if more else None)
       elif _is_end(event, bar):
         ends.append(event)
         stop.set()
@@ -255,10 +250,7 @@ def _on_ray(work, groups, dataset, bar, signals):
     work([group], lambda *event: events.append(event), NoSignals)
     return [event for event in events if event[0] != "update"]
 
-  left = [
-    task.remote(work, dataset, [tuple(cell) for cell in group])
-    for group in groups
-  ]
+  left = [task.remote(work, dataset, group) for group in groups]
   ends = []
   while left and not signals.received:
     done, left = ray.wait(left, timeout=_LOOK)
@@ -272,7 +264,7 @@ def _on_ray(work, groups, dataset, bar, signals):
 def _conclude(ends, signals):
   """Raises what the processes ended with, the worst first."""
   if signals.received and not ends:
-    ends = [("stopped", "stopped; run the same command again to go on", 0)]
+    ends = [("stopped", f"stopped; {GO_ON}", 0)]
   if not ends:
     return
   kind, text, *number = min(ends, key=lambda end: _ENDS.index(end[0]))

@@ -187,10 +187,11 @@ class Board:
   def __init__(self, folder: Path):
     self._next = 0.0
     self._writer = storage.open_board(folder)
+    self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:
     """Adds a point, if it is time for one."""
-    if self._writer is None or now < self._next:
+    if now < self._next:
       return
     self._next = now + _BOARD
     scalars = {
@@ -219,11 +220,6 @@ class Board:
         bucket_counts=counts.tolist(),
         global_step=message,
       )
-
-  def close(self) -> None:
-    """Closes the board."""
-    if self._writer is not None:
-      self._writer.close()
 
 
 def message_bytes(params: Any, shards: int, compress: str | None) -> int:

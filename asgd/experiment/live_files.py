@@ -54,8 +54,7 @@ def read_traces(
 
 
 def read(folder: Path) -> LiveFiles:
-  """Reads what a live cell wrote, be it finished or not; ValueError if that is
-  not all there, or is not what a run wrote."""
+  """Reads what a live cell wrote so far; ValueError if some of it is gone."""
   folder = only_cell(folder)
   description = read_description(folder)
   journals = []
@@ -129,9 +128,8 @@ def spans_by_job(spans: Spans, name: str) -> dict[tuple[int, int], Span]:
 
 
 def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
-  """Returns (start, end) of each stretch in which a shard dealt with messages
-  and sent what followed. As far as the files tell, it ends when the last worker
-  it sent to has heard of its ticket, or the next one starts: a little late."""
+  """Returns (start, end) of each stretch in which a shard dealt with messages:
+  until the last worker has heard of its ticket, or the next stretch starts."""
   heard = spans_by_job(spans, "fetch")
   groups: dict[float, list[Event]] = {}  # rows of one call have one time
   for event in journal:

@@ -5,10 +5,8 @@ from the end of the worker's job before if that is later, until its message was
 there. So the time of the server, and of waiting for it, is part of a job. Time
 in which the protocol held a worker back is not: neither that before a ticket,
 nor that of a message which waited for others of its round (known if the run
-wrote its spans). The same protocol is then played with these durations.
-
-Joining and compiling are not compared: clocks start with the message by which
-every worker has handed one in.
+wrote its spans). The same protocol is then played with these durations. Clocks
+start with the message by which every worker has handed one in.
 """
 
 import heapq
@@ -18,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import base
-from asgd.experiment import live_files, replay
-from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment import live_files
 from asgd.experiment.live_files import Journal, Spans
 from asgd.orders import protocol
 from asgd.orders.trace import Event, Ledger, from_events
 
 _LEAST = 1e-9  # seconds that a job takes
+SHORT = "the run is too short to be measured; use a larger --config.epochs"
 
 
 class MeasuredJob(NamedTuple):
@@ -41,17 +39,8 @@ class Outcome(NamedTuple):
   """A run of a cell, live or simulated."""
 
   began: float  # when the first ticket was sent, in seconds
-  time: np.ndarray  # float64[U], of each message, in seconds
-  worker: np.ndarray  # int32[U]
-  staleness: np.ndarray  # int32[U]
-  loss: np.ndarray  # float32[U]
+  records: base.Records  # with times in seconds
   accuracy: float  # at the end; NaN if it is not known
-
-
-def of_records(records: base.Records, began: float, accuracy: float) -> Outcome:
-  """Returns what a comparison needs of records."""
-  columns = records.time, records.worker, records.staleness, records.loss
-  return Outcome(began, *columns, accuracy)
 
 
 def _handed_in(journal, spans):
@@ -97,10 +86,7 @@ def all_there(worker: np.ndarray, workers: int) -> int:
   there, firsts = np.unique(worker, return_index=True)
   missing = np.setdiff1d(range(workers), there)
   if missing.size:
-    raise ValueError(
-      f"worker {missing[0]} handed in nothing: there is no time of its jobs to"
-      " be measured; train longer (--config.epochs)"
-    )
+    raise ValueError(f"worker {missing[0]} handed in nothing: {SHORT}")
   return int(firsts.max()) + 1
 
 
@@ -123,19 +109,15 @@ def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
 
 
 def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
-  """Returns the times of each worker's jobs once all are at work: without those
-  begun before that, and the first after a worker has come, which compile.
-  ValueError if nothing is left of some worker."""
+  """Returns the times of each worker's jobs begun once all are at work, without
+  first ones, which compile; ValueError if a worker has none."""
   there = all_there(np.array([job.worker for job in jobs], int), workers)
   zero = jobs[there - 1].received
   late = [job for job in jobs if job.start >= zero and not job.first]
   rows = in_order(late, workers)
   if [] in rows:
-    raise ValueError(
-      f"worker {rows.index([])} did no job after all {workers} workers were"
-      " there: the run is too short to be measured; train longer"
-      " (--config.epochs)"
-    )
+    idle = f"worker {rows.index([])} did no job after all workers were there"
+    raise ValueError(f"{idle}: {SHORT}")
   return rows
 
 
@@ -168,13 +150,6 @@ def play(
   return from_events(rows)
 
 
-def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
-  """Trains a cell in the order of a trace, as a live run does."""
-  params, records = replay.obey(plan, seed, [trace])
-  accuracy = plan.problem.evaluate(params).accuracy
-  return of_records(records, float(trace.time[0]), accuracy)
-
-
 class Curve(NamedTuple):
   """The loss of a run against time."""
 
@@ -192,21 +167,21 @@ class Curve(NamedTuple):
 
 
 def curve(run: Outcome, zero: int) -> Curve:
-  """Returns the loss, over a fortieth of the run, against time. The clock
-  starts with message number `zero`, the last that is left out; 0 starts it
-  with the first ticket."""
-  loss = np.asarray(run.loss[zero:], float)
+  """Returns the loss, over a fortieth of the run, after message number `zero`
+  against the time since then; 0 is the first ticket."""
+  times, loss = run.records.time, np.asarray(run.records.loss[zero:], float)
   width = max(len(loss) // 40, 1)
   sums = np.cumsum(np.concatenate([[0.0], loss]))
-  start = run.time[zero - 1] if zero else run.began
-  times = run.time[zero + width - 1 :] - start
-  return Curve(times, (sums[width:] - sums[:-width]) / width)
+  start = times[zero - 1] if zero else run.began
+  means = (sums[width:] - sums[:-width]) / width
+  return Curve(times[zero + width - 1 :] - start, means)
 
 
 def rate(run: Outcome, zero: int) -> float:
   """Returns messages per second from number `zero` on, NaN without any."""
-  seconds = run.time[-1] - run.time[zero - 1]
-  return (len(run.time) - zero) / seconds if seconds > 0 else float("nan")
+  times = run.records.time
+  seconds = times[-1] - times[zero - 1]
+  return (len(times) - zero) / seconds if seconds > 0 else float("nan")
 
 
 BUSY = "the server is busy"  # a share, the others are seconds
@@ -217,9 +192,8 @@ _PARTS = (*_WORK, "until it is received")
 def where_time_goes(
   journal: Journal, spans: Spans, zero: float
 ) -> dict[str, float] | None:
-  """Returns the means of the parts of a job, from its ticket to its receipt,
-  and the share of the time that the server is busy; None without spans. Jobs
-  that began before `zero` are left out."""
+  """Returns the means of the parts of a job from its ticket on, of those begun
+  after `zero`, and the share of time the server is busy; None without spans."""
   kinds = ("fetch", "compute", "push")
   pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
   lengths = []

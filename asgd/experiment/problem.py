@@ -70,10 +70,8 @@ def _sentences(section, kind, model, data_dir, dataset):
     )
   weights, place, tokenizer = None, model.pop("pretrained", None), None
   if place is not None:
-    try:
+    with blame("model.pretrained"):
       trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"config.model.pretrained: {error}") from error
     for key in trained.sizes:
       if key in model and key != "pooling":
         raise ValueError(
@@ -105,9 +103,7 @@ def _check_fit(config, problem):
     raise ValueError(
       f"config.model {model!r} does not fit config.data {name!r}: {line}"
     ) from error
-  parameters = models.count(shapes)
-  if parameters > _MOST_PARAMETERS:
-    raise ValueError(
-      f"config.model has {parameters:,} parameters; use at most"
-      f" {_MOST_PARAMETERS:,}"
-    )
+  count, most = models.count(shapes), _MOST_PARAMETERS
+  if count > most:
+    size = f"config.model has {count:,} parameters"
+    raise ValueError(f"{size}; use at most {most:,}")

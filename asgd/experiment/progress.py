@@ -22,9 +22,8 @@ class ProgressBar:
     stream: TextIO | None = sys.stderr,
     seconds: float = 15.0,
   ):
-    """Starts, with `total` messages to come. `describe(engine, result)` gives a
-    few words on a cell that is finished. Without a terminal, `seconds` pass
-    between two lines."""
+    """Starts, with `total` messages to come; `describe(engine, result)` says a
+    cell's result, and without a terminal `seconds` pass between two lines."""
     stream = stream or io.StringIO()  # stderr is None where it was closed
     self._stream = stream
     self._describe = describe or (lambda engine, result: "")

@@ -43,8 +43,7 @@ class Replay(NamedTuple):
 def load(
   folder: Path, *, data_dir: str | None = None
 ) -> tuple[cells.Experiment, cells.Cell]:
-  """Builds the experiment of a live cell, of which it is the only cell;
-  ValueError if the folder holds none, or the data are others."""
+  """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   engines = {"threads": live.THREADS, "ray": live.RAY}
   experiment = cells.build(
@@ -67,8 +66,7 @@ def obey(
   **options: Any,
 ) -> tuple[Any, base.Records]:
   """Returns (final parameters, the lead's records) of a cell, trained in the
-  order of the traces of its shards; see `simulator.run_sharded` for `totals`,
-  and `simulator.make_host` for further options."""
+  order of its shards' traces; options are those of `simulator.run_sharded`."""
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
@@ -79,9 +77,9 @@ def obey(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
-  order = {"workers": plan.workers, "totals": totals}
+  data |= {"workers": plan.workers, "totals": totals}
   sharded = simulator.run_sharded(
-    plan.server, plan.worker, params, traces, **order, **options, **data
+    plan.server, plan.worker, params, traces, **options, **data
   )
   parts = [jax.device_get(state.params) for state in sharded.states]
   whole = sharding.join(sharding.make_plan(params, len(traces)), parts)

@@ -1,5 +1,4 @@
-"""What an experiment says: a line and warnings for each cell, and at its end a
-table and a figure."""
+"""What an experiment says: a line for each cell, a table and a figure."""
 
 import itertools
 from collections.abc import Callable
@@ -41,7 +40,8 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   accuracy, percent = result["test_accuracy"], "-"
   if storage.is_finite(accuracy):
     percent = f"{100 * accuracy:.1f} %"
-  said = [f"{result['cell']}: accuracy {percent}, {describe(result)}"]
+  cell = result["cell"]
+  said = [f"{cell}: accuracy {percent}, {describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
@@ -51,17 +51,14 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   if known and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
     said.append(
-      f"warning: {result['cell']}: learning rate x sharpness stayed at"
-      f" {product:.2g} or more; at a mean staleness of"
-      f" {result['staleness_mean']:.1f} this algorithm is stable below"
-      f" {limit:.2g} on a quadratic. If the loss suffers, try a learning rate"
-      f" of {lower:.2g}, {remedy}"
+      f"warning: {cell}: learning rate x sharpness stayed at {product:.2g} or"
+      f" more; at a mean staleness of {result['staleness_mean']:.1f} this"
+      f" algorithm is stable below {limit:.2g} on a quadratic. If the loss"
+      f" suffers, try a learning rate of {lower:.2g}, {remedy}"
     )
   if result["diverged"]:
-    said.append(
-      f"warning: {result['cell']}: the loss diverged. Try a lower learning"
-      f" rate, {remedy}"
-    )
+    remedy = f"Try a lower learning rate, {remedy}"
+    said.append(f"warning: {cell}: the loss diverged. {remedy}")
   return said
 
 

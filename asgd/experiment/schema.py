@@ -1,15 +1,15 @@
 """The one config: its keys, their defaults and what each may be.
 
-A config says what is trained (data, model), for how long, and with what runs. A
-run names an engine and a recipe; every other key of it is a setting of that
-engine, an option of that recipe, or a shared key that is other for this run.
-So one config may hold a simulation, live training and a pipeline side by side.
+A config says what is trained, for how long, and with what runs. A run names an
+engine and a recipe; every other key of it is a setting of that engine, an
+option of that recipe, or a shared key that is other for this run.
 
 `resolve` gives plain data with every key; `override` applies the keys of a
 command line; `runs` gives each run the whole config as it holds for that run.
 """
 
 import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ class Section(NamedTuple):
   options: Any  # (the section's value) -> names of the others
 
 
+_sweep = functools.partial(checks.several, distinct=True, least=1)
 _COUNT = checks.whole(0)
 _EPOCHS = checks.number(most=1e6)
 
@@ -57,12 +58,8 @@ SHARED: dict[str, Any] = {
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
   "engine": Setting("simulate", checks.text),  # of runs that name none
-  "workers": Setting(
-    (8,), checks.several(checks.whole(1, 10_000), distinct=True, least=1)
-  ),
-  "seeds": Setting(
-    (0,), checks.several(checks.whole(0, 2**32 - 1), distinct=True, least=1)
-  ),
+  "workers": Setting((8,), _sweep(checks.whole(1, 10_000))),
+  "seeds": Setting((0,), _sweep(checks.whole(0, 2**32 - 1))),
   "batch_size": Setting(32, checks.whole(1, 10**7)),  # of one gradient
   "epochs": Setting(1.0, checks.number(most=1e9, above=True)),
   # Instead of epochs: training examples, over all workers.
@@ -156,10 +153,8 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def _unknown(key: str, known: Any, where: str = "") -> ValueError:
-  last = key.rsplit(".", 1)[-1]
-  return ValueError(
-    f"unknown config key {key!r}{where}; {names.nearest(last, known)}"
-  )
+  nearest = names.nearest(key.rsplit(".", 1)[-1], known)
+  return ValueError(f"unknown config key {key!r}{where}; {nearest}")
 
 
 def _section(value: Any, node: Any, key: str) -> Any:
@@ -196,9 +191,8 @@ def _section(value: Any, node: Any, key: str) -> Any:
 
 
 def resolve(config: Config, engines: Engines) -> dict[str, Any]:
-  """Returns the config as plain data, with defaults filled in and every value
-  checked: keys of SHARED, and of the sections of these engines. ValueError
-  names a key that means nothing, or has a value out of range."""
+  """Returns the config as plain data, with defaults. ValueError names a key of
+  neither SHARED nor these engines, or with a value out of range."""
   resolved = _section(as_dict(config), sections(engines), "")
   for label in resolved["only"]:
     names.lookup("label in config.only", label, resolved["runs"])
@@ -233,9 +227,8 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
       )
     titles[title] = label
     engine = entry.get("engine", config["engine"])
-    with checks.blame(
-      f"runs.{label}.engine" if "engine" in entry else "engine"
-    ):
+    where = f"runs.{label}.engine" if "engine" in entry else "engine"
+    with checks.blame(where):
       kind = names.lookup("engine", engine, engines)
     yield label, entry, kind
 
@@ -247,9 +240,8 @@ def _keys_of_engine(kind, entry) -> list[str]:
 
 
 def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
-  """Returns the runs of a resolved config that are chosen, by their labels.
-  ValueError names a key of a run that means nothing to its engine and recipe,
-  or has a value out of range."""
+  """Returns the runs of a resolved config that are chosen, by their labels,
+  with errors as of `resolve`."""
   keys, chosen = sections(engines), {}
   for label, entry, kind in _entries(config, engines):
     recipe = entry.get("recipe", kind.default_recipe)
@@ -310,8 +302,7 @@ def _option(value, key):
 def override(
   config: Config, overrides: Mapping[str, Any], engines: Engines
 ) -> dict[str, Any]:
-  """Applies the dotted keys of a command line, in its order, to a config of a
-  file; `resolve` checks it.
+  """Applies the dotted keys of a command line, in its order, to a config.
 
   Another name for a model, an order, durations or an optimizer drops the
   arguments that the config has for the old one; so does another schedule or
@@ -384,14 +375,7 @@ def retarget(config: Config, engine: str, engines: Engines) -> dict[str, Any]:
     own = {k: v for k, v in entry.items() if k != "engine"}
     own.setdefault("recipe", "asgd")
     known = {*_RESERVED, *OF_A_RUN, *_keys_of_engine(kind, own)}
-    foreign = (
-      {
-        key
-        for other in engines.values()
-        for key in _keys_of_engine(other, entry)
-      }
-      - known
-      - _options(own["recipe"])
-    )
+    others = (_keys_of_engine(other, entry) for other in engines.values())
+    foreign = set().union(*others) - known - _options(own["recipe"])
     entries[label] = {k: v for k, v in own.items() if k not in foreign}
   return config

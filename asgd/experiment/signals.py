@@ -2,6 +2,8 @@
 
 import signal
 
+GO_ON = "run the same command again to go on"  # what a user is told
+
 
 class Signals:
   """Remembers the first request to stop; a second one interrupts at once."""

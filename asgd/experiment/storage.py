@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,12 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_board(folder: Path, **options: Any) -> Any:
-  """Returns a SummaryWriter for TensorBoard, None without tensorboardX."""
+  """Returns a SummaryWriter; without tensorboardX, one that does nothing."""
   try:
     from tensorboardX import SummaryWriter
   except ImportError:
-    return None
+    calls = "add_scalar", "add_histogram_raw", "close"
+    return types.SimpleNamespace(**dict.fromkeys(calls, lambda *_, **__: None))
   return SummaryWriter(str(folder), **options)
 
 
