@@ -116,7 +116,7 @@ def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   late = [job for job in jobs if job.start >= zero and not job.first]
   rows = in_order(late, workers)
   if [] in rows:
-    idle = f"worker {rows.index([])} did no job after all workers were there"
+    idle = f"worker {rows.index([])} did no job after all {workers} had come"
     raise ValueError(f"{idle}: {SHORT}")
   return rows
 
