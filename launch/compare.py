@@ -65,7 +65,7 @@ def _compare_cell(place, out):
     f" from them{of}\n\n{comparison.table(rows)}\n"
     f"{comparison.parts_text(both.parts)}"
   )
-  early, messages = both.zero, len(both.runs[comparison.LIVE].time)
+  early, messages = both.zero, len(both.runs[comparison.LIVE].records.time)
   if early > _EARLY * messages:
     print(
       f"note: {early} of {messages} messages came before all workers were"

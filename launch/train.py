@@ -76,14 +76,14 @@ def _jobs() -> int | str:
   return int(text)
 
 
-def _share() -> jobs.Share:
+def _share() -> tuple[int, int]:
   text = _F["cells"].value
   match = re.fullmatch(r"(\d+)/(\d+)", text)
   if match is None or not 1 <= int(match[1]) <= int(match[2]):
     raise ValueError(
       f"--cells must be I/N with I from 1 to N, such as 2/4, not {text!r}"
     )
-  return jobs.Share(int(match[1]) - 1, int(match[2]))
+  return int(match[1]) - 1, int(match[2])
 
 
 def _quieten_full_disks():
@@ -178,10 +178,11 @@ def _open(config):
 
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
-  signals, share, count = Signals(), _share(), _jobs()
+  signals, count = Signals(), _jobs()
+  cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has its devices by now
     count = jobs.default_jobs()
-  total = sum(experiment.plan(c).messages for c in share.of(experiment.cells))
+  total = sum(experiment.plan(c).messages for c in cells)
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
@@ -197,7 +198,7 @@ def _train(config) -> None:
         bar=bar,
         machine=where,
         jobs=count,
-        share=share,
+        cells=cells,
         signals=signals,
         data_dir=_F["data_dir"].value,
       )

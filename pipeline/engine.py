@@ -87,8 +87,7 @@ def _in_processes(context: engines.Context) -> processes.Processes:
 
     there = ray.cluster_resources().get("GPU", 0.0)
     _check_gpus(machine.gpus_per_process, count, there)
-  run = cells.only(plan.run, context.cell)
-  config = cells.sections_of(run, {"pipeline": PIPELINE})
+  config = cells.only(plan.run, context.cell)
   make = functools.partial(
     _remote_arguments, config, dataset, plan.measurements, context.cell
   )

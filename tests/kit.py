@@ -317,12 +317,13 @@ def outcome(time, loss, worker=None, staleness=None, began=0.0, accuracy=0.5):
   from asgd.experiment import predict
 
   nothing = np.zeros(len(time), int)
-  return predict.Outcome(
-    *(began, np.array(time, float)),
-    nothing if worker is None else np.array(worker),
-    nothing if staleness is None else np.array(staleness),
-    *(np.array(loss, float), accuracy),
-  )
+  columns = dict.fromkeys(base.Records._fields, nothing)
+  columns |= {"time": np.array(time, float), "loss": np.array(loss, float)}
+  if worker is not None:
+    columns["worker"] = np.array(worker)
+  if staleness is not None:
+    columns["staleness"] = np.array(staleness)
+  return predict.Outcome(began, base.Records(**columns), accuracy)
 
 
 def command(module, *arguments):

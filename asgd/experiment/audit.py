@@ -87,9 +87,7 @@ def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
     text = f"{received} received, {len(records.loss)} records"
     well = len(records.loss) == received
     if ledger.rollbacks:
-      text += (
-        f", {ledger.rollbacks} rollbacks that undid {ledger.undone} updates"
-      )
+      text += f", {ledger.rollbacks} rollbacks undid {ledger.undone} updates"
       # Records that a shard had not written yet die with it.
       least = len(ledger.received)
       well = not log and least <= len(records.loss) <= received
@@ -194,14 +192,7 @@ def findings(
   *,
   data_dir: str | None = None,
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell.
-
-  Args:
-    plan: of the cell.
-    folder: of the cell.
-    failures: what was done to it on purpose.
-    data_dir: as for `replay.replay`.
-  """
+  """Yields what there is to say of a finished cell, after these failures."""
   result = storage.read_json(folder / "result.json")
   if result is None:
     yield Finding("result", f"{folder} has no result.json", False)

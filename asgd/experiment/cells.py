@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 
 from asgd import problems
 from asgd.experiment import checks, problem, schema, storage
@@ -43,25 +42,20 @@ class Experiment:
     engines: Engines,
     runs: Mapping[str, Run],
     dataset: problem.Dataset,
-    shared_problem: problems.Problem,
+    shared_problem: problems.Problem,  # with the config's own batch size
     measurements: dict[str, Any] | None = None,
   ):
-    """Expands runs of a resolved config into cells; see `build`. The shared
-    problem has the config's own batch size."""
     self.config, self.engines = dict(config), engines
     self.runs, self.dataset = dict(runs), dataset
-    self.measurements = {} if measurements is None else dict(measurements)
-    workers = {
-      label: list(engines[run.engine].workers(run))
+    self.measurements = dict(measurements or {})
+    cells = (
+      Cell(label, run.title, count, seed)
       for label, run in runs.items()
-    }
-    self.cells = tuple(
-      Cell(label, runs[label].title, count, seed)
-      for count in sorted(set(itertools.chain(*workers.values())))
-      for label in runs
-      if count in workers[label]
+      for count in engines[run.engine].workers(run)
       for seed in config["seeds"]
-    )  # by workers, then run, then seed
+    )
+    # By workers, then run, then seed.
+    self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
     self.compiled: dict[Any, Any] = {}  # what plans of an engine share
     self._problems = {config["batch_size"]: shared_problem}
     self._plans: dict[tuple[str, int], Any] = {}
@@ -95,7 +89,7 @@ class Experiment:
 
 
 def build(
-  config: ml_collections.ConfigDict | Mapping,
+  config: schema.Config,
   *,
   engines: Engines,
   data_dir: str | None = None,
@@ -107,7 +101,8 @@ def build(
   Args:
     config: keys of `schema.SHARED` and of the engines' sections.
     engines: by their names.
-    data_dir: where the dataset's files are; None looks in the usual places.
+    data_dir: where the dataset's files are, of a text the file itself; None
+      looks in the usual places.
     dataset: one that is loaded already, used as it is.
     measurements: of an earlier build, on which plans depend; None measures.
 
@@ -134,8 +129,7 @@ def build(
 
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:
-  """Returns a config of which this cell is the only one: what another process
-  builds, and what a replay reads."""
+  """Returns a config with this cell alone, for other processes and replays."""
   config = {k: v for k, v in run.config.items() if k != "engine"}
   entry = {"engine": run.engine, "recipe": run.recipe, "title": run.title}
   return {
@@ -147,14 +141,7 @@ def only(run: Run, cell: Cell) -> dict[str, Any]:
   }
 
 
-def sections_of(config: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
-  """Returns the part of a resolved config that these engines know."""
-  known = schema.sections(engines)
-  return {key: value for key, value in config.items() if key in known}
-
-
 def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-  """Returns cells, in their order, those that share a plan together: what one
-  process does best."""
+  """Returns cells in their order, those that share a plan together."""
   by_plan = itertools.groupby(cells, lambda cell: (cell.label, cell.workers))
   return [list(group) for _, group in by_plan]

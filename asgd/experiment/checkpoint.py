@@ -1,9 +1,8 @@
 """Checkpoints of a cell, with orbax: named arrays and JSON.
 
-An engine gives a tree of arrays and JSON; the arrays are stored under the names
-of their places in the tree, and come back in a tree of the same structure. What
-a checkpoint of an engine holds is the engine's to say: everything that is not a
-function of the config, the seed, the worker and the job.
+An engine gives a tree of arrays and JSON: everything that is not a function of
+the config, the seed, the worker and the job. The arrays are stored under the
+names of their places, and come back in a tree of the same structure.
 
 Orbax writes a step under a temporary name and renames it, so a save that is
 killed leaves no step behind. What a disk or a copy cut short later is found by
@@ -31,12 +30,8 @@ class Saved(NamedTuple):
   notes: dict[str, Any]  # JSON
 
   def tree(self, template: Any) -> Any:
-    """Returns the tree that was saved, of NumPy arrays; the leaves of a
-    template of the same structure have shapes, or are ANY.
-
-    Raises:
-      ValueError: if the checkpoint is of another structure, or other shapes.
-    """
+    """Returns the tree that was saved, of NumPy arrays; ValueError if it has
+    another structure than the template, or other shapes (unless ANY)."""
     names, structure = _names(template)
     if names.keys() != self.arrays.keys():
       strange = sorted(names.keys() ^ self.arrays.keys())[:3]
@@ -46,10 +41,8 @@ class Saved(NamedTuple):
     for name, leaf in names.items():
       shape = self.arrays[name].shape
       if leaf is not ANY and np.shape(leaf) != shape:
-        raise ValueError(
-          f"{name} has shape {shape} where {np.shape(leaf)} is wanted: it is of"
-          " another model"
-        )
+        what = f"{name} has shape {shape} where {np.shape(leaf)} is wanted"
+        raise ValueError(f"{what}: it is of another model")
     return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
 
 
@@ -80,7 +73,6 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path):
-    """Opens a folder for these checkpoints alone, making it if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
@@ -96,16 +88,8 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
   def save(self, step: int, tree: Any, notes: dict[str, Any]) -> None:
-    """Writes a checkpoint; when this returns it is on disk, whole.
-
-    Args:
-      step: its number; a step that is there is not written again.
-      tree: of arrays.
-      notes: JSON.
-
-    Raises:
-      ValueError: if it cannot be written; what was there is left as it was.
-    """
+    """Writes a tree of arrays and JSON, which are on disk when this returns.
+    ValueError if they cannot be: what was there is left as it was."""
     if step == self._manager.latest_step():
       return  # restored from, or saved at, this very step
     names, _ = _names(jax.device_get(tree))
@@ -134,9 +118,8 @@ class Checkpoints:
       ) from error
 
   def restore(self, rebuild: Callable[[Saved], Any]) -> Any:
-    """Returns rebuild(saved) of the newest checkpoint that is whole and that
-    `rebuild` takes without an error, None if there is none. Says on stderr
-    which ones it could not use."""
+    """Returns rebuild(saved) of the newest checkpoint that is whole and makes
+    no error, or None; says on stderr which ones were moved aside."""
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         return rebuild(self._read(step))

@@ -107,12 +107,8 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
 
 @contextlib.contextmanager
 def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
-  """Names the key of the config in errors about its value.
-
-  Args:
-    key: the dotted key.
-    keys: below it; an error that begins with one of them is about that one.
-  """
+  """Names the dotted key of the config in errors about its value; one that
+  begins with one of `keys`, below it, is about that one."""
   try:
     yield
   except (TypeError, ArithmeticError, LookupError, AttributeError) as error:

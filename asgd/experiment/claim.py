@@ -5,8 +5,8 @@ folder names its memory: a folder asgd-UID-HASH of its own, in /dev/shm or where
 --memory_dir says, which other users cannot read. owner.json in there names the
 cell's folder in turn, and both hold the same token. So a results folder that
 was copied does not take the memory of the original, one that was moved does,
-and a file that was changed cannot name a folder that is none of a run: it would
-be removed in the end. A lock in the memory keeps a second process out.
+and a file that was changed cannot name any folder, which would be removed in
+the end. A lock in the memory keeps a second process out.
 """
 
 import hashlib
@@ -66,12 +66,8 @@ def _strange(folder: Path) -> str | None:
 
 
 def read(cell_folder: Path) -> Running | None:
-  """Returns what running.json in a cell's folder says, None if there is none.
-
-  Raises:
-    ValueError: if it is not what a run writes, or names a folder that is not
-      the memory of a run.
-  """
+  """Returns what running.json in a cell's folder says, None if there is none;
+  ValueError if no run wrote it, or it names what is not the memory of a run."""
   path = cell_folder / RUNNING
   if not path.exists():
     return None
@@ -118,16 +114,8 @@ class Claim:
   """The memory of a cell, taken by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):
-    """Takes the memory of a cell, or makes it.
-
-    Args:
-      cell_folder: of the cell.
-      memory_dir: where a new one is made.
-      resume: use what was made before for this very cell.
-
-    Raises:
-      ValueError: if it is in use, or is not the memory of a run.
-    """
+    """Takes the memory of a cell, kept if it `resume`s, or makes it. ValueError
+    if it is in use, or is not the memory of a run."""
     self._folder, cell = cell_folder, cell_folder.resolve()
     running = read(cell_folder) if resume else None
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
@@ -146,20 +134,16 @@ class Claim:
     self.memory.mkdir(parents=True, exist_ok=True, mode=0o700)
     self._lock = processes.lock(self.memory / _LOCK, _SECONDS)
     self.kept = resume and _is_of(self.memory, running, cell)
-    if not self.kept:
-      self._clear()
+    if not self.kept:  # end what is left of an earlier run, and remove it
+      processes.end_all(self.memory)
+      for path in self.memory.iterdir():
+        if path.is_dir():
+          shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+          path.unlink(missing_ok=True)
     self._token = _owner(self.memory)[1] or uuid.uuid4().hex
     owner = {"cell": str(cell), "token": self._token}
     storage.write_json(self.memory / _OWNER, owner)
-
-  def _clear(self):
-    """Ends what is left of an earlier run, and removes what it wrote."""
-    processes.end_all(self.memory)
-    for path in self.memory.iterdir():
-      if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-      elif path.name != _LOCK:
-        path.unlink(missing_ok=True)
 
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""
@@ -178,11 +162,7 @@ class Claim:
 
 
 def forget(cell_folder: Path) -> None:
-  """Removes what a run left that was killed right after it had finished.
-
-  Raises:
-    ValueError: as `read`.
-  """
+  """Removes what a run left that was killed right after it had finished."""
   running, cell = read(cell_folder), cell_folder.resolve()
   if running is None:
     return

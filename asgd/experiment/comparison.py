@@ -39,10 +39,7 @@ def _streams(cell, read, other, durations_of):
   """Returns the times of the jobs of each worker, by simulation."""
   jobs = predict.jobs(other.journals[0], other.spans)
   if not jobs:
-    raise ValueError(
-      f"{durations_of} holds no message: there is no time of a job to be"
-      " measured; train longer (--config.epochs)"
-    )
+    raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
   measured_at = 1 + max(job.worker for job in jobs)
   settled = predict.settled(jobs, measured_at)
   rows = settled if other is not read else predict.in_order(jobs, measured_at)
@@ -58,21 +55,10 @@ def _streams(cell, read, other, durations_of):
 
 
 def compare(
-  folder: Path,
-  *,
-  durations_of: Path | None = None,
-  data_dir: str | None = None,
+  folder: Path, *, durations_of: Path | None = None, data_dir: str | None = None
 ) -> LiveComparison:
-  """Compares a live run with its simulations.
-
-  Args:
-    folder: WORKDIR/cells/NAME.
-    durations_of: another one that gives the times; None is this one.
-    data_dir: where the dataset's files are; None looks in the usual places.
-
-  Raises:
-    ValueError: if there is nothing to compare, or too little.
-  """
+  """Compares the live run of a cell's folder with simulations, with times from
+  another folder if one is given. ValueError if it is too short."""
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
@@ -81,26 +67,25 @@ def compare(
   messages = len(records.loss)
   there = predict.all_there(records.worker, cell.workers)
   if 2 * there > messages:
-    raise ValueError(
-      f"{cell.name}: {there} of {messages} messages had come when all workers"
-      " were there; train longer (--config.epochs)"
-    )
+    early = f"{there} of {messages} messages came before all workers did"
+    raise ValueError(f"{cell.name}: {early}: {predict.SHORT}")
   result = storage.read_json(folder / "result.json") or {}
   accuracy = result.get("test_accuracy", np.nan)
   began = live_files.first_ticket(journal)
-  runs = {LIVE: predict.of_records(records, began, accuracy)}
+  runs = {LIVE: predict.Outcome(began, records, accuracy)}
   comes = predict.joins(journal, cell.workers)
   streams_of = _streams(cell, read, other, durations_of or folder)
   for kind, streams in streams_of.items():
     trace = predict.play(plan.rules(), streams, comes, messages)
-    runs[kind] = predict.simulate(plan, cell.seed, trace)
+    params, simulated = replay.obey(plan, cell.seed, [trace])
+    accuracy = plan.problem.evaluate(params).accuracy
+    began = float(trace.time[0])
+    runs[kind] = predict.Outcome(began, simulated, accuracy)
+  workers = [run.records.worker for run in runs.values()]
+  zero = max(predict.all_there(column, cell.workers) for column in workers)
   began = float(records.time[there - 1])
-  return LiveComparison(
-    cell.name,
-    runs,
-    max(predict.all_there(r.worker, cell.workers) for r in runs.values()),
-    predict.where_time_goes(journal, read.spans, began),
-  )
+  parts = predict.where_time_goes(journal, read.spans, began)
+  return LiveComparison(cell.name, runs, zero, parts)
 
 
 def _curves(both, zero):
@@ -108,13 +93,12 @@ def _curves(both, zero):
 
 
 def quantities(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the rows of a comparison's table: a quantity, what it is in each
-  run, and the ratios of the simulations to the live run."""
+  """Returns rows of a quantity, in each run, and its ratios to the live one."""
   curves = _curves(both, both.zero)
   losses = {share: curves[LIVE].way(share) for share in _WAYS}
   columns = {}
   for kind, run in both.runs.items():
-    staleness = run.staleness[both.zero :]
+    staleness = run.records.staleness[both.zero :]
     columns[kind] = {
       "messages/s": predict.rate(run, both.zero),
       "staleness, mean": float(staleness.mean()),
@@ -173,13 +157,11 @@ def parts_text(parts: dict[str, float] | None) -> str:
 
 def _series(both):
   """Yields (panel, kind, xs, values) of the picture."""
-  times = {
-    kind: run.time[both.zero :] - run.time[both.zero - 1]
-    for kind, run in both.runs.items()
-  }
+  times = {kind: run.records.time for kind, run in both.runs.items()}
+  times = {k: t[both.zero :] - t[both.zero - 1] for k, t in times.items()}
   edges = np.linspace(0, max(time[-1] for time in times.values()), _BINS + 1)
   for kind, curve in _curves(both, both.zero).items():
-    counts = np.bincount(both.runs[kind].staleness[both.zero :])
+    counts = np.bincount(both.runs[kind].records.staleness[both.zero :])
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
     # The last bin that a run reaches is not full.
     full = int(np.searchsorted(edges, times[kind][-1], "right")) - 1
@@ -190,12 +172,9 @@ def _series(both):
 
 
 def points(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the numbers of the picture: panel, series, x, value.
-
-  Panels: "staleness" (share of the messages against staleness), "throughput"
-  (messages per second against seconds) and "loss" (against seconds); seconds
-  are those since all workers were there.
-  """
+  """Returns the numbers of the picture: panel, series, x, value. Panels are
+  "staleness" (share of the messages against it), "throughput" (messages per
+  second) and "loss", both against seconds since all workers were there."""
   return [
     {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
     for panel, kind, xs, values in _series(both)
@@ -204,11 +183,7 @@ def points(both: LiveComparison) -> list[dict[str, Any]]:
 
 
 def draw(both: LiveComparison, stem: Path) -> None:
-  """Draws a comparison as STEM.png and STEM.svg.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
+  """Draws a comparison as STEM.png and STEM.svg; ImportError without `viz`."""
   figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 15, 4.2)
   most = 0  # staleness; drawn up to where a message in a hundred is
   for panel, kind, x, values in _series(both):
@@ -235,8 +210,7 @@ def draw(both: LiveComparison, stem: Path) -> None:
 
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
-  """Returns a loss that every run reaches: 90 % of the way of the one that gets
-  least far."""
+  """Returns a loss that all reach: 90 % of the shortest way that a run goes."""
   curves = [curve for both in cells for curve in _curves(both, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)

@@ -1,5 +1,6 @@
 """The figure of an experiment: curves of its runs, and sweeps over workers."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,18 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
-def mean_and_std(rows: Sequence[Row], key: str) -> tuple[float, float]:
-  """Mean and sample standard deviation of a column, where missing values are
-  NaN; NaN for the latter if there is one row only."""
+def mean_and_std(rows: Rows, key: str) -> tuple[float, float]:
+  """Mean and sample deviation of a column; a missing value makes them NaN."""
   values = np.array([row.get(key) for row in rows], float)  # None is NaN
   with np.errstate(invalid="ignore", over="ignore"):
     std = values.std(ddof=1) if len(values) > 1 else np.nan
   return float(values.mean()), float(std)
 
 
-def group_by(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+def group_by(rows: Rows, *keys: str) -> dict[tuple, list[Row]]:
   """Groups rows by the values of some columns, in the order they are met."""
   groups: dict[tuple, list[Row]] = {}
   for row in rows:
@@ -44,16 +45,6 @@ _ACCURACY = "test accuracy (%)"
 _POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
 
 
-def clocks(results: Sequence[Row]) -> list[str]:
-  """Returns the clocks that results were timed by: "time", of simulations, and
-  "seconds"."""
-  return [
-    clock
-    for clock, (key, _) in _CLOCKS.items()
-    if any(key in row for row in results)
-  ]
-
-
 def _workers(results):
   """The numbers of workers of each run: title -> set."""
   counts: dict[str, set[int]] = {}
@@ -62,13 +53,11 @@ def _workers(results):
   return counts
 
 
-def panels(results: Sequence[Row]) -> list[Panel]:
-  """Returns what is drawn of an experiment.
-
-  A run with several numbers of workers is drawn against them, and its curves at
-  the largest; otherwise there are curves of accuracy and loss.
-  """
-  timed = clocks(results)
+def panels(results: Rows) -> list[Panel]:
+  """Returns what is drawn: a run with several numbers of workers against them,
+  and its curves at the largest; otherwise curves of accuracy and loss."""
+  keys = set(itertools.chain.from_iterable(results))
+  timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
   if timed and any(len(counts) > 1 for counts in _workers(results).values()):
     key, label = _CLOCKS[timed[0]]
     return [
@@ -88,17 +77,9 @@ def panels(results: Sequence[Row]) -> list[Panel]:
   ]
 
 
-def numbers(results: Sequence[Row], curves: Sequence[Row]) -> list[dict]:
-  """Reduces cells to the points of the figure, means over seeds.
-
-  Args:
-    results: one row per cell, as in result.json.
-    curves: one row per evaluation, as in metrics.jsonl.
-
-  Returns:
-    Rows of panel, algorithm, workers, x, mean, std, seeds. Curves are of the
-    largest number of workers of each run.
-  """
+def numbers(results: Rows, curves: Rows) -> list[dict]:
+  """Returns the points of the figure, means over seeds, of the rows of cells
+  and of evaluations; curves are of a run's largest number of workers."""
   largest = {title: max(counts) for title, counts in _workers(results).items()}
   shown = [row for row in curves if row["workers"] == largest[row["algorithm"]]]
   by_result = group_by(results, "algorithm", "workers")
@@ -121,8 +102,7 @@ _BEST = 100.3  # percent; where the logarithm of the error would end
 
 
 def _spread_accuracy(axis) -> None:
-  """Spaces accuracies by the logarithm of the error, so that 96 and 97 % can be
-  told apart beside a run that collapsed."""
+  """Spaces accuracies by the logarithm of the error: 96 and 97 % differ."""
   low, high = axis.get_ylim()
   low, high = max(low, 0), min(high, 100)
   axis.set_yscale(
@@ -142,8 +122,7 @@ def _spread_accuracy(axis) -> None:
 
 
 def _draw_run(axis, rows, style, *, panel, level):
-  """Draws one run in one panel: a curve with a band, a horizontal line
-  (`level`), or points with bars."""
+  """Draws a curve with a band, a horizontal line (`level`), or error bars."""
   rows = [row for row in rows if np.isfinite(row["mean"])]
   if not rows:
     return
@@ -168,11 +147,7 @@ def _draw_run(axis, rows, style, *, panel, level):
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> Any:
-  """Returns an empty figure and its axes.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
+  """Returns an empty figure and its axes; ImportError without the extra viz."""
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(width, height), layout="constrained")
@@ -189,22 +164,6 @@ def save(figure: Any, heading: str, stem: Path) -> None:
   figure.suptitle(plain_text(heading))
   for suffix in (".png", ".svg"):
     figure.savefig(stem.with_suffix(suffix), dpi=110)
-
-
-def _styles(titles):
-  import matplotlib
-
-  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
-  return {
-    title: {
-      "color": colors(i % colors.N),
-      "marker": "osv^D*XPhd"[i % 10],
-      "ls": ("-", "--")[i // colors.N % 2],
-      "ms": 5,
-      "label": plain_text(title),
-    }
-    for i, title in enumerate(titles)
-  }
 
 
 def _loss_limits(axis, rows):
@@ -248,22 +207,28 @@ def _draw_panel(axis, panel, points, styles, swept):
   axis.grid(alpha=0.3)
 
 
-def draw(
-  points: Sequence[Row], results: Sequence[Row], stem: Path, heading: str
-) -> None:
-  """Draws the points that `numbers` made of results as STEM.png and STEM.svg.
+def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
+  """Draws the points of `numbers` as STEM.png and STEM.svg: means over seeds,
+  with one standard deviation (a factor on logarithmic axes). A run with one
+  number of workers, which no other has, is a horizontal line against workers.
+  ImportError without the extra viz."""
+  import matplotlib
 
-  Lines are means over seeds, bars and bands one standard deviation (by a factor
-  on logarithmic axes). A run with one number of workers, which no sweep of the
-  others has, is a horizontal line in the panels against workers.
-
-  Raises:
-    ImportError: without matplotlib, which is in the extra `viz`.
-  """
   drawn = panels(results)
   columns = len(drawn) // 2
   figure, axes = new_figure(2, columns, 5 * columns, 8)
-  styles = _styles(list(dict.fromkeys(p["algorithm"] for p in points)))
+  titles = dict.fromkeys(point["algorithm"] for point in points)
+  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
+  styles = {
+    title: {
+      "color": colors(i % colors.N),
+      "marker": "osv^D*XPhd"[i % 10],
+      "ls": ("-", "--")[i // colors.N % 2],
+      "ms": 5,
+      "label": plain_text(title),
+    }
+    for i, title in enumerate(titles)
+  }
   sweeps = (counts for counts in _workers(results).values() if len(counts) > 1)
   swept = set().union(*sweeps)
   for axis, panel in zip(axes.flat, drawn, strict=True):

@@ -28,7 +28,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,9 +40,9 @@ from asgd.experiment import schema, storage
 
 VERSION = 1  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
+_PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _GROWING = ("workers", "seeds")  # lists that may get longer
-# Written by a run that was killed as it started.
-_STARTED = {"config.json.tmp", ".lock"}
+_STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
 
 
 class FolderError(ValueError):
@@ -54,8 +54,7 @@ def _refused(why):
 
 
 def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
-  """Returns what config.json says: JSON that tells experiments apart, and
-  under "free" what may differ."""
+  """Returns what config.json says; what is under "free" may differ."""
   config = copy.deepcopy(experiment.config)
   free = {key: config.pop(key) for key in schema.FREE}
   engine, chosen = config.pop("engine"), config.pop("only")
@@ -79,62 +78,41 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment, holding config.json; never
-  takes over another's.
-
-  Args:
-    workdir: the folder asked for, or None: runs/NAME-001, -002, ..., the newest
-      that holds this very experiment, or the next that is free.
-    name: of the experiment.
-    experiment: what is run.
-
-  Raises:
-    FolderError: if the folder holds something else.
-  """
+  """Finds or makes the folder of an experiment, holding config.json: `workdir`
+  unless it holds something else (FolderError), or without one the newest of
+  runs/NAME-001, -002, ... with this very experiment, or the next."""
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
   else:
     folder = Path(workdir)
-    _check_folder(folder)
+    if folder.exists() and not folder.is_dir():
+      raise _refused(f"--workdir={folder} is a file")
+    names = {path.name for path in folder.glob("*")}
+    if names - _STARTED and "config.json" not in names:
+      raise _refused(f"--workdir={folder} is not empty and holds no experiment")
     folder.mkdir(parents=True, exist_ok=True)
-  with _locked(folder / ".lock"):
+  with (folder / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
     written = _read_identity(folder)
     if written is not None:
-      _check_same(folder, written, wanted)
-      wanted = _grown(written, wanted)
+      wanted = _grown(folder, written, wanted)
     storage.write_json(folder / "config.json", wanted)
-    _keep_measurements(folder, experiment)
+    measured = folder / "measurements.json"
+    if experiment.measurements and not measured.exists():
+      if (folder / "cells").exists():
+        raise FolderError(f"{measured} is gone, {_PUT_BACK}")
+      storage.write_json(measured, experiment.measurements)
   return folder
-
-
-def _keep_measurements(folder, experiment):
-  """Writes what the plans depend on, once; see `read_measurements`."""
-  path = folder / "measurements.json"
-  if not experiment.measurements or path.exists():
-    return
-  if (folder / "cells").exists():
-    raise FolderError(
-      f"{path} is gone, and stages were cut by it: put it back as it was, or"
-      f" {_REMEDY}"
-    )
-  storage.write_json(path, experiment.measurements)
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
   """Returns what the build measured with which an experiment began, so that
-  plans are the same; None if there is nothing.
-
-  Raises:
-    FolderError: if the file is not what a build wrote.
-  """
+  plans are the same, if there is such a file; FolderError if it was changed."""
   path = folder / "measurements.json"
   value = storage.read_json(path)
   if value is None and path.exists():
-    raise FolderError(
-      f"{path} cannot be read, and stages were cut by it: put it back as it"
-      f" was, or {_REMEDY}"
-    )
+    raise FolderError(f"{path} cannot be read, {_PUT_BACK}")
   return value
 
 
@@ -153,15 +131,6 @@ def _read_identity(folder):
   return value
 
 
-def _check_folder(folder):
-  """Raises FolderError unless the folder is free, or of an experiment."""
-  if folder.exists() and not folder.is_dir():
-    raise _refused(f"--workdir={folder} is a file")
-  names = {path.name for path in folder.glob("*")}
-  if names - _STARTED and "config.json" not in names:
-    raise _refused(f"--workdir={folder} is not empty and holds no experiment")
-
-
 def _fixed(identity, labels):
   """What may not differ between two parts of one experiment."""
   config = {k: v for k, v in identity["config"].items() if k not in _GROWING}
@@ -171,18 +140,14 @@ def _fixed(identity, labels):
   return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
 
 
-def _check_same(folder, written, wanted):
-  before, now = written["config"]["runs"], wanted["config"]["runs"]
-  labels = [label for label in before if label in now]
+def _grown(folder, written, wanted):
+  """Merges two identities that may differ in runs, workers and seeds only."""
+  before, now = written["config"], dict(wanted["config"])
+  labels = [label for label in before["runs"] if label in now["runs"]]
   differences = _differences(_fixed(written, labels), _fixed(wanted, labels))
   if differences:
     first = "; ".join(differences[:3])
     raise _refused(f"--workdir={folder} holds another experiment ({first})")
-
-
-def _grown(written, wanted):
-  """The identity with runs, workers and seeds of both."""
-  before, now = written["config"], dict(wanted["config"])
 
   def union(key, *sections):
     lists = [np.atleast_1d(section[key]).tolist() for section in sections]
@@ -217,8 +182,7 @@ def _numbered(root, name, wanted) -> Path:
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):
-      written = _read_identity(folder)
-      same = ("config", "dataset")
+      written, same = _read_identity(folder), ("config", "dataset")
       if written and all(written[key] == wanted[key] for key in same):
         return folder
   number = max(numbers, default=0)
@@ -233,14 +197,6 @@ def _numbered(root, name, wanted) -> Path:
 # Cells.
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-  """Holds a lock for a moment, waiting for other processes."""
-  with path.open("w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-
-
 class CellInUse(ValueError):
   """Another process trains the cell."""
 
@@ -249,11 +205,8 @@ class CellInUse(ValueError):
 def claim_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
-  """Holds the folder of a cell while it is trained, and writes cell.json.
-
-  Raises:
-    CellInUse: if another process trains it.
-  """
+  """Holds the folder of a cell while it is trained, and writes cell.json;
+  raises CellInUse if another process holds it."""
   place.mkdir(parents=True, exist_ok=True)
   with (place / ".lock").open("w") as file:
     try:
@@ -276,11 +229,7 @@ def claim_cell(
 
 
 def read_cell(place: Path) -> dict[str, Any]:
-  """Returns what cell.json says.
-
-  Raises:
-    FolderError: if the folder is not that of a cell.
-  """
+  """Returns what cell.json says; FolderError for a folder of no cell."""
   value = storage.read_json(place / "cell.json")
   if value is None or value.get("version") != VERSION:
     raise FolderError(
@@ -291,11 +240,7 @@ def read_cell(place: Path) -> dict[str, Any]:
 
 
 def only_cell(folder: Path) -> Path:
-  """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell.
-
-  Raises:
-    FolderError: if it has several, naming them.
-  """
+  """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell."""
   if not (folder / "cells").is_dir():
     return folder
   cells = sorted(path for path in (folder / "cells").iterdir() if path.is_dir())
@@ -316,8 +261,7 @@ RESULT_KEYS = {
 
 
 def finished_result(place: Path) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished and whole, else None: it is
-  then made again from its last checkpoint."""
+  """Returns the result of a cell that is finished and whole, else None."""
   result = storage.read_json(place / "result.json")
   try:
     rows = len(read_rows(place))
@@ -359,11 +303,7 @@ _IN_A_ROW = {"message", "update", "train_loss", "test_loss", "test_accuracy"}
 
 def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell that is to go on; a last one that was cut
-  short is dropped.
-
-  Raises:
-    FolderError: naming the line that is none.
-  """
+  short is dropped, and FolderError names another line that is none."""
   path, rows = place / "metrics.jsonl", []
   if not path.exists():
     return rows
@@ -389,24 +329,19 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
 class CellLog:
   """metrics.jsonl and TensorBoard of one cell."""
 
-  def __init__(
-    self, place: Path, board: Path | None, rows: Iterable[Mapping] = ()
-  ):
+  def __init__(self, place: Path, board: Path, rows: Sequence[Mapping]):
     """Starts the log with the rows that a checkpoint kept; later ones, written
     before a kill, are dropped."""
-    rows = list(rows)
     path = place / "metrics.jsonl"
     storage.write_atomically(path, storage.to_lines(rows))
     self._file: IO = path.open("a", encoding="utf-8")
     step = rows[-1]["message"] + 1 if rows else 0
-    self._board = board and storage.open_board(board, purge_step=step)
+    self._board = storage.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
     self._file.write(storage.to_lines([row]))
     self._file.flush()
-    if self._board is None:
-      return
     for key, value in row.items():
       if key in ("workers", "seed", "message", "diverged"):
         continue  # they say which curve and where, and are none
@@ -416,5 +351,4 @@ class CellLog:
   def close(self) -> None:
     """Closes the files."""
     self._file.close()
-    if self._board is not None:
-      self._board.close()
+    self._board.close()

@@ -56,13 +56,11 @@ class _Look(NamedTuple):
 
 
 class Counter:
-  """Counts what comes, and makes rates of it."""
+  """Counts what comes, and makes rates of it; times are in seconds."""
 
   def __init__(self, workers: int, now: float):
-    """Starts with nothing seen, at a time in seconds, on any clock."""
     self._workers = workers
-    nothing = np.zeros(0, int)
-    self._looks = collections.deque([_Look(now, -1, nothing, nothing, nothing)])
+    self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 3)])
 
   def add(self, now: float, records: base.Records) -> None:
     """Counts the records that are new."""
@@ -95,15 +93,9 @@ class Counter:
 
 
 def histogram(counts: Sequence[int]) -> str:
-  """Says how often each staleness was, like `0:3 1:10 2:55 3:30 4+:2 %`.
-
-  Args:
-    counts: how many messages had staleness 0, 1, ...
-
-  Returns:
-    Percent in at most six bins, of equal width but for the first and the last:
-    these take in the 2 percent at either end.
-  """
+  """Says how often each staleness was, like `0:3 1:10 2:55 3:30 4+:2 %`: in at
+  most six bins of equal width, but for the first and the last, which take in
+  the 2 percent at either end."""
   counts = np.asarray(counts)
   total = counts.sum()
   if not total:
@@ -169,11 +161,10 @@ def long(figures: Figures) -> str:
 
 
 class Tickets:
-  """How many tickets there were for a message, as a growing journal tells: it
-  is less than one where workers keep a ticket for several jobs."""
+  """Tickets for each message, as a journal tells from its end on; less than one
+  where workers keep a ticket for several jobs."""
 
   def __init__(self, path: Path):
-    """Starts at the journal's end."""
     self._path = path
     self._at = path.stat().st_size if path.exists() else 0
     self._sent = self._received = 0
@@ -194,17 +185,25 @@ class Board:
   """Curves of a live run for TensorBoard; nothing without tensorboardX."""
 
   def __init__(self, folder: Path):
-    """Opens the board: one of its own, below that of the cell's evaluations, as
-    readers follow one file a folder."""
     self._next = 0.0
     self._writer = storage.open_board(folder)
+    self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:
     """Adds a point, if it is time for one."""
-    if self._writer is None or now < self._next:
+    if now < self._next:
       return
     self._next = now + _BOARD
-    for name, value in scalars(figures).items():
+    scalars = {
+      "live/updates_per_second": figures.updates,
+      "live/messages_per_second": figures.messages,
+      "live/staleness_mean": figures.staleness_mean,
+      "live/gap": figures.gap,
+      "live/bytes_per_second": figures.bytes,
+    }
+    for worker, rate in enumerate(figures.workers):
+      scalars[f"live_workers/{worker}_messages_per_second"] = float(rate)
+    for name, value in scalars.items():
       if np.isfinite(value):
         self._writer.add_scalar(name, value, message)
     counts = figures.staleness
@@ -222,25 +221,6 @@ class Board:
         global_step=message,
       )
 
-  def close(self) -> None:
-    """Closes the board."""
-    if self._writer is not None:
-      self._writer.close()
-
-
-def scalars(figures: Figures) -> dict[str, float]:
-  """Returns the points of the curves."""
-  out = {
-    "live/updates_per_second": figures.updates,
-    "live/messages_per_second": figures.messages,
-    "live/staleness_mean": figures.staleness_mean,
-    "live/gap": figures.gap,
-    "live/bytes_per_second": figures.bytes,
-  }
-  for worker, rate in enumerate(figures.workers):
-    out[f"live_workers/{worker}_messages_per_second"] = float(rate)
-  return out
-
 
 def message_bytes(params: Any, shards: int, compress: str | None) -> int:
   """Returns the bytes of all parameters on their way, and of a message."""
@@ -251,21 +231,19 @@ def message_bytes(params: Any, shards: int, compress: str | None) -> int:
 
 
 class Watch:
-  """Watches a live cell."""
+  """Watches a `live_clusters.LiveRun`, with `compress` as in `wire.layout`."""
 
   def __init__(self, live: Any, board: Path, *, compress: str | None = None):
-    """Starts watching a `live_clusters.LiveRun`, with the board of its cell.
-    `compress` is the dtype on the wire, as in `wire.layout`."""
     setup = live.setup
     self._nbytes = message_bytes(live.params, setup.shards, compress)
     self._tickets = Tickets(journal_path(live.folder, 0))
     self._counter = Counter(setup.workers, time.monotonic())
+    # Below that of the evaluations: readers follow one file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close
 
   def look(self, now: float, records: base.Records, message: int) -> Figures:
-    """Counts records that are new, read at `now` by `time.monotonic`, of
-    `message` in all."""
+    """Counts the records that are new at `now`, of `message` in all."""
     self._counter.add(now, records)
     nbytes = self._nbytes * (1 + self._tickets.look())
     figures = self._counter.figures(nbytes)

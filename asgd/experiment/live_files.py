@@ -17,22 +17,21 @@ from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
+Journal = Sequence[Event]
+Spans = Mapping[int, Sequence[Span]]  # of each worker that wrote them
+
 
 class LiveFiles(NamedTuple):
   """What a live cell wrote."""
 
   description: dict[str, Any]  # cell.json
-  journals: list[list[Event]]  # of each shard
-  spans: dict[int, list[Span]]  # of each worker that wrote them
+  journals: list[Journal]  # of each shard
+  spans: Spans
   records: list[base.Records]  # of each shard
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-  """Returns what cell.json says of a live cell.
-
-  Raises:
-    ValueError: if the folder is of no cell, or of one that was not live.
-  """
+  """Returns what cell.json says of a live cell; ValueError for any other."""
   description = read_cell(folder)
   if description["engine"] not in ("threads", "ray"):
     raise ValueError(
@@ -45,11 +44,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> Iterator[tuple[Path, list[Event]]]:
-  """Yields the file and the rows of each shard's journal.
-
-  Raises:
-    ValueError: if one holds nothing.
-  """
+  """Yields the path and rows of each shard's journal; refuses empty ones."""
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
     events = read_journal(path)
@@ -59,30 +54,33 @@ def read_traces(
 
 
 def read(folder: Path) -> LiveFiles:
-  """Reads what a live cell wrote, be it finished or not.
-
-  Raises:
-    ValueError: if the folder holds no such thing, or not all of it, or what no
-      run wrote.
-  """
+  """Reads what a live cell wrote so far; ValueError if some of it is gone."""
   folder = only_cell(folder)
   description = read_description(folder)
   journals = []
   for path, events in read_traces(folder, description):
     check_journal(path, events)
     journals.append(events)
-  records = _records(folder, journals)
+  result, records = storage.read_json(folder / "result.json"), []
+  for index, journal in enumerate(journals):
+    path = records_path(folder, index)
+    records.append(read_records(path))
+    count = len(records[-1].loss)
+    if path.exists() or result:
+      check_records(path, count, journal, whole=result is not None)
+    if result and not index and count != result.get("messages"):
+      raise ValueError(
+        f"{path} has {count} records, result.json {result.get('messages')}"
+        " messages: one of the two was changed; put it back as the run wrote it"
+      )
   paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
   spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
   return LiveFiles(description, journals, spans, records)
 
 
 def read_journals(folder: Path, shards: int) -> list[list[Event]]:
-  """Returns the journals of a cell that is to go on, empty if it did nothing.
-
-  Raises:
-    ValueError: if they are not all there, or not what a run wrote.
-  """
+  """Returns the journals of a cell that is to go on, empty if it did nothing;
+  ValueError if they are not all there, or not what a run wrote."""
   paths = [journal_path(folder, index) for index in range(shards)]
   journals = [read_journal(path) for path in paths]
   sinks = [records_path(folder, index) for index in range(shards)]
@@ -104,28 +102,10 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
   return journals
 
 
-def first_ticket(journal: Sequence[Event]) -> float:
-  """Returns when the first ticket was sent, in seconds; clocks that start with
-  the run count the time in which workers come, too."""
+def first_ticket(journal: Journal) -> float:
+  """Returns when the first ticket was sent, by the journal's clock."""
   sent = (event.time for event in journal if event.action in STARTS)
   return next(sent, journal[0].time if journal else 0.0)
-
-
-def _records(folder, journals):
-  """Reads the records of each shard, and checks that they are all there."""
-  result, out = storage.read_json(folder / "result.json"), []
-  for index, journal in enumerate(journals):
-    path = records_path(folder, index)
-    out.append(read_records(path))
-    count = len(out[-1].loss)
-    if path.exists() or result:
-      check_records(path, count, journal, whole=result is not None)
-    if result and not index and count != result.get("messages"):
-      raise ValueError(
-        f"{path} has {count} records, result.json {result.get('messages')}"
-        " messages: one of the two was changed; put it back as the run wrote it"
-      )
-  return out
 
 
 def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
@@ -137,9 +117,7 @@ def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
       yield start, event
 
 
-def spans_by_job(
-  spans: Mapping[int, Sequence[Span]], name: str
-) -> dict[tuple[int, int], Span]:
+def spans_by_job(spans: Spans, name: str) -> dict[tuple[int, int], Span]:
   """Returns the spans of one name, by (worker, seq)."""
   return {
     (worker, span.seq): span
@@ -149,16 +127,9 @@ def spans_by_job(
   }
 
 
-def served(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
-) -> list[tuple[float, float]]:
-  """Returns (start, end) of each stretch in which a shard dealt with messages
-  and sent what followed. They do not overlap.
-
-  A stretch ends, as far as the files tell, when the last worker it sent to has
-  heard of its ticket, or when the next one starts: at most a little later than
-  it really did.
-  """
+def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
+  """Returns (start, end) of each stretch in which a shard dealt with messages:
+  until the last worker has heard of its ticket, or the next stretch starts."""
   heard = spans_by_job(spans, "fetch")
   groups: dict[float, list[Event]] = {}  # rows of one call have one time
   for event in journal:

@@ -20,7 +20,7 @@ from asgd.experiment import checkpoint, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context, Died, NotFinite, due
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import NoSignals, Stopped
+from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 
 _DEATHS = 3  # of an engine's processes without progress in between
@@ -32,17 +32,11 @@ _GUESSING = 0.95  # fraction of log(classes), the loss of uniform guessing; the
 def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
   """Returns whether training made it worse, as far as its losses tell.
 
-  The beginning is the mean of the first messages; the end is that of the last
-  tenth. A run has diverged if it ends more than a fifth above where it began;
-  or if it was more than a fifth above that on the way (in as many messages in a
-  row) and ends no better than uniform guessing (log of the number of classes),
-  as networks with dead units do. A run with a loss that falls throughout never
-  counts as diverged.
-
-  Args:
-    loss: of each message, float[U], in their order.
-    least: messages of the beginning; 8 at least are taken.
-    classes: of the problem.
+  The beginning is the mean of the first `least` messages, 8 at least; the end
+  is that of the last tenth. A run has diverged if it ends more than a fifth
+  above where it began; or if it was more than a fifth above that on the way (in
+  as many messages in a row) and ends no better than uniform guessing, as
+  networks with dead units do. One that falls throughout has not.
   """
   few = max(least, 8)
   if not np.isfinite(loss).all():
@@ -62,26 +56,20 @@ def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
 class _Evaluations:
   """The evaluations of a cell: when they are due, and what came of them."""
 
-  def __init__(self, experiment: Experiment, cell: Cell):
-    """Starts with none."""
-    self._experiment, self._cell = experiment, cell
+  def __init__(self, experiment, cell, engine, rows, diverged):
+    self._experiment, self._cell, self._engine = experiment, cell, engine
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
     self._sharpness = diagnosis.make_sharpness(
       self._problem.loss, self._problem.probe
     )
-    self.rows: list[dict[str, Any]] = []
-    self.diverged = False  # something was not finite
-    self._due: list[int] = []
-    self._checks: set[int] = set()  # those with the sharpness
-
-  def start(self, engine: Any) -> None:
-    """Says when evaluations are due."""
-    config = self._experiment.config
+    self.rows: list[dict[str, Any]] = rows
+    self.diverged: bool = diverged  # something was not finite
+    config = experiment.config
     self._due = due(config["evaluations"], engine.total, engine.quantum)
     count = len(self._due)
     at = np.linspace(0, count - 1, min(config["curvature_checks"], count))
-    self._checks = {self._due[round(i)] for i in at}
+    self._checks = {self._due[round(i)] for i in at}  # with the sharpness
 
   @property
   def next(self) -> int | None:
@@ -89,16 +77,16 @@ class _Evaluations:
     made = len(self.rows)
     return self._due[made] if made < len(self._due) else None
 
-  def is_finished(self, engine: Any) -> bool:
+  @property
+  def finished(self) -> bool:
     """Whether the last evaluation was made, or one after a NaN."""
     if self.diverged:
-      return bool(self.rows) and self.rows[-1]["message"] >= engine.done
+      return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
     return self.next is None
 
-  def evaluate(self, engine: Any) -> dict[str, Any]:
-    """Evaluates the parameters of an engine, at the message that is due;
-    returns the row."""
-    snapshot = engine.snapshot()
+  def evaluate(self) -> dict[str, Any]:
+    """Returns the row of the evaluation that is due, and keeps it."""
+    snapshot = self._engine.snapshot()
     rate = self._plan.schedule
     rate = rate(snapshot.update) if callable(rate) else rate
     batches = snapshot.message * self._plan.batches
@@ -115,7 +103,7 @@ class _Evaluations:
       "examples": batches * self._run.config["batch_size"],
       **snapshot.clock,
       "learning_rate": float(rate),
-      **engine.summary(start, snapshot.message),
+      **self._engine.summary(start, snapshot.message),
       "test_loss": float("nan"),
       "test_accuracy": float("nan"),
       "diverged": self.diverged,
@@ -132,9 +120,10 @@ class _Evaluations:
     self.rows.append(row)
     return row
 
-  def result(self, engine: Any, params: Any) -> dict[str, Any]:
-    """Returns the row of results of an engine at its end."""
-    cell, last, plan = self._cell, self.rows[-1], self._plan
+  def result(self, params: Any) -> dict[str, Any]:
+    """Returns the row of results, with the final parameters."""
+    cell, engine, plan = self._cell, self._engine, self._plan
+    last = self.rows[-1]
     products = [row.get("rate_x_sharpness") for row in self.rows]
     products = sorted(filter(storage.is_finite, products), reverse=True)
     products = products[:2] or [float("nan")]
@@ -168,8 +157,8 @@ class _Evaluations:
 def finished(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
-  """Returns the result of a cell if it is finished, else None; removes what a
-  kill right after its end left. With several processes all make this call."""
+  """Returns the result of a cell if it is finished, else None, and removes what
+  a kill right after its end left. All processes make this call."""
   place = workdir and workdir / "cells" / cell.name
   result = processes.share(place and folder.finished_result(place))
   if result is not None and place is not None:
@@ -192,8 +181,6 @@ def train(
   With several processes all make the same calls; process 0 has the files.
 
   Args:
-    experiment: that the cell is of.
-    cell: which one.
     workdir: folder of the experiment; None where another process has it.
     bar: told how far it is; an `asgd.experiment.progress.ProgressBar`.
     machine: what engines run on.
@@ -220,10 +207,8 @@ def train(
         deaths, before = 0, attempt.start
       deaths += 1
       if deaths == _DEATHS:
-        raise ValueError(
-          f"{cell.name}: {error}; run the same command again to go on from what"
-          " was saved"
-        ) from error
+        message = f"{cell.name}: {error}; {GO_ON} from what was saved"
+        raise ValueError(message) from error
       bar.skip(-attempt.counted)
       bar.line(f"{cell.name}: {error}; on from the last checkpoint")
 
@@ -239,20 +224,27 @@ class _Attempt(contextlib.ExitStack):
     self._board = workdir and workdir / "tensorboard" / cell.name
     self._kind = experiment.kind(cell)
     self.start, self.counted = -1, 0  # messages: before it, and by it
-    self._book = _Evaluations(experiment, cell)
     self._checkpoints, self._log = None, None
+    self._rows, self._diverged = [], False  # of the attempts before
 
   def run(self):
     began = time.monotonic()
     engine = self._open()
-    self._book.start(engine)
+    before = self._rows, self._diverged
+    self._book = _Evaluations(self._experiment, self._cell, engine, *before)
     if self._place is not None:
       self._log = folder.CellLog(self._place, self._board, self._book.rows)
       self.push(_closing(self._log.close))
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
     self._train(engine)
-    result = self._finish(engine, began)
+    params = jax.device_get(engine.snapshot().params)
+    result = self._book.result(params)
+    result["wall_seconds"] = time.monotonic() - began
+    if not self._kind.journaled:
+      self._save(engine)
+    processes.together(lambda: self._write(engine, params, result))
+    engine.discard()
     self._bar.finish(self._cell, result)
     return result
 
@@ -274,7 +266,7 @@ class _Attempt(contextlib.ExitStack):
     )
     self.push(_closing(engine.close))
     if self._kind.journaled:
-      self._book.rows = [row for row in rows if row["message"] <= engine.done]
+      self._rows = [row for row in rows if row["message"] <= engine.done]
     return engine
 
   def _restore(self, rebuild):
@@ -291,13 +283,13 @@ class _Attempt(contextlib.ExitStack):
       restored = notes and (restored and restored[0], *notes)
     if restored is None:
       return None
-    value, self._book.rows, self._book.diverged = restored
+    value, self._rows, self._diverged = restored
     return value
 
   def _train(self, engine):
     """Trains to the last evaluation, or to the first after a NaN."""
     book, config, saved = self._book, self._experiment.config, time.monotonic()
-    while not book.is_finished(engine):
+    while not book.finished:
       target = book.next
       progress = engine.advance(target)
       for line in progress.news:
@@ -313,23 +305,20 @@ class _Attempt(contextlib.ExitStack):
             " as diverged and go on"
           )
       if engine.done >= target:
-        row = book.evaluate(engine)
+        row = book.evaluate()
         if self._log is not None:
           self._log.write(row)
       is_old = time.monotonic() - saved >= config["checkpoint_seconds"]
       told = processes.gather([is_old, self._signals.received])
       is_due, signal_number = bool(told[0, 0]), int(told[:, 1].max())
-      if book.is_finished(engine):
+      if book.finished:
         break
       left = engine.stop() if signal_number else ""
       if (is_due or signal_number) and self._save(engine):
         saved = time.monotonic()
       if signal_number:
-        raise Stopped(
-          f"stopped in {self._cell.name} at message {engine.done}{left}; run"
-          " the same command again to go on",
-          signal_number,
-        )
+        place = f"{self._cell.name} at message {engine.done}{left}"
+        raise Stopped(f"stopped in {place}; {GO_ON}", signal_number)
 
   def _save(self, engine) -> bool:
     """Writes a checkpoint, if the engine can give one now."""
@@ -344,28 +333,16 @@ class _Attempt(contextlib.ExitStack):
     )
     return True
 
-  def _finish(self, engine, began):
+  def _write(self, engine, params, result):
     """Writes what is kept of a finished cell, result.json last."""
-    params = jax.device_get(engine.snapshot().params)
-    result = self._book.result(engine, params)
-    result["wall_seconds"] = time.monotonic() - began
-    if not self._kind.journaled:
-      self._save(engine)
-
-    def write():
-      place = self._place
-      if place is None:
-        return
-      storage.save_columns(place / "records.npz", engine.records())
-      for name, content in engine.extras().items():
-        storage.write_atomically(place / name, content)
-      content = flax.serialization.to_bytes(params)
-      storage.write_atomically(place / "params.msgpack", content)
-      storage.write_json(place / "result.json", result)
-
-    processes.together(write)
-    engine.discard()
-    return result
+    if self._place is None:
+      return
+    storage.save_columns(self._place / "records.npz", engine.records())
+    for name, content in engine.extras().items():
+      storage.write_atomically(self._place / name, content)
+    content = flax.serialization.to_bytes(params)
+    storage.write_atomically(self._place / "params.msgpack", content)
+    storage.write_json(self._place / "result.json", result)
 
 
 def _closing(close: Callable[[], None]):

@@ -14,7 +14,7 @@ from asgd.live import faults as faults_lib
 
 @dataclasses.dataclass
 class Machine:
-  """What the engines of one command are given; see the module."""
+  """What the engines of one command are given."""
 
   memory_dir: str = "/dev/shm"  # where the shared memory of live runs is made
   grace_seconds: float = 20.0  # for live workers to finish when stopped
@@ -28,11 +28,7 @@ class Machine:
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
 
   def share(self, value: Any) -> Any:
-    """Returns a reference to a value in Ray's object store, starting Ray.
-
-    Raises:
-      ValueError: as `ray_runtime.start`.
-    """
+    """Returns a reference to a value in Ray's object store, starting Ray."""
     if not self._shared:
       ray_runtime.start(self.address, allow_network=self.allow_network)
     if id(value) not in self._shared:

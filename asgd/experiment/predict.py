@@ -5,26 +5,24 @@ from the end of the worker's job before if that is later, until its message was
 there. So the time of the server, and of waiting for it, is part of a job. Time
 in which the protocol held a worker back is not: neither that before a ticket,
 nor that of a message which waited for others of its round (known if the run
-wrote its spans). The same protocol is then played with these durations.
-
-Joining and compiling are not compared: clocks start with the message by which
-every worker has handed one in.
+wrote its spans). The same protocol is then played with these durations. Clocks
+start with the message by which every worker has handed one in.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from asgd import base
-from asgd.experiment import live_files, replay
-from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.live.spans import Span
+from asgd.experiment import live_files
+from asgd.experiment.live_files import Journal, Spans
 from asgd.orders import protocol
 from asgd.orders.trace import Event, Ledger, from_events
 
 _LEAST = 1e-9  # seconds that a job takes
+SHORT = "the run is too short to be measured; use a larger --config.epochs"
 
 
 class MeasuredJob(NamedTuple):
@@ -41,17 +39,8 @@ class Outcome(NamedTuple):
   """A run of a cell, live or simulated."""
 
   began: float  # when the first ticket was sent, in seconds
-  time: np.ndarray  # float64[U], of each message, in seconds
-  worker: np.ndarray  # int32[U]
-  staleness: np.ndarray  # int32[U]
-  loss: np.ndarray  # float32[U]
+  records: base.Records  # with times in seconds
   accuracy: float  # at the end; NaN if it is not known
-
-
-def of_records(records: base.Records, began: float, accuracy: float) -> Outcome:
-  """Returns what a comparison needs of records."""
-  columns = records.time, records.worker, records.staleness, records.loss
-  return Outcome(began, *columns, accuracy)
 
 
 def _handed_in(journal, spans):
@@ -73,9 +62,7 @@ def _handed_in(journal, spans):
   return out
 
 
-def jobs(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]]
-) -> list[MeasuredJob]:
+def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
   ends = _handed_in(journal, spans)
   free: dict[int, float] = {}  # when a worker ended its last job
@@ -94,22 +81,16 @@ def jobs(
 
 
 def all_there(worker: np.ndarray, workers: int) -> int:
-  """Returns how many messages it took until each worker had handed one in.
-
-  Raises:
-    ValueError: if one of them never did.
-  """
+  """Returns how many messages it took until each worker had handed one in;
+  ValueError if one of them never did."""
   there, firsts = np.unique(worker, return_index=True)
   missing = np.setdiff1d(range(workers), there)
   if missing.size:
-    raise ValueError(
-      f"worker {missing[0]} handed in nothing: there is no time of its jobs to"
-      " be measured; train longer (--config.epochs)"
-    )
+    raise ValueError(f"worker {missing[0]} handed in nothing: {SHORT}")
   return int(firsts.max()) + 1
 
 
-def joins(journal: Sequence[Event], workers: int) -> list[float]:
+def joins(journal: Journal, workers: int) -> list[float]:
   """Returns when each worker came first, in seconds since the first ticket was
   sent, or 0 if that is later; a worker that never came counts as the last."""
   times, began = {}, live_files.first_ticket(journal)
@@ -128,22 +109,15 @@ def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
 
 
 def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
-  """Returns the times of each worker's jobs once all are at work: without those
-  begun before that, and the first after a worker has come, which compile.
-
-  Raises:
-    ValueError: if of some worker nothing is left.
-  """
+  """Returns the times of each worker's jobs begun once all are at work, without
+  first ones, which compile; ValueError if a worker has none."""
   there = all_there(np.array([job.worker for job in jobs], int), workers)
   zero = jobs[there - 1].received
   late = [job for job in jobs if job.start >= zero and not job.first]
   rows = in_order(late, workers)
   if [] in rows:
-    raise ValueError(
-      f"worker {rows.index([])} did no job after all {workers} workers were"
-      " there: the run is too short to be measured; train longer"
-      " (--config.epochs)"
-    )
+    idle = f"worker {rows.index([])} did no job after all {workers} had come"
+    raise ValueError(f"{idle}: {SHORT}")
   return rows
 
 
@@ -153,14 +127,8 @@ def play(
   comes: Sequence[float],
   messages: int,
 ) -> base.Trace:
-  """Plays the protocol of a live run.
-
-  Args:
-    rules: the protocol.
-    streams: of each worker, the times of its jobs.
-    comes: when each worker joins.
-    messages: jobs in all.
-  """
+  """Plays the protocol of a live run until so many messages are received;
+  `streams` gives the times of each worker's jobs, `comes` when it joins."""
   rows: list[Event] = []
   dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
   # Heap of (time, number, worker, seq): a job's number is 0 or more.
@@ -182,20 +150,6 @@ def play(
   return from_events(rows)
 
 
-def simulate(plan: ServerPlan, seed: int, trace: base.Trace) -> Outcome:
-  """Trains a cell, of a plan and a seed, in the order of a trace as a live run
-  does."""
-  params, records = replay.obey(plan, seed, [trace])
-  accuracy = plan.problem.evaluate(params).accuracy
-  return of_records(records, float(trace.time[0]), accuracy)
-
-
-def smooth(loss: np.ndarray, width: int) -> np.ndarray:
-  """Returns the means over `width` losses, float[U - width + 1]."""
-  sums = np.cumsum(np.concatenate([[0.0], np.asarray(loss, float)]))
-  return (sums[width:] - sums[:-width]) / width
-
-
 class Curve(NamedTuple):
   """The loss of a run against time."""
 
@@ -213,22 +167,21 @@ class Curve(NamedTuple):
 
 
 def curve(run: Outcome, zero: int) -> Curve:
-  """Returns the loss, over a fortieth of the run, against time.
-
-  Messages up to number `zero` are left out, and the clock starts with that one;
-  0 starts it with the first ticket.
-  """
-  loss = run.loss[zero:]
+  """Returns the loss, over a fortieth of the run, after message number `zero`
+  against the time since then; 0 is the first ticket."""
+  times, loss = run.records.time, np.asarray(run.records.loss[zero:], float)
   width = max(len(loss) // 40, 1)
-  start = run.time[zero - 1] if zero else run.began
-  return Curve(run.time[zero + width - 1 :] - start, smooth(loss, width))
+  sums = np.cumsum(np.concatenate([[0.0], loss]))
+  start = times[zero - 1] if zero else run.began
+  means = (sums[width:] - sums[:-width]) / width
+  return Curve(times[zero + width - 1 :] - start, means)
 
 
 def rate(run: Outcome, zero: int) -> float:
-  """Returns messages per second from message number `zero` on; NaN if there
-  are none."""
-  seconds = run.time[-1] - run.time[zero - 1]
-  return (len(run.time) - zero) / seconds if seconds > 0 else float("nan")
+  """Returns messages per second from number `zero` on, NaN without any."""
+  times = run.records.time
+  seconds = times[-1] - times[zero - 1]
+  return (len(times) - zero) / seconds if seconds > 0 else float("nan")
 
 
 BUSY = "the server is busy"  # a share, the others are seconds
@@ -237,11 +190,10 @@ _PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
-  journal: Sequence[Event], spans: Mapping[int, Sequence[Span]], zero: float
+  journal: Journal, spans: Spans, zero: float
 ) -> dict[str, float] | None:
-  """Returns the means of the parts of a job, from its ticket to its receipt,
-  and the share of the time that the server is busy; None without spans. Jobs
-  that began before `zero` are left out."""
+  """Returns the means of the parts of a job from its ticket on, of those begun
+  after `zero`, and the share of time the server is busy; None without spans."""
   kinds = ("fetch", "compute", "push")
   pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
   lengths = []

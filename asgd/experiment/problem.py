@@ -24,19 +24,8 @@ def load(
   data_dir: str | None = None,
   dataset: Dataset | None = None,
 ) -> tuple[Dataset, problems.Problem]:
-  """Loads the data and builds the model, checking that they fit.
-
-  Args:
-    config: resolved; its sections `data` and `model`, `batch_size` and
-      `evaluation_examples` are read.
-    data_dir: where the data's files are; of a text, the file. None looks in
-      the usual places.
-    dataset: one that is loaded already, used as it is.
-
-  Raises:
-    ValueError: for an unknown name, naming the nearest, for files that are not
-      there, and for a model that does not fit the data.
-  """
+  """Loads the data and builds the model of a resolved config, checking that
+  they fit; arguments are those of `cells.build`."""
   section, model = config["data"], dict(config["model"])
   name, kind = section["name"], model.pop("name")
   examples = config["evaluation_examples"]
@@ -52,7 +41,15 @@ def load(
     make, options = problems.classify_sentences, {"weights": weights}
     options["evaluation_examples"] = examples
   else:
-    dataset = dataset or _images(name, data_dir)
+    try:
+      dataset = dataset or data.load(name, data_dir=data_dir)
+    except ValueError as error:
+      if not str(error).startswith("unknown dataset"):
+        raise
+      texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
+      raise ValueError(
+        f"config.data.name: {error}; texts: {texts}; sentences: {tasks}"
+      ) from None
     make, options = problems.classification, {"evaluation_examples": examples}
     options |= {key: section[key] for key in ("augment", "partition")}
   with blame("model"):
@@ -65,18 +62,6 @@ def load(
   return dataset, problem
 
 
-def _images(name, data_dir):
-  try:
-    return data.load(name, data_dir=data_dir)
-  except ValueError as error:
-    if not str(error).startswith("unknown dataset"):
-      raise
-    texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
-    raise ValueError(
-      f"config.data.name: {error}; texts: {texts}; sentences: {tasks}"
-    ) from None
-
-
 def _sentences(section, kind, model, data_dir, dataset):
   """Returns sentences and weights, if there are, and completes `model`."""
   if kind != "bert":
@@ -85,10 +70,8 @@ def _sentences(section, kind, model, data_dir, dataset):
     )
   weights, place, tokenizer = None, model.pop("pretrained", None), None
   if place is not None:
-    try:
+    with blame("model.pretrained"):
       trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"config.model.pretrained: {error}") from error
     for key in trained.sizes:
       if key in model and key != "pooling":
         raise ValueError(
@@ -120,9 +103,7 @@ def _check_fit(config, problem):
     raise ValueError(
       f"config.model {model!r} does not fit config.data {name!r}: {line}"
     ) from error
-  parameters = models.count(shapes)
-  if parameters > _MOST_PARAMETERS:
-    raise ValueError(
-      f"config.model has {parameters:,} parameters; use at most"
-      f" {_MOST_PARAMETERS:,}"
-    )
+  count, most = models.count(shapes), _MOST_PARAMETERS
+  if count > most:
+    size = f"config.model has {count:,} parameters"
+    raise ValueError(f"{size}; use at most {most:,}")

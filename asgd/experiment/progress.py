@@ -22,14 +22,8 @@ class ProgressBar:
     stream: TextIO | None = sys.stderr,
     seconds: float = 15.0,
   ):
-    """Starts.
-
-    Args:
-      total: messages in the whole experiment.
-      describe: (engine, result) -> a few words on a cell that is finished.
-      stream: a bar is drawn if this is a terminal.
-      seconds: between two lines if it is not.
-    """
+    """Starts, with `total` messages to come; `describe(engine, result)` says a
+    cell's result, and without a terminal `seconds` pass between two lines."""
     stream = stream or io.StringIO()  # stderr is None where it was closed
     self._stream = stream
     self._describe = describe or (lambda engine, result: "")
@@ -50,9 +44,8 @@ class ProgressBar:
       self._bar.update(messages)
 
   def update(self, cell: Any, progress: Any) -> None:
-    """Counts messages of a cell, in an `asgd.experiment.engines.Progress`, and
-    shows what they were like (where nothing is ever stale, the loss), and how a
-    live run goes: in short in a bar, in full in a line."""
+    """Counts the messages of an `asgd.experiment.engines.Progress`, and shows
+    what they were like: in short in a bar, in full in a line."""
     self._done += progress.count
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:

@@ -38,19 +38,11 @@ def start(
   allow_network: bool = False,
   memory: int = _MEMORY,
 ) -> None:
-  """Starts or joins a Ray cluster.
+  """Starts a Ray cluster with so many bytes of object store, or joins one;
+  ValueError without Ray, or if it would listen to other machines.
 
-  Ray listens on all interfaces of a machine unless its address is the loopback
-  one, which it does not take from its users as it is: a private function
-  replaces it. That function is replaced here, and what came of it is checked.
-
-  Args:
-    address: of a cluster to join; None starts one on this machine.
-    allow_network: whether Ray may listen beyond this machine.
-    memory: bytes of the object store, if one is started.
-
-  Raises:
-    ValueError: if Ray is not there, or would listen to other machines.
+  Ray listens on all interfaces unless its address is the loopback one, which a
+  private function of it replaces. That is replaced here, and checked.
   """
   check(address, allow_network=allow_network)
   import ray
@@ -94,8 +86,7 @@ def start(
 
 
 def _quieten(ray_worker) -> None:
-  """Keeps Ray from printing a paragraph for each process that dies: the
-  cluster that watches over them says so in a line."""
+  """Keeps Ray from printing a paragraph for each process that dies."""
   said = getattr(ray_worker, "print_to_stdstream", None)
   if said is None or hasattr(said, "quiet"):
     return

@@ -43,15 +43,7 @@ class Replay(NamedTuple):
 def load(
   folder: Path, *, data_dir: str | None = None
 ) -> tuple[cells.Experiment, cells.Cell]:
-  """Builds the experiment of a live cell, of which it is the only cell.
-
-  Args:
-    folder: WORKDIR/cells/NAME.
-    data_dir: where the dataset's files are; None looks in the usual places.
-
-  Raises:
-    ValueError: if the folder holds no live cell, or the data are others.
-  """
+  """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   engines = {"threads": live.THREADS, "ray": live.RAY}
   experiment = cells.build(
@@ -66,22 +58,6 @@ def load(
   return experiment, cell
 
 
-def _traces(folder, description):
-  """The traces of all shards, checked."""
-  traces, totals = [], []
-  for path, events in live_files.read_traces(folder, description):
-    orders.check(events, depth=len(events), path=path)
-    trace = from_events(events)
-    if base.RECEIVE not in trace.action:
-      raise ValueError(
-        f"{path} holds no message that was received: there is nothing to be"
-        " computed (yet)"
-      )
-    traces.append(trace)
-    totals.append([event.totals for event in events])
-  return traces, totals if any(map(any, totals)) else None
-
-
 def obey(
   plan: ServerPlan,
   seed: int,
@@ -90,8 +66,7 @@ def obey(
   **options: Any,
 ) -> tuple[Any, base.Records]:
   """Returns (final parameters, the lead's records) of a cell, trained in the
-  order of the traces of its shards; see `simulator.run_sharded` for `totals`,
-  and `simulator.make_host` for further options."""
+  order of its shards' traces; options are those of `simulator.run_sharded`."""
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
@@ -102,9 +77,9 @@ def obey(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
-  order = {"workers": plan.workers, "totals": totals}
+  data |= {"workers": plan.workers, "totals": totals}
   sharded = simulator.run_sharded(
-    plan.server, plan.worker, params, traces, **order, **options, **data
+    plan.server, plan.worker, params, traces, **options, **data
   )
   parts = [jax.device_get(state.params) for state in sharded.states]
   whole = sharding.join(sharding.make_plan(params, len(traces)), parts)
@@ -126,10 +101,20 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
-  traces, totals = _traces(folder, description)
+  traces, totals = [], []
+  for path, events in live_files.read_traces(folder, description):
+    orders.check(events, depth=len(events), path=path)
+    traces.append(from_events(events))
+    totals.append([event.totals for event in events])
+    if base.RECEIVE not in traces[-1].action:
+      raise ValueError(
+        f"{path} holds no message that was received: there is nothing to be"
+        " computed (yet)"
+      )
   experiment, cell = load(folder, data_dir=data_dir)
   plan = experiment.plan(cell)
   group = live_clusters.group(plan)
+  totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
   result = storage.read_json(folder / "result.json") or {}
   return Replay(

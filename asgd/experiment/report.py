@@ -1,8 +1,7 @@
-"""What an experiment says: a line and warnings for each cell, and at its end a
-table and a figure."""
+"""What an experiment says: a line for each cell, a table and a figure."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from asgd import text_table
 from asgd.experiment import figure, folder, storage
 from asgd.experiment.cells import Experiment
 from asgd.experiment.engines import Column
+from asgd.experiment.figure import Row, Rows
+from asgd.experiment.schema import Engines
 
-Row = Mapping[str, Any]  # of a result.json
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
 # Columns of every table; those of engines follow.
@@ -34,18 +34,14 @@ _COMMON = (
 )
 
 
-def percent(value: float | None) -> str:
-  """Returns a share for people, a dash where it is not known."""
-  return f"{100 * value:.1f} %" if storage.is_finite(value) else "-"
-
-
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
-  """Returns what is said of a cell when it is finished: a line, and warnings
-  with their remedies; `describe` is that of its engine."""
-  said = [
-    f"{result['cell']}: accuracy {percent(result['test_accuracy'])},"
-    f" {describe(result)}"
-  ]
+  """Returns what is said of a finished cell: a line, and warnings with their
+  remedies; `describe` is that of its engine."""
+  accuracy, percent = result["test_accuracy"], "-"
+  if storage.is_finite(accuracy):
+    percent = f"{100 * accuracy:.1f} %"
+  cell = result["cell"]
+  said = [f"{cell}: accuracy {percent}, {describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
@@ -55,34 +51,18 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   if known and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
     said.append(
-      f"warning: {result['cell']}: learning rate x sharpness stayed at"
-      f" {product:.2g} or more; at a mean staleness of"
-      f" {result['staleness_mean']:.1f} this algorithm is stable below"
-      f" {limit:.2g} on a quadratic. If the loss suffers, try a learning rate"
-      f" of {lower:.2g}, {remedy}"
+      f"warning: {cell}: learning rate x sharpness stayed at {product:.2g} or"
+      f" more; at a mean staleness of {result['staleness_mean']:.1f} this"
+      f" algorithm is stable below {limit:.2g} on a quadratic. If the loss"
+      f" suffers, try a learning rate of {lower:.2g}, {remedy}"
     )
   if result["diverged"]:
-    said.append(
-      f"warning: {result['cell']}: the loss diverged. Try a lower learning"
-      f" rate, {remedy}"
-    )
+    remedy = f"Try a lower learning rate, {remedy}"
+    said.append(f"warning: {cell}: the loss diverged. {remedy}")
   return said
 
 
-def columns(results: Sequence[Row], engines: Mapping[str, Any]) -> list[Column]:
-  """Returns the columns of the table: those of the engine, or what runs of
-  several engines have in common."""
-  shown = list(_FIRST)
-  if any(storage.is_finite(row.get("test_measure")) for row in results):
-    shown.insert(3, Column("measure %", "test_measure", 100, "{:.1f}"))
-  kinds = {tuple(engines[row["engine"]].columns) for row in results}
-  shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
-  if any((row.get("accepted") or 1) < 1 for row in results):
-    shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
-  return shown
-
-
-def _text(column: Column, group: Sequence[Row]) -> str:
+def _text(column: Column, group: Rows) -> str:
   """A cell of the table: the mean over seeds, or the value that all have."""
   values = [row.get(column.key) for row in group]
   match values[0]:
@@ -106,7 +86,7 @@ def _text(column: Column, group: Sequence[Row]) -> str:
 _NOT_IN_CSV = {"cell", "seed", "params_sha256", "label"}
 
 
-def _csv_row(group: Sequence[Row]) -> dict[str, Any]:
+def _csv_row(group: Rows) -> dict[str, Any]:
   """All columns of results, numbers as mean and deviation over seeds."""
   first = group[0]
   row = {key: first[key] for key in ("algorithm", "workers")}
@@ -130,12 +110,15 @@ def _csv_row(group: Sequence[Row]) -> dict[str, Any]:
   return row
 
 
-def tabulate(
-  results: Sequence[Row], engines: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], str]:
-  """Returns (CSV rows, text table): one row for each run and number of workers
-  of results, made by engines of these names."""
-  shown = columns(results, engines)
+def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
+  """Returns (CSV rows, text table): a row for a run and number of workers."""
+  shown = list(_FIRST)
+  if any(storage.is_finite(row.get("test_measure")) for row in results):
+    shown.insert(3, Column("measure %", "test_measure", 100, "{:.1f}"))
+  kinds = {tuple(engines[row["engine"]].columns) for row in results}
+  shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  if any((row.get("accepted") or 1) < 1 for row in results):
+    shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
     csv_rows.append(_csv_row(group))
@@ -146,26 +129,19 @@ def tabulate(
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def heading(experiment: Experiment, results: Sequence[Row]) -> str:
-  """Returns what the experiment is, and what its data were."""
+def write(workdir: Path, experiment: Experiment) -> None:
+  """Writes table and figure of a folder's finished cells, and says where."""
+  results = folder.read_results(workdir)
+  places = [workdir / "cells" / row["cell"] for row in results]
+  rows = [row for place in places for row in folder.read_rows(place)]
+  csv_rows, table = tabulate(results, experiment.engines)
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  seeds = "1 seed" if seeds == 1 else f"{seeds} seeds"
-  what = f"{dataset.name}, {config['model']['name']}, {budget}, {seeds}"
-  return f"{what}\ndata: {dataset.source}"
-
-
-def write(workdir: Path, experiment: Experiment) -> None:
-  """Writes table and figure of all finished cells of a folder, prints the table
-  and says where everything is."""
-  results = folder.read_results(workdir)
-  places = [workdir / "cells" / row["cell"] for row in results]
-  rows = [row for place in places for row in folder.read_rows(place)]
-  csv_rows, table = tabulate(results, experiment.engines)
-  title = heading(experiment, results)
+  what = f"{dataset.name}, {config['model']['name']}, {budget}, {seeds} seed"
+  title = f"{what}{'s' * (seeds != 1)}\ndata: {dataset.source}"
   points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))

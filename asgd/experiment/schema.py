@@ -1,15 +1,15 @@
 """The one config: its keys, their defaults and what each may be.
 
-A config says what is trained (data, model), for how long, and with what runs. A
-run names an engine and a recipe; every other key of it is a setting of that
-engine, an option of that recipe, or a shared key that is other for this run.
-So one config may hold a simulation, live training and a pipeline side by side.
+A config says what is trained, for how long, and with what runs. A run names an
+engine and a recipe; every other key of it is a setting of that engine, an
+option of that recipe, or a shared key that is other for this run.
 
 `resolve` gives plain data with every key; `override` applies the keys of a
 command line; `runs` gives each run the whole config as it holds for that run.
 """
 
 import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -41,10 +41,11 @@ class Section(NamedTuple):
   options: Any  # (the section's value) -> names of the others
 
 
+_sweep = functools.partial(checks.several, distinct=True, least=1)
 _COUNT = checks.whole(0)
 _EPOCHS = checks.number(most=1e6)
 
-# Keys that are shared by the runs of an experiment, whatever their engines.
+# Keys that the runs of an experiment share, whatever their engines.
 SHARED: dict[str, Any] = {
   "data": {
     "name": Setting("digits", checks.text),
@@ -57,12 +58,8 @@ SHARED: dict[str, Any] = {
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
   "engine": Setting("simulate", checks.text),  # of runs that name none
-  "workers": Setting(
-    (8,), checks.several(checks.whole(1, 10_000), distinct=True, least=1)
-  ),
-  "seeds": Setting(
-    (0,), checks.several(checks.whole(0, 2**32 - 1), distinct=True, least=1)
-  ),
+  "workers": Setting((8,), _sweep(checks.whole(1, 10_000))),
+  "seeds": Setting((0,), _sweep(checks.whole(0, 2**32 - 1))),
   "batch_size": Setting(32, checks.whole(1, 10**7)),  # of one gradient
   "epochs": Setting(1.0, checks.number(most=1e9, above=True)),
   # Instead of epochs: training examples, over all workers.
@@ -95,8 +92,7 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 
 
 class Run(NamedTuple):
-  """One run of an experiment: cells are this with a number of workers and a
-  seed."""
+  """One run; cells are this with a number of workers and a seed."""
 
   label: str  # in the config, and of folders
   title: str  # for people
@@ -106,6 +102,7 @@ class Run(NamedTuple):
   config: dict[str, Any]  # the whole config, as it holds for this run
 
 
+Config = ml_collections.ConfigDict | Mapping[str, Any]
 Engines = Mapping[str, Any]  # name -> `asgd.experiment.engines.EngineKind`
 
 
@@ -132,11 +129,7 @@ def keys_of(node: Any) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-  """Returns a value with tuples as lists, as JSON gives it back.
-
-  Raises:
-    ValueError: for what is not plain data.
-  """
+  """Returns a value as JSON gives it back; ValueError if it is not plain."""
   if isinstance(value, Mapping):
     return {str(key): plain(inner) for key, inner in value.items()}
   if isinstance(value, (list, tuple, range)):
@@ -148,12 +141,8 @@ def plain(value: Any) -> Any:
   return value
 
 
-def as_dict(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
-  """Returns a config file's value as a dict of its own.
-
-  Raises:
-    ValueError: if it is no mapping.
-  """
+def as_dict(config: Config) -> dict[str, Any]:
+  """Returns a config as a dict of its own; ValueError if it is no mapping."""
   if isinstance(config, ml_collections.ConfigDict):
     config = config.to_dict()
   if not isinstance(config, Mapping):
@@ -164,15 +153,12 @@ def as_dict(config: ml_collections.ConfigDict | Mapping) -> dict[str, Any]:
 
 
 def _unknown(key: str, known: Any, where: str = "") -> ValueError:
-  last = key.rsplit(".", 1)[-1]
-  return ValueError(
-    f"unknown config key {key!r}{where}; {names.nearest(last, known)}"
-  )
+  nearest = names.nearest(key.rsplit(".", 1)[-1], known)
+  return ValueError(f"unknown config key {key!r}{where}; {nearest}")
 
 
 def _section(value: Any, node: Any, key: str) -> Any:
-  """Returns the value of a key, "" for the whole config, with its defaults
-  filled in, checked."""
+  """Returns the value of a key ("": all), checked, with defaults filled in."""
   if isinstance(node, Setting):
     listed = isinstance(node.default, (tuple, list))
     if listed and isinstance(value, str):
@@ -204,16 +190,9 @@ def _section(value: Any, node: Any, key: str) -> Any:
   }
 
 
-def resolve(
-  config: ml_collections.ConfigDict | Mapping, engines: Engines
-) -> dict[str, Any]:
-  """Returns the config as plain data, with defaults filled in and every value
-  checked: keys of SHARED, and of the sections of these engines.
-
-  Raises:
-    ValueError: for a key that means nothing, naming the nearest that does, and
-      for a value out of range, naming the key.
-  """
+def resolve(config: Config, engines: Engines) -> dict[str, Any]:
+  """Returns the config as plain data, with defaults. ValueError names a key of
+  neither SHARED nor these engines, or with a value out of range."""
   resolved = _section(as_dict(config), sections(engines), "")
   for label in resolved["only"]:
     names.lookup("label in config.only", label, resolved["runs"])
@@ -248,9 +227,8 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
       )
     titles[title] = label
     engine = entry.get("engine", config["engine"])
-    with checks.blame(
-      f"runs.{label}.engine" if "engine" in entry else "engine"
-    ):
+    where = f"runs.{label}.engine" if "engine" in entry else "engine"
+    with checks.blame(where):
       kind = names.lookup("engine", engine, engines)
     yield label, entry, kind
 
@@ -262,12 +240,8 @@ def _keys_of_engine(kind, entry) -> list[str]:
 
 
 def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
-  """Returns the runs of a resolved config that are chosen, by their labels.
-
-  Raises:
-    ValueError: for a key of a run that means nothing to its engine and its
-      recipe, and for values out of range.
-  """
+  """Returns the runs of a resolved config that are chosen, by their labels,
+  with errors as of `resolve`."""
   keys, chosen = sections(engines), {}
   for label, entry, kind in _entries(config, engines):
     recipe = entry.get("recipe", kind.default_recipe)
@@ -326,23 +300,13 @@ def _option(value, key):
 
 
 def override(
-  config: ml_collections.ConfigDict | Mapping,
-  overrides: Mapping[str, Any],
-  engines: Engines,
+  config: Config, overrides: Mapping[str, Any], engines: Engines
 ) -> dict[str, Any]:
-  """Applies the keys of a command line to a config; `resolve` checks it.
+  """Applies the dotted keys of a command line, in its order, to a config.
 
   Another name for a model, an order, durations or an optimizer drops the
   arguments that the config has for the old one; so does another schedule or
   recipe of a run.
-
-  Args:
-    config: of a file.
-    overrides: dotted key -> value, in the order of the command line.
-    engines: that there are.
-
-  Raises:
-    ValueError: for a key below something that is no section.
   """
   config, keys = as_dict(config), sections(engines)
   # Names first, so that arguments of the new name survive in any order.
@@ -395,20 +359,12 @@ def _forget(place, above, key, value, engines, config):
 
 def _options(recipe) -> set[str]:
   """The options of a recipe, none of an unknown one."""
-  known = recipe in algorithms.RECIPES
-  return set(algorithms.options(recipe)) if known else set()
+  return set(algorithms.options(recipe) if recipe in algorithms.RECIPES else ())
 
 
-def retarget(
-  config: Mapping[str, Any], engine: str, engines: Engines
-) -> dict[str, Any]:
-  """Returns a config with all runs on one engine.
-
-  What a run has for another engine is dropped: its settings mean nothing here.
-
-  Raises:
-    ValueError: for an unknown engine, naming the nearest.
-  """
+def retarget(config: Config, engine: str, engines: Engines) -> dict[str, Any]:
+  """Returns a config with all runs on one engine; what a run has for another
+  engine is dropped, as its settings mean nothing here."""
   kind = names.lookup("engine", engine, engines)
   config = as_dict(config)
   config["engine"] = engine
@@ -419,10 +375,7 @@ def retarget(
     own = {k: v for k, v in entry.items() if k != "engine"}
     own.setdefault("recipe", "asgd")
     known = {*_RESERVED, *OF_A_RUN, *_keys_of_engine(kind, own)}
-    foreign = {
-      key
-      for other in engines.values()
-      for key in _keys_of_engine(other, entry)
-    } - known - _options(own["recipe"])
+    others = (_keys_of_engine(other, entry) for other in engines.values())
+    foreign = set().union(*others) - known - _options(own["recipe"])
     entries[label] = {k: v for k, v in own.items() if k not in foreign}
   return config

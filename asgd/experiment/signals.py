@@ -2,12 +2,13 @@
 
 import signal
 
+GO_ON = "run the same command again to go on"  # what a user is told
+
 
 class Signals:
   """Remembers the first request to stop; a second one interrupts at once."""
 
   def __init__(self):
-    """Takes over SIGINT, SIGTERM and SIGHUP of this process."""
     self.received = 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, self._handle)
@@ -29,7 +30,6 @@ class Stopped(Exception):
   """A signal asked for the end, and what was trained has been saved."""
 
   def __init__(self, message: str, signal_number: int):
-    """Says to the user what was stopped where, and by which signal."""
     super().__init__(message, signal_number)
     self.message, self.signal_number = message, signal_number
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ def save_columns(path: Path, columns: Any) -> None:
 
 
 def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
-  """Writes rows as CSV, under all their keys in the order they are met; what
-  is missing or not finite is left empty."""
+  """Writes rows as CSV; what is missing or not finite is left empty."""
   keys = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
   writer = csv.DictWriter(content, keys, lineterminator="\n")
@@ -95,18 +95,18 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_board(folder: Path, **options: Any) -> Any:
-  """Returns a SummaryWriter for TensorBoard, None without tensorboardX."""
+  """Returns a SummaryWriter; without tensorboardX, one that does nothing."""
   try:
     from tensorboardX import SummaryWriter
   except ImportError:
-    return None
+    calls = "add_scalar", "add_histogram_raw", "close"
+    return types.SimpleNamespace(**dict.fromkeys(calls, lambda *_, **__: None))
   return SummaryWriter(str(folder), **options)
 
 
 @contextlib.contextmanager
 def naming_full_disks(folder: Path) -> Iterator[None]:
-  """Turns a full disk's error that names no file into one that names the
-  folder and the remedy."""
+  """Adds the folder and the remedy to a full disk's error without a file."""
   try:
     yield
   except OSError as error:

@@ -164,7 +164,7 @@ def test_it_finds_an_update_that_was_rolled_back(cell):
   found = finding_of("updates", cell)
   assert not found.well  # there was a log
   undone = sum(row.action == base.RECEIVE for row in rows[-21:-1])
-  assert f"1 rollbacks that undid {undone} updates" in found.text
+  assert f"1 rollbacks undid {undone} updates" in found.text
 
 
 def test_it_finds_parameters_that_are_not_those_of_the_trace(cell):

@@ -12,7 +12,8 @@ def pair(name="a-n2-s0", factor=2.0):
   time = np.arange(1.0, 11)
   loss = [9.0, 9, 8, 7, 6, 5, 4, 3, 2, 1]
   live = kit.outcome(time, loss, [0, 1] * 5, [0, 1] + [1] * 7 + [3])
-  other = live._replace(time=factor * time, accuracy=1.0)
+  records = live.records._replace(time=factor * time)
+  other = live._replace(records=records, accuracy=1.0)
   runs = {"live": live, "in order": other, "drawn": other}
   return comparison.LiveComparison(name, runs, 2, None)
 

@@ -202,9 +202,10 @@ def test_the_board_has_curves_and_the_histogram(tmp_path):
   assert found["live/staleness"][0] == (10, [1, 1, 8])
   means = [step for step, _ in found["live/staleness_mean"]]
   assert means == [10, 30]
-  assert set(found) == {*live_figures.scalars(figures([1, 1]))} | {
-    "live/staleness"
-  }
+  rates = {f"live/{name}_per_second" for name in ("updates", "messages")}
+  each = {f"live_workers/{w}_messages_per_second" for w in range(2)}
+  others = {"live/staleness_mean", "live/gap", "live/bytes_per_second"}
+  assert set(found) == rates | each | others | {"live/staleness"}
 
 
 def test_without_tensorboardx_there_is_no_board(tmp_path, monkeypatch):

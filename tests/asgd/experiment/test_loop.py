@@ -188,7 +188,7 @@ def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
 def test_shares_are_whole_groups_and_together_everything():
   exp = exploding(seeds=(0, 1), workers=(2, 3))
   for count in (1, 2, 3, 7):
-    shares = [jobs.Share(i, count).of(exp.cells) for i in range(count)]
+    shares = [jobs.share(exp.cells, i, count) for i in range(count)]
     assert sorted(c for share in shares for c in share) == sorted(exp.cells)
     for share in shares:
       assert len(share) % 2 == 0
