@@ -26,11 +26,15 @@ class Machine:
   spans: bool = False  # write what the devices of a pipeline did when
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
+  _started: bool = dataclasses.field(default=False, init=False)  # Ray, by it
 
   def share(self, value: Any) -> Any:
-    """Returns a reference to a value in Ray's object store, starting Ray."""
+    """Returns a reference to a value in Ray's object store; starts Ray, unless
+    this process has it already."""
     if not self._shared:
-      ray_runtime.start(self.address, allow_network=self.allow_network)
+      self._started = ray_runtime.start(
+        self.address, allow_network=self.allow_network
+      )
     if id(value) not in self._shared:
       import ray
 
@@ -39,6 +43,7 @@ class Machine:
 
   def close(self) -> None:
     """Ends what was started."""
-    if self._shared:
+    if self._started:
       ray_runtime.stop()
-      self._shared.clear()
+      self._started = False
+    self._shared.clear()

@@ -37,9 +37,11 @@ def start(
   *,
   allow_network: bool = False,
   memory: int = _MEMORY,
-) -> None:
+) -> bool:
   """Starts a Ray cluster with so many bytes of object store, or joins one;
   ValueError without Ray, or if it would listen to other machines.
+
+  Returns False if this process has a cluster already, which is then used.
 
   Ray listens on all interfaces unless its address is the loopback one, which a
   private function of it replaces. That is replaced here, and checked.
@@ -49,6 +51,8 @@ def start(
   from ray._private import services
   from ray._private import worker as ray_worker
 
+  if ray.is_initialized():
+    return False
   _quieten(ray_worker)
   # Ray starts programs, which is safe: they do not go on as this process.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
@@ -68,11 +72,11 @@ def start(
         f"--address={address}: no Ray cluster answers there ({error}); is it"
         " started (ray start --head), and the token the same?"
       ) from error
-    return
+    return True
   options.update(include_dashboard=False, object_store_memory=memory)
   if allow_network:
     ray.init(**options)
-    return
+    return True
   with mock.patch.object(
     services, "resolve_ip_for_localhost", lambda host: host
   ):
@@ -83,6 +87,7 @@ def start(
       f"Ray {ray.__version__} does not stay on the loopback interface; use"
       " another version, engine='threads', or --allow_network"
     )
+  return True
 
 
 def _quieten(ray_worker) -> None:

@@ -234,8 +234,7 @@ def test_a_killed_process_is_replaced_and_no_bit_differs(tmp_path, monkeypatch):
     return engines[-1]
 
   monkeypatch.setattr(engine_lib, "_in_processes", remember)
-  machine = Machine(processes=2)
-  machine._started = True  # by `cluster`
+  machine = Machine(processes=2)  # uses what `cluster` started
   (result,) = train_pipelines(exp, tmp_path / "ray", bar=bar, machine=machine)
   assert len(engines) == 2
   assert "the process of devices 1 has died; on from" in bar.lines[0]
