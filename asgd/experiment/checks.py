@@ -117,7 +117,7 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     ) from error
   except ValueError as error:
     message = str(error)
-    if "config." in message:
+    if message.startswith("config."):
       raise
     mark = "." if message.split(" ")[0] in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error

@@ -95,7 +95,7 @@ class _Supervisor:
     )
     self._children.append(child)
     if self._signal:
-      child.send_signal(self._signal)
+      child.terminate()
     for read in (self._print, self._remember, self._await):
       reader = threading.Thread(target=read, args=(number,), daemon=True)
       reader.start()
@@ -127,11 +127,13 @@ class _Supervisor:
     self._deaths.put((number, self._children[number].wait()))
 
   def _pass_on(self, number, frame):
+    """Tells the processes to end: by SIGTERM, as Python may lose the interrupt
+    of a SIGINT that comes while it starts."""
     del frame
     self._signal = number
     for child in self._children:
       with contextlib.suppress(ProcessLookupError):
-        child.send_signal(number)
+        child.terminate()
 
   def _wait(self):
     """Returns the first that failed, (number, status), when all are to end."""

@@ -272,7 +272,7 @@ def test_what_is_wrong_is_said_when_building(digits):
     classify(digits, batch_size=1438)
   with pytest.raises(ValueError, match="batch_size .* not 0"):
     classify(digits, batch_size=0)
-  with pytest.raises(ValueError, match="'shared' or 'sharded', got 'share'"):
+  with pytest.raises(ValueError, match="shared, sharded, not 'share'"):
     classify(digits, partition="share")
 
 
