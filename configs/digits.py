@@ -1,4 +1,4 @@
-"""The main job: what staleness costs, and what cures it, in a minute.
+"""The main job: what staleness costs, and what cures it, in minutes.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
 digits (scikit-learn, 1,437 images); times of workers follow the homogeneous
@@ -6,8 +6,8 @@ gamma model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/digits.py
 
-Test accuracy in percent, mean and standard deviation of three seeds, in about a
-minute on two cores:
+Test accuracy in percent, mean and standard deviation of three seeds, in a
+little over two minutes on two cores:
 
                8 workers     16 workers    32 workers
   DANA-Zero    96.0 ± 0.3    96.5 ± 0.2    96.4 ± 1.0
