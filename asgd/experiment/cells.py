@@ -8,12 +8,12 @@ written or trained.
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from asgd import problems
+from asgd import diagnosis, problems
 from asgd.experiment import checks, problem, schema, storage
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
@@ -59,6 +59,7 @@ class Experiment:
     self.compiled: dict[Any, Any] = {}  # what plans of an engine share
     self._problems = {config["batch_size"]: shared_problem}
     self._plans: dict[tuple[str, int], Any] = {}
+    self._sharpness: dict[int, Callable[[Any], float]] = {}
 
   @functools.cached_property
   def dataset_identity(self) -> dict[str, str]:
@@ -78,6 +79,17 @@ class Experiment:
         shared = self._problems[self.config["batch_size"]]
         self._problems[size] = shared.with_batch_size(size)
     return self._problems[size]
+
+  def sharpness_of(self, run: Run) -> Callable[[Any], float]:
+    """Returns the estimate of a run's sharpness, compiled once for all cells of
+    its batch size."""
+    size = run.config["batch_size"]
+    if size not in self._sharpness:
+      shared = self.problem_of(run)
+      self._sharpness[size] = diagnosis.make_sharpness(
+        shared.loss, shared.probe
+      )
+    return self._sharpness[size]
 
   def plan(self, cell: Cell) -> Any:
     """Returns the plan of a cell, which those that differ in the seed share."""

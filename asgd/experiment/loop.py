@@ -15,7 +15,6 @@ import flax.serialization
 import jax
 import numpy as np
 
-from asgd import diagnosis
 from asgd.experiment import checkpoint, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context, Died, NotFinite, due
@@ -60,9 +59,7 @@ class _Evaluations:
     self._experiment, self._cell, self._engine = experiment, cell, engine
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
-    self._sharpness = diagnosis.make_sharpness(
-      self._problem.loss, self._problem.probe
-    )
+    self._sharpness = experiment.sharpness_of(self._run)
     self.rows: list[dict[str, Any]] = rows
     self.diverged: bool = diverged  # something was not finite
     config = experiment.config

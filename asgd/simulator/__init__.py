@@ -10,4 +10,4 @@ from asgd.simulator.steps import (
   compile_work,
   start,
 )
-from asgd.simulator.stepwise import Simulation, make_host, run_whole
+from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole

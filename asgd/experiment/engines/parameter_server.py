@@ -11,7 +11,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asgd import algorithms, base, diagnosis, orders, problems, sharding
+from asgd import (
+  algorithms,
+  base,
+  diagnosis,
+  orders,
+  problems,
+  sharding,
+  simulator,
+)
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.experiment import checks, storage
@@ -51,6 +59,11 @@ class ServerPlan:
   def batches(self) -> int:
     """Batches in one message."""
     return self.recipe.steps
+
+  @functools.cached_property
+  def host(self) -> simulator.Host:
+    """The engine that simulates the cells, compiled once for all seeds."""
+    return simulator.make_host(self.server, self.worker)
 
   @functools.cached_property
   def curvature_limit(self) -> float:

@@ -26,12 +26,11 @@ class SimulationEngine(engines.Engine):
     self._plan = plan = context.plan
     seed = context.cell.seed
     self._name = context.cell.name
-    self._host = simulator.make_host(plan.server, plan.worker)
     self._trace = plan.trace(seed)
     self._ends = simulator.end_of_message(self._trace)
     self._batch = plan.job_batches(seed)
     init_key, self._root = jax.random.split(jax.random.key(seed))
-    simulation = self._host.init(plan.problem.init(init_key), plan.workers)
+    simulation = plan.host.init(plan.problem.init(init_key), plan.workers)
     restored = context.restore(lambda saved: _unpack(saved, simulation))
     new = simulation, simulator.concatenate([])
     self._simulation, records = restored or new
@@ -42,7 +41,7 @@ class SimulationEngine(engines.Engine):
   def advance(self, until: int) -> engines.Progress:
     """Obeys the trace, not past message `until`."""
     end = min(self.done + self._pace.begin(), until)
-    self._simulation, part = self._host.run(
+    self._simulation, part = self._plan.host.run(
       self._simulation,
       self._trace,
       int(self._ends[end - 1]),
