@@ -1,7 +1,10 @@
 """What all tests share: eight CPU devices, as a pipeline's tests need several
-and JAX makes them once in a process, and a folder of compiled programs."""
+and JAX makes them once in a process, and how and where programs are compiled.
+
+`XLA_FLAGS= python -m pytest ...` compiles them as XLA does on its own."""
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 # Processes, those that tests start among them, compile a program once.
@@ -12,6 +15,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # A process that is killed as it writes leaves half an entry.
 _HALF = "Error reading persistent compilation cache entry"
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_HALF}")
+# Code generation that takes two thirds of the time. XLA ends a process that
+# names a flag it does not have.
+if metadata.version("jaxlib").startswith("0.10."):
+  os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 import jax  # noqa: E402  reads the environment
 import pytest  # noqa: E402
@@ -46,9 +53,11 @@ def float64():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """For equalities up to rounding: what runs for a moment is not optimised."""
+  """What runs for a moment is not optimised, here and in processes of tests."""
   jax.config.update("jax_disable_most_optimizations", True)
-  yield
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    yield
   jax.config.update("jax_disable_most_optimizations", False)
   jax.clear_caches()  # of functions that JAX itself has, such as random.normal
 

@@ -9,6 +9,7 @@ the whole read more than their own rows.
 import functools
 import math
 import operator
+from collections.abc import Iterator
 
 import jax
 import jax.extend
@@ -67,7 +68,7 @@ def _turn(algorithm, worker, staleness, params, state, sent, message):
   return params, state, updates, ticket
 
 
-def _differences(plan, what, whole, *parts):
+def _compare(plan, what, whole, *parts):
   """Tells where the parts are not the whole."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
@@ -82,9 +83,17 @@ def _differences(plan, what, whole, *parts):
       yield f"{what} {path} reads more than its own rows"
 
 
-def _train(algorithm, structs, totals):
-  """Trains the whole and both parts, compiled as one program, on random
-  messages, and tells where they differ."""
+def differences(
+  algorithm: base.Algorithm, structs: optax.Params, *, totals: bool = False
+) -> Iterator[str]:
+  """Yields where the parts of an algorithm come to something else than the
+  whole, both trained on random messages, in one program.
+
+  Args:
+    algorithm: what is tried.
+    structs: arrays, or shapes and dtypes, of a few rows of each leaf.
+    totals: see `check`.
+  """
   plan, rng = _halves(structs), np.random.default_rng(0)
   quickly = functools.partial(  # as compiling takes most of the time
     jax.jit,
@@ -133,8 +142,8 @@ def _train(algorithm, structs, totals):
       *(params, states, sent[-1 - staleness], message),
     )
     sent.append(ticket)
-    yield from _differences(plan, "the update of", *updates)
-    yield from _differences(plan, "what is sent of", *ticket)
+    yield from _compare(plan, "the update of", *updates)
+    yield from _compare(plan, "what is sent of", *ticket)
 
 
 def check(
@@ -190,7 +199,8 @@ def check(
       if [*_operations(programs[0])] != [*_operations(programs[1])]:
         reason = "it is another program at another number of rows"
     with jax.enable_x64(True):
-      reason = reason or next(_train(algorithm, small, totals), None)
+      told = differences(algorithm, small, totals=totals)
+      reason = reason or next(told, None)
   except Exception as error:
     kind, failure = type(error).__name__, error
     reason = f"it fails on a part of the rows ({kind}: {error})"

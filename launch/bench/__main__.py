@@ -22,7 +22,7 @@ _BENCHMARKS = {  # name -> what runs it, its flags
 }
 _F = flags.define(
   {
-    "rounds": (int, None, "Turns. Default: 9, 6 (pipeline), 5 (parallel)."),
+    "rounds": (int, None, "Turns. Default: 9, 3 (pipeline), 5 (parallel)."),
     "block": (int, 24, "Updates of a turn (simulator)."),
     "batch_size": (int, 64, "Images in a batch (simulator)."),
     "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),

@@ -261,7 +261,7 @@ def _memory():
       printed.row(f"{table.name}, {device}", *megabytes)
 
 
-def run(rounds: int = 6, peer: str | None = None) -> None:
+def run(rounds: int = 3, peer: str | None = None) -> None:
   """Runs all of it; `peer` is a Python that has torch, None this one."""
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(rounds, peer)

@@ -88,7 +88,7 @@ def play(
   flush: bool,
 ) -> Played:
   """Asks the rule of every idle device, whenever something changes."""
-  clock = _Clock(rule, places, microbatches, cost, every, flush)
+  clock = _Clock(places, microbatches, cost, every, flush)
   for microbatch in range(microbatches):
     clock.come(0.0, 0, microbatch)
   touched = set(clock.idle)
@@ -96,7 +96,7 @@ def play(
     touched |= clock.advance()
     for device in sorted(touched & clock.idle):
       if clock.left:
-        clock.ask(device)
+        clock.ask(device, rule)
     touched.clear()
   return clock.played
 
@@ -104,7 +104,7 @@ def play(
 class _Clock:
   """Simulated time in which devices do what their rule says."""
 
-  def __init__(self, rule, places, microbatches, cost, every, flush):
+  def __init__(self, places, microbatches, cost, every, flush):
     self.states = [RuleState(stages) for stages in stages_of(places)]
     self.idle = set(range(len(self.states)))
     self.played = Played(len(self.states))
@@ -112,8 +112,8 @@ class _Clock:
     self.left = 2 * len(places) * microbatches
     # A heap of (time, number, device, what, stage, microbatch).
     self.events = []
-    self._rule, self._places = rule, places
-    self._cost, self._batches = cost, {"every": every, "flush": flush}
+    self._places, self._cost = places, cost
+    self._batches = {"every": every, "flush": flush}
     columns = cost.forward, cost.backward, cost.input, cost.weight
     self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
@@ -144,11 +144,11 @@ class _Clock:
         self.states[device].queues(what)[stage].append(microbatch)
     return touched
 
-  def ask(self, device):
+  def ask(self, device, rule):
     """Lets a device do what its rule says."""
     state, coming, now = self.states[device], self._coming[device], self._now
     state.time, state.soon = now, coming[0] if coming else math.inf
-    answer = self._rule(device, state)
+    answer = rule(device, state)
     if answer is None:
       return
     steps = (answer,) if isinstance(answer[0], str) else tuple(answer)

@@ -3,10 +3,7 @@
 import collections
 import functools
 import json
-import os
 import signal
-import subprocess
-import time
 import types
 from pathlib import Path
 
@@ -34,8 +31,12 @@ from asgd.experiment.machine import Machine
 from pipeline import analyze, engine, schedules, spans
 from pipeline import table as table_lib
 
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures("quick_compilation"),
+]
+
 ROOT = Path(__file__).parents[2]
-DEADLINE = 240  # seconds until a subprocess is taken to hang
 NAMES = list(schedules.SCHEDULES)
 
 
@@ -314,20 +315,10 @@ def test_processes_need_no_more_gpus_than_there_are():
     engine._check_gpus(1.0, 4, 2.0)
 
 
-def launched(*arguments):
-  return subprocess.Popen(
-    kit.command("train", *arguments),
-    cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
 @pytest.mark.process
-@pytest.mark.slow
-def test_a_killed_command_goes_on_to_the_bit(tmp_path):
+def test_a_killed_command_goes_on_to_the_bit(
+  tmp_path, commands_as_here, no_pictures
+):
   flags = {
     "only": "pipedream",
     "seeds": 0,
@@ -343,18 +334,13 @@ def test_a_killed_command_goes_on_to_the_bit(tmp_path):
     *(f"--config.{key}={value}" for key, value in flags.items()),
     f"--workdir={workdir}",
   ]
-  process = launched(*arguments)
   place = workdir / "cells" / "pipedream-n1-s0"
-  deadline = time.monotonic() + DEADLINE
-  while not list((place / "checkpoints").glob("[0-9]*[0-9]")):
-    assert process.poll() is None and time.monotonic() < deadline
-    time.sleep(0.02)
-  process.send_signal(signal.SIGKILL)
+  saved = functools.partial(place.glob, "checkpoints/[0-9]*[0-9]")
+  process = kit.start("train", *arguments, until=lambda: list(saved()))
+  process.kill()
   process.communicate()
   assert not (place / "result.json").exists()
-  process = launched(*arguments)
-  _, errors = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 0, errors
+  kit.call("train", *arguments, status=0)
   result = json.loads((place / "result.json").read_text())
   names = {}
   exec((ROOT / "configs" / "pipeline_digits.py").read_text(), names)
@@ -366,17 +352,13 @@ def test_a_killed_command_goes_on_to_the_bit(tmp_path):
   assert result["test_loss"] == undisturbed["test_loss"]
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path):
   workdir = tmp_path / "out"
-  process = launched(
+  result = kit.call(
+    "train",
     "--config=configs/pipeline_digits.py",
     "--config.runs.gpipe.schedule=gpip",
     f"--workdir={workdir}",
   )
-  _, errors = process.communicate(timeout=DEADLINE)
-  assert process.returncode == 2
-  (line,) = errors.splitlines()
-  assert "did you mean 'gpipe'?" in line
+  kit.assert_one_line(result, "did you mean 'gpipe'?")
   assert not workdir.exists()

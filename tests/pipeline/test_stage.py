@@ -14,7 +14,10 @@ from kit import normal
 from asgd import models
 from pipeline import stage as stage_lib
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures("quick_compilation", "float64"),
+]
 
 
 def as_float64(params):

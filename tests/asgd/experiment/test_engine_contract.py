@@ -7,6 +7,7 @@ bad key is one line; rows, results and records have columns in common; an
 evaluation changes nothing; a cell in another process is the same cell.
 """
 
+import copy
 import csv
 import json
 import multiprocessing
@@ -172,7 +173,9 @@ def assert_same(engine, workdir, exp, undisturbed):
 def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   engine, looks, tmp_path, machine, undisturbed
 ):
-  exp = build(engine, checkpoint_seconds=0.0)
+  whole, _, _ = undisturbed(engine)  # what it compiled is used again
+  exp = copy.copy(whole)
+  exp.config = {**whole.config, "checkpoint_seconds": 0.0}
   start = ENGINES[engine].start
 
   def in_small_steps(context):
@@ -198,9 +201,8 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   assert not (place / "result.json").exists()
   if engine not in LIVE:  # whose messages are in journals, not in checkpoints
     assert any(p.name.isdigit() for p in (place / "checkpoints").iterdir())
-  again = build(engine)
-  train(again, tmp_path, machine)
-  assert_same(engine, tmp_path, again, undisturbed)
+  train(whole, tmp_path, machine)
+  assert_same(engine, tmp_path, whole, undisturbed)
 
 
 @engines
@@ -385,8 +387,10 @@ def test_evaluating_changes_nothing(engine, tmp_path, machine, undisturbed):
 
 
 @engines
-def test_a_library_call_needs_no_folder_or_says_so(engine, machine):
+def test_a_library_call_needs_no_folder_or_says_so(
+  engine, machine, undisturbed
+):
   if engine in LIVE:
     pytest.skip("the folder is where its journals are")
-  exp = build(engine)
+  exp, _, _ = undisturbed(engine)
   assert train(exp, None, machine)["messages"] == 24

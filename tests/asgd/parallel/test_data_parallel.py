@@ -20,7 +20,10 @@ EXAMPLES, STEPS = 16, 3
 KEY = jax.random.key(7)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures("quick_compilation", "float64"),
+]
 
 
 def weights():
