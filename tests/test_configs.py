@@ -87,6 +87,7 @@ def simulated(exp):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("path", "arg"),
   [
@@ -129,6 +130,7 @@ def one_message(plan, key, batch):
   return before, after, metrics.loss
 
 
+@pytest.mark.slow
 def test_every_run_of_the_main_job_makes_a_step(quick_compilation):
   for plan, seed in simulated(build(ROOT / "configs" / "digits.py")):
     # Two examples of each batch: what is compiled is small.

@@ -390,6 +390,7 @@ ALGORITHMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_cure_runs_inside(name):
   """On one stage there is no staleness, and a cure is plain optax."""

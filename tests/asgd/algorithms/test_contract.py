@@ -255,6 +255,7 @@ def in_turns(recipe):
   return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_of_every_recipe_has_an_effect(name):
   rate = 0.01  # all are stable here

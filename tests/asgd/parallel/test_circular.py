@@ -73,6 +73,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_the_layers_one_by_one_whatever_fills_the_slots(
   shape, monkeypatch

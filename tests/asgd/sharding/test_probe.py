@@ -90,6 +90,7 @@ MIX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIX)
 def test_what_reads_other_rows_is_refused(name):
   message = "not the same on shards: .*(rows|other number).*; use one shard$"

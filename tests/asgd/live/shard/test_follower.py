@@ -152,6 +152,7 @@ def test_a_message_that_is_not_finite_is_refused_by_all():
   check_team(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kind", ["cache", "depth", "round", "norm_depth"])
 def test_one_of_a_team_may_be_killed_at_any_entry(kind, index):
@@ -215,6 +216,7 @@ def test_a_follower_takes_messages_in_the_order_in_which_they_come():
   bench.check_replay()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [0, 3])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_shard_of_its_own_mind_may_be_killed_at_any_entry(index, log):

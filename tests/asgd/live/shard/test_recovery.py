@@ -46,6 +46,7 @@ def open_slots(events):
   return {event.params for seqs in tickets for event in seqs.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("too_early", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_that_is_killed_at_any_entry_is_as_it_was(kind, too_early):
