@@ -90,6 +90,7 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
     (["{}"], "--config to train one|holds no finished live cell"),
     ([], "which run"),
     (["{}", "--config=configs/straggler_digits.py"], "brings its own config"),
+    (["--config=configs/digits.py"], "no run of this config is live"),
     (["{}/cells/nope"], "is not the folder of a cell|no event"),
   ],
 )
