@@ -23,7 +23,7 @@ MISTAKES = {
   ),
   "nested config key": (
     [FILE, "--config.runs.asg.momentum", "1"],
-    "unknown config key 'runs.asg'; did you mean 'asgd'",
+    "unknown config key 'runs.asg' (a new run begins with runs.asg.recipe)",
   ),
   "flag": ([FILE, "--workdri=x"], "Unknown command line flag 'workdri'"),
   "engine": (
