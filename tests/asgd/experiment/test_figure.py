@@ -88,6 +88,44 @@ def test_a_mean_of_what_one_has_not_is_not_known():
   assert np.isnan(figure.mean_and_std(rows[:1], "x")[1])
 
 
+@pytest.mark.parametrize(
+  ("low", "high", "ticks"),
+  [
+    (0, 100, [0, 60, 90, 96, 99, 100]),
+    (87, 97, [88, 90, 92, 95, 96, 97]),
+    (95.4, 97.3, [95.5, 96, 96.5, 97]),
+    (95.9, 96.06, [95.9, 95.95, 96, 96.05]),
+  ],
+)
+def test_accuracies_are_labelled_three_times_and_do_not_collide(
+  low, high, ticks
+):
+  assert figure.accuracy_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+  ("values", "labels"),
+  [
+    ([90, 900], ["100", "200", "500", "1,000"]),
+    ([3000, 64000], ["5,000", "10,000", "20,000", "50,000"]),
+    ([0, 0], None),
+  ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_logarithmic_axis_has_few_labels(values, labels):
+  drawn, ((axis,),) = figure.new_figure(1, 1, 5, 4)
+  axis.plot(values, [1, 2])
+  figure.scale_by_logarithm(axis, "x", values)
+  drawn.canvas.draw()
+  if labels is None:
+    assert axis.get_xscale() == "linear"
+    return
+  low, high = axis.get_xlim()
+  texts = axis.get_xticklabels(which="both")
+  inside = [t for t in texts if low <= t.get_position()[0] <= high]
+  assert [t.get_text() for t in inside if t.get_text()] == labels
+
+
 @pytest.mark.parametrize("swept", [True, False])
 def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   results = SWEPT if swept else SWEPT[:2]
