@@ -127,6 +127,15 @@ def test_the_package_lists_its_commands():
   assert {name for name, _ in named} == (places - library) | {"bench"}
 
 
+@pytest.mark.process
+def test_help_lists_the_flags_of_the_command():
+  text = kit.launch("train", "--help").stdout
+  for flag in ("config", "workdir", "engine", "grace_seconds", "fault"):
+    assert re.search(rf"^  --{flag}: ", text, re.MULTILINE), flag
+  assert "hang" in text
+  assert "--mtbf" not in text
+
+
 def test_the_readme_and_ci_run_the_same_test_command():
   ci = [
     line
