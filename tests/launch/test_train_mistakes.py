@@ -99,6 +99,15 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
   assert not workdir.exists()
 
 
+def test_without_ray_the_run_that_needs_it_is_named(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  arguments = "--config=configs/compare_engines.py", f"--workdir={tmp_path}/out"
+  result = kit.call("train", *arguments)
+  kit.assert_one_line(result, "or use --config.runs.ray.engine=threads")
+  result = kit.call("train", *LIVE, "--engine=ray", *arguments[1:])
+  kit.assert_one_line(result, "or use --config.engine=threads")
+
+
 def test_the_list_names_everything_that_a_config_may():
   text = kit.call("train", "--list", status=0).stdout
   for name in (
