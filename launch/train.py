@@ -51,8 +51,8 @@ _FAULT = (
   f" KIND of {', '.join(faults_lib.KINDS)}; slow:WORKER:SEQ:SECONDS."
 )
 _SPANS = (
-  "Write what each device of a pipeline did when: of a schedule with a flush, in"
-  " the last batch."
+  "Write what each device of a pipeline did when: in the last batch, where the"
+  " schedule has a flush."
 )
 _CONFIG = flags.define_config()
 _F = flags.define(
@@ -62,7 +62,7 @@ _F = flags.define(
     "cells": (str, "1/1", "Share of the cells, I/N."),
     "fault": (list, [], _FAULT),
     "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
-    "gpus_per_process": (float, 0.0, "That Ray reserves for each of those."),
+    "gpus_per_process": (float, 0.0, "Reserved in Ray for each process."),
     "spans": (bool, False, _SPANS),
     "num_processes": (int, 1, "Processes of a mesh, on this machine or more."),
     "process_id": (int, None, "This process's number, from 0."),
@@ -186,7 +186,7 @@ def _open(config):
 
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
-  signals, count = Signals(), _jobs()
+  signals, count = Signals(tells=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has its devices by now
     count = jobs.default_jobs()
