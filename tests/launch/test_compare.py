@@ -21,7 +21,6 @@ def trained(tmp_path_factory, commands_as_here):
     "--config.batch_size=64",
     "--config.epochs=12",
     "--config.live.slowdown=1,2",
-    "--engine=threads",
     f"--workdir={out}",
     status=0,
   )
