@@ -110,9 +110,10 @@ def accuracy_ticks(low: float, high: float) -> list[float]:
   ones that do not collide, and less round ones until there are three."""
   room, ticks = (_spread(high) - _spread(low)) / 8, []
   for step in _STEPS:
-    if step < 1 and len(ticks) >= 3:
-      break
+    enough = len(ticks) >= 3
     for tick in step * np.arange(np.ceil(low / step), high // step + 1):
+      if enough and step < (1 if tick > 90 else 5):
+        continue
       if all(abs(_spread(tick) - _spread(other)) > room for other in ticks):
         ticks.append(float(tick))
   return sorted(ticks)
