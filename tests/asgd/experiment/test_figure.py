@@ -137,3 +137,11 @@ def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   figure.draw(points, results, tmp_path / "figure", "a heading")
   assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert "a heading" in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize("loss", [0.0, float("nan")])
+@pytest.mark.filterwarnings("error")
+def test_it_is_drawn_silently_where_nothing_is_above_0(tmp_path, loss):
+  row = result("A", 8, 0.5, 0.0, test_loss=loss, simulated_time=0.0)
+  rows = [curve(row, update=0, time=0.0)]
+  figure.draw(figure.numbers([row], rows), [row], tmp_path / "figure", "")
