@@ -5,8 +5,9 @@ batches so large that computing is nearly all of the work.
 
   python -m launch.compare --config=configs/straggler_digits.py
 
-trains both with real workers, measures them, and prints when each reached a
-loss, beside simulations with the measured durations.
+trains both with real workers, in threads or with --engine=ray as processes of
+Ray, measures them, and prints when each reached a loss, beside simulations with
+the measured durations.
 """
 
 import ml_collections
@@ -21,6 +22,7 @@ def get_config():
     # An update is the mean of four messages, so at four times the rate.
     ssgd=dict(recipe="ssgd", title="bulk synchronous", learning_rate=0.02),
   )
+  config.engine = "threads"
   config.workers = (4,)
   config.batch_size = 512
   config.epochs = 250.0

@@ -23,7 +23,7 @@ trains a config before, as launch.train does with the same flags.
 import subprocess
 from pathlib import Path
 
-from asgd.experiment import comparison, folder, storage
+from asgd.experiment import comparison, folder, schema, storage
 from launch import flags
 
 _CONFIG = flags.define_config()
@@ -34,6 +34,7 @@ _F = flags.define(
     "out": (str, None, "Folder to write to. Default: that of the cell."),
   }
 )
+_LIVE = ("threads", "ray")
 _EARLY = 0.05  # of the messages, from where on it is said
 
 
@@ -78,7 +79,7 @@ def _compare_cell(place, out):
 def _compare_all(workdir, out):
   """Compares all live cells of an experiment, and them with each other."""
   results = folder.read_results(workdir)
-  live = [row["cell"] for row in results if row["engine"] in ("threads", "ray")]
+  live = [row["cell"] for row in results if row["engine"] in _LIVE]
   if not live:
     raise ValueError(f"{workdir} holds no finished live cell to be compared")
   places = [workdir / "cells" / name for name in live]
@@ -90,6 +91,18 @@ def _compare_all(workdir, out):
   storage.write_csv(stem.with_suffix(".csv"), rows)
   print(f"\n{comparison.race_table(rows, loss)}")
   _draw(comparison.draw_race, cells, loss, stem)
+
+
+def _check_live():
+  """Refuses a config that would be trained for nothing."""
+  engine = _TRAINING["engine"].value
+  config = flags.load_config("configs/straggler_digits.py", engine)
+  runs = schema.runs(config, flags.ENGINES)
+  if not any(run.engine in _LIVE for run in runs.values()):
+    raise ValueError(
+      "no run of this config is live, and none can be compared with its"
+      f" simulation: add --engine={' or --engine='.join(_LIVE)}"
+    )
 
 
 def main(place: str | None = None) -> None:
@@ -104,6 +117,7 @@ def main(place: str | None = None) -> None:
     )
   out = Path(_F["out"].value) if _F["out"].value else None
   if config:
+    _check_live()
     where, command = flags.training_command("compare")
     if subprocess.run(command).returncode:
       raise flags.Failed("compare: launch.train did not end well")

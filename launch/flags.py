@@ -169,7 +169,7 @@ TRAINING = {  # of every command that trains
   "data_dir": (str, None, "Folder or file of the data. Default: look for it."),
   "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
   "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
-  "grace_seconds": (float, 20.0, "For live workers to finish when stopped."),
+  "grace_seconds": (float, 20.0, "Of live workers to finish if stopped."),
   "address": (str, None, "Ray cluster to join. Default: one on this machine."),
   "allow_network": (
     bool,
@@ -227,6 +227,8 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
         raise
       fail(error)
 
+  for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # for --help
   # Libraries' own words about a failure come before our one line about it.
   logging.set_verbosity(logging.FATAL)
   std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)

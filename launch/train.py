@@ -46,20 +46,28 @@ from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
 from launch import flags, listing
 
+_FAULT = (
+  "Faults of live runs, made on purpose: KIND:WORKER:SEQ,... (kill:1:20) with a"
+  f" KIND of {', '.join(faults_lib.KINDS)}; slow:WORKER:SEQ:SECONDS."
+)
+_SPANS = (
+  "Write what each device of a pipeline did when: in the last batch, where the"
+  " schedule has a flush."
+)
 _CONFIG = flags.define_config()
 _F = flags.define(
   {
     **flags.TRAINING,
     "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
     "cells": (str, "1/1", "Share of the cells, I/N."),
-    "fault": (list, [], "Faults of live runs, KIND:WORKER:SEQ (kill:1:20)."),
+    "fault": (list, [], _FAULT),
     "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
-    "gpus_per_process": (float, 0.0, "That Ray reserves for each of them."),
-    "spans": (bool, False, "Write what each device of a pipeline did when."),
+    "gpus_per_process": (float, 0.0, "Reserved in Ray for each process."),
+    "spans": (bool, False, _SPANS),
     "num_processes": (int, 1, "Processes of a mesh, on this machine or more."),
     "process_id": (int, None, "This process's number, from 0."),
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
-    "start_seconds": (float, 60.0, "For all processes to come."),
+    "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
@@ -178,7 +186,7 @@ def _open(config):
 
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
-  signals, count = Signals(), _jobs()
+  signals, count = Signals(tells=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has its devices by now
     count = jobs.default_jobs()

@@ -158,6 +158,8 @@ def _describe_measured(table, facts, measured):
   missing = ""
   if planned > done:
     missing = f"{planned - done} tasks of the table were not measured\n"
+  if table.flush:  # as `spans.SpanLog` keeps them
+    missing += "measured: the last batch; training says the mean of all\n"
   return (
     f"makespan  {plan.makespan:.6g} planned, {run.makespan:.6g} measured\n"
     f"{missing}\n{text_table.format_table(head, rows)}"
@@ -356,7 +358,8 @@ def _dress(axes, schedule, idle, end, room):
   """Writes around the axes; `room` is the height of a row."""
   size = float(np.clip(72 * room * 0.6 / len(idle), 2, 9))
   devices = range(schedule.devices)
-  axes.set(xlim=(0, end), ylim=(schedule.devices, 0), xlabel="time")
+  axes.set(xlim=(0, end), ylim=(schedule.devices, 0))
+  axes.set_xlabel("seconds" if len(idle) > 1 else "time")  # measured or not
   axes.set_yticks([device + 0.5 for device in devices])
   axes.set_yticklabels([f"device {device}" for device in devices])
   axes.tick_params(axis="y", length=0, labelsize=min(size * len(idle), 9))

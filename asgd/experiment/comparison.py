@@ -155,11 +155,18 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
+def _edges(both):
+  """The ends of the pieces of time in which messages are counted."""
+  columns = (run.records.time for run in both.runs.values())
+  longest = max(time[-1] - time[both.zero - 1] for time in columns)
+  return np.linspace(0, longest, _BINS + 1)
+
+
 def _series(both):
   """Yields (panel, kind, xs, values) of the picture."""
   times = {kind: run.records.time for kind, run in both.runs.items()}
   times = {k: t[both.zero :] - t[both.zero - 1] for k, t in times.items()}
-  edges = np.linspace(0, max(time[-1] for time in times.values()), _BINS + 1)
+  edges = _edges(both)
   for kind, curve in _curves(both, both.zero).items():
     counts = np.bincount(both.runs[kind].records.staleness[both.zero :])
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
@@ -194,14 +201,19 @@ def draw(both: LiveComparison, stem: Path) -> None:
       most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
     elif panel == "throughput":
       label = f"{kind}: {predict.rate(run, both.zero):.4g} messages/s"
-      steps.step(x, values, style, where="post", label=label)
+      edges = _edges(both)[: len(x) + 1]
+      line = {"baseline": None, "ls": style, "lw": 1.5, "label": label}
+      steps.stairs(values, edges, **line)
     else:
       label = f"{kind}: accuracy {100 * run.accuracy:.1f} %"
       lines.plot(x, values, style, label=label)
   bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
+  bars.locator_params("x", integer=True)
   steps.set(xlabel="seconds", ylabel="messages per second")
   steps.set_ylim(0)
-  lines.set(xlabel="seconds", ylabel="training loss", yscale="log")
+  lines.set(xlabel="seconds", ylabel="training loss")
+  losses = [line.get_ydata() for line in lines.lines]
+  figure_lib.scale_by_logarithm(lines, "y", np.concatenate(losses))
   for axis in (bars, steps, lines):
     axis.grid(alpha=0.3)
     axis.legend()
@@ -259,7 +271,9 @@ def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
       label = figure_lib.plain_text(f"{both.name}, {kind}")
       axis.plot(*curve, _STYLES[kind], color=f"C{i % 10}", label=label)
   axis.axhline(loss, color="gray", lw=0.8)
-  axis.set(xlabel="seconds", ylabel="training loss", yscale="log")
+  axis.set(xlabel="seconds", ylabel="training loss")
+  drawn = [line.get_ydata() for line in axis.lines]
+  figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
   axis.grid(alpha=0.3)
   axis.legend()
   figure_lib.save(figure, "live, and simulated with measured durations", stem)

@@ -97,8 +97,26 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
   return points
 
 
-_ACCURACY_TICKS = (0, 20, 50, 70, 80, 90, 95, 98, 99, 99.9)
+_STEPS = (10, 5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # of accuracies
 _BEST = 100.3  # percent; where the logarithm of the error would end
+
+
+def _spread(accuracy):
+  return -np.log10(np.maximum(_BEST - accuracy, 1e-3))
+
+
+def accuracy_ticks(low: float, high: float) -> list[float]:
+  """Returns accuracies to be labelled, in percent, at most nine: the roundest
+  ones that do not collide, and less round ones until there are three."""
+  room, ticks = (_spread(high) - _spread(low)) / 8, []
+  for step in _STEPS:
+    enough = len(ticks) >= 3
+    for tick in step * np.arange(np.ceil(low / step), high // step + 1):
+      if enough and step < (1 if tick > 90 else 5):
+        continue
+      if all(abs(_spread(tick) - _spread(other)) > room for other in ticks):
+        ticks.append(float(tick))
+  return sorted(ticks)
 
 
 def _spread_accuracy(axis) -> None:
@@ -106,19 +124,27 @@ def _spread_accuracy(axis) -> None:
   low, high = axis.get_ylim()
   low, high = max(low, 0), min(high, 100)
   axis.set_yscale(
-    "function",
-    functions=(
-      lambda a: -np.log10(np.maximum(_BEST - a, 1e-3)),
-      lambda y: _BEST - 10.0 ** (-y),
-    ),
+    "function", functions=(_spread, lambda y: _BEST - 10.0 ** (-y))
   )
   axis.set_ylim(low, high)
-  ticks = [t for t in _ACCURACY_TICKS if low <= t <= high]
-  if len(ticks) < 2:
-    ticks = np.linspace(low, high, 4).round(1)
-  axis.set_yticks(ticks)
+  axis.set_yticks(accuracy_ticks(low, high))
   axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-  axis.minorticks_off()
+
+
+def scale_by_logarithm(axis: Any, direction: str, values: Any) -> None:
+  """Makes the "x" or "y" axis of drawn values logarithmic if one of them is
+  above 0, with labels such as 20, 50 and 1,000."""
+  from matplotlib import ticker
+
+  if not (np.asarray(values, float) > 0).any():
+    return
+  axis.set(**{f"{direction}scale": "log"})
+  low, high = getattr(axis, f"get_{direction}lim")()
+  subs = (1, 2, 5) if high < 300 * low else (1,)
+  side = getattr(axis, f"{direction}axis")
+  side.set_major_locator(ticker.LogLocator(subs=subs))
+  side.set_major_formatter(lambda value, _: f"{value:,.7g}")
+  side.set_minor_formatter(ticker.NullFormatter())
 
 
 def _draw_run(axis, rows, style, *, panel, level):
@@ -174,8 +200,8 @@ def _loss_limits(axis, rows):
   runs = group_by(rows, "algorithm").values()
   firsts = [run[0]["mean"] for run in runs if np.isfinite(run[0]["mean"])]
   top = 1.1 * max(firsts, default=max(drawn))
-  axis.set_yscale("log")
   axis.set_ylim(0.95 * min(drawn), min(top, 1.05 * max(drawn)))
+  scale_by_logarithm(axis, "y", drawn)
 
 
 def _draw_panel(axis, panel, points, styles, swept):
@@ -190,8 +216,8 @@ def _draw_panel(axis, panel, points, styles, swept):
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.minorticks_off()
-  elif panel.x in (*_CLOCKS, "update") and rows:
-    axis.set_xscale("log")
+  elif panel.x in (*_CLOCKS, "update"):
+    scale_by_logarithm(axis, "x", [row["x"] for row in rows])
   positive = [row["mean"] for row in rows if 0 < row["mean"] < np.inf]
   if panel.y == "test_loss":
     _loss_limits(axis, rows)

@@ -263,13 +263,16 @@ def _on_ray(work, groups, dataset, bar, signals):
 
 def _conclude(ends, signals):
   """Raises what the processes ended with, the worst first."""
-  if signals.received and not ends:
-    ends = [("stopped", f"stopped; {GO_ON}", 0)]
   if not ends:
+    if signals.received:
+      raise Stopped(f"stopped; {GO_ON}", signals.received)
     return
   kind, text, *number = min(ends, key=lambda end: _ENDS.index(end[0]))
   if kind == "crash":
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
     raise ValueError(text)
+  told = (text for _, text, _ in ends)  # "stopped in CELL at ...; GO_ON"
+  places = (t.removeprefix("stopped ").removesuffix(f"; {GO_ON}") for t in told)
+  text = f"stopped {', '.join(places)}; {GO_ON}"
   raise Stopped(text, signals.received or number[0])

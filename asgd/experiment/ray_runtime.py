@@ -15,7 +15,7 @@ def check(
   *,
   allow_network: bool,
   asked: str = "engine='ray'",
-  instead: str = "engine='threads'",
+  instead: str = "--engine=threads",
 ) -> None:
   """Raises ValueError where `start` would, as far as that is known before;
   `asked` is the setting that asks for Ray, `instead` one that does not."""
@@ -85,7 +85,7 @@ def start(
     ray.shutdown()
     raise ValueError(
       f"Ray {ray.__version__} does not stay on the loopback interface; use"
-      " another version, engine='threads', or --allow_network"
+      " another version, --engine=threads, or --allow_network"
     )
   return True
 

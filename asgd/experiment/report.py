@@ -123,9 +123,10 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   for group in figure.group_by(results, "workers", "algorithm").values():
     csv_rows.append(_csv_row(group))
     diverged = sum(bool(row["diverged"]) for row in group)
-    note = f"{diverged} of {len(group)} diverged" if diverged else ""
+    note = f"{diverged} of {len(group)}" if diverged else ""
     text_rows.append([*(_text(column, group) for column in shown), note])
-  header = [*(column.header for column in shown), ""]
+  noted = any(note for *_, note in text_rows)
+  header = [*(column.header for column in shown), "diverged" * noted]
   return csv_rows, text_table.format_table(header, text_rows)
 
 
@@ -144,6 +145,10 @@ def write(workdir: Path, experiment: Experiment) -> None:
   title = f"{what}{'s' * (seeds != 1)}\ndata: {dataset.source}"
   points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
+  cells = {cell.name for cell in experiment.cells}
+  done = len(cells & {row["cell"] for row in results})
+  if done < len(cells):
+    text += f"{done} of {len(cells)} cells; the others are not finished\n"
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)
   storage.write_atomically(workdir / "table.txt", text)

@@ -82,6 +82,7 @@ SHARED: dict[str, Any] = {
 }
 # Shared keys that a run may set for itself.
 OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
+_PLAIN = Setting(None, checks.anything)
 _RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
@@ -167,7 +168,10 @@ def _section(value: Any, node: Any, key: str) -> Any:
       value = [value]
     return node.check(plain(value), key)
   if not isinstance(value, Mapping):
-    raise ValueError(f"config.{key} must be a dict, not {value!r}")
+    named = isinstance(node, Open) or "name" in keys_of(node)
+    asked = named and isinstance(value, str)
+    remedy = f"; set config.{key}.name={value!r}" if asked else ""
+    raise ValueError(f"config.{key} must be a dict, not {value!r}{remedy}")
   if isinstance(node, Open):
     for argument in node.derived:
       if argument in value:
@@ -311,33 +315,56 @@ def override(
   config, keys = as_dict(config), sections(engines)
   # Names first, so that arguments of the new name survive in any order.
   selecting = {"name", "engine", "recipe", "schedule"}
-  order = sorted(overrides, key=lambda p: p.split(".")[-1] not in selecting)
+  order = sorted(
+    overrides, key=lambda p: (p.split(".")[-1] not in selecting, p.count("."))
+  )
   for path in order:
     value = overrides[path]
     *above, key = path.split(".")
-    place = _place(config, keys, above)
+    place = _place(config, keys, above, key, engines)
     if above and place.get(key) != value:
       _forget(place, above, key, value, engines, config)
     place[key] = value
   return config
 
 
-def _place(config, keys, above):
+def _place(config, keys, above, key, engines):
   """Returns the dict that a dotted key's last part is in, made if need be."""
   place, node = config, keys
   for depth, name in enumerate(above):
-    path = ".".join(above[: depth + 1])
+    path, of_runs = ".".join(above[: depth + 1]), above[0] == "runs"
+    if of_runs and depth == 2:
+      node = _nodes_of_run(above[1], place, config, engines)
     below = keys_of(node).get(name)
     if name not in place:
-      if below is None and (depth == 0 or above[0] == "runs"):
-        raise _unknown(path, place if depth else keys)
-      place[name] = default_of(below)
+      new = of_runs and depth == 1
+      if new and (len(above) > 2 or key not in ("recipe", "engine")):
+        other = f" (a new run begins with {path}.recipe)"
+        raise _unknown(path, place, other)
+      if below is None and not new and (depth == 0 or of_runs):
+        raise _unknown(path, node)
+      # A section of a run is laid over that of the config.
+      section = not isinstance(below, Setting)
+      place[name] = {} if of_runs and section else default_of(below)
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
     if not isinstance(place[name], dict):
       raise ValueError(f"config.{path}: {name!r} has no keys below it")
     place, node = place[name], below
   return place
+
+
+def _nodes_of_run(label, entry, config, engines):
+  """Returns all keys of a run."""
+  engine, keys = entry.get("engine", config.get("engine", "simulate")), {}
+  if engine in engines:
+    kind = engines[engine]
+    with checks.blame(f"runs.{label}"):
+      keys = dict.fromkeys(_keys_of_engine(kind, entry), _PLAIN)
+    keys |= {**kind.sections, **keys_of(kind.sections.get(kind.settings))}
+  others = {*_RESERVED, *_options(entry.get("recipe"))}
+  shared = {key: SHARED[key] for key in OF_A_RUN}
+  return dict.fromkeys(others, _PLAIN) | shared | keys
 
 
 def _forget(place, above, key, value, engines, config):

@@ -21,7 +21,6 @@ def trained(tmp_path_factory, commands_as_here):
     "--config.batch_size=64",
     "--config.epochs=12",
     "--config.live.slowdown=1,2",
-    "--engine=threads",
     f"--workdir={out}",
     status=0,
   )
@@ -90,6 +89,7 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
     (["{}"], "--config to train one|holds no finished live cell"),
     ([], "which run"),
     (["{}", "--config=configs/straggler_digits.py"], "brings its own config"),
+    (["--config=configs/digits.py"], "no run of this config is live"),
     (["{}/cells/nope"], "is not the folder of a cell|no event"),
   ],
 )

@@ -203,8 +203,10 @@ def test_shares_of_the_cells_are_together_the_whole(finished, tmp_path):
   workdir, _ = finished
   other = tmp_path / "out"
   for share in ("1/2", "2/2"):
-    finish(*SMALL, *ONE, f"--cells={share}", f"--workdir={other}")
+    result = finish(*SMALL, *ONE, f"--cells={share}", f"--workdir={other}")
     assert len(cells(other)) == int(share[0])
+    incomplete = "1 of 2 cells; the others are not finished\n"
+    assert (incomplete in result.stdout) == (share == "1/2")
   assert bits(other) == bits(workdir)
   ours, theirs = (o / "metrics.jsonl" for o in (other, workdir))
   assert ours.read_text() == theirs.read_text()
@@ -331,6 +333,7 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
     patch.setattr(progress.ProgressBar, "update", update)
     result = kit.call("train", *LONG, "--jobs=2", place)
   assert_stopped(result.returncode, result.stderr, signal.SIGTERM)
+  assert "stopping: what was trained is saved first" in result.stderr
   finish(*LONG, *ONE, place)
   assert_same(workdir, undisturbed)
 
@@ -403,6 +406,6 @@ def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):
   # The remedy that the line names works, and goes on in the same folder.
   explode = [a.replace("on_nan=stop", "on_nan=record") for a in explode]
   recorded = finish(*explode, f"--workdir={workdir}")
-  assert "1 of 1 diverged" in recorded.stdout
+  assert re.search(r" diverged\n-+\n(?s:.*) 1 of 1\n", recorded.stdout)
   broken = folder.finished_result(workdir / "cells" / "nag_asgd-n3-s0")
   assert broken["diverged"]

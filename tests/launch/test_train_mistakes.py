@@ -23,7 +23,7 @@ MISTAKES = {
   ),
   "nested config key": (
     [FILE, "--config.runs.asg.momentum", "1"],
-    "unknown config key 'runs.asg'; did you mean 'asgd'",
+    "unknown config key 'runs.asg' (a new run begins with runs.asg.recipe)",
   ),
   "flag": ([FILE, "--workdri=x"], "Unknown command line flag 'workdri'"),
   "engine": (
@@ -99,6 +99,15 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
   assert not workdir.exists()
 
 
+def test_without_ray_the_run_that_needs_it_is_named(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  arguments = "--config=configs/compare_engines.py", f"--workdir={tmp_path}/out"
+  result = kit.call("train", *arguments)
+  kit.assert_one_line(result, "or use --config.runs.ray.engine=threads")
+  result = kit.call("train", *LIVE, "--engine=ray", *arguments[1:])
+  kit.assert_one_line(result, "or use --config.engine=threads")
+
+
 def test_the_list_names_everything_that_a_config_may():
   text = kit.call("train", "--list", status=0).stdout
   for name in (
@@ -125,6 +134,15 @@ def test_the_package_lists_its_commands():
   places = {path.stem for path in files if path.stem[0] != "_"}
   library = {"flags", "listing"}
   assert {name for name, _ in named} == (places - library) | {"bench"}
+
+
+@pytest.mark.process
+def test_help_lists_the_flags_of_the_command():
+  text = kit.launch("train", "--help").stdout
+  for flag in ("config", "workdir", "engine", "grace_seconds", "fault"):
+    assert re.search(rf"^  --{flag}: ", text, re.MULTILINE), flag
+  assert "hang" in text
+  assert "--mtbf" not in text
 
 
 def test_the_readme_and_ci_run_the_same_test_command():

@@ -311,10 +311,12 @@ def test_gantt_says_the_numbers(tmp_path):
   ):
     assert word in words, word
   assert words.count("33.3%") == 3
+  assert "time" in words
   for i in "0123":
     assert words.count(i) >= 6  # on F and B of three devices
   render.gantt(TABLE, TIMING, path, measured=run)
   words = words_of(path)
+  assert "seconds" in words
   assert words.count("planned 33.3%") == words.count("measured 33.3%") == 3
   assert any(word.startswith("measured makespan 36;") for word in words)
 

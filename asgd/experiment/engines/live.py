@@ -107,7 +107,15 @@ def check_machine(
       f" {remedy} other (slower)"
     ) from error
   if ray:
-    check_ray(machine.address, allow_network=machine.allow_network)
+    run = plans[0].run
+    of_all = run.config["engine"] == run.engine
+    key = "config.engine" if of_all else f"config.runs.{run.label}.engine"
+    check_ray(
+      machine.address,
+      allow_network=machine.allow_network,
+      asked=f"{key}=ray",
+      instead=f"--{key}=threads",
+    )
 
 
 class ShardNews:

@@ -88,6 +88,45 @@ def test_a_mean_of_what_one_has_not_is_not_known():
   assert np.isnan(figure.mean_and_std(rows[:1], "x")[1])
 
 
+@pytest.mark.parametrize(
+  ("low", "high", "ticks"),
+  [
+    (0, 100, [0, 60, 90, 96, 99, 100]),
+    (15, 79, [20, 40, 50, 60, 70, 75]),
+    (87, 97, [88, 90, 92, 95, 96, 97]),
+    (95.4, 97.3, [95.5, 96, 96.5, 97]),
+    (95.9, 96.06, [95.9, 95.95, 96, 96.05]),
+  ],
+)
+def test_accuracies_are_labelled_three_times_and_do_not_collide(
+  low, high, ticks
+):
+  assert figure.accuracy_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+  ("values", "labels"),
+  [
+    ([90, 900], ["100", "200", "500", "1,000"]),
+    ([3000, 64000], ["5,000", "10,000", "20,000", "50,000"]),
+    ([0, 0], None),
+  ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_logarithmic_axis_has_few_labels(values, labels):
+  drawn, ((axis,),) = figure.new_figure(1, 1, 5, 4)
+  axis.plot(values, [1, 2])
+  figure.scale_by_logarithm(axis, "x", values)
+  drawn.canvas.draw()
+  if labels is None:
+    assert axis.get_xscale() == "linear"
+    return
+  low, high = axis.get_xlim()
+  texts = axis.get_xticklabels(which="both")
+  inside = [t for t in texts if low <= t.get_position()[0] <= high]
+  assert [t.get_text() for t in inside if t.get_text()] == labels
+
+
 @pytest.mark.parametrize("swept", [True, False])
 def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   results = SWEPT if swept else SWEPT[:2]
@@ -98,3 +137,11 @@ def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   figure.draw(points, results, tmp_path / "figure", "a heading")
   assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert "a heading" in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize("loss", [0.0, float("nan")])
+@pytest.mark.filterwarnings("error")
+def test_it_is_drawn_silently_where_nothing_is_above_0(tmp_path, loss):
+  row = result("A", 8, 0.5, 0.0, test_loss=loss, simulated_time=0.0)
+  rows = [curve(row, update=0, time=0.0)]
+  figure.draw(figure.numbers([row], rows), [row], tmp_path / "figure", "")

@@ -1,6 +1,7 @@
 """The run loop: what diverged is told, and kept or refused."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from asgd.experiment import folder, jobs, loop, storage
 from asgd.experiment.engines import Died, NotFinite, due
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.experiment.signals import GO_ON, Stopped
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -192,3 +194,17 @@ def test_shares_are_whole_groups_and_together_everything():
     assert sorted(c for share in shares for c in share) == sorted(exp.cells)
     for share in shares:
       assert len(share) % 2 == 0
+
+
+def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
+  ends = [
+    ("stopped", f"stopped in {cell} at message 1; {GO_ON}", signal.SIGTERM)
+    for cell in "ab"
+  ]
+  monkeypatch.setattr(jobs, "_in_processes", lambda *_: ends)
+  exp, where = exploding(workers=(2, 3)), Machine()
+  with pytest.raises(Stopped) as stop:
+    jobs.train_all(exp, tmp_path, bar=Silent(), machine=where, jobs=2)
+  places = "in a at message 1, in b at message 1"
+  assert str(stop.value) == f"stopped {places}; {GO_ON}"
+  assert stop.value.signal_number == signal.SIGTERM

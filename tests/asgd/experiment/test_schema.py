@@ -88,6 +88,25 @@ def test_overrides_reach_what_the_file_leaves_out():
   assert config["mesh"]["zero"] == 1
 
 
+def test_overrides_reach_the_sections_of_a_run():
+  order = {"name": "stale_synchronous", "bound": 2}
+  chosen = runs(
+    [
+      ("runs.asgd.order.bound", 4),
+      ("runs.new.order.name", "asynchronous"),
+      ("runs.new.momentum", 0.5),
+      ("runs.new.recipe", "dana_zero"),
+      ("runs.mesh.axes.data", 2),
+      ("runs.mesh.engine", "mesh"),
+    ],
+    order=order,
+  )
+  assert chosen["asgd"].config["order"] == {**order, "bound": 4}
+  assert chosen["new"].config["order"] == {"name": "asynchronous"}
+  assert chosen["new"].options == {"momentum": 0.5}
+  assert chosen["mesh"].config["mesh"]["axes"] == {"data": 2}
+
+
 def test_another_name_drops_the_arguments_of_the_old_one():
   model = {"name": "mlp", "hidden": (9,)}
   config = resolved(
@@ -155,7 +174,12 @@ def test_overriding_leaves_the_file_as_it_was():
   ("path", "message"),
   [
     ("run.asgd.momentum", "'run'; did you mean 'runs'"),
-    ("runs.adsg.momentum", "'runs.adsg'; did you mean 'asgd'"),
+    (
+      "runs.adsg.momentum",
+      "'runs.adsg' .a new run begins with runs.adsg.recipe.; did you mean",
+    ),
+    ("runs.asgd.ordr.name", "'runs.asgd.ordr'; did you mean 'order'.*momentum"),
+    ("runs.asgd.title.name", "'title' has no keys below it"),
     ("epochs.many", "'epochs' has no keys below it"),
   ],
 )
@@ -326,6 +350,10 @@ MISTAKES = {
   "schedule": (
     {"learning_rate_schedule": 3},
     "config.learning_rate_schedule must be a dict",
+  ),
+  "name of a section": (
+    {"order": "bulk_synchronous"},
+    "config.order must be a dict, .*; set config.order.name='bulk_synchronous'",
   ),
   "workers": ({"workers": (8, 0)}, "config.workers must be .* not 0"),
   "twice": ({"workers": (8, 8)}, r"a list of different values, not \[8, 8\]"),
