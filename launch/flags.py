@@ -169,7 +169,7 @@ TRAINING = {  # of every command that trains
   "data_dir": (str, None, "Folder or file of the data. Default: look for it."),
   "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
   "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
-  "grace_seconds": (float, 20.0, "Of live workers to finish if stopped."),
+  "grace_seconds": (float, 20.0, "Seconds that live workers get to finish."),
   "address": (str, None, "Ray cluster to join. Default: one on this machine."),
   "allow_network": (
     bool,
