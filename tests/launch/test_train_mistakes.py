@@ -39,6 +39,39 @@ MISTAKES = {
     "have the same title 'DC-ASGD'",
   ),
   "label": ([FILE, "--config.only=dana"], "did you mean 'dana_zero'"),
+  "recipe of the wrong kind": (
+    [FILE, "--config.runs.dana_zero.recipe=[]"],
+    "config.runs.dana_zero: unknown algorithm []; known: asgd",
+  ),
+  "engine of the wrong kind": (
+    [FILE, "--config.runs.asgd.engine=[]", "--config.runs.asgd.stages=2"],
+    "config.runs.asgd.engine: unknown engine []",
+  ),
+  "no literal": (
+    [FILE, "--config.model.hidden={[]:1}"],
+    "hidden must be a sequence of widths, as (64,), not '{[]:1}'",
+  ),
+  "no end of literals": (
+    [FILE, f"--config.model.hidden={'-' * 20_000}"],
+    "hidden must be a sequence of widths, as (64,), not '---",
+  ),
+  "flag file": ([FILE, "--flagfile=/nix"], "--flagfile cannot be read: "),
+  "two files": (
+    [FILE, FILE, "--config.epochs=1"],
+    "--config is given 2 times: choose one file",
+  ),
+  "no key": ([FILE, "--config.=3"], "--config.=3 names no key; write"),
+  "no key below": ([FILE, "--config.model.=3"], "--config.model.=3 names no"),
+  "no key at all": ([FILE, "--noconfig.x"], "--noconfig.x names no key"),
+  "brackets": ([FILE, "--config.workers[0]=3"], "workers[0]=3 names no key"),
+  "nothing alike": (
+    [FILE, "--config.nosuch=3"],
+    "unknown config key 'nosuch'; known: batch_size",
+  ),
+  "long title": (
+    [FILE, f"--config.runs.asgd.title={'x' * 5000}"],
+    "config.runs.asgd.title has 5,000 characters; use at most 100",
+  ),
   "jobs": (
     [FILE, "--jobs=0"],
     "--jobs must be auto, ray, or a number from 1 to",
@@ -97,6 +130,26 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
   kit.assert_one_line(result, message)
   assert result.stdout == ""
   assert not workdir.exists()
+  assert len(result.stderr) < 2000
+
+
+@pytest.mark.parametrize(
+  "body, message",
+  [
+    ("import sys; sys.exit(5)", "ended the program (status 5)"),
+    ("assert False", "FILE.py: AssertionError"),
+    ("return {}['foo']", "FILE.py: KeyError: 'foo'"),
+    ("raise TypeError('of mine')", "FILE.py: TypeError: of mine"),
+    ("return open('/nix')", "FILE.py: OSError: "),
+    ("return = 3", "FILE.py: SyntaxError: invalid syntax"),
+  ],
+)
+def test_a_config_file_that_fails_is_named(tmp_path, body, message):
+  path = tmp_path / "FILE.py"
+  path.write_text(f"def get_config():\n  {body}\n")
+  result = kit.call("train", f"--config={path}")
+  kit.assert_one_line(result, message)
+  kit.assert_one_line(result, f"error: --config={path}: ")
 
 
 def test_the_list_names_everything_that_a_config_may():

@@ -166,7 +166,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, one):
     folder.open_folder(str(tmp_path / "thesis.tex"), "job", one)
 
 
-@pytest.mark.parametrize("content", ['{"config"', "[]", '{"config": 3}', ""])
+@pytest.mark.parametrize(
+  "content", ['{"config"', "[]", '{"config": 3}', "", "[" * 10**5]
+)
 def test_a_broken_config_json_is_named(tmp_path, one, content):
   (tmp_path / "config.json").write_text(content)
   with pytest.raises(FolderError, match=r"config\.json cannot be read"):
