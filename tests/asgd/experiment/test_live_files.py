@@ -27,6 +27,27 @@ def test_what_was_written_is_read_again(tmp_path):
   with spans_path(place, 0).open("a") as file:
     file.write("compute,5.0,6")
   assert live_files.read(place).spans == read.spans
+  # Whoever takes the place of a worker that was killed goes on behind it.
+  writer = SpanWriter(place)
+  for span in kit.SPANS[0][:3]:
+    writer(0, span)
+  spans = live_files.read(place).spans[0]
+  assert spans == [*read.spans[0], *kit.SPANS[0][:3]]
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    *("push,1.0,inf,1,1", "push,nan,1.0,1,1", "push,-1e308,1.0,1,1"),
+    *("push,1.0,2.0,1", "push,a,2.0,1,1", "", "pull,1.0,2.0,1,1"),
+  ],
+)
+def test_a_line_that_is_no_span_is_named(tmp_path, line):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  path = spans_path(place, 0)
+  path.write_text(f"fetch,1.0,1.0,0,0\n{line}\npush,1.0,2.0,0,0\n")
+  with pytest.raises(ValueError, match="spans-0.csv, line 2 is no span: '"):
+    live_files.read(place)
 
 
 def write_records(place, count):
