@@ -191,6 +191,11 @@ def _section(value: Any, node: Any, key: str) -> Any:
   }
 
 
+def shared(key: str, value: Any) -> Any:
+  """Returns a value of a key of SHARED, checked, as `resolve` has it."""
+  return _section(value, SHARED[key], key)
+
+
 def resolve(config: Config, engines: Engines) -> dict[str, Any]:
   """Returns the config as plain data, with defaults. ValueError names a key of
   neither SHARED nor these engines, or with a value out of range."""

@@ -57,6 +57,12 @@ def write_records(place, count):
   (place / "result.json").write_text(json.dumps({"messages": count}))
 
 
+def describe(place, config):
+  """Writes cell.json, with this config."""
+  content = {"version": 1, "engine": "threads", "config": config}
+  (place / "cell.json").write_text(json.dumps(content))
+
+
 def rewrite(place, change):
   path = journal_path(place, 0)
   path.write_text(change(path.read_text()))
@@ -168,6 +174,18 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
         '{"version": 1, "engine": "simulate"}'
       ),
       "was made by engine 'simulate': only live runs",
+    ),
+    (
+      lambda place: (place / "cell.json").write_text(
+        '{"version": 1, "config": {"server": {"shards": 1}}}'
+      ),
+      "a-n2-s0/cell.json is not what a run wrote: put it back",
+    ),
+    (lambda place: describe(place, {}), "cell.json is not what a run wrote"),
+    (lambda place: describe(place, {"server": []}), "is not what a run wrote"),
+    (
+      lambda place: describe(place, {"server": {"shards": 0}}),
+      "is not what a run wrote",
     ),
   ],
 )
