@@ -21,6 +21,7 @@ trains a config before, as launch.train does with the same flags.
 """
 
 import subprocess
+import sys
 from pathlib import Path
 
 from asgd.experiment import comparison, folder, storage
@@ -92,6 +93,15 @@ def _compare_all(workdir, out):
   _draw(comparison.draw_race, cells, loss, stem)
 
 
+def _out() -> Path | None:
+  """Returns the folder to write to, checked."""
+  out = Path(_F["out"].value) if _F["out"].value else None
+  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
+  if not all(path.is_dir() for path in there):
+    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
+  return out
+
+
 def main(place: str | None = None) -> None:
   """Compares the cell or the experiment that is named, or trains one before."""
   config = flags.has_config()
@@ -102,10 +112,13 @@ def main(place: str | None = None) -> None:
       "which run? write python -m launch.compare WORKDIR/cells/NAME, a folder"
       " that launch.train made, or --config=FILE to train one"
     )
-  out = Path(_F["out"].value) if _F["out"].value else None
+  out = _out()
   if config:
     where, command = flags.training_command("compare")
-    if subprocess.run(command).returncode:
+    status = subprocess.run(command).returncode
+    if status == flags.USAGE_ERROR:
+      sys.exit(status)  # it has said why
+    if status:
       raise flags.Failed("compare: launch.train did not end well")
   else:
     where = Path(place)

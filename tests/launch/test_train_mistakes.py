@@ -76,6 +76,19 @@ MISTAKES = {
     [FILE, "--jobs=0"],
     "--jobs must be auto, ray, or a number from 1 to",
   ),
+  "faults of live runs": (
+    [FILE, "--fault=kill:1:3"],
+    "--fault is for engine threads or ray, and nothing here runs on it: add",
+  ),
+  "processes": ([FILE, "--processes=2"], "--processes is for engine pipeline"),
+  "GPUs of simulations": (
+    [FILE, "--gpus_per_process=1"],
+    "--gpus_per_process is for engine pipeline, and nothing here",
+  ),
+  "GPUs": (
+    ["--config=configs/pipeline_digits.py", "--gpus_per_process=nan"],
+    "--gpus_per_process must be 0 or more, and finite, not nan",
+  ),
   "share": ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
   "no config": ([], "no --config; try --config=configs/digits.py"),
   "no config file": (["--config=configs/nope.py"], "there is no such file"),
@@ -106,6 +119,12 @@ OF_LIVE_RUNS = {
   "no folder can be made": (
     ["--memory_dir=/proc"],
     "--memory_dir=/proc: no folder can be made there",
+  ),
+  "grace": (["--grace_seconds=nan"], "--grace_seconds must be from 0 to 1e+09"),
+  "no grace": (["--grace_seconds=-1"], "to 1e+09, not -1"),
+  "spans of pipelines": (
+    ["--spans"],
+    "--spans is for engine pipeline, and nothing here runs on it: add --engine",
   ),
   "an address for threads": (
     ["--address=192.0.2.1:6379"],
