@@ -73,8 +73,6 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
         " get_config() returns a config"
       )
     except Exception as error:  # whatever a user's config file raises
-      if "has no attribute 'get_config'" in str(error):
-        fail(f"--config={path}: the file defines no get_config()")
       fail(f"--config={path}: {_what_failed(error)}")
     texts = ml_collections.ConfigDict()
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):

@@ -114,11 +114,9 @@ def check_machine(
   count = machine.processes
   if count < 0:
     raise ValueError(f"--processes must be 0 or more, not {count}")
-  if not 0 <= machine.gpus_per_process < math.inf:
-    raise ValueError(
-      "--gpus_per_process must be 0 or more, and finite, not"
-      f" {machine.gpus_per_process:g}"
-    )
+  gpus = machine.gpus_per_process
+  if not 0 <= gpus < math.inf:
+    raise ValueError(f"--gpus_per_process must be 0 or more, not {gpus:g}")
   if count:
     ray_runtime.check(
       machine.address,

@@ -26,9 +26,9 @@ import copy
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -320,8 +320,7 @@ def _is_row(row, result):
 def _are_numbers(row, keys):
   """Whether a row has numbers, or None, of these keys and as its measures."""
   values = [row[key] for key in {*keys, *(_MEASURES & row.keys())}]
-  most = sys.float_info.max
-  return all(value is None or abs(value) <= most for value in values)
+  return all(value is None or math.isfinite(value) for value in values)
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:

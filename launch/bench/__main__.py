@@ -10,8 +10,6 @@ blocks, and what is printed is the median over rounds of its speed over the
 baseline's. A row is printed as soon as it is measured.
 """
 
-import math
-
 from asgd import names
 from launch import flags
 from launch.bench import parallel, pipeline, server, simulator
@@ -40,8 +38,7 @@ def main(name: str = "") -> None:
     raise ValueError(f"which benchmark? one of: {', '.join(_BENCHMARKS)}")
   run, takes = names.lookup("benchmark", name, _BENCHMARKS)
   given = {k: f.value for k, f in _F.items() if f.value is not None}
-  lengths = [given.get(k, 1) for k in ("rounds", "block", "seconds")]
-  if not all(0 < length < math.inf for length in lengths):
+  if not all(given.get(k, 1) > 0 for k in ("rounds", "block", "seconds")):
     raise ValueError("--rounds, --block and --seconds must be positive")
   run(**{k: given[k] for k in takes if k in given})
 

@@ -28,7 +28,7 @@ from launch.bench import turns
 
 _WORKERS = 2
 _LEAVES = 4
-_MOST_MEGABYTES = 1e5
+_MOST = 1e5  # MB
 _TURNS = 2  # of each contestant
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
 
@@ -166,11 +166,9 @@ def run(seconds: float, sizes: Sequence[str]) -> None:
     megabytes = [float(size) for size in sizes]
   except ValueError as error:
     raise ValueError(f"--sizes must be numbers of MB: {error}") from error
-  if not all(0 < size <= _MOST_MEGABYTES for size in megabytes):
-    raise ValueError(
-      f"--sizes must be positive and at most {_MOST_MEGABYTES:g} MB, not"
-      f" {','.join(map(str, sizes))}"
-    )
+  wrong = [size for size in megabytes if not 0 < size <= _MOST]
+  if wrong:
+    raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
   print(
     f"{_WORKERS} workers, {os.cpu_count()} cores; floor: message in, update and"
     " parameters out in one thread of NumPy\n",

@@ -7,10 +7,10 @@ MISTAKES = {
   "nothing": ([], "which benchmark? one of: simulator, server"),
   "name": (["serve"], "unknown benchmark 'serve'; did you mean 'server'"),
   "rounds": (["parallel", "--rounds=0"], "--block and --seconds must be"),
-  "seconds": (["server", "--seconds=inf"], "--seconds must be positive"),
+  "seconds": (["server", "--seconds=nan"], "--seconds must be positive"),
   "text": (["server", "--sizes=1,x"], "--sizes must be numbers of MB"),
-  "none": (["server", "--sizes=0"], "--sizes must be positive and at most"),
-  "nan": (["server", "--sizes=nan"], "--sizes must be positive and at most"),
+  "none": (["server", "--sizes=0"], "--sizes must be above 0 to 100000 MB"),
+  "nan": (["server", "--sizes=nan"], "--sizes must be above 0 to 100000 MB"),
   "peer": (["pipeline", "--peer=/nix"], "--peer=/nix: there is no such progr"),
 }
 

@@ -87,7 +87,7 @@ MISTAKES = {
   ),
   "GPUs": (
     ["--config=configs/pipeline_digits.py", "--gpus_per_process=nan"],
-    "--gpus_per_process must be 0 or more, and finite, not nan",
+    "--gpus_per_process must be 0 or more, not nan",
   ),
   "share": ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
   "no config": ([], "no --config; try --config=configs/digits.py"),
@@ -120,7 +120,7 @@ OF_LIVE_RUNS = {
     ["--memory_dir=/proc"],
     "--memory_dir=/proc: no folder can be made there",
   ),
-  "grace": (["--grace_seconds=nan"], "--grace_seconds must be from 0 to 1e+09"),
+  "grace": (["--grace_seconds=nan"], "--grace_seconds must be 0 to 1e+09"),
   "no grace": (["--grace_seconds=-1"], "to 1e+09, not -1"),
   "spans of pipelines": (
     ["--spans"],

@@ -96,11 +96,9 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
-  if not 0 <= machine.grace_seconds <= _MOST_SECONDS:
-    raise ValueError(
-      f"--grace_seconds must be from 0 to {_MOST_SECONDS:g}, not"
-      f" {machine.grace_seconds:g}"
-    )
+  grace, most = machine.grace_seconds, _MOST_SECONDS
+  if not 0 <= grace <= most:
+    raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
   folder = machine.memory_dir
   flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):
