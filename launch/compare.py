@@ -38,6 +38,15 @@ _F = flags.define(
 _EARLY = 0.05  # of the messages, from where on it is said
 
 
+def _out() -> Path | None:
+  """Returns the folder to write to, checked."""
+  out = Path(_F["out"].value) if _F["out"].value else None
+  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
+  if not all(path.is_dir() for path in there):
+    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
+  return out
+
+
 def _draw(draw, *what):
   """Draws; says where the picture is, or what is missing."""
   stem = what[-1]
@@ -91,15 +100,6 @@ def _compare_all(workdir, out):
   storage.write_csv(stem.with_suffix(".csv"), rows)
   print(f"\n{comparison.race_table(rows, loss)}")
   _draw(comparison.draw_race, cells, loss, stem)
-
-
-def _out() -> Path | None:
-  """Returns the folder to write to, checked."""
-  out = Path(_F["out"].value) if _F["out"].value else None
-  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
-  if not all(path.is_dir() for path in there):
-    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
-  return out
 
 
 def main(place: str | None = None) -> None:
