@@ -21,6 +21,7 @@ trains a config before, as launch.train does with the same flags.
 """
 
 import subprocess
+import sys
 from pathlib import Path
 
 from asgd.experiment import comparison, folder, schema, storage
@@ -36,6 +37,15 @@ _F = flags.define(
 )
 _LIVE = ("threads", "ray")
 _EARLY = 0.05  # of the messages, from where on it is said
+
+
+def _out() -> Path | None:
+  """Returns the folder to write to, checked."""
+  out = Path(_F["out"].value) if _F["out"].value else None
+  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
+  if not all(path.is_dir() for path in there):
+    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
+  return out
 
 
 def _draw(draw, *what):
@@ -115,11 +125,14 @@ def main(place: str | None = None) -> None:
       "which run? write python -m launch.compare WORKDIR/cells/NAME, a folder"
       " that launch.train made, or --config=FILE to train one"
     )
-  out = Path(_F["out"].value) if _F["out"].value else None
+  out = _out()
   if config:
     _check_live()
     where, command = flags.training_command("compare")
-    if subprocess.run(command).returncode:
+    status = subprocess.run(command).returncode
+    if status == flags.USAGE_ERROR:
+      sys.exit(status)  # it has said why
+    if status:
       raise flags.Failed("compare: launch.train did not end well")
   else:
     where = Path(place)

@@ -30,6 +30,7 @@ from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
 ENGINES = {**_OWN, "pipeline": PIPELINE}
+_LONGEST = 1500  # characters of an error
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 
 
@@ -38,9 +39,17 @@ class Failed(Exception):
 
 
 def fail(message: object) -> NoReturn:
-  """Prints one line on stderr and exits."""
-  print("error: " + " ".join(str(message).split()), file=sys.stderr)
+  """Prints one line on stderr, without the middle of a long one, and exits."""
+  line = "error: " + " ".join(str(message).split())
+  if len(line) > _LONGEST:
+    line = f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 :]}"
+  print(line, file=sys.stderr)
   sys.exit(USAGE_ERROR)
+
+
+def _fail_of_flags(error: flags.Error) -> NoReturn:
+  unread = "ERROR:: Unable to open flagfile:"
+  fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 
 class _ConfigParser(parsers.ConfigFileFlagParser):
@@ -55,7 +64,16 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
     """Returns a config of the keys that are overridden, without values."""
     if not os.path.isfile(path.split(":")[0]):
       fail(f"--config={path}: there is no such file")
-    self.config = super().parse(path)
+    try:
+      self.config = super().parse(path)
+      getattr(self.config, "runs", None)  # tells of a file that the file lacks
+    except SystemExit as end:
+      fail(
+        f"--config={path}: the file ended the program (status {end.code!r});"
+        " get_config() returns a config"
+      )
+    except Exception as error:  # whatever a user's config file raises
+      fail(f"--config={path}: {_what_failed(error)}")
     texts = ml_collections.ConfigDict()
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
       *above, last = match[1].split(".")
@@ -73,12 +91,15 @@ def define_config() -> flags.FlagHolder:
   """Defines --config=FILE.py, once however many commands are imported."""
   if "config" in flags.FLAGS:
     return flags.FLAGS["config"]
-  holder = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "Python file with get_config(); --config.KEY=VALUE overrides its keys.",
-    lock_config=False,
-  )
+  try:  # a --flagfile is read at once
+    holder = config_flags.DEFINE_config_file(
+      "config",
+      None,
+      "Python file with get_config(); --config.KEY=VALUE overrides its keys.",
+      lock_config=False,
+    )
+  except flags.Error as error:
+    _fail_of_flags(error)
   flags.FLAGS["config"].parser = _ConfigParser("config", lock_config=False)
   return holder
 
@@ -86,7 +107,7 @@ def define_config() -> flags.FlagHolder:
 def _literal(text: str) -> Any:
   try:
     return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -179,22 +200,33 @@ TRAINING = {  # of every command that trains
 }
 
 
-def _last_line(error: Exception) -> str:
-  """What an error says, without the traceback it may quote."""
-  text = str(error).strip()
-  quotes = "Traceback (most recent call last)" in text
-  return text.splitlines()[-1] if quotes else text
+def _what_failed(error: Exception) -> str:
+  """The kind of an error and what it says, of a traceback its last line."""
+  text, kind = str(error).strip(), type(error).__name__
+  if "Traceback (most recent call last)" in text:
+    return text.splitlines()[-1]
+  return f"{kind}: {text}" if text else kind
+
+
+def _check_config(argv):
+  """Refuses a second --config, and --config.KEY=VALUE without a whole key."""
+  files = [text for text in argv if re.fullmatch(r"--?config(=.*)?", text)]
+  if len(files) > 1:
+    fail(f"--config is given {len(files)} times: choose one file")
+  for text in argv:
+    match = re.match(r"--?(no)?config\.[^=]*", text)
+    if match and not re.fullmatch(r"--?config(\.[^.\[\]]+)+", match[0]):
+      fail(f"{text} names no key; write --config.KEY=VALUE")
 
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
+  _check_config(argv)
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    fail(_last_line(error))
-  except Exception as error:  # whatever a user's config file raises
-    if "has no attribute 'get_config'" in str(error):
-      fail("--config: the file defines no get_config()")
-    fail(f"--config: {_last_line(error)}")
+    _fail_of_flags(error)
+  except Exception as error:  # of ml_collections, about a key
+    fail(f"--config: {_what_failed(error)}")
 
 
 def run(main: Callable[..., None], *, words: int = 0) -> None:

@@ -17,7 +17,6 @@ Sizes are 10^9 bytes (GB); bandwidths 10^9 bytes a second, each way.
 """
 
 import contextlib
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from launch import flags
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
+_LEAST, _MOST = 1e-9, 1e15  # of any number that is positive
 _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
   "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
   "data_dir": (str, None, "Where the config's data is."),
@@ -85,11 +85,11 @@ def _examples(config) -> int:
   return max(counts)
 
 
-def _positive(flag, value, most=math.inf, *, or_zero=False):
-  fits = 0 < value <= most or (or_zero and value == 0)
-  if not fits or math.isinf(value):
+def _positive(flag, value, most=_MOST, *, or_zero=False):
+  if not (_LEAST <= value <= most or (or_zero and value == 0)):
     least = "0 or more" if or_zero else "positive"
-    limit = "" if math.isinf(most) else f" and at most {most:g}"
+    least += f" ({_LEAST:g} at least)" if 0 < value < _LEAST else ""
+    limit = f" and at most {most:g}" if most < _MOST or value > most else ""
     raise ValueError(f"--{flag} must be {least}{limit}, not {value!r}")
   return value
 

@@ -138,17 +138,29 @@ def _start_float64(runs):
     jax.config.update("jax_enable_x64", True)
 
 
-def _check_address(runs):
-  """An address is of a Ray cluster, which not every engine uses."""
-  address, engines = _F["address"].value, {run.engine for run in runs.values()}
+_USERS = {  # flag -> engines that use it
+  "address": ("ray",),
+  "fault": ("threads", "ray"),
+  "processes": ("pipeline",),
+  "gpus_per_process": ("pipeline",),
+  "spans": ("pipeline",),
+}
+_ON_RAY = " (--jobs=ray for simulations, --processes=N for pipelines)"
+
+
+def _check_used(runs):
+  """Refuses flags that no engine of these runs uses."""
+  engines = {run.engine for run in runs.values()}
   stages = "pipeline" in engines and _F["processes"].value
-  used = stages or "ray" in engines or _F["jobs"].value == "ray"
-  if address and not used:
-    raise ValueError(
-      f"--address={address} is of a Ray cluster, and nothing here"
-      " runs on it: add --engine=ray (--jobs=ray for simulations, --processes=N"
-      " for pipelines), or drop --address"
-    )
+  on_ray = stages or _F["jobs"].value == "ray"  # whatever the engine
+  for name, users in _USERS.items():
+    used = engines & set(users) or (name == "address" and on_ray)
+    if _F[name].value and not used:
+      raise ValueError(
+        f"--{name} is for engine {' or '.join(users)}, and nothing here runs on"
+        f" it: add --engine={users[0]}{_ON_RAY if name == 'address' else ''},"
+        f" or drop --{name}"
+      )
 
 
 def _open(config):
@@ -227,7 +239,7 @@ def main() -> None:
   config = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = schema_lib.runs(config, flags.ENGINES)
   _check_mesh_only(runs, role)
-  _check_address(runs)
+  _check_used(runs)
   _jobs(), _share()  # refuse what they cannot read, before anything is written
   _start_float64(runs)
   devices = None

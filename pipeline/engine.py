@@ -13,6 +13,7 @@ replaced, and the cell goes on from its last checkpoint.
 import contextlib
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,9 @@ def check_machine(
   count = machine.processes
   if count < 0:
     raise ValueError(f"--processes must be 0 or more, not {count}")
+  gpus = machine.gpus_per_process
+  if not 0 <= gpus < math.inf:
+    raise ValueError(f"--gpus_per_process must be 0 or more, not {gpus:g}")
   if count:
     ray_runtime.check(
       machine.address,

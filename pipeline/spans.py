@@ -6,11 +6,12 @@ Seconds are those of any clock; a run begins where its first span does.
 import collections
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.table import KNOWN, Schedule
+from pipeline.table import KNOWN, Schedule, read_text
 
 _KEPT = 200_000  # spans of a run, the last ones
 _MOST = 1e15  # seconds, and numbers, in a file
@@ -182,6 +183,15 @@ def from_json(text: str) -> list[TaskSpan]:
         " seconds, none of them above 1e15"
       )
   return [TaskSpan(*row) for row in rows]
+
+
+def read(path: Path) -> list[TaskSpan]:
+  """Reads a file of `to_json`; raises ValueError, naming it, or OSError."""
+  text = read_text(path)
+  try:
+    return from_json(text)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
 
 
 def _is_span(row):

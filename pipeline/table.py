@@ -454,8 +454,12 @@ def is_file(name: object) -> bool:
 
 def read(path: Path) -> Schedule:
   """Reads a table, in the form that the file's name says; else it is text.
-  Raises ValueError or OSError."""
-  return _FORMS.get(path.suffix.lower(), from_text)(read_text(path))
+  Raises ValueError, naming the file, or OSError."""
+  text = read_text(path)
+  try:
+    return _FORMS.get(path.suffix.lower(), from_text)(text)
+  except ScheduleError as error:
+    raise ScheduleError(f"{path}: {error}") from None
 
 
 def read_text(path: Path) -> str:

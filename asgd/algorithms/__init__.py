@@ -20,7 +20,8 @@ A value out of range raises ValueError when the recipe is built.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -58,11 +59,11 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def options(name: str) -> Sequence[str]:
-  """Returns the names of the options that a recipe takes."""
+def options(name: str) -> dict[str, Any]:
+  """Returns the options that a recipe takes, with their defaults."""
   maker = names.lookup("algorithm", name, RECIPES)
   parameters = inspect.signature(maker).parameters.values()
-  return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def build(

@@ -26,6 +26,7 @@ import copy
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,15 +121,29 @@ def _read_identity(folder):
   path = folder / "config.json"
   if not path.exists():
     return None
-  value = storage.read_json(path)
-  if value is None or not isinstance(value.get("config"), dict):
+  value = storage.read_json(path) or {}
+  known, config = value.get("version") == VERSION, value.get("config")
+  if not isinstance(config, dict) or (known and not _can_grow(value)):
     raise _refused(f"{path} cannot be read: it is not what a run wrote")
-  if value.get("version") != VERSION:
+  if not known:
     raise _refused(
       f"{path} is of version {value.get('version')} of the layout, and this"
       f" release writes {VERSION}"
     )
   return value
+
+
+def _can_grow(identity):
+  """Whether an identity has what `_grown` reads of it."""
+  config = identity["config"]
+  try:
+    for key in _GROWING:
+      schema.shared(key, config[key])
+    for entry in config["runs"].values():
+      schema.shared("workers", entry.get("workers", 1))
+  except (ValueError, KeyError, AttributeError):
+    return False
+  return isinstance(identity.get("dataset"), dict)
 
 
 def _fixed(identity, labels):
@@ -150,7 +165,7 @@ def _grown(folder, written, wanted):
     raise _refused(f"--workdir={folder} holds another experiment ({first})")
 
   def union(key, *sections):
-    lists = [np.atleast_1d(section[key]).tolist() for section in sections]
+    lists = [schema.shared(key, section[key]) for section in sections]
     return list(dict.fromkeys(itertools.chain(*lists)))
 
   for key in _GROWING:
@@ -252,26 +267,60 @@ def only_cell(folder: Path) -> Path:
   return cells[0]
 
 
+_OF_A_CELL = ("cell", "algorithm", "engine", "workers", "seed")  # in its rows
+_TEXTS = ("cell", "label", "algorithm", "engine", "recipe")
+_NUMBERS = {
+  *("workers", "seed", "messages", "updates", "evaluations", "examples"),
+  *("learning_rate", "train_loss", "test_loss", "test_accuracy", "diverged"),
+}
 # What a report needs of a result; one without was written by another version.
-RESULT_KEYS = {
-  *("cell", "label", "algorithm", "engine", "recipe", "workers", "seed"),
-  *("messages", "updates", "evaluations", "examples", "learning_rate"),
-  *("train_loss", "test_loss", "test_accuracy", "diverged"),
+RESULT_KEYS = {*_TEXTS, *_NUMBERS}
+_IN_A_ROW = {"message", "update", "train_loss", "test_loss", "test_accuracy"}
+# Of some engines, and of some evaluations.
+_MEASURES = {
+  *("epoch", "time", "seconds", "simulated_time", "staleness_mean", "gap_mean"),
+  *("test_measure", "accepted", "sharpness", "rate_x_sharpness", "sustained"),
 }
 
 
 def finished_result(place: Path) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished and whole, else None."""
+  """Returns the result of a cell that is finished, and whose files are whole
+  and what a run wrote, as far as reports read them; else None."""
   result = storage.read_json(place / "result.json")
   try:
-    rows = len(read_rows(place))
+    rows = read_rows(place)
     # A file that is cut short is closed, too.
     with (place / "records.npz").open("rb") as file, np.load(file) as records:
-      counts = rows, len(records["loss"])
+      counts = len(rows), len(records["loss"])
     whole = counts == (result["evaluations"], result["messages"])
-    return result if whole and result.keys() >= RESULT_KEYS else None
-  except Exception:  # whatever is missing or cut short
+    whole = whole and (place / "params.msgpack").stat().st_size > 0
+    known = _is_result(result, place)
+    known = known and all(_is_row(row, result) for row in rows)
+    return result if whole and known else None
+  except Exception:  # whatever is missing, cut short or of another kind
     return None
+
+
+def _is_result(result, place):
+  """Whether it is one of this cell, with all that reports read of it."""
+  name = f"{result['label']}-n{result['workers']}-s{result['seed']}"
+  return (
+    name == result["cell"] == place.name
+    and result["engine"] == storage.read_json(place / "cell.json")["engine"]
+    and all(isinstance(result[key], str) for key in _TEXTS)
+    and _are_numbers(result, _NUMBERS)
+  )
+
+
+def _is_row(row, result):
+  same = all(row[key] == result[key] for key in _OF_A_CELL)
+  return same and _are_numbers(row, _IN_A_ROW)
+
+
+def _are_numbers(row, keys):
+  """Whether a row has numbers, or None, of these keys and as its measures."""
+  values = [row[key] for key in {*keys, *(_MEASURES & row.keys())}]
+  return all(value is None or math.isfinite(value) for value in values)
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:
@@ -283,8 +332,8 @@ def read_rows(place: Path) -> list[dict[str, Any]]:
 def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder: by workers, then
   run, then seed; by run first where engines are compared."""
-  written = storage.read_json(workdir / "config.json") or {}
-  labels = list(written.get("config", {}).get("runs", {}))
+  written = _read_identity(workdir)
+  labels = list(written["config"]["runs"]) if written else []
   places = sorted((workdir / "cells").glob("*"))
   results = list(filter(None, map(finished_result, places)))
   mixed = len({result["engine"] for result in results}) > 1
@@ -296,9 +345,6 @@ def read_results(workdir: Path) -> list[dict[str, Any]]:
     return *sweep, result["seed"]
 
   return sorted(results, key=rank)
-
-
-_IN_A_ROW = {"message", "update", "train_loss", "test_loss", "test_accuracy"}
 
 
 def read_rows_so_far(place: Path) -> list[dict[str, Any]]:

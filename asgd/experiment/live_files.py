@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import base
-from asgd.experiment import storage
+from asgd.experiment import checks, storage
 from asgd.experiment.folder import only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
+CHANGED = "cell.json is not what a run wrote: put it back as it was"
 Journal = Sequence[Event]
 Spans = Mapping[int, Sequence[Span]]  # of each worker that wrote them
 
@@ -33,11 +34,17 @@ class LiveFiles(NamedTuple):
 def read_description(folder: Path) -> dict[str, Any]:
   """Returns what cell.json says of a live cell; ValueError for any other."""
   description = read_cell(folder)
-  if description["engine"] not in ("threads", "ray"):
+  engine = description.get("engine")
+  if isinstance(engine, str) and engine not in ("threads", "ray"):
     raise ValueError(
-      f"{folder} was made by engine {description['engine']!r}: only live runs"
-      " (threads, ray) leave a trace"
+      f"{folder} was made by engine {engine!r}: only live runs (threads, ray)"
+      " leave a trace"
     )
+  try:
+    shards = description["config"]["server"]["shards"]
+    checks.text(engine, "engine"), checks.whole(1, 256)(shards, "shards")
+  except (KeyError, TypeError, ValueError):
+    raise ValueError(f"{folder}/{CHANGED}") from None
   return description
 
 

@@ -32,7 +32,7 @@ class Replay(NamedTuple):
   digest: str  # of the parameters
   recorded: str | None  # the same, of the run, if it was finished
   messages: int | None  # of the run, if it was finished
-  cpus: int  # cores of the machine of the run
+  cpus: int | None  # cores of the machine of the run
 
   @property
   def same(self) -> bool:
@@ -49,7 +49,9 @@ def load(
   experiment = cells.build(
     description["config"], engines=engines, data_dir=data_dir
   )
-  if experiment.dataset_identity != description["dataset"]:
+  if len(experiment.cells) != 1:
+    raise ValueError(f"{folder}/{live_files.CHANGED}")
+  if experiment.dataset_identity != description.get("dataset"):
     raise ValueError(
       f"the data is not that of the run ({experiment.dataset.source}); give the"
       " folder with --data_dir"
@@ -123,7 +125,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
     storage.digest(final),
     result.get("params_sha256"),
     result.get("messages"),
-    description["cpus"],
+    description.get("cpus"),
   )
 
 

@@ -90,6 +90,7 @@ _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(algorithms.RECIPES)}"
 )
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
+_LONGEST_TITLE = 100
 
 
 class Run(NamedTuple):
@@ -194,6 +195,11 @@ def _section(value: Any, node: Any, key: str) -> Any:
   }
 
 
+def shared(key: str, value: Any) -> Any:
+  """Returns a value of a key of SHARED, checked, as `resolve` has it."""
+  return _section(value, SHARED[key], key)
+
+
 def resolve(config: Config, engines: Engines) -> dict[str, Any]:
   """Returns the config as plain data, with defaults. ValueError names a key of
   neither SHARED nor these engines, or with a value out of range."""
@@ -224,6 +230,11 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
     if not isinstance(entry, Mapping):
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}, not {entry!r}")
     title = str(entry.get("title", label))
+    if len(title) > _LONGEST_TITLE:
+      raise ValueError(
+        f"config.runs.{label}.title has {len(title):,} characters; use at most"
+        f" {_LONGEST_TITLE}"
+      )
     if title in titles:
       raise ValueError(
         f"config.runs.{label} and .{titles[title]} have the same title"
@@ -265,7 +276,7 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       if key not in known:
         raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
       if key in options:
-        own[key] = _option(plain(value), where)
+        own[key] = _option(plain(value), options[key], where)
       elif key in shared:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
@@ -292,9 +303,9 @@ def _merge(node, below, value):
   return {**below, **value}
 
 
-def _option(value, key):
+def _option(value, default, key):
   """An option of a recipe, which the recipe checks further."""
-  if type(value) in (int, float):
+  if type(default) in (int, float) or type(value) in (int, float):
     most = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
     checks.number(-most, most)(value, key)
   return value
@@ -377,7 +388,7 @@ def _forget(place, above, key, value, engines, config):
     dropped = old - new - {*_RESERVED, *OF_A_RUN}
   else:
     engine = place.get("engine", config.get("engine", "simulate"))
-    if engine not in engines:
+    if not isinstance(engine, str) or engine not in engines:
       return
     dropped = engines[engine].dependents(place, key, value)
   for dependent in dropped:
@@ -386,7 +397,8 @@ def _forget(place, above, key, value, engines, config):
 
 def _options(recipe) -> set[str]:
   """The options of a recipe, none of an unknown one."""
-  return set(algorithms.options(recipe) if recipe in algorithms.RECIPES else ())
+  known = isinstance(recipe, str) and recipe in algorithms.RECIPES
+  return set(algorithms.options(recipe) if known else ())
 
 
 def retarget(config: Config, engine: str, engines: Engines) -> dict[str, Any]:

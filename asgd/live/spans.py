@@ -1,8 +1,13 @@
 """Spans: what a worker did when, a file for each worker."""
 
 import collections
+import os
 from pathlib import Path
 from typing import NamedTuple
+
+from asgd.orders.trace import LATEST
+
+_NAMES = ("fetch", "compute", "push")
 
 
 class Span(NamedTuple):
@@ -25,10 +30,14 @@ class SpanWriter:
   def __call__(self, worker: int, span: Span) -> None:
     """Takes one stretch of a worker's time; a push ends a job."""
     name, start, end, seq, job = span
+    path = spans_path(self._folder, worker)
+    if worker not in self._lines and path.exists():
+      # What a kill cut short would be the beginning of the next line.
+      os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     lines = self._lines[worker]
     lines.append(f"{name},{start:.6f},{end:.6f},{seq},{job}\n")
     if name == "push":
-      with spans_path(self._folder, worker).open("a") as file:
+      with path.open("a") as file:
         file.write("".join(lines))
       lines.clear()
 
@@ -39,12 +48,22 @@ def spans_path(folder: Path, worker: int) -> Path:
 
 
 def read_spans(path: Path) -> list[Span]:
-  """Reads what a worker wrote, but for lines that a kill cut short."""
+  """Reads what a worker wrote, but for a last line that a kill cut short.
+  Raises ValueError naming the file and the line that is no span."""
+  *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []
-  for line in path.read_text(errors="replace").splitlines():
+  for number, line in enumerate(lines, 1):
     try:
       name, start, end, seq, job = line.split(",")
-      spans.append(Span(name, float(start), float(end), int(seq), int(job)))
+      span = Span(name, float(start), float(end), int(seq), int(job))
+      known = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
     except ValueError:
-      continue
+      known = False
+    if not known:
+      raise ValueError(
+        f"{path}, line {number} is no span: {line[:60]!r}. It must be"
+        f" {','.join(Span._fields)}, with a name of {', '.join(_NAMES)} and"
+        f" numbers of {LATEST:g} at most: put the file back as the run wrote it"
+      )
+    spans.append(span)
   return spans

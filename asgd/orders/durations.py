@@ -91,9 +91,9 @@ def measured(
       f" time; got {samples!r}"
     )
   for row in rows:
-    if not (np.isfinite(row).all() and (row > 0).all()):
+    if bad := row[~(np.isfinite(row) & (row > 0))].tolist():
       raise ValueError(
-        f"samples must be positive and finite times, got {row.tolist()}"
+        f"samples must be positive and finite times, got {bad[0]}"
       )
 
   def stream(worker):

@@ -29,6 +29,7 @@ T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
 ENDS = base.RECEIVE, base.LOST, base.REJECT
 NO_SEQ = -1  # of rows that are about no message
+LATEST = 1e15  # time in a file
 
 COLUMNS = ("time", "worker", "seq", "job", "action")
 JOURNAL_COLUMNS = (*COLUMNS, "version", "params", "message", "loss", "totals")
@@ -301,8 +302,8 @@ def _forbidden(ledger, event, depth):
   """Says what a protocol does not allow although the row has a meaning."""
   time, worker, seq, job, action = event[: len(COLUMNS)]
   tickets = ledger.open[worker]
-  if not 0 <= time < math.inf:
-    return "time must be finite, 0 or more"
+  if not 0 <= time <= LATEST:
+    return f"time must be finite, 0 or more and at most {LATEST:g}"
   if not (0 <= worker <= _INT32.max and 0 <= job <= _INT32.max):
     return f"worker and job must be from 0 to {_INT32.max}"
   if time < ledger.time:

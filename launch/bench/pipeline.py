@@ -25,6 +25,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -263,6 +264,8 @@ def _memory():
 
 def run(rounds: int = 3, peer: str | None = None) -> None:
   """Runs all of it; `peer` is a Python that has torch, None this one."""
+  if peer is not None and shutil.which(peer) is None:
+    raise ValueError(f"--peer={peer}: there is no such program")
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(rounds, peer)
   _table()

@@ -28,6 +28,7 @@ from launch.bench import turns
 
 _WORKERS = 2
 _LEAVES = 4
+_MOST = 1e5  # MB
 _TURNS = 2  # of each contestant
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
 
@@ -160,7 +161,14 @@ def _rate(once: turns.Contestant, seconds: float) -> float:
 
 def run(seconds: float, sizes: Sequence[str]) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
-  seconds for each contestant and size."""
+  seconds for each contestant and size. ValueError for what is no size."""
+  try:
+    megabytes = [float(size) for size in sizes]
+  except ValueError as error:
+    raise ValueError(f"--sizes must be numbers of MB: {error}") from error
+  wrong = [size for size in megabytes if not 0 < size <= _MOST]
+  if wrong:
+    raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
   print(
     f"{_WORKERS} workers, {os.cpu_count()} cores; floor: message in, update and"
     " parameters out in one thread of NumPy\n",
@@ -171,8 +179,8 @@ def run(seconds: float, sizes: Sequence[str]) -> None:
     header = ["MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"]
     header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
     table = turns.Table([*header, "of Ray loop"], first=6)
-    for size in sizes:
-      table.row(*_cells(_params(float(size)), seconds / _TURNS))
+    for size in megabytes:
+      table.row(*_cells(_params(size), seconds / _TURNS))
   finally:
     ray_runtime.stop()
 

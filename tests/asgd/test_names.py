@@ -15,7 +15,7 @@ def test_nearest_hints_at_a_close_name_and_lists_all_sorted():
 
 
 def test_nearest_does_not_guess_without_a_close_name():
-  assert names.nearest("zzz", ["b", "a"]) == "known: a, b"
+  assert names.nearest("zzz", ["b", "a", "b"]) == "known: a, b"
   assert names.nearest(7, ["b", "a"]) == "known: a, b"
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 
 import kit
 import pytest
@@ -91,11 +92,23 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
     (["{}", "--config=configs/straggler_digits.py"], "brings its own config"),
     (["--config=configs/digits.py"], "no run of this config is live"),
     (["{}/cells/nope"], "is not the folder of a cell|no event"),
+    (["{}", "--out={}/file"], "/file is, or is in, a file; choose a folder"),
+    (["{}", "--out={}/file/x"], "file/x is, or is in, a file; choose a folder"),
   ],
 )
 def test_a_mistake_is_one_line(tmp_path, arguments, message):
   (tmp_path / "cells").mkdir()
+  (tmp_path / "file").touch()
   arguments = [argument.format(tmp_path) for argument in arguments]
   done = kit.call("compare", *arguments, status=2)
   (line,) = done.stderr.strip().splitlines()
   assert any(text in line for text in message.split("|")), line
+
+
+def test_a_training_that_is_refused_has_said_why(monkeypatch):
+  def run(command):
+    return subprocess.CompletedProcess(command, 2)
+
+  monkeypatch.setattr(subprocess, "run", run)
+  straggler = "--config=configs/straggler_digits.py", "--engine=threads"
+  assert kit.call("compare", *straggler, status=2).stderr == ""

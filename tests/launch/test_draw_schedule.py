@@ -299,6 +299,13 @@ MISTAKES = {
     {"schedule": "gpipe", "options": {"stages": "9999", "microbatches": "999"}},
     "gpipe of 9,989,001 forwards is too large to be drawn",
   ),
+  "twice as large": (
+    {
+      "schedule": "gpipe",
+      "options": {"stages": "1000", "microbatches": "1000"},
+    },
+    "gpipe of 1,000,000 forwards is too large to be drawn",
+  ),
   "own F": ({**GPIPE, "own": {"F": "3"}}, "own='F' is no action of the user's"),
   "too long": ({**GPIPE, "costs": {"input": "1e31"}}, "input must be at most"),
   "no file": ({"table": "nope.txt"}, "No such file or directory: 'nope.txt'"),
@@ -320,9 +327,9 @@ def test_mistakes_are_one_line_and_nothing_is_written(case, tmp_path, capsys):
 @pytest.mark.parametrize(
   "name, content, message",
   [
-    ("a.txt", "hello", "line 1: 'hello' must be '# NAME; every N'"),
+    ("a.txt", "hello", "/a.txt: line 1: 'hello' must be '# NAME; every N'"),
     ("a.csv", "# t; every 1\n0,0\n", "line 2 must be time,device"),
-    ("a.json", "{}", "not a schedule in JSON"),
+    ("a.json", "{}", "/a.json: not a schedule in JSON"),
     ("a.txt", b"\xff\xfe", "a.txt is no text: not UTF-8"),
     (
       "a.csv",
@@ -357,6 +364,9 @@ def test_a_run_of_another_table_is_refused(tmp_path, capsys):
   with pytest.raises(ValueError, match="is not in the table gpipe"):
     draw_schedule.main(**GPIPE, measured=str(path), out=str(tmp_path / "out"))
   assert not (tmp_path / "out").exists()
+  path.write_text("[1]")
+  with pytest.raises(ValueError, match="run.json: not spans in JSON .TypeErr"):
+    draw_schedule.main(**GPIPE, measured=str(path))
   with pytest.raises(ValueError, match="run.json is a file; choose a folder"):
     draw_schedule.main(**GPIPE, out=str(path))
   with pytest.raises(ValueError, match="--table has all that --stages says"):

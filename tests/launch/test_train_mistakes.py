@@ -39,9 +39,55 @@ MISTAKES = {
     "have the same title 'DC-ASGD'",
   ),
   "label": ([FILE, "--config.only=dana"], "did you mean 'dana_zero'"),
+  "recipe of the wrong kind": (
+    [FILE, "--config.runs.dana_zero.recipe=[]"],
+    "config.runs.dana_zero: unknown algorithm []; known: asgd",
+  ),
+  "engine of the wrong kind": (
+    [FILE, "--config.runs.asgd.engine=[]", "--config.runs.asgd.stages=2"],
+    "config.runs.asgd.engine: unknown engine []",
+  ),
+  "no literal": (
+    [FILE, "--config.model.hidden={[]:1}"],
+    "hidden must be a sequence of widths, as (64,), not '{[]:1}'",
+  ),
+  "no end of literals": (
+    [FILE, f"--config.model.hidden={'-' * 20_000}"],
+    "hidden must be a sequence of widths, as (64,), not '---",
+  ),
+  "flag file": ([FILE, "--flagfile=/nix"], "--flagfile cannot be read: "),
+  "two files": (
+    [FILE, FILE, "--config.epochs=1"],
+    "--config is given 2 times: choose one file",
+  ),
+  "no key": ([FILE, "--config.=3"], "--config.=3 names no key; write"),
+  "no key below": ([FILE, "--config.model.=3"], "--config.model.=3 names no"),
+  "no key at all": ([FILE, "--noconfig.x"], "--noconfig.x names no key"),
+  "brackets": ([FILE, "--config.workers[0]=3"], "workers[0]=3 names no key"),
+  "nothing alike": (
+    [FILE, "--config.nosuch=3"],
+    "unknown config key 'nosuch'; known: batch_size",
+  ),
+  "long title": (
+    [FILE, f"--config.runs.asgd.title={'x' * 5000}"],
+    "config.runs.asgd.title has 5,000 characters; use at most 100",
+  ),
   "jobs": (
     [FILE, "--jobs=0"],
     "--jobs must be auto, ray, or a number from 1 to",
+  ),
+  "faults of live runs": (
+    [FILE, "--fault=kill:1:3"],
+    "--fault is for engine threads or ray, and nothing here runs on it: add",
+  ),
+  "processes": ([FILE, "--processes=2"], "--processes is for engine pipeline"),
+  "GPUs of simulations": (
+    [FILE, "--gpus_per_process=1"],
+    "--gpus_per_process is for engine pipeline, and nothing here",
+  ),
+  "GPUs": (
+    ["--config=configs/pipeline_digits.py", "--gpus_per_process=nan"],
+    "--gpus_per_process must be 0 or more, not nan",
   ),
   "share": ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
   "no config": ([], "no --config; try --config=configs/digits.py"),
@@ -74,6 +120,12 @@ OF_LIVE_RUNS = {
     ["--memory_dir=/proc"],
     "--memory_dir=/proc: no folder can be made there",
   ),
+  "grace": (["--grace_seconds=nan"], "--grace_seconds must be 0 to 1e+09"),
+  "no grace": (["--grace_seconds=-1"], "to 1e+09, not -1"),
+  "spans of pipelines": (
+    ["--spans"],
+    "--spans is for engine pipeline, and nothing here runs on it: add --engine",
+  ),
   "an address for threads": (
     ["--address=192.0.2.1:6379"],
     "runs on it: add --engine=ray",
@@ -97,6 +149,26 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
   kit.assert_one_line(result, message)
   assert result.stdout == ""
   assert not workdir.exists()
+  assert len(result.stderr) < 2000
+
+
+@pytest.mark.parametrize(
+  "body, message",
+  [
+    ("import sys; sys.exit(5)", "ended the program (status 5)"),
+    ("assert False", "FILE.py: AssertionError"),
+    ("return {}['foo']", "FILE.py: KeyError: 'foo'"),
+    ("raise TypeError('of mine')", "FILE.py: TypeError: of mine"),
+    ("return open('/nix')", "FILE.py: OSError: "),
+    ("return = 3", "FILE.py: SyntaxError: invalid syntax"),
+  ],
+)
+def test_a_config_file_that_fails_is_named(tmp_path, body, message):
+  path = tmp_path / "FILE.py"
+  path.write_text(f"def get_config():\n  {body}\n")
+  result = kit.call("train", f"--config={path}")
+  kit.assert_one_line(result, message)
+  kit.assert_one_line(result, f"error: --config={path}: ")
 
 
 def test_without_ray_the_run_that_needs_it_is_named(tmp_path, monkeypatch):

@@ -32,7 +32,8 @@ from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
 
 _LOOK = 0.1  # seconds between two looks at the cluster
-_SECONDS = checks.number(most=1e9, above=True)  # that a clock can count
+_MOST_SECONDS = 1e9  # that a clock can count
+_SECONDS = checks.number(most=_MOST_SECONDS, above=True)
 
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
@@ -95,6 +96,9 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
+  grace, most = machine.grace_seconds, _MOST_SECONDS
+  if not 0 <= grace <= most:
+    raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
   folder = machine.memory_dir
   flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):

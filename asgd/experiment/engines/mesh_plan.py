@@ -262,6 +262,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
     run, problem, peak=peak, batches=1, start=_START * peak
   )
   policy, scale = section["precision"], section["loss_scale"]
+  clip = run.config["clip_norm"]
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
   with checks.blame("mesh.form"):
@@ -270,7 +271,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       _transform(run, rate),
       mesh,
       accumulate=section["accumulate"],
-      clip_norm=run.config["clip_norm"],
+      clip_norm=clip and float(clip),  # JAX has no whole number that large
       zero=section["zero"],
       policy=policy,
       loss_scale=scale and precision.Dynamic(**scale),

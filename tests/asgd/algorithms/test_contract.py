@@ -270,7 +270,7 @@ def test_every_option_of_every_recipe_has_an_effect(name):
 
 
 def test_options_are_the_keyword_arguments():
-  assert algorithms.options("dana_dc") == [
+  assert list(algorithms.options("dana_dc")) == [
     "momentum",
     "weight_decay",
     "strength",

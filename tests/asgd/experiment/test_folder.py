@@ -166,11 +166,39 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, one):
     folder.open_folder(str(tmp_path / "thesis.tex"), "job", one)
 
 
-@pytest.mark.parametrize("content", ['{"config"', "[]", '{"config": 3}', ""])
+@pytest.mark.parametrize(
+  "content", ['{"config"', "[]", '{"config": 3}', "", "[" * 10**5]
+)
 def test_a_broken_config_json_is_named(tmp_path, one, content):
   (tmp_path / "config.json").write_text(content)
   with pytest.raises(FolderError, match=r"config\.json cannot be read"):
     folder.open_folder(str(tmp_path), "job", one)
+
+
+CHANGES = {
+  "no dataset": lambda value: value.pop("dataset"),
+  "no runs": lambda value: value["config"].pop("runs"),
+  "runs": lambda value: value["config"].update(runs=[1]),
+  "entry": lambda value: value["config"]["runs"].update(asgd=3),
+  "own workers": lambda value: value["config"]["runs"]["asgd"].update(
+    workers="x"
+  ),
+  "no workers": lambda value: value["config"].pop("workers"),
+  "text": lambda value: value["config"].update(workers="x"),
+  "empty": lambda value: value["config"].update(seeds=[]),
+  "none": lambda value: value["config"].update(seeds=None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_config_json_that_was_changed_is_named(tmp_path, one, name):
+  folder.open_folder(str(tmp_path), "job", one)
+  value = read(tmp_path)
+  CHANGES[name](value)
+  (tmp_path / "config.json").write_text(json.dumps(value))
+  with pytest.raises(FolderError, match=r"config\.json cannot be read: it is"):
+    folder.open_folder(str(tmp_path), "job", one)
+  assert read(tmp_path) == value
 
 
 @pytest.mark.parametrize("version", [None, 0, 2])
@@ -308,39 +336,77 @@ def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
   assert list((tmp_path / "board").glob("events.out*"))
 
 
-def finish(place, result, rows=1, losses=2):
-  place.mkdir(parents=True)
-  storage.write_atomically(place / "result.json", storage.to_json(result))
-  (place / "metrics.jsonl").write_text(storage.to_lines([ROW] * rows))
-  np.savez(place / "records.npz", loss=np.zeros(losses))
-
-
-RESULT = dict.fromkeys(folder.RESULT_KEYS, 0)
+RESULT = dict.fromkeys(folder.RESULT_KEYS, 0.5)
+RESULT |= {"algorithm": "A", "engine": "simulate", "recipe": "asgd"}
+RESULT |= {"label": "a", "workers": 2, "seed": 0}
 RESULT |= {"evaluations": 1, "messages": 2}
 
 
+def finish(workdir, result=(), row=(), rows=1, losses=2):
+  """Writes the files of a finished cell, with these changes."""
+  value = {**RESULT, **dict(result)}
+  name = f"{value['label']}-n{value['workers']}-s{value['seed']}"
+  place, value = workdir / "cells" / name, {**value, "cell": name}
+  value |= dict(result)
+  place.mkdir(parents=True, exist_ok=True)
+  same = ("cell", "algorithm", "engine", "workers", "seed")
+  each = {**{key: value[key] for key in same}, **ROW, **dict(row)}
+  (place / "cell.json").write_text('{"engine": "simulate"}')
+  (place / "result.json").write_text(json.dumps(value))
+  (place / "metrics.jsonl").write_text(storage.to_lines([each] * rows))
+  (place / "params.msgpack").write_bytes(b"x")
+  np.savez(place / "records.npz", loss=np.zeros(losses))
+  return place
+
+
 def test_a_result_counts_only_if_all_of_its_cell_is_there(tmp_path):
-  short = {k: v for k, v in RESULT.items() if k != "updates"}
-  for name, arguments in {
-    "whole": (RESULT,),
-    "rows": (RESULT, 0),
-    "records": (RESULT, 1, 1),
-    "keys": (short,),
-  }.items():
-    finish(tmp_path / name, *arguments)
-    whole = folder.finished_result(tmp_path / name)
-    assert (whole is None) == (name != "whole")
-  (tmp_path / "whole" / "records.npz").write_bytes(b"PK")
-  assert folder.finished_result(tmp_path / "whole") is None
+  place = finish(tmp_path)
+  assert folder.finished_result(place)["messages"] == 2
+  for name in ("params.msgpack", "records.npz", "metrics.jsonl", "cell.json"):
+    finish(tmp_path)
+    content = (place / name).read_bytes()
+    for left in (content[:2], b""):
+      (place / name).write_bytes(left)
+      if not (left and name == "params.msgpack"):
+        assert folder.finished_result(place) is None, name
+    (place / name).unlink()
+    assert folder.finished_result(place) is None, name
   assert folder.finished_result(tmp_path / "nothing") is None
 
 
-def test_results_go_by_workers_then_run_then_seed(tmp_path):
-  config = {"config": {"runs": {"z": {}, "a": {}}}}
-  (tmp_path / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(
+  "changes",
+  [
+    *({"rows": 0}, {"losses": 1}, {"result": {"cell": "b-n2-s0"}}),
+    *({"result": {"engine": "mesh"}}, {"result": {"algorithm": 3}}),
+    *({"result": {"workers": "2"}}, {"result": {"updates": [1]}}),
+    *({"result": {"test_loss": 10**400}}, {"result": {"gap_mean": "x"}}),
+    *({"row": {"algorithm": "B"}}, {"row": {"test_loss": "x"}}),
+    *({"row": {"message": {}}}, {"row": {"seconds": "x"}}),
+  ],
+  ids=str,
+)
+def test_a_result_that_was_changed_does_not_count(tmp_path, changes):
+  assert folder.finished_result(finish(tmp_path, {"test_loss": None}))
+  assert folder.finished_result(finish(tmp_path, **changes)) is None
+
+
+def test_a_result_without_a_key_does_not_count(tmp_path):
+  place = finish(tmp_path)
+  value = storage.read_json(place / "result.json")
+  for key in folder.RESULT_KEYS:
+    short = {k: v for k, v in value.items() if k != key}
+    (place / "result.json").write_text(json.dumps(short))
+    assert folder.finished_result(place) is None, key
+
+
+def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
+  folder.open_folder(str(tmp_path), "job", one)
+  value = read(tmp_path)
+  value["config"]["runs"] = {"z": {}, "a": {}}
+  (tmp_path / "config.json").write_text(json.dumps(value))
   order = [(1, "a", 0), (2, "z", 0), (2, "z", 1), (2, "a", 0), (10, "z", 0)]
   for workers, label, seed in reversed(order):
-    row = {**RESULT, "label": label, "workers": workers, "seed": seed}
-    finish(tmp_path / "cells" / f"{label}-n{workers}-s{seed}", row)
+    finish(tmp_path, {"label": label, "workers": workers, "seed": seed})
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

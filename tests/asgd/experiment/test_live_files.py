@@ -27,6 +27,27 @@ def test_what_was_written_is_read_again(tmp_path):
   with spans_path(place, 0).open("a") as file:
     file.write("compute,5.0,6")
   assert live_files.read(place).spans == read.spans
+  # Whoever takes the place of a worker that was killed goes on behind it.
+  writer = SpanWriter(place)
+  for span in kit.SPANS[0][:3]:
+    writer(0, span)
+  spans = live_files.read(place).spans[0]
+  assert spans == [*read.spans[0], *kit.SPANS[0][:3]]
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    *("push,1.0,inf,1,1", "push,nan,1.0,1,1", "push,-1e308,1.0,1,1"),
+    *("push,1.0,2.0,1", "push,a,2.0,1,1", "", "pull,1.0,2.0,1,1"),
+  ],
+)
+def test_a_line_that_is_no_span_is_named(tmp_path, line):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  path = spans_path(place, 0)
+  path.write_text(f"fetch,1.0,1.0,0,0\n{line}\npush,1.0,2.0,0,0\n")
+  with pytest.raises(ValueError, match="spans-0.csv, line 2 is no span: '"):
+    live_files.read(place)
 
 
 def write_records(place, count):
@@ -34,6 +55,12 @@ def write_records(place, count):
   rows = np.zeros(count, RECORD)
   records_path(place, 0).write_bytes(rows.tobytes())
   (place / "result.json").write_text(json.dumps({"messages": count}))
+
+
+def describe(place, config):
+  """Writes cell.json, with this config."""
+  content = {"version": 1, "engine": "threads", "config": config}
+  (place / "cell.json").write_text(json.dumps(content))
 
 
 def rewrite(place, change):
@@ -147,6 +174,18 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
         '{"version": 1, "engine": "simulate"}'
       ),
       "was made by engine 'simulate': only live runs",
+    ),
+    (
+      lambda place: (place / "cell.json").write_text(
+        '{"version": 1, "config": {"server": {"shards": 1}}}'
+      ),
+      "a-n2-s0/cell.json is not what a run wrote: put it back",
+    ),
+    (lambda place: describe(place, {}), "cell.json is not what a run wrote"),
+    (lambda place: describe(place, {"server": []}), "is not what a run wrote"),
+    (
+      lambda place: describe(place, {"server": {"shards": 0}}),
+      "is not what a run wrote",
     ),
   ],
 )

@@ -483,6 +483,11 @@ def test_a_mistake_names_key_value_and_remedy(name):
     build(overrides)
 
 
+def test_a_large_whole_number_may_be_the_clip_norm():
+  exp = build({"clip_norm": 10**20})
+  assert exp.plan(exp.cells[0]).run.config["clip_norm"] == 10**20
+
+
 def test_float64_has_to_be_on():
   with (
     jax.enable_x64(False),

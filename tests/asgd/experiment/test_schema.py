@@ -448,7 +448,15 @@ MISTAKES = {
   ),
   "momentum": (
     {"runs": {"a": {"recipe": "asgd", "momentum": "x"}}},
-    "config.runs.a has a value of the wrong kind",
+    "^config.runs.a.momentum must be a number .* not 'x'",
+  ),
+  "no momentum": (
+    {"runs": {"a": {"recipe": "asgd", "momentum": []}}},
+    r"^config.runs.a.momentum must be a number .* not \[\]",
+  ),
+  "truth": (
+    {"runs": {"a": {"recipe": "asgd", "weight_decay": True}}},
+    "^config.runs.a.weight_decay must be a number .* not True",
   ),
   "seed": ({"durations": {"name": "gamma", "seed": "x"}}, "config.*durations"),
   "huge": (
