@@ -368,7 +368,7 @@ def _place(config, keys, above, key, engines):
 def _nodes_of_run(label, entry, config, engines):
   """Returns all keys of a run."""
   engine, keys = entry.get("engine", config.get("engine", "simulate")), {}
-  if engine in engines:
+  if isinstance(engine, str) and engine in engines:
     kind = engines[engine]
     with checks.blame(f"runs.{label}"):
       keys = dict.fromkeys(_keys_of_engine(kind, entry), _PLAIN)
