@@ -10,6 +10,8 @@ from asgd import algorithms, base, data, diagnosis, models, orders, problems
 from asgd.orders import durations
 from asgd.worker import Aux
 
+pytestmark = pytest.mark.slow
+
 # Learning rate x curvature, where w_{t+1} = w_t - eta lambda w_{t - tau} ceases
 # to shrink, without momentum and with 0.9 (as in v <- 0.9 v + g).
 PLAIN = {0: 2.0, 1: 1.0, 2: 0.618, 4: 0.3473, 8: 0.1845, 16: 0.0952, 32: 0.0483}

@@ -56,6 +56,7 @@ def test_it_says_what_fits_and_draws_it(tmp_path, capsys):
     assert line[name_width:].startswith(" x ") == (name not in fits)
 
 
+@pytest.mark.slow
 def test_a_config_is_counted(capsys):
   config = _config("pipeline_gpt")
   plan.main(config=config, devices=4, bandwidth=1.0, flops=0.05)

@@ -98,6 +98,7 @@ def test_layers_without_weights_go_with_the_next():
     )
 
 
+@pytest.mark.slow
 def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
   by_time = {"pipeline.cuts": "time", "pipeline.stages": 2}
   exp = build_pipelines(by_time)
@@ -122,6 +123,7 @@ def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
     folder.open_folder(str(place), "x", exp)
 
 
+@pytest.mark.slow
 def test_a_partitioner_places_the_stages():
   config = small_config(
     replicas={"schedule": "pipedream", "partition": "pipedream"},
@@ -155,6 +157,7 @@ def test_a_partitioner_places_the_stages():
   assert mixed.table.places() == [[0], [1], [0], [1]]
 
 
+@pytest.mark.slow
 def test_a_table_of_a_file_is_obeyed(tmp_path):
   mine = schedules.dualpipe(2, MICROBATCHES)
   path = tmp_path / "mine.CSV"

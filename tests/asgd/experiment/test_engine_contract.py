@@ -271,6 +271,7 @@ EXPLODING = {"runs": {"run": {"recipe": "asgd", "momentum": 0.9}}}
 EXPLODING |= {"learning_rate": 1e30}
 
 
+@pytest.mark.slow
 @engines
 def test_what_is_not_finite_stops_with_one_line(engine, tmp_path, machine):
   exp = build(engine, **EXPLODING)

@@ -225,6 +225,7 @@ def double_precision(load):
   return wide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
   config = {

@@ -757,6 +757,7 @@ def check_whole(run):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shards", "name", "rules", "consistent"),
   [

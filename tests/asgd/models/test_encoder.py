@@ -16,7 +16,10 @@ from asgd.data import DataError, sentences
 from asgd.models import encoder
 from pipeline import cut
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures("quick_compilation"),
+]
 
 SIZES = {
   "vocab_size": 19,

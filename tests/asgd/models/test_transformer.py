@@ -11,7 +11,10 @@ import pytest
 from asgd import models, problems
 from asgd.models import transformer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.usefixtures("quick_compilation"),
+]
 
 TOKENS, CONTEXT = 11, 6
 

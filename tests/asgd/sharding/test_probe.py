@@ -25,6 +25,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(algorithms.RECIPES))
 def test_all_recipes_may_run_on_shards(name):
   recipe = algorithms.build(name, RATE, 3)
@@ -63,6 +64,7 @@ KEEP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEEP)
 def test_what_keeps_rows_apart_is_accepted(name):
   assert check(KEEP[name], PARAMS) is None

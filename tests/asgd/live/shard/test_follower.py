@@ -68,6 +68,7 @@ TEAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "shards"),
   [*((kind, 2) for kind in TEAMS), ("cache", 3), ("norm", 3)],
