@@ -46,14 +46,8 @@ from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
 from launch import flags, listing
 
-_FAULT = (
-  "Faults of live runs, made on purpose: KIND:WORKER:SEQ,... (kill:1:20) with a"
-  f" KIND of {', '.join(faults_lib.KINDS)}; slow:WORKER:SEQ:SECONDS."
-)
-_SPANS = (
-  "Write what each device of a pipeline did when: in the last batch, where the"
-  " schedule has a flush."
-)
+_FAULT = "On purpose: KIND:WORKER:SEQ,... (kill:1:20; slow:1:20:SECONDS), of "
+_FAULT += ", ".join(faults_lib.KINDS)
 _CONFIG = flags.define_config()
 _F = flags.define(
   {
@@ -63,7 +57,7 @@ _F = flags.define(
     "fault": (list, [], _FAULT),
     "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
     "gpus_per_process": (float, 0.0, "Reserved in Ray for each process."),
-    "spans": (bool, False, _SPANS),
+    "spans": (bool, False, "Write what stages did when (the last batch)."),
     "num_processes": (int, 1, "Processes of a mesh, on this machine or more."),
     "process_id": (int, None, "This process's number, from 0."),
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
@@ -125,10 +119,8 @@ def _check_mesh_only(runs, role):
 
 def _start_float64(runs):
   """Turns on JAX's float64, which holds for all that a process computes."""
-  precisions = (
-    r.config.get("mesh", {}).get("precision") for r in runs.values()
-  )
-  double = {precision == mesh_plan.DOUBLE for precision in precisions}
+  sections = (run.config.get("mesh", {}) for run in runs.values())
+  double = {mesh.get("precision") == mesh_plan.DOUBLE for mesh in sections}
   if len(double) > 1:
     raise ValueError(
       f"config.mesh.precision {mesh_plan.DOUBLE} is for all runs of a command,"
