@@ -53,7 +53,7 @@ _ENDING = 20.0  # seconds for processes to end
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(
-  {**flags.TRAINING, "engine": (("threads", "ray"), "ray", "Of all runs.")}
+  {**flags.TRAINING, "engine": (flags.LIVE, "ray", "Of all runs.")}
 )
 _F = flags.define(
   {

@@ -35,7 +35,6 @@ _F = flags.define(
     "out": (str, None, "Folder to write to. Default: that of the cell."),
   }
 )
-_LIVE = ("threads", "ray")
 _EARLY = 0.05  # of the messages, from where on it is said
 
 
@@ -89,7 +88,7 @@ def _compare_cell(place, out):
 def _compare_all(workdir, out):
   """Compares all live cells of an experiment, and them with each other."""
   results = folder.read_results(workdir)
-  live = [row["cell"] for row in results if row["engine"] in _LIVE]
+  live = [row["cell"] for row in results if row["engine"] in flags.LIVE]
   if not live:
     raise ValueError(f"{workdir} holds no finished live cell to be compared")
   places = [workdir / "cells" / name for name in live]
@@ -108,10 +107,10 @@ def _check_live():
   engine = _TRAINING["engine"].value
   config = flags.load_config("configs/straggler_digits.py", engine)
   runs = schema.runs(config, flags.ENGINES)
-  if not any(run.engine in _LIVE for run in runs.values()):
+  if not any(run.engine in flags.LIVE for run in runs.values()):
     raise ValueError(
       "no run of this config is live, and none can be compared with its"
-      f" simulation: add --engine={' or --engine='.join(_LIVE)}"
+      f" simulation: add --engine={' or --engine='.join(flags.LIVE)}"
     )
 
 

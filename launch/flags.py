@@ -30,6 +30,7 @@ from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
 ENGINES = {**_OWN, "pipeline": PIPELINE}
+LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
 _LONGEST = 1500  # characters of an error
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 

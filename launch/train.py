@@ -132,7 +132,7 @@ def _start_float64(runs):
 
 _USERS = {  # flag -> engines that use it
   "address": ("ray",),
-  "fault": ("threads", "ray"),
+  "fault": flags.LIVE,
   "processes": ("pipeline",),
   "gpus_per_process": ("pipeline",),
   "spans": ("pipeline",),

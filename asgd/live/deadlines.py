@@ -35,7 +35,7 @@ class Ladder(NamedTuple):
   window: int = 128  # jobs looked back at
 
 
-_MOST = 1e9  # seconds that a clock can count
+MOST_SECONDS = 1e9  # seconds that a clock can count
 _KEYS = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
 
 
@@ -46,11 +46,11 @@ class Deadlines:
     """Raises ValueError for a setting that is no positive number up to 1e9."""
     for name, value in ladder._asdict().items():
       number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-      if not number or not 0 < value <= _MOST:
+      if not number or not 0 < value <= MOST_SECONDS:
         key = f" (live.{_KEYS[name]})" if name in _KEYS else ""
         raise ValueError(
-          f"{name}{key} must be a positive number, at most {_MOST:g}, not"
-          f" {value!r}"
+          f"{name}{key} must be a positive number, at most {MOST_SECONDS:g},"
+          f" not {value!r}"
         )
     self._ladder = ladder
     self._times = collections.deque(maxlen=ladder.window)

@@ -25,6 +25,7 @@ from asgd.experiment.schema import Run, Setting
 from asgd.live import faults, records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
+from asgd.live.deadlines import MOST_SECONDS
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.setup import slot_counts
@@ -32,8 +33,7 @@ from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
 
 _LOOK = 0.1  # seconds between two looks at the cluster
-_MOST_SECONDS = 1e9  # that a clock can count
-_SECONDS = checks.number(most=_MOST_SECONDS, above=True)
+_SECONDS = checks.number(most=MOST_SECONDS, above=True)
 
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
@@ -96,7 +96,7 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
-  grace, most = machine.grace_seconds, _MOST_SECONDS
+  grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
     raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
   folder = machine.memory_dir
