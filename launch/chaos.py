@@ -23,33 +23,26 @@ every job received once, every acknowledged message an update and a row of the
 records, every death in the trace one of these, the order allowed, the replay
 the same to the bit, and no process and no memory left behind.
 
+  python -m launch.chaos --simulate=1000 --jobs=2
+
+runs small live runs in a simulated world instead, one for each seed, with the
+clock, the network, the disk and the order of all steps drawn from it, checks
+them in the same way, and prints for a seed that fails the command that repeats
+it with as few faults as possible.
+
 The exit status is 1 if anything fails, if nothing was done to it, or if the run
 stands still for --patience seconds.
 """
 
 import collections
-import contextlib
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from asgd import base, names
-from asgd.experiment import audit, build, claim
-from asgd.live import processes
-from asgd.live.journal import journal_path, read_journal
-from asgd.orders.trace import Event, follow
+from asgd import names
+from asgd.experiment import audit, build, chaos
+from asgd.live.world import explore
 from launch import flags
-
-KINDS = ("worker", "shard", "hang", "driver", "term")
-_SIGNALS = {"hang": signal.SIGSTOP, "term": signal.SIGTERM}  # others: SIGKILL
-_LOOK = 0.05  # seconds between two looks at the run
-_ENDING = 20.0  # seconds for processes to end
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(
@@ -59,188 +52,14 @@ _F = flags.define(
   {
     "mtbf": (float, 5.0, "Mean seconds between two failures."),
     "seconds": (float, 60.0, "How long they are made, while messages come."),
-    "kinds": (list, list(KINDS), "What is done to which processes."),
+    "kinds": (list, list(chaos.KINDS), "What is done to which processes."),
     "seed": (int, 0, "Of the failures' times and victims."),
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
+    "simulate": (int, 0, "So many runs in a simulated world, from --seed on."),
+    "faults": (list, None, "With --simulate=1, the numbers of those to come."),
+    "jobs": (int, 1, "Processes for --simulate."),
   }
 )
-
-
-def _say(text):
-  print(f"chaos: {text}", file=sys.stderr, flush=True)
-
-
-def _alive(running) -> list[int]:
-  """Returns the processes of (number, when it was started) that run still, once
-  all have ended or after some time."""
-  end = time.monotonic() + _ENDING
-  while True:
-    alive = []
-    for number, began in running:
-      with contextlib.suppress(OSError):
-        state, started = processes.stat(number)
-        if started == began and state not in "ZX":
-          alive.append(number)
-    if not alive or time.monotonic() > end:
-      return sorted(alive)
-    time.sleep(_LOOK)
-
-
-class Victim:
-  """A run of `launch.train`, and what is done to it."""
-
-  def __init__(self, out: Path, command: list[str]):
-    """Starts it, with the folder of its results and the command."""
-    self._out, self._command = out, command
-    self.failures: list[audit.Failure] = []
-    self.memories: set[Path] = set()
-    self.processes: set[tuple[int, str]] = set()  # (number, when started)
-    self._journal = 0, 0  # how many there are, bytes
-    self._moved = time.monotonic()
-    self._run: tuple[int, str] | None = None  # driver, cell
-    self._rows, self._works = 0, False  # before it; a message has come since
-    self._start()
-
-  def _start(self):
-    # In a session of its own, or Ctrl-C would interrupt it, too, and not once.
-    self.process = subprocess.Popen(self._command, start_new_session=True)
-
-  def _cell(self) -> tuple[str, Path] | None:
-    """Returns name and memory of the cell that is run now."""
-    for path in sorted(self._out.glob(f"cells/*/{claim.RUNNING}")):
-      owner = claim.read(path.parent)
-      if owner and owner.driver == self.process.pid:
-        self.memories.add(owner.memory)
-        return path.parent.name, owner.memory
-    return None
-
-  def _pids(self, memory) -> dict[str, dict[int, int]]:
-    """Returns its processes, and remembers them."""
-    pids = processes.pids(memory)
-    for pid in (*pids["worker"].values(), *pids["shard"].values()):
-      with contextlib.suppress(OSError):
-        self.processes.add((pid, processes.stat(pid)[1]))
-    return pids
-
-  def _events(self, cell: str) -> list[Event]:
-    return read_journal(journal_path(self._out / "cells" / cell, 0))
-
-  def working(self) -> bool:
-    """Whether messages have come since this driver began with this cell."""
-    current = self._cell()
-    if current is None:
-      return False
-    run = self.process.pid, current[0]
-    if run == self._run and self._works:
-      return True
-    events = self._events(current[0])
-    if run != self._run:
-      self._run, self._rows = run, len(events)
-    new = events[self._rows :]
-    self._works = any(event.action == base.RECEIVE for event in new)
-    return self._works
-
-  def check(self) -> None:
-    """Raises flags.Failed if nothing has happened for long."""
-    journals = list(self._out.glob("cells/*/trace-*.csv"))
-    seen = len(journals), sum(path.stat().st_size for path in journals)
-    if seen != self._journal:
-      self._journal, self._moved = seen, time.monotonic()
-    if time.monotonic() - self._moved > _F["patience"].value:
-      raise flags.Failed(
-        f"chaos: nothing has happened for {_F['patience'].value:g} s; the run"
-        f" in {self._out} has hung"
-      )
-
-  def fail(self, kind: str, rng: random.Random) -> bool:
-    """Does something; False if no such process is running now."""
-    current = self._cell()
-    if current is None:
-      return False
-    cell, memory = current
-    before = self._events(cell)
-    if not before:
-      return False
-    pids = self._pids(memory)
-    if kind == "driver":
-      self._kill_driver(cell, before, pids)
-      return True
-    victims = "shard" if kind == "shard" else "worker"
-    running = {
-      index: pid
-      for index, pid in pids[victims].items()
-      if processes.stat(pid)[0] not in "Tt"
-    }
-    if not running:
-      return False
-    index = rng.choice(sorted(running))
-    os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
-    _say(f"{kind}: {victims} {index} of {cell}")
-    after, dead, coming = self._events(cell), (), None
-    if kind != "shard":
-      ledger = follow(before)
-      if index not in ledger.present:  # it was on its way; has it come?
-        ledger = follow(after)
-      holder = ledger.holders.get(index, -1)
-      if index in ledger.present:
-        dead = ((index, holder),)
-      else:
-        coming = index, holder + 1
-    rows = len(before), len(after)
-    self.failures.append(audit.Failure(kind, cell, index, dead, *rows, coming))
-    return True
-
-  def _kill_driver(self, cell, before, pids):
-    self.process.kill()
-    self.process.wait()
-    _say(f"driver: that of {cell}")
-    self._start()
-    # Its processes work on until they notice.
-    old = {p for k in pids.values() for p in k.values()}
-    _alive([process for process in self.processes if process[0] in old])
-    after = self._events(cell)
-    dead = tuple(sorted(follow(after).holders.items()))
-    rows = len(before), len(after)
-    self.failures.append(audit.Failure("driver", cell, 0, dead, *rows))
-
-  def end(self) -> None:
-    """Ends whatever runs."""
-    if self.process.poll() is None:
-      self.process.send_signal(signal.SIGINT)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self.process.wait(60.0)
-      self.process.kill()
-      self.process.wait()
-      for memory in self.memories:
-        processes.end_all(memory)
-
-
-def _inject(victim: Victim, kinds: Sequence[str], rng: random.Random) -> None:
-  """Lets things fail for the time that the flags say, and waits for the end."""
-  rate, seconds = 1 / _F["mtbf"].value, _F["seconds"].value
-  worked, due = 0.0, rng.expovariate(rate)  # seconds of its work
-  waiting: list[str] = []  # kinds that are to come before any comes again
-  last = time.monotonic()
-  while victim.process.poll() is None:
-    time.sleep(_LOOK)
-    victim.check()
-    now = time.monotonic()
-    if victim.working():
-      worked += now - last
-    last = now
-    if not due <= worked < seconds:
-      continue
-    waiting = waiting or rng.sample(kinds, len(kinds))
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-      if victim.fail(waiting[-1], rng):
-        waiting.pop()
-        due = worked + rng.expovariate(rate)
-        last = time.monotonic()  # what that took does not count
-  if victim.process.returncode == 0 and worked < seconds:
-    _say(
-      f"the run ended after {worked:.0f} of {seconds:g} seconds; try more"
-      " --config.epochs"
-    )
 
 
 def _check_flags() -> None:
@@ -255,7 +74,7 @@ def _check_flags() -> None:
 
 
 def _check_kinds(engine: str) -> list[str]:
-  kinds, choose = _F["kinds"].value, f"choose of {','.join(KINDS)}"
+  kinds, choose = _F["kinds"].value, f"choose of {','.join(chaos.KINDS)}"
   if not any(kinds):
     raise ValueError(f"--kinds is empty; {choose}")
   if not all(kinds):
@@ -264,8 +83,8 @@ def _check_kinds(engine: str) -> list[str]:
       f" {choose}"
     )
   for kind in kinds:
-    if kind not in KINDS:
-      raise ValueError(f"--kinds={kind}: {names.nearest(kind, KINDS)}")
+    if kind not in chaos.KINDS:
+      raise ValueError(f"--kinds={kind}: {names.nearest(kind, chaos.KINDS)}")
   if engine != "ray" and set(kinds) != {"driver"}:
     raise ValueError(
       f"--engine={engine} has one process, the driver: use --kinds=driver, or"
@@ -277,9 +96,11 @@ def _check_kinds(engine: str) -> list[str]:
 def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   """Says what was done, and what was to be and was not."""
   count = collections.Counter(failure.kind for failure in failures)
-  done = ", ".join(f"{count[kind]} {kind}" for kind in KINDS if count[kind])
+  done = ", ".join(
+    f"{count[kind]} {kind}" for kind in chaos.KINDS if count[kind]
+  )
   text = f"injected: {done or 'nothing'}"
-  never = [kind for kind in KINDS if kind in kinds and not count[kind]]
+  never = [kind for kind in chaos.KINDS if kind in kinds and not count[kind]]
   if not never:
     return text
   return (
@@ -298,7 +119,7 @@ def _report(exp, out, victim, kinds) -> bool:
     for finding in audit.findings(plan, place, failures, data_dir=data_dir):
       _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
       fine &= finding.well
-  alive = _alive(victim.processes)  # Ray takes its time
+  alive = chaos.alive(victim.processes)  # Ray takes its time
   left = [f"memory {path}" for path in sorted(victim.memories) if path.exists()]
   left += [f"process {pid}" for pid in alive]
   _print_finding("left behind", ", ".join(left) or "nothing", not left)
@@ -309,8 +130,27 @@ def _print_finding(what, text, well):
   print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
 
 
+def _simulate() -> None:
+  """Runs in a simulated world; see `asgd.live.world`."""
+  count, first, numbers = (_F[x].value for x in ("simulate", "seed", "faults"))
+  keep = numbers and tuple(int(x) for x in numbers if x.isdecimal())
+  if keep and count != 1:
+    raise ValueError("--faults are those of one seed: add --simulate=1")
+  seeds, tally = range(first, first + count), explore.Tally()
+  for outcome in explore.run_seeds(seeds, jobs=_F["jobs"].value, keep=keep):
+    tally.add(outcome)
+    if outcome.error:
+      print(explore.explain(outcome, keep), flush=True)
+  print(tally.table())
+  if tally.failed:
+    raise flags.Failed(f"chaos: {len(tally.failed)} of {count} seeds failed")
+
+
 def main() -> None:
   """Runs, disturbs, audits."""
+  if _F["simulate"].value > 0:
+    _simulate()
+    return
   _check_flags()
   engine = _TRAINING["engine"].value
   kinds = _check_kinds(engine)
@@ -320,9 +160,12 @@ def main() -> None:
     data_dir=_TRAINING["data_dir"].value,
   )
   out, command = flags.training_command("chaos")
-  victim = Victim(out, command)
+  victim = chaos.Victim(out, command)
+  times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
-    _inject(victim, kinds, random.Random(_F["seed"].value))
+    chaos.inject(victim, kinds, random.Random(_F["seed"].value), **times)
+  except chaos.Hung as error:
+    raise flags.Failed(f"chaos: {error}") from error
   finally:
     victim.end()
   if victim.process.returncode:

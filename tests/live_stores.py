@@ -5,6 +5,7 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.live.clusters.threads import Stores
+from asgd.live.slots import WrongSlot
 
 
 class Memory:
@@ -16,11 +17,14 @@ class Memory:
     self.fresh = False  # it is never lost while the journal is in memory
     self._slots, self._snapshot = {}, None
 
-  def write(self, kind, slot, tree):
-    self._slots[kind, slot] = tree
+  def write(self, kind, slot, tree, stamp):
+    self._slots[kind, slot] = tree, stamp
 
-  def read(self, kind, slot):
-    return self._slots.get((kind, slot))
+  def read(self, kind, slot, stamp):
+    tree, written = self._slots[kind, slot]
+    if written != stamp:
+      raise WrongSlot(self.name, kind, slot)
+    return tree
 
   read_copy = read
 
@@ -29,6 +33,9 @@ class Memory:
 
   def load(self):
     return self._snapshot
+
+  def adopt(self):
+    self.fresh = False
 
   def forget(self):
     self._snapshot = None

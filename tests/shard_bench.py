@@ -24,7 +24,13 @@ from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.slots import MESSAGES, PARAMS, DamagedSnapshot
+from asgd.live.slots import (
+  MESSAGES,
+  PARAMS,
+  WRITTEN,
+  DamagedSnapshot,
+  message_stamp,
+)
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
@@ -75,10 +81,10 @@ class Memory(live_stores.Memory):
   def save(self, tree, meta):
     super().save(tree, json.loads(json.dumps(meta)))
 
-  def write(self, kind, slot, tree):
+  def write(self, kind, slot, tree, stamp):
     if kind == PARAMS and slot in self.guarded:
-      assert bits(tree) == bits(self.read(kind, slot))
-    super().write(kind, slot, tree)
+      assert bits(tree) == bits(self.read(kind, slot, stamp))
+    super().write(kind, slot, tree, stamp)
 
 
 class DeadlyJournal(live_stores.Journal):
@@ -414,7 +420,7 @@ class Hand:
     """Does a job and puts the message where it belongs; returns its PUSHes."""
     bench, tickets = self.bench, self.tickets.pop(seq)
     parts = [
-      memory.read(PARAMS, tickets[shard].params)
+      memory.read(PARAMS, tickets[shard].params, WRITTEN)
       for shard, memory in enumerate(bench.memories)
     ]
     params = (
@@ -433,8 +439,9 @@ class Hand:
     split = [message]
     if bench.plan is not None:
       split = sharding.split(bench.plan, message)
+    stamp = message_stamp(self.worker, seq)
     for shard, memory in enumerate(bench.memories):
-      memory.write(MESSAGES, tickets[shard].message, split[shard])
+      memory.write(MESSAGES, tickets[shard].message, split[shard], stamp)
     return [
       Frame(
         *(frames.PUSH, self.worker, seq, first.job),

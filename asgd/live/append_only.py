@@ -8,6 +8,7 @@ taken back.
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 # Remedies, in messages.
 GO_ON = "run the same command again to go on"
@@ -27,8 +28,9 @@ class FileGone(ValueError):
 class AppendOnlyFile:
   """A file of one writer."""
 
-  def __init__(self, path: Path):
-    self.name = str(path)
+  def __init__(self, path: Path, disk: Any = os):
+    """`disk` writes as `os` does; a simulation has its own."""
+    self.name, self._disk = str(path), disk
     self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     self._size = os.fstat(self._file).st_size
 
@@ -46,7 +48,7 @@ class AppendOnlyFile:
     rest = memoryview(data)
     try:
       while rest:
-        rest = rest[os.write(self._file, rest) :]
+        rest = rest[self._disk.write(self._file, rest) :]
     except OSError as error:
       with contextlib.suppress(OSError):
         os.ftruncate(self._file, self._size)

@@ -45,6 +45,32 @@ class Frame(NamedTuple):
   loss: float = 0.0  # ROW
 
 
+class BadFrame(ValueError):
+  """A frame that no worker and no shard of this run says."""
+
+
+def check(frame: Frame, shard: int, *, workers: int, shards: int, jobs: int):
+  """Raises BadFrame unless a shard of a run with so many workers, shards and
+  jobs can obey the frame, as far as its numbers tell."""
+  kind, place, seq, job = frame[:4]
+  if kind in (HELLO, FETCH, PUSH, DRAIN, BYE):
+    fits = 0 <= place < workers and seq >= 0
+    fits &= job >= -1 if kind == HELLO else 0 <= job < jobs
+    fits &= kind != PUSH or frame.flag in (0, 1)
+  elif shard:  # a follower hears the lead
+    fits = kind in (ROW, ASK, TOTAL)
+  elif kind == FOLLOW:
+    fits = 0 < place < shards and frame.version >= 0
+  else:
+    fits = kind in (PREPARED, ASKED) and 0 < job < shards
+    fits &= 0 <= place < workers and seq >= 0
+  if not fits:
+    raise BadFrame(
+      f"shard {shard} of {shards} has no use for {frame}, of a run with"
+      f" {workers} workers and {jobs} jobs"
+    )
+
+
 _FORMAT = struct.Struct("<4sBxxxiqqqqiidd")
 _MAGIC = b"asg1"
 SIZE = _FORMAT.size  # bytes of a packed frame
@@ -56,12 +82,12 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: bytes) -> Frame:
-  """Returns what `pack` packed; raises ValueError for anything else."""
+  """Returns what `pack` packed; raises BadFrame for anything else."""
   if len(data) != SIZE:
-    raise ValueError(f"a frame has {SIZE} bytes, not {len(data)}")
+    raise BadFrame(f"a frame has {SIZE} bytes, not {len(data)}")
   magic, *fields = _FORMAT.unpack(data)
   if magic != _MAGIC or fields[0] > TOTAL:
-    raise ValueError(
+    raise BadFrame(
       f"no frame of this version: it starts with {data[:5]!r}; are all"
       " processes of the same release?"
     )

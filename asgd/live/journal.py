@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asgd.live.append_only import AppendOnlyFile
 from asgd.orders import trace
@@ -17,10 +18,10 @@ def journal_path(run: Path, index: int) -> Path:
 class FileJournal(AppendOnlyFile):
   """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, **options: Any):
     """Opens or makes the file. Raises ValueError if it is no journal."""
     self._events = read_journal(path)
-    super().__init__(path)
+    super().__init__(path, **options)
     self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
     if not self._size:
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())

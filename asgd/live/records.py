@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,8 @@ def records_path(run: Path, index: int) -> Path:
 class FileSink(AppendOnlyFile):
   """A shard's records: rows of RECORD."""
 
-  def __init__(self, path: Path):
-    super().__init__(path)
+  def __init__(self, path: Path, **options: Any):
+    super().__init__(path, **options)
     self._cut(self.count * RECORD.itemsize)
 
   @property

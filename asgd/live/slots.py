@@ -4,12 +4,17 @@ There are three kinds of slots: parameters that were sent, messages that came
 in, and two snapshots of the shard. They are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
+
+Each slot ends with a stamp, which its writer sets after the content and its
+reader compares: what was written to a file that has been replaced since, or by
+a worker for another message, is refused and never taken for the content.
 """
 
 import contextlib
 import json
 import mmap
 import os
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +31,17 @@ class DamagedSnapshot(ValueError):
   """A snapshot that cannot be read."""
 
 
+class WrongSlot(ValueError):
+  """A slot does not hold what was expected there."""
+
+  def __init__(self, memory: str, kind: int, slot: int):
+    super().__init__(
+      f"{SlotCounts._fields[kind]} slot {slot} in {memory} does not hold what"
+      " was written there: the shared memory was removed or changed while the"
+      f" run used it; {GO_ON} from the last checkpoint"
+    )
+
+
 class SlotCounts(NamedTuple):
   """How many slots there are."""
 
@@ -33,9 +49,23 @@ class SlotCounts(NamedTuple):
   messages: int
 
 
+WRITTEN = 1  # stamp of parameters
+_ADOPTED = "adopted"  # a file
+_STAMP = np.dtype(np.int64)
+
+
+def message_stamp(worker: int, seq: int) -> int:
+  """Returns the stamp of a message, which no other message of a run has."""
+  return (worker + 1) << 40 | seq
+
+
+def _checksum(text: str) -> str:
+  return f"{zlib.crc32(text.encode()):08x}"
+
+
 def _stride(nbytes: int) -> int:
-  """Bytes of a slot, in whole pages."""
-  return max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+  """Bytes of a slot with its stamp, in whole pages."""
+  return -(-(nbytes + _STAMP.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def slots_nbytes(
@@ -58,6 +88,38 @@ def check_room(folder: Path | str, nbytes: int) -> None:
     )
 
 
+def _read_snapshot(folder: Path) -> dict[str, Any] | None:
+  """Returns what was saved beside the last image, None if there is none."""
+  path = folder / "snapshot.json"
+  try:
+    checksum, _, text = path.read_text().partition(" ")
+    if checksum == _checksum(text):
+      return json.loads(text)
+    reason = "its checksum is another"
+  except FileNotFoundError:
+    return None
+  except (ValueError, OSError) as error:
+    reason = f"{type(error).__name__}: {error}"
+  raise DamagedSnapshot(f"{path} is damaged and is not used ({reason})")
+
+
+def is_usable(folder: Path, rows: int) -> bool:
+  """Whether a shard with so many rows in its journal can go on from memory."""
+  names = *SlotCounts._fields, _ADOPTED
+  if not all((folder / name).exists() for name in names):
+    return False
+  try:
+    saved = _read_snapshot(folder)
+  except DamagedSnapshot:
+    return False
+  return saved is None or saved["meta"]["rows"] <= rows
+
+
+def disown(folder: Path) -> None:
+  """From now on a memory is no shard's: one that opens it begins anew."""
+  (folder / _ADOPTED).unlink(missing_ok=True)
+
+
 class SharedMemory:
   """Slots in mapped files of one folder; several processes may open it."""
 
@@ -76,14 +138,19 @@ class SharedMemory:
     there is no room, or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
-    # Whether there was nothing: what a shard's journal refers to is lost.
-    self.fresh = not (self._folder / "messages").exists()
-    self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Whether it is not what a shard's journal refers to: that is lost.
+    names = *SlotCounts._fields, _ADOPTED
+    self.fresh = not all((self._folder / name).exists() for name in names)
     *kinds, snapshot = like
+    if snapshot is not None:
+      self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    self._files: dict[Path, int] = {}  # their numbers on the disk
     self._layouts = [wire.layout(tree, compress=compress) for tree in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
     kinds = zip(SlotCounts._fields, self._layouts, counts, strict=True)
-    self._slots = [self._map(name, x.nbytes, count) for name, x, count in kinds]
+    rows = [self._map(name, x.nbytes, count) for name, x, count in kinds]
+    self._slots = [slots for slots, _ in rows]
+    self._stamps = [stamps for _, stamps in rows]
     self._images = None
     self._turn = 0  # the image to be written next
 
@@ -91,8 +158,10 @@ class SharedMemory:
     stride = _stride(nbytes)
     path, size = self._folder / name, stride * count
     try:
-      path.touch(0o600)
+      if self._image is not None:  # or it is a worker's: a shard makes them
+        path.touch(0o600)
       with path.open("r+b") as file:
+        self._files[path] = os.fstat(file.fileno()).st_ino
         nbytes_there = os.fstat(file.fileno()).st_size
         if nbytes_there not in (0, size):
           raise ValueError(
@@ -108,42 +177,54 @@ class SharedMemory:
             path.unlink()
             raise
         mapped = mmap.mmap(file.fileno(), size)
+    except FileNotFoundError as error:
+      raise self._gone() from error
     except OSError as error:
       raise ValueError(
         f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
         " fewer workers, a smaller log or another folder"
       ) from error
     rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
-    return [row[:nbytes] for row in rows]
+    stamps = rows[:, -_STAMP.itemsize :].view(_STAMP)[:, 0]
+    return [row[:nbytes] for row in rows], stamps
 
-  def write(self, kind: int, slot: int, tree: Any) -> None:
-    """Copies a tree into a slot."""
+  def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
+    """Copies a tree into a slot, and sets its stamp."""
+    self._stamps[kind][slot] = 0
     wire.write(self._layouts[kind], tree, self._slots[kind][slot])
+    self._stamps[kind][slot] = stamp
 
-  def read(self, kind: int, slot: int) -> Any:
-    """Returns views of a slot, to be used before the slot is given away."""
+  def read(self, kind: int, slot: int, stamp: int) -> Any:
+    """Returns views of a slot, to be used before the slot is given away. Raises
+    WrongSlot if it has another stamp."""
+    if self._stamps[kind][slot] != stamp:
+      raise WrongSlot(str(self._folder), kind, slot)
     return wire.read(self._layouts[kind], self._slots[kind][slot])
 
-  def read_copy(self, kind: int, slot: int) -> Any:
-    """Returns a copy of what lies in a slot."""
-    return jax.tree.map(np.array, self.read(kind, slot))
+  def read_copy(self, kind: int, slot: int, stamp: int) -> Any:
+    """Returns a copy of what lies in a slot; see `read`."""
+    return jax.tree.map(np.array, self.read(kind, slot, stamp))
 
   def save(self, tree: Any, meta: Any) -> None:
     """Keeps a snapshot; a kill on the way leaves the one before."""
+    self._save_image(tree)
+    self._save_meta(meta)
+
+  def _save_image(self, tree):
     if self._images is None:
       with contextlib.suppress(DamagedSnapshot):
         self._open_images()
     wire.write(self._image, tree, self._images[self._turn])
+
+  def _save_meta(self, meta):
     path = self._folder / "snapshot.json"
     temporary = path.with_suffix(".tmp")
     try:
-      temporary.write_text(json.dumps({"image": self._turn, "meta": meta}))
+      text = json.dumps({"image": self._turn, "meta": meta})
+      temporary.write_text(f"{_checksum(text)} {text}")
       os.replace(temporary, path)
     except FileNotFoundError as error:
-      raise ValueError(
-        f"the shared memory {self._folder} is gone: it was removed while the"
-        f" run used it; {GO_ON} from the last checkpoint"
-      ) from error
+      raise self._gone() from error
     except OSError as error:
       raise ValueError(
         f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
@@ -153,19 +234,29 @@ class SharedMemory:
   def _open_images(self):
     """Returns what was saved beside the last image, if any; see `load`."""
     if self._images is None:
-      self._images = self._map("snapshots", self._image.nbytes, 2)
-    path = self._folder / "snapshot.json"
+      self._images, _ = self._map("snapshots", self._image.nbytes, 2)
+    saved = _read_snapshot(self._folder)
+    if saved is not None:
+      self._turn = 1 - saved["image"]
+    return saved
+
+  def adopt(self) -> None:
+    """From now on it is what the shard's journal refers to. Raises ValueError
+    if other files have taken its place."""
     try:
-      saved = json.loads(path.read_text())
-      if saved["image"] in (0, 1) and isinstance(saved["meta"], dict):
-        self._turn = 1 - saved["image"]
-        return saved
-      reason = "it is no snapshot"
-    except FileNotFoundError:
-      return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-      reason = f"{type(error).__name__}: {error}"
-    raise DamagedSnapshot(f"{path} is damaged and is not used ({reason})")
+      for path, number in self._files.items():
+        if path.stat().st_ino != number:
+          raise self._gone()
+      (self._folder / _ADOPTED).touch(0o600)
+    except FileNotFoundError as error:
+      raise self._gone() from error
+    self.fresh = False
+
+  def _gone(self):
+    return ValueError(
+      f"the shared memory {self._folder} is gone: it was removed while the run"
+      f" used it; {GO_ON} from the last checkpoint"
+    )
 
   def forget(self) -> None:
     """Drops the snapshot."""

@@ -8,6 +8,7 @@ and pushing overlap.
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from asgd.live import frames
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected, WorkerLink
-from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
 from asgd.live.spans import Span
 
 _SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
@@ -79,6 +80,13 @@ class _Tenure:
     self.running: collections.deque[_OpenJob] = collections.deque()
     # Of each shard, by seq: PUSHes that it has not acknowledged.
     self.unacked: list[dict[int, Frame]] = [{} for _ in range(shards)]
+    # By seq: PUSHes that the lead gets once all other shards have theirs.
+    self.for_lead: dict[int, Frame] = {}
+
+  @property
+  def unsettled(self) -> bool:
+    """Whether a message is not acknowledged by all shards."""
+    return bool(self.for_lead) or any(self.unacked)
 
 
 class WorkerLoop:
@@ -107,7 +115,8 @@ class WorkerLoop:
     self._slowdown = factors[0] if factors else 1.0
     self._faults, self._span = faults, span or (lambda span: None)
     self.draining = False
-    self.revoked = False  # another worker has its place: it may write no more
+    self.revoked = False  # another worker has its place
+    self._writing = threading.Lock()  # held while a message is written
     self._drain_said = False
     self._shards = range(len(memories))
     self._tenure = _Tenure(len(memories))
@@ -116,6 +125,12 @@ class WorkerLoop:
     """Asks the loop to end after what it has begun."""
     self.draining = True
     self._link.wake()
+
+  def revoke(self) -> None:
+    """Takes the place away: when this returns, the loop writes to no slot any
+    more, whatever it is doing now."""
+    with self._writing:
+      self.revoked = True
 
   def run(self) -> str:
     """Works until there is no more to do. Returns "stopped" when all jobs are
@@ -128,7 +143,7 @@ class WorkerLoop:
         self._say(0, Frame(frames.DRAIN, self._worker))
       self._start_what_is_ready()
       running = self._tenure.running
-      if self._drain_said and not running and not any(self._tenure.unacked):
+      if self._drain_said and not running and not self._tenure.unsettled:
         for shard in self._shards:
           self._say(shard, Frame(frames.BYE, self._worker))
         return "left"
@@ -204,6 +219,10 @@ class WorkerLoop:
       self._ticket(shard, frame)
     elif frame.kind == frames.ACK:
       tenure.unacked[shard].pop(frame.seq, None)
+      if frame.seq in tenure.for_lead and not any(
+        frame.seq in unacked for unacked in tenure.unacked
+      ):
+        self._push(0, tenure.for_lead.pop(frame.seq))
     elif frame.kind == frames.EXPEL:
       if shard:  # it has lost what it knew of us: begin anew everywhere
         self._say(0, Frame(frames.BYE, self._worker))
@@ -243,7 +262,7 @@ class WorkerLoop:
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
     params, *others = (
-      memory.read(PARAMS, job.tickets[shard].params)
+      memory.read(PARAMS, job.tickets[shard].params, WRITTEN)
       for shard, memory in enumerate(self._memories)
     )
     if duty.plan is not None:
@@ -259,26 +278,42 @@ class WorkerLoop:
 
   def _finish(self, job):
     """Waits for a job's message and hands it in, to the lead last: what the
-    lead has, all have."""
+    lead has, all have. In a consistent run the lead asks whether they do; else
+    it gets the message once all others have acknowledged theirs."""
     message, loss = job.result
     message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
-    if self.revoked:
-      return
     if self._slowdown > 1:
       self._wait((self._slowdown - 1) * (self._clock() - job.started))
     computed = self._clock()
     self._span(Span("compute", job.started, computed, job.seq, job.job))
-    plan = self._duty.plan
+    finite = _finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
-    said = said._replace(flag=int(_finite(message, loss)))
-    parts = [message] if plan is None else sharding.split(plan, message)
+    said = said._replace(flag=int(finite))
+    if not self._write(job, message):
+      return
+    # What is not finite is refused by all shards: nothing is lost of it.
+    last = finite and not self._duty.consistent and len(self._shards) > 1
     for shard in reversed(self._shards):
-      slot = job.tickets[shard].message
-      self._memories[shard].write(MESSAGES, slot, parts[shard])
-      frame = said._replace(message=slot)
-      self._tenure.unacked[shard][job.seq] = frame
-      pushes = [frame] if shard else self._faults.frames(self._worker, frame)
-      for push in pushes:
-        self._say(shard, push)
+      frame = said._replace(message=job.tickets[shard].message)
+      if shard or not last:
+        self._push(shard, frame)
+      else:
+        self._tenure.for_lead[job.seq] = frame
     self._span(Span("push", computed, self._clock(), job.seq, job.job))
+
+  def _write(self, job, message) -> bool:
+    """Writes a message to its slots; False if they are another worker's."""
+    plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
+    parts = [message] if plan is None else sharding.split(plan, message)
+    with self._writing:
+      if self.revoked:
+        return False
+      for shard, memory in enumerate(self._memories):
+        memory.write(MESSAGES, job.tickets[shard].message, parts[shard], stamp)
+    return True
+
+  def _push(self, shard, frame):
+    self._tenure.unacked[shard][frame.seq] = frame
+    for push in [frame] if shard else self._faults.frames(self._worker, frame):
+      self._say(shard, push)

@@ -111,10 +111,11 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
   return jax.tree.map(there_and_back, tree)
 
 
+@functools.lru_cache(maxsize=32)
 def compile_steps(
   server: base.Server, worker: base.Worker | None, *, wire=None, group=ALONE
 ) -> Steps:
-  """Compiles what runtimes call; without a worker, no work.
+  """Compiles what runtimes call, once; without a worker, no work.
 
   `wire` is the dtype in which parameters and messages travel, such as
   "bfloat16"; None is their own. Tickets hold what arrives. `group` are the

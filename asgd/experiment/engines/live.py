@@ -28,6 +28,7 @@ from asgd.live.clusters import base as clusters
 from asgd.live.deadlines import MOST_SECONDS
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
+from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
@@ -227,6 +228,8 @@ class LiveEngine(engines.Engine):
     self._insists = False  # whether a checkpoint must be made now
     self._news = ShardNews(self._live, self._received, resumed=bool(events))
     began = time.monotonic() - before
+    if events:
+      agree(self._live.setup, context.folder, self._live.memory)
     self.cluster = make_cluster(
       self._live, context.machine, images, bool(events), began
     )
@@ -394,6 +397,8 @@ class LiveEngine(engines.Engine):
       images = self._ask(images) if self._insists else images()
     except Disconnected:
       return None
+    if images is None:
+      return None
     states, metas = zip(*images, strict=True)
     step = sum(meta["rows"] for meta in metas)
     if not step:  # nothing has happened yet
@@ -415,13 +420,15 @@ class LiveEngine(engines.Engine):
     return "" if whole else "; some workers did not finish in time"
 
   def _ask(self, question: Callable[[], Any]) -> Any:
-    """Asks the shards something, again if one has to be replaced first."""
+    """Asks the shards something, again if they have no answer yet or one has to
+    be replaced first."""
     while True:
-      try:
-        return question()
-      except Disconnected:
-        self.cluster.check()
-        time.sleep(_LOOK)
+      with contextlib.suppress(Disconnected):
+        answer = question()
+        if answer is not None:
+          return answer
+      self.cluster.check()
+      time.sleep(_LOOK)
 
   def discard(self) -> None:
     """Removes the shared memory: there is nothing to go on with any more."""

@@ -12,6 +12,8 @@ from asgd.live.links.base import Disconnected
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 
+_ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
+
 Status = dict[str, Any]  # of a shard, see `Shard.status`
 
 
@@ -20,6 +22,14 @@ def finished(status: Sequence[Status] | None) -> bool:
   return bool(status) and status[0]["stopped"] and not any(
     shard["busy"] for shard in status
   )
+
+
+def _keep_image(row, shard):
+  shard.keep_image(row)
+
+
+def _kept_image(row, shard):
+  return shard.kept_image(row)
 
 
 def _take_params(received, shard):  # of a module, to travel by its name
@@ -38,6 +48,7 @@ class LiveCluster(abc.ABC):
     """`refill`: put a new worker in the place of one that died."""
     self.setup, self._plan, self._refill = setup, plan, refill
     self.replaced = {"worker": 0, "shard": 0}
+    self._image_row = -1  # at which shards keep an image
 
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:
@@ -86,9 +97,26 @@ class LiveCluster(abc.ABC):
         raise Disconnected(index)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
-  def images(self) -> list[tuple[Any, Any]]:
-    """Returns each `Shard.image`. Raises Disconnected if one is gone."""
-    return self._ask(Shard.image)
+  def images(self) -> list[tuple[Any, Any]] | None:
+    """Returns each `Shard.image`; in a consistent run they are of one row, and
+    None says that there are none yet: call again later. Raises Disconnected if
+    a shard is gone."""
+    if not self.setup.consistent or self.setup.shards == 1:
+      return self._ask(Shard.image)
+    row = self._image_row
+    answers = self._ask(functools.partial(_kept_image, row))
+    rows, images = zip(*answers, strict=True)
+    if None not in images:
+      self._image_row = -1
+      return list(images)
+    if len(set(rows)) == 1:  # nothing is under way
+      images = self._ask(Shard.image)
+      if len({meta["rows"] for _, meta in images}) == 1:
+        return images
+    if row < 0 or max(rows) > row + _ROWS_AHEAD:  # or one has lost it
+      self._image_row = max(rows) + _ROWS_AHEAD
+      self._ask(functools.partial(_keep_image, self._image_row))
+    return None
 
   def pause(self) -> None:
     """Has workers start nothing new. Raises Disconnected if a shard is gone."""

@@ -154,7 +154,8 @@ class ShardActor:
     def take(shard):
       if message is not None and shard.state.accepts(frame):
         memory = shard.state.slots.memory
-        memory.write(slots.MESSAGES, frame.message, message)
+        stamp = slots.message_stamp(frame.worker, frame.seq)
+        memory.write(slots.MESSAGES, frame.message, message, stamp)
       shard.handle(frame, session.say, self._site.clock())
 
     self._server.ask(take)

@@ -168,7 +168,7 @@ class ThreadCluster(LiveCluster):
 
   def _end_lost_workers(self, status):
     for worker in status["expelled"]:
-      self.workers[worker].loop.revoked = True
+      self.workers[worker].loop.revoke()
       self.replaced["worker"] += 1
       self.add_worker(worker)
 

@@ -20,7 +20,13 @@ import numpy as np
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.slots import (
+  MESSAGES,
+  PARAMS,
+  WRITTEN,
+  WrongSlot,
+  message_stamp,
+)
 
 _LISTEN = 1.0  # seconds that a shard lets a listener wait
 _PAUSE = 0.2  # seconds between two tries to connect
@@ -37,7 +43,9 @@ class Session:
   def say(self, frame: Frame) -> None:
     """Has a frame, and the parameters it tells of, fetched by the worker."""
     ticket = frame.kind == frames.TICKET
-    params = self._memory.read_copy(PARAMS, frame.params) if ticket else None
+    params = None
+    if ticket:
+      params = self._memory.read_copy(PARAMS, frame.params, WRITTEN)
     self._out.put((frames.pack(frame), params))
 
   def listen(self) -> list[tuple[bytes, Any]]:
@@ -54,13 +62,16 @@ class _FarMemory:
   """What a worker was sent, and what it is to send: slots of references."""
 
   def __init__(self):
-    self._slots: dict[tuple[int, int], Any] = {}
+    self._slots: dict[tuple[int, int], tuple[Any, int]] = {}
 
-  def write(self, kind: int, slot: int, tree: Any) -> None:
-    self._slots[kind, slot] = tree
+  def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
+    self._slots[kind, slot] = tree, stamp
 
-  def read(self, kind: int, slot: int) -> Any:
-    return self._slots[kind, slot]
+  def read(self, kind: int, slot: int, stamp: int) -> Any:
+    tree, written = self._slots[kind, slot]
+    if written != stamp:
+      raise WrongSlot("what the shard sent", kind, slot)
+    return tree
 
 
 class RayLink:
@@ -85,7 +96,8 @@ class RayLink:
     """Sends a frame, and with a PUSH its message. Raises Disconnected."""
     message = None
     if frame.kind == frames.PUSH:
-      message = self.memories[shard].read(MESSAGES, frame.message)
+      stamp = message_stamp(frame.worker, frame.seq)
+      message = self.memories[shard].read(MESSAGES, frame.message, stamp)
       message = jax.tree.map(np.asarray, message)
     actor = self._actors[shard]
     if actor is None:
@@ -122,7 +134,8 @@ class RayLink:
     for data, params in said:
       frame = frames.unpack(data)
       if params is not None:
-        self.memories[shard].write(PARAMS, frame.params, params)
+        memory = self.memories[shard]
+        memory.write(PARAMS, frame.params, params, WRITTEN)
       self._inbox.append((shard, frame))
 
   def _listen(self, shard):

@@ -2,11 +2,11 @@
 
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
-kernel closes its sockets, so the other side knows at once.
+kernel closes its sockets, so the other side knows at once. A peer that says
+what cannot be, or reads nothing, loses its connection, and nobody else does.
 """
 
 import contextlib
-import os
 import queue
 import selectors
 import socket
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asgd.live import frames
 from asgd.live.frames import Frame
@@ -23,19 +23,77 @@ from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
 _TICK = 0.1  # seconds between two looks at the deadlines
+_PATIENCE = 60.0  # seconds in which a shard reads what a worker says
+_MOST_UNREAD = 2**20  # bytes that a peer may leave unread
+
+
+class Network(Protocol):
+  """What sockets are made of; a simulation has its own."""
+
+  def listen(self, path: Path) -> Any:
+    """Returns a listening socket. Raises OSError."""
+
+  def connect(self, path: Path) -> Any:
+    """Returns a connected socket. Raises OSError."""
+
+  def pair(self) -> tuple[Any, Any]:
+    """Returns two sockets that are connected to each other."""
+
+  def selector(self) -> Any:
+    """Returns a selector, as of `selectors`."""
+
+  def sleep(self, seconds: float) -> None:
+    """Waits."""
+
+
+class UnixNetwork:
+  """The kernel's sockets; see `Network`."""
+
+  pair = staticmethod(socket.socketpair)
+  selector = selectors.DefaultSelector
+  sleep = staticmethod(time.sleep)
+
+  def listen(self, path: Path) -> socket.socket:
+    """See `Network`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path.unlink(missing_ok=True)
+    try:
+      listener.bind(str(path))
+      listener.listen(1024)
+    except OSError:
+      listener.close()
+      raise
+    return listener
+
+  def connect(self, path: Path) -> socket.socket:
+    """See `Network`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_PATIENCE)
+    try:
+      sock.connect(str(path))
+    except OSError:
+      sock.close()
+      raise
+    return sock
+
+
+UNIX = UnixNetwork()
 
 
 class _Connection:
   """A socket, and what has come of a frame that is not whole yet."""
 
-  def __init__(self, sock: socket.socket):
+  def __init__(self, sock: Any):
     self.sock = sock
     self._rest = b""
 
   def read(self) -> list[Frame]:
-    """Returns the frames that are there; raises EOFError at the end."""
+    """Returns the frames that are there. Raises EOFError at the end, ValueError
+    for what is no frame."""
     try:
       data = self.sock.recv(64 * frames.SIZE)
+    except BlockingIOError:
+      return []
     except OSError as error:
       raise EOFError from error
     if not data:
@@ -49,43 +107,35 @@ class _Connection:
     ]
 
 
-def _open(path: Path) -> socket.socket:
-  sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-  try:
-    sock.connect(str(path))
-  except OSError:
-    sock.close()
-    raise
-  return sock
-
-
-class _WakePipe:
+class _Waker:
   """Ends a `select` that is waiting; may be called from a signal handler."""
 
-  def __init__(self, selector: selectors.BaseSelector):
-    self._read, self._write = os.pipe()
-    os.set_blocking(self._write, False)
+  def __init__(self, network: Network, selector: Any):
+    self._read, self._write = network.pair()
+    self._read.setblocking(False)
+    self._write.setblocking(False)
     selector.register(self._read, selectors.EVENT_READ, self)
 
   def wake(self) -> None:
-    with contextlib.suppress(BlockingIOError):
-      os.write(self._write, b"x")
+    with contextlib.suppress(OSError):
+      self._write.send(b"x")
 
   def clear(self) -> None:
-    os.read(self._read, 64)
+    with contextlib.suppress(OSError):
+      self._read.recv(64)
 
 
 class SocketLink:
   """A worker's way to the shards; see `base.WorkerLink`."""
 
-  def __init__(self, paths: list[Path]):
+  def __init__(self, paths: list[Path], network: Network = UNIX):
     """Connects to no shard yet: `connect` does."""
-    self._paths = paths
+    self._paths, self._network = paths, network
     self._ways: list[_Connection | None] = [None] * len(paths)
-    self._selector = selectors.DefaultSelector()
+    self._selector = network.selector()
     self._inbox: list[tuple[int, Frame]] = []
-    self._pipe = _WakePipe(self._selector)
-    self.wake = self._pipe.wake
+    self._waker = _Waker(network, self._selector)
+    self.wake = self._waker.wake
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame. Raises Disconnected."""
@@ -105,13 +155,13 @@ class SocketLink:
     if None in self._ways:  # `say` has noticed it, and may not have told
       raise Disconnected(self._ways.index(None))
     for key, _ in self._selector.select(seconds):
-      if key.data is self._pipe:
-        self._pipe.clear()
+      if key.data is self._waker:
+        self._waker.clear()
         continue
       shard = key.data
       try:
         self._inbox += [(shard, frame) for frame in self._ways[shard].read()]
-      except EOFError:
+      except (EOFError, ValueError):
         self._drop(shard)
         raise Disconnected(shard) from None
     return self._inbox.pop(0) if self._inbox else None
@@ -120,9 +170,9 @@ class SocketLink:
     """Opens the way to a shard anew; waits a moment if it is not there."""
     self._drop(shard)
     try:
-      sock = _open(self._paths[shard])
+      sock = self._network.connect(self._paths[shard])
     except OSError:
-      time.sleep(_PAUSE)
+      self._network.sleep(_PAUSE)
       return False
     self._ways[shard] = _Connection(sock)
     self._selector.register(sock, selectors.EVENT_READ, shard)
@@ -145,22 +195,33 @@ class SocketLink:
 class _Peer(_Connection):
   """A shard's connection, and the way back."""
 
-  def __init__(self, sock: socket.socket, waiting: set["_Peer"]):
+  def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
+    sock.setblocking(False)
     self.worker: int | None = None
     self._waiting = waiting  # peers that have something to be sent
     self._out = bytearray()
+    self.reads = True  # what it is sent
 
   def say(self, frame: Frame) -> None:
     """Sends a frame with the next `flush`: an answer is often two of them."""
     self._out += frames.pack(frame)
-    self._waiting.add(self)
+    self._waiting[self] = None
 
-  def flush(self) -> None:
-    """Sends what was said; a peer that is gone is noticed elsewhere."""
-    with contextlib.suppress(OSError):
-      self.sock.sendall(self._out)
-    self._out.clear()
+  def flush(self) -> bool:
+    """Sends what was said; False if the peer must read before there is more. A
+    peer that is gone is noticed elsewhere. Raises EOFError if it reads nothing.
+    """
+    try:
+      sent = self.sock.send(self._out)
+    except BlockingIOError:
+      sent = 0
+    except OSError:
+      sent = len(self._out)
+    del self._out[:sent]
+    if len(self._out) > _MOST_UNREAD:
+      raise EOFError
+    return not self._out
 
 
 class ShardServer:
@@ -173,70 +234,103 @@ class ShardServer:
     *,
     clock: Callable[[], float],
     lead: Path | None = None,
+    network: Network = UNIX,
   ):
     """Listens at a path, in a folder that its owner alone can read, or raises
     ValueError; a follower in a consistent run also connects to the lead's
     socket. The clock tells seconds since the run began."""
     self._shard, self._clock, self._lead_path = shard, clock, lead
-    self._selector = selectors.DefaultSelector()
+    self._network, self._selector = network, network.selector()
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
-    self._pipe = _WakePipe(self._selector)
-    path.unlink(missing_ok=True)
-    self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    self._waker = _Waker(network, self._selector)
     try:
-      self._listener.bind(str(path))
+      self._listener = network.listen(path)
     except OSError as error:
       raise ValueError(
         f"cannot listen at {path} ({error}); a socket's path has at most 107"
         " characters: use a folder with a shorter path"
       ) from error
-    self._listener.listen(1024)
+    self._listener.setblocking(False)
     self._selector.register(self._listener, selectors.EVENT_READ, self)
     self._lead: _Peer | None = None
-    self._waiting: set[_Peer] = set()
-    self._over = False
+    self._waiting: dict[_Peer, None] = {}  # in their order
+    self._over = False  # `serve` was to return
+    self._ended = False  # and it has, or it has failed
+
+  def submit(self, call: Callable[[Shard], Any]) -> futures.Future:
+    """Has the serving thread call something. The future's result is what that
+    returns; it raises Disconnected if `serve` has ended, or ends before."""
+    answer: futures.Future = futures.Future()
+    self._calls.put((call, answer))
+    self._waker.wake()
+    if self._ended:
+      self._refuse_calls()
+    return answer
 
   def ask(self, call: Callable[[Shard], Any]) -> Any:
     """Has the serving thread call something, and returns the answer."""
-    answer = futures.Future()
-    self._calls.put((call, answer))
-    self._pipe.wake()
-    return answer.result()
+    return self.submit(call).result()
 
   def end(self) -> None:
     """Has `serve` return."""
     self._over = True
-    self._pipe.wake()
+    self._waker.wake()
 
   def serve(self) -> None:
     """Serves until `end`."""
     ticked = self._clock()
-    while not self._over:
-      if self._lead_path and self._lead is None:
-        # While it is being replaced, the next round tries again.
-        with contextlib.suppress(OSError):
-          self._lead = self._add_peer(_open(self._lead_path))
-          self._shard.role.follow(self._lead.say)
-      for key, _ in self._selector.select(_TICK):
-        if key.data is self._pipe:
-          self._pipe.clear()
-        elif key.data is self:
+    try:
+      while not self._over:
+        self._follow_lead()
+        self._hear(_TICK)
+        self._answer_calls()
+        now = self._clock()
+        if now - ticked >= _TICK:
+          ticked = now
+          self._shard.tick(now)
+        self._flush()
+    finally:
+      self._ended = True
+      self._refuse_calls()
+
+  def _follow_lead(self):
+    if self._lead_path and self._lead is None:
+      # While it is being replaced, the next round tries again.
+      with contextlib.suppress(OSError):
+        self._lead = self._add_peer(self._network.connect(self._lead_path))
+        self._shard.role.follow(self._lead.say)
+
+  def _hear(self, seconds):
+    """Waits for something to come, not longer than that, and obeys it."""
+    for key, events in self._selector.select(seconds):
+      if key.data is self._waker:
+        self._waker.clear()
+      elif key.data is self:
+        with contextlib.suppress(OSError):  # it has gone again
           sock, _ = self._listener.accept()
           self._add_peer(sock)
-        else:
+      else:
+        if events & selectors.EVENT_WRITE:
+          self._waiting[key.data] = None
+        if events & selectors.EVENT_READ:
           self._read(key.data)
-      while not self._calls.empty():
-        call, answer = self._calls.get()
-        try:
-          answer.set_result(call(self._shard))
-        except Exception as error:
-          answer.set_exception(error)
-      now = self._clock()
-      if now - ticked >= _TICK:
-        ticked = now
-        self._shard.tick(now)
-      while self._waiting:
-        self._waiting.pop().flush()
+
+  def _answer_calls(self):
+    while not self._calls.empty():
+      call, answer = self._calls.get()
+      try:
+        answer.set_result(call(self._shard))
+      except Exception as error:
+        answer.set_exception(error)
+      except BaseException:
+        answer.set_exception(Disconnected(self._shard.index))
+        raise
+
+  def _refuse_calls(self):
+    with contextlib.suppress(queue.Empty):
+      while True:
+        _, answer = self._calls.get_nowait()
+        answer.set_exception(Disconnected(self._shard.index))
 
   def _add_peer(self, sock):
     peer = _Peer(sock, self._waiting)
@@ -245,14 +339,28 @@ class ShardServer:
 
   def _read(self, peer):
     try:
-      read = peer.read()
-    except (EOFError, ValueError):
+      for frame in peer.read():
+        if frame.kind == frames.HELLO:
+          peer.worker = frame.worker
+        self._shard.handle(frame, peer.say, self._clock())
+    except (EOFError, frames.BadFrame):
       self._drop(peer)
-      return
-    for frame in read:
-      if frame.kind == frames.HELLO:
-        peer.worker = frame.worker
-      self._shard.handle(frame, peer.say, self._clock())
+
+  def _flush(self):
+    """Sends what was said, and the rest once its peer reads on."""
+    while self._waiting:
+      peer, _ = self._waiting.popitem()
+      if peer.sock.fileno() < 0:  # it was dropped
+        continue
+      try:
+        done = peer.flush()
+      except EOFError:
+        self._drop(peer)
+        continue
+      if done != peer.reads:
+        peer.reads = done
+        events = selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE)
+        self._selector.modify(peer.sock, events, peer)
 
   def _drop(self, peer):
     self._selector.unregister(peer.sock)

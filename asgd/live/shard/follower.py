@@ -42,8 +42,9 @@ class Follower(Role):
       self._lead(Frame(frames.PREPARED, *key, job=self.index))
 
   def hear(self, frame: Frame, say: Say) -> None:
-    """Takes a frame of the lead."""
-    del say
+    """Takes a frame of the lead, by the way that was opened last."""
+    if say != self._lead:
+      return
     key = frame.worker, frame.seq
     if frame.kind == frames.TOTAL:
       self._totals[key][frame.version] = frame.value
@@ -93,6 +94,12 @@ class Independent(Role):
 
   decides = True
 
+  def outdated(self, worker: int, number: int) -> bool:
+    """Also one whose tickets died here, though no other came since: messages
+    that it believes to be here are not."""
+    dead = number <= self.died.get(worker, -1)
+    return dead or super().outdated(worker, number)
+
   def join(self, worker: int, number: int) -> None:
     """A new holder takes a place; the lead gave it its number."""
     super().join(worker, number)
@@ -103,6 +110,8 @@ class Independent(Role):
     state = self.state
     number = self.holders.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
+    if number is not None and keys:
+      self.died[worker] = number
     for key in keys:
       job, slot = state.tickets[key].job, state.dead_slot(key)
       self._decide(*key, job, base.LOST, message=slot)
@@ -110,26 +119,32 @@ class Independent(Role):
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
-    """Opens its slice of a ticket; says it again if it is open."""
-    key = frame.worker, frame.seq
-    if key in self.state.tickets:
-      self.say(frame.worker, self.state.ticket_frame(key))
-    else:
-      action = base.KEEP if frame.flag else base.SEND
-      self._decide(*key, frame.job, action)
+    """Opens its slice of a ticket; says it again if it is open, and nothing if
+    it was closed since: the frame is late."""
+    key, state = (frame.worker, frame.seq), self.state
+    if key in state.tickets:
+      self.say(frame.worker, state.ticket_frame(key))
+    elif frame.seq >= state.seqs.get(frame.worker, 0):
+      # What it would keep may have died with this shard.
+      keeps = frame.flag and frame.worker in state.kept
+      self._decide(*key, frame.job, base.KEEP if keeps else base.SEND)
 
   def push(self, frame: Frame) -> None:
-    """Receives a message at once."""
-    key, loss = (frame.worker, frame.seq), frame.value
-    ticket = self.state.tickets[key]
-    self.state.pushed[key] = frame
-    if frame.flag:
-      slot = ticket.message
-      self._decide(*key, ticket.job, base.RECEIVE, message=slot, loss=loss)
-    else:
-      self._decide(*key, ticket.job, base.REJECT, loss=loss)
+    """Receives a message once those before it of its worker have come."""
+    key, state = (frame.worker, frame.seq), self.state
+    state.pushed[key] = frame
+    if not frame.flag:
+      job = state.tickets[key].job
+      self._decide(*key, job, base.REJECT, loss=frame.value)
       self.leave(frame.worker)
       self.expel(frame.worker)
+      return
+    for key in [key for key in state.tickets if key[0] == frame.worker]:
+      if key not in state.pushed:
+        break
+      ticket, loss = state.tickets[key], state.pushed[key].value
+      row = {"message": ticket.message, "loss": loss}
+      self._decide(*key, ticket.job, base.RECEIVE, **row)
 
   def _decide(self, *event, **fields):
     self.commit(Event(self.time, *event, **fields))

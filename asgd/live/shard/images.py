@@ -28,19 +28,28 @@ def describe(state: ShardState) -> dict[str, Any]:
     "received": state.received,
     "records": state.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
+    # Of tickets of a memory that was lost; the lead will call them lost, too.
+    "without_params": sorted(
+      key for key, t in state.tickets.items() if t.ticket.params is None
+    ),
     "dead": sorted(slots.dead.items()),
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
   }
 
 
-def _open_tickets(state: ShardState, ledger: Ledger[Event], intact: bool):
+def _open_tickets(state, ledger, intact, without_params=()):
   """Takes over the tickets that a journal leaves open, and its counts."""
+  without_params = set(map(tuple, without_params))
   state.rows = ledger.rows
   state.received = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
   state.tickets = {
-    event.key: state.read_ticket(event, event.action == base.SEND, intact)
+    event.key: state.read_ticket(
+      event,
+      event.action == base.SEND,
+      intact and event.key not in without_params,
+    )
     for tickets in ledger.open.values()
     for event in tickets.values()
   }
@@ -57,7 +66,7 @@ def restore(
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
-  _open_tickets(state, ledger, intact)
+  _open_tickets(state, ledger, intact, meta["without_params"])
   for worker, messages in meta["dead"]:
     for slot in messages:
       slots.bury(worker, slots.take_message(slot))

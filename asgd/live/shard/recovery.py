@@ -65,7 +65,9 @@ def recover(
   if lost_updates:
     meta = start.image[1] if start.image else {"rows": 0, "received": 0}
     rows, received = meta["rows"], meta["received"]
-    now = max(role.time, events[-1].time)
+    now = events[-1].time
+    if not state.setup.consistent:  # or all shards write the same row
+      now = max(role.time, now)
     row = Event(now, 0, NO_SEQ, rows, base.ROLLBACK)
     before = ledger.undone
     ledger.obey(row)
@@ -73,6 +75,7 @@ def recover(
     role.commit(row)
   present = sorted(ledger.present)  # places whose holders may come back
   role.holders |= {w: ledger.holders[w] for w in present if w in ledger.holders}
+  role.died = {w: n for w, n in ledger.holders.items() if w not in present}
   if role.decides:  # a kill came between the end of tickets and their LEAVE
     for worker in [w for w in present if w in ledger.ended]:
       role.leave(worker)
@@ -111,6 +114,11 @@ def _choose(state, name, events, image, resumed):
   """Takes the memory's snapshot if it can be used, otherwise `image`."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
+  if not intact and not resumed:  # workers still have the one before
+    raise _Unfit(
+      f"the shared memory {memory.name} is gone: it was removed while the run"
+      f" used it; {GO_ON} from the last checkpoint"
+    )
   if intact:
     try:
       saved = memory.load()
@@ -129,10 +137,17 @@ def _choose(state, name, events, image, resumed):
         intact = False
     except DamagedSnapshot as error:  # what workers were sent lies elsewhere
       why = str(error)
+  setup = state.setup
+  if setup.consistent and setup.shards > 1 and not resumed:
+    raise _Unfit(
+      f"{why or f'{memory.name} has lost its snapshot'}; a shard of a consistent"
+      f" run cannot go back alone: {GO_ON} from the last checkpoint"
+    )
   memory.forget()
   if image and image[1]["rows"] > len(events):
     raise _Unfit(_too_short(name, events, "checkpoint", image[1]["rows"]))
-  return _Start(image, intact, True, why)
+  # Of a run that is resumed, open tickets die, and nobody needs their slots.
+  return _Start(image, intact and not resumed, True, why)
 
 
 def _too_short(name, events, what, rows):

@@ -30,7 +30,10 @@ class Role:
     self.time = now  # seconds since the run began; never goes back
     self.peers: dict[int, Say] = {}  # worker -> its connection
     self.holders: dict[int, int] = {}  # worker -> number of its holder
+    self.died: dict[int, int] = {}  # worker -> number whose tickets died here
     self.followers: dict[int, Say] = {}  # of the lead: shard -> its connection
+    # Called with the number of rows after each of them.
+    self.committed: Callable[[int], None] = lambda rows: None
 
   def commit(self, event: Event) -> None:
     """Obeys a new row; it is in the journal before any peer hears of it."""
@@ -51,6 +54,7 @@ class Role:
       self.say(event.worker, state.ticket_frame(key))
     elif event.action == base.RECEIVE:
       self.say(event.worker, Frame(frames.ACK, *key))
+    self.committed(state.rows)
 
   def say(self, worker: int, frame: Frame) -> None:
     """Says something to a worker, if it is connected."""

@@ -64,12 +64,19 @@ class Shard:
     self._saved = now  # when the last snapshot was due
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self.rollback = recovery.recover(self.role, image, resumed=resumed)
+    memory.adopt()
+    self.role.committed = self._committed
+    # An image that is to be kept at a row: (rows, the image once it is there).
+    self._kept: tuple[int, tuple[Any, Any] | None] | None = None
     # Workers that were told to stop will not say anything any more.
     self.role.stopped = not index and self.role.dispatcher.finished
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
-    """Takes one frame of a peer; `say` is the way back to it."""
-    role, kind, worker = self.role, frame.kind, frame.worker
+    """Takes one frame of a peer; `say` is the way back to it. Raises BadFrame
+    for what no worker and no shard says, and changes nothing then."""
+    role, kind, worker, setup = self.role, frame.kind, frame.worker, self.setup
+    sizes = dict(workers=setup.workers, shards=setup.shards, jobs=setup.jobs)
+    frames.check(frame, self.index, **sizes)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
       role.hear(frame, say)
@@ -90,9 +97,6 @@ class Shard:
   def _hello(self, frame, say):
     """A worker says which holder of its place it is, or (-1) that it is new."""
     role, worker, number = self.role, frame.worker, frame.job
-    if not 0 <= worker < self.setup.workers:
-      say(Frame(frames.EXPEL, worker))
-      return
     same = role.peers.get(worker) == say
     if same and frame.flag:
       role.heard(worker)
@@ -117,8 +121,8 @@ class Shard:
   def _push(self, frame):
     key, state = (frame.worker, frame.seq), self.state
     self.role.heard(frame.worker)
-    if key in state.pushed:
-      return  # it is said again, and not received yet
+    if key in state.pushed:  # it is said again, and not received yet
+      return
     if key in state.tickets:
       self.role.push(frame)
     else:  # what is committed is acknowledged again
@@ -167,6 +171,19 @@ class Shard:
     self.state.sink.sync()
     state = jax.tree.map(np.array, self.state.server)
     return state, images.describe(self.state)
+
+  def keep_image(self, rows: int) -> None:
+    """Has the image be kept that is of so many rows."""
+    self._kept = rows, None
+
+  def _committed(self, rows):
+    if self._kept and self._kept[0] == rows:
+      self._kept = rows, self.image()
+
+  def kept_image(self, rows: int) -> tuple[int, tuple[Any, Any] | None]:
+    """Returns (rows of now, the image kept at `rows`, None without one)."""
+    kept = self._kept[1] if self._kept and self._kept[0] == rows else None
+    return self.state.rows, kept
 
   def status(self) -> dict[str, Any]:
     """Returns how it goes, as plain data; each expelled worker once."""

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
-from asgd.live.slots import PARAMS, SlotCounts
+from asgd.live.slots import PARAMS, WRITTEN, SlotCounts
 
 
 class SlotTable:
@@ -37,7 +37,7 @@ class SlotTable:
       return slot
     if slot < 0:
       slot = self.free_params.pop()
-      self.memory.write(PARAMS, slot, params)
+      self.memory.write(PARAMS, slot, params, WRITTEN)
     else:
       # They were written before the kill, and are not written again: a worker
       # may be reading what the slot was used for since.

@@ -13,7 +13,7 @@ from asgd.live.frames import Frame
 from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
-from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
 from asgd.orders.trace import STARTS, Event
 
 Key = tuple[int, int]  # (worker, seq): the name of a message
@@ -132,7 +132,8 @@ class ShardState:
 
   def _arguments(self, key, loss):
     open_ticket = self.tickets[key]
-    message = self.slots.memory.read(MESSAGES, open_ticket.message)
+    slot, stamp = open_ticket.message, message_stamp(*key)
+    message = self.slots.memory.read(MESSAGES, slot, stamp)
     return self.server, open_ticket.ticket, message, np.float32(loss)
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
@@ -141,7 +142,7 @@ class ShardState:
     to their worker."""
     params = None
     if intact:
-      params = self.slots.memory.read_copy(PARAMS, event.params)
+      params = self.slots.memory.read_copy(PARAMS, event.params, WRITTEN)
     worker, version = self._numbers[event.worker], jnp.int32(event.version)
     ticket = base.Ticket(worker, version, params, np.bool_(fresh))
     return OpenTicket(ticket, event.job, event.params, event.message)

@@ -7,11 +7,15 @@ import shutil
 import numpy as np
 import pytest
 
+from asgd.live import wire
 from asgd.live.slots import (
+  MESSAGES,
   DamagedSnapshot,
   SharedMemory,
   SlotCounts,
+  WrongSlot,
   check_room,
+  message_stamp,
   slots_nbytes,
 )
 
@@ -74,3 +78,43 @@ def test_memory_that_is_removed_meanwhile_says_how_to_go_on(tmp_path):
   shutil.rmtree(tmp_path / "shard-0")
   with pytest.raises(ValueError, match="is gone: it was .*same command"):
     held.save(PART, {})
+
+
+def test_a_slot_that_holds_another_message_is_refused(tmp_path):
+  memory = shared(tmp_path)
+  memory.write(MESSAGES, 1, PART, message_stamp(0, 5))
+  read = memory.read(MESSAGES, 1, message_stamp(0, 5))
+  np.testing.assert_array_equal(read["w"], PART["w"])
+  for stamp in (message_stamp(1, 5), message_stamp(0, 6)):
+    with pytest.raises(WrongSlot, match="messages slot 1 .* from the last"):
+      memory.read(MESSAGES, 1, stamp)
+  with pytest.raises(WrongSlot, match="messages slot 0"):  # never written
+    memory.read(MESSAGES, 0, message_stamp(0, 0))
+
+
+def test_a_writer_that_is_killed_on_the_way_leaves_no_message(
+  tmp_path, monkeypatch
+):
+  memory, stamp = shared(tmp_path), message_stamp(2, 7)
+  memory.write(MESSAGES, 0, PART, stamp)
+
+  def killed(*args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(wire, "write", killed)
+  with pytest.raises(KeyboardInterrupt):
+    memory.write(MESSAGES, 0, PART, stamp)
+  with pytest.raises(WrongSlot):
+    memory.read(MESSAGES, 0, stamp)
+
+
+def test_files_removed_under_a_run_are_seen_to_be_others(tmp_path):
+  """A worker that comes later writes to files that the shard does not see."""
+  shard = shared(tmp_path)
+  shutil.rmtree(tmp_path / "shard-0")
+  worker, stamp = shared(tmp_path), message_stamp(0, 0)
+  worker.write(MESSAGES, 0, PART, stamp)
+  with pytest.raises(WrongSlot, match="was removed or changed"):
+    shard.read(MESSAGES, 0, stamp)
+  (tmp_path / "shard-0" / "params").unlink()
+  assert shared(tmp_path).fresh  # though there are messages

@@ -9,7 +9,7 @@ import pytest
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.links.sockets import SocketLink
+from asgd.live.links.sockets import ShardServer, SocketLink
 
 HELLO = Frame(frames.HELLO, 0, job=-1)
 
@@ -84,3 +84,122 @@ def test_waking_ends_a_wait(way):
   waker.start()
   assert link.hear(None) is None
   waker.join()
+
+
+class FakeShard:
+  """Answers HELLO, and takes what is well-formed for a run of three workers."""
+
+  index = 0
+
+  def __init__(self):
+    self.taken = []
+
+  def handle(self, frame, say, now):
+    frames.check(frame, 0, workers=3, shards=1, jobs=9)
+    self.taken.append(frame)
+    for _ in range(frame.version):
+      say(Frame(frames.WELCOME, frame.worker))
+
+  def tick(self, now):
+    pass
+
+  def gone(self, worker, now, say):
+    pass
+
+
+@contextlib.contextmanager
+def serving(path):
+  shard = FakeShard()
+  server = ShardServer(shard, path, clock=lambda: 0.0)
+  thread = threading.Thread(target=server.serve)
+  thread.start()
+  try:
+    yield shard, server
+  finally:
+    server.end()
+    thread.join()
+
+
+def answered(path, frame, count=1):
+  """Whether a new peer that says a frame hears so many answers."""
+  with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+    peer.connect(str(path))
+    peer.sendall(frames.pack(frame))
+    data = b""
+    while len(data) < count * frames.SIZE:
+      part = peer.recv(2**16)
+      if not part:
+        return False
+      data += part
+    return True
+
+
+@pytest.mark.parametrize(
+  "frame",
+  [
+    Frame(frames.HELLO, 5, job=-1),
+    Frame(frames.HELLO, -1, job=-1),
+    Frame(frames.PUSH, 0, seq=-1),
+    Frame(frames.PUSH, 0, job=9, flag=1),
+    Frame(frames.FOLLOW, 1),
+    Frame(frames.ROW, 0),
+    Frame(frames.TICKET, 0),
+  ],
+)
+def test_a_peer_that_says_what_cannot_be_ends_its_own_connection(
+  tmp_path, frame
+):
+  path = tmp_path / "0.sock"
+  with serving(path) as (shard, _):
+    assert not answered(path, frame)
+    assert answered(path, HELLO._replace(version=1))
+    assert [taken.kind for taken in shard.taken] == [frames.HELLO]
+
+
+def test_what_is_no_frame_ends_its_own_connection(tmp_path):
+  path = tmp_path / "0.sock"
+  with serving(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+      peer.connect(str(path))
+      peer.sendall(b"GET / HTTP/1.1\r\n" * 20)
+      assert peer.recv(1) == b""
+    assert answered(path, HELLO._replace(version=1))
+
+
+def test_a_peer_that_reads_nothing_stops_nobody(tmp_path):
+  path = tmp_path / "0.sock"
+  many = 2**21 // frames.SIZE  # more than what may be left unread
+  with serving(path) as (_, server):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+      peer.connect(str(path))
+      peer.sendall(frames.pack(HELLO._replace(version=many)))
+      assert answered(path, HELLO._replace(version=1))
+      assert server.ask(lambda shard: shard.index) == 0
+    # One that reads slowly gets all that fits.
+    assert answered(path, HELLO._replace(version=8000), count=8000)
+
+
+def test_calls_of_a_shard_that_has_failed_are_refused(tmp_path):
+  shard = FakeShard()
+  server = ShardServer(shard, tmp_path / "0.sock", clock=iter([0.0]).__next__)
+  before = server.submit(lambda shard: 1)
+  with pytest.raises(StopIteration):  # of its clock
+    server.serve()
+  after = server.submit(lambda shard: 2)
+  assert before.result(5.0) == 1
+  with pytest.raises(Disconnected):
+    after.result(5.0)
+
+
+def test_a_call_that_waits_when_a_shard_fails_is_refused(tmp_path):
+  server = ShardServer(FakeShard(), tmp_path / "0.sock", clock=lambda: 0.0)
+
+  def fail(shard):
+    waiting.append(server.submit(lambda shard: 2))
+    raise KeyboardInterrupt  # no answer, but the end
+
+  waiting = [server.submit(fail)]
+  with pytest.raises(KeyboardInterrupt):
+    server.serve()
+  with pytest.raises(Disconnected):
+    waiting[1].result(5.0)

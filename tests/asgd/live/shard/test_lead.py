@@ -1,6 +1,6 @@
 """The lead: what it says to workers, exactly once, and when it expels them."""
 
-
+import pytest
 from kit import bits
 from shard_bench import (
   WORKERS,
@@ -54,9 +54,8 @@ def test_a_conversation():
 def test_a_place_that_is_not_there():
   bench = Bench(one())
   for worker in (-1, WORKERS):
-    hand = Hand(bench, worker)
-    hand.hello()
-    assert hand.listen() == ["expel"]
+    with pytest.raises(frames.BadFrame, match="shard 0 of 1 has no use for"):
+      Hand(bench, worker).hello()
   assert bench.rows() == []
 
 

@@ -1,0 +1,15 @@
+"""A simulated world in which a live run can be repeated, fault for fault.
+
+The shards, workers, links, journals and shared memory are those of a real run;
+what is simulated is what they stand on: the clock, the network, the disk, and
+which of the processes goes on at each moment. All of it follows from a seed
+(as FoundationDB and TigerBeetle test): what goes wrong once goes wrong again.
+
+  scheduler   processes that take turns, and the time between two turns
+  network     sockets that can be cut, and frames that can be lost
+  storage     files and memory that can be torn, filled and damaged
+  cluster     a run: its driver, its shards and its workers
+  scenario    what is run in a world, and which faults come, of a seed
+  invariants  what must hold of a run, however it went
+  explore     many seeds; the shortest list of faults of one that fails
+"""

@@ -1,0 +1,223 @@
+"""Sockets of a simulated world; see `asgd.live.links.sockets.Network`.
+
+What is sent arrives at once and in order, as between processes of one machine;
+a connection can be cut, and single frames of a worker can be lost, doubled or
+held back until after the next one.
+"""
+
+import errno
+import selectors
+from pathlib import Path
+from typing import Any
+
+from asgd.live import frames
+from asgd.live.world.scheduler import Process, Scheduler
+
+_ROOM = 2**12  # bytes that a socket holds for its reader
+
+
+class Socket:
+  """One end of a connection, or a listener."""
+
+  def __init__(self, network: "Network", owner: Process | None):
+    self.network, self.owner = network, owner
+    self.peer: Socket | None = None
+    self.data = bytearray()  # that has come
+    self.backlog: list[Socket] = []  # of a listener
+    self.closed = self.broken = False
+    self.blocking = True
+
+  def setblocking(self, blocking: bool) -> None:
+    """See `socket.socket`; here nothing ever blocks but `sendall`."""
+    self.blocking = blocking
+
+  def fileno(self) -> int:
+    """A number of its own; -1 once it is closed."""
+    return -1 if self.closed else id(self)
+
+  @property
+  def readable(self) -> bool:
+    """Whether `recv` or `accept` would return something."""
+    return bool(self.data or self.backlog or self.at_end)
+
+  @property
+  def at_end(self) -> bool:
+    """Whether nothing more can come."""
+    return self.broken or (self.peer is not None and self.peer.closed)
+
+  @property
+  def writable(self) -> bool:
+    """Whether `send` would take something."""
+    return self.at_end or self._room > 0
+
+  @property
+  def _room(self):
+    return _ROOM - len(self.peer.data)
+
+  def _check(self):
+    if self.closed or self.broken:
+      raise OSError(errno.ECONNRESET, "cut")
+    if self.peer is None or self.peer.closed:
+      raise OSError(errno.EPIPE, "the other end is closed")
+
+  def send(self, data: bytes) -> int:
+    """Sends what there is room for."""
+    self.network.scheduler.touch()
+    self._check()
+    if self._room <= 0:
+      raise BlockingIOError
+    part = bytes(data[: self._room])
+    self.peer.data += self.network.tampered(self, part)
+    return len(part)
+
+  def sendall(self, data: bytes) -> None:
+    """Sends all, waiting for room."""
+    rest = bytes(data)
+    while rest:
+      try:
+        rest = rest[self.send(rest) :]
+      except BlockingIOError:
+        self.network.scheduler.wait(lambda: self.writable, None)
+
+  def recv(self, size: int) -> bytes:
+    """Returns what has come; nothing at the end of the connection."""
+    self.network.scheduler.touch()
+    if self.closed or self.broken:
+      raise OSError(errno.ECONNRESET, "cut")
+    if not self.data:
+      if self.at_end:
+        return b""
+      raise BlockingIOError
+    data = bytes(self.data[:size])
+    del self.data[:size]
+    return data
+
+  def accept(self) -> tuple["Socket", None]:
+    """Returns a connection that waits."""
+    if not self.backlog:
+      raise BlockingIOError
+    return self.backlog.pop(0), None
+
+  def close(self) -> None:
+    """Closes it: the other end reads what was sent, then the end."""
+    self.closed = True
+
+
+class Selector:
+  """Waits for sockets."""
+
+  def __init__(self, network: "Network"):
+    self._network = network
+    self._keys: dict[Socket, selectors.SelectorKey] = {}
+
+  def register(self, sock: Socket, events: int, data: Any = None) -> None:
+    """Watches a socket."""
+    self._keys[sock] = selectors.SelectorKey(sock, 0, events, data)
+
+  modify = register
+
+  def unregister(self, sock: Socket) -> None:
+    """Watches it no more."""
+    del self._keys[sock]
+
+  def _events(self):
+    return [
+      (key, ready)
+      for sock, key in self._keys.items()
+      if (
+        ready := key.events
+        & (
+          selectors.EVENT_READ * sock.readable
+          | selectors.EVENT_WRITE * (sock.peer is not None and sock.writable)
+        )
+      )
+    ]
+
+  def select(self, seconds: float | None = None) -> list[tuple[Any, int]]:
+    """Returns the (key, events) of sockets that are ready."""
+    scheduler = self._network.scheduler
+    if seconds is None or seconds > 0:
+      scheduler.wait(lambda: bool(self._events()), seconds)
+    else:
+      scheduler.touch()
+    return self._events()
+
+
+class Network:
+  """All sockets of a world."""
+
+  def __init__(self, scheduler: Scheduler):
+    self.scheduler = scheduler
+    self._listeners: dict[str, Socket] = {}
+    self.sockets: list[Socket] = []  # that are connected
+    self._to_spoil: list[str] = []  # what happens to frames to come
+    self._late: dict[Socket, bytes] = {}  # frames that are held back
+    self.spoiled = 0
+    self.sleep = scheduler.sleep
+
+  def _socket(self):
+    owner = self.scheduler.current
+    sock = Socket(self, owner)
+    if owner:
+      owner.at_end.append(sock.close)
+    return sock
+
+  def listen(self, path: Path) -> Socket:
+    """See `sockets.Network`."""
+    sock = self._listeners[str(path)] = self._socket()
+    return sock
+
+  def connect(self, path: Path) -> Socket:
+    """See `sockets.Network`."""
+    self.scheduler.touch()
+    listener = self._listeners.get(str(path))
+    if listener is None or listener.closed:
+      raise ConnectionRefusedError
+    ours, theirs = self.pair()
+    theirs.owner = listener.owner
+    listener.owner.at_end.append(theirs.close)
+    listener.backlog.append(theirs)
+    self.sockets += [ours, theirs]
+    return ours
+
+  def pair(self) -> tuple[Socket, Socket]:
+    """See `sockets.Network`."""
+    one, other = self._socket(), self._socket()
+    one.peer, other.peer = other, one
+    return one, other
+
+  def selector(self) -> Selector:
+    """See `sockets.Network`."""
+    return Selector(self)
+
+  def connections(self) -> list[Socket]:
+    """Returns one end of each connection that is open."""
+    self.sockets = [s for s in self.sockets if not s.closed and not s.at_end]
+    return self.sockets[::2] or self.sockets
+
+  def cut(self, sock: Socket) -> None:
+    """Breaks a connection; what was on its way is lost."""
+    for end in (sock, sock.peer):
+      end.broken = True
+      end.data.clear()
+
+  def spoil(self, how: str) -> None:
+    """Loses, doubles or holds back ("lose", "double", "reorder") the next
+    frame between a worker and a shard."""
+    self._to_spoil.append(how)
+
+  def tampered(self, sock: Socket, data: bytes) -> bytes:
+    """Returns what arrives of what is sent."""
+    late = self._late.pop(sock, b"")
+    if not self._to_spoil or len(data) % frames.SIZE:
+      return data + late
+    first, rest = data[: frames.SIZE], data[frames.SIZE :]
+    # Frames between shards come in order: a stream loses nothing but its end.
+    if frames.unpack(first).kind in frames.OF_SHARDS:
+      return data + late
+    how, self.spoiled = self._to_spoil.pop(0), self.spoiled + 1
+    if how == "double":
+      return first + data + late
+    if how == "reorder":
+      self._late[sock] = first
+    return rest + late

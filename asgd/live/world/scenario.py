@@ -1,0 +1,178 @@
+"""What is run in a world, and which faults come: both follow from a seed."""
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import algorithms, base, sharding, simulator, transforms
+from asgd import worker as worker_lib
+from asgd.live.deadlines import Ladder
+from asgd.live.setup import Setup
+from asgd.live.worker import Duty
+from asgd.live.world.cluster import Training
+from asgd.orders.protocol import Rules
+
+KINDS = (
+  "kill worker",  # -9
+  "kill shard",
+  "kill all",  # workers, shards and driver; the same command goes on
+  "stop worker",  # it stands still for a while
+  "stop shard",
+  "cut",  # a connection
+  "lose",  # a frame between a worker and a shard
+  "double",
+  "reorder",
+  "tear",  # a process is killed in the middle of a write
+  "fill",  # the disk, until the same command goes on
+  "jump",  # the clock
+  "remove memory",  # while the run uses it, and a shard is killed
+  "flip",  # a byte of the snapshot of a shard, which is killed
+)
+WORKERS, JOBS = 3, 18
+_STEPS = 4000  # places at which faults come, at most
+_MOST_FAULTS = 6
+_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
+ROOT = jax.random.key(0)
+
+
+class Fault(NamedTuple):
+  """A fault of a world."""
+
+  step: int  # of the scheduler
+  kind: str  # one of KINDS
+  which: float  # of those that there are, a fraction
+  seconds: float  # of a stop or a jump
+
+
+class Setting(NamedTuple):
+  """A run without its faults."""
+
+  recipe: str
+  rules: Rules = Rules()
+  shards: int = 1
+  consistent: bool = False
+  clip: bool = False  # the norm of all shards: needs totals
+  log: int = 8
+  slowdown: tuple[float, ...] = ()
+  kills: bool = True  # as processes; False: as threads
+
+
+SETTINGS = (
+  Setting("asgd"),
+  Setting("dana_zero", Rules(depth=2), log=4),
+  Setting("dana_zero", kills=False),
+  Setting("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
+  Setting("ssgd", Rules(round=2, backup=1), kills=False),
+  Setting("asgd", Rules(bound=1), shards=2),
+  Setting("asgd", Rules(depth=2), shards=2, kills=False),
+  Setting("dana_zero", shards=2, consistent=True),
+  Setting("asgd", shards=2, consistent=True, clip=True, log=4),
+)
+
+
+class Scenario(NamedTuple):
+  """A run with its faults; of a seed."""
+
+  seed: int
+  setting: Setting
+  faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Scenario:
+  """Returns the scenario of a seed."""
+  rng = random.Random(seed)
+  setting = rng.choice(SETTINGS)
+  faults = [
+    Fault(
+      int(_STEPS ** rng.uniform(0.4, 1.0)),
+      rng.choice(KINDS),
+      rng.random(),
+      rng.choice((0.05, 0.5, 2.0, 8.0)),
+    )
+    for _ in range(rng.randint(0, _MOST_FAULTS))
+  ]
+  return Scenario(seed, setting, tuple(sorted(faults)))
+
+
+def _loss(params, batch, key):
+  del key
+  hidden = jnp.tanh(batch @ params["into"])
+  error = hidden @ params["out"] - batch[:, 0]
+  return jnp.mean(error**2), worker_lib.Aux(())
+
+
+def batch(worker: int, job: int) -> np.ndarray:
+  """Returns float32[4, 3]: what a job is done on."""
+  rng = np.random.Generator(np.random.PCG64((worker, job)))
+  return rng.standard_normal((4, 3), np.float32)
+
+
+class Recipe(NamedTuple):
+  """A recipe, compiled once for all scenarios."""
+
+  server: base.Server
+  worker: base.Worker
+  steps: simulator.Steps
+  params: dict[str, np.ndarray]
+
+
+@functools.cache
+def recipe(name: str, clip: bool) -> Recipe:
+  """Returns a recipe of `asgd.algorithms` for a small network."""
+  made = algorithms.build(name, 0.05, WORKERS)
+  if clip:
+    clipping = sharding.clip_by_global_norm(0.5)
+    algorithm = transforms.precede(made.algorithm, clipping)
+    made = made._replace(algorithm=algorithm)
+  server, worker = made.server(), made.make_worker(_loss)
+  rng = np.random.default_rng(0)
+  params = {
+    "into": rng.standard_normal((3, 4), np.float32),
+    "out": rng.standard_normal(4, np.float32),
+  }
+  steps = simulator.compile_steps(server, worker)
+  return Recipe(server, worker, steps, params)
+
+
+def training(setting: Setting, pause) -> Training:
+  """Returns what a setting trains; `pause()` lets the time of a job go by."""
+  server, worker, steps, params = recipe(setting.recipe, setting.clip)
+  plan = None
+  if setting.shards > 1:
+    plan = sharding.make_plan(params, setting.shards)
+  setup = Setup(
+    *(setting.rules, WORKERS, JOBS, setting.shards, setting.consistent),
+    totals=setting.clip,
+    log=setting.log,
+    ladder=_LADDER,
+    together=True,
+  )
+
+  def after_a_while(worker, job):
+    pause()
+    return batch(worker, job)
+
+  duty = Duty(
+    *(steps.work, worker.init, after_a_while, ROOT, params, plan),
+    consistent=setting.consistent,
+    depth=setting.rules.depth,
+    slowdown=setting.slowdown,
+  )
+  return Training(setup, server, worker, steps, params, plan, duty)
+
+
+def describe(scenario: Scenario, keep: Sequence[int]) -> str:
+  """Returns some faults of a scenario, a line each."""
+  lines = [f"seed {scenario.seed}: {scenario.setting}"]
+  for index in keep:
+    fault = scenario.faults[index]
+    lines.append(
+      f"  fault {index}: {fault.kind} at step {fault.step}"
+      f" (which {fault.which:.2f}, {fault.seconds:g} s)"
+    )
+  return "\n".join(lines)

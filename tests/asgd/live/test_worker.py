@@ -1,0 +1,137 @@
+"""The loop of a worker, fed by hand: what it writes, and says, and when."""
+
+import jax
+import numpy as np
+import pytest
+
+from asgd import worker as worker_lib
+from asgd.live import frames
+from asgd.live.faults import Script
+from asgd.live.frames import Frame
+from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
+from asgd.live.worker import Duty, WorkerLoop
+
+ROOT = jax.random.key(0)
+
+
+class Memory(dict):
+  """Slots by (kind, slot)."""
+
+  def write(self, kind, slot, tree, stamp):
+    self[kind, slot] = tree, stamp
+
+  def read(self, kind, slot, stamp):
+    tree, written = self[kind, slot]
+    assert written == stamp
+    return tree
+
+
+class Link:
+  """Says what was prepared, and keeps what it is told."""
+
+  def __init__(self, heard):
+    self.heard, self.said = heard, []
+
+  def say(self, shard, frame):
+    self.said.append((shard, frame))
+
+  def hear(self, seconds):
+    return self.heard.pop(0)
+
+  def connect(self, shard):
+    return True
+
+  def wake(self):
+    pass
+
+  def pushes(self):
+    return [shard for shard, frame in self.said if frame.kind == frames.PUSH]
+
+
+def work(state, ticket, batch, root, job):
+  return state, {"w": 2 * ticket.params["w"]}, worker_lib.Aux(np.float32(0.5))
+
+
+class Metrics:
+  loss = np.float32(0.5)
+
+
+def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
+  """A worker of so many shards, each of which has its parameters in slot 0."""
+  params = {"w": np.ones(2, np.float32)}
+
+  class Split:
+    pass
+
+  def do(state, ticket, batch, root, job):
+    metrics = Metrics()
+    metrics.loss = np.float32(loss)
+    return state, {"w": 2 * ticket.params["w"]}, metrics
+
+  duty = Duty(
+    *(do, lambda params: None, lambda worker, job: None, ROOT, params, None),
+    consistent=consistent,
+    slowdown=(2.0,),
+  )
+  memories = [Memory() for _ in range(shards)]
+  for memory in memories:
+    memory.write(PARAMS, 0, params, WRITTEN)
+  link = Link(heard)
+  script = Script((), kill=lambda: None, wait=lambda seconds: None)
+  made = WorkerLoop(
+    *(0, duty, link, memories), clock=lambda: 0.0, faults=script, **options
+  )
+  return made, link, memories
+
+
+def ticket(shard=0, seq=0):
+  return shard, Frame(frames.TICKET, 0, seq, 0, params=0, message=3)
+
+
+WELCOME = 0, Frame(frames.WELCOME, 0, job=1)
+STOP = 0, Frame(frames.STOP, 0)
+
+
+def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():
+  made, link, (memory,) = loop(
+    [WELCOME, ticket(), None], wait=lambda seconds: made.revoke()
+  )
+  assert made.run() == "replaced"
+  assert (MESSAGES, 3) not in memory
+  assert not link.pushes()
+  made, link, (memory,) = loop([WELCOME, ticket(), None, STOP])
+  assert made.run() == "stopped"
+  message, stamp = memory[MESSAGES, 3]
+  assert stamp == message_stamp(0, 0)
+  np.testing.assert_array_equal(message["w"], [2, 2])
+
+
+class Parts:
+  """Two shards that hold the same, as `sharding` would split it."""
+
+
+@pytest.mark.parametrize(
+  ("consistent", "loss", "before"),
+  [(False, 0.5, [1]), (True, 0.5, [1, 0]), (False, np.nan, [1, 0])],
+)
+def test_the_lead_gets_a_message_when_the_other_shards_have_theirs(
+  consistent, loss, before, monkeypatch
+):
+  from asgd import sharding
+
+  monkeypatch.setattr(sharding, "join", lambda plan, parts: parts[0])
+  monkeypatch.setattr(sharding, "split", lambda plan, tree: [tree, tree])
+  heard = [WELCOME, ticket(), ticket(1), None]
+  made, link, _ = loop(
+    [*heard, STOP], shards=2, consistent=consistent, loss=loss
+  )
+  made._duty = made._duty._replace(plan=Parts())
+  assert made.run() == "stopped"
+  assert link.pushes() == before
+  ack = 1, Frame(frames.ACK, 0, 0)
+  made, link, _ = loop(
+    [*heard, ack, STOP], shards=2, consistent=consistent, loss=loss
+  )
+  made._duty = made._duty._replace(plan=Parts())
+  assert made.run() == "stopped"
+  assert link.pushes() == [1, 0]
