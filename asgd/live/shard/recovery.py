@@ -101,7 +101,10 @@ def _obey(role, events, start):
   if not role.index:
     role.dispatcher.obey(events)
   if state.setup.log and not start.replaced:
-    state.sink.truncate(start.image[1]["records"] if start.image else 0)
+    before = start.image[1]["records"] if start.image else 0
+    again = sum(event.action == base.RECEIVE for event in events[rows:])
+    state.sink.truncate(before + again)
+    state.recorded = state.sink.count - before
     for event in events[rows:]:
       state.obey(event)
     return ledger, False

@@ -27,7 +27,9 @@ class Role:
   ):
     self.index, self.setup = index, state.setup
     self.state, self.journal = state, journal
-    self.time = now  # seconds since the run began; never goes back
+    # Seconds since the run began; they never go back, though a clock may.
+    events = journal.events()
+    self.time = max(now, events[-1].time if events else 0.0)
     self.peers: dict[int, Say] = {}  # worker -> its connection
     self.holders: dict[int, int] = {}  # worker -> number of its holder
     self.died: dict[int, int] = {}  # worker -> number whose tickets died here

@@ -54,6 +54,7 @@ class ShardState:
     self.rows = 0  # obeyed
     self.received = 0  # messages
     self.kept_params: dict[int, Any] = {}  # received count -> parameters
+    self.recorded = 0  # messages to come whose records the sink has already
     # Of records that the sink does not have: (time, worker, job), and the rest.
     self._unwritten: tuple[list, list] = [], []
 
@@ -105,9 +106,12 @@ class ShardState:
       jax.block_until_ready(row)  # the update reads the slot
       slots.free_messages.append(open_ticket.message)
     self.pushed.pop(key, None)
-    messages, observations = self._unwritten
-    messages.append((event.time, event.worker, event.job))
-    observations.append(row)
+    if self.recorded:
+      self.recorded -= 1
+    else:
+      messages, observations = self._unwritten
+      messages.append((event.time, event.worker, event.job))
+      observations.append(row)
     self.received += 1
     if self.received in self.setup.keep_params_at:
       self.kept_params[self.received] = self.server.params

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
@@ -240,6 +242,11 @@ def shrink(seed: int) -> list[int]:
   return keep
 
 
+def _prepare() -> None:
+  """Settings of a process that does nothing else: one thread at a time."""
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
 def _run_many(seeds: Sequence[int]) -> list[Outcome]:
   return [run_seed(seed) for seed in seeds]
 
@@ -255,7 +262,7 @@ def run_seeds(
     return
   parts = [seeds[i : i + _AT_ONCE] for i in range(0, len(seeds), _AT_ONCE)]
   context = multiprocessing.get_context("spawn")
-  with context.Pool(jobs) as pool:
+  with context.Pool(jobs, _prepare) as pool:
     for outcomes in pool.imap(_run_many, parts):
       yield from outcomes
 

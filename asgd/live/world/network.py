@@ -1,8 +1,8 @@
 """Sockets of a simulated world; see `asgd.live.links.sockets.Network`.
 
 What is sent arrives at once and in order, as between processes of one machine;
-a connection can be cut, and single frames of a worker can be lost, doubled or
-held back until after the next one.
+a connection can be cut, and a message, or the answer to it, can be lost,
+doubled or held back until after the next one.
 """
 
 import errno
@@ -203,7 +203,7 @@ class Network:
 
   def spoil(self, how: str) -> None:
     """Loses, doubles or holds back ("lose", "double", "reorder") the next
-    frame between a worker and a shard."""
+    message or its answer."""
     self._to_spoil.append(how)
 
   def tampered(self, sock: Socket, data: bytes) -> bytes:
@@ -212,8 +212,8 @@ class Network:
     if not self._to_spoil or len(data) % frames.SIZE:
       return data + late
     first, rest = data[: frames.SIZE], data[frames.SIZE :]
-    # Frames between shards come in order: a stream loses nothing but its end.
-    if frames.unpack(first).kind in frames.OF_SHARDS:
+    # Of the others, a stream loses nothing but its end.
+    if frames.unpack(first).kind not in (frames.PUSH, frames.ACK):
       return data + late
     how, self.spoiled = self._to_spoil.pop(0), self.spoiled + 1
     if how == "double":

@@ -24,7 +24,7 @@ KINDS = (
   "stop worker",  # it stands still for a while
   "stop shard",
   "cut",  # a connection
-  "lose",  # a frame between a worker and a shard
+  "lose",  # a message, or the answer to it
   "double",
   "reorder",
   "tear",  # a process is killed in the middle of a write
