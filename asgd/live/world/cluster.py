@@ -22,7 +22,7 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
 from asgd.live.world.network import Network
-from asgd.live.world.scheduler import Process, Scheduler
+from asgd.live.world.scheduler import Hung, Process, Scheduler
 from asgd.live.world.storage import Disk, Memory
 
 _ANSWER = 60.0  # seconds in which a shard answers
@@ -188,7 +188,8 @@ class WorldCluster(LiveCluster):
     return news
 
   def _submit(self, call):
-    """Returns the answers of all shards, None of one that is gone."""
+    """Returns the answers of all shards, None of one that was killed. One whose
+    serving has failed answers, too."""
     answers = []
     for process, server in zip(self.shards, self.servers, strict=True):
       answers.append((process, server and server.submit(call)))
@@ -196,9 +197,11 @@ class WorldCluster(LiveCluster):
     for process, answer in answers:
       if answer is not None:
         self._world.scheduler.wait(
-          lambda p=process, a=answer: a.done() or not p.alive, _ANSWER
+          lambda p=process, a=answer: a.done() or p.doomed, _ANSWER
         )
       done = answer is not None and answer.done()
+      if answer is not None and not (done or process.doomed):
+        raise Hung(f"{process.name} does not answer")
       with contextlib.suppress(Disconnected):
         out.append((answer.result(),) if done else None)
         continue

@@ -68,6 +68,8 @@ SETTINGS = (
   Setting("dana_zero", kills=False),
   Setting("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
   Setting("ssgd", Rules(round=2, backup=1), kills=False),
+  # The third is given up, wakes, and finds that another has its place.
+  Setting("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 60.0), kills=False),
   Setting("asgd", Rules(bound=1), shards=2),
   Setting("asgd", Rules(depth=2), shards=2, kills=False),
   Setting("dana_zero", shards=2, consistent=True),
