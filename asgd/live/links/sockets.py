@@ -124,6 +124,10 @@ class _Waker:
     with contextlib.suppress(OSError):
       self._read.recv(64)
 
+  def close(self) -> None:
+    self._read.close()
+    self._write.close()
+
 
 class SocketLink:
   """A worker's way to the shards; see `base.WorkerLink`."""
@@ -182,6 +186,8 @@ class SocketLink:
     """Closes all ways: to the shards, the worker has left."""
     for shard in range(len(self._ways)):
       self._drop(shard)
+    self._waker.close()
+    self._selector.close()
 
   def _drop(self, shard):
     way = self._ways[shard]
@@ -292,6 +298,14 @@ class ShardServer:
     finally:
       self._ended = True
       self._refuse_calls()
+      self._close()
+
+  def _close(self):
+    for key in list(self._selector.get_map().values()):
+      if key.data is not self._waker:
+        key.fileobj.close()
+    self._waker.close()
+    self._selector.close()
 
   def _follow_lead(self):
     if self._lead_path and self._lead is None:

@@ -143,8 +143,8 @@ def _choose(state, name, events, image, resumed):
   setup = state.setup
   if setup.consistent and setup.shards > 1 and not resumed:
     raise _Unfit(
-      f"{why or f'{memory.name} has lost its snapshot'}; a shard of a consistent"
-      f" run cannot go back alone: {GO_ON} from the last checkpoint"
+      f"{why or f'{memory.name} has lost its snapshot'}; a shard of a"
+      f" consistent run cannot go back alone: {GO_ON} from the last checkpoint"
     )
   memory.forget()
   if image and image[1]["rows"] > len(events):

@@ -120,6 +120,14 @@ class Selector:
     """Watches it no more."""
     del self._keys[sock]
 
+  def get_map(self) -> dict[Socket, selectors.SelectorKey]:
+    """Returns what is watched."""
+    return dict(self._keys)
+
+  def close(self) -> None:
+    """Watches nothing any more."""
+    self._keys.clear()
+
   def _events(self):
     return [
       (key, ready)

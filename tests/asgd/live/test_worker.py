@@ -1,10 +1,12 @@
 """The loop of a worker, fed by hand: what it writes, and says, and when."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
-from asgd import worker as worker_lib
+from asgd import sharding
 from asgd.live import frames
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
@@ -48,34 +50,28 @@ class Link:
     return [shard for shard, frame in self.said if frame.kind == frames.PUSH]
 
 
-def work(state, ticket, batch, root, job):
-  return state, {"w": 2 * ticket.params["w"]}, worker_lib.Aux(np.float32(0.5))
-
-
-class Metrics:
-  loss = np.float32(0.5)
+class Metrics(NamedTuple):
+  loss: np.ndarray
 
 
 def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
   """A worker of so many shards, each of which has its parameters in slot 0."""
-  params = {"w": np.ones(2, np.float32)}
+  params = {str(i): np.ones(2, np.float32) for i in range(shards)}
 
-  class Split:
-    pass
+  def work(state, ticket, batch, root, job):
+    message = jax.tree.map(lambda x: 2 * x, ticket.params)
+    return state, message, Metrics(np.float32(loss))
 
-  def do(state, ticket, batch, root, job):
-    metrics = Metrics()
-    metrics.loss = np.float32(loss)
-    return state, {"w": 2 * ticket.params["w"]}, metrics
-
+  plan = sharding.make_plan(params, shards) if shards > 1 else None
   duty = Duty(
-    *(do, lambda params: None, lambda worker, job: None, ROOT, params, None),
+    *(work, lambda params: None, lambda worker, job: None, ROOT, params, plan),
     consistent=consistent,
     slowdown=(2.0,),
   )
   memories = [Memory() for _ in range(shards)]
-  for memory in memories:
-    memory.write(PARAMS, 0, params, WRITTEN)
+  parts = sharding.split(plan, params) if plan else [params]
+  for memory, part in zip(memories, parts, strict=True):
+    memory.write(PARAMS, 0, part, WRITTEN)
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
   made = WorkerLoop(
@@ -103,11 +99,7 @@ def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():
   assert made.run() == "stopped"
   message, stamp = memory[MESSAGES, 3]
   assert stamp == message_stamp(0, 0)
-  np.testing.assert_array_equal(message["w"], [2, 2])
-
-
-class Parts:
-  """Two shards that hold the same, as `sharding` would split it."""
+  np.testing.assert_array_equal(message["0"], [2, 2])
 
 
 @pytest.mark.parametrize(
@@ -115,23 +107,14 @@ class Parts:
   [(False, 0.5, [1]), (True, 0.5, [1, 0]), (False, np.nan, [1, 0])],
 )
 def test_the_lead_gets_a_message_when_the_other_shards_have_theirs(
-  consistent, loss, before, monkeypatch
+  consistent, loss, before
 ):
-  from asgd import sharding
-
-  monkeypatch.setattr(sharding, "join", lambda plan, parts: parts[0])
-  monkeypatch.setattr(sharding, "split", lambda plan, tree: [tree, tree])
   heard = [WELCOME, ticket(), ticket(1), None]
-  made, link, _ = loop(
-    [*heard, STOP], shards=2, consistent=consistent, loss=loss
-  )
-  made._duty = made._duty._replace(plan=Parts())
+  options = dict(shards=2, consistent=consistent, loss=loss)
+  made, link, _ = loop([*heard, STOP], **options)
   assert made.run() == "stopped"
   assert link.pushes() == before
   ack = 1, Frame(frames.ACK, 0, 0)
-  made, link, _ = loop(
-    [*heard, ack, STOP], shards=2, consistent=consistent, loss=loss
-  )
-  made._duty = made._duty._replace(plan=Parts())
+  made, link, _ = loop([*heard, ack, STOP], **options)
   assert made.run() == "stopped"
   assert link.pushes() == [1, 0]

@@ -5,6 +5,10 @@ import collections
 
 import pytest
 
+from asgd.live import wire
+from asgd.live.links.sockets import ShardServer
+from asgd.live.slots import SharedMemory
+from asgd.live.worker import WorkerLoop
 from asgd.live.world import explore, scenario
 from asgd.live.world.scheduler import Hung, Scheduler
 
@@ -40,3 +44,72 @@ def test_processes_that_wait_for_each_other_are_found():
   with pytest.raises(Hung, match="still running after 10 s"):
     scheduler.run(lambda: False, 10.0, 1000)
   scheduler.close()
+
+
+# What was wrong once; each was found at the seed given when its cure was taken
+# out.
+
+
+def forgets_that_it_was_revoked(patch):
+  """A worker that was given up while it waits writes to a slot of another's."""
+  revoke = WorkerLoop.revoke
+
+  def late(self):
+    write = self._write
+
+    def write_anyway(job, message):
+      self.revoked = False
+      return write(job, message)
+
+    self._write = write_anyway
+    revoke(self)
+
+  patch.setattr(WorkerLoop, "revoke", late)
+
+
+def forgets_calls_when_it_fails(patch):
+  """The driver waits for a shard whose serving has failed."""
+  patch.setattr(ShardServer, "_refuse_calls", lambda self: None)
+
+
+def reads_whatever_a_slot_holds(patch):
+  """Memory that is removed under a run is taken for what was written there."""
+
+  def read(self, kind, slot, stamp):
+    return wire.read(self._layouts[kind], self._slots[kind][slot])
+
+  patch.setattr(SharedMemory, "read", read)
+  init = SharedMemory.__init__
+
+  def remembers_nothing(self, *args, **options):
+    init(self, *args, **options)
+    self.fresh = False
+
+  patch.setattr(SharedMemory, "__init__", remembers_nothing)
+
+
+def tells_the_lead_first(patch):
+  """A message that the lead has received is lost with another shard."""
+
+  def push(self, shard, frame):
+    if shard and frame.seq not in self._tenure.for_lead:
+      original(self, 0, frame._replace(message=-1))
+    original(self, shard, frame)
+
+  original = WorkerLoop._push
+  patch.setattr(WorkerLoop, "_push", push)
+
+
+@pytest.mark.parametrize(
+  ("fault", "seeds", "message"),
+  [
+    (forgets_that_it_was_revoked, range(30, 40), "refused without a reason"),
+    (forgets_calls_when_it_fails, range(190, 200), "does not answer"),
+    (reads_whatever_a_slot_holds, range(10, 20), "replay has the same bits"),
+    (tells_the_lead_first, range(30, 40), "what the lead received"),
+  ],
+)
+def test_an_old_fault_is_found_again(fault, seeds, message, monkeypatch):
+  fault(monkeypatch)
+  errors = [explore.run_seed(seed).error for seed in seeds]
+  assert any(message in error for error in errors), errors
