@@ -26,7 +26,11 @@ class Memory:
       raise WrongSlot(self.name, kind, slot)
     return tree
 
-  read_copy = read
+  def stamp(self, kind, slot):
+    return self._slots[kind, slot][1]
+
+  def read_copy(self, kind, slot):
+    return self._slots[kind, slot][0]
 
   def save(self, tree, meta):
     self._snapshot = jax.tree.map(np.array, tree), meta

@@ -27,7 +27,6 @@ from asgd.live.shard import Shard
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
-  WRITTEN,
   DamagedSnapshot,
   message_stamp,
 )
@@ -420,7 +419,7 @@ class Hand:
     """Does a job and puts the message where it belongs; returns its PUSHes."""
     bench, tickets = self.bench, self.tickets.pop(seq)
     parts = [
-      memory.read(PARAMS, tickets[shard].params, WRITTEN)
+      memory.read(PARAMS, tickets[shard].params, int(tickets[shard].value))
       for shard, memory in enumerate(bench.memories)
     ]
     params = (

@@ -41,7 +41,8 @@ class Frame(NamedTuple):
   flag: int = 0
   params: int = -1  # slot
   message: int = -1  # slot
-  value: float = 0.0  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  # TICKET: stamp of the params; PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  value: float = 0.0
   loss: float = 0.0  # ROW
 
 

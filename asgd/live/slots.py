@@ -49,7 +49,6 @@ class SlotCounts(NamedTuple):
   messages: int
 
 
-WRITTEN = 1  # stamp of parameters
 _ADOPTED = "adopted"  # a file
 _STAMP = np.dtype(np.int64)
 
@@ -201,9 +200,17 @@ class SharedMemory:
       raise WrongSlot(str(self._folder), kind, slot)
     return wire.read(self._layouts[kind], self._slots[kind][slot])
 
-  def read_copy(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns a copy of what lies in a slot; see `read`."""
-    return jax.tree.map(np.array, self.read(kind, slot, stamp))
+  def stamp(self, kind: int, slot: int) -> int:
+    """Returns the stamp of what lies in a slot now."""
+    return int(self._stamps[kind][slot])
+
+  def read_copy(self, kind: int, slot: int) -> Any:
+    """Returns a copy of what lies in a slot. Raises WrongSlot if nothing was
+    written there."""
+    if not self._stamps[kind][slot]:
+      raise WrongSlot(str(self._folder), kind, slot)
+    layout, data = self._layouts[kind], self._slots[kind][slot]
+    return jax.tree.map(np.array, wire.read(layout, data))
 
   def save(self, tree: Any, meta: Any) -> None:
     """Keeps a snapshot; a kill on the way leaves the one before."""

@@ -20,7 +20,7 @@ from asgd.live import frames
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected, WorkerLink
-from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
+from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
 
 _SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
@@ -261,10 +261,13 @@ class WorkerLoop:
     self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
-    params, *others = (
-      memory.read(PARAMS, job.tickets[shard].params, WRITTEN)
-      for shard, memory in enumerate(self._memories)
-    )
+    try:
+      params, *others = (
+        memory.read(PARAMS, ticket.params, int(ticket.value))
+        for memory, ticket in self._slots_of(job)
+      )
+    except WrongSlot:  # the ticket has died: the frame that says so is coming
+      return
     if duty.plan is not None:
       params = sharding.join(duty.plan, [params, *others])
     worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
@@ -287,6 +290,11 @@ class WorkerLoop:
       self._wait((self._slowdown - 1) * (self._clock() - job.started))
     computed = self._clock()
     self._span(Span("compute", job.started, computed, job.seq, job.job))
+    if any(
+      memory.stamp(PARAMS, ticket.params) != int(ticket.value)
+      for memory, ticket in self._slots_of(job)
+    ):
+      return  # it has died meanwhile, and other parameters came into its slot
     finite = _finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
     said = said._replace(flag=int(finite))
@@ -301,6 +309,11 @@ class WorkerLoop:
       else:
         self._tenure.for_lead[job.seq] = frame
     self._span(Span("push", computed, self._clock(), job.seq, job.job))
+
+  def _slots_of(self, job):
+    return zip(
+      self._memories, (job.tickets[s] for s in self._shards), strict=True
+    )
 
   def _write(self, job, message) -> bool:
     """Writes a message to its slots; False if they are another worker's."""

@@ -23,7 +23,6 @@ from asgd.live.links.base import Disconnected
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
-  WRITTEN,
   WrongSlot,
   message_stamp,
 )
@@ -45,7 +44,7 @@ class Session:
     ticket = frame.kind == frames.TICKET
     params = None
     if ticket:
-      params = self._memory.read_copy(PARAMS, frame.params, WRITTEN)
+      params = self._memory.read_copy(PARAMS, frame.params)
     self._out.put((frames.pack(frame), params))
 
   def listen(self) -> list[tuple[bytes, Any]]:
@@ -72,6 +71,9 @@ class _FarMemory:
     if written != stamp:
       raise WrongSlot("what the shard sent", kind, slot)
     return tree
+
+  def stamp(self, kind: int, slot: int) -> int:
+    return self._slots[kind, slot][1]
 
 
 class RayLink:
@@ -135,7 +137,7 @@ class RayLink:
       frame = frames.unpack(data)
       if params is not None:
         memory = self.memories[shard]
-        memory.write(PARAMS, frame.params, params, WRITTEN)
+        memory.write(PARAMS, frame.params, params, int(frame.value))
       self._inbox.append((shard, frame))
 
   def _listen(self, shard):

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
-from asgd.live.slots import PARAMS, WRITTEN, SlotCounts
+from asgd.live.slots import PARAMS, SlotCounts
 
 
 class SlotTable:
@@ -27,17 +27,17 @@ class SlotTable:
     # yet, and write. They are free when the place gets another holder.
     self.dead: dict[int, list[int]] = {}
 
-  def publish(self, params: Any, slot: int = -1) -> int:
+  def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
     """Puts parameters where workers can read them, once for each version, which
-    is a new object; in a recovery they lie in `slot` already. Returns the slot,
-    with one use more."""
+    is a new object; in a recovery they lie in `slot` already. The stamp is one
+    that none had before. Returns the slot, with one use more."""
     if self.published and self.published[0] is params:
       slot = self.published[1]
       self.uses[slot] += 1
       return slot
     if slot < 0:
       slot = self.free_params.pop()
-      self.memory.write(PARAMS, slot, params, WRITTEN)
+      self.memory.write(PARAMS, slot, params, stamp)
     else:
       # They were written before the kill, and are not written again: a worker
       # may be reading what the slot was used for since.

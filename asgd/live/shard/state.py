@@ -13,7 +13,7 @@ from asgd.live.frames import Frame
 from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
-from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
+from asgd.live.slots import MESSAGES, PARAMS, message_stamp
 from asgd.orders.trace import STARTS, Event
 
 Key = tuple[int, int]  # (worker, seq): the name of a message
@@ -81,7 +81,7 @@ class ShardState:
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._numbers[worker])
-      slot = slots.publish(ticket.params, event.params)
+      slot = slots.publish(ticket.params, self.rows, event.params)
     message = slots.take_message(event.message)
     open_ticket = OpenTicket(ticket, event.job, slot, message)
     self.tickets[event.key] = open_ticket
@@ -146,7 +146,7 @@ class ShardState:
     to their worker."""
     params = None
     if intact:
-      params = self.slots.memory.read_copy(PARAMS, event.params, WRITTEN)
+      params = self.slots.memory.read_copy(PARAMS, event.params)
     worker, version = self._numbers[event.worker], jnp.int32(event.version)
     ticket = base.Ticket(worker, version, params, np.bool_(fresh))
     return OpenTicket(ticket, event.job, event.params, event.message)
@@ -155,8 +155,9 @@ class ShardState:
     """Returns what tells a worker of an open ticket."""
     ticket, job, params, message = self.tickets[key]
     frame = Frame(frames.TICKET, *key, job, int(ticket.version))
-    kept = int(not ticket.fresh)
-    return frame._replace(flag=kept, params=params, message=message)
+    kept, stamp = int(not ticket.fresh), self.slots.memory.stamp(PARAMS, params)
+    frame = frame._replace(flag=kept, value=float(stamp))
+    return frame._replace(params=params, message=message)
 
   def accepts(self, frame: Frame) -> bool:
     """Whether the message of a PUSH may be written: its ticket is open."""

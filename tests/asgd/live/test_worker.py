@@ -10,7 +10,7 @@ from asgd import sharding
 from asgd.live import frames
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
-from asgd.live.slots import MESSAGES, PARAMS, WRITTEN, message_stamp
+from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.worker import Duty, WorkerLoop
 
 ROOT = jax.random.key(0)
@@ -24,8 +24,12 @@ class Memory(dict):
 
   def read(self, kind, slot, stamp):
     tree, written = self[kind, slot]
-    assert written == stamp
+    if written != stamp:
+      raise WrongSlot("memory", kind, slot)
     return tree
+
+  def stamp(self, kind, slot):
+    return self[kind, slot][1]
 
 
 class Link:
@@ -71,7 +75,7 @@ def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
   memories = [Memory() for _ in range(shards)]
   parts = sharding.split(plan, params) if plan else [params]
   for memory, part in zip(memories, parts, strict=True):
-    memory.write(PARAMS, 0, part, WRITTEN)
+    memory.write(PARAMS, 0, part, 7)
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
   made = WorkerLoop(
@@ -81,7 +85,8 @@ def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
 
 
 def ticket(shard=0, seq=0):
-  return shard, Frame(frames.TICKET, 0, seq, 0, params=0, message=3)
+  frame = Frame(frames.TICKET, 0, seq, 0, params=0, message=3)
+  return shard, frame._replace(value=7.0)
 
 
 WELCOME = 0, Frame(frames.WELCOME, 0, job=1)
@@ -118,3 +123,17 @@ def test_the_lead_gets_a_message_when_the_other_shards_have_theirs(
   made, link, _ = loop([*heard, ack, STOP], **options)
   assert made.run() == "stopped"
   assert link.pushes() == [1, 0]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_message_is_of_the_parameters_of_its_ticket(when):
+  """The ticket has died, and its slot holds what others were sent."""
+  made, link, (memory,) = loop([WELCOME, ticket(), None, None, STOP])
+  params, _ = memory[PARAMS, 0]
+  if when == "before":
+    memory.write(PARAMS, 0, params, 8)
+  else:
+    made._wait = lambda seconds: memory.write(PARAMS, 0, params, 8)
+  assert made.run() == "stopped"
+  assert (MESSAGES, 3) not in memory
+  assert not link.pushes()

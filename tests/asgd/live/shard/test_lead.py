@@ -1,5 +1,6 @@
 """The lead: what it says to workers, exactly once, and when it expels them."""
 
+import numpy as np
 import pytest
 from kit import bits
 from shard_bench import (
@@ -12,6 +13,7 @@ from shard_bench import (
 from asgd.live import frames
 from asgd.live.deadlines import Ladder
 from asgd.live.frames import Frame
+from asgd.live.slots import MESSAGES, message_stamp
 from asgd.orders.protocol import Rules
 
 # What is said.
@@ -403,12 +405,12 @@ def test_a_message_that_is_written_too_late_spoils_no_other():
   told to write. Nothing that counts may lie there."""
   bench = Bench(one(jobs=6, log=6))
   zombie, other = bench.join(0, 1)
-  tickets = dict(zombie.tickets)
+  slot = zombie.tickets[0][0].message
   bench.lead.expel(0, 1.0)
   other.push()
   other.push()  # the job that the dead one had
   state = bits(bench.server_state)
-  zombie.tickets = tickets
-  zombie.work(0)
+  late = np.full_like(bench.lead.state.server.params, 9.0)
+  bench.memories[0].write(MESSAGES, slot, late, message_stamp(0, 0))
   bench.start_shard(0)
   assert bits(bench.server_state) == state
