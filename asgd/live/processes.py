@@ -62,3 +62,24 @@ def end_all(folder: Path) -> None:
   for pid in [pid for alive in pids(folder).values() for pid in alive.values()]:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
+
+
+def children() -> list[int]:
+  """Returns the processes that this one has started, and those they have."""
+  parents = {}
+  for path in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      text = path.read_text(errors="replace")
+      fields = text[text.rindex(")") + 1 :].split()
+      parents[int(path.parent.name)] = int(fields[1])
+  found = [os.getpid()]
+  for parent in found:  # which grows
+    found += [pid for pid, of in parents.items() if of == parent]
+  return found[1:]
+
+
+def end_children() -> None:
+  """Kills them all."""
+  for pid in children():
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)

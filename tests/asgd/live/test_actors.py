@@ -25,6 +25,7 @@ from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
+from asgd.live.links.base import Disconnected
 from asgd.live.records import read_records, records_path
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
@@ -429,6 +430,26 @@ def test_what_cannot_start_is_one_error_that_names_it(live, broken, says):
   run = live("asgd", Rules(), 10, workers=1, **{broken: maker})
   run.cluster.start()
   with pytest.raises(ValueError, match=rf"^{says}$"):
+    until(lambda: False, "an error", run.look)
+
+
+def fail_from_now_on(shard):
+  def tick(now):
+    raise ValueError("no space left")
+
+  shard.tick = tick
+
+
+def test_nobody_waits_for_a_shard_that_failed_as_it_served(live):
+  run = live("asgd", Rules(), 20, 0, workers=1, shards=2)
+  run.cluster.start()
+  run.wait_for_gate()
+  run.cluster._ask(fail_from_now_on)
+  with pytest.raises(Disconnected):
+    until(lambda: run.cluster.images() and None, "an end of the answers")
+  with pytest.raises(Disconnected):
+    run.cluster.params()
+  with pytest.raises(ValueError, match="^shard [01] failed: no space left$"):
     until(lambda: False, "an error", run.look)
 
 
