@@ -10,6 +10,8 @@ import tempfile
 import warnings
 from unittest import mock
 
+from asgd.live import ray_waits
+
 _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _LONGEST = 24  # characters of a folder's path: those of sockets are short
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
@@ -154,7 +156,10 @@ def _quieten(ray_worker) -> None:
     return
 
   def say_others(data, *args, **kwargs):
-    if "A worker died or was killed" not in "".join(data.get("lines", ())):
+    worker_died = "A worker died or was killed" in "".join(
+      data.get("lines", ())
+    )
+    if not worker_died and not ray_waits.dead():
       said(data, *args, **kwargs)
 
   say_others.quiet = True
@@ -165,5 +170,7 @@ def stop() -> None:
   """Ends what `start` started."""
   import ray
 
+  if ray_waits.dead():
+    ray_waits.bury()  # or what depends on it would wait for it
   ray.shutdown()
   _undo.close()

@@ -20,8 +20,8 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-  """Remembers the first request to stop; a second one interrupts at once, and
-  ends this process and its children if that does not, or if there is a third."""
+  """Remembers the first request to stop. A second one interrupts at once; if
+  that does not end this process, or a third comes, it and its children end."""
 
   def __init__(self, *, tells: bool = True):
     """Starts to listen; `tells` the user at once when a request comes."""

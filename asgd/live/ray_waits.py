@@ -9,6 +9,8 @@ whether those that this process has started are alive.
 from collections.abc import Sequence
 from typing import Any
 
+from asgd.live import processes
+
 _LOOK = 1.0  # seconds between two looks
 _KINDS = {"raylet": "raylet", "gcs_server": "GCS"}  # Ray does nothing without
 
@@ -26,6 +28,15 @@ def dead() -> list[str]:
     return []
   ended = [kind for kind, _ in node.dead_processes()]
   return [name for kind, name in _KINDS.items() if kind in ended]
+
+
+def bury() -> None:
+  """Kills what is left of the Ray that this process has started."""
+  from ray._private import worker
+
+  for _, process in worker._global_node.live_processes():
+    processes.end_children(process.pid)
+    process.kill()
 
 
 def check() -> None:
