@@ -441,7 +441,7 @@ def fail_from_now_on(shard):
 
 
 def test_nobody_waits_for_a_shard_that_failed_as_it_served(live):
-  run = live("asgd", Rules(), 20, 0, workers=1, shards=2)
+  run = live("asgd", Rules(), 20, 10, workers=1, shards=2)
   run.cluster.start()
   run.wait_for_gate()
   run.cluster._ask(fail_from_now_on)
