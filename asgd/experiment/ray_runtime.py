@@ -96,6 +96,12 @@ def start(
     else:
       _stay_on_loopback(ray, options)
     _undo.push(undo.pop_all())
+  if not _asks_for_token(ray):
+    print(
+      "Ray asks nobody for a token (RAY_AUTH_MODE, or a Ray before 2.52): every"
+      " user of this machine can run code as you; see Security in the README",
+      file=sys.stderr,
+    )
   return True
 
 
@@ -128,6 +134,11 @@ def _ask_for_token(ray, undo) -> None:
     os.environ[name] = value
     undo.callback(os.environ.pop, name, None)
   _read_environment(ray)
+
+
+def _asks_for_token(ray) -> bool:
+  mode = getattr(ray._raylet, "get_authentication_mode", None)
+  return bool(mode) and mode() == ray._raylet.AuthenticationMode.TOKEN
 
 
 def _read_environment(ray) -> None:

@@ -79,6 +79,20 @@ def test_what_the_user_has_set_is_left(settings, monkeypatch):
   assert settings["environment"]["RAY_AUTH_TOKEN_PATH"] == "/a/file"
 
 
+@pytest.mark.parametrize("mode", ["disabled", "none"])
+def test_without_a_token_the_user_is_told(monkeypatch, capsys, mode):
+  monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+  if mode == "none":  # an older Ray
+    monkeypatch.delattr(ray._raylet, "get_authentication_mode")
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(ray, "init", lambda **options: None)
+  assert ray_runtime.start(None, allow_network=True)
+  monkeypatch.setattr(ray, "shutdown", lambda: None)
+  ray_runtime.stop()
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "every user of this machine can run code as you" in line
+
+
 # A cluster.
 
 
