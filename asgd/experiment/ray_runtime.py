@@ -1,5 +1,6 @@
 """Ray, started so that no other machine and no other user can reach it."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -16,6 +17,7 @@ _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _LONGEST = 24  # characters of a folder's path: those of sockets are short
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 _undo = contextlib.ExitStack()  # what was done for the present cluster
+atexit.register(_undo.close)  # where nobody calls `stop`; after Ray's own
 
 
 def check(
