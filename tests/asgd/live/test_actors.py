@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -486,3 +487,13 @@ def test_what_a_killed_driver_left_is_ended(tmp_path):
   assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
   shutil.rmtree(tmp_path)
   assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
+
+
+def test_who_came_for_a_dead_worker_is_not_killed_for_its_death():
+  cluster, killed = RayCluster.__new__(RayCluster), []
+  cluster.setup = Setup(Rules(), 2, 10, ladder=PATIENT)
+  cluster._ray = types.SimpleNamespace(kill=killed.append)
+  cluster._workers, cluster._absent = {0: "new", 1: "old"}, {}
+  cluster._refilled = {0}  # `check` was quicker than the lead
+  cluster._end_lost_workers({"expelled": [0, 1], "workers": [0, 1]})
+  assert killed == ["old"]
