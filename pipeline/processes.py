@@ -29,12 +29,14 @@ import functools
 import itertools
 import operator
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from asgd.live import ray_waits
 from pipeline import executor
 from pipeline import state as state_lib
 from pipeline.lanes import PipelineError, Stop
@@ -43,6 +45,7 @@ from pipeline.table import Schedule
 
 _CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
 _PATIENCE = 20.0  # seconds for the others to stop after one has failed
+_SILENT = 300.0  # seconds until one that gives no sign of life is given up
 _OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
@@ -73,7 +76,8 @@ class _Away:
       self._sent.append(self._actor.put.remote(self._lane, key, value))
 
   def settle(self):
-    """Waits until all that was put has arrived; no lane is at work."""
+    """Waits until all that was put has arrived; no lane is at work. Should it
+    never, the driver notices that the other says nothing, and ends this."""
     import ray
 
     ray.get(self._sent)
@@ -88,6 +92,7 @@ class _StageProcess:
     if cores is not None and hasattr(os, "sched_setaffinity"):
       os.sched_setaffinity(0, cores)
     self._lanes, self._state = lanes, None
+    self._untaken: str | None = None  # what came and could not be taken
 
   def open(self, make, actors, x64):
     """Starts JAX and compiles the stages of the lanes that are here; `actors`
@@ -110,9 +115,21 @@ class _StageProcess:
   def put(self, lane, key, value):
     """Takes what another process has made for a lane."""
     device = self._executor.devices[lane]
-    # A copy: what came is Ray's memory, and may be donated here.
-    value = jax.tree.map(lambda x: jax.device_put(np.array(x), device), value)
+
+    def move(x):  # a copy: what came is Ray's memory, and may be donated here
+      return jax.device_put(np.array(x), device)
+
+    try:
+      value = jax.tree.map(move, value)
+    except Exception as error:  # a lane waits for it
+      self._untaken = f"what came for device {lane} cannot be taken: {error}"
+      self.stop()
+      raise
     self._executor.inboxes[lane].put((key, value))
+
+  def is_alive(self):
+    """Returns True: there is a process, and it answers."""
+    return True
 
   def forget(self):
     """Drops what was on its way to lanes that are here."""
@@ -129,6 +146,8 @@ class _StageProcess:
   def run(self, until):
     """Returns losses, records (None of stages elsewhere) and spans."""
     result = self._executor.run(self._state, until)
+    if self._untaken:
+      raise PipelineError(self._untaken)
     self._enter(result.state)
     losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
     pairs = zip(result.state.servers, result.records, strict=True)
@@ -233,15 +252,26 @@ class Processes:
         " ones, and go on from a checkpoint"
       )
     calls = [getattr(actor, name).remote(*args) for actor in self._actors]
-    waiting = list(calls)
+    waiting, signs, heard = list(calls), [], time.monotonic()
     while waiting:
-      done, waiting = self._ray.wait(waiting)
+      done, waiting = ray_waits.wait(waiting, count=1)
       try:
-        self._ray.get(done)
+        self._ray.get(done, timeout=_SILENT)
       except self._ray.exceptions.RayError as error:
         kind, self._broken = self._why(calls, waiting)
         raise kind(self._broken) from error
-    return self._ray.get(calls)
+      if done:
+        continue
+      silent = ray_waits.wait(signs, timeout=0.0)[1]
+      if not silent:
+        heard = time.monotonic()
+        signs = [actor.is_alive.remote() for actor in self._actors]
+      elif time.monotonic() - heard > _SILENT:
+        pairs = zip(signs, self.lanes, strict=True)
+        who = " and ".join(_name(lanes) for x, lanes in pairs if x in silent)
+        self._broken = f"{who} has given no sign of life for {_SILENT:g} s"
+        raise ProcessDied(self._broken)
+    return self._ray.get(calls, timeout=_SILENT)
 
   def _why(self, calls, waiting):
     """Stops all; returns what has gone wrong, as a kind of error and a text."""
@@ -249,10 +279,10 @@ class Processes:
       with contextlib.suppress(self._ray.exceptions.RayError):
         actor.stop.remote()
     if waiting:  # for tasks that have begun
-      self._ray.wait(waiting, num_returns=len(waiting), timeout=_PATIENCE)
+      ray_waits.wait(waiting, timeout=_PATIENCE)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
-      process = f"the process of devices {', '.join(map(str, lanes))}"
+      process = _name(lanes)
       try:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
@@ -330,9 +360,13 @@ class Processes:
     return list(_of_stages(self._all("params")))
 
   def close(self) -> None:
-    """Ends the processes."""
-    for actor in self._actors:
+    """Ends the processes, unless Ray has died with them."""
+    for actor in () if ray_waits.dead() else self._actors:
       self._ray.kill(actor)
+
+
+def _name(lanes):
+  return f"the process of devices {', '.join(map(str, lanes))}"
 
 
 def _of_stages(parts):

@@ -28,9 +28,11 @@ from asgd.experiment import folder, loop, schema
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
+from asgd.live import ray_waits
 from asgd.parallel import processes
 
 _LOOK = 0.5  # seconds between two looks at whether a process has died
+_SECONDS = 60.0  # to fetch what a task of Ray tells
 
 
 def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
@@ -250,15 +252,29 @@ def _on_ray(work, groups, dataset, bar, signals):
     work([group], lambda *event: events.append(event), NoSignals)
     return [event for event in events if event[0] != "update"]
 
+  if ray.cluster_resources().get("CPU", 0) < 1:
+    raise ValueError(
+      "--jobs=ray needs a core for each task, and Ray has none to give: start"
+      " it with --num-cpus, or use --jobs=1"
+    )
   left = [task.remote(work, dataset, group) for group in groups]
   ends = []
   while left and not signals.received:
-    done, left = ray.wait(left, timeout=_LOOK)
+    done, left = ray_waits.wait(left, count=1, timeout=_LOOK)
     for finished in done:
-      ends += [event for event in ray.get(finished) if _is_end(event, bar)]
+      try:
+        events = ray.get(finished, timeout=_SECONDS)
+      except ray.exceptions.RayError as error:
+        events = [("error", _why_no_answer(error))]
+      ends += [event for event in events if _is_end(event, bar)]
   for reference in left:
     ray.cancel(reference, force=True)
   return ends
+
+
+def _why_no_answer(error) -> str:
+  last = " ".join(str(error).strip().splitlines()[-1:])[:200]
+  return f"a task of Ray has died ({type(error).__name__}: {last}); {GO_ON}"
 
 
 def _conclude(ends, signals):

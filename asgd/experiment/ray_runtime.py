@@ -1,13 +1,23 @@
-"""Ray, started so that no other machine can reach it."""
+"""Ray, started so that no other machine and no other user can reach it."""
 
+import atexit
+import contextlib
 import logging
 import os
+import secrets
+import shutil
 import sys
+import tempfile
 import warnings
 from unittest import mock
 
+from asgd.live import ray_waits
+
 _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
+_LONGEST = 24  # characters of a folder's path: those of sockets are short
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
+_undo = contextlib.ExitStack()  # what was done for the present cluster
+atexit.register(_undo.close)  # where nobody calls `stop`; after Ray's own
 
 
 def check(
@@ -48,7 +58,7 @@ def start(
   """
   check(address, allow_network=allow_network)
   import ray
-  from ray._private import services
+  from ray._private import auto_init_hook
   from ray._private import worker as ray_worker
 
   if ray.is_initialized():
@@ -56,6 +66,8 @@ def start(
   _quieten(ray_worker)
   # Ray starts programs, which is safe: they do not go on as this process.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
+  # Or a call without a cluster would start one, on all interfaces.
+  auto_init_hook.enable_auto_connect = False
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
   options = {
     "log_to_driver": False,
@@ -73,10 +85,31 @@ def start(
         " started (ray start --head), and the token the same?"
       ) from error
     return True
-  options.update(include_dashboard=False, object_store_memory=memory)
-  if allow_network:
-    ray.init(**options)
-    return True
+  options.update(
+    address="local",  # not a cluster that was started by somebody else
+    include_dashboard=False,
+    object_store_memory=memory,
+  )
+  with contextlib.ExitStack() as undo:
+    _ask_for_token(ray, undo)
+    options["_temp_dir"] = _own_folder(undo)
+    if allow_network:
+      ray.init(**options)
+    else:
+      _stay_on_loopback(ray, options)
+    _undo.push(undo.pop_all())
+  if not _asks_for_token(ray):
+    print(
+      "Ray asks nobody for a token (RAY_AUTH_MODE, or a Ray before 2.52): every"
+      " user of this machine can run code as you; see Security in the README",
+      file=sys.stderr,
+    )
+  return True
+
+
+def _stay_on_loopback(ray, options) -> None:
+  from ray._private import services
+
   with mock.patch.object(
     services, "resolve_ip_for_localhost", lambda host: host
   ):
@@ -87,7 +120,46 @@ def start(
       f"Ray {ray.__version__} does not stay on the loopback interface; use"
       " another version, --engine=threads, or --allow_network"
     )
-  return True
+
+
+def _ask_for_token(ray, undo) -> None:
+  """Has Ray answer only who knows a token: one of this cluster alone, which is
+  in the environment of its processes, unless the user's environment says more.
+  Without, every user of the machine could run code as this one."""
+  if os.environ.get("RAY_AUTH_MODE"):
+    return
+  environment = {"RAY_AUTH_MODE": "token"}
+  if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+    environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+  undo.callback(_read_environment, ray)
+  for name, value in environment.items():
+    os.environ[name] = value
+    undo.callback(os.environ.pop, name, None)
+  _read_environment(ray)
+
+
+def _asks_for_token(ray) -> bool:
+  mode = getattr(ray._raylet, "get_authentication_mode", None)
+  return bool(mode) and mode() == ray._raylet.AuthenticationMode.TOKEN
+
+
+def _read_environment(ray) -> None:
+  """Has the part of Ray that is loaded already look at it again."""
+  ray._raylet.Config.initialize("")
+  loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+  if loader is not None:
+    loader.instance().reset_cache()
+
+
+def _own_folder(undo) -> str:
+  """Returns a folder for a cluster's sockets and files. Ray lets every user
+  write there; but nobody else gets there, as the one above is closed."""
+  place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+  closed = tempfile.mkdtemp(
+    prefix="ray-", dir=place if len(place) <= _LONGEST else "/tmp"
+  )
+  undo.callback(shutil.rmtree, closed, ignore_errors=True)
+  return os.path.join(closed, "s")
 
 
 def _quieten(ray_worker) -> None:
@@ -97,7 +169,10 @@ def _quieten(ray_worker) -> None:
     return
 
   def say_others(data, *args, **kwargs):
-    if "A worker died or was killed" not in "".join(data.get("lines", ())):
+    worker_died = "A worker died or was killed" in "".join(
+      data.get("lines", ())
+    )
+    if not worker_died and not ray_waits.dead():
       said(data, *args, **kwargs)
 
   say_others.quiet = True
@@ -108,4 +183,7 @@ def stop() -> None:
   """Ends what `start` started."""
   import ray
 
+  if ray_waits.dead():
+    ray_waits.bury()  # or what depends on it would wait for it
   ray.shutdown()
+  _undo.close()

@@ -1,21 +1,37 @@
-"""Being asked to stop: by a signal, once to save and twice to end at once."""
+"""Being asked to stop: by a signal, once to save and twice to end at once.
+
+Python calls a handler between two steps of the main thread. Where that waits in
+a library it may never be called, so a second thread counts the signals, too,
+and ends a process that was asked twice and does not.
+"""
 
 import contextlib
 import os
+import select
 import signal
 import sys
+import threading
+
+from asgd.live import processes
 
 GO_ON = "run the same command again to go on"  # what a user is told
+_GRACE = 3.0  # seconds to end, once asked twice
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-  """Remembers the first request to stop; a second one interrupts at once."""
+  """Remembers the first request to stop. A second one interrupts at once; if
+  that does not end this process, or a third comes, it and its children end."""
 
   def __init__(self, *, tells: bool = True):
     """Starts to listen; `tells` the user at once when a request comes."""
     self.received, self._tells = 0, tells and sys.stderr is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _NUMBERS:
       signal.signal(number, self._handle)
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=self._count, args=(heard,), daemon=True).start()
 
   def _handle(self, number, frame):
     del frame
@@ -23,8 +39,25 @@ class Signals:
       raise KeyboardInterrupt
     self.received = number
     if self._tells:
-      with contextlib.suppress(OSError):  # no print: it may be in one
-        os.write(2, b"\nstopping: what was trained is saved first\n")
+      _say("stopping: what was trained is saved first")
+
+  def _count(self, heard):
+    asked, seconds = 0, None
+    while asked < 3 and select.select([heard], [], [], seconds)[0]:
+      data = os.read(heard, 64)
+      mine = [n for n in _NUMBERS if signal.getsignal(n) == self._handle]
+      asked += sum(map(data.count, mine))
+      if asked >= 2:
+        seconds = _GRACE
+    if self._tells:
+      _say(f"ended at once, before all was saved; {GO_ON}")
+    processes.end_children()
+    os._exit(128 + signal.SIGINT)
+
+
+def _say(text):
+  with contextlib.suppress(OSError):  # no print: it may be in one
+    os.write(2, f"\n{text}\n".encode())
 
 
 class NoSignals:

@@ -62,3 +62,24 @@ def end_all(folder: Path) -> None:
   for pid in [pid for alive in pids(folder).values() for pid in alive.values()]:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
+
+
+def children(of: int | None = None) -> list[int]:
+  """Returns the processes that one, None this, has started, and theirs."""
+  parents = {}
+  for path in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      text = path.read_text(errors="replace")
+      fields = text[text.rindex(")") + 1 :].split()
+      parents[int(path.parent.name)] = int(fields[1])
+  found = [os.getpid() if of is None else of]
+  for one in found:  # which grows
+    found += [pid for pid, parent in parents.items() if parent == one]
+  return found[1:]
+
+
+def end_children(of: int | None = None) -> None:
+  """Kills them all."""
+  for pid in children(of):
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)

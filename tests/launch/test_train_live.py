@@ -1,10 +1,12 @@
 """Live training as a user meets it: results, faults, going on."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import kit
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from asgd import base
-from asgd.experiment import folder, progress, replay, storage
+from asgd.experiment import folder, progress, replay, signals, storage
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
@@ -278,6 +280,45 @@ def test_processes_that_are_killed_cost_nothing(tmp_path):
   assert replayed.accuracy > 0.94  # undisturbed, on three seeds: 0.96
   gone = [e.worker for e in entries(out) if e.action == base.LEAVE]
   assert gone[:1] == [1]
+
+
+def of_ray(process, program):
+  """The process of Ray that a command has started."""
+  for pid in processes.children(process.pid):
+    with contextlib.suppress(OSError):
+      if os.readlink(f"/proc/{pid}/exe").endswith(f"/{program}"):
+        return pid
+  raise AssertionError(f"no {program}")
+
+
+@pytest.mark.parametrize("program", ["raylet", "gcs_server"])
+def test_when_ray_itself_is_killed_one_line_says_so_and_nothing_is_left(
+  tmp_path, program
+):
+  pytest.importorskip("ray")
+  out = tmp_path / "out"
+  arguments = (*SLOW, "--engine=ray", "--config.workers=1", f"--workdir={out}")
+  process = kit.start("train", *arguments, until=lambda: received(out))
+  started = processes.children(process.pid)
+  os.kill(of_ray(process, program), signal.SIGKILL)
+  output, _ = process.communicate(timeout=kit.DEADLINE)
+  assert process.returncode == 2, output
+  *_, line = output.strip().splitlines()
+  assert line.startswith("error: Ray's own process (")
+  assert line.endswith(signals.GO_ON)
+  assert "Raylet is terminated" not in output
+  assert "Traceback" not in output
+  end = time.monotonic() + kit.DEADLINE
+  while left := [pid for pid in started if runs(pid)]:
+    assert time.monotonic() < end, left
+    time.sleep(0.02)
+
+
+def runs(pid):
+  try:
+    return processes.stat(pid)[0] not in "ZX"
+  except OSError:
+    return False
 
 
 def test_a_folder_without_a_live_run_has_no_trace(tmp_path):

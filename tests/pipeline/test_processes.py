@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import os
+import queue
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from asgd.experiment.machine import Machine
 from pipeline import engine as engine_lib
 from pipeline import executor, schedules
 from pipeline import stage as stage_lib
-from pipeline.lanes import PipelineError
+from pipeline.lanes import PipelineError, Stop
 from pipeline.state import PipelineState
 
 ray = pytest.importorskip("ray")
@@ -176,6 +179,37 @@ def test_a_failure_is_told_by_the_driver_and_nothing_hangs():
       there.run(there.start())
     with pytest.raises(PipelineError, match="make new ones"):
       there.start()
+
+
+def stand_still():
+  os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_process_that_says_nothing_is_not_waited_for(monkeypatch):
+  table = schedules.pipedream(2, COUNT)
+  with in_processes(2, table, "asgd", None, False, stand_still) as there:
+    state = there.start()
+    monkeypatch.setattr(processes, "_SILENT", 3.0)
+    said = "the process of devices .*1 has given no sign of life for 3 s"
+    with pytest.raises(processes.ProcessDied, match=said):
+      there.run(state)
+
+
+def test_what_cannot_be_taken_ends_the_run_that_waits_for_it():
+  class Engine:
+    """Waits for a lane to be told to stop."""
+
+    devices, inboxes = {0: jax.devices()[0]}, {0: queue.SimpleQueue()}
+
+    def run(self, state, until):
+      assert self.inboxes[0].get(timeout=60) is Stop
+
+  process = processes._StageProcess([0], None)
+  process._executor = Engine()
+  with pytest.raises(TypeError):
+    process.put(0, "x", object())
+  with pytest.raises(PipelineError, match="for device 0 cannot be taken"):
+    process.run(1)
 
 
 def test_what_cannot_start_says_why():

@@ -241,7 +241,7 @@ def _remote_plan(config, dataset, cell) -> ServerPlan:
   from asgd.experiment.engines import live
 
   if isinstance(dataset, ray.ObjectRef):
-    dataset = ray.get(dataset)
+    dataset = ray.get(dataset)  # an error if the driver, who has it, died
   experiment = cells.build(config, engines={"ray": live.RAY}, dataset=dataset)
   return experiment.plan(cell)
 

@@ -16,13 +16,15 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
-from asgd.live import deadlines, processes
+from asgd.live import deadlines, processes, ray_waits
 from asgd.live import faults as faults_lib
 from asgd.live.clusters import ray_processes
 from asgd.live.clusters.base import LiveCluster
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty
+
+_SECONDS = 60.0  # to fetch what is there
 
 
 def _failure(what: str, error: Exception) -> Exception:
@@ -75,6 +77,7 @@ class RayCluster(LiveCluster):
     self._shard_arguments = [(make_server, params, image) for image in images]
     self._make_duty = make_duty
     self._shards: list[Any] = [None] * setup.shards
+    self._serves: list[Any] = [None] * setup.shards  # refs: end as they do
     self._generations = [0] * setup.shards
     self._workers: dict[int, Any] = {}
     self._running: dict[Any, tuple[str, int]] = {}  # ref -> (kind, index)
@@ -119,7 +122,8 @@ class RayCluster(LiveCluster):
     self._shards[index] = actor = actor_class.remote(
       index, self.site, *self._shard_arguments[index], resumed
     )
-    self._running[actor.serve.remote()] = "shard", index
+    self._serves[index] = serve = actor.serve.remote()
+    self._running[serve] = "shard", index
 
   def add_worker(
     self, worker: int, faults: Sequence[faults_lib.Fault] = ()
@@ -134,17 +138,17 @@ class RayCluster(LiveCluster):
   def check(self) -> list[str]:
     """See the base; what would end new ones is a ValueError or RuntimeError."""
     news, refs = [], list(self._running)
-    done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+    done, _ = ray_waits.wait(refs, timeout=0)
     for ref in done:
       kind, index = self._running.pop(ref)
       try:
-        how = self._ray.get(ref)
-      except self._ray.exceptions.RayActorError as error:
+        how = self._ray.get(ref, timeout=_SECONDS)
+      except self._ray.exceptions.RayTaskError as error:
+        raise _failure(f"{kind} {index} failed", error) from error
+      except self._ray.exceptions.RayError as error:
         if getattr(error, "actor_init_failed", False):
           raise _failure(f"{kind} {index} cannot start", error) from error
         how = "died"
-      except self._ray.exceptions.RayTaskError as error:
-        raise _failure(f"{kind} {index} failed", error) from error
       if kind == "shard" and how == "died":
         news.append(f"shard {index} died; another takes over")
         self.replaced["shard"] += 1
@@ -159,17 +163,44 @@ class RayCluster(LiveCluster):
           news += self._replace_worker(index, how)
     return news
 
+  @property
+  def _patience(self):
+    """Seconds after which a process that says nothing is taken for dead."""
+    return deadlines.DEAD * self.setup.ladder.start
+
+  def _await(self, calls, seconds):
+    """Waits so long at most for a call of each shard, or until those that have
+    not answered serve no more; returns their calls."""
+    left, end = list(calls), time.monotonic() + seconds
+    while left and time.monotonic() < end:
+      serves = self._serves
+      ended, _ = self._ray.wait(serves, num_returns=len(serves), timeout=0)
+      _, left = ray_waits.wait(left)
+      pairs = zip(calls, serves, strict=True)
+      if all(serve in ended for call, serve in pairs if call in left):
+        break
+    return left
+
   def _get(self, calls):
-    """Returns what calls of the shards return, None of a shard that is gone."""
-    answers = []
+    """Returns (answer,) for a call of each shard, None of a shard that is gone;
+    one that says nothing for long is killed."""
+    left, answers = self._await(calls, self._patience), []
     for index, call in enumerate(calls):
-      try:
-        answers.append((self._ray.get(call),))
-      except self._ray.exceptions.RayActorError:
-        answers.append(None)
-      except self._ray.exceptions.RayTaskError as error:
-        raise _failure(f"shard {index} failed", error) from error
+      answers.append(None if call in left else self._answer(index, call))
+      if call in left:
+        self._ray.kill(self._shards[index])
     return answers
+
+  def _answer(self, index, call):
+    try:
+      return (self._ray.get(call, timeout=_SECONDS),)
+    except self._ray.exceptions.RayTaskError as error:
+      ended, _ = ray_waits.wait([self._serves[index]])
+      if not ended:  # or `check` tells why
+        raise _failure(f"shard {index} failed", error) from error
+    except self._ray.exceptions.RayError:
+      pass
+    return None
 
   def _call(self, call):
     return [shard.ask.remote(call) for shard in self._shards]
@@ -186,12 +217,12 @@ class RayCluster(LiveCluster):
     if self._asked is None:
       self._asked = now, self._call(Shard.status)
     since, calls = self._asked
-    ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=1.0)
-    if len(ready) < len(calls):
-      if now - since > deadlines.DEAD * self.setup.ladder.start:
+    _, left = ray_waits.wait(calls)
+    if left:
+      if now - since > self._patience:
         self._asked = None
         for call, shard in zip(calls, self._shards, strict=True):
-          if call not in ready:
+          if call in left:
             self._ray.kill(shard)
       return None
     self._asked = None
@@ -199,13 +230,14 @@ class RayCluster(LiveCluster):
 
   def _end_lost_workers(self, status):
     """Kills them, and those that never come; `check` then replaces them."""
-    now, lost = time.monotonic(), set(status["expelled"])
+    now = time.monotonic()
+    lost = set(status["expelled"]) - self._refilled
     for worker in self._workers:
       if worker in status["workers"]:
         self._absent.pop(worker, None)
         continue
       since = self._absent.setdefault(worker, now)
-      if now - since > deadlines.DEAD * self.setup.ladder.start:
+      if now - since > self._patience:
         del self._absent[worker]
         lost.add(worker)
     for worker in lost & set(self._workers):
@@ -213,12 +245,17 @@ class RayCluster(LiveCluster):
 
   def close(self) -> None:
     """Ends all processes; what they wrote stays."""
+    with contextlib.suppress(ray_waits.RayDied):
+      ray_waits.check()
+      self._end_actors()
+      return
+    processes.end_all(Path(self.site.memory))
+
+  def _end_actors(self):
     shards = [shard for shard in self._shards if shard is not None]
     if shards:
       self._let_workers_leave()
-    for shard in shards:
-      with contextlib.suppress(self._ray.exceptions.RayError):
-        self._ray.get(shard.end.remote(), timeout=5.0)
+      self._await([shard.end.remote() for shard in shards], 5.0)
     for actor in (*self._workers.values(), *shards):
       self._ray.kill(actor)
 
@@ -229,7 +266,7 @@ class RayCluster(LiveCluster):
     with contextlib.suppress(self._ray.exceptions.RayError):
       asked = self._shards[0].ask.remote(Shard.status)
       if working and self._ray.get(asked, timeout=1.0)["stopped"]:
-        self._ray.wait(working, num_returns=len(working), timeout=2.0)
+        ray_waits.wait(working, timeout=2.0)
 
   def remove_memory(self) -> None:
     """Removes the shared memory: after this, nothing can be resumed from it."""

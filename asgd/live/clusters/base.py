@@ -49,6 +49,9 @@ class LiveCluster(abc.ABC):
     self.setup, self._plan, self._refill = setup, plan, refill
     self.replaced = {"worker": 0, "shard": 0}
     self._image_row = -1  # at which shards keep an image
+    # Places that were filled since the lead last told who is dead: it may tell
+    # of the one before, which is one death.
+    self._refilled: set[int] = set()
 
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:
@@ -77,6 +80,7 @@ class LiveCluster(abc.ABC):
     if not self._refill:
       return [f"worker {worker} {how}"]
     self.replaced["worker"] += 1
+    self._refilled.add(worker)
     self.add_worker(worker)
     return [f"worker {worker} {how}; another takes its place"]
 
@@ -86,6 +90,7 @@ class LiveCluster(abc.ABC):
     statuses = self._ask_status()
     if statuses and statuses[0]:
       self._end_lost_workers(statuses[0])
+      self._refilled.clear()
     return statuses if statuses and all(statuses) else None
 
   def params(self, received: int | None = None) -> Any:

@@ -148,11 +148,14 @@ class ThreadCluster(LiveCluster):
     failures = [thread.failure for thread in self.shards]
     for failure in filter(None, [*failures, self._failure]):
       raise failure
-    lead, news = self.shards[0].shard, []
+    lead, holders = self.shards[0].shard, self.workers.items()
+    # First: those that end because the run is over end after it is.
+    ended = [w for w, holder in holders if not holder.thread.is_alive()]
     if lead is None or not self._refill or lead.stopped:
-      return news
-    for worker, holder in list(self.workers.items()):
-      if not holder.thread.is_alive() and not holder.loop.draining:
+      return []
+    news = []
+    for worker in ended:
+      if not self.workers[worker].loop.draining:
         news += self._replace_worker(worker, "died")
     return news
 
@@ -167,9 +170,9 @@ class ThreadCluster(LiveCluster):
     return statuses
 
   def _end_lost_workers(self, status):
-    for worker in status["expelled"]:
+    for worker in set(status["expelled"]):
       self.workers[worker].loop.revoke()
-      self.replaced["worker"] += 1
+      self.replaced["worker"] += worker not in self._refilled
       self.add_worker(worker)
 
   def close(self) -> None:

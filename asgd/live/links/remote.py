@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd.live import frames
+from asgd.live import deadlines, frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.slots import (
@@ -29,6 +29,7 @@ from asgd.live.slots import (
 
 _LISTEN = 1.0  # seconds that a shard lets a listener wait
 _PAUSE = 0.2  # seconds between two tries to connect
+_SECONDS = 60.0  # to fetch what is there
 
 
 class Session:
@@ -105,8 +106,18 @@ class RayLink:
     if actor is None:
       raise Disconnected(shard)
     data = frames.pack(frame)
+    told = actor.tell.remote(self._tokens[shard], data, message)
+    patience = deadlines.DEAD * self._site.setup.ladder.start
+    end = time.monotonic() + patience
+    while not self._ray.wait([told], timeout=_LISTEN)[0]:
+      if self._successor(shard) or time.monotonic() > end:
+        self._actors[shard] = None
+        raise Disconnected(shard)
+    self._fetch(shard, told)
+
+  def _fetch(self, shard, ref):
     try:
-      self._ray.get(actor.tell.remote(self._tokens[shard], data, message))
+      return self._ray.get(ref, timeout=_SECONDS)
     except self._ray.exceptions.RayError as error:
       self._actors[shard] = None
       raise Disconnected(shard) from error
@@ -127,11 +138,7 @@ class RayLink:
     return self._inbox.pop(0)
 
   def _take(self, shard, ref):
-    try:
-      said = self._ray.get(ref)
-    except self._ray.exceptions.RayError as error:
-      self._actors[shard] = None
-      raise Disconnected(shard) from error
+    said = self._fetch(shard, ref)
     self._listen(shard)
     for data, params in said:
       frame = frames.unpack(data)
@@ -147,6 +154,12 @@ class RayLink:
   def _find(self, shard, generation):
     return self._ray.get_actor(self._site.actor_name(shard, generation))
 
+  def _successor(self, shard):
+    """Whether another actor has taken a shard's place."""
+    with contextlib.suppress(ValueError):
+      return bool(self._find(shard, self._generations[shard] + 1))
+    return False
+
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; waits a moment if it is not there."""
     token = f"{self._owner}-{uuid.uuid4().hex}"
@@ -155,9 +168,7 @@ class RayLink:
       # It may be starting, which takes longer than a worker may be silent.
       self._ray.get(actor.open.remote(token), timeout=_LISTEN)
     except (ValueError, self._ray.exceptions.RayError):
-      with contextlib.suppress(ValueError):
-        self._find(shard, self._generations[shard] + 1)
-        self._generations[shard] += 1
+      self._generations[shard] += self._successor(shard)
       time.sleep(_PAUSE)
       return False
     self._actors[shard], self._tokens[shard] = actor, token

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
+from asgd.live.links.base import Disconnected
 from asgd.live.records import read_records, records_path
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
@@ -432,6 +434,26 @@ def test_what_cannot_start_is_one_error_that_names_it(live, broken, says):
     until(lambda: False, "an error", run.look)
 
 
+def fail_from_now_on(shard):
+  def tick(now):
+    raise ValueError("no space left")
+
+  shard.tick = tick
+
+
+def test_nobody_waits_for_a_shard_that_failed_as_it_served(live):
+  run = live("asgd", Rules(), 20, 10, workers=1, shards=2)
+  run.cluster.start()
+  run.wait_for_gate()
+  run.cluster._ask(fail_from_now_on)
+  with pytest.raises(Disconnected):
+    until(lambda: run.cluster.images() and None, "an end of the answers")
+  with pytest.raises(Disconnected):
+    run.cluster.params()
+  with pytest.raises(ValueError, match="^shard [01] failed: no space left$"):
+    until(lambda: False, "an error", run.look)
+
+
 def test_what_ray_cannot_give_is_refused(live):
   run = live("asgd", Rules(), 10, resources={"num_gpus": 1000})
   with pytest.raises(ValueError, match="2000 GPU, and it has"):
@@ -465,3 +487,13 @@ def test_what_a_killed_driver_left_is_ended(tmp_path):
   assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
   shutil.rmtree(tmp_path)
   assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
+
+
+def test_who_came_for_a_dead_worker_is_not_killed_for_its_death():
+  cluster, killed = RayCluster.__new__(RayCluster), []
+  cluster.setup = Setup(Rules(), 2, 10, ladder=PATIENT)
+  cluster._ray = types.SimpleNamespace(kill=killed.append)
+  cluster._workers, cluster._absent = {0: "new", 1: "old"}, {}
+  cluster._refilled = {0}  # `check` was quicker than the lead
+  cluster._end_lost_workers({"expelled": [0, 1], "workers": [0, 1]})
+  assert killed == ["old"]

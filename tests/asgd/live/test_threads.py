@@ -684,6 +684,46 @@ def test_a_drained_worker_is_not_replaced():
   assert run.cluster.replaced["worker"] == 0
 
 
+def test_those_who_end_with_the_run_are_not_replaced():
+  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
+    run.gate.wait_for(WORKERS)
+    lead, cluster = run.lead, run.cluster
+
+    class Ending:
+      """The lead, of a run that ends as the driver looks at it."""
+
+      @property
+      def stopped(self):
+        before = lead.stopped
+        run.gate.open()
+        for holder in cluster.workers.values():
+          holder.thread.join(LONG)
+        return before
+
+    cluster.shards[0].shard = Ending()
+    assert cluster.check() == []
+    cluster.shards[0].shard = lead
+    drive(cluster)
+  run.check()
+  assert run.cluster.replaced["worker"] == 0
+
+
+def test_who_died_and_was_taken_for_dead_is_counted_once():
+  fault = Fault(1, 0, "kill")
+  batches = dict(held=lambda worker, job: job >= 12, faults=[fault])
+  with live(kit("dana_slim"), **batches) as run:
+    cluster = run.cluster
+    until(lambda: not cluster.workers[1].thread.is_alive(), "its death")
+    # As if its connection had broken only after that.
+    cluster.shards[0].ask(lambda shard: shard._expelled.append(1))
+    assert cluster.check() == ["worker 1 died; another takes its place"]
+    cluster.status()
+    run.gate.open()
+    drive(cluster)
+  run.check()
+  assert run.cluster.replaced["worker"] == 1
+
+
 # Shards.
 
 

@@ -1,0 +1,64 @@
+"""Waiting for what Ray does, and for Ray itself.
+
+A call of an actor that has died ends with an error. If Ray's own processes are
+killed, however, its calls wait for a minute, and then end this process with
+paragraphs. So who waits for Ray waits here, where every second somebody looks
+whether those that this process has started are alive.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from asgd.live import processes
+
+_LOOK = 1.0  # seconds between two looks
+_KINDS = {"raylet": "raylet", "gcs_server": "GCS"}  # Ray does nothing without
+
+
+class RayDied(ValueError):
+  """Ray itself is gone, and all that it had started."""
+
+
+def dead() -> list[str]:
+  """Returns which processes that Ray needs, and this one started, have died."""
+  from ray._private import worker
+
+  node = getattr(worker, "_global_node", None)
+  if node is None:
+    return []
+  ended = [kind for kind, _ in node.dead_processes()]
+  return [name for kind, name in _KINDS.items() if kind in ended]
+
+
+def bury() -> None:
+  """Kills what is left of the Ray that this process has started."""
+  from ray._private import worker
+
+  for _, process in worker._global_node.live_processes():
+    processes.end_children(process.pid)
+    process.kill()
+
+
+def check() -> None:
+  """Raises RayDied if Ray has."""
+  if gone := dead():
+    raise RayDied(
+      f"Ray's own process ({', '.join(gone)}) has died: it was killed, or the"
+      " machine is out of memory; run the same command again to go on"
+    )
+
+
+def wait(
+  refs: Sequence[Any], *, count: int | None = None, timeout: float = _LOOK
+) -> tuple[list[Any], list[Any]]:
+  """Waits for `count` of refs, None all of them, as `ray.wait` does, but not
+  for longer than a look by default. Raises RayDied."""
+  import ray
+
+  check()
+  if not refs:
+    return [], []
+  count = len(refs) if count is None else count
+  done, left = ray.wait(list(refs), num_returns=count, timeout=timeout)
+  check()  # before what it has cost is looked at
+  return done, left

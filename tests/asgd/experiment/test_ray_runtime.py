@@ -1,0 +1,149 @@
+"""Ray is started so that nobody else gets at it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+
+from asgd.experiment import jobs, ray_runtime, signals
+
+ray = pytest.importorskip("ray")
+
+OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+class Begun(Exception):
+  """Ray would start now."""
+
+
+@pytest.fixture
+def settings(monkeypatch):
+  """What Ray is given, and the environment that it starts in."""
+  given = {}
+
+  def init(**options):
+    given.update(options)
+    given["environment"] = dict(os.environ)
+    raise Begun
+
+  for name in OF_RAY:
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(ray, "init", init)
+  return given
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_ray_is_told_to_ask_for_a_token_and_to_keep_its_files_closed(
+  settings, network
+):
+  with pytest.raises(Begun):
+    ray_runtime.start(None, allow_network=network)
+  environment = settings["environment"]
+  assert environment["RAY_AUTH_MODE"] == "token"
+  assert len(environment["RAY_AUTH_TOKEN"]) == 64
+  assert settings["address"] == "local"
+  assert settings["include_dashboard"] is False
+  closed = Path(settings["_temp_dir"]).parent
+  # It was made for this cluster alone, and nothing is left of it.
+  assert not closed.exists()
+  assert not set(OF_RAY) & set(os.environ)
+  first = environment["RAY_AUTH_TOKEN"]
+  with pytest.raises(Begun):
+    ray_runtime.start(None, allow_network=network)
+  assert settings["environment"]["RAY_AUTH_TOKEN"] != first
+
+
+def test_the_files_are_in_a_folder_of_the_owner_alone(settings, monkeypatch):
+  seen = []
+
+  def init(**options):
+    seen.append(Path(options["_temp_dir"]).parent.stat().st_mode & 0o777)
+    raise Begun
+
+  monkeypatch.setattr(ray, "init", init)
+  with pytest.raises(Begun):
+    ray_runtime.start(None)
+  assert seen == [0o700]
+
+
+def test_what_the_user_has_set_is_left(settings, monkeypatch):
+  monkeypatch.setenv("RAY_AUTH_MODE", "token")
+  monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/a/file")
+  with pytest.raises(Begun):
+    ray_runtime.start(None)
+  assert "RAY_AUTH_TOKEN" not in settings["environment"]
+  assert settings["environment"]["RAY_AUTH_TOKEN_PATH"] == "/a/file"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "none"])
+def test_without_a_token_the_user_is_told(monkeypatch, capsys, mode):
+  monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+  if mode == "none":  # an older Ray
+    monkeypatch.delattr(ray._raylet, "get_authentication_mode")
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(ray, "init", lambda **options: None)
+  assert ray_runtime.start(None, allow_network=True)
+  monkeypatch.setattr(ray, "shutdown", lambda: None)
+  ray_runtime.stop()
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "every user of this machine can run code as you" in line
+
+
+# A cluster.
+
+
+@pytest.fixture(scope="module")
+def cluster():
+  ray_runtime.start(None)
+  yield
+  ray_runtime.stop()
+
+
+JOIN = """
+import sys
+from ray._raylet import GcsClient
+try:
+  GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"fun", timeout=60)
+except Exception as error:
+  sys.exit(f"refused: {error}")
+print("read the functions that Ray calls")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("token", ["none", "wrong", "right"])
+def test_who_has_not_the_token_gets_no_answer(cluster, tmp_path, token):
+  environment = {k: v for k, v in os.environ.items() if k not in OF_RAY}
+  environment["HOME"] = str(tmp_path)
+  if token != "none":
+    environment["RAY_AUTH_MODE"] = "token"
+    right = os.environ["RAY_AUTH_TOKEN"]
+    environment["RAY_AUTH_TOKEN"] = right if token == "right" else "0" * 64
+  address = ray.get_runtime_context().gcs_address
+  result = subprocess.run(
+    [sys.executable, "-c", JOIN, address],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=kit.DEADLINE,
+  )
+  assert bool(result.stdout) == (token == "right"), result.stderr
+  assert ("InvalidAuthToken" in result.stderr) == (token != "right")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_task_that_dies_is_one_line_that_says_so(cluster):
+  def die(*args):
+    os._exit(3)
+
+  ((kind, line),) = jobs._on_ray(die, [[]], None, None, signals.NoSignals)
+  assert kind == "error"
+  assert line.startswith("a task of Ray has died (WorkerCrashedError")
+  assert line.endswith(signals.GO_ON)
+  assert len(line) < 400
