@@ -266,7 +266,9 @@ class SharedMemory:
     )
 
   def forget(self) -> None:
-    """Drops the snapshot."""
+    """Drops the snapshot, and with it what the log was added to: until it is
+    adopted again, it is no shard's."""
+    disown(self._folder)
     (self._folder / "snapshot.json").unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
