@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 import warnings
+import zlib
 from pathlib import Path
 
 import jax
@@ -195,6 +196,15 @@ def row(time, worker, job, action, seq=-1, version=-1):
   )
 
 
+def sealed(text):
+  """Returns the text of a journal with the checksums of its rows."""
+  header, *rows = text.split("\n")
+  for number, row in enumerate(rows[:-1]):
+    row = row.rpartition(",")[0]
+    rows[number] = f"{row},{zlib.crc32(row.encode()):08x}"
+  return "\n".join([header, *rows])
+
+
 def write_journal(path, rows):
   """Writes a journal of these rows, in place of one that is there."""
   path.unlink(missing_ok=True)
@@ -233,10 +243,13 @@ SPANS = {
 
 def write_live_cell(workdir, rows, name="a-n2-s0"):
   """Writes the files of a live cell in threads; returns its folder."""
+  from asgd.experiment import folder
+
   place = workdir / "cells" / name
   place.mkdir(parents=True)
   config = {"server": {"shards": 1}}
-  description = {"version": 1, "engine": "threads", "config": config}
+  description = {"engine": "threads", "config": config}
+  description["version"] = folder.VERSION
   (place / "cell.json").write_text(json.dumps(description))
   write_journal(journal.journal_path(place, 0), rows)
   return place

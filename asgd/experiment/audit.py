@@ -78,12 +78,11 @@ def _jobs(journals, jobs, consistent) -> Iterator[Finding]:
     yield Finding(_of_shard("jobs", index, journals), text, well)
 
 
-def _updates(folder, journals, result, every, log) -> Iterator[Finding]:
+def _updates(journals, sinks, result, every, log) -> Iterator[Finding]:
   """What was acknowledged is in the parameters and in the records."""
-  for index, events in enumerate(journals):
+  for index, (events, records) in enumerate(zip(journals, sinks, strict=True)):
     ledger = trace.follow(events)
     received = len(ledger.received) + ledger.undone
-    records = read_records(records_path(folder, index))
     text = f"{received} received, {len(records.loss)} records"
     well = len(records.loss) == received
     if ledger.rollbacks:
@@ -165,14 +164,13 @@ def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
   yield Finding("deaths", text, well)
 
 
-def _replay(folder, result, rollbacks, data_dir) -> Iterator[Finding]:
+def _replay(folder, result, records, data_dir) -> Iterator[Finding]:
   """The trace leads to the same."""
   replayed = replay_lib.replay(folder, data_dir=data_dir)
   live = result["params_sha256"]
   digests = f"parameters {replayed.digest[:12]}, live {live[:12]}"
   yield Finding("replay", digests, replayed.digest == live)
-  if not rollbacks:
-    records = read_records(records_path(folder, 0))
+  if records is not None:
     well = all(
       np.array_equal(live_column, column, equal_nan=True)
       for live_column, column in zip(records, replayed.records, strict=True)
@@ -201,17 +199,16 @@ def findings(
   server, rules = config["server"], plan.rules()
   try:
     # As they are: what is wrong with them is for the findings to say.
-    journals = [
-      read_journal(journal_path(folder, index))
-      for index in range(server["shards"])
-    ]
+    shards = range(server["shards"])
+    journals = [read_journal(journal_path(folder, i)) for i in shards]
+    sinks = [read_records(records_path(folder, i)) for i in shards]
   except (ValueError, OSError) as error:
-    yield Finding("journals", str(error), False)
+    yield Finding("files", str(error), False)
     return
   consistent = server["consistent"] and server["shards"] > 1
   yield from _jobs(journals, plan.messages, consistent)
   every, log = plan.recipe.every, server["log"]
-  yield from _updates(folder, journals, result, every, log)
+  yield from _updates(journals, sinks, result, every, log)
   # No ladder is shorter, see `asgd.live.deadlines`.
   slow = DEAD * config["live"]["late_seconds"]
   yield from _deaths(journals[0], failures, rules.depth, slow)
@@ -227,6 +224,7 @@ def findings(
   yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
   rollbacks = any(e.action == base.ROLLBACK for e in itertools.chain(*journals))
   try:
-    yield from _replay(folder, result, rollbacks, data_dir)
+    records = None if rollbacks else sinks[0]
+    yield from _replay(folder, result, records, data_dir)
   except ValueError as error:
     yield Finding("replay", str(error), False)

@@ -6,9 +6,10 @@ names of their places, and come back in a tree of the same structure.
 
 Orbax writes a step under a temporary name and renames it, so a save that is
 killed leaves no step behind. What a disk or a copy cut short later is found by
-a checksum over all arrays.
+a checksum over all arrays and the JSON.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,10 @@ def _names(tree):
   return names, structure
 
 
+def _digest(arrays, text):
+  return storage.digest([*arrays, np.frombuffer(text.encode(), np.uint8)])
+
+
 def _brief(error):
   """An exception's type and the beginning of its text, on one line."""
   text = " ".join(str(error).split())
@@ -94,17 +99,19 @@ class Checkpoints:
       return  # restored from, or saved at, this very step
     names, _ = _names(jax.device_get(tree))
     arrays = list(map(np.asarray, names.values()))
-    meta = {
-      "notes": notes,
-      "names": list(names),  # slashes and dots mean something to orbax
-      "digest": storage.digest(arrays),
-      # Orbax takes no array without elements, such as a shard may have.
-      "empty": {
-        name: [x.dtype.str, x.shape]
-        for name, x in zip(names, arrays, strict=True)
-        if not x.size
-      },
-    }
+    text = json.dumps(
+      {
+        "notes": notes,
+        "names": list(names),  # slashes and dots mean something to orbax
+        # Orbax takes no array without elements, such as a shard may have.
+        "empty": {
+          name: [x.dtype.str, x.shape]
+          for name, x in zip(names, arrays, strict=True)
+          if not x.size
+        },
+      }
+    )
+    meta = {"text": text, "digest": _digest(arrays, text)}
     full = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
     content = ocp.args.Composite(
       arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
@@ -143,14 +150,15 @@ class Checkpoints:
       arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
     )
     saved = self._manager.restore(step, args=content)
-    meta, arrays = saved["meta"], {}
+    text, arrays = saved["meta"]["text"], {}
+    meta = json.loads(text)
     for i, name in enumerate(meta["names"]):
       if name in meta["empty"]:
         dtype, shape = meta["empty"][name]
         arrays[name] = np.empty(shape, dtype)
       else:
         arrays[name] = np.asarray(saved["arrays"][f"{i:05d}"])
-    if storage.digest(list(arrays.values())) != meta["digest"]:
+    if _digest(arrays.values(), text) != saved["meta"]["digest"]:
       raise ValueError("the checksum does not match")
     return Saved(arrays, meta["notes"])
 

@@ -79,19 +79,14 @@ def read(cell_folder: Path) -> Running | None:
       " command then goes on from what is there, the last checkpoint at least"
     )
 
-  written = storage.read_json(path) or {}
-  driver, memory = written.get("driver"), written.get("memory")
-  token, counts = written.get("token", ""), written.get("replaced", {})
-  if not isinstance(driver, int) or not isinstance(memory, str):
-    raise wrong("it names no driver and no memory")
-  counted = isinstance(counts, dict) and {*map(type, counts.values())} <= {int}
-  if not isinstance(token, str) or not counted:
-    raise wrong("it has no token, or no counts")
-  memory = Path(memory)
+  written = storage.read_sealed(path)
+  if written is None:
+    raise wrong("its checksum is another, or it has none")
+  memory = Path(written["memory"])
   why = _strange(memory) if os.path.lexists(memory) else None
   if why:
     raise wrong(f"{memory} is not the memory of a run: {why}")
-  return Running(driver, memory, token, counts)
+  return Running(**{**written, "memory": memory})
 
 
 def _owner(memory: Path) -> tuple[str, str]:
@@ -149,7 +144,7 @@ class Claim:
     """Writes running.json, with so many processes that were replaced."""
     fields = os.getpid(), str(self.memory), self._token, dict(replaced)
     running = Running(*fields)._asdict()
-    storage.write_json(self._folder / RUNNING, running)
+    storage.write_json(self._folder / RUNNING, storage.sealed(running))
 
   def remove(self) -> None:
     """Removes the memory: nothing can be resumed from it any more."""

@@ -6,10 +6,10 @@ WORKDIR/
   cells/LABEL-nN-sSEED/  one cell
     cell.json            which cell it is, of what config
     checkpoints/         see asgd.experiment.checkpoint
-    metrics.jsonl        one row per evaluation
+    metrics.jsonl        one row per evaluation, with its checksum
     records.npz          one row per message
     params.msgpack       final parameters, for flax.serialization
-    result.json          written last: the cell is finished
+    result.json          written last: the cell is finished; checksums of all
   tensorboard/           the same rows as metrics.jsonl
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
@@ -26,7 +26,6 @@ import copy
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +37,9 @@ import numpy as np
 
 from asgd.experiment import cells as cells_lib
 from asgd.experiment import schema, storage
+from asgd.experiment.claim import RUNNING
 
-VERSION = 1  # of the layout; another is refused
+VERSION = 2  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _GROWING = ("workers", "seeds")  # lists that may get longer
@@ -91,19 +91,22 @@ def open_folder(
       raise _refused(f"--workdir={folder} is a file")
     names = {path.name for path in folder.glob("*")}
     if names - _STARTED and "config.json" not in names:
-      raise _refused(f"--workdir={folder} is not empty and holds no experiment")
+      raise _refused(
+        f"--workdir={folder} is not empty and holds no experiment, which has a"
+        " config.json"
+      )
     folder.mkdir(parents=True, exist_ok=True)
   with (folder / ".lock").open("w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
     written = _read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
-    storage.write_json(folder / "config.json", wanted)
+    storage.write_json(folder / "config.json", storage.sealed(wanted))
     measured = folder / "measurements.json"
     if experiment.measurements and not measured.exists():
       if (folder / "cells").exists():
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
-      storage.write_json(measured, experiment.measurements)
+      storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
 
 
@@ -111,9 +114,9 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
   """Returns what the build measured with which an experiment began, so that
   plans are the same, if there is such a file; FolderError if it was changed."""
   path = folder / "measurements.json"
-  value = storage.read_json(path)
+  value = storage.read_sealed(path)
   if value is None and path.exists():
-    raise FolderError(f"{path} cannot be read, {_PUT_BACK}")
+    raise FolderError(f"{path} cannot be read or was changed, {_PUT_BACK}")
   return value
 
 
@@ -122,28 +125,17 @@ def _read_identity(folder):
   if not path.exists():
     return None
   value = storage.read_json(path) or {}
-  known, config = value.get("version") == VERSION, value.get("config")
-  if not isinstance(config, dict) or (known and not _can_grow(value)):
-    raise _refused(f"{path} cannot be read: it is not what a run wrote")
-  if not known:
+  if isinstance(value.get("config"), dict) and value.get("version") != VERSION:
     raise _refused(
       f"{path} is of version {value.get('version')} of the layout, and this"
       f" release writes {VERSION}"
     )
+  value = storage.read_sealed(path)
+  if value is None:
+    raise _refused(
+      f"{path} cannot be read or was changed: put it back as the run wrote it"
+    )
   return value
-
-
-def _can_grow(identity):
-  """Whether an identity has what `_grown` reads of it."""
-  config = identity["config"]
-  try:
-    for key in _GROWING:
-      schema.shared(key, config[key])
-    for entry in config["runs"].values():
-      schema.shared("workers", entry.get("workers", 1))
-  except (ValueError, KeyError, AttributeError):
-    return False
-  return isinstance(identity.get("dataset"), dict)
 
 
 def _fixed(identity, labels):
@@ -267,66 +259,56 @@ def only_cell(folder: Path) -> Path:
   return cells[0]
 
 
-_OF_A_CELL = ("cell", "algorithm", "engine", "workers", "seed")  # in its rows
-_TEXTS = ("cell", "label", "algorithm", "engine", "recipe")
-_NUMBERS = {
-  *("workers", "seed", "messages", "updates", "evaluations", "examples"),
-  *("learning_rate", "train_loss", "test_loss", "test_accuracy", "diverged"),
-}
-# What a report needs of a result; one without was written by another version.
-RESULT_KEYS = {*_TEXTS, *_NUMBERS}
-_IN_A_ROW = {"message", "update", "train_loss", "test_loss", "test_accuracy"}
-# Of some engines, and of some evaluations.
-_MEASURES = {
-  *("epoch", "time", "seconds", "simulated_time", "staleness_mean", "gap_mean"),
-  *("test_measure", "accepted", "sharpness", "rate_x_sharpness", "sustained"),
-}
+# What a result is of, beside itself.
+_FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
 
 
-def finished_result(place: Path) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished, and whose files are whole
-  and what a run wrote, as far as reports read them; else None."""
-  result = storage.read_json(place / "result.json")
-  try:
-    rows = read_rows(place)
-    # A file that is cut short is closed, too.
-    with (place / "records.npz").open("rb") as file, np.load(file) as records:
-      counts = len(rows), len(records["loss"])
-    whole = counts == (result["evaluations"], result["messages"])
-    whole = whole and (place / "params.msgpack").stat().st_size > 0
-    known = _is_result(result, place)
-    known = known and all(_is_row(row, result) for row in rows)
-    return result if whole and known else None
-  except Exception:  # whatever is missing, cut short or of another kind
-    return None
+def write_result(place: Path, result: Mapping[str, Any]) -> None:
+  """Writes result.json, with checksums of the other files of the cell: they are
+  there, and the cell is finished."""
+  files = {name: storage.file_digest(place / name) for name in _FILES}
+  content = storage.sealed({**result, "files": files})
+  storage.write_json(place / "result.json", content)
 
 
-def _is_result(result, place):
-  """Whether it is one of this cell, with all that reports read of it."""
-  name = f"{result['label']}-n{result['workers']}-s{result['seed']}"
-  return (
-    name == result["cell"] == place.name
-    and result["engine"] == storage.read_json(place / "cell.json")["engine"]
-    and all(isinstance(result[key], str) for key in _TEXTS)
-    and _are_numbers(result, _NUMBERS)
-  )
+def _read_result(place):
+  """Returns (result, None), or (None, the file that is gone or was changed)."""
+  path = place / "result.json"
+  result = storage.read_sealed(path)
+  if result is None or result["cell"] != place.name:
+    return None, path
+  for name, digest in result.pop("files").items():
+    if storage.file_digest(place / name) != digest:
+      return None, place / name
+  return result, None
 
 
-def _is_row(row, result):
-  same = all(row[key] == result[key] for key in _OF_A_CELL)
-  return same and _are_numbers(row, _IN_A_ROW)
+def finished_result(
+  place: Path, *, repeatable: bool = True
+) -> dict[str, Any] | None:
+  """Returns the result of a cell that is finished, and whose files are all what
+  the run wrote, else None: it is to be trained. Raises FolderError if it ended,
+  a file was changed since, and the cell is not `repeatable`, as a live run."""
+  result, wrong = _read_result(place)
+  ended = any((place / name).exists() for name in ("result.json", _FILES[-1]))
+  if wrong and ended and not (repeatable or (place / RUNNING).exists()):
+    what = "was changed" if wrong.exists() else "is gone"
+    raise FolderError(
+      f"{wrong} {what}, and the run has ended: real time decided what came of"
+      " it, and cannot do so again. Put it back as the run wrote it, or"
+      f" {_REMEDY}"
+    )
+  return result
 
 
-def _are_numbers(row, keys):
-  """Whether a row has numbers, or None, of these keys and as its measures."""
-  values = [row[key] for key in {*keys, *(_MEASURES & row.keys())}]
-  return all(value is None or math.isfinite(value) for value in values)
+def _row(line):
+  return storage.unsealed(json.loads(line))
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
   content = (place / "metrics.jsonl").read_text(encoding="utf-8")
-  return [json.loads(line) for line in content.splitlines()]
+  return list(map(_row, content.splitlines()))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:
@@ -353,22 +335,17 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
   path, rows = place / "metrics.jsonl", []
   if not path.exists():
     return rows
-  content = path.read_text(encoding="utf-8", errors="replace")
-  for number, line in enumerate(content.splitlines(True), 1):
-    if not line.endswith("\n"):
-      break
+  *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+  for number, line in enumerate(lines, 1):
     try:
-      row = json.loads(line)
-      known = row.keys() >= _IN_A_ROW and isinstance(row["message"], int)
-    except (ValueError, AttributeError):
-      known = False
-    if not known:
+      rows.append(_row(line))
+    except ValueError as error:
       raise FolderError(
-        f"{path}, line {number} is no evaluation: {line[:60].strip()!r}. Put"
-        " the file back as the run wrote it, or remove it; evaluations that"
-        " were made are then made again, with the parameters of now"
-      )
-    rows.append(row)
+        f"{path}, line {number} is no evaluation that a run wrote:"
+        f" {line[:60].strip()!r}. Put the file back as it was, or remove it;"
+        " evaluations that were made are then made again, with the parameters"
+        " of now"
+      ) from error
   return rows
 
 
@@ -379,14 +356,15 @@ class CellLog:
     """Starts the log with the rows that a checkpoint kept; later ones, written
     before a kill, are dropped."""
     path = place / "metrics.jsonl"
-    storage.write_atomically(path, storage.to_lines(rows))
+    lines = storage.to_lines(map(storage.sealed, rows))
+    storage.write_atomically(path, lines)
     self._file: IO = path.open("a", encoding="utf-8")
     step = rows[-1]["message"] + 1 if rows else 0
     self._board = storage.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
-    self._file.write(storage.to_lines([row]))
+    self._file.write(storage.to_lines([storage.sealed(row)]))
     self._file.flush()
     for key, value in row.items():
       if key in ("workers", "seed", "message", "diverged"):

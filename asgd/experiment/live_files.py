@@ -106,6 +106,8 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
         " folder (--workdir)"
       )
     check_journal(path, journal)
+  for path in sinks:
+    read_records(path)
   return journals
 
 

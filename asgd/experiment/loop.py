@@ -155,11 +155,15 @@ def finished(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
   """Returns the result of a cell if it is finished, else None, and removes what
-  a kill right after its end left. All processes make this call."""
+  a kill right after its end left. All processes make this call. Raises
+  ValueError if it had ended, was changed, and cannot be trained again."""
   place = workdir and workdir / "cells" / cell.name
-  result = processes.share(place and folder.finished_result(place))
+  kind = experiment.kind(cell)
+  result = processes.share(
+    place and folder.finished_result(place, repeatable=not kind.journaled)
+  )
   if result is not None and place is not None:
-    experiment.kind(cell).clean(place)
+    kind.clean(place)
   return result
 
 
@@ -339,7 +343,7 @@ class _Attempt(contextlib.ExitStack):
       storage.write_atomically(self._place / name, content)
     content = flax.serialization.to_bytes(params)
     storage.write_atomically(self._place / "params.msgpack", content)
-    storage.write_json(self._place / "result.json", result)
+    folder.write_result(self._place, result)
 
 
 def _closing(close: Callable[[], None]):

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and JSON without NaN."""
+"""Files that are there whole or not at all, checksums, JSON without NaN."""
 
 import contextlib
 import csv
@@ -49,6 +49,36 @@ def write_json(path: Path, value: Any) -> None:
   write_atomically(path, to_json(value, indent=2) + "\n")
 
 
+_SEAL = "checksum"  # key
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a JSON object with a checksum of what it holds; see `unsealed`."""
+  value = _finite(value)
+  return {**value, _SEAL: _checksum(value)}
+
+
+def unsealed(value: Any) -> dict[str, Any]:
+  """Returns a `sealed` object without its checksum; ValueError if it has none,
+  or holds something else than when it was sealed."""
+  if not isinstance(value, dict) or value.pop(_SEAL, None) != _checksum(value):
+    raise ValueError("its checksum is that of something else")
+  return value
+
+
+def _checksum(value):
+  return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def read_sealed(path: Path) -> dict | None:
+  """Returns the `sealed` object in a file without its checksum, None if there
+  is none, or any of it was changed."""
+  try:
+    return unsealed(read_json(path))
+  except ValueError:
+    return None
+
+
 def to_lines(rows: Iterable[Mapping]) -> str:
   """JSON lines: each row's JSON, ended by a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
@@ -72,6 +102,15 @@ def digest(tree: Any) -> str:
     total.update(f"{leaf.dtype}{leaf.shape}".encode())
     total.update(leaf.tobytes())
   return total.hexdigest()
+
+
+def file_digest(path: Path) -> str | None:
+  """Returns a checksum of a file, None if it cannot be read."""
+  try:
+    with path.open("rb") as file:
+      return hashlib.file_digest(file, "sha256").hexdigest()
+  except OSError:
+    return None
 
 
 def save_columns(path: Path, columns: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 # Remedies, in messages.
 GO_ON = "run the same command again to go on"
 ANEW = "or start anew in another folder (--workdir)"
+PUT_BACK = f"Put the file back as the run wrote it, {ANEW}"
 
 
 class FileGone(ValueError):

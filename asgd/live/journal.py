@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asgd.live.append_only import AppendOnlyFile
+from asgd.live.append_only import PUT_BACK, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -45,7 +45,7 @@ def read_journal(path: Path) -> list[Event]:
     try:
       return trace.read(lines)
     except ValueError as error:
-      raise ValueError(f"{path}, {error}") from error
+      raise ValueError(f"{path}, {error}. {PUT_BACK}") from error
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:

@@ -1,5 +1,6 @@
 """A shard's records: one row for each message that it received."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asgd import base, simulator
-from asgd.live.append_only import ANEW, AppendOnlyFile
+from asgd.live.append_only import ANEW, PUT_BACK, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -15,9 +16,16 @@ RECORD = np.dtype(
   [
     *(("update", "<i4"), ("time", "<f8"), ("worker", "<i4"), ("job", "<i4")),
     *(("staleness", "<i4"), ("gap", "<f4"), ("loss", "<f4"), ("accepted", "?")),
-    *(("message_norm", "<f4"), ("update_norm", "<f4")),
+    *(("message_norm", "<f4"), ("update_norm", "<f4"), ("crc32", "<u4")),
   ]
 )
+
+
+def _checksums(rows):
+  """The CRC-32 of each row, but for its last column, which it is."""
+  data, size = memoryview(rows.tobytes()), RECORD.itemsize
+  end = size - RECORD["crc32"].itemsize
+  return [zlib.crc32(data[i : i + end]) for i in range(0, len(data), size)]
 
 
 def records_path(run: Path, index: int) -> Path:
@@ -42,6 +50,7 @@ class FileSink(AppendOnlyFile):
     rows = np.empty(len(records.loss), RECORD)
     for name, column in records._asdict().items():
       rows[name] = column
+    rows["crc32"] = _checksums(rows)
     self._add(rows.tobytes())
 
   def truncate(self, count: int) -> None:
@@ -58,11 +67,17 @@ def read_records(
   path: Path, start: int = 0, end: int | None = None
 ) -> base.Records:
   """Returns the records in a sink's file, or only rows `start` to `end`, and
-  reads no more of the file."""
+  reads no more of the file. Raises ValueError naming one that was changed."""
   count = (count_records(path) if end is None else end) - start
   if count <= 0:
     return simulator.concatenate([])
   rows = np.fromfile(path, RECORD, count, offset=start * RECORD.itemsize)
+  wrong = np.flatnonzero(rows["crc32"] != _checksums(rows))
+  if len(wrong):
+    raise ValueError(
+      f"{path}, record {start + wrong[0]} was changed, as its checksum says."
+      f" {PUT_BACK}"
+    )
   return base.Records(*(rows[name].copy() for name in base.Records._fields))
 
 

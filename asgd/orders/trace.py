@@ -12,12 +12,14 @@
 A job is a piece of data; `seq` counts the jobs that were started at a worker's
 place, so (worker, seq) names a message. An `Event` is a row, a `base.Trace` the
 columns. A file is CSV with one line for each row; the journal of a live shard
-is the same file with more columns. `Ledger` says what the actions mean: every
-engine, check and figure that follows a trace asks it which tickets are open.
+is the same file with more columns, the last a checksum of those before it.
+`Ledger` says what the actions mean: every engine, check and figure that follows
+a trace asks it which tickets are open.
 """
 
 import collections
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
@@ -32,7 +34,9 @@ NO_SEQ = -1  # of rows that are about no message
 LATEST = 1e15  # time in a file
 
 COLUMNS = ("time", "worker", "seq", "job", "action")
-JOURNAL_COLUMNS = (*COLUMNS, "version", "params", "message", "loss", "totals")
+JOURNAL_COLUMNS = (
+  *(*COLUMNS, "version", "params", "message", "loss", "totals", "crc32"),
+)
 _DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
 HEADER = ",".join(COLUMNS)
 JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
@@ -68,25 +72,35 @@ class Event(NamedTuple):
     if not journal:
       return line
     totals = ";".join(map(repr, self.totals))
-    return (
-      f"{line},{self.version},{self.params},{self.message},"
+    line += (
+      f",{self.version},{self.params},{self.message},"
       f"{float(self.loss)!r},{totals}"
     )
+    return f"{line},{_checksum(line)}"
 
   @classmethod
   def parse(cls, line: str) -> "Event":
     """Returns the Event of a line of either form, or raises ValueError."""
-    values = line.strip().split(",")
+    line = line.strip()
+    values = line.split(",")
     if len(values) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
       raise ValueError(
         f"it has {len(values)} values, where a trace has {len(COLUMNS)} and a"
         f" journal {len(JOURNAL_COLUMNS)}"
       )
+    if len(values) == len(JOURNAL_COLUMNS):
+      checksum = _checksum(line.rpartition(",")[0])
+      if values.pop() != checksum:
+        raise ValueError(f"it was changed, as its crc32 is {checksum}")
     row = [
       _READ.get(name, _whole)(name, value)
       for name, value in zip(JOURNAL_COLUMNS, values, strict=False)
     ]
     return cls(*row)
+
+
+def _checksum(line):
+  return f"{zlib.crc32(line.encode()):08x}"
 
 
 def _whole(name, value):

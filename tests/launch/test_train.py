@@ -117,7 +117,7 @@ def test_metrics_have_a_row_for_each_evaluation(finished):
   rows = read_rows(workdir / "metrics.jsonl")
   assert [row["message"] for row in rows] == 2 * [29, 58, 87]
   for cell in cells(workdir):
-    own = read_rows(cell / "metrics.jsonl")
+    own = folder.read_rows(cell)
     assert own == [row for row in rows if row["cell"] == cell.name]
     result = folder.finished_result(cell)
     assert own[-1]["test_accuracy"] == result["test_accuracy"]
@@ -241,11 +241,11 @@ def test_what_is_lost_of_a_finished_cell_is_made_again(
   workdir = tmp_path / "out"
   shutil.copytree(finished[0], workdir)
   path = workdir / "cells" / "dana_zero-n3-s0" / name
-  result = storage.read_json(path.with_name("result.json"))
+  result = folder.finished_result(path.parent)
   before = path.read_bytes()
   path.write_bytes(before[: len(before) // 2])
   finish(*SMALL, *ONE, f"--workdir={workdir}")
-  again = storage.read_json(path.with_name("result.json"))
+  again = folder.finished_result(path.parent)
   assert {**again, "wall_seconds": result["wall_seconds"]} == result
   if name == "metrics.jsonl":
     assert path.read_bytes() == before

@@ -193,7 +193,7 @@ def test_files_of_a_cell_are_what_was_trained(all_schedules, tmp_path):
     assert rows[-1]["examples"] == 64
     seconds = [row["seconds"] for row in rows]
     assert sorted(seconds) == seconds
-    written = json.loads((cell / "result.json").read_text())
+    written = folder.finished_result(cell)
     content = flax.serialization.msgpack_restore(
       (cell / "params.msgpack").read_bytes()
     )

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import kit
-import numpy as np
 import pytest
 
 from asgd import base
@@ -150,10 +149,14 @@ def test_it_finds_a_record_that_is_not_there_or_not_true(cell, messages):
     ),
     "records": "NOT those of the replay",
   }
-  table = np.frombuffer(content, records.RECORD).copy()
-  table["gap"][7] *= 1.0001
-  path.write_bytes(table.tobytes())
+  path.write_bytes(content)
+  rows = records.read_records(path)
+  rows.gap[7] *= 1.0001
+  path.unlink()
+  records.FileSink(path).append(rows)
   assert wrong(cell) == {"records": "NOT those of the replay"}
+  path.write_bytes(content[:100] + b"?" + content[101:])
+  assert f"{path}, record 2 was changed" in wrong(cell)["files"]
 
 
 def test_it_finds_an_update_that_was_rolled_back(cell):

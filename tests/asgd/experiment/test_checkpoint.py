@@ -140,6 +140,17 @@ def test_a_bit_that_changed_on_disk_is_seen(checkpoints, tmp_path, capsys):
   assert "checkpoints/9 is damaged" in capsys.readouterr().err
 
 
+def test_a_note_that_changed_on_disk_is_seen(checkpoints, tmp_path, capsys):
+  for step in (7, 9):
+    checkpoints.save(step, {"x": np.zeros(2)}, {"step": step, "job": 41})
+  (meta,) = (tmp_path / "checkpoints" / "9" / "meta").glob("metadata*")
+  text = meta.read_text()
+  assert text.count(": 41") == 1
+  meta.write_text(text.replace(": 41", ": 43"))
+  assert checkpoints.restore(lambda saved: saved.notes["step"]) == 7
+  assert "the checksum does not match" in capsys.readouterr().err
+
+
 def test_what_cannot_be_rebuilt_is_put_aside_and_the_one_before_it_used(
   checkpoints, tmp_path, capsys
 ):

@@ -175,36 +175,31 @@ def test_a_broken_config_json_is_named(tmp_path, one, content):
     folder.open_folder(str(tmp_path), "job", one)
 
 
-CHANGES = {
-  "no dataset": lambda value: value.pop("dataset"),
-  "no runs": lambda value: value["config"].pop("runs"),
-  "runs": lambda value: value["config"].update(runs=[1]),
-  "entry": lambda value: value["config"]["runs"].update(asgd=3),
-  "own workers": lambda value: value["config"]["runs"]["asgd"].update(
-    workers="x"
-  ),
-  "no workers": lambda value: value["config"].pop("workers"),
-  "text": lambda value: value["config"].update(workers="x"),
-  "empty": lambda value: value["config"].update(seeds=[]),
-  "none": lambda value: value["config"].update(seeds=None),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_config_json_that_was_changed_is_named(tmp_path, one, name):
+@pytest.mark.parametrize(
+  "old, new",
+  [
+    ('"workers": [', '"workers": [1'),  # as if it had had them from the start
+    ('"dataset"', '"database"'),
+    ('"asgd": {', '"asga": {'),
+    ('"seeds": [', '"seeds": [['),
+    ("checksum", "checkSum"),
+  ],
+)
+def test_a_config_json_that_was_changed_is_named(tmp_path, one, old, new):
   folder.open_folder(str(tmp_path), "job", one)
-  value = read(tmp_path)
-  CHANGES[name](value)
-  (tmp_path / "config.json").write_text(json.dumps(value))
-  with pytest.raises(FolderError, match=r"config\.json cannot be read: it is"):
+  path = tmp_path / "config.json"
+  text = path.read_text()
+  assert old in text
+  path.write_text(text.replace(old, new))
+  with pytest.raises(FolderError, match=r"config\.json cannot .*: put it back"):
     folder.open_folder(str(tmp_path), "job", one)
-  assert read(tmp_path) == value
+  assert path.read_text() == text.replace(old, new)
 
 
-@pytest.mark.parametrize("version", [None, 0, 2])
+@pytest.mark.parametrize("version", [None, 0, folder.VERSION + 1])
 def test_a_folder_of_another_version_is_refused(tmp_path, one, version):
   folder.open_folder(str(tmp_path), "job", one)
-  value = {**read(tmp_path), "version": version}
+  value = {**read(tmp_path), "version": version, "checksum": "?"}
   (tmp_path / "config.json").write_text(json.dumps(value))
   with pytest.raises(FolderError, match=f"is of version {version} of the layo"):
     folder.open_folder(str(tmp_path), "job", one)
@@ -231,9 +226,10 @@ def test_measurements_are_those_of_the_beginning(tmp_path, one):
 def test_measurements_that_are_lost_are_told(tmp_path, one):
   folder.open_folder(str(tmp_path), "job", measured(one, cost=1.5))
   path = tmp_path / "measurements.json"
-  path.write_text("{")
-  with pytest.raises(FolderError, match="measurements.json cannot be read"):
-    folder.read_measurements(tmp_path)
+  for text in ("{", path.read_text().replace("1.5", "1.6")):
+    path.write_text(text)
+    with pytest.raises(FolderError, match="measurements.json cannot be read"):
+      folder.read_measurements(tmp_path)
   path.unlink()
   (tmp_path / "cells").mkdir()
   with pytest.raises(FolderError, match="measurements.json is gone"):
@@ -313,22 +309,36 @@ ROW = {
   "test_loss": 1.0,
   "test_accuracy": 0.5,
 }
+SEALED = storage.sealed(ROW)
 
 
 def test_rows_so_far_are_without_one_that_was_cut_short(tmp_path):
   assert folder.read_rows_so_far(tmp_path) == []
-  path = tmp_path / "metrics.jsonl"
-  path.write_text(storage.to_lines([ROW, ROW]))
+  path, line = tmp_path / "metrics.jsonl", storage.to_lines([SEALED])
+  path.write_text(2 * line)
   assert folder.read_rows_so_far(tmp_path) == [ROW, ROW]
-  path.write_text(path.read_text()[:-5])
+  path.write_text(2 * line[:-5])
+  assert folder.read_rows_so_far(tmp_path) == []
+  path.write_text((2 * line)[:-5])
   assert folder.read_rows_so_far(tmp_path) == [ROW]
-  path.write_text(storage.to_lines([ROW]) + '{"message": "x"}\n')
-  with pytest.raises(FolderError, match=r"line 2 is no evaluation: '{\"mess"):
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    *('{"message": "x"}', "[]", "{", storage.to_json(ROW)),
+    storage.to_json({**SEALED, "test_loss": 1.5}),
+    storage.to_json(SEALED).replace("c", "\x0b"),  # ends a line, for some
+  ],
+)
+def test_rows_so_far_that_no_run_wrote_are_refused(tmp_path, line):
+  lines = 2 * storage.to_lines([SEALED])
+  (tmp_path / "metrics.jsonl").write_text(f"{lines}{line}\n{lines}")
+  with pytest.raises(FolderError, match=r"metrics.jsonl, line 3 is no eval"):
     folder.read_rows_so_far(tmp_path)
 
 
 def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
-  (tmp_path / "metrics.jsonl").write_text(storage.to_lines([ROW, ROW, ROW]))
   log = folder.CellLog(tmp_path, tmp_path / "board", [ROW])
   log.write({**ROW, "message": 6})
   log.close()
@@ -336,77 +346,72 @@ def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
   assert list((tmp_path / "board").glob("events.out*"))
 
 
-RESULT = dict.fromkeys(folder.RESULT_KEYS, 0.5)
-RESULT |= {"algorithm": "A", "engine": "simulate", "recipe": "asgd"}
-RESULT |= {"label": "a", "workers": 2, "seed": 0}
-RESULT |= {"evaluations": 1, "messages": 2}
+FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
 
 
-def finish(workdir, result=(), row=(), rows=1, losses=2):
-  """Writes the files of a finished cell, with these changes."""
-  value = {**RESULT, **dict(result)}
-  name = f"{value['label']}-n{value['workers']}-s{value['seed']}"
-  place, value = workdir / "cells" / name, {**value, "cell": name}
-  value |= dict(result)
-  place.mkdir(parents=True, exist_ok=True)
-  same = ("cell", "algorithm", "engine", "workers", "seed")
-  each = {**{key: value[key] for key in same}, **ROW, **dict(row)}
-  (place / "cell.json").write_text('{"engine": "simulate"}')
-  (place / "result.json").write_text(json.dumps(value))
-  (place / "metrics.jsonl").write_text(storage.to_lines([each] * rows))
-  (place / "params.msgpack").write_bytes(b"x")
-  np.savez(place / "records.npz", loss=np.zeros(losses))
+def finish(workdir, label="a", workers=2, seed=0):
+  """Writes the files of a finished cell."""
+  name = f"{label}-n{workers}-s{seed}"
+  place = workdir / "cells" / name
+  place.mkdir(parents=True)
+  for file in FILES:
+    (place / file).write_text(f"{file} of {name}")
+  result = {"cell": name, "label": label, "workers": workers, "seed": seed}
+  folder.write_result(place, {**result, "engine": "simulate", "loss": 0.5})
   return place
 
 
-def test_a_result_counts_only_if_all_of_its_cell_is_there(tmp_path):
+def changed(path, kind):
+  """Damages a file."""
+  content = path.read_bytes()
+  if kind == "is gone":
+    path.unlink()
+  elif kind == "cut":
+    path.write_bytes(content[:-2])
+  else:
+    path.write_bytes(content.replace(b"a-n2", b"a-n3"))
+
+
+@pytest.mark.parametrize("kind", ["was changed", "is gone", "cut"])
+@pytest.mark.parametrize("name", ["result.json", *FILES])
+def test_a_result_counts_only_if_all_of_its_cell_is_as_written(
+  tmp_path, name, kind
+):
   place = finish(tmp_path)
-  assert folder.finished_result(place)["messages"] == 2
-  for name in ("params.msgpack", "records.npz", "metrics.jsonl", "cell.json"):
-    finish(tmp_path)
-    content = (place / name).read_bytes()
-    for left in (content[:2], b""):
-      (place / name).write_bytes(left)
-      if not (left and name == "params.msgpack"):
-        assert folder.finished_result(place) is None, name
-    (place / name).unlink()
-    assert folder.finished_result(place) is None, name
-  assert folder.finished_result(tmp_path / "nothing") is None
+  for repeatable in (False, True):
+    assert folder.finished_result(place, repeatable=repeatable)["loss"] == 0.5
+  changed(place / name, kind)
+  assert folder.finished_result(place) is None
+  # A run in real time cannot be made again from its own files.
+  what = kind.replace("cut", "was changed")
+  message = f"^{place / name} {what}, and the run has ended.* Put it back"
+  with pytest.raises(FolderError, match=message):
+    folder.finished_result(place, repeatable=False)
+  (place / "running.json").touch()  # it has its memory still
+  assert folder.finished_result(place, repeatable=False) is None
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [
-    *({"rows": 0}, {"losses": 1}, {"result": {"cell": "b-n2-s0"}}),
-    *({"result": {"engine": "mesh"}}, {"result": {"algorithm": 3}}),
-    *({"result": {"workers": "2"}}, {"result": {"updates": [1]}}),
-    *({"result": {"test_loss": 10**400}}, {"result": {"gap_mean": "x"}}),
-    *({"row": {"algorithm": "B"}}, {"row": {"test_loss": "x"}}),
-    *({"row": {"message": {}}}, {"row": {"seconds": "x"}}),
-  ],
-  ids=str,
-)
-def test_a_result_that_was_changed_does_not_count(tmp_path, changes):
-  assert folder.finished_result(finish(tmp_path, {"test_loss": None}))
-  assert folder.finished_result(finish(tmp_path, **changes)) is None
-
-
-def test_a_result_without_a_key_does_not_count(tmp_path):
+def test_a_cell_that_has_not_ended_has_no_result(tmp_path):
+  assert folder.finished_result(tmp_path / "nothing", repeatable=False) is None
   place = finish(tmp_path)
-  value = storage.read_json(place / "result.json")
-  for key in folder.RESULT_KEYS:
-    short = {k: v for k, v in value.items() if k != key}
-    (place / "result.json").write_text(json.dumps(short))
-    assert folder.finished_result(place) is None, key
+  (place / "result.json").unlink()
+  (place / "params.msgpack").unlink()
+  assert folder.finished_result(place, repeatable=False) is None
+
+
+def test_a_result_of_another_cell_does_not_count(tmp_path):
+  place = finish(tmp_path).rename(tmp_path / "b-n2-s0")
+  assert folder.finished_result(place) is None
 
 
 def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
   folder.open_folder(str(tmp_path), "job", one)
-  value = read(tmp_path)
+  path = tmp_path / "config.json"
+  value = storage.read_sealed(path)
   value["config"]["runs"] = {"z": {}, "a": {}}
-  (tmp_path / "config.json").write_text(json.dumps(value))
+  storage.write_json(path, storage.sealed(value))
   order = [(1, "a", 0), (2, "z", 0), (2, "z", 1), (2, "a", 0), (10, "z", 0)]
   for workers, label, seed in reversed(order):
-    finish(tmp_path, {"label": label, "workers": workers, "seed": seed})
+    finish(tmp_path, label, workers, seed)
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

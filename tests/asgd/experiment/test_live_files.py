@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from asgd import base
-from asgd.experiment import live_files
+from asgd.experiment import folder, live_files
 from asgd.live.journal import journal_path
-from asgd.live.records import RECORD, records_path
+from asgd.live.records import FileSink, records_path
 from asgd.live.spans import SpanWriter, spans_path
 
 
@@ -52,20 +52,20 @@ def test_a_line_that_is_no_span_is_named(tmp_path, line):
 
 def write_records(place, count):
   """A file of so many records, and the result of a finished run."""
-  rows = np.zeros(count, RECORD)
-  records_path(place, 0).write_bytes(rows.tobytes())
+  columns = dict.fromkeys(base.Records._fields, np.zeros(count))
+  FileSink(records_path(place, 0)).append(base.Records(**columns))
   (place / "result.json").write_text(json.dumps({"messages": count}))
 
 
 def describe(place, config):
   """Writes cell.json, with this config."""
-  content = {"version": 1, "engine": "threads", "config": config}
+  content = {"version": folder.VERSION, "engine": "threads", "config": config}
   (place / "cell.json").write_text(json.dumps(content))
 
 
 def rewrite(place, change):
   path = journal_path(place, 0)
-  path.write_text(change(path.read_text()))
+  path.write_text(kit.sealed(change(path.read_text())))
 
 
 def without(text, number):
@@ -92,7 +92,7 @@ DAMAGE = {
     "records-0.bin has 3 records, result.json 2 messages",
   ),
   "a trace that is cut": (
-    lambda place: rewrite(place, lambda text: text[: len(text) // 2]),
+    lambda place: rewrite(place, lambda text: text[: len(text) // 3]),
     "records-0.bin has 3 records, and the trace beside it 0 messages",
   ),
   "no time": (
@@ -171,13 +171,15 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
     ),
     (
       lambda place: (place / "cell.json").write_text(
-        '{"version": 1, "engine": "simulate"}'
+        json.dumps({"version": folder.VERSION, "engine": "simulate"})
       ),
       "was made by engine 'simulate': only live runs",
     ),
     (
       lambda place: (place / "cell.json").write_text(
-        '{"version": 1, "config": {"server": {"shards": 1}}}'
+        json.dumps(
+          {"version": folder.VERSION, "config": {"server": {"shards": 1}}}
+        )
       ),
       "a-n2-s0/cell.json is not what a run wrote: put it back",
     ),

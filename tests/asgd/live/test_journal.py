@@ -2,6 +2,7 @@
 
 import os
 
+import kit
 import numpy as np
 import pytest
 
@@ -84,9 +85,7 @@ def test_what_does_not_fit_is_taken_back_and_the_file_named(
     seen.append(records(2, 3))
   assert trace.events() == EVENTS
   assert read_journal(tmp_path / "trace-0.csv") == EVENTS
-  assert (tmp_path / "records-0.bin").stat().st_size == (
-    3 * RECORD.itemsize
-  )
+  assert (tmp_path / "records-0.bin").stat().st_size == (3 * RECORD.itemsize)
   disk.room = 10**6  # there is room again
   trace.append(more)
   seen.append(records(1, 3))
@@ -108,7 +107,7 @@ def test_a_file_that_is_deleted_meanwhile_is_noticed(tmp_path):
 def test_a_file_that_is_changed_meanwhile_is_noticed(tmp_path):
   seen = sink(tmp_path)
   os.truncate(tmp_path / "records-0.bin", RECORD.itemsize)
-  with pytest.raises(ValueError, match="this run wrote 123: another process"):
+  with pytest.raises(ValueError, match="this run wrote 135: another process"):
     seen.append(records(1))
 
 
@@ -130,7 +129,7 @@ def test_a_sink_counts_and_is_cut(tmp_path):
 def test_a_journal_goes_on_after_its_last_whole_line(tmp_path):
   journal(tmp_path)
   path = tmp_path / "trace-0.csv"
-  text = path.read_text().replace("0.75,", "0.7500,")  # of another length
+  text = kit.sealed(path.read_text().replace("0.75,", "0.7500,"))  # longer
   path.write_text(text + "3.0,0,2,rece")
   again = FileJournal(path)
   assert again.events() == EVENTS
@@ -153,9 +152,34 @@ def test_a_journal_goes_on_after_its_last_whole_line(tmp_path):
 def test_a_line_that_is_none_is_named(tmp_path, old, new, message):
   journal(tmp_path)
   path = tmp_path / "trace-0.csv"
-  path.write_bytes(path.read_bytes().replace(old.encode(), new.encode()))
+  path.write_bytes(kit.sealed(path.read_text().replace(old, new)).encode())
   with pytest.raises(ValueError, match=f"^{path}, {message}"):
     check_journal(path, read_journal(path))
+
+
+def test_a_digit_that_changed_is_refused_and_the_line_named(tmp_path):
+  journal(tmp_path)
+  path = tmp_path / "trace-0.csv"
+  text = path.read_text()
+  path.write_text(text.replace("1.0,0,0,0,receive", "1.5,0,0,0,receive"))
+  message = f"{path}, line 6 is no event: .* it was changed, as its crc32 is"
+  with pytest.raises(ValueError, match=f"{message} .* Put the file back"):
+    read_journal(path)
+
+
+def test_a_record_that_changed_is_refused_and_named(tmp_path):
+  sink(tmp_path)
+  path = tmp_path / "records-0.bin"
+  content = bytearray(path.read_bytes())
+  content[RECORD.itemsize + 20] ^= 1
+  path.write_bytes(content)
+  assert (
+    len(read_records(path, 0, 1).job) == len(read_records(path, 2).job) == 1
+  )
+  for start in (0, 1):
+    message = f"{path}, record 1 was changed.* Put the file back"
+    with pytest.raises(ValueError, match=message):
+      read_records(path, start)
 
 
 def changed(row, **fields):

@@ -131,12 +131,13 @@ def test_what_was_written_before_a_cut_is_kept():
     ("1.0,0,one,2,send", "seq 'one' is no whole number"),
     ("1.0,0,0,two,send", "job 'two' is no whole number"),
     ("1.0,0,0,2,sent", "action 'sent' is none of send, receive"),
-    ("1.0,0,0,2", "it has 4 values, where a trace has 5 and a journal 10"),
+    ("1.0,0,0,2", "it has 4 values, where a trace has 5 and a journal 11"),
     ("1.0,0,0,2,send,3", "it has 6 values"),
     ("1.0,0,0,99999999999,send", "job 99999999999 does not fit into 32 bits"),
     ("", "it has 1 values"),
-    ("1,0,0,0,receive,1,2,3,x,", "loss 'x' is no number"),
-    ("1,0,0,0,receive,1,2,3,0,1;x", "totals 'x' is no number"),
+    ("1,0,0,0,receive,1,2,3,x,,e4adde5d", "loss 'x' is no number"),
+    ("1,0,0,0,receive,1,2,3,0,1;x,03bfd9c8", "totals 'x' is no number"),
+    ("1,0,0,0,receive,1,2,4,0,,dc0d1b50", "it was changed, as its crc32 is"),
   ],
 )
 def test_load_names_a_line_that_is_no_event(line, why):
