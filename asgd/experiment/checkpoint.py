@@ -9,14 +9,18 @@ killed leaves no step behind. What a disk or a copy cut short later is found by
 a checksum over all arrays.
 """
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 
 from asgd.experiment import storage
 
@@ -61,6 +65,31 @@ def _names(tree):
   if len(names) != len(leaves):
     raise ValueError("two leaves of a checkpoint have the same name")
   return names, structure
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+  """An event loop that ends when all that runs in it has.
+
+  Orbax closes its own at the first array that cannot be written. What becomes
+  of the others is then told to a closed loop, with a traceback for each.
+  """
+
+  def close(self):
+    if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+      self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    super().close()
+
+
+@contextlib.contextmanager
+def _briefly() -> Iterator[None]:
+  """Has orbax raise what goes wrong, and print nothing of it."""
+  before = logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)
+  try:
+    with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
+      yield
+  finally:
+    logging.set_verbosity(before)
 
 
 def _brief(error):
@@ -110,7 +139,8 @@ class Checkpoints:
       arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
     )
     try:
-      self._manager.save(step, args=content, force=True)
+      with _briefly():
+        self._manager.save(step, args=content, force=True)
     except Exception as error:  # a full disk makes orbax raise anything
       raise ValueError(
         f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
@@ -142,7 +172,8 @@ class Checkpoints:
     content = ocp.args.Composite(
       arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
     )
-    saved = self._manager.restore(step, args=content)
+    with _briefly():
+      saved = self._manager.restore(step, args=content)
     meta, arrays = saved["meta"], {}
     for i, name in enumerate(meta["names"]):
       if name in meta["empty"]:

@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import schema, storage
+from asgd.experiment import event_file, schema, storage
 
 VERSION = 1  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
@@ -382,7 +382,7 @@ class CellLog:
     storage.write_atomically(path, storage.to_lines(rows))
     self._file: IO = path.open("a", encoding="utf-8")
     step = rows[-1]["message"] + 1 if rows else 0
-    self._board = storage.open_board(board, purge_step=step)
+    self._board = event_file.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
