@@ -11,6 +11,7 @@ a checksum over all arrays.
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from unittest import mock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 
 from asgd.experiment import storage
 
@@ -83,13 +83,14 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 @contextlib.contextmanager
 def _briefly() -> Iterator[None]:
   """Has orbax raise what goes wrong, and print nothing of it."""
-  before = logging.get_verbosity()
-  logging.set_verbosity(logging.FATAL)
+  log = logging.getLogger("absl")
+  before = log.level
+  log.setLevel(logging.CRITICAL)
   try:
     with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
       yield
   finally:
-    logging.set_verbosity(before)
+    log.setLevel(before)
 
 
 def _brief(error):
