@@ -129,6 +129,7 @@ def make_server(
 
   def init(params):
     params = jax.tree.map(jnp.asarray, params)
+    _check_weights(base.weights_of(params))
     total = oldest = None
     version = jnp.zeros([], jnp.int32)
     if every > 1:
@@ -164,6 +165,18 @@ def make_server(
 
   sends_current = algorithm.send is base.send_current
   return base.Server(init, send, receive, sends_current, workers)
+
+
+def _check_weights(weights):
+  """Raises ValueError for a leaf that cannot be trained: an update would be
+  rounded to what its dtype holds."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      name = jax.tree_util.keystr(path)
+      raise ValueError(
+        f"the parameter {name or 'itself'} is of {leaf.dtype}, which cannot be"
+        " trained; make it float32, or keep it out of the parameters"
+      )
 
 
 def _make_accept(algorithm, every, scale):

@@ -172,3 +172,21 @@ def test_every_must_be_a_positive_whole_number(every):
 def test_a_negative_bound_is_refused():
   with pytest.raises(ValueError, match="bound must be 0 or more, not -1"):
     server.max_staleness(-1)
+
+
+@pytest.mark.parametrize(
+  ("params", "leaf"),
+  [
+    ({"w": jnp.ones(2), "table": [np.arange(3)]}, r"\['table'\]\[0\]"),
+    (np.arange(3), "itself"),
+    ({"mask": jnp.ones(2, bool)}, r"\['mask'\]"),
+  ],
+)
+def test_a_parameter_that_cannot_be_trained_is_named(params, leaf):
+  with pytest.raises(ValueError, match=f"parameter {leaf} is of .* float32"):
+    make().init(params)
+
+
+def test_statistics_may_be_of_any_dtype():
+  variables = base.Variables({"w": jnp.ones(2)}, {"count": jnp.int32(0)})
+  assert make().init(variables).params.stats["count"].dtype == jnp.int32
