@@ -15,6 +15,8 @@ import optax
 
 from asgd import base, checks
 
+_FEW_LEAVES = 100  # of which a chain of additions compiles in a second
+
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
 
 
@@ -82,10 +84,22 @@ def rms(tree: optax.Params) -> jax.Array:
     return jnp.float32(0.0)
   # The minor axis last: XLA's CPU loops vectorize over it, where a sum over
   # everything at once is one chain of dependent additions.
-  square = sum(
+  squares = [
     jnp.square(x).sum(axis=tuple(range(x.ndim - 1))).sum() for x in leaves
-  )
+  ]
+  square = _add_up(squares) if len(leaves) > _FEW_LEAVES else sum(squares)
   return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
+
+
+def _add_up(numbers):
+  """The same sum, in the same order, as a loop. XLA copies a chain of additions
+  into all that reads it, and its time grows with the cube of their number."""
+  terms = jnp.stack(numbers)
+
+  def add(i, total):
+    return total + terms[i]
+
+  return jax.lax.fori_loop(0, len(numbers), add, jnp.zeros([], terms.dtype))
 
 
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
