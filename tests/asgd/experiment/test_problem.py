@@ -121,7 +121,7 @@ def test_a_model_that_does_not_fit_is_told(name):
 @pytest.mark.parametrize(
   ("data", "model", "message"),
   [
-    (TEXT, {**GPT, "depth": 10**9}, "^config.model.depth must be at most 1000"),
+    (TEXT, {**GPT, "depth": 10**9}, "^config.model.depth must be at most 200"),
     (TEXT, {**GPT, "width": True}, "^config.model.width must be .* not True"),
     (TOPICS, {**BERT, "heads": True}, "^config.model.heads must be"),
     (TOPICS, {**BERT, "epsilon": "x"}, "^config.model.epsilon must"),

@@ -399,7 +399,7 @@ MISTAKES = {
   "pooling": ({"pooling": "max"}, "unknown pooling 'max'"),
   "epsilon": ({"epsilon": 0}, "epsilon must be positive, not 0"),
   "dropout": ({"dropout": 1}, "dropout must be in"),
-  "deep": ({"depth": 10**9}, "depth must be at most 1000, not 1000000000"),
+  "deep": ({"depth": 10**9}, "depth must be at most 200, not 1000000000"),
   "wide": ({"width": 10**9}, "width must be at most 1000000, not 1000000000"),
   "hidden": ({"hidden": 10**9}, "hidden must be at most 4000000, not"),
   "words": ({"vocabulary": 10**9}, "vocabulary must be at most 1000000, not"),
