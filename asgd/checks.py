@@ -2,17 +2,38 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_MOST_SHOWN = 120  # characters of a value
 
 
-def whole(name: str, value: int, least: int = 1) -> int:
+def shortened(text: str, most: int) -> str:
+  """Returns a text of at most so many characters, without its middle."""
+  mark = " [...] "
+  kept = most - len(mark)
+  if len(text) <= most:
+    return text
+  return f"{text[: kept - kept // 2]}{mark}{text[-(kept // 2) :]}"
+
+
+def shown(value: Any) -> str:
+  """Returns a value as errors show it: a long one without its middle."""
+  return shortened(repr(value), _MOST_SHOWN)
+
+
+def whole(
+  name: str, value: int, least: int = 1, most: int | None = None
+) -> int:
   """Returns `value` as an int; raises ValueError unless it is whole (a bool is
-  not), `least` or more."""
+  not), `least` or more, and no more than `most`."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
     more = f"whole number, {least} or more"
     kind = "positive whole number" if least == 1 else more
-    raise ValueError(f"{name} must be a {kind}, not {value!r}")
+    raise ValueError(f"{name} must be a {kind}, not {shown(value)}")
+  if most is not None and value > most:
+    raise ValueError(f"{name} must be at most {most}, not {shown(value)}")
   return int(value)
 
 
@@ -33,22 +54,32 @@ def multiple(count: int, things: str, size: int, groups: str) -> None:
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
   """Raises ValueError unless `value` is one of some names."""
   if value not in known:
-    raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    raise ValueError(
+      f"{name} must be one of {', '.join(known)}, not {shown(value)}"
+    )
+
+
+def _require(holds: Callable[[Any], bool], name: str, value: Any, kind: str):
+  """Raises ValueError unless a value is a finite number, as is asked."""
+  try:
+    valid = not isinstance(value, bool) and bool(holds(value))
+    valid = valid and math.isfinite(float(value))
+  except (TypeError, ValueError, OverflowError):  # no number, or too large
+    valid = False
+  if not valid:
+    raise ValueError(f"{name} must be {kind}, not {shown(value)}")
 
 
 def fraction(name: str, value: float) -> None:
   """Raises ValueError unless `value` is in [0, 1)."""
-  if not 0 <= value < 1:
-    raise ValueError(f"{name} must be in [0, 1), not {value!r}")
+  _require(lambda x: 0 <= x < 1, name, value, "in [0, 1)")
 
 
 def positive(name: str, value: float) -> None:
   """Raises ValueError unless `value` is positive and finite."""
-  if not 0 < value < math.inf:
-    raise ValueError(f"{name} must be positive, not {value!r}")
+  _require(lambda x: x > 0, name, value, "positive")
 
 
 def nonnegative(name: str, value: float) -> None:
   """Raises ValueError unless `value` is 0 or more, and finite."""
-  if not 0 <= value < math.inf:
-    raise ValueError(f"{name} must be 0 or more, not {value!r}")
+  _require(lambda x: x >= 0, name, value, "0 or more")

@@ -2,8 +2,12 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Union
+
+from asgd import checks
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -23,7 +27,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def check(kind: str, name: str, valid: Iterable[str]) -> None:
   """Raises ValueError, with the nearest name, unless `name` is valid."""
   if not isinstance(name, str) or name not in valid:
-    raise ValueError(f"unknown {kind} {name!r}; {nearest(name, valid)}")
+    hint = nearest(name, valid)
+    raise ValueError(f"unknown {kind} {checks.shown(name)}; {hint}")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -32,8 +37,48 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   return table[name]
 
 
+# Kinds of plain data, as a config has them; a bool is no number.
+_KINDS = {
+  bool: "True or False",
+  float: "a number",
+  str: "a text",
+  list: "a list",
+  dict: "a dict",
+  type(None): "None",
+}
+_BASES = (
+  *((bool, bool), (int | float, float), (str, str), (Sequence, list)),
+  *((Mapping, dict), (type(None), type(None))),
+)
+
+
+def _kind(cls: Any) -> type | None:
+  """Returns which of _KINDS a type is; None for any other."""
+  cls = typing.get_origin(cls) or cls
+  if not isinstance(cls, type):
+    return None
+  return next((kind for base, kind in _BASES if issubclass(cls, base)), None)
+
+
+def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
+  """Raises ValueError for plain data of another kind than those that a
+  parameter's annotation names, or else that of its default."""
+  wanted, empty = parameter.annotation, parameter.empty
+  if wanted is empty:
+    wanted = empty if parameter.default is None else type(parameter.default)
+  members = (wanted,)
+  if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is Union:
+    members = typing.get_args(wanted)
+  kinds = list(dict.fromkeys(filter(None, map(_kind, members))))
+  own, plain = _kind(type(value)), value is not parameter.default
+  if kinds and Any not in members and plain and own not in (None, *kinds):
+    words = " or ".join(_KINDS[kind] for kind in kinds)
+    raise ValueError(f"{key} must be {words}, not {checks.shown(value)}")
+
+
 def call(kind: str, name: str, maker: Callable, kwargs: Mapping) -> Any:
-  """Calls maker(**kwargs); raises ValueError if one is unknown, or missing."""
+  """Calls maker(**kwargs); raises ValueError if one is unknown or missing, or
+  if the maker fails and one is of the wrong kind."""
   parameters = inspect.signature(maker).parameters
   for key in kwargs:
     if key not in parameters:
@@ -43,4 +88,9 @@ def call(kind: str, name: str, maker: Callable, kwargs: Mapping) -> Any:
   for key, parameter in parameters.items():
     if parameter.default is parameter.empty and key not in kwargs:
       raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
-  return maker(**kwargs)
+  try:
+    return maker(**kwargs)
+  except (TypeError, AttributeError):
+    for key, value in kwargs.items():
+      _check_kind(key, value, parameters[key])
+    raise

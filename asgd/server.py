@@ -15,6 +15,8 @@ import optax
 
 from asgd import base, checks
 
+_FEW_LEAVES = 100  # of which a chain of additions compiles in a second
+
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
 
 
@@ -82,10 +84,22 @@ def rms(tree: optax.Params) -> jax.Array:
     return jnp.float32(0.0)
   # The minor axis last: XLA's CPU loops vectorize over it, where a sum over
   # everything at once is one chain of dependent additions.
-  square = sum(
+  squares = [
     jnp.square(x).sum(axis=tuple(range(x.ndim - 1))).sum() for x in leaves
-  )
+  ]
+  square = _add_up(squares) if len(leaves) > _FEW_LEAVES else sum(squares)
   return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
+
+
+def _add_up(numbers):
+  """The same sum, in the same order, as a loop. XLA copies a chain of additions
+  into all that reads it, and its time grows with the cube of their number."""
+  terms = jnp.stack(numbers)
+
+  def add(i, total):
+    return total + terms[i]
+
+  return jax.lax.fori_loop(0, len(numbers), add, jnp.zeros([], terms.dtype))
 
 
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
@@ -129,6 +143,7 @@ def make_server(
 
   def init(params):
     params = jax.tree.map(jnp.asarray, params)
+    _check_weights(base.weights_of(params))
     total = oldest = None
     version = jnp.zeros([], jnp.int32)
     if every > 1:
@@ -164,6 +179,18 @@ def make_server(
 
   sends_current = algorithm.send is base.send_current
   return base.Server(init, send, receive, sends_current, workers)
+
+
+def _check_weights(weights):
+  """Raises ValueError for a leaf that cannot be trained: an update would be
+  rounded to what its dtype holds."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      name = jax.tree_util.keystr(path)
+      raise ValueError(
+        f"the parameter {name or 'itself'} is of {leaf.dtype}, which cannot be"
+        " trained; make it float32, or keep it out of the parameters"
+      )
 
 
 def _make_accept(algorithm, every, scale):

@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_flags as parsers
 
+from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
 from asgd.experiment import schema
 from asgd.experiment.signals import Stopped
@@ -31,7 +32,7 @@ from pipeline.engine import PIPELINE
 USAGE_ERROR = 2  # exit status
 ENGINES = {**_OWN, "pipeline": PIPELINE}
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
-_LONGEST = 1500  # characters of an error
+_LONGEST = 600  # characters of an error
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 
 
@@ -42,9 +43,7 @@ class Failed(Exception):
 def fail(message: object) -> NoReturn:
   """Prints one line on stderr, without the middle of a long one, and exits."""
   line = "error: " + " ".join(str(message).split())
-  if len(line) > _LONGEST:
-    line = f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 :]}"
-  print(line, file=sys.stderr)
+  print(shortened(line, _LONGEST), file=sys.stderr)
   sys.exit(USAGE_ERROR)
 
 

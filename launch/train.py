@@ -30,8 +30,6 @@ import dataclasses
 import functools
 import json
 import re
-import sys
-import threading
 
 import jax
 import numpy as np
@@ -86,24 +84,6 @@ def _share() -> tuple[int, int]:
       f"--cells must be I/N with I from 1 to N, such as 2/4, not {text!r}"
     )
   return int(match[1]) - 1, int(match[2])
-
-
-def _quieten_full_disks():
-  """Keeps what TensorBoard's threads print of a full disk, at length, from
-  stderr: one line of ours says it."""
-
-  def quiet(before):
-    def hook(args):
-      error, thread = args.exc_value, type(getattr(args, "thread", None))
-      board = thread.__module__.startswith("tensorboardX")
-      of_disk = isinstance(error, OSError)
-      if not of_disk or not (board or error.errno in storage.DISK_FULL):
-        before(args)
-
-    return hook
-
-  sys.unraisablehook = quiet(sys.unraisablehook)
-  threading.excepthook = quiet(threading.excepthook)
 
 
 def _check_mesh_only(runs, role):
@@ -201,7 +181,6 @@ def _train(config) -> None:
       total, describe=lambda name, row: flags.ENGINES[name].describe(row)
     )
     naming = storage.naming_full_disks(workdir)
-  _quieten_full_disks()
   with naming:
     try:
       jobs.train_all(

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 from asgd import algorithms, base, models, problems, sharding, transforms
+from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Section, Setting
@@ -46,7 +47,7 @@ def _cuts_setting(value: Any, key: str) -> Any:
   if not isinstance(value, list) or {*map(type, value)} - {int}:
     raise ValueError(
       f"config.{key} must be 'parameters', 'time', or a list of layers from 0"
-      f" to their number, not {value!r}"
+      f" to their number, not {shown(value)}"
     )
   return value
 
@@ -231,9 +232,9 @@ def _table(run, section, stages, total) -> Schedule:
     )
   except schedules.OptionError as error:
     raise ValueError(f"config.runs.{run.label}.{error}") from error
-  except (TypeError, ValueError) as error:
-    with checks.blame(f"runs.{run.label}"):
-      raise ValueError(error) from error
+  except (TypeError, ValueError):
+    with checks.blame(f"runs.{run.label}", known):
+      raise
 
 
 def _parts(experiment, run, section, table, weights, rate, at, shapes):

@@ -40,6 +40,7 @@ RANKS = {
 EXPERIMENT_RANKS = {
   "checks": 0,
   "storage": 0,
+  "event_file": 0,
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,

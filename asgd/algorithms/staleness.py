@@ -19,9 +19,9 @@ def staleness_aware(
   """
   every = 1
   if splits is not None:
-    if not isinstance(splits, int) or not 1 <= splits <= workers:
+    if type(splits) is not int or not 1 <= splits <= workers:
       raise ValueError(
-        f"splits must be from 1 to the {workers} workers, not {splits}"
+        f"splits must be from 1 to the {workers} workers, not {splits!r}"
       )
     every = workers // splits
   return Recipe(

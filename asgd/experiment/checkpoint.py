@@ -9,11 +9,15 @@ killed leaves no step behind. What a disk or a copy cut short later is found by
 a checksum over all arrays and the JSON.
 """
 
+import asyncio
+import contextlib
 import json
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -68,6 +72,32 @@ def _digest(arrays, text):
   return storage.digest([*arrays, np.frombuffer(text.encode(), np.uint8)])
 
 
+class _PatientLoop(asyncio.SelectorEventLoop):
+  """An event loop that ends when all that runs in it has.
+
+  Orbax closes its own at the first array that cannot be written. What becomes
+  of the others is then told to a closed loop, with a traceback for each.
+  """
+
+  def close(self):
+    if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+      self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    super().close()
+
+
+@contextlib.contextmanager
+def _briefly() -> Iterator[None]:
+  """Has orbax raise what goes wrong, and print nothing of it."""
+  log = logging.getLogger("absl")
+  before = log.level
+  log.setLevel(logging.CRITICAL)
+  try:
+    with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
+      yield
+  finally:
+    log.setLevel(before)
+
+
 def _brief(error):
   """An exception's type and the beginning of its text, on one line."""
   text = " ".join(str(error).split())
@@ -117,7 +147,8 @@ class Checkpoints:
       arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
     )
     try:
-      self._manager.save(step, args=content, force=True)
+      with _briefly():
+        self._manager.save(step, args=content, force=True)
     except Exception as error:  # a full disk makes orbax raise anything
       raise ValueError(
         f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
@@ -149,7 +180,8 @@ class Checkpoints:
     content = ocp.args.Composite(
       arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
     )
-    saved = self._manager.restore(step, args=content)
+    with _briefly():
+      saved = self._manager.restore(step, args=content)
     text, arrays = saved["meta"]["text"], {}
     meta = json.loads(text)
     for i, name in enumerate(meta["names"]):

@@ -5,11 +5,11 @@ with the key, the value and what it should be.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asgd import names
+from asgd.checks import shortened, shown
 
 Check = Callable[[Any, str], Any]
 
@@ -20,7 +20,7 @@ MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 def _require(holds, value, key, kind):
   if not holds:
-    raise ValueError(f"config.{key} must be {kind}, not {value!r}")
+    raise ValueError(f"config.{key} must be {kind}, not {shown(value)}")
   return value
 
 
@@ -48,7 +48,7 @@ def number(
   """A finite number in a range; `above` leaves out the least."""
 
   def inside(value):
-    real = type(value) in (int, float) and math.isfinite(value)
+    real = type(value) in (int, float)
     return real and least <= value <= most and not (above and value == least)
 
   low = f"above {least:g}" if above else f"from {least:g}"
@@ -68,9 +68,8 @@ def choice(*known: str) -> Check:
 
   def check(value, key):
     if value not in known:
-      raise ValueError(
-        f"config.{key} {value!r} is not known; {names.nearest(value, known)}"
-      )
+      hint = names.nearest(value, known)
+      raise ValueError(f"config.{key} {shown(value)} is not known; {hint}")
     return value
 
   return check
@@ -112,8 +111,9 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
   try:
     yield
   except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
+    line = shortened(" ".join(str(error).split()), 300)
     raise ValueError(
-      f"config.{key} has a value of the wrong kind: {error}"
+      f"config.{key} has a value of the wrong kind: {line}"
     ) from error
   except ValueError as error:
     message = str(error)

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import schema, storage
+from asgd.experiment import event_file, schema, storage
 from asgd.experiment.claim import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -360,7 +360,7 @@ class CellLog:
     storage.write_atomically(path, lines)
     self._file: IO = path.open("a", encoding="utf-8")
     step = rows[-1]["message"] + 1 if rows else 0
-    self._board = storage.open_board(board, purge_step=step)
+    self._board = event_file.open_board(board, purge_step=step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""

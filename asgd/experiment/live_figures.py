@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, sharding
-from asgd.experiment import storage
+from asgd.experiment import event_file
 from asgd.live import wire
 from asgd.live.journal import journal_path
 
@@ -186,7 +186,7 @@ class Board:
 
   def __init__(self, folder: Path):
     self._next = 0.0
-    self._writer = storage.open_board(folder)
+    self._writer = event_file.open_board(folder)
     self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:
@@ -218,7 +218,7 @@ class Board:
         sum_squares=float(numbers**2 @ counts),
         bucket_limits=(numbers + 0.5).tolist(),
         bucket_counts=counts.tolist(),
-        global_step=message,
+        step=message,
       )
 
 

@@ -28,6 +28,7 @@ def load(
   they fit; arguments are those of `cells.build`."""
   section, model = config["data"], dict(config["model"])
   name, kind = section["name"], model.pop("name")
+  _check_model(kind, model)
   examples = config["evaluation_examples"]
   if name in TEXTS:
     with blame("data"):
@@ -52,7 +53,7 @@ def load(
       ) from None
     make, options = problems.classification, {"evaluation_examples": examples}
     options |= {key: section[key] for key in ("augment", "partition")}
-  with blame("model"):
+  with blame("model", tuple(model)):
     layers = models.build(kind, dataset.classes, **model)
   with blame("data") if name in TEXTS else contextlib.nullcontext():
     problem = make(dataset, layers, batch_size=config["batch_size"], **options)
@@ -60,6 +61,16 @@ def load(
       problem.batches(0, 1)  # are there windows?
   _check_fit(config, problem)
   return dataset, problem
+
+
+def _check_model(kind, model):
+  """Refuses a model, and arguments of it, that no data would make right: data
+  take long to load."""
+  arguments = {k: v for k, v in model.items() if k != "pretrained"}
+  if kind == "bert":  # the data say how many words there are
+    arguments.setdefault("vocabulary", 2)
+  with blame("model", tuple(arguments)):
+    models.build(kind, 1, **arguments)
 
 
 def _sentences(section, kind, model, data_dir, dataset):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from asgd import algorithms, names
+from asgd.checks import shown
 from asgd.experiment import checks
 
 
@@ -130,15 +131,18 @@ def keys_of(node: Any) -> Mapping[str, Any]:
   return {} if isinstance(node, (Setting, Open)) or node is None else node
 
 
-def plain(value: Any) -> Any:
-  """Returns a value as JSON gives it back; ValueError if it is not plain."""
+def plain(value: Any, key: str = "") -> Any:
+  """Returns a value as JSON gives it back; ValueError, which names the key, if
+  it is not plain."""
   if isinstance(value, Mapping):
-    return {str(key): plain(inner) for key, inner in value.items()}
+    above = f"{key}." if key else ""
+    return {str(k): plain(inner, f"{above}{k}") for k, inner in value.items()}
   if isinstance(value, (list, tuple, range)):
-    return [plain(inner) for inner in value]
+    return [plain(inner, key) for inner in value]
   if value is not None and not isinstance(value, (bool, int, float, str)):
     raise ValueError(
-      f"a config holds numbers, strings, lists and dicts, not {value!r}"
+      f"config.{key} is {shown(value)}, and a config holds numbers, strings,"
+      " lists and dicts"
     )
   return value
 
@@ -146,6 +150,7 @@ def plain(value: Any) -> Any:
 def as_dict(config: Config) -> dict[str, Any]:
   """Returns a config as a dict of its own; ValueError if it is no mapping."""
   if isinstance(config, ml_collections.ConfigDict):
+    _refuse_missing(config)
     config = config.to_dict()
   if not isinstance(config, Mapping):
     raise ValueError(
@@ -154,9 +159,23 @@ def as_dict(config: Config) -> dict[str, Any]:
   return copy.deepcopy(dict(config))
 
 
+def _refuse_missing(config, above=""):
+  """Raises ValueError for a required placeholder that nothing has filled."""
+  for key in config:
+    try:
+      value = config[key]
+    except ml_collections.config_dict.RequiredValueError:
+      raise ValueError(
+        f"config.{above}{key} is a required placeholder without a value: give"
+        " it one in the file; the command line may give it another"
+      ) from None
+    if isinstance(value, ml_collections.ConfigDict):
+      _refuse_missing(value, f"{above}{key}.")
+
+
 def _unknown(key: str, known: Any, where: str = "") -> ValueError:
   nearest = names.nearest(key.rsplit(".", 1)[-1], known)
-  return ValueError(f"unknown config key {key!r}{where}; {nearest}")
+  return ValueError(f"unknown config key {shown(key)}{where}; {nearest}")
 
 
 def _section(value: Any, node: Any, key: str) -> Any:
@@ -167,12 +186,12 @@ def _section(value: Any, node: Any, key: str) -> Any:
       value = [part.strip() for part in value.split(",") if part.strip()]
     elif listed and isinstance(value, (int, float)):
       value = [value]
-    return node.check(plain(value), key)
+    return node.check(plain(value, key), key)
   if not isinstance(value, Mapping):
     named = isinstance(node, Open) or "name" in keys_of(node)
     asked = named and isinstance(value, str)
-    remedy = f"; set config.{key}.name={value!r}" if asked else ""
-    raise ValueError(f"config.{key} must be a dict, not {value!r}{remedy}")
+    remedy = f"; set config.{key}.name={shown(value)}" if asked else ""
+    raise ValueError(f"config.{key} must be a dict, not {shown(value)}{remedy}")
   if isinstance(node, Open):
     for argument in node.derived:
       if argument in value:
@@ -180,7 +199,7 @@ def _section(value: Any, node: Any, key: str) -> Any:
           f"config.{key}.{argument} follows from other keys; drop it"
         )
     base = {} if "name" in value else node.default
-    return plain({**base, **value})
+    return plain({**base, **value}, key)
   keys, others, above = keys_of(node), [], f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.blame(key):
@@ -188,7 +207,11 @@ def _section(value: Any, node: Any, key: str) -> Any:
   for inner in value:
     if inner not in keys and inner not in others:
       raise _unknown(f"{above}{inner}", [*keys, *others])
-  own = {k: plain(value[k]) for k in others if k in value and k not in keys}
+  own = {
+    k: plain(value[k], above + k)
+    for k in others
+    if k in value and k not in keys
+  }
   return own | {
     inner: _section(value.get(inner, default_of(below)), below, above + inner)
     for inner, below in keys.items()
@@ -225,10 +248,12 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
     if not _LABEL.fullmatch(label):
       raise ValueError(
         "config.runs: a label names a folder; use letters, digits and _.- for"
-        f" {label!r}, and its title for other text"
+        f" {shown(label)}, and its title for other text"
       )
     if not isinstance(entry, Mapping):
-      raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}, not {entry!r}")
+      raise ValueError(
+        f"config.runs.{label} {_NEEDS_RECIPE}, not {shown(entry)}"
+      )
     title = str(entry.get("title", label))
     if len(title) > _LONGEST_TITLE:
       raise ValueError(
@@ -276,7 +301,7 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       if key not in known:
         raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
       if key in options:
-        own[key] = _option(plain(value), options[key], where)
+        own[key] = _option(plain(value, where), options[key], where)
       elif key in shared:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
@@ -285,7 +310,7 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
         node = keys_of(kind.sections[section])
         if key in node:
           value = _section(value, node[key], where)
-        merged[section] = {**merged[section], key: plain(value)}
+        merged[section] = {**merged[section], key: plain(value, where)}
     if not config["only"] or label in config["only"]:
       title = str(entry.get("title", label))
       chosen[label] = Run(label, title, engine, recipe, own, merged)
@@ -360,7 +385,7 @@ def _place(config, keys, above, key, engines):
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
     if not isinstance(place[name], dict):
-      raise ValueError(f"config.{path}: {name!r} has no keys below it")
+      raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
     place, node = place[name], below
   return place
 

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,16 +130,6 @@ def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def open_board(folder: Path, **options: Any) -> Any:
-  """Returns a SummaryWriter; without tensorboardX, one that does nothing."""
-  try:
-    from tensorboardX import SummaryWriter
-  except ImportError:
-    calls = "add_scalar", "add_histogram_raw", "close"
-    return types.SimpleNamespace(**dict.fromkeys(calls, lambda *_, **__: None))
-  return SummaryWriter(str(folder), **options)
 
 
 @contextlib.contextmanager

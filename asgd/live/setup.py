@@ -23,6 +23,13 @@ class Setup(NamedTuple):
   keep_params_at: tuple[int, ...] = ()  # received counts, for evaluations
   together: bool = False  # the first job waits until every place is taken
 
+  @property
+  def gathered(self) -> int:
+    """Workers that the first job waits for. A synchronous round has a job for
+    each: of fewer workers, the first to come would make several messages."""
+    of_round = self.rules.round + self.rules.backup
+    return self.workers if self.together else min(self.workers, of_round)
+
 
 def slot_counts(setup: Setup) -> SlotCounts:
   """Returns the slots that a shard needs: for tickets that are open now, were

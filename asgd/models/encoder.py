@@ -31,7 +31,7 @@ from asgd.data import DataError, formats
 from asgd.data.sentences import PADDING
 from asgd.models import layers as layers_lib
 from asgd.models import transformer
-from asgd.models.layers import Layers
+from asgd.models.layers import MOST_FEATURES, Layers
 
 POOLINGS = ("mean", "first")
 
@@ -169,12 +169,13 @@ def bert(
       what the classifier gets, in [0, 1).
   """
   checks.whole("classes", classes)
-  checks.whole("vocabulary", vocabulary, 2)
+  checks.whole("vocabulary", vocabulary, 2, MOST_FEATURES)
   checks.whole("width", width, 2)
-  checks.whole("context", context)
-  checks.whole("kinds", kinds, 2)
+  checks.whole("context", context, most=MOST_FEATURES)
+  checks.whole("kinds", kinds, 2, MOST_FEATURES)
   transformer.check_stream(depth, width, heads, dropout)
-  hidden = 4 * width if hidden is None else checks.whole("hidden", hidden)
+  hidden = 4 * width if hidden is None else hidden
+  checks.whole("hidden", hidden, most=4 * MOST_FEATURES)
   names.check("pooling", pooling, POOLINGS)
   checks.positive("epsilon", epsilon)
   return (

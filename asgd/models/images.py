@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from asgd import checks, names
-from asgd.models.layers import Layers
+from asgd.models.layers import MOST_FEATURES, MOST_LAYERS, Layers
 
 NORMS = ("group", "batch", "none")
 
@@ -206,17 +206,22 @@ class WideBlock(nn.Module):
 def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
   if isinstance(widths, str) or not isinstance(widths, Sequence):
     raise ValueError(
-      f"{name} must be a sequence of widths, as (64,), not {widths!r}"
+      f"{name} must be a sequence of widths, as (64,), not"
+      f" {checks.shown(widths)}"
     )
   if len(widths) < least:
     raise ValueError(f"{name} needs {least} width or more, not {widths!r}")
+  if len(widths) > MOST_LAYERS:
+    raise ValueError(
+      f"{name} has {len(widths):,} widths; use at most {MOST_LAYERS}"
+    )
   for width in widths:
-    checks.whole(f"each width of {name}", width)
+    checks.whole(f"each width of {name}", width, most=MOST_FEATURES)
 
 
 def _check_norm(norm, groups, channels, *, residual=False) -> None:
   names.check("norm", norm, NORMS)
-  checks.whole("groups", groups)
+  checks.whole("groups", groups, most=MOST_FEATURES)
   for c in channels if norm == "group" else ():
     if c % groups:
       raise ValueError(
@@ -249,7 +254,7 @@ def cnn(
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)
-  checks.whole("hidden", hidden)
+  checks.whole("hidden", hidden, most=MOST_FEATURES)
   _check_norm(norm, groups, features)
   convs = [ConvPool(c, norm, groups) for c in features]
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
@@ -265,7 +270,7 @@ def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
   norm is "group", which needs no statistics, or "batch", as in the paper.
   """
   checks.whole("classes", classes)
-  checks.whole("depth", depth)
+  checks.whole("depth", depth, most=MOST_LAYERS)
   if depth < 8 or depth % 6 != 2:
     raise ValueError(f"depth must be 6 n + 2 (20, 32, 44, 56), not {depth}")
   _check_norm(norm, groups, (16, 32, 64), residual=True)
@@ -291,8 +296,8 @@ def wide_resnet(
   layers with weights.
   """
   checks.whole("classes", classes)
-  checks.whole("depth", depth)
-  checks.whole("widen", widen)
+  checks.whole("depth", depth, most=MOST_LAYERS)
+  checks.whole("widen", widen, most=MOST_FEATURES)
   if depth < 10 or depth % 6 != 4:
     raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
   _check_norm(norm, groups, (16, 16 * widen), residual=True)

@@ -22,6 +22,10 @@ from asgd import base
 
 Layers = tuple[nn.Module, ...]
 
+# Sizes beyond these are refused before a layer is made.
+MOST_LAYERS = 200  # GPT-3 has 96 blocks, the ResNet of CIFAR 110 layers
+MOST_FEATURES = 10**6  # of a layer, and rows of a table
+
 
 def init(
   layers: Layers, key: jax.Array, example: jax.Array | jax.ShapeDtypeStruct

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from asgd import checks
-from asgd.models.layers import Layers
+from asgd.models.layers import MOST_FEATURES, MOST_LAYERS, Layers
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -85,9 +85,9 @@ class Unembed(nn.Module):
 
 def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
   """Raises ValueError unless these describe a stack of attention blocks."""
-  checks.whole("depth", depth)
-  checks.whole("width", width)
-  checks.whole("heads", heads)
+  checks.whole("depth", depth, most=MOST_LAYERS)
+  checks.whole("width", width, most=MOST_FEATURES)
+  checks.whole("heads", heads, most=MOST_FEATURES)
   if width % heads:
     raise ValueError(
       f"heads must divide the width: {heads} does not divide {width}"
@@ -116,8 +116,8 @@ def gpt(
     context: most positions of a sequence.
     dropout: rate, on what is added to the stream and on attention, in [0, 1).
   """
-  checks.whole("classes", classes)
-  checks.whole("context", context)
+  checks.whole("classes", classes, most=MOST_FEATURES)
+  checks.whole("context", context, most=MOST_FEATURES)
   check_stream(depth, width, heads, dropout)
   return (
     Embed(classes, context, width, dropout),

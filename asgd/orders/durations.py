@@ -51,6 +51,7 @@ def gamma(
   checks.positive("mean", mean)
   checks.positive("variation", variation)
   checks.nonnegative("machine_variation", machine_variation)
+  checks.whole("seed", seed, 0)
 
   def stream(worker):
     rng = np.random.default_rng((seed, worker))
@@ -84,11 +85,12 @@ def measured(
   Worker i uses row i of `samples`, modulo their number; with `resample`, it
   draws from the row at random, with replacement.
   """
+  checks.whole("seed", seed, 0)
   rows = [np.asarray(row, float) for row in samples]
   if not rows or any(row.ndim != 1 or not row.size for row in rows):
     raise ValueError(
       "samples must hold at least one row of times, each with at least one"
-      f" time; got {samples!r}"
+      f" time; got {checks.shown(samples)}"
     )
   for row in rows:
     if bad := row[~(np.isfinite(row) & (row > 0))].tolist():

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from asgd import base
-from asgd.checks import whole
+from asgd.checks import shown, whole
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
 
@@ -48,14 +48,13 @@ def check_rules(rules: Rules) -> Rules:
   bound = rules.bound
   real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
   if not real or not bound >= 0:
-    raise ValueError(f"bound must be a number, 0 or more, not {bound!r}")
+    raise ValueError(f"bound must be a number, 0 or more, not {shown(bound)}")
   whole("round", rules.round, 0)
   whole("backup", rules.backup, 0)
   whole("fetch_every", rules.fetch_every)
-  if whole("depth", rules.depth) > MOST_DEPTH:
-    raise ValueError(f"depth must be at most {MOST_DEPTH}, not {rules.depth}")
+  whole("depth", rules.depth, most=MOST_DEPTH)
   if not isinstance(rules.cache, bool):
-    raise ValueError(f"cache must be True or False, not {rules.cache!r}")
+    raise ValueError(f"cache must be True or False, not {shown(rules.cache)}")
   if rules.backup and not rules.round:
     raise ValueError("backup workers need rounds: set the messages of a round")
   if rules.cache and rules.bound == math.inf:

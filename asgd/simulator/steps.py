@@ -5,6 +5,7 @@ step, so that a recorded run replays to the same bits.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 
 from asgd import base, sharding
 from asgd import worker as worker_lib
+
+_MANY_LEAVES = 3000
 
 
 class Steps(NamedTuple):
@@ -161,6 +164,20 @@ def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
 
 
 def start(server: base.Server, params: Any) -> base.ServerState:
-  """Returns a server's first state, sharing no buffer with `params`."""
+  """Returns a server's first state, sharing no buffer with `params`.
+
+  Warns of more than 3,000 leaves. A step of SGD's server is compiled in 1 s of
+  a core for 100 leaves, 8 s for 1,000 and half a minute for 3,000, and each
+  leaf is passed with each message.
+  """
+  count = len(jax.tree.leaves(params))
+  if count > _MANY_LEAVES:
+    warnings.warn(
+      f"the parameters have {count:,} leaves, and a server's step takes minutes"
+      f" to compile for more than {_MANY_LEAVES:,}: stack those of one shape"
+      " (jax.tree.map over jnp.stack), or make all of them one vector"
+      " (jax.flatten_util.ravel_pytree)",
+      stacklevel=2,
+    )
   # Copied, because a state that holds the parameters would donate them.
   return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))

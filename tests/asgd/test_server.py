@@ -172,3 +172,35 @@ def test_every_must_be_a_positive_whole_number(every):
 def test_a_negative_bound_is_refused():
   with pytest.raises(ValueError, match="bound must be 0 or more, not -1"):
     server.max_staleness(-1)
+
+
+@pytest.mark.parametrize(
+  ("params", "leaf"),
+  [
+    ({"w": jnp.ones(2), "table": [np.arange(3)]}, r"\['table'\]\[0\]"),
+    (np.arange(3), "itself"),
+    ({"mask": jnp.ones(2, bool)}, r"\['mask'\]"),
+  ],
+)
+def test_a_parameter_that_cannot_be_trained_is_named(params, leaf):
+  with pytest.raises(ValueError, match=f"parameter {leaf} is of .* float32"):
+    make().init(params)
+
+
+def test_statistics_may_be_of_any_dtype():
+  variables = base.Variables({"w": jnp.ones(2)}, {"count": jnp.int32(0)})
+  assert make().init(variables).params.stats["count"].dtype == jnp.int32
+
+
+def test_a_norm_over_many_leaves_is_a_loop_with_the_same_sum():
+  few = [np.float32(1 + 0.1 * i) * np.ones((2, 3)) for i in range(100)]
+  many = [*few, np.full((2, 3), 0.3, np.float32), np.zeros((0, 3))]
+
+  def additions(tree):
+    equations = jax.make_jaxpr(server.rms)(tree).eqns
+    return sum(str(equation.primitive) == "add" for equation in equations)
+
+  assert additions(few) >= 99
+  assert additions(many) < 9
+  expected = np.sqrt(np.mean(np.square(np.concatenate(many))))
+  np.testing.assert_allclose(jax.jit(server.rms)(many), expected, rtol=1e-5)

@@ -149,7 +149,7 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, name):
   kit.assert_one_line(result, message)
   assert result.stdout == ""
   assert not workdir.exists()
-  assert len(result.stderr) < 2000
+  assert len(result.stderr) <= 601
 
 
 @pytest.mark.parametrize(

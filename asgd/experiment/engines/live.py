@@ -131,10 +131,10 @@ class ShardNews:
   ):
     """Starts with nothing told of a cell that had received so many messages;
     `resumed` if its journals held something."""
-    self._workers, self._message = live.setup.workers, message
+    self._message = message
     self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
     self._resumed = resumed
-    self._gathers = live.setup.together and not message
+    self._gathers = 0 if message else live.setup.gathered
     self._in_memory = (live.memory / "shard-0" / "messages").exists()
 
   def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -155,11 +155,12 @@ class ShardNews:
         f" {back.message}{_why(back)}"
       )
     if self._gathers and status[0]["received"]:
-      self._gathers, there = False, len(status[0]["workers"])
+      wanted, there = self._gathers, len(status[0]["workers"])
+      self._gathers = 0
       # At the end of a short run they have left already.
-      if there < self._workers and not status[0]["stopped"]:
+      if there < wanted and not status[0]["stopped"]:
         news.append(
-          f"it began with only {there} of {self._workers} workers; the others"
+          f"it began with only {there} of {wanted} workers; the others"
           " may still come"
         )
     return news
@@ -256,7 +257,7 @@ class LiveEngine(engines.Engine):
     news = self.cluster.check()
     if self._replaced() != before:
       self._claim.note(self._replaced())
-    status = self.cluster.status()
+    status = self._status()
     if status is None:
       return engines.Progress(loss=np.empty(0), news=news)
     self._check_files()
@@ -264,12 +265,6 @@ class LiveEngine(engines.Engine):
     new = self._rows(self._received, self._count())
     self._received += len(new.loss)
     figures = self._watch.look(time.monotonic(), new, self._received)
-    plan, refused = self._context.plan, status[0]["refused"]
-    if refused > 3 * plan.workers:  # nothing else comes, and none is applied
-      what = f"the last {refused} messages were not finite, at message"
-      what += f" {status[0]['received']}"
-      name = self._context.cell.name
-      raise engines.NotFinite(parameter_server.not_finite(plan, what, name))
     self._look_for(until, status)
     return engines.Progress(
       loss=new.loss,
@@ -278,6 +273,16 @@ class LiveEngine(engines.Engine):
       news=news,
       figures=figures,
     )
+
+  def _status(self):
+    """The shards' status; NotFinite if nothing finite comes any more."""
+    try:
+      return self.cluster.status()
+    except clusters.MessagesNotFinite as error:
+      plan, cell = self._context.plan, self._context.cell.name
+      raise engines.NotFinite(
+        parameter_server.not_finite(plan, str(error), cell)
+      ) from error
 
   def _look_for(self, until, status):
     """Fetches the parameters of message `until`, if it was received."""
@@ -404,7 +409,7 @@ class LiveEngine(engines.Engine):
     self._ask(self.cluster.pause)
     whole = False
     while not whole and time.monotonic() < end:
-      status = self.cluster.status()
+      status = self._status()
       whole = bool(status) and not any(shard["busy"] for shard in status)
       if not whole:
         time.sleep(_LOOK)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import algorithms, base, names, problems, transforms
+from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run, Setting
@@ -37,10 +38,10 @@ def _axes(value: Any, key: str) -> dict[str, int]:
   if not isinstance(axes, Mapping):
     raise ValueError(
       f"config.{key} must be a dict of axes and their sizes, or a text as in"
-      f" data:2,tensor:4, not {value!r}"
+      f" data:2,tensor:4, not {shown(value)}"
     )
   if len(axes) < len(pairs):
-    raise ValueError(f"config.{key} names an axis twice: {value!r}")
+    raise ValueError(f"config.{key} names an axis twice: {shown(value)}")
   for axis, size in axes.items():
     if axis not in _AXES:
       nearest = names.nearest(axis, _AXES)
@@ -49,7 +50,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(axes.values()).count(-1) > 1:
     raise ValueError(
-      f"config.{key}: only one axis can be -1, for what is left: {value!r}"
+      f"config.{key}: only one axis can be -1, for what is left: {shown(value)}"
     )
   axes = {axis: axes[axis] for axis in _AXES if axis in axes}
   return {meshes.DATA: 1, **axes} if axes else {}
@@ -83,7 +84,7 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   if not isinstance(value, Mapping) or "name" not in value:
     raise ValueError(
       f"config.{key} must be the name of an optimizer of optax, or a dict with"
-      f" its name and options, not {value!r}"
+      f" its name and options, not {shown(value)}"
     )
   with checks.blame(f"{key}.name"):
     maker = names.lookup("optimizer", value["name"], optimizers())
@@ -105,7 +106,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   if not isinstance(value, Mapping):
     raise ValueError(
       f"config.{key} must be None or a dict of {', '.join(fields)}, not"
-      f" {value!r}"
+      f" {shown(value)}"
     )
   _refuse_unknown(value, fields, key)
   with checks.blame(key):

@@ -22,6 +22,7 @@ from asgd import (
 )
 from asgd import server as server_lib
 from asgd import worker as worker_lib
+from asgd.checks import shown
 from asgd.experiment import checks, storage
 from asgd.experiment.engines import Column
 from asgd.experiment.schema import Open, Run, Setting
@@ -120,7 +121,7 @@ def check(run: Run) -> None:
   if type(backup) is not int or backup < 0:
     raise ValueError(
       "config.order.backup must be a whole number from 0, below the number of"
-      f" workers, not {backup!r}"
+      f" workers, not {shown(backup)}"
     )
   with checks.blame("durations", tuple(run.config["durations"])):
     times = durations.build(**run.config["durations"])

@@ -12,15 +12,21 @@ from asgd.live.links.base import Disconnected
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 
-_ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
-
 Status = dict[str, Any]  # of a shard, see `Shard.status`
+_ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
+_TRIES = 3  # for each place: messages that may be refused before a run ends
+
+
+class MessagesNotFinite(ValueError):
+  """Workers hand in NaN or infinity over and over: nothing else will come."""
 
 
 def finished(status: Sequence[Status] | None) -> bool:
   """Whether every job was received, by all shards, as their status says."""
-  return bool(status) and status[0]["stopped"] and not any(
-    shard["busy"] for shard in status
+  return (
+    bool(status)
+    and status[0]["stopped"]
+    and not any(shard["busy"] for shard in status)
   )
 
 
@@ -86,10 +92,16 @@ class LiveCluster(abc.ABC):
 
   def status(self) -> list[Status] | None:
     """Returns each `Shard.status`, None while a shard is being replaced.
-    Workers that were taken for dead are replaced."""
+    Workers that were taken for dead are replaced. Raises MessagesNotFinite for
+    more refused messages, in a row or of one job, than three for each place."""
     statuses = self._ask_status()
-    if statuses and statuses[0]:
-      self._end_lost_workers(statuses[0])
+    if statuses and (lead := statuses[0]):
+      if lead["refused"] > _TRIES * self.setup.workers:
+        raise MessagesNotFinite(
+          f"{lead['refused']} messages, in a row or of one job, were not"
+          f" finite, at message {lead['received']}"
+        )
+      self._end_lost_workers(lead)
       self._refilled.clear()
     return statuses if statuses and all(statuses) else None
 

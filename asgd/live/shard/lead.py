@@ -1,5 +1,7 @@
 """The lead (shard 0): decides which worker starts and what is received."""
 
+import collections
+
 from asgd import base
 from asgd.live import frames
 from asgd.live.deadlines import WorkerWatch
@@ -24,8 +26,17 @@ class Lead(Role):
     )
     self.watch = WorkerWatch(setup.ladder, self.time)
     self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
+    self._unfinite = 0  # messages that were not finite, in a row
+    self._tries: collections.Counter[int] = (
+      collections.Counter()
+    )  # those by job
     # Of a consistent run: followers that have their part of a message.
     self._prepared: dict[Key, set[int]] = {}
+
+  @property
+  def refused(self) -> int:
+    """Messages that were not finite: in a row, or of one job."""
+    return max(self._unfinite, *self._tries.values(), 0)
 
   def outdated(self, worker: int, number: int) -> bool:
     """A holder with a number is the present one, or its tickets died."""
@@ -52,15 +63,17 @@ class Lead(Role):
   def push(self, frame: Frame) -> None:
     """The message of an open ticket has come."""
     key = frame.worker, frame.seq
+    started = self.dispatcher.open(frame.worker)[frame.seq]
     if not frame.flag:
-      self.refused += 1
+      self._unfinite += 1
+      self._tries[started.job] += 1
       self.dispatcher.reject(*key, self.time)
       self.expel(frame.worker)
       return
-    self.refused = 0
+    self._unfinite = 0
+    self._tries.pop(started.job, None)
     self.state.pushed[key] = frame
-    began = self.dispatcher.open(frame.worker)[frame.seq].time
-    self.watch.ended(began, self.time)
+    self.watch.ended(started.time, self.time)
     self._consider(key)
 
   def hear(self, frame: Frame, say: Say) -> None:
@@ -110,9 +123,8 @@ class Lead(Role):
     """Whether workers are still to come, and the ladder gives them time."""
     setup = self.setup
     return (
-      setup.together
-      and not self.state.seqs
-      and len(self.dispatcher.workers) < setup.workers
+      not self.state.seqs
+      and len(self.dispatcher.workers) < setup.gathered
       and self.time - self.watch.awake < setup.ladder.start
     )
 

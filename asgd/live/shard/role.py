@@ -20,7 +20,7 @@ class Role:
 
   decides = False  # writes rows of its own, not only what the lead wrote
   stopped = False  # every job is received, as far as this shard decides that
-  refused = 0  # messages that were not finite, in a row
+  refused = 0  # messages that were not finite: in a row, or of one job
 
   def __init__(
     self, index: int, state: ShardState, journal: FileJournal, now: float

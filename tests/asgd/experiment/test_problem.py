@@ -14,6 +14,7 @@ from asgd.experiment import problem, schema
 GPT = {"name": "gpt", "depth": 1, "width": 8, "heads": 2}
 BERT = {"name": "bert", "depth": 1, "width": 8, "heads": 2}
 TEXT = {"name": "pydoc", "context": 8}
+TOPICS, DIGITS = {"name": "topics"}, {"name": "digits"}
 
 
 def load(data, model, **config):
@@ -115,3 +116,25 @@ def test_a_model_that_does_not_fit_is_told(name):
   with pytest.raises(ValueError, match=message) as caught:
     load(data, model)
   assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("data", "model", "message"),
+  [
+    (TEXT, {**GPT, "depth": 10**9}, "^config.model.depth must be at most 200"),
+    (TEXT, {**GPT, "width": True}, "^config.model.width must be .* not True"),
+    (TOPICS, {**BERT, "heads": True}, "^config.model.heads must be"),
+    (TOPICS, {**BERT, "epsilon": "x"}, "^config.model.epsilon must"),
+    (DIGITS, {"name": "cnn", "norm": 3}, "^config.model: unknown norm 3"),
+  ],
+)
+def test_a_wrong_model_is_told_before_data_are_loaded(
+  data, model, message, monkeypatch
+):
+  def load_nothing(*args, **kwargs):
+    raise AssertionError("data are loaded")
+
+  for place in (problem.text, problem.sentences, problem.data):
+    monkeypatch.setattr(place, "load", load_nothing)
+  with pytest.raises(ValueError, match=message):
+    load(data, model)

@@ -458,10 +458,13 @@ MISTAKES = {
     {"runs": {"a": {"recipe": "asgd", "weight_decay": True}}},
     "^config.runs.a.weight_decay must be a number .* not True",
   ),
-  "seed": ({"durations": {"name": "gamma", "seed": "x"}}, "config.*durations"),
+  "seed": (
+    {"durations": {"name": "gamma", "seed": "x"}},
+    "^config.durations.seed must be a whole number, 0 or more, not 'x'$",
+  ),
   "huge": (
     {"model": {"name": "mlp", "hidden": (10**12,)}},
-    "parameters; use at most",
+    "^config.model: each width of hidden must be at most 1000000, not 1000000",
   ),
   "infinite": ({"durations": {"name": "constant", "mean": 1e999}}, "not inf$"),
   "misfit": ({"model": {"name": "cnn", "features": (8, 8, 8, 8)}}, "8"),
@@ -474,7 +477,11 @@ MISTAKES = {
     "^config.runs.a.workers must be .* not 0",
   ),
   "only": ({"only": ("dana",)}, "unknown label in config.only 'dana'"),
-  "object": ({"seeds": object()}, "a config holds numbers"),
+  "object": ({"seeds": object()}, "^config.seeds is <object .*a config holds"),
+  "array": (
+    {"model": {"name": "mlp", "hidden": np.arange(3)}},
+    "^config.model.hidden is array.*, and a config holds numbers",
+  ),
   "short": (
     {"runs": {"a": {"recipe": "diloco"}}},
     "1 is 44 batches, and one message from each of 8 workers takes 4000",
@@ -631,6 +638,22 @@ def test_what_is_wrong_with_a_config_is_named(name):
   config, message = MISTAKES[name]
   with pytest.raises(ValueError, match=message):
     build(**config)
+
+
+def test_a_required_placeholder_without_a_value_is_named():
+  missing = ml_collections.config_dict.required_placeholder(str)
+  config = ml_collections.ConfigDict({"runs": ASGD, "data": {"name": missing}})
+  message = "^config.data.name is a required placeholder without a value"
+  with pytest.raises(ValueError, match=message):
+    schema.resolve(config, ENGINES)
+
+
+@pytest.mark.parametrize("key", ["seeds", "workers", "epochs", "batch_size"])
+@pytest.mark.parametrize("value", [None, [None], {}, "x", 10**400])
+def test_a_shared_key_of_the_wrong_kind_is_named_in_short(key, value):
+  with pytest.raises(ValueError, match=f"^config.{key} must be ") as caught:
+    resolved(**{key: value})
+  assert len(str(caught.value)) < 250
 
 
 def test_large_values_that_are_taken_can_be_computed_with():

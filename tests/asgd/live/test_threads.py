@@ -440,6 +440,23 @@ def test_rounds_with_a_backup_drop_who_is_late(float64):
 # Faults.
 
 
+@pytest.mark.parametrize("spoilt", [range(JOBS), [5]], ids=["all", "one"])
+def test_jobs_that_are_never_finite_end_the_run(spoilt):
+  def batch(worker, job):
+    values = kit("asgd").batch(worker, job)
+    return jax.tree.map(lambda x: x * np.nan if job in spoilt else x, values)
+
+  with live(kit("asgd"), batch=batch) as run:
+    with pytest.raises(clusters.MessagesNotFinite) as caught:
+      drive(run.cluster)
+    assert "messages, in a row or of one job, were not finite" in str(
+      caught.value
+    )
+    tries = run.trace().job[run.trace().action == base.REJECT]
+    assert len(tries) > 3 * WORKERS
+    assert set(tries.tolist()) <= set(spoilt)
+
+
 @pytest.mark.parametrize(
   ("name", "rules"),
   [

@@ -586,6 +586,14 @@ def test_vmap_over_models_agrees_with_one_by_one():
     (lambda: models.resnet(10, depth=18), r"6 n \+ 2 .* not 18"),
     (lambda: models.wide_resnet(10, depth=20), r"6 n \+ 4 .* not 20"),
     (lambda: models.wide_resnet(10, widen=0), "widen .* not 0"),
+    (lambda: models.mlp(10, hidden=[8] * 201), "201 widths; use at most"),
+    (lambda: models.mlp(10, hidden=[10**9]), "hidden must be at most 1000000"),
+    (lambda: models.cnn(10, features=[10**9]), "features must be at most 1"),
+    (lambda: models.cnn(10, hidden=10**9), "hidden must be at most 1000000"),
+    (lambda: models.cnn(10, groups=10**9), "groups must be at most 1000000"),
+    (lambda: models.resnet(10, depth=6 * 10**9 + 2), "at most 200, not 6000"),
+    (lambda: models.wide_resnet(10, depth=10**9), "depth must be at most 200"),
+    (lambda: models.wide_resnet(10, widen=10**9), "widen must be at most 1000"),
   ],
 )
 def test_a_bad_value_is_refused_with_a_remedy(make, message):

@@ -121,6 +121,11 @@ MISTAKES = {
   "width": ({"width": True}, "width must be a positive whole number, not True"),
   "heads": ({"heads": 3}, "3 does not divide 128"),
   "context": ({"context": -1}, "context must be a positive whole number"),
+  "deep": ({"depth": 10**9}, "depth must be at most 200, not 1000000000"),
+  "wide": ({"width": 10**9}, "width must be at most 1000000, not 1000000000"),
+  "many": ({"heads": 10**9}, "heads must be at most 1000000, not 1000000000"),
+  "long": ({"context": 10**9}, "context must be at most 1000000, not"),
+  "text": ({"dropout": "1"}, r"dropout must be in \[0, 1\), not '1'"),
   "dropout": ({"dropout": 1}, r"dropout must be in \[0, 1\), not 1"),
 }
 

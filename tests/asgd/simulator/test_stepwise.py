@@ -8,6 +8,7 @@ import pytest
 from asgd import algorithms, orders, problems, simulator
 from asgd import worker as worker_lib
 from asgd.orders import durations
+from asgd.simulator import steps
 
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 
@@ -156,6 +157,15 @@ def test_more_workers_than_the_algorithm_was_built_for_are_refused():
   )
   with pytest.raises(ValueError, match="built for 2 workers, the simulation"):
     host.init(PROBLEM.init(jax.random.key(0)), 3)
+
+
+def test_many_leaves_are_warned_of(monkeypatch):
+  server = algorithms.build("asgd", 0.01, 2).server()
+  monkeypatch.setattr(steps, "_MANY_LEAVES", 3)
+  simulator.start(server, [np.ones(2)] * 3)
+  message = "the parameters have 4 leaves, .* more than 3: stack those"
+  with pytest.warns(UserWarning, match=message):
+    simulator.start(server, [np.ones(2)] * 4)
 
 
 def test_cuts_are_after_each_receive():

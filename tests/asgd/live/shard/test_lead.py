@@ -217,12 +217,13 @@ def test_a_message_that_is_not_finite_costs_the_place():
   assert bench.rows(start=6) == ["reject 0:0", "lost 0:1", "leave 0:0"]
   second.push()  # gets the job that was refused
   assert bench.rows(start=9) == ["receive 1:2", "send 1:0"]
-  assert bench.lead.role.refused == 0  # in a row
+  assert bench.lead.role.refused == 1  # of job 0
   first.hello()
   assert first.listen() == [
     *("welcome 1", "ticket 2: job 1 v1", "ticket 3: job 4 v1"),
   ]
   bench.finish()
+  assert bench.lead.role.refused == 0
   bench.check_once()
   bench.check_replay()
 
@@ -324,6 +325,34 @@ def test_nobody_waits_for_ever_for_who_does_not_come():
     bench.tick(now)
     for hand in (first, second):
       assert sum("ticket" in said for said in hand.listen()) == tickets
+
+
+def test_the_first_round_waits_for_a_worker_for_each_of_its_messages():
+  setup = one(ladder=Ladder(start=10.0), rules=Rules(round=2))
+  bench = Bench(setup, "ssgd", every=2)
+  first = bench.join(0)
+  assert first.listen() == ["welcome 0"]
+  second = bench.join(1)
+  first.push()
+  assert first.listen() == ["ticket 0: job 0 v0"]  # the round is not over
+  second.push()
+  assert bench.rows(start=2) == [
+    *("send 0:0", "send 1:1", "receive 0:0", "receive 1:1"),
+    *("send 0:2", "send 1:3"),
+  ]
+
+
+def test_a_round_that_lacks_a_worker_is_made_by_the_others_in_the_end():
+  setup = one(ladder=Ladder(start=10.0), rules=Rules(round=2, backup=1))
+  bench = Bench(setup, "ssgd", every=2, drop_late=True)
+  bench.join(0)
+  second = bench.join(1)
+  bench.tick(9.0)
+  assert second.listen() == ["welcome 0"]
+  bench.tick(10.0)
+  assert second.listen() == ["ticket 0: job 1 v0"]
+  bench.finish()
+  bench.check_once()
 
 
 def test_a_shard_that_comes_back_waits_for_nobody():

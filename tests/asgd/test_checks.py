@@ -1,0 +1,65 @@
+"""Checks of arguments: what is refused, and how errors show it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from asgd import checks, names
+
+NO_NUMBERS = ("3", None, [1.0], {}, True, math.nan, math.inf, 10**400)
+
+
+@pytest.mark.parametrize(
+  "check", [checks.fraction, checks.positive, checks.nonnegative]
+)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: str(value)[:9])
+def test_what_is_no_finite_number_is_named(check, value):
+  with pytest.raises(ValueError, match=r"^rate must be .*, not "):
+    check("rate", value)
+
+
+def test_numbers_of_numpy_are_numbers():
+  checks.fraction("rate", np.float32(0.5))
+  checks.positive("rate", np.int64(3))
+  checks.nonnegative("rate", np.zeros(()))
+
+
+def test_a_whole_number_may_have_a_largest():
+  assert checks.whole("depth", np.int32(9), most=9) == 9
+  with pytest.raises(ValueError, match="^depth must be at most 9, not 10$"):
+    checks.whole("depth", 10, most=9)
+
+
+def test_a_long_value_is_shown_without_its_middle():
+  assert checks.shown([1, 2]) == "[1, 2]"
+  text = checks.shown("a" * 5000 + "z")
+  assert len(text) == 120
+  assert text.startswith("'aaa") and text.endswith("z'") and "[...]" in text
+
+
+def make(rate: float, name="plain", *, steps: int | None = None, every=(1,)):
+  return rate + 1, name.upper(), steps and steps + 1, [*every]
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"rate": "fast"}, "rate must be a number, not 'fast'"),
+    ({"rate": 1.0, "name": None}, "name must be a text, not None"),
+    ({"rate": 1.0, "steps": "x"}, "steps must be a number or None, not 'x'"),
+    ({"rate": 1.0, "every": 2}, "every must be a list, not 2"),
+  ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(kwargs, message):
+  with pytest.raises(ValueError) as caught:
+    names.call("maker", "make", make, kwargs)
+  assert str(caught.value) == message
+
+
+def test_a_failure_of_another_reason_is_left_as_it_is():
+  def fail(rate=1.0):
+    return rate + "x"
+
+  with pytest.raises(TypeError):
+    names.call("maker", "fail", fail, {"rate": 2.0})
