@@ -1,6 +1,7 @@
 """What all clusters do: ask shards, replace workers, hand out parameters."""
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,6 +104,10 @@ class LiveCluster(abc.ABC):
         )
       self._end_lost_workers(lead)
       self._refilled.clear()
+      others = filter(None, statuses[1:])
+      if finished([lead]) and any(shard["busy"] for shard in others):
+        with contextlib.suppress(Disconnected):
+          self._ask(Shard.end_open_tickets)
     return statuses if statuses and all(statuses) else None
 
   def params(self, received: int | None = None) -> Any:

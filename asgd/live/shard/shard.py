@@ -149,6 +149,13 @@ class Shard:
     if say:
       say(Frame(frames.EXPEL, worker))
 
+  def end_open_tickets(self) -> None:
+    """All jobs are received by the lead: what is open at another shard, with an
+    order of its own, was lost, and its worker may never say so."""
+    workers = {worker for worker, _ in self.state.tickets}
+    for worker in sorted(workers) if self.index and self.role.decides else ():
+      self._leave(worker)
+
   def pause(self) -> None:
     """Starts nothing new, at any worker."""
     for worker in () if self.index else self.role.dispatcher.workers:

@@ -194,7 +194,8 @@ class _Run:
 
   def _remove_memory(self, fault):
     shutil.rmtree(self._folder / "memory", ignore_errors=True)
-    return self._kill("shard", fault)
+    self._kill("shard", fault)
+    return True
 
   def _flip(self, fault):
     paths = sorted((self._folder / "memory").glob("shard-*/snapshot.json"))

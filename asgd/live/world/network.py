@@ -163,8 +163,7 @@ class Network:
     self.spoiled = 0
     self.sleep = scheduler.sleep
 
-  def _socket(self):
-    owner = self.scheduler.current
+  def _socket(self, owner):
     sock = Socket(self, owner)
     if owner:
       owner.at_end.append(sock.close)
@@ -172,7 +171,8 @@ class Network:
 
   def listen(self, path: Path) -> Socket:
     """See `sockets.Network`."""
-    sock = self._listeners[str(path)] = self._socket()
+    sock = self._socket(self.scheduler.current)
+    self._listeners[str(path)] = sock
     return sock
 
   def connect(self, path: Path) -> Socket:
@@ -181,16 +181,17 @@ class Network:
     listener = self._listeners.get(str(path))
     if listener is None or listener.closed:
       raise ConnectionRefusedError
-    ours, theirs = self.pair()
-    theirs.owner = listener.owner
-    listener.owner.at_end.append(theirs.close)
+    ours, theirs = self._pair(listener.owner)
     listener.backlog.append(theirs)
     self.sockets += [ours, theirs]
     return ours
 
   def pair(self) -> tuple[Socket, Socket]:
     """See `sockets.Network`."""
-    one, other = self._socket(), self._socket()
+    return self._pair(self.scheduler.current)
+
+  def _pair(self, owner):
+    one, other = self._socket(self.scheduler.current), self._socket(owner)
     one.peer, other.peer = other, one
     return one, other
 
