@@ -352,7 +352,7 @@ class LiveEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to. Raises ValueError if what the shards wrote
     is not all there."""
-    images = self._ask(self.cluster.images)
+    images = self._images_now()
     self._check_files()
     journals = [read_journal(path) for path in self._journals]
     for path, sink, events, (_, meta) in zip(
@@ -390,9 +390,8 @@ class LiveEngine(engines.Engine):
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is
     lost; None if a shard cannot be asked now."""
-    images = self.cluster.images
     try:
-      images = self._ask(images) if self._insists else images()
+      images = self._images_now() if self._insists else self.cluster.images()
     except Disconnected:
       return None
     if images is None:
@@ -418,15 +417,20 @@ class LiveEngine(engines.Engine):
     return "" if whole else "; some workers did not finish in time"
 
   def _ask(self, question: Callable[[], Any]) -> Any:
-    """Asks the shards something, again if they have no answer yet or one has to
-    be replaced first."""
+    """Asks the shards something, again if one has to be replaced first."""
     while True:
-      with contextlib.suppress(Disconnected):
-        answer = question()
-        if answer is not None:
-          return answer
+      try:
+        return question()
+      except Disconnected:
+        self.cluster.check()
+        time.sleep(_LOOK)
+
+  def _images_now(self) -> list[Any]:
+    """Returns an image of each shard, waiting until there are."""
+    while (images := self._ask(self.cluster.images)) is None:
       self.cluster.check()
       time.sleep(_LOOK)
+    return images
 
   def discard(self) -> None:
     """Removes the shared memory: there is nothing to go on with any more."""
