@@ -89,6 +89,26 @@ class _Tenure:
     return bool(self.for_lead) or any(self.unacked)
 
 
+class Lease:
+  """The right of a place's holder to write to its slots."""
+
+  def __init__(self):
+    self.revoked = False  # another worker has the place
+    self._lock = threading.Lock()  # held while it writes
+
+  def revoke(self) -> None:
+    """Ends it: when this returns, nothing is written any more."""
+    with self._lock:
+      self.revoked = True
+
+  def use(self, write: Callable[[], None]) -> bool:
+    """Writes; False, and nothing is written, once it was revoked."""
+    with self._lock:
+      if not self.revoked:
+        write()
+      return not self.revoked
+
+
 class WorkerLoop:
   """One holder of a place, and, if it is expelled, the next one as well."""
 
@@ -115,8 +135,7 @@ class WorkerLoop:
     self._slowdown = factors[0] if factors else 1.0
     self._faults, self._span = faults, span or (lambda span: None)
     self.draining = False
-    self.revoked = False  # another worker has its place
-    self._writing = threading.Lock()  # held while a message is written
+    self._lease = Lease()
     self._drain_said = False
     self._shards = range(len(memories))
     self._tenure = _Tenure(len(memories))
@@ -129,15 +148,14 @@ class WorkerLoop:
   def revoke(self) -> None:
     """Takes the place away: when this returns, the loop writes to no slot any
     more, whatever it is doing now."""
-    with self._writing:
-      self.revoked = True
+    self._lease.revoke()
 
   def run(self) -> str:
     """Works until there is no more to do. Returns "stopped" when all jobs are
     received, "left" if it was drained, "replaced" if another worker took its
     place."""
     self._say(0, self._hello())
-    while not self.revoked:
+    while not self._lease.revoked:
       if self.draining and not self._drain_said:
         self._drain_said = True
         self._say(0, Frame(frames.DRAIN, self._worker))
@@ -319,12 +337,12 @@ class WorkerLoop:
     """Writes a message to its slots; False if they are another worker's."""
     plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
     parts = [message] if plan is None else sharding.split(plan, message)
-    with self._writing:
-      if self.revoked:
-        return False
+
+    def write():
       for shard, memory in enumerate(self._memories):
         memory.write(MESSAGES, job.tickets[shard].message, parts[shard], stamp)
-    return True
+
+    return self._lease.use(write)
 
   def _push(self, shard, frame):
     self._tenure.unacked[shard][frame.seq] = frame

@@ -21,8 +21,8 @@ from asgd.live.resume import agree
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
-from asgd.live.world.network import Network
-from asgd.live.world.scheduler import Hung, Process, Scheduler
+from asgd.live.world.network import SimulatedNetwork
+from asgd.live.world.scheduler import Process, Scheduler, Stuck
 from asgd.live.world.storage import Disk, Memory
 
 _ANSWER = 60.0  # seconds in which a shard answers
@@ -33,7 +33,7 @@ class World(NamedTuple):
   """What a run stands on."""
 
   scheduler: Scheduler
-  network: Network
+  network: SimulatedNetwork
   disk: Disk
   folder: Path  # of its files and its memory
   skew: list[float]  # seconds by which its clock has jumped
@@ -201,7 +201,7 @@ class WorldCluster(LiveCluster):
         )
       done = answer is not None and answer.done()
       if answer is not None and not (done or process.doomed):
-        raise Hung(f"{process.name} does not answer")
+        raise Stuck(f"{process.name} does not answer")
       with contextlib.suppress(Disconnected):
         out.append((answer.result(),) if done else None)
         continue

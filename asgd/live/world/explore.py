@@ -19,9 +19,9 @@ from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
 from asgd.live.world.cluster import Training, World, WorldCluster
-from asgd.live.world.network import Network
-from asgd.live.world.scenario import Fault, Scenario
-from asgd.live.world.scheduler import Hung, Scheduler
+from asgd.live.world.network import SimulatedNetwork
+from asgd.live.world.scenario import Injection, Scenario
+from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.live.world.storage import Disk, flip
 
 _LOOK = 0.1  # seconds between two looks of the driver
@@ -35,7 +35,7 @@ _REASON = re.compile(r"[0-9/][^ ]*")  # what differs between two like errors
 
 
 @dataclasses.dataclass
-class Outcome:
+class SeedResult:
   """What became of a scenario."""
 
   seed: int
@@ -54,24 +54,24 @@ class _Run:
 
   def __init__(self, drawn: Scenario, folder: Path):
     self._scenario, self._folder = drawn, folder
-    self.outcome = Outcome(drawn.seed)
+    self.outcome = SeedResult(drawn.seed)
     scheduler = Scheduler(drawn.seed)
     self._scheduler = scheduler
-    network, disk = Network(scheduler), Disk(scheduler)
+    network, disk = SimulatedNetwork(scheduler), Disk(scheduler)
     self._world = World(scheduler, network, disk, folder, [0.0])
     rng = random.Random(drawn.seed + 1)
 
     def pause():
       scheduler.sleep(rng.expovariate(1 / _JOB))
 
-    self._training: Training = scenario.training(drawn.setting, pause)
+    self._training: Training = scenario.training(drawn.case, pause)
     self._cluster: WorldCluster | None = None
     self._driver = None
     self._shards: list[Shard] = []
     self._images: list[Any] | None = None  # the last checkpoint
     self._finished = False
 
-  def run(self, keep: Sequence[int]) -> Outcome:
+  def run(self, keep: Sequence[int]) -> SeedResult:
     """Runs with some of the faults."""
     outcome, scheduler = self.outcome, self._scheduler
     for index in keep:
@@ -83,11 +83,11 @@ class _Run:
         self._start(resumed=outcome.restarts > 0)
         outcome.restarts += 1
         if outcome.restarts > _RESTARTS:
-          raise Hung(f"not finished after {_RESTARTS} restarts")
+          raise Stuck(f"not finished after {_RESTARTS} restarts")
       invariants.check(
-        *(self._world, self._training, self._scenario.setting, self._shards)
+        *(self._world, self._training, self._scenario.case, self._shards)
       )
-    except (invariants.Broken, Hung) as error:
+    except (invariants.Broken, Stuck) as error:
       outcome.error = f"{type(error).__name__}: {error}"
     except Exception:
       outcome.error = traceback.format_exc()
@@ -102,7 +102,7 @@ class _Run:
     self._cluster = WorldCluster(
       self._world,
       self._training,
-      kills=self._scenario.setting.kills,
+      kills=self._scenario.case.kills,
       resumed=resumed,
       images=self._images,
     )
@@ -142,7 +142,7 @@ class _Run:
       and not any(shard["busy"] for shard in status)
     )
 
-  def _inject(self, fault: Fault):
+  def _inject(self, fault: Injection):
     """A fault comes, if there is what it happens to."""
     if self._finished or self._cluster is None:
       return
@@ -227,7 +227,7 @@ _INJECT: dict[str, Callable] = {
 }
 
 
-def run_seed(seed: int, keep: Sequence[int] | None = None) -> Outcome:
+def run_seed(seed: int, keep: Sequence[int] | None = None) -> SeedResult:
   """Runs the scenario of a seed, with all its faults or some."""
   drawn = scenario.draw(seed)
   if keep is None:
@@ -251,13 +251,13 @@ def _prepare() -> None:
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def _run_many(seeds: Sequence[int]) -> list[Outcome]:
+def _run_many(seeds: Sequence[int]) -> list[SeedResult]:
   return [run_seed(seed) for seed in seeds]
 
 
 def run_seeds(
   seeds: range, *, jobs: int = 1, keep: Sequence[int] | None = None
-) -> Iterator[Outcome]:
+) -> Iterator[SeedResult]:
   """Yields the outcomes of seeds, in so many processes; `keep` is as in
   `run_seed`."""
   if jobs == 1:
@@ -271,7 +271,7 @@ def run_seeds(
       yield from outcomes
 
 
-def explain(outcome: Outcome, keep: Sequence[int] | None = None) -> str:
+def explain(outcome: SeedResult, keep: Sequence[int] | None = None) -> str:
   """Returns what went wrong at a seed, its shortest list of faults, and the
   command that repeats it."""
   fewest = shrink(outcome.seed) if keep is None else list(keep)
@@ -291,7 +291,7 @@ class Tally:
     self.refused: collections.Counter[str] = collections.Counter()
     self.failed: list[int] = []  # seeds
 
-  def add(self, outcome: Outcome) -> None:
+  def add(self, outcome: SeedResult) -> None:
     """Counts one more."""
     self.runs += 1
     self.steps += outcome.steps

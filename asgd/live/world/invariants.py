@@ -12,7 +12,7 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
 from asgd.live.world import scenario as scenario_lib
 from asgd.live.world.cluster import Training, World
-from asgd.live.world.scenario import WORKERS, Setting
+from asgd.live.world.scenario import WORKERS, Case
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -36,17 +36,17 @@ def _require(well, index, text):
 
 
 def check(
-  world: World, training: Training, setting: Setting, shards: Sequence[Shard]
+  world: World, training: Training, case: Case, shards: Sequence[Shard]
 ) -> None:
   """Raises Broken if a finished run is not what it must be."""
   folder, count = world.folder, training.setup.shards
   journals = [read_journal(journal_path(folder, i)) for i in range(count)]
-  _check_jobs(journals, training, setting)
+  _check_jobs(journals, training, case)
   for index, events in enumerate(journals):
     # In rounds a worker may start one more before the first is received; other
     # shards may still hold what the lead has closed.
-    free = index or setting.rules.round
-    depth = math.inf if free else setting.rules.depth
+    free = index or case.rules.round
+    depth = math.inf if free else case.rules.depth
     try:
       trace.check(events, depth=depth)
     except ValueError as error:
@@ -70,7 +70,7 @@ def _in_state(events: Sequence[Event]) -> list[Event]:
   return [events[row] for row in ledger.received]
 
 
-def _check_jobs(journals, training, setting):
+def _check_jobs(journals, training, case):
   jobs = list(range(training.setup.jobs))
   received = [_in_state(events) for events in journals]
   lead = sorted(event.job for event in received[0])
@@ -79,7 +79,7 @@ def _check_jobs(journals, training, setting):
   names = [event.key for event in received[0]]
   for index, others in enumerate(received[1:], 1):
     keys = [event.key for event in others]
-    if setting.consistent:
+    if case.consistent:
       _require(keys == names, 1, f"shard {index} received {keys}, not {names}")
     _require(len(set(keys)) == len(keys), 0, f"shard {index} received {keys}")
     back = any(e.action == base.ROLLBACK for e in journals[index])

@@ -19,7 +19,7 @@ _ROOM = 2**12  # bytes that a socket holds for its reader
 class Socket:
   """One end of a connection, or a listener."""
 
-  def __init__(self, network: "Network", owner: Process | None):
+  def __init__(self, network: "SimulatedNetwork", owner: Process | None):
     self.network, self.owner = network, owner
     self.peer: Socket | None = None
     self.data = bytearray()  # that has come
@@ -106,7 +106,7 @@ class Socket:
 class Selector:
   """Waits for sockets."""
 
-  def __init__(self, network: "Network"):
+  def __init__(self, network: "SimulatedNetwork"):
     self._network = network
     self._keys: dict[Socket, selectors.SelectorKey] = {}
 
@@ -151,7 +151,7 @@ class Selector:
     return self._events()
 
 
-class Network:
+class SimulatedNetwork:
   """All sockets of a world."""
 
   def __init__(self, scheduler: Scheduler):

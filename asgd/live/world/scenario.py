@@ -40,7 +40,7 @@ _LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 ROOT = jax.random.key(0)
 
 
-class Fault(NamedTuple):
+class Injection(NamedTuple):
   """A fault of a world."""
 
   step: int  # of the scheduler
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
   seconds: float  # of a stop or a jump
 
 
-class Setting(NamedTuple):
+class Case(NamedTuple):
   """A run without its faults."""
 
   recipe: str
@@ -62,18 +62,18 @@ class Setting(NamedTuple):
   kills: bool = True  # as processes; False: as threads
 
 
-SETTINGS = (
-  Setting("asgd"),
-  Setting("dana_zero", Rules(depth=2), log=4),
-  Setting("dana_zero", kills=False),
-  Setting("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
-  Setting("ssgd", Rules(round=2, backup=1), kills=False),
+CASES = (
+  Case("asgd"),
+  Case("dana_zero", Rules(depth=2), log=4),
+  Case("dana_zero", kills=False),
+  Case("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
+  Case("ssgd", Rules(round=2, backup=1), kills=False),
   # The third is given up, wakes, and finds that another has its place.
-  Setting("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 60.0), kills=False),
-  Setting("asgd", Rules(bound=1), shards=2),
-  Setting("asgd", Rules(depth=2), shards=2, kills=False),
-  Setting("dana_zero", shards=2, consistent=True),
-  Setting("asgd", shards=2, consistent=True, clip=True, log=4),
+  Case("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 60.0), kills=False),
+  Case("asgd", Rules(bound=1), shards=2),
+  Case("asgd", Rules(depth=2), shards=2, kills=False),
+  Case("dana_zero", shards=2, consistent=True),
+  Case("asgd", shards=2, consistent=True, clip=True, log=4),
 )
 
 
@@ -81,16 +81,16 @@ class Scenario(NamedTuple):
   """A run with its faults; of a seed."""
 
   seed: int
-  setting: Setting
-  faults: tuple[Fault, ...]
+  case: Case
+  faults: tuple[Injection, ...]
 
 
 def draw(seed: int) -> Scenario:
   """Returns the scenario of a seed."""
   rng = random.Random(seed)
-  setting = rng.choice(SETTINGS)
+  case = rng.choice(CASES)
   faults = [
-    Fault(
+    Injection(
       int(_STEPS ** rng.uniform(0.4, 1.0)),
       rng.choice(KINDS),
       rng.random(),
@@ -98,7 +98,7 @@ def draw(seed: int) -> Scenario:
     )
     for _ in range(rng.randint(0, _MOST_FAULTS))
   ]
-  return Scenario(seed, setting, tuple(sorted(faults)))
+  return Scenario(seed, case, tuple(sorted(faults)))
 
 
 def _loss(params, batch, key):
@@ -114,7 +114,7 @@ def batch(worker: int, job: int) -> np.ndarray:
   return rng.standard_normal((4, 3), np.float32)
 
 
-class Recipe(NamedTuple):
+class CompiledRecipe(NamedTuple):
   """A recipe, compiled once for all scenarios."""
 
   server: base.Server
@@ -124,7 +124,7 @@ class Recipe(NamedTuple):
 
 
 @functools.cache
-def recipe(name: str, clip: bool) -> Recipe:
+def recipe(name: str, clip: bool) -> CompiledRecipe:
   """Returns a recipe of `asgd.algorithms` for a small network."""
   made = algorithms.build(name, 0.05, WORKERS)
   if clip:
@@ -138,19 +138,19 @@ def recipe(name: str, clip: bool) -> Recipe:
     "out": rng.standard_normal(4, np.float32),
   }
   steps = simulator.compile_steps(server, worker)
-  return Recipe(server, worker, steps, params)
+  return CompiledRecipe(server, worker, steps, params)
 
 
-def training(setting: Setting, pause) -> Training:
-  """Returns what a setting trains; `pause()` lets the time of a job go by."""
-  server, worker, steps, params = recipe(setting.recipe, setting.clip)
+def training(case: Case, pause) -> Training:
+  """Returns what a case trains; `pause()` lets the time of a job go by."""
+  server, worker, steps, params = recipe(case.recipe, case.clip)
   plan = None
-  if setting.shards > 1:
-    plan = sharding.make_plan(params, setting.shards)
+  if case.shards > 1:
+    plan = sharding.make_plan(params, case.shards)
   setup = Setup(
-    *(setting.rules, WORKERS, JOBS, setting.shards, setting.consistent),
-    totals=setting.clip,
-    log=setting.log,
+    *(case.rules, WORKERS, JOBS, case.shards, case.consistent),
+    totals=case.clip,
+    log=case.log,
     ladder=_LADDER,
     together=True,
   )
@@ -161,16 +161,16 @@ def training(setting: Setting, pause) -> Training:
 
   duty = Duty(
     *(steps.work, worker.init, after_a_while, ROOT, params, plan),
-    consistent=setting.consistent,
-    depth=setting.rules.depth,
-    slowdown=setting.slowdown,
+    consistent=case.consistent,
+    depth=case.rules.depth,
+    slowdown=case.slowdown,
   )
   return Training(setup, server, worker, steps, params, plan, duty)
 
 
 def describe(scenario: Scenario, keep: Sequence[int]) -> str:
   """Returns some faults of a scenario, a line each."""
-  lines = [f"seed {scenario.seed}: {scenario.setting}"]
+  lines = [f"seed {scenario.seed}: {scenario.case}"]
   for index in keep:
     fault = scenario.faults[index]
     lines.append(

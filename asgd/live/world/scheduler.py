@@ -17,7 +17,7 @@ _STAYS = 0.6  # probability that a process goes on at once
 _STEP = 2e-4  # seconds between two turns, on average
 
 
-class Hung(Exception):
+class Stuck(Exception):
   """No process can go on, or they go on for too long."""
 
 
@@ -132,16 +132,16 @@ class Scheduler:
       raise Killed
 
   def run(self, until: Callable[[], bool], seconds: float, turns: int) -> None:
-    """Gives turns until a condition holds. Raises Hung if none can go on, or
+    """Gives turns until a condition holds. Raises Stuck if none can go on, or
     after so many seconds, or turns."""
     end = self.now + seconds
     for _ in range(turns):
       if until():
         return
       if self.now > end:
-        raise Hung(f"still running after {seconds:g} s")
+        raise Stuck(f"still running after {seconds:g} s")
       self._turn()
-    raise Hung(f"still running after {turns} turns")
+    raise Stuck(f"still running after {turns} turns")
 
   def _turn(self):
     self.processes = [p for p in self.processes if p.alive]
@@ -156,7 +156,7 @@ class Scheduler:
       ]
       if not times:
         names = ", ".join(process.name for process in self.processes)
-        raise Hung(f"all wait for each other: {names}")
+        raise Stuck(f"all wait for each other: {names}")
       self.now = max(self.now, min(times)) + _STEP * self._rng.random()
       ready = [p for p in self.processes if p.may_go_on(self.now)]
     self.now += self._rng.expovariate(1 / _STEP)
