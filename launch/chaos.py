@@ -41,7 +41,7 @@ from collections.abc import Sequence
 
 from asgd import names
 from asgd.experiment import audit, build, chaos
-from asgd.live.world import explore
+from asgd.live.world import explore, scenario
 from launch import flags
 
 _CONFIG = flags.define_config()
@@ -133,11 +133,22 @@ def _print_finding(what, text, well):
 def _simulate() -> None:
   """Runs in a simulated world; see `asgd.live.world`."""
   count, first, numbers = (_F[x].value for x in ("simulate", "seed", "faults"))
-  keep = numbers and tuple(int(x) for x in numbers if x.isdecimal())
-  if keep and count != 1:
-    raise ValueError("--faults are those of one seed: add --simulate=1")
+  jobs, keep = _F["jobs"].value, None
+  for name, value, least in (("simulate", count, 1), ("jobs", jobs, 1)):
+    if value < least:
+      raise ValueError(f"--{name}={value} must be {least} or more")
+  if numbers is not None:
+    there = len(scenario.draw(first).faults)
+    if count != 1:
+      raise ValueError("--faults are those of one seed: add --simulate=1")
+    if not all(x.isdecimal() and int(x) < there for x in numbers):
+      raise ValueError(
+        f"--faults={','.join(numbers)}: seed {first} has faults 0 to"
+        f" {there - 1}; name some of them, such as --faults=0,1"
+      )
+    keep = [int(x) for x in numbers]
   seeds, tally = range(first, first + count), explore.Tally()
-  for outcome in explore.run_seeds(seeds, jobs=_F["jobs"].value, keep=keep):
+  for outcome in explore.run_seeds(seeds, jobs=jobs, keep=keep):
     tally.add(outcome)
     if outcome.error:
       print(explore.explain(outcome, keep), flush=True)
@@ -148,7 +159,7 @@ def _simulate() -> None:
 
 def main() -> None:
   """Runs, disturbs, audits."""
-  if _F["simulate"].value > 0:
+  if _F["simulate"].value:
     _simulate()
     return
   _check_flags()

@@ -61,6 +61,7 @@ EXPERIMENT_RANKS = {
   "replay": 8,
   "predict": 9,
   "audit": 9,
+  "chaos": 10,
   "comparison": 10,
   "__init__": 11,
 }

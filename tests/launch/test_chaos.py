@@ -9,7 +9,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from asgd.experiment import audit
-from launch import chaos as chaos_lib
+from asgd.experiment import chaos as chaos_lib
+from launch import chaos as command
 
 if not flags.FLAGS.is_parsed():
   flags.FLAGS(["test"])
@@ -104,20 +105,20 @@ def test_flags_that_cannot_be_are_named(name, value, message):
     flagsaver.as_parsed(**{name: value}),
     pytest.raises(ValueError, match=message),
   ):
-    chaos_lib._check_flags()
-    chaos_lib._check_kinds("ray")
+    command._check_flags()
+    command._check_kinds("ray")
 
 
 def test_it_says_what_was_done_and_what_was_never_tried():
   failures = [
     audit.Failure(kind, "a", 0, (), 0, 0) for kind in ("term", "worker", "term")
   ]
-  some = chaos_lib.summary(["term", "worker"], failures)
+  some = command.summary(["term", "worker"], failures)
   assert some == "injected: 1 worker, 2 term"
-  first, second = chaos_lib.summary(chaos_lib.KINDS, failures).splitlines()
+  first, second = command.summary(chaos_lib.KINDS, failures).splitlines()
   assert first == some
   assert second.startswith("never tried: shard, hang, driver; give it more")
-  none = chaos_lib.summary(["driver"], [])
+  none = command.summary(["driver"], [])
   assert none.startswith("injected: nothing\nnever tried: driver;")
 
 
@@ -134,7 +135,7 @@ class Still:
       self.returncode = 0
     return self.returncode
 
-  def check(self):
+  def check(self, patience):
     pass
 
   def working(self):
@@ -165,8 +166,8 @@ def test_a_driver_that_starts_again_takes_no_time_of_the_others(monkeypatch):
   clock = Clock()
   monkeypatch.setattr(chaos_lib, "time", clock)
   victim = Still(clock)
-  with flagsaver.as_parsed(seconds="60", mtbf="2"):
-    chaos_lib._inject(victim, chaos_lib.KINDS, random.Random(0))
+  times = dict(mtbf=2.0, seconds=60.0, patience=180.0)
+  chaos_lib.inject(victim, chaos_lib.KINDS, random.Random(0), **times)
   # Thirty are expected, give or take; each kind comes before any comes again.
   assert 15 <= len(victim.done) <= 45
   assert set(victim.done[:5]) == set(chaos_lib.KINDS)
@@ -191,3 +192,12 @@ def test_a_run_that_hangs_is_ended_and_told(tmp_path):
   )
   assert "nothing has happened for 0.01 s" in result.stderr
   assert "has hung" in result.stderr
+
+
+def test_seeds_of_a_simulated_world_are_tallied():
+  result = kit.call("chaos", "--simulate=3", "--seed=1")
+  assert result.stdout.startswith("3 runs, ")
+  assert re.search(r"kill worker +\d", result.stdout)
+  assert re.search(r"every job is received once +3", result.stdout)
+  result = kit.call("chaos", "--simulate=2", "--faults=0", status=2)
+  kit.assert_one_line(result, "those of one seed: add --simulate=1")
