@@ -6,17 +6,19 @@ the images of one checkpoint, which are of the same row, and the followers take
 over the lead's journal.
 """
 
+import os
 from pathlib import Path
 
 from asgd.live import slots
+from asgd.live.append_only import GO_ON
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 
 
 def agree(setup: Setup, run: Path, memory: Path) -> bool:
   """Returns whether the shards of a run go on from their memory, as far as they
-  have to agree on that. To be called before they are opened; raises ValueError
-  for a journal that cannot be read."""
+  have to agree on that. To be called before they are opened. Raises ValueError
+  for a journal that cannot be read, or written."""
   if not setup.consistent or setup.shards == 1:
     return True
   folders = [Path(memory) / f"shard-{i}" for i in range(setup.shards)]
@@ -28,5 +30,12 @@ def agree(setup: Setup, run: Path, memory: Path) -> bool:
     slots.disown(folder)
   content = paths[0].read_bytes() if paths[0].exists() else b""
   for path in paths[1:]:
-    path.write_bytes(content)
+    temporary = path.with_suffix(".tmp")
+    try:
+      temporary.write_bytes(content)
+      os.replace(temporary, path)
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
+      ) from error
   return False

@@ -27,9 +27,7 @@ class Lead(Role):
     self.watch = WorkerWatch(setup.ladder, self.time)
     self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
     self._unfinite = 0  # messages that were not finite, in a row
-    self._tries: collections.Counter[int] = (
-      collections.Counter()
-    )  # those by job
+    self._tries = collections.Counter[int]()  # those by job
     # Of a consistent run: followers that have their part of a message.
     self._prepared: dict[Key, set[int]] = {}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from asgd.live.clusters.base import finished
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
@@ -129,18 +130,11 @@ class _Run:
       if looks % _SAVES == 0:
         with contextlib.suppress(Disconnected):
           self._images = cluster.images() or self._images
-      if self._has_ended(cluster.status()):
+      if finished(cluster.status()):
         break
       self._scheduler.sleep(_LOOK)
     self._shards = list(cluster.opened)
     self._finished = True
-
-  def _has_ended(self, status):
-    return (
-      bool(status)
-      and status[0]["stopped"]
-      and not any(shard["busy"] for shard in status)
-    )
 
   def _inject(self, fault: Injection):
     """A fault comes, if there is what it happens to."""
