@@ -34,6 +34,19 @@ from asgd.orders import trace as trace_lib
 ROOT = Path(__file__).parent.parent
 DEADLINE = 400  # seconds until a command is taken to hang
 
+# A run of any engine that takes a moment.
+TINY_RUN = {
+  "runs": {"run": {"recipe": "asgd", "momentum": 0.5}},
+  "model": {"name": "mlp", "hidden": (8,)},
+  "workers": (2,),
+  "batch_size": 16,
+  "examples": 384,  # 24 messages
+  "learning_rate": 0.02,
+  "evaluations": 3,
+  "curvature_checks": 0,
+  "evaluation_examples": 32,
+}
+
 
 def close(actual, expected, *, rtol=0.0, atol=1e-12):
   """Asserts that two trees agree, leaf by leaf, within a tolerance."""

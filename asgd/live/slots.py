@@ -102,10 +102,15 @@ def _read_snapshot(folder: Path) -> dict[str, Any] | None:
   raise DamagedSnapshot(f"{path} is damaged and is not used ({reason})")
 
 
+def _is_adopted(folder: Path) -> bool:
+  """Whether all slots are there, and are what a shard's journal refers to."""
+  names = *SlotCounts._fields, _ADOPTED
+  return all((folder / name).exists() for name in names)
+
+
 def is_usable(folder: Path, rows: int) -> bool:
   """Whether a shard with so many rows in its journal can go on from memory."""
-  names = *SlotCounts._fields, _ADOPTED
-  if not all((folder / name).exists() for name in names):
+  if not _is_adopted(folder):
     return False
   try:
     saved = _read_snapshot(folder)
@@ -138,8 +143,7 @@ class SharedMemory:
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.
-    names = *SlotCounts._fields, _ADOPTED
-    self.fresh = not all((self._folder / name).exists() for name in names)
+    self.fresh = not _is_adopted(self._folder)
     *kinds, snapshot = like
     if snapshot is not None:
       self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,6 +10,7 @@ Nothing here waits or looks at a clock: `now` comes with each call, and calls
 come from one thread.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,13 @@ class Shard:
     run that is resumed no worker and no other shard is alive.
     """
     self.index, self.setup = index, setup
+    self._check = functools.partial(
+      frames.check,
+      shard=index,
+      workers=setup.workers,
+      shards=setup.shards,
+      jobs=setup.jobs,
+    )
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
     roles = Lead, Follower if setup.consistent else Independent
@@ -74,9 +82,8 @@ class Shard:
   def handle(self, frame: Frame, say: Say, now: float) -> None:
     """Takes one frame of a peer; `say` is the way back to it. Raises BadFrame
     for what no worker and no shard says, and changes nothing then."""
-    role, kind, worker, setup = self.role, frame.kind, frame.worker, self.setup
-    sizes = dict(workers=setup.workers, shards=setup.shards, jobs=setup.jobs)
-    frames.check(frame, self.index, **sizes)
+    role, kind, worker = self.role, frame.kind, frame.worker
+    self._check(frame)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
       role.hear(frame, say)

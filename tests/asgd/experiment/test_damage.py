@@ -36,18 +36,7 @@ from pipeline.engine import PIPELINE
 
 CASES = int(os.environ.get("ASGD_DAMAGE", "150"))
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
-TINY = {
-  "runs": {"run": {"recipe": "asgd", "momentum": 0.5}},
-  "model": {"name": "mlp", "hidden": (8,)},
-  "workers": (2,),
-  "batch_size": 16,
-  "examples": 384,  # 24 messages
-  "learning_rate": 0.02,
-  "evaluations": 3,
-  "curvature_checks": 0,
-  "evaluation_examples": 32,
-  "checkpoint_seconds": 0.0,
-}
+TINY = {**kit.TINY_RUN, "checkpoint_seconds": 0.0}
 CONFIGS: dict[str, Any] = {
   "simulate": {},
   "mesh": {},

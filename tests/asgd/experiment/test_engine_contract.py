@@ -15,6 +15,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from kit import TINY_RUN
 
 from asgd import experiment
 from asgd.experiment import cells, folder, loop, replay, report, storage
@@ -31,7 +32,7 @@ IN_PROCESS = [name for name in ENGINES if name != "ray"]
 # Real time decides what a run of these computes; a trace says what that was.
 LIVE = ("threads", "ray")
 
-# What a config of an engine has beside TINY, and a key of its section that
+# What a config of an engine has beside TINY_RUN, and a key of its section that
 # there is not.
 CONFIGS = {
   "simulate": {},
@@ -46,17 +47,6 @@ BAD_KEYS = {
   "ray": ("server.shard", "shards"),
   "mesh": ("mesh.zeros", "zero"),
   "pipeline": ("pipeline.stage", "stages"),
-}
-TINY = {
-  "runs": {"run": {"recipe": "asgd", "momentum": 0.5}},
-  "model": {"name": "mlp", "hidden": (8,)},
-  "workers": (2,),
-  "batch_size": 16,
-  "examples": 384,  # 24 messages
-  "learning_rate": 0.02,
-  "evaluations": 3,
-  "curvature_checks": 0,
-  "evaluation_examples": 32,
 }
 
 engines = pytest.mark.parametrize(
@@ -77,7 +67,7 @@ def machine():
 
 def build(engine, **config):
   return experiment.build(
-    {**TINY, "engine": engine, **CONFIGS[engine], **config}, engines=ENGINES
+    {**TINY_RUN, "engine": engine, **CONFIGS[engine], **config}, engines=ENGINES
   )
 
 
