@@ -149,8 +149,16 @@ def _choose(state, name, events, image, resumed):
   memory.forget()
   if image and image[1]["rows"] > len(events):
     raise _Unfit(_too_short(name, events, "checkpoint", image[1]["rows"]))
+  if image and _is_undone(events, image[1]["rows"]):
+    image = None
   # Of a run that is resumed, open tickets die, and nobody needs their slots.
   return _Start(image, intact and not resumed, True, why)
+
+
+def _is_undone(events, rows):
+  """Whether a shard that was at so many rows has since gone back further."""
+  later = events[rows:]
+  return any(e.action == base.ROLLBACK and e.job < rows for e in later)
 
 
 def _too_short(name, events, what, rows):

@@ -308,6 +308,26 @@ def test_killed_again_after_a_rollback_it_does_not_begin_anew():
   bench.check_replay(some=True)
 
 
+def test_a_checkpoint_of_before_a_rollback_is_of_no_use():
+  # A damaged snapshot takes the shard to its beginning; then the memory goes,
+  # before the driver has made a checkpoint of that.
+  bench = Bench(one(jobs=12, log=8))
+  start = bits(bench.server_state)
+  hand = bench.join(0)
+  hand.push()
+  image = bench.lead.image()
+  bench.memories[0].damaged = True
+  bench.start_shard(0)
+  bench.memories[0].damaged = False
+  assert bits(bench.server_state) == start
+  forget_memory(bench)
+  lose_everything(bench, image=image)
+  assert bits(bench.server_state) == start
+  bench.finish()
+  bench.check_once()
+  bench.check_replay(some=True)
+
+
 def test_a_trace_that_was_cut_short_goes_back_to_the_checkpoint():
   bench = Bench(one(jobs=12, log=3))
   hand = bench.join(0)
