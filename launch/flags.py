@@ -26,7 +26,7 @@ from ml_collections.config_flags import config_flags as parsers
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
 from asgd.experiment import schema
-from asgd.experiment.signals import Stopped
+from asgd.experiment.signals import Signals, Stopped
 from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
@@ -243,6 +243,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     try:
       main(*argv[1:])
     except (Stopped, Failed) as end:
+      Signals.ending = True
       print(end, file=sys.stderr)
       sys.exit(128 + end.signal_number if isinstance(end, Stopped) else 1)
     except KeyboardInterrupt:
@@ -267,4 +268,5 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
   for stream in (sys.stdout, sys.stderr):
     if stream is not None:
       stream.reconfigure(errors="replace")
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   app.run(guarded, flags_parser=_parse)

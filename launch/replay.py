@@ -2,14 +2,20 @@
 
   python -m launch.replay WORKDIR/cells/NAME
 
-(or WORKDIR, of one cell). The exit status is 1 if the parameters differ.
+(or WORKDIR, of one cell). The exit status is 1 if the parameters differ. With
+--restore it writes a lost or damaged params.msgpack anew.
 """
 
 from asgd.experiment import replay
 from launch import flags
 
 
-def main(folder: str | None = None, *, data_dir: str | None = None) -> None:
+def main(
+  folder: str | None = None,
+  *,
+  data_dir: str | None = None,
+  write: bool = False,
+) -> None:
   """Replays the cell that is named, and says what came of it."""
   if folder is None:
     raise ValueError(
@@ -20,8 +26,20 @@ def main(folder: str | None = None, *, data_dir: str | None = None) -> None:
   print(replay.describe(replayed))
   if not replayed.same:
     raise flags.Failed("the replay differs from the run")
+  if write:
+    print(f"wrote {replay.restore(folder, replayed)}")
 
 
 if __name__ == "__main__":
-  _F = flags.define({"data_dir": flags.TRAINING["data_dir"]})
-  flags.run(lambda *words: main(*words, data_dir=_F["data_dir"].value), words=1)
+  _F = flags.define(
+    {
+      "data_dir": flags.TRAINING["data_dir"],
+      "restore": (bool, False, "Write params.msgpack anew."),
+    }
+  )
+  flags.run(
+    lambda *words: main(
+      *words, data_dir=_F["data_dir"].value, write=_F["restore"].value
+    ),
+    words=1,
+  )

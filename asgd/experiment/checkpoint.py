@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from asgd.checks import shortened
 from asgd.experiment import storage
 
 _KEPT = 2  # checkpoints of a cell
@@ -99,9 +100,10 @@ def _briefly() -> Iterator[None]:
 
 
 def _brief(error):
-  """An exception's type and the beginning of its text, on one line."""
+  """An exception's type and text, on one line, without the middle of a long
+  one: libraries say last what the system said."""
   text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {text[:200]}"
+  return f"{type(error).__name__}: {shortened(text, 200)}"
 
 
 class Checkpoints:

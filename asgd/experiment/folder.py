@@ -293,10 +293,12 @@ def finished_result(
   ended = any((place / name).exists() for name in ("result.json", _FILES[-1]))
   if wrong and ended and not (repeatable or (place / RUNNING).exists()):
     what = "was changed" if wrong.exists() else "is gone"
+    remedy = "Put it back as the run wrote it"
+    if wrong.name == "params.msgpack":
+      remedy += f", let python -m launch.replay {place} --restore compute it"
     raise FolderError(
       f"{wrong} {what}, and the run has ended: real time decided what came of"
-      " it, and cannot do so again. Put it back as the run wrote it, or"
-      f" {_REMEDY}"
+      f" it, and cannot do so again. {remedy}, or {_REMEDY}"
     )
   return result
 

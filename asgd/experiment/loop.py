@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import jax
 import numpy as np
 
@@ -341,8 +340,7 @@ class _Attempt(contextlib.ExitStack):
     storage.save_columns(self._place / "records.npz", engine.records())
     for name, content in engine.extras().items():
       storage.write_atomically(self._place / name, content)
-    content = flax.serialization.to_bytes(params)
-    storage.write_atomically(self._place / "params.msgpack", content)
+    storage.write_params(self._place, params)
     folder.write_result(self._place, result)
 
 

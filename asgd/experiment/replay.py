@@ -118,7 +118,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   group = live_clusters.group(plan)
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
-  result = storage.read_json(folder / "result.json") or {}
+  result = _read_result(folder)
   return Replay(
     *(cell.name, traces[0], records, final),
     plan.problem.evaluate(final).accuracy,
@@ -127,6 +127,30 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
     result.get("messages"),
     description.get("cpus"),
   )
+
+
+def _read_result(folder):
+  """Returns what result.json says, nothing if there is none."""
+  path = folder / "result.json"
+  result = storage.read_sealed(path)
+  if result is None and path.exists():
+    raise ValueError(
+      f"{path} cannot be read or was changed: put it back as the run wrote it,"
+      " or remove it to compute the parameters without comparing them"
+    )
+  return result or {}
+
+
+def restore(folder: str | Path, replayed: Replay) -> Path:
+  """Writes the params.msgpack of a finished cell anew, from its replay: the
+  same bytes. Raises ValueError if the replay is not what the run came to."""
+  folder = live_files.only_cell(Path(folder))
+  if replayed.recorded != replayed.digest:
+    raise ValueError(
+      f"{folder}: the replay has other parameters than the run, or the run has"
+      " not finished: nothing is restored"
+    )
+  return storage.write_params(folder, replayed.params)
 
 
 def describe(replayed: Replay) -> str:

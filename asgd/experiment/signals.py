@@ -20,8 +20,11 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-  """Remembers the first request to stop. A second one interrupts at once; if
-  that does not end this process, or a third comes, it and its children end."""
+  """Remembers the first request to stop. A second one interrupts at once,
+  unless this process ends anyway (`ending`); if that does not end it, or a
+  third comes, it and its children end."""
+
+  ending = False  # what was trained is saved, and the user was told
 
   def __init__(self, *, tells: bool = True):
     """Starts to listen; `tells` the user at once when a request comes."""
@@ -35,7 +38,7 @@ class Signals:
 
   def _handle(self, number, frame):
     del frame
-    if self.received:
+    if self.received and not Signals.ending:
       raise KeyboardInterrupt
     self.received = number
     if self._tells:

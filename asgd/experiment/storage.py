@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import numpy as np
 
@@ -110,6 +111,13 @@ def file_digest(path: Path) -> str | None:
       return hashlib.file_digest(file, "sha256").hexdigest()
   except OSError:
     return None
+
+
+def write_params(folder: Path, params: Any) -> Path:
+  """Writes the final parameters of a cell, for flax.serialization."""
+  path = folder / "params.msgpack"
+  write_atomically(path, flax.serialization.to_bytes(params))
+  return path
 
 
 def save_columns(path: Path, columns: Any) -> None:

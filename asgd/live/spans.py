@@ -1,11 +1,14 @@
-"""Spans: what a worker did when, a file for each worker."""
+"""Spans: what a worker did when, a file for each worker.
+
+A line is a span and, as in a journal, a checksum of it.
+"""
 
 import collections
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from asgd.orders.trace import LATEST
+from asgd.orders.trace import LATEST, checksum
 
 _NAMES = ("fetch", "compute", "push")
 
@@ -35,7 +38,8 @@ class SpanWriter:
       # What a kill cut short would be the beginning of the next line.
       os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     lines = self._lines[worker]
-    lines.append(f"{name},{start:.6f},{end:.6f},{seq},{job}\n")
+    line = f"{name},{start:.6f},{end:.6f},{seq},{job}"
+    lines.append(f"{line},{checksum(line)}\n")
     if name == "push":
       with path.open("a") as file:
         file.write("".join(lines))
@@ -54,16 +58,18 @@ def read_spans(path: Path) -> list[Span]:
   spans = []
   for number, line in enumerate(lines, 1):
     try:
-      name, start, end, seq, job = line.split(",")
+      text, _, crc = line.rpartition(",")
+      name, start, end, seq, job = text.split(",")
       span = Span(name, float(start), float(end), int(seq), int(job))
       known = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
+      known = known and crc == checksum(text)
     except ValueError:
       known = False
     if not known:
       raise ValueError(
         f"{path}, line {number} is no span: {line[:60]!r}. It must be"
-        f" {','.join(Span._fields)}, with a name of {', '.join(_NAMES)} and"
-        f" numbers of {LATEST:g} at most: put the file back as the run wrote it"
+        f" {','.join(Span._fields)} and their checksum, with a name of"
+        f" {', '.join(_NAMES)}: put the file back as the run wrote it"
       )
     spans.append(span)
   return spans

@@ -76,7 +76,7 @@ class Event(NamedTuple):
       f",{self.version},{self.params},{self.message},"
       f"{float(self.loss)!r},{totals}"
     )
-    return f"{line},{_checksum(line)}"
+    return f"{line},{checksum(line)}"
 
   @classmethod
   def parse(cls, line: str) -> "Event":
@@ -89,9 +89,9 @@ class Event(NamedTuple):
         f" journal {len(JOURNAL_COLUMNS)}"
       )
     if len(values) == len(JOURNAL_COLUMNS):
-      checksum = _checksum(line.rpartition(",")[0])
-      if values.pop() != checksum:
-        raise ValueError(f"it was changed, as its crc32 is {checksum}")
+      crc32 = checksum(line.rpartition(",")[0])
+      if values.pop() != crc32:
+        raise ValueError(f"it was changed, as its crc32 is {crc32}")
     row = [
       _READ.get(name, _whole)(name, value)
       for name, value in zip(JOURNAL_COLUMNS, values, strict=False)
@@ -99,7 +99,8 @@ class Event(NamedTuple):
     return cls(*row)
 
 
-def _checksum(line):
+def checksum(line: str) -> str:
+  """Returns the crc32 of a line, as files have it: 8 hexadecimal digits."""
   return f"{zlib.crc32(line.encode()):08x}"
 
 

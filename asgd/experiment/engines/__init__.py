@@ -165,7 +165,8 @@ class EngineKind(NamedTuple):
   # (Experiment, plans of its cells, Machine): before anything is written
   check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
   timed: bool = False  # its seconds are a result: its cells run one at a time
-  # (folder of a finished cell): removes what a kill right after its end left
+  # (folder of a finished cell): removes what a kill right after its end left,
+  # and refuses what was changed since
   clean: Callable[[Path], Any] = _nothing
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint

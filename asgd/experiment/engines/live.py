@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,13 @@ def check_machine(
       asked=f"{key}=ray",
       instead=f"--{key}=threads",
     )
+
+
+def _clean(folder: Path) -> None:
+  """Removes the memory of a finished cell; ValueError if a trace, its records
+  or spans were changed since."""
+  claim.forget(folder)
+  live_files.read(folder)
 
 
 class ShardNews:
@@ -461,7 +469,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
     describe=parameter_server.describe,
     timed=True,
     journaled=True,
-    clean=claim.forget,
+    clean=_clean,
   )
 
 

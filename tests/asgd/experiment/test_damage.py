@@ -266,5 +266,9 @@ def test_damage_is_harmless_or_refused(world, state, seed, kind, at, bits):
     check_live(case, *before)
   else:
     assert contents(case.cell) == world.expected[case.engine]
+  if live and path.name.startswith(("trace-", "records-")):
+    # What was done to them is told also where the cell has ended.
+    original = (case.template / path.relative_to(case.place)).read_bytes()
+    assert state[1] != ENDED or path.read_bytes() == original
   assert "not finished" not in (case.workdir / "table.txt").read_text()
   world.outcomes[(*state, group, "the same")] += 1

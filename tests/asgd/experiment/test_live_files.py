@@ -12,6 +12,7 @@ from asgd.experiment import folder, live_files
 from asgd.live.journal import journal_path
 from asgd.live.records import FileSink, records_path
 from asgd.live.spans import SpanWriter, spans_path
+from asgd.orders.trace import checksum
 
 
 def test_what_was_written_is_read_again(tmp_path):
@@ -45,8 +46,21 @@ def test_what_was_written_is_read_again(tmp_path):
 def test_a_line_that_is_no_span_is_named(tmp_path, line):
   place = kit.write_live_cell(tmp_path, kit.JOURNAL)
   path = spans_path(place, 0)
-  path.write_text(f"fetch,1.0,1.0,0,0\n{line}\npush,1.0,2.0,0,0\n")
+  lines = "fetch,1.0,1.0,0,0", line, "push,1.0,2.0,0,0"
+  path.write_text("".join(f"{x},{checksum(x)}\n" for x in lines))
   with pytest.raises(ValueError, match="spans-0.csv, line 2 is no span: '"):
+    live_files.read(place)
+
+
+def test_a_span_that_was_changed_is_named(tmp_path):
+  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
+  writer = SpanWriter(place)
+  for span in kit.SPANS[0]:
+    writer(0, span)
+  path = spans_path(place, 0)
+  first, *rest = path.read_text().splitlines(keepends=True)
+  path.write_text("".join([first.replace(",0", ",7", 1), *rest]))
+  with pytest.raises(ValueError, match="spans-0.csv, line 1 is no span: '"):
     live_files.read(place)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import asgd
 from asgd import base
-from asgd.experiment import replay
+from asgd.experiment import folder, replay, storage
 from asgd.live.journal import journal_path, read_journal
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -81,9 +81,9 @@ def test_it_is_imported_when_it_is_asked_for():
 
 def test_another_result_is_told(cell):
   path = cell / "result.json"
-  result = json.loads(path.read_text())
+  result = storage.read_sealed(path)
   result["params_sha256"] = "0" * 64
-  path.write_text(json.dumps(result))
+  storage.write_json(path, storage.sealed(result))
   replayed = asgd.replay(cell)
   assert not replayed.same
   said = replay.describe(replayed)
@@ -92,6 +92,27 @@ def test_another_result_is_told(cell):
   assert "it was cut short" in replay.describe(cut)
   elsewhere = replayed._replace(cpus=10_000)
   assert "it had 10000 CPU cores, this machine" in replay.describe(elsewhere)
+
+
+def test_a_damaged_result_is_no_run_that_goes_on(cell):
+  path = cell / "result.json"
+  path.write_text(path.read_text()[:100])
+  with pytest.raises(ValueError, match=r"result.json cannot be read or was"):
+    asgd.replay(cell)
+
+
+def test_lost_parameters_are_computed_again(cell):
+  path = cell / "params.msgpack"
+  content = path.read_bytes()
+  path.unlink()
+  with pytest.raises(ValueError, match="launch.replay .* --restore compute"):
+    folder.finished_result(cell, repeatable=False)
+  replayed = asgd.replay(cell)
+  assert replay.restore(cell, replayed) == path
+  assert path.read_bytes() == content
+  assert folder.finished_result(cell, repeatable=False) is not None
+  with pytest.raises(ValueError, match="nothing is restored"):
+    replay.restore(cell, replayed._replace(digest="0"))
 
 
 def test_a_run_that_goes_on_has_nothing_to_compare_with(cell):
