@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from unittest import mock
 
-from asgd.live import ray_waits
+from asgd.live import processes, ray_waits
 
 _EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
 _LONGEST = 24  # characters of a folder's path: those of sockets are short
@@ -158,6 +158,7 @@ def _own_folder(undo) -> str:
   closed = tempfile.mkdtemp(
     prefix="ray-", dir=place if len(place) <= _LONGEST else "/tmp"
   )
+  processes.FOLDERS.add(closed)
   undo.callback(shutil.rmtree, closed, ignore_errors=True)
   return os.path.join(closed, "s")
 

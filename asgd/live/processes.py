@@ -3,9 +3,13 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+
+# Folders of nobody but the children of this process.
+FOLDERS: set[str] = set()
 
 
 def lock(path: Path, seconds: float) -> int:
@@ -79,7 +83,10 @@ def children(of: int | None = None) -> list[int]:
 
 
 def end_children(of: int | None = None) -> None:
-  """Kills them all."""
+  """Kills them all, and removes the FOLDERS that this process's ones had."""
   for pid in children(of):
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
+  if of is None:
+    for folder in FOLDERS:
+      shutil.rmtree(folder, ignore_errors=True)
