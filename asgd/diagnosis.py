@@ -83,7 +83,7 @@ def curvature_limit(
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
   worker = worker_lib.gradient_worker(
-    lambda w, c, key: (0.5 * c * w**2, worker_lib.Aux(())), recipe.message
+    lambda w, c, key: (0.5 * c * w**2, worker_lib.Aux(())), recipe.at_worker
   )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
   rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]

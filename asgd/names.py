@@ -1,6 +1,7 @@
 """Lookups by name; their errors show the nearest valid name and all others."""
 
 import difflib
+import importlib
 import inspect
 import types
 import typing
@@ -29,6 +30,62 @@ def check(kind: str, name: str, valid: Iterable[str]) -> None:
   if not isinstance(name, str) or name not in valid:
     hint = nearest(name, valid)
     raise ValueError(f"unknown {kind} {checks.shown(name)}; {hint}")
+
+
+def is_import(name: Any) -> bool:
+  """Whether a name is of the form MODULE:FUNCTION."""
+  return isinstance(name, str) and ":" in name
+
+
+def imported(kind: str, name: str) -> Callable:
+  """Returns what MODULE:FUNCTION names; ValueError if it cannot be imported, or
+  cannot be called.
+
+  Example:
+    >>> imported("schedule", "optax:cosine_decay_schedule").__name__
+    'cosine_decay_schedule'
+  """
+  module, _, path = name.partition(":")
+  what = f"{kind} {checks.shown(name)}"
+  parts = [*module.split("."), *path.split(".")]
+  if not all(part.isidentifier() for part in parts):
+    raise ValueError(f"{what}: write MODULE:FUNCTION, as in mymodule:make")
+  try:
+    found = importlib.import_module(module)
+  except Exception as error:  # whatever a user's module raises
+    line = checks.shortened(" ".join(str(error).split()), 200)
+    remedy = ""
+    if isinstance(error, ModuleNotFoundError):
+      remedy = "; its folder must be that of the config file, or on PYTHONPATH"
+    raise ValueError(
+      f"{what}: {module} cannot be imported ({type(error).__name__}: {line})"
+      f"{remedy}"
+    ) from error
+  for part in path.split("."):
+    if not hasattr(found, part):
+      public = [key for key in vars(found) if not key.startswith("_")]
+      close = difflib.get_close_matches(part, public, n=1, cutoff=0.55)
+      hint = f"; did you mean {close[0]!r}?" if close else ""
+      raise ValueError(f"{what}: {module} has no {part!r}{hint}")
+    found = getattr(found, part)
+  if not callable(found):
+    raise ValueError(
+      f"{what} is {checks.shown(found)}, which cannot be called: name a"
+      " function"
+    )
+  return found
+
+
+def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+  """Returns table[name], or what MODULE:FUNCTION names; raises as `check` and
+  `imported`."""
+  if is_import(name):
+    return imported(kind, name)
+  try:
+    return lookup(kind, name, table)
+  except ValueError as error:
+    own = "; or MODULE:FUNCTION, one's own" if isinstance(name, str) else ""
+    raise ValueError(f"{error}{own}") from None
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -76,21 +133,34 @@ def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
     raise ValueError(f"{key} must be {words}, not {checks.shown(value)}")
 
 
+def check_arguments(
+  kind: str, name: str, maker: Callable, given: Iterable[str]
+) -> None:
+  """Raises ValueError, naming the argument, if one that is given is unknown or
+  one that is needed is not given."""
+  given = list(given)
+  parameters = inspect.signature(maker).parameters
+  kinds = {key: parameter.kind for key, parameter in parameters.items()}
+  rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+  named = [key for key in kinds if kinds[key] not in rest]
+  for key in given:
+    if key not in named and rest[1] not in kinds.values():
+      raise ValueError(
+        f"{kind} {name!r} takes no argument {key!r}; {nearest(key, named)}"
+      )
+  for key in named:
+    if parameters[key].default is inspect.Parameter.empty and key not in given:
+      raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
+
+
 def call(kind: str, name: str, maker: Callable, kwargs: Mapping) -> Any:
   """Calls maker(**kwargs); raises ValueError if one is unknown or missing, or
   if the maker fails and one is of the wrong kind."""
+  check_arguments(kind, name, maker, kwargs)
   parameters = inspect.signature(maker).parameters
-  for key in kwargs:
-    if key not in parameters:
-      raise ValueError(
-        f"{kind} {name!r} takes no argument {key!r}; {nearest(key, parameters)}"
-      )
-  for key, parameter in parameters.items():
-    if parameter.default is parameter.empty and key not in kwargs:
-      raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
   try:
     return maker(**kwargs)
   except (TypeError, AttributeError):
-    for key, value in kwargs.items():
-      _check_kind(key, value, parameters[key])
+    for key in kwargs.keys() & parameters.keys():
+      _check_kind(key, kwargs[key], parameters[key])
     raise

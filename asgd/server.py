@@ -49,7 +49,7 @@ class Inbox(NamedTuple):
   count: jax.Array  # int32[], messages waiting, below `every`
   total: optax.Updates  # their sum; None when every == 1
   oldest: Any  # Ticket of the stalest; None when every == 1
-  message_state: optax.OptState  # of the `per_message` transform
+  message_state: optax.OptState  # of the `at_server` transform
 
 
 def gather(total, oldest, message, ticket, *, first=False, add=optax.tree.add):
@@ -120,7 +120,7 @@ def make_server(
   *,
   every: int = 1,
   gate: Gate = accept_all,
-  per_message: optax.GradientTransformation | None = None,
+  at_server: optax.GradientTransformation | None = None,
   workers: int | None = None,
 ) -> base.Server:
   """Builds the server of an algorithm.
@@ -132,13 +132,13 @@ def make_server(
       n-softsync (Zhang et al. 2016). The update is told the oldest's Delay.
     gate: says which messages count. A dropped message changes nothing, not even
       the version.
-    per_message: a transform that scales each message by its own Delay before
+    at_server: a transform that scales each message by its own Delay before
       it is averaged, such as `scale_by_staleness`.
     workers: how many workers the algorithm was built for, if it keeps something
       for each; runtimes refuse more.
   """
   checks.whole("every", every)
-  scale = optax.with_extra_args_support(per_message or optax.identity())
+  scale = optax.with_extra_args_support(at_server or optax.identity())
   accept = _make_accept(algorithm, every, scale)
 
   def init(params):

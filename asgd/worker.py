@@ -35,7 +35,7 @@ Loss = Callable[
 class WorkerState(NamedTuple):
   """State of `gradient_worker`."""
 
-  message: optax.OptState  # of the message transform: momentum, residual, ...
+  at_worker: optax.OptState  # of the transform: momentum, residual, ...
 
 
 def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
@@ -45,15 +45,16 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
 
 
 def gradient_worker(
-  loss: Loss, message: optax.GradientTransformation | None = None
+  loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
-  """A worker whose message is one gradient, passed through `message`.
+  """A worker whose message is one gradient, passed through `at_worker`.
 
-  The transform has a state of its own and sees the parameters that were sent:
+  The transform has a state of its own and sees the parameters that were sent,
+  also as the extra arg `sent_params`, beside `version`, int32[], the ticket's:
   DANA-Slim's momentum, for one. The message has the structure of the
   parameters; if those are `Variables`, its `stats` are the batch's own.
   """
-  transform = optax.with_extra_args_support(message or optax.identity())
+  transform = optax.with_extra_args_support(at_worker or optax.identity())
 
   def init(params):
     return WorkerState(transform.init(base.weights_of(params)))
@@ -62,11 +63,15 @@ def gradient_worker(
     gradient = jax.value_and_grad(loss, has_aux=True)
     (value, aux), grads = gradient(ticket.params, batch, key)
     weights = base.weights_of(ticket.params)
-    out, message_state = transform.update(
-      base.weights_of(grads), state.message, weights
+    out, after = transform.update(
+      base.weights_of(grads),
+      state.at_worker,
+      weights,
+      version=ticket.version,
+      sent_params=weights,
     )
     out = _message(ticket, out, aux.stats)
-    return WorkerState(message_state), out, base.Metrics(value)
+    return WorkerState(after), out, base.Metrics(value)
 
   return base.Worker(init, work)
 

@@ -28,11 +28,11 @@ def get_config(arg=None):
   config.engine = "mesh"
   config.mesh = dict(
     axes=dict(data=2, tensor=2, pipe=2),
-    optimizer=dict(name="adamw", b2=0.95, weight_decay=0.1),
     zero=1,
   )
   config.batch_size = 32
   config.examples = 6400  # 200 updates
+  config.optimizer = dict(name="adamw", b2=0.95, weight_decay=0.1)
   config.learning_rate = 3e-3
   rates = dict(warmup_examples=640, decay_examples=(5120,))
   config.learning_rate_schedule = rates

@@ -28,10 +28,10 @@ def get_config(arg=None):
   config.engine = "mesh"
   config.mesh = dict(
     axes=dict(data=4, rows=2),
-    optimizer=dict(name="sgd", momentum=0.9, nesterov=True),
   )
   config.batch_size = 64
   config.examples = 10240  # 160 updates
+  config.optimizer = dict(name="sgd", momentum=0.9, nesterov=True)
   config.learning_rate = 0.02
   rates = dict(warmup_examples=2560, decay_examples=(7680,))
   config.learning_rate_schedule = rates

@@ -56,15 +56,15 @@ def cut(
         " layers to another stage"
       )
     rules = recipes[stage]
-    if rules.worker is not None or rules.every > 1 or rules.per_message:
+    if rules.worker is not None or rules.every > 1:
       raise ValueError(
         "a pipeline's stages send plain gradients, averaged as the schedule"
-        " says: recipes with workers, rounds or message scales of their own do"
-        " not fit; use asgd, nag_asgd, dana_zero, dana_slim, dc_asgd_c,"
-        " dc_asgd_a or gap_aware"
+        " says: recipes with workers or rounds of their own do not fit; use"
+        " asgd, nag_asgd, dana_zero, dana_slim, dc_asgd_c, dc_asgd_a,"
+        " staleness_aware or gap_aware"
       )
     fn = _stage_fn(problem.pieces, first, last)
-    out.append(Part(fn, own, rules.server(), rules.message))
+    out.append(Part(fn, own, rules.server(), rules.at_worker))
   return out
 
 

@@ -66,7 +66,7 @@ def _compile_parts(parts, extra, here):
       raise lanes_lib.PipelineError(
         f"stage {index} cannot be compiled: {error}"
       ) from error
-    steps, message = _steps(part.server, None), _transform(part.message)
+    steps, message = _steps(part.server, None), _transform(part.at_worker)
     out.append(lanes_lib.CompiledPart(compiled, steps, message))
   scalar = getattr(x, "shape", None) == ()
   if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -149,7 +149,7 @@ class Executor:
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)
       servers[stage] = jax.device_put(state, home)
-      transform = compiled.parts[stage].message
+      transform = compiled.parts[stage].at_worker
       for replica, _ in enumerate(self.places[stage] if transform else ()):
         weights = base.weights_of(state.params)
         messages[stage, replica] = jax.device_put(transform.init(weights), home)
@@ -228,7 +228,7 @@ class Executor:
     messages = {
       (stage, replica)
       for stage, part in enumerate(self.parts)
-      if part.message
+      if part.at_worker
       for replica, _ in enumerate(self.places[stage])
     }
     state_lib.check(state, self._compiled.program, messages)

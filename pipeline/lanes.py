@@ -36,7 +36,7 @@ class CompiledPart(NamedTuple):
 
   stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
   steps: simulator.Steps  # of its server
-  message: optax.GradientTransformationExtraArgs | None
+  at_worker: optax.GradientTransformationExtraArgs | None
 
 
 class CompiledProgram(NamedTuple):
@@ -353,12 +353,16 @@ class LaneRun:
         self._state.sums[stage] = message, ticket
         return None
       message = _mean(message, every)
-    transform = self._compiled.parts[stage].message
+    transform = self._compiled.parts[stage].at_worker
     if transform:
       states, key = self._state.messages, (stage, op.replica)
       params = base.weights_of(ticket.params)
       weights, states[key] = transform.update(
-        base.weights_of(message), states[key], params
+        base.weights_of(message),
+        states[key],
+        params,
+        version=ticket.version,
+        sent_params=params,
       )
       message = base.with_weights(message, weights)
     return self._state.servers[stage], ticket, message, np.float32(0)

@@ -21,11 +21,11 @@ import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, base, models, problems, sharding, transforms
+from asgd import algorithms, base, models, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
-from asgd.experiment.schema import Run, Section, Setting
+from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
 from pipeline import analyze, cut, schedules
 from pipeline import table as table_lib
 from pipeline.partition import graph, mixed_pipe, pipedream, placement
@@ -248,24 +248,20 @@ def _parts(experiment, run, section, table, weights, rate, at, shapes):
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipes = [_recipe(run, rate, *kind) for kind in kinds]
     parts = cut.cut(experiment.problem_of(run), shapes, at, recipes)
-  settings = ("learning_rate", "clip_norm", "learning_rate_schedule")
-  given = str([run.options, *(run.config[key] for key in settings)])
+  given = str([run.options, *(run.config[key] for key in OF_A_RUN)])
   same = "pipeline", run.recipe, given, table.every
   for stage, kind in enumerate(kinds):
     first = experiment.compiled.setdefault((*same, *kind), parts[stage])
     parts[stage] = parts[stage]._replace(
-      server=first.server, message=first.message
+      server=first.server, at_worker=first.at_worker
     )
   return parts
 
 
 def _recipe(run, rate, replicas, ahead) -> algorithms.Recipe:
   """The recipe of a stage; `ahead`: updates that it sends weights rolled on."""
-  recipe = algorithms.build(run.recipe, rate, replicas, **run.options)
+  recipe = run.make_recipe(rate, replicas)
   algorithm = recipe.algorithm
-  if run.config["clip_norm"] is not None:
-    clip = sharding.clip_by_global_norm(run.config["clip_norm"])
-    algorithm = transforms.precede(algorithm, clip)
   if ahead is not None:
     algorithm = transforms.lookahead(
       optax.GradientTransformationExtraArgs(algorithm.init, algorithm.update),

@@ -35,7 +35,7 @@ class Part(NamedTuple):
   fn: Callable[[Any, Any, Any], tuple[Any, Any]]
   params: Any  # at first
   server: base.Server  # one update a message: the table says how many are one
-  message: optax.GradientTransformation | None = None  # DANA-Slim's momentum
+  at_worker: optax.GradientTransformation | None = None  # DANA-Slim's momentum
 
 
 class Stage(NamedTuple):

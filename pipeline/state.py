@@ -25,7 +25,7 @@ class PipelineState(NamedTuple):
   slot: int  # the next
   microbatch: int  # that the first of the table stands for
   servers: tuple[base.ServerState, ...]  # S
-  messages: dict[tuple[int, int], Any]  # (stage, replica), of `Part.message`
+  messages: dict[tuple[int, int], Any]  # (stage, replica), of `Part.at_worker`
   tickets: dict[tuple[int, int, int], base.Ticket]  # stage, version, replica
   sums: dict[int, Any]  # stage -> (sum of messages, oldest ticket)
   on_their_way: dict[tuple[str, int, int], Any]  # x, g or m, stage, microbatch
@@ -109,7 +109,7 @@ def lane_of(program: Program, field: str, key: Any) -> int:
 def check(state: PipelineState, program: Program, messages: set) -> None:
   """Refuses (ValueError) a state of another table, one that is not whole, or
   one that a run has consumed: its lanes would wait forever. `messages` are the
-  (stage, replica) that a `Part.message` has a state of."""
+  (stage, replica) that a `Part.at_worker` has a state of."""
   table = program.schedule
   if len(state.servers) != table.stages:
     raise ValueError(

@@ -20,6 +20,7 @@ RANKS = {
   "text_table": 0,
   "tracks": 0,
   "rates": 0,
+  "optimizers": 0,
   "transforms": 1,
   "server": 1,
   "worker": 1,

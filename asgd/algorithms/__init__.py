@@ -7,25 +7,27 @@ averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 Every recipe takes the learning rate eta first (a positive number, or a schedule
 over the server's updates; where workers take local steps, it is theirs unless
 the recipe says otherwise), then the number N of workers, then its options. Most
-have these two:
+have these three:
 
   momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
                 in which v does not contain the learning rate eta;
   weight_decay  added to gradients as weight_decay * params, by the server with
                 the server's parameters, after any compensation and before the
                 momentum. Gap-Aware divides it together with the gradient;
-                in DANA-Slim the workers add it, as they keep the momentum.
+                in DANA-Slim the workers add it, as they keep the momentum;
+  optimizer     any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
+                has its own momentum and weight decay.
 
 A value out of range raises ValueError when the recipe is built.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
-from asgd import checks, names, rates
+from asgd import checks, names, optimizers, rates
 from asgd.algorithms.local_work import (
   diloco,
   downpour,
@@ -59,17 +61,34 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
+_OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
+
+
 def options(name: str) -> dict[str, Any]:
   """Returns the options that a recipe takes, with their defaults."""
-  maker = names.lookup("algorithm", name, RECIPES)
-  parameters = inspect.signature(maker).parameters.values()
-  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+  maker = names.resolve("algorithm", name, RECIPES)
+  parameters = inspect.signature(maker).parameters
+  common = "learning_rate", "workers"
+  if not set(common) <= set(parameters):
+    raise ValueError(
+      f"algorithm {name!r} must take learning_rate and workers, then its"
+      f" options; it takes {', '.join(parameters) or 'nothing'}"
+    )
+  return {k: p.default for k, p in parameters.items() if k not in common}
 
 
 def build(
   name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
 ) -> Recipe:
-  """Builds one of RECIPES by name; `kwargs` are its options.
+  """Builds one of RECIPES, or a recipe of one's own, by name.
+
+  Args:
+    name: of RECIPES, or MODULE:FUNCTION of a function (learning_rate, workers,
+      **options) -> Recipe.
+    learning_rate: positive, or a schedule over the server's updates.
+    workers: how many there are.
+    kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
+      may be given as `optimizers.named` takes it.
 
   Raises ValueError for an unknown name or option, with the nearest known one.
 
@@ -79,9 +98,17 @@ def build(
     >>> recipe.order
     'asynchronous'
   """
-  maker = names.lookup("algorithm", name, RECIPES)
+  maker = names.resolve("algorithm", name, RECIPES)
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
   common = {"learning_rate": learning_rate, "workers": workers}
+  for key in _OPTIMIZERS & kwargs.keys():
+    if isinstance(kwargs[key], str | Mapping):
+      kwargs[key] = optimizers.named(kwargs[key])
   recipe = names.call("algorithm", name, maker, {**common, **kwargs})
+  if not isinstance(recipe, Recipe):
+    raise ValueError(
+      f"algorithm {name!r} must return an asgd.Recipe, not"
+      f" {checks.shown(recipe)}"
+    )
   return recipe._replace(workers=workers)

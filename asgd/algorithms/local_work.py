@@ -9,11 +9,27 @@ the batches in a job.
 import numpy as np
 import optax
 
-from asgd import base, checks, names, rates, transforms
+from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
 from asgd.transforms import scale_by_sent_rate
+
+_Optimizer = optimizers.Optimizer | None
+
+
+def _of_worker(
+  optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
+):
+  """What a worker runs in its steps: SGD behind the transforms `first`, or the
+  optimizer that it was given."""
+  optimizers.refuse_beside(
+    optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
+  )
+  if optimizer is not None:
+    return optax.chain(*first, optimizers.at_version(optimizer, learning_rate))
+  scale = scale_by_sent_rate(learning_rate)
+  return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
 def _displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
@@ -32,11 +48,11 @@ def downpour(
   learning_rate,
   workers,
   *,
-  weight_decay=0.0,
+  weight_decay: float = 0.0,
   fetch_every: int | None = None,
-  push_every=1,
+  push_every: int = 1,
   local_rate: optax.ScalarOrSchedule | None = None,
-  optimizer="adagrad",
+  optimizer: _Optimizer = None,
 ) -> Recipe:
   """Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012).
 
@@ -51,10 +67,10 @@ def downpour(
     weight_decay: at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
     push_every: n_push, in batches.
-    local_rate: of the worker's own steps. None is the learning rate with "sgd",
-      and a tenth of it with "adagrad", as Adagrad's is too large for them.
-    optimizer: of the server: "sgd", or "adagrad" as the paper has it, with
-      neither an epsilon nor an initial value of the accumulator.
+    local_rate: of the worker's own steps. None is the learning rate if the
+      server has SGD, and else a tenth of it, as Adagrad's is too large.
+    optimizer: of the server. None is Adagrad as the paper has it, with neither
+      an epsilon nor an initial value of the accumulator.
   """
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
@@ -66,14 +82,17 @@ def downpour(
       f" {fetch_every}: a push is computed against one ticket, and a fetch in"
       f" the middle would give it two; use {above}"
     )
-  precondition = names.lookup("optimizer", optimizer, _PRECONDITIONS)()
-  fraction = 0.1 if local_rate is None and optimizer == "adagrad" else 1.0
+  plain = optimizer and optimizers.momentum_of(optimizer) is not None
+  fraction = 0.1 if local_rate is None and not plain else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
   tx = optax.chain(optax.scale(fraction), scale_by_sent_rate(local_rate))
-  decay = decay_weights(push_every * weight_decay)
+  server = optax.chain(
+    decay_weights(push_every * weight_decay),
+    (optimizer or _adagrad)(learning_rate),
+  )
   return Recipe(
-    sgd(learning_rate, 0.0, 0.0, decay, precondition),
+    base.as_algorithm(server),
     worker=lambda loss: worker_lib.local_worker(
       loss, tx, steps=push_every, message="gradients"
     ),
@@ -84,29 +103,31 @@ def downpour(
 
 # Too small to change a square that differs from zero.
 _TINY = float(np.finfo(np.float32).tiny)
-_PRECONDITIONS = {
-  "adagrad": lambda: optax.scale_by_rss(0.0, eps=_TINY),
-  "sgd": optax.identity,
-}
+
+
+def _adagrad(learning_rate):
+  scale = optax.scale_by_learning_rate(learning_rate)
+  return optax.chain(optax.scale_by_rss(0.0, eps=_TINY), scale)
 
 
 def model_averaging(
   learning_rate,
   workers,
   *,
-  momentum=0.0,
-  weight_decay=0.0,
-  steps=10,
-  keep_state=True,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  keep_state: bool = True,
+  optimizer: _Optimizer = None,
 ) -> Recipe:
   """Local SGD: all workers take `steps` steps, then their models are averaged.
 
   params <- mean over workers of where each came from `params`. With one step
   and no momentum it is `ssgd`. With `keep_state` a worker keeps its momentum
-  across the average; otherwise it starts each job with none. The momenta are
-  not averaged.
+  across the average; otherwise it starts each job with none. The momenta, or
+  what else an optimizer keeps, are not averaged.
   """
-  tx = sgd_chain(scale_by_sent_rate(learning_rate), momentum, weight_decay)
+  tx = _of_worker(optimizer, learning_rate, momentum, weight_decay)
   recipe = _displacements(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
@@ -115,10 +136,11 @@ def easgd(
   learning_rate,
   workers,
   *,
-  momentum=0.0,
-  weight_decay=0.0,
-  steps=10,
-  moving_rate=0.9,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  moving_rate: float = 0.9,
+  optimizer: _Optimizer = None,
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (Zhang, Choromanska, LeCun 2015).
 
@@ -132,8 +154,9 @@ def easgd(
   if not 0 < moving_rate <= 1:
     raise ValueError(f"moving_rate must be in (0, 1], not {moving_rate}")
   checks.whole("steps", steps)
-  rate = scale_by_sent_rate(learning_rate)
-  tx = sgd_chain(rate, momentum, weight_decay, nesterov=True)
+  tx = _of_worker(
+    optimizer, learning_rate, momentum, weight_decay, nesterov=True
+  )
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -147,10 +170,12 @@ def diloco(
   learning_rate,
   workers,
   *,
-  weight_decay=0.1,
-  steps=500,
-  outer_rate=0.7,
-  outer_momentum=0.9,
+  weight_decay: float = 0.1,
+  steps: int = 500,
+  outer_rate: float = 0.7,
+  outer_momentum: float = 0.9,
+  optimizer: _Optimizer = None,
+  outer_optimizer: _Optimizer = None,
 ) -> Recipe:
   """DiLoCo (Douillard et al. 2023): AdamW inside, Nesterov momentum outside.
 
@@ -158,17 +183,32 @@ def diloco(
   mean over workers of start minus end is the gradient of one outer step. The
   weight decay is AdamW's, decoupled from the gradient. With `outer_rate` 1 and
   `outer_momentum` 0 it is parameter averaging.
+
+  Args:
+    optimizer: of the workers, instead of AdamW.
+    outer_optimizer: of the server, instead of Nesterov's momentum; its learning
+      rate is `outer_rate`.
   """
   rates.check("outer_rate", outer_rate)
-  outer = optax.chain(
-    velocity(outer_momentum, nesterov=True),
-    optax.scale_by_learning_rate(outer_rate),
+  optimizers.refuse_beside(optimizer, weight_decay=(weight_decay, 0.1))
+  optimizers.refuse_beside(
+    outer_optimizer, outer_momentum=(outer_momentum, 0.9)
   )
-  inner = optax.chain(
-    optax.scale_by_adam(),
-    decay_weights(weight_decay),
-    scale_by_sent_rate(learning_rate),
-  )
+  if outer_optimizer is not None:
+    outer = outer_optimizer(outer_rate)
+  else:
+    outer = optax.chain(
+      velocity(outer_momentum, nesterov=True),
+      optax.scale_by_learning_rate(outer_rate),
+    )
+  if optimizer is not None:
+    inner = optimizers.at_version(optimizer, learning_rate)
+  else:
+    inner = optax.chain(
+      optax.scale_by_adam(),
+      decay_weights(weight_decay),
+      scale_by_sent_rate(learning_rate),
+    )
   recipe = _displacements(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
@@ -177,13 +217,14 @@ def fedasync(
   learning_rate,
   workers,
   *,
-  weight_decay=0.0,
-  steps=10,
-  mixing=0.6,
-  discount="polynomial",
+  weight_decay: float = 0.0,
+  steps: int = 10,
+  mixing: float = 0.6,
+  discount: str = "polynomial",
   decay: float | None = None,
-  grace=4,
-  proximal=0.0,
+  grace: int = 4,
+  proximal: float = 0.0,
+  optimizer: _Optimizer = None,
 ) -> Recipe:
   """FedAsync (Xie, Koyejo, Gupta 2019): the server mixes in whole models.
 
@@ -200,6 +241,6 @@ def fedasync(
   del workers
   s = transforms.make_discount(discount, decay, grace)
   pull = transforms.add_proximal_pull(proximal)
-  tx = sgd_chain(scale_by_sent_rate(learning_rate), 0.0, weight_decay, pull)
+  tx = _of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
   return _displacements(algorithm, tx, steps)

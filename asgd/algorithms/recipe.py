@@ -14,8 +14,8 @@ class Recipe(NamedTuple):
   """An algorithm, and where each of its parts runs."""
 
   algorithm: base.Algorithm  # at the server, once per update
-  message: optax.GradientTransformation | None = None  # at the worker
-  per_message: optax.GradientTransformation | None = None  # at the server
+  at_worker: optax.GradientTransformation | None = None  # at the worker
+  at_server: optax.GradientTransformation | None = None  # at the server
   every: int = 1  # messages per update
   order: str = "asynchronous"  # the protocol it is meant for
   workers: int | None = None  # most workers it can serve; None is any
@@ -36,10 +36,10 @@ class Recipe(NamedTuple):
           f"a gradient worker takes one batch a job, not steps={self.steps};"
           " give the Recipe a worker, such as asgd.worker.local_worker"
         )
-      return worker_lib.gradient_worker(loss, self.message)
-    if self.message is not None:
+      return worker_lib.gradient_worker(loss, self.at_worker)
+    if self.at_worker is not None:
       raise ValueError(
-        "the Recipe has a worker of its own, which would ignore its `message`"
+        "the Recipe has a worker of its own, which would ignore its `at_worker`"
         " transform; put that into the worker"
       )
     return self.worker(loss)
@@ -60,6 +60,6 @@ class Recipe(NamedTuple):
       transforms.own_statistics(self.algorithm, statistics_decay),
       every=self.every,
       gate=gate,
-      per_message=self.per_message,
+      at_server=self.at_server,
       workers=self.workers,
     )

@@ -2,7 +2,7 @@
 
 import optax
 
-from asgd import base, checks
+from asgd import base, checks, optimizers
 from asgd.algorithms.recipe import Recipe
 
 
@@ -32,22 +32,50 @@ def sgd_chain(
   )
 
 
-def sgd(learning_rate, momentum=0.0, weight_decay=0.0, *first):
-  """The Algorithm of SGD at the server: `sgd_chain`, without look-ahead."""
+def at_server(
+  learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
+) -> optax.GradientTransformation:
+  """What a server runs: SGD, or the optimizer that it was given."""
+  if optimizer is not None:
+    return optimizer(learning_rate)
   scale = optax.scale_by_learning_rate(learning_rate)
-  return base.as_algorithm(sgd_chain(scale, momentum, weight_decay, *first))
+  return sgd_chain(scale, momentum, weight_decay)
 
 
-def asgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
+def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
+  """The Algorithm of SGD, or of another optimizer, at the server."""
+  optimizers.refuse_beside(
+    optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
+  )
+  tx = at_server(learning_rate, momentum, weight_decay, optimizer)
+  return base.as_algorithm(tx)
+
+
+def asgd(
+  learning_rate,
+  workers,
+  *,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: optimizers.Optimizer | None = None,
+) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
   params <- params - eta v, with v <- gamma v + g. With one worker it is
   sequential SGD; with many, momentum makes it unstable (Hakimi et al. 2019).
   """
   del workers
-  return Recipe(sgd(learning_rate, momentum, weight_decay))
+  return Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
 
 
-def ssgd(learning_rate, workers, *, momentum=0.0, weight_decay=0.0) -> Recipe:
+def ssgd(
+  learning_rate,
+  workers,
+  *,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: optimizers.Optimizer | None = None,
+) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker."""
-  return Recipe(sgd(learning_rate, momentum, weight_decay)).in_rounds(workers)
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return Recipe(algorithm).in_rounds(workers)

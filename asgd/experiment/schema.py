@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
+import optax
 
-from asgd import algorithms, names
+from asgd import algorithms, names, optimizers, sharding, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
 
@@ -43,6 +44,19 @@ class Section(NamedTuple):
 
 
 _sweep = functools.partial(checks.several, distinct=True, least=1)
+
+
+def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
+  """Reads an optimizer: its name, or a dict of it and its options."""
+  if value is None:
+    return None
+  if isinstance(value, str):
+    value = {"name": value}
+  with checks.blame(key):
+    optimizers.check(optimizers.named(value))
+  return dict(value)
+
+
 _COUNT = checks.whole(0)
 _EPOCHS = checks.number(most=1e6)
 
@@ -66,6 +80,8 @@ SHARED: dict[str, Any] = {
   # Instead of epochs: training examples, over all workers.
   "examples": Setting(None, checks.optional(checks.whole(1, 10**12))),
   "learning_rate": Setting(0.1, checks.positive),  # the peak
+  # A name, or a dict of a name and options; None: as the recipe has it.
+  "optimizer": Setting(None, _optimizer),
   "learning_rate_schedule": {
     "warmup_epochs": Setting(0.0, _EPOCHS),
     "decay_epochs": Setting((), checks.several(_EPOCHS)),
@@ -83,6 +99,7 @@ SHARED: dict[str, Any] = {
 }
 # Shared keys that a run may set for itself.
 OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
+OF_A_RUN += ("optimizer",)
 _PLAIN = Setting(None, checks.anything)
 _RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
@@ -103,6 +120,23 @@ class Run(NamedTuple):
   recipe: str
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
+
+  def make_recipe(
+    self, learning_rate: optax.ScalarOrSchedule, workers: int
+  ) -> algorithms.Recipe:
+    """Builds its recipe (`algorithms.build`), with its optimizer and clipping
+    of what an update is made of; ValueError names the key."""
+    options, clip_norm = dict(self.options), self.config["clip_norm"]
+    if self.config["optimizer"] is not None:
+      options["optimizer"] = self.config["optimizer"]
+    with checks.blame(f"runs.{self.label}", tuple(options)):
+      recipe = algorithms.build(self.recipe, learning_rate, workers, **options)
+    if clip_norm is None:
+      return recipe
+    clip = sharding.clip_by_global_norm(clip_norm)
+    return recipe._replace(
+      algorithm=transforms.precede(recipe.algorithm, clip)
+    )
 
 
 Config = ml_collections.ConfigDict | Mapping[str, Any]
@@ -300,11 +334,11 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       where = f"runs.{label}.{key}"
       if key not in known:
         raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
-      if key in options:
-        own[key] = _option(plain(value, where), options[key], where)
-      elif key in shared:
+      if key in shared:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
+      elif key in options:
+        own[key] = _option(plain(value, where), options[key], where)
       elif key in of_engine:
         section = kind.settings
         node = keys_of(kind.sections[section])
@@ -382,12 +416,18 @@ def _place(config, keys, above, key, engines):
       # A section of a run is laid over that of the config.
       section = not isinstance(below, Setting)
       place[name] = {} if of_runs and section else default_of(below)
+    if place[name] is None and _may_be_dict(below):
+      place[name] = {}
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
     if not isinstance(place[name], dict):
       raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
     place, node = place[name], below
   return place
+
+
+def _may_be_dict(node):
+  return isinstance(node, Setting) and node is not _PLAIN
 
 
 def _nodes_of_run(label, entry, config, engines):
@@ -422,8 +462,10 @@ def _forget(place, above, key, value, engines, config):
 
 def _options(recipe) -> set[str]:
   """The options of a recipe, none of an unknown one."""
-  known = isinstance(recipe, str) and recipe in algorithms.RECIPES
-  return set(algorithms.options(recipe) if known else ())
+  try:
+    return set(algorithms.options(recipe))
+  except ValueError:
+    return set()
 
 
 def retarget(config: Config, engine: str, engines: Engines) -> dict[str, Any]:

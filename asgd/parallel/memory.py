@@ -178,8 +178,8 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   reads_sent = _reads_sent(rule.algorithm, state, params)
   tickets = 4.0 * workers if reads_sent else 0.0
   own = 0
-  if rule.message is not None:
-    own = optimizer_bytes(rule.message, params)
+  if rule.at_worker is not None:
+    own = optimizer_bytes(rule.at_worker, params)
   elif rule.worker is not None:
     worker = rule.make_worker(lambda params, batch, key: None)
     own = optimizer_bytes(worker, params)

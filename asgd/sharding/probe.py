@@ -161,7 +161,7 @@ def check(
   is tried on random numbers, so a rule that reads other rows only in a case
   that the probe does not meet passes. Parameters are small random arrays; of
   large ones, the program has to be the same as at the shapes that are given.
-  Gates, transforms of single messages (`per_message`; check them alone) and
+  Gates, transforms of single messages (`at_server`; check them alone) and
   workers are not looked at.
 
   Args:

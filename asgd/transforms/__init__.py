@@ -13,6 +13,7 @@ from asgd.transforms.lookahead import (
   dana_momentum,
   lookahead,
   precede,
+  slim,
   velocity_lookahead,
 )
 from asgd.transforms.mixing import (

@@ -20,38 +20,48 @@ class GapAwareState(NamedTuple):
   count: jax.Array  # int32[], updates made
   largest_rate: jax.Array  # float[], largest learning rate so far
   samples: jax.Array  # int32[], updates averaged into mean_square
-  mean_square: optax.Updates  # like params, moving average of squared updates
-  inner: optax.OptState  # of the wrapped momentum
+  # like params, moving average of the squares of updates over learning rates
+  mean_square: optax.Updates
+  inner: optax.OptState  # of the wrapped optimizer
 
 
 def gap_aware(
-  momentum: optax.GradientTransformation | None,
+  optimizer: optax.GradientTransformation,
   learning_rate: optax.ScalarOrSchedule,
   *,
   decay: float = 0.999,
   eps: float = 1e-8,
 ) -> base.Transform:
-  """Divides gradients by 1 + |params - sent_params| / C, elementwise.
+  """An optimizer that divides gradients by 1 + |params - sent_params| / C.
 
-  C is the size of a typical update of that parameter:
-  C = eta_max (sqrt(mean square of updates) + eps), the average being
-  bias-corrected and over past updates only (the velocity before this gradient
-  enters it). eta_max is the largest learning rate *so far*: after a decay gaps
-  shrink and the penalty fades; with the current one it would not.
+  C is the size of a typical update of that parameter, elementwise:
+  C = eta_max (sqrt(mean square of (updates / eta)) + eps). It is read off the
+  updates that the optimizer made, whatever it is: with SGD they are the
+  velocities. The average is bias-corrected and over past updates only. eta_max
+  is the largest learning rate *so far*: after a decay gaps shrink and the
+  penalty fades; with the current one it would not.
 
-  The transform goes before scaling by the learning rate, and after adding
-  weight decay, which is to be penalised as well. Its update needs `params` and
-  the extra arg `sent_params`.
+  Weight decay that is added to gradients before this transform is penalised as
+  well; an optimizer's own, decoupled from gradients, is not. The update needs
+  `params` and the extra arg `sent_params`. (The authors' code without momentum
+  averages incoming gradients, where updates are penalised ones.)
 
   Args:
-    momentum: what turns penalised gradients into updates, e.g. `optax.trace`;
-      None for plain SGD: the average is then over the incoming gradients, this
-      one included.
-    learning_rate: as given to `scale_by_learning_rate`.
+    optimizer: the whole of it, learning rate included.
+    learning_rate: as given to the optimizer.
     decay: of the average, in [0, 1); `eps` is added to its root.
+
+  Example:
+    >>> tx = gap_aware(optax.adamw(1e-3), 1e-3)
+    >>> params = jnp.ones(2)
+    >>> updates, state = tx.update(
+    ...   params, tx.init(params), params, sent_params=params
+    ... )
+    >>> state.samples.item()
+    1
   """
   checks.fraction("decay", decay)
-  inner = optax.with_extra_args_support(momentum or optax.identity())
+  inner = optax.with_extra_args_support(optimizer)
 
   def init_fn(params):
     return GapAwareState(
@@ -62,17 +72,23 @@ def gap_aware(
       inner=inner.init(params),
     )
 
-  def accumulate(state, updates):
-    mean_square = jax.tree.map(
-      lambda m, u: decay * m + (1 - decay) * u * u, state.mean_square, updates
+  def accumulate(state, updates, rate):
+    """Takes in an update; one at a learning rate of 0 has no size."""
+    moves = rate > 0
+    scale = 1 / jnp.where(moves, rate, 1.0)
+
+    def add(m, u):
+      size = u * scale.astype(u.dtype)
+      return jnp.where(moves, decay * m + (1 - decay) * size * size, m)
+
+    return state._replace(
+      samples=state.samples + moves,
+      mean_square=jax.tree.map(add, state.mean_square, updates),
     )
-    return state._replace(samples=state.samples + 1, mean_square=mean_square)
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     rate = rates.at(learning_rate, state.count)
     largest = jnp.maximum(state.largest_rate, rate)
-    if momentum is None:
-      state = accumulate(state, updates)
     # Before the first update there is no typical size: no penalty.
     correction = 1 - decay ** jnp.maximum(state.samples, 1)
     has_size = (state.samples > 0) & (largest > 0)
@@ -88,9 +104,7 @@ def gap_aware(
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
     )
-    if momentum is not None:
-      state = accumulate(state, updates)
-    state = state._replace(
+    state = accumulate(state, updates, rate)._replace(
       count=state.count + 1, largest_rate=largest, inner=inner_state
     )
     return updates, state

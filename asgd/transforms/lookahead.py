@@ -55,6 +55,41 @@ def lookahead(
   return base.as_algorithm(tx, send)
 
 
+class SlimState(NamedTuple):
+  """State of `slim`."""
+
+  inner: optax.OptState  # of the optimizer
+  ahead: optax.Updates  # like params, what a zero gradient would add now
+
+
+def slim(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """DANA-Slim of any optimizer: the worker keeps it, and its look-ahead.
+
+  Parameters that are the sum of what all workers' optimizers did, and of what
+  each would do next on a zero gradient, are DANA-Zero's look-ahead (Hakimi et
+  al. 2019). So a worker sends by how much its own part of that sum changes,
+  with the sign of a gradient, and the server subtracts it: SGD with learning
+  rate 1. For momentum it is eta (gamma v + g).
+  """
+  tx = optax.with_extra_args_support(optimizer)
+
+  def init_fn(params):
+    return SlimState(tx.init(params), optax.tree.zeros_like(params))
+
+  def update_fn(updates, state, params=None, **extra_args):
+    made, inner = tx.update(updates, state.inner, params, **extra_args)
+    zeros = optax.tree.zeros_like(updates)
+    ahead, _ = tx.update(zeros, inner, params, **extra_args)
+    message = jax.tree.map(
+      lambda before, u, after: before - u - after, state.ahead, made, ahead
+    )
+    return message, SlimState(inner, ahead)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 class VelocityState(NamedTuple):
   """State of `velocity_lookahead`."""
 
@@ -114,6 +149,8 @@ def precede(
 
   The transforms must not depend on the send rule, nor it on them.
   """
+  if not transforms:
+    return algorithm
   first = optax.with_extra_args_support(optax.chain(*transforms))
 
   def init(params):

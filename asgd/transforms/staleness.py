@@ -15,7 +15,7 @@ from asgd import base
 def scale_by_staleness() -> base.Transform:
   """Divides updates by their staleness; fresh ones stay as they are.
 
-  As the `per_message` transform of a server that averages n messages it scales
+  As the `at_server` transform of a server that averages n messages it scales
   each of them by its own staleness, which is n-softsync of the paper. It has no
   state; its update needs the extra arg `staleness`.
   """

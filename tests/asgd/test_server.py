@@ -97,8 +97,8 @@ def test_an_update_of_several_messages_is_told_the_oldest_delay():
     np.testing.assert_allclose(told, [5.0, 2.0, 0.0])
 
 
-def test_per_message_scales_each_message_by_its_own_delay():
-  made = make(every=2, per_message=scale_by_staleness())
+def test_at_server_scales_each_message_by_its_own_delay():
+  made = make(every=2, at_server=scale_by_staleness())
   state = made.init(params(0.0))
   old = send(made, state, 0)
   for _ in range(4):

@@ -169,7 +169,7 @@ def test_each_stage_may_have_a_recipe_of_its_own():
   params = first_params(text_problem())
   recipes = [algorithms.build(n, RATE, 1) for n in ("asgd", "dana_slim")]
   first, second = cut.cut(text_problem(), params, [0, 2, 3], recipes)
-  assert first.message is None and second.message is not None
+  assert first.at_worker is None and second.at_worker is not None
 
 
 def test_a_stage_is_made_once():

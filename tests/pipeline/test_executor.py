@@ -111,7 +111,7 @@ def parts(stages, name="asgd"):
   return [
     Part(
       *(cut_stage_fn(first, last), params[first:last], server(name)),
-      recipe(name).message,
+      recipe(name).at_worker,
     )
     for first, last in zip(at, at[1:], strict=False)
   ]

@@ -74,7 +74,7 @@ def executor_arguments(table, recipe, weights, recompute, mistake=None):
   rules = algorithms.build(recipe, 0.1, replicas)
   parts = [
     stage_lib.Part(
-      noisy_stage_fn(a, b), params[a:b], rules.server(), rules.message
+      noisy_stage_fn(a, b), params[a:b], rules.server(), rules.at_worker
     )
     for a, b in zip(cuts, cuts[1:], strict=False)
   ]

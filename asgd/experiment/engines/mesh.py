@@ -143,7 +143,7 @@ class MeshEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns speed and memory, and what the last updates were like."""
     config, here = self._plan.run.config, jax.local_devices()[0]
-    optimizer = config["mesh"]["optimizer"]
+    optimizer = config["optimizer"]
     weights = base.weights_of(self._first)
     return {
       "messages": self.done,

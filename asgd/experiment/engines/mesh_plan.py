@@ -1,18 +1,14 @@
 """The config and the plan of a run on a mesh: axes, optimizer, step."""
 
 import contextlib
-import functools
-import inspect
 import math
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from asgd import algorithms, base, names, problems, transforms
+from asgd import base, names, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server
@@ -24,8 +20,6 @@ DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
 _MOST_DEVICES = 4096
 _START = 0.1  # of the peak, where a warm-up begins
-# One needs more than a gradient, one keeps a key, which no checkpoint does.
-_NOT = ("lbfgs", "noisy_sgd")
 
 
 def _axes(value: Any, key: str) -> dict[str, int]:
@@ -56,47 +50,12 @@ def _axes(value: Any, key: str) -> dict[str, int]:
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
-def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """Returns optax's optimizers by their names: what takes a learning rate."""
-  return {
-    name: maker
-    for name, maker in vars(optax).items()
-    if not name.startswith(("_", "scale_by")) and name not in _NOT
-    if isinstance(maker, types.FunctionType | functools.partial)
-    if "learning_rate" in inspect.signature(maker).parameters
-  }
-
-
 def _refuse_unknown(value, known, key, of=""):
   """Raises ValueError for a key that is not known."""
   for name in value:
     if name not in known:
       nearest = names.nearest(name, known)
       raise ValueError(f"unknown config key '{key}.{name}'{of}; {nearest}")
-
-
-def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
-  """Reads an optimizer: its name, or a dict of it and its options."""
-  if value is None:
-    return None
-  if isinstance(value, str):
-    value = {"name": value}
-  if not isinstance(value, Mapping) or "name" not in value:
-    raise ValueError(
-      f"config.{key} must be the name of an optimizer of optax, or a dict with"
-      f" its name and options, not {shown(value)}"
-    )
-  with checks.blame(f"{key}.name"):
-    maker = names.lookup("optimizer", value["name"], optimizers())
-  if "learning_rate" in value:
-    raise ValueError(
-      f"config.{key}.learning_rate is config.learning_rate: set that"
-    )
-  known = [k for k in inspect.signature(maker).parameters if k[0] != "_"]
-  known.remove("learning_rate")
-  options = [option for option in value if option != "name"]
-  _refuse_unknown(options, known, key, f" (optimizer {value['name']!r})")
-  return dict(value)
 
 
 def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
@@ -124,8 +83,6 @@ SECTIONS: dict[str, Any] = {
     # CPU devices to make; None: as many as the mesh has.
     "devices": Setting(None, checks.optional(checks.whole(1, _MOST_DEVICES))),
     "accumulate": Setting(1, checks.whole(1, 10**6)),  # pieces, one by one
-    # Of optax: a name, or a dict with its options; None: the run's recipe.
-    "optimizer": Setting(None, _optimizer),
     "zero": Setting(0, checks.whole(0, 3)),  # what a replica keeps whole
     "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
@@ -178,11 +135,6 @@ def check(run: Run) -> None:
       )
   if -1 not in axes.values():
     _check_batch(run, axes or {meshes.DATA: 1})
-  if section["optimizer"] is not None:
-    transform = _named_optimizer(section["optimizer"], 0.1)
-    like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    with checks.blame("mesh.optimizer"):
-      jax.eval_shape(lambda w: transform.update(w, transform.init(w), w), like)
   if section["precision"] == DOUBLE and not jax.config.jax_enable_x64:
     raise ValueError(
       "config.mesh.precision float64 needs jax.config.update('jax_enable_x64',"
@@ -227,29 +179,19 @@ class MeshPlan(NamedTuple):
   curvature_limit: float = math.nan
 
 
-def _named_optimizer(section, rate) -> optax.GradientTransformation:
-  options = dict(section)
-  maker = optimizers()[options.pop("name")]
-  with checks.blame("mesh.optimizer"):
-    return maker(learning_rate=rate, **options)
-
-
-def _transform(run, rate) -> optax.GradientTransformation | base.Algorithm:
-  """What makes an update: an optimizer of optax, or the run's recipe."""
-  optimizer = run.config["mesh"]["optimizer"]
-  if optimizer is not None:
-    return _named_optimizer(optimizer, rate)
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    recipe = algorithms.build(run.recipe, rate, 1, **run.options)
+def _transform(run, rate) -> base.Algorithm:
+  """What makes an update: the run's recipe, with its optimizer."""
+  # The step clips gradients itself, as one of several devices.
+  run = run._replace(config={**run.config, "clip_norm": None})
+  recipe = run.make_recipe(rate, 1)
   if recipe.worker is not None:
     raise ValueError(
       f"config.runs.{run.label}: the workers of {run.recipe} take steps of"
       " their own, and a mesh has one gradient for all: use another recipe, or"
       " engine simulate, threads or ray"
     )
-  if recipe.message is None:
-    return recipe.algorithm
-  return transforms.precede(recipe.algorithm, recipe.message)
+  first = filter(None, (recipe.at_worker, recipe.at_server))
+  return transforms.precede(recipe.algorithm, *first)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:

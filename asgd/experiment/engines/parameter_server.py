@@ -15,9 +15,9 @@ from asgd import (
   algorithms,
   base,
   diagnosis,
+  optimizers,
   orders,
   problems,
-  sharding,
   simulator,
 )
 from asgd import server as server_lib
@@ -28,7 +28,6 @@ from asgd.experiment.engines import Column
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 from asgd.rates import warmup_steps
-from asgd.transforms import precede
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
@@ -75,6 +74,9 @@ class ServerPlan:
     # others nothing is known.
     if self.recipe.worker is not None or (start.action == base.KEEP).any():
       return math.nan
+    name = self.run.config["optimizer"]
+    if name and optimizers.momentum_of(optimizers.named(name)) is None:
+      return math.nan  # others are not stable or unstable by curvature alone
     recipe = build_recipe(self.run, self.workers, rate)
     return diagnosis.curvature_limit(recipe, start, learning_rate=rate)
 
@@ -133,12 +135,8 @@ def check(run: Run) -> None:
 def build_recipe(
   run: Run, workers: int, learning_rate: Any
 ) -> algorithms.Recipe:
-  """Builds the recipe of a run, as its config wants it (`algorithms.build`)."""
-  order, clip_norm = run.config["order"], run.config["clip_norm"]
-  recipe = algorithms.build(run.recipe, learning_rate, workers, **run.options)
-  if clip_norm is not None:
-    clip = sharding.clip_by_global_norm(clip_norm)
-    recipe = recipe._replace(algorithm=precede(recipe.algorithm, clip))
+  """Builds the recipe of a run, as its config's order wants it."""
+  order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
   if recipe.order == "asynchronous" and order["name"] == "backup_workers":
     # An update takes the messages of a round, without those of the slowest.
     every = max(workers - order.get("backup", 0), 1)
@@ -176,7 +174,7 @@ _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 
 def _worker(recipe, loss) -> base.Worker:
   if recipe.worker is None and recipe.steps == 1:
-    return _gradient_worker(loss, recipe.message)
+    return _gradient_worker(loss, recipe.at_worker)
   return recipe.make_worker(loss)
 
 
@@ -241,15 +239,10 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
-  blame_run = functools.partial(
-    checks.blame, f"runs.{run.label}", tuple(run.options)
-  )
-  with blame_run():
-    first = build_recipe(run, workers, peak)
+  first = build_recipe(run, workers, peak)
   batches, start = first.every * first.steps, peak / workers
   rate = schedule(run, problem, peak=peak, batches=batches, start=start)
-  with blame_run():
-    recipe = build_recipe(run, workers, rate)
+  recipe = build_recipe(run, workers, rate)
   order = _order(run, recipe)
   count = passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, server, simulator, worker
+from asgd import algorithms, base, server, simulator, transforms, worker
 from asgd import orders as orders_lib
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
@@ -54,6 +54,13 @@ def build(name, workers, learning_rate=RATE, **kwargs):
   return algorithms.build(name, learning_rate, workers, **kwargs)
 
 
+def with_at_server(recipe):
+  """The Algorithm of a server whose updates take one message each."""
+  if recipe.at_server is None:
+    return recipe.algorithm
+  return transforms.precede(recipe.algorithm, recipe.at_server)
+
+
 def first_gradients():
   return jax.tree.map(jnp.asarray, noise(0))
 
@@ -78,7 +85,7 @@ READS = {
   "ssgd": (),
   "nag_asgd": (),
   "multi_asgd": ("worker",),
-  "staleness_aware": (),  # reads it in per_message, tested below
+  "staleness_aware": ("staleness",),
   "dc_asgd_c": ("sent_params",),
   "dc_asgd_a": ("sent_params",),
   "gap_aware": ("sent_params",),
@@ -102,18 +109,12 @@ def test_the_table_of_what_is_read_names_every_recipe():
   [(name, argument) for name in NAMES for argument in READS[name]],
 )
 def test_a_missing_delay_argument_is_a_type_error_naming_it(name, argument):
-  algorithm = build(name, 2).algorithm
+  algorithm = with_at_server(build(name, 2))
   params = jax.tree.map(jnp.asarray, PARAMS)
   delay = base.Delay(jnp.int32(1), jnp.int32(3), params)._asdict()
   del delay[argument]
   with pytest.raises(TypeError, match=argument):
     algorithm.update(first_gradients(), algorithm.init(params), params, **delay)
-
-
-def test_staleness_aware_names_the_missing_staleness():
-  per_message = build("staleness_aware", 2).per_message
-  with pytest.raises(TypeError, match="staleness"):
-    per_message.update(first_gradients(), per_message.init(PARAMS), PARAMS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,7 +226,8 @@ CHANGED = {
   "fetch_every": 4,
   "push_every": 1,
   "local_rate": 0.05,
-  "optimizer": "sgd",
+  "optimizer": "adam",
+  "outer_optimizer": "adam",
   "steps": 3,
   "keep_state": False,
   "moving_rate": 0.5,
@@ -274,6 +276,7 @@ def test_options_are_the_keyword_arguments():
     "momentum",
     "weight_decay",
     "strength",
+    "optimizer",
   ]
   for recipe in algorithms.RECIPES.values():
     first = list(inspect.signature(recipe).parameters)[:2]
@@ -331,9 +334,8 @@ def test_nag_asgd_has_one_velocity_for_all():
 
 
 def test_dc_asgd_a_per_worker_has_a_mean_square_for_each_worker():
-  per_worker = build(
-    "dc_asgd_a", 2, learning_rate=0.1, decay=0.5, scope="worker", strength=1.0
-  ).algorithm
+  options = dict(decay=0.5, scope="worker", strength=1.0)
+  per_worker = with_at_server(build("dc_asgd_a", 2, 0.1, **options))
   params = jnp.float64(1.0)
   state = per_worker.init(params)
   mean_square = {0: 0.0, 1: 0.0}
@@ -362,7 +364,7 @@ def test_dana_slim_keeps_its_velocity_at_each_worker():
     return params["x"] * batch, worker.Aux(())
 
   host = simulator.make_host(
-    recipe.server(), worker.gradient_worker(linear, recipe.message)
+    recipe.server(), worker.gradient_worker(linear, recipe.at_worker)
   )
   simulation, _ = host.run(
     host.init(params, 2),

@@ -27,7 +27,7 @@ build = cache(algorithms.build)
 @cache
 def host_of(recipe, loss):
   return simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(loss, recipe.message)
+    recipe.server(), worker_lib.gradient_worker(loss, recipe.at_worker)
   )
 
 
@@ -245,7 +245,7 @@ def test_gate_and_version_count_accepted_messages_only():
   recipe = build("asgd", RATE, WORKERS)
   made = recipe.server(gate=server_lib.max_staleness(2))
   host = simulator.make_host(
-    made, worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+    made, worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
   )
   trace = gamma_trace()
   simulation, records = host.run(

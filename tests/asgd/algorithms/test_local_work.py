@@ -469,7 +469,7 @@ def test_downpour_with_sgd_by_hand():
 def test_downpour_with_adagrad_by_hand():
   # The learning rate is in neither message nor accumulator; the local rate is
   # its own.
-  simulation, records = downpour("adagrad", 8.0, local_rate=0.25)
+  simulation, records = downpour(None, 8.0, local_rate=0.25)
   np.testing.assert_array_equal(
     records.message_norm[:3], np.float32([448, 448, 252])
   )
@@ -484,7 +484,7 @@ def test_downpour_with_adagrad_by_hand():
   close(simulation.server.params, np.array([x]))
 
 
-@pytest.mark.parametrize(("optimizer", "end"), [("adagrad", 81), ("sgd", 0)])
+@pytest.mark.parametrize(("optimizer", "end"), [(None, 81), ("sgd", 0)])
 def test_the_local_rate_of_downpour_is_a_tenth_of_adagrads(optimizer, end):
   recipe = algorithms.build(
     *("downpour", 1.0, 2), push_every=2, optimizer=optimizer
@@ -666,8 +666,8 @@ def test_a_recipe_that_contradicts_itself_is_refused():
   with pytest.raises(ValueError, match="one batch a job, not steps=3"):
     plain._replace(steps=3).make_worker(quadratic)
   local = algorithms.build("easgd", 0.1, 2)
-  with pytest.raises(ValueError, match="would ignore its `message`"):
-    local._replace(message=optax.trace(0.9)).make_worker(quadratic)
+  with pytest.raises(ValueError, match="would ignore its `at_worker`"):
+    local._replace(at_worker=optax.trace(0.9)).make_worker(quadratic)
 
 
 @pytest.mark.parametrize(
@@ -678,7 +678,7 @@ def test_a_recipe_that_contradicts_itself_is_refused():
     ("downpour", dict(push_every=0), "push_every must be"),
     ("downpour", dict(fetch_every=0), "fetch_every must be"),
     ("downpour", dict(local_rate=0.0), "local_rate must be positive"),
-    ("downpour", dict(optimizer="adam"), "'adam'; known: adagrad, sgd"),
+    ("downpour", dict(optimizer="adem"), "'adem'; did you mean 'adam'"),
     ("model_averaging", dict(steps=0), "steps must be"),
     ("easgd", dict(steps=1.5), "steps must be"),
     ("easgd", dict(moving_rate=1.5), "moving_rate must be in"),

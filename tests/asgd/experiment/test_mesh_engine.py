@@ -256,7 +256,7 @@ def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
 
 def test_workers_with_steps_of_their_own_have_no_mesh():
   with pytest.raises(ValueError, match="a mesh has one gradient for all"):
-    build({"runs.gpt.recipe": "easgd", "mesh.optimizer": None})
+    build({"runs.gpt.recipe": "easgd", "optimizer": None})
 
 
 # Several processes.
@@ -365,15 +365,13 @@ def test_a_mesh_may_be_written_in_many_ways():
 
 
 def test_another_optimizer_drops_the_options_of_the_old():
-  config = schema.override(small(), {"mesh.optimizer.name": "lamb"}, ENGINES)
-  assert config["mesh"]["optimizer"] == {"name": "lamb"}
-  config = schema.override(small(), {"mesh.optimizer.b1": 0.8}, ENGINES)
-  assert config["mesh"]["optimizer"]["weight_decay"] == 0.1
+  config = schema.override(small(), {"optimizer.name": "lamb"}, ENGINES)
+  assert config["optimizer"] == {"name": "lamb"}
+  config = schema.override(small(), {"optimizer.b1": 0.8}, ENGINES)
+  assert config["optimizer"]["weight_decay"] == 0.1
   for value in ("lamb", {"name": "lamb"}):
-    resolved = schema.resolve(
-      {**small(), "mesh": {"optimizer": value}}, ENGINES
-    )
-    assert resolved["mesh"]["optimizer"] == {"name": "lamb"}
+    resolved = schema.resolve({**small(), "optimizer": value}, ENGINES)
+    assert resolved["optimizer"] == {"name": "lamb"}
 
 
 AXES, DEVICES = "mesh.axes", "mesh.devices"
@@ -442,17 +440,17 @@ MISTAKES = {
     "config.mesh.precision .*did you",
   ),
   "optimizer": (
-    {"mesh.optimizer": "adamm"},
-    "config.mesh.optimizer.name: .*'adamm'; did you",
+    {"optimizer": "adamm"},
+    "config.optimizer: .*'adamm'; did you",
   ),
   "option": (
-    {"mesh.optimizer.beta": 3},
-    "'mesh.optimizer.beta' .optimizer 'adamw'",
+    {"optimizer.beta": 3},
+    "config.optimizer: optimizer 'adamw' takes no argument 'beta'",
   ),
-  "option's value": ({"mesh.optimizer.b1": "a"}, "config.mesh.optimizer"),
+  "option's value": ({"optimizer.b1": "a"}, "config.optimizer"),
   "two rates": (
-    {"mesh.optimizer.learning_rate": 3},
-    "is config.learning_rate",
+    {"optimizer.learning_rate": 3},
+    "set config.learning_rate",
   ),
   "rate": ({"learning_rate": 0}, "config.learning_rate must be a number above"),
   "decay": (

@@ -116,10 +116,11 @@ def test_another_name_drops_the_arguments_of_the_old_one():
   same = resolved([("model.name", "mlp")], model=model)
   assert same["model"] == {"name": "mlp", "hidden": [9]}
   other = resolved(
-    {"mesh.optimizer.name": "lion"},
-    mesh={"optimizer": {"name": "sgd", "momentum": 0.9}},
+    {"optimizer.name": "lion"}, optimizer={"name": "sgd", "momentum": 0.9}
   )
-  assert other["mesh"]["optimizer"] == {"name": "lion"}
+  assert other["optimizer"] == {"name": "lion"}
+  new = resolved({"optimizer.b1": 0.8, "optimizer.name": "lion"})
+  assert new["optimizer"] == {"name": "lion", "b1": 0.8}
 
 
 def test_another_recipe_drops_options_that_it_has_not():
@@ -254,7 +255,8 @@ def test_a_run_is_the_whole_config_as_it_holds_for_it():
   assert pipe.config["learning_rate_schedule"]["decay_epochs"] == [2.0]
   assert sim.config["learning_rate_schedule"]["decay_epochs"] == [5.0]
   assert mesh.config["mesh"]["axes"] == {"data": 8}
-  assert mesh.config["mesh"]["optimizer"] == {"name": "adamw", "b2": 0.95}
+  assert sim.config["optimizer"] is None
+  assert mesh.config["optimizer"] == {"name": "adamw", "b2": 0.95}
   assert mesh.config["learning_rate"] == 0.01
   for run in by_label.values():
     assert "runs" not in run.config
@@ -615,8 +617,8 @@ MISTAKES = {
     "unknown axis 'tensr' of config.mesh.axes; did you mean 'tensor'",
   ),
   "optimizer": (
-    {"mesh": {"optimizer": {"name": "adamv"}}},
-    "^config.mesh.optimizer.name: unknown optimizer 'adamv'; did you mean",
+    {"optimizer": {"name": "adamv"}},
+    "^config.optimizer: unknown optimizer 'adamv'; did you mean",
   ),
   "mesh batch": (
     {"engine": "mesh", "mesh": {"axes": {"data": 8}}, "batch_size": 20},

@@ -16,7 +16,7 @@ PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 def make(name="asgd", workers=3, messages=12):
   recipe = algorithms.build(name, 0.01, workers)
   host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
   )
   trace = orders.asynchronous(
     durations.homogeneous(), workers=workers, messages=messages

@@ -159,7 +159,7 @@ def test_statistics_touch_no_weight_and_no_report(recipe):
 
 @all_recipes
 def test_bare_parameters_pass_through_untouched(recipe):
-  options = dict(every=recipe.every, per_message=recipe.per_message)
+  options = dict(every=recipe.every, at_server=recipe.at_server)
   bare = [(worker, message.weights) for worker, message in MESSAGES]
   kit.same(
     deliver(recipe.server(), START.weights, bare),
@@ -236,7 +236,7 @@ def test_two_workers_train_a_network_with_batch_norm(name):
   problem = problems.classification(digits, layers, batch_size=8)
   recipe = algorithms.build(name, 0.1, 2, momentum=0.9)
   server = recipe.server(statistics_decay=0.75)
-  worker = gradient_worker(problem.loss, recipe.message)
+  worker = gradient_worker(problem.loss, recipe.at_worker)
   work, batches = jax.jit(worker.work), problem.batches(0, 2)
   send, receive = jax.jit(server.send), jax.jit(server.receive)
 

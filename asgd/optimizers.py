@@ -1,0 +1,187 @@
+"""Optimizers: any of optax or one's own, as parts of recipes.
+
+An `Optimizer` is a function from a learning rate to an optax transform, such as
+`optax.adamw`, or `functools.partial(optax.adamw, b2=0.95)`. A recipe decides
+what it is given, and who has one: the server, each worker, or the server for
+each worker.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import optax.schedules
+
+from asgd import names, rates
+from asgd.checks import shortened, shown
+
+Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+
+# They need more than a gradient (values, keys, gradients of single examples),
+# or another transform.
+_NOT = ("dpsgd", "lbfgs", "momo", "momo_adam", "noisy_sgd", "schedule_free")
+_NOT += ("sophia",)
+
+
+@functools.cache
+def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
+  """Returns optax's optimizers by their names: what takes a learning rate."""
+  both = {**vars(optax.contrib), **vars(optax)}
+  return types.MappingProxyType({
+    name: maker
+    for name, maker in sorted(both.items())
+    if not name.startswith(("_", "scale_by")) and name not in _NOT
+    if isinstance(maker, types.FunctionType | functools.partial)
+    if "learning_rate" in inspect.signature(maker).parameters
+  })
+
+
+def named(value: str | Mapping[str, Any]) -> Optimizer:
+  """Returns an optimizer as a config has it: its name, or a dict of its name
+  and options. The name is one of `known`, or MODULE:FUNCTION.
+
+  Raises ValueError for what is unknown, with the nearest known name.
+
+  Example:
+    >>> named({"name": "adamw", "b2": 0.95})(1e-3).init(0.0)[0].count.item()
+    0
+  """
+  if isinstance(value, str):
+    value = {"name": value}
+  if not isinstance(value, Mapping) or "name" not in value:
+    raise ValueError(
+      "optimizer must be the name of one, or a dict with its name and options,"
+      f" not {shown(value)}"
+    )
+  options = dict(value)
+  name = options.pop("name")
+  maker = names.resolve("optimizer", name, known())
+  if "learning_rate" in options:
+    raise ValueError(
+      f"optimizer {name!r} is given learning_rate, which is that of the run:"
+      " set config.learning_rate"
+    )
+  names.check_arguments("optimizer", name, maker, {"learning_rate", *options})
+
+  def optimizer(learning_rate):
+    arguments = {"learning_rate": learning_rate, **options}
+    return names.call("optimizer", name, maker, arguments)
+
+  if maker is optax.sgd:
+    return functools.partial(maker, **options)
+  return optimizer
+
+
+def check(optimizer: Optimizer) -> None:
+  """Raises ValueError unless an optimizer makes updates of gradients alone, of
+  the kind that parameters are."""
+  like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+  try:
+    tx = optimizer(0.1)
+    updates, _ = jax.eval_shape(
+      lambda w: tx.update(w, tx.init(w), w), like
+    )
+    shapes = [jax.tree.structure(tree) for tree in (updates, like)]
+  except Exception as error:  # whatever somebody's optimizer raises
+    line = shortened(" ".join(str(error).split()), 300)
+    raise ValueError(
+      f"optimizer: an update cannot be made ({type(error).__name__}: {line})"
+    ) from error
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+      "optimizer: its update has another structure than the gradients"
+    )
+
+
+def momentum_of(optimizer: Optimizer) -> float | None:
+  """Returns the momentum of plain SGD, 0 without; None of anything else."""
+  options: dict[str, Any] = {}
+  if isinstance(optimizer, functools.partial) and not optimizer.args:
+    optimizer, options = optimizer.func, optimizer.keywords
+  if optimizer is not optax.sgd or set(options) - {"momentum", "nesterov"}:
+    return None
+  momentum = options.get("momentum") or 0.0
+  plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
+  return float(momentum) if plain else None
+
+
+class _RateOfVersion(optax.schedules.StatefulSchedule):
+  """A schedule that looks at the extra arg `version` instead of a count."""
+
+  def __init__(self, learning_rate):
+    self._rate = learning_rate
+
+  def init(self):
+    return ()
+
+  def update(self, state, **extra_args):
+    del extra_args
+    return state
+
+  def __call__(self, state, *, version=0, **extra_args):
+    del state, extra_args
+    return rates.at(self._rate, version)
+
+
+def at_version(
+  optimizer: Optimizer, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an optimizer whose learning rate is a function of the extra arg
+  `version`, int32[], instead of its own count.
+
+  A schedule counts the server's updates. A worker knows that count from its
+  ticket, whatever steps it takes of its own; and of the states that a server
+  keeps for each worker, every one is updated more seldom than the server.
+  """
+  if not callable(learning_rate):
+    return optax.with_extra_args_support(optimizer(learning_rate))
+  injected = optax.inject_hyperparams(
+    lambda learning_rate: optimizer(learning_rate)
+  )
+  return injected(learning_rate=_RateOfVersion(learning_rate))
+
+
+def refuse_beside(
+  optimizer: Optimizer | None, **given: tuple[Any, Any]
+) -> None:
+  """Raises ValueError if a recipe is given an optimizer and one of the options
+  of its own SGD, each as (value, default)."""
+  if optimizer is None:
+    return
+  for name, (value, default) in given.items():
+    if value != default:
+      raise ValueError(
+        f"{name} is of the recipe's own SGD, and {shown(value)} means nothing"
+        f" beside an optimizer: drop it, or give the optimizer its {name}"
+      )
+
+
+class CountingState(NamedTuple):
+  """State of `counting`."""
+
+  count: jax.Array  # int32[], updates made
+  inner: optax.OptState  # of the wrapped transform
+
+
+def counting(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Counts updates and tells `tx` how many there were before, as the extra arg
+  `version`: what a server does for the optimizers of `at_version`."""
+  tx = optax.with_extra_args_support(tx)
+
+  def init_fn(params):
+    return CountingState(jnp.zeros([], jnp.int32), tx.init(params))
+
+  def update_fn(updates, state, params=None, **extra_args):
+    extra_args["version"] = state.count
+    updates, inner = tx.update(updates, state.inner, params, **extra_args)
+    return updates, CountingState(state.count + 1, inner)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
