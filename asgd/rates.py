@@ -1,12 +1,19 @@
 """Learning rates over the server's updates, as numbers or as schedules."""
 
 import collections
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.schedules
 
-from asgd import checks
+from asgd import checks, names
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -58,6 +65,109 @@ def warmup_steps(
     return drops
   rise = optax.linear_schedule(start, peak, warmup)
   return optax.join_schedules([rise, drops], [warmup])
+
+
+STEPS = "steps"  # the name of `warmup_steps` among schedules
+_NOT = "join", "inject"  # no schedules of a few numbers
+_LENGTHS = "decay_steps", "transition_steps", "warmup_steps", "transition_begin"
+_PEAKS = "peak_value", "init_value", "value"
+
+
+@functools.cache
+def known() -> Mapping[str, Callable[..., optax.Schedule]]:
+  """Returns optax's schedules by their names, without "_schedule"."""
+  made = {
+    name.removesuffix("_schedule"): maker
+    for name, maker in vars(optax.schedules).items()
+    if name.endswith(("_schedule", "_decay")) and not name.startswith(_NOT)
+    if isinstance(maker, types.FunctionType)
+  }
+  return types.MappingProxyType(made)
+
+
+def arguments(name: str) -> list[str]:
+  """Returns what the schedule of a name may be given, beside its peak."""
+  maker = names.resolve("schedule", name, known())
+  return list(inspect.signature(maker).parameters)
+
+
+def named(
+  name: str,
+  peak: float,
+  *,
+  updates: int,
+  unit: float = 1.0,
+  options: Mapping[str, Any] | None = None,
+) -> optax.Schedule:
+  """Returns a schedule over updates, of optax or one's own.
+
+  Args:
+    name: of `known`, or MODULE:FUNCTION of a function that takes some of the
+      arguments that optax's schedules have.
+    peak: the learning rate. It is the schedule's peak_value, or the init_value
+      or value of one without.
+    updates: for how many it lasts, unless its options say something else: its
+      decay_steps or transition_steps.
+    unit: updates in one of the units in which the options count: numbers of
+      steps (decay_steps, transition_steps, warmup_steps, transition_begin) and
+      the keys of boundaries_and_scales.
+    options: further arguments.
+
+  Raises ValueError for what is unknown, or missing.
+
+  Example:
+    >>> rate = named("cosine_decay", 0.1, updates=100)
+    >>> [round(float(rate(update)), 3) for update in (0, 50, 100)]
+    [0.1, 0.05, 0.0]
+  """
+  maker = names.resolve("schedule", name, known())
+  parameters = inspect.signature(maker).parameters
+  given = dict(options or {})
+  for key in _LENGTHS:
+    if key in given:
+      checks.nonnegative(key, given[key])
+      given[key] = _updates(key, given[key] * unit)
+  if isinstance(given.get("boundaries_and_scales"), Mapping):
+    given["boundaries_and_scales"] = {
+      _updates("boundaries_and_scales", float(at) * unit): factor
+      for at, factor in given["boundaries_and_scales"].items()
+    }
+  wanted = [key for key in _PEAKS if key in parameters][:1]
+  given = {**dict.fromkeys(wanted, peak), **given}
+  if "peak_value" in parameters:
+    given.setdefault("init_value", 0.0)
+    if "init_value" not in parameters:
+      del given["init_value"]
+  if "end_value" in parameters:
+    given.setdefault("end_value", 0.0)
+  # An optax schedule that decays does so until the last update.
+  for key in ("decay_steps", "transition_steps"):
+    if key in parameters:
+      given.setdefault(key, updates)
+  schedule = names.call("schedule", name, maker, given)
+  if not callable(schedule):
+    raise ValueError(
+      f"schedule {name!r} must return a function of an update, not"
+      f" {checks.shown(schedule)}"
+    )
+  return schedule
+
+
+def _updates(key, count):
+  if not math.isfinite(count) or count > 2**31 - 1:
+    raise ValueError(f"{key} is {count:.3g} updates, more than can be counted")
+  return round(count)
+
+
+def after_warmup(
+  schedule: optax.Schedule, *, warmup: int, start: float
+) -> optax.Schedule:
+  """Puts a linear warm-up, of so many updates from `start`, before a schedule;
+  `schedule` counts from its end."""
+  if not warmup:
+    return schedule
+  rise = optax.linear_schedule(start, schedule(0), warmup)
+  return optax.join_schedules([rise, schedule], [warmup])
 
 
 def scale_by_sent_rate(

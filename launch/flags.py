@@ -25,7 +25,7 @@ from ml_collections.config_flags import config_flags as parsers
 
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import schema
+from asgd.experiment import code, schema
 from asgd.experiment.signals import Signals, Stopped
 from pipeline.engine import PIPELINE
 
@@ -65,6 +65,7 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
     if not os.path.isfile(path.split(":")[0]):
       fail(f"--config={path}: there is no such file")
     try:
+      code.add_folder(Path(path.split(":")[0]).parent)
       self.config = super().parse(path)
       getattr(self.config, "runs", None)  # tells of a file that the file lacks
     except SystemExit as end:

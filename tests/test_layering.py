@@ -41,6 +41,7 @@ RANKS = {
 EXPERIMENT_RANKS = {
   "checks": 0,
   "storage": 0,
+  "code": 1,
   "event_file": 0,
   "signals": 0,
   "ray_runtime": 0,

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import event_file, schema, storage
+from asgd.experiment import code, event_file, schema, storage
 from asgd.experiment.claim import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -70,6 +70,7 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
     "free": {
       **free,
       "data source": experiment.dataset.source,
+      "modules": code.describe(config),
       "jax": f"{jax.__version__} on {jax.default_backend()}",
       "cpus": os.cpu_count(),
     },
@@ -229,6 +230,7 @@ def claim_cell(
       "engine": run.engine,
       "config": cells_lib.only(run, cell),
       "dataset": experiment.dataset_identity,
+      "modules": code.describe(cells_lib.only(run, cell)),
       "cpus": os.cpu_count(),
     }
     storage.write_json(place / "cell.json", description)

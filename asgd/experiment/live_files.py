@@ -43,7 +43,10 @@ def read_description(folder: Path) -> dict[str, Any]:
   try:
     shards = description["config"]["server"]["shards"]
     checks.text(engine, "engine"), checks.whole(1, 256)(shards, "shards")
-  except (KeyError, TypeError, ValueError):
+    for module in description["modules"].values():
+      for key in ("file", "sha256"):
+        checks.text(module[key], key)
+  except (AttributeError, KeyError, TypeError, ValueError):
     raise ValueError(f"{folder}/{CHANGED}") from None
   return description
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from asgd import base, orders, sharding, simulator
-from asgd.experiment import cells, live_files, storage
+from asgd.experiment import cells, code, live_files, storage
 from asgd.experiment.engines import live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
@@ -33,6 +33,7 @@ class Replay(NamedTuple):
   recorded: str | None  # the same, of the run, if it was finished
   messages: int | None  # of the run, if it was finished
   cpus: int | None  # cores of the machine of the run
+  changed: Sequence[str] = ()  # modules of the user's that are not as they were
 
   @property
   def same(self) -> bool:
@@ -45,6 +46,7 @@ def load(
 ) -> tuple[cells.Experiment, cells.Cell]:
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
+  code.make_importable(description["modules"])
   engines = {"threads": live.THREADS, "ray": live.RAY}
   experiment = cells.build(
     description["config"], engines=engines, data_dir=data_dir
@@ -126,6 +128,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
     result.get("params_sha256"),
     result.get("messages"),
     description.get("cpus"),
+    code.changed(description["modules"], description["config"]),
   )
 
 
@@ -175,6 +178,8 @@ def describe(replayed: Replay) -> str:
     if came < (replayed.messages or 0):
       why = f": the trace has {came} messages, result.json {replayed.messages};"
       why += " it was cut short"
+    elif replayed.changed:
+      why = f": {', '.join(replayed.changed)} changed since"
     elif replayed.cpus != os.cpu_count():
       why = f": it had {replayed.cpus} CPU cores, this machine {os.cpu_count()}"
     lines.append(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_collections
 import optax
 
-from asgd import algorithms, names, optimizers, sharding, transforms
+from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
 
@@ -57,6 +57,13 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
+def _of_schedule(section: Mapping[str, Any]) -> list[str]:
+  """The arguments of the schedule that a section names."""
+  name = section.get("name", rates.STEPS)
+  return [] if name == rates.STEPS else rates.arguments(name)
+
+
+_COUNTS = "epochs", "messages", "updates"
 _COUNT = checks.whole(0)
 _EPOCHS = checks.number(most=1e6)
 
@@ -82,13 +89,21 @@ SHARED: dict[str, Any] = {
   "learning_rate": Setting(0.1, checks.positive),  # the peak
   # A name, or a dict of a name and options; None: as the recipe has it.
   "optimizer": Setting(None, _optimizer),
-  "learning_rate_schedule": {
-    "warmup_epochs": Setting(0.0, _EPOCHS),
-    "decay_epochs": Setting((), checks.several(_EPOCHS)),
-    "warmup_examples": Setting(0, checks.whole(0, 10**12)),
-    "decay_examples": Setting((), checks.several(checks.whole(0, 10**12))),
-    "decay_factor": Setting(0.1, checks.positive),
-  },
+  "learning_rate_schedule": Section(
+    {
+      "warmup_epochs": Setting(0.0, _EPOCHS),
+      "warmup_examples": Setting(0, checks.whole(0, 10**12)),
+      # After the warm-up: "steps" drops at the times below; any other schedule
+      # of optax, or MODULE:FUNCTION, has its arguments here, which count steps
+      # in units of `count`.
+      "name": Setting(rates.STEPS, checks.text),
+      "count": Setting("epochs", checks.choice(*_COUNTS)),
+      "decay_epochs": Setting((), checks.several(_EPOCHS)),
+      "decay_examples": Setting((), checks.several(checks.whole(0, 10**12))),
+      "decay_factor": Setting(0.1, checks.positive),
+    },
+    lambda section: _of_schedule(section),
+  ),
   "clip_norm": Setting(None, checks.optional(checks.positive)),
   "evaluations": Setting(10, checks.whole(1, 10**6)),  # evenly spaced
   "evaluation_examples": Setting(0, _COUNT),  # 0: all images, 64 windows
@@ -357,7 +372,7 @@ def _merge(node, below, value):
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
   name = below.get("name")
-  if isinstance(node, Open) and value.get("name", name) != name:
+  if isinstance(node, Open | Section) and value.get("name", name) != name:
     return value
   return {**below, **value}
 

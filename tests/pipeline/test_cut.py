@@ -220,7 +220,7 @@ def test_what_has_no_layers_cannot_be_cut():
     cut.cut(problem, problem.init(None), [0, 1], recipe)
 
 
-@pytest.mark.parametrize("name", ["easgd", "staleness_aware", "downpour"])
+@pytest.mark.parametrize("name", ["easgd", "ssgd", "downpour"])
 def test_workers_of_their_own_do_not_fit(name):
   recipe = algorithms.build(name, RATE, 1)
   with pytest.raises(ValueError, match="do not fit; use asgd"):

@@ -18,6 +18,7 @@ from asgd import (
   optimizers,
   orders,
   problems,
+  rates,
   simulator,
 )
 from asgd import server as server_lib
@@ -27,7 +28,6 @@ from asgd.experiment import checks, storage
 from asgd.experiment.engines import Column
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
-from asgd.rates import warmup_steps
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
@@ -206,10 +206,12 @@ def schedule(
   peak: float,
   batches: int,
   start: float,
+  steps: int = 1,
 ) -> Any:
   """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is made of so many `batches`. Raises
-  ValueError for drops inside the warm-up, naming the key."""
+  to `peak` in the warm-up; an update is made of so many `batches`, a message of
+  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
+  key."""
   section = run.config["learning_rate_schedule"]
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
@@ -226,7 +228,30 @@ def schedule(
     most = max([warmup, *drops])
     if most > checks.MOST_INTEGER:
       raise ValueError(f"{most:.3g} updates are more than can be counted")
-    return warmup_steps(
+    if section["name"] != rates.STEPS:
+      if drops:
+        raise ValueError(
+          f"decay_epochs and decay_examples are of the schedule"
+          f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
+        )
+      units = {
+        "epochs": per_epoch,
+        "messages": steps / batches,
+        "updates": 1.0,
+      }
+      updates = max(round(passes(run, problem) / batches) - warmup, 1)
+      made = rates.named(
+        *(section["name"], peak),
+        updates=updates,
+        unit=units[section["count"]],
+        options={
+          key: section[key]
+          for key in rates.arguments(section["name"])
+          if key in section
+        },
+      )
+      return rates.after_warmup(made, warmup=warmup, start=start)
+    return rates.warmup_steps(
       peak,
       warmup=warmup,
       start=start,
@@ -241,7 +266,13 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   peak = float(run.config["learning_rate"])
   first = build_recipe(run, workers, peak)
   batches, start = first.every * first.steps, peak / workers
-  rate = schedule(run, problem, peak=peak, batches=batches, start=start)
+  rate = schedule(
+    *(run, problem),
+    peak=peak,
+    batches=batches,
+    start=start,
+    steps=first.steps,
+  )
   recipe = build_recipe(run, workers, rate)
   order = _order(run, recipe)
   count = passes(run, problem)
