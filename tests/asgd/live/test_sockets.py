@@ -95,7 +95,8 @@ class FakeShard:
     self.taken = []
 
   def handle(self, frame, say, now):
-    frames.check(frame, 0, workers=3, shards=1, jobs=9)
+    run = dict(workers=3, shards=1, jobs=9, consistent=False)
+    frames.check(frame, 0, **run)
     self.taken.append(frame)
     for _ in range(frame.version):
       say(Frame(frames.WELCOME, frame.worker))
