@@ -11,6 +11,9 @@ from asgd.live.shard import images
 from asgd.live.shard.state import Key, ShardState
 from asgd.orders.trace import STARTS, Event
 
+# Holders of a place of which another shard may not have heard from the lead.
+MOST_AHEAD = 100
+
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 

@@ -26,7 +26,7 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
 from asgd.live.shard.lead import Lead
-from asgd.live.shard.role import Say
+from asgd.live.shard.role import MOST_AHEAD, Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
@@ -64,6 +64,7 @@ class Shard:
       workers=setup.workers,
       shards=setup.shards,
       jobs=setup.jobs,
+      consistent=setup.consistent,
     )
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
@@ -110,6 +111,11 @@ class Shard:
     # A new worker that waits long for its answer says HELLO twice.
     present = same if number < 0 else number == role.holders.get(worker, -1)
     if not present:
+      if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
+        raise frames.BadFrame(
+          f"holder {number} of place {worker} says {frame} to shard"
+          f" {self.index}, which knows {self.state.joined.get(worker, 'none')}"
+        )
       if number >= 0 and role.outdated(worker, number):
         say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
@@ -131,6 +137,8 @@ class Shard:
     if key in state.pushed:  # it is said again, and not received yet
       return
     if key in state.tickets:
+      if frame.flag:
+        state.check_written(key)
       self.role.push(frame)
     else:  # what is committed is acknowledged again
       self.role.say(frame.worker, Frame(frames.ACK, *key))
