@@ -10,13 +10,19 @@ from asgd.live.slots import SharedMemory
 from asgd.live.world.scheduler import Scheduler
 
 
+class Broken(Exception):
+  """An invariant does not hold."""
+
+
 class Disk:
   """Writes to real files, as `os` does, or fails to."""
 
   def __init__(self, scheduler: Scheduler):
     self._scheduler = scheduler
     self.full = False
-    self.tears = 0  # writes to come in the middle of which a process is killed
+    # Writes to come in the middle of which a process is killed: of each, how
+    # many are left alone before.
+    self.tears: list[int] = []
 
   def write(self, file: int, data: Any) -> int:
     """See `os.write`."""
@@ -31,8 +37,11 @@ class Disk:
   def tear(self, write_part) -> None:
     """Kills the process in the middle of a write, if that is to be."""
     process = self._scheduler.current
-    if self.tears and process is not None:
-      self.tears -= 1
+    if not self.tears or process is None:
+      return
+    self.tears[0] -= 1
+    if self.tears[0] < 0:
+      self.tears.pop(0)
       write_part()
       self._scheduler.kill(process)
       self._scheduler.point()
@@ -52,6 +61,17 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     self._scheduler.point()
+
+  def read(self, kind: int, slot: int, stamp: int) -> Any:
+    """See the base; raises Broken for what it should have refused."""
+    tree = super().read(kind, slot, stamp)
+    there = self.stamp(kind, slot)
+    if there != stamp:
+      raise Broken(
+        f"no slot is read without its stamp: slot {slot} of kind {kind} has"
+        f" {there}, not {stamp}"
+      )
+    return tree
 
   def _save_image(self, tree):
     super()._save_image(tree)
