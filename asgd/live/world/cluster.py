@@ -157,6 +157,10 @@ class WorldCluster(LiveCluster):
     self.servers[index] = server
     server.serve()
 
+  def _opened(self, index):
+    process = self.shards[index]
+    return self.opened[index] if process and not process.doomed else None
+
   def add_worker(self, worker: int) -> None:
     """Has a new process take a place."""
     loops: list[WorkerLoop] = []
@@ -175,6 +179,8 @@ class WorldCluster(LiveCluster):
     memories = [
       self._memory(i, part, part, None) for i, part in enumerate(training.parts)
     ]
+    for index, memory in enumerate(memories):
+      memory.shard = functools.partial(self._opened, index)
     loop = WorkerLoop(
       *(worker, training.duty, link, memories),
       clock=world.clock,

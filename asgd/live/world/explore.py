@@ -31,7 +31,8 @@ _JOB = 0.03  # seconds that a job takes, on average
 _SECONDS, _TURNS = 600.0, 200_000  # in which a run ends
 _RESTARTS = 12  # of the same command, at most
 _REASONS = {"fill", "remove memory", "flip"}  # for a command to end early
-_TEARS = 4  # writes, of which one is torn
+_TEARS = 4  # writes, of which one is torn; or the next of a row like these:
+_TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
 _AT_ONCE = 50  # seeds that a process takes
 _REASON = re.compile(r"[0-9/][^ ]*")  # what differs between two like errors
 
@@ -63,7 +64,9 @@ class _Run:
     self._world = World(scheduler, network, disk, folder, [0.0], [])
     rng = random.Random(drawn.seed + 1)
 
-    def pause():
+    def pause(job):
+      for fault in self._of_jobs.pop(job, ()):
+        self._plan(fault, scheduler.steps)
       scheduler.sleep(rng.expovariate(1 / _JOB))
 
     self._training: Training = scenario.training(drawn.case, pause)
@@ -72,14 +75,22 @@ class _Run:
     self._shards: list[Shard] = []
     self._images: list[Any] | None = None  # the last checkpoint
     self._finished = False
+    # Faults that come after a job has begun.
+    self._of_jobs: dict[int, list[Injection]] = collections.defaultdict(list)
+
+  def _plan(self, fault, steps):
+    calls = self._scheduler.faults.setdefault(steps + fault.step, [])
+    calls.append(lambda: self._inject(fault))
 
   def run(self, keep: Sequence[int]) -> SeedResult:
     """Runs with some of the faults."""
     outcome, scheduler = self.outcome, self._scheduler
     for index in keep:
       fault = self._scenario.faults[index]
-      calls = scheduler.faults.setdefault(fault.step, [])
-      calls.append(lambda fault=fault: self._inject(fault))
+      if fault.job:
+        self._of_jobs[fault.job].append(fault)
+      else:
+        self._plan(fault, 0)
     try:
       while not self._finished:
         self._start(resumed=outcome.restarts > 0)
@@ -176,7 +187,9 @@ class _Run:
     return True
 
   def _tear(self, fault):
-    self._world.disk.tears.append(int(fault.which * _TEARS))
+    text = _TORN[fault.seconds]
+    left = 0 if text else int(fault.which * _TEARS)
+    self._world.disk.tears.append((left, text))
     return True
 
   def _fill(self, fault):

@@ -19,7 +19,7 @@ _ROOM = 2**12  # bytes that a socket holds for its reader
 _SPOILED = frames.PUSH, frames.ACK
 _DOUBLED = (
   *(*_SPOILED, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
-  *(frames.FOLLOW, frames.PREPARED),
+  *(frames.FOLLOW, frames.PREPARED, frames.ASKED),
 )
 
 

@@ -40,6 +40,7 @@ WORKERS, JOBS = 3, 18
 _STEPS = 4000  # places at which faults come, at most
 _MOST_FAULTS = 6
 _FEW_KINDS = 0.5  # probability that only some kinds of faults come
+_LATE = 0.2  # probability of one after one of the last jobs has begun
 _SOON, _NEAR = 0.4, 100  # probability of a next one within so many steps
 _SNAPSHOT = 0.3  # seconds between two, where there is no log
 _LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
@@ -49,7 +50,8 @@ ROOT = jax.random.key(0)
 class Injection(NamedTuple):
   """A fault of a world."""
 
-  step: int  # of the scheduler
+  job: int  # that has begun; 0: none needs to
+  step: int  # of the scheduler, since then
   kind: str  # one of KINDS
   which: float  # of those that there are, a fraction
   seconds: float  # of a stop or a jump
@@ -117,11 +119,15 @@ def draw(seed: int) -> Scenario:
     kinds = rng.sample(KINDS, rng.randint(1, 4))
   faults: list[Injection] = []
   for _ in range(rng.randint(0, _MOST_FAULTS)):
-    step = int(_STEPS ** rng.uniform(0.4, 1.0))
-    if faults and rng.random() < _SOON:  # before the last is got over
+    job, step = 0, int(_STEPS ** rng.uniform(0.4, 1.0))
+    if rng.random() < _LATE:  # when what is lost may be found out too late
+      job, step = JOBS - rng.randint(1, WORKERS), int(_STEPS ** rng.random())
+    elif faults and rng.random() < _SOON:  # before the last is got over
+      job = faults[-1].job
       step = faults[-1].step + int(_NEAR ** rng.random())
+    kind, which = rng.choice(kinds), rng.random()
     seconds = rng.choice((0.05, 0.5, 2.0, 8.0))
-    faults.append(Injection(step, rng.choice(kinds), rng.random(), seconds))
+    faults.append(Injection(job, step, kind, which, seconds))
   return Scenario(seed, case, tuple(sorted(faults)))
 
 
@@ -154,8 +160,8 @@ def recipe(
 ) -> CompiledRecipe:
   """Returns a recipe of `asgd.algorithms` for a small network."""
   made = algorithms.build(name, 0.05, WORKERS, **_OPTIONS.get(name, {}))
-  if clip:
-    clipping = sharding.clip_by_global_norm(0.5)
+  for norm in (0.5, 0.3) if clip else ():  # two totals
+    clipping = sharding.clip_by_global_norm(norm)
     algorithm = transforms.precede(made.algorithm, clipping)
     made = made._replace(algorithm=algorithm)
   made = made._replace(every=max(rules.round, 1))
@@ -172,7 +178,7 @@ def recipe(
 
 
 def training(case: Case, pause) -> Training:
-  """Returns what a case trains; `pause()` lets the time of a job go by."""
+  """Returns what a case trains; `pause(job)` lets the time of a job go by."""
   of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
   server, worker, steps, params, batches = recipe(
     case.recipe, case.clip, of_rounds, case.wire
@@ -191,7 +197,7 @@ def training(case: Case, pause) -> Training:
   )
 
   def after_a_while(worker, job):
-    pause()
+    pause(job)
     return batches(worker, job)
 
   duty = Duty(
@@ -212,8 +218,9 @@ def describe(scenario: Scenario, keep: Sequence[int]) -> str:
   lines = [f"seed {scenario.seed}: {scenario.case}"]
   for index in keep:
     fault = scenario.faults[index]
+    since = f" after job {fault.job} has begun" if fault.job else ""
     lines.append(
-      f"  fault {index}: {fault.kind} at step {fault.step}"
+      f"  fault {index}: {fault.kind} at step {fault.step}{since}"
       f" (which {fault.which:.2f}, {fault.seconds:g} s)"
     )
   return "\n".join(lines)

@@ -174,9 +174,9 @@ class Scheduler:
       self._spell = _SPELL
       slow = self._rng.random() < 0.5
       self._starved = self._rng.choice(self.processes) if slow else None
-    if len(ready) > 1 and self._starved in ready:
-      if self._rng.random() > _SELDOM:
-        ready.remove(self._starved)
+    late = len(ready) > 1 and self._starved in ready
+    if late and self._rng.random() > _SELDOM:
+      ready.remove(self._starved)
     return self._rng.choice(ready)
 
   def _resume(self, process):
