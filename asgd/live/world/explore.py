@@ -94,6 +94,10 @@ class _Run:
     try:
       while not self._finished:
         self._start(resumed=outcome.restarts > 0)
+        # Also of a worker that has no place any more.
+        for error in scheduler.errors:
+          if isinstance(error, Broken):
+            raise error
         outcome.restarts += 1
         if outcome.restarts > _RESTARTS:
           raise Stuck(f"not finished after {_RESTARTS} restarts")

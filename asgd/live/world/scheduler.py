@@ -82,6 +82,7 @@ class Scheduler:
     self.processes: list[Process] = []
     self.current: Process | None = None  # whose turn it is
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
+    self.errors: list[BaseException] = []  # that have ended processes
     self._back = _closed_gate()
     self._spell = 0  # turns that it still lasts
     self._starved: Process | None = None
@@ -185,6 +186,8 @@ class Scheduler:
     self._back.acquire()
     self.current = None
     if not process.alive:
+      if process.error:
+        self.errors.append(process.error)
       for call in process.at_end:
         call()
 
