@@ -50,6 +50,16 @@ def test_processes_that_wait_for_each_other_are_found():
   scheduler.close()
 
 
+def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
+  """Or it left the place that the lead had given it, without knowing that it
+  had it, and then wrote to a slot of that place, which was another's."""
+  cases = [c for c in scenario.CASES if c.shards == 2 and not c.consistent]
+  monkeypatch.setattr(scenario, "CASES", cases)
+  monkeypatch.setattr(scenario, "KINDS", ("nan",) * 4)
+  for outcome in explore.run_seeds(range(60)):
+    assert not outcome.error, explore.explain(outcome)
+
+
 # What was wrong once; each was found at the seed given when its cure was taken
 # out.
 
