@@ -242,6 +242,8 @@ class WorkerLoop:
       ):
         self._push(0, tenure.for_lead.pop(frame.seq))
     elif frame.kind == frames.EXPEL:
+      if tenure.number < 0:
+        return  # it means the holder before; the HELLO of this one is coming
       if shard:  # it has lost what it knew of us: begin anew everywhere
         self._say(0, Frame(frames.BYE, self._worker))
       self._tenure = _Tenure(len(self._shards))
