@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
   kind: int
   worker: int = 0  # place; of a follower, its shard
-  seq: int = 0
+  seq: int = 0  # HELLO: loops that were started at the place before
   job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
   version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
   # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and

@@ -197,9 +197,9 @@ class ShardActor:
 class WorkerActor:
   """A worker in a process of its own."""
 
-  def __init__(self, worker: int, site: Site):
+  def __init__(self, worker: int, site: Site, life: int):
     _prepare_process(site, worker=True)
-    self._worker, self._site = worker, site
+    self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets
     if here:
@@ -240,6 +240,7 @@ class WorkerActor:
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
       clock=site.clock,
+      life=self._life,
       wait=time.sleep,
       faults=script,
       span=span,

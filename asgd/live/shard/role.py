@@ -36,6 +36,7 @@ class Role:
     self.peers: dict[int, Say] = {}  # worker -> its connection
     self.holders: dict[int, int] = {}  # worker -> number of its holder
     self.died: dict[int, int] = {}  # worker -> number whose tickets died here
+    self.lives: dict[int, int] = {}  # worker -> life of its latest loop
     self.followers: dict[int, Say] = {}  # of the lead: shard -> its connection
     # Called with the number of rows after each of them.
     self.committed: Callable[[int], None] = lambda rows: None

@@ -105,6 +105,9 @@ class Shard:
   def _hello(self, frame, say):
     """A worker says which holder of its place it is, or (-1) that it is new."""
     role, worker, number = self.role, frame.worker, frame.job
+    if not self.index and self._is_past(frame):
+      say(Frame(frames.EXPEL, worker, flag=1))
+      return
     same = role.peers.get(worker) == say
     if same and frame.flag:
       role.heard(worker)
@@ -130,6 +133,16 @@ class Shard:
         say(self.state.ticket_frame(key))
     if role.stopped:
       say(Frame(frames.STOP, worker))
+
+  def _is_past(self, frame):
+    """Whether a loop says HELLO in whose place another was started. It may say
+    so late; it had its end before that, and the other would lose its slots."""
+    role, worker = self.role, frame.worker
+    latest = role.lives.get(worker, 0)
+    if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
+      raise frames.BadFrame(f"{frame} comes after loop {latest} of its place")
+    role.lives[worker] = max(frame.seq, latest)
+    return frame.seq < latest
 
   def _push(self, frame):
     key, state = (frame.worker, frame.seq), self.state

@@ -164,11 +164,12 @@ class WorldCluster(LiveCluster):
   def add_worker(self, worker: int) -> None:
     """Has a new process take a place."""
     loops: list[WorkerLoop] = []
-    call = functools.partial(self._work, worker, loops)
+    life = self._next_life(worker)
+    call = functools.partial(self._work, worker, life, loops)
     process = self._world.scheduler.start(f"worker {worker}", call)
     self.workers[worker] = WorkerProcess(process, loops)
 
-  def _work(self, worker, loops):
+  def _work(self, worker, life, loops):
     """The main function of a worker's process."""
     world, training = self._world, self._training
     paths = [self._path(index) for index in range(self.setup.shards)]
@@ -185,6 +186,7 @@ class WorldCluster(LiveCluster):
       *(worker, training.duty, link, memories),
       clock=world.clock,
       faults=_Script(world),
+      life=life,
       patience=_PATIENCE,
       wait=world.scheduler.sleep,
     )

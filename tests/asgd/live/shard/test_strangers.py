@@ -227,3 +227,16 @@ def test_no_frame_tells_of_a_row_that_is_not_in_the_journal(make):
   if bench.setup.consistent:  # each row, once it is there
     assert told[:2] == [(frames.ROW, 1), (frames.ROW, 2)]
   assert told[-1] == (frames.TICKET, 2)
+
+
+def test_a_loop_in_whose_place_another_was_started_is_late():
+  # It was expelled, and began anew before it heard that it is replaced.
+  bench = Bench(one())
+  old, new = Hand(bench, 0), Hand(bench, 0)
+  old.hello()
+  new.hello(life=1)
+  rows = bench.rows()
+  old.hello()
+  assert bench.rows() == rows
+  assert bench.lead.status()["workers"] == [0]
+  refused(new, 0, Frame(frames.HELLO, 0, 2 + MOST_AHEAD, -1), "after loop 1")
