@@ -137,8 +137,15 @@ def _simulate() -> None:
   for name, value, least in (("simulate", count, 1), ("jobs", jobs, 1)):
     if value < least:
       raise ValueError(f"--{name}={value} must be {least} or more")
+  for name, given in (
+    ("config", flags.has_config()),
+    ("workdir", _TRAINING["workdir"].value is not None),
+  ):
+    if given:
+      raise ValueError(f"--simulate has runs of its own: drop --{name}")
+  drawn = scenario.draw(first)
   if numbers is not None:
-    there = len(scenario.draw(first).faults)
+    there = len(drawn.faults)
     if count != 1:
       raise ValueError("--faults are those of one seed: add --simulate=1")
     if not all(x.isdecimal() and int(x) < there for x in numbers):
@@ -152,6 +159,9 @@ def _simulate() -> None:
     tally.add(outcome)
     if outcome.error:
       print(explore.explain(outcome, keep), flush=True)
+    elif count == 1:
+      those = range(len(drawn.faults)) if keep is None else keep
+      print(f"{scenario.describe(drawn, those)}\n")
   print(tally.table())
   if tally.failed:
     raise flags.Failed(f"chaos: {len(tally.failed)} of {count} seeds failed")
@@ -162,6 +172,8 @@ def main() -> None:
   if _F["simulate"].value:
     _simulate()
     return
+  if _F["faults"].value is not None:
+    raise ValueError("--faults are those of --simulate=1: add it")
   _check_flags()
   engine = _TRAINING["engine"].value
   kinds = _check_kinds(engine)

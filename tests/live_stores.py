@@ -27,7 +27,7 @@ class Memory:
     return tree
 
   def stamp(self, kind, slot):
-    return self._slots[kind, slot][1]
+    return self._slots.get((kind, slot), (None, 0))[1]
 
   def read_copy(self, kind, slot):
     return self._slots[kind, slot][0]

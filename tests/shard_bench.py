@@ -356,8 +356,8 @@ class Hand:
     self.tell(0, Frame(kind, self.worker, **fields))
     self.bench.settle()
 
-  def hello(self, holder=-1):
-    self.say(frames.HELLO, job=holder)
+  def hello(self, holder=-1, life=0):
+    self.say(frames.HELLO, seq=life, job=holder)
 
   def fetch(self, seq):
     setup, parts = self.bench.setup, self.tickets[seq]

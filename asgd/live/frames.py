@@ -20,6 +20,7 @@ shards is ASKed at each of them before the row is written; they say what is
 theirs with ASKED, and the lead adds up.
 """
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Frame(NamedTuple):
 
   kind: int
   worker: int = 0  # place; of a follower, its shard
-  seq: int = 0
+  seq: int = 0  # HELLO: loops that were started at the place before
   job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
   version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
   # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and
@@ -50,26 +51,55 @@ class BadFrame(ValueError):
   """A frame that no worker and no shard of this run says."""
 
 
-def check(frame: Frame, shard: int, *, workers: int, shards: int, jobs: int):
-  """Raises BadFrame unless a shard of a run with so many workers, shards and
-  jobs can obey the frame, as far as its numbers tell."""
+_MOST = 2**31 - 1  # a journal has numbers of 32 bits
+
+
+def check(
+  frame: Frame,
+  shard: int,
+  *,
+  workers: int,
+  shards: int,
+  jobs: int,
+  consistent: bool,
+) -> None:
+  """Raises BadFrame unless a shard of such a run can obey the frame, as far as
+  its kind and its numbers tell."""
   kind, place, seq, job = frame[:4]
-  if kind in (HELLO, FETCH, PUSH, DRAIN, BYE):
-    fits = 0 <= place < workers and seq >= 0
-    fits &= job >= -1 if kind == HELLO else 0 <= job < jobs
-    fits &= kind != PUSH or frame.flag in (0, 1)
-  elif shard:  # a follower hears the lead
-    fits = kind in (ROW, ASK, TOTAL)
-  elif kind == FOLLOW:
-    fits = 0 < place < shards and frame.version >= 0
+  fits = all(-1 <= number <= _MOST for number in frame[1:8])
+  if kind in OF_SHARDS:
+    of_follower = FOLLOW, PREPARED, ASKED
+    fits &= consistent and (kind in of_follower) == (shard == 0)
   else:
-    fits = kind in (PREPARED, ASKED) and 0 < job < shards
+    of_one = DRAIN if shard == 0 else HELLO if consistent else FETCH
+    fits &= kind in (HELLO, PUSH, BYE, of_one)
+  if kind == FOLLOW:
+    fits &= 0 < place < shards and frame.version >= 0
+  elif kind not in OF_SHARDS or shard == 0:  # what the lead says is believed
     fits &= 0 <= place < workers and seq >= 0
+    if kind == HELLO:  # only the lead gives numbers
+      fits &= job >= (0 if shard else -1)
+    else:
+      fits &= 0 < job < shards if kind in OF_SHARDS else 0 <= job < jobs
+    if kind == PUSH:
+      fits &= frame.flag == 0 or frame.flag == 1 and math.isfinite(frame.value)
   if not fits:
     raise BadFrame(
       f"shard {shard} of {shards} has no use for {frame}, of a run with"
       f" {workers} workers and {jobs} jobs"
     )
+
+
+def speaker(frame: Frame, before: tuple | None = None) -> tuple[str, int]:
+  """Returns whose connection it is by which a shard hears a frame, of a worker
+  or of a follower. Raises BadFrame if it was another's `before`."""
+  who = "worker", frame.worker
+  if frame.kind in OF_SHARDS:
+    number = frame.worker if frame.kind == FOLLOW else frame.job
+    who = "shard", number
+  if before not in (None, who):
+    raise BadFrame(f"one connection speaks for {before} and {who}")
+  return who
 
 
 _FORMAT = struct.Struct("<4sBxxxiqqqqiidd")

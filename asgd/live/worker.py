@@ -121,13 +121,16 @@ class WorkerLoop:
     *,
     clock: Callable[[], float],
     faults: Script,
+    life: int = 0,
     patience: float = 5.0,
     wait: Callable[[float], None] = lambda seconds: None,
     span: Callable[[Span], None] | None = None,
   ):
-    """The clock tells seconds since the run began; what was not answered for
-    `patience` seconds is said again; `wait` lets seconds go by, for a worker
-    that is to be slow; `span` is told of each stretch of time."""
+    """The clock tells seconds since the run began; `life` counts the loops that
+    were started at the place before; what was not answered for `patience`
+    seconds is said again; `wait` lets seconds go by, for a worker that is to be
+    slow; `span` is told of each stretch of time."""
+    self._life = life
     self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait
@@ -186,6 +189,8 @@ class WorkerLoop:
   # Frames.
 
   def _say(self, shard, frame):
+    if self._lease.revoked:
+      return  # it has no place to speak for
     try:
       self._link.say(shard, frame)
     except Disconnected:
@@ -194,7 +199,7 @@ class WorkerLoop:
   def _reconnect(self, shard):
     """Waits for a shard that is being replaced, and says everything again."""
     said = self._clock()
-    while not self._link.connect(shard):
+    while not self._link.connect(shard) and not self._lease.revoked:
       if shard and self._clock() - said > _SIGN_OF_LIFE:
         said = self._clock()
         with contextlib.suppress(Disconnected):  # there is time for that
@@ -203,12 +208,12 @@ class WorkerLoop:
 
   def _hello(self, flag=0):
     number = self._tenure.number
-    return Frame(frames.HELLO, self._worker, job=number, flag=flag)
+    return Frame(frames.HELLO, self._worker, self._life, number, flag=flag)
 
   def _repeat(self, shards):
     """Says to shards again what they have not answered."""
     tenure = self._tenure
-    for shard in shards:
+    for shard in () if self._lease.revoked else shards:
       if shard and tenure.number < 0:
         continue
       try:
@@ -242,6 +247,8 @@ class WorkerLoop:
       ):
         self._push(0, tenure.for_lead.pop(frame.seq))
     elif frame.kind == frames.EXPEL:
+      if tenure.number < 0:
+        return  # it means the holder before; the HELLO of this one is coming
       if shard:  # it has lost what it knew of us: begin anew everywhere
         self._say(0, Frame(frames.BYE, self._worker))
       self._tenure = _Tenure(len(self._shards))

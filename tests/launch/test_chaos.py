@@ -201,3 +201,22 @@ def test_seeds_of_a_simulated_world_are_tallied():
   assert re.search(r"every job is received once +3", result.stdout)
   result = kit.call("chaos", "--simulate=2", "--faults=0", status=2)
   kit.assert_one_line(result, "those of one seed: add --simulate=1")
+
+
+def test_a_seed_says_which_faults_come_to_it():
+  result = kit.call("chaos", "--simulate=1", "--seed=1")
+  first, second = result.stdout.splitlines()[:2]
+  assert first.startswith("seed 1: Case(recipe=")
+  assert second.startswith("  fault 0: ")
+
+
+@pytest.mark.parametrize(
+  ("args", "text"),
+  [
+    (["--faults=0"], "--faults are those of --simulate=1: add it"),
+    (["--simulate=1", "--workdir=x"], "drop --workdir"),
+    (["--simulate=1", "--config=configs/digits.py"], "drop --config"),
+  ],
+)
+def test_flags_that_say_nothing_of_a_simulated_world(args, text):
+  kit.assert_one_line(kit.call("chaos", *args, status=2), text)

@@ -132,7 +132,8 @@ class RayCluster(LiveCluster):
     faults = [fault for fault in faults if fault.worker == worker]
     actor_class = self._ray.remote(ray_processes.WorkerActor)
     actor_class = actor_class.options(**self._resources)
-    self._workers[worker] = actor = actor_class.remote(worker, self.site)
+    arguments = worker, self.site, self._next_life(worker)
+    self._workers[worker] = actor = actor_class.remote(*arguments)
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
   def check(self) -> list[str]:

@@ -1,6 +1,7 @@
 """What all clusters do: ask shards, replace workers, hand out parameters."""
 
 import abc
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class LiveCluster(abc.ABC):
     """`refill`: put a new worker in the place of one that died."""
     self.setup, self._plan, self._refill = setup, plan, refill
     self.replaced = {"worker": 0, "shard": 0}
+    self._lives = collections.Counter[int]()  # loops started at each place
     self._image_row = -1  # at which shards keep an image
     # Places that were filled since the lead last told who is dead: it may tell
     # of the one before, which is one death.
@@ -63,6 +65,11 @@ class LiveCluster(abc.ABC):
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:
     """Has a new worker take a place."""
+
+  def _next_life(self, worker: int) -> int:
+    """Returns how many loops were started at a place, and counts one more."""
+    self._lives[worker] += 1
+    return self._lives[worker] - 1
 
   @abc.abstractmethod
   def check(self) -> list[str]:

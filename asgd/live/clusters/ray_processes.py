@@ -147,18 +147,28 @@ class ShardActor:
     )
 
   def tell(self, token: str, data: bytes, message: Any) -> None:
-    """Takes a frame of a session, and the message of a PUSH."""
+    """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
+    the session, as it would a connection."""
     frame, session = frames.unpack(data), self._sessions[token]
-    session.worker = frame.worker
 
     def take(shard):
-      if message is not None and shard.state.accepts(frame):
-        memory = shard.state.slots.memory
-        stamp = slots.message_stamp(frame.worker, frame.seq)
-        memory.write(slots.MESSAGES, frame.message, message, stamp)
-      shard.handle(frame, session.say, self._site.clock())
+      try:
+        session.hear(frame)
+        holds = shard.role.peers.get(frame.worker) == session.say
+        if message is not None and holds and shard.state.accepts(frame):
+          memory = shard.state.slots.memory
+          stamp = slots.message_stamp(frame.worker, frame.seq)
+          memory.write(slots.MESSAGES, frame.message, message, stamp)
+        shard.handle(frame, session.say, self._site.clock())
+      except frames.BadFrame:
+        self._end_session(shard, token)
+        raise
 
     self._server.ask(take)
+
+  def _end_session(self, shard, token):
+    if session := self._sessions.pop(token, None):
+      shard.gone(session.worker, self._site.clock(), session.say)
 
   def listen(self, token: str) -> list[tuple[bytes, Any]]:
     """Returns what is said to a session, when something is."""
@@ -169,8 +179,7 @@ class ShardActor:
 
     def drop(shard):
       for token in [t for t in self._sessions if t.startswith(owner)]:
-        session = self._sessions.pop(token)
-        shard.gone(session.worker, self._site.clock(), session.say)
+        self._end_session(shard, token)
 
     self._server.ask(drop)
 
@@ -188,9 +197,9 @@ class ShardActor:
 class WorkerActor:
   """A worker in a process of its own."""
 
-  def __init__(self, worker: int, site: Site):
+  def __init__(self, worker: int, site: Site, life: int):
     _prepare_process(site, worker=True)
-    self._worker, self._site = worker, site
+    self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets
     if here:
@@ -231,6 +240,7 @@ class WorkerActor:
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
       clock=site.clock,
+      life=self._life,
       wait=time.sleep,
       faults=script,
       span=span,

@@ -126,7 +126,8 @@ class ThreadCluster(LiveCluster):
     """Has a new worker take a place."""
     link = ThreadLink(worker, self.shards, self._end.is_set)
     span = functools.partial(self._span, worker) if self._span else None
-    loop = self._make_loop(worker, link=link, span=span)
+    life = self._next_life(worker)
+    loop = self._make_loop(worker, link=link, span=span, life=life)
     args = worker, loop, link
     thread = threading.Thread(target=self._work, args=args, daemon=True)
     self.workers[worker] = WorkerThread(thread, link, loop)

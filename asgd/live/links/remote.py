@@ -37,8 +37,17 @@ class Session:
 
   def __init__(self, memory: Any):
     self.worker = -1  # not known yet
+    self._speaker: tuple[str, int] | None = None
     self._memory = memory
     self._out: queue.SimpleQueue = queue.SimpleQueue()
+
+  def hear(self, frame: Frame) -> None:
+    """Takes note of what the worker says; raises BadFrame if it is no worker,
+    or another."""
+    if frame.kind in frames.OF_SHARDS:
+      raise frames.BadFrame(f"no worker says {frame}")
+    self._speaker = frames.speaker(frame, self._speaker)
+    self.worker = frame.worker
 
   def say(self, frame: Frame) -> None:
     """Has a frame, and the parameters it tells of, fetched by the worker."""

@@ -7,6 +7,7 @@ what cannot be, or reads nothing, loses its connection, and nobody else does.
 """
 
 import contextlib
+import errno
 import queue
 import selectors
 import socket
@@ -25,6 +26,7 @@ _PAUSE = 0.05  # seconds between two tries to connect
 _TICK = 0.1  # seconds between two looks at the deadlines
 _PATIENCE = 60.0  # seconds in which a shard reads what a worker says
 _MOST_UNREAD = 2**20  # bytes that a peer may leave unread
+_NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 class Network(Protocol):
@@ -204,13 +206,16 @@ class _Peer(_Connection):
   def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
     sock.setblocking(False)
-    self.worker: int | None = None
+    self.speaker: tuple[str, int] | None = None  # whose it is, once it spoke
     self._waiting = waiting  # peers that have something to be sent
     self._out = bytearray()
     self.reads = True  # what it is sent
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame with the next `flush`: an answer is often two of them."""
+    """Sends a frame with the next `flush`: an answer is often two of them. To a
+    peer that is gone there is nothing to say."""
+    if self.sock.fileno() < 0:
+      return
     self._out += frames.pack(frame)
     self._waiting[self] = None
 
@@ -257,8 +262,10 @@ class ShardServer:
         " characters: use a folder with a shorter path"
       ) from error
     self._listener.setblocking(False)
-    self._selector.register(self._listener, selectors.EVENT_READ, self)
+    self._listens = False  # for connections, as far as there is room for them
+    self._listen()
     self._lead: _Peer | None = None
+    self._followers: dict[int, _Peer] = {}  # by shard
     self._waiting: dict[_Peer, None] = {}  # in their order
     self._over = False  # `serve` was to return
     self._ended = False  # and it has, or it has failed
@@ -293,6 +300,7 @@ class ShardServer:
         now = self._clock()
         if now - ticked >= _TICK:
           ticked = now
+          self._listen()
           self._shard.tick(now)
         self._flush()
     finally:
@@ -304,6 +312,7 @@ class ShardServer:
     for key in list(self._selector.get_map().values()):
       if key.data is not self._waker:
         key.fileobj.close()
+    self._listener.close()
     self._waker.close()
     self._selector.close()
 
@@ -320,14 +329,27 @@ class ShardServer:
       if key.data is self._waker:
         self._waker.clear()
       elif key.data is self:
-        with contextlib.suppress(OSError):  # it has gone again
-          sock, _ = self._listener.accept()
-          self._add_peer(sock)
+        self._accept()
       else:
         if events & selectors.EVENT_WRITE:
           self._waiting[key.data] = None
         if events & selectors.EVENT_READ:
           self._read(key.data)
+
+  def _listen(self):
+    if not self._listens:
+      self._selector.register(self._listener, selectors.EVENT_READ, self)
+    self._listens = True
+
+  def _accept(self):
+    try:
+      sock, _ = self._listener.accept()
+    except OSError as error:
+      if error.errno in _NO_ROOM:  # until the next tick
+        self._selector.unregister(self._listener)
+        self._listens = False
+      return  # or it has gone again
+    self._add_peer(sock)
 
   def _answer_calls(self):
     while not self._calls.empty():
@@ -354,11 +376,22 @@ class ShardServer:
   def _read(self, peer):
     try:
       for frame in peer.read():
-        if frame.kind == frames.HELLO:
-          peer.worker = frame.worker
+        if peer is not self._lead:
+          self._identify(peer, frame)
         self._shard.handle(frame, peer.say, self._clock())
     except (EOFError, frames.BadFrame):
       self._drop(peer)
+
+  def _identify(self, peer, frame):
+    """One connection speaks for one worker or follower. For a follower none
+    other does while its own is open: one that was cut off tries again until
+    the end of that was read here."""
+    peer.speaker = frames.speaker(frame, peer.speaker)
+    if (
+      frame.kind == frames.FOLLOW
+      and self._followers.setdefault(frame.worker, peer) is not peer
+    ):
+      raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
   def _flush(self):
     """Sends what was said, and the rest once its peer reads on."""
@@ -379,7 +412,11 @@ class ShardServer:
   def _drop(self, peer):
     self._selector.unregister(peer.sock)
     peer.sock.close()
+    kind, number = peer.speaker or ("", -1)
     if peer is self._lead:
       self._lead = None
-    elif peer.worker is not None:
-      self._shard.gone(peer.worker, self._clock(), peer.say)
+      self._network.sleep(_PAUSE)  # it may refuse another for a moment
+    elif kind == "worker":
+      self._shard.gone(number, self._clock(), peer.say)
+    elif self._followers.get(number) is peer:
+      del self._followers[number]

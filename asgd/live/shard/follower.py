@@ -6,7 +6,8 @@ import collections
 from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.shard.role import Role, Say
+from asgd.live.setup import slot_counts
+from asgd.live.shard.role import MOST_AHEAD, Role, Say
 from asgd.live.shard.state import Key
 from asgd.orders.trace import NO_SEQ, Event
 
@@ -119,15 +120,42 @@ class Independent(Role):
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
-    """Opens its slice of a ticket; says it again if it is open, and nothing if
-    it was closed since: the frame is late."""
+    """Opens its slice of a ticket, and says it again if it is open. A holder
+    asks before it hands in: if a ticket was closed, or none is left to open, it
+    was another that asked. Raises BadFrame if no holder could have that job."""
     key, state = (frame.worker, frame.seq), self.state
+    worker = frame.worker
     if key in state.tickets:
-      self.say(frame.worker, state.ticket_frame(key))
-    elif frame.seq >= state.seqs.get(frame.worker, 0):
+      self.say(worker, state.ticket_frame(key))
+    elif frame.seq < state.seqs.get(worker, 0):
+      self.leave(worker)
+      self.expel(worker)
+    else:
+      self._check_new(frame)
       # What it would keep may have died with this shard.
-      keeps = frame.flag and frame.worker in state.kept
+      keeps = frame.flag and worker in state.kept
       self._decide(*key, frame.job, base.KEEP if keeps else base.SEND)
+
+  def _check_new(self, frame):
+    """Checks a ticket that is to be opened against those that can be."""
+    setup, state, slots = self.setup, self.state, self.state.slots
+    rules, worker = setup.rules, frame.worker
+    most = rules.depth + rules.round + rules.backup  # at one place
+    # Messages that were received, of which a loss of power left no row here,
+    # and those lost with holders that this shard did not hear of.
+    ahead = frame.seq - state.seqs.get(worker, 0)
+    jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
+    taken = len(state.tickets) + sum(map(len, slots.dead.values()))
+    if (
+      frame.job in jobs
+      or len(jobs) >= most
+      or taken >= slot_counts(setup).messages - setup.log
+      or ahead > setup.jobs + most * MOST_AHEAD
+    ):
+      raise frames.BadFrame(
+        f"worker {worker} asks shard {self.index} for job {frame.job} as its"
+        f" {frame.seq}, after {state.seqs.get(worker, 0)}, and has {jobs} open"
+      )
 
   def push(self, frame: Frame) -> None:
     """Receives a message once those before it of its worker have come."""

@@ -44,6 +44,7 @@ def _open_tickets(state, ledger, intact, without_params=()):
   state.rows = ledger.rows
   state.received = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
+  state.joined = dict(ledger.holders)
   state.tickets = {
     event.key: state.read_ticket(
       event,

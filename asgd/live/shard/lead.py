@@ -75,14 +75,9 @@ class Lead(Role):
     self._consider(key)
 
   def hear(self, frame: Frame, say: Say) -> None:
-    """Takes a frame of a follower."""
-    if frame.kind == frames.PREPARED:
-      key = frame.worker, frame.seq
-      self._prepared.setdefault(key, set()).add(frame.job)
-      self._consider(key)
-    elif frame.kind == frames.ASKED and self._totals:
-      self._totals.answer(frame)
-    elif frame.kind == frames.FOLLOW:
+    """Takes a frame of a follower, by the way that was opened last."""
+    key = frame.worker, frame.seq
+    if frame.kind == frames.FOLLOW:
       self.followers[frame.worker] = say
       events = self.journal.events()
       for row in range(frame.version, len(events)):
@@ -90,6 +85,13 @@ class Lead(Role):
           say(row_frame)
       if self._totals:
         self._totals.ask(say)
+    elif self.followers.get(frame.job) != say or key not in self.state.tickets:
+      return  # a stranger, or it is late
+    elif frame.kind == frames.PREPARED:
+      self._prepared.setdefault(key, set()).add(frame.job)
+      self._consider(key)
+    elif self._totals:
+      self._totals.answer(frame)
 
   def _consider(self, key):
     """Lets a message count as arrived when every shard has its part of it."""

@@ -11,6 +11,9 @@ from asgd.live.shard import images
 from asgd.live.shard.state import Key, ShardState
 from asgd.orders.trace import STARTS, Event
 
+# Holders of a place of which another shard may not have heard from the lead.
+MOST_AHEAD = 100
+
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
@@ -33,6 +36,7 @@ class Role:
     self.peers: dict[int, Say] = {}  # worker -> its connection
     self.holders: dict[int, int] = {}  # worker -> number of its holder
     self.died: dict[int, int] = {}  # worker -> number whose tickets died here
+    self.lives: dict[int, int] = {}  # worker -> life of its latest loop
     self.followers: dict[int, Say] = {}  # of the lead: shard -> its connection
     # Called with the number of rows after each of them.
     self.committed: Callable[[int], None] = lambda rows: None

@@ -26,7 +26,7 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
 from asgd.live.shard.lead import Lead
-from asgd.live.shard.role import Say
+from asgd.live.shard.role import MOST_AHEAD, Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
@@ -64,6 +64,7 @@ class Shard:
       workers=setup.workers,
       shards=setup.shards,
       jobs=setup.jobs,
+      consistent=setup.consistent,
     )
     slots = SlotTable(memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, sink)
@@ -104,12 +105,20 @@ class Shard:
   def _hello(self, frame, say):
     """A worker says which holder of its place it is, or (-1) that it is new."""
     role, worker, number = self.role, frame.worker, frame.job
+    if not self.index and self._is_past(frame):
+      say(Frame(frames.EXPEL, worker, flag=1))
+      return
     same = role.peers.get(worker) == say
     if same and frame.flag:
       role.heard(worker)
     # A new worker that waits long for its answer says HELLO twice.
     present = same if number < 0 else number == role.holders.get(worker, -1)
     if not present:
+      if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
+        raise frames.BadFrame(
+          f"holder {number} of place {worker} says {frame} to shard"
+          f" {self.index}, which knows {self.state.joined.get(worker, 'none')}"
+        )
       if number >= 0 and role.outdated(worker, number):
         say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
@@ -125,12 +134,24 @@ class Shard:
     if role.stopped:
       say(Frame(frames.STOP, worker))
 
+  def _is_past(self, frame):
+    """Whether a loop says HELLO in whose place another was started. It may say
+    so late; it had its end before that, and the other would lose its slots."""
+    role, worker = self.role, frame.worker
+    latest = role.lives.get(worker, 0)
+    if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
+      raise frames.BadFrame(f"{frame} comes after loop {latest} of its place")
+    role.lives[worker] = max(frame.seq, latest)
+    return frame.seq < latest
+
   def _push(self, frame):
     key, state = (frame.worker, frame.seq), self.state
     self.role.heard(frame.worker)
     if key in state.pushed:  # it is said again, and not received yet
       return
     if key in state.tickets:
+      if frame.flag:
+        state.check_written(key)
       self.role.push(frame)
     else:  # what is committed is acknowledged again
       self.role.say(frame.worker, Frame(frames.ACK, *key))

@@ -50,6 +50,7 @@ class ShardState:
     self.tickets: dict[Key, OpenTicket] = {}
     self.kept: dict[int, OpenTicket] = {}  # by worker: what a KEEP reuses
     self.seqs: dict[int, int] = {}  # worker -> jobs it started, ever
+    self.joined: dict[int, int] = {}  # worker -> number of its latest holder
     self.pushed: dict[Key, Frame] = {}  # messages in their slots, not received
     self.rows = 0  # obeyed
     self.received = 0  # messages
@@ -71,6 +72,7 @@ class ShardState:
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:
         self.slots.exhume(worker)
+        self.joined[worker] = event.job
       self._drop_kept(worker)
     # The effect of a ROLLBACK is the snapshot that was read before it.
 
@@ -164,6 +166,17 @@ class ShardState:
     key = frame.worker, frame.seq
     ticket = None if key in self.pushed else self.tickets.get(key)
     return ticket is not None and ticket.message == frame.message
+
+  def check_written(self, key: Key) -> None:
+    """Raises BadFrame if the message of an open ticket does not lie in its
+    slot, ValueError if that is because other memory has taken its place."""
+    slot, memory = self.tickets[key].message, self.slots.memory
+    if memory.stamp(MESSAGES, slot) != message_stamp(*key):
+      memory.adopt()
+      raise frames.BadFrame(
+        f"worker {key[0]} hands in message {key[1]}, which does not lie in slot"
+        f" {slot} of {memory.name}"
+      )
 
   def flush(self) -> None:
     """Hands the records so far to the sink."""

@@ -11,5 +11,6 @@ which of the processes goes on at each moment. All of it follows from a seed
   cluster     a run: its driver, its shards and its workers
   scenario    what is run in a world, and which faults come, of a seed
   invariants  what must hold of a run, however it went
+  reference   what a trace must say, computed in another way
   explore     many seeds; the shortest list of faults of one that fails
 """

@@ -6,7 +6,7 @@ They are put together as the processes of a real cluster are
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class World(NamedTuple):
   disk: Disk
   folder: Path  # of its files and its memory
   skew: list[float]  # seconds by which its clock has jumped
+  nans: list[None]  # messages to come that are NaN
 
   def clock(self) -> float:
     """Seconds since the run began."""
@@ -53,6 +54,8 @@ class Training(NamedTuple):
   params: Any  # before the first message
   plan: sharding.ShardPlan | None
   duty: Duty
+  batch: Callable[[int, int], Any]  # that of the duty, but at once
+  wire: str | None  # dtype in which parameters and messages travel
 
   @property
   def parts(self) -> list[Any]:
@@ -67,6 +70,21 @@ class WorkerProcess(NamedTuple):
 
   process: Process
   loop: list[WorkerLoop]  # none until it has found all shards
+
+
+class _Script(faults.Script):
+  """The faults of a worker that come from within."""
+
+  def __init__(self, world: World):
+    super().__init__((), kill=lambda: None, wait=world.scheduler.sleep)
+    self._nans = world.nans
+
+  def message(self, worker: int, seq: int, message: Any) -> Any:
+    """See the base."""
+    if not self._nans:
+      return message
+    self._nans.pop()
+    return jax.tree.map(lambda x: x * float("nan"), message)
 
 
 class WorldCluster(LiveCluster):
@@ -98,7 +116,8 @@ class WorldCluster(LiveCluster):
     world, folder = self._world, self._world.folder / "memory"
     counts = slot_counts(self.setup)
     place = folder / f"shard-{index}"
-    return Memory(world.scheduler, world.disk, place, counts, like)
+    options = {"compress": self._training.wire}
+    return Memory(world.scheduler, world.disk, place, counts, like, **options)
 
   def _path(self, index):
     return self._world.folder / f"{index}.sock"
@@ -138,14 +157,19 @@ class WorldCluster(LiveCluster):
     self.servers[index] = server
     server.serve()
 
+  def _opened(self, index):
+    process = self.shards[index]
+    return self.opened[index] if process and not process.doomed else None
+
   def add_worker(self, worker: int) -> None:
     """Has a new process take a place."""
     loops: list[WorkerLoop] = []
-    call = functools.partial(self._work, worker, loops)
+    life = self._next_life(worker)
+    call = functools.partial(self._work, worker, life, loops)
     process = self._world.scheduler.start(f"worker {worker}", call)
     self.workers[worker] = WorkerProcess(process, loops)
 
-  def _work(self, worker, loops):
+  def _work(self, worker, life, loops):
     """The main function of a worker's process."""
     world, training = self._world, self._training
     paths = [self._path(index) for index in range(self.setup.shards)]
@@ -156,11 +180,13 @@ class WorldCluster(LiveCluster):
     memories = [
       self._memory(i, part, part, None) for i, part in enumerate(training.parts)
     ]
-    script = faults.Script((), kill=lambda: None, wait=world.scheduler.sleep)
+    for index, memory in enumerate(memories):
+      memory.shard = functools.partial(self._opened, index)
     loop = WorkerLoop(
       *(worker, training.duty, link, memories),
       clock=world.clock,
-      faults=script,
+      faults=_Script(world),
+      life=life,
       patience=_PATIENCE,
       wait=world.scheduler.sleep,
     )

@@ -14,6 +14,13 @@ from asgd.live import frames
 from asgd.live.world.scheduler import Process, Scheduler
 
 _ROOM = 2**12  # bytes that a socket holds for its reader
+# Frames that are lost or held back, though a stream loses nothing but its end:
+# they are said again. And those that may be said twice.
+_SPOILED = frames.PUSH, frames.ACK
+_DOUBLED = (
+  *(*_SPOILED, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
+  *(frames.FOLLOW, frames.PREPARED, frames.ASKED),
+)
 
 
 class Socket:
@@ -221,8 +228,8 @@ class SimulatedNetwork:
     if not self._to_spoil or len(data) % frames.SIZE:
       return data + late
     first, rest = data[: frames.SIZE], data[frames.SIZE :]
-    # Of the others, a stream loses nothing but its end.
-    if frames.unpack(first).kind not in (frames.PUSH, frames.ACK):
+    doubles = self._to_spoil[0] == "double"
+    if frames.unpack(first).kind not in (_DOUBLED if doubles else _SPOILED):
       return data + late
     how, self.spoiled = self._to_spoil.pop(0), self.spoiled + 1
     if how == "double":

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from asgd.live.setup import Setup
 from asgd.live.worker import Duty
 from asgd.live.world.cluster import Training
 from asgd.orders.protocol import Rules
+from asgd.server import accept_all, max_staleness
 
 KINDS = (
   "kill worker",  # -9
@@ -32,10 +33,16 @@ KINDS = (
   "jump",  # the clock
   "remove memory",  # while the run uses it, and a shard is killed
   "flip",  # a byte of the snapshot of a shard, which is killed
+  "drain",  # a worker is told to leave, as by a preemption notice
+  "nan",  # a message
 )
 WORKERS, JOBS = 3, 18
 _STEPS = 4000  # places at which faults come, at most
 _MOST_FAULTS = 6
+_FEW_KINDS = 0.5  # probability that only some kinds of faults come
+_LATE = 0.2  # probability of one after one of the last jobs has begun
+_SOON, _NEAR = 0.4, 100  # probability of a next one within so many steps
+_SNAPSHOT = 0.3  # seconds between two, where there is no log
 _LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 ROOT = jax.random.key(0)
 
@@ -43,7 +50,8 @@ ROOT = jax.random.key(0)
 class Injection(NamedTuple):
   """A fault of a world."""
 
-  step: int  # of the scheduler
+  job: int  # that has begun; 0: none needs to
+  step: int  # of the scheduler, since then
   kind: str  # one of KINDS
   which: float  # of those that there are, a fraction
   seconds: float  # of a stop or a jump
@@ -60,6 +68,8 @@ class Case(NamedTuple):
   log: int = 8
   slowdown: tuple[float, ...] = ()
   kills: bool = True  # as processes; False: as threads
+  owned: bool = False  # jobs belong to places
+  wire: str | None = None  # dtype of what travels
 
 
 CASES = (
@@ -74,7 +84,23 @@ CASES = (
   Case("asgd", Rules(depth=2), shards=2, kills=False),
   Case("dana_zero", shards=2, consistent=True),
   Case("asgd", shards=2, consistent=True, clip=True, log=4),
+  Case("ssgd", Rules(round=3), shards=2, consistent=True),
+  # Of these, a worker's state goes from one message to the next.
+  Case("dana_slim", kills=False),
+  Case("dana_slim", Rules(depth=2), shards=2),
+  Case("easgd", shards=2, consistent=True, kills=False),
+  Case("downpour", Rules(fetch_every=2), shards=2, kills=False),
+  Case("downpour", Rules(bound=2, cache=True), slowdown=(1.0, 1.0, 3.0)),
+  Case("asgd", Rules(bound=1), owned=True, kills=False),
+  Case("asgd", shards=2, log=0),
+  Case("dana_zero", Rules(depth=2), log=0),
+  Case("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
 )
+# Options of recipes: jobs of two batches.
+_OPTIONS = {
+  "easgd": {"steps": 2, "momentum": 0.9},
+  "downpour": {"push_every": 2, "fetch_every": 4},
+}
 
 
 class Scenario(NamedTuple):
@@ -88,16 +114,20 @@ class Scenario(NamedTuple):
 def draw(seed: int) -> Scenario:
   """Returns the scenario of a seed."""
   rng = random.Random(seed)
-  case = rng.choice(CASES)
-  faults = [
-    Injection(
-      int(_STEPS ** rng.uniform(0.4, 1.0)),
-      rng.choice(KINDS),
-      rng.random(),
-      rng.choice((0.05, 0.5, 2.0, 8.0)),
-    )
-    for _ in range(rng.randint(0, _MOST_FAULTS))
-  ]
+  case, kinds = rng.choice(CASES), KINDS
+  if rng.random() < _FEW_KINDS:
+    kinds = rng.sample(KINDS, rng.randint(1, 4))
+  faults: list[Injection] = []
+  for _ in range(rng.randint(0, _MOST_FAULTS)):
+    job, step = 0, int(_STEPS ** rng.uniform(0.4, 1.0))
+    if rng.random() < _LATE:  # when what is lost may be found out too late
+      job, step = JOBS - rng.randint(1, WORKERS), int(_STEPS ** rng.random())
+    elif faults and rng.random() < _SOON:  # before the last is got over
+      job = faults[-1].job
+      step = faults[-1].step + int(_NEAR ** rng.random())
+    kind, which = rng.choice(kinds), rng.random()
+    seconds = rng.choice((0.05, 0.5, 2.0, 8.0))
+    faults.append(Injection(job, step, kind, which, seconds))
   return Scenario(seed, case, tuple(sorted(faults)))
 
 
@@ -121,29 +151,38 @@ class CompiledRecipe(NamedTuple):
   worker: base.Worker
   steps: simulator.Steps
   params: dict[str, np.ndarray]
+  batch: Callable[[int, int], np.ndarray]
 
 
 @functools.cache
-def recipe(name: str, clip: bool) -> CompiledRecipe:
+def recipe(
+  name: str, clip: bool, rules: Rules, wire: str | None
+) -> CompiledRecipe:
   """Returns a recipe of `asgd.algorithms` for a small network."""
-  made = algorithms.build(name, 0.05, WORKERS)
-  if clip:
-    clipping = sharding.clip_by_global_norm(0.5)
+  made = algorithms.build(name, 0.05, WORKERS, **_OPTIONS.get(name, {}))
+  for norm in (0.5, 0.3) if clip else ():  # two totals
+    clipping = sharding.clip_by_global_norm(norm)
     algorithm = transforms.precede(made.algorithm, clipping)
     made = made._replace(algorithm=algorithm)
-  server, worker = made.server(), made.make_worker(_loss)
+  made = made._replace(every=max(rules.round, 1))
+  gate = max_staleness(0) if rules.backup else accept_all
+  server, worker = made.server(gate=gate), made.make_worker(_loss)
   rng = np.random.default_rng(0)
   params = {
     "into": rng.standard_normal((3, 4), np.float32),
     "out": rng.standard_normal(4, np.float32),
   }
-  steps = simulator.compile_steps(server, worker)
-  return CompiledRecipe(server, worker, steps, params)
+  steps = simulator.compile_steps(server, worker, wire=wire)
+  batches = worker_lib.job_batches(batch, made.steps)
+  return CompiledRecipe(server, worker, steps, params, batches)
 
 
 def training(case: Case, pause) -> Training:
-  """Returns what a case trains; `pause()` lets the time of a job go by."""
-  server, worker, steps, params = recipe(case.recipe, case.clip)
+  """Returns what a case trains; `pause(job)` lets the time of a job go by."""
+  of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
+  server, worker, steps, params, batches = recipe(
+    case.recipe, case.clip, of_rounds, case.wire
+  )
   plan = None
   if case.shards > 1:
     plan = sharding.make_plan(params, case.shards)
@@ -151,13 +190,15 @@ def training(case: Case, pause) -> Training:
     *(case.rules, WORKERS, JOBS, case.shards, case.consistent),
     totals=case.clip,
     log=case.log,
+    snapshot_seconds=_SNAPSHOT,
+    owned=case.owned,
     ladder=_LADDER,
     together=True,
   )
 
   def after_a_while(worker, job):
-    pause()
-    return batch(worker, job)
+    pause(job)
+    return batches(worker, job)
 
   duty = Duty(
     *(steps.work, worker.init, after_a_while, ROOT, params, plan),
@@ -165,7 +206,11 @@ def training(case: Case, pause) -> Training:
     depth=case.rules.depth,
     slowdown=case.slowdown,
   )
-  return Training(setup, server, worker, steps, params, plan, duty)
+  return Training(
+    *(setup, server, worker, steps, params, plan, duty),
+    batch=batches,
+    wire=case.wire,
+  )
 
 
 def describe(scenario: Scenario, keep: Sequence[int]) -> str:
@@ -173,8 +218,9 @@ def describe(scenario: Scenario, keep: Sequence[int]) -> str:
   lines = [f"seed {scenario.seed}: {scenario.case}"]
   for index in keep:
     fault = scenario.faults[index]
+    since = f" after job {fault.job} has begun" if fault.job else ""
     lines.append(
-      f"  fault {index}: {fault.kind} at step {fault.step}"
+      f"  fault {index}: {fault.kind} at step {fault.step}{since}"
       f" (which {fault.which:.2f}, {fault.seconds:g} s)"
     )
   return "\n".join(lines)

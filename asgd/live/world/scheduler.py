@@ -14,6 +14,8 @@ from typing import Any
 from asgd.live.faults import Killed
 
 _STAYS = 0.6  # probability that a process goes on at once
+_SPELL = 60  # turns in which one process, or none, is seldom chosen
+_SELDOM = 0.05
 _STEP = 2e-4  # seconds between two turns, on average
 
 
@@ -80,7 +82,10 @@ class Scheduler:
     self.processes: list[Process] = []
     self.current: Process | None = None  # whose turn it is
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
+    self.errors: list[BaseException] = []  # that have ended processes
     self._back = _closed_gate()
+    self._spell = 0  # turns that it still lasts
+    self._starved: Process | None = None
 
   def start(self, name: str, call: Callable[[], Any]) -> Process:
     """Starts a process."""
@@ -160,7 +165,20 @@ class Scheduler:
       self.now = max(self.now, min(times)) + _STEP * self._rng.random()
       ready = [p for p in self.processes if p.may_go_on(self.now)]
     self.now += self._rng.expovariate(1 / _STEP)
-    self._resume(self._rng.choice(ready))
+    self._resume(self._choose(ready))
+
+  def _choose(self, ready):
+    """Returns whose turn it is. One of them is slow for some time, so that the
+    others come far ahead of it."""
+    self._spell -= 1
+    if self._spell < 0:
+      self._spell = _SPELL
+      slow = self._rng.random() < 0.5
+      self._starved = self._rng.choice(self.processes) if slow else None
+    late = len(ready) > 1 and self._starved in ready
+    if late and self._rng.random() > _SELDOM:
+      ready.remove(self._starved)
+    return self._rng.choice(ready)
 
   def _resume(self, process):
     self.current = process
@@ -168,6 +186,8 @@ class Scheduler:
     self._back.acquire()
     self.current = None
     if not process.alive:
+      if process.error:
+        self.errors.append(process.error)
       for call in process.at_end:
         call()
 

@@ -3,11 +3,17 @@ middle of what it writes, and where there is no room."""
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asgd.live.slots import SharedMemory
+from asgd.live.shard import Shard
+from asgd.live.slots import SharedMemory, message_stamp
 from asgd.live.world.scheduler import Scheduler
+
+
+class Broken(Exception):
+  """An invariant does not hold."""
 
 
 class Disk:
@@ -16,7 +22,9 @@ class Disk:
   def __init__(self, scheduler: Scheduler):
     self._scheduler = scheduler
     self.full = False
-    self.tears = 0  # writes to come in the middle of which a process is killed
+    # Writes to come in the middle of which a process is killed: how many are
+    # left alone before, and what a row has in it; nothing is any write.
+    self.tears: list[tuple[int, bytes]] = []
 
   def write(self, file: int, data: Any) -> int:
     """See `os.write`."""
@@ -25,14 +33,20 @@ class Disk:
       if len(data) > 1:
         return os.write(file, data[: len(data) // 2])
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    self.tear(lambda: os.write(file, data[: len(data) // 2]))
+    self.tear(lambda: os.write(file, data[: len(data) // 2]), bytes(data))
     return os.write(file, data)
 
-  def tear(self, write_part) -> None:
+  def tear(self, write_part, data: bytes = b"") -> None:
     """Kills the process in the middle of a write, if that is to be."""
     process = self._scheduler.current
-    if self.tears and process is not None:
-      self.tears -= 1
+    if not self.tears or process is None:
+      return
+    left, text = self.tears[0]
+    if text not in data:
+      return
+    self.tears[0] = left - 1, text
+    if left == 0:
+      self.tears.pop(0)
       write_part()
       self._scheduler.kill(process)
       self._scheduler.point()
@@ -44,14 +58,45 @@ class Memory(SharedMemory):
   def __init__(self, scheduler: Scheduler, disk: Disk, *args: Any, **options):
     super().__init__(*args, **options)
     self._scheduler, self._disk = scheduler, disk
+    self.shard: Callable[[], Shard | None] = lambda: None  # it is a worker's
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
     """See the base. A writer may be killed on the way; nobody else has a turn
     then, or a writer could not be told to write no more."""
     self._scheduler.point()
+    if shard := self.shard():
+      self._check_owner(shard, slot, stamp)
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     self._scheduler.point()
+
+  def _check_owner(self, shard, slot, stamp):
+    """Raises Broken if a worker's message would lie where another's may."""
+    slots = shard.state.slots
+    if not self._files.items() <= slots.memory._files.items():
+      return  # it was removed, and nobody reads there
+    others = [
+      key
+      for key, ticket in shard.state.tickets.items()
+      if ticket.message == slot and message_stamp(*key) != stamp
+    ]
+    free = slot in slots.free_messages or slot in slots.logged
+    if others or free:
+      raise Broken(
+        f"no slot is leaked, or used twice: slot {slot} of shard {shard.index}"
+        f" is {'free' if free else others}, and is written for {stamp:x}"
+      )
+
+  def read(self, kind: int, slot: int, stamp: int) -> Any:
+    """See the base; raises Broken for what it should have refused."""
+    tree = super().read(kind, slot, stamp)
+    there = self.stamp(kind, slot)
+    if there != stamp:
+      raise Broken(
+        f"no slot is read without its stamp: slot {slot} of kind {kind} has"
+        f" {there}, not {stamp}"
+      )
+    return tree
 
   def _save_image(self, tree):
     super()._save_image(tree)

@@ -1,6 +1,7 @@
 """Ways between processes: one that breaks is noticed, whatever finds it out."""
 
 import contextlib
+import errno
 import socket
 import threading
 
@@ -9,7 +10,13 @@ import pytest
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.links.sockets import ShardServer, SocketLink
+from asgd.live.links.sockets import (
+  _TICK,
+  ShardServer,
+  SocketLink,
+  UnixNetwork,
+  _Peer,
+)
 
 HELLO = Frame(frames.HELLO, 0, job=-1)
 
@@ -91,11 +98,12 @@ class FakeShard:
 
   index = 0
 
-  def __init__(self):
-    self.taken = []
+  def __init__(self, shards=1):
+    self.taken, self.left = [], []
+    self._run = dict(workers=3, shards=shards, jobs=9, consistent=shards > 1)
 
   def handle(self, frame, say, now):
-    frames.check(frame, 0, workers=3, shards=1, jobs=9)
+    frames.check(frame, 0, **self._run)
     self.taken.append(frame)
     for _ in range(frame.version):
       say(Frame(frames.WELCOME, frame.worker))
@@ -104,13 +112,13 @@ class FakeShard:
     pass
 
   def gone(self, worker, now, say):
-    pass
+    self.left.append(worker)
 
 
 @contextlib.contextmanager
-def serving(path):
-  shard = FakeShard()
-  server = ShardServer(shard, path, clock=lambda: 0.0)
+def serving(path, shards=1, clock=lambda: 0.0, **options):
+  shard = FakeShard(shards)
+  server = ShardServer(shard, path, clock=clock, **options)
   thread = threading.Thread(target=server.serve)
   thread.start()
   try:
@@ -177,6 +185,94 @@ def test_a_peer_that_reads_nothing_stops_nobody(tmp_path):
       assert server.ask(lambda shard: shard.index) == 0
     # One that reads slowly gets all that fits.
     assert answered(path, HELLO._replace(version=8000), count=8000)
+
+
+def test_a_connection_holds_one_place(tmp_path):
+  """Or, when it breaks, only the last of them would be given up."""
+  path = tmp_path / "0.sock"
+  with serving(path) as (shard, server):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+      peer.connect(str(path))
+      for worker in (0, 1):
+        peer.sendall(frames.pack(HELLO._replace(worker=worker)))
+      assert peer.recv(1) == b""
+    assert server.ask(lambda shard: shard.left) == [0]
+    assert [taken.worker for taken in shard.taken] == [0]
+
+
+def test_a_follower_has_one_connection_and_opens_another_when_it_breaks(
+  tmp_path,
+):
+  path, follow = tmp_path / "0.sock", Frame(frames.FOLLOW, 1, version=1)
+  with serving(path, shards=2) as (shard, _):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+      first.connect(str(path))
+      first.sendall(frames.pack(follow))
+      assert first.recv(frames.SIZE)
+      assert not answered(path, follow)  # a stranger
+      assert answered(path, HELLO._replace(version=1))
+      first.sendall(frames.pack(follow))
+      assert first.recv(frames.SIZE)
+    while not answered(path, follow):
+      pass
+    kinds = [taken.kind for taken in shard.taken]
+    follows = 3 * [frames.FOLLOW]
+    assert [kind for kind in kinds if kind != frames.HELLO] == follows
+
+
+def test_nothing_is_kept_for_a_peer_that_is_gone():
+  one, other = socket.socketpair()
+  waiting = {}
+  with one, other:
+    peer = _Peer(one, waiting)
+    peer.say(HELLO)
+    assert list(waiting) == [peer]
+    waiting.clear()
+    one.close()
+    peer.say(HELLO)
+    assert not waiting
+
+
+class FullListener:
+  """A listener of a process that has no file descriptor left at first."""
+
+  def __init__(self, listener):
+    self._listener = listener
+    self.asked = 0  # times
+
+  def accept(self):
+    self.asked += 1
+    if self.asked == 1:
+      raise OSError(errno.EMFILE, "Too many open files")
+    return self._listener.accept()
+
+  def __getattr__(self, name):
+    return getattr(self._listener, name)
+
+
+def test_without_file_descriptors_a_shard_waits_a_moment(tmp_path):
+  path, now, made = tmp_path / "0.sock", [0.0], []
+
+  class FullNetwork(UnixNetwork):
+    def listen(self, path):
+      made.append(FullListener(super().listen(path)))
+      return made[0]
+
+  options = dict(clock=lambda: now[0], network=FullNetwork())
+  with (
+    serving(path, **options) as (_, server),
+    socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer,
+  ):
+    peer.connect(str(path))
+    peer.sendall(frames.pack(HELLO._replace(version=1)))
+    while not made[0].asked:
+      server.ask(lambda shard: None)
+    for _ in range(9):  # rounds in which it is to do something else
+      server.ask(lambda shard: None)
+    assert made[0].asked == 1
+    now[0] += _TICK
+    assert peer.recv(frames.SIZE)
+  assert made[0].fileno() < 0
 
 
 def test_calls_of_a_shard_that_has_failed_are_refused(tmp_path):

@@ -93,6 +93,21 @@ WELCOME = 0, Frame(frames.WELCOME, 0, job=1)
 STOP = 0, Frame(frames.STOP, 0)
 
 
+def test_a_worker_that_lost_its_place_says_nothing_any_more():
+  made, link, _ = loop([WELCOME, (0, Frame(frames.EXPEL, 0))], life=3)
+  hear, first = link.hear, made._hello()
+  assert (first.seq, first.job) == (3, -1)
+
+  def hear_last(seconds):
+    if len(link.heard) == 1:
+      made.revoke()  # by the driver, while the frame is under way
+    return hear(seconds)
+
+  link.hear = hear_last
+  assert made.run() == "replaced"
+  assert link.said == [(0, first)]
+
+
 def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():
   made, link, (memory,) = loop(
     [WELCOME, ticket(), None], wait=lambda seconds: made.revoke()

@@ -2,15 +2,19 @@
 their traces say; and what was wrong once would be found again."""
 
 import collections
+import functools
+import math
 
 import pytest
 
+from asgd import server
 from asgd.live import wire
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import Lease, WorkerLoop
 from asgd.live.world import explore, scenario
 from asgd.live.world.scheduler import Scheduler, Stuck
+from asgd.orders.protocol import Dispatcher
 
 SEEDS = 200
 
@@ -46,6 +50,16 @@ def test_processes_that_wait_for_each_other_are_found():
   scheduler.close()
 
 
+def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
+  """Or it left the place that the lead had given it, without knowing that it
+  had it, and then wrote to a slot of that place, which was another's."""
+  cases = [c for c in scenario.CASES if c.shards == 2 and not c.consistent]
+  monkeypatch.setattr(scenario, "CASES", cases)
+  monkeypatch.setattr(scenario, "KINDS", ("nan",) * 4)
+  for outcome in explore.run_seeds(range(60)):
+    assert not outcome.error, explore.explain(outcome)
+
+
 # What was wrong once; each was found at the seed given when its cure was taken
 # out.
 
@@ -58,6 +72,8 @@ def forgets_that_it_was_revoked(patch):
     return True
 
   patch.setattr(Lease, "use", write_anyway)
+  threads = [case for case in scenario.CASES if not case.kills]
+  patch.setattr(scenario, "CASES", threads)
 
 
 def forgets_calls_when_it_fails(patch):
@@ -93,13 +109,64 @@ def tells_the_lead_first(patch):
   patch.setattr(WorkerLoop, "_push", push)
 
 
+# What live runs and replays share, or what no replay sees.
+
+
+def counts_one_update_less(patch):
+  """The staleness of messages is less than it is."""
+
+  def less(state, ticket):
+    delay = original(state, ticket)
+    return delay._replace(staleness=abs(delay.staleness - 1))
+
+  original = server._delay
+  patch.setattr(server, "_delay", less)
+  anew = functools.cache(scenario.recipe.__wrapped__)
+  patch.setattr(scenario, "recipe", anew)
+
+
+def waits_for_nobody(patch):
+  """Workers come further ahead of the slowest than the bound allows."""
+
+  def may_start(self, worker, slowest):
+    return original(self, worker, math.inf)
+
+  original = Dispatcher._may_start
+  patch.setattr(Dispatcher, "_may_start", may_start)
+  bound = [case for case in scenario.CASES if case.rules.bound < math.inf]
+  patch.setattr(scenario, "CASES", bound)
+
+
+def goes_on_with_the_state_of_another(patch):
+  """A new holder of a place keeps the state of the one before."""
+
+  def begin(self, job):
+    original(self, job)
+    states[id(self)] = self._tenure.state
+
+  def welcome(self, shard, frame):
+    handle(self, shard, frame)
+    if self._tenure.state is not None and not self._tenure.started:
+      self._tenure.state = states.get(id(self), self._tenure.state)
+
+  states = {}
+  original, handle = WorkerLoop._begin, WorkerLoop._handle
+  patch.setattr(WorkerLoop, "_begin", begin)
+  patch.setattr(WorkerLoop, "_handle", welcome)
+  stateful = [case for case in scenario.CASES if case.recipe == "dana_slim"]
+  patch.setattr(scenario, "CASES", stateful)
+
+
 @pytest.mark.parametrize(
   ("fault", "message"),
   [
-    (forgets_that_it_was_revoked, "refused without a reason"),
+    (forgets_that_it_was_revoked, "no slot is leaked, or used twice"),
     (forgets_calls_when_it_fails, "does not answer"),
-    (reads_whatever_a_slot_holds, "the replay has the same bits"),
+    (reads_whatever_a_slot_holds, "no slot is read without its stamp"),
     (tells_the_lead_first, "what the lead received"),
+    (counts_one_update_less, "records tell what the trace says"),
+    (waits_for_nobody, "ahead of the slowest"),
+    (goes_on_with_the_state_of_another, "the replay has the same bits"),
   ],
 )
 def test_an_old_fault_is_found_again(fault, message, monkeypatch):
