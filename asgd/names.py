@@ -39,7 +39,7 @@ def is_import(name: Any) -> bool:
 
 def imported(kind: str, name: str) -> Callable:
   """Returns what MODULE:FUNCTION names; ValueError if it cannot be imported, or
-  cannot be called.
+  is no function.
 
   Example:
     >>> imported("schedule", "optax:cosine_decay_schedule").__name__
@@ -68,11 +68,13 @@ def imported(kind: str, name: str) -> Callable:
       hint = f"; did you mean {close[0]!r}?" if close else ""
       raise ValueError(f"{what}: {module} has no {part!r}{hint}")
     found = getattr(found, part)
-  if not callable(found):
+  try:
+    inspect.signature(found)
+  except (TypeError, ValueError):
     raise ValueError(
-      f"{what} is {checks.shown(found)}, which cannot be called: name a"
-      " function"
-    )
+      f"{what} is {checks.shown(found)}, which is no function of Python: name"
+      " one"
+    ) from None
   return found
 
 

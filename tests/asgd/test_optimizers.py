@@ -230,7 +230,7 @@ def test_momentum_is_read_off_plain_sgd_only():
     ({"name": "adam", "learning_rate": 1}, "set config.learning_rate"),
     ("no_such_module:make", "no_such_module cannot be imported"),
     ("optax:adamm", "optax has no 'adamm'; did you mean 'adam'"),
-    ("optax:__version__", "cannot be called"),
+    ("optax:__version__", "no function of Python"),
     ("optax:", "write MODULE:FUNCTION"),
     ("lbfgs", "unknown optimizer 'lbfgs'"),
   ],

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +122,74 @@ def test_is_the_same_under_jit():
 def test_errors_show_the_value(kwargs, words):
   with pytest.raises(ValueError, match=words):
     rates.warmup_steps(**kwargs)
+
+
+# Schedules by name.
+
+
+def test_every_schedule_of_optax_that_is_made_of_numbers_is_known():
+  assert {"constant", "cosine_decay", "exponential_decay"} <= set(rates.known())
+  needed = {
+    "exponential_decay": {"decay_rate": 0.5},
+    "warmup_exponential_decay": {"decay_rate": 0.5, "warmup_steps": 5},
+    "polynomial": {"power": 2},
+    "warmup_cosine_decay": {"warmup_steps": 5},
+    "warmup_constant": {"warmup_steps": 5},
+    "piecewise_interpolate": {"interpolate_type": "linear"},
+    "sgdr": {"cosine_kwargs": [{"init_value": 0.0, "peak_value": 0.1,
+                                "decay_steps": 50, "warmup_steps": 5}]},
+  }
+  for name in rates.known():
+    made = rates.named(name, 0.1, updates=50, options=needed.get(name))
+    values = [float(made(update)) for update in range(50)]
+    assert max(values) == pytest.approx(0.1, rel=0.02), name
+    assert min(values) >= 0
+
+
+def test_a_named_schedule_counts_in_units():
+  made = rates.named(
+    "warmup_cosine_decay",
+    0.1,
+    updates=1000,
+    unit=10,
+    options={"warmup_steps": 2, "decay_steps": 10, "end_value": 0.01},
+  )
+  plain = optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 100, 0.01)
+  for update in (0, 7, 20, 60, 100, 200):
+    assert float(made(update)) == float(plain(update))
+  drops = rates.named(
+    "piecewise_constant",
+    *(0.1,),
+    updates=9,
+    unit=10,
+    options={"boundaries_and_scales": {"0.5": 0.5, "2": 0.1}},
+  )
+  # optax's drops come after their boundary.
+  assert [round(float(drops(u)), 6) for u in (5, 6, 20, 21)] == [
+    *(0.1, 0.05, 0.05, 0.005)
+  ]
+
+
+def test_a_warm_up_comes_before_a_named_schedule():
+  made = rates.named("cosine_decay", 0.1, updates=10)
+  warm = rates.after_warmup(made, warmup=4, start=0.02)
+  assert [round(float(warm(u)), 6) for u in (0, 2, 4)] == [0.02, 0.06, 0.1]
+  assert float(warm(9)) == float(made(5))
+  assert rates.after_warmup(made, warmup=0, start=0.0) is made
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "message"),
+  [
+    ("cosine", {}, "unknown schedule 'cosine'; did you mean 'cosine_"),
+    ("cosine_decay", {"alfa": 1}, "takes no argument 'alfa'; did you mean"),
+    ("polynomial", {}, "needs the argument 'power'"),
+    ("cosine_decay", {"decay_steps": -1}, "decay_steps must be 0 or more"),
+    ("cosine_decay", {"decay_steps": 1e12}, "more than can be counted"),
+    ("optax:adam", {}, "schedule 'optax:adam' needs the argument"),
+    ("optax:EmptyState", {}, "must return a function of an update"),
+  ],
+)
+def test_a_wrong_schedule_is_refused(name, options, message):
+  with pytest.raises(ValueError, match=message):
+    rates.named(name, 0.1, updates=10, options=options)
