@@ -29,12 +29,13 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
 
 import jax
 import numpy as np
 
-from asgd.experiment import build, folder, jobs, report, storage
+from asgd.experiment import build, code, folder, jobs, report, storage
 from asgd.experiment import schema as schema_lib
 from asgd.experiment.engines import mesh_plan
 from asgd.experiment.machine import Machine
@@ -148,6 +149,9 @@ def _open(config):
   faults = [faults_lib.parse(text) for text in _F["fault"].value]
   own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
   where = Machine(faults=faults, **{name: _F[name].value for name in own})
+  where.address = where.address or os.environ.get("RAY_ADDRESS")
+  described = code.describe(experiment.config)
+  where.modules = [module["file"] for module in described.values()]
   plans = collections.defaultdict(list)
   for cell in experiment.cells:
     plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))

@@ -24,6 +24,7 @@ class Machine:
   processes: int = 0  # for the stages of a pipeline; 0: threads
   gpus_per_process: float = 0.0  # that Ray reserves for each of them
   spans: bool = False  # write what the devices of a pipeline did when
+  modules: Sequence[str] = ()  # files of the user's, for a Ray cluster
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
   _started: bool = dataclasses.field(default=False, init=False)  # Ray, by it
@@ -33,7 +34,7 @@ class Machine:
     this process has it already."""
     if not self._shared:
       self._started = ray_runtime.start(
-        self.address, allow_network=self.allow_network
+        self.address, allow_network=self.allow_network, modules=self.modules
       )
     if id(value) not in self._shared:
       import ray

@@ -2,18 +2,26 @@
 
 import atexit
 import contextlib
+import json
 import logging
 import os
+import platform
 import secrets
 import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from asgd.checks import shortened
 from asgd.live import processes, ray_waits
 
-_EXCLUDES = [".git", ".venv", "runs"]  # of what a cluster is sent
+_PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
+# Set by Ray in the entry point of a job that was submitted to a cluster.
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _LONGEST = 24  # characters of a folder's path: those of sockets are short
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 _undo = contextlib.ExitStack()  # what was done for the present cluster
@@ -36,9 +44,12 @@ def check(
       f"{asked} needs Ray ({error}): pip install -e '.[ray]', or use {instead}"
     ) from error
   if address and not allow_network:
+    said = f"--address={address} joins"
+    if address == os.environ.get("RAY_ADDRESS"):
+      said = f"RAY_ADDRESS={address} in the environment names"
     raise ValueError(
-      f"--address={address} joins a Ray cluster, which other machines may"
-      " reach: read Security in the README, and add --allow_network"
+      f"{said} a Ray cluster, which other machines may reach: read Security in"
+      " the README, and add --allow_network"
     )
 
 
@@ -47,9 +58,11 @@ def start(
   *,
   allow_network: bool = False,
   memory: int = _MEMORY,
+  modules: Sequence[str | Path] = (),
 ) -> bool:
-  """Starts a Ray cluster with so many bytes of object store, or joins one;
-  ValueError without Ray, or if it would listen to other machines.
+  """Starts a Ray cluster with so many bytes of object store, or joins one,
+  which is sent this code and the files of a user's `modules`; ValueError
+  without Ray, or if it would listen to other machines.
 
   Returns False if this process has a cluster already, which is then used.
 
@@ -75,15 +88,10 @@ def start(
     "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
   }
   if address:
-    # Other machines get the code as it is here.
-    options["runtime_env"] = {"working_dir": os.getcwd(), "excludes": _EXCLUDES}
-    try:
-      ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError) as error:
-      raise ValueError(
-        f"--address={address}: no Ray cluster answers there ({error}); is it"
-        " started (ray start --head), and the token the same?"
-      ) from error
+    with contextlib.ExitStack() as undo:
+      options["runtime_env"] = _code(modules, undo)
+      _join(ray, address, options)
+      _undo.push(undo.pop_all())
     return True
   options.update(
     address="local",  # not a cluster that was started by somebody else
@@ -105,6 +113,41 @@ def start(
       file=sys.stderr,
     )
   return True
+
+
+def _join(ray, address, options) -> None:
+  try:
+    ray.init(address=address, **options)
+  except (ConnectionError, RuntimeError) as error:
+    line = shortened(" ".join(str(error).split()), 300)
+    if "ersion mismatch" in line:
+      raise ValueError(
+        f"--address={address}: the cluster has another version than Ray"
+        f" {ray.__version__} and Python {platform.python_version()} here"
+        f" ({line}); install the same on both"
+      ) from error
+    raise ValueError(
+      f"--address={address}: no Ray cluster answers there ({line}); is it"
+      " started (ray start --head), and the token the same?"
+    ) from error
+
+
+def _code(modules, undo) -> dict[str, Any]:
+  """Returns the runtime_env that sends a cluster the code as it is here, and
+  no more. What a job's own runtime_env has is left to the job."""
+  job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
+  if "working_dir" in job:
+    return {}
+  folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
+  undo.callback(shutil.rmtree, folder, ignore_errors=True)
+  root, only = Path(__file__).parents[2], shutil.ignore_patterns("__pycache__")
+  for path in (*(root / name for name in _PACKAGES), *map(Path, modules)):
+    source = path.parent if path.name == "__init__.py" else path
+    if source.is_dir():
+      shutil.copytree(source, folder / source.name, ignore=only)
+    else:
+      shutil.copy(source, folder)
+  return {"working_dir": str(folder)}
 
 
 def _stay_on_loopback(ray, options) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from asgd import base, simulator
+from asgd.checks import shown
 from asgd.experiment import checks, claim, engines, live_figures, live_files
 from asgd.experiment.engines import live_clusters, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -37,6 +38,18 @@ from asgd.orders.trace import follow
 _LOOK = 0.1  # seconds between two looks at the cluster
 _SECONDS = checks.number(most=MOST_SECONDS, above=True)
 
+
+def _resources(value: Any, key: str) -> dict[str, float]:
+  """Reads amounts of Ray's resources, by their names."""
+  if not isinstance(value, Mapping):
+    raise ValueError(
+      f"config.{key} must be a dict of names and amounts, not {shown(value)}"
+    )
+  for name, amount in value.items():
+    checks.number(most=10_000, above=True)(amount, f"{key}.{name}")
+  return dict(value)
+
+
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
   "server": {
@@ -55,6 +68,11 @@ SECTIONS: dict[str, Any] = {
     "start_seconds": Setting(120.0, _SECONDS),
     "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
     "worker_gpus": Setting(0.0, checks.number(most=10_000)),
+    "resources": Setting({}, _resources),  # of Ray's other ones, each worker
+    "accelerator": Setting(None, checks.optional(checks.text)),  # Ray's type
+    "placement": Setting("pack", checks.choice("pack", "spread")),
+    # To wait for a cluster that grows until it has what workers ask for.
+    "cluster_seconds": Setting(0.0, checks.number(most=MOST_SECONDS)),
     "devices": Setting(1, checks.whole(1, 256)),  # of each worker
     "parallel": Setting("data", checks.choice("data", "tensor")),
     "spans": Setting(False, checks.flag),  # write what workers do when

@@ -255,6 +255,9 @@ def _remote_duty(config, dataset, cell, setup, params):
   return make_duty(LiveRun(plan, cell, setup, None, None, params))
 
 
+_PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
+
+
 def ray_cluster(
   live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
 ) -> Any:
@@ -275,7 +278,13 @@ def ray_cluster(
     spans=settings["spans"],
     devices=settings["devices"],
   )
-  cpus, gpus = settings["worker_cpus"], settings["worker_gpus"]
+  resources = {
+    "num_cpus": settings["worker_cpus"],
+    "num_gpus": settings["worker_gpus"],
+    "resources": settings["resources"],
+    "accelerator_type": settings["accelerator"],
+    "scheduling_strategy": _PLACEMENT[settings["placement"]],
+  }
   return RayCluster(
     site,
     functools.partial(_remote_server, *source),
@@ -283,7 +292,8 @@ def ray_cluster(
     functools.partial(_remote_duty, *source, live.setup, live.params),
     faults=machine.faults,
     refill=settings["refill"],
-    resources={"num_cpus": cpus, "num_gpus": gpus},
+    resources=resources,
+    patience=settings["cluster_seconds"],
     images=images,
     resumed=resumed,
   )

@@ -25,6 +25,7 @@ from asgd.live.shard import Shard
 from asgd.live.worker import Duty
 
 _SECONDS = 60.0  # to fetch what is there
+_LOOK = 1.0  # seconds between two looks at a cluster that grows
 
 
 def _failure(what: str, error: Exception) -> Exception:
@@ -50,6 +51,7 @@ class RayCluster(LiveCluster):
     faults: Sequence[faults_lib.Fault] = (),
     refill: bool = True,
     resources: Mapping[str, Any] | None = None,
+    patience: float = 0.0,
     images: Sequence[tuple[Any, Any]] | None = None,
     resumed: bool = False,
   ):
@@ -58,7 +60,8 @@ class RayCluster(LiveCluster):
     `make_server` and `make_duty` are called in the processes of shards and
     workers; the parameters are those before the first message, the images
     checkpoints of each shard, for when the memory is lost; `resources` are what
-    Ray is asked for each worker, by default a process alone; of a run that is
+    Ray is asked for each worker, by default a process alone, for which it may
+    wait so many seconds (`patience`) in a cluster that grows; of a run that is
     resumed the journals hold the beginning.
     """
     import ray
@@ -69,6 +72,7 @@ class RayCluster(LiveCluster):
     )
     super().__init__(setup, plan, refill=refill)
     self._ray, self._resources = ray, resources or {"num_cpus": 0}
+    self._patience = patience
     token = uuid.uuid4().hex
     self.site = site._replace(token=token, machine=ray_processes.node_id())
     self._faults, self._resumed = list(faults), resumed
@@ -96,15 +100,35 @@ class RayCluster(LiveCluster):
       self.add_worker(worker, self._faults)
 
   def _check_resources(self):
-    """Refuses what Ray would wait for without a word."""
-    workers, there = self.setup.workers, self._ray.cluster_resources()
-    for name in ("CPU", "GPU"):
-      needed = workers * (self._resources.get(f"num_{name.lower()}s") or 0)
-      if needed > there.get(name, 0):
+    """Refuses what Ray would wait for without a word, unless the cluster grows
+    until it is there."""
+    workers, asked = self.setup.workers, self._resources
+    each = dict(asked.get("resources") or {})
+    each |= {name: asked.get(f"num_{name.lower()}s") for name in ("CPU", "GPU")}
+    if asked.get("accelerator_type"):
+      each[f"accelerator_type:{asked['accelerator_type']}"] = 0.001
+    each = {name: amount for name, amount in each.items() if amount}
+    end = time.monotonic() + self._patience
+    while lacking := self._lacking(each):
+      if time.monotonic() > end:
+        name, there = lacking
         raise ValueError(
-          f"{workers} workers ask Ray for {needed:g} {name}, and it has"
-          f" {there.get(name, 0):g}: ask for less for each, or use fewer"
+          f"{workers} workers ask Ray for {workers * each[name]:g} {name}, and"
+          f" it has {there:g}: ask for less for each, use fewer, or wait for a"
+          " cluster that grows with config.live.cluster_seconds"
         )
+      from ray.autoscaler import sdk
+
+      sdk.request_resources(bundles=[each] * workers)
+      time.sleep(_LOOK)
+
+  def _lacking(self, each):
+    """Returns (resource, how much there is) of one that is too small."""
+    there = self._ray.cluster_resources()
+    for name, amount in each.items():
+      if self.setup.workers * amount > there.get(name, 0):
+        return name, there.get(name, 0)
+    return None
 
   def _start_shard(self, index, resumed=False):
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Site(NamedTuple):
   token: str = ""  # by which its actors are found
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
+  jax: str = jax.__version__  # the driver's
 
   def clock(self) -> float:
     """Seconds since the run began."""
@@ -66,6 +68,11 @@ class Site(NamedTuple):
 
 def _prepare_process(site, worker):
   """Settings of malloc, and of a JAX that was not used yet."""
+  if site.jax != jax.__version__:
+    raise ValueError(
+      f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
+      " install the same, or a replay could not come to the same bits"
+    )
   # Each new version of the parameters is a new array. By default glibc gets a
   # large one from the kernel, page by page and zeroed, and gives it back: that
   # takes twice the time of an update itself.
