@@ -136,12 +136,15 @@ def test_its_trace_is_replayed_to_the_same_parameters(finished):
 def test_what_was_tampered_with_is_told(finished, tmp_path):
   out = shutil.copytree(finished[0], tmp_path / "out")
   path = only_cell(out) / "result.json"
-  result = storage.read_json(path)
+  result = storage.read_sealed(path)
   result["params_sha256"] = result["params_sha256"][::-1]
-  path.write_text(json.dumps(result))
+  storage.write_json(path, storage.sealed(result))
   told = kit.call("replay", only_cell(out), status=1)
   assert "NOT the parameters of the live run" in told.stdout
   assert told.stderr.strip() == "the replay differs from the run"
+  path.write_text(path.read_text()[:100])
+  told = kit.call("replay", only_cell(out), status=2)
+  assert "result.json cannot be read or was changed" in told.stderr
 
 
 def killed(out, *more):

@@ -75,6 +75,7 @@ class Socket:
       raise BlockingIOError
     part = bytes(data[: self._room])
     self.peer.data += self.network.tampered(self, part)
+    self.network.changes += 1
     return len(part)
 
   def sendall(self, data: bytes) -> None:
@@ -97,6 +98,7 @@ class Socket:
       raise BlockingIOError
     data = bytes(self.data[:size])
     del self.data[:size]
+    self.network.changes += 1
     return data
 
   def accept(self) -> tuple["Socket", None]:
@@ -108,6 +110,7 @@ class Socket:
   def close(self) -> None:
     """Closes it: the other end reads what was sent, then the end."""
     self.closed = True
+    self.network.changes += 1
 
 
 class Selector:
@@ -116,10 +119,12 @@ class Selector:
   def __init__(self, network: "SimulatedNetwork"):
     self._network = network
     self._keys: dict[Socket, selectors.SelectorKey] = {}
+    self._idle = -1  # the network's changes when none was ready
 
   def register(self, sock: Socket, events: int, data: Any = None) -> None:
     """Watches a socket."""
     self._keys[sock] = selectors.SelectorKey(sock, 0, events, data)
+    self._idle = -1
 
   modify = register
 
@@ -134,6 +139,16 @@ class Selector:
   def close(self) -> None:
     """Watches nothing any more."""
     self._keys.clear()
+
+  def _is_ready(self):
+    """Whether a socket is. It is asked at each turn, and looks again only when
+    something has changed since none was: a third of a run's time."""
+    if self._idle == self._network.changes:
+      return False
+    ready = bool(self._events())
+    if not ready:
+      self._idle = self._network.changes
+    return ready
 
   def _events(self):
     return [
@@ -152,7 +167,7 @@ class Selector:
     """Returns the (key, events) of sockets that are ready."""
     scheduler = self._network.scheduler
     if seconds is None or seconds > 0:
-      scheduler.wait(lambda: bool(self._events()), seconds)
+      scheduler.wait(self._is_ready, seconds)
     else:
       scheduler.touch()
     return self._events()
@@ -168,6 +183,7 @@ class SimulatedNetwork:
     self._to_spoil: list[str] = []  # what happens to frames to come
     self._late: dict[Socket, bytes] = {}  # frames that are held back
     self.spoiled = 0
+    self.changes = 0  # of what can be read or written, so far
     self.sleep = scheduler.sleep
 
   def _socket(self, owner):
@@ -190,6 +206,7 @@ class SimulatedNetwork:
       raise ConnectionRefusedError
     ours, theirs = self._pair(listener.owner)
     listener.backlog.append(theirs)
+    self.changes += 1
     self.sockets += [ours, theirs]
     return ours
 
@@ -216,6 +233,7 @@ class SimulatedNetwork:
     for end in (sock, sock.peer):
       end.broken = True
       end.data.clear()
+    self.changes += 1
 
   def spoil(self, how: str) -> None:
     """Loses, doubles or holds back ("lose", "double", "reorder") the next
