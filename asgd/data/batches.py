@@ -61,8 +61,8 @@ def make_batches(
 
   Returns:
     A function (worker, job) -> (uint8[B, H, W, C], int32[B]), or float32[B],
-    pure: calls in any order, in any process, give the same bits. It raises ValueError for a
-    negative job or a worker that has no shard.
+    pure: calls in any order, in any process, give the same bits. It raises
+    ValueError for a negative job or a worker that has no shard.
 
   Raises:
     ValueError: if the data (or the smallest shard) does not fill a batch.

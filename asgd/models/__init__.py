@@ -29,7 +29,7 @@ from asgd.models.images import (
   wrn16_4,
 )
 from asgd.models.layers import Layers, apply, count, init
-from asgd.models.own import DECAY, Model
+from asgd.models.own import DECAY, Model, ModelError
 
 MODELS: dict[str, Callable[..., Layers]] = {
   model.__name__: model

@@ -29,6 +29,10 @@ _FORMS = (
 DECAY = 0.9  # of statistics that a model gives as those of its batch
 
 
+class ModelError(ValueError):
+  """A model cannot be trained as it is."""
+
+
 class Model(NamedTuple):
   """A model in one piece, as two functions."""
 
@@ -101,12 +105,15 @@ def _own(old, new, momentum):
 
 def _one_momentum(momenta: set[float], name: str) -> float:
   if len(momenta) > 1:
-    raise ValueError(
+    raise ModelError(
       f"{name} has BatchNorm of several momenta, {sorted(momenta)}, and the"
       " server averages all statistics alike: give them one"
     )
   (momentum,) = momenta
-  checks.fraction(f"the momentum of BatchNorm in {name}", momentum)
+  if not 0 <= momentum < 1:
+    raise ModelError(
+      f"{name} has BatchNorm of momentum {momentum}, which must be in [0, 1)"
+    )
   return float(momentum)
 
 
@@ -123,7 +130,7 @@ def _linen(module: nn.Module) -> Model:
     variables = module.lazy_init(rngs, example, **_mode(arguments, False))
     others = sorted(set(variables) - {"params", "batch_stats"})
     if others:
-      raise ValueError(
+      raise ModelError(
         f"{name} keeps {', '.join(others)}, and only params and batch_stats are"
         " trained and kept"
       )
@@ -153,17 +160,26 @@ def _linen(module: nn.Module) -> Model:
 
   def decay(example):
     momenta: set[float] = set()
-    with nn.intercept_methods(_listing(momenta)):
-      shapes = jax.eval_shape(init, jax.random.key(0), example)
+    try:
+      with nn.intercept_methods(_listing(momenta)):
+        shapes = jax.eval_shape(init, jax.random.key(0), example)
+    except ModelError:
+      raise
+    except Exception as error:  # whatever a module of the user's raises
+      form = f"{example.dtype}{list(example.shape)}"
+      line = checks.shortened(" ".join(str(error).split()), 200)
+      raise ModelError(
+        f"{name} does not take examples {form}: {line}"
+      ) from error
     if not isinstance(shapes, base.Variables):
       return DECAY
     if not arguments or not set(arguments) & set(_MODES):
-      raise ValueError(
+      raise ModelError(
         f"{name} has BatchNorm, and its __call__ takes no argument train, to"
         " tell a batch's statistics from the running ones; add it"
       )
     if not momenta:
-      raise ValueError(
+      raise ModelError(
         f"{name} keeps batch_stats that are not of flax.linen.BatchNorm; only"
         " those are averaged"
       )
@@ -194,7 +210,7 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   def built(params, dropout):
     module = make(rngs=nnx.Rngs(params=params, dropout=dropout))
     if not isinstance(module, nnx.Module):
-      raise ValueError(
+      raise ModelError(
         f"it takes rngs and returned {checks.shown(module)}; return a flax.nnx"
         " Module"
       )
@@ -271,7 +287,7 @@ def _pair(init: Callable, apply: Callable) -> Model:
     if not isinstance(params, base.Variables):
       return out, ()
     if not isinstance(out, tuple) or len(out) != 2:
-      raise ValueError(
+      raise ModelError(
         "init returns asgd.base.Variables, so apply must return (output,"
         f" statistics), not {checks.shown(out)}"
       )

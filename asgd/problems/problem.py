@@ -100,7 +100,7 @@ def check_output(output: Any, wanted: tuple[int, ...], why: str) -> None:
   shape = getattr(output, "shape", None)
   if shape != wanted:
     is_like = f"of shape {shape}" if shape else f"a {type(output).__name__}"
-    raise ValueError(
+    raise models.ModelError(
       f"the model's output is {is_like}, and {why} need {wanted}; give the"
       " model that many outputs"
     )
