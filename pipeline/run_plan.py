@@ -168,9 +168,9 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   problem = experiment.problem_of(run)
   if problem.pieces is None:
     raise ValueError(
-      f"config.runs.{run.label}: {_made_by(run.config)} makes a model that is not"
-      " a tuple of layers, which cannot be cut into stages: use engine simulate,"
-      " threads, ray or mesh, or return layers"
+      f"config.runs.{run.label}: {_made_by(run.config)} makes a model that is"
+      " not a tuple of layers, which cannot be cut into stages: use engine"
+      " simulate, threads, ray or mesh, or return layers"
     )
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
   total, section = _total(run, problem), dict(run.config["pipeline"])

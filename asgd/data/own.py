@@ -50,7 +50,8 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
   if isinstance(value, list | tuple) and list(map(_length, value)) == [2, 2]:
     value = [*value[0], *value[1]]  # ((train_x, train_y), (test_x, test_y))
   if not isinstance(value, list | tuple) or len(value) != len(_ARRAYS):
-    raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
+    shown = " ".join(checks.shown(value).split())
+    raise ValueError(f"it returned {shown}; return {_FORMS}")
   return from_arrays(*value, **{"name": name, "source": name, **options})
 
 

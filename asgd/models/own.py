@@ -56,7 +56,8 @@ def as_model(value: Any) -> Any:
       return _layers(tuple(value))
     if len(value) == 2 and all(map(callable, value)):
       return _pair(*value)
-  raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
+  shown = " ".join(checks.shown(value).split())
+  raise ValueError(f"it returned {shown}; return {_FORMS}")
 
 
 def _layers(layers):
