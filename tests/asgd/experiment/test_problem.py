@@ -68,7 +68,9 @@ def test_each_kind_of_data_is_trained_by_each_engine(kind, engine, tmp_path):
     workers=(2,),
     batch_size=4,
     examples=32,
+    evaluations=1,
     evaluation_examples=4,
+    mesh={"axes": {"data": 2}},
   )
   assert np.isfinite(result["test_loss"])
   assert np.isfinite(result["test_accuracy"]) == (kind != "regression")
