@@ -156,14 +156,21 @@ def check(run: Run) -> None:
       )
 
 
+def _made_by(config):
+  """Names the key of the config by which there is a model."""
+  key = "model" if config["problem"]["name"] is None else "problem"
+  return f"config.{key}.name {config[key]['name']!r}"
+
+
 def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   """Builds table and stages of a run, checking that they fit the model."""
   del workers
   problem = experiment.problem_of(run)
   if problem.pieces is None:
     raise ValueError(
-      f"config.data.name {run.config['data']['name']!r} has a model that is not"
-      " made of layers, which cannot be cut into stages: use another engine"
+      f"config.runs.{run.label}: {_made_by(run.config)} makes a model that is"
+      " not a tuple of layers, which cannot be cut into stages: use engine"
+      " simulate, threads, ray or mesh, or return layers"
     )
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
   total, section = _total(run, problem), dict(run.config["pipeline"])

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, orders, sharding, simulator
-from asgd.experiment import cells, code, live_files, storage
+from asgd import base, orders, problems, sharding, simulator
+from asgd.experiment import cells, code, live_files, report, storage
 from asgd.experiment.engines import live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
@@ -28,12 +28,17 @@ class Replay(NamedTuple):
   trace: base.Trace  # of the lead
   records: base.Records  # of the lead
   params: Any
-  accuracy: float
+  evaluation: problems.Evaluation
   digest: str  # of the parameters
   recorded: str | None  # the same, of the run, if it was finished
   messages: int | None  # of the run, if it was finished
   cpus: int | None  # cores of the machine of the run
   changed: Sequence[str] = ()  # modules of the user's that are not as they were
+
+  @property
+  def accuracy(self) -> float:
+    """Of the parameters; NaN of a task without accuracy."""
+    return self.evaluation.accuracy
 
   @property
   def same(self) -> bool:
@@ -123,7 +128,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
   result = _read_result(folder)
   return Replay(
     *(cell.name, traces[0], records, final),
-    plan.problem.evaluate(final).accuracy,
+    plan.problem.evaluate(final),
     storage.digest(final),
     result.get("params_sha256"),
     result.get("messages"),
@@ -163,10 +168,11 @@ def describe(replayed: Replay) -> str:
   events = ", ".join(
     f"{n} {name}" for name, n in zip(base.ACTIONS, counts, strict=True) if n
   )
+  score = replayed.evaluation
   lines = [
     f"{replayed.name}: {events}",
-    f"accuracy {100 * replayed.accuracy:.1f} %, staleness mean"
-    f" {stale.mean():.1f} max {stale.max()}",
+    f"{report.quality(score.accuracy, score.measure, score.loss)}, staleness"
+    f" mean {stale.mean():.1f} max {stale.max()}",
     f"parameters {replayed.digest[:16]}",
   ]
   if replayed.recorded is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from pipeline_experiments import (
   CASES,
   ENGINES,
@@ -352,3 +353,43 @@ def test_every_case_is_known_by_its_schedule():
   assert runs["replicas"].config["pipeline"]["replicas"] == [1, 1, 1, 2]
   assert runs["stash"].recipe == "gap_aware"
   assert runs["predicted"].options == {"momentum": 0.9}
+
+
+# Kinds of problems.
+
+_SMALL = {"depth": 1, "width": 8, "heads": 2}
+KINDS = {
+  "text": ({"name": "pydoc", "context": 8}, {"name": "gpt", **_SMALL}),
+  "sentences": ({"name": "topics", "context": 16}, {"name": "bert", **_SMALL}),
+  "regression": ({"name": "diabetes"}, {"name": "mlp", "hidden": (8,)}),
+}
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_layers_is_trained_in_a_pipeline(kind, tmp_path):
+  section, model = KINDS[kind]
+  config = {**small_config(), "data": section, "model": model}
+  config |= {"evaluations": 1, "evaluation_examples": 4}
+  exp = build_pipelines(config=config, overrides={"pipeline.stages": 2})
+  (result,) = train_pipelines(exp, tmp_path)
+  assert np.isfinite(result["test_loss"])
+
+
+class OnePiece(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def one_piece(classes):
+  del classes
+  return OnePiece()
+
+
+def test_a_model_in_one_piece_cannot_be_cut():
+  name = f"{__name__}:one_piece"
+  words = f"^config.runs.x: config.model.name '{name}' makes a model that is"
+  with pytest.raises(ValueError, match=words) as caught:
+    build_pipelines(config={**small_config(), "model": {"name": name}})
+  assert "\n" not in str(caught.value)

@@ -131,3 +131,47 @@ def test_the_shortest_text_has_its_windows():
   tokens = np.arange(6, dtype=np.int32)
   batches = text.make_batches(tokens, batch_size=3, context=4, seed=0)
   assert batches(0, 0).shape == (3, 5)
+
+
+SENTENCE = "to be or not to be, " * 60
+
+
+def lengths(string):
+  return [len(word) for word in string.split()]
+
+
+def test_a_text_may_be_bytes_or_what_a_function_makes_of_it(monkeypatch):
+  held = text.from_string(SENTENCE + "\u00e9", tokenizer="bytes")
+  assert held.classes == 256
+  assert held.test[-2:].tolist() == [0xC3, 0xA9]
+  name = f"{__name__}:lengths"
+  held = text.from_string(SENTENCE, tokenizer=name)
+  assert held.classes == 4  # the longest is "be," and one
+  assert held.train[:6].tolist() == [2, 2, 2, 3, 2, 3]
+  monkeypatch.setattr(lengths, "size", 7, raising=False)
+  assert text.from_string(SENTENCE, tokenizer=name).classes == 7
+  monkeypatch.setattr(lengths, "size", 2)
+  with pytest.raises(ValueError, match="ints from 2 to 3; return 0 to 1, or"):
+    text.from_string(SENTENCE, tokenizer=name)
+
+
+def test_a_text_may_be_of_the_pieces_of_a_tokenizers_file(tmp_path):
+  tokenizers = pytest.importorskip("tokenizers")
+  words = {"to": 0, "be": 1, "or": 2, "not": 3, ",": 4, "?": 5}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(words, unk_token="?")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  path = tmp_path / "tokenizer.json"
+  tokenizer.save(str(path))
+  held = text.from_string(SENTENCE, tokenizer=str(path))
+  assert held.classes == 6
+  assert held.train[:7].tolist() == [0, 1, 2, 3, 0, 1, 4]
+  with pytest.raises(ValueError, match="nothing.json is no file"):
+    text.from_string(SENTENCE, tokenizer="nothing.json")
+
+
+def test_an_unknown_tokenizer_is_told():
+  words = "tokenizer must be one of characters, bytes, FILE.json, MODULE:"
+  with pytest.raises(ValueError, match=words):
+    text.from_string(SENTENCE, tokenizer="words")

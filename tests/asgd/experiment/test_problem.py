@@ -5,9 +5,11 @@ Configs of sentences that were trained before are in asgd/data/test_sentences.
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import pytest
 
+import asgd
 from asgd import experiment
 from asgd.experiment import problem, schema
 
@@ -49,6 +51,31 @@ def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
   evaluation = loaded.evaluate(params)
   assert 0 <= evaluation.accuracy <= 1
   assert loaded.pieces is not None
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("engine", ["simulate", "threads", "mesh"])
+@pytest.mark.parametrize("kind", ["text", "sentences", "regression"])
+def test_each_kind_of_data_is_trained_by_each_engine(kind, engine, tmp_path):
+  kinds = {**KINDS, "regression": ({"name": "diabetes"}, {"name": "mlp"})}
+  section, model = kinds[kind]
+  place, result, _ = kit.train_live(
+    tmp_path / "out",
+    data=section,
+    model=model,
+    engine=engine,
+    runs={"a": {"recipe": "asgd"}},
+    workers=(2,),
+    batch_size=4,
+    examples=32,
+    evaluations=1,
+    evaluation_examples=4,
+    mesh={"axes": {"data": 2}},
+  )
+  assert np.isfinite(result["test_loss"])
+  assert np.isfinite(result["test_accuracy"]) == (kind != "regression")
+  if engine == "threads":
+    assert asgd.replay(place).same
 
 
 def test_a_text_of_a_file_is_read(tmp_path):
@@ -97,7 +124,7 @@ MISTAKES = {
   ),
   "not bert": (
     ({"name": "topics"}, {"name": "mlp"}),
-    "^config.model.name must be 'bert' for sentences, not 'mlp'",
+    "^config.model.name must be 'bert' .*, or MODULE:FUNCTION, not 'mlp'",
   ),
   "vocabulary": (
     ({"name": "topics"}, {**BERT, "vocabulary": 9}),

@@ -318,3 +318,50 @@ def test_another_batch_size_must_fit_the_data(digits):
     problem.with_batch_size(0)
   with pytest.raises(ValueError, match="its batches have no size"):
     problems.quadratic([1.0]).with_batch_size(4)
+
+
+# Regression.
+
+
+def linear(outputs=1):
+  x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+  y = x @ np.arange(1, 1 + 3 * outputs).reshape(3, outputs)
+  y = y[:, 0] if outputs == 1 else y
+  return data.from_arrays(x[:30], y[:30], x[30:], y[30:])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_regression_is_the_mean_squared_error(outputs):
+  dataset = linear(outputs)
+  layers = models.build("mlp", outputs, hidden=())
+  problem = problems.regression(dataset, layers, batch_size=8)
+  params = problem.init(KEY)
+  x, y = batch = problem.batches(0, 1)(0, 0)
+  assert (x.dtype, y.dtype) == (np.float32, np.float32)
+  weights = params[-1]["dense"]
+
+  def squares(x, y):
+    output = x @ np.asarray(weights["kernel"]) + np.asarray(weights["bias"])
+    return (output.reshape(y.shape) - y) ** 2
+
+  value, _ = problem.loss(params, batch, KEY)
+  assert float(value) == pytest.approx(squares(x, y).mean(), rel=1e-5)
+  got = problem.evaluate(params)
+  expected = squares(dataset.test_images, dataset.test_labels)
+  assert got.loss == pytest.approx(expected.mean(), rel=1e-5)
+  assert np.isnan(got.accuracy)
+  centred = dataset.test_labels - dataset.test_labels.mean(0)
+  share = 1 - expected.sum() / (centred**2).sum()
+  assert got.measure == pytest.approx(share, rel=1e-4)
+  guess = dataset.train_labels.var(0).mean()
+  assert problem.guess == pytest.approx(guess, rel=1e-5)
+
+
+def test_kinds_of_labels_are_not_mixed_up(digits):
+  with pytest.raises(ValueError, match="no classes; use regression"):
+    problems.classification(linear(), LAYERS, batch_size=8)
+  with pytest.raises(ValueError, match="are classes, not floats"):
+    problems.regression(digits, LAYERS, batch_size=8)
+  problem = problems.regression(linear(2), LAYERS, batch_size=8)
+  with pytest.raises(ValueError, match=r"\(8, 10\), and labels of 2 .* \(8, 2"):
+    problem.loss(problem.init(KEY), problem.batches(0, 1)(0, 0), KEY)

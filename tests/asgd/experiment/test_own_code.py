@@ -1,0 +1,581 @@
+"""One's own model, data and problem, in a module outside the package."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+import asgd
+from asgd import base, experiment, simulator
+from asgd.experiment import code, replay
+from asgd.experiment.progress import Silent
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+OWN = '''
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from asgd import base, problems
+from asgd.data import text
+from asgd.worker import Aux
+
+
+def mlp(classes, width=8):
+  """In plain JAX."""
+
+  def init(key, x):
+    first, second = jax.random.split(key)
+    inputs = x[0].size
+    return {
+      "in": jax.random.normal(first, (inputs, width)) / inputs**0.5,
+      "out": jax.random.normal(second, (width, classes)) / width**0.5,
+    }
+
+  def apply(params, x):
+    hidden = jax.nn.relu(x.reshape(len(x), -1) @ params["in"])
+    return hidden @ params["out"]
+
+  return init, apply
+
+
+class Cnn(nn.Module):
+  classes: int
+  momentum: float
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.Conv(4, (3, 3), (2, 2))(x)
+    x = nn.BatchNorm(use_running_average=not train, momentum=self.momentum)(x)
+    x = nn.Dropout(self.dropout, deterministic=not train)(nn.relu(x))
+    return nn.Dense(self.classes)(x.mean((1, 2)))
+
+
+def cnn(classes, momentum=0.9, dropout=0.0):
+  return Cnn(classes, momentum, dropout)
+
+
+class Nnx(nnx.Module):
+  def __init__(self, classes, dropout, rngs):
+    self.conv = nnx.Conv(1, 4, (3, 3), 2, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+    self.drop = nnx.Dropout(dropout, rngs=rngs)
+    self.out = nnx.Linear(4, classes, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.drop(nnx.relu(self.norm(self.conv(x))))
+    return self.out(x.mean((1, 2)))
+
+
+def nnx_cnn(classes, *, rngs, dropout=0.0):
+  return Nnx(classes, dropout, rngs)
+
+
+class Gpt(nn.Module):
+  classes: int
+  context: int
+  width: int = 8
+
+  @nn.compact
+  def __call__(self, tokens, deterministic=True):
+    x = nn.Embed(self.classes, self.width)(tokens)
+    x = x + self.param(
+      "places", nn.initializers.normal(0.02), (self.context, self.width)
+    )
+    mask = nn.make_causal_mask(tokens)
+    h = nn.LayerNorm()(x)
+    x = x + nn.MultiHeadDotProductAttention(2)(h, mask=mask)
+    x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
+    x = nn.Dropout(0.1, deterministic=deterministic)(x)
+    return nn.Dense(self.classes)(x)
+
+
+def gpt(classes, context, width=8):
+  return Gpt(classes, context, width)
+
+
+def words(tokens, size=20):
+  return text.from_string("to be or not to be, " * 60, tokenizer=tokens)
+
+
+def lengths(string):
+  return [len(word) for word in string.split()]
+
+
+lengths.size = 9
+
+
+def numbers(examples=64, outputs=1):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(examples, 5))
+  y = x[:, 0] if outputs == 1 else x[:, :outputs]
+  return {"train_x": x, "train_y": y, "test_x": x, "test_y": y}
+
+
+def signs(examples=64):
+  x = np.random.default_rng(0).normal(size=(examples, 5))
+  return x, (x[:, 0] > 0).astype(int), x[:16], (x[:16, 0] > 0).astype(int)
+
+
+def sigmoid(classes):
+  return 3
+
+
+def keeps(classes):
+  return nn.Sequential([nn.BatchNorm(use_running_average=False)])
+
+
+def mixed(classes):
+  return Mixed(classes)
+
+
+class Mixed(nn.Module):
+  classes: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    for momentum in (0.5, 0.9):
+      norm = nn.BatchNorm(use_running_average=not train, momentum=momentum)
+      x = norm(x)
+    return nn.Dense(self.classes)(x.reshape(len(x), -1))
+
+
+def asks(classes):
+  return (lambda key: {}), (lambda params, x, mask: x)
+
+
+def seven(classes):
+  return (lambda key: jnp.ones((64, 7))), (
+    lambda params, x: x.reshape(len(x), -1) @ params
+  )
+
+
+def stumbles(classes):
+  raise RuntimeError("no such luck")
+
+
+def streams():
+  return (x for x in "ab"), [0, 1], [[1.0]], [0]
+
+
+def uneven():
+  return np.zeros((4, 2)), [0, 1, 0], np.zeros((4, 2)), [0, 1, 0, 1]
+
+
+def one_array():
+  return np.zeros((4, 2))
+
+
+def outside():
+  return dict(
+    train_x=np.zeros((40, 2)),
+    train_y=[3] * 40,
+    test_x=np.zeros((4, 2)),
+    test_y=[0] * 4,
+    classes=3,
+  )
+
+
+def scalar(batch_size):
+  problem = fit(batch_size)
+  return problem._replace(loss=lambda *args: problem.loss(*args)[0])
+
+
+def moving(batch_size):
+  rng = np.random.default_rng(0)
+
+  def batches(seed, workers):
+    return lambda worker, job: rng.normal(1, 0.1, (batch_size, 3))
+
+  return fit(batch_size)._replace(batches=batches)
+
+
+def no_size():
+  return fit(4)
+
+
+def fit(batch_size, size=3):
+  def loss(params, batch, key):
+    return ((params["w"] - batch) ** 2).mean(), Aux(())
+
+  def batches(seed, workers):
+    def batch(worker, job):
+      rng = np.random.default_rng((seed, worker, job))
+      return rng.normal(1, 0.1, (batch_size, size)).astype(np.float32)
+
+    return batch
+
+  return problems.Problem(
+    init=lambda key: {"w": jnp.zeros(size)},
+    loss=loss,
+    evaluate=lambda params: ((params["w"] - 1) ** 2).mean(),
+    batches=batches,
+    probe=batches(0, 1)(0, 0),
+    batches_per_epoch=10,
+  )
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own(tmp_path_factory):
+  """The module, importable as from the folder of a config file."""
+  folder = tmp_path_factory.mktemp("outside")
+  (folder / "own_things.py").write_text(OWN)
+  before = list(sys.path)
+  code.add_folder(folder)
+  yield
+  sys.path[:] = before
+  sys.modules.pop("own_things", None)
+
+
+def build(**config):
+  whole = {
+    "runs": {"a": {"recipe": "asgd"}},
+    "workers": (1,),
+    "batch_size": 16,
+    "examples": 96,
+    "learning_rate": 0.05,
+    "evaluations": 2,
+    "curvature_checks": 0,
+    "evaluation_examples": 32,
+    **config,
+  }
+  return experiment.build(whole, engines=experiment.ENGINES)
+
+
+def train(**config):
+  exp = build(**config)
+  (cell,) = exp.cells
+  return experiment.train(exp, cell, None, bar=Silent())
+
+
+GPT = {
+  "data": {"name": "own_things:words", "tokens": "characters", "context": 8},
+  "model": {"name": "own_things:gpt"},
+}
+MLP = {"model": {"name": "own_things:mlp"}}
+CNN = {"model": {"name": "own_things:cnn", "dropout": 0.2}}
+# Model, recipe, optimizer. (Where nothing is optimised, XLA compiles Muon on a
+# GPT differently, in the last bits, for a live run and for its replay.)
+SIMULATED = {
+  "mlp, DANA, AdamW": (MLP, {"recipe": "dana_zero"}, "adamw"),
+  "cnn, Gap-Aware, SGD": (CNN, {"recipe": "gap_aware"}, "sgd"),
+  "gpt, DC, Muon": (GPT, {"recipe": "dc_asgd_a"}, "muon"),
+}
+LIVE = {
+  "mlp, Gap-Aware, Muon": (MLP, {"recipe": "gap_aware"}, "muon"),
+  "cnn, DC, SGD": (CNN, {"recipe": "dc_asgd_a"}, "sgd"),
+  "gpt, DANA, AdamW": (GPT, {"recipe": "dana_zero"}, "adamw"),
+}
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_ones_own_model_trains_in_a_simulation(name):
+  settings, run, optimizer = SIMULATED[name]
+  result = train(
+    **{**settings, "runs": {"a": run}, "optimizer": optimizer},
+    workers=(2,),
+    learning_rate=0.005,
+  )
+  assert not result["diverged"]
+  assert 0 <= result["test_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_ones_own_model_trains_live_and_is_replayed_to_the_bit(name, tmp_path):
+  settings, run, optimizer = LIVE[name]
+  place, result, _ = kit.train_live(
+    tmp_path / "out",
+    **{**settings, "runs": {"a": run}, "optimizer": optimizer},
+    workers=(2,),
+    examples=128,
+    evaluation_examples=32,
+  )
+  replayed = asgd.replay(place)
+  assert replayed.same
+  assert replayed.recorded == result["params_sha256"]
+  assert replayed.changed == []
+
+
+def simulated(exp):
+  """Returns the final parameters of the only cell, its plan and its keys."""
+  (cell,) = exp.cells
+  plan = exp.plan(cell)
+  init, root = jax.random.split(jax.random.key(cell.seed))
+  params = plan.problem.init(init)
+  simulation, _ = simulator.run_whole(
+    *(plan.host, params, 1, plan.trace(cell.seed)),
+    batch=plan.job_batches(cell.seed),
+    root=root,
+  )
+  return simulation.server.params, plan, init
+
+
+def normalised(exp, batch):
+  return (batch[0].astype(np.float32) - exp.dataset.mean) / exp.dataset.std
+
+
+@pytest.mark.parametrize("momentum", [0.99, 0.5])
+def test_one_worker_keeps_the_statistics_of_a_loop_of_flax_and_optax(momentum):
+  exp = build(
+    model={"name": "own_things:cnn", "momentum": momentum},
+    learning_rate_schedule={"warmup_epochs": 0.0},
+  )
+  ours, plan, key = simulated(exp)
+  module = sys.modules["own_things"].Cnn(10, momentum)
+  batches = plan.job_batches(0)
+  images = normalised(exp, batches(0, 0))
+  variables = module.init(key, images, train=False)
+  weights, stats = variables["params"], variables["batch_stats"]
+  tx = optax.sgd(0.05)
+  state = tx.init(weights)
+
+  @jax.jit
+  def step(weights, stats, state, images, labels):
+    def loss(weights):
+      logits, new = module.apply(
+        {"params": weights, "batch_stats": stats},
+        *(images, True),
+        mutable=["batch_stats"],
+      )
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      return losses.mean(), new["batch_stats"]
+
+    gradient, stats = jax.grad(loss, has_aux=True)(weights)
+    updates, state = tx.update(gradient, state, weights)
+    return optax.apply_updates(weights, updates), stats, state
+
+  for job in range(plan.messages):
+    batch = batches(0, job)
+    weights, stats, state = step(
+      *(weights, stats, state, normalised(exp, batch), batch[1])
+    )
+  kit.close(ours.weights, weights, rtol=1e-3, atol=1e-5)
+  kit.close(ours.stats, stats, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cnn", "nnx_cnn"])
+def test_a_message_holds_the_statistics_of_its_batch(name):
+  exp = build(model={"name": f"own_things:{name}"})
+  problem = exp.problem_of(exp.runs["a"])
+  assert problem.pieces is None
+  params = problem.init(jax.random.key(0))
+  assert isinstance(params, base.Variables)
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(1)
+  moved = params._replace(stats=jax.tree.map(lambda x: x + 1, params.stats))
+  loss = jax.jit(problem.loss)
+  value, aux = loss(params, batch, key)
+  again, same = loss(moved, batch, key)
+  assert value == again
+  kit.close(aux.stats, same.stats, atol=1e-4)
+  assert problem.evaluate(params).loss != problem.evaluate(moved).loss
+  assert problem.statistics_decay == 0.9
+
+
+@pytest.mark.parametrize("name", ["cnn", "nnx_cnn"])
+def test_dropout_draws_from_the_key_in_training_alone(name):
+  exp = build(model={"name": f"own_things:{name}", "dropout": 0.5})
+  problem = exp.problem_of(exp.runs["a"])
+  params = problem.init(jax.random.key(0))
+  batch, loss = problem.batches(0, 1)(0, 0), jax.jit(problem.loss)
+  first, again, other = (
+    loss(params, batch, jax.random.key(seed))[0] for seed in (1, 1, 2)
+  )
+  assert first == again != other
+  assert problem.evaluate(params) == problem.evaluate(params)
+
+
+def test_a_model_in_one_piece_trains_on_a_mesh_of_data(tmp_path):
+  run = {"engine": "mesh", "recipe": "asgd"}
+  exp = build(**CNN, runs={"a": run}, mesh={"axes": {"data": 2}})
+  (cell,) = exp.cells
+  result = experiment.train(exp, cell, tmp_path, bar=Silent())
+  saved = (tmp_path / "cells" / cell.name / "params.msgpack").read_bytes()
+  assert set(serialization.msgpack_restore(saved)) == {"weights", "stats"}
+  assert np.isfinite(result["test_loss"])
+
+
+def test_what_cuts_layers_refuses_a_model_in_one_piece():
+  words = "own_things:cnn'.*has no layers to divide.*the axis 'data' alone"
+  with pytest.raises(ValueError, match=words) as caught:
+    build(**CNN, engine="mesh", mesh={"axes": {"tensor": 2}})
+  assert "\n" not in str(caught.value)
+
+
+DATA = {
+  "numbers": ({"name": "own_things:numbers"}, "mlp"),
+  "two outputs": ({"name": "own_things:numbers", "outputs": 2}, "mlp"),
+  "one's own model": ({"name": "own_things:numbers"}, "own_things:mlp"),
+  "signs": ({"name": "own_things:signs", "examples": 48}, "own_things:mlp"),
+  "diabetes": ({"name": "diabetes"}, "mlp"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_data_are_says_what_is_learnt(name):
+  section, model = DATA[name]
+  result = train(
+    data=section,
+    model={"name": model},
+    runs={"a": {"recipe": "asgd", "momentum": 0.5}},
+    examples=800,
+  )
+  if name == "signs":
+    assert result["test_accuracy"] > 0.7
+    assert "test_measure" not in result
+  else:
+    assert np.isnan(result["test_accuracy"])
+    assert result["test_measure"] > 0  # R^2
+  assert not result["diverged"]
+
+
+def test_a_problem_of_ones_own(tmp_path):
+  settings = {
+    "problem": {"name": "own_things:fit", "size": 4},
+    "data": {},
+    "model": {"name": "mlp"},
+    "runs": {"a": {"recipe": "dana_zero"}, "b": {"batch_size": 8}},
+    "only": ["a"],
+  }
+  settings["runs"]["b"]["recipe"] = "asgd"
+  place, result, _ = kit.train_live(
+    tmp_path / "out", **settings, workers=(2,), examples=320
+  )
+  assert 0 < result["test_loss"] < 0.9
+  replayed = asgd.replay(place)
+  assert replayed.same
+  assert np.isnan(replayed.accuracy)
+  assert f"test loss {result['test_loss']:.4g}, " in replay.describe(replayed)
+  exp = build(**{**settings, "only": []})
+  assert exp.dataset_identity["name"] == "own_things:fit"
+  sizes = {len(exp.problem_of(run).probe) for run in exp.runs.values()}
+  assert sizes == {16, 8}
+
+
+@pytest.mark.parametrize(
+  ("tokens", "classes"),
+  [("characters", 9), ("bytes", 256), ("own_things:lengths", 9)],
+)
+def test_a_text_of_ones_own_with_a_tokenizer(tokens, classes):
+  section = {"name": "own_things:words", "tokens": tokens, "context": 8}
+  exp = build(data=section, model={"name": "own_things:gpt"})
+  assert exp.dataset.classes == classes
+  batch = exp.problem_of(exp.runs["a"]).batches(0, 1)(0, 0)
+  assert batch.shape == (16, 9)
+  assert jnp.asarray(batch).max() < classes
+
+
+def data_of(function, **others):
+  return {"data": {"name": f"own_things:{function}"}, **others}
+
+
+def model_of(function):
+  return {"model": {"name": f"own_things:{function}"}}
+
+
+def problem_of(function, **others):
+  return {"problem": {"name": f"own_things:{function}"}, **others}
+
+
+MISTAKES = {
+  "no module": (
+    {"model": {"name": "nowhere_at_all:f"}},
+    "^config.model: model 'nowhere_at_all:f': .* its folder must be that of",
+  ),
+  "no function": (model_of("mpl"), "has no 'mpl'; did you mean 'mlp'"),
+  "argument": (
+    {"model": {"name": "own_things:mlp", "widht": 3}},
+    "^config.model: .* takes no argument 'widht'; did you mean 'width'",
+  ),
+  "no model": (model_of("sigmoid"), "^config.model: .* returned 3; return a"),
+  "an argument that nothing gives": (
+    model_of("asks"),
+    "^config.model: .* apply needs an argument 'mask', which nothing gives",
+  ),
+  "raises": (
+    model_of("stumbles"),
+    "^config.model: model 'own_things:stumbles' raised RuntimeError: no such",
+  ),
+  "outputs": (
+    model_of("seven"),
+    r"^config.model 'own_things:seven' does not fit .*'digits': the model's"
+    r" output is of shape \(16, 7\), and 10 classes need \(16, 10\)",
+  ),
+  "momenta": (
+    model_of("mixed"),
+    "^config.model 'own_things:mixed': Mixed has BatchNorm of several",
+  ),
+  "no train": (
+    model_of("keeps"),
+    "^config.model 'own_things:keeps': Sequential has BatchNorm, .*no argument"
+    " train",
+  ),
+  "shapes": (
+    {**data_of("numbers"), **model_of("cnn")},
+    "^config.model 'own_things:cnn': Cnn does not take examples float32",
+  ),
+  "data argument": (
+    {"data": {"name": "own_things:signs", "exampels": 3}},
+    "^unknown config key 'data.exampels'; did you mean 'examples'",
+  ),
+  "generator": (
+    data_of("streams"),
+    "^config.data: dataset 'own_things:streams': train_x is generator, which"
+    " cannot be indexed .* give numbers",
+  ),
+  "uneven": (data_of("uneven"), "train_x has 4 examples and train_y 3 labels"),
+  "one array": (data_of("one_array"), "return arrays .train_x, train_y, "),
+  "labels": (data_of("outside"), "labels are 0 to 3, and must be 0 to 2"),
+  "batch size": (
+    data_of("signs", batch_size=100),
+    "^config.data: batch_size 100 is larger than the 64 training examples",
+  ),
+  "augmented numbers": (
+    {"data": {"name": "own_things:signs", "augment": True}},
+    "^config.data: augment is for images",
+  ),
+  "tokenizer": (
+    {"data": {"name": "digits", "tokenizer": "bytes"}},
+    "^config.data.tokenizer 'bytes' is for the texts pydoc, file",
+  ),
+  "problem and model": (
+    problem_of("fit", model={"name": "cnn"}),
+    "^config.problem.name 'own_things:fit' says what is trained: drop"
+    " config.model",
+  ),
+  "a problem by name": (
+    {"problem": {"name": "quadratic"}},
+    "^config.problem.name must be MODULE:FUNCTION, not 'quadratic'",
+  ),
+  "scalar loss": (
+    problem_of("scalar"),
+    r"^config.problem: loss.* returned .*; return \(loss, asgd.worker.Aux",
+  ),
+  "batches that move": (
+    problem_of("moving"),
+    "^config.problem: .* gave two batches for one job; make it a function of",
+  ),
+  "no batch size": (problem_of("no_size"), "takes no argument batch_size"),
+  "no problem": (
+    {"problem": {"name": "own_things:numbers"}},
+    "^config.problem: .*takes no argument batch_size",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_with_it_is_told_in_a_line(name):
+  config, message = MISTAKES[name]
+  with pytest.raises(ValueError, match=message) as caught:
+    build(**config)
+  assert "\n" not in str(caught.value)
+  assert len(str(caught.value)) < 700
