@@ -35,7 +35,9 @@ RANKS = {
   "live": 4,
   "parallel": 4,
   "experiment": 5,
-  "__init__": 6,
+  "facade": 6,
+  "train_state": 0,
+  "__init__": 7,
 }
 # Inside asgd/experiment: the same, by module.
 EXPERIMENT_RANKS = {
