@@ -216,7 +216,8 @@ def replay(
     given = own.Given(
       loss, params, data, recipe, batch_size=was.get("batch_size")
     )
-    return replay_lib.replay(Path(folder), given=given)
+    replayed = replay_lib.replay(Path(folder), given=given)
+  return replayed._replace(params=given.outward(replayed.params))
 
 
 def _imported(folder, was):
@@ -281,6 +282,8 @@ _WORDS = (
   ("choose another folder with --workdir", "choose another folder"),
   ("--workdir=", "folder="),
   ("--workdir", "folder"),
+  ("dataset.sha256", "the checksum of params and data"),
+  ("dataset.", ""),
   ("--config.", ""),
   ("run the same command again", "make the same call again"),
 )
@@ -347,14 +350,16 @@ def train(
   place: str | os.PathLike | None,
   shows: bool,
   machine: Machine | None = None,
-  quantum: int | None = None,
+  quantum: tuple[int, str] | None = None,
 ) -> Result:
   """Trains what a caller gave on an engine, which is (name, kind); `quantum`
-  are the messages that are counted together, None as many as workers."""
-  (name, kind), quantum = engine, quantum or workers
+  says which messages are counted together: those of a round of workers, unless
+  it is (how many, what of {} of them)."""
+  name, kind = engine
   checks.whole("messages", messages)
   checks.whole("seed", seed, 0, 2**32 - 1)
-  checks.multiple(messages, "messages", quantum, "rounds of {}, one a worker")
+  rounds = workers, "rounds of {} workers"
+  checks.multiple(messages, "messages", *(quantum or rounds))
   every = messages if every is None else checks.whole("every", every)
   if messages % every:
     raise ValueError(
@@ -368,7 +373,7 @@ def train(
   (cell,), machine = experiment.cells, machine or _machine()
   plan = experiment.plan(cell)
   kind.check_machine(experiment, [plan], machine)
-  if name == "ray":
+  if name == "ray" or machine.processes:
     check_travels(given)
   kept: list[Any] = []
   with contextlib.ExitStack() as stack:

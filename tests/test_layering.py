@@ -14,12 +14,12 @@ ALLOWED = {
 }
 # Inside asgd: a room may import those of a lower rank, and itself.
 RANKS = {
-  "checks": -1,
+  "checks": -3,
+  "names": -2,
+  "rates": -1,
   "base": 0,
-  "names": 0,
   "text_table": 0,
   "tracks": 0,
-  "rates": 0,
   "optimizers": 0,
   "transforms": 1,
   "server": 1,

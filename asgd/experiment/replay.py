@@ -85,10 +85,11 @@ def load(
   if given is not None:
     differ = [key for key in now if now[key] != was.get(key)]
     if differ:
-      key = differ[-1 if differ[-1] != "build" else 0]
+      said = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
+        for k in differ if k not in ("sha256", "build")]
+      said = said or ["the parameters or the first batches are others"]
       raise ValueError(
-        f"{folder} was not trained on what is given: {_WORDS.get(key, key)} was"
-        f" {shown(was.get(key))}, and is {shown(now[key])}"
+        f"{folder} was not trained on what is given: {'; '.join(said)}"
       )
   elif now != was:
     raise ValueError(
@@ -97,9 +98,6 @@ def load(
     )
   (cell,) = experiment.cells
   return experiment, cell
-
-
-_WORDS = {"sha256": "the checksum of params and data"}
 
 
 def obey(

@@ -37,11 +37,10 @@ _COMMON = (
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns what is said of a finished cell: a line, and warnings with their
   remedies; `describe` is that of its engine."""
-  accuracy, percent = result["test_accuracy"], "-"
+  accuracy, measured, cell = result["test_accuracy"], "", result["cell"]
   if storage.is_finite(accuracy):
-    percent = f"{100 * accuracy:.1f} %"
-  cell = result["cell"]
-  said = [f"{cell}: accuracy {percent}, {describe(result)}"]
+    measured = f"accuracy {100 * accuracy:.1f} %, "
+  said = [f"{cell}: {measured}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:

@@ -286,7 +286,7 @@ def read_params(given: Any) -> Callable[[jax.Array], Any]:
   return lambda key: jax.tree.map(jnp.asarray, params)
 
 
-def _input(batch):
+def input_of(batch):
   """What a model is called on: the first of a tuple, the input of a dict."""
   if isinstance(batch, Mapping):
     for key in _INPUTS:
@@ -319,7 +319,7 @@ class Flax(NamedTuple):
   def init(self, batch: base.Batch, key: jax.Array) -> Any:
     """Draws variables."""
     params, dropout = jax.random.split(key)
-    keys, x = {"params": params, "dropout": dropout}, _input(batch)
+    keys, x = {"params": params, "dropout": dropout}, input_of(batch)
     return self.module.init(keys, x, **self._mode(False))
 
   def inward(self, variables: Any) -> Any:
@@ -346,7 +346,7 @@ class Flax(NamedTuple):
     """The loss, of any form of `as_loss`."""
     output, new = self.module.apply(
       self.outward(params),
-      _input(batch),
+      input_of(batch),
       **self._mode(True),
       rngs={"dropout": key},
       mutable=["batch_stats"],

@@ -364,11 +364,13 @@ def columns(
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
   """Says that a run is not finite, and what to do about it."""
+  limit, bound = plan.curvature_limit, ""
+  if storage.is_finite(limit):
+    bound = f". This algorithm at {plan.workers} workers is stable up to a"
+    bound += f" sharpness of {limit:.3g} at that rate"
   return (
-    f"{cell}: {what}, with learning rate {plan.learning_rate:g}. This algorithm"
-    f" at {plan.workers} workers is stable up to a sharpness of"
-    f" {plan.curvature_limit:.3g} at that rate: lower --config.learning_rate,"
-    " use fewer workers or a longer warm-up"
+    f"{cell}: {what}, with learning rate {plan.learning_rate:g}{bound}: lower"
+    " --config.learning_rate, use fewer workers or a longer warm-up"
   )
 
 

@@ -52,7 +52,7 @@ def said(**kwargs):
 def test_the_line_of_a_cell():
   assert said() == ["a-n8-s0: accuracy 50.0 %, as described"]
   (line,) = said(test_accuracy=float("nan"))
-  assert line == "a-n8-s0: accuracy -, as described"
+  assert line == "a-n8-s0: as described"
 
 
 def test_a_rate_that_stays_above_the_limit_is_warned_of_with_a_remedy():
