@@ -314,7 +314,7 @@ def test_a_live_run_is_its_replay(tmp_path):
   assert replayed.same and replayed.recorded
   kit.same(replayed.params, result.params)
   kit.same(replayed.trace, result.trace)
-  assert "cannot be imported (loss, data" in error_of(asgd.replay, tmp_path)
+  assert "cannot be imported (params, data)" in error_of(asgd.replay, tmp_path)
   others = loss, PARAMS, DATA, asgd.asgd(0.02, workers=2)
   line = error_of(asgd.replay, tmp_path, *others)
   assert "recipe was 'dana_zero(0.02, workers=2)'" in line
