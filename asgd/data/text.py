@@ -1,4 +1,7 @@
-"""Text as numbers: the characters of a file, or of Python's own manual."""
+"""Text as numbers: the characters of a file, or of Python's own manual.
+
+Instead of characters, numbers may be bytes, or what a tokenizer makes of it.
+"""
 
 import os
 from collections.abc import Callable
@@ -8,12 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks, names
+from asgd.data import formats
 from asgd.data.batches import Batches
 from asgd.data.download import DataError
 
 _TEST = 0.1  # the last part of a text, held out
 _RARE = 10  # characters less frequent than that are one, "unknown"
 _UNKNOWN = "\ufffd"
+CHARACTERS, BYTES = "characters", "bytes"
+_LEAST = 1000  # characters of a text
 
 
 class Text(NamedTuple):
@@ -23,23 +29,35 @@ class Text(NamedTuple):
   source: str
   train: np.ndarray  # int32[n]
   test: np.ndarray  # int32[m]
-  vocabulary: str  # the character of each number
+  # The character of each number; or how many there are.
+  vocabulary: str | int
 
   @property
   def classes(self) -> int:
-    """The number of different characters."""
+    """The number of different characters, or other tokens."""
+    if isinstance(self.vocabulary, int):
+      return self.vocabulary
     return len(self.vocabulary)
 
 
-def load(name: str = "pydoc", *, data_dir: str | None = None) -> Text:
-  """Loads a text, character by character.
+def load(
+  name: str = "pydoc",
+  *,
+  data_dir: str | None = None,
+  tokenizer: str = CHARACTERS,
+) -> Text:
+  """Loads a text, by default character by character.
 
-  The last tenth is the test part. Characters that occur less than 10 times
-  share one number.
+  The last tenth is the test part.
 
     pydoc  the Python language reference, which is in Python itself: about
            460,000 characters of English (they vary with Python's version)
     file   the file `data_dir`, UTF-8
+
+  Args:
+    name: one of these.
+    data_dir: the file.
+    tokenizer: as of `from_string`.
 
   Raises:
     ValueError: for an unknown name, or a file that is not given.
@@ -52,18 +70,88 @@ def load(name: str = "pydoc", *, data_dir: str | None = None) -> Text:
   """
   loader = names.lookup("text", name, _LOADERS)
   source, characters = loader(data_dir)
-  different, counts = np.unique(list(characters), return_counts=True)
-  if len(characters) < 1000:
+  return from_string(characters, name, source, tokenizer=tokenizer)
+
+
+def from_string(
+  characters: str,
+  name: str = "text",
+  source: str = "a string",
+  *,
+  tokenizer: str = CHARACTERS,
+) -> Text:
+  """Makes a Text of a string; its last tenth is the test part.
+
+  Args:
+    characters: 1,000 or more.
+    name: of the text.
+    source: where it is from.
+    tokenizer: "characters", of which those that occur less than 10 times share
+      one number; "bytes", of UTF-8; a file of the package tokenizers, which
+      ends in .json; or MODULE:FUNCTION of a function string -> list of ints
+      from 0, with an attribute `size`, how many there are (without it, the
+      largest in this text and one).
+  """
+  if len(characters) < _LEAST:
     raise DataError(
       f"{source} has {len(characters)} characters; give a text of 1,000 or more"
     )
+  if tokenizer == CHARACTERS:
+    tokens, vocabulary = _by_character(characters)
+  elif tokenizer == BYTES:
+    tokens = np.frombuffer(characters.encode(), np.uint8).astype(np.int32)
+    vocabulary = 256
+  elif tokenizer.endswith(".json"):
+    tokens, vocabulary = _by_file(tokenizer, characters)
+  elif names.is_import(tokenizer):
+    tokens, vocabulary = _by_function(tokenizer, characters)
+  else:
+    known = CHARACTERS, BYTES, "FILE.json", "MODULE:FUNCTION"
+    checks.one_of("tokenizer", tokenizer, known)
+  cut = len(tokens) - int(len(tokens) * _TEST)
+  return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
+
+
+def _by_character(characters):
+  different, counts = np.unique(list(characters), return_counts=True)
   common = different[counts >= _RARE]
   vocabulary = "".join(common) + _UNKNOWN
   codes = np.full(int(different.view(np.uint32)[-1]) + 1, len(common), np.int32)
   codes[common.view(np.uint32)] = np.arange(len(common))
-  tokens = codes[np.array(list(characters)).view(np.uint32)]
-  cut = len(tokens) - int(len(tokens) * _TEST)
-  return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
+  return codes[np.array(list(characters)).view(np.uint32)], vocabulary
+
+
+def _by_file(path, characters):
+  try:
+    import tokenizers
+  except ImportError:
+    raise DataError(
+      f"{path} is read by the package tokenizers; pip install tokenizers"
+    ) from None
+  if not Path(path).is_file():
+    raise ValueError(f"tokenizer {path} is no file")
+  with formats.reading(Path(path), Exception):  # it raises no narrower type
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+  tokens = tokenizer.encode(characters, add_special_tokens=False).ids
+  return np.array(tokens, np.int32), tokenizer.get_vocab_size()
+
+
+def _by_function(name, characters):
+  encode = names.imported("tokenizer", name)
+  tokens = np.asarray(encode(characters))
+  if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
+    raise ValueError(
+      f"tokenizer {name!r} returned {checks.shown(tokens.tolist())} for a text;"
+      " return a list of ints"
+    )
+  least, most = int(tokens.min()), int(tokens.max())
+  size = checks.whole("size", getattr(encode, "size", most + 1))
+  if least < 0 or most >= size:
+    raise ValueError(
+      f"tokenizer {name!r} returned ints from {least} to {most}; return 0 to"
+      f" {size - 1}, or set its size"
+    )
+  return tokens.astype(np.int32), size
 
 
 def _load_pydoc(data_dir):

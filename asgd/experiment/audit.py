@@ -177,10 +177,15 @@ def _replay(folder, result, records, data_dir) -> Iterator[Finding]:
     )
     text = "the same" if well else "NOT those of the replay"
     yield Finding("records", text, well)
-  again, accuracy = replayed.accuracy, result["test_accuracy"]
-  text = f"{100 * again:.2f} %, live {100 * accuracy:.2f} %"
+  score, name = replayed.evaluation, "accuracy"
+  again, accuracy = score.accuracy, result["test_accuracy"]
+  if accuracy is not None:
+    text = f"{100 * again:.2f} %, live {100 * accuracy:.2f} %"
+  else:  # of a task without
+    name, again, accuracy = "test loss", score.loss, result["test_loss"]
+    text = f"{again:.4g}, live {accuracy:.4g}"
   well = replayed.digest != live or again == accuracy
-  yield Finding("accuracy", text, well)
+  yield Finding(name, text, well)
 
 
 def findings(

@@ -42,7 +42,7 @@ class Experiment:
     config: Mapping[str, Any],
     engines: Engines,
     runs: Mapping[str, Run],
-    dataset: problem.Dataset | own.Given,
+    dataset: problem.Dataset | own.Objects,
     shared_problem: problems.Problem,  # with the config's own batch size
     measurements: dict[str, Any] | None = None,
   ):
@@ -65,7 +65,7 @@ class Experiment:
   @functools.cached_property
   def dataset_identity(self) -> dict[str, str]:
     """The dataset's name, and a checksum of its arrays."""
-    if isinstance(self.dataset, own.Given):
+    if isinstance(self.dataset, own.Objects):
       return self.dataset.identity
     arrays = self.dataset[2:]
     return {"name": self.dataset.name, "sha256": storage.digest(arrays)}
@@ -108,7 +108,7 @@ def build(
   *,
   engines: Engines,
   data_dir: str | None = None,
-  dataset: problem.Dataset | own.Given | None = None,
+  dataset: problem.Dataset | own.Objects | None = None,
   measurements: dict[str, Any] | None = None,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
@@ -127,7 +127,7 @@ def build(
   """
   resolved = schema.resolve(config, engines)
   runs = schema.runs(resolved, engines)
-  if isinstance(dataset, own.Given):
+  if isinstance(dataset, own.Objects):
     runs = {k: run._replace(given=dataset.recipe) for k, run in runs.items()}
   for run in runs.values():
     engines[run.engine].check(run)
@@ -137,7 +137,7 @@ def build(
     with contextlib.suppress(RuntimeError):
       jax.config.update("jax_num_cpu_devices", devices)
   meshes.find_devices()
-  if isinstance(dataset, own.Given):
+  if isinstance(dataset, own.Objects):
     shared = dataset.problem()
   else:
     dataset, shared = problem.load(

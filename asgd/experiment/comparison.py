@@ -70,7 +70,8 @@ def compare(
     early = f"{there} of {messages} messages came before all workers did"
     raise ValueError(f"{cell.name}: {early}: {predict.SHORT}")
   result = storage.read_json(folder / "result.json") or {}
-  accuracy = result.get("test_accuracy", np.nan)
+  accuracy = result.get("test_accuracy")
+  accuracy = np.nan if accuracy is None else accuracy  # of a task without
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, accuracy)}
   comes = predict.joins(journal, cell.workers)
@@ -205,7 +206,9 @@ def draw(both: LiveComparison, stem: Path) -> None:
       line = {"baseline": None, "ls": style, "lw": 1.5, "label": label}
       steps.stairs(values, edges, **line)
     else:
-      label = f"{kind}: accuracy {100 * run.accuracy:.1f} %"
+      label = kind
+      if np.isfinite(run.accuracy):
+        label += f": accuracy {100 * run.accuracy:.1f} %"
       lines.plot(x, values, style, label=label)
   bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
   bars.locator_params("x", integer=True)

@@ -42,6 +42,7 @@ _CLOCKS = {
   "seconds": ("seconds", "seconds of training"),
 }
 _ACCURACY = "test accuracy (%)"
+_LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
 _POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
 
 
@@ -53,26 +54,44 @@ def _workers(results):
   return counts
 
 
+def has_accuracy(results: Rows) -> bool:
+  """Whether the task has an accuracy: what has none has losses alone."""
+  accuracies, losses = (
+    any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
+    for key in ("test_accuracy", "test_loss")
+  )
+  return accuracies or not losses
+
+
 def panels(results: Rows) -> list[Panel]:
   """Returns what is drawn: a run with several numbers of workers against them,
-  and its curves at the largest; otherwise curves of accuracy and loss."""
+  and its curves at the largest; otherwise curves of accuracy and loss. A task
+  without accuracy has the losses of training and test instead."""
+  of_classes = has_accuracy(results)
+  best = _ACCURACY if of_classes else _LOSSES["test_loss"]
+  name = "accuracy" if of_classes else "loss"
+  y = f"test_{name}"
   keys = set(itertools.chain.from_iterable(results))
   timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
   if timed and any(len(counts) > 1 for counts in _workers(results).values()):
     key, label = _CLOCKS[timed[0]]
     return [
-      Panel("accuracy", "workers", "test_accuracy", "workers", _ACCURACY),
+      Panel(name, "workers", y, "workers", best),
       Panel("gap", "workers", "gap_mean", "workers", "mean gap"),
       Panel("time", "workers", key, "workers", label),
-      Panel("accuracy_curve", "epoch", "test_accuracy", "epoch", _ACCURACY),
+      Panel(f"{name}_curve", "epoch", y, "epoch", best),
       Panel("gap_curve", "epoch", "gap_mean", "epoch", "mean gap"),
-      Panel("accuracy_by_time", timed[0], "test_accuracy", label, _ACCURACY),
+      Panel(f"{name}_by_time", timed[0], y, label, best),
     ]
+  first = "test_accuracy", _ACCURACY
+  if not of_classes:
+    first = "train_loss", _LOSSES["train_loss"]
+  curves = first, ("test_loss", _LOSSES["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
   axes += [(clock, _CLOCKS[clock][1]) for clock in timed]
   return [
     Panel(f"{y}_by_{x}", x, y, xlabel, ylabel)
-    for y, ylabel in (("test_accuracy", _ACCURACY), ("test_loss", "test loss"))
+    for y, ylabel in curves
     for x, xlabel in axes
   ]
 
@@ -219,7 +238,7 @@ def _draw_panel(axis, panel, points, styles, swept):
   elif panel.x in (*_CLOCKS, "update"):
     scale_by_logarithm(axis, "x", [row["x"] for row in rows])
   positive = [row["mean"] for row in rows if 0 < row["mean"] < np.inf]
-  if panel.y == "test_loss":
+  if panel.y in _LOSSES:
     _loss_limits(axis, rows)
   elif panel.y == "test_accuracy" and rows:
     _spread_accuracy(axis)

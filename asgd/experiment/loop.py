@@ -23,18 +23,19 @@ from asgd.parallel import processes
 
 _DEATHS = 3  # of an engine's processes without progress in between
 _CLEARLY = 1.2  # times the loss at the beginning
-_GUESSING = 0.95  # fraction of log(classes), the loss of uniform guessing; the
-# margin covers noise and class imbalance
+_GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
+# the margin covers noise and class imbalance
 
 
-def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
+def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
   """Returns whether training made it worse, as far as its losses tell.
 
   The beginning is the mean of the first `least` messages, 8 at least; the end
   is that of the last tenth. A run has diverged if it ends more than a fifth
   above where it began; or if it was more than a fifth above that on the way (in
-  as many messages in a row) and ends no better than uniform guessing, as
-  networks with dead units do. One that falls throughout has not.
+  as many messages in a row) and ends no better than `guess`, the loss of
+  guessing (NaN: not known), as networks with dead units do. One that falls
+  throughout has not.
   """
   few = max(least, 8)
   if not np.isfinite(loss).all():
@@ -43,12 +44,12 @@ def has_diverged(loss: np.ndarray, least: int, classes: int) -> bool:
     return False  # beginning and end are one
   began = loss[:few].mean()
   ended = loss[-max(few, len(loss) // 10) :].mean()
-  if ended > _CLEARLY * began:
+  limit = began + (_CLEARLY - 1) * abs(began)  # losses may be negative
+  if ended > limit:
     return True
   parts = np.array_split(loss, len(loss) // few)
   highest = max(part.mean() for part in parts)
-  rose = highest > _CLEARLY * began
-  return bool(rose and ended > _GUESSING * np.log(classes))
+  return bool(highest > limit and ended > _GUESSING * guess)
 
 
 class _Evaluations:
@@ -125,7 +126,7 @@ class _Evaluations:
     products = sorted(filter(storage.is_finite, products), reverse=True)
     products = products[:2] or [float("nan")]
     loss, few = engine.records().loss, max(cell.workers, engine.quantum)
-    classes = self._experiment.dataset.classes
+    guess = self._problem.guess
     of_last = ("examples", "epoch", "test_accuracy", "test_loss")
     of_last += ("test_measure",) if "test_measure" in last else ()
     return {
@@ -146,7 +147,7 @@ class _Evaluations:
       "rate_x_sharpness": products[0],
       "sustained": products[-1],
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "diverged": self.diverged or has_diverged(loss, few, classes),
+      "diverged": self.diverged or has_diverged(loss, few, guess),
       "params_sha256": storage.digest(params),
     }
 

@@ -1,17 +1,31 @@
-"""From the sections `data` and `model` of a config to a Problem."""
+"""From the sections `data` and `model` of a config to a Problem; or from the
+section `problem`, a function of one's own that makes it whole."""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from asgd import data, models, problems
+from asgd import base, data, models, names, problems
+from asgd.checks import shortened, shown
 from asgd.data import sentences, text
+from asgd.experiment import schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder
 
-Dataset = data.Dataset | text.Text | sentences.Sentences
+
+class Given(NamedTuple):
+  """What is known of the data of a problem of one's own."""
+
+  name: str  # MODULE:FUNCTION
+  source: str
+  probe: base.Batch  # by which it is recognised
+
+
+Dataset = data.Dataset | text.Text | sentences.Sentences | Given
 
 TEXTS = ("pydoc", "file")
 _WINDOWS = 64  # of a text, on which it is evaluated
@@ -25,81 +39,284 @@ def load(
   dataset: Dataset | None = None,
 ) -> tuple[Dataset, problems.Problem]:
   """Loads the data and builds the model of a resolved config, checking that
-  they fit; arguments are those of `cells.build`."""
+  they fit; arguments are those of `cells.build`. What the data are decides what
+  is learnt of them, not their name."""
+  if config["problem"]["name"] is not None:
+    return _given(config, data_dir)
   section, model = config["data"], dict(config["model"])
-  name, kind = section["name"], model.pop("name")
+  kind = model.pop("name")
   _check_model(kind, model)
-  examples = config["evaluation_examples"]
-  if name in TEXTS:
-    with blame("data"):
-      dataset = dataset or text.load(name, data_dir=data_dir)
-    if kind == "gpt":
-      model.setdefault("context", section["context"])
+  trained = None
+  if dataset is None and section["name"] in sentences.TASKS:
+    trained = _encoder(kind, model)  # before data are loaded
+  if dataset is None:
+    dataset = _load_data(section, data_dir, trained and trained[1])
+  options = {"evaluation_examples": config["evaluation_examples"]}
+  if isinstance(dataset, text.Text):
     make, options = problems.language, {"context": section["context"]}
-    options["evaluation_windows"] = examples or _WINDOWS
-  elif name in sentences.TASKS:
-    dataset, weights = _sentences(section, kind, model, data_dir, dataset)
-    make, options = problems.classify_sentences, {"weights": weights}
-    options["evaluation_examples"] = examples
+    options["evaluation_windows"] = config["evaluation_examples"] or _WINDOWS
+    _follow(kind, model, {"context": section["context"]})
+  elif isinstance(dataset, sentences.Sentences):
+    trained = trained or _encoder(kind, model)
+    make, options["weights"] = problems.classify_sentences, trained[0]
+    sizes = {"context": dataset.train_tokens.shape[-1]}
+    _follow(kind, model, {**sizes, "vocabulary": dataset.vocabulary})
   else:
-    try:
-      dataset = dataset or data.load(name, data_dir=data_dir)
-    except ValueError as error:
-      if not str(error).startswith("unknown dataset"):
-        raise
-      texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
-      raise ValueError(
-        f"config.data.name: {error}; texts: {texts}; sentences: {tasks}"
-      ) from None
-    make, options = problems.classification, {"evaluation_examples": examples}
+    of_classes = dataset.classes is not None
+    make = problems.classification if of_classes else problems.regression
     options |= {key: section[key] for key in ("augment", "partition")}
-  with blame("model", tuple(model)):
-    layers = models.build(kind, dataset.classes, **model)
-  with blame("data") if name in TEXTS else contextlib.nullcontext():
+  with blame("model", tuple(model)), _of_function("model", kind):
+    layers = models.build(kind, _outputs(dataset), **model)
+  where = contextlib.nullcontext()
+  if isinstance(dataset, text.Text) or names.is_import(section["name"]):
+    where = blame("data")
+  with where, _of_model(config):
     problem = make(dataset, layers, batch_size=config["batch_size"], **options)
-    if name in TEXTS:
-      problem.batches(0, 1)  # are there windows?
   _check_fit(config, problem)
   return dataset, problem
+
+
+def _outputs(dataset) -> int:
+  """How many numbers a model is to give for an example, or a position."""
+  if dataset.classes is None:
+    return int(dataset.train_labels[0].size)
+  return dataset.classes
+
+
+def _follow(kind, model, sizes):
+  """Gives a model, of those that it takes, the sizes of its data."""
+  for key in models.takes(kind, sizes):
+    model.setdefault(key, sizes[key])
+
+
+def _load_data(section, data_dir, tokenizer) -> Dataset:
+  name, context = section["name"], section["context"]
+  if name in TEXTS:
+    with blame("data"):
+      return text.load(name, data_dir=data_dir, tokenizer=section["tokenizer"])
+  if section["tokenizer"] != text.CHARACTERS and not names.is_import(name):
+    raise ValueError(
+      f"config.data.tokenizer {section['tokenizer']!r} is for the texts"
+      f" {', '.join(TEXTS)}, not for {name!r}; drop it"
+    )
+  if name in sentences.TASKS:
+    with blame("data"):
+      return sentences.load(
+        name, context=context, data_dir=data_dir, tokenizer=tokenizer
+      )
+  if names.is_import(name):
+    with blame("data"):
+      made = _call("dataset", section, {"data_dir": data_dir})
+      with _naming(f"dataset {name!r}"):
+        return data.as_dataset(made, name)
+  try:
+    return data.load(name, data_dir=data_dir)
+  except ValueError as error:
+    if not str(error).startswith("unknown dataset"):
+      raise
+    texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
+    raise ValueError(
+      f"config.data.name: {error}; texts: {texts}; sentences: {tasks}; or"
+      " MODULE:FUNCTION, one's own"
+    ) from None
+
+
+# Functions of one's own.
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+  """Names a function in the errors of what it returned."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f"{what}: {error}") from error
+
+
+@contextlib.contextmanager
+def _of_function(kind: str, name: str | None) -> Iterator[None]:
+  """Turns whatever a function of one's own raises into one line."""
+  try:
+    yield
+  except Exception as error:
+    if not names.is_import(name) or isinstance(error, ValueError):
+      raise
+    line = shortened(" ".join(str(error).split()), 300)
+    raise ValueError(
+      f"{kind} {name!r} raised {type(error).__name__}: {line}"
+    ) from error
+
+
+def _call(kind: str, section: Mapping[str, Any], given: Mapping[str, Any]):
+  """Calls the function that a section names: with the section's other keys, and
+  those of `given` and of the section's own that it takes."""
+  name = section["name"]
+  make = names.imported(kind, name)
+  taken = inspect.signature(make).parameters
+  own = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
+  arguments = {
+    key: value
+    for key, value in section.items()
+    if key != "name" and (key not in own or key in taken)
+  }
+  arguments |= {key: given[key] for key in given if key in taken}
+  with _of_function(kind, name):
+    return names.call(kind, name, make, arguments)
+
+
+def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
+  """The problem that a function of one's own makes."""
+  section = config["problem"]
+  name = section["name"]
+  if not names.is_import(name):
+    raise ValueError(
+      f"config.problem.name must be MODULE:FUNCTION, not {shown(name)}; what is"
+      " known already is named by config.data and config.model"
+    )
+  for key in ("data", "model"):
+    if config[key] != schema.default_of(schema.SHARED[key]):
+      raise ValueError(
+        f"config.problem.name {name!r} says what is trained: drop config.{key}"
+      )
+
+  def make(size):
+    problem = _call(
+      "problem", section, {"batch_size": size, "data_dir": data_dir}
+    )
+    if not isinstance(problem, problems.Problem):
+      raise ValueError(
+        f"{name!r} returned {shown(problem)}; return an asgd.problems.Problem"
+      )
+    problem = problem._replace(evaluate=_evaluating(problem.evaluate, name))
+    if problem.rebatch is not None:
+      return problem
+    return problem._replace(rebatch=make)
+
+  with blame("problem"):
+    taken = inspect.signature(names.imported("problem", name)).parameters
+    if "batch_size" not in taken:
+      raise ValueError(
+        f"problem {name!r} takes no argument batch_size, by which runs differ;"
+        " add it"
+      )
+    problem = make(config["batch_size"])
+    _check_problem(problem)
+  _check_size(jax.eval_shape(problem.init, jax.random.key(0)))
+  return Given(name, name, problem.probe), problem
+
+
+def _evaluating(evaluate: Callable, name: str) -> Callable:
+  """A function of one's own may return a loss alone."""
+
+  def whole(params):
+    value = evaluate(params)
+    if isinstance(value, problems.Evaluation):
+      return value
+    if np.ndim(value) == 0 and np.isreal(value):
+      return problems.Evaluation(float(value))
+    raise ValueError(
+      f"config.problem: evaluate of {name!r} returned {shown(value)}; return an"
+      " asgd.problems.Evaluation, or the loss"
+    )
+
+  return whole
+
+
+def _check_problem(problem) -> None:
+  """Raises ValueError for a problem whose parts do not fit."""
+  key = jax.random.key(0)
+  try:
+    batches = problem.batches(0, 1)
+    batch, again = batches(0, 0), batches(0, 0)
+  except Exception as error:
+    raise ValueError(
+      f"batches(seed, workers)(worker, job) raised {_line(error)}"
+    ) from error
+  if storage.digest(batch) != storage.digest(again):
+    raise ValueError(
+      "batches(seed, workers)(worker, job) gave two batches for one job; make"
+      " it a function of seed, worker and job alone, as"
+      " numpy.random.default_rng((seed, worker, job)) draws"
+    )
+  try:
+    params = jax.eval_shape(problem.init, key)
+    out = jax.eval_shape(problem.loss, params, batch, key)
+  except Exception as error:
+    raise ValueError(
+      f"init(key), loss(params, batch, key): {_line(error)}"
+    ) from error
+  with_aux = isinstance(out, tuple) and len(out) == 2
+  if not with_aux or not hasattr(out[1], "stats"):
+    raise ValueError(
+      f"loss(params, batch, key) returned {shown(out)}; return (loss,"
+      " asgd.worker.Aux(()))"
+    )
+  if getattr(out[0], "shape", None) != ():
+    raise ValueError(f"the loss must be one number, not {shown(out[0])}")
+  stats = params.stats if isinstance(params, base.Variables) else ()
+  if jax.tree.map(np.shape, out[1].stats) != jax.tree.map(np.shape, stats):
+    raise ValueError(
+      "Aux.stats of the loss must be like the stats of the parameters: () but"
+      " for base.Variables"
+    )
+
+
+def _line(error: Exception) -> str:
+  text = shortened(" ".join(str(error).split()), 300)
+  return f"{type(error).__name__}: {text}"
 
 
 def _check_model(kind, model):
   """Refuses a model, and arguments of it, that no data would make right: data
   take long to load."""
   arguments = {k: v for k, v in model.items() if k != "pretrained"}
-  if kind == "bert":  # the data say how many words there are
-    arguments.setdefault("vocabulary", 2)
   with blame("model", tuple(arguments)):
+    if names.is_import(kind):
+      maker = names.imported("model", kind)
+      sizes = "classes", "context", "vocabulary", "rngs"
+      given = [*arguments, *models.takes(kind, sizes)]
+      names.check_arguments("model", kind, maker, given)
+      return
+    if kind == "bert":  # the data say how many words there are
+      arguments.setdefault("vocabulary", 2)
     models.build(kind, 1, **arguments)
 
 
-def _sentences(section, kind, model, data_dir, dataset):
-  """Returns sentences and weights, if there are, and completes `model`."""
+def _encoder(kind, model):
+  """Returns (weights, tokenizer), if there are, of a model for sentences, and
+  completes `model`."""
+  if names.is_import(kind):
+    return None, None
   if kind != "bert":
     raise ValueError(
-      f"config.model.name must be 'bert' for sentences, not {kind!r}"
+      "config.model.name must be 'bert' for sentences, or MODULE:FUNCTION, not"
+      f" {kind!r}"
     )
-  weights, place, tokenizer = None, model.pop("pretrained", None), None
-  if place is not None:
-    with blame("model.pretrained"):
-      trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
-    for key in trained.sizes:
-      if key in model and key != "pooling":
-        raise ValueError(
-          f"config.model.{key} follows from config.model.pretrained; drop it"
-        )
-    model.update(trained.sizes)
-    weights, tokenizer = trained.weights, trained.folder
-  elif "vocabulary" in model:
-    raise ValueError("config.model.vocabulary follows from the data; drop it")
-  context = section["context"]
-  with blame("data"):
-    dataset = dataset or sentences.load(
-      section["name"], context=context, data_dir=data_dir, tokenizer=tokenizer
-    )
-  model.setdefault("context", context)
-  model.setdefault("vocabulary", dataset.vocabulary)
-  return dataset, weights
+  place = model.pop("pretrained", None)
+  if place is None:
+    if "vocabulary" in model:
+      raise ValueError("config.model.vocabulary follows from the data; drop it")
+    return None, None
+  with blame("model.pretrained"):
+    trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
+  for key in trained.sizes:
+    if key in model and key != "pooling":
+      raise ValueError(
+        f"config.model.{key} follows from config.model.pretrained; drop it"
+      )
+  model.update(trained.sizes)
+  return trained.weights, trained.folder
+
+
+@contextlib.contextmanager
+def _of_model(config) -> Iterator[None]:
+  """Names the model in what is wrong with one of one's own."""
+  name = config["model"]["name"]
+  try:
+    with _of_function("config.model", name):
+      yield
+  except models.ModelError as error:
+    raise ValueError(f"config.model {name!r}: {error}") from error
 
 
 def _check_fit(config, problem):
@@ -109,11 +326,19 @@ def _check_fit(config, problem):
   try:
     shapes = jax.eval_shape(problem.init, key)
     jax.eval_shape(problem.loss, shapes, problem.batches(0, 1)(0, 0), key)
-  except (TypeError, ValueError, OverflowError) as error:
+  except Exception as error:
+    known = isinstance(error, TypeError | ValueError | OverflowError)
+    if not known and not names.is_import(model):
+      raise
     line = " ".join(str(error).split())[:300]
+    kind = "" if known else f"{type(error).__name__}: "
     raise ValueError(
-      f"config.model {model!r} does not fit config.data {name!r}: {line}"
+      f"config.model {model!r} does not fit config.data {name!r}: {kind}{line}"
     ) from error
+  _check_size(shapes)
+
+
+def _check_size(shapes):
   count, most = models.count(shapes), _MOST_PARAMETERS
   if count > most:
     size = f"config.model has {count:,} parameters"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, orders, sharding, simulator
+from asgd import base, orders, problems, sharding, simulator
 from asgd.checks import shown
-from asgd.experiment import cells, code, live_files, storage
+from asgd.experiment import cells, code, live_files, report, storage
 from asgd.experiment.engines import live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
@@ -30,12 +30,17 @@ class Replay(NamedTuple):
   trace: base.Trace  # of the lead
   records: base.Records  # of the lead
   params: Any
-  accuracy: float
+  evaluation: problems.Evaluation
   digest: str  # of the parameters
   recorded: str | None  # the same, of the run, if it was finished
   messages: int | None  # of the run, if it was finished
   cpus: int | None  # cores of the machine of the run
   changed: Sequence[str] = ()  # modules of the user's that are not as they were
+
+  @property
+  def accuracy(self) -> float:
+    """Of the parameters; NaN of a task without accuracy."""
+    return self.evaluation.accuracy
 
   @property
   def same(self) -> bool:
@@ -61,14 +66,14 @@ def load(
   folder: Path,
   *,
   data_dir: str | None = None,
-  given: own.Given | None = None,
+  given: own.Objects | None = None,
 ) -> tuple[cells.Experiment, cells.Cell]:
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   code.make_importable(description["modules"])
   engines = {"threads": live.THREADS, "ray": live.RAY}
   was = description.get("dataset")
-  if given is None and (was or {}).get("name") == own.Given.name:
+  if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
       f"{folder} is of asgd.train_live, which was given functions: call"
       " asgd.replay(folder, loss, params, data, recipe)"
@@ -132,7 +137,7 @@ def replay(
   folder: str | Path,
   *,
   data_dir: str | None = None,
-  given: own.Given | None = None,
+  given: own.Objects | None = None,
 ) -> Replay:
   """Replays a cell of a live run.
 
@@ -164,7 +169,7 @@ def replay(
   result = _read_result(folder)
   return Replay(
     *(cell.name, traces[0], records, final),
-    plan.problem.evaluate(final).accuracy,
+    plan.problem.evaluate(final),
     storage.digest(final),
     result.get("params_sha256"),
     result.get("messages"),
@@ -204,10 +209,11 @@ def describe(replayed: Replay) -> str:
   events = ", ".join(
     f"{n} {name}" for name, n in zip(base.ACTIONS, counts, strict=True) if n
   )
+  score = replayed.evaluation
   lines = [
     f"{replayed.name}: {events}",
-    f"accuracy {100 * replayed.accuracy:.1f} %, staleness mean"
-    f" {stale.mean():.1f} max {stale.max()}",
+    f"{report.quality(score.accuracy, score.measure, score.loss)}staleness"
+    f" mean {stale.mean():.1f} max {stale.max()}",
     f"parameters {replayed.digest[:16]}",
   ]
   if replayed.recorded is None:

@@ -34,13 +34,27 @@ _COMMON = (
 )
 
 
+def quality(accuracy: Any, measure: Any, loss: Any) -> str:
+  """Says how good parameters are: by their accuracy, if the task has one, else
+  by a measure of its own, or the loss; with a comma, or "" if nothing is known.
+  """
+  if not storage.is_finite(accuracy):
+    if storage.is_finite(measure):
+      return f"measure {100 * measure:.1f} %, "
+    if storage.is_finite(loss):
+      return f"test loss {loss:.4g}, "
+    return ""
+  return f"accuracy {100 * accuracy:.1f} %, "
+
+
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns what is said of a finished cell: a line, and warnings with their
   remedies; `describe` is that of its engine."""
-  accuracy, measured, cell = result["test_accuracy"], "", result["cell"]
-  if storage.is_finite(accuracy):
-    measured = f"accuracy {100 * accuracy:.1f} %, "
-  said = [f"{cell}: {measured}{describe(result)}"]
+  cell = result["cell"]
+  score = quality(
+    *(result.get(f"test_{key}") for key in ("accuracy", "measure", "loss"))
+  )
+  said = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
@@ -112,8 +126,10 @@ def _csv_row(group: Rows) -> dict[str, Any]:
 def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   """Returns (CSV rows, text table): a row for a run and number of workers."""
   shown = list(_FIRST)
+  if not figure.has_accuracy(results):
+    shown = [column for column in shown if column.key != "test_accuracy"]
   if any(storage.is_finite(row.get("test_measure")) for row in results):
-    shown.insert(3, Column("measure %", "test_measure", 100, "{:.1f}"))
+    shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   if any((row.get("accepted") or 1) < 1 for row in results):
@@ -140,7 +156,10 @@ def write(workdir: Path, experiment: Experiment) -> None:
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  what = f"{dataset.name}, {config['model']['name']}, {budget}, {seeds} seed"
+  what = f"{dataset.name}, {config['model']['name']}"
+  if config["problem"]["name"] is not None:
+    what = dataset.name
+  what += f", {budget}, {seeds} seed"
   title = f"{what}{'s' * (seeds != 1)}\ndata: {dataset.source}"
   points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"

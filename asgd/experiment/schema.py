@@ -10,6 +10,7 @@ command line; `runs` gives each run the whole config as it holds for that run.
 
 import copy
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -57,6 +58,22 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
+def _of_function(kind: str, given: tuple[str, ...]) -> Any:
+  """What a section with a `name` takes beside its keys: the arguments of the
+  function, MODULE:FUNCTION, without those that are `given` otherwise."""
+
+  def options(section):
+    name = section.get("name")
+    if not names.is_import(name):
+      return []
+    parameters = inspect.signature(names.imported(kind, name)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+      parameters = {**dict.fromkeys(section), **parameters}
+    return [key for key in parameters if key not in (*given, "name")]
+
+  return options
+
+
 def _of_schedule(section: Mapping[str, Any]) -> list[str]:
   """The arguments of the schedule that a section names."""
   name = section.get("name", rates.STEPS)
@@ -69,14 +86,28 @@ _EPOCHS = checks.number(most=1e6)
 
 # Keys that the runs of an experiment share, whatever their engines.
 SHARED: dict[str, Any] = {
-  "data": {
-    "name": Setting("digits", checks.text),
-    "augment": Setting(False, checks.flag),  # images: pad, crop and flip
-    "partition": Setting("shared", checks.choice("shared", "sharded")),
-    # Characters in a window of text, word pieces in a sentence.
-    "context": Setting(64, checks.whole(1, 10**6)),
-  },
+  "data": Section(
+    {
+      # Of `asgd.data`, a text or a task of sentences; or MODULE:FUNCTION of one
+      # that returns data, whose arguments are the other keys.
+      "name": Setting("digits", checks.text),
+      "augment": Setting(False, checks.flag),  # images: pad, crop and flip
+      "partition": Setting("shared", checks.choice("shared", "sharded")),
+      # Characters in a window of text, word pieces in a sentence.
+      "context": Setting(64, checks.whole(1, 10**6)),
+      # Of a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.
+      "tokenizer": Setting("characters", checks.text),
+    },
+    _of_function("dataset", ("data_dir",)),
+  ),
+  # Of `asgd.models`, or MODULE:FUNCTION.
   "model": Open({"name": "mlp"}, ("classes",)),
+  # Instead of data and model: MODULE:FUNCTION (batch_size, its other keys) ->
+  # asgd.problems.Problem.
+  "problem": Section(
+    {"name": Setting(None, checks.optional(checks.text))},
+    _of_function("problem", ("batch_size", "data_dir")),
+  ),
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
   "engine": Setting("simulate", checks.text),  # of runs that name none

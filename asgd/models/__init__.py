@@ -5,10 +5,12 @@ on a slice of layers. GPT is in `asgd.models.transformer`, BERT in
 `asgd.models.encoder`.
 """
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 
 from asgd import names
-from asgd.models import encoder, transformer
+from asgd.models import encoder, own, transformer
 from asgd.models.images import (
   BasicBlock,
   Classifier,
@@ -27,6 +29,7 @@ from asgd.models.images import (
   wrn16_4,
 )
 from asgd.models.layers import Layers, apply, count, init
+from asgd.models.own import DECAY, Model, ModelError
 
 MODELS: dict[str, Callable[..., Layers]] = {
   model.__name__: model
@@ -34,8 +37,10 @@ MODELS: dict[str, Callable[..., Layers]] = {
 }
 
 
-def build(name: str, classes: int, **kwargs) -> Layers:
-  """Builds one of MODELS by name, with so many logits and its options.
+def build(name: str, classes: int, **kwargs) -> Layers | Model:
+  """Builds one of MODELS by name, with so many logits and its options; or a
+  model of one's own, by MODULE:FUNCTION of what makes it: layers, or what
+  `asgd.models.own` takes.
 
   Raises ValueError for an unknown name or option, with the nearest known one.
 
@@ -48,5 +53,23 @@ def build(name: str, classes: int, **kwargs) -> Layers:
     >>> len(layers), count(shapes)
     (11, 269722)
   """
-  maker = names.lookup("model", name, MODELS)
-  return names.call("model", name, maker, {"classes": classes, **kwargs})
+  maker = names.resolve("model", name, MODELS)
+  if takes(name, ["classes"]):
+    kwargs = {"classes": classes, **kwargs}
+  if not names.is_import(name):
+    return names.call("model", name, maker, kwargs)
+  if takes(name, ["rngs"]):
+    names.check_arguments("model", name, maker, [*kwargs, "rngs"])
+    return own.of_nnx(functools.partial(maker, **kwargs))
+  try:
+    return own.as_model(names.call("model", name, maker, kwargs))
+  except ValueError as error:
+    raise ValueError(f"model {name!r}: {error}") from error
+
+
+def takes(name: str, arguments: Iterable[str]) -> list[str]:
+  """Returns which of some arguments the function of a model's name takes by
+  name."""
+  maker = names.resolve("model", name, MODELS)
+  parameters = inspect.signature(maker).parameters
+  return [each for each in arguments if each in parameters]

@@ -6,6 +6,9 @@ not be cut inside, such as a residual block with its skip connection, is one
 layer. Parameters are a tuple too, one dict per layer, or `base.Variables` of
 two such tuples for models with BatchNorm.
 
+Models of another form, one piece each, are a `Model` of `asgd.models.own`, and
+`init`, `apply` and `count` work on them too.
+
 A layer is a flax module called as layer(x, train=bool). Index letters:
   B  examples
   H, W, C  height, width, channels of an image
@@ -19,6 +22,7 @@ import optax
 from flax import linen as nn
 
 from asgd import base
+from asgd.models.own import Model
 
 Layers = tuple[nn.Module, ...]
 
@@ -28,7 +32,9 @@ MOST_FEATURES = 10**6  # of a layer, and rows of a table
 
 
 def init(
-  layers: Layers, key: jax.Array, example: jax.Array | jax.ShapeDtypeStruct
+  layers: Layers | Model,
+  key: jax.Array,
+  example: jax.Array | jax.ShapeDtypeStruct,
 ) -> optax.Params:
   """Draws the parameters of every layer of a model, in float32.
 
@@ -44,6 +50,8 @@ def init(
   weights, stats = [], []
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
   x = jax.ShapeDtypeStruct(example.shape, dtype)
+  if isinstance(layers, Model):
+    return layers.init(key, x)
   for i, layer in enumerate(layers):
     variables = layer.lazy_init(jax.random.fold_in(key, i), x, train=False)
     x = jax.eval_shape(partial(layer.apply, train=False), variables, x)
@@ -55,7 +63,7 @@ def init(
 
 
 def apply(
-  layers: Layers,
+  layers: Layers | Model,
   params: optax.Params,
   x: jax.Array,
   *,
@@ -82,6 +90,8 @@ def apply(
     with anything) in training, those given otherwise; () for params without.
   """
   weights = base.weights_of(params)
+  if isinstance(layers, Model):
+    return layers.apply(params, _cast(x, weights), train, key)
   if len(weights) != len(layers):
     raise ValueError(
       f"{len(layers)} layers need a dict of parameters each, not"
@@ -90,12 +100,7 @@ def apply(
   has_stats = isinstance(params, base.Variables)
   old_stats = params.stats if has_stats else ({},) * len(layers)
 
-  x = jnp.asarray(x)
-  leaves = jax.tree.leaves(weights)
-  if leaves and jnp.issubdtype(x.dtype, jnp.floating):
-    x = x.astype(jnp.result_type(*leaves))
-
-  stats = []
+  x, stats = _cast(x, weights), []
   for i, layer in enumerate(layers):
     variables = {"params": weights[i], "batch_stats": old_stats[i]}
     rngs = None
@@ -105,6 +110,14 @@ def apply(
     x, new = layer.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
     stats.append(new.get("batch_stats", {}) if train else old_stats[i])
   return x, tuple(stats) if has_stats else ()
+
+
+def _cast(x, weights):
+  """Returns a floating point `x` in the dtype of the weights."""
+  x, leaves = jnp.asarray(x), jax.tree.leaves(weights)
+  if leaves and jnp.issubdtype(x.dtype, jnp.floating):
+    x = x.astype(jnp.result_type(*leaves))
+  return x
 
 
 def count(params: optax.Params) -> int:

@@ -88,6 +88,7 @@ def make_step(
   loss_scale: precision.Dynamic | None = None,
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
+  statistics_decay: float = 0.9,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -120,6 +121,7 @@ def make_step(
       finite; None does neither.
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
+    statistics_decay: what a step keeps of the statistics.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -150,7 +152,7 @@ def make_step(
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
-  algorithm = transforms.own_statistics(algorithm)
+  algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
     loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs
   )

@@ -18,4 +18,5 @@ from asgd.problems.tasks import (
   classify_sentences,
   language,
   quadratic,
+  regression,
 )

@@ -1,13 +1,13 @@
 """A problem of one's own: a loss, parameters and data that a caller gives.
 
-`Given` reads them in the forms that users have them in, and checks them before
-anything runs. What is wrong is one ValueError, in words of what was given.
+`Objects` reads them in the forms that users have them in, and checks them
+before anything runs. What is wrong is one ValueError, in words of what was
+given.
 """
 
 import functools
 import hashlib
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from asgd import algorithms, base, checks, data, names
+from asgd import algorithms, base, checks, data, models, names
 from asgd import worker as worker_lib
-from asgd.problems.problem import Batches, Evaluation, Pieces, Problem
+from asgd.problems.problem import (
+  Batches,
+  Evaluation,
+  Pieces,
+  Problem,
+  whole_loss,
+)
 
 _NAN = float("nan")
 _MOST_EXAMPLES = 10**9  # of which an order can be drawn
-_DECAY = 0.9  # of statistics at a server, `Recipe.server`
 _INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # of a dict
 _REMEDY = (
   "give arrays with batch_size=, something with len() and an index (a list of"
@@ -46,6 +51,14 @@ def _accepts(function: Callable, count: int) -> bool:
   except ValueError:  # of a builtin nothing is known
     return True
   return True
+
+
+def _takes(function: Callable, name: str) -> bool:
+  """Whether a function has an argument of a name."""
+  try:
+    return name in inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return False
 
 
 def _arguments(function: Callable) -> str:
@@ -286,8 +299,9 @@ def read_params(given: Any) -> Callable[[jax.Array], Any]:
   return lambda key: jax.tree.map(jnp.asarray, params)
 
 
-def input_of(batch):
-  """What a model is called on: the first of a tuple, the input of a dict."""
+def input_of(batch: base.Batch) -> Any:
+  """Returns what a model is called on: the first of a tuple, the input of a
+  dict, the only array."""
   if isinstance(batch, Mapping):
     for key in _INPUTS:
       if key in batch:
@@ -299,73 +313,76 @@ def input_of(batch):
   return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-_MODES = {"train": True, "training": True, "deterministic": False}
+class _OfModel(NamedTuple):
+  """A model and a criterion, as a loss."""
 
-
-class Flax(NamedTuple):
-  """A flax module and its criterion, as a loss.
-
-  Parameters are the module's variables; statistics of BatchNorm are moved by
-  each message as far as the module moves them, and averaged by the server.
-  """
-
-  module: nn.Module
+  model: models.Model
   criterion: Callable[[jax.Array, base.Batch], jax.Array]
+  example: jax.ShapeDtypeStruct  # the model's input
+  is_linen: bool  # its caller has parameters as flax's variables
 
-  def _mode(self, training: bool) -> dict[str, bool]:
-    known = inspect.signature(type(self.module).__call__).parameters
-    return {k: v == training for k, v in _MODES.items() if k in known}
+  def init(self, key: jax.Array) -> Any:
+    """Draws parameters."""
+    return self.model.init(key, self.example)
 
-  def init(self, batch: base.Batch, key: jax.Array) -> Any:
-    """Draws variables."""
-    params, dropout = jax.random.split(key)
-    keys, x = {"params": params, "dropout": dropout}, input_of(batch)
-    return self.module.init(keys, x, **self._mode(False))
-
-  def inward(self, variables: Any) -> Any:
+  def inward(self, params: Any) -> Any:
     """Returns what is trained, from a module's variables or weights alone."""
-    if not isinstance(variables, Mapping) or "params" not in variables:
-      return variables
-    further = set(variables) - {"params", "batch_stats"}
-    if further:
-      raise ValueError(
-        f"the module has variables {', '.join(sorted(further))} beside params"
-        " and batch_stats: give a loss (params, batch) that deals with them"
-      )
-    if variables.get("batch_stats"):
-      return base.Variables(variables["params"], variables["batch_stats"])
-    return variables["params"]
+    of_flax = isinstance(params, Mapping) and "params" in params
+    if not self.is_linen or not of_flax:
+      return params
+    weights, stats = params["params"], params.get("batch_stats")
+    return base.Variables(weights, stats) if stats else weights
 
   def outward(self, params: Any) -> Any:
     """Returns a module's variables."""
+    if not self.is_linen:
+      return params
     if isinstance(params, base.Variables):
       return {"params": params.weights, "batch_stats": params.stats}
     return {"params": params}
 
-  def loss(self, params, batch, key):
-    """The loss, of any form of `as_loss`."""
-    output, new = self.module.apply(
-      self.outward(params),
-      input_of(batch),
-      **self._mode(True),
-      rngs={"dropout": key},
-      mutable=["batch_stats"],
+  def loss(self) -> Callable:
+    """The loss, with the statistics of the batch as aux."""
+
+    def prepare(batch, key, dtype):
+      del key, dtype
+      return input_of(batch)
+
+    return whole_loss(Pieces(self.model, prepare, self.criterion))
+
+
+def _read_model(loss, first: base.Batch) -> _OfModel:
+  """Reads the pair of a model and a criterion that stands for a loss."""
+  if len(loss) != 2:
+    raise ValueError(
+      f"a loss that is a pair is (model, criterion), not {checks.shown(loss)}"
     )
-    value = self.criterion(output, batch)
-    if not isinstance(params, base.Variables):
-      return value
-    # What the server takes a tenth of is ten times the module's own step.
-    stats = jax.tree.map(
-      lambda old, now: old + (now - old) / (1 - _DECAY),
-      *(params.stats, new["batch_stats"]),
+  model, criterion = loss
+  is_linen = isinstance(model, nn.Module)
+  if callable(model) and not is_linen and _takes(model, "rngs"):
+    model = models.own.of_nnx(model)
+  elif isinstance(model, nn.Module | models.Model | tuple | list):
+    model = models.own.as_model(model)
+  if not isinstance(model, models.Model):
+    raise ValueError(
+      "a loss that is a pair is (model, criterion), the model a flax module, a"
+      " pair (init, apply), or a function rngs -> nnx module, not"
+      f" {checks.shown(model)}"
     )
-    return value, stats
+  if not callable(criterion) or not _accepts(criterion, 2):
+    raise ValueError(
+      "the criterion beside a model must be a function (output, batch) ->"
+      f" scalar, not {checks.shown(criterion)}"
+    )
+  x = jnp.asarray(input_of(first))
+  example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+  return _OfModel(model, criterion, example, is_linen)
 
 
 # What a caller gave.
 
 
-class Given:
+class Objects:
   """Everything that a caller gave for one run, as a problem and a recipe.
 
   It travels to other processes as the data of an experiment does, without the
@@ -374,7 +391,6 @@ class Given:
 
   name = "given"
   source = "the caller's"
-  classes = math.inf  # nothing is known of guessing
 
   def __init__(
     self,
@@ -395,39 +411,23 @@ class Given:
         "evaluate must be a function of the parameters that returns a number or"
         f" a dict of numbers, not {checks.shown(evaluate)}"
       )
-    self._flax = None
     self._stream = read_data(dataset, batch_size)
+    self._model: _OfModel | None = None
     if isinstance(loss, nn.Module):
       raise ValueError(
         "the loss is a flax module: give a pair, (module, criterion), with"
         " criterion(output, batch) -> scalar"
       )
     if isinstance(loss, (tuple, list)):
-      self._flax = self._read_module(loss)
-      raw, initial = self._flax.loss, params
-      if params is None:
-        initial = functools.partial(self._flax.init, self._stream.first)
-      made = read_params(initial)
-      self._init = lambda key: self._flax.inward(made(key))
+      self._model = model = _read_model(loss, self._stream.first)
+      raw = model.loss()
+      made = read_params(model.init if params is None else params)
+      self._init = lambda key: model.inward(made(key))
     else:
       raw, self._init = loss, read_params(params)
     self._loss = worker_lib.as_loss(raw)
     self._check()
     self.identity = self._identify(loss, params, dataset, batch_size)
-
-  @staticmethod
-  def _read_module(loss) -> Flax:
-    if len(loss) != 2 or not isinstance(loss[0], nn.Module):
-      raise ValueError(
-        "a loss that is a pair is (flax module, criterion), not"
-        f" {checks.shown(loss)}"
-      )
-    if not callable(loss[1]) or not _accepts(loss[1], 2):
-      raise ValueError(
-        "the criterion beside a module must be a function (output, batch) ->"
-        f" scalar, not {checks.shown(loss[1])}"
-      )
-    return Flax(*loss)
 
   def __getstate__(self):
     return {**self.__dict__, "evaluate": None}
@@ -452,11 +452,19 @@ class Given:
       self._stream.first,
       self._stream.per_epoch or 1,
       self._pieces,
+      statistics_decay=self._decay,
     )
+
+  @functools.cached_property
+  def _decay(self) -> float:
+    """What a server keeps of statistics."""
+    if self._model is None:
+      return models.DECAY
+    return self._model.model.decay(self._model.example)
 
   def outward(self, params: Any) -> Any:
     """Returns parameters in the form in which the caller knows them."""
-    return params if self._flax is None else self._flax.outward(params)
+    return params if self._model is None else self._model.outward(params)
 
   def _evaluate(self, params) -> Evaluation:
     if self.evaluate is None:
@@ -482,11 +490,11 @@ class Given:
       raise
     except Exception as error:  # whatever somebody's function raises
       raise ValueError(f"params cannot be made ({_line(error)})") from error
-    server = recipe.server()
+    server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     try:
       jax.eval_shape(self._loss, shapes, first, key)
-    except worker_lib.LossError:
+    except (worker_lib.LossError, models.ModelError):
       raise
     except Exception as error:  # whatever somebody's loss raises
       raise ValueError(

@@ -18,8 +18,8 @@ _PROBE = 256  # training examples on which curvature is estimated
 class Evaluation(NamedTuple):
   """How good parameters are on data that was not trained on."""
 
-  loss: float  # mean cross-entropy, nats
-  accuracy: float  # fraction in [0, 1]
+  loss: float  # mean cross-entropy, nats; of a regression, squared error
+  accuracy: float = float("nan")  # fraction in [0, 1], of a classification
   measure: float = float("nan")  # the task's own beside these, if it has one
   more: Mapping[str, float] = {}  # further columns of an evaluation
 
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
   dtype)), batch).
   """
 
-  layers: models.Layers
+  layers: models.Layers | models.Model
   prepare: Callable[..., jax.Array]  # batch, key, dtype -> input of layer 0
   criterion: Callable[..., jax.Array]  # (output of the last, batch) -> float[]
 
@@ -51,6 +51,8 @@ class Problem(NamedTuple):
   batches_per_epoch: int  # batches in one pass over the training data
   pieces: Pieces | None = None  # None: it cannot be cut
   rebatch: Callable[[int], "Problem"] | None = None  # batch size -> Problem
+  guess: float = float("nan")  # loss of the best constant answer, if known
+  statistics_decay: float = models.DECAY  # as of `transforms.own_statistics`
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.
@@ -94,17 +96,45 @@ def classification_loss(logits: jax.Array, batch: tuple) -> jax.Array:
   return cross_entropy(logits, batch[1]).mean()
 
 
+def check_output(output: Any, wanted: tuple[int, ...], why: str) -> None:
+  """Raises ValueError unless a model's output is an array of a shape."""
+  shape = getattr(output, "shape", None)
+  if shape != wanted:
+    is_like = f"of shape {shape}" if shape else f"a {type(output).__name__}"
+    raise models.ModelError(
+      f"the model's output is {is_like}, and {why} need {wanted}; give the"
+      " model that many outputs"
+    )
+
+
 def spread(count: int, limit: int) -> np.ndarray:
   """Returns indices of `limit` of `count` things, or all: evenly spaced."""
   return np.linspace(0, count - 1, min(limit, count)).astype(int)
 
 
-def join(pieces, init, evaluate, data_of: DataOf, batch_size) -> Problem:
-  """Joins a model to its data, which may be cut again into other batches."""
-  loss = whole_loss(pieces)
+def join(
+  pieces: Pieces,
+  init: Callable,
+  evaluate: Callable,
+  data_of: DataOf,
+  batch_size: int,
+  *,
+  example: jax.ShapeDtypeStruct,
+  guess: float,
+) -> Problem:
+  """Joins a model to its data, which may be cut again into other batches; a
+  model in one piece gives a problem without pieces. `example` is its input."""
+  loss, decay = whole_loss(pieces), models.DECAY
+  given: Pieces | None = pieces
+  if isinstance(pieces.layers, models.Model):
+    decay, given = pieces.layers.decay(example), None
 
   def rebatch(size):
-    return Problem(init, loss, evaluate, *data_of(size), pieces, rebatch)
+    return Problem(
+      *(init, loss, evaluate, *data_of(size), given, rebatch),
+      guess=guess,
+      statistics_decay=decay,
+    )
 
   return rebatch(batch_size)
 

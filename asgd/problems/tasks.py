@@ -1,4 +1,4 @@
-"""The problems: images, sentences and text to predict, and a quadratic."""
+"""The problems: images, numbers, sentences and text, and a quadratic."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -20,70 +20,178 @@ _IMAGES, _SENTENCES = 500, 128  # evaluated at once
 
 def classification(
   dataset: data.Dataset,
-  layers: models.Layers,
+  layers: models.Layers | models.Model,
   *,
   batch_size: int,
   augment: bool = False,
   partition: str = "shared",
   evaluation_examples: int = 0,
 ) -> Problem:
-  """Image classification with cross-entropy.
+  """Image classification with cross-entropy; or that of any other arrays.
 
   Images travel as uint8 and are normalised per channel where they are used: the
-  batches are (uint8[B, H, W, C], int32[B]).
+  batches are (uint8[B, H, W, C], int32[B]), or what the dataset has.
 
   Args:
-    dataset: from `data.load`; `layers` have as many classes.
+    dataset: from `data.load` or `data.from_arrays`; `layers` have as many
+      classes.
+    layers: or a model in one piece.
     batch_size: B, examples in one worker's batch.
     augment: pad, crop and flip training images at random.
     partition: "shared", one epoch over all workers, or "sharded", each worker
       drawing from examples of its own.
     evaluation_examples: evaluate on the first so many test images; 0 is all.
   """
+  classes = dataset.classes
+  if classes is None:
+    raise ValueError(
+      f"the labels of {dataset.name} are no classes; use regression"
+    )
+
+  def check(logits, labels):
+    wanted = *labels.shape, classes
+    lib.check_output(logits, wanted, f"{classes} classes")
+
+  def criterion(logits, batch):
+    check(logits, batch[1])
+    return lib.classification_loss(logits, batch)
+
+  def score(logits, labels):
+    """Returns (summed loss, number of hits)."""
+    check(logits, labels)
+    hits = (logits.argmax(-1) == labels).sum()
+    return cross_entropy(logits, labels).sum(), hits
+
+  def conclude(sums, labels):
+    return Evaluation(*(sums / labels.size).tolist())
+
+  return _of_examples(
+    *(dataset, layers, criterion, score, conclude),
+    guess=float(np.log(classes)),
+    batch_size=batch_size,
+    augment=augment,
+    partition=partition,
+    evaluation_examples=evaluation_examples,
+  )
+
+
+def regression(
+  dataset: data.Dataset,
+  layers: models.Layers | models.Model,
+  *,
+  batch_size: int,
+  augment: bool = False,
+  partition: str = "shared",
+  evaluation_examples: int = 0,
+) -> Problem:
+  """Regression with the mean squared error, over examples and outputs.
+
+  Its evaluations have no accuracy; their measure is R^2, the share of the test
+  labels' variance that is predicted. The arguments are those of
+  `classification`; the labels of the dataset are floats, [n] or [n, ...], and
+  the model has as many outputs for an example.
+  """
+  if dataset.classes is not None:
+    raise ValueError(f"the labels of {dataset.name} are classes, not floats")
+
+  def errors(output, labels):
+    count = labels[0].size
+    wanted = labels.shape if labels.ndim > 1 else (len(labels), 1)
+    if getattr(output, "shape", None) != labels.shape:
+      lib.check_output(output, wanted, f"labels of {count} numbers")
+    return output.reshape(labels.shape) - labels
+
+  def criterion(output, batch):
+    return (errors(output, batch[1]) ** 2).mean()
+
+  def score(output, labels):
+    return ((errors(output, labels) ** 2).sum(),)
+
+  def conclude(sums, labels):
+    spread = np.square(labels - labels.mean(0), dtype=np.float64).sum()
+    measure = 1 - sums[0] / spread if spread else np.nan
+    return Evaluation(float(sums[0] / labels.size), measure=float(measure))
+
+  return _of_examples(
+    *(dataset, layers, criterion, score, conclude),
+    guess=float(dataset.train_labels.var(0).mean()),
+    batch_size=batch_size,
+    augment=augment,
+    partition=partition,
+    evaluation_examples=evaluation_examples,
+  )
+
+
+def _of_examples(
+  dataset,
+  layers,
+  criterion,  # (output, batch) -> float[]
+  score,  # (output, labels) -> sums
+  conclude,  # (sums over the test part, its labels) -> Evaluation
+  *,
+  guess,
+  batch_size,
+  augment,
+  partition,
+  evaluation_examples,
+) -> Problem:
+  """A problem on examples with labels each."""
   checks.nonnegative("evaluation_examples", evaluation_examples)
+  shape = dataset.train_images.shape[1:]
+  if augment and len(shape) != 3:
+    raise ValueError(
+      f"augment is for images [n, H, W, C], and examples of {dataset.name} have"
+      f" the shape {shape}; leave it out"
+    )
 
   def normalise(images, dtype):
+    if dataset.mean is None:
+      floating = jnp.issubdtype(images.dtype, jnp.floating)
+      return images.astype(dtype) if floating else jnp.asarray(images)
     mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
     return (images.astype(dtype) - mean) / std
 
+  stored = jax.ShapeDtypeStruct((1, *shape), dataset.train_images.dtype)
+  example = jax.eval_shape(lambda x: normalise(x, jnp.float32), stored)
+
   def init(key):
-    images = jnp.zeros((1, *dataset.train_images.shape[1:]), jnp.float32)
-    return models.init(layers, key, images)
+    return models.init(layers, key, example)
 
   def prepare(batch, key, dtype):
     images = normalise(batch[0], dtype)
     return data.augment(images, key) if augment else images
 
   @jax.jit
-  def score(params, images, labels):
-    """Returns summed loss and number of hits over one batch."""
+  def evaluate_batch(params, images, labels):
     images = normalise(images, lib.dtype_of(params))
-    logits, _ = models.apply(layers, params, images)
-    hits = (logits.argmax(-1) == labels).sum()
-    return cross_entropy(logits, labels).sum(), hits
+    output, _ = models.apply(layers, params, images)
+    return score(output, labels)
 
   count = evaluation_examples or None
   test_images = dataset.test_images[:count]
   test_labels = dataset.test_labels[:count]
 
   def evaluate(params):
-    total = np.zeros(2)
+    total: Any = 0
     for start in range(0, len(test_labels), _IMAGES):
       rows = slice(start, start + _IMAGES)
-      sums = score(params, test_images[rows], test_labels[rows])
-      total += jax.device_get(sums)
-    return Evaluation(*(total / len(test_labels)).tolist())
+      sums = evaluate_batch(params, test_images[rows], test_labels[rows])
+      total = total + np.array(jax.device_get(sums), float)
+    return conclude(total, test_labels)
 
-  pieces = Pieces(layers, prepare, lib.classification_loss)
   data_of = lib.examples_of(
     dataset.train_images, dataset.train_labels, partition
   )
-  return lib.join(pieces, init, evaluate, data_of, batch_size)
+  return lib.join(
+    *(Pieces(layers, prepare, criterion), init, evaluate, data_of, batch_size),
+    example=example,
+    guess=guess,
+  )
 
 
 def classify_sentences(
   task: sentences_lib.Sentences,
-  layers: models.Layers,
+  layers: models.Layers | models.Model,
   *,
   batch_size: int,
   evaluation_examples: int = 0,
@@ -95,17 +203,19 @@ def classify_sentences(
 
   Args:
     task: from `data.sentences.load`.
-    layers: `encoder.bert`, with as many classes as the task.
+    layers: `encoder.bert`, with as many classes as the task; or a model in one
+      piece.
     batch_size: B, examples in one worker's batch.
     evaluation_examples: how many test examples, evenly spaced; 0 is all.
     weights: initial weights of each layer, as of `encoder.pretrained`. Those
       that are not given, such as the classifier's, are drawn.
   """
-  if task.vocabulary > layers[0].vocabulary:
+  first = None if isinstance(layers, models.Model) else layers[0]
+  words = getattr(first, "vocabulary", task.vocabulary)
+  if task.vocabulary > words:
     raise ValueError(
       f"{task.name} has {task.vocabulary:,} different words, and the model has"
-      f" {layers[0].vocabulary:,}; use the tokenizer that the model was trained"
-      " with"
+      f" {words:,}; use the tokenizer that the model was trained with"
     )
   checks.nonnegative("evaluation_examples", evaluation_examples)
   if weights is not None and len(weights) != len(layers):
@@ -113,9 +223,11 @@ def classify_sentences(
       f"{len(layers)} layers need weights each, not {len(weights)}"
     )
 
+  shape = 1, *task.train_tokens.shape[1:]
+  example = jax.ShapeDtypeStruct(shape, jnp.int32)
+
   def init(key):
-    shape = 1, *task.train_tokens.shape[1:]
-    params = models.init(layers, key, jnp.zeros(shape, jnp.int32))
+    params = models.init(layers, key, example)
     return params if weights is None else _replace(params, weights)
 
   test = len(task.test_labels)
@@ -136,11 +248,18 @@ def classify_sentences(
     measure = sentences_lib.MEASURES[task.measure](labels, predicted)
     return evaluation._replace(measure=float(measure))
 
-  pieces = Pieces(
-    layers, lambda batch, key, dtype: batch[0], lib.classification_loss
-  )
+  def criterion(logits, batch):
+    wanted = *batch[1].shape, task.classes
+    lib.check_output(logits, wanted, f"{task.classes} classes")
+    return lib.classification_loss(logits, batch)
+
+  pieces = Pieces(layers, lambda batch, key, dtype: batch[0], criterion)
   data_of = lib.examples_of(task.train_tokens, task.train_labels)
-  return lib.join(pieces, init, evaluate, data_of, batch_size)
+  return lib.join(
+    *(pieces, init, evaluate, data_of, batch_size),
+    example=example,
+    guess=float(np.log(task.classes)),
+  )
 
 
 def _replace(params, weights):
@@ -166,29 +285,35 @@ def _score(layers, params, tokens, labels):
 
 def language(
   text: text_lib.Text,
-  layers: models.Layers,
+  layers: models.Layers | models.Model,
   *,
   batch_size: int,
   context: int,
   evaluation_windows: int = 64,
 ) -> Problem:
-  """Prediction of the next character, with cross-entropy.
+  """Prediction of the next character (or token), with cross-entropy.
 
   Its batches are int32[B, T + 1]; its accuracy is of characters.
 
   Args:
     text: from `data.text.load`; `layers` have as many classes.
+    layers: or a model in one piece.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: of the test part, evenly spaced; 1 or more.
   """
   checks.whole("evaluation_windows", evaluation_windows)
 
+  example = jax.ShapeDtypeStruct((1, context), jnp.int32)
+
   def criterion(logits, batch):
-    return cross_entropy(logits, batch[:, 1:]).mean()
+    labels = batch[:, 1:]
+    wanted = *labels.shape, text.classes
+    lib.check_output(logits, wanted, f"{text.classes} different tokens")
+    return cross_entropy(logits, labels).mean()
 
   def init(key):
-    return models.init(layers, key, jnp.zeros((1, context), jnp.int32))
+    return models.init(layers, key, example)
 
   @jax.jit
   def score(params, tokens):
@@ -213,7 +338,11 @@ def language(
     return batches, batches(0, 1)(0, 0), per_epoch
 
   pieces = Pieces(layers, lambda batch, key, dtype: batch[:, :-1], criterion)
-  return lib.join(pieces, init, evaluate, data_of, batch_size)
+  return lib.join(
+    *(pieces, init, evaluate, data_of, batch_size),
+    example=example,
+    guess=float(np.log(text.classes)),
+  )
 
 
 def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
@@ -244,7 +373,7 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
     return batch
 
   def evaluate(params):
-    return Evaluation(float(value(params)), float("nan"))
+    return Evaluation(float(value(params)))
 
   probe = np.zeros(curvatures.shape, np.float32)
   return Problem(

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import asgd
 from asgd import orders, simulator
@@ -245,6 +246,31 @@ def test_a_flax_module_trains_as_in_a_flax_loop(momentum):
   assert result.evaluations[-1]["value"] > 0
 
 
+def test_a_model_may_be_two_functions_or_of_nnx():
+  def apply(params, x):
+    return x @ params["w"] + params["b"]
+
+  recipe = dana()
+  given = (lambda key: PARAMS, apply), criterion
+  results = [
+    asgd.simulate(each, params, DATA, recipe, messages=8, **EVERY)
+    for each, params in ((loss, PARAMS), (given, None), (given, PARAMS))
+  ]
+  for result in results[1:]:
+    kit.close(result.params, results[0].params, rtol=1e-6)
+
+  class Line(nnx.Module):
+    def __init__(self, rngs):
+      self.line = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+      return self.line(x)[:, 0]
+
+  given = (lambda rngs: Line(rngs)), criterion
+  result = asgd.simulate(given, None, DATA, recipe, messages=80, **EVERY)
+  assert result.records.loss[-8:].mean() < result.records.loss[:8].mean() / 2
+
+
 # Evaluations, folders, live runs.
 
 
@@ -364,14 +390,10 @@ def test_functions_of_modules_are_imported_for_a_replay(tmp_path, monkeypatch):
 def test_on_ray_functions_travel_and_what_they_did_is_replayed(tmp_path):
   scale = jnp.float32(1.0)  # travels in the closure
 
-  def own_loss(params, batch):
-    return scale * loss(params, batch)
-
   def local(params, batch):
     x, y = batch
     return scale * ((x @ params["w"] + params["b"] - y) ** 2).mean()
 
-  del own_loss
   args = local, PARAMS, DATA, dana(2, optimizer=optax.adamw)
   result = asgd.train_live(
     *args, messages=40, runtime="ray", folder=tmp_path, **EVERY

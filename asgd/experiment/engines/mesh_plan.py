@@ -219,6 +219,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       policy=policy,
       loss_scale=scale and precision.Dynamic(**scale),
       form=section["form"],
+      statistics_decay=problem.statistics_decay,
     )
   # Traced, so that what does not fit together is found now.
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)

@@ -162,12 +162,13 @@ def _order(run, recipe) -> dict[str, Any]:
   return {**order, "fetch_every": recipe.fetch_every}
 
 
-def _server(run, recipe, order) -> base.Server:
+def _server(run, problem, recipe, order) -> base.Server:
   backup = order["name"] == "backup_workers"  # drops all that is late
   bound = 0 if backup else run.config["gate"]["max_staleness"]
-  if bound is None:
-    return recipe.server()
-  return recipe.server(gate=server_lib.max_staleness(bound))
+  gate = server_lib.accept_all
+  if bound is not None:
+    gate = server_lib.max_staleness(bound)
+  return recipe.server(gate=gate, statistics_decay=problem.statistics_decay)
 
 
 # One Worker for all algorithms that send plain gradients: one compilation.
@@ -296,7 +297,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
     dataset=experiment.dataset,
     problem=problem,
     recipe=recipe,
-    server=_server(run, recipe, order),
+    server=_server(run, problem, recipe, order),
     worker=_worker(recipe, problem.loss),
     order=order,
     learning_rate=peak,

@@ -64,7 +64,7 @@ GUESS = np.log(10)
 )
 def test_a_run_has_diverged_if_it_ends_above_where_it_began(loss, diverged):
   for workers in (1, 4, 8):
-    assert loop.has_diverged(loss, workers, 10) is diverged
+    assert loop.has_diverged(loss, workers, GUESS) is diverged
 
 
 # What is not finite.

@@ -97,7 +97,7 @@ MISTAKES = {
   ),
   "not bert": (
     ({"name": "topics"}, {"name": "mlp"}),
-    "^config.model.name must be 'bert' for sentences, not 'mlp'",
+    "^config.model.name must be 'bert' .*, or MODULE:FUNCTION, not 'mlp'",
   ),
   "vocabulary": (
     ({"name": "topics"}, {**BERT, "vocabulary": 9}),

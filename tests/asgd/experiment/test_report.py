@@ -52,6 +52,10 @@ def said(**kwargs):
 def test_the_line_of_a_cell():
   assert said() == ["a-n8-s0: accuracy 50.0 %, as described"]
   (line,) = said(test_accuracy=float("nan"))
+  assert line == "a-n8-s0: test loss 1, as described"
+  (line,) = said(test_accuracy=None, test_measure=0.25)
+  assert line == "a-n8-s0: measure 25.0 %, as described"
+  (line,) = said(test_accuracy=None, test_loss=None)
   assert line == "a-n8-s0: as described"
 
 

@@ -1,0 +1,296 @@
+"""Models of one's own: a flax module, an nnx module or a pair (init, apply).
+
+Such a model is one piece: nothing says where it may be cut. Its statistics of
+BatchNorm follow the rule of this house: a message holds those of its batch, and
+the server averages them in. Flax averages by itself, new = m old + (1 - m) own,
+so that own = (new - m old) / (1 - m), and the server is given the momentum m.
+One worker then keeps the statistics that a loop of flax and optax keeps.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from asgd import base, checks
+
+# Arguments that tell a model whether it is trained, and their values if it is.
+_MODES = {"train": True, "training": True, "is_training": True}
+_MODES |= {"deterministic": False, "use_running_average": False}
+_KEYS = "key", "rng"
+_FORMS = (
+  "a flax.linen Module, a tuple of layers, a pair (init, apply) or, with an"
+  " argument rngs, a flax.nnx Module"
+)
+DECAY = 0.9  # of statistics that a model gives as those of its batch
+
+
+class ModelError(ValueError):
+  """A model cannot be trained as it is."""
+
+
+class Model(NamedTuple):
+  """A model in one piece, as two functions."""
+
+  # (key, example) -> weights, or base.Variables of them and statistics
+  init: Callable[..., optax.Params]
+  # (params, x, train, key or None) -> (output, the batch's own statistics)
+  apply: Callable[..., tuple[jax.Array, Any]]
+  # example -> what an update keeps of the statistics
+  decay: Callable[[Any], float] = lambda example: DECAY
+
+
+def as_model(value: Any) -> Any:
+  """Returns what a function of one's own made: layers as they are, anything
+  else as a Model. ValueError for what is no model."""
+  if isinstance(value, Model):
+    return value
+  if isinstance(value, nn.Module):
+    return _linen(value)
+  if isinstance(value, list | tuple) and value:
+    if all(isinstance(each, nn.Module) for each in value):
+      return _layers(tuple(value))
+    if len(value) == 2 and all(map(callable, value)):
+      return _pair(*value)
+  raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
+
+
+def _layers(layers):
+  for layer in layers:
+    if "train" not in inspect.signature(type(layer).__call__).parameters:
+      raise ValueError(
+        f"a model of layers calls each as layer(x, train=...), and"
+        f" {type(layer).__name__} takes no train; add it, or return one Module"
+      )
+  return layers
+
+
+def _arguments(call, given: int, what: str) -> list[str]:
+  """Returns the names of a function's arguments after the first `given`;
+  ValueError for one that nothing gives."""
+  parameters = list(inspect.signature(call).parameters.values())
+  several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+  if len(parameters) < given and not several:
+    raise ValueError(
+      f"{what} takes {len(parameters)} arguments, and is given {given} or more"
+    )
+  rest = [
+    p
+    for p in parameters[given:]
+    if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
+  for p in rest:
+    if p.default is p.empty and p.name not in (*_MODES, *_KEYS):
+      raise ValueError(
+        f"{what} needs an argument {p.name!r}, which nothing gives; only a"
+        f" batch is given, and {', '.join((*_MODES, *_KEYS))} by name"
+      )
+  return [p.name for p in rest]
+
+
+def _mode(arguments, train: bool) -> dict[str, bool]:
+  return {
+    name: value is train for name, value in _MODES.items() if name in arguments
+  }
+
+
+def _own(old, new, momentum):
+  """The batch's own statistic, of those before and after flax averaged."""
+  return (new - momentum * old) / (1 - momentum)
+
+
+def _one_momentum(momenta: set[float], name: str) -> float:
+  if len(momenta) > 1:
+    raise ModelError(
+      f"{name} has BatchNorm of several momenta, {sorted(momenta)}, and the"
+      " server averages all statistics alike: give them one"
+    )
+  (momentum,) = momenta
+  if not 0 <= momentum < 1:
+    raise ModelError(
+      f"{name} has BatchNorm of momentum {momentum}, which must be in [0, 1)"
+    )
+  return float(momentum)
+
+
+# flax.linen.
+
+
+def _linen(module: nn.Module) -> Model:
+  name = type(module).__name__
+  # After self and the batch.
+  arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
+
+  def init(key, example):
+    rngs = {"params": key, "dropout": key}
+    variables = module.lazy_init(rngs, example, **_mode(arguments, False))
+    others = sorted(set(variables) - {"params", "batch_stats"})
+    if others:
+      raise ModelError(
+        f"{name} keeps {', '.join(others)}, and only params and batch_stats are"
+        " trained and kept"
+      )
+    weights, stats = variables.get("params", {}), variables.get("batch_stats")
+    return base.Variables(weights, stats) if stats else weights
+
+  def apply(params, x, train, key):
+    keeps = isinstance(params, base.Variables)
+    variables = {"params": base.weights_of(params)}
+    if keeps:
+      variables["batch_stats"] = params.stats
+    rngs = None if key is None else {"dropout": key}
+    options = _mode(arguments, train)
+    if not train or not keeps:
+      y = module.apply(variables, x, rngs=rngs, **options)
+      return y, params.stats if keeps else ()
+    momenta: set[float] = set()
+    with nn.intercept_methods(_listing(momenta)):
+      y, new = module.apply(
+        variables, x, rngs=rngs, mutable=["batch_stats"], **options
+      )
+    momentum = _one_momentum(momenta, name)
+    stats = jax.tree.map(
+      lambda a, b: _own(a, b, momentum), params.stats, new["batch_stats"]
+    )
+    return y, stats
+
+  def decay(example):
+    momenta: set[float] = set()
+    try:
+      with nn.intercept_methods(_listing(momenta)):
+        shapes = jax.eval_shape(init, jax.random.key(0), example)
+    except ModelError:
+      raise
+    except Exception as error:  # whatever a module of the user's raises
+      form = f"{example.dtype}{list(example.shape)}"
+      line = checks.shortened(" ".join(str(error).split()), 200)
+      raise ModelError(
+        f"{name} does not take examples {form}: {line}"
+      ) from error
+    if not isinstance(shapes, base.Variables):
+      return DECAY
+    if not arguments or not set(arguments) & set(_MODES):
+      raise ModelError(
+        f"{name} has BatchNorm, and its __call__ takes no argument train, to"
+        " tell a batch's statistics from the running ones; add it"
+      )
+    if not momenta:
+      raise ModelError(
+        f"{name} keeps batch_stats that are not of flax.linen.BatchNorm; only"
+        " those are averaged"
+      )
+    return _one_momentum(momenta, name)
+
+  return Model(init, apply, decay)
+
+
+def _listing(momenta: set[float]):
+  """An interceptor that lists the momenta of what is called."""
+
+  def intercept(call, args, kwargs, context):
+    if isinstance(context.module, nn.BatchNorm):
+      momenta.add(context.module.momentum)
+    return call(*args, **kwargs)
+
+  return intercept
+
+
+# flax.nnx.
+
+
+def of_nnx(make: Callable[..., Any]) -> Model:
+  """Returns the Model of a function rngs -> nnx.Module. It is called again
+  wherever it is trained, and given the values of parameters and statistics."""
+  from flax import nnx
+
+  def built(params, dropout):
+    module = make(rngs=nnx.Rngs(params=params, dropout=dropout))
+    if not isinstance(module, nnx.Module):
+      raise ModelError(
+        f"it takes rngs and returned {checks.shown(module)}; return a flax.nnx"
+        " Module"
+      )
+    return module
+
+  def values(module, kind):
+    return nnx.to_pure_dict(nnx.state(module, kind))
+
+  def init(key, example):
+    del example
+    module = built(key, key)
+    weights, stats = (
+      values(module, kind) for kind in (nnx.Param, nnx.BatchStat)
+    )
+    return base.Variables(weights, stats) if stats else weights
+
+  def put(module, kind, tree):
+    state = nnx.state(module, kind)
+    nnx.replace_by_pure_dict(state, tree)
+    nnx.update(module, state)
+
+  def apply(params, x, train, key):
+    module = built(0, 0 if key is None else key)
+    put(module, nnx.Param, base.weights_of(params))
+    keeps = isinstance(params, base.Variables)
+    if keeps:
+      put(module, nnx.BatchStat, params.stats)
+    (module.train if train else module.eval)()
+    what = f"{type(module).__name__}.__call__"
+    y = module(x, **_mode(_arguments(module.__call__, 1, what), train))
+    if not train or not keeps:
+      return y, params.stats if keeps else ()
+    momentum = momentum_of(module)
+    new = values(module, nnx.BatchStat)
+    return y, jax.tree.map(lambda a, b: _own(a, b, momentum), params.stats, new)
+
+  def momentum_of(module):
+    nodes = (node for _, node in nnx.iter_graph(module))
+    momenta = {n.momentum for n in nodes if isinstance(n, nnx.BatchNorm)}
+    return _one_momentum(momenta, type(module).__name__) if momenta else DECAY
+
+  def decay(example):
+    del example
+    return momentum_of(nnx.eval_shape(lambda: built(0, 0)))
+
+  return Model(init, apply, decay)
+
+
+# Two functions.
+
+
+def _pair(init: Callable, apply: Callable) -> Model:
+  """init(key) or init(key, example); apply(params, x), by name also `train` and
+  `key`. Params that are base.Variables have apply return (output, the batch's
+  own statistics)."""
+  needed = [
+    p
+    for p in inspect.signature(init).parameters.values()
+    if p.default is p.empty and p.kind < p.KEYWORD_ONLY
+  ]
+  if len(needed) not in (1, 2):
+    names = ", ".join(p.name for p in needed)
+    raise ValueError(f"init takes ({names}); write init(key) or init(key, x)")
+  arguments = _arguments(apply, 2, "apply")
+
+  def start(key, example):
+    if len(needed) == 1:
+      return init(key)
+    return init(key, jnp.zeros(example.shape, example.dtype))
+
+  def run(params, x, train, key):
+    keys = {name: key for name in _KEYS if name in arguments}
+    out = apply(params, x, **_mode(arguments, train), **keys)
+    if not isinstance(params, base.Variables):
+      return out, ()
+    if not isinstance(out, tuple) or len(out) != 2:
+      raise ModelError(
+        "init returns asgd.base.Variables, so apply must return (output,"
+        f" statistics), not {checks.shown(out)}"
+      )
+    return out
+
+  return Model(start, run)
