@@ -16,6 +16,7 @@ from flax import nnx
 
 import asgd
 from asgd import orders, simulator
+from asgd.experiment.engines import live_clusters
 from asgd.orders import durations
 from asgd.problems import own
 
@@ -417,6 +418,19 @@ def test_what_cannot_travel_is_refused():
     **EVERY,
   )
   assert "the loss cannot be sent" in line and "'_thread.lock'" in line
+
+
+def test_what_cannot_be_read_on_arrival_is_one_line(monkeypatch):
+  ray = pytest.importorskip("ray")
+
+  def get(ref):
+    text = "System error: ...\nModuleNotFoundError: No module named 'mine'"
+    raise ray.exceptions.RaySystemError(text)
+
+  monkeypatch.setattr(ray, "get", get)
+  ref = ray.ObjectRef.from_random()
+  line = error_of(live_clusters._remote_plan, {}, ref, None)
+  assert "No module named 'mine'" in line and "PYTHONPATH" in line
 
 
 # Mistakes.
