@@ -20,7 +20,9 @@ class _Plain(nn.Module):
 
   inner: nn.Module
 
-  @nn.compact
+  def setup(self):
+    nn.share_scope(self, self.inner)  # its weights have the same names
+
   def __call__(self, x, train):
     del train
     return self.inner(x)

@@ -41,13 +41,13 @@ train = functools.partial(
 def test_a_flush_schedule_trains_as_one_device_does(tmp_path):
   recipe = asgd.asgd(0.01, workers=1, momentum=0.5)
   arguments = {"schedule": "gpipe", "every": 8, "folder": tmp_path}
-  arguments["evaluate"] = lambda params: float(params[0]["inner"]["bias"][0])
+  arguments["evaluate"] = lambda params: float(params[0]["bias"][0])
   result = train(recipe, **arguments)
   model = nn.Sequential(LAYERS)
   first, _, last = jax.device_get(asgd.models.init(
     *(read_layers(LAYERS), jax.random.split(jax.random.key(0))[0], X[:1])
   ))
-  params = {"layers_0": first["inner"], "layers_2": last["inner"]}
+  params = {"layers_0": first, "layers_2": last}
   tx = optax.sgd(0.04, 0.5)
   state = tx.init(params)
 
@@ -61,7 +61,7 @@ def test_a_flush_schedule_trains_as_one_device_does(tmp_path):
     updates, state = tx.update(mean, state)
     params = optax.apply_updates(params, updates)
   expected = params["layers_0"], params["layers_2"]
-  trained = result.params[0]["inner"], result.params[2]["inner"]
+  trained = result.params[0], result.params[2]
   kit.close(trained, expected, rtol=1e-4, atol=1e-5)
   assert [row["message"] for row in result.evaluations] == [8, 16]
   again = train(recipe, **arguments)  # it is finished
