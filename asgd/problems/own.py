@@ -204,7 +204,8 @@ def _of_indexed(given, size):
       ) from error
     return as_batch(value, f"data[{index}]")
 
-  first, last = element(0), element(count - 1)
+  endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
+  first, last = element(0), element(1 if endless else count - 1)
   what = "batches" if size is None else "examples"
   if _shapes(first) != _shapes(last):
     remedy = "pad them"
@@ -220,7 +221,7 @@ def _of_indexed(given, size):
       del seed, workers
       return lambda worker, job: element(job % count)
 
-    return Stream(batches, first, _size(first), count)
+    return Stream(batches, first, _size(first), None if endless else count)
 
   def take(rows):
     parts = [element(int(row)) for row in rows]

@@ -172,6 +172,30 @@ def test_all_forms_of_data_train_the_same():
     kit.same(result.params, results[0].params)
 
 
+class Endless(Indexed):
+  """As grain has it after repeat(): the last element is never seen."""
+
+  def __len__(self):
+    return 2**60
+
+  def __getitem__(self, index):
+    if index > 10**6:
+      return batch(0, 0)[0][:3]
+    return batch(0, index)
+
+
+def test_data_may_have_no_end():
+  results = [
+    asgd.simulate(loss, PARAMS, data, dana(), messages=8, progress=False)
+    for data in (Endless([]), lambda worker, job: batch(0, job))
+  ]
+  kit.same(results[0].params, results[1].params)
+  line = error_of(
+    *(asgd.simulate, loss, PARAMS, Endless([]), dana()), messages=8, **EVERY
+  )
+  assert "repeat()" in line
+
+
 def test_params_may_be_a_function_of_a_key():
   def init(key):
     return {**PARAMS, "w": jax.random.normal(key, (3,))}
