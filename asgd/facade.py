@@ -270,13 +270,12 @@ def in_words_of_calls() -> Iterator[None]:
   """Turns errors in the words of commands into those of calls."""
   try:
     yield
-  except folder.FolderError as error:
-    raise ValueError(_reworded(error)) from error
   except ValueError as error:
     text = _reworded(error)
-    if text == str(error):
+    plain = type(error).__init__ is ValueError.__init__
+    if text == str(error) or not plain:
       raise
-    raise type(error)(text) from error
+    raise type(error)(text) from error.__cause__
 
 
 # They are used from first to last.
