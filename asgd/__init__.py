@@ -1,13 +1,28 @@
 """Train one network with many workers, and cure the staleness of gradients.
 
+  import asgd
+
+  result = asgd.simulate(
+    loss, params, data, asgd.dana_zero(0.01, workers=8), messages=400
+  )
+
+`simulate` and `train_live` train a loss of one's own, and `replay` computes a
+live run again. Recipes, such as `dana_zero`, are functions of a learning rate
+and a number of workers. The transforms that they are made of, such as
+`delay_compensation`, are for optax chains of one's own: all are in
+`asgd.transforms`, and here unless a recipe has that name (`gap_aware` is the
+recipe, `transforms.gap_aware` its transform).
+
 The contract is in `asgd.base`, the algorithms in `asgd.algorithms`, the orders
 in which workers receive parameters and send gradients in `asgd.orders`, and a
 simulator of any of them in `asgd.simulator`. Experiments, which have files and
 clocks, are in `asgd.experiment`; it is imported when it is asked for.
 """
 
+import importlib
 from typing import Any
 
+from asgd import algorithms, optimizers, transforms
 from asgd.algorithms import RECIPES, Recipe, build
 from asgd.base import (
   Algorithm,
@@ -23,13 +38,43 @@ from asgd.base import (
   as_algorithm,
 )
 from asgd.server import make_server
+from asgd.transforms import (
+  adaptive_delay_compensation,
+  delay_compensation,
+  lookahead,
+  per_worker,
+  precede,
+  scale_by_staleness,
+)
 from asgd.worker import elastic_worker, gradient_worker, local_worker
+
+_FACADE = "Result", "replay", "simulate", "train_live"
+_ROOMS = "data", "models", "orders", "problems", "simulator"
+_RECIPES = {name: algorithms.called(name) for name in RECIPES}
+globals().update(_RECIPES)  # a function for each
+
+__all__ = [
+  *("RECIPES", "Algorithm", "Delay", "Recipe", "Records", "Report", "Server"),
+  *("ServerState", "Ticket", "Trace", "TrainState", "Variables", "Worker"),
+  *("as_algorithm", "build", "elastic_worker", "gradient_worker"),
+  *("local_worker", "make_server", "algorithms", "optimizers", "transforms"),
+  *("adaptive_delay_compensation", "delay_compensation", "lookahead"),
+  *("per_worker", "precede", "scale_by_staleness"),
+  *(*_FACADE, *_ROOMS, *_RECIPES),
+]
 
 
 def __getattr__(name: str) -> Any:
-  """Imports `replay`, and `asgd.experiment` with it, at its first use."""
-  if name != "replay":
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  from asgd.experiment.replay import replay
+  """Imports what takes long, such as the room of experiments, at its first
+  use."""
+  if name in _FACADE:
+    return getattr(importlib.import_module("asgd.facade"), name)
+  if name in _ROOMS:
+    return importlib.import_module(f"asgd.{name}")
+  if name == "TrainState":
+    return importlib.import_module("asgd.train_state").TrainState
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-  return replay
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

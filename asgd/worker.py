@@ -10,6 +10,7 @@ Index letters used in shape comments:
   B  examples of a batch
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,103 @@ Loss = Callable[
 ]  # (params, batch, key) -> (float[], Aux)
 
 
+class LossError(ValueError):
+  """A loss takes or returns something else than losses do."""
+
+
+_KEYS = "key", "rng"  # what a third argument that is optional may be called
+_FORMS = "(params, batch) or (params, batch, key)"
+
+
+def _takes_key(loss: Callable) -> bool:
+  """Whether a loss is to be given a key; LossError for other arguments."""
+  if not callable(loss):
+    raise LossError(
+      f"the loss must be a function {_FORMS}, not {checks.shown(loss)}"
+    )
+  try:
+    parameters = inspect.signature(loss).parameters.values()
+  except (TypeError, ValueError):  # of a builtin
+    return False
+  kind, empty = inspect.Parameter, inspect.Parameter.empty
+  place = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
+  own = [each for each in parameters if each.kind in place]
+  needed = [each for each in own if each.default is empty]
+  rest = any(each.kind is kind.VAR_POSITIONAL for each in parameters)
+  named = any(
+    each.kind is kind.KEYWORD_ONLY and each.default is empty
+    for each in parameters
+  )
+  if len(needed) > 3 or named or (len(own) < 2 and not rest):
+    found = ", ".join(map(str, parameters)) or "nothing"
+    raise LossError(
+      f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
+      " arguments with functools.partial"
+    )
+  return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
+
+
+def as_loss(loss: Callable) -> Loss:
+  """Returns a loss in the one form that workers call, (params, batch, key) ->
+  (value, Aux), from any of a user's.
+
+  It may take a key or not, and return a scalar or (scalar, aux). Of parameters
+  that are `Variables`, aux is the batch's own statistics; of others whatever a
+  loss says beside its value is dropped. LossError is raised for a function of
+  other arguments, and when it is traced for a value that is no scalar.
+
+  Example:
+    >>> loss = as_loss(lambda params, batch: (params * batch).sum())
+    >>> value, aux = loss(jnp.ones(2), jnp.ones(2), jax.random.key(0))
+    >>> print(value, aux)
+    2.0 Aux(stats=())
+  """
+  takes_key = _takes_key(loss)
+
+  def adapted(params, batch, key):
+    out = loss(params, batch, key) if takes_key else loss(params, batch)
+    pair = isinstance(out, (tuple, list)) and len(out) == 2
+    value, aux = out if pair else (out, Aux(()))
+    _check_value(value)
+    if isinstance(params, base.Variables):
+      stats = aux.stats if isinstance(aux, Aux) else aux
+      _check_stats(stats, params.stats)
+      return value, Aux(stats)
+    return value, aux if isinstance(aux, Aux) else Aux(())
+
+  return adapted
+
+
+def _check_value(value):
+  if not hasattr(value, "dtype") and not isinstance(value, float):
+    raise LossError(
+      "the loss must return a scalar, or (scalar, aux), not"
+      f" {checks.shown(value)}"
+    )
+  if jnp.shape(value):
+    raise LossError(
+      f"the loss must be a scalar, not an array of shape {jnp.shape(value)}:"
+      " return its mean, losses.mean()"
+    )
+  if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+    raise LossError(
+      f"the loss must be a float, not {jnp.result_type(value)}: it cannot be"
+      " differentiated"
+    )
+
+
+def _check_stats(stats, like):
+  def shapes(tree):
+    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+
+  if shapes(stats) != shapes(like):
+    raise LossError(
+      "the parameters are asgd.Variables, so the loss must return (value,"
+      " stats), the batch's own statistics in the structure and shapes of"
+      " Variables.stats"
+    )
+
+
 class WorkerState(NamedTuple):
   """State of `gradient_worker`."""
 
@@ -47,13 +145,15 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
-  """A worker whose message is one gradient, passed through `at_worker`.
+  """A worker whose message is one gradient, passed through `at_worker`; the
+  loss is of any form that `as_loss` takes.
 
   The transform has a state of its own and sees the parameters that were sent,
   also as the extra arg `sent_params`, beside `version`, int32[], the ticket's:
   DANA-Slim's momentum, for one. The message has the structure of the
   parameters; if those are `Variables`, its `stats` are the batch's own.
   """
+  loss = as_loss(loss)
   transform = optax.with_extra_args_support(at_worker or optax.identity())
 
   def init(params):
@@ -113,7 +213,7 @@ _UNROLLED = 32
 def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
   """Returns (weights, opt_state, ticket, batch, key) -> (weights, opt_state,
   _Sums): loss and statistics are means over the steps, the gradient a sum."""
-  gradient = jax.value_and_grad(loss_fn, has_aux=True)
+  gradient = jax.value_and_grad(as_loss(loss_fn), has_aux=True)
 
   def step(weights, opt_state, ticket, batch, key):
     params = base.with_weights(ticket.params, weights)
@@ -200,7 +300,8 @@ def local_worker(
   itself if H is 1.
 
   Args:
-    loss: differentiated with respect to the (weights of the) parameters.
+    loss: differentiated with respect to the (weights of the) parameters; in
+      any form that `as_loss` takes.
     tx: the local optimizer, learning rate included. Its update is told, as
       extra args, `version` (int32[], the ticket's) and `sent_params`. Unless
       `keep_state=False`, its init reads shapes only.

@@ -14,12 +14,12 @@ ALLOWED = {
 }
 # Inside asgd: a room may import those of a lower rank, and itself.
 RANKS = {
-  "checks": -1,
+  "checks": -3,
+  "names": -2,
+  "rates": -1,
   "base": 0,
-  "names": 0,
   "text_table": 0,
   "tracks": 0,
-  "rates": 0,
   "optimizers": 0,
   "transforms": 1,
   "server": 1,
@@ -35,7 +35,9 @@ RANKS = {
   "live": 4,
   "parallel": 4,
   "experiment": 5,
-  "__init__": 6,
+  "facade": 6,
+  "train_state": 0,
+  "__init__": 7,
 }
 # Inside asgd/experiment: the same, by module.
 EXPERIMENT_RANKS = {

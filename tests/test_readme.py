@@ -30,7 +30,19 @@ def block(word):
 
 
 def test_every_block_is_tested_here():
-  assert len(BLOCKS) == 5
+  assert len(BLOCKS) == 7
+
+
+def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  exec(block("asgd.train_live"), names)
+  loss, staleness, same = capsys.readouterr().out.split()
+  assert float(loss) < names["loss"](names["params"], names["data"]) / 2
+  assert float(staleness) > 1
+  assert same == "True"
+  exec(block("asgd.TrainState"), names)
+  assert names["state"].step == 1
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ have these three:
 A value out of range raises ValueError when the recipe is built.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +43,7 @@ from asgd.algorithms.lookahead import (
   multi_asgd,
   nag_asgd,
 )
-from asgd.algorithms.recipe import Recipe
+from asgd.algorithms.recipe import Made, Recipe
 from asgd.algorithms.sgd import asgd, ssgd
 from asgd.algorithms.staleness import (
   dc_asgd_a,
@@ -99,8 +100,13 @@ def build(
     'asynchronous'
   """
   maker = names.resolve("algorithm", name, RECIPES)
+  return _make(name, maker, learning_rate, workers, kwargs)
+
+
+def _make(name, maker, learning_rate, workers, options) -> Recipe:
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
+  kwargs = dict(options)
   common = {"learning_rate": learning_rate, "workers": workers}
   for key in _OPTIMIZERS & kwargs.keys():
     if isinstance(kwargs[key], str | Mapping):
@@ -111,4 +117,45 @@ def build(
       f"algorithm {name!r} must return an asgd.Recipe, not"
       f" {checks.shown(recipe)}"
     )
-  return recipe._replace(workers=workers)
+  recipe = recipe._replace(workers=workers)
+  made = Made(name, maker, learning_rate, dict(options), tuple(recipe[:-1]))
+  return recipe._replace(made=made)
+
+
+def rebuild(
+  recipe: Recipe, learning_rate: optax.ScalarOrSchedule, workers: int
+) -> Recipe:
+  """Returns a recipe at another learning rate, for another number of workers.
+  Raises ValueError for one that was made, or changed, by hand and has others.
+  """
+  made = recipe.made
+  fits = recipe.workers in (None, workers)
+  if made is None and fits:
+    return recipe
+  if made is not None:
+    rate = made.learning_rate
+    if fits and (rate is learning_rate or rate == learning_rate):
+      return recipe
+    if all(a is b for a, b in zip(made.parts, recipe[:-1], strict=True)):
+      options = made.options
+      return _make(made.name, made.maker, learning_rate, workers, options)
+  raise ValueError(
+    f"the Recipe was made or changed by hand, for {recipe.workers} workers, and"
+    f" is needed for {workers}, at learning rate {checks.shown(learning_rate)}:"
+    " enter it in asgd.RECIPES and build it by its name"
+  )
+
+
+def called(name: str) -> Callable[..., Recipe]:
+  """Returns one of RECIPES as a function that checks like `build`.
+
+  Example:
+    >>> called("dana_zero")(0.1, workers=8).workers
+    8
+  """
+
+  @functools.wraps(RECIPES[name])
+  def recipe(learning_rate, workers, **options):
+    return build(name, learning_rate, workers, **options)
+
+  return recipe

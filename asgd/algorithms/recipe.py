@@ -1,13 +1,23 @@
 """What a recipe is: an algorithm of the literature, placed on its runtime."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import optax
 
 from asgd import base, transforms
 from asgd import server as server_lib
 from asgd import worker as worker_lib
+
+
+class Made(NamedTuple):
+  """What a recipe was built of (`algorithms.build`)."""
+
+  name: str
+  maker: Callable[..., "Recipe"]
+  learning_rate: optax.ScalarOrSchedule
+  options: Mapping[str, Any]  # as they were given
+  parts: tuple[Any, ...]  # the fields that it had then, without this one
 
 
 class Recipe(NamedTuple):
@@ -23,6 +33,7 @@ class Recipe(NamedTuple):
   worker: Callable[[worker_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
+  made: Made | None = None  # None: by hand
 
   def in_rounds(self, workers: int) -> "Recipe":
     """Makes each update one on the mean of a message from every worker."""

@@ -17,6 +17,7 @@ from asgd import diagnosis, problems
 from asgd.experiment import checks, problem, schema, storage
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
+from asgd.problems import own
 
 
 class Cell(NamedTuple):
@@ -41,7 +42,7 @@ class Experiment:
     config: Mapping[str, Any],
     engines: Engines,
     runs: Mapping[str, Run],
-    dataset: problem.Dataset,
+    dataset: problem.Dataset | own.Objects,
     shared_problem: problems.Problem,  # with the config's own batch size
     measurements: dict[str, Any] | None = None,
   ):
@@ -64,6 +65,8 @@ class Experiment:
   @functools.cached_property
   def dataset_identity(self) -> dict[str, str]:
     """The dataset's name, and a checksum of its arrays."""
+    if isinstance(self.dataset, own.Objects):
+      return self.dataset.identity
     arrays = self.dataset[2:]
     return {"name": self.dataset.name, "sha256": storage.digest(arrays)}
 
@@ -105,7 +108,7 @@ def build(
   *,
   engines: Engines,
   data_dir: str | None = None,
-  dataset: problem.Dataset | None = None,
+  dataset: problem.Dataset | own.Objects | None = None,
   measurements: dict[str, Any] | None = None,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
@@ -115,7 +118,8 @@ def build(
     engines: by their names.
     data_dir: where the dataset's files are, of a text the file itself; None
       looks in the usual places.
-    dataset: one that is loaded already, used as it is.
+    dataset: one that is loaded already, used as it is; or what a caller gave,
+      which is data, model and recipe of all runs.
     measurements: of an earlier build, on which plans depend; None measures.
 
   Raises:
@@ -123,6 +127,8 @@ def build(
   """
   resolved = schema.resolve(config, engines)
   runs = schema.runs(resolved, engines)
+  if isinstance(dataset, own.Objects):
+    runs = {k: run._replace(given=dataset.recipe) for k, run in runs.items()}
   for run in runs.values():
     engines[run.engine].check(run)
   devices = max(engines[run.engine].devices(run) for run in runs.values())
@@ -131,7 +137,12 @@ def build(
     with contextlib.suppress(RuntimeError):
       jax.config.update("jax_num_cpu_devices", devices)
   meshes.find_devices()
-  dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
+  if isinstance(dataset, own.Objects):
+    shared = dataset.problem()
+  else:
+    dataset, shared = problem.load(
+      resolved, data_dir=data_dir, dataset=dataset
+    )
   experiment = Experiment(
     resolved, engines, runs, dataset, shared, measurements
   )

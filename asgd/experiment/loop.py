@@ -111,6 +111,7 @@ class _Evaluations:
       row["test_accuracy"] = evaluation.accuracy
       if storage.is_finite(evaluation.measure):  # of tasks that have one
         row["test_measure"] = evaluation.measure
+      row.update(evaluation.more)
       if self.next in self._checks:
         row["sharpness"] = self._sharpness(snapshot.params)
         row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
@@ -175,6 +176,7 @@ def train(
   bar: Any,
   machine: Machine | None = None,
   signals: Any = NoSignals,
+  ended: Callable[[Any, Any, list], None] | None = None,
 ) -> dict[str, Any]:
   """Trains one cell to its end and returns its result, or that of before if it
   is finished.
@@ -186,6 +188,8 @@ def train(
     bar: told how far it is; an `asgd.experiment.progress.ProgressBar`.
     machine: what engines run on.
     signals: its `received` says whether to stop.
+    ended: called with the records, the final parameters and the evaluations of
+      a cell that this call has trained to its end.
 
   Raises:
     Stopped: once all is saved.
@@ -202,7 +206,7 @@ def train(
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
       with attempt:
-        return attempt.run()
+        return attempt.run(ended)
     except Died as error:
       if attempt.start > before:
         deaths, before = 0, attempt.start
@@ -228,7 +232,7 @@ class _Attempt(contextlib.ExitStack):
     self._checkpoints, self._log = None, None
     self._rows, self._diverged = [], False  # of the attempts before
 
-  def run(self):
+  def run(self, ended):
     began = time.monotonic()
     engine = self._open()
     before = self._rows, self._diverged
@@ -245,6 +249,8 @@ class _Attempt(contextlib.ExitStack):
     if not self._kind.journaled:
       self._save(engine)
     processes.together(lambda: self._write(engine, params, result))
+    if ended is not None:
+      ended(engine.records(), params, self._book.rows)
     engine.discard()
     self._bar.finish(self._cell, result)
     return result

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 
 from asgd import base, orders, problems, sharding, simulator
+from asgd.checks import shown
 from asgd.experiment import cells, code, live_files, report, storage
 from asgd.experiment.engines import live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
+from asgd.problems import own
 
 
 class Replay(NamedTuple):
@@ -46,19 +48,55 @@ class Replay(NamedTuple):
     return self.recorded in (None, self.digest)
 
 
+def trained(folder: str | Path) -> dict[str, Any]:
+  """Returns what a live cell was trained on, as `Experiment.dataset_identity`
+  has it."""
+  place = live_files.only_cell(Path(folder))
+  return live_files.read_description(place).get("dataset") or {}
+
+
+def trace_of(folder: Path) -> base.Trace:
+  """Returns the order of a live cell, as its lead has it."""
+  description = live_files.read_description(folder)
+  ((_, events), *_) = live_files.read_traces(folder, description)
+  return from_events(events)
+
+
 def load(
-  folder: Path, *, data_dir: str | None = None
+  folder: Path,
+  *,
+  data_dir: str | None = None,
+  given: own.Objects | None = None,
 ) -> tuple[cells.Experiment, cells.Cell]:
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   code.make_importable(description["modules"])
   engines = {"threads": live.THREADS, "ray": live.RAY}
+  was = description.get("dataset")
+  if given is None and (was or {}).get("name") == own.Objects.name:
+    raise ValueError(
+      f"{folder} is of asgd.train_live, which was given functions: call"
+      " asgd.replay(folder, loss, params, data, recipe)"
+    )
   experiment = cells.build(
-    description["config"], engines=engines, data_dir=data_dir
+    description["config"],
+    engines=engines,
+    data_dir=data_dir,
+    dataset=given,
   )
   if len(experiment.cells) != 1:
     raise ValueError(f"{folder}/{live_files.CHANGED}")
-  if experiment.dataset_identity != description.get("dataset"):
+  now = experiment.dataset_identity
+  if given is not None:
+    differ = [key for key in now if now[key] != was.get(key)]
+    if differ:
+      said = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
+        for k in differ if k not in ("sha256", "build")]
+      said = said or ["the parameters or the first batches are others"]
+      raise ValueError(
+        f"{folder} was not trained on what is given: {'; '.join(said)}"
+      )
+  elif now != was:
     raise ValueError(
       f"the data is not that of the run ({experiment.dataset.source}); give the"
       " folder with --data_dir"
@@ -95,18 +133,21 @@ def obey(
   return whole, sharded.records[0]
 
 
-def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
+def replay(
+  folder: str | Path,
+  *,
+  data_dir: str | None = None,
+  given: own.Objects | None = None,
+) -> Replay:
   """Replays a cell of a live run.
 
   Args:
     folder: WORKDIR/cells/NAME, or a WORKDIR that has one cell.
     data_dir: where the dataset's files are; None looks in the usual places.
+    given: what the run was given, instead of a config's names.
 
   Raises:
     ValueError: if there is nothing to replay, or it cannot be obeyed.
-
-  Example:
-    asgd.replay("runs/digits-001/cells/dana_zero-n4-s0").same
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
@@ -120,7 +161,7 @@ def replay(folder: str | Path, *, data_dir: str | None = None) -> Replay:
         f"{path} holds no message that was received: there is nothing to be"
         " computed (yet)"
       )
-  experiment, cell = load(folder, data_dir=data_dir)
+  experiment, cell = load(folder, data_dir=data_dir, given=given)
   plan = experiment.plan(cell)
   group = live_clusters.group(plan)
   totals = totals if any(map(any, totals)) else None
@@ -171,7 +212,7 @@ def describe(replayed: Replay) -> str:
   score = replayed.evaluation
   lines = [
     f"{replayed.name}: {events}",
-    f"{report.quality(score.accuracy, score.measure, score.loss)}, staleness"
+    f"{report.quality(score.accuracy, score.measure, score.loss)}staleness"
     f" mean {stale.mean():.1f} max {stale.max()}",
     f"parameters {replayed.digest[:16]}",
   ]

@@ -36,14 +36,15 @@ _COMMON = (
 
 def quality(accuracy: Any, measure: Any, loss: Any) -> str:
   """Says how good parameters are: by their accuracy, if the task has one, else
-  by a measure of its own, or the loss."""
+  by a measure of its own, or the loss; with a comma, or "" if nothing is known.
+  """
   if not storage.is_finite(accuracy):
     if storage.is_finite(measure):
-      return f"measure {100 * measure:.1f} %"
+      return f"measure {100 * measure:.1f} %, "
     if storage.is_finite(loss):
-      return f"test loss {loss:.4g}"
-    return "accuracy -"
-  return f"accuracy {100 * accuracy:.1f} %"
+      return f"test loss {loss:.4g}, "
+    return ""
+  return f"accuracy {100 * accuracy:.1f} %, "
 
 
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
@@ -53,7 +54,7 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   score = quality(
     *(result.get(f"test_{key}") for key in ("accuracy", "measure", "loss"))
   )
-  said = [f"{cell}: {score}, {describe(result)}"]
+  said = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:

@@ -147,6 +147,7 @@ SHARED: dict[str, Any] = {
 OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
 OF_A_RUN += ("optimizer",)
 _PLAIN = Setting(None, checks.anything)
+GIVEN = "given"  # the recipe, data and model of a run that was given objects
 _RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
@@ -166,6 +167,7 @@ class Run(NamedTuple):
   recipe: str
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
+  given: algorithms.Recipe | None = None  # by a caller, instead of its name
 
   def make_recipe(
     self, learning_rate: optax.ScalarOrSchedule, workers: int
@@ -176,7 +178,12 @@ class Run(NamedTuple):
     if self.config["optimizer"] is not None:
       options["optimizer"] = self.config["optimizer"]
     with checks.blame(f"runs.{self.label}", tuple(options)):
-      recipe = algorithms.build(self.recipe, learning_rate, workers, **options)
+      if self.given is not None:
+        recipe = algorithms.rebuild(self.given, learning_rate, workers)
+      else:
+        recipe = algorithms.build(
+          self.recipe, learning_rate, workers, **options
+        )
     if clip_norm is None:
       return recipe
     clip = sharding.clip_by_global_norm(clip_norm)
@@ -368,7 +375,7 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
     with checks.blame(f"runs.{label}"):
-      options = algorithms.options(recipe)
+      options = {} if recipe == GIVEN else algorithms.options(recipe)
       of_engine = _keys_of_engine(kind, entry)
     engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")

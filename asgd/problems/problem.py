@@ -1,6 +1,6 @@
 """What a problem is: a model, its data and its loss, as functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ class Evaluation(NamedTuple):
   loss: float  # mean cross-entropy, nats; of a regression, squared error
   accuracy: float = float("nan")  # fraction in [0, 1], of a classification
   measure: float = float("nan")  # the task's own beside these, if it has one
+  more: Mapping[str, float] = {}  # further columns of an evaluation
 
 
 class Pieces(NamedTuple):

@@ -394,7 +394,7 @@ class LiveEngine(engines.Engine):
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._context.plan, self.records()
     row = parameter_server.columns(plan, rows, int(images[0][0].version))
-    if not plan.server.sends_current:
+    if not plan.server.sends_current and plan.run.given is None:
       sent = live_clusters.sent_params(self._live, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
     return {

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, sharding, simulator, transforms
+from asgd.checks import shortened
 from asgd.experiment.checks import blame
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.clusters.threads import Stores, ThreadCluster
@@ -241,7 +242,15 @@ def _remote_plan(config, dataset, cell) -> ServerPlan:
   from asgd.experiment.engines import live
 
   if isinstance(dataset, ray.ObjectRef):
-    dataset = ray.get(dataset)  # an error if the driver, who has it, died
+    try:
+      dataset = ray.get(dataset)  # an error if the driver, who has it, died
+    except ray.exceptions.RaySystemError as error:  # it cannot be unpickled
+      line = shortened(str(error).strip().splitlines()[-1], 200)
+      raise ValueError(
+        f"functions or data cannot be read in another process ({line}): their"
+        " modules must be importable there: put their folder on PYTHONPATH"
+        " before Ray starts, or define them in the script that is run"
+      ) from error
   experiment = cells.build(config, engines={"ray": live.RAY}, dataset=dataset)
   return experiment.plan(cell)
 

@@ -69,6 +69,8 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
+    if self.run.given is not None:
+      return math.nan
     start, rate = self.trace(0, messages=40 * self.workers), self.learning_rate
     # It is measured with workers that send one gradient for each ticket; of
     # others nothing is known.
@@ -216,6 +218,10 @@ def schedule(
   section = run.config["learning_rate_schedule"]
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
+  own = run.given and run.given.made and run.given.made.learning_rate
+  if callable(own):
+    factor = peak / float(run.config["learning_rate"])
+    return own if factor == 1 else lambda update: factor * own(update)
   with checks.blame("learning_rate_schedule"):
     for name in ("warmup", "decay"):
       if section[f"{name}_epochs"] and section[f"{name}_examples"]:
@@ -265,7 +271,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
-  first = build_recipe(run, workers, peak)
+  first = run.given or build_recipe(run, workers, peak)
   batches, start = first.every * first.steps, peak / workers
   rate = schedule(
     *(run, problem),
@@ -274,6 +280,8 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
     start=start,
     steps=first.steps,
   )
+  if run.given is not None and run.given.made is None:
+    rate = peak = math.nan  # it has its own, which is not known
   recipe = build_recipe(run, workers, rate)
   order = _order(run, recipe)
   count = passes(run, problem)
@@ -357,11 +365,13 @@ def columns(
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
   """Says that a run is not finite, and what to do about it."""
+  limit, bound = plan.curvature_limit, ""
+  if storage.is_finite(limit):
+    bound = f". This algorithm at {plan.workers} workers is stable up to a"
+    bound += f" sharpness of {limit:.3g} at that rate"
   return (
-    f"{cell}: {what}, with learning rate {plan.learning_rate:g}. This algorithm"
-    f" at {plan.workers} workers is stable up to a sharpness of"
-    f" {plan.curvature_limit:.3g} at that rate: lower --config.learning_rate,"
-    " use fewer workers or a longer warm-up"
+    f"{cell}: {what}, with learning rate {plan.learning_rate:g}{bound}: lower"
+    " --config.learning_rate, use fewer workers or a longer warm-up"
   )
 
 

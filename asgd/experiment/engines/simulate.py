@@ -92,7 +92,7 @@ class SimulationEngine(engines.Engine):
     state, records, plan = self._simulation.server, self.records(), self._plan
     row = parameter_server.columns(plan, records, int(state.version))
     row["simulated_time"] = float(records.time[-1])
-    if not plan.server.sends_current:
+    if not plan.server.sends_current and plan.run.given is None:
       sent = plan.server.send(state, jnp.int32(0)).params
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
     return row

@@ -56,7 +56,7 @@ def test_the_line_of_a_cell():
   (line,) = said(test_accuracy=None, test_measure=0.25)
   assert line == "a-n8-s0: measure 25.0 %, as described"
   (line,) = said(test_accuracy=None, test_loss=None)
-  assert line == "a-n8-s0: accuracy -, as described"
+  assert line == "a-n8-s0: as described"
 
 
 def test_a_rate_that_stays_above_the_limit_is_warned_of_with_a_remedy():

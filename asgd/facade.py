@@ -1,0 +1,477 @@
+"""Training from a script: one's own loss, parameters and data, in one call.
+
+Each function here makes an experiment of one cell out of objects, and trains it
+as `asgd.experiment` trains those of configs: the same engines, run loop, folder
+and checkpoints. So it can be stopped and called again, and replayed.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.serialization
+import jax
+import numpy as np
+import optax
+
+from asgd import algorithms, base, checks
+from asgd.experiment import cells, folder, loop, progress, schema
+from asgd.experiment import replay as replay_lib
+from asgd.experiment.engines import EngineKind
+from asgd.experiment.engines.live import RAY, THREADS
+from asgd.experiment.engines.simulate import SIMULATE
+from asgd.experiment.machine import Machine
+from asgd.problems import own
+
+_RUNTIMES = {"threads": THREADS, "ray": RAY}
+_FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
+_OF_A_ROW = "message", "update", "time", "seconds", "train_loss"
+_OF_A_ROW += ("staleness_mean", "gap_mean", "test_loss", "test_accuracy")
+
+
+class Result(NamedTuple):
+  """What a training came to."""
+
+  params: Any  # the final parameters, in the caller's form
+  records: Any  # a row for each message: loss, staleness, gap, ...
+  trace: base.Trace | None  # the order of sends and receives; None: a table's
+  evaluations: list[dict[str, Any]]  # what `evaluate` said, and when
+  folder: Path | None  # of the results; None if they were not to be kept
+
+
+def simulate(
+  loss: Any,
+  params: Any,
+  data: Any,
+  recipe: Any,
+  *,
+  messages: int,
+  workers: int | None = None,
+  batch_size: int | None = None,
+  seed: int = 0,
+  evaluate: Callable[[Any], Any] | None = None,
+  every: int | None = None,
+  folder: str | os.PathLike | None = None,
+  progress: bool = True,
+  **config: Any,
+) -> Result:
+  """Trains with many workers in simulated time.
+
+  Args:
+    loss: a function (params, batch) or (params, batch, key) that returns a
+      scalar or (scalar, aux); or a pair (model, criterion), with
+      criterion(output, batch) -> scalar. The model is a flax module, functions
+      (init, apply) or a function rngs -> nnx module, and called on the first of
+      a batch that is a tuple, or on "x" of a dict.
+    params: a tree of arrays, or a function of a key that makes one. Of a model
+      with BatchNorm in plain JAX `asgd.Variables`, and its loss returns (value,
+      the batch's statistics). Of a flax module its variables; None draws them.
+      A key's function is called with one that follows from the seed.
+    data: arrays with a leading axis of examples, in a tuple or a dict, with
+      `batch_size`; anything with len() and an index (a grain.MapDataset, a list
+      of batches), of batches, or with `batch_size` of examples; or a function
+      (worker, job) -> batch, which is pure. Jobs are numbered over all workers.
+    recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
+      `asgd.Recipe`; or an optax transform, which may read a Delay.
+    messages: how many the server receives, a multiple of the workers.
+    workers: needed where the recipe does not say how many.
+    batch_size: examples in a batch, where data are not batches already.
+    seed: of the initial parameters, the order of examples and the durations.
+    evaluate: called with the parameters; returns a number or a dict of numbers.
+      "loss" and "accuracy" are those of a test.
+    every: messages between two evaluations, of which `messages` is a multiple.
+      None is `messages`: one, at the end.
+    folder: where results and checkpoints are kept; the same call goes on from
+      there. None keeps nothing.
+    progress: show how far it is, on the standard error.
+    config: further keys of a config, such as order={"name": "fixed_delay"},
+      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0.
+
+  Raises ValueError for whatever does not fit, before anything runs.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import asgd
+    >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    >>> def loss(w, batch):
+    ...   x, y = batch
+    ...   return ((x @ w - y) ** 2).mean()
+    >>> recipe = asgd.dana_zero(0.01, workers=4)
+    >>> result = asgd.simulate(
+    ...   loss, jnp.zeros(3), (x, x.sum(1)), recipe, messages=800, batch_size=8
+    ... )
+    >>> print(result.params.round(2), result.records.staleness.mean().round())
+    [1. 1. 1.] 3.0
+  """
+  recipe = read_recipe(recipe, workers)
+  with in_words_of_calls():
+    given = own.Objects(
+      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+    )
+    return train(
+      given,
+      ("simulate", SIMULATE),
+      config,
+      messages=messages,
+      workers=recipe.workers,
+      seed=seed,
+      every=every,
+      place=folder,
+      shows=progress,
+    )
+
+
+def train_live(
+  loss: Any,
+  params: Any,
+  data: Any,
+  recipe: Any,
+  *,
+  messages: int,
+  workers: int | None = None,
+  runtime: str = "threads",
+  batch_size: int | None = None,
+  seed: int = 0,
+  evaluate: Callable[[Any], Any] | None = None,
+  every: int | None = None,
+  folder: str | os.PathLike | None = None,
+  progress: bool = True,
+  machine: Machine | None = None,
+  **config: Any,
+) -> Result:
+  """Trains with real workers, in real time; arguments are as of `simulate`.
+
+  What a run did can be computed again from its folder (`asgd.replay`).
+
+  Args:
+    runtime: "threads" of this process, or "ray": processes of a cluster, on
+      this machine unless `machine` names another. Functions and data travel to
+      them by Ray's cloudpickle; `evaluate` is called here.
+    machine: an `asgd.experiment.machine.Machine`.
+    config: further keys of a config, such as server={"shards": 2}, or
+      live={"slowdown": (1, 3)}.
+  """
+  checks.one_of("runtime", runtime, tuple(_RUNTIMES))
+  recipe = read_recipe(recipe, workers)
+  with in_words_of_calls():
+    given = own.Objects(
+      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+    )
+    return train(
+      given,
+      (runtime, _RUNTIMES[runtime]),
+      config,
+      messages=messages,
+      workers=recipe.workers,
+      seed=seed,
+      every=every,
+      place=folder,
+      shows=progress,
+      machine=machine,
+    )
+
+
+def replay(
+  folder: str | os.PathLike,
+  loss: Any = None,
+  params: Any = None,
+  data: Any = None,
+  recipe: Any = None,
+  *,
+  data_dir: str | None = None,
+) -> replay_lib.Replay:
+  """Computes again what a live run computed, from its traces.
+
+  Args:
+    folder: of `train_live`; or WORKDIR/cells/NAME of launch.train, or a WORKDIR
+      that has one cell.
+    loss, params, data, recipe: of a run of `train_live` as they were given to
+      it. They may be left out if all three are functions of modules that can be
+      imported, and the recipe is a name's with plain options.
+    data_dir: of a run of launch.train: where the dataset's files are.
+
+  Returns:
+    A `Replay`; its `same` says whether it came to the bits of the run.
+
+  Raises:
+    ValueError: if there is nothing to replay, it cannot be obeyed, or what is
+      given is not what was trained.
+  """
+  was = replay_lib.trained(folder)
+  if was.get("name") != own.Objects.name:
+    if any(part is not None for part in (loss, params, data, recipe)):
+      raise ValueError(
+        f"{folder} is of a config, which says what was trained: call"
+        " asgd.replay(folder) alone"
+      )
+    return replay_lib.replay(Path(folder), data_dir=data_dir)
+  if loss is None:
+    loss, params, data, recipe = _imported(folder, was)
+  built = was.get("build") or {}
+  recipe = read_recipe(recipe, built.get("workers"))
+  with in_words_of_calls():
+    given = own.Objects(
+      loss, params, data, recipe, batch_size=was.get("batch_size")
+    )
+    replayed = replay_lib.replay(Path(folder), given=given)
+  return replayed._replace(params=given.outward(replayed.params))
+
+
+def _imported(folder, was):
+  """What was given to a run, by the names that its folder has."""
+  parts = {key: own.importable(was[key]) for key in ("loss", "params", "data")}
+  missing = [key for key, value in parts.items() if value is None]
+  missing += [] if was["build"] else ["recipe"]
+  if missing:
+    raise ValueError(
+      f"{folder} was trained on objects that cannot be imported"
+      f" ({', '.join(missing)}): give them again, asgd.replay(folder, loss,"
+      " params, data, recipe)"
+    )
+  build = dict(was["build"])
+  options = build.pop("options")
+  return *parts.values(), algorithms.build(**build, **options)
+
+
+# What the functions above share with that of pipelines.
+
+
+def read_recipe(recipe: Any, workers: int | None = None) -> algorithms.Recipe:
+  """Returns a recipe for so many workers, from what a caller gave as one."""
+  if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
+    send = getattr(recipe, "send", base.send_current)
+    recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
+  if not isinstance(recipe, algorithms.Recipe):
+    asked = "such as asgd.dana_zero(0.01, workers=8)"
+    raise ValueError(
+      f"the recipe must be one of asgd, {asked}, an asgd.Recipe or an optax"
+      f" transform, not {checks.shown(recipe)}"
+    )
+  if workers is None and recipe.workers is None:
+    raise ValueError("the recipe does not say how many workers: give workers=")
+  if workers is not None:
+    checks.whole("workers", workers)
+    if recipe.workers not in (None, workers):
+      raise ValueError(
+        f"workers={workers}, and the recipe is for {recipe.workers}: drop"
+        " workers=, or build the recipe with as many"
+      )
+    recipe = recipe._replace(workers=workers)
+  return recipe
+
+
+@contextlib.contextmanager
+def in_words_of_calls() -> Iterator[None]:
+  """Turns errors in the words of commands into those of calls."""
+  try:
+    yield
+  except ValueError as error:
+    text = _reworded(error)
+    plain = type(error).__init__ is ValueError.__init__
+    if text == str(error) or not plain:
+      raise
+    raise type(error)(text) from error.__cause__
+
+
+# They are used from first to last.
+_WORDS = (
+  ("choose another folder with --workdir", "choose another folder"),
+  ("--workdir=", "folder="),
+  ("--workdir", "folder"),
+  ("dataset.sha256", "the checksum of params and data"),
+  ("dataset.", ""),
+  ("--config.", ""),
+  ("run the same command again", "make the same call again"),
+)
+
+
+def _reworded(error):
+  text = str(error)
+  for old, new in _WORDS:
+    text = text.replace(old, new)
+  return re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
+
+
+def _label(made) -> str:
+  """What a run is called: a folder and a title."""
+  return made.name if made and made.name.isidentifier() else "run"
+
+
+class Numbers(NamedTuple):
+  """How much there is to train."""
+
+  messages: int
+  workers: int
+  seed: int
+  every: int
+
+
+def _config(given, name, config, known, numbers) -> dict[str, Any]:
+  """The config of an experiment whose one run was given objects."""
+  for key in config:
+    if key not in known:
+      raise ValueError(
+        f"unknown argument {key!r}; further ones are {', '.join(known)}"
+      )
+  made, messages = given.recipe.made, numbers.messages
+  rate = made.learning_rate if made else 1.0
+  if callable(rate):  # its peak
+    at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
+    rate = max(float(rate(update)) for update in at)
+  return {
+    "data": {"name": given.name},
+    "model": {"name": given.name},
+    "runs": {_label(made): {"recipe": schema.GIVEN}},
+    "engine": name,
+    "workers": [numbers.workers],
+    "seeds": [numbers.seed],
+    "batch_size": given.size,
+    "examples": messages * given.recipe.steps * given.size,
+    "learning_rate": float(rate),
+    "evaluations": messages // numbers.every,
+    "curvature_checks": 0,
+    **config,
+  }
+
+
+def train(
+  given: own.Objects,
+  engine: tuple[str, EngineKind],
+  config: Mapping[str, Any],
+  *,
+  messages: int,
+  workers: int,
+  seed: int,
+  every: int | None,
+  place: str | os.PathLike | None,
+  shows: bool,
+  machine: Machine | None = None,
+  quantum: tuple[int, str] | None = None,
+) -> Result:
+  """Trains what a caller gave on an engine, which is (name, kind); `quantum`
+  says which messages are counted together: those of a round of workers, unless
+  it is (how many, what of {} of them)."""
+  name, kind = engine
+  checks.whole("messages", messages)
+  checks.whole("seed", seed, 0, 2**32 - 1)
+  rounds = workers, "rounds of {} workers"
+  checks.multiple(messages, "messages", *(quantum or rounds))
+  every = messages if every is None else checks.whole("every", every)
+  if messages % every:
+    raise ValueError(
+      f"{messages} messages are not a multiple of every={every}, the messages"
+      f" between two evaluations; use {max(messages // every, 1) * every}"
+    )
+  numbers = Numbers(messages, workers, seed, every)
+  known = *kind.sections, *_FURTHER
+  resolved = _config(given, name, config, known, numbers)
+  experiment = cells.build(resolved, engines={name: kind}, dataset=given)
+  (cell,), machine = experiment.cells, machine or _machine()
+  plan = experiment.plan(cell)
+  kind.check_machine(experiment, [plan], machine)
+  if name == "ray" or machine.processes:
+    check_travels(given)
+  kept: list[Any] = []
+  with contextlib.ExitStack() as stack:
+    stack.callback(machine.close)
+    workdir = place
+    if place is None and kind.journaled:
+      workdir = stack.enter_context(
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+      )
+    if workdir is not None:
+      workdir = folder.open_folder(os.fspath(workdir), cell.label, experiment)
+    bar = progress.Silent()
+    if shows:
+      bar = progress.ProgressBar(
+        plan.messages, describe=lambda name, row: kind.describe(row)
+      )
+      stack.callback(bar.close)
+    loop.train(
+      *(experiment, cell, workdir),
+      bar=bar,
+      machine=machine,
+      ended=lambda *what: kept.extend(what),
+    )
+    if not kept:
+      kept = _read(workdir / "cells" / cell.name, experiment, cell)
+    records, params, rows = kept
+    trace = _trace(plan, cell, workdir)
+  params = given.outward(params)
+  rows = [_row(row) for row in rows]
+  return Result(params, records, trace, rows, Path(place) if place else None)
+
+
+def _machine() -> Machine:
+  memory = Machine.memory_dir
+  if not os.path.isdir(memory):
+    memory = tempfile.gettempdir()
+  return Machine(memory_dir=memory)
+
+
+def _row(row):
+  """An evaluation as the caller knows it."""
+  out = {key: row[key] for key in _OF_A_ROW if row.get(key) is not None}
+  out |= {
+    key.removeprefix("test_"): value
+    for key, value in row.items()
+    if key.startswith("test_") and value is not None
+  }
+  return {
+    key: value
+    for key, value in out.items()
+    if not key.startswith("test_") and value == value  # not a NaN
+  }
+
+
+def _read(place, experiment, cell):
+  """Returns records, parameters and evaluations of a finished cell."""
+  with np.load(place / "records.npz") as columns:
+    named = {key: columns[key] for key in columns.files}
+  records = named
+  if set(named) == set(base.Records._fields):
+    records = base.Records(**named)
+  key, _ = jax.random.split(jax.random.key(cell.seed))
+  problem = experiment.problem_of(experiment.runs[cell.label])
+  like = jax.device_get(problem.init(key))
+  content = (place / "params.msgpack").read_bytes()
+  params = flax.serialization.from_bytes(like, content)
+  return records, params, folder.read_rows(place)
+
+
+def _trace(plan, cell, workdir):
+  """The order that was kept: drawn, or written down by the lead."""
+  if plan.run.engine in _RUNTIMES:
+    return replay_lib.trace_of(workdir / "cells" / cell.name)
+  return plan.trace(cell.seed) if hasattr(plan, "trace") else None
+
+
+def check_travels(given: own.Objects) -> None:
+  """Raises ValueError for what no other process can be given."""
+  from ray import cloudpickle
+
+  state = given.__getstate__()
+  parts = {
+    "the loss": [state["_loss"], state["_pieces"]],
+    "params": state["_init"],
+    "data": state["_stream"],
+    "the recipe": state["recipe"],
+  }
+  for what, part in parts.items():
+    try:
+      cloudpickle.dumps(part)
+    except Exception as error:  # whatever somebody's object raises
+      line = checks.shortened(" ".join(str(error).split()), 200)
+      raise ValueError(
+        f"{what} cannot be sent to other processes ({type(error).__name__}:"
+        f" {line}): make what it holds (locks, files, generators) inside of the"
+        " function, or use runtime='threads'"
+      ) from error
+
+
+__all__ = ["Result", "replay", "simulate", "train_live"]

@@ -1,0 +1,626 @@
+"""A problem of one's own: a loss, parameters and data that a caller gives.
+
+`Objects` reads them in the forms that users have them in, and checks them
+before anything runs. What is wrong is one ValueError, in words of what was
+given.
+"""
+
+import functools
+import hashlib
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from asgd import algorithms, base, checks, data, models, names
+from asgd import worker as worker_lib
+from asgd.problems.problem import (
+  Batches,
+  Evaluation,
+  Pieces,
+  Problem,
+  whole_loss,
+)
+
+_NAN = float("nan")
+_MOST_EXAMPLES = 10**9  # of which an order can be drawn
+_INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # of a dict
+_REMEDY = (
+  "give arrays with batch_size=, something with len() and an index (a list of"
+  " batches, a grain.MapDataset), or a function (worker, job) -> batch"
+)
+
+
+def _line(error: BaseException, most: int = 250) -> str:
+  """Returns an error's kind and text as one short line."""
+  text = checks.shortened(" ".join(str(error).split()), most)
+  return f"{type(error).__name__}: {text}"
+
+
+def _accepts(function: Callable, count: int) -> bool:
+  """Whether a function can be called with so many positional arguments."""
+  try:
+    inspect.signature(function).bind(*range(count))
+  except TypeError:
+    return False
+  except ValueError:  # of a builtin nothing is known
+    return True
+  return True
+
+
+def _takes(function: Callable, name: str) -> bool:
+  """Whether a function has an argument of a name."""
+  try:
+    return name in inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return False
+
+
+def _arguments(function: Callable) -> str:
+  try:
+    return str(inspect.signature(function))
+  except (TypeError, ValueError):
+    return "(?)"
+
+
+# Data.
+
+
+class Stream(NamedTuple):
+  """Data, as batches of jobs."""
+
+  batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
+  first: base.Batch  # of worker 0, job 0
+  size: int  # examples in a batch; 1 if that is not known
+  per_epoch: int | None  # batches; None: it has no end
+
+
+def read_data(given: Any, batch_size: int | None = None) -> Stream:
+  """Reads data in any form that a user may have them in.
+
+  Args:
+    given: arrays with a leading axis of examples, in a tuple, a dict or alone;
+      anything with len() and an index, of examples, or of batches where there
+      is no `batch_size`; or a function (worker, job) -> batch, which is pure.
+    batch_size: examples in a batch. Each epoch visits them in an order drawn
+      for it; what is left of it that does not fill a batch is dropped.
+
+  Raises ValueError for anything else.
+
+  Example:
+    >>> stream = read_data((np.zeros((10, 3)), np.arange(10)), batch_size=5)
+    >>> stream.first[0].shape, stream.size, stream.per_epoch
+    ((5, 3), 5, 2)
+  """
+  if batch_size is not None:
+    checks.whole("batch_size", batch_size)
+  if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
+    return _of_arrays(given, batch_size)
+  if isinstance(given, str) or given is None:
+    raise ValueError(f"data cannot be {checks.shown(given)}: {_REMEDY}")
+  if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+    return _of_indexed(given, batch_size)
+  if callable(given):
+    return _of_function(given, batch_size)
+  kind = type(given).__name__
+  iterator = isinstance(given, Iterable) or hasattr(given, "__next__")
+  why = "is an iterator, and" if iterator else "is of no form known:"
+  raise ValueError(
+    f"data ({kind}) {why} cannot be indexed, so that a worker that restarts"
+    f" could not go on; {_REMEDY}"
+  )
+
+
+def as_batch(value: Any, what: str) -> base.Batch:
+  """Returns a batch as NumPy arrays; ValueError, which says `what` it is, for
+  what JAX cannot compute with."""
+  batch = jax.tree.map(np.asarray, value)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if leaf.dtype.kind not in "biufcV":
+      raise ValueError(
+        f"{what}{jax.tree_util.keystr(path)} is of dtype {leaf.dtype}, and a"
+        " batch holds arrays of numbers: encode or drop it"
+      )
+  return batch
+
+
+def _shapes(batch):
+  return jax.tree.map(lambda x: (*x.shape, str(x.dtype)), batch)
+
+
+def described(batch: base.Batch) -> str:
+  """Returns the shapes of a batch, in short."""
+  text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+  return checks.shown(text).replace("'", "")
+
+
+def _size(batch) -> int:
+  """Returns the examples of a batch, 1 if its arrays do not agree."""
+  sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+  return max(*sizes.pop(), 1) if len(sizes) == 1 and () not in sizes else 1
+
+
+def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
+  """Data of which `take` returns given rows, as one batch."""
+  if count > _MOST_EXAMPLES:
+    raise ValueError(
+      f"data has {count:,} examples, of which no order can be drawn: give it"
+      " without repeat(), or in batches, without batch_size"
+    )
+  if size > count:
+    raise ValueError(
+      f"batch_size {size} is larger than the {count} examples; use at most"
+      f" {count}"
+    )
+  rows = np.arange(count)
+
+  def batches(seed, workers):
+    drawn = data.make_batches(
+      rows, rows, batch_size=size, seed=seed, workers=workers
+    )
+    return lambda worker, job: take(drawn(worker, job)[0])
+
+  return Stream(batches, take(rows[:size]), size, count // size)
+
+
+def _of_arrays(given, size):
+  arrays = as_batch(given, "data")
+  shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
+  if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
+    raise ValueError(
+      "data must be arrays with a leading axis of examples, as many in each,"
+      f" not of shapes {checks.shown(shapes)}; batches that are made already go"
+      " into a list"
+    )
+  count = shapes[0][0]
+  if size is None:
+    raise ValueError(
+      f"data are arrays of {count:,} examples: say how many are in a batch,"
+      " batch_size=32"
+    )
+
+  def take(rows):
+    return jax.tree.map(lambda leaf: leaf[rows], arrays)
+
+  return _of_rows(take, count, size)
+
+
+def _of_indexed(given, size):
+  count = len(given)
+  if not count:
+    raise ValueError("data is empty: len(data) is 0")
+
+  def element(index):
+    try:
+      value = given[index]
+    except Exception as error:  # whatever somebody's dataset raises
+      raise ValueError(
+        f"data[{index}] fails ({_line(error)}); {_REMEDY}"
+      ) from error
+    return as_batch(value, f"data[{index}]")
+
+  endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
+  first, last = element(0), element(1 if endless else count - 1)
+  what = "batches" if size is None else "examples"
+  if _shapes(first) != _shapes(last):
+    remedy = "pad them"
+    if size is None:
+      remedy += ", drop the last (drop_remainder=True), or give batch_size="
+    raise ValueError(
+      f"data[0] is {described(first)}, and the last {described(last)}: {what}"
+      f" must be of one shape; {remedy}"
+    )
+  if size is None:
+
+    def batches(seed, workers):
+      del seed, workers
+      return lambda worker, job: element(job % count)
+
+    return Stream(batches, first, _size(first), None if endless else count)
+
+  def take(rows):
+    parts = [element(int(row)) for row in rows]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  return _of_rows(take, count, size)
+
+
+def _of_function(given, size):
+  if not _accepts(given, 2):
+    raise ValueError(
+      "data must be a function (worker, job) -> batch, two integers; it takes"
+      f" {_arguments(given)}"
+    )
+  if size is not None:
+    raise ValueError(
+      "batch_size is that of arrays and datasets; a function (worker, job) ->"
+      " batch makes its batches itself: drop it"
+    )
+
+  def batch(worker, job):
+    return as_batch(given(int(worker), int(job)), "data(worker, job)")
+
+  try:
+    first, again = batch(0, 0), batch(0, 0)
+  except ValueError:
+    raise
+  except Exception as error:  # whatever somebody's function raises
+    raise ValueError(f"data(0, 0) fails ({_line(error)})") from error
+  equal = _shapes(first) == _shapes(again) and all(
+    map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
+  )
+  if not equal:
+    raise ValueError(
+      "data(0, 0) gave two different batches: it must be a function of worker"
+      " and job, or no run could be resumed or replayed; draw from"
+      " np.random.default_rng((seed, worker, job))"
+    )
+  return Stream(lambda seed, workers: batch, first, _size(first), None)
+
+
+def _equal(a, b):
+  return a.tobytes() == b.tobytes()
+
+
+# Parameters and models.
+
+
+def read_params(given: Any) -> Callable[[jax.Array], Any]:
+  """Returns (key) -> parameters, as NumPy arrays in the dtypes that JAX has
+  them in, from a tree of arrays or a function of a key."""
+  if callable(given):
+    if not _accepts(given, 1):
+      raise ValueError(
+        "params must be a tree of arrays, or a function of a key that makes"
+        f" one; it takes {_arguments(given)}"
+      )
+    return lambda key: jax.tree.map(jnp.asarray, given(key))
+  if not jax.tree.leaves(given):
+    raise ValueError(
+      f"params holds no array: {checks.shown(given)}; give a tree of arrays, or"
+      " a function of a key that makes one"
+    )
+
+  def array(path, leaf):
+    try:
+      return np.asarray(jnp.asarray(leaf))
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"params{jax.tree_util.keystr(path)} is {checks.shown(leaf)}, and"
+        " parameters are arrays: drop it, or bind it to the loss with"
+        " functools.partial"
+      ) from error
+
+  params = jax.tree_util.tree_map_with_path(array, given)
+  return lambda key: jax.tree.map(jnp.asarray, params)
+
+
+def input_of(batch: base.Batch) -> Any:
+  """Returns what a model is called on: the first of a tuple, the input of a
+  dict, the only array."""
+  if isinstance(batch, Mapping):
+    for key in _INPUTS:
+      if key in batch:
+        return batch[key]
+    raise ValueError(
+      f"a batch is a dict of {', '.join(batch)}, and none is known for the"
+      f" model's input: call it {_INPUTS[0]!r}, or give a loss (params, batch)"
+    )
+  return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+class _OfModel(NamedTuple):
+  """A model and a criterion, as a loss."""
+
+  model: models.Model
+  criterion: Callable[[jax.Array, base.Batch], jax.Array]
+  example: jax.ShapeDtypeStruct  # the model's input
+  is_linen: bool  # its caller has parameters as flax's variables
+
+  def init(self, key: jax.Array) -> Any:
+    """Draws parameters."""
+    return self.model.init(key, self.example)
+
+  def inward(self, params: Any) -> Any:
+    """Returns what is trained, from a module's variables or weights alone."""
+    of_flax = isinstance(params, Mapping) and "params" in params
+    if not self.is_linen or not of_flax:
+      return params
+    weights, stats = params["params"], params.get("batch_stats")
+    return base.Variables(weights, stats) if stats else weights
+
+  def outward(self, params: Any) -> Any:
+    """Returns a module's variables."""
+    if not self.is_linen:
+      return params
+    if isinstance(params, base.Variables):
+      return {"params": params.weights, "batch_stats": params.stats}
+    return {"params": params}
+
+  def loss(self) -> Callable:
+    """The loss, with the statistics of the batch as aux."""
+
+    def prepare(batch, key, dtype):
+      del key, dtype
+      return input_of(batch)
+
+    return whole_loss(Pieces(self.model, prepare, self.criterion))
+
+
+def _read_model(loss, first: base.Batch) -> _OfModel:
+  """Reads the pair of a model and a criterion that stands for a loss."""
+  if len(loss) != 2:
+    raise ValueError(
+      f"a loss that is a pair is (model, criterion), not {checks.shown(loss)}"
+    )
+  model, criterion = loss
+  is_linen = isinstance(model, nn.Module)
+  if callable(model) and not is_linen and _takes(model, "rngs"):
+    model = models.own.of_nnx(model)
+  elif isinstance(model, nn.Module | models.Model | tuple | list):
+    model = models.own.as_model(model)
+  if not isinstance(model, models.Model):
+    raise ValueError(
+      "a loss that is a pair is (model, criterion), the model a flax module, a"
+      " pair (init, apply), or a function rngs -> nnx module, not"
+      f" {checks.shown(model)}"
+    )
+  if not callable(criterion) or not _accepts(criterion, 2):
+    raise ValueError(
+      "the criterion beside a model must be a function (output, batch) ->"
+      f" scalar, not {checks.shown(criterion)}"
+    )
+  x = jnp.asarray(input_of(first))
+  example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+  return _OfModel(model, criterion, example, is_linen)
+
+
+# What a caller gave.
+
+
+class Objects:
+  """Everything that a caller gave for one run, as a problem and a recipe.
+
+  It travels to other processes as the data of an experiment does, without the
+  evaluation, which is the driver's.
+  """
+
+  name = "given"
+  source = "the caller's"
+
+  def __init__(
+    self,
+    loss: Any,
+    params: Any,
+    dataset: Any,
+    recipe: algorithms.Recipe,
+    *,
+    batch_size: int | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
+    pieces: Pieces | None = None,
+  ):
+    """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
+    are those of a loss that can be cut."""
+    self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
+    if evaluate and not (callable(evaluate) and _accepts(evaluate, 1)):
+      raise ValueError(
+        "evaluate must be a function of the parameters that returns a number or"
+        f" a dict of numbers, not {checks.shown(evaluate)}"
+      )
+    self._stream = read_data(dataset, batch_size)
+    self._model: _OfModel | None = None
+    if isinstance(loss, nn.Module):
+      raise ValueError(
+        "the loss is a flax module: give a pair, (module, criterion), with"
+        " criterion(output, batch) -> scalar"
+      )
+    if isinstance(loss, (tuple, list)):
+      self._model = model = _read_model(loss, self._stream.first)
+      raw = model.loss()
+      made = read_params(model.init if params is None else params)
+      self._init = lambda key: model.inward(made(key))
+    else:
+      raw, self._init = loss, read_params(params)
+    self._loss = worker_lib.as_loss(raw)
+    self._check()
+    self.identity = self._identify(loss, params, dataset, batch_size)
+
+  def __getstate__(self):
+    return {**self.__dict__, "evaluate": None}
+
+  @property
+  def size(self) -> int:
+    """Examples in a batch; 1 if that is not known."""
+    return self._stream.size
+
+  @property
+  def per_epoch(self) -> int | None:
+    """Batches in one pass over the data; None: there is no end."""
+    return self._stream.per_epoch
+
+  def problem(self) -> Problem:
+    """Returns it as the runtimes know problems."""
+    return Problem(
+      self._init,
+      self._loss,
+      self._evaluate,
+      self._stream.batches,
+      self._stream.first,
+      self._stream.per_epoch or 1,
+      self._pieces,
+      statistics_decay=self._decay,
+    )
+
+  @functools.cached_property
+  def _decay(self) -> float:
+    """What a server keeps of statistics."""
+    if self._model is None:
+      return models.DECAY
+    return self._model.model.decay(self._model.example)
+
+  def outward(self, params: Any) -> Any:
+    """Returns parameters in the form in which the caller knows them."""
+    return params if self._model is None else self._model.outward(params)
+
+  def _evaluate(self, params) -> Evaluation:
+    if self.evaluate is None:
+      return Evaluation(_NAN, _NAN)
+    # Copied: the caller may keep them, and a runtime gives up its own.
+    said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
+    values = numbers_of(said)
+    more = {
+      f"test_{key}": value
+      for key, value in values.items()
+      if key not in ("loss", "accuracy")
+    }
+    of_all = (values.get(key, _NAN) for key in ("loss", "accuracy"))
+    return Evaluation(*of_all, more=more)
+
+  def _check(self):
+    """Traces a job and its update, so that nothing of it fails later."""
+    key = jax.random.key(0)
+    first, recipe = self._stream.first, self.recipe
+    try:
+      shapes = jax.eval_shape(self._init, key)
+    except ValueError:
+      raise
+    except Exception as error:  # whatever somebody's function raises
+      raise ValueError(f"params cannot be made ({_line(error)})") from error
+    server = recipe.server(statistics_decay=self._decay)
+    jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
+    try:
+      jax.eval_shape(self._loss, shapes, first, key)
+    except (worker_lib.LossError, models.ModelError):
+      raise
+    except Exception as error:  # whatever somebody's loss raises
+      raise ValueError(
+        f"the loss fails on the first batch, {described(first)}"
+        f" ({_line(error)})"
+      ) from error
+    worker = recipe.make_worker(self._loss)
+
+    def job(params, batch, key):
+      state = server.init(params)
+      ticket = server.send(state, jnp.int32(0))
+      message, start = ticket.params, worker.init(state.params)
+      if recipe.steps == 1:
+        _, message, _ = worker.work(start, ticket, batch, key)
+      return server.receive(state, ticket, message)
+
+    try:
+      jax.eval_shape(job, shapes, first, key)
+    except Exception as error:
+      raise ValueError(
+        f"{describe_recipe(recipe)} cannot train these parameters"
+        f" ({_line(error)})"
+      ) from error
+
+  def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
+    """What a results folder says of it, as JSON has it."""
+    stream, key = self._stream, jax.random.key(0)
+    seen = [stream.batches(0, 1)(0, job) for job in range(2)]
+    arrays = [jax.device_get(self._init(key)), stream.first, *seen]
+    total = hashlib.sha256()
+    for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
+      total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return {
+      "name": self.name,
+      "sha256": total.hexdigest(),
+      "loss": name_of(loss),
+      "params": name_of(params),
+      "data": name_of(dataset),
+      "batch_size": batch_size,
+      "recipe": describe_recipe(self.recipe),
+      "build": _plain(self.recipe),
+    }
+
+
+def numbers_of(said: Any) -> dict[str, float]:
+  """Returns what an evaluation said, as numbers by name."""
+  if said is None:
+    return {}
+  values = said if isinstance(said, Mapping) else {"value": said}
+  try:
+    return {str(key): np.asarray(v).item() + 0.0 for key, v in values.items()}
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      "evaluate must return a number, or a dict of numbers, not"
+      f" {checks.shown(said)}"
+    ) from error
+
+
+# Names and descriptions, in which no address in memory may be.
+
+
+def name_of(value: Any) -> str:
+  """Returns MODULE:NAME of a function, else what kind of thing it is."""
+  if isinstance(value, functools.partial):
+    options = ", ".join(f"{k}={name_of(v)}" for k, v in value.keywords.items())
+    return f"{name_of(value.func)}({options})"
+  if hasattr(value, "__qualname__"):
+    return f"{value.__module__}:{value.__qualname__}"
+  if value is None or isinstance(value, (str, numbers.Number)):
+    return repr(value)
+  if isinstance(value, (tuple, list)) and any(map(callable, value)):
+    return f"({', '.join(map(name_of, value))})"
+  return type(value).__name__
+
+
+def importable(name: str) -> Any:
+  """Returns the function of MODULE:NAME, None if that cannot be imported."""
+  module, _, path = name.partition(":")
+  if not names.is_import(name) or module == "__main__" or "<" in path:
+    return None
+  try:
+    return names.imported("function", name)
+  except ValueError:
+    return None
+
+
+_UPDATES = 0, 1, 10, 100, 1000, 10_000
+
+
+def _rate(rate) -> str:
+  if callable(rate):
+    samples = ", ".join(f"{float(rate(at)):.6g}" for at in _UPDATES)
+    return f"schedule({samples}, ...)"
+  return repr(float(rate))
+
+
+def describe_recipe(recipe: algorithms.Recipe) -> str:
+  """Returns how a recipe was built."""
+  made = recipe.made
+  if made is None:
+    return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
+  options = {"workers": recipe.workers, **made.options}
+  text = ", ".join(
+    f"{key}={value if _is_plain(value) else name_of(value)!s}"
+    for key, value in options.items()
+  )
+  return f"{made.name}({_rate(made.learning_rate)}, {text})"
+
+
+def _is_plain(value) -> bool:
+  if isinstance(value, Mapping):
+    return all(map(_is_plain, value.values()))
+  if isinstance(value, Sequence) and not isinstance(value, str):
+    return all(map(_is_plain, value))
+  return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _plain(recipe) -> dict[str, Any] | None:
+  """Arguments of `algorithms.build`, if a name and plain data say it all."""
+  made = recipe.made
+  if made is None or not _is_plain([made.learning_rate, made.options]):
+    return None
+  return {
+    "name": made.name,
+    "learning_rate": float(made.learning_rate),
+    "workers": recipe.workers,
+    "options": dict(made.options),
+  }

@@ -1,0 +1,41 @@
+"""flax's TrainState, for one's own loop around transforms that read a Delay."""
+
+import dataclasses
+from typing import Any
+
+import optax
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+  """A TrainState whose transform is told what else `apply_gradients` is given.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> import asgd
+    >>> tx = optax.chain(asgd.delay_compensation(0.04), optax.adam(1e-3))
+    >>> state = asgd.TrainState.create(
+    ...   apply_fn=None, params=jnp.ones(2), tx=tx
+    ... )
+    >>> sent = state.params  # what a worker computes on, while others update
+    >>> for _ in range(3):
+    ...   gradient = jax.grad(lambda w: (w**2).sum())(sent)
+    ...   state = state.apply_gradients(grads=gradient, sent_params=sent)
+    >>> print(state.params.round(4))
+    [0.997 0.997]
+  """
+
+  def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+    """Returns the state after an update. Of `kwargs`, those that name a field
+    replace it, as in flax; the others (sent_params, staleness, worker) are the
+    transform's extra args."""
+    fields = {field.name for field in dataclasses.fields(self)}
+    own = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
+    tx = optax.with_extra_args_support(self.tx)
+    updates, opt_state = tx.update(
+      grads, self.opt_state, self.params, **kwargs
+    )
+    params = optax.apply_updates(self.params, updates)
+    return self.replace(
+      step=self.step + 1, params=params, opt_state=opt_state, **own
+    )

@@ -1,0 +1,160 @@
+"""Training one's own layers in a pipeline, in one call; see `asgd.facade`."""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from asgd import checks, facade, models, problems
+from asgd.experiment.machine import Machine
+from asgd.problems import own
+from pipeline.engine import PIPELINE
+
+
+class _Plain(nn.Module):
+  """A module that does the same in training."""
+
+  inner: nn.Module
+
+  def setup(self):
+    nn.share_scope(self, self.inner)  # its weights have the same names
+
+  def __call__(self, x, train):
+    del train
+    return self.inner(x)
+
+
+class _Function(nn.Module):
+  """A function without weights."""
+
+  function: Callable[[jax.Array], jax.Array]
+
+  def __call__(self, x, train):
+    del train
+    return self.function(x)
+
+
+def read_layers(layers: Sequence[Any]) -> models.Layers:
+  """Returns layers as models are made of them: flax modules, called as layer(x,
+  train=bool), from modules with or without `train`, and functions."""
+  if not isinstance(layers, (tuple, list)) or not layers:
+    raise ValueError(
+      "layers must be a tuple of flax modules and functions, in the order in"
+      f" which they are called, not {checks.shown(layers)}"
+    )
+  out: list[nn.Module] = []
+  for number, layer in enumerate(layers):
+    if isinstance(layer, nn.Module):
+      takes = inspect.signature(type(layer).__call__).parameters
+      out.append(layer if "train" in takes else _Plain(layer))
+    elif callable(layer):
+      out.append(_Function(layer))
+    else:
+      raise ValueError(
+        f"layer {number} must be a flax module or a function, not"
+        f" {checks.shown(layer)}"
+      )
+  return tuple(out)
+
+
+def train(
+  layers: Sequence[Any],
+  criterion: Callable[[jax.Array, Any], jax.Array],
+  data: Any,
+  recipe: Any,
+  *,
+  messages: int,
+  params: Any = None,
+  stages: int = 2,
+  schedule: str = "pipedream",
+  microbatches: int = 8,
+  batch_size: int | None = None,
+  seed: int = 0,
+  evaluate: Callable[[Any], Any] | None = None,
+  every: int | None = None,
+  folder: str | os.PathLike | None = None,
+  progress: bool = True,
+  machine: Machine | None = None,
+  clip_norm: float | None = None,
+  **options: Any,
+) -> facade.Result:
+  """Trains layers that are cut into the stages of a pipeline.
+
+  What is not said here is as of `asgd.simulate`. On a CPU set
+  jax.config.update("jax_num_cpu_devices", stages) before JAX is used, or all
+  stages share one device.
+
+  Args:
+    layers: flax modules, called as layer(x) or layer(x, train=bool), and
+      functions, in their order.
+    criterion: (output of the last layer, batch) -> scalar.
+    data: of batches (input, ...), or dicts with "x".
+    recipe: such as `asgd.asgd(0.1, workers=1, momentum=0.9)`. Its learning rate
+      is that of a microbatch: an update of several takes as many times that.
+    messages: microbatches in all, a multiple of `microbatches`.
+    params: a tuple with the weights of each layer; None draws them.
+    schedule: one of `pipeline.schedules`; or a table, in a file.
+    microbatches: of a batch of a synchronous schedule.
+    machine: with processes=2 stages are in processes of Ray.
+    options: further settings of a pipeline: cuts, weights, predict, recompute,
+      partition, or of its schedule.
+
+  Example:
+    >>> import numpy as np
+    >>> import asgd, pipeline
+    >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    >>> result = pipeline.train(
+    ...   (nn.Dense(8), nn.tanh, nn.Dense(1)),
+    ...   lambda y, batch: ((y[:, 0] - batch[1]) ** 2).mean(),
+    ...   (x, x.sum(1)),
+    ...   asgd.asgd(0.02, workers=1, momentum=0.9),
+    ...   messages=400,
+    ...   batch_size=16,
+    ... )
+    >>> print(result.records.loss[-8:].mean() < 0.2, len(result.params))
+    True 3
+  """
+  layers = read_layers(layers)
+  with contextlib.suppress(RuntimeError):  # JAX has started: as it is
+    jax.config.update(
+      "jax_num_cpu_devices", max(stages, jax.config.jax_num_cpu_devices)
+    )
+  with facade.in_words_of_calls():
+    recipe = facade.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
+    first = own.read_data(data, batch_size).first
+    pieces = problems.Pieces(
+      layers, lambda batch, key, dtype: own.input_of(batch), criterion
+    )
+
+    def init(key):
+      return models.init(layers, key, own.input_of(first))
+
+    given = own.Objects(
+      *(problems.whole_loss(pieces), init if params is None else params),
+      *(data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      pieces=pieces,
+    )
+    section = {"schedule": schedule, "stages": stages, **options}
+    section["microbatches"] = checks.whole("microbatches", microbatches)
+    if every is not None:
+      groups = "batches of {} microbatches (every)"
+      checks.multiple(every, "messages", microbatches, groups)
+    return facade.train(
+      given,
+      ("pipeline", PIPELINE),
+      {"pipeline": section, "clip_norm": clip_norm},
+      messages=messages,
+      workers=1,
+      seed=seed,
+      every=every,
+      place=folder,
+      shows=progress,
+      machine=machine,
+      quantum=(microbatches, "batches of {} microbatches"),
+    )

@@ -1,0 +1,548 @@
+"""The facade: what a call trains is what the parts it is made of train."""
+
+import functools
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import asgd
+from asgd import orders, simulator
+from asgd.experiment.engines import live_clusters
+from asgd.orders import durations
+from asgd.problems import own
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+X = np.float32(kit.normal(48, 3))
+DATA = X, X.sum(1) + np.float32(0.1 * kit.normal(48, seed=1))
+PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+EVERY = {"batch_size": 8, "progress": False}
+
+
+def loss(params, batch):
+  x, y = batch
+  return ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+
+def batch(worker, job):
+  rows = np.random.default_rng((0, worker, job)).integers(48, size=8)
+  return DATA[0][rows], DATA[1][rows]
+
+
+def dana(workers=4, **options):
+  return asgd.dana_zero(0.02, workers=workers, **options)
+
+
+def error_of(function, *args, **kwargs):
+  with pytest.raises(ValueError) as info:
+    function(*args, **kwargs)
+  line = str(info.value)
+  assert "\n" not in line and len(line) < 600, line
+  return line
+
+
+# Names.
+
+
+@pytest.mark.process
+def test_importing_asgd_leaves_what_takes_long_to_others():
+  code = "import asgd, sys; print({'asgd.experiment', 'flax'} & {*sys.modules})"
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout == "set()\n"
+
+
+def test_every_name_of_the_package_is_there():
+  assert dir(asgd) == sorted(asgd.__all__)
+  for name in asgd.__all__:
+    assert getattr(asgd, name) is not None
+  for name in asgd.RECIPES:
+    recipe = getattr(asgd, name)(0.1, workers=2)
+    assert isinstance(recipe, asgd.Recipe) and recipe.workers == 2
+  with pytest.raises(AttributeError, match="no attribute 'dana'"):
+    _ = asgd.dana
+
+
+def test_a_recipe_that_is_called_checks_as_one_that_is_built():
+  assert "workers" in error_of(asgd.dana_zero, 0.1, workers=0)
+  assert "learning_rate" in error_of(asgd.ssgd, -1.0, workers=2)
+  line = error_of(asgd.dana_zero, 0.1, workers=2, momentun=0.9)
+  assert "did you mean 'momentum'" in line
+
+
+# Equalities.
+
+
+def test_one_worker_is_a_plain_optax_loop(float64):
+  tx, params = optax.adam(0.1), jax.tree.map(np.float64, PARAMS)
+  result = asgd.simulate(
+    *(loss, params, batch, asgd.asgd(0.1, 1, optimizer=optax.adam)),
+    messages=20,
+    progress=False,
+  )
+  state = tx.init(params)
+  for job in range(20):
+    grads = jax.grad(loss)(params, batch(0, job))
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  kit.close(jax.tree.map(np.asarray, result.params), params)
+
+
+def test_a_simulation_is_that_of_the_simulator():
+  result = asgd.simulate(
+    loss, PARAMS, batch, dana(), messages=40, seed=3, progress=False
+  )
+  recipe = asgd.build("dana_zero", 0.02, workers=4)
+  host = simulator.make_host(recipe.server(), asgd.gradient_worker(loss))
+  _, root = jax.random.split(jax.random.key(3))
+  trace = orders.build(
+    *(recipe.order, durations.homogeneous(seed=3)), workers=4, messages=40
+  )
+  end, records = simulator.run_whole(
+    host, PARAMS, 4, trace, batch=batch, root=root
+  )
+  kit.same(result.params, jax.device_get(end.server.params))
+  kit.same(result.records, records)
+  kit.same(result.trace, trace)
+
+
+@pytest.mark.parametrize(
+  "form",
+  [
+    lambda params, batch: (loss(params, batch), {"any": "thing"}),
+    lambda params, batch, key: loss(params, batch),
+    lambda params, batch, key: (loss(params, batch), key),
+    lambda params, batch, rng=None, scale=1.0: loss(params, batch),
+    functools.partial(lambda scale, p, b: scale * loss(p, b), 1.0),
+    jax.jit(loss),
+  ],
+)
+def test_all_forms_of_a_loss_train_the_same(form):
+  results = [
+    asgd.simulate(each, PARAMS, DATA, dana(), messages=16, **EVERY)
+    for each in (loss, form)
+  ]
+  kit.same(results[0].params, results[1].params)
+
+
+class Indexed:
+  """Anything with a length and an index, as grain's datasets are."""
+
+  def __init__(self, elements):
+    self._elements = elements
+
+  def __len__(self):
+    return len(self._elements)
+
+  def __getitem__(self, index):
+    return self._elements[index]
+
+
+def test_all_forms_of_data_train_the_same():
+  examples = Indexed(list(zip(*DATA, strict=True)))
+  named = {"x": DATA[0], "y": DATA[1]}
+  results = [
+    asgd.simulate(each, PARAMS, data, dana(), messages=16, **EVERY)
+    for each, data in (
+      (loss, DATA),
+      (loss, examples),
+      (lambda p, b: loss(p, (b["x"], b["y"])), named),
+    )
+  ]
+  for result in results[1:]:
+    kit.same(result.params, results[0].params)
+  batches = [batch(0, job) for job in range(3)]
+  results = [
+    asgd.simulate(
+      loss, PARAMS, data, dana(), messages=16, progress=False
+    )
+    for data in (batches, Indexed(batches), lambda w, job: batches[job % 3])
+  ]
+  for result in results[1:]:
+    kit.same(result.params, results[0].params)
+
+
+class Endless(Indexed):
+  """As grain has it after repeat(): the last element is never seen."""
+
+  def __len__(self):
+    return 2**60
+
+  def __getitem__(self, index):
+    if index > 10**6:
+      return batch(0, 0)[0][:3]
+    return batch(0, index)
+
+
+def test_data_may_have_no_end():
+  results = [
+    asgd.simulate(loss, PARAMS, data, dana(), messages=8, progress=False)
+    for data in (Endless([]), lambda worker, job: batch(0, job))
+  ]
+  kit.same(results[0].params, results[1].params)
+  line = error_of(
+    *(asgd.simulate, loss, PARAMS, Endless([]), dana()), messages=8, **EVERY
+  )
+  assert "repeat()" in line
+
+
+def test_params_may_be_a_function_of_a_key():
+  def init(key):
+    return {**PARAMS, "w": jax.random.normal(key, (3,))}
+
+  results = [
+    asgd.simulate(loss, init, DATA, dana(), messages=8, seed=seed, **EVERY)
+    for seed in (0, 0, 1)
+  ]
+  kit.same(results[0].params, results[1].params)
+  assert (results[0].params["w"] != results[2].params["w"]).all()
+
+
+def test_an_optax_transform_is_a_recipe():
+  tx = optax.chain(asgd.delay_compensation(0.04), optax.sgd(0.02))
+  result = asgd.simulate(
+    loss, PARAMS, DATA, tx, messages=16, workers=4, **EVERY
+  )
+  other = asgd.dc_asgd_c(0.02, workers=4, strength=0.04)
+  named = asgd.simulate(loss, PARAMS, DATA, other, messages=16, **EVERY)
+  kit.close(result.params, named.params, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(asgd.RECIPES))
+def test_every_recipe_trains(name):
+  options = {"steps": 2} if name == "diloco" else {}
+  rate = optax.linear_schedule(0.02, 0.01, 50)
+  recipe = getattr(asgd, name)(rate, workers=2, **options)
+  result = asgd.simulate(loss, PARAMS, DATA, recipe, messages=8, **EVERY)
+  assert len(result.records.loss) == 8
+  assert np.isfinite(result.records.loss).all()
+
+
+class Net(nn.Module):
+  """A network with everything that training and testing do differently."""
+
+  momentum: float = 0.9
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.Dense(4)(x)
+    x = nn.BatchNorm(use_running_average=not train, momentum=self.momentum)(x)
+    x = nn.Dropout(0.0, deterministic=not train)(nn.relu(x))
+    return nn.Dense(1)(x)[:, 0]
+
+
+def criterion(output, batch):
+  return ((output - batch[1]) ** 2).mean()
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+def test_a_flax_module_trains_as_in_a_flax_loop(momentum):
+  net = Net(momentum)
+  variables = net.init(jax.random.key(0), X[:1], train=False)
+  result = asgd.simulate(
+    *((net, criterion), variables, batch, asgd.asgd(0.05, workers=1)),
+    messages=10,
+    progress=False,
+    evaluate=lambda v: criterion(net.apply(v, X, train=False), DATA),
+  )
+
+  def value(params, stats, batch):
+    given = {"params": params, "batch_stats": stats}
+    out, new = net.apply(given, batch[0], train=True, mutable=["batch_stats"])
+    return criterion(out, batch), new["batch_stats"]
+
+  params, stats = variables["params"], variables["batch_stats"]
+  for job in range(10):
+    at = params, stats, batch(0, job)
+    grads, stats = jax.grad(value, has_aux=True)(*at)
+    params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+  expected = {"params": params, "batch_stats": stats}
+  kit.close(dict(result.params), expected, rtol=1e-4, atol=1e-5)
+  assert result.evaluations[-1]["value"] > 0
+
+
+def test_a_model_may_be_two_functions_or_of_nnx():
+  def apply(params, x):
+    return x @ params["w"] + params["b"]
+
+  recipe = dana()
+  given = (lambda key: PARAMS, apply), criterion
+  results = [
+    asgd.simulate(each, params, DATA, recipe, messages=8, **EVERY)
+    for each, params in ((loss, PARAMS), (given, None), (given, PARAMS))
+  ]
+  for result in results[1:]:
+    kit.close(result.params, results[0].params, rtol=1e-6)
+
+  class Line(nnx.Module):
+    def __init__(self, rngs):
+      self.line = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+      return self.line(x)[:, 0]
+
+  given = (lambda rngs: Line(rngs)), criterion
+  result = asgd.simulate(given, None, DATA, recipe, messages=80, **EVERY)
+  assert result.records.loss[-8:].mean() < result.records.loss[:8].mean() / 2
+
+
+# Evaluations, folders, live runs.
+
+
+def test_evaluations_come_when_they_are_due():
+  seen = []
+
+  def evaluate(params):
+    seen.append(params)
+    return {"loss": loss(params, DATA), "norm": np.float64(len(seen))}
+
+  result = asgd.simulate(
+    loss, PARAMS, DATA, dana(), messages=40, evaluate=evaluate, every=20,
+    **EVERY,
+  )
+  first, last = result.evaluations
+  assert (first["message"], last["message"]) == (20, 40)
+  assert (first["norm"], last["norm"]) == (1, 2)
+  assert last["loss"] < first["loss"] == float(loss(seen[0], DATA))
+  kit.same(jax.device_get(seen[1]), result.params)
+
+
+class Interrupted(Exception):
+  """Of a user's evaluation."""
+
+
+def interrupted(train, folder):
+  """Interrupts a training at its second evaluation, and goes on with it."""
+  count = [0]
+
+  def evaluate(params):
+    count[0] += 1
+    if count[0] == 2:
+      raise Interrupted
+    return float(loss(params, DATA))
+
+  with pytest.raises(Interrupted):
+    train(evaluate=evaluate, folder=folder)
+  return train(evaluate=evaluate, folder=folder)
+
+
+def test_a_simulation_that_goes_on_is_one_that_was_not_stopped(tmp_path):
+  train = functools.partial(
+    *(asgd.simulate, loss, PARAMS, DATA, dana()),
+    messages=60,
+    every=20,
+    checkpoint_seconds=0,
+    **EVERY,
+  )
+  whole = train(evaluate=lambda params: float(loss(params, DATA)))
+  result = interrupted(train, tmp_path / "run")
+  kit.same(result.params, whole.params)
+  kit.same(result.records, whole.records)
+  assert result.evaluations == whole.evaluations
+  again = train(folder=tmp_path / "run")  # it is finished
+  kit.same(again.params, whole.params)
+  kit.same(again.records, whole.records)
+  assert again.evaluations == whole.evaluations
+
+
+def test_a_live_run_is_its_replay(tmp_path):
+  args = loss, PARAMS, DATA, dana(2)
+  train = functools.partial(
+    asgd.train_live, *args, messages=60, every=20, **EVERY
+  )
+  result = interrupted(train, tmp_path)
+  replayed = asgd.replay(tmp_path, *args)
+  assert replayed.same and replayed.recorded
+  kit.same(replayed.params, result.params)
+  kit.same(replayed.trace, result.trace)
+  assert "cannot be imported (params, data)" in error_of(asgd.replay, tmp_path)
+  others = loss, PARAMS, DATA, asgd.asgd(0.02, workers=2)
+  line = error_of(asgd.replay, tmp_path, *others)
+  assert "recipe was 'dana_zero(0.02, workers=2)'" in line
+  line = error_of(
+    *(asgd.train_live, *others), messages=60, folder=tmp_path, **EVERY
+  )
+  assert "choose another folder" in line and "--" not in line
+
+
+def test_a_live_run_needs_no_folder():
+  result = asgd.train_live(
+    *((Net(), criterion), None, DATA, dana(2)), messages=20, **EVERY
+  )
+  assert result.folder is None
+  assert set(result.params) == {"params", "batch_stats"}
+  assert (result.trace.action == 1).sum() == len(result.records.loss) == 20
+
+
+MODULE = '''
+import numpy as np
+def init(key):
+  return np.zeros(3, np.float32)
+def loss(w, batch):
+  return ((batch @ w - 1) ** 2).mean()
+def batch(worker, job):
+  rng = np.random.default_rng((worker, job))
+  return rng.normal(size=(4, 3)).astype("float32")
+'''
+
+
+def test_functions_of_modules_are_imported_for_a_replay(tmp_path, monkeypatch):
+  (tmp_path / "facade_users_module.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(tmp_path)
+  import facade_users_module as users
+
+  asgd.train_live(
+    *(users.loss, users.init, users.batch, dana(2, momentum=0.5)),
+    messages=10,
+    folder=tmp_path / "run",
+    progress=False,
+  )
+  assert asgd.replay(tmp_path / "run").same
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_on_ray_functions_travel_and_what_they_did_is_replayed(tmp_path):
+  scale = jnp.float32(1.0)  # travels in the closure
+
+  def local(params, batch):
+    x, y = batch
+    return scale * ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+  args = local, PARAMS, DATA, dana(2, optimizer=optax.adamw)
+  result = asgd.train_live(
+    *args, messages=40, runtime="ray", folder=tmp_path, **EVERY
+  )
+  replayed = asgd.replay(tmp_path, *args)
+  assert replayed.same
+  kit.same(replayed.params, result.params)
+
+
+def test_what_cannot_travel_is_refused():
+  lock = threading.Lock()
+
+  def locked(params, batch):
+    with lock:
+      return loss(params, batch)
+
+  line = error_of(
+    *(asgd.train_live, locked, PARAMS, DATA, dana()),
+    messages=8,
+    runtime="ray",
+    **EVERY,
+  )
+  assert "the loss cannot be sent" in line and "'_thread.lock'" in line
+
+
+def test_what_cannot_be_read_on_arrival_is_one_line(monkeypatch):
+  ray = pytest.importorskip("ray")
+
+  def get(ref):
+    text = "System error: ...\nModuleNotFoundError: No module named 'mine'"
+    raise ray.exceptions.RaySystemError(text)
+
+  monkeypatch.setattr(ray, "get", get)
+  ref = ray.ObjectRef.from_random()
+  line = error_of(live_clusters._remote_plan, {}, ref, None)
+  assert "No module named 'mine'" in line and "PYTHONPATH" in line
+
+
+# Mistakes.
+
+
+def noisy(worker, job):
+  return np.random.default_rng().normal(size=3)
+
+
+TEXTS = [np.array(["a", "b"])] * 2
+RAGGED = [X[:8], X[:8], X[:5]]
+MISTAKES = {
+  "vector": ({"loss": lambda p, b: b[1] * p["b"]}, "scalar, not an array"),
+  "none": ({"loss": lambda p, b: None}, "must return a scalar"),
+  "whole": ({"loss": lambda p, b: jnp.int32(1)}, "must be a float"),
+  "triple": ({"loss": lambda p, b: (p["b"], 1, 2)}, "(scalar, aux)"),
+  "one argument": ({"loss": lambda p: 0.0}, "it takes (p)"),
+  "four": ({"loss": lambda p, b, k, more: 0.0}, "functools.partial"),
+  "keyword": ({"loss": lambda p, b, *, mode: 0.0}, "functools.partial"),
+  "no function": ({"loss": 3}, "must be a function (params, batch)"),
+  "shapes": ({"params": {"w": np.zeros(4), "b": 0.0}}, "float32[8, 3]"),
+  "integers": ({"params": {"w": np.zeros(3, int), "b": 0.0}}, "['w']"),
+  "text": ({"params": {"w": "zeros", "b": 0.0}}, "params['w'] is 'zeros'"),
+  "no params": ({"params": None}, "params holds no array"),
+  "init": ({"params": lambda: PARAMS}, "a function of a key"),
+  "iterator": ({"data": iter([X])}, "cannot be indexed"),
+  "generator": ({"data": (x for x in X)}, "is an iterator"),
+  "path": ({"data": "train.csv"}, "data cannot be 'train.csv'"),
+  "number": ({"data": 7}, "of no form known"),
+  "empty": ({"data": [], "batch_size": None}, "len(data) is 0"),
+  "index": ({"data": Indexed({"a": 1}), "batch_size": None}, "KeyError"),
+  "no size": ({"batch_size": None}, "batch_size=32"),
+  "large": ({"batch_size": 100}, "use at most 48"),
+  "half": ({"batch_size": 2.5}, "batch_size"),
+  "axes": ({"data": (X, X[:5])}, "as many in each"),
+  "arguments": ({"data": lambda job: X, "batch_size": None}, "it takes (job)"),
+  "size": ({"data": batch}, "makes its batches itself"),
+  "impure": ({"data": noisy, "batch_size": None}, "two different batches"),
+  "ragged": ({"data": RAGGED, "batch_size": None}, "drop_remainder"),
+  "words": ({"data": TEXTS, "batch_size": None}, "dtype <U1"),
+  "name": ({"recipe": "dana_zero"}, "asgd.dana_zero(0.01, workers=8)"),
+  "how many": ({"recipe": optax.sgd(0.1)}, "give workers="),
+  "disagree": ({"workers": 3}, "the recipe is for 4"),
+  "rounds": ({"messages": 18}, "use 16 or 20"),
+  "every": ({"every": 7}, "multiple of every=7"),
+  "argument": ({"evry": 8}, "unknown argument 'evry'"),
+  "order": ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
+  "evaluate": ({"evaluate": 3}, "evaluate must be a function"),
+  "evaluation": ({"evaluate": lambda p: "good"}, "not 'good'"),
+  "module": ({"loss": Net()}, "(module, criterion)"),
+  "pair": ({"loss": (Net(), "mse")}, "(output, batch)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(mistake):
+  changes, words = MISTAKES[mistake]
+  arguments = {"loss": loss, "params": PARAMS, "data": DATA, "recipe": dana()}
+  arguments |= {"messages": 16, **EVERY, **changes}
+  line = error_of(asgd.simulate, **arguments)
+  assert words in line, line
+
+
+def test_a_runtime_that_is_none_is_refused():
+  arguments = loss, PARAMS, DATA, dana()
+  line = error_of(asgd.train_live, *arguments, messages=8, runtime="mpi")
+  assert "threads, ray" in line
+
+
+def test_a_recipe_that_needs_more_than_gradients_is_refused_before_it_runs():
+  tx = optax.GradientTransformation(lambda p: (), lambda g, s, p: (g["no"], s))
+  line = error_of(
+    *(asgd.simulate, loss, PARAMS, DATA, tx), messages=8, workers=2, **EVERY
+  )
+  assert "cannot train these parameters" in line
+
+
+def test_descriptions_hold_no_address():
+  recipe = dana(optimizer=functools.partial(optax.adamw, b2=0.95))
+  assert own.describe_recipe(recipe) == (
+    "dana_zero(0.02, workers=4, optimizer=optax._src.alias:adamw(b2=0.95))"
+  )
+  assert "0x" not in own.name_of((Net(), lambda y, b: 0.0))
+
+
+def test_a_train_state_passes_what_is_no_field():
+  tx = optax.chain(asgd.scale_by_staleness(), optax.sgd(1.0))
+  state = asgd.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=tx)
+  after = state.apply_gradients(grads=jnp.ones(2), staleness=4, apply_fn=abs)
+  np.testing.assert_allclose(after.params, 0.75)
+  assert (after.step, after.apply_fn) == (1, abs)

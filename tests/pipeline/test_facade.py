@@ -1,0 +1,98 @@
+"""pipeline.train: layers of one's own are trained as on one device."""
+
+import functools
+
+import jax
+import kit
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import asgd
+import pipeline
+from pipeline.facade import read_layers
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+X = np.float32(kit.normal(32, 3))
+DATA = X, X.sum(1)
+LAYERS = nn.Dense(4), nn.tanh, nn.Dense(1)
+
+
+def criterion(y, batch):
+  return ((y[:, 0] - batch[1]) ** 2).mean()
+
+
+def batch(worker, job):
+  del worker
+  rows = np.random.default_rng(job).integers(32, size=8)
+  return X[rows], DATA[1][rows]
+
+
+train = functools.partial(
+  *(pipeline.train, LAYERS, criterion, batch),
+  messages=16,
+  microbatches=4,
+  progress=False,
+)
+
+
+def test_a_flush_schedule_trains_as_one_device_does(tmp_path):
+  recipe = asgd.asgd(0.01, workers=1, momentum=0.5)
+  arguments = {"schedule": "gpipe", "every": 8, "folder": tmp_path}
+  arguments["evaluate"] = lambda params: float(params[0]["bias"][0])
+  result = train(recipe, **arguments)
+  model = nn.Sequential(LAYERS)
+  first, _, last = jax.device_get(asgd.models.init(
+    *(read_layers(LAYERS), jax.random.split(jax.random.key(0))[0], X[:1])
+  ))
+  params = {"layers_0": first, "layers_2": last}
+  tx = optax.sgd(0.04, 0.5)
+  state = tx.init(params)
+
+  def loss(params, batch):
+    return criterion(model.apply({"params": params}, batch[0]), batch)
+
+  for update in range(4):
+    jobs = [batch(0, 4 * update + k) for k in range(4)]
+    grads = [jax.grad(loss)(params, each) for each in jobs]
+    mean = jax.tree.map(lambda *parts: sum(parts) / 4, *grads)
+    updates, state = tx.update(mean, state)
+    params = optax.apply_updates(params, updates)
+  expected = params["layers_0"], params["layers_2"]
+  trained = result.params[0], result.params[2]
+  kit.close(trained, expected, rtol=1e-4, atol=1e-5)
+  assert [row["message"] for row in result.evaluations] == [8, 16]
+  again = train(recipe, **arguments)  # it is finished
+  kit.same(again.params, result.params)
+  assert again.evaluations == result.evaluations
+
+
+def test_an_asynchronous_schedule_takes_any_recipe_and_optimizer():
+  rate = optax.linear_schedule(0.02, 0.01, 16)
+  recipe = asgd.dc_asgd_c(rate, workers=1, optimizer=optax.adam)
+  result = train(recipe, schedule="pipedream")
+  assert np.isfinite(result.records.loss).all()
+  assert result.records.staleness.max() == 1
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"layers": ()}, "a tuple of flax modules and functions"),
+    ({"layers": (nn.Dense(1), 3)}, "layer 1 must be"),
+    ({"messages": 18}, "use 16 or 20"),
+    ({"every": 6}, "use 4 or 8"),
+    ({"stages": 3}, "stages"),
+    ({"schedul": "gpipe"}, "'pipeline.schedul'"),
+    ({"recipe": asgd.easgd(0.1, workers=2)}, "plain gradients"),
+    ({"criterion": lambda y, batch: y}, "must be a scalar"),
+  ],
+)
+def test_a_mistake_is_one_line(changes, words):
+  arguments = {"recipe": asgd.asgd(0.1, workers=1), **train.keywords}
+  arguments |= {"layers": LAYERS, "criterion": criterion, "data": batch}
+  with pytest.raises(ValueError) as info:
+    pipeline.train(**{**arguments, **changes})
+  assert words in str(info.value) and "\n" not in str(info.value)
