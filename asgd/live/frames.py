@@ -36,7 +36,9 @@ class Frame(NamedTuple):
   worker: int = 0  # place; of a follower, its shard
   seq: int = 0  # HELLO: loops that were started at the place before
   job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
-  version: int = 0  # TICKET: of params; ROW: its number; ASK: totals known
+  # TICKET: of params; ROW: its number; ASK: totals known; HELLO, WELCOME: how
+  # often the loop began anew
+  version: int = 0
   # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and
   # wait for another shard
   flag: int = 0

@@ -72,7 +72,8 @@ class _OpenJob:
 class _Tenure:
   """What one holder of a place knows; the next one starts with another."""
 
-  def __init__(self, shards: int):
+  def __init__(self, shards: int, attempt: int = 0):
+    self.attempt = attempt  # counts the holders that this loop was
     self.number = -1  # of the holder; the lead gives it
     self.state = None  # the worker's
     self.jobs: dict[int, _OpenJob] = {}  # by seq, not started yet
@@ -207,8 +208,9 @@ class WorkerLoop:
     self._repeat((shard,))
 
   def _hello(self, flag=0):
-    number = self._tenure.number
-    return Frame(frames.HELLO, self._worker, self._life, number, flag=flag)
+    number, attempt = self._tenure.number, self._tenure.attempt
+    said = Frame(frames.HELLO, self._worker, self._life, number, attempt)
+    return said._replace(flag=flag)
 
   def _repeat(self, shards):
     """Says to shards again what they have not answered."""
@@ -233,7 +235,8 @@ class WorkerLoop:
   def _handle(self, shard, frame):
     tenure = self._tenure
     if frame.kind == frames.WELCOME and not shard:
-      if frame.job != tenure.number:
+      # One that answers a HELLO of before an EXPEL is another holder's.
+      if frame.version == tenure.attempt and frame.job != tenure.number:
         tenure.number = frame.job
         tenure.state = self._duty.init(self._duty.params)
         for other in self._shards[1:]:
@@ -251,7 +254,7 @@ class WorkerLoop:
         return  # it means the holder before; the HELLO of this one is coming
       if shard:  # it has lost what it knew of us: begin anew everywhere
         self._say(0, Frame(frames.BYE, self._worker))
-      self._tenure = _Tenure(len(self._shards))
+      self._tenure = _Tenure(len(self._shards), tenure.attempt + 1)
       self._say(0, self._hello())
 
   def _ticket(self, shard, frame):

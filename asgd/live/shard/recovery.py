@@ -75,10 +75,12 @@ def recover(
     role.commit(row)
   present = sorted(ledger.present)  # places whose holders may come back
   role.holders |= {w: ledger.holders[w] for w in present if w in ledger.holders}
-  role.died = {w: n for w, n in ledger.holders.items() if w not in present}
-  if role.decides:  # a kill came between the end of tickets and their LEAVE
-    for worker in [w for w in present if w in ledger.ended]:
-      role.leave(worker)
+  # Of some a kill came between the end of their tickets and their LEAVE.
+  ended = [w for w in present if w in ledger.ended]
+  alive = set(present).difference(ended)
+  role.died = {w: n for w, n in ledger.holders.items() if w not in alive}
+  for worker in ended if role.decides else ():
+    role.leave(worker)
   if resumed:
     for worker in sorted(role.holders):
       role.leave(worker)

@@ -127,7 +127,8 @@ class Shard:
     role.peers[worker] = say
     if not present:
       role.join(worker, number)
-    say(Frame(frames.WELCOME, worker, job=role.holders[worker]))
+    number, attempt = role.holders[worker], frame.version
+    say(Frame(frames.WELCOME, worker, job=number, version=attempt))
     for key in self.state.tickets:
       if key[0] == worker and key not in self.state.pushed:
         say(self.state.ticket_frame(key))

@@ -108,6 +108,21 @@ def test_a_worker_that_lost_its_place_says_nothing_any_more():
   assert link.said == [(0, first)]
 
 
+def test_an_answer_to_the_holder_before_is_passed_over():
+  # It said HELLO twice before it was expelled: the second answer comes late.
+  expel = 0, Frame(frames.EXPEL, 0)
+  third = 0, Frame(frames.WELCOME, 0, job=3, version=1)
+  made, link, _ = loop([WELCOME, expel, WELCOME, ticket(), third, STOP])
+  numbers = []
+  hear = link.hear
+  link.hear = lambda seconds: numbers.append(made._tenure.number) or hear(0)
+  assert made.run() == "stopped"
+  assert numbers == [-1, 1, -1, -1, -1, 3]
+  said = [frame.version for _, frame in link.said]
+  assert said == [0, 1]
+  assert not made._tenure.started  # the ticket was the other holder's, too
+
+
 def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():
   made, link, (memory,) = loop(
     [WELCOME, ticket(), None], wait=lambda seconds: made.revoke()

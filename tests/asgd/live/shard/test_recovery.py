@@ -9,6 +9,7 @@ from shard_bench import (
   Bench,
   Memory,
   audit,
+  crew,
   describe,
   one,
   play,
@@ -17,8 +18,11 @@ from shard_bench import (
 from asgd import (
   base,
 )
+from asgd.live import frames
 from asgd.live.deadlines import Ladder
+from asgd.live.frames import Frame
 from asgd.live.shard import images
+from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
 
@@ -405,3 +409,19 @@ def test_a_row_that_was_changed_is_no_riddle():
 
 def tickets_of(bench):
   return bench.lead.state.tickets.items()
+
+
+def test_a_kill_between_the_end_of_tickets_and_their_leave_forgets_nobody():
+  # A connection broke; the shard was killed before it wrote that the worker
+  # has left. What that believes to be there is lost: it is no holder any more.
+  bench = Bench(crew(rules=Rules(depth=2)))
+  bench.join(0)
+  bench.shards[1].gone(0, bench.now)
+  events = bench.journals[1]._events
+  assert [e.action for e in events[-3:]] == [base.LOST, base.LOST, base.LEAVE]
+  del events[-1]
+  bench.start_shard(1)
+  said = []
+  hello = Frame(frames.HELLO, 0, job=0)
+  bench.shards[1].handle(hello, said.append, bench.now)
+  assert [frame.kind for frame in said] == [frames.EXPEL]
