@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from asgd import checks, facade, models, problems
 from asgd.experiment.machine import Machine
-from asgd.problems import own
+from asgd.problems import own, streams
 from pipeline.engine import PIPELINE
 
 
@@ -125,7 +125,7 @@ def train(
     )
   with facade.in_words_of_calls():
     recipe = facade.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
-    first = own.read_data(data, batch_size).first
+    first = streams.read_data(data, batch_size).first
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )

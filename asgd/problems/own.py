@@ -7,9 +7,8 @@ given.
 
 import functools
 import hashlib
-import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,254 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from asgd import algorithms, base, checks, data, models, names
+from asgd import algorithms, base, checks, models, names
 from asgd import worker as worker_lib
-from asgd.problems.problem import (
-  Batches,
-  Evaluation,
-  Pieces,
-  Problem,
-  whole_loss,
-)
+from asgd.problems import streams
+from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
 _NAN = float("nan")
-_MOST_EXAMPLES = 10**9  # of which an order can be drawn
 _INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # of a dict
-_REMEDY = (
-  "give arrays with batch_size=, something with len() and an index (a list of"
-  " batches, a grain.MapDataset), or a function (worker, job) -> batch"
-)
-
-
-def _line(error: BaseException, most: int = 250) -> str:
-  """Returns an error's kind and text as one short line."""
-  text = checks.shortened(" ".join(str(error).split()), most)
-  return f"{type(error).__name__}: {text}"
-
-
-def _accepts(function: Callable, count: int) -> bool:
-  """Whether a function can be called with so many positional arguments."""
-  try:
-    inspect.signature(function).bind(*range(count))
-  except TypeError:
-    return False
-  except ValueError:  # of a builtin nothing is known
-    return True
-  return True
-
-
-def _takes(function: Callable, name: str) -> bool:
-  """Whether a function has an argument of a name."""
-  try:
-    return name in inspect.signature(function).parameters
-  except (TypeError, ValueError):
-    return False
-
-
-def _arguments(function: Callable) -> str:
-  try:
-    return str(inspect.signature(function))
-  except (TypeError, ValueError):
-    return "(?)"
-
-
-# Data.
-
-
-class Stream(NamedTuple):
-  """Data, as batches of jobs."""
-
-  batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
-  first: base.Batch  # of worker 0, job 0
-  size: int  # examples in a batch; 1 if that is not known
-  per_epoch: int | None  # batches; None: it has no end
-
-
-def read_data(given: Any, batch_size: int | None = None) -> Stream:
-  """Reads data in any form that a user may have them in.
-
-  Args:
-    given: arrays with a leading axis of examples, in a tuple, a dict or alone;
-      anything with len() and an index, of examples, or of batches where there
-      is no `batch_size`; or a function (worker, job) -> batch, which is pure.
-    batch_size: examples in a batch. Each epoch visits them in an order drawn
-      for it; what is left of it that does not fill a batch is dropped.
-
-  Raises ValueError for anything else.
-
-  Example:
-    >>> stream = read_data((np.zeros((10, 3)), np.arange(10)), batch_size=5)
-    >>> stream.first[0].shape, stream.size, stream.per_epoch
-    ((5, 3), 5, 2)
-  """
-  if batch_size is not None:
-    checks.whole("batch_size", batch_size)
-  if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
-    return _of_arrays(given, batch_size)
-  if isinstance(given, str) or given is None:
-    raise ValueError(f"data cannot be {checks.shown(given)}: {_REMEDY}")
-  if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-    return _of_indexed(given, batch_size)
-  if callable(given):
-    return _of_function(given, batch_size)
-  kind = type(given).__name__
-  iterator = isinstance(given, Iterable) or hasattr(given, "__next__")
-  why = "is an iterator, and" if iterator else "is of no form known:"
-  raise ValueError(
-    f"data ({kind}) {why} cannot be indexed, so that a worker that restarts"
-    f" could not go on; {_REMEDY}"
-  )
-
-
-def as_batch(value: Any, what: str) -> base.Batch:
-  """Returns a batch as NumPy arrays; ValueError, which says `what` it is, for
-  what JAX cannot compute with."""
-  batch = jax.tree.map(np.asarray, value)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if leaf.dtype.kind not in "biufcV":
-      raise ValueError(
-        f"{what}{jax.tree_util.keystr(path)} is of dtype {leaf.dtype}, and a"
-        " batch holds arrays of numbers: encode or drop it"
-      )
-  return batch
-
-
-def _shapes(batch):
-  return jax.tree.map(lambda x: (*x.shape, str(x.dtype)), batch)
-
-
-def described(batch: base.Batch) -> str:
-  """Returns the shapes of a batch, in short."""
-  text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
-  return checks.shown(text).replace("'", "")
-
-
-def _size(batch) -> int:
-  """Returns the examples of a batch, 1 if its arrays do not agree."""
-  sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-  return max(*sizes.pop(), 1) if len(sizes) == 1 and () not in sizes else 1
-
-
-def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
-  """Data of which `take` returns given rows, as one batch."""
-  if count > _MOST_EXAMPLES:
-    raise ValueError(
-      f"data has {count:,} examples, of which no order can be drawn: give it"
-      " without repeat(), or in batches, without batch_size"
-    )
-  if size > count:
-    raise ValueError(
-      f"batch_size {size} is larger than the {count} examples; use at most"
-      f" {count}"
-    )
-  rows = np.arange(count)
-
-  def batches(seed, workers):
-    drawn = data.make_batches(
-      rows, rows, batch_size=size, seed=seed, workers=workers
-    )
-    return lambda worker, job: take(drawn(worker, job)[0])
-
-  return Stream(batches, take(rows[:size]), size, count // size)
-
-
-def _of_arrays(given, size):
-  arrays = as_batch(given, "data")
-  shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
-  if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
-    raise ValueError(
-      "data must be arrays with a leading axis of examples, as many in each,"
-      f" not of shapes {checks.shown(shapes)}; batches that are made already go"
-      " into a list"
-    )
-  count = shapes[0][0]
-  if size is None:
-    raise ValueError(
-      f"data are arrays of {count:,} examples: say how many are in a batch,"
-      " batch_size=32"
-    )
-
-  def take(rows):
-    return jax.tree.map(lambda leaf: leaf[rows], arrays)
-
-  return _of_rows(take, count, size)
-
-
-def _of_indexed(given, size):
-  count = len(given)
-  if not count:
-    raise ValueError("data is empty: len(data) is 0")
-
-  def element(index):
-    try:
-      value = given[index]
-    except Exception as error:  # whatever somebody's dataset raises
-      raise ValueError(
-        f"data[{index}] fails ({_line(error)}); {_REMEDY}"
-      ) from error
-    return as_batch(value, f"data[{index}]")
-
-  endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
-  first, last = element(0), element(1 if endless else count - 1)
-  what = "batches" if size is None else "examples"
-  if _shapes(first) != _shapes(last):
-    remedy = "pad them"
-    if size is None:
-      remedy += ", drop the last (drop_remainder=True), or give batch_size="
-    raise ValueError(
-      f"data[0] is {described(first)}, and the last {described(last)}: {what}"
-      f" must be of one shape; {remedy}"
-    )
-  if size is None:
-
-    def batches(seed, workers):
-      del seed, workers
-      return lambda worker, job: element(job % count)
-
-    return Stream(batches, first, _size(first), None if endless else count)
-
-  def take(rows):
-    parts = [element(int(row)) for row in rows]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-
-  return _of_rows(take, count, size)
-
-
-def _of_function(given, size):
-  if not _accepts(given, 2):
-    raise ValueError(
-      "data must be a function (worker, job) -> batch, two integers; it takes"
-      f" {_arguments(given)}"
-    )
-  if size is not None:
-    raise ValueError(
-      "batch_size is that of arrays and datasets; a function (worker, job) ->"
-      " batch makes its batches itself: drop it"
-    )
-
-  def batch(worker, job):
-    return as_batch(given(int(worker), int(job)), "data(worker, job)")
-
-  try:
-    first, again = batch(0, 0), batch(0, 0)
-  except ValueError:
-    raise
-  except Exception as error:  # whatever somebody's function raises
-    raise ValueError(f"data(0, 0) fails ({_line(error)})") from error
-  equal = _shapes(first) == _shapes(again) and all(
-    map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
-  )
-  if not equal:
-    raise ValueError(
-      "data(0, 0) gave two different batches: it must be a function of worker"
-      " and job, or no run could be resumed or replayed; draw from"
-      " np.random.default_rng((seed, worker, job))"
-    )
-  return Stream(lambda seed, workers: batch, first, _size(first), None)
-
-
-def _equal(a, b):
-  return a.tobytes() == b.tobytes()
 
 
 # Parameters and models.
@@ -274,10 +32,10 @@ def read_params(given: Any) -> Callable[[jax.Array], Any]:
   """Returns (key) -> parameters, as NumPy arrays in the dtypes that JAX has
   them in, from a tree of arrays or a function of a key."""
   if callable(given):
-    if not _accepts(given, 1):
+    if not streams.accepts(given, 1):
       raise ValueError(
         "params must be a tree of arrays, or a function of a key that makes"
-        f" one; it takes {_arguments(given)}"
+        f" one; it takes {streams.arguments_of(given)}"
       )
     return lambda key: jax.tree.map(jnp.asarray, given(key))
   if not jax.tree.leaves(given):
@@ -360,7 +118,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
     )
   model, criterion = loss
   is_linen = isinstance(model, nn.Module)
-  if callable(model) and not is_linen and _takes(model, "rngs"):
+  if callable(model) and not is_linen and streams.takes(model, "rngs"):
     model = models.own.of_nnx(model)
   elif isinstance(model, nn.Module | models.Model | tuple | list):
     model = models.own.as_model(model)
@@ -370,7 +128,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
       " pair (init, apply), or a function rngs -> nnx module, not"
       f" {checks.shown(model)}"
     )
-  if not callable(criterion) or not _accepts(criterion, 2):
+  if not callable(criterion) or not streams.accepts(criterion, 2):
     raise ValueError(
       "the criterion beside a model must be a function (output, batch) ->"
       f" scalar, not {checks.shown(criterion)}"
@@ -407,12 +165,12 @@ class Objects:
     """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
     are those of a loss that can be cut."""
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
-    if evaluate and not (callable(evaluate) and _accepts(evaluate, 1)):
+    if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
       raise ValueError(
         "evaluate must be a function of the parameters that returns a number or"
         f" a dict of numbers, not {checks.shown(evaluate)}"
       )
-    self._stream = read_data(dataset, batch_size)
+    self._stream = streams.read_data(dataset, batch_size)
     self._model: _OfModel | None = None
     if isinstance(loss, nn.Module):
       raise ValueError(
@@ -490,7 +248,8 @@ class Objects:
     except ValueError:
       raise
     except Exception as error:  # whatever somebody's function raises
-      raise ValueError(f"params cannot be made ({_line(error)})") from error
+      line = streams.line_of(error)
+      raise ValueError(f"params cannot be made ({line})") from error
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     try:
@@ -499,8 +258,8 @@ class Objects:
       raise
     except Exception as error:  # whatever somebody's loss raises
       raise ValueError(
-        f"the loss fails on the first batch, {described(first)}"
-        f" ({_line(error)})"
+        f"the loss fails on the first batch, {streams.described(first)}"
+        f" ({streams.line_of(error)})"
       ) from error
     worker = recipe.make_worker(self._loss)
 
@@ -517,7 +276,7 @@ class Objects:
     except Exception as error:
       raise ValueError(
         f"{describe_recipe(recipe)} cannot train these parameters"
-        f" ({_line(error)})"
+        f" ({streams.line_of(error)})"
       ) from error
 
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:

@@ -20,6 +20,12 @@ DATA = X, X.sum(1)
 LAYERS = nn.Dense(4), nn.tanh, nn.Dense(1)
 
 
+# An update of several microbatches has another rate than the one given here.
+CHANGED = asgd.asgd(0.1, workers=1)._replace(
+  at_server=asgd.scale_by_staleness()
+)
+
+
 def criterion(y, batch):
   return ((y[:, 0] - batch[1]) ** 2).mean()
 
@@ -88,6 +94,7 @@ def test_an_asynchronous_schedule_takes_any_recipe_and_optimizer():
     ({"schedul": "gpipe"}, "'pipeline.schedul'"),
     ({"recipe": asgd.easgd(0.1, workers=2)}, "plain gradients"),
     ({"criterion": lambda y, batch: y}, "must be a scalar"),
+    ({"recipe": CHANGED, "schedule": "gpipe"}, "made or changed by hand"),
   ],
 )
 def test_a_mistake_is_one_line(changes, words):

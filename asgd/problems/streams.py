@@ -1,0 +1,246 @@
+"""Data of a caller, in whatever form, as batches of jobs."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, checks, data
+from asgd.problems.problem import Batches
+
+_MOST_EXAMPLES = 10**9  # of which an order can be drawn
+_REMEDY = (
+  "give arrays with batch_size=, something with len() and an index (a list of"
+  " batches, a grain.MapDataset), or a function (worker, job) -> batch"
+)
+
+
+def line_of(error: BaseException, most: int = 250) -> str:
+  """Returns an error's kind and text as one short line."""
+  text = checks.shortened(" ".join(str(error).split()), most)
+  return f"{type(error).__name__}: {text}"
+
+
+def accepts(function: Callable, count: int) -> bool:
+  """Whether a function can be called with so many positional arguments."""
+  try:
+    inspect.signature(function).bind(*range(count))
+  except TypeError:
+    return False
+  except ValueError:  # of a builtin nothing is known
+    return True
+  return True
+
+
+def takes(function: Callable, name: str) -> bool:
+  """Whether a function has an argument of a name."""
+  try:
+    return name in inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return False
+
+
+def arguments_of(function: Callable) -> str:
+  """Returns the arguments of a function, as errors show them."""
+  try:
+    return str(inspect.signature(function))
+  except (TypeError, ValueError):
+    return "(?)"
+
+
+class Stream(NamedTuple):
+  """Data, as batches of jobs."""
+
+  batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
+  first: base.Batch  # of worker 0, job 0
+  size: int  # examples in a batch; 1 if that is not known
+  per_epoch: int | None  # batches; None: it has no end
+
+
+def read_data(given: Any, batch_size: int | None = None) -> Stream:
+  """Reads data in any form that a user may have them in.
+
+  Args:
+    given: arrays with a leading axis of examples, in a tuple, a dict or alone;
+      anything with len() and an index, of examples, or of batches where there
+      is no `batch_size`; or a function (worker, job) -> batch, which is pure.
+    batch_size: examples in a batch. Each epoch visits them in an order drawn
+      for it; what is left of it that does not fill a batch is dropped.
+
+  Raises ValueError for anything else.
+
+  Example:
+    >>> stream = read_data((np.zeros((10, 3)), np.arange(10)), batch_size=5)
+    >>> stream.first[0].shape, stream.size, stream.per_epoch
+    ((5, 3), 5, 2)
+  """
+  if batch_size is not None:
+    checks.whole("batch_size", batch_size)
+  if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
+    return _of_arrays(given, batch_size)
+  if isinstance(given, str) or given is None:
+    raise ValueError(f"data cannot be {checks.shown(given)}: {_REMEDY}")
+  if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+    return _of_indexed(given, batch_size)
+  if callable(given):
+    return _of_function(given, batch_size)
+  kind = type(given).__name__
+  iterator = isinstance(given, Iterable) or hasattr(given, "__next__")
+  why = "is an iterator, and" if iterator else "is of no form known:"
+  raise ValueError(
+    f"data ({kind}) {why} cannot be indexed, so that a worker that restarts"
+    f" could not go on; {_REMEDY}"
+  )
+
+
+def as_batch(value: Any, what: str) -> base.Batch:
+  """Returns a batch as NumPy arrays; ValueError, which says `what` it is, for
+  what JAX cannot compute with."""
+  batch = jax.tree.map(np.asarray, value)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if leaf.dtype.kind not in "biufcV":
+      raise ValueError(
+        f"{what}{jax.tree_util.keystr(path)} is of dtype {leaf.dtype}, and a"
+        " batch holds arrays of numbers: encode or drop it"
+      )
+  return batch
+
+
+def _shapes(batch):
+  return jax.tree.map(lambda x: (*x.shape, str(x.dtype)), batch)
+
+
+def described(batch: base.Batch) -> str:
+  """Returns the shapes of a batch, in short."""
+  text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+  return checks.shown(text).replace("'", "")
+
+
+def _size(batch) -> int:
+  """Returns the examples of a batch, 1 if its arrays do not agree."""
+  sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+  return max(*sizes.pop(), 1) if len(sizes) == 1 and () not in sizes else 1
+
+
+def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
+  """Data of which `take` returns given rows, as one batch."""
+  if count > _MOST_EXAMPLES:
+    raise ValueError(
+      f"data has {count:,} examples, of which no order can be drawn: give it"
+      " without repeat(), or in batches, without batch_size"
+    )
+  if size > count:
+    raise ValueError(
+      f"batch_size {size} is larger than the {count} examples; use at most"
+      f" {count}"
+    )
+  rows = np.arange(count)
+
+  def batches(seed, workers):
+    drawn = data.make_batches(
+      rows, rows, batch_size=size, seed=seed, workers=workers
+    )
+    return lambda worker, job: take(drawn(worker, job)[0])
+
+  return Stream(batches, take(rows[:size]), size, count // size)
+
+
+def _of_arrays(given, size):
+  arrays = as_batch(given, "data")
+  shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
+  if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
+    raise ValueError(
+      "data must be arrays with a leading axis of examples, as many in each,"
+      f" not of shapes {checks.shown(shapes)}; batches that are made already go"
+      " into a list"
+    )
+  count = shapes[0][0]
+  if size is None:
+    raise ValueError(
+      f"data are arrays of {count:,} examples: say how many are in a batch,"
+      " batch_size=32"
+    )
+
+  def take(rows):
+    return jax.tree.map(lambda leaf: leaf[rows], arrays)
+
+  return _of_rows(take, count, size)
+
+
+def _of_indexed(given, size):
+  count = len(given)
+  if not count:
+    raise ValueError("data is empty: len(data) is 0")
+
+  def element(index):
+    try:
+      value = given[index]
+    except Exception as error:  # whatever somebody's dataset raises
+      raise ValueError(
+        f"data[{index}] fails ({line_of(error)}); {_REMEDY}"
+      ) from error
+    return as_batch(value, f"data[{index}]")
+
+  endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
+  first, last = element(0), element(1 if endless else count - 1)
+  what = "batches" if size is None else "examples"
+  if _shapes(first) != _shapes(last):
+    remedy = "pad them"
+    if size is None:
+      remedy += ", drop the last (drop_remainder=True), or give batch_size="
+    raise ValueError(
+      f"data[0] is {described(first)}, and the last {described(last)}: {what}"
+      f" must be of one shape; {remedy}"
+    )
+  if size is None:
+
+    def batches(seed, workers):
+      del seed, workers
+      return lambda worker, job: element(job % count)
+
+    return Stream(batches, first, _size(first), None if endless else count)
+
+  def take(rows):
+    parts = [element(int(row)) for row in rows]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  return _of_rows(take, count, size)
+
+
+def _of_function(given, size):
+  if not accepts(given, 2):
+    raise ValueError(
+      "data must be a function (worker, job) -> batch, two integers; it takes"
+      f" {arguments_of(given)}"
+    )
+  if size is not None:
+    raise ValueError(
+      "batch_size is that of arrays and datasets; a function (worker, job) ->"
+      " batch makes its batches itself: drop it"
+    )
+
+  def batch(worker, job):
+    return as_batch(given(int(worker), int(job)), "data(worker, job)")
+
+  try:
+    first, again = batch(0, 0), batch(0, 0)
+  except ValueError:
+    raise
+  except Exception as error:  # whatever somebody's function raises
+    raise ValueError(f"data(0, 0) fails ({line_of(error)})") from error
+  equal = _shapes(first) == _shapes(again) and all(
+    map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
+  )
+  if not equal:
+    raise ValueError(
+      "data(0, 0) gave two different batches: it must be a function of worker"
+      " and job, or no run could be resumed or replayed; draw from"
+      " np.random.default_rng((seed, worker, job))"
+    )
+  return Stream(lambda seed, workers: batch, first, _size(first), None)
+
+
+def _equal(a, b):
+  return a.tobytes() == b.tobytes()
