@@ -126,6 +126,27 @@ def signs(examples=64):
   return x, (x[:, 0] > 0).astype(int), x[:16], (x[:16, 0] > 0).astype(int)
 
 
+class Norm(nn.Module):
+  momentum: float
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = x.reshape(len(x), -1)
+    return nn.BatchNorm(not train, momentum=self.momentum)(x)
+
+
+class Out(nn.Module):
+  classes: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.Dense(self.classes)(x)
+
+
+def layers(classes, momentum=0.9):
+  return Norm(momentum), Out(classes)
+
+
 def sigmoid(classes):
   return 3
 
@@ -404,6 +425,13 @@ def test_a_model_in_one_piece_trains_on_a_mesh_of_data(tmp_path):
   assert np.isfinite(result["test_loss"])
 
 
+def test_layers_of_ones_own_can_be_cut():
+  model = {"name": "own_things:layers", "momentum": 0.0}
+  exp = build(model=model)
+  assert len(exp.problem_of(exp.runs["a"]).pieces.layers) == 2
+  assert np.isfinite(train(model=model)["test_loss"])
+
+
 def test_what_cuts_layers_refuses_a_model_in_one_piece():
   words = "own_things:cnn'.*has no layers to divide.*the axis 'data' alone"
   with pytest.raises(ValueError, match=words) as caught:
@@ -513,6 +541,11 @@ MISTAKES = {
   "momenta": (
     model_of("mixed"),
     "^config.model 'own_things:mixed': Mixed has BatchNorm of several",
+  ),
+  "layers that average": (
+    model_of("layers"),
+    "^config.model 'own_things:layers': its layers have BatchNorm of momentum"
+    " 0.9, .* give it momentum=0.0",
   ),
   "no train": (
     model_of("keeps"),
