@@ -14,7 +14,7 @@ from asgd.checks import shortened, shown
 from asgd.data import sentences, text
 from asgd.experiment import schema, storage
 from asgd.experiment.checks import blame
-from asgd.models import encoder
+from asgd.models import encoder, own
 
 
 class Given(NamedTuple):
@@ -335,6 +335,9 @@ def _check_fit(config, problem):
     raise ValueError(
       f"config.model {model!r} does not fit config.data {name!r}: {kind}{line}"
     ) from error
+  if names.is_import(model) and problem.pieces is not None:
+    with _of_model(config):
+      own.check_layers(problem.init)
   _check_size(shapes)
 
 

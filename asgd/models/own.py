@@ -110,6 +110,11 @@ def _one_momentum(momenta: set[float], name: str) -> float:
       f"{name} has BatchNorm of several momenta, {sorted(momenta)}, and the"
       " server averages all statistics alike: give them one"
     )
+  if not momenta:
+    raise ModelError(
+      f"{name} keeps batch_stats that are not of flax's BatchNorm; only those"
+      " are averaged"
+    )
   (momentum,) = momenta
   if not 0 <= momentum < 1:
     raise ModelError(
@@ -125,6 +130,7 @@ def _linen(module: nn.Module) -> Model:
   name = type(module).__name__
   # After self and the batch.
   arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
+  known: set[float] = set()  # momenta, of parts that JAX does not trace again
 
   def init(key, example):
     rngs = {"params": key, "dropout": key}
@@ -153,7 +159,8 @@ def _linen(module: nn.Module) -> Model:
       y, new = module.apply(
         variables, x, rngs=rngs, mutable=["batch_stats"], **options
       )
-    momentum = _one_momentum(momenta, name)
+    known.update(momenta)
+    momentum = _one_momentum(known, name)
     stats = jax.tree.map(
       lambda a, b: _own(a, b, momentum), params.stats, new["batch_stats"]
     )
@@ -163,7 +170,9 @@ def _linen(module: nn.Module) -> Model:
     momenta: set[float] = set()
     try:
       with nn.intercept_methods(_listing(momenta)):
-        shapes = jax.eval_shape(init, jax.random.key(0), example)
+        shapes = jax.eval_shape(  # of a function that JAX has not cached
+          lambda key: init(key, example), jax.random.key(0)
+        )
     except ModelError:
       raise
     except Exception as error:  # whatever a module of the user's raises
@@ -179,14 +188,23 @@ def _linen(module: nn.Module) -> Model:
         f"{name} has BatchNorm, and its __call__ takes no argument train, to"
         " tell a batch's statistics from the running ones; add it"
       )
-    if not momenta:
-      raise ModelError(
-        f"{name} keeps batch_stats that are not of flax.linen.BatchNorm; only"
-        " those are averaged"
-      )
+    known.update(momenta)
     return _one_momentum(momenta, name)
 
   return Model(init, apply, decay)
+
+
+def check_layers(init: Callable[[jax.Array], Any]) -> None:
+  """Raises ModelError if layers that `init` initialises, key -> parameters,
+  average statistics themselves: theirs are to be those of the batch."""
+  momenta: set[float] = set()
+  with nn.intercept_methods(_listing(momenta)):
+    jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
+  if momenta - {0.0}:
+    raise ModelError(
+      f"its layers have BatchNorm of momentum {max(momenta)}, and the server"
+      " averages: give it momentum=0.0, or return one Module"
+    )
 
 
 def _listing(momenta: set[float]):

@@ -91,7 +91,7 @@ def test_digits_take_no_data_dir(tmp_path):
 def test_an_unknown_name_is_answered_with_the_nearest(name, near):
   with pytest.raises(ValueError, match=f"did you mean '{near}'") as error:
     data.load(name)
-  assert "cifar10, digits, fashion, folder, mnist" in str(error.value)
+  assert "cifar10, diabetes, digits, fashion, folder, mnist" in str(error.value)
 
 
 def test_statistics_are_those_of_the_training_pixels():
@@ -99,7 +99,7 @@ def test_statistics_are_those_of_the_training_pixels():
     2500, 3, 2, 3
   )  # more than two blocks, the last one partial
   images[..., 2] = 7
-  mean, std = images_lib._statistics(images)
+  mean, std = images_lib.statistics(images)
   flat = images.reshape(-1, 3).astype(np.float64)
   assert mean.dtype == std.dtype == np.float32
   np.testing.assert_allclose(mean, flat.mean(0), rtol=1e-6)
@@ -412,3 +412,15 @@ def test_file_urls_work_through_the_real_opener(tmp_path, monkeypatch):
     download.fetch(
       (tmp_path / "none").as_uri(), tmp_path / "c", "0", remedy="do this"
     )
+
+
+def test_diabetes_is_a_regression_in_standard_deviations():
+  dataset = data.load("diabetes")
+  assert dataset.classes is None
+  assert dataset.train_images.shape == (342, 10)
+  assert dataset.test_labels.shape == (100,)
+  labels = dataset.train_labels
+  assert labels.dtype == np.float32
+  assert (labels.mean(), labels.std()) == pytest.approx((0, 1), abs=1e-5)
+  with pytest.raises(ValueError, match="diabetes is embedded in scikit-learn"):
+    data.load("diabetes", data_dir="somewhere")
