@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -57,19 +59,17 @@ def test_the_library_example(capsys):
   )
 
 
-def test_an_algorithm_of_your_own(capsys):
-  before = dict(asgd.RECIPES)
-  try:
-    exec(block("halve_when_stale"), {})
-    assert capsys.readouterr().out == "asynchronous\n"
-    exp = experiment.build(
-      {"runs": {"mine": {"recipe": "careful", "limit": 2}}}, engines=ENGINES
-    )
-    (cell,) = exp.cells
-    assert np.isfinite(exp.plan(cell).curvature_limit)
-  finally:
-    asgd.RECIPES.clear()
-    asgd.RECIPES.update(before)
+def test_an_algorithm_of_your_own(capsys, monkeypatch):
+  module = types.ModuleType("mymodule")
+  exec(block("halve_when_stale"), vars(module))
+  assert capsys.readouterr().out == "asynchronous\n"
+  monkeypatch.setitem(sys.modules, "mymodule", module)
+  exp = experiment.build(
+    {"runs": {"mine": {"recipe": "mymodule:careful", "limit": 2}}},
+    engines=ENGINES,
+  )
+  (cell,) = exp.cells
+  assert np.isfinite(exp.plan(cell).curvature_limit)
 
 
 def test_a_config_of_your_own():
@@ -130,9 +130,11 @@ def test_the_table_of_algorithms_names_every_option_and_its_default():
       p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY
     }
     assert options.pop("weight_decay") == (0.1 if name == "diloco" else 0)
+    assert options.pop("optimizer") is None
+    assert options.pop("outer_optimizer", None) is None
     assert {k: ast.literal_eval(v) for k, v in said.items()} == options
     text = f"{maker.__doc__}\n{algorithms.__doc__}"  # the latter: of most
-    for option in (*options, "weight_decay"):
+    for option in (*options, "weight_decay", "optimizer"):
       named = rf"^ +{option}(:|  )|`{option}`"
       assert re.search(named, text, re.MULTILINE), (name, option)
 
