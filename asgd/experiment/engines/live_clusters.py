@@ -70,7 +70,10 @@ def needs_totals(plan: ServerPlan) -> bool:
   params = jax.device_get(plan.problem.init(jax.random.key(0)))
   with blame("server", ("shards",)):
     sharding.make_plan(params, server["shards"])
-  algorithm = transforms.own_statistics(recipe.algorithm)
+  # A transform of single messages may read other rows, too.
+  first = filter(None, (recipe.at_server,))
+  algorithm = transforms.precede(recipe.algorithm, *first)
+  algorithm = transforms.own_statistics(algorithm)
   try:
     sharding.probe.check(algorithm, params)
     return False

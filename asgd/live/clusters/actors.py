@@ -72,7 +72,7 @@ class RayCluster(LiveCluster):
     )
     super().__init__(setup, plan, refill=refill)
     self._ray, self._resources = ray, resources or {"num_cpus": 0}
-    self._patience = patience
+    self._grows_for = patience
     token = uuid.uuid4().hex
     self.site = site._replace(token=token, machine=ray_processes.node_id())
     self._faults, self._resumed = list(faults), resumed
@@ -108,7 +108,7 @@ class RayCluster(LiveCluster):
     if asked.get("accelerator_type"):
       each[f"accelerator_type:{asked['accelerator_type']}"] = 0.001
     each = {name: amount for name, amount in each.items() if amount}
-    end = time.monotonic() + self._patience
+    end = time.monotonic() + self._grows_for
     while lacking := self._lacking(each):
       if time.monotonic() > end:
         name, there = lacking
