@@ -25,7 +25,7 @@ from ml_collections.config_flags import config_flags as parsers
 
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import code, schema
+from asgd.experiment import code, overrides, schema
 from asgd.experiment.signals import Signals, Stopped
 from pipeline.engine import PIPELINE
 
@@ -131,9 +131,9 @@ def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
     raise ValueError(f"no --config; try --config={example}")
   config = flags.FLAGS["config"].parser.config
   if engine is not None:
-    config = schema.retarget(config, engine, ENGINES)
+    config = overrides.retarget(config, engine, ENGINES)
   values = {key: _literal(text) for key, text in _overrides().items()}
-  config = schema.override(config, values, ENGINES)
+  config = overrides.override(config, values, ENGINES)
   return schema.resolve(config, ENGINES)
 
 

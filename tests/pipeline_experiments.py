@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from asgd import experiment
-from asgd.experiment import loop, schema
+from asgd.experiment import loop
+from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context
 from asgd.experiment.progress import ProgressBar
 from pipeline.engine import PIPELINE
@@ -54,7 +55,9 @@ def small_config(**runs):
 
 def build_pipelines(overrides=(), config=None, **options):
   """Builds an experiment, its config overridden as by a command line."""
-  config = schema.override(config or small_config(), dict(overrides), ENGINES)
+  config = overrides_lib.override(
+    config or small_config(), dict(overrides), ENGINES
+  )
   return experiment.build(config, engines=ENGINES, **options)
 
 

@@ -48,6 +48,7 @@ EXPERIMENT_RANKS = {
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,
+  "overrides": 2,
   "checkpoint": 1,
   "figure": 1,
   "live_figures": 1,

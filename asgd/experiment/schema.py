@@ -4,8 +4,9 @@ A config says what is trained, for how long, and with what runs. A run names an
 engine and a recipe; every other key of it is a setting of that engine, an
 option of that recipe, or a shared key that is other for this run.
 
-`resolve` gives plain data with every key; `override` applies the keys of a
-command line; `runs` gives each run the whole config as it holds for that run.
+`resolve` gives plain data with every key; `runs` gives each run the whole
+config as it holds for that run; `asgd.experiment.overrides` applies the keys of
+a command line.
 """
 
 import copy
@@ -146,9 +147,9 @@ SHARED: dict[str, Any] = {
 # Shared keys that a run may set for itself.
 OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
 OF_A_RUN += ("optimizer",)
-_PLAIN = Setting(None, checks.anything)
+PLAIN = Setting(None, checks.anything)
 GIVEN = "given"  # the recipe, data and model of a run that was given objects
-_RESERVED = "engine", "recipe", "title", "workers"
+RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
 _NEEDS_RECIPE = (
@@ -260,7 +261,8 @@ def _refuse_missing(config, above=""):
       _refuse_missing(value, f"{above}{key}.")
 
 
-def _unknown(key: str, known: Any, where: str = "") -> ValueError:
+def unknown(key: str, known: Any, where: str = "") -> ValueError:
+  """Returns the error for a key that is not known, with the nearest."""
   nearest = names.nearest(key.rsplit(".", 1)[-1], known)
   return ValueError(f"unknown config key {shown(key)}{where}; {nearest}")
 
@@ -293,7 +295,7 @@ def _section(value: Any, node: Any, key: str) -> Any:
       others = node.options(value)
   for inner in value:
     if inner not in keys and inner not in others:
-      raise _unknown(f"{above}{inner}", [*keys, *others])
+      raise unknown(f"{above}{inner}", [*keys, *others])
   own = {
     k: plain(value[k], above + k)
     for k in others
@@ -360,7 +362,7 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
     yield label, entry, kind
 
 
-def _keys_of_engine(kind, entry) -> list[str]:
+def keys_of_engine(kind: Any, entry: Mapping[str, Any]) -> list[str]:
   """Keys that a run may give for its engine."""
   settings = keys_of(kind.sections.get(kind.settings))
   return [*kind.sections, *settings, *kind.options(entry)]
@@ -376,17 +378,17 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
     with checks.blame(f"runs.{label}"):
       options = {} if recipe == GIVEN else algorithms.options(recipe)
-      of_engine = _keys_of_engine(kind, entry)
+      of_engine = keys_of_engine(kind, entry)
     engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")
-    known = (*_RESERVED, *shared, *of_engine, *options)
+    known = (*RESERVED, *shared, *of_engine, *options)
     whole = {*SHARED, *kind.sections} - {"runs", "only"}
     merged = {key: value for key, value in config.items() if key in whole}
     own = {}
     for key, value in entry.items():
       where = f"runs.{label}.{key}"
       if key not in known:
-        raise _unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
+        raise unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
       if key in shared:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
@@ -421,120 +423,3 @@ def _option(value, default, key):
     most = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
     checks.number(-most, most)(value, key)
   return value
-
-
-# Overrides.
-
-
-def override(
-  config: Config, overrides: Mapping[str, Any], engines: Engines
-) -> dict[str, Any]:
-  """Applies the dotted keys of a command line, in its order, to a config.
-
-  Another name for a model, an order, durations or an optimizer drops the
-  arguments that the config has for the old one; so does another schedule or
-  recipe of a run.
-  """
-  config, keys = as_dict(config), sections(engines)
-  # Names first, so that arguments of the new name survive in any order.
-  selecting = {"name", "engine", "recipe", "schedule"}
-  order = sorted(
-    overrides, key=lambda p: (p.split(".")[-1] not in selecting, p.count("."))
-  )
-  for path in order:
-    value = overrides[path]
-    *above, key = path.split(".")
-    place = _place(config, keys, above, key, engines)
-    if above and place.get(key) != value:
-      _forget(place, above, key, value, engines, config)
-    place[key] = value
-  return config
-
-
-def _place(config, keys, above, key, engines):
-  """Returns the dict that a dotted key's last part is in, made if need be."""
-  place, node = config, keys
-  for depth, name in enumerate(above):
-    path, of_runs = ".".join(above[: depth + 1]), above[0] == "runs"
-    if of_runs and depth == 2:
-      node = _nodes_of_run(above[1], place, config, engines)
-    below = keys_of(node).get(name)
-    if name not in place:
-      new = of_runs and depth == 1
-      if new and (len(above) > 2 or key not in ("recipe", "engine")):
-        other = f" (a new run begins with {path}.recipe)"
-        raise _unknown(path, place, other)
-      if below is None and not new and (depth == 0 or of_runs):
-        raise _unknown(path, node)
-      # A section of a run is laid over that of the config.
-      section = not isinstance(below, Setting)
-      place[name] = {} if of_runs and section else default_of(below)
-    if place[name] is None and _may_be_dict(below):
-      place[name] = {}
-    if isinstance(place[name], ml_collections.ConfigDict):
-      place[name] = place[name].to_dict()
-    if not isinstance(place[name], dict):
-      raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
-    place, node = place[name], below
-  return place
-
-
-def _may_be_dict(node):
-  return isinstance(node, Setting) and node is not _PLAIN
-
-
-def _nodes_of_run(label, entry, config, engines):
-  """Returns all keys of a run."""
-  engine, keys = entry.get("engine", config.get("engine", "simulate")), {}
-  if isinstance(engine, str) and engine in engines:
-    kind = engines[engine]
-    with checks.blame(f"runs.{label}"):
-      keys = dict.fromkeys(_keys_of_engine(kind, entry), _PLAIN)
-    keys |= {**kind.sections, **keys_of(kind.sections.get(kind.settings))}
-  others = {*_RESERVED, *_options(entry.get("recipe"))}
-  shared = {key: SHARED[key] for key in OF_A_RUN}
-  return dict.fromkeys(others, _PLAIN) | shared | keys
-
-
-def _forget(place, above, key, value, engines, config):
-  """Drops what a section or a run has for the old value of a key."""
-  if key == "name":
-    place.clear()
-    return
-  if key == "recipe" and above[0] == "runs":
-    old, new = _options(place.get(key)), _options(value)
-    dropped = old - new - {*_RESERVED, *OF_A_RUN}
-  else:
-    engine = place.get("engine", config.get("engine", "simulate"))
-    if not isinstance(engine, str) or engine not in engines:
-      return
-    dropped = engines[engine].dependents(place, key, value)
-  for dependent in dropped:
-    place.pop(dependent, None)
-
-
-def _options(recipe) -> set[str]:
-  """The options of a recipe, none of an unknown one."""
-  try:
-    return set(algorithms.options(recipe))
-  except ValueError:
-    return set()
-
-
-def retarget(config: Config, engine: str, engines: Engines) -> dict[str, Any]:
-  """Returns a config with all runs on one engine; what a run has for another
-  engine is dropped, as its settings mean nothing here."""
-  kind = names.lookup("engine", engine, engines)
-  config = as_dict(config)
-  config["engine"] = engine
-  entries = config.get("runs")
-  for label, entry in entries.items() if isinstance(entries, Mapping) else ():
-    if not isinstance(entry, Mapping):
-      continue
-    own = {k: v for k, v in entry.items() if k != "engine"}
-    own.setdefault("recipe", "asgd")
-    known = {*_RESERVED, *OF_A_RUN, *_keys_of_engine(kind, own)}
-    others = (_keys_of_engine(other, entry) for other in engines.values())
-    foreign = set().union(*others) - known - _options(own["recipe"])
-    entries[label] = {k: v for k, v in own.items() if k not in foreign}
-  return config

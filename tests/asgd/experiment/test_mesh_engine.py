@@ -17,6 +17,7 @@ from kit import close
 from asgd import experiment
 from asgd.data import text
 from asgd.experiment import cells, folder, loop, schema, signals, storage
+from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context, mesh, mesh_plan
 from asgd.experiment.progress import ProgressBar
 
@@ -51,7 +52,7 @@ def small():
 
 
 def build(overrides=(), config=None):
-  config = schema.override(config or small(), dict(overrides), ENGINES)
+  config = overrides_lib.override(config or small(), dict(overrides), ENGINES)
   dataset = None
   if config.get("data", {}).get("name") == "pydoc":
     dataset = pydoc()
@@ -365,9 +366,9 @@ def test_a_mesh_may_be_written_in_many_ways():
 
 
 def test_another_optimizer_drops_the_options_of_the_old():
-  config = schema.override(small(), {"optimizer.name": "lamb"}, ENGINES)
+  config = overrides_lib.override(small(), {"optimizer.name": "lamb"}, ENGINES)
   assert config["optimizer"] == {"name": "lamb"}
-  config = schema.override(small(), {"optimizer.b1": 0.8}, ENGINES)
+  config = overrides_lib.override(small(), {"optimizer.b1": 0.8}, ENGINES)
   assert config["optimizer"]["weight_decay"] == 0.1
   for value in ("lamb", {"name": "lamb"}):
     resolved = schema.resolve({**small(), "optimizer": value}, ENGINES)

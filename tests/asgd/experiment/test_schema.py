@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asgd import experiment
+from asgd.experiment import overrides as overrides_lib
 from asgd.experiment import schema
 from pipeline.engine import PIPELINE
 
@@ -17,7 +18,7 @@ STALE = {"name": "stale_synchronous", "bound": 1}
 
 
 def resolved(overrides=(), **config):
-  config = schema.override(
+  config = overrides_lib.override(
     {"runs": ASGD, **config}, dict(overrides), ENGINES
   )
   return schema.resolve(config, ENGINES)
@@ -167,7 +168,7 @@ def test_another_schedule_drops_what_follows_from_the_old_one():
 
 def test_overriding_leaves_the_file_as_it_was():
   config = ml_collections.ConfigDict({"runs": ASGD}).lock()
-  schema.override(config, {"runs.asgd.momentum": 0.5}, ENGINES)
+  overrides_lib.override(config, {"runs.asgd.momentum": 0.5}, ENGINES)
   assert "momentum" not in config.runs.asgd
 
 
@@ -192,7 +193,7 @@ def test_an_override_of_nothing_names_the_nearest(path, message):
 @pytest.mark.parametrize("config", [None, 3, [("a", 1)]])
 def test_a_config_must_be_a_dict(config):
   with pytest.raises(ValueError, match="must return a ConfigDict"):
-    schema.override(config, {}, ENGINES)
+    overrides_lib.override(config, {}, ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_only_chooses_and_orders():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
   before = {"runs": copy.deepcopy(MANY), "batch_size": 64, "workers": (1,)}
-  moved = schema.retarget(before, engine, ENGINES)
+  moved = overrides_lib.retarget(before, engine, ENGINES)
   assert before["runs"] == MANY
   by_label = schema.runs(schema.resolve(moved, ENGINES), ENGINES)
   assert {run.engine for run in by_label.values()} == {engine}
@@ -301,7 +302,7 @@ def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
 
 
 def test_retargeting_keeps_what_is_wrong_to_be_told():
-  moved = schema.retarget(
+  moved = overrides_lib.retarget(
     {"runs": {"a": {"recipe": "asgd", "momentun": 1}}}, "mesh", ENGINES
   )
   config = schema.resolve(moved, ENGINES)
@@ -309,7 +310,7 @@ def test_retargeting_keeps_what_is_wrong_to_be_told():
   with pytest.raises(ValueError, match=words):
     schema.runs(config, ENGINES)
   with pytest.raises(ValueError, match="unknown engine 'mehs'; .* 'mesh'"):
-    schema.retarget({"runs": ASGD}, "mehs", ENGINES)
+    overrides_lib.retarget({"runs": ASGD}, "mehs", ENGINES)
 
 
 # What is wrong.
