@@ -126,6 +126,24 @@ def _one_momentum(momenta: set[float], name: str) -> float:
 # flax.linen.
 
 
+def _traced(init, example, name) -> tuple[Any, set[float]]:
+  """Returns the shapes of what a module initialises, and the momenta of its
+  BatchNorm."""
+  momenta: set[float] = set()
+  try:
+    with nn.intercept_methods(_listing(momenta)):
+      shapes = jax.eval_shape(  # of a function that JAX has not cached
+        lambda key: init(key, example), jax.random.key(0)
+      )
+  except ModelError:
+    raise
+  except Exception as error:  # whatever a module of the user's raises
+    form = f"{example.dtype}{list(example.shape)}"
+    line = checks.shortened(" ".join(str(error).split()), 200)
+    raise ModelError(f"{name} does not take examples {form}: {line}") from error
+  return shapes, momenta
+
+
 def _linen(module: nn.Module) -> Model:
   name = type(module).__name__
   # After self and the batch.
@@ -167,20 +185,7 @@ def _linen(module: nn.Module) -> Model:
     return y, stats
 
   def decay(example):
-    momenta: set[float] = set()
-    try:
-      with nn.intercept_methods(_listing(momenta)):
-        shapes = jax.eval_shape(  # of a function that JAX has not cached
-          lambda key: init(key, example), jax.random.key(0)
-        )
-    except ModelError:
-      raise
-    except Exception as error:  # whatever a module of the user's raises
-      form = f"{example.dtype}{list(example.shape)}"
-      line = checks.shortened(" ".join(str(error).split()), 200)
-      raise ModelError(
-        f"{name} does not take examples {form}: {line}"
-      ) from error
+    shapes, momenta = _traced(init, example, name)
     if not isinstance(shapes, base.Variables):
       return DECAY
     if not arguments or not set(arguments) & set(_MODES):
