@@ -150,8 +150,7 @@ def _open(config):
   own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
   where = Machine(faults=faults, **{name: _F[name].value for name in own})
   where.address = where.address or os.environ.get("RAY_ADDRESS")
-  described = code.describe(experiment.config)
-  where.modules = [module["file"] for module in described.values()]
+  where.modules = code.to_send(code.describe(experiment.config))
   plans = collections.defaultdict(list)
   for cell in experiment.cells:
     plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))

@@ -24,23 +24,39 @@ def _named(value: Any) -> Iterator[str]:
   elif isinstance(value, list | tuple):
     for inner in value:
       yield from _named(inner)
-  elif names.is_import(value) and value.partition(":")[0].isidentifier():
-    yield value.partition(":")[0]
+  elif names.is_import(value):
+    module = value.partition(":")[0]
+    if all(part.isidentifier() for part in module.split(".")):
+      yield module
+
+
+def _file(module: str) -> Path | None:
+  """Returns where a module would be imported from."""
+  try:
+    spec = importlib.util.find_spec(module)
+  except (ImportError, ValueError):
+    return None
+  path = Path(spec.origin) if spec and spec.origin else None
+  return path.resolve() if path and path.exists() else None
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns, of each module that a config names, its file and checksum."""
+  """Returns, of each module that a config names, its file, a checksum of it,
+  and the file or folder that is to be importable for it."""
   out = {}
   for module in sorted(set(_named(config))):
-    try:
-      spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-      continue
-    if spec is None or spec.origin is None or not Path(spec.origin).exists():
-      continue
-    path = Path(spec.origin).resolve()
-    out[module] = {"file": str(path), "sha256": storage.file_digest(path)}
+    path, top = _file(module), _file(module.partition(".")[0])
+    if path and top:
+      top = top.parent if top.stem == "__init__" else top
+      digest = storage.file_digest(path)
+      out[module] = {"file": str(path), "sha256": digest, "top": str(top)}
   return out
+
+
+def to_send(described: Mapping[str, Any]) -> list[str]:
+  """Returns what other machines lack of it: what is not installed here."""
+  tops = {module["top"] for module in described.values()}
+  return sorted(top for top in tops if "site-packages" not in Path(top).parts)
 
 
 def add_folder(folder: str | Path) -> None:
@@ -54,8 +70,7 @@ def add_folder(folder: str | Path) -> None:
 def make_importable(described: Mapping[str, Any]) -> None:
   """Adds the folders in which `describe` found modules."""
   for module in described.values():
-    path = Path(module["file"])
-    add_folder(path.parent.parent if path.stem == "__init__" else path.parent)
+    add_folder(Path(module["top"]).parent)
 
 
 def changed(

@@ -44,7 +44,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     shards = description["config"]["server"]["shards"]
     checks.text(engine, "engine"), checks.whole(1, 256)(shards, "shards")
     for module in description["modules"].values():
-      for key in ("file", "sha256"):
+      for key in ("file", "sha256", "top"):
         checks.text(module[key], key)
   except (AttributeError, KeyError, TypeError, ValueError):
     raise ValueError(f"{folder}/{CHANGED}") from None

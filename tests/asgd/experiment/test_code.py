@@ -135,6 +135,25 @@ def test_a_module_that_changed_is_named(own):
   assert code.changed(described, config) == ["own_module"]
 
 
+def test_a_module_of_a_package_is_found_by_its_top(own):
+  package = own / "own_package" / "inner"
+  package.mkdir(parents=True)
+  (package.parent / "__init__.py").write_text("")
+  (package / "__init__.py").write_text("")
+  (package / "parts.py").write_text("def make():\n  return 1\n")
+  described = code.describe(
+    {"model": {"name": "own_package.inner.parts:make"}, "x": ["optax:adam"]}
+  )
+  parts = described["own_package.inner.parts"]
+  assert parts["file"] == str(package / "parts.py")
+  assert parts["top"] == str(package.parent)
+  # What is installed is not sent to other machines.
+  assert code.to_send(described) == [str(package.parent)]
+  sys.path.remove(str(own))
+  code.make_importable(described)
+  assert str(own) in sys.path
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
