@@ -56,7 +56,7 @@ def kit(name, every=1, drop_late=False, clip=None):
     recipe = recipe._replace(algorithm=algorithm)
   gate = server_lib.max_staleness(0) if drop_late else server_lib.accept_all
   server = recipe.server(gate=gate)
-  worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+  worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
   steps = simulator.compile_steps(server, worker)
   return server, worker, steps, simulator.make_host(server, worker)
 

@@ -215,7 +215,7 @@ def simulation_of(name, events):
   """Returns (host, simulation, records, run) after some events."""
   recipe = algorithms.build(name, 0.01, WORKERS)
   host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.message)
+    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
   )
   trace = orders.build(
     recipe.order, durations.homogeneous(), workers=WORKERS, messages=40

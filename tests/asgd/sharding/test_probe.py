@@ -30,7 +30,7 @@ PARAMS = {
 def test_all_recipes_may_run_on_shards(name):
   recipe = algorithms.build(name, RATE, 3)
   check(transforms.own_statistics(recipe.algorithm), TREE)
-  for transform in (recipe.message, recipe.at_server):
+  for transform in (recipe.at_worker, recipe.at_server):
     if transform:
       check(transform, PARAMS)
 

@@ -1,0 +1,95 @@
+"""Live runs on a Ray cluster of several nodes, which this machine plays."""
+
+import json
+import os
+import subprocess
+import sys
+
+import kit
+import pytest
+
+from asgd.experiment import storage
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+MODULE = '''
+import optax
+
+import asgd
+
+
+def careful(learning_rate, workers, *, strength=0.04):
+  del workers
+  return asgd.Recipe(
+    asgd.as_algorithm(optax.adam(learning_rate)),
+    at_server=asgd.delay_compensation(strength),
+  )
+'''
+CONFIG = '''
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.model = dict(name="mlp", hidden=(8,))
+  config.runs = dict(own=dict(recipe="far_module:careful"))
+  config.engine = "ray"
+  config.workers = (2,)
+  config.batch_size = 16
+  config.examples = 384
+  config.learning_rate = 0.01
+  config.evaluations = 2
+  config.curvature_checks = 0
+  # Of the second node alone, which comes while it is waited for.
+  config.live = dict(resources=dict(far=1), cluster_seconds=120.0)
+  return config
+'''
+NODES = '''
+import subprocess, sys, time
+
+import ray
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(
+  initialize_head=True,
+  head_node_args={"num_cpus": 1, "include_dashboard": False},
+)
+command, environment = sys.argv[1:], {"RAY_ADDRESS": cluster.address}
+import os
+run = subprocess.Popen(command, env={**os.environ, **environment})
+cluster.add_node(num_cpus=1, resources={"far": 2})
+status = run.wait()
+cluster.shutdown()
+sys.exit(status)
+'''
+
+
+def test_workers_of_another_node_that_comes_late(tmp_path):
+  (tmp_path / "far_module.py").write_text(MODULE)
+  (tmp_path / "config.py").write_text(CONFIG)
+  out = tmp_path / "out"
+  command = [sys.executable, "-m", "launch.train", "--allow_network"]
+  command += [f"--config={tmp_path / 'config.py'}", f"--workdir={out}"]
+  environment = {k: v for k, v in os.environ.items() if "RAY" not in k}
+  done = subprocess.run(
+    [sys.executable, "-c", NODES, *command],
+    cwd=kit.ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=kit.DEADLINE,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  cell = out / "cells" / "own-n2-s0"
+  result = storage.read_sealed(cell / "result.json")
+  assert result["took_part"] == 2
+  modules = json.loads((cell / "cell.json").read_text())["modules"]
+  assert modules["far_module"]["top"] == str(tmp_path / "far_module.py")
+  replayed = subprocess.run(
+    [sys.executable, "-m", "launch.replay", str(cell)],
+    cwd=kit.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=kit.DEADLINE,
+  )
+  assert "the same parameters as the live run, to the bit" in replayed.stdout
