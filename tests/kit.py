@@ -262,7 +262,7 @@ def write_live_cell(workdir, rows, name="a-n2-s0"):
   place.mkdir(parents=True)
   config = {"server": {"shards": 1}}
   description = {"engine": "threads", "config": config}
-  description["version"] = folder.VERSION
+  description |= {"version": folder.VERSION, "modules": {}}
   (place / "cell.json").write_text(json.dumps(description))
   write_journal(journal.journal_path(place, 0), rows)
   return place

@@ -1,5 +1,6 @@
 """What a recipe is: an algorithm of the literature, placed on its runtime."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 
 
-class Made(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)  # so that a Recipe has a hash
+class Made:
   """What a recipe was built of (`algorithms.build`)."""
 
   name: str

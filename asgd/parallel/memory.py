@@ -34,7 +34,7 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from asgd import algorithms, base, checks, names
+from asgd import algorithms, base, checks, names, transforms
 
 GB = 10**9
 
@@ -171,11 +171,13 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   """
   rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
-  state = jax.eval_shape(rule.algorithm.init, params)
+  first = filter(None, (rule.at_server,))
+  algorithm = transforms.precede(rule.algorithm, *first)
+  state = jax.eval_shape(algorithm.init, params)
   server = bytes_of(state)
   if rule.every > 1:  # messages are added up until there are enough
     server += bytes_of(params)
-  reads_sent = _reads_sent(rule.algorithm, state, params)
+  reads_sent = _reads_sent(algorithm, state, params)
   tickets = 4.0 * workers if reads_sent else 0.0
   own = 0
   if rule.at_worker is not None:

@@ -164,8 +164,7 @@ def test_a_named_schedule_counts_in_units():
     unit=10,
     options={"boundaries_and_scales": {"0.5": 0.5, "2": 0.1}},
   )
-  # optax's drops come after their boundary.
-  assert [round(float(drops(u)), 6) for u in (5, 6, 20, 21)] == [
+  assert [round(float(drops(u)), 6) for u in (4, 5, 19, 20)] == [
     *(0.1, 0.05, 0.05, 0.005)
   ]
 

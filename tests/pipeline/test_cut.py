@@ -222,7 +222,7 @@ def test_what_has_no_layers_cannot_be_cut():
 
 @pytest.mark.parametrize("name", ["easgd", "ssgd", "downpour"])
 def test_workers_of_their_own_do_not_fit(name):
-  recipe = algorithms.build(name, RATE, 1)
+  recipe = algorithms.build(name, RATE, 2)
   with pytest.raises(ValueError, match="do not fit; use asgd"):
     cut.cut(text_problem(), first_params(text_problem()), [0, 2, 3], recipe)
 

@@ -265,7 +265,10 @@ def test_every_option_of_every_recipe_has_an_effect(name):
   recipe = build(name, 4, rate, **beside)
   plain, _ = run(recipe, in_turns(recipe))
   for option in algorithms.options(name):
-    recipe = build(name, 4, rate, **{**beside, option: CHANGED[option]})
+    changed = {**beside, option: CHANGED[option]}
+    if option == "optimizer":
+      changed.pop("momentum", None)
+    recipe = build(name, 4, rate, **changed)
     other, _ = run(recipe, in_turns(recipe))
     difference = server.gap(plain.server.params, other.server.params)
     assert difference > 1e-6, option

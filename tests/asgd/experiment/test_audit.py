@@ -7,7 +7,7 @@ import kit
 import pytest
 
 from asgd import base
-from asgd.experiment import audit, replay
+from asgd.experiment import audit, replay, storage
 from asgd.live import journal, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
@@ -172,9 +172,9 @@ def test_it_finds_an_update_that_was_rolled_back(cell):
 
 def test_it_finds_parameters_that_are_not_those_of_the_trace(cell):
   path = cell / "result.json"
-  result = json.loads(path.read_text())
+  result = storage.read_sealed(path)
   result["params_sha256"] = "0" * 64
-  path.write_text(json.dumps(result))
+  storage.write_json(path, storage.sealed(result))
   (words,) = wrong(cell).values()
   assert words.startswith("parameters ")
   assert words.endswith("live 000000000000")

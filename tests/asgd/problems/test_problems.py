@@ -195,7 +195,7 @@ def test_evaluate_is_a_direct_computation(digits):
   )
   assert got.loss == pytest.approx(loss, rel=1e-5)
   assert got.accuracy == accuracy
-  assert all(isinstance(number, float) for number in got)
+  assert all(isinstance(number, float) for number in got[:3])
 
 
 @pytest.mark.parametrize("examples", [500, 1100])
