@@ -22,6 +22,8 @@ from asgd.live import processes, ray_waits
 _PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
 # Set by Ray in the entry point of a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+# What Ray says in a paragraph, and the command in a line of its own.
+_TOLD = "A worker died or was killed", "Raylet is terminated"
 _LONGEST = 24  # characters of a folder's path: those of sockets are short
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 _undo = contextlib.ExitStack()  # what was done for the present cluster
@@ -213,10 +215,9 @@ def _quieten(ray_worker) -> None:
     return
 
   def say_others(data, *args, **kwargs):
-    worker_died = "A worker died or was killed" in "".join(
-      data.get("lines", ())
-    )
-    if not worker_died and not ray_waits.dead():
+    text = "".join(data.get("lines", ()))
+    told = any(words in text for words in _TOLD) or ray_waits.dead()
+    if not told:
       said(data, *args, **kwargs)
 
   say_others.quiet = True
