@@ -119,7 +119,9 @@ def obey(
   options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
   if len(traces) == 1:
-    host = simulator.make_host(plan.server, plan.worker, **options)
+    host = simulator.make_host(
+      plan.server, plan.worker, keeps_messages=True, **options
+    )
     simulation, records = simulator.run_whole(
       host, params, plan.workers, traces[0], **data
     )

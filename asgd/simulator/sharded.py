@@ -143,7 +143,9 @@ def run_sharded(
       delays are those of the pipeline.
   """
   plan = sharding.make_plan(params, len(traces)) if plan is None else plan
-  steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
+  steps = steps_lib.compile_steps(
+    server, worker, wire=wire, group=group, keeps_messages=True
+  )
   numbers = [jnp.int32(w) for w in range(workers)]
   shards = [
     _Shard(steps_lib.start(server, part), steps, trace, numbers)

@@ -116,13 +116,21 @@ def _rounded(tree: Any, dtype: str | None) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def compile_steps(
-  server: base.Server, worker: base.Worker | None, *, wire=None, group=ALONE
+  server: base.Server,
+  worker: base.Worker | None,
+  *,
+  wire=None,
+  group=ALONE,
+  keeps_messages=False,
 ) -> Steps:
   """Compiles what runtimes call, once; without a worker, no work.
 
   `wire` is the dtype in which parameters and messages travel, such as
   "bfloat16"; None is their own. Tickets hold what arrives. `group` are the
-  devices of each worker.
+  devices of each worker. With `keeps_messages` no message is overwritten by
+  what is made of it, as those of a live run, which lie in shared memory. The
+  two are different programs, which need not agree in the last bit: a replay is
+  compiled as the run was.
   """
 
   def receive_message(state, ticket, message, loss):
@@ -141,8 +149,9 @@ def compile_steps(
   reading = jax.jit(receive_parts, donate_argnums=(0, 1))
 
   def receive(state, ticket, message, loss):
-    here = all(isinstance(x, jax.Array) for x in jax.tree.leaves(message))
-    step = donating if here else reading
+    leaves = jax.tree.leaves(message)
+    kept = keeps_messages or not all(isinstance(x, jax.Array) for x in leaves)
+    step = reading if kept else donating
     parts = state.opt_state, state.inbox, message, state.params, state.version
     return step(*parts, ticket, loss)
 

@@ -41,9 +41,14 @@ class Host(NamedTuple):
 
 
 def make_host(
-  server: base.Server, worker: base.Worker, *, wire=None, group=steps_lib.ALONE
+  server: base.Server,
+  worker: base.Worker,
+  *,
+  group: steps_lib.WorkerDevices = steps_lib.ALONE,
+  **options: Any,
 ) -> Host:
-  """Builds the engine for a server and its workers; args as `compile_steps`.
+  """Builds the engine for a server and its workers; arguments and options are
+  those of `compile_steps`.
 
   `init(params, workers)` starts a simulation.
   `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
@@ -53,7 +58,7 @@ def make_host(
   simulation it is given: buffers that no ticket may refer to are donated. It
   raises TraceError for a row that cannot be obeyed.
   """
-  steps = steps_lib.compile_steps(server, worker, wire=wire, group=group)
+  steps = steps_lib.compile_steps(server, worker, group=group, **options)
 
   def init(params, workers):
     if server.workers is not None and workers > server.workers:

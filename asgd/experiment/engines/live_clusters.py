@@ -124,7 +124,8 @@ def prepare(
   params = jax.device_get(plan.problem.init(key))
   live = LiveRun(plan, cell, setup, folder, memory, params)
   if totals:  # a shard can be asked for them
-    piece, steps = parts(live)[0], simulator.compile_steps(plan.server, None)
+    piece = parts(live)[0]
+    steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
     ticket = steps.send(state, jnp.int32(0))
     jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
@@ -205,7 +206,9 @@ def thread_cluster(
 ) -> ThreadCluster:
   """Builds a cluster of threads, with memory that outlives the process."""
   duty, wire = make_duty(live), dtype_on_wire(live.plan.run.config)
-  steps = simulator.compile_steps(live.plan.server, live.plan.worker, wire=wire)
+  steps = simulator.compile_steps(
+    live.plan.server, live.plan.worker, wire=wire, keeps_messages=True
+  )
   pieces = parts(live)
   states = [simulator.start(live.plan.server, piece) for piece in pieces]
   _warm_up(live, duty, steps, states)

@@ -121,7 +121,9 @@ class ShardActor:
       plan = sharding.make_plan(params, setup.shards)
       params = sharding.part(plan, params, index)
     server = make_server()
-    steps = simulator.compile_steps(server, None, wire=site.compress)
+    steps = simulator.compile_steps(
+      server, None, wire=site.compress, keeps_messages=True
+    )
     if not setup.totals:  # compiles before the first message comes
       state = simulator.start(server, params)
       ticket = steps.send(state, jnp.int32(0))

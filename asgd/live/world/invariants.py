@@ -139,7 +139,8 @@ def _check_replay(training, journals, recorded, shards):
   server, worker, wire = training.server, training.worker, training.wire
   common = dict(batch=training.batch, root=training.duty.root)
   if training.plan is None:
-    host = simulator.make_host(server, worker, wire=wire)
+    options = {"wire": wire, "keeps_messages": True}
+    host = simulator.make_host(server, worker, **options)
     simulation, record = simulator.run_whole(
       host, training.params, WORKERS, traces[0], **common
     )

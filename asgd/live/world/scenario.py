@@ -172,7 +172,8 @@ def recipe(
     "into": rng.standard_normal((3, 4), np.float32),
     "out": rng.standard_normal(4, np.float32),
   }
-  steps = simulator.compile_steps(server, worker, wire=wire)
+  options = {"wire": wire, "keeps_messages": True}
+  steps = simulator.compile_steps(server, worker, **options)
   batches = worker_lib.job_batches(batch, made.steps)
   return CompiledRecipe(server, worker, steps, params, batches)
 
