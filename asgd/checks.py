@@ -17,6 +17,16 @@ def shortened(text: str, most: int) -> str:
   return f"{text[: kept - kept // 2]}{mark}{text[-(kept // 2) :]}"
 
 
+def text_of(error: BaseException, most: int = 300) -> str:
+  """Returns what an error says on one line, a long one without its middle."""
+  return shortened(" ".join(str(error).split()), most)
+
+
+def line_of(error: BaseException, most: int = 300) -> str:
+  """Returns an error's kind, and what it says, on one line."""
+  return f"{type(error).__name__}: {text_of(error, most)}"
+
+
 def shown(value: Any) -> str:
   """Returns a value as errors show it: a long one without its middle."""
   return shortened(repr(value), _MOST_SHOWN)

@@ -466,11 +466,10 @@ def check_travels(given: own.Objects) -> None:
     try:
       cloudpickle.dumps(part)
     except Exception as error:  # whatever somebody's object raises
-      line = checks.shortened(" ".join(str(error).split()), 200)
       raise ValueError(
-        f"{what} cannot be sent to other processes ({type(error).__name__}:"
-        f" {line}): make what it holds (locks, files, generators) inside of the"
-        " function, or use runtime='threads'"
+        f"{what} cannot be sent to other processes"
+        f" ({checks.line_of(error, 200)}): make what it holds (locks, files,"
+        " generators) inside of the function, or use runtime='threads'"
       ) from error
 
 

@@ -53,13 +53,12 @@ def imported(kind: str, name: str) -> Callable:
   try:
     found = importlib.import_module(module)
   except Exception as error:  # whatever a user's module raises
-    line = checks.shortened(" ".join(str(error).split()), 200)
     remedy = ""
     if isinstance(error, ModuleNotFoundError):
       remedy = "; its folder must be that of the config file, or on PYTHONPATH"
     raise ValueError(
-      f"{what}: {module} cannot be imported ({type(error).__name__}: {line})"
-      f"{remedy}"
+      f"{what}: {module} cannot be imported"
+      f" ({checks.line_of(error, 200)}){remedy}"
     ) from error
   for part in path.split("."):
     if not hasattr(found, part):

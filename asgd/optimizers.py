@@ -19,7 +19,7 @@ import optax.contrib
 import optax.schedules
 
 from asgd import names, rates
-from asgd.checks import shortened, shown
+from asgd.checks import line_of, shown
 
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
 
@@ -89,9 +89,8 @@ def check(optimizer: Optimizer) -> None:
     )
     shapes = [jax.tree.structure(tree) for tree in (updates, like)]
   except Exception as error:  # whatever somebody's optimizer raises
-    line = shortened(" ".join(str(error).split()), 300)
     raise ValueError(
-      f"optimizer: an update cannot be made ({type(error).__name__}: {line})"
+      f"optimizer: an update cannot be made ({line_of(error)})"
     ) from error
   if shapes[0] != shapes[1]:
     raise ValueError(

@@ -133,7 +133,7 @@ def _array(key: str, value: Any) -> np.ndarray:
   try:
     array = np.asarray(value)
   except Exception as error:  # whatever a lazy array of the user's raises
-    line = checks.shortened(" ".join(str(error).split()), 150)
+    line = checks.text_of(error, 150)
     raise ValueError(f"{key} is no array ({line}); make it one") from error
   if array.dtype.kind not in "biuf":
     if array.ndim:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from asgd.checks import shortened
+from asgd.checks import line_of
 from asgd.experiment import storage
 
 _KEPT = 2  # checkpoints of a cell
@@ -99,13 +99,6 @@ def _briefly() -> Iterator[None]:
     log.setLevel(before)
 
 
-def _brief(error):
-  """An exception's type and text, on one line, without the middle of a long
-  one: libraries say last what the system said."""
-  text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {shortened(text, 200)}"
-
-
 class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
@@ -153,8 +146,8 @@ class Checkpoints:
         self._manager.save(step, args=content, force=True)
     except Exception as error:  # a full disk makes orbax raise anything
       raise ValueError(
-        f"cannot write a checkpoint to {self._folder} ({_brief(error)}); make"
-        " room and run the same command again to go on"
+        f"cannot write a checkpoint to {self._folder} ({line_of(error, 200)});"
+        " make room and run the same command again to go on"
       ) from error
 
   def restore(self, rebuild: Callable[[Saved], Any]) -> Any:
@@ -172,8 +165,8 @@ class Checkpoints:
         self._manager.reload()
         print(
           f"warning: checkpoint {place} is damaged and is not used"
-          f" ({_brief(error)}); it is kept as {aside}. Using the one before it,"
-          " or starting again",
+          f" ({line_of(error, 200)}); it is kept as {aside}. Using the one"
+          " before it, or starting again",
           file=sys.stderr,
         )
     return None

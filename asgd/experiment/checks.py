@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asgd import names
-from asgd.checks import shortened, shown
+from asgd.checks import shown, text_of
 
 Check = Callable[[Any, str], Any]
 
@@ -111,9 +111,8 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
   try:
     yield
   except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
-    line = shortened(" ".join(str(error).split()), 300)
     raise ValueError(
-      f"config.{key} has a value of the wrong kind: {line}"
+      f"config.{key} has a value of the wrong kind: {text_of(error)}"
     ) from error
   except ValueError as error:
     message = str(error)

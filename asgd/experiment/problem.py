@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from asgd import base, data, models, names, problems
-from asgd.checks import shortened, shown
+from asgd.checks import line_of, shown
 from asgd.data import sentences, text
 from asgd.experiment import schema, storage
 from asgd.experiment.checks import blame
@@ -141,10 +141,7 @@ def _of_function(kind: str, name: str | None) -> Iterator[None]:
   except Exception as error:
     if not names.is_import(name) or isinstance(error, ValueError):
       raise
-    line = shortened(" ".join(str(error).split()), 300)
-    raise ValueError(
-      f"{kind} {name!r} raised {type(error).__name__}: {line}"
-    ) from error
+    raise ValueError(f"{kind} {name!r} raised {line_of(error)}") from error
 
 
 def _call(kind: str, section: Mapping[str, Any], given: Mapping[str, Any]):
@@ -230,7 +227,7 @@ def _check_problem(problem) -> None:
     batch, again = batches(0, 0), batches(0, 0)
   except Exception as error:
     raise ValueError(
-      f"batches(seed, workers)(worker, job) raised {_line(error)}"
+      f"batches(seed, workers)(worker, job) raised {line_of(error)}"
     ) from error
   if storage.digest(batch) != storage.digest(again):
     raise ValueError(
@@ -243,7 +240,7 @@ def _check_problem(problem) -> None:
     out = jax.eval_shape(problem.loss, params, batch, key)
   except Exception as error:
     raise ValueError(
-      f"init(key), loss(params, batch, key): {_line(error)}"
+      f"init(key), loss(params, batch, key): {line_of(error)}"
     ) from error
   with_aux = isinstance(out, tuple) and len(out) == 2
   if not with_aux or not hasattr(out[1], "stats"):
@@ -259,11 +256,6 @@ def _check_problem(problem) -> None:
       "Aux.stats of the loss must be like the stats of the parameters: () but"
       " for base.Variables"
     )
-
-
-def _line(error: Exception) -> str:
-  text = shortened(" ".join(str(error).split()), 300)
-  return f"{type(error).__name__}: {text}"
 
 
 def _check_model(kind, model):

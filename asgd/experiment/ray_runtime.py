@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from asgd.checks import shortened
+from asgd.checks import text_of
 from asgd.live import processes, ray_waits
 
 _PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
@@ -121,7 +121,7 @@ def _join(ray, address, options) -> None:
   try:
     ray.init(address=address, **options)
   except (ConnectionError, RuntimeError) as error:
-    line = shortened(" ".join(str(error).split()), 300)
+    line = text_of(error)
     if "ersion mismatch" in line:
       raise ValueError(
         f"--address={address}: the cluster has another version than Ray"

@@ -139,7 +139,7 @@ def _traced(init, example, name) -> tuple[Any, set[float]]:
     raise
   except Exception as error:  # whatever a module of the user's raises
     form = f"{example.dtype}{list(example.shape)}"
-    line = checks.shortened(" ".join(str(error).split()), 200)
+    line = checks.text_of(error, 200)
     raise ModelError(f"{name} does not take examples {form}: {line}") from error
   return shapes, momenta
 

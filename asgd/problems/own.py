@@ -248,7 +248,7 @@ class Objects:
     except ValueError:
       raise
     except Exception as error:  # whatever somebody's function raises
-      line = streams.line_of(error)
+      line = checks.line_of(error, 250)
       raise ValueError(f"params cannot be made ({line})") from error
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
@@ -259,7 +259,7 @@ class Objects:
     except Exception as error:  # whatever somebody's loss raises
       raise ValueError(
         f"the loss fails on the first batch, {streams.described(first)}"
-        f" ({streams.line_of(error)})"
+        f" ({checks.line_of(error, 250)})"
       ) from error
     worker = recipe.make_worker(self._loss)
 
@@ -276,7 +276,7 @@ class Objects:
     except Exception as error:
       raise ValueError(
         f"{describe_recipe(recipe)} cannot train these parameters"
-        f" ({streams.line_of(error)})"
+        f" ({checks.line_of(error, 250)})"
       ) from error
 
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:

@@ -17,12 +17,6 @@ _REMEDY = (
 )
 
 
-def line_of(error: BaseException, most: int = 250) -> str:
-  """Returns an error's kind and text as one short line."""
-  text = checks.shortened(" ".join(str(error).split()), most)
-  return f"{type(error).__name__}: {text}"
-
-
 def accepts(function: Callable, count: int) -> bool:
   """Whether a function can be called with so many positional arguments."""
   try:
@@ -179,7 +173,7 @@ def _of_indexed(given, size):
       value = given[index]
     except Exception as error:  # whatever somebody's dataset raises
       raise ValueError(
-        f"data[{index}] fails ({line_of(error)}); {_REMEDY}"
+        f"data[{index}] fails ({checks.line_of(error, 250)}); {_REMEDY}"
       ) from error
     return as_batch(value, f"data[{index}]")
 
@@ -229,7 +223,8 @@ def _of_function(given, size):
   except ValueError:
     raise
   except Exception as error:  # whatever somebody's function raises
-    raise ValueError(f"data(0, 0) fails ({line_of(error)})") from error
+    line = checks.line_of(error, 250)
+    raise ValueError(f"data(0, 0) fails ({line})") from error
   equal = _shapes(first) == _shapes(again) and all(
     map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
   )
