@@ -27,6 +27,17 @@ def check(name: str, rate: optax.ScalarOrSchedule) -> None:
     checks.positive(name, rate)
 
 
+def after_warmup(
+  schedule: optax.Schedule, peak: float, *, warmup: int, start: float
+) -> optax.Schedule:
+  """Puts a linear warm-up before a schedule, of so many updates from `start` to
+  `peak`; the schedule counts from its end."""
+  if not warmup:
+    return schedule
+  rise = optax.linear_schedule(start, peak, warmup)
+  return optax.join_schedules([rise, schedule], [warmup])
+
+
 def warmup_steps(
   peak: float, *, warmup=0, start=0.0, boundaries=(), factor=0.1
 ) -> optax.ScalarOrSchedule:
@@ -61,10 +72,7 @@ def warmup_steps(
   drops = optax.piecewise_constant_schedule(
     peak, {at - warmup: factor**count for at, count in counts.items()}
   )
-  if not warmup:
-    return drops
-  rise = optax.linear_schedule(start, peak, warmup)
-  return optax.join_schedules([rise, drops], [warmup])
+  return after_warmup(drops, peak, warmup=warmup, start=start)
 
 
 STEPS = "steps"  # the name of `warmup_steps` among schedules
@@ -157,17 +165,6 @@ def _updates(key, count):
   if not math.isfinite(count) or count > 2**31 - 1:
     raise ValueError(f"{key} is {count:.3g} updates, more than can be counted")
   return round(count)
-
-
-def after_warmup(
-  schedule: optax.Schedule, *, warmup: int, start: float
-) -> optax.Schedule:
-  """Puts a linear warm-up, of so many updates from `start`, before a schedule;
-  `schedule` counts from its end."""
-  if not warmup:
-    return schedule
-  rise = optax.linear_schedule(start, schedule(0), warmup)
-  return optax.join_schedules([rise, schedule], [warmup])
 
 
 def scale_by_sent_rate(

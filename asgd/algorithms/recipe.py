@@ -41,6 +41,13 @@ class Recipe(NamedTuple):
     """Makes each update one on the mean of a message from every worker."""
     return self._replace(every=workers, order="bulk_synchronous")
 
+  def one_message(self) -> base.Algorithm:
+    """Returns the Algorithm of an update that is made of one message: with what
+    the server does to each before."""
+    if self.at_server is None:
+      return self.algorithm
+    return transforms.precede(self.algorithm, self.at_server)
+
   def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
     """Builds the Worker of this recipe; ValueError if its parts do not fit."""
     if self.worker is None:

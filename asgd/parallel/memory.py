@@ -34,7 +34,7 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from asgd import algorithms, base, checks, names, transforms
+from asgd import algorithms, base, checks, names
 
 GB = 10**9
 
@@ -171,8 +171,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
   """
   rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
-  first = filter(None, (rule.at_server,))
-  algorithm = transforms.precede(rule.algorithm, *first)
+  algorithm = rule.one_message()
   state = jax.eval_shape(algorithm.init, params)
   server = bytes_of(state)
   if rule.every > 1:  # messages are added up until there are enough

@@ -171,10 +171,10 @@ def test_a_named_schedule_counts_in_units():
 
 def test_a_warm_up_comes_before_a_named_schedule():
   made = rates.named("cosine_decay", 0.1, updates=10)
-  warm = rates.after_warmup(made, warmup=4, start=0.02)
+  warm = rates.after_warmup(made, made(0), warmup=4, start=0.02)
   assert [round(float(warm(u)), 6) for u in (0, 2, 4)] == [0.02, 0.06, 0.1]
   assert float(warm(9)) == float(made(5))
-  assert rates.after_warmup(made, warmup=0, start=0.0) is made
+  assert rates.after_warmup(made, 0.1, warmup=0, start=0.0) is made
 
 
 @pytest.mark.parametrize(

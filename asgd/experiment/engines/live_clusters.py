@@ -71,9 +71,7 @@ def needs_totals(plan: ServerPlan) -> bool:
   with blame("server", ("shards",)):
     sharding.make_plan(params, server["shards"])
   # A transform of single messages may read other rows, too.
-  first = filter(None, (recipe.at_server,))
-  algorithm = transforms.precede(recipe.algorithm, *first)
-  algorithm = transforms.own_statistics(algorithm)
+  algorithm = transforms.own_statistics(recipe.one_message())
   try:
     sharding.probe.check(algorithm, params)
     return False

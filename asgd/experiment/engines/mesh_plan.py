@@ -190,8 +190,9 @@ def _transform(run, rate) -> base.Algorithm:
       " their own, and a mesh has one gradient for all: use another recipe, or"
       " engine simulate, threads or ray"
     )
-  first = filter(None, (recipe.at_worker, recipe.at_server))
-  return transforms.precede(recipe.algorithm, *first)
+  if recipe.at_worker is None:
+    return recipe.one_message()
+  return transforms.precede(recipe.one_message(), recipe.at_worker)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:

@@ -257,7 +257,7 @@ def schedule(
           if key in section
         },
       )
-      return rates.after_warmup(made, warmup=warmup, start=start)
+      return rates.after_warmup(made, made(0), warmup=warmup, start=start)
     return rates.warmup_steps(
       peak,
       warmup=warmup,

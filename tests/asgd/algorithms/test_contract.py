@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, server, simulator, transforms, worker
+from asgd import algorithms, base, server, simulator, worker
 from asgd import orders as orders_lib
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
@@ -52,13 +52,6 @@ def run(recipe, trace, params=PARAMS):
 
 def build(name, workers, learning_rate=RATE, **kwargs):
   return algorithms.build(name, learning_rate, workers, **kwargs)
-
-
-def with_at_server(recipe):
-  """The Algorithm of a server whose updates take one message each."""
-  if recipe.at_server is None:
-    return recipe.algorithm
-  return transforms.precede(recipe.algorithm, recipe.at_server)
 
 
 def first_gradients():
@@ -109,7 +102,7 @@ def test_the_table_of_what_is_read_names_every_recipe():
   [(name, argument) for name in NAMES for argument in READS[name]],
 )
 def test_a_missing_delay_argument_is_a_type_error_naming_it(name, argument):
-  algorithm = with_at_server(build(name, 2))
+  algorithm = build(name, 2).one_message()
   params = jax.tree.map(jnp.asarray, PARAMS)
   delay = base.Delay(jnp.int32(1), jnp.int32(3), params)._asdict()
   del delay[argument]
@@ -338,7 +331,7 @@ def test_nag_asgd_has_one_velocity_for_all():
 
 def test_dc_asgd_a_per_worker_has_a_mean_square_for_each_worker():
   options = dict(decay=0.5, scope="worker", strength=1.0)
-  per_worker = with_at_server(build("dc_asgd_a", 2, 0.1, **options))
+  per_worker = build("dc_asgd_a", 2, 0.1, **options).one_message()
   params = jnp.float64(1.0)
   state = per_worker.init(params)
   mean_square = {0: 0.0, 1: 0.0}
