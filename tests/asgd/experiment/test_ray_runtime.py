@@ -103,6 +103,11 @@ def cluster():
   ray_runtime.stop()
 
 
+def test_workers_have_the_priority_of_the_driver(cluster):
+  task = ray.remote(num_cpus=0)(lambda: os.nice(0))
+  assert ray.get(task.remote()) == os.nice(0)
+
+
 JOIN = """
 import sys
 from ray._raylet import GcsClient
