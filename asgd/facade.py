@@ -448,7 +448,9 @@ def _trace(plan, cell, workdir):
   """The order that was kept: drawn, or written down by the lead."""
   if plan.run.engine in _RUNTIMES:
     return replay_lib.trace_of(workdir / "cells" / cell.name)
-  return plan.trace(cell.seed) if hasattr(plan, "trace") else None
+  if not hasattr(plan, "trace"):
+    return None
+  return plan.of_seed(cell.seed).trace(cell.seed)
 
 
 def check_travels(given: own.Objects) -> None:

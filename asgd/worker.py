@@ -11,7 +11,7 @@ Index letters used in shape comments:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -194,6 +194,38 @@ def job_batches(batches: Callable, steps: int) -> Callable:
   return batch
 
 
+class Uneven(NamedTuple):
+  """A job of as many batches as this worker takes, not as all take."""
+
+  batches: Any  # [H, B, ...], H of this worker
+
+  @classmethod
+  def stack(cls, batches: Sequence[base.Batch]) -> "Uneven":
+    """Stacks NumPy batches, at least one."""
+    return cls(jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
+
+
+def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
+  """Has each message of a worker count as the examples that it is of.
+
+  A message of batches of B examples is multiplied by B / `batch_size`, so that
+  the mean over workers is the mean over examples if `batch_size` is that of a
+  worker on average. What several batches add up to counts them already.
+  Statistics of BatchNorm stay those of the batch.
+  """
+  checks.whole("batch_size", batch_size)
+
+  def work(state, ticket, batch, key):
+    state, message, metrics = worker.work(state, ticket, batch, key)
+    several = isinstance(batch, Uneven)
+    leaf = jax.tree.leaves(batch)[0]
+    weight = leaf.shape[int(several)] / batch_size
+    weights = jax.tree.map(lambda x: weight * x, base.weights_of(message))
+    return state, base.with_weights(message, weights), metrics
+
+  return base.Worker(worker.init, work)
+
+
 class _Sums(NamedTuple):
   """Sums over the steps of a job."""
 
@@ -227,7 +259,7 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
     gradient_sum = grads if sum_gradients else None
     return weights, opt_state, _Sums(value, aux.stats, gradient_sum)
 
-  def all_steps(weights, opt_state, ticket, batch, key):
+  def all_steps(weights, opt_state, ticket, batch, key, steps):
     def add_step(carry, xs):
       weights, opt_state, total = carry
       h, part = xs
@@ -250,18 +282,22 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
     return jax.lax.scan(add_step, carry, (jnp.arange(steps), batch))[0]
 
   def local_steps(weights, opt_state, ticket, batch, key):
-    if steps == 1:
+    count = steps
+    if isinstance(batch, Uneven):
+      batch = batch.batches
+      count = jax.tree.leaves(batch)[0].shape[0]
+    elif steps == 1:
       # The same key and the same operations as a gradient worker's.
       return step(weights, opt_state, ticket, batch, key)
     for leaf in jax.tree.leaves(batch):
-      if jnp.shape(leaf)[:1] != (steps,):
+      if jnp.shape(leaf)[:1] != (count,):
         raise ValueError(
-          f"a job of {steps} steps is as many batches, stacked on a leading"
+          f"a job of {count} steps is as many batches, stacked on a leading"
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.worker.job_batches"
         )
-    *ends, total = all_steps(weights, opt_state, ticket, batch, key)
-    loss, stats = jax.tree.map(lambda x: x / steps, (total.loss, total.stats))
+    *ends, total = all_steps(weights, opt_state, ticket, batch, key, count)
+    loss, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
     return *ends, _Sums(loss, stats, total.gradient)
 
   return local_steps

@@ -25,6 +25,7 @@ RANKS = {
   "server": 1,
   "worker": 1,
   "orders": 1,
+  "allocation": 2,
   "data": 1,
   "models": 2,
   "algorithms": 2,

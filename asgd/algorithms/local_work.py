@@ -163,6 +163,7 @@ def easgd(
       loss, tx, steps=steps, alpha=moving_rate / workers
     ),
     steps=steps,
+    mixes=True,
   )
 
 
@@ -243,4 +244,4 @@ def fedasync(
   pull = transforms.add_proximal_pull(proximal)
   tx = _of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
-  return _displacements(algorithm, tx, steps)
+  return _displacements(algorithm, tx, steps)._replace(mixes=True)

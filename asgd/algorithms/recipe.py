@@ -35,6 +35,7 @@ class Recipe(NamedTuple):
   worker: Callable[[worker_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
+  mixes: bool = False  # messages are models, which do not count as examples
   made: Made | None = None  # None: by hand
 
   def in_rounds(self, workers: int) -> "Recipe":

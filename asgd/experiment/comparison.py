@@ -62,7 +62,7 @@ def compare(
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
-  plan = experiment.plan(cell)
+  plan = replay.plan_of(experiment, cell, live_files.only_cell(folder))
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)
   there = predict.all_there(records.worker, cell.workers)

@@ -17,7 +17,7 @@ import numpy as np
 from asgd import base, orders, problems, sharding, simulator
 from asgd.checks import shown
 from asgd.experiment import cells, code, live_files, report, storage
-from asgd.experiment.engines import live, live_clusters
+from asgd.experiment.engines import allocations, live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.orders.trace import from_events
 from asgd.problems import own
@@ -105,6 +105,13 @@ def load(
   return experiment, cell
 
 
+def plan_of(
+  experiment: cells.Experiment, cell: cells.Cell, folder: Path
+) -> ServerPlan:
+  """Returns the plan of a live cell, with what its workers got."""
+  return allocations.read(experiment.plan(cell), folder, begun=True)
+
+
 def obey(
   plan: ServerPlan,
   seed: int,
@@ -164,7 +171,7 @@ def replay(
         " computed (yet)"
       )
   experiment, cell = load(folder, data_dir=data_dir, given=given)
-  plan = experiment.plan(cell)
+  plan = plan_of(experiment, cell, folder)
   group = live_clusters.group(plan)
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)

@@ -8,7 +8,9 @@ and pushing overlap.
 
 import collections
 import contextlib
+import statistics
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,13 +41,44 @@ class Duty(NamedTuple):
   depth: int = 1
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
-  def warm_up(self, worker: int) -> None:
-    """Compiles the work."""
+  def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
+    """Compiles the work, for a batch like a worker's first unless one is given;
+    what it computes is dropped."""
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
     ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
-    batch, state = self.batch(worker, 0), self.init(params)
-    out = self.work(state, ticket, batch, self.root, np.int32(0))
+    batch = self.batch(worker, 0) if batch is None else batch
+    out = self.work(
+      self.init(params), ticket, batch, self.root, np.int32(0)
+    )
     jax.block_until_ready(out)
+
+  def warm_up_all(self, workers: int) -> None:
+    """Compiles the work of each of N workers."""
+    done = []
+    for worker in range(workers):
+      batch = self.batch(worker, 0)
+      shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
+      if shapes not in done:
+        done.append(shapes)
+        self.warm_up(worker, batch)
+
+  def measure(
+    self, worker: int, jobs: int, wait: Callable[[float], None]
+  ) -> float:
+    """Returns the seconds that a job takes a worker: the median of so many,
+    whose results are dropped. `warm_up` has compiled them, and the other
+    workers are measured at the same time; `wait` lets seconds go by."""
+    times = []
+    for job in range(jobs):
+      began = time.perf_counter()
+      self.warm_up(worker, self.batch(worker, job))
+      wait((self.factor(worker) - 1) * (time.perf_counter() - began))
+      times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+  def factor(self, worker: int) -> float:
+    """On the time of a worker that is to be slow; 1 of others."""
+    return (self.slowdown[worker : worker + 1] or (1.0,))[0]
 
 
 def _finite(message: Any, loss: float) -> bool:
@@ -135,8 +168,7 @@ class WorkerLoop:
     self._worker, self._duty, self._link = worker, duty, link
     self._memories, self._clock = memories, clock
     self._patience, self._wait = patience, wait
-    factors = duty.slowdown[worker : worker + 1]
-    self._slowdown = factors[0] if factors else 1.0
+    self._slowdown = duty.factor(worker)
     self._faults, self._span = faults, span or (lambda span: None)
     self.draining = False
     self._lease = Lease()

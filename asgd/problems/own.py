@@ -203,14 +203,21 @@ class Objects:
 
   def problem(self) -> Problem:
     """Returns it as the runtimes know problems."""
+    return self._problem(self._stream)
+
+  def _problem(self, stream: streams.Stream) -> Problem:
+    def rebatch(size):
+      return self._problem(stream.resize(size))
+
     return Problem(
       self._init,
       self._loss,
       self._evaluate,
-      self._stream.batches,
-      self._stream.first,
-      self._stream.per_epoch or 1,
+      stream.batches,
+      stream.first,
+      stream.per_epoch or 1,
       self._pieces,
+      rebatch if stream.resize else None,
       statistics_decay=self._decay,
     )
 

@@ -61,7 +61,10 @@ class Problem(NamedTuple):
     ValueError is raised for a size that the data cannot fill.
     """
     if self.rebatch is None:
-      raise ValueError("this problem cannot be cut: its batches have no size")
+      raise ValueError(
+        "the data came in batches, which cannot be made larger or smaller: give"
+        " examples, and batch_size"
+      )
     return self.rebatch(batch_size)
 
 

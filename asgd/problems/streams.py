@@ -51,6 +51,8 @@ class Stream(NamedTuple):
   first: base.Batch  # of worker 0, job 0
   size: int  # examples in a batch; 1 if that is not known
   per_epoch: int | None  # batches; None: it has no end
+  # The same in batches of another size; None: they came as batches.
+  resize: "Callable[[int], Stream] | None" = None
 
 
 def read_data(given: Any, batch_size: int | None = None) -> Stream:
@@ -138,7 +140,10 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
     )
     return lambda worker, job: take(drawn(worker, job)[0])
 
-  return Stream(batches, take(rows[:size]), size, count // size)
+  def resize(size):
+    return _of_rows(take, count, size)
+
+  return Stream(batches, take(rows[:size]), size, count // size, resize)
 
 
 def _of_arrays(given, size):

@@ -40,6 +40,7 @@ def get_config():
   config.learning_rate = 0.01
   config.evaluations = 2
   config.curvature_checks = 0
+  config.allocation = dict(batch_size="speed", jobs=1)
   # Of the second node alone, which comes while it is waited for.
   config.live = dict(resources=dict(far=1), cluster_seconds=120.0)
   return config
@@ -83,6 +84,8 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
   cell = out / "cells" / "own-n2-s0"
   result = storage.read_sealed(cell / "result.json")
   assert result["took_part"] == 2
+  sizes = storage.read_sealed(cell / "allocation.json")["batch_sizes"]
+  assert sum(sizes) == 32  # of processes that were timed where they ran
   modules = json.loads((cell / "cell.json").read_text())["modules"]
   assert modules["far_module"]["top"] == str(tmp_path / "far_module.py")
   replayed = subprocess.run(

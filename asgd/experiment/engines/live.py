@@ -20,7 +20,7 @@ import numpy as np
 from asgd import base, simulator
 from asgd.checks import shown
 from asgd.experiment import checks, claim, engines, live_figures, live_files
-from asgd.experiment.engines import live_clusters, parameter_server
+from asgd.experiment.engines import allocations, live_clusters, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Run, Setting
@@ -234,7 +234,7 @@ class LiveEngine(engines.Engine):
 
   def _start(self, make_cluster, journals, stack):
     context, events = self._context, journals[0]
-    plan = context.plan
+    plan = allocations.read(context.plan, context.folder, begun=bool(events))
     self.total, self.done = plan.messages, self._received
     evaluated = engines.due(
       context.experiment.config["evaluations"], self.total
@@ -261,6 +261,8 @@ class LiveEngine(engines.Engine):
       self._live, context.machine, images, bool(events), began
     )
     stack.callback(self.cluster.close)
+    plan = allocations.read(plan, context.folder)  # may be known by now
+    self._live = self._live._replace(plan=plan)
     self._claim.note(self._replaced())
     self._watch = live_figures.Watch(
       self._live, context.board, compress=compress
@@ -392,7 +394,7 @@ class LiveEngine(engines.Engine):
         )
       count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
-    plan, rows = self._context.plan, self.records()
+    plan, rows = self._live.plan, self.records()
     row = parameter_server.columns(plan, rows, int(images[0][0].version))
     if not plan.server.sends_current and plan.run.given is None:
       sent = live_clusters.sent_params(self._live, images)

@@ -1,7 +1,9 @@
 """From the plan of a cell to a cluster of threads or of Ray processes."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import numpy as np
 from asgd import base, sharding, simulator, transforms
 from asgd.checks import shortened
 from asgd.experiment.checks import blame
+from asgd.experiment.engines import allocations
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
@@ -188,7 +191,7 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
 def _warm_up(live, duty, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
-  duty.warm_up(0)
+  duty.warm_up_all(live.setup.workers)
   if live.setup.totals:
     return
   for state in states:
@@ -197,6 +200,22 @@ def _warm_up(live, duty, steps, states):
     ticket = ticket._replace(version=np.int32(ticket.version))
     message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
     jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
+
+
+def _allot(live: LiveRun, cluster: Any, duty_of: Callable) -> Any:
+  """Returns the cluster of a cell. If its work is to follow from the speed of
+  its workers and nothing is known of that, they are timed, what they get is
+  written down, and they get it: `duty_of` makes their duty of that."""
+  if not allocations.unknown(live.plan):
+    return cluster
+  with contextlib.ExitStack() as stack:
+    stack.callback(cluster.close)
+    jobs = live.plan.run.config["allocation"]["jobs"]
+    plan = allocations.by_seconds(live.plan, cluster.measure(jobs))
+    allocations.write(live.folder, plan.allocation)
+    cluster.assign(functools.partial(duty_of, plan.allocation))
+    stack.pop_all()
+  return cluster
 
 
 def thread_cluster(
@@ -224,7 +243,7 @@ def thread_cluster(
     [FileSink(records_path(live.folder, i)) for i in shards],
     images or [None for _ in shards],
   )
-  return ThreadCluster(
+  cluster = ThreadCluster(
     live.setup,
     steps,
     states,
@@ -236,6 +255,12 @@ def thread_cluster(
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
   )
+
+  def duty_of(allocation):
+    plan = dataclasses.replace(live.plan, allocation=allocation)
+    return make_duty(live._replace(plan=plan))
+
+  return _allot(live, cluster, duty_of)
 
 
 def _remote_plan(config, dataset, cell) -> ServerPlan:
@@ -263,8 +288,9 @@ def _remote_server(config, dataset, cell):
   return _remote_plan(config, dataset, cell).server
 
 
-def _remote_duty(config, dataset, cell, setup, params):
+def _remote_duty(config, dataset, cell, setup, params, allocation):
   plan = _remote_plan(config, dataset, cell)
+  plan = dataclasses.replace(plan, allocation=allocation)
   return make_duty(LiveRun(plan, cell, setup, None, None, params))
 
 
@@ -298,11 +324,14 @@ def ray_cluster(
     "accelerator_type": settings["accelerator"],
     "scheduling_strategy": _PLACEMENT[settings["placement"]],
   }
-  return RayCluster(
+  duty_of = functools.partial(
+    _remote_duty, *source, live.setup, live.params
+  )
+  cluster = RayCluster(
     site,
     functools.partial(_remote_server, *source),
     live.params,
-    functools.partial(_remote_duty, *source, live.setup, live.params),
+    functools.partial(duty_of, live.plan.allocation),
     faults=machine.faults,
     refill=settings["refill"],
     resources=resources,
@@ -310,3 +339,4 @@ def ray_cluster(
     images=images,
     resumed=resumed,
   )
+  return _allot(live, cluster, duty_of)

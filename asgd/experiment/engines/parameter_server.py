@@ -21,11 +21,12 @@ from asgd import (
   rates,
   simulator,
 )
+from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column
+from asgd.experiment.engines import Column, allocations
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -36,6 +37,7 @@ SECTIONS: dict[str, Any] = {
   "durations": Open({"name": "homogeneous"}),
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
+  "allocation": allocations.SECTION,
 }
 
 
@@ -54,6 +56,8 @@ class ServerPlan:
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
   messages: int  # received in one cell
+  # What workers get, if not all the same; None as well until that is known.
+  allocation: allocation_lib.Allocation | None = None
 
   @property
   def batches(self) -> int:
@@ -85,18 +89,53 @@ class ServerPlan:
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, a function of config and seed; `messages`
     are those received in it, None all."""
-    times = durations.build(**{"seed": seed, **self.run.config["durations"]})
     return orders.build(
-      durations=_of_jobs(times, self.recipe.steps),
+      durations=self._durations(seed),
       workers=self.workers,
       messages=self.messages if messages is None else messages,
       **self.order,
     )
 
+  def _durations(self, seed):
+    """How long a job takes: the time of its batches, one after the other, each
+    by its examples."""
+    times = durations.build(**{"seed": seed, **self.run.config["durations"]})
+    steps, given = self.recipe.steps, self.allocation
+    if steps == 1 and given is None:
+      return times
+
+    def stream(worker):
+      batches = times.stream(worker)
+      count = given.steps[worker] if given else steps
+      size = given.batch_sizes[worker] if given else 1
+      share = size / self.run.config["batch_size"] if given else 1.0
+      while True:
+        yield share * math.fsum(itertools.islice(batches, count))
+
+    return durations.Durations(stream)
+
+  def of_seed(self, seed: int) -> "ServerPlan":
+    """Returns the plan of a simulated cell, whose workers may get work by the
+    speeds that are drawn for them."""
+    if not allocations.unknown(self):
+      return self
+    times, jobs = self._durations(seed), self.run.config["allocation"]["jobs"]
+    seconds = [
+      math.fsum(itertools.islice(times.stream(worker), jobs)) / jobs
+      for worker in range(self.workers)
+    ]
+    return allocations.by_seconds(self, seconds)
+
   def job_batches(self, seed: int) -> problems.Batches:
     """Returns (worker, job) -> what the job is done on."""
-    return worker_lib.job_batches(
-      self.problem.batches(seed, self.workers), self.recipe.steps
+    steps, given, problem = self.recipe.steps, self.allocation, self.problem
+    if given is None:
+      batches = problem.batches(seed, self.workers)
+      return worker_lib.job_batches(batches, steps)
+    if allocations.changes_batches(self.run):
+      problem = problem.with_batch_size(max(given.batch_sizes))
+    return allocation_lib.job_batches(
+      problem.batches(seed, self.workers), given, stacked=steps > 1
     )
 
   def rules(self) -> protocol.Rules:
@@ -173,25 +212,17 @@ def _server(run, problem, recipe, order) -> base.Server:
 
 # One Worker for all algorithms that send plain gradients: one compilation.
 _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
+_weighted = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
 
-def _worker(recipe, loss) -> base.Worker:
+def _worker(run, recipe, loss) -> base.Worker:
   if recipe.worker is None and recipe.steps == 1:
-    return _gradient_worker(loss, recipe.at_worker)
-  return recipe.make_worker(loss)
-
-
-def _of_jobs(times: durations.Durations, steps: int) -> durations.Durations:
-  """A job takes the time of its batches, one after the other."""
-  if steps == 1:
-    return times
-
-  def stream(worker):
-    batches = times.stream(worker)
-    while True:
-      yield math.fsum(itertools.islice(batches, steps))
-
-  return durations.Durations(stream)
+    worker = _gradient_worker(loss, recipe.at_worker)
+  else:
+    worker = recipe.make_worker(loss)
+  if recipe.mixes or not allocations.changes_batches(run):
+    return worker
+  return _weighted(worker, run.config["batch_size"])
 
 
 def passes(run: Run, problem: problems.Problem) -> float:
@@ -298,17 +329,18 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
     problem=problem,
     recipe=recipe,
     server=_server(run, problem, recipe, order),
-    worker=_worker(recipe, problem.loss),
+    worker=_worker(run, recipe, problem.loss),
     order=order,
     learning_rate=peak,
     schedule=rate,
     messages=messages,
+    allocation=allocations.given(run, recipe, problem, workers),
   )
   _check_length(result, round(count))
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
-      result.trace(seed, messages=workers)
+      result.of_seed(seed).trace(seed, messages=workers)
   _check_fetches(result)
   return result
 
@@ -360,6 +392,8 @@ def columns(
 ) -> dict[str, Any]:
   """Returns the columns of a result that simulated and live runs have."""
   row = {"order": plan.order["name"], "messages": len(records.loss)}
+  if plan.allocation is not None:
+    row |= {"allocation": allocations.describe(plan.allocation)}
   return {**row, "updates": update, **summary(records)}
 
 
@@ -399,6 +433,8 @@ def describe(result: Mapping[str, Any]) -> str:
     words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
+  if "allocation" in result:
+    words += f", {result['allocation']}"
   workers = result["workers"]
   took_part = result.get("took_part", workers)
   if took_part < workers:

@@ -23,8 +23,8 @@ class SimulationEngine(engines.Engine):
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
-    self._plan = plan = context.plan
     seed = context.cell.seed
+    self._plan = plan = context.plan.of_seed(seed)
     self._name = context.cell.name
     self._trace = plan.trace(seed)
     self._ends = simulator.end_of_message(self._trace)

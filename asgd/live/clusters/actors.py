@@ -88,16 +88,54 @@ class RayCluster(LiveCluster):
     self._asked: tuple[float, list[Any]] | None = None  # when, for status
     self._absent: dict[int, float] = {}  # workers that have not joined, since
 
-  def start(self) -> None:
-    """Starts all processes. Raises ValueError if Ray has too little."""
+  def _make_room(self):
     self._check_resources()
     folder = Path(self.site.memory)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     processes.end_all(folder)
+
+  def measure(self, jobs: int) -> list[float]:
+    """See the base; the same processes then take the places, so that what was
+    measured are the machines that they are on."""
+    self._make_room()
+    workers = range(self.setup.workers)
+    self._workers = {w: self._make_worker(w) for w in workers}
+    actors = self._workers.values()
+    self._of_all([actor.prepare.remote(self._make_duty) for actor in actors])
+    return self._of_all([actor.measure.remote(jobs) for actor in actors])
+
+  def _of_all(self, refs):
+    """Returns what all workers answer; raises what one of them raises."""
+    left, end = refs, time.monotonic() + self._patience
+    while left:
+      _, left = ray_waits.wait(left)
+      if time.monotonic() > end:
+        raise ValueError(
+          f"{len(left)} workers took more than {self._patience:g} seconds to"
+          " compile or to do the jobs that are timed: give them more with"
+          " config.live.start_seconds, or fewer with config.allocation.jobs"
+        )
+    answers = []
+    for worker, ref in enumerate(refs):
+      try:
+        answers.append(self._ray.get(ref, timeout=_SECONDS))
+      except self._ray.exceptions.RayError as error:
+        raise _failure(f"worker {worker} failed", error) from error
+    return answers
+
+  def assign(self, make_duty: Callable[[], Duty]) -> None:
+    """See the base; it is called in the workers."""
+    self._make_duty = make_duty
+
+  def start(self) -> None:
+    """Starts all processes. Raises ValueError if Ray has too little."""
+    if not self._workers:  # they were measured
+      self._make_room()
     for index in range(self.setup.shards):
       self._start_shard(index, self._resumed)
     for worker in range(self.setup.workers):
-      self.add_worker(worker, self._faults)
+      there = self._workers.get(worker)
+      self.add_worker(worker, self._faults, there)
 
   def _check_resources(self):
     """Refuses what Ray would wait for without a word, unless the cluster grows
@@ -149,15 +187,22 @@ class RayCluster(LiveCluster):
     self._serves[index] = serve = actor.serve.remote()
     self._running[serve] = "shard", index
 
-  def add_worker(
-    self, worker: int, faults: Sequence[faults_lib.Fault] = ()
-  ) -> None:
-    """Has a new process, with faults of its own, take a worker's place."""
-    faults = [fault for fault in faults if fault.worker == worker]
+  def _make_worker(self, worker):
     actor_class = self._ray.remote(ray_processes.WorkerActor)
     actor_class = actor_class.options(**self._resources)
-    arguments = worker, self.site, self._next_life(worker)
-    self._workers[worker] = actor = actor_class.remote(*arguments)
+    return actor_class.remote(worker, self.site, self._next_life(worker))
+
+  def add_worker(
+    self,
+    worker: int,
+    faults: Sequence[faults_lib.Fault] = (),
+    actor: Any = None,
+  ) -> None:
+    """Has a process, by default a new one, with faults of its own, take a
+    worker's place."""
+    faults = [fault for fault in faults if fault.worker == worker]
+    actor = actor or self._make_worker(worker)
+    self._workers[worker] = actor
     self._running[actor.run.remote(self._make_duty, faults)] = "worker", worker
 
   def check(self) -> list[str]:

@@ -214,6 +214,15 @@ class WorkerActor:
     if here:
       processes.write_pid(site.memory, "worker", worker)
 
+  def prepare(self, make_duty: Callable[[], Duty]) -> None:
+    """Compiles what is to be measured."""
+    self._duty = make_duty()
+    self._duty.warm_up(self._worker)
+
+  def measure(self, jobs: int) -> float:
+    """Returns the seconds that a job takes; see `Duty.measure`."""
+    return self._duty.measure(self._worker, jobs, time.sleep)
+
   def run(
     self, make_duty: Callable[[], Duty], faults: Sequence[faults_lib.Fault]
   ) -> str:

@@ -10,6 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +75,9 @@ class ThreadCluster(LiveCluster):
     self._end = threading.Event()
     self.script = faults_lib.Script(faults, kill=self._kill, wait=self._wait)
     self._clock = lambda: time.monotonic() - began  # seconds of the run
-    self._span = span
+    self._span, self._duty = span, duty
     self._make_loop = functools.partial(
       WorkerLoop,
-      duty=duty,
       memories=self.stores.memories,
       clock=self._clock,
       patience=patience,
@@ -115,6 +115,19 @@ class ThreadCluster(LiveCluster):
     if self._end.wait(seconds):
       raise faults_lib.Killed
 
+  def measure(self, jobs: int) -> list[float]:
+    """See the base; the work is compiled."""
+    workers, duty = self.setup.workers, self._duty
+    with ThreadPoolExecutor(workers) as pool:
+      return list(
+        pool.map(lambda w: duty.measure(w, jobs, self._wait), range(workers))
+      )
+
+  def assign(self, make_duty: Callable[[], Duty]) -> None:
+    """See the base; compiles."""
+    self._duty = make_duty()
+    self._duty.warm_up_all(self.setup.workers)
+
   def start(self) -> None:
     """Starts all threads."""
     for thread in self.shards:
@@ -127,7 +140,9 @@ class ThreadCluster(LiveCluster):
     link = ThreadLink(worker, self.shards, self._end.is_set)
     span = functools.partial(self._span, worker) if self._span else None
     life = self._next_life(worker)
-    loop = self._make_loop(worker, link=link, span=span, life=life)
+    loop = self._make_loop(
+      worker, self._duty, link=link, span=span, life=life
+    )
     args = worker, loop, link
     thread = threading.Thread(target=self._work, args=args, daemon=True)
     self.workers[worker] = WorkerThread(thread, link, loop)

@@ -1,0 +1,184 @@
+"""The section `allocation` of a config: work by speed, as `asgd.allocation`.
+
+What the workers get is given, or follows from their speeds: those that are
+drawn for a simulation, or measured when a live cell starts. A live cell writes
+down what it came to, which is read when it goes on or is replayed.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asgd import algorithms, problems
+from asgd.allocation import Allocation, in_proportion
+from asgd.checks import shown
+from asgd.experiment import checks, storage
+from asgd.experiment.schema import Run, Setting
+
+EQUAL, SPEED = "equal", "speed"
+_FILE = "allocation.json"  # in the folder of a live cell
+
+
+def _shares(value: Any, key: str) -> str | list[int]:
+  """Reads "equal", "speed" or a number for each worker."""
+  if value in (EQUAL, SPEED):
+    return value
+  parts = value
+  if isinstance(value, str):  # of a command line
+    texts = [part.strip() for part in value.split(",")]
+    parts = [int(text) if text.isdecimal() else text for text in texts]
+  listed = isinstance(parts, list) and parts
+  if not listed or any(type(x) is not int or x < 1 for x in parts):
+    raise ValueError(
+      f"config.{key} must be {EQUAL!r}, {SPEED!r}, or a whole number from 1 for"
+      f" each worker, not {shown(value)}"
+    )
+  return parts
+
+
+SECTION: dict[str, Any] = {
+  # Examples of a batch of workers 0, 1, ...; on average config.batch_size.
+  "batch_size": Setting(EQUAL, _shares),
+  # Batches of a job of workers 0, 1, ..., of recipes with steps at the worker;
+  # on average those of the recipe.
+  "steps": Setting(EQUAL, _shares),
+  "jobs": Setting(4, checks.whole(1, 1000)),  # of each worker, to be timed
+}
+
+
+def _key_by_speed(run: Run) -> str | None:
+  """The key that is to follow from speeds, if one is."""
+  section = run.config["allocation"]
+  keys = [key for key in ("batch_size", "steps") if section[key] == SPEED]
+  if len(keys) == 2:
+    raise ValueError(
+      "config.allocation.batch_size and .steps are both 'speed', and work has"
+      " one measure: make one of them 'equal', or a number for each worker"
+    )
+  return keys[0] if keys else None
+
+
+def changes_batches(run: Run) -> bool:
+  """Whether workers may have batches of different sizes."""
+  return run.config["allocation"]["batch_size"] != EQUAL
+
+
+def _divided(run: Run, recipe: algorithms.Recipe, workers: int, key: str):
+  """Returns (what is divided among workers, the unit of each part)."""
+  if key == "steps":
+    if recipe.steps == 1:
+      raise ValueError(
+        f"config.allocation.steps is of recipes whose jobs are several batches,"
+        f" and a job of {run.label} is one: give it steps (push_every), or use"
+        " config.allocation.batch_size"
+      )
+    return recipe.steps * workers, 1
+  live = run.config.get("live", {"parallel": None})
+  unit = live["devices"] if live["parallel"] == "data" else 1
+  return run.config["batch_size"] * workers, unit
+
+
+def _given(run, recipe, workers, key, even) -> tuple[int, ...]:
+  value = run.config["allocation"][key]
+  if value in (EQUAL, SPEED):
+    return (even,) * workers
+  total, unit = _divided(run, recipe, workers, key)
+  name = f"config.allocation.{key}"
+  if len(value) != workers:
+    raise ValueError(
+      f"{name} has {len(value)} numbers, and there are {workers} workers"
+    )
+  if sum(value) != total:
+    of = "config.batch_size" if key == "batch_size" else "those of the recipe"
+    raise ValueError(
+      f"{name} comes to {sum(value)}, and {workers} times {of} is {total}: make"
+      f" the two the same, so that {of} is the mean"
+    )
+  if uneven := [x for x in value if x % unit]:
+    raise ValueError(
+      f"{name}: config.live.devices {unit} must divide {uneven[0]}, or each"
+      " device would do the whole batch"
+    )
+  return tuple(value)
+
+
+def given(
+  run: Run, recipe: algorithms.Recipe, problem: problems.Problem, workers: int
+) -> Allocation | None:
+  """Returns the allocation that a config gives, None if all get the same or it
+  is to follow from speeds. ValueError says what does not fit, also of what is
+  to follow."""
+  by_speed = _key_by_speed(run)
+  sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
+  steps = _given(run, recipe, workers, "steps", recipe.steps)
+  if by_speed:
+    _divided(run, recipe, workers, by_speed)
+  if changes_batches(run):
+    with checks.blame("allocation.batch_size"):
+      problem.with_batch_size(max(sizes)).batches(0, workers)
+  result = Allocation(sizes, steps)
+  return None if by_speed or _is_even(result) else result
+
+
+def _is_even(allocation):
+  return not allocation.by_steps and len(set(allocation.batch_sizes)) == 1
+
+
+def unknown(plan: Any) -> bool:
+  """Whether the allocation of a plan is still to follow from speeds."""
+  return plan.allocation is None and _key_by_speed(plan.run) is not None
+
+
+def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
+  """Returns the plan of a cell with work for its workers by the time that one
+  job, the same for all, took each."""
+  run, workers, recipe = plan.run, plan.workers, plan.recipe
+  key = _key_by_speed(run)
+  total, unit = _divided(run, recipe, workers, key)
+  most = None
+  if key == "batch_size":  # no more than there are
+    most = plan.problem.batches_per_epoch * run.config["batch_size"]
+    if run.config["data"]["partition"] == "sharded":
+      most //= workers
+  speeds = [1 / each for each in seconds]
+  parts = in_proportion(speeds, total, unit=unit, most=most)
+  sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
+  steps = _given(run, recipe, workers, "steps", recipe.steps)
+  if key == "steps":
+    steps = parts
+  else:
+    sizes = parts
+  return dataclasses.replace(plan, allocation=Allocation(sizes, steps))
+
+
+def write(folder: Path, allocation: Allocation) -> None:
+  """Writes down what the workers of a live cell get."""
+  value = storage.sealed(allocation._asdict())
+  storage.write_json(folder / _FILE, value)
+
+
+def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
+  """Returns the plan of a live cell with what its folder says that its workers
+  get; as it is, if that is not yet known, as it must be of a cell that has
+  `begun`. ValueError if it was changed or is gone."""
+  path = folder / _FILE
+  if not unknown(plan) or not (begun or path.exists()):
+    return plan
+  found = storage.read_sealed(path)
+  if found is None:
+    raise ValueError(
+      f"{path} is gone or was changed, and says what the workers of the run"
+      " got: put it back as the run wrote it, or start anew in another folder"
+      " (--workdir)"
+    )
+  allocation = Allocation(*(tuple(found[key]) for key in Allocation._fields))
+  return dataclasses.replace(plan, allocation=allocation)
+
+
+def describe(allocation: Allocation) -> str:
+  """Returns what workers get in a few words."""
+  many = allocation.steps if allocation.by_steps else allocation.batch_sizes
+  what = "steps in a job" if allocation.by_steps else "examples in a batch"
+  listed = ", ".join(map(str, many[:8])) + (", ..." if len(many) > 8 else "")
+  return f"{what} of workers 0 to {len(many) - 1}: {listed}"

@@ -1,0 +1,40 @@
+"""One worker of two takes three times as long: it gets a third of the work.
+
+Bulk synchronous SGD on handwritten digits, with batches of the same size for
+both workers, and with batches by the speed that is measured when a run starts.
+The examples of a round are the same, so that both come to the same loss after
+as many rounds, and the table says how long they took.
+
+  python -m launch.train --config=configs/uneven_digits.py
+
+trains with threads, --config.engine=ray with processes of Ray, and
+--config.engine=simulate with durations of 1 and 3 units.
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(512, 512))
+  config.runs = dict(
+    equal=dict(recipe="ssgd", title="equal work"),
+    speed=dict(
+      recipe="ssgd",
+      title="work by speed",
+      allocation=dict(batch_size="speed", jobs=16),
+    ),
+  )
+  config.engine = "threads"
+  config.workers = (2,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 512
+  config.epochs = 250.0
+  config.learning_rate = 0.02
+  config.learning_rate_schedule = dict(warmup_epochs=5.0)
+  config.durations = dict(name="constant", slowdown=(1, 3))
+  # Long deadlines, so that the slow worker is not taken for dead.
+  config.live = dict(slowdown=(1, 3), late_seconds=20.0)
+  config.curvature_checks = 0
+  return config.lock()
