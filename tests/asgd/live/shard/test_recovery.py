@@ -13,15 +13,17 @@ from shard_bench import (
   describe,
   one,
   play,
+  team,
 )
 
 from asgd import (
   base,
 )
 from asgd.live import frames
+from asgd.live.clusters.base import LiveCluster, finished
 from asgd.live.deadlines import Ladder
 from asgd.live.frames import Frame
-from asgd.live.shard import images
+from asgd.live.shard import Shard, images
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
@@ -425,3 +427,39 @@ def test_a_kill_between_the_end_of_tickets_and_their_leave_forgets_nobody():
   hello = Frame(frames.HELLO, 0, job=0)
   bench.shards[1].handle(hello, said.append, bench.now)
   assert [frame.kind for frame in said] == [frames.EXPEL]
+
+
+class OfBench(LiveCluster):
+  """The shards of a bench, of which the lead says that all is received."""
+
+  def __init__(self, bench):
+    super().__init__(bench.setup, None, refill=False)
+    self._shards = bench.shards
+
+  def _ask(self, call):
+    return [call(shard) for shard in self._shards]
+
+  def _ask_status(self):
+    lead, *others = self._ask(Shard.status)
+    return [{**lead, "stopped": True, "busy": False}, *others]
+
+  def _end_lost_workers(self, status):
+    assert status["stopped"]
+
+  add_worker = assign = check = measure = None
+
+
+@pytest.mark.parametrize("make", [crew, team])
+def test_what_is_open_when_the_lead_has_all_was_lost(make):
+  # A worker was given up before it came back to a shard that was restarted.
+  bench = Bench(make(rules=Rules(depth=2)))
+  bench.join(0)
+  assert bench.shards[1].status()["busy"]
+  cluster = OfBench(bench)
+  cluster.status()
+  own = bench.setup.consistent is False  # an order of its own, or the lead's
+  assert finished(cluster.status()) == own
+  rows = [e.action for e in bench.journals[1].events()[-3:]]
+  ends = [base.LOST, base.LOST, base.LEAVE]
+  assert (rows == ends) == own
+  assert base.LOST not in [e.action for e in bench.journals[0].events()]
