@@ -95,8 +95,9 @@ class RayCluster(LiveCluster):
     processes.end_all(folder)
 
   def measure(self, jobs: int) -> list[float]:
-    """See the base; the same processes then take the places, so that what was
-    measured are the machines that they are on."""
+    """Returns the seconds that a job takes each worker, of so many jobs that
+    all do at the same time; to be called before `start`. The same processes
+    then take the places: what was measured are the machines they are on."""
     self._make_room()
     workers = range(self.setup.workers)
     self._workers = {w: self._make_worker(w) for w in workers}
@@ -124,7 +125,8 @@ class RayCluster(LiveCluster):
     return answers
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """See the base; it is called in the workers."""
+    """Has workers do something else than what the cluster was made with, which
+    they are asked for; to be called before `start`."""
     self._make_duty = make_duty
 
   def start(self) -> None:

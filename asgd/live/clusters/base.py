@@ -13,7 +13,6 @@ from asgd import sharding
 from asgd.live.links.base import Disconnected
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.worker import Duty
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
 _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
@@ -62,16 +61,6 @@ class LiveCluster(abc.ABC):
     # Places that were filled since the lead last told who is dead: it may tell
     # of the one before, which is one death.
     self._refilled: set[int] = set()
-
-  @abc.abstractmethod
-  def measure(self, jobs: int) -> list[float]:
-    """Returns the seconds that a job takes each worker, of so many jobs that
-    all do at the same time; to be called before `start`."""
-
-  @abc.abstractmethod
-  def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """Has workers do something else than what the cluster was made with; to be
-    called before `start`."""
 
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:

@@ -116,7 +116,8 @@ class ThreadCluster(LiveCluster):
       raise faults_lib.Killed
 
   def measure(self, jobs: int) -> list[float]:
-    """See the base; the work is compiled."""
+    """Returns the seconds that a job takes each worker, of so many jobs that
+    all do at the same time; to be called before `start`. They are compiled."""
     workers, duty = self.setup.workers, self._duty
     with ThreadPoolExecutor(workers) as pool:
       return list(
@@ -124,7 +125,8 @@ class ThreadCluster(LiveCluster):
       )
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """See the base; compiles."""
+    """Has workers do something else than what the cluster was made with, and
+    compiles it; to be called before `start`."""
     self._duty = make_duty()
     self._duty.warm_up_all(self.setup.workers)
 

@@ -128,12 +128,7 @@ def _choose(state, name, events, image, resumed):
     try:
       saved = memory.load()
       rows = saved[1]["rows"] if saved else 0
-      # If it went back since, it was killed before it saved that.
-      late = state.setup.log or not saved
-      rolled_back = late and any(
-        event.action == base.ROLLBACK for event in events[rows:]
-      )
-      if rows <= len(events) and not rolled_back:
+      if rows <= len(events) and not _went_back(state, saved, events[rows:]):
         return _Start(saved, True, False)
       if rows > len(events):
         why = _too_short(name, events, "snapshot", rows)
@@ -155,6 +150,15 @@ def _choose(state, name, events, image, resumed):
     image = None
   # Of a run that is resumed, open tickets die, and nobody needs their slots.
   return _Start(image, intact and not resumed, True, why)
+
+
+def _went_back(state, saved, later):
+  """Whether a shard was killed after it went back, before it saved that. To the
+  beginning it goes back as it did before, where it keeps no log."""
+  rows = [event.job for event in later if event.action == base.ROLLBACK]
+  if state.setup.log:
+    return bool(rows)
+  return not saved and bool(rows) and rows[-1] > 0
 
 
 def _is_undone(events, rows):

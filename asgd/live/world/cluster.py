@@ -69,7 +69,8 @@ class WorkerProcess(NamedTuple):
   """The holder of a place."""
 
   process: Process
-  loop: list[WorkerLoop]  # none until it has found all shards
+  loops: list[WorkerLoop]  # none until it has found all shards
+  revoked: list[bool]  # not empty: its place is another's
 
 
 class _Script(faults.Script):
@@ -164,12 +165,13 @@ class WorldCluster(LiveCluster):
   def add_worker(self, worker: int) -> None:
     """Has a new process take a place."""
     loops: list[WorkerLoop] = []
+    revoked: list[bool] = []
     life = self._next_life(worker)
-    call = functools.partial(self._work, worker, life, loops)
+    call = functools.partial(self._work, worker, life, loops, revoked)
     process = self._world.scheduler.start(f"worker {worker}", call)
-    self.workers[worker] = WorkerProcess(process, loops)
+    self.workers[worker] = WorkerProcess(process, loops, revoked)
 
-  def _work(self, worker, life, loops):
+  def _work(self, worker, life, loops, revoked):
     """The main function of a worker's process."""
     world, training = self._world, self._training
     paths = [self._path(index) for index in range(self.setup.shards)]
@@ -191,6 +193,8 @@ class WorldCluster(LiveCluster):
       wait=world.scheduler.sleep,
     )
     loops.append(loop)
+    if revoked:
+      loop.revoke()
     how = loop.run()
     link.close()
     return how
@@ -204,7 +208,7 @@ class WorldCluster(LiveCluster):
       if not process.alive:
         self.replaced["shard"] += 1
         self._start_shard(index)
-    for worker, (process, _) in list(self.workers.items()):
+    for worker, (process, *_) in list(self.workers.items()):
       if process.error:
         raise process.error
       if not process.alive and process.result != "stopped":
@@ -244,13 +248,14 @@ class WorldCluster(LiveCluster):
     return [answer and answer[0] for answer in self._submit(Shard.status)]
 
   def _end_lost_workers(self, status):
-    for worker in status["expelled"]:
+    for worker in sorted(set(status["expelled"])):
       if worker not in self.workers:
         continue
-      process, loops = self.workers[worker]
+      process, loops, revoked = self.workers[worker]
       if self._kills:
         self._world.scheduler.kill(process)  # `check` replaces it
         continue
+      revoked.append(True)
       for loop in loops:
         loop.revoke()
       self.replaced["worker"] += 1

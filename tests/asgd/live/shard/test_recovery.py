@@ -314,6 +314,27 @@ def test_killed_again_after_a_rollback_it_does_not_begin_anew():
   bench.check_replay(some=True)
 
 
+def test_without_a_log_it_goes_back_to_the_beginning_as_often_as_it_is_killed(
+  monkeypatch,
+):
+  # If it gave up the memory for that, one that is killed meanwhile would take
+  # it for removed.
+  bench = Bench(one(jobs=12, log=0))
+  start = bits(bench.server_state)
+  monkeypatch.setattr(bench.memories[0], "forget", lambda: pytest.fail("given"))
+  hand = bench.join(0)
+  for _ in range(3):
+    hand.push()
+    bench.start_shard(0)
+    assert bench.rows()[-1] == "rollback 0:0"
+    assert bits(bench.server_state) == start
+    hand.reconnect(0)
+    bench.settle()
+  bench.finish()
+  bench.check_once()
+  bench.check_replay(some=True)
+
+
 def test_a_checkpoint_of_before_a_rollback_is_of_no_use():
   # A damaged snapshot takes the shard to its beginning; then the memory goes,
   # before the driver has made a checkpoint of that.
@@ -446,7 +467,7 @@ class OfBench(LiveCluster):
   def _end_lost_workers(self, status):
     assert status["stopped"]
 
-  add_worker = assign = check = measure = None
+  add_worker = check = None
 
 
 @pytest.mark.parametrize("make", [crew, team])
