@@ -211,7 +211,7 @@ class _Run:
 
   def _drain(self, fault):
     process = self._pick("worker", fault)
-    for there, loops in self._cluster.workers.values():
+    for there, loops, _ in self._cluster.workers.values():
       for loop in loops if there is process else ():
         loop.drain()
         return True
