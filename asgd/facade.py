@@ -89,7 +89,8 @@ def simulate(
       there. None keeps nothing.
     progress: show how far it is, on the standard error.
     config: further keys of a config, such as order={"name": "fixed_delay"},
-      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0.
+      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0, or
+      allocation={"batch_size": "speed"} (see asgd.allocation).
 
   Raises ValueError for whatever does not fit, before anything runs.
 

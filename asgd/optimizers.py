@@ -81,6 +81,12 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 def check(optimizer: Optimizer) -> None:
   """Raises ValueError unless an optimizer makes updates of gradients alone, of
   the kind that parameters are."""
+  if not callable(optimizer):
+    raise ValueError(
+      "optimizer must be a name, a dict of a name and options, or a function"
+      f" of a learning rate that returns an optax transform, not"
+      f" {shown(optimizer)}"
+    )
   like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
   try:
     tx = optimizer(0.1)

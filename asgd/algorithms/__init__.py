@@ -111,6 +111,8 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
   for key in _OPTIMIZERS & kwargs.keys():
     if isinstance(kwargs[key], str | Mapping):
       kwargs[key] = optimizers.named(kwargs[key])
+    elif kwargs[key] is not None:
+      optimizers.check(kwargs[key])
   recipe = names.call("algorithm", name, maker, {**common, **kwargs})
   if not isinstance(recipe, Recipe):
     raise ValueError(

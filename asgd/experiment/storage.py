@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict | None:
   """Returns the JSON object in a file, None if there is none to be read."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except (FileNotFoundError, ValueError, RecursionError):
+  except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None
 

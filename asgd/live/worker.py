@@ -8,6 +8,7 @@ and pushing overlap.
 
 import collections
 import contextlib
+import math
 import statistics
 import threading
 import time
@@ -25,6 +26,7 @@ from asgd.live.links.base import Disconnected, WorkerLink
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
 
+_MEASURED = 1.0  # seconds that jobs take, to be timed
 _SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
 
 
@@ -65,13 +67,14 @@ class Duty(NamedTuple):
   def measure(
     self, worker: int, jobs: int, wait: Callable[[float], None]
   ) -> float:
-    """Returns the seconds that a job takes a worker: the median of so many,
-    whose results are dropped. `warm_up` has compiled them, and the other
-    workers are measured at the same time; `wait` lets seconds go by."""
+    """Returns the seconds that a job takes a worker: the median of so many, or
+    of more, until they took a second. What they compute is dropped. `warm_up`
+    has compiled them, and the other workers are measured at the same time;
+    `wait` lets seconds go by."""
     times = []
-    for job in range(jobs):
+    while len(times) < jobs or math.fsum(times) < _MEASURED:
       began = time.perf_counter()
-      self.warm_up(worker, self.batch(worker, job))
+      self.warm_up(worker, self.batch(worker, len(times)))
       wait((self.factor(worker) - 1) * (time.perf_counter() - began))
       times.append(time.perf_counter() - began)
     return statistics.median(times)

@@ -236,7 +236,12 @@ class Objects:
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
     # Copied: the caller may keep them, and a runtime gives up its own.
-    said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
+    params = self.outward(jax.tree.map(jnp.array, params))
+    try:
+      said = self.evaluate(params)
+    except Exception as error:  # whatever somebody's function raises
+      line = checks.line_of(error, 250)
+      raise ValueError(f"evaluate(params) fails ({line})") from error
     values = numbers_of(said)
     more = {
       f"test_{key}": value

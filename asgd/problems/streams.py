@@ -230,6 +230,17 @@ def _of_function(given, size):
   except Exception as error:  # whatever somebody's function raises
     line = checks.line_of(error, 250)
     raise ValueError(f"data(0, 0) fails ({line})") from error
+  form = jax.tree.structure(first)
+
+  def later(worker, job):
+    value = batch(worker, job)
+    if jax.tree.structure(value) != form:
+      raise ValueError(
+        f"data({worker}, {job}) is {described(value)}, and data(0, 0) was"
+        f" {described(first)}: batches must be of one form"
+      )
+    return value
+
   equal = _shapes(first) == _shapes(again) and all(
     map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
   )
@@ -239,7 +250,7 @@ def _of_function(given, size):
       " and job, or no run could be resumed or replayed; draw from"
       " np.random.default_rng((seed, worker, job))"
     )
-  return Stream(lambda seed, workers: batch, first, _size(first), None)
+  return Stream(lambda seed, workers: later, first, _size(first), None)
 
 
 def _equal(a, b):

@@ -11,9 +11,11 @@ import optax
 import pytest
 
 import asgd
-from asgd import algorithms, base, problems
+from asgd import algorithms, base, experiment, problems
 from asgd import worker as worker_lib
 from asgd.allocation import Allocation, in_proportion, job_batches
+from asgd.experiment import storage
+from asgd.experiment.engines import allocations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -235,6 +237,7 @@ def test_live_workers_get_what_was_measured_and_replay(tmp_path):
     ({"steps": [1, 3]}, "a job of asgd is one"),
     ({"batch_size": "speed", "steps": "speed"}, "are both 'speed'"),
     ({"jobs": 0}, "allocation.jobs must be a whole number from 1"),
+    ({"batch_size": "9" * 5000}, "must be 'equal', 'speed', or a whole"),
     ({"sizes": [8, 8]}, "unknown config key 'allocation.sizes'"),
   ],
 )
@@ -251,6 +254,51 @@ def test_more_examples_than_there_are():
   # By speed, nobody gets more than there are.
   slow = {"name": "constant", "slowdown": [1e6] * 13 + [1]}
   train(recipe, messages=14, durations=slow, allocation=BY_SPEED)
+
+
+@pytest.mark.parametrize("sizes", ["speed", [4, 12]])
+def test_a_loss_of_batches_of_one_size_is_refused(sizes):
+  def of_eight(params, batch):
+    return loss(params, batch) + batch[1].reshape(2, 4).mean()
+
+  with pytest.raises(ValueError, match=r"fails on a batch of \d+ examples"):
+    asgd.simulate(
+      *(of_eight, np.zeros(3), DATA, asgd.build("asgd", 0.1, 2)),
+      messages=4,
+      batch_size=8,
+      allocation={"batch_size": sizes},
+      progress=False,
+    )
+
+
+@pytest.mark.parametrize(
+  "wrong, what",
+  [
+    ({"batch_sizes": [16]}, "has 1 numbers"),
+    ({"batch_sizes": [8, 9]}, "comes to 17"),
+    ({"batch_sizes": [0, 16]}, "a whole number from 1"),
+    ({"batch_sizes": ["4", "12"]}, "a whole number from 1"),
+    ({"steps": [5, 5]}, "a job of a is one"),
+    ({"steps": None}, "a whole number from 1"),
+  ],
+)
+def test_what_a_folder_says_is_checked(tmp_path, wrong, what):
+  whole = {**kit.TINY_RUN, "runs": {"a": {"recipe": "asgd"}}, "batch_size": 8}
+  exp = experiment.build(
+    {**whole, "allocation": BY_SPEED}, engines=experiment.ENGINES
+  )
+  plan = exp.plan(exp.cells[0])
+  allocations.write(tmp_path, Allocation((4, 12), (1, 1)))
+  assert allocations.read(plan, tmp_path).allocation == ((4, 12), (1, 1))
+  found = {"batch_sizes": [4, 12], "steps": [1, 1], **wrong}
+  path = tmp_path / "allocation.json"
+  storage.write_json(path, storage.sealed(found))
+  with pytest.raises(ValueError, match=f"not what the run wrote.*{what}"):
+    allocations.read(plan, tmp_path)
+  path.unlink()
+  path.mkdir()
+  with pytest.raises(ValueError, match="is gone or was changed"):
+    allocations.read(plan, tmp_path, begun=True)
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,15 @@ def noisy(worker, job):
   return np.random.default_rng().normal(size=3)
 
 
+def drifting(worker, job):
+  x, y = batch(worker, job)
+  return (x, y) if job < 3 else {"x": x, "y": y}
+
+
+def late(worker, job):
+  return batch(worker, job) if job < 3 else {}["more"]
+
+
 TEXTS = [np.array(["a", "b"])] * 2
 RAGGED = [X[:8], X[:8], X[:5]]
 MISTAKES = {
@@ -504,6 +513,9 @@ MISTAKES = {
   "order": ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
   "evaluate": ({"evaluate": 3}, "evaluate must be a function"),
   "evaluation": ({"evaluate": lambda p: "good"}, "not 'good'"),
+  "fails": ({"evaluate": lambda p: p["no"]}, "evaluate(params) fails"),
+  "later": ({"data": drifting, "batch_size": None}, "must be of one form"),
+  "late": ({"data": late, "batch_size": None}, "job 3 cannot be made (KeyErr"),
   "module": ({"loss": Net()}, "(module, criterion)"),
   "pair": ({"loss": (Net(), "mse")}, "(output, batch)"),
 }
@@ -516,6 +528,25 @@ def test_a_mistake_is_one_line_with_the_remedy(mistake):
   arguments |= {"messages": 16, **EVERY, **changes}
   line = error_of(asgd.simulate, **arguments)
   assert words in line, line
+
+
+@pytest.mark.parametrize(
+  "optimizer, words",
+  [
+    (7, "a function of a learning rate that returns an optax transform, not 7"),
+    (lambda rate: 5, "no attribute '"),
+    (lambda: optax.sgd(0.1), "positional argument"),
+    (lambda rate: rate / 0, "division by zero"),
+    (
+      lambda rate: optax.GradientTransformation(
+        lambda p: "text", lambda g, s, p: (g, s)
+      ),
+      "an update cannot be made",
+    ),
+  ],
+)
+def test_an_optimizer_that_is_none_is_one_line(optimizer, words):
+  assert words in error_of(dana, optimizer=optimizer)
 
 
 def test_a_runtime_that_is_none_is_refused():

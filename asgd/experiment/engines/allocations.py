@@ -6,17 +6,21 @@ down what it came to, which is read when it goes on or is replayed.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from asgd import algorithms, problems
 from asgd.allocation import Allocation, in_proportion
-from asgd.checks import shown
+from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
 from asgd.experiment.schema import Run, Setting
 
 EQUAL, SPEED = "equal", "speed"
+_NUMBER = re.compile("[0-9]{1,9}")
 _FILE = "allocation.json"  # in the folder of a live cell
 
 
@@ -27,7 +31,7 @@ def _shares(value: Any, key: str) -> str | list[int]:
   parts = value
   if isinstance(value, str):  # of a command line
     texts = [part.strip() for part in value.split(",")]
-    parts = [int(text) if text.isdecimal() else text for text in texts]
+    parts = [int(x) if _NUMBER.fullmatch(x) else x for x in texts]
   listed = isinstance(parts, list) and parts
   if not listed or any(type(x) is not int or x < 1 for x in parts):
     raise ValueError(
@@ -83,6 +87,11 @@ def _given(run, recipe, workers, key, even) -> tuple[int, ...]:
   value = run.config["allocation"][key]
   if value in (EQUAL, SPEED):
     return (even,) * workers
+  return _checked(run, recipe, workers, key, value)
+
+
+def _checked(run, recipe, workers, key, value) -> tuple[int, ...]:
+  """What workers get, of one key, as a tuple; ValueError if it does not fit."""
   total, unit = _divided(run, recipe, workers, key)
   name = f"config.allocation.{key}"
   if len(value) != workers:
@@ -117,8 +126,36 @@ def given(
   if changes_batches(run):
     with checks.blame("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
+      if by_speed == "batch_size":  # any other will do
+        most = _most(run, problem, workers)
+        sizes_tried = {min(2 * run.config["batch_size"], most)}
+      else:
+        sizes_tried = {*sizes} - {run.config["batch_size"]}
+      for size in sorted(sizes_tried):
+        _try_loss(problem, size)
   result = Allocation(sizes, steps)
   return None if by_speed or _is_even(result) else result
+
+
+def _most(run, problem, workers) -> int:
+  """The examples that there are for a batch."""
+  most = problem.batches_per_epoch * run.config["batch_size"]
+  if run.config["data"]["partition"] == "sharded":
+    most //= workers
+  return max(most, 1)
+
+
+def _try_loss(problem, size) -> None:
+  """Raises ValueError if the loss takes batches of one size only."""
+  key = jax.random.key(0)
+  batch = problem.with_batch_size(size).batches(0, 1)(0, 0)
+  try:
+    jax.eval_shape(problem.loss, jax.eval_shape(problem.init, key), batch, key)
+  except Exception as error:  # whatever somebody's loss raises
+    raise ValueError(
+      f"the loss fails on a batch of {size} examples ({line_of(error, 250)}):"
+      " it must take batches of any size, or all workers the same"
+    ) from error
 
 
 def _is_even(allocation):
@@ -137,10 +174,8 @@ def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
   key = _key_by_speed(run)
   total, unit = _divided(run, recipe, workers, key)
   most = None
-  if key == "batch_size":  # no more than there are
-    most = plan.problem.batches_per_epoch * run.config["batch_size"]
-    if run.config["data"]["partition"] == "sharded":
-      most //= workers
+  if key == "batch_size":
+    most = _most(run, plan.problem, workers)
   speeds = [1 / each for each in seconds]
   parts = in_proportion(speeds, total, unit=unit, most=most)
   sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
@@ -172,8 +207,18 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
       " got: put it back as the run wrote it, or start anew in another folder"
       " (--workdir)"
     )
-  allocation = Allocation(*(tuple(found[key]) for key in Allocation._fields))
-  return dataclasses.replace(plan, allocation=allocation)
+  evens = plan.run.config["batch_size"], plan.recipe.steps
+  keys = "batch_size", "steps"
+  parts = []
+  for key, even, field in zip(keys, evens, Allocation._fields, strict=True):
+    arguments = plan.run, plan.recipe, plan.workers, key
+    try:
+      value = _shares(found.get(field), f"allocation.{key}")
+      given = value == [even] * plan.workers
+      parts.append(tuple(value) if given else _checked(*arguments, value))
+    except ValueError as error:
+      raise ValueError(f"{path} is not what the run wrote: {error}") from error
+  return dataclasses.replace(plan, allocation=Allocation(*parts))
 
 
 def describe(allocation: Allocation) -> str:

@@ -24,7 +24,7 @@ from asgd import (
 from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.checks import shown
+from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
 from asgd.experiment.engines import Column, allocations
 from asgd.experiment.schema import Open, Run, Setting
@@ -127,7 +127,24 @@ class ServerPlan:
     return allocations.by_seconds(self, seconds)
 
   def job_batches(self, seed: int) -> problems.Batches:
-    """Returns (worker, job) -> what the job is done on."""
+    """Returns (worker, job) -> what the job is done on; its errors are
+    ValueErrors, which say whose batch it is."""
+    batches = self._job_batches(seed)
+
+    def batch(worker, job):
+      try:
+        return batches(worker, job)
+      except ValueError:
+        raise
+      except Exception as error:  # whatever somebody's function raises
+        raise ValueError(
+          f"the batch of worker {worker}, job {job} cannot be made"
+          f" ({line_of(error, 250)})"
+        ) from error
+
+    return batch
+
+  def _job_batches(self, seed):
     steps, given, problem = self.recipe.steps, self.allocation, self.problem
     if given is None:
       batches = problem.batches(seed, self.workers)

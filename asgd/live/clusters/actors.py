@@ -110,7 +110,7 @@ class RayCluster(LiveCluster):
     left, end = refs, time.monotonic() + self._patience
     while left:
       _, left = ray_waits.wait(left)
-      if time.monotonic() > end:
+      if left and time.monotonic() > end:
         raise ValueError(
           f"{len(left)} workers took more than {self._patience:g} seconds to"
           " compile or to do the jobs that are timed: give them more with"
@@ -120,8 +120,15 @@ class RayCluster(LiveCluster):
     for worker, ref in enumerate(refs):
       try:
         answers.append(self._ray.get(ref, timeout=_SECONDS))
-      except self._ray.exceptions.RayError as error:
+      except self._ray.exceptions.RayTaskError as error:
         raise _failure(f"worker {worker} failed", error) from error
+      except self._ray.exceptions.RayError as error:
+        if getattr(error, "actor_init_failed", False):
+          raise _failure(f"worker {worker} cannot start", error) from error
+        raise ValueError(
+          f"worker {worker} died while it was measured; run the same command"
+          " again, or give sizes instead (config.allocation)"
+        ) from error
     return answers
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
@@ -131,7 +138,7 @@ class RayCluster(LiveCluster):
 
   def start(self) -> None:
     """Starts all processes. Raises ValueError if Ray has too little."""
-    if not self._workers:  # they were measured
+    if not self._workers:  # or they were measured
       self._make_room()
     for index in range(self.setup.shards):
       self._start_shard(index, self._resumed)

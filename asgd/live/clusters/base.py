@@ -17,10 +17,15 @@ from asgd.live.shard import Shard
 Status = dict[str, Any]  # of a shard, see `Shard.status`
 _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
 _TRIES = 3  # for each place: messages that may be refused before a run ends
+_DEATHS = 5  # for each place: workers that may die before another message
 
 
 class MessagesNotFinite(ValueError):
   """Workers hand in NaN or infinity over and over: nothing else will come."""
+
+
+class WorkersDie(ValueError):
+  """Workers die one after the other, and no message comes."""
 
 
 def finished(status: Sequence[Status] | None) -> bool:
@@ -61,6 +66,8 @@ class LiveCluster(abc.ABC):
     # Places that were filled since the lead last told who is dead: it may tell
     # of the one before, which is one death.
     self._refilled: set[int] = set()
+    self._received = 0  # messages, as the lead told last
+    self._deaths = 0  # of workers since then
 
   @abc.abstractmethod
   def add_worker(self, worker: int) -> None:
@@ -90,11 +97,19 @@ class LiveCluster(abc.ABC):
     """Replaces the workers that the lead has taken for dead."""
 
   def _replace_worker(self, worker: int, how: str) -> list[str]:
-    """Fills the place of a worker that has ended; returns what to tell."""
+    """Fills the place of a worker that has ended; returns what to tell. Raises
+    WorkersDie if they end over and over."""
     if not self._refill:
       return [f"worker {worker} {how}"]
     self.replaced["worker"] += 1
     self._refilled.add(worker)
+    self._deaths += 1
+    if self._deaths > _DEATHS * self.setup.workers:
+      raise WorkersDie(
+        f"{self._deaths} workers ended, one after the other, before a message"
+        f" came (the last: worker {worker} {how}): look for what ends them in"
+        " the data, in the loss, and in the memory of the machine"
+      )
     self.add_worker(worker)
     return [f"worker {worker} {how}; another takes its place"]
 
@@ -109,6 +124,8 @@ class LiveCluster(abc.ABC):
           f"{lead['refused']} messages, in a row or of one job, were not"
           f" finite, at message {lead['received']}"
         )
+      if lead["received"] > self._received:
+        self._received, self._deaths = lead["received"], 0
       self._end_lost_workers(lead)
       self._refilled.clear()
       others = filter(None, statuses[1:])

@@ -20,7 +20,7 @@ from asgd import (
   base,
 )
 from asgd.live import frames
-from asgd.live.clusters.base import LiveCluster, finished
+from asgd.live.clusters.base import LiveCluster, WorkersDie, finished
 from asgd.live.deadlines import Ladder
 from asgd.live.frames import Frame
 from asgd.live.shard import Shard, images
@@ -454,7 +454,7 @@ class OfBench(LiveCluster):
   """The shards of a bench, of which the lead says that all is received."""
 
   def __init__(self, bench):
-    super().__init__(bench.setup, None, refill=False)
+    super().__init__(bench.setup, None, refill=True)
     self._shards = bench.shards
 
   def _ask(self, call):
@@ -467,7 +467,10 @@ class OfBench(LiveCluster):
   def _end_lost_workers(self, status):
     assert status["stopped"]
 
-  add_worker = check = None
+  def add_worker(self, worker):
+    pass
+
+  check = None
 
 
 @pytest.mark.parametrize("make", [crew, team])
@@ -484,3 +487,17 @@ def test_what_is_open_when_the_lead_has_all_was_lost(make):
   ends = [base.LOST, base.LOST, base.LEAVE]
   assert (rows == ends) == own
   assert base.LOST not in [e.action for e in bench.journals[0].events()]
+
+
+def test_workers_that_die_over_and_over_end_the_run():
+  bench = Bench(one())
+  cluster, hand = OfBench(bench), bench.join(0)
+  deaths = 5 * bench.setup.workers
+  for _ in range(2):
+    for _ in range(deaths):
+      assert cluster._replace_worker(1, "died")
+    hand.push()
+    cluster.status()  # a message has come
+  with pytest.raises(WorkersDie, match=f"{deaths + 1} workers ended"):
+    for _ in range(deaths + 1):
+      cluster._replace_worker(1, "died")
