@@ -4,7 +4,8 @@ Ray carries what is said seldom: what to do, how it goes, parameters to
 evaluate. What is said for every message goes through sockets and shared memory
 of the machine (`links.sockets`, `slots`): an actor call costs half a
 millisecond, a frame a twentieth of that. Shards are on the driver's machine;
-workers on another one say it by actor calls (`links.remote`).
+workers on another one say it by actor calls (`links.remote`), and have the lead
+write down what they would write (`links.notes`).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import functools
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ import numpy as np
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
 from asgd.live import frames, journal, processes, records, slots, spans
+from asgd.live.links.notes import FarNotes
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.setup import Setup, slot_counts
@@ -38,7 +41,7 @@ class Site(NamedTuple):
   setup: Setup
   run: str  # folder: journals and records, kept
   memory: str  # folder: sockets and shared memory, removed at the end
-  began: float  # time.monotonic() of the machine
+  began: float  # time.monotonic() of the driver's machine
   compress: str | None = None  # of parameters and messages, as `wire.layout`
   spans: bool = False  # write what workers do when
   devices: int = 1  # of a worker's own, on the CPU
@@ -48,7 +51,8 @@ class Site(NamedTuple):
   jax: str = jax.__version__  # the driver's
 
   def clock(self) -> float:
-    """Seconds since the run began."""
+    """Seconds since the run began; on the driver's machine only, as a
+    monotonic clock of another counts from another moment."""
     return time.monotonic() - self.began
 
   def actor_name(self, index: int, generation: int) -> str:
@@ -112,6 +116,8 @@ class ShardActor:
     _prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
+    self._writes = threading.Lock()  # what workers on other machines did
+    self._write_span = spans.SpanWriter(Path(site.run))
     processes.write_pid(site.memory, "shard", index)
     folder = Path(site.memory) / f"shard-{index}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -183,6 +189,22 @@ class ShardActor:
     """Returns what is said to a session, when something is."""
     return self._sessions[token].listen()
 
+  def clock(self) -> float:
+    """Seconds since the run began, for workers on other machines."""
+    return self._site.clock()
+
+  def write_spans(self, worker: int, told: Sequence[spans.Span]) -> None:
+    """Writes down what a worker on another machine did, in times of `clock`;
+    the last is the push that ends a job."""
+    with self._writes:
+      for span in told:
+        self._write_span(worker, span)
+
+  def write_fault(self, fault: faults_lib.Fault) -> None:
+    """Writes down a fault of a worker on another machine."""
+    with self._writes:
+      faults_lib.append_fault(Path(self._site.run), fault)
+
   def gone(self, owner: str) -> None:
     """The actor of a worker's sessions has ended; a socket would have told."""
 
@@ -201,6 +223,18 @@ class ShardActor:
     with contextlib.suppress(Exception):
       self._server.ask(lambda shard: shard.state.flush())
     self._server.end()
+
+
+class _NearNotes:
+  """What a worker on the driver's machine writes down, itself; `FarNotes` is
+  for the others."""
+
+  def __init__(self, worker, run):
+    self.span = functools.partial(spans.SpanWriter(run), worker)
+    self.fault = functools.partial(faults_lib.append_fault, run)
+
+  def close(self):
+    pass
 
 
 class WorkerActor:
@@ -240,32 +274,34 @@ class WorkerActor:
     for shard in shards:
       while not link.connect(shard):
         pass
-    # Opened by a worker first, a shard would take new memory for its own.
-    memories = (
-      [site.open_memory(i, part, part, None) for i, part in enumerate(parts)]
-      if self._near
-      else link.memories
-    )
+    clock = site.clock if self._near else time.monotonic
+    if self._near:
+      # Opened by a worker first, a shard would take new memory for its own.
+      memories = [
+        site.open_memory(i, part, part, None) for i, part in enumerate(parts)
+      ]
+      notes = _NearNotes(self._worker, Path(site.run))
+    else:
+      memories = link.memories
+      notes = FarNotes(self._worker, link.find_lead, clock=clock)
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
       wait=time.sleep,
-      tell=functools.partial(faults_lib.append_fault, site.run),
+      tell=notes.fault,
     )
-    span = None
-    if site.spans:
-      span = functools.partial(spans.SpanWriter(Path(site.run)), self._worker)
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
-      clock=site.clock,
+      clock=clock,
       life=self._life,
       wait=time.sleep,
       faults=script,
-      span=span,
+      span=notes.span if site.spans else None,
     )
     with contextlib.suppress(ValueError):  # not the main thread
       signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     how = loop.run()
+    notes.close()
     if self._near:
       link.close()  # shards notice at once that it has left
     return how
