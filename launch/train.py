@@ -111,6 +111,14 @@ def _start_float64(runs):
     jax.config.update("jax_enable_x64", True)
 
 
+def _keep_off_accelerators(runs):
+  """Keeps a driver that only watches over Ray's workers on the CPU, unless
+  JAX_PLATFORMS says more: JAX would take most of a GPU's memory from them."""
+  on_ray = all(run.engine == "ray" for run in runs.values())
+  if on_ray and not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", "cpu")
+
+
 _USERS = {  # flag -> engines that use it
   "address": ("ray",),
   "fault": flags.LIVE,
@@ -216,6 +224,7 @@ def main() -> None:
   _check_used(runs)
   _jobs(), _share()  # refuse what they cannot read, before anything is written
   _start_float64(runs)
+  _keep_off_accelerators(runs)
   devices = None
   if role.count != 1:
     for run in runs.values():

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+import types
 
 import kit
 import pytest
 
 from asgd import algorithms, models
+from launch import train
 from pipeline import schedules
 
 FILE = "--config=configs/digits.py"
@@ -225,3 +227,24 @@ def test_the_readme_and_ci_run_the_same_test_command():
   ]
   readme = (kit.ROOT / "README.md").read_text()
   assert "\n".join(ci) in readme
+
+
+@pytest.mark.parametrize(
+  ("engines", "environment", "platforms"),
+  [
+    (["ray"], "", ["cpu"]),
+    (["ray"], "cuda", []),  # as it is asked for
+    (["ray", "simulate"], "", []),
+    (["threads"], "", []),
+  ],
+)
+def test_a_driver_of_ray_leaves_gpus_to_its_workers(
+  monkeypatch, engines, environment, platforms
+):
+  updates = []
+  config = types.SimpleNamespace(update=lambda *args: updates.append(args))
+  monkeypatch.setattr(train.jax, "config", config)
+  monkeypatch.setenv("JAX_PLATFORMS", environment)
+  runs = {name: types.SimpleNamespace(engine=name) for name in engines}
+  train._keep_off_accelerators(runs)
+  assert updates == [("jax_platforms", value) for value in platforms]

@@ -34,6 +34,10 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
 
+# Of a GPU's memory; the second is its former name. XLA reads them when JAX is
+# used first.
+_FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 
 class Site(NamedTuple):
   """Where a run is; the same for all of its processes."""
@@ -45,6 +49,9 @@ class Site(NamedTuple):
   compress: str | None = None  # of parameters and messages, as `wire.layout`
   spans: bool = False  # write what workers do when
   devices: int = 1  # of a worker's own, on the CPU
+  # That JAX is to use in workers; None: what it finds. Shards are on the CPU.
+  platform: str | None = None
+  gpus: float = 0.0  # that Ray reserves for each worker
   token: str = ""  # by which its actors are found
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
@@ -92,6 +99,20 @@ def _prepare_process(site, worker):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
+  _choose_devices(site, worker)
+
+
+def _choose_devices(site, worker):
+  """Shards are on the CPU, whatever is there: an update reads and writes each
+  number once, and messages and tickets lie in the machine's memory. So are
+  workers without an accelerator of theirs, unless JAX_PLATFORMS says more. Of a
+  GPU that several share each takes its part, and leaves a tenth to CUDA."""
+  if not worker:
+    jax.config.update("jax_platforms", "cpu")
+  elif site.platform and not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", site.platform)
+  elif 0 < site.gpus < 1 and not any(map(os.environ.get, _FRACTIONS)):
+    os.environ[_FRACTIONS[0]] = f"{0.9 * site.gpus:g}"
 
 
 def node_id():
