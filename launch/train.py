@@ -61,6 +61,7 @@ _F = flags.define(
     "process_id": (int, None, "This process's number, from 0."),
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
     "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
+    "profile": (str, None, "Folder for JAX's trace of 5 s of work."),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
@@ -68,6 +69,11 @@ _F = flags.define(
 
 def _jobs() -> int | str:
   text = _F["jobs"].value
+  if _F["profile"].value and text not in ("auto", "1"):
+    raise ValueError(
+      f"--profile traces this process, and --jobs={text} trains in others: drop"
+      " one of the two"
+    )
   if text in ("auto", "ray"):
     return text
   if not text.isdecimal() or not 0 < int(text) <= 1024:
@@ -181,10 +187,12 @@ def _open(config):
 
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
+  if where.profile:  # refused now, if it cannot be made
+    os.makedirs(where.profile, exist_ok=True)
   signals, count = Signals(tells=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has its devices by now
-    count = jobs.default_jobs()
+    count = 1 if where.profile else jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in cells)
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:

@@ -82,7 +82,7 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
   out = tmp_path / "out"
   command = [sys.executable, "-m", "launch.train", "--allow_network"]
   command += [f"--config={tmp_path / 'config.py'}", f"--workdir={out}"]
-  command += ["--fault=slow:1:2:0.01"]
+  command += ["--fault=slow:1:2:0.01", f"--profile={tmp_path / 'trace'}"]
   environment = {k: v for k, v in os.environ.items() if "RAY" not in k}
   done = subprocess.run(
     [sys.executable, "-c", NODES, *command],
@@ -108,6 +108,7 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
   for worker, mine in told.spans.items():  # by the clock of the journal
     for span in mine:
       assert abs(span.end - jobs[worker, span.seq]) < AHEAD / 2
+  assert list(tmp_path.glob("trace/plugins/profile/*/*.xplane.pb"))
   replayed = subprocess.run(
     [sys.executable, "-m", "launch.replay", str(cell)],
     cwd=kit.ROOT,

@@ -75,6 +75,10 @@ MISTAKES = {
     "config.runs.asgd.title has 5,000 characters; use at most 100",
   ),
   "jobs": (
+    [FILE, "--jobs=4", "--profile=x"],
+    "--profile traces this process, and --jobs=4 trains in others: drop one",
+  ),
+  "number of jobs": (
     [FILE, "--jobs=0"],
     "--jobs must be auto, ray, or a number from 1 to",
   ),

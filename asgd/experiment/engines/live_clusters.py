@@ -332,7 +332,9 @@ def ray_cluster(
   accelerated = settings["worker_gpus"] or settings["accelerator"]
   accelerated = accelerated or "TPU" in settings["resources"]
   site = site._replace(
-    platform=None if accelerated else "cpu", gpus=settings["worker_gpus"]
+    platform=None if accelerated else "cpu",
+    gpus=settings["worker_gpus"],
+    profile=machine.profile and str(Path(machine.profile).absolute()),
   )
   resources = {
     "num_cpus": settings["worker_cpus"],

@@ -30,6 +30,7 @@ from asgd.live import frames, journal, processes, records, slots, spans
 from asgd.live.links.notes import FarNotes
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
+from asgd.live.profile import Profile
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
@@ -52,6 +53,7 @@ class Site(NamedTuple):
   # That JAX is to use in workers; None: what it finds. Shards are on the CPU.
   platform: str | None = None
   gpus: float = 0.0  # that Ray reserves for each worker
+  profile: str | None = None  # folder for a trace of worker 0
   token: str = ""  # by which its actors are found
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
@@ -266,6 +268,8 @@ class WorkerActor:
     self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets
+    first = worker == 0 == life
+    self._profile = Profile(site.profile if first else None)
     if here:
       processes.write_pid(site.memory, "worker", worker)
 
@@ -317,12 +321,24 @@ class WorkerActor:
       life=self._life,
       wait=time.sleep,
       faults=script,
-      span=notes.span if site.spans else None,
+      span=self._seen_by(notes),
     )
     with contextlib.suppress(ValueError):  # not the main thread
       signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     how = loop.run()
     notes.close()
+    self._profile.close()
     if self._near:
       link.close()  # shards notice at once that it has left
     return how
+
+  def _seen_by(self, notes):
+    """Returns what is told of each stretch of time."""
+
+    def span(span):
+      if self._site.spans:
+        notes.span(span)
+      if span.name == "push":
+        self._profile.worked()
+
+    return span

@@ -1,5 +1,6 @@
 """What a live cell's cluster is made with: devices, and what Ray is asked."""
 
+import os
 import types
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment.engines import live_clusters
+from asgd.experiment.machine import Machine
 from asgd.live.clusters import actors, ray_processes
 
 
@@ -63,9 +65,11 @@ def test_workers_use_the_accelerators_that_they_reserve(
   monkeypatch.setattr(
     actors, "RayCluster", lambda site, *args, **options: made.append(site)
   )
-  machine = types.SimpleNamespace(share=lambda value: value, faults=())
+  machine = Machine(profile="trace")
+  monkeypatch.setattr(machine, "share", lambda value: value)
   live = prepared(tmp_path, "ray", **settings)
   live_clusters.ray_cluster(live, machine, None, False, 0.0)
   (given,) = made
   assert isinstance(given, ray_processes.Site)
   assert (given.platform, given.gpus) == site
+  assert given.profile == f"{os.getcwd()}/trace"
