@@ -8,6 +8,6 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.sh")))
 def test_a_script_is_one_of_bash(path):
   subprocess.run(["bash", "-n", str(path)], check=True)
