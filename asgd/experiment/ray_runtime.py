@@ -8,8 +8,10 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +96,7 @@ def start(
     "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
   }
   if address:
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, _own_signals():
       options["runtime_env"] = _runtime_env(modules, undo)
       _join(ray, address, options)
       _undo.push(undo.pop_all())
@@ -104,7 +106,7 @@ def start(
     include_dashboard=False,
     object_store_memory=memory,
   )
-  with contextlib.ExitStack() as undo:
+  with contextlib.ExitStack() as undo, _own_signals():
     _share_processors(undo)
     _ask_for_token(ray, undo)
     options["_temp_dir"] = _own_folder(undo)
@@ -120,6 +122,17 @@ def start(
       file=sys.stderr,
     )
   return True
+
+
+@contextlib.contextmanager
+def _own_signals():
+  """Keeps what this process does when it is asked to end: Ray puts an end at
+  once in its place, before anything is saved."""
+  handler = signal.getsignal(signal.SIGTERM)
+  yield
+  in_main = threading.current_thread() is threading.main_thread()
+  if in_main and callable(handler):
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _join(ray, address, options) -> None:

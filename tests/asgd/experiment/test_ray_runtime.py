@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,25 @@ def test_what_the_user_has_set_is_left(settings, monkeypatch):
     ray_runtime.start(None)
   assert "RAY_AUTH_TOKEN" not in settings["environment"]
   assert settings["environment"]["RAY_AUTH_TOKEN_PATH"] == "/a/file"
+
+
+def test_who_asks_this_process_to_end_is_still_heard_by_it(monkeypatch):
+  def init(**options):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray puts its own
+
+  def ours(number, frame):
+    pass
+
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(ray, "init", init)
+  monkeypatch.setattr(ray, "shutdown", lambda: None)
+  before = signal.signal(signal.SIGTERM, ours)
+  try:
+    assert ray_runtime.start("1.2.3.4:6379", allow_network=True)
+    assert signal.getsignal(signal.SIGTERM) is ours
+  finally:
+    signal.signal(signal.SIGTERM, before)
+    ray_runtime.stop()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "none"])
