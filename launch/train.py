@@ -61,6 +61,7 @@ _F = flags.define(
     "process_id": (int, None, "This process's number, from 0."),
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
     "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
+    "profile": (str, None, "Folder for JAX's trace of 5 s of work."),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
@@ -68,6 +69,11 @@ _F = flags.define(
 
 def _jobs() -> int | str:
   text = _F["jobs"].value
+  if _F["profile"].value and text not in ("auto", "1"):
+    raise ValueError(
+      f"--profile traces this process, and --jobs={text} trains in others: drop"
+      " one of the two"
+    )
   if text in ("auto", "ray"):
     return text
   if not text.isdecimal() or not 0 < int(text) <= 1024:
@@ -109,6 +115,14 @@ def _start_float64(runs):
     )
   if True in double:
     jax.config.update("jax_enable_x64", True)
+
+
+def _keep_off_accelerators(runs):
+  """Keeps a driver that only watches over Ray's workers on the CPU, unless
+  JAX_PLATFORMS says more: JAX would take most of a GPU's memory from them."""
+  on_ray = all(run.engine == "ray" for run in runs.values())
+  if on_ray and not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", "cpu")
 
 
 _USERS = {  # flag -> engines that use it
@@ -173,10 +187,12 @@ def _open(config):
 
 def _train(config) -> None:
   experiment, workdir, where = _open(config)
+  if where.profile:  # refused now, if it cannot be made
+    os.makedirs(where.profile, exist_ok=True)
   signals, count = Signals(tells=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has its devices by now
-    count = jobs.default_jobs()
+    count = 1 if where.profile else jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in cells)
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:
@@ -216,6 +232,7 @@ def main() -> None:
   _check_used(runs)
   _jobs(), _share()  # refuse what they cannot read, before anything is written
   _start_float64(runs)
+  _keep_off_accelerators(runs)
   devices = None
   if role.count != 1:
     for run in runs.values():

@@ -2,7 +2,10 @@
 
 A journal says when tickets were sent and messages received, by the shard's
 clock. Spans say what a worker did in between, by the same clock; it writes them
-if it is asked to (--config.live.spans=True).
+if it is asked to (--config.live.spans=True). A worker on another machine has a
+clock of its own: its spans were moved to the lead's (`live.links.notes`), which
+is exact to about a millisecond, so the end of one may be as much after what
+came of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -304,6 +304,8 @@ class _Attempt(contextlib.ExitStack):
       if progress.count:
         self.counted += progress.count
         self._bar.update(self._cell, progress)
+        if processes.leads() and not self._kind.elsewhere:
+          self._machine.worked()
       if progress.broken:
         book.diverged = True
         if config["on_nan"] == "stop":

@@ -10,6 +10,7 @@ from typing import Any
 
 from asgd.experiment import ray_runtime
 from asgd.live import faults as faults_lib
+from asgd.live.profile import Profile
 
 
 @dataclasses.dataclass
@@ -25,9 +26,13 @@ class Machine:
   gpus_per_process: float = 0.0  # that Ray reserves for each of them
   spans: bool = False  # write what the devices of a pipeline did when
   modules: Sequence[str] = ()  # files of the user's, for a Ray cluster
+  # A folder for a trace by JAX's profiler: of this process, or where workers
+  # are Ray's of worker 0, on its machine.
+  profile: str | None = None
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
   _started: bool = dataclasses.field(default=False, init=False)  # Ray, by it
+  _tracing: Profile | None = dataclasses.field(default=None, init=False)
 
   def share(self, value: Any) -> Any:
     """Returns a reference to a value in Ray's object store; starts Ray, unless
@@ -42,8 +47,16 @@ class Machine:
       self._shared[id(value)] = ray.put(value), value
     return self._shared[id(value)][0]
 
+  def worked(self) -> None:
+    """Something was done in this process; see `Profile.worked`."""
+    if self._tracing is None:
+      self._tracing = Profile(self.profile)
+    self._tracing.worked()
+
   def close(self) -> None:
     """Ends what was started."""
+    if self._tracing is not None:
+      self._tracing.close()
     if self._started:
       ray_runtime.stop()
       self._started = False

@@ -8,8 +8,10 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,9 @@ from asgd.live import processes, ray_waits
 _PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
 # Set by Ray in the entry point of a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+# Of the environment: where programs that were compiled are kept, and which. A
+# cluster on this machine has all of it.
+_CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
 _NICENESS = "RAY_worker_niceness"
 # What Ray says in a paragraph, and the command in a line of its own.
 _TOLD = "A worker died or was killed", "Raylet is terminated"
@@ -91,8 +96,8 @@ def start(
     "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
   }
   if address:
-    with contextlib.ExitStack() as undo:
-      options["runtime_env"] = _code(modules, undo)
+    with contextlib.ExitStack() as undo, _own_signals():
+      options["runtime_env"] = _runtime_env(modules, undo)
       _join(ray, address, options)
       _undo.push(undo.pop_all())
     return True
@@ -101,7 +106,7 @@ def start(
     include_dashboard=False,
     object_store_memory=memory,
   )
-  with contextlib.ExitStack() as undo:
+  with contextlib.ExitStack() as undo, _own_signals():
     _share_processors(undo)
     _ask_for_token(ray, undo)
     options["_temp_dir"] = _own_folder(undo)
@@ -117,6 +122,17 @@ def start(
       file=sys.stderr,
     )
   return True
+
+
+@contextlib.contextmanager
+def _own_signals():
+  """Keeps what this process does when it is asked to end: Ray puts an end at
+  once in its place, before anything is saved."""
+  handler = signal.getsignal(signal.SIGTERM)
+  yield
+  in_main = threading.current_thread() is threading.main_thread()
+  if in_main and callable(handler):
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _join(ray, address, options) -> None:
@@ -136,12 +152,24 @@ def _join(ray, address, options) -> None:
     ) from error
 
 
-def _code(modules, undo) -> dict[str, Any]:
-  """Returns the runtime_env that sends a cluster the code as it is here, and
-  no more. What a job's own runtime_env has is left to the job."""
+def _runtime_env(modules, undo) -> dict[str, Any]:
+  """Returns the runtime_env of a cluster that is joined. What a job's own one
+  has is left to the job: Ray refuses what both have."""
   job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
-  if "working_dir" in job:
-    return {}
+  own = job.get("env_vars") or {}
+  variables = {
+    name: value
+    for name, value in os.environ.items()
+    if name.startswith(_CACHE) and name not in own
+  }
+  options = {"env_vars": variables} if variables else {}
+  if "working_dir" not in job:
+    options["working_dir"] = _code(modules, undo)
+  return options
+
+
+def _code(modules, undo) -> str:
+  """Returns a folder with the code as it is here, and no more."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
   root, only = Path(__file__).parents[2], shutil.ignore_patterns("__pycache__")
@@ -151,7 +179,7 @@ def _code(modules, undo) -> dict[str, Any]:
       shutil.copytree(source, folder / source.name, ignore=only)
     else:
       shutil.copy(source, folder)
-  return {"working_dir": str(folder)}
+  return str(folder)
 
 
 def _stay_on_loopback(ray, options) -> None:

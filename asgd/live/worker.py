@@ -42,6 +42,14 @@ class Duty(NamedTuple):
   consistent: bool = False
   depth: int = 1
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
+  devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
+
+  def on_device(self, worker: int) -> contextlib.AbstractContextManager:
+    """Has this thread compute on a worker's device: of n, worker i has i mod
+    n."""
+    if not self.devices:
+      return contextlib.nullcontext()
+    return jax.default_device(self.devices[worker % len(self.devices)])
 
   def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
     """Compiles the work, for a batch like a worker's first unless one is given;
@@ -49,9 +57,9 @@ class Duty(NamedTuple):
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
     ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
     batch = self.batch(worker, 0) if batch is None else batch
-    out = self.work(
-      self.init(params), ticket, batch, self.root, np.int32(0)
-    )
+    with self.on_device(worker):
+      state = self.init(params)
+      out = self.work(state, ticket, batch, self.root, np.int32(0))
     jax.block_until_ready(out)
 
   def warm_up_all(self, workers: int) -> None:
@@ -59,9 +67,10 @@ class Duty(NamedTuple):
     done = []
     for worker in range(workers):
       batch = self.batch(worker, 0)
-      shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
-      if shapes not in done:
-        done.append(shapes)
+      device = worker % max(len(self.devices), 1)
+      program = device, [leaf.shape for leaf in jax.tree.leaves(batch)]
+      if program not in done:
+        done.append(program)
         self.warm_up(worker, batch)
 
   def measure(

@@ -8,14 +8,25 @@ import sys
 import kit
 import pytest
 
-from asgd.experiment import storage
+from asgd.base import RECEIVE
+from asgd.experiment import live_files, storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-MODULE = '''
+AHEAD = 1e6  # seconds, of the clock of the second node
+MODULE = f'''
+import os
+import time
+
 import optax
 
 import asgd
+from asgd.live import faults, spans
+
+if os.environ.get("FAR"):  # a machine of its own
+  ours = time.monotonic
+  time.monotonic = lambda: ours() + {AHEAD}
+  spans.SpanWriter = faults.append_fault = None  # it has not the run's folder
 
 
 def careful(learning_rate, workers, *, strength=0.04):
@@ -42,7 +53,7 @@ def get_config():
   config.curvature_checks = 0
   config.allocation = dict(batch_size="speed", jobs=1)
   # Of the second node alone, which comes while it is waited for.
-  config.live = dict(resources=dict(far=1), cluster_seconds=120.0)
+  config.live = dict(resources=dict(far=1), cluster_seconds=120.0, spans=True)
   return config
 '''
 NODES = '''
@@ -58,7 +69,7 @@ cluster = Cluster(
 command, environment = sys.argv[1:], {"RAY_ADDRESS": cluster.address}
 import os
 run = subprocess.Popen(command, env={**os.environ, **environment})
-cluster.add_node(num_cpus=1, resources={"far": 2})
+cluster.add_node(num_cpus=1, resources={"far": 2}, env_vars={"FAR": "1"})
 status = run.wait()
 cluster.shutdown()
 sys.exit(status)
@@ -71,6 +82,7 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
   out = tmp_path / "out"
   command = [sys.executable, "-m", "launch.train", "--allow_network"]
   command += [f"--config={tmp_path / 'config.py'}", f"--workdir={out}"]
+  command += ["--fault=slow:1:2:0.01", f"--profile={tmp_path / 'trace'}"]
   environment = {k: v for k, v in os.environ.items() if "RAY" not in k}
   done = subprocess.run(
     [sys.executable, "-c", NODES, *command],
@@ -88,6 +100,15 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
   assert sum(sizes) == 32  # of processes that were timed where they ran
   modules = json.loads((cell / "cell.json").read_text())["modules"]
   assert modules["far_module"]["top"] == str(tmp_path / "far_module.py")
+  told = live_files.read(cell)
+  assert (cell / "faults.csv").read_text() == "1,2,slow,0.01\n"
+  jobs = {e.key: e.time for e in told.journals[0] if e.action == RECEIVE}
+  for name in ("fetch", "compute", "push"):
+    assert live_files.spans_by_job(told.spans, name).keys() == jobs.keys()
+  for worker, mine in told.spans.items():  # by the clock of the journal
+    for span in mine:
+      assert abs(span.end - jobs[worker, span.seq]) < AHEAD / 2
+  assert list(tmp_path.glob("trace/plugins/profile/*/*.xplane.pb"))
   replayed = subprocess.run(
     [sys.executable, "-m", "launch.replay", str(cell)],
     cwd=kit.ROOT,

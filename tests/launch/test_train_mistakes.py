@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+import types
 
 import kit
 import pytest
 
 from asgd import algorithms, models
+from launch import train
 from pipeline import schedules
 
 FILE = "--config=configs/digits.py"
@@ -73,6 +75,10 @@ MISTAKES = {
     "config.runs.asgd.title has 5,000 characters; use at most 100",
   ),
   "jobs": (
+    [FILE, "--jobs=4", "--profile=x"],
+    "--profile traces this process, and --jobs=4 trains in others: drop one",
+  ),
+  "number of jobs": (
     [FILE, "--jobs=0"],
     "--jobs must be auto, ray, or a number from 1 to",
   ),
@@ -225,3 +231,24 @@ def test_the_readme_and_ci_run_the_same_test_command():
   ]
   readme = (kit.ROOT / "README.md").read_text()
   assert "\n".join(ci) in readme
+
+
+@pytest.mark.parametrize(
+  ("engines", "environment", "platforms"),
+  [
+    (["ray"], "", ["cpu"]),
+    (["ray"], "cuda", []),  # as it is asked for
+    (["ray", "simulate"], "", []),
+    (["threads"], "", []),
+  ],
+)
+def test_a_driver_of_ray_leaves_gpus_to_its_workers(
+  monkeypatch, engines, environment, platforms
+):
+  updates = []
+  config = types.SimpleNamespace(update=lambda *args: updates.append(args))
+  monkeypatch.setattr(train.jax, "config", config)
+  monkeypatch.setenv("JAX_PLATFORMS", environment)
+  runs = {name: types.SimpleNamespace(engine=name) for name in engines}
+  train._keep_off_accelerators(runs)
+  assert updates == [("jax_platforms", value) for value in platforms]

@@ -168,6 +168,7 @@ class EngineKind(NamedTuple):
   # (folder of a finished cell): removes what a kill right after its end left,
   # and refuses what was changed since
   clean: Callable[[Path], Any] = _nothing
+  elsewhere: bool = False  # its work is done in processes of its own
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
 

@@ -488,6 +488,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
     columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
     describe=parameter_server.describe,
     timed=True,
+    elsewhere=ray,
     journaled=True,
     clean=_clean,
   )

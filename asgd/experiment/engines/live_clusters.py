@@ -156,6 +156,15 @@ def make_duty(live: LiveRun) -> Duty:
   )
 
 
+def local_devices(live: LiveRun) -> tuple[jax.Device, ...]:
+  """Returns the accelerators of this process that its workers share; () if one
+  is all there is. On a CPU all its devices are the same cores."""
+  devices = jax.local_devices()
+  alone = len(devices) == 1 or devices[0].platform == "cpu"
+  grouped = live.plan.run.config["live"]["devices"] > 1
+  return () if alone or grouped else tuple(devices)
+
+
 def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns what a worker would be sent now, of shards as they are."""
   send, split = jax.jit(live.plan.server.send), live.split
@@ -222,7 +231,8 @@ def thread_cluster(
   live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
 ) -> ThreadCluster:
   """Builds a cluster of threads, with memory that outlives the process."""
-  duty, wire = make_duty(live), dtype_on_wire(live.plan.run.config)
+  duty = make_duty(live)._replace(devices=local_devices(live))
+  wire = dtype_on_wire(live.plan.run.config)
   steps = simulator.compile_steps(
     live.plan.server, live.plan.worker, wire=wire, keeps_messages=True
   )
@@ -258,7 +268,7 @@ def thread_cluster(
 
   def duty_of(allocation):
     plan = dataclasses.replace(live.plan, allocation=allocation)
-    return make_duty(live._replace(plan=plan))
+    return make_duty(live._replace(plan=plan))._replace(devices=duty.devices)
 
   return _allot(live, cluster, duty_of)
 
@@ -316,6 +326,15 @@ def ray_cluster(
     compress=dtype_on_wire(config),
     spans=settings["spans"],
     devices=settings["devices"],
+  )
+  # What was not reserved is left to others: JAX would take most of the memory
+  # of a GPU that it sees.
+  accelerated = settings["worker_gpus"] or settings["accelerator"]
+  accelerated = accelerated or "TPU" in settings["resources"]
+  site = site._replace(
+    platform=None if accelerated else "cpu",
+    gpus=settings["worker_gpus"],
+    profile=machine.profile and str(Path(machine.profile).absolute()),
   )
   resources = {
     "num_cpus": settings["worker_cpus"],

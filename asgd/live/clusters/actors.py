@@ -338,6 +338,13 @@ class RayCluster(LiveCluster):
     for actor in (*self._workers.values(), *shards):
       self._ray.kill(actor)
 
+  @property
+  def _leave_seconds(self):
+    """What workers get for writing down what they did, once all is done."""
+    if self.site.profile:
+      return 60.0
+    return 10.0 if self.site.spans else 2.0
+
   def _let_workers_leave(self):
     """When all is done, workers end by themselves, and traces say so."""
     kinds = self._running.items()
@@ -345,7 +352,7 @@ class RayCluster(LiveCluster):
     with contextlib.suppress(self._ray.exceptions.RayError):
       asked = self._shards[0].ask.remote(Shard.status)
       if working and self._ray.get(asked, timeout=1.0)["stopped"]:
-        ray_waits.wait(working, timeout=2.0)
+        ray_waits.wait(working, timeout=self._leave_seconds)
 
   def remove_memory(self) -> None:
     """Removes the shared memory: after this, nothing can be resumed from it."""

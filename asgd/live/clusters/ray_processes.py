@@ -4,7 +4,8 @@ Ray carries what is said seldom: what to do, how it goes, parameters to
 evaluate. What is said for every message goes through sockets and shared memory
 of the machine (`links.sockets`, `slots`): an actor call costs half a
 millisecond, a frame a twentieth of that. Shards are on the driver's machine;
-workers on another one say it by actor calls (`links.remote`).
+workers on another one say it by actor calls (`links.remote`), and have the lead
+write down what they would write (`links.notes`).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import functools
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,11 +27,17 @@ import numpy as np
 from asgd import base, sharding, simulator
 from asgd.live import faults as faults_lib
 from asgd.live import frames, journal, processes, records, slots, spans
+from asgd.live.links.notes import FarNotes
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
+from asgd.live.profile import Profile
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
+
+# Of a GPU's memory; the second is its former name. XLA reads them when JAX is
+# used first.
+_FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class Site(NamedTuple):
@@ -38,17 +46,22 @@ class Site(NamedTuple):
   setup: Setup
   run: str  # folder: journals and records, kept
   memory: str  # folder: sockets and shared memory, removed at the end
-  began: float  # time.monotonic() of the machine
+  began: float  # time.monotonic() of the driver's machine
   compress: str | None = None  # of parameters and messages, as `wire.layout`
   spans: bool = False  # write what workers do when
   devices: int = 1  # of a worker's own, on the CPU
+  # That JAX is to use in workers; None: what it finds. Shards are on the CPU.
+  platform: str | None = None
+  gpus: float = 0.0  # that Ray reserves for each worker
+  profile: str | None = None  # folder for a trace of worker 0
   token: str = ""  # by which its actors are found
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
   jax: str = jax.__version__  # the driver's
 
   def clock(self) -> float:
-    """Seconds since the run began."""
+    """Seconds since the run began; on the driver's machine only, as a
+    monotonic clock of another counts from another moment."""
     return time.monotonic() - self.began
 
   def actor_name(self, index: int, generation: int) -> str:
@@ -88,6 +101,20 @@ def _prepare_process(site, worker):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
+  _choose_devices(site, worker)
+
+
+def _choose_devices(site, worker):
+  """Shards are on the CPU, whatever is there: an update reads and writes each
+  number once, and messages and tickets lie in the machine's memory. So are
+  workers without an accelerator of theirs, unless JAX_PLATFORMS says more. Of a
+  GPU that several share each takes its part, and leaves a tenth to CUDA."""
+  if not worker:
+    jax.config.update("jax_platforms", "cpu")
+  elif site.platform and not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", site.platform)
+  elif 0 < site.gpus < 1 and not any(map(os.environ.get, _FRACTIONS)):
+    os.environ[_FRACTIONS[0]] = f"{0.9 * site.gpus:g}"
 
 
 def node_id():
@@ -112,6 +139,8 @@ class ShardActor:
     _prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
+    self._writes = threading.Lock()  # what workers on other machines did
+    self._write_span = spans.SpanWriter(Path(site.run))
     processes.write_pid(site.memory, "shard", index)
     folder = Path(site.memory) / f"shard-{index}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -183,6 +212,22 @@ class ShardActor:
     """Returns what is said to a session, when something is."""
     return self._sessions[token].listen()
 
+  def clock(self) -> float:
+    """Seconds since the run began, for workers on other machines."""
+    return self._site.clock()
+
+  def write_spans(self, worker: int, told: Sequence[spans.Span]) -> None:
+    """Writes down what a worker on another machine did, in times of `clock`;
+    the last is the push that ends a job."""
+    with self._writes:
+      for span in told:
+        self._write_span(worker, span)
+
+  def write_fault(self, fault: faults_lib.Fault) -> None:
+    """Writes down a fault of a worker on another machine."""
+    with self._writes:
+      faults_lib.append_fault(Path(self._site.run), fault)
+
   def gone(self, owner: str) -> None:
     """The actor of a worker's sessions has ended; a socket would have told."""
 
@@ -203,6 +248,18 @@ class ShardActor:
     self._server.end()
 
 
+class _NearNotes:
+  """What a worker on the driver's machine writes down, itself; `FarNotes` is
+  for the others."""
+
+  def __init__(self, worker, run):
+    self.span = functools.partial(spans.SpanWriter(run), worker)
+    self.fault = functools.partial(faults_lib.append_fault, run)
+
+  def close(self):
+    pass
+
+
 class WorkerActor:
   """A worker in a process of its own."""
 
@@ -211,6 +268,8 @@ class WorkerActor:
     self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets
+    first = worker == 0 == life
+    self._profile = Profile(site.profile if first else None)
     if here:
       processes.write_pid(site.memory, "worker", worker)
 
@@ -240,32 +299,46 @@ class WorkerActor:
     for shard in shards:
       while not link.connect(shard):
         pass
-    # Opened by a worker first, a shard would take new memory for its own.
-    memories = (
-      [site.open_memory(i, part, part, None) for i, part in enumerate(parts)]
-      if self._near
-      else link.memories
-    )
+    clock = site.clock if self._near else time.monotonic
+    if self._near:
+      # Opened by a worker first, a shard would take new memory for its own.
+      memories = [
+        site.open_memory(i, part, part, None) for i, part in enumerate(parts)
+      ]
+      notes = _NearNotes(self._worker, Path(site.run))
+    else:
+      memories = link.memories
+      notes = FarNotes(self._worker, link.find_lead, clock=clock)
     script = faults_lib.Script(
       faults,
       kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
       wait=time.sleep,
-      tell=functools.partial(faults_lib.append_fault, site.run),
+      tell=notes.fault,
     )
-    span = None
-    if site.spans:
-      span = functools.partial(spans.SpanWriter(Path(site.run)), self._worker)
     loop = WorkerLoop(
       *(self._worker, duty, link, memories),
-      clock=site.clock,
+      clock=clock,
       life=self._life,
       wait=time.sleep,
       faults=script,
-      span=span,
+      span=self._seen_by(notes),
     )
     with contextlib.suppress(ValueError):  # not the main thread
       signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     how = loop.run()
+    notes.close()
+    self._profile.close()
     if self._near:
       link.close()  # shards notice at once that it has left
     return how
+
+  def _seen_by(self, notes):
+    """Returns what is told of each stretch of time."""
+
+    def span(span):
+      if self._site.spans:
+        notes.span(span)
+      if span.name == "push":
+        self._profile.worked()
+
+    return span

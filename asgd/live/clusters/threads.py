@@ -152,7 +152,8 @@ class ThreadCluster(LiveCluster):
 
   def _work(self, worker, loop, link):
     try:
-      loop.run()
+      with self._duty.on_device(worker):
+        loop.run()
     except faults_lib.Killed:
       pass
     except BaseException as error:

@@ -163,6 +163,14 @@ class RayLink:
   def _find(self, shard, generation):
     return self._ray.get_actor(self._site.actor_name(shard, generation))
 
+  def find_lead(self) -> Any:
+    """Returns the lead's actor, or that which has taken its place, whether or
+    not there is a session with it. Raises ValueError if there is none now."""
+    generation = self._generations[0]
+    with contextlib.suppress(ValueError):
+      return self._find(0, generation + 1)
+    return self._find(0, generation)
+
   def _successor(self, shard):
     """Whether another actor has taken a shard's place."""
     with contextlib.suppress(ValueError):

@@ -208,3 +208,28 @@ def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
   places = "in a at message 1, in b at message 1"
   assert str(stop.value) == f"stopped {places}; {GO_ON}"
   assert stop.value.signal_number == signal.SIGTERM
+
+
+# A trace of the profiler.
+
+
+def test_a_machine_with_a_profile_leaves_one_trace(tmp_path):
+  exp = experiment.build(
+    {
+      "data": {"name": "digits"},
+      "model": {"name": "mlp", "hidden": (4,)},
+      "runs": {"asgd": {"recipe": "asgd"}},
+      "workers": (2,),
+      "seeds": (0, 1),
+      "examples": 256,
+      "evaluations": 1,
+      "curvature_checks": 0,
+    },
+    engines=experiment.ENGINES,
+  )
+  machine = Machine(profile=str(tmp_path / "trace"))
+  for cell in exp.cells:
+    loop.train(exp, cell, tmp_path, bar=Silent(), machine=machine)
+  machine.close()
+  (trace,) = tmp_path.glob("trace/plugins/profile/*/*.xplane.pb")
+  assert trace.stat().st_size

@@ -1,6 +1,8 @@
 """Ray is started so that nobody else gets at it."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,10 @@ def settings(monkeypatch):
   monkeypatch.setattr(ray, "is_initialized", lambda: False)
   monkeypatch.setattr(ray, "init", init)
   return given
+
+
+def job_of(runtime_env):
+  return json.dumps({"runtime_env": runtime_env})
 
 
 @pytest.mark.parametrize("network", [False, True])
@@ -79,6 +85,25 @@ def test_what_the_user_has_set_is_left(settings, monkeypatch):
   assert settings["environment"]["RAY_AUTH_TOKEN_PATH"] == "/a/file"
 
 
+def test_who_asks_this_process_to_end_is_still_heard_by_it(monkeypatch):
+  def init(**options):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray puts its own
+
+  def ours(number, frame):
+    pass
+
+  monkeypatch.setattr(ray, "is_initialized", lambda: False)
+  monkeypatch.setattr(ray, "init", init)
+  monkeypatch.setattr(ray, "shutdown", lambda: None)
+  before = signal.signal(signal.SIGTERM, ours)
+  try:
+    assert ray_runtime.start("1.2.3.4:6379", allow_network=True)
+    assert signal.getsignal(signal.SIGTERM) is ours
+  finally:
+    signal.signal(signal.SIGTERM, before)
+    ray_runtime.stop()
+
+
 @pytest.mark.parametrize("mode", ["disabled", "none"])
 def test_without_a_token_the_user_is_told(monkeypatch, capsys, mode):
   monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -91,6 +116,35 @@ def test_without_a_token_the_user_is_told(monkeypatch, capsys, mode):
   ray_runtime.stop()
   (line,) = capsys.readouterr().err.splitlines()
   assert "every user of this machine can run code as you" in line
+
+
+@pytest.mark.parametrize("job", [{}, {"env_vars": {"A": "1"}}])
+def test_a_cluster_is_sent_code_and_where_compiled_programs_are(
+  settings, monkeypatch, job
+):
+  monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job_of(job))
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/a/cache")
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # of this machine
+  with pytest.raises(Begun):
+    ray_runtime.start("1.2.3.4:6379", allow_network=True)
+  sent = settings["runtime_env"]
+  assert sent["env_vars"]["JAX_COMPILATION_CACHE_DIR"] == "/a/cache"
+  assert all("_CACHE_" in name for name in sent["env_vars"])
+  assert not Path(sent["working_dir"]).exists()  # of a try that has failed
+
+
+def test_what_a_job_has_itself_is_left_to_it(settings, monkeypatch):
+  own = {"working_dir": "/b", "env_vars": {"JAX_COMPILATION_CACHE_DIR": "/b"}}
+  monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job_of(own))
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/b")
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "7")
+  for name in [name for name in os.environ if name.startswith("JAX_PERSIST")]:
+    monkeypatch.delenv(name)
+  with pytest.raises(Begun):
+    ray_runtime.start("1.2.3.4:6379", allow_network=True)
+  assert settings["runtime_env"] == {
+    "env_vars": {"JAX_COMPILATION_CACHE_MAX_SIZE": "7"}
+  }
 
 
 # A cluster.

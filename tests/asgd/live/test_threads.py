@@ -339,6 +339,26 @@ def test_spans_tell_what_a_worker_did():
   assert all(v == ["fetch", "compute", "push"] for v in by_seq.values())
 
 
+def test_workers_take_turns_on_the_devices_of_their_process():
+  devices, places = tuple(jax.local_devices()[1:3]), set()
+  made = kit("asgd")
+
+  def work(state, ticket, *rest):
+    state, message, metrics = made.steps.work(state, ticket, *rest)
+    worker = int(ticket.worker)
+    places.update((worker, place) for place in metrics.loss.devices())
+    return state, message, metrics
+
+  with live(made, jobs=9, start=False) as run:
+    run.cluster._duty = run.cluster._duty._replace(work=work, devices=devices)
+    run.cluster._duty.warm_up_all(WORKERS)
+    assert places == {(0, devices[0]), (1, devices[1])}  # compiled for each
+    run.cluster.start()
+    drive(run.cluster)
+  run.check()
+  assert places <= {(w, devices[w % 2]) for w in range(WORKERS)}
+
+
 def test_one_worker_is_plain_optax():
   with live(kit("asgd", momentum=0.9), jobs=12, start=False) as run:
     for thread in run.cluster.shards:

@@ -1,0 +1,54 @@
+"""A trace of one process by JAX's profiler, over the first seconds of work.
+
+TensorBoard's profile plugin shows it, and Perfetto: DIR has
+plugins/profile/TIME/HOST.trace.json.gz and HOST.xplane.pb.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+SECONDS = 5.0  # that are traced; a trace of a minute is hard to look at
+
+
+class Profile:
+  """Traces this process from the first `worked` on, once."""
+
+  def __init__(
+    self,
+    folder: str | Path | None,
+    *,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """The trace is written to the folder; None traces nothing."""
+    self._folder, self._seconds, self._clock = folder, seconds, clock
+    self._began: float | None = None
+    self._stopping: threading.Thread | None = None
+
+  def worked(self) -> None:
+    """Something was done, so programs are compiled: begins the trace, or ends
+    it after its seconds. Raises RuntimeError if the process is traced by
+    somebody else."""
+    if self._folder is None or self._stopping:
+      return
+    if self._began is None:
+      self._began = self._clock()
+      jax.profiler.start_trace(str(self._folder))
+    elif self._clock() - self._began >= self._seconds:
+      self._stop()
+
+  def _stop(self):
+    # It takes seconds, in which a worker would be taken for dead.
+    self._stopping = threading.Thread(target=jax.profiler.stop_trace)
+    self._stopping.start()
+
+  def close(self) -> None:
+    """Ends the trace, and returns when it is written."""
+    if self._began is not None and not self._stopping:
+      self._stop()
+    if self._stopping:
+      self._stopping.join()

@@ -1,0 +1,174 @@
+"""What a worker on another machine did, as its lead writes it down."""
+
+import sys
+import threading
+import types
+
+import pytest
+
+from asgd.live.clusters.ray_processes import ShardActor
+from asgd.live.faults import Fault
+from asgd.live.links import notes
+from asgd.live.spans import Span, SpanWriter, read_spans, spans_path
+
+AHEAD = 1000.0  # of the lead's clock, that of the worker
+
+
+class RayError(Exception):
+  pass
+
+
+class RayTaskError(RayError):
+  pass
+
+
+class World:
+  """Leads without Ray, one in the place of the other; their calls are thunks,
+  which are made when somebody looks at them. Half a second goes by before a
+  call is made, and as much until its answer is there."""
+
+  exceptions = types.SimpleNamespace(
+    RayError=RayError, RayTaskError=RayTaskError
+  )
+
+  def __init__(self, run):
+    self.now = 1.0  # by the lead's clock
+    self.run, self.slow = run, False
+    self.leads = [self.lead()]
+    self.calls = []
+
+  def lead(self):
+    actor = ShardActor.__new__(ShardActor)
+    actor._site = types.SimpleNamespace(run=self.run, clock=lambda: self.now)
+    actor._writes, actor._write_span = threading.Lock(), SpanWriter(self.run)
+    return actor
+
+  def find(self):
+    if not self.leads:
+      raise ValueError("no such actor")
+    return self.handle(self.leads[-1])
+
+  def handle(self, actor):
+    def method(name):
+      def remote(*args):
+        self.calls.append(name)
+
+        def call():
+          if actor not in self.leads:
+            raise RayError("it died")
+          try:
+            return getattr(actor, name)(*args)
+          except OSError as error:
+            raise RayTaskError from error
+
+        return call
+
+      return types.SimpleNamespace(remote=remote)
+
+    names = "clock", "write_spans", "write_fault"
+    return types.SimpleNamespace(**{name: method(name) for name in names})
+
+  def get(self, call, timeout):
+    assert timeout
+    self.wait_for(0.5)
+    try:
+      return call()
+    finally:
+      self.wait_for(0.5)
+
+  def wait(self, calls, timeout):
+    return ([], calls) if self.slow else (calls, [])
+
+  def wait_for(self, seconds):
+    self.now += seconds
+
+  def clock(self):
+    return self.now + AHEAD
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path):
+  made = World(tmp_path)
+  monkeypatch.setitem(sys.modules, "ray", made)
+  return made
+
+
+def made_notes(world):
+  return notes.FarNotes(
+    2, world.find, clock=world.clock, wait=world.wait_for
+  )
+
+
+def job(at, seq):
+  """The stretches of a job of a second each, from then on by a clock."""
+  names = enumerate(("fetch", "compute", "push"))
+  return [Span(name, at + i, at + i + 1, seq, 10 + seq) for i, name in names]
+
+
+def written(world):
+  return read_spans(spans_path(world.run, 2))
+
+
+def test_spans_are_written_in_the_time_of_the_lead(world):
+  told = made_notes(world)
+  for seq in range(2):
+    for span in job(AHEAD + 10.0 * seq, seq):
+      told.span(span)
+  told.close()
+  assert written(world) == job(0.0, 0) + job(10.0, 1)
+  asked = world.calls.count("clock")
+  assert asked == 5  # the second job was within five seconds of that
+
+
+def test_the_clock_is_asked_again_as_time_goes_by(world):
+  told = made_notes(world)
+  for span in job(AHEAD, 0):
+    told.span(span)
+  world.now += 10.0
+  for span in job(AHEAD + 20.0, 1):
+    told.span(span)
+  assert world.calls.count("clock") == 6
+
+
+def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
+  told = made_notes(world)
+  world.slow = True
+  for span in job(AHEAD, 0):
+    told.span(span)
+  world.leads = []
+  for span in job(AHEAD + 3.0, 1):
+    told.span(span)
+  world.slow = False
+  for span in job(AHEAD + 6.0, 2):
+    told.span(span)  # and sees that there is none
+  assert not spans_path(world.run, 2).exists()
+  world.leads = [world.lead()]
+  told.close()
+  assert written(world) == job(0.0, 0) + job(3.0, 1) + job(6.0, 2)
+
+
+def test_without_a_lead_the_end_is_not_put_off_for_ever(world):
+  told = made_notes(world)
+  world.slow = True
+  for span in job(AHEAD, 0):
+    told.span(span)
+  world.slow, world.leads, before = False, [], world.now
+  told.close()
+  assert 10.0 < world.now - before < 12.0
+
+
+def test_a_fault_is_written_before_it_happens(world):
+  told, fault = made_notes(world), Fault(2, 7, "kill")
+  told.fault(fault)
+  assert (world.run / "faults.csv").read_text() == "2,7,kill,0.0\n"
+  replacement, world.leads = [world.lead()], []
+  told._wait = lambda seconds: world.leads.extend(replacement)
+  told.fault(fault._replace(seq=8))
+  assert (world.run / "faults.csv").read_text().count("\n") == 2
+
+
+def test_a_disk_that_takes_nothing_ends_the_worker(world, tmp_path):
+  told = made_notes(world)
+  world.leads[0]._site.run = tmp_path / "gone"
+  with pytest.raises(RayTaskError):
+    told.fault(Fault(2, 7, "kill"))
