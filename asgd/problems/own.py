@@ -236,12 +236,7 @@ class Objects:
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
     # Copied: the caller may keep them, and a runtime gives up its own.
-    params = self.outward(jax.tree.map(jnp.array, params))
-    try:
-      said = self.evaluate(params)
-    except Exception as error:  # whatever somebody's function raises
-      line = checks.line_of(error, 250)
-      raise ValueError(f"evaluate(params) fails ({line})") from error
+    said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
     values = numbers_of(said)
     more = {
       f"test_{key}": value

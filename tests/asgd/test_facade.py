@@ -513,7 +513,6 @@ MISTAKES = {
   "order": ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
   "evaluate": ({"evaluate": 3}, "evaluate must be a function"),
   "evaluation": ({"evaluate": lambda p: "good"}, "not 'good'"),
-  "fails": ({"evaluate": lambda p: p["no"]}, "evaluate(params) fails"),
   "later": ({"data": drifting, "batch_size": None}, "must be of one form"),
   "late": ({"data": late, "batch_size": None}, "job 3 cannot be made (KeyErr"),
   "module": ({"loss": Net()}, "(module, criterion)"),

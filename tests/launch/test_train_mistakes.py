@@ -68,7 +68,7 @@ MISTAKES = {
   "brackets": ([FILE, "--config.workers[0]=3"], "workers[0]=3 names no key"),
   "nothing alike": (
     [FILE, "--config.nosuch=3"],
-    "unknown config key 'nosuch'; known: batch_size",
+    "unknown config key 'nosuch'; known: allocation, batch_size",
   ),
   "long title": (
     [FILE, f"--config.runs.asgd.title={'x' * 5000}"],

@@ -316,7 +316,7 @@ def test_another_batch_size_must_fit_the_data(digits):
     problem.with_batch_size(1438)
   with pytest.raises(ValueError, match="batch_size must be .* not 0"):
     problem.with_batch_size(0)
-  with pytest.raises(ValueError, match="its batches have no size"):
+  with pytest.raises(ValueError, match="the data came in batches"):
     problems.quadratic([1.0]).with_batch_size(4)
 
 
