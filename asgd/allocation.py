@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import checks
-from asgd.worker import Uneven
+from asgd.worker import Uneven, stack
 
 Batches = Callable[[int, int], Any]
 
@@ -128,6 +128,6 @@ def job_batches(
     parts = [
       part(worker, job * longest + h) for h in range(given.steps[worker])
     ]
-    return Uneven.stack(parts)
+    return Uneven(stack(parts))
 
   return batch

@@ -176,6 +176,11 @@ def gradient_worker(
   return base.Worker(init, work)
 
 
+def stack(batches: Sequence[Any]) -> Any:
+  """Stacks trees of NumPy arrays, at least one, on a new leading axis."""
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
 def job_batches(batches: Callable, steps: int) -> Callable:
   """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
@@ -188,8 +193,7 @@ def job_batches(batches: Callable, steps: int) -> Callable:
     return batches
 
   def batch(worker, job):
-    parts = [batches(worker, job * steps + h) for h in range(steps)]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+    return stack([batches(worker, job * steps + h) for h in range(steps)])
 
   return batch
 
@@ -198,11 +202,6 @@ class Uneven(NamedTuple):
   """A job of as many batches as this worker takes, not as all take."""
 
   batches: Any  # [H, B, ...], H of this worker
-
-  @classmethod
-  def stack(cls, batches: Sequence[base.Batch]) -> "Uneven":
-    """Stacks NumPy batches, at least one."""
-    return cls(jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
 
 
 def weighted(worker: base.Worker, batch_size: int) -> base.Worker:

@@ -54,12 +54,20 @@ class Duty(NamedTuple):
   def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
     """Compiles the work, for a batch like a worker's first unless one is given;
     what it computes is dropped."""
+    batch = self.batch(worker, 0) if batch is None else batch
+    self._try(worker, self._first(worker), batch)
+
+  def _first(self, worker):
+    """The state of a worker that was sent zeros, and its ticket."""
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
     ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
-    batch = self.batch(worker, 0) if batch is None else batch
     with self.on_device(worker):
-      state = self.init(params)
-      out = self.work(state, ticket, batch, self.root, np.int32(0))
+      return self.init(params), ticket
+
+  def _try(self, worker, first, batch):
+    """Does a job and drops what it computes."""
+    with self.on_device(worker):
+      out = self.work(*first, batch, self.root, np.int32(0))
     jax.block_until_ready(out)
 
   def warm_up_all(self, workers: int) -> None:
@@ -80,10 +88,10 @@ class Duty(NamedTuple):
     of more, until they took a second. What they compute is dropped. `warm_up`
     has compiled them, and the other workers are measured at the same time;
     `wait` lets seconds go by."""
-    times = []
+    times, first = [], self._first(worker)
     while len(times) < jobs or math.fsum(times) < _MEASURED:
       began = time.perf_counter()
-      self.warm_up(worker, self.batch(worker, len(times)))
+      self._try(worker, first, self.batch(worker, len(times)))
       wait((self.factor(worker) - 1) * (time.perf_counter() - began))
       times.append(time.perf_counter() - began)
     return statistics.median(times)

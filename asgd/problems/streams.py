@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from asgd import base, checks, data
+from asgd import worker as worker_lib
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # of which an order can be drawn
@@ -202,8 +203,7 @@ def _of_indexed(given, size):
     return Stream(batches, first, _size(first), None if endless else count)
 
   def take(rows):
-    parts = [element(int(row)) for row in rows]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+    return worker_lib.stack([element(int(row)) for row in rows])
 
   return _of_rows(take, count, size)
 

@@ -118,18 +118,26 @@ class RayCluster(LiveCluster):
         )
     answers = []
     for worker, ref in enumerate(refs):
-      try:
-        answers.append(self._ray.get(ref, timeout=_SECONDS))
-      except self._ray.exceptions.RayTaskError as error:
-        raise _failure(f"worker {worker} failed", error) from error
-      except self._ray.exceptions.RayError as error:
-        if getattr(error, "actor_init_failed", False):
-          raise _failure(f"worker {worker} cannot start", error) from error
+      answer = self._result(ref, f"worker {worker}")
+      if answer is None:
         raise ValueError(
           f"worker {worker} died while it was measured; run the same command"
           " again, or give sizes instead (config.allocation)"
-        ) from error
+        )
+      answers.append(answer[0])
     return answers
+
+  def _result(self, ref, who):
+    """Returns (answer,) of a process, None if it died; raises what it raised,
+    or what kept it from starting."""
+    try:
+      return (self._ray.get(ref, timeout=_SECONDS),)
+    except self._ray.exceptions.RayTaskError as error:
+      raise _failure(f"{who} failed", error) from error
+    except self._ray.exceptions.RayError as error:
+      if getattr(error, "actor_init_failed", False):
+        raise _failure(f"{who} cannot start", error) from error
+    return None
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
     """Has workers do something else than what the cluster was made with, which
@@ -220,14 +228,7 @@ class RayCluster(LiveCluster):
     done, _ = ray_waits.wait(refs, timeout=0)
     for ref in done:
       kind, index = self._running.pop(ref)
-      try:
-        how = self._ray.get(ref, timeout=_SECONDS)
-      except self._ray.exceptions.RayTaskError as error:
-        raise _failure(f"{kind} {index} failed", error) from error
-      except self._ray.exceptions.RayError as error:
-        if getattr(error, "actor_init_failed", False):
-          raise _failure(f"{kind} {index} cannot start", error) from error
-        how = "died"
+      (how,) = self._result(ref, f"{kind} {index}") or ("died",)
       if kind == "shard" and how == "died":
         news.append(f"shard {index} died; another takes over")
         self.replaced["shard"] += 1
