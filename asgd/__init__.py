@@ -20,6 +20,7 @@ clocks, are in `asgd.experiment`; it is imported when it is asked for.
 """
 
 import importlib
+from importlib import metadata
 from typing import Any
 
 from asgd import algorithms, optimizers, transforms
@@ -60,7 +61,7 @@ __all__ = [
   *("local_worker", "make_server", "algorithms", "optimizers", "transforms"),
   *("adaptive_delay_compensation", "delay_compensation", "lookahead"),
   *("per_worker", "precede", "scale_by_staleness"),
-  *(*_FACADE, *_ROOMS, *_RECIPES),
+  *(*_FACADE, *_ROOMS, *_RECIPES, "__version__"),
 ]
 
 
@@ -73,7 +74,18 @@ def __getattr__(name: str) -> Any:
     return importlib.import_module(f"asgd.{name}")
   if name == "TrainState":
     return importlib.import_module("asgd.train_state").TrainState
+  if name == "__version__":
+    return _version()
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+  """What pyproject.toml says, as it was installed; where only the code is, as
+  on the machines of a Ray cluster, it is not known."""
+  try:
+    return metadata.version("asgd")
+  except metadata.PackageNotFoundError:
+    return "unknown"
 
 
 def __dir__() -> list[str]:

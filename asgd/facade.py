@@ -189,12 +189,12 @@ def replay(
   """Computes again what a live run computed, from its traces.
 
   Args:
-    folder: of `train_live`; or WORKDIR/cells/NAME of launch.train, or a WORKDIR
+    folder: of `train_live`; or WORKDIR/cells/NAME of asgd train, or a WORKDIR
       that has one cell.
     loss, params, data, recipe: of a run of `train_live` as they were given to
       it. They may be left out if all three are functions of modules that can be
       imported, and the recipe is a name's with plain options.
-    data_dir: of a run of launch.train: where the dataset's files are.
+    data_dir: of a run of asgd train: where the dataset's files are.
 
   Returns:
     A `Replay`; its `same` says whether it came to the bits of the run.

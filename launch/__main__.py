@@ -1,12 +1,23 @@
-"""Lists the commands: python -m launch."""
+"""The command `asgd`: lists the commands, and runs the one that is named.
+
+`asgd train ...` is what `python -m launch.train ...` is in a checkout. `asgd
+train digits` means --config=digits, for the commands that take a config.
+"""
 
 import ast
+import runpy
+import sys
 from pathlib import Path
 
-_COMMANDS = (
+import asgd
+from asgd import names
+
+_COMMANDS = (  # in the order in which they are listed
   *("train", "replay", "chaos", "compare", "timeline"),
   *("plan", "draw_schedule", "bench"),
 )
+_OF_CONFIG = "train", "chaos", "plan"  # a first word is their --config
+_USAGE_ERROR = 2  # exit status
 
 
 def _summary(name: str) -> str:
@@ -18,15 +29,36 @@ def _summary(name: str) -> str:
   return docstring.partition("\n")[0]
 
 
-def main() -> None:
-  """Prints each command with what it does."""
+def _help() -> str:
   width = max(map(len, _COMMANDS))
-  for name in _COMMANDS:
-    print(f"python -m launch.{name.ljust(width)}  {_summary(name)}")
-  print(
-    "\nEach takes --help. python -m launch.train --list lists recipes,"
-    " schedules,\nengines, models and datasets."
+  lines = [f"asgd {name.ljust(width)}  {_summary(name)}" for name in _COMMANDS]
+  lines.append(
+    "\nEach takes --help; in a checkout, python -m launch.NAME is the same."
+    "\nasgd --list lists recipes, schedules, engines, models and datasets."
   )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  """Runs the command that is named, with all other words."""
+  name, *words = sys.argv[1:] or ["--help"]
+  if name in ("--help", "-h", "--helpfull", "help"):
+    print(_help())
+    return
+  if name == "--version":
+    print(f"asgd {asgd.__version__}")
+    return
+  if name == "--list":
+    name, words = "train", ["--list", *words]
+  try:
+    names.check("command", name, _COMMANDS)
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(_USAGE_ERROR)
+  if name in _OF_CONFIG and words and not words[0].startswith("-"):
+    words[0] = f"--config={words[0]}"
+  sys.argv[1:] = words
+  runpy.run_module(f"{__package__}.{name}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

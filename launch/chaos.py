@@ -1,11 +1,11 @@
 """Kills the processes of a live run at random, and audits what comes of it.
 
-  python -m launch.chaos --config=configs/digits.py --mtbf=5 \\
+  asgd chaos --config=configs/digits.py --mtbf=5 \\
     --seconds=60 --kinds=worker,shard,hang,driver,term --seed=0 \\
     --config.workers=4 --config.only=dana_zero --config.seeds=0 \\
     --config.epochs=200
 
-Runs `launch.train` with the flags and the config that it is given (on engine
+Runs `asgd train` with the flags and the config that it is given (on engine
 ray unless --engine says threads), and from the first message on, for so
 many seconds, does one of these things after another to a process of it, at
 exponential times with a mean of --mtbf seconds, each kind once before any comes
@@ -23,7 +23,7 @@ every job received once, every acknowledged message an update and a row of the
 records, every death in the trace one of these, the order allowed, the replay
 the same to the bit, and no process and no memory left behind.
 
-  python -m launch.chaos --simulate=1000 --jobs=2
+  asgd chaos --simulate=1000 --jobs=2
 
 runs small live runs in a simulated world instead, one for each seed, with the
 clock, the network, the disk and the order of all steps drawn from it, checks
@@ -42,7 +42,8 @@ from collections.abc import Sequence
 from asgd import names
 from asgd.experiment import audit, build, chaos
 from asgd.live.world import explore, scenario
-from launch import flags
+
+from . import flags
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(
@@ -193,7 +194,7 @@ def main() -> None:
     victim.end()
   if victim.process.returncode:
     raise flags.Failed(
-      f"chaos: launch.train ended with status {victim.process.returncode}"
+      f"chaos: asgd train ended with status {victim.process.returncode}"
     )
   if not _report(exp, out, victim, kinds):
     raise flags.Failed("chaos: the audit failed")

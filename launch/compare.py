@@ -1,6 +1,6 @@
 """Predicted and measured: live cells beside their simulations, in one picture.
 
-  python -m launch.compare WORKDIR/cells/NAME
+  asgd compare WORKDIR/cells/NAME
 
 measures how long the jobs of a live cell took, plays the same protocol with
 these times, trains the same cell in simulation, and draws both: how stale
@@ -15,9 +15,9 @@ With WORKDIR alone, all its live cells are compared, and with each other: when
 each of them reached the same loss. With --durations_of=WORKDIR/cells/OTHER,
 times are those of another cell. And
 
-  python -m launch.compare --config=configs/straggler_digits.py --engine=ray
+  asgd compare --config=configs/straggler_digits.py --engine=ray
 
-trains a config before, as launch.train does with the same flags.
+trains a config before, as asgd train does with the same flags.
 """
 
 import subprocess
@@ -25,7 +25,8 @@ import sys
 from pathlib import Path
 
 from asgd.experiment import comparison, folder, schema, storage
-from launch import flags
+
+from . import flags
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(flags.TRAINING)
@@ -121,8 +122,8 @@ def main(place: str | None = None) -> None:
     raise ValueError(f"{place} brings its own config; drop --config")
   if place is None and not config:
     raise ValueError(
-      "which run? write python -m launch.compare WORKDIR/cells/NAME, a folder"
-      " that launch.train made, or --config=FILE to train one"
+      "which run? write asgd compare WORKDIR/cells/NAME, a folder"
+      " that asgd train made, or --config=FILE to train one"
     )
   out = _out()
   if config:
@@ -132,7 +133,7 @@ def main(place: str | None = None) -> None:
     if status == flags.USAGE_ERROR:
       sys.exit(status)  # it has said why
     if status:
-      raise flags.Failed("compare: launch.train did not end well")
+      raise flags.Failed("compare: asgd train did not end well")
   else:
     where = Path(place)
   if (where / "cells").is_dir():

@@ -1,6 +1,6 @@
 """Draws a pipeline's schedule and says what it costs.
 
-  python -m launch.draw_schedule --schedule=one_f_one_b --stages=4 \\
+  asgd draw_schedule --schedule=one_f_one_b --stages=4 \\
     --microbatches=8 --backward=2 --out=FOLDER
 
 prints the table, its times and what can be read off them, and writes
@@ -30,10 +30,11 @@ from typing import Any
 
 from asgd import names
 from asgd.experiment import storage
-from launch import flags
 from pipeline import analyze, render, schedules, spans, validate
 from pipeline import table as table_lib
 from pipeline.table import Schedule, ScheduleError
+
+from . import flags
 
 _MOST_CELLS = 2_000_000  # slots x devices
 _TERMINAL = 160  # columns, where there is no terminal

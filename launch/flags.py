@@ -25,7 +25,7 @@ from ml_collections.config_flags import config_flags as parsers
 
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import code, overrides, schema
+from asgd.experiment import code, overrides, schema, shipped
 from asgd.experiment.signals import Signals, Stopped
 from pipeline.engine import PIPELINE
 
@@ -62,8 +62,10 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
 
   def parse(self, path: str) -> ml_collections.ConfigDict:
     """Returns a config of the keys that are overridden, without values."""
-    if not os.path.isfile(path.split(":")[0]):
-      fail(f"--config={path}: there is no such file")
+    try:
+      path = shipped.find(path)
+    except ValueError as error:
+      fail(error)
     try:
       code.add_folder(Path(path.split(":")[0]).parent)
       self.config = super().parse(path)
@@ -143,11 +145,12 @@ def has_config() -> bool:
 
 
 def training_command(suffix: str) -> tuple[Path, list[str]]:
-  """Returns a folder, and the command line of launch.train that does there what
+  """Returns a folder, and the command line of asgd train that does there what
   the flags of TRAINING say. Without --workdir it is the next of
   runs/CONFIG-SUFFIX-001, -002, ... that is not there."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
-  command = [sys.executable, "-m", "launch.train", f"--config={filename}"]
+  command = [sys.executable, "-m", f"{__package__}.train"]
+  command += [f"--config={filename}"]
   command += [f"--config.{key}={text}" for key, text in _overrides().items()]
   for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:

@@ -1,9 +1,9 @@
 """Says how a model can be trained on some devices, and what each way costs.
 
-  python -m launch.plan --params=1.5e9 --devices=64 --bandwidth=25 --memory=16
-  python -m launch.plan --params=175B --devices=1024 --bandwidth=25 \\
+  asgd plan --params=1.5e9 --devices=64 --bandwidth=25 --memory=16
+  asgd plan --params=175B --devices=1024 --bandwidth=25 \\
     --node=8 --node_bandwidth=300 --flops=140 --out=plan.png
-  python -m launch.plan --config=configs/pipeline_gpt.py --devices=8 \\
+  asgd plan --config=configs/pipeline_gpt.py --devices=8 \\
     --bandwidth=1
 
 prints a table of strategies: whether a device's memory holds its part, and
@@ -26,7 +26,8 @@ from asgd.experiment import problem as problem_lib
 from asgd.experiment import schema
 from asgd.parallel import costs, memory, strategies, strategy_charts, workloads
 from asgd.parallel.memory import GB
-from launch import flags
+
+from . import flags
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PICTURES = (".png", ".svg", ".pdf")

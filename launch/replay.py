@@ -1,13 +1,14 @@
 """Computes a live cell again from its trace: the same parameters, to the bit.
 
-  python -m launch.replay WORKDIR/cells/NAME
+  asgd replay WORKDIR/cells/NAME
 
 (or WORKDIR, of one cell). The exit status is 1 if the parameters differ. With
 --restore it writes a lost or damaged params.msgpack anew.
 """
 
 from asgd.experiment import replay
-from launch import flags
+
+from . import flags
 
 
 def main(
@@ -19,8 +20,8 @@ def main(
   """Replays the cell that is named, and says what came of it."""
   if folder is None:
     raise ValueError(
-      "which run? write python -m launch.replay WORKDIR/cells/NAME, a folder"
-      " that launch.train made with engine threads or ray"
+      "which run? write asgd replay WORKDIR/cells/NAME, a folder"
+      " that asgd train made with engine threads or ray"
     )
   replayed = replay.replay(folder, data_dir=data_dir)
   print(replay.describe(replayed))

@@ -1,6 +1,6 @@
 """Draws a live run: what each worker and each shard did when.
 
-  python -m launch.timeline WORKDIR/cells/NAME
+  asgd timeline WORKDIR/cells/NAME
 
 (or WORKDIR, of one run) writes timeline.json there, in Chrome's trace-event
 format, to be opened with Perfetto. What workers do on a job is known if the run
@@ -17,7 +17,8 @@ from asgd import base
 from asgd import tracks as tracks_lib
 from asgd.experiment import live_files, storage
 from asgd.tracks import event
-from launch import flags
+
+from . import flags
 
 _WORKERS, _SERVER = 1, 2  # pids of the two groups of tracks
 _OF_WORKERS = (base.JOIN, base.LEAVE, base.LOST, base.REJECT)
@@ -104,8 +105,8 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   """Writes the timeline of the run that is named."""
   if folder is None:
     raise ValueError(
-      "which run? write python -m launch.timeline WORKDIR/cells/NAME, a folder"
-      " that launch.train made"
+      "which run? write asgd timeline WORKDIR/cells/NAME, a folder"
+      " that asgd train made"
     )
   place = live_files.only_cell(Path(folder))
   path = Path(out or place / "timeline.json")
@@ -122,7 +123,7 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   )
   if not cell.spans:
     print(
-      "each job is one piece: run launch.train with --config.live.spans=True to"
+      "each job is one piece: run asgd train with --config.live.spans=True to"
       " see what workers do on it"
     )
 

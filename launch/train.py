@@ -1,9 +1,9 @@
 """Trains the runs of a config, whatever their engines, and compares them.
 
-  python -m launch.train --config=configs/digits.py
-  python -m launch.train --config=configs/digits.py --engine=threads \\
+  asgd train --config=configs/digits.py
+  asgd train --config=configs/digits.py --engine=threads \\
     --config.workers=4 --config.only=dana_zero --config.seeds=0
-  python -m launch.train --config=configs/compare_engines.py
+  asgd train --config=configs/compare_engines.py
 
 The same command with the same folder goes on where it stopped: after Ctrl-C, a
 kill or a requeued job. Runs, numbers of workers and seeds may be added to an
@@ -19,7 +19,7 @@ several machines, start the same command on each with --num_processes,
 --process_id and --coordinator=HOST_OF_0:PORT, or under Slurm (and others that
 JAX knows) with --coordinator=auto alone.
 
-  python -m launch.train --list
+  asgd train --list
 
 lists recipes, schedules, engines, models and datasets with their options.
 """
@@ -43,7 +43,8 @@ from asgd.experiment.progress import ProgressBar, Silent
 from asgd.experiment.signals import Signals
 from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
-from launch import flags, listing
+
+from . import flags, listing
 
 _FAULT = "On purpose: KIND:WORKER:SEQ,... (kill:1:20; slow:1:20:SECONDS), of "
 _FAULT += ", ".join(faults_lib.KINDS)

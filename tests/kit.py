@@ -438,6 +438,8 @@ def call(module, *arguments, status=None):
     warnings.catch_warnings(),
   ):
     warnings.simplefilter("ignore", DeprecationWarning)
+    # A test has imported the module, which is run here anew.
+    warnings.filterwarnings("ignore", "'launch", RuntimeWarning)
     patch.chdir(ROOT)
     patch.setattr(sys, "argv", [f"launch/{module}.py", *map(str, arguments)])
     # Without what absl does to the logging of a process.
@@ -450,8 +452,8 @@ def call(module, *arguments, status=None):
     patch.setitem(defaults, "stream", err)
     try:
       with pytest.raises(SystemExit) as ended:
-        path = ROOT / "launch" / f"{module}.py"
-        runpy.run_path(str(path), run_name="__main__")
+        name = f"launch.{module}"
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     finally:
       for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -46,6 +46,7 @@ EXPERIMENT_RANKS = {
   "storage": 0,
   "code": 1,
   "event_file": 0,
+  "shipped": 0,
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,
@@ -95,8 +96,12 @@ def imports(path, *, top_level=False):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f"{path}: relative import"
-      yield from (f"{node.module}.{alias.name}" for alias in node.names)
+      above = [node.module] if node.module else []
+      if node.level:
+        place = path.relative_to(ROOT).parts
+        assert place[0] == "launch", f"{path}: relative import"
+        above = [*place[: -node.level], *above]
+      yield from (".".join([*above, alias.name]) for alias in node.names)
 
 
 def files(package):
@@ -158,6 +163,17 @@ def test_asgd_does_no_logging_flags_or_clocks():
       free = {"time"}
     for name in imports(path):
       assert name.split(".")[0] not in FORBIDDEN - free, f"{path}: {name}"
+
+
+def test_commands_import_one_another_wherever_they_are_installed():
+  for path in files("launch"):
+    for node in ast.walk(tree_of(path)):
+      absolute = isinstance(node, ast.ImportFrom) and not node.level
+      names = [node.module] if absolute else []
+      if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+      for name in names:
+        assert name.split(".")[0] != "launch", f"{path}: {name} is asgd.{name}"
 
 
 def test_no_module_shadows_a_package():

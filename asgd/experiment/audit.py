@@ -1,4 +1,4 @@
-"""Whether a live run is what it says: the audit that ends `launch.chaos`.
+"""Whether a live run is what it says: the audit that ends `asgd chaos`.
 
 jobs      each was received once, at the lead and at every shard
 updates   each acknowledged message is an update and a row of the records;

@@ -1,6 +1,6 @@
 """Kills and stops the processes of a live run of another command.
 
-`launch.chaos` says what is done, and when.
+`asgd chaos` says what is done, and when.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def alive(running: Iterable[tuple[int, str]]) -> list[int]:
 
 
 class Victim:
-  """A run of `launch.train`, and what is done to it."""
+  """A run of `asgd train`, and what is done to it."""
 
   def __init__(self, out: Path, command: list[str]):
     """Starts it, with the folder of its results and the command."""

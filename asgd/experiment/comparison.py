@@ -142,7 +142,7 @@ def parts_text(parts: dict[str, float] | None) -> str:
   """Says where the time of a job goes."""
   if parts is None:
     return (
-      "where the time of a job goes is not known: run launch.train with"
+      "where the time of a job goes is not known: run asgd train with"
       " --config.live.spans=True"
     )
   words = ", ".join(

@@ -243,7 +243,7 @@ def read_cell(place: Path) -> dict[str, Any]:
   if value is None or value.get("version") != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
-      " as launch.train makes them"
+      " as asgd train makes them"
     )
   return value
 
@@ -297,7 +297,7 @@ def finished_result(
     what = "was changed" if wrong.exists() else "is gone"
     remedy = "Put it back as the run wrote it"
     if wrong.name == "params.msgpack":
-      remedy += f", let python -m launch.replay {place} --restore compute it"
+      remedy += f", let asgd replay {place} --restore compute it"
     raise FolderError(
       f"{wrong} {what}, and the run has ended: real time decided what came of"
       f" it, and cannot do so again. {remedy}, or {_REMEDY}"

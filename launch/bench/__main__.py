@@ -1,9 +1,9 @@
 """Benchmarks: ratios against a baseline in the same run.
 
-  python -m launch.bench simulator
-  python -m launch.bench server
-  python -m launch.bench pipeline
-  python -m launch.bench parallel
+  asgd bench simulator
+  asgd bench server
+  asgd bench pipeline
+  asgd bench parallel
 
 Machines are noisy, so each contestant takes turns with its baseline in short
 blocks, and what is printed is the median over rounds of its speed over the
@@ -11,8 +11,9 @@ baseline's. A row is printed as soon as it is measured.
 """
 
 from asgd import names
-from launch import flags
-from launch.bench import parallel, pipeline, server, simulator
+
+from .. import flags
+from . import parallel, pipeline, server, simulator
 
 _BENCHMARKS = {  # name -> what runs it, its flags
   "simulator": (simulator.run, ("rounds", "block", "batch_size")),

@@ -39,8 +39,9 @@ from jax.sharding import PartitionSpec as P
 from asgd import models
 from asgd.parallel import collectives, costs, data_parallel, meshes, wait_free
 from asgd.parallel.tensor import column_dense, row_dense
-from launch.bench import turns
-from launch.bench.turns import Contestant
+
+from . import turns
+from .turns import Contestant
 
 _DEVICES = 2
 _HIDDEN, _BATCH, _SMALL_BATCH = (512,) * 4, 2048, 256
@@ -284,7 +285,7 @@ def run(rounds: int = 5) -> None:
       ms = f"{1e3 * np.median(mine):.1f}"
       table.row(name, ms, *turns.ratio_cells(theirs / mine))
     print(flush=True)
-  command = [sys.executable, "-m", "launch.bench.parallel", str(rounds)]
+  command = [sys.executable, "-m", f"{__package__}.parallel", str(rounds)]
   for title, environment in (
     ("collectives", {}),
     ("collectives, in a process that keeps its memory", _KEPT),

@@ -24,7 +24,8 @@ from asgd.live.clusters.actors import RayCluster
 from asgd.live.clusters.ray_processes import Site
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
-from launch.bench import turns
+
+from . import turns
 
 _WORKERS = 2
 _LEAVES = 4

@@ -1,4 +1,4 @@
-"""The same pipeline in PyTorch: a peer for `launch.bench pipeline`.
+"""The same pipeline in PyTorch: a peer for `asgd bench pipeline`.
 
 Two stages of torch.distributed.pipelining over Gloo, in a process each with one
 core and one thread, and the same microbatches in one process with one core. It

@@ -18,6 +18,6 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(name):
   arguments, message = MISTAKES[name]
-  result = kit.call("bench/__main__", *arguments)
+  result = kit.call("bench", *arguments)
   kit.assert_one_line(result, message)
   assert result.stdout == ""

@@ -207,7 +207,7 @@ def test_the_package_lists_its_commands():
     timeout=kit.DEADLINE,
     check=True,
   ).stdout
-  named = re.findall(r"^python -m launch\.(\w+) +(\S.*)$", text, re.MULTILINE)
+  named = re.findall(r"^asgd (\w+) +(\S.*)$", text, re.MULTILINE)
   files = (kit.ROOT / "launch").glob("*.py")
   places = {path.stem for path in files if path.stem[0] != "_"}
   library = {"flags", "listing"}

@@ -138,7 +138,7 @@ def check(run: Run) -> None:
   if section["precision"] == DOUBLE and not jax.config.jax_enable_x64:
     raise ValueError(
       "config.mesh.precision float64 needs jax.config.update('jax_enable_x64',"
-      " True) before anything is computed; the command launch.train does that"
+      " True) before anything is computed; the command asgd train does that"
     )
 
 

@@ -303,7 +303,7 @@ def explain(outcome: SeedResult, keep: Sequence[int] | None = None) -> str:
   fewest = shrink(outcome.seed) if keep is None else list(keep)
   text = scenario.describe(scenario.draw(outcome.seed), fewest)
   faults = f" --faults={','.join(map(str, fewest))}" if fewest else ""
-  command = f"python -m launch.chaos --simulate=1 --seed={outcome.seed}{faults}"
+  command = f"asgd chaos --simulate=1 --seed={outcome.seed}{faults}"
   return f"{text}\n  {outcome.error.strip()}\n  again: {command}"
 
 

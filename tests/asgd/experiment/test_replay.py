@@ -105,7 +105,7 @@ def test_lost_parameters_are_computed_again(cell):
   path = cell / "params.msgpack"
   content = path.read_bytes()
   path.unlink()
-  with pytest.raises(ValueError, match="launch.replay .* --restore compute"):
+  with pytest.raises(ValueError, match="asgd replay .* --restore compute"):
     folder.finished_result(cell, repeatable=False)
   replayed = asgd.replay(cell)
   assert replay.restore(cell, replayed) == path

@@ -1,0 +1,41 @@
+"""The configs that come with the package, by name.
+
+They are the files of configs/ in a checkout, and of asgd/configs/ where the
+package is installed. Each has `get_config()`.
+"""
+
+from pathlib import Path
+
+from asgd import names
+
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+FOLDER = next(filter(Path.is_dir, _PLACES), _PLACES[0])
+
+
+def find(name: str) -> str:
+  """Returns a config's file: `name` itself where that is a file, or else the
+  config of that name that comes with the package.
+
+  Args:
+    name: a path, or `digits`, `digits.py` or `configs/digits.py`, each also
+      with `:VARIANT` at its end, which is kept.
+
+  Raises:
+    ValueError: where there is neither; it shows the nearest name, and all.
+
+  Example:
+    >>> Path(find("digits")).name
+    'digits.py'
+  """
+  path, colon, variant = name.partition(":")
+  if Path(path).is_file():
+    return name
+  files = {file.stem: file for file in FOLDER.glob("*.py")}
+  stem = path.removeprefix("configs/").removesuffix(".py")
+  if stem not in files:
+    raise ValueError(
+      f"--config={name}: there is no such file, nor a config that comes with"
+      f" asgd; {names.nearest(Path(stem).name, files)}"
+    )
+  return f"{files[stem]}{colon}{variant}"
