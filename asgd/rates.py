@@ -172,9 +172,29 @@ def scale_by_sent_rate(
 ) -> optax.GradientTransformation:
   """Scales by minus the learning rate that was in force at the ticket.
 
-  For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
-  counts the server's updates; a worker knows that count from its ticket, and
-  passes it as the extra arg `version`, int32[].
+      u <- -eta(version) u
+
+  It is for the optimizer of a local worker (`asgd.worker.local_worker`). A
+  schedule counts the server's updates; a worker knows that count from its
+  ticket.
+
+  Args:
+    learning_rate: eta, a number, or a schedule over the server's updates.
+
+  Returns:
+    A transform without a state; of a schedule, its update needs the extra arg
+    `version`, int32[].
+
+  Source:
+    none: with one rate for all it is SGD's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.scale_by_sent_rate(lambda version: 0.5**version)
+    >>> u, _ = tx.update(jnp.float32(8.0), tx.init(None), version=jnp.int32(2))
+    >>> print(u)  # -0.5^2 8
+    -2.0
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)
