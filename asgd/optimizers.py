@@ -31,7 +31,13 @@ _NOT += ("sophia",)
 
 @functools.cache
 def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
-  """Returns optax's optimizers by their names: what takes a learning rate."""
+  """Returns optax's optimizers by their names: what takes a learning rate.
+
+  Example:
+    >>> from asgd import optimizers
+    >>> "adamw" in optimizers.known(), "lbfgs" in optimizers.known()
+    (True, False)
+  """
   both = {**vars(optax.contrib), **vars(optax)}
   return types.MappingProxyType({
     name: maker
@@ -43,13 +49,23 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
 
 
 def named(value: str | Mapping[str, Any]) -> Optimizer:
-  """Returns an optimizer as a config has it: its name, or a dict of its name
-  and options. The name is one of `known`, or MODULE:FUNCTION.
+  """Returns an optimizer as a config has it.
 
-  Raises ValueError for what is unknown, with the nearest known name.
+  Args:
+    value: its name, or a dict of its `name` and options. The name is one of
+      `known`, or MODULE:FUNCTION.
+
+  Returns:
+    The Optimizer.
+
+  Raises:
+    ValueError: for what is unknown, with the nearest known name, and for a
+      learning rate among the options.
 
   Example:
-    >>> named({"name": "adamw", "b2": 0.95})(1e-3).init(0.0)[0].count.item()
+    >>> from asgd import optimizers
+    >>> tx = optimizers.named({"name": "adamw", "b2": 0.95})(0.001)
+    >>> tx.init(0.0)[0].count.item()
     0
   """
   if isinstance(value, str):
@@ -79,8 +95,24 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 
 
 def check(optimizer: Optimizer) -> None:
-  """Raises ValueError unless an optimizer makes updates of gradients alone, of
-  the kind that parameters are."""
+  """Refuses what makes no updates of gradients alone.
+
+  Args:
+    optimizer: one of somebody's own.
+
+  Raises:
+    ValueError: unless its updates are of the kind that parameters are.
+
+  Example:
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> optimizers.check(optax.adam)
+    >>> try:
+    ...   optimizers.check(optax.adam(0.1))
+    ... except ValueError as error:
+    ...   print(str(error)[:25])
+    optimizer must be a name,
+  """
   if not callable(optimizer):
     raise ValueError(
       "optimizer must be a name, a dict of a name and options, or a function"
@@ -105,7 +137,20 @@ def check(optimizer: Optimizer) -> None:
 
 
 def momentum_of(optimizer: Optimizer) -> float | None:
-  """Returns the momentum of plain SGD, 0 without; None of anything else."""
+  """Returns the momentum of plain SGD, 0 without; None of anything else.
+
+  Args:
+    optimizer: any.
+
+  Example:
+    >>> import functools
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> optimizers.momentum_of(functools.partial(optax.sgd, momentum=0.5))
+    0.5
+    >>> print(optimizers.momentum_of(optax.adam))
+    None
+  """
   options: dict[str, Any] = {}
   if isinstance(optimizer, functools.partial) and not optimizer.args:
     optimizer, options = optimizer.func, optimizer.keywords
@@ -137,12 +182,30 @@ class _RateOfVersion(optax.schedules.StatefulSchedule):
 def at_version(
   optimizer: Optimizer, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer whose learning rate is a function of the extra arg
-  `version`, int32[], instead of its own count.
+  """Returns an optimizer whose schedule counts the server's updates.
 
-  A schedule counts the server's updates. A worker knows that count from its
-  ticket, whatever steps it takes of its own; and of the states that a server
-  keeps for each worker, every one is updated more seldom than the server.
+      u = optimizer(eta(version)),   whatever number of updates it has made
+
+  A worker knows that count from its ticket, whatever steps it takes of its own;
+  and of the states that a server keeps for each worker, every one is updated
+  more seldom than the server.
+
+  Args:
+    optimizer: whose learning rate it is.
+    learning_rate: eta, a number, or a schedule over the server's updates.
+
+  Returns:
+    A transform; of a schedule, its update reads the extra arg `version`,
+    int32[], 0 without it.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> tx = optimizers.at_version(optax.sgd, lambda version: 0.5**version)
+    >>> g, version = jnp.float32(8.0), jnp.int32(2)
+    >>> print(tx.update(g, tx.init(g), version=version)[0])  # -0.5^2 8
+    -2.0
   """
   if not callable(learning_rate):
     return optax.with_extra_args_support(optimizer(learning_rate))
@@ -155,8 +218,21 @@ def at_version(
 def refuse_beside(
   optimizer: Optimizer | None, **given: tuple[Any, Any]
 ) -> None:
-  """Raises ValueError if a recipe is given an optimizer and one of the options
-  of its own SGD, each as (value, default)."""
+  """Refuses options of a recipe's own SGD beside an optimizer.
+
+  Args:
+    optimizer: that the recipe is given; None is its own SGD.
+    **given: options of its SGD, each as (value, default).
+
+  Raises:
+    ValueError: for an option that is not its default.
+
+  Example:
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> optimizers.refuse_beside(None, momentum=(0.5, 0.0))
+    >>> optimizers.refuse_beside(optax.adam, momentum=(0.0, 0.0))
+  """
   if optimizer is None:
     return
   for name, (value, default) in given.items():
@@ -177,8 +253,30 @@ class CountingState(NamedTuple):
 def counting(
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Counts updates and tells `tx` how many there were before, as the extra arg
-  `version`: what a server does for the optimizers of `at_version`."""
+  """Counts updates, and tells a transform how many there were before.
+
+  It does for the optimizers of `at_version` what a server does.
+
+  Args:
+    tx: whose update may read the extra arg `version`, int32[].
+
+  Returns:
+    A transform.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> tx = optimizers.at_version(optax.sgd, lambda version: 0.5**version)
+    >>> tx, g = optimizers.counting(tx), jnp.float32(8.0)
+    >>> state = tx.init(g)
+    >>> for _ in range(3):
+    ...   u, state = tx.update(g, state)
+    ...   print(u)
+    -8.0
+    -4.0
+    -2.0
+  """
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params):

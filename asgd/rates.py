@@ -17,12 +17,37 @@ from asgd import checks, names
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-  """Returns the learning rate of update number `count`, float[]."""
+  """Returns the learning rate of an update.
+
+  Args:
+    rate: a number, or a schedule over updates.
+    count: int32[], updates made before.
+
+  Returns:
+    float[].
+
+  Example:
+    >>> from asgd import rates
+    >>> print(rates.at(0.5, 3), rates.at(lambda count: 0.5**count, 3))
+    0.5 0.125
+  """
   return jnp.asarray(rate(count) if callable(rate) else rate)
 
 
 def check(name: str, rate: optax.ScalarOrSchedule) -> None:
-  """Raises ValueError for a number that is no positive learning rate."""
+  """Refuses a number that is no positive learning rate.
+
+  Args:
+    name: what the rate is called.
+    rate: a number, or a schedule, which is not looked at.
+
+  Raises:
+    ValueError: for a number that is not positive and finite.
+
+  Example:
+    >>> from asgd import rates
+    >>> rates.check("learning_rate", 0.1)
+  """
   if not callable(rate):
     checks.positive(name, rate)
 
@@ -30,8 +55,26 @@ def check(name: str, rate: optax.ScalarOrSchedule) -> None:
 def after_warmup(
   schedule: optax.Schedule, peak: float, *, warmup: int, start: float
 ) -> optax.Schedule:
-  """Puts a linear warm-up before a schedule, of so many updates from `start` to
-  `peak`; the schedule counts from its end."""
+  """Puts a linear warm-up before a schedule.
+
+      eta(t) = start + (peak - start) t / warmup,   t < warmup
+      eta(t) = schedule(t - warmup),                t >= warmup
+
+  Args:
+    schedule: which counts from the end of the warm-up.
+    peak: the learning rate to which it goes.
+    warmup: updates it takes; 0 for none.
+    start: the learning rate of update 0.
+
+  Returns:
+    A schedule update -> learning rate.
+
+  Example:
+    >>> from asgd import rates
+    >>> rate = rates.after_warmup(lambda t: 0.5**t, 1.0, warmup=2, start=0.5)
+    >>> [float(rate(update)) for update in range(5)]
+    [0.5, 0.75, 1.0, 0.5, 0.25]
+  """
   if not warmup:
     return schedule
   rise = optax.linear_schedule(start, peak, warmup)
@@ -52,6 +95,17 @@ def warmup_steps(
 
   Returns:
     A schedule update -> learning rate, or `peak` itself if it never changes.
+
+  Raises:
+    ValueError: for a value out of its range, or a drop inside the warm-up.
+
+  Example:
+    >>> from asgd import rates
+    >>> rate = rates.warmup_steps(
+    ...   1.0, warmup=2, start=0.5, boundaries=(3, 4), factor=0.5
+    ... )
+    >>> [float(rate(update)) for update in range(6)]
+    [0.5, 0.75, 1.0, 0.5, 0.25, 0.25]
   """
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:
@@ -83,7 +137,13 @@ _PEAKS = "peak_value", "init_value", "value"
 
 @functools.cache
 def known() -> Mapping[str, Callable[..., optax.Schedule]]:
-  """Returns optax's schedules by their names, without "_schedule"."""
+  """Returns optax's schedules by their names, without "_schedule".
+
+  Example:
+    >>> from asgd import rates
+    >>> "cosine_decay" in rates.known()
+    True
+  """
   made = {
     name.removesuffix("_schedule"): maker
     for name, maker in vars(optax.schedules).items()
@@ -94,7 +154,19 @@ def known() -> Mapping[str, Callable[..., optax.Schedule]]:
 
 
 def arguments(name: str) -> list[str]:
-  """Returns what the schedule of a name may be given, beside its peak."""
+  """Returns what the schedule of a name may be given.
+
+  Args:
+    name: of `known`, or MODULE:FUNCTION.
+
+  Raises:
+    ValueError: for an unknown name, with the nearest known one.
+
+  Example:
+    >>> from asgd import rates
+    >>> rates.arguments("linear")[:2]
+    ['init_value', 'end_value']
+  """
   maker = names.resolve("schedule", name, known())
   return list(inspect.signature(maker).parameters)
 
@@ -121,10 +193,15 @@ def named(
       the keys of boundaries_and_scales.
     options: further arguments.
 
-  Raises ValueError for what is unknown, or missing.
+  Returns:
+    A schedule update -> learning rate.
+
+  Raises:
+    ValueError: for what is unknown, or missing, and for what makes no schedule.
 
   Example:
-    >>> rate = named("cosine_decay", 0.1, updates=100)
+    >>> from asgd import rates
+    >>> rate = rates.named("cosine_decay", 0.1, updates=100)
     >>> [round(float(rate(update)), 3) for update in (0, 50, 100)]
     [0.1, 0.05, 0.0]
   """
@@ -172,9 +249,29 @@ def scale_by_sent_rate(
 ) -> optax.GradientTransformation:
   """Scales by minus the learning rate that was in force at the ticket.
 
-  For the optimizer of a local worker (`asgd.worker.local_worker`). A schedule
-  counts the server's updates; a worker knows that count from its ticket, and
-  passes it as the extra arg `version`, int32[].
+      u <- -eta(version) u
+
+  It is for the optimizer of a local worker (`asgd.worker.local_worker`). A
+  schedule counts the server's updates; a worker knows that count from its
+  ticket.
+
+  Args:
+    learning_rate: eta, a number, or a schedule over the server's updates.
+
+  Returns:
+    A transform without a state; of a schedule, its update needs the extra arg
+    `version`, int32[].
+
+  Source:
+    none: with one rate for all it is SGD's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.scale_by_sent_rate(lambda version: 0.5**version)
+    >>> u, _ = tx.update(jnp.float32(8.0), tx.init(None), version=jnp.int32(2))
+    >>> print(u)  # -0.5^2 8
+    -2.0
   """
   if not callable(learning_rate):
     return optax.scale_by_learning_rate(learning_rate)

@@ -66,7 +66,19 @@ _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
 
 
 def options(name: str) -> dict[str, Any]:
-  """Returns the options that a recipe takes, with their defaults."""
+  """Returns the options that a recipe takes, with their defaults.
+
+  Args:
+    name: of RECIPES, or MODULE:FUNCTION.
+
+  Raises:
+    ValueError: for an unknown name, with the nearest known one, or a function
+      without learning_rate and workers.
+
+  Example:
+    >>> options("ssgd")
+    {'momentum': 0.0, 'weight_decay': 0.0, 'optimizer': None}
+  """
   maker = names.resolve("algorithm", name, RECIPES)
   parameters = inspect.signature(maker).parameters
   common = "learning_rate", "workers"
@@ -88,10 +100,15 @@ def build(
       **options) -> Recipe.
     learning_rate: positive, or a schedule over the server's updates.
     workers: how many there are.
-    kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
+    **kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
       may be given as `optimizers.named` takes it.
 
-  Raises ValueError for an unknown name or option, with the nearest known one.
+  Returns:
+    The Recipe, which knows what it was built of.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, and
+      for a value out of its range.
 
   Example:
     >>> recipe = build("dana_zero", 0.1, workers=8, momentum=0.9)
@@ -128,7 +145,23 @@ def rebuild(
   recipe: Recipe, learning_rate: optax.ScalarOrSchedule, workers: int
 ) -> Recipe:
   """Returns a recipe at another learning rate, for another number of workers.
-  Raises ValueError for one that was made, or changed, by hand and has others.
+
+  Args:
+    recipe: of `build`, or one made by hand that fits already.
+    learning_rate: positive, or a schedule over the server's updates.
+    workers: how many there are.
+
+  Returns:
+    The recipe itself if it fits, else another one of the same options.
+
+  Raises:
+    ValueError: for one that was made, or changed, by hand and does not fit.
+
+  Example:
+    >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)
+    >>> recipe = rebuild(recipe, 0.2, workers=4)
+    >>> recipe.workers, recipe.made.learning_rate, recipe.made.options
+    (4, 0.2, {'moving_rate': 0.5})
   """
   made = recipe.made
   fits = recipe.workers in (None, workers)
@@ -150,6 +183,9 @@ def rebuild(
 
 def called(name: str) -> Callable[..., Recipe]:
   """Returns one of RECIPES as a function that checks like `build`.
+
+  Args:
+    name: of RECIPES.
 
   Example:
     >>> called("dana_zero")(0.1, workers=8).workers

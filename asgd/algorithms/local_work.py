@@ -54,23 +54,56 @@ def downpour(
   local_rate: optax.ScalarOrSchedule | None = None,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012).
+  """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
-  A worker pushes the sum of the gradients of `push_every` batches and fetches
-  parameters every `fetch_every` batches; in between it takes plain gradient
-  steps of its own, which the next fetch discards. With 1 and 1, the default, it
-  is ASGD with Adagrad at the server.
+      worker: x <- x - eta_local g;   d <- d + g,   for n_push batches;   send d
+      server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
+
+  The worker's x is set to the server's parameters every n_fetch batches, which
+  discards its own steps. With 1 and 1, the default, Downpour is ASGD with
+  Adagrad at the server.
 
   Args:
-    learning_rate: the server's. Adagrad's first update moves each parameter by
-      it, whatever the gradient.
-    weight_decay: at the server, of each of the gradients in a push.
+    learning_rate: eta, the server's, positive, or a schedule over its updates.
+      Adagrad's first update moves each parameter by it, whatever the gradient.
+    workers: N; the algorithm is the same for any.
+    weight_decay: 0 or more, at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
     push_every: n_push, in batches.
-    local_rate: of the worker's own steps. None is the learning rate if the
-      server has SGD, and else a tenth of it, as Adagrad's is too large.
+    local_rate: eta_local. None is the learning rate if the server has SGD, and
+      else a tenth of it, as Adagrad's is too large.
     optimizer: of the server. None is Adagrad as the paper has it, with neither
-      an epsilon nor an initial value of the accumulator.
+      an epsilon nor an initial value of the accumulator S.
+
+  Returns:
+    A Recipe for the asynchronous order, whose jobs are n_push batches.
+
+  Raises:
+    ValueError: for a value out of its range, or an n_fetch that is no multiple
+      of n_push.
+
+  Source:
+    Dean et al., "Large scale distributed deep networks", NIPS 2012, the section
+    on Downpour SGD.
+
+  Example:
+    A worker pushes gradients of 4 and 2, then of 5 and 3.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.downpour(0.5, workers=2, push_every=2)
+    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
+    >>> server, key = recipe.server(), jax.random.key(0)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> own = worker.init(state.params)
+    >>> for job in ([4.0, 2.0], [5.0, 3.0]):
+    ...   ticket = server.send(state, jnp.int32(0))
+    ...   own, d, _ = worker.work(own, ticket, jnp.array(job), key)
+    ...   state, _ = server.receive(state, ticket, d)
+    ...   print(d, f"{state.params:.3f}")  # 8 - 0.5 6 / 6, less 0.5 8 / 10
+    6.0 7.500
+    8.0 7.100
   """
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
@@ -120,12 +153,55 @@ def model_averaging(
   keep_state: bool = True,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """Local SGD: all workers take `steps` steps, then their models are averaged.
+  """Local SGD: all workers take steps of their own, then models are averaged.
 
-  params <- mean over workers of where each came from `params`. With one step
-  and no momentum it is `ssgd`. With `keep_state` a worker keeps its momentum
-  across the average; otherwise it starts each job with none. The momenta, or
-  what else an optimizer keeps, are not averaged.
+      worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
+              x^i <- x^i - eta v^i
+      server: params <- (1 / N) sum_i x^i
+
+  With one step and no momentum it is `ssgd`. The momenta, or what else an
+  optimizer keeps, are not averaged.
+
+  Args:
+    learning_rate: eta of the workers' steps, positive, or a schedule over the
+      server's updates.
+    workers: N, the models of an average.
+    momentum: gamma of the workers, in [0, 1).
+    weight_decay: of the workers, 0 or more; weight_decay * x is added to g.
+    steps: H, batches between averages.
+    keep_state: a worker keeps its momentum across an average; False starts each
+      job with none.
+    optimizer: of the workers, instead of SGD.
+
+  Returns:
+    A Recipe for the bulk synchronous order, whose jobs are H batches.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Stich, "Local SGD converges fast and communicates little", ICLR 2019,
+    arXiv:1805.09767.
+
+  Example:
+    From 8, one worker steps to 5 and the other to 6.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.model_averaging(0.5, workers=2, steps=2)
+    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
+    >>> server, key = recipe.server(), jax.random.key(0)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for i, job in enumerate(([4.0, 2.0], [3.0, 1.0])):
+    ...   ticket = server.send(state, jnp.int32(i))
+    ...   own = worker.init(ticket.params)
+    ...   own, message, _ = worker.work(own, ticket, jnp.array(job), key)
+    ...   state, _ = server.receive(state, ticket, message)
+    ...   print(own.local, state.params)  # (5 + 6) / 2, when both are there
+    5.0 8.0
+    6.0 5.5
   """
   tx = _of_worker(optimizer, learning_rate, momentum, weight_decay)
   recipe = _displacements(sgd(1.0), tx, steps, keep_state=keep_state)
@@ -142,14 +218,53 @@ def easgd(
   moving_rate: float = 0.9,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """Elastic averaging SGD, asynchronous (Zhang, Choromanska, LeCun 2015).
+  """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
+
+      d = alpha (x^i - x);   x^i <- x^i - d;   x <- x + d,   alpha = beta / N
 
   Each worker trains parameters x^i of its own. Every `steps` steps, x^i and the
-  server's parameters x, which are evaluated, are drawn to each other:
-  d = alpha (x^i - x); x^i <- x^i - d; x <- x + d. A schedule counts exchanges.
-  `asgd.worker.elastic_worker` lists the differences from the paper. The
-  momentum is Nesterov's (EAMSGD). `moving_rate` is beta, in (0, 1]: each
-  exchange closes alpha = beta / N of the distance from either side.
+  server's parameters x, which are evaluated, are drawn to each other.
+  `asgd.worker.elastic_worker` lists the differences from the paper.
+
+  Args:
+    learning_rate: eta of the workers' steps, positive, or a schedule over the
+      server's updates, which are exchanges.
+    workers: N.
+    momentum: of the workers, in [0, 1), in Nesterov's form.
+    weight_decay: of the workers, 0 or more; weight_decay * x^i is added to g.
+    steps: batches between two exchanges of a worker (the paper's tau).
+    moving_rate: beta, in (0, 1]: each exchange closes alpha = beta / N of the
+      distance from either side.
+    optimizer: of the workers, instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order, whose jobs are `steps` batches.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
+    2015, arXiv:1412.6651, algorithms 1 (EASGD) and 2 (EAMSGD).
+
+  Example:
+    A worker steps from 8 to 6; alpha = 1 / 2 draws both halfway to each other.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.easgd(0.5, workers=2, steps=1, moving_rate=1.0)
+    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
+    >>> server, key = recipe.server(), jax.random.key(0)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> ticket = server.send(state, jnp.int32(0))
+    >>> own, message, _ = worker.work(
+    ...   worker.init(ticket.params), ticket, jnp.float32(4.0), key
+    ... )
+    >>> state, _ = server.receive(state, ticket, message)
+    >>> print(own.local, state.params)  # d = 0.5 (6 - 8); 6 - d, 8 + d
+    7.0 7.0
   """
   if not 0 < moving_rate <= 1:
     raise ValueError(f"moving_rate must be in (0, 1], not {moving_rate}")
@@ -178,17 +293,58 @@ def diloco(
   optimizer: _Optimizer = None,
   outer_optimizer: _Optimizer = None,
 ) -> Recipe:
-  """DiLoCo (Douillard et al. 2023): AdamW inside, Nesterov momentum outside.
+  """DiLoCo: AdamW inside, Nesterov's momentum outside.
 
-  All workers take `steps` steps of AdamW, each with its own state of AdamW; the
-  mean over workers of start minus end is the gradient of one outer step. The
-  weight decay is AdamW's, decoupled from the gradient. With `outer_rate` 1 and
-  `outer_momentum` 0 it is parameter averaging.
+      worker: x^i <- params;   H steps of AdamW on x^i;   send params - x^i
+      server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
+              params <- params - eta_outer (mu v + D)
+
+  Each worker keeps its own state of AdamW. With an outer rate of 1 and an outer
+  momentum of 0 DiLoCo is parameter averaging.
 
   Args:
+    learning_rate: AdamW's, positive, or a schedule over the server's updates.
+    workers: N, the messages of an outer step.
+    weight_decay: AdamW's, 0 or more, decoupled from the gradient.
+    steps: H, batches in an outer step.
+    outer_rate: eta_outer, positive, or a schedule over the server's updates.
+    outer_momentum: mu, in [0, 1).
     optimizer: of the workers, instead of AdamW.
     outer_optimizer: of the server, instead of Nesterov's momentum; its learning
       rate is `outer_rate`.
+
+  Returns:
+    A Recipe for the bulk synchronous order, whose jobs are H batches.
+
+  Raises:
+    ValueError: for a value out of its range, or for a weight decay or an outer
+      momentum beside the optimizer that has its own.
+
+  Source:
+    Douillard et al., "DiLoCo: distributed low-communication training of
+    language models", 2023, arXiv:2311.08105.
+
+  Example:
+    With SGD inside, which steps from 8 to 6 and to 4: D = (2 + 4) / 2 = v.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> recipe = asgd.diloco(
+    ...   *(0.5, 2), steps=1, optimizer=optax.sgd,
+    ...   outer_rate=0.5, outer_momentum=0.5,
+    ... )
+    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
+    >>> server, key = recipe.server(), jax.random.key(0)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for i, batch in enumerate((4.0, 8.0)):
+    ...   ticket = server.send(state, jnp.int32(i))
+    ...   own = worker.init(ticket.params)
+    ...   own, message, _ = worker.work(own, ticket, jnp.float32(batch), key)
+    ...   state, _ = server.receive(state, ticket, message)
+    >>> print(state.params)  # 8 - 0.5 (0.5 3 + 3)
+    5.75
   """
   rates.check("outer_rate", outer_rate)
   optimizers.refuse_beside(optimizer, weight_decay=(weight_decay, 0.1))
@@ -227,17 +383,51 @@ def fedasync(
   proximal: float = 0.0,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """FedAsync (Xie, Koyejo, Gupta 2019): the server mixes in whole models.
+  """FedAsync: the server mixes in whole models, less the staler they are.
 
-  x <- (1 - alpha_t) x + alpha_t x_new, with alpha_t = alpha s(staleness), and
-  x_new where a worker came in `steps` steps of SGD from what it was sent.
+      x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
+
+  x_new is where a worker came in `steps` steps of SGD from what it was sent.
 
   Args:
+    learning_rate: of the workers' steps, positive, or a schedule over the
+      server's updates.
+    workers: N; the algorithm is the same for any.
+    weight_decay: of the workers, 0 or more; weight_decay * x is added to g.
+    steps: batches of a job.
     mixing: alpha, in (0, 1].
     discount: s: "constant" is 1, "polynomial" (staleness + 1)^-a, "hinge" 1 up
-      to a staleness of b = `grace` and 1 / (a (staleness - b) + 1) beyond.
-    decay: a; None is 0.5 for "polynomial" and 10 for "hinge".
-    proximal: rho, of rho / 2 ||x - x_sent||^2 added to the local loss.
+      to a staleness of b and 1 / (a (staleness - b) + 1) beyond.
+    decay: a, positive; None is 0.5 for "polynomial" and 10 for "hinge".
+    grace: b of "hinge", 0 or more, in updates.
+    proximal: rho, 0 or more, of rho / 2 ||x - x_sent||^2 added to the local
+      loss.
+    optimizer: of the workers, instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order, whose jobs are `steps` batches.
+
+  Raises:
+    ValueError: for a value out of its range, an unknown discount, or a weight
+      decay beside an optimizer.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934, algorithm 1.
+
+  Example:
+    Two workers step from 8 to 4 and send 8 - 4. The later one counts half, as
+    s(1) = (1 + 1)^-1.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.fedasync(0.5, workers=2, mixing=0.5, decay=1.0).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(2)]:
+    ...   state, _ = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(state.params)  # 0.5 8 + 0.5 4, 0.75 6 + 0.25 4
+    6.0
+    5.5
   """
   del workers
   s = transforms.make_discount(discount, decay, grace)

@@ -1,4 +1,9 @@
-"""Momentum that looks ahead: Nesterov's, one for each worker, and DANA."""
+"""Momentum that looks ahead: Nesterov's, one for each worker, and DANA.
+
+References:
+  Hakimi, Barkai, Gabel, Schuster, "Taming momentum in a distributed
+  asynchronous environment", 2019, arXiv:1907.11612.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +55,42 @@ def nag_asgd(
   weight_decay: float = 0.0,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """Nesterov's momentum at the server, asynchronously (Hakimi et al. 2019).
+  """NAG-ASGD: Nesterov's momentum at the server, asynchronously.
 
-  One velocity for all workers; sends params - eta gamma v. The look-ahead is
-  of one update, while N are to come. Of another optimizer it is an update on a
-  zero gradient.
+      v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
+
+  There is one velocity v for all workers. The look-ahead is of one update,
+  while N are to come.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N; the algorithm is the same for any.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g.
+    optimizer: instead of SGD; its look-ahead is an update on a zero gradient.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, NAG-ASGD.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.nag_asgd(0.5, workers=2, momentum=0.5).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> ticket = server.send(state, jnp.int32(0))
+    >>> state, _ = server.receive(state, ticket, jnp.float32(4.0))
+    >>> print(state.params)  # v = 4; 8 - 0.5 4
+    6.0
+    >>> print(server.send(state, jnp.int32(1)).params)  # 6 - 0.5 0.5 4
+    5.0
   """
   del workers
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
@@ -77,11 +113,44 @@ def multi_asgd(
   look_ahead: bool = True,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """A velocity for each worker at the server (Hakimi et al. 2019).
+  """Multi-ASGD: a velocity for each worker at the server.
 
-  Sends params - eta gamma v^i, the worker's own look-ahead; without
-  `look_ahead` the parameters as they are. Another optimizer, too, has a state
-  for each worker.
+      v^i <- gamma v^i + g^i;   params <- params - eta v^i
+      send params - eta gamma v^i
+
+  Each worker is sent the look-ahead of its own velocity.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N, velocities that the server keeps.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g^i.
+    look_ahead: False sends the parameters as they are.
+    optimizer: instead of SGD, with a state for each worker; its look-ahead is
+      an update on a zero gradient.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, Multi-ASGD.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.multi_asgd(0.5, workers=2, momentum=0.5).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> ticket = server.send(state, jnp.int32(0))
+    >>> state, _ = server.receive(state, ticket, jnp.float32(4.0))
+    >>> for worker in range(2):  # 6 - 0.5 0.5 4, and 6 as v^1 = 0
+    ...   print(server.send(state, jnp.int32(worker)).params)
+    5.0
+    6.0
   """
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
@@ -124,10 +193,46 @@ def dana_zero(
 ) -> Recipe:
   """DANA-Zero: a velocity for each worker, and the look-ahead over all.
 
-  Sends params - eta gamma sum_j v^j, where the parameters will be, but for new
-  gradients, when every worker has sent once more (Hakimi et al. 2019). Of
-  another optimizer there is a state for each worker, and what is sent is the
-  parameters after an update of each on a zero gradient: N updates a ticket.
+      v^i <- gamma v^i + g^i;   params <- params - eta v^i
+      send params - eta gamma sum_j v^j
+
+  What is sent is where the parameters will be, but for new gradients, when
+  every worker has sent once more.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N, velocities that the server keeps.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g^i.
+    optimizer: instead of SGD, with a state for each worker; what is sent is
+      the parameters after an update of each on a zero gradient, N updates a
+      ticket.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, DANA-Zero.
+
+  Example:
+    Worker 0 sends a gradient of 4, then worker 1 one of 8.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.dana_zero(0.5, workers=2, momentum=0.5).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for worker, gradient in ((0, 4.0), (1, 8.0)):
+    ...   ticket = server.send(state, jnp.int32(worker))
+    ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
+    ...   ahead = server.send(state, jnp.int32(worker)).params
+    ...   print(state.params, ahead)  # 6 - 0.25 4, 2 - 0.25 (4 + 8)
+    6.0 5.0
+    2.0 -1.0
   """
   return _dana(learning_rate, workers, momentum, weight_decay, optimizer)
 
@@ -142,10 +247,52 @@ def dana_slim(
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
-  The server is that of plain ASGD; a message is gamma v + g. Its parameters
-  are DANA-Zero's look-ahead as long as the learning rate is constant; their
-  recorded gap is about twice that of DANA-Zero on the same path. Of another
-  optimizer see `asgd.transforms.slim`; its learning rate is in the message.
+      worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
+      server: params <- params - eta u^i,   and sends params
+
+  The server is that of plain ASGD. Its parameters are DANA-Zero's look-ahead
+  as long as the learning rate is constant; their recorded gap is about twice
+  that of DANA-Zero on the same path.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N; the algorithm is the same for any.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; a worker adds weight_decay * params to g^i, with
+      the parameters that it was sent.
+    optimizer: instead of SGD, kept by each worker (`asgd.transforms.slim`); its
+      learning rate is in the message.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, DANA-Slim.
+
+  Example:
+    The gradients of `dana_zero`'s example: the server holds what that one
+    sends.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.dana_slim(0.5, workers=2, momentum=0.5)
+    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
+    >>> server, key = recipe.server(), jax.random.key(0)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for i, batch in ((0, 4.0), (1, 8.0)):  # u = 1.5 g, as v is new
+    ...   ticket = server.send(state, jnp.int32(i))
+    ...   own = worker.init(ticket.params)
+    ...   own, u, _ = worker.work(own, ticket, jnp.float32(batch), key)
+    ...   state, _ = server.receive(state, ticket, u)
+    ...   print(u, state.params)
+    6.0 5.0
+    12.0 -1.0
   """
   del workers
   optimizers.refuse_beside(
@@ -169,9 +316,48 @@ def dana_dc(
   strength: float = 2.0,
   optimizer: _Optimizer = None,
 ) -> Recipe:
-  """DANA-Zero on compensated gradients, around the look-ahead that was sent.
+  """DANA-DC: DANA-Zero on gradients with delay compensation.
 
-  `strength` is lambda of the compensation, as in `dc_asgd_c`.
+      g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
+
+  It goes before the update of `dana_zero`. What was sent is a look-ahead, so a
+  gradient that is not late at all is compensated, too.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N, velocities that the server keeps.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g,
+      after it is compensated.
+    strength: lambda, 0 or more, per unit of loss, as that of `dc_asgd_c`.
+    optimizer: instead of SGD, as that of `dana_zero`.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, DANA-DC.
+
+  Example:
+    A worker's gradient of 4 leaves v = 4 and the parameter 6, of which it is
+    sent the look-ahead 5. Its next one, 2, becomes 2 + 0.5 2^2 (6 - 5) = 4.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.dana_dc(0.5, workers=2, momentum=0.5, strength=0.5)
+    >>> server = recipe.server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for gradient in (4.0, 2.0):
+    ...   ticket = server.send(state, jnp.int32(0))
+    ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
+    ...   print(ticket.params, state.params)  # 6 - 0.5 (0.5 4 + 4)
+    8.0 6.0
+    5.0 3.0
   """
   recipe = _dana(learning_rate, workers, momentum, weight_decay, optimizer)
   return recipe._replace(at_server=transforms.delay_compensation(strength))

@@ -23,7 +23,23 @@ class Made:
 
 
 class Recipe(NamedTuple):
-  """An algorithm, and where each of its parts runs."""
+  """An algorithm, and where each of its parts runs.
+
+  The functions of `asgd.algorithms` make one; an algorithm of one's own is
+  another.
+
+  Example:
+    Adam at the server, on messages divided by their staleness.
+
+    >>> import optax
+    >>> import asgd
+    >>> recipe = asgd.Recipe(
+    ...   asgd.as_algorithm(optax.adam(0.001)),
+    ...   at_server=asgd.scale_by_staleness(),
+    ... )
+    >>> recipe.order, recipe.every
+    ('asynchronous', 1)
+  """
 
   algorithm: base.Algorithm  # at the server, once per update
   at_worker: optax.GradientTransformation | None = None  # at the worker
@@ -39,7 +55,11 @@ class Recipe(NamedTuple):
   made: Made | None = None  # None: by hand
 
   def in_rounds(self, workers: int) -> "Recipe":
-    """Makes each update one on the mean of a message from every worker."""
+    """Makes each update one on the mean of a message from every worker.
+
+    Args:
+      workers: N, the messages of an update.
+    """
     return self._replace(every=workers, order="bulk_synchronous")
 
   def one_message(self) -> base.Algorithm:
@@ -50,7 +70,14 @@ class Recipe(NamedTuple):
     return transforms.precede(self.algorithm, self.at_server)
 
   def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
-    """Builds the Worker of this recipe; ValueError if its parts do not fit."""
+    """Builds the Worker of this recipe.
+
+    Args:
+      loss: of any form that `asgd.worker.as_loss` takes.
+
+    Raises:
+      ValueError: if the parts of the recipe do not fit.
+    """
     if self.worker is None:
       if self.steps != 1:
         raise ValueError(
@@ -71,7 +98,16 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds its server, which also owns the statistics of BatchNorm."""
+    """Builds its server, which also owns the statistics of BatchNorm.
+
+    Args:
+      gate: says which messages count.
+      statistics_decay: what is kept of the statistics, in [0, 1).
+
+    Raises:
+      ValueError: for a value out of its range, or an optax transform in the
+        place of the Algorithm.
+    """
     if not hasattr(self.algorithm, "send"):
       raise ValueError(
         "a Recipe needs an Algorithm, not an optax transform: wrap it with"

@@ -7,7 +7,22 @@ from asgd.algorithms.recipe import Recipe
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
-  """Adds weight_decay * params to gradients; nothing for 0."""
+  """Adds weight_decay * params to gradients; nothing for 0.
+
+  Args:
+    weight_decay: 0 or more, per unit of a parameter.
+
+  Returns:
+    A transform whose update needs `params`, unless the decay is 0.
+
+  Raises:
+    ValueError: for a negative number.
+
+  Example:
+    >>> tx = decay_weights(0.25)
+    >>> print(tx.update(1.0, tx.init(8.0), 8.0)[0])  # 1 + 0.25 8
+    3.0
+  """
   checks.nonnegative("weight_decay", weight_decay)
   if weight_decay == 0:
     return optax.identity()
@@ -15,7 +30,30 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
 
 
 def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
-  """v <- momentum v + g; its update is v, or momentum v + g for Nesterov's."""
+  """Momentum in the form that does not hold the learning rate.
+
+      v <- momentum v + g,   and the update is v;
+                             momentum v + g, with the new v, for Nesterov's
+
+  Args:
+    momentum: gamma, in [0, 1).
+    nesterov: which of the two.
+
+  Returns:
+    A transform with a state v, like the parameters.
+
+  Raises:
+    ValueError: for a momentum out of its range.
+
+  Example:
+    >>> tx = velocity(0.5)
+    >>> v, state = tx.update(4.0, tx.init(0.0))
+    >>> print(tx.update(2.0, state)[0])  # 0.5 4 + 2
+    4.0
+    >>> tx = velocity(0.5, nesterov=True)
+    >>> print(tx.update(4.0, tx.init(0.0))[0])  # 0.5 4 + 4
+    6.0
+  """
   checks.fraction("momentum", momentum)
   return optax.trace(momentum, nesterov=nesterov)
 
@@ -23,7 +61,21 @@ def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
 def sgd_chain(
   scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
 ) -> optax.GradientTransformation:
-  """SGD behind other transforms; `scale` multiplies by the learning rate."""
+  """SGD behind other transforms.
+
+  Args:
+    scale: a transform that multiplies by minus the learning rate.
+    momentum: gamma, in [0, 1); 0 keeps no velocity.
+    weight_decay: added to gradients as weight_decay * params.
+    *first: transforms of the gradient before the weight decay.
+    nesterov: the form of the momentum (`velocity`).
+
+  Returns:
+    The chain of them: `first`, weight decay, momentum, `scale`.
+
+  Raises:
+    ValueError: for a momentum or a weight decay out of its range.
+  """
   return optax.chain(
     *first,
     decay_weights(weight_decay),
@@ -35,7 +87,20 @@ def sgd_chain(
 def at_server(
   learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> optax.GradientTransformation:
-  """What a server runs: SGD, or the optimizer that it was given."""
+  """What a server runs: SGD, or the optimizer that it was given.
+
+  Args:
+    learning_rate: eta, or a schedule over the server's updates.
+    momentum: gamma, in [0, 1), of SGD.
+    weight_decay: of SGD, 0 or more.
+    optimizer: instead of SGD.
+
+  Returns:
+    The transform, learning rate included.
+
+  Raises:
+    ValueError: for a momentum or a weight decay out of its range.
+  """
   if optimizer is not None:
     return optimizer(learning_rate)
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -43,7 +108,21 @@ def at_server(
 
 
 def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
-  """The Algorithm of SGD, or of another optimizer, at the server."""
+  """The Algorithm of SGD, or of another optimizer, at the server.
+
+  Args:
+    learning_rate: eta, or a schedule over the server's updates.
+    momentum: gamma, in [0, 1), of SGD.
+    weight_decay: of SGD, 0 or more.
+    optimizer: instead of SGD.
+
+  Returns:
+    An Algorithm that sends its parameters as they are.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+  """
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -61,8 +140,45 @@ def asgd(
 ) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
-  params <- params - eta v, with v <- gamma v + g. With one worker it is
-  sequential SGD; with many, momentum makes it unstable (Hakimi et al. 2019).
+      v <- gamma v + g;   params <- params - eta v
+
+  There is one velocity v for all workers. With one worker it is sequential
+  SGD; with many, momentum makes it unstable.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N; the algorithm is the same for any.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g.
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, where it is the baseline ASGD, without momentum.
+
+  Example:
+    A gradient of 2 comes one update late, after another worker's of 4.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.asgd(0.5, workers=2, momentum=0.5).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> late, other = (server.send(state, jnp.int32(i)) for i in range(2))
+    >>> state, _ = server.receive(state, other, jnp.float32(4.0))
+    >>> print(state.params)  # v = 4; 8 - 0.5 4
+    6.0
+    >>> state, report = server.receive(state, late, jnp.float32(2.0))
+    >>> print(state.params)  # v = 0.5 4 + 2 = 4; 6 - 0.5 4
+    4.0
+    >>> print(report.staleness, report.gap)  # one update, |6 - 8|
+    1 2.0
   """
   del workers
   return Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
@@ -76,6 +192,43 @@ def ssgd(
   weight_decay: float = 0.0,
   optimizer: optimizers.Optimizer | None = None,
 ) -> Recipe:
-  """Synchronous SGD: one update on the mean of a message from every worker."""
+  """Synchronous SGD: one update on the mean of a message from every worker.
+
+      v <- gamma v + (1 / N) sum_i g^i;   params <- params - eta v
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N, the messages of an update.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to the mean.
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the bulk synchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    none of its own: it is SGD on batches that are N times as large. Chen et
+    al., "Revisiting distributed synchronous SGD", 2016, arXiv:1604.00981,
+    compare it with asynchronous SGD.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.ssgd(0.5, workers=2)
+    >>> server = recipe.server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> tickets = [server.send(state, jnp.int32(i)) for i in range(2)]
+    >>> for ticket, gradient in zip(tickets, (4.0, 2.0)):
+    ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
+    ...   print(state.params)  # 8 - 0.5 (4 + 2) / 2, when both are there
+    8.0
+    6.5
+    >>> recipe.order
+    'bulk_synchronous'
+  """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   return Recipe(algorithm).in_rounds(workers)

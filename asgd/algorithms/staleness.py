@@ -16,13 +16,50 @@ def staleness_aware(
   splits: int | None = None,
   optimizer: optimizers.Optimizer | None = None,
 ) -> Recipe:
-  """Divides each gradient by its staleness (Zhang et al. 2016).
+  """Divides each gradient by its staleness: staleness-aware n-softsync.
 
-  params <- params - eta mean(g / max(staleness, 1)), the mean over the messages
-  of one update. `splits` is n of n-softsync: an update takes floor(N / n)
-  messages, from whichever workers; None is one (n = N). Weight decay is not
-  divided. An optimizer that divides by the size of gradients, as Adam, takes
-  from this how much a gradient counts beside others, not how far it moves.
+      params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
+
+  The sum is over the c messages of an update, of stalenesses tau_l; they come
+  from whichever workers. With momentum, the mean is what its velocity takes in.
+  Weight decay is not divided. An optimizer that divides by the size of
+  gradients, as Adam, takes from this how much a gradient counts beside others,
+  not how far it moves.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to the mean.
+    splits: n of n-softsync, 1 to N: c = floor(N / n). None is c = 1 (n = N).
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
+    learning", IJCAI 2016, arXiv:1511.05950.
+
+  Example:
+    Three workers compute a gradient of 4 at the same parameters.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.staleness_aware(0.5, workers=3).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(3)]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(report.staleness, state.params)  # less 2, 2 / 1 and 2 / 2
+    0 6.0
+    1 4.0
+    2 3.0
+    >>> asgd.staleness_aware(0.5, workers=8, splits=3).every  # floor(8 / 3)
+    2
   """
   every = 1
   if splits is not None:
@@ -46,11 +83,45 @@ def gap_aware(
   weight_decay: float = 0.0,
   optimizer: optimizers.Optimizer | None = None,
 ) -> Recipe:
-  """Divides gradients by the elementwise gap (Barkai et al. 2020).
+  """Gap-Aware: divides gradients by the elementwise gap.
 
-  g <- g / (1 + |params - sent_params| / C), with C the size of a typical update
-  of each parameter (`asgd.transforms.gap_aware`). Weight decay is divided with
-  the gradient; the momentum is of what is left.
+      g <- g / (1 + |params - sent_params| / C)
+
+  C is the size of a typical update of each parameter
+  (`asgd.transforms.gap_aware`). Weight decay is divided with the gradient; the
+  momentum is of what is left.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N; the algorithm is the same for any.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more; weight_decay * params is added to g.
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
+    2020, arXiv:1909.10802.
+
+  Example:
+    The first update has nothing to be compared with. It moves the parameter by
+    2, so C = 2, and a gradient computed before it is divided by 1 + 2 / 2.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.gap_aware(0.5, workers=2, momentum=0.0).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(2)]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(f"{report.gap:.3f} {state.params:.3f}")  # less 2, and 2 / 2
+    0.000 6.000
+    2.000 5.000
   """
   del workers
   optimizers.refuse_beside(
@@ -74,10 +145,46 @@ def dc_asgd_c(
   strength: float = 0.04,
   optimizer: optimizers.Optimizer | None = None,
 ) -> Recipe:
-  """Delay compensation with a constant lambda (Zheng et al. 2017).
+  """DC-ASGD-c: delay compensation with a constant lambda.
 
-  g <- g + lambda g * g * (params - sent_params), elementwise, with lambda =
-  `strength`, for each message, before clipping, weight decay and momentum.
+      g <- g + lambda g * g * (params - sent_params),   elementwise
+
+  It is done for each message, before weight decay and momentum.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N; the algorithm is the same for any.
+    momentum: gamma, in [0, 1); the paper has none.
+    weight_decay: 0 or more; weight_decay * params is added to g.
+    strength: lambda, 0 or more, per unit of loss; it has to fit the size of
+      gradients.
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Zheng et al., "Asynchronous stochastic gradient descent with delay
+    compensation", ICML 2017, arXiv:1609.08326.
+
+  Example:
+    The loss w^2 / 2 has the gradient w. A worker computes it at 1; another's
+    gradient of 1 then moves the parameter to 0.5. With lambda = 1 = 1 / g^2 the
+    compensated gradient, 1 + 1 (0.5 - 1), is that at 0.5.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.dc_asgd_c(0.5, workers=2, strength=1.0).server()
+    >>> state = server.init(jnp.float32(1.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(2)]:
+    ...   state, _ = server.receive(state, ticket, jnp.float32(1.0))
+    ...   print(state.params)  # 1 - 0.5 1, 0.5 - 0.5 0.5
+    0.5
+    0.25
   """
   del workers
   return Recipe(
@@ -97,15 +204,51 @@ def dc_asgd_a(
   scope: str = "server",
   optimizer: optimizers.Optimizer | None = None,
 ) -> Recipe:
-  """Delay compensation with an adaptive lambda (Zheng et al. 2017).
+  """DC-ASGD-a: delay compensation with an adaptive lambda.
 
-  As `dc_asgd_c`, with lambda = lambda_0 / sqrt(mean square of g + 1e-7).
+      MeanSquare <- m MeanSquare + (1 - m) g * g
+      lambda = lambda_0 / sqrt(MeanSquare + 1e-7)
+      g <- g + lambda g * g * (params - sent_params),   all elementwise
+
+  It is done for each message, before weight decay and momentum.
 
   Args:
-    strength: lambda_0.
-    decay: m, of the mean square.
+    learning_rate: eta, positive, or a schedule over the server's updates.
+    workers: N.
+    momentum: gamma, in [0, 1); the paper has none.
+    weight_decay: 0 or more; weight_decay * params is added to g.
+    strength: lambda_0, 0 or more.
+    decay: m, in [0, 1).
     scope: "server" keeps one mean square, as the paper's text; "worker" one
       for each worker, as its authors' code.
+    optimizer: instead of SGD.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Raises:
+    ValueError: for a value out of its range, or for a momentum or a weight
+      decay beside an optimizer.
+
+  Source:
+    Zheng et al., "Asynchronous stochastic gradient descent with delay
+    compensation", ICML 2017, arXiv:1609.08326.
+
+  Example:
+    The mean square is 0.5 4^2 = 8, then 0.5 8 + 0.5 8^2 = 36, so lambda is
+    0.75 / 6. The late gradient of 8 becomes 8 + 0.125 8^2 (6 - 8) = -8.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.dc_asgd_a(0.5, workers=2, strength=0.75, decay=0.5)
+    >>> server = recipe.server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> tickets = [server.send(state, jnp.int32(i)) for i in range(2)]
+    >>> for ticket, gradient in zip(tickets, (4.0, 8.0)):
+    ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
+    ...   print(f"{state.params:.3f}")  # 8 - 0.5 4, 6 + 0.5 8
+    6.000
+    10.000
   """
   compensate = transforms.adaptive_delay_compensation(strength, decay=decay)
   if scope == "worker":

@@ -24,7 +24,29 @@ _BLOCK = 256  # draws made at once; the stream does not depend on it
 
 
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
-  """Every batch takes `mean`, or `slowdown[i]` times as long at worker i."""
+  """Every batch takes the same time, or a multiple of it at some workers.
+
+      time of worker i = mean slowdown[i]
+
+  Args:
+    mean: positive, in any unit of time.
+    slowdown: positive factors of the first workers; the others have 1.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a time or a factor that is not positive.
+
+  Source:
+    none: nothing is drawn.
+
+  Example:
+    >>> from asgd.orders import durations
+    >>> clock = durations.constant(2.0, slowdown=[1.0, 3.0])
+    >>> [next(clock.stream(worker)) for worker in range(3)]
+    [2.0, 6.0, 2.0]
+  """
   checks.positive("mean", mean)
   for factor in slowdown:
     checks.positive("slowdown", factor)
@@ -39,14 +61,41 @@ def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
 def gamma(
   mean=1.0, *, seed=0, variation=0.1, machine_variation=0.0
 ) -> Durations:
-  """The gamma model of Ali et al. 2000, as used by the DANA papers.
+  """Batch times are drawn from gamma distributions.
 
-  With machine_variation V_m = 0 (homogeneous) every batch time is
-  Gamma(shape 1/V^2, scale mean V^2); V = `variation` is the coefficient of
-  variation. Otherwise (heterogeneous) each worker first draws its own mean,
-  once, from Gamma(1/V_m^2, mean V_m^2), then its batch times around that mean.
-  Hakimi et al. 2019 use V = 0.1, and V_m = 0.6 where machines differ; 0.94 %
-  and 27.9 % of the batches are then slower than 1.25 mean.
+      time ~ Gamma(shape 1 / V^2, scale p_i V^2),   p_i = mean if V_m = 0, else
+      p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
+
+  V_m = 0 is a homogeneous cluster; in a heterogeneous one each worker has its
+  own mean p_i. V and V_m are coefficients of variation, the standard deviation
+  over the mean. With V = 0.1, 0.94 % of the batches are slower than 1.25 mean;
+  with V_m = 0.6, too, 27.9 % are.
+
+  Args:
+    mean: positive, in any unit of time; the DANA papers' is the batch size.
+    seed: 0 or more; the times of a worker are a function of it and the worker.
+    variation: V, positive.
+    machine_variation: V_m, 0 or more.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Ali et al., "Task execution time modeling for heterogeneous computing
+    systems", 2000 (the CVB method), as used by Hakimi et al., "Taming momentum
+    in a distributed asynchronous environment", 2019, arXiv:1907.11612.
+
+  Example:
+    >>> import itertools
+    >>> import statistics
+    >>> from asgd.orders import durations
+    >>> clock = durations.gamma(100.0, variation=0.1)
+    >>> times = list(itertools.islice(clock.stream(0), 10_000))
+    >>> f"{statistics.mean(times):.0f} +- {statistics.stdev(times):.0f}"
+    '100 +- 10'
   """
   checks.positive("mean", mean)
   checks.positive("variation", variation)
@@ -68,12 +117,62 @@ def gamma(
 
 
 def homogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
-  """The DANA papers' cluster of equal machines: V = 0.1."""
+  """The DANA papers' cluster of equal machines: `gamma`, V = 0.1.
+
+  Args:
+    mean: positive, in any unit of time.
+    seed: 0 or more.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612.
+
+  Example:
+    >>> from asgd.orders import durations
+    >>> mine, other = durations.homogeneous(), durations.gamma(variation=0.1)
+    >>> next(mine.stream(5)) == next(other.stream(5))
+    True
+  """
   return gamma(mean, seed=seed)
 
 
 def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
-  """The DANA papers' cluster of unequal machines: V = 0.1, V_m = 0.6."""
+  """The DANA papers' cluster of unequal machines: `gamma`, V = 0.1, V_m = 0.6.
+
+  Args:
+    mean: positive, in any unit of time, over machines.
+    seed: 0 or more.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612.
+
+  Example:
+    The times of a worker are alike, those of two workers are not.
+
+    >>> import itertools
+    >>> import statistics
+    >>> from asgd.orders import durations
+    >>> clock = durations.heterogeneous()
+    >>> means = [
+    ...   statistics.mean(itertools.islice(clock.stream(worker), 10))
+    ...   for worker in range(1000)
+    ... ]
+    >>> f"{statistics.mean(means):.1f} +- {statistics.stdev(means):.1f}"
+    '1.0 +- 0.6'
+  """
   return gamma(mean, seed=seed, machine_variation=0.6)
 
 
@@ -82,8 +181,30 @@ def measured(
 ) -> Durations:
   """Times that were measured, played back over and over.
 
-  Worker i uses row i of `samples`, modulo their number; with `resample`, it
-  draws from the row at random, with replacement.
+  Args:
+    samples: rows of positive times; worker i uses row i, modulo their number.
+    resample: draws from the row at random, with replacement.
+    seed: 0 or more, of the draws.
+
+  Returns:
+    Durations in the unit of `samples`.
+
+  Raises:
+    ValueError: for a row without a time, or times that are not positive and
+      finite.
+
+  Source:
+    none: times are what was measured.
+
+  Example:
+    >>> import itertools
+    >>> from asgd.orders import durations
+    >>> clock = durations.measured([[1.0, 2.0], [5.0]])
+    >>> for worker in range(3):
+    ...   print(list(itertools.islice(clock.stream(worker), 3)))
+    [1.0, 2.0, 1.0]
+    [5.0, 5.0, 5.0]
+    [1.0, 2.0, 1.0]
   """
   checks.whole("seed", seed, 0)
   rows = [np.asarray(row, float) for row in samples]
@@ -116,7 +237,28 @@ _MAKERS = {
 
 
 def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
-  """Builds durations by name; `seed` reaches those that draw."""
+  """Builds durations by name.
+
+  Args:
+    name: "constant", "gamma", "homogeneous", "heterogeneous" or "measured".
+    seed: 0 or more; it reaches those that draw.
+    **kwargs: options of the maker.
+
+  Returns:
+    Durations.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, and
+      for what the maker raises it for.
+
+  Source:
+    none: it calls one of the others.
+
+  Example:
+    >>> from asgd.orders import durations
+    >>> next(durations.build("constant", mean=2.0).stream(0))
+    2.0
+  """
   maker = names.lookup("durations", name, _MAKERS)
   if maker is not constant:
     kwargs = {"seed": seed, **kwargs}

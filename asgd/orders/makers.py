@@ -5,10 +5,10 @@ stale synchronous training. Each maker plays durations through one such protocol
 and returns a Trace; no model is involved, so a trace can be printed, checked,
 stored, and obeyed by any engine. `asgd.orders.trace` shows one.
 
-`messages` counts the RECEIVE rows; the last one ends the trace. Jobs are
-numbered in the order of the sends: every arrival consumes the next batch, and
-an epoch is one pass in total over all workers. A maker raises ValueError for
-counts that do not fit.
+`messages` counts the RECEIVE rows; the last one ends the trace, with what is
+received together with it where a round is (`backup_workers`). Jobs are numbered
+in the order of the sends: every arrival consumes the next batch, and an epoch
+is one pass in total over all workers.
 """
 
 import heapq
@@ -55,21 +55,58 @@ def stale_synchronous(
   depth: int = 1,
   fetch_every: int = 1,
 ) -> base.Trace:
-  """Stale synchronous parallel (Ho et al. 2013).
+  """Stale synchronous parallel: nobody is further ahead than a bound.
 
-  A worker that has finished c jobs may start another while the slowest has
-  finished at least c - bound. Bound 0 is bulk synchronous, an infinite bound
-  is asynchronous. All workers are sent to at time 0.
+      a worker that has finished c jobs may start another
+      while the slowest has finished at least c - s
+
+  Bound s = 0 is bulk synchronous, an infinite bound is asynchronous. All
+  workers are sent to at time 0.
 
   Args:
     durations: how long each job of the N workers takes.
-    messages: to be received; N depth - 1 or fewer open tickets never are.
-    bound: how many jobs a worker may be ahead of the slowest.
+    workers: N.
+    messages: RECEIVE rows. Up to N depth - 1 tickets are open at the end.
+    bound: s, how many jobs a worker may be ahead of the slowest.
     cache: a worker reads its own copy of the parameters while that is fresh
       enough for the bound, as the paper's clients do; otherwise it fetches
       before each job (eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
+
+  Returns:
+    A Trace, its times in the unit of the durations.
+
+  Raises:
+    ValueError: for a count or a bound out of its range, or a cache without a
+      finite bound.
+
+  Source:
+    Ho et al., "More effective distributed ML via a stale synchronous parallel
+    parameter server", NIPS 2013. Dai et al., "High-performance distributed ML
+    at scale through parameter server consistency models", AAAI 2015,
+    arXiv:1410.8043.
+
+  Example:
+    Worker 0 ends its second job at 2 and waits until 3, when worker 1, which
+    takes 3 times as long, has ended its first.
+
+    >>> from asgd import orders
+    >>> clock = orders.durations.constant(slowdown=[1, 3])
+    >>> trace = orders.stale_synchronous(clock, workers=2, messages=4, bound=1)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    0.0,1,0,1,send
+    1.0,0,0,0,receive
+    1.0,0,1,2,send
+    2.0,0,1,2,receive
+    3.0,1,0,1,receive
+    3.0,0,2,3,send
+    3.0,1,1,4,send
+    4.0,0,2,3,receive
+    >>> orders.staleness(trace).tolist()
+    [0, 0, 2, 0]
   """
   rules = protocol.Rules(
     bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
@@ -80,7 +117,43 @@ def stale_synchronous(
 def asynchronous(
   durations: Durations, *, workers: int, messages: int, depth=1, fetch_every=1
 ) -> base.Trace:
-  """Every worker starts again as soon as its message is received."""
+  """Every worker starts again as soon as its message is received.
+
+  It is `stale_synchronous` with an infinite bound.
+
+  Args:
+    durations: how long each job of the N workers takes.
+    workers: N.
+    messages: RECEIVE rows. Up to N depth - 1 tickets are open at the end.
+    depth: tickets that a worker may hold; 2 fetches while it computes.
+    fetch_every: jobs done on one ticket (Downpour's n_fetch).
+
+  Returns:
+    A Trace, its times in the unit of the durations.
+
+  Raises:
+    ValueError: for a count out of its range.
+
+  Source:
+    Dean et al., "Large scale distributed deep networks", NIPS 2012, where
+    workers do not wait for each other.
+
+  Example:
+    >>> from asgd import orders
+    >>> clock = orders.durations.constant(slowdown=[1, 1.5])
+    >>> trace = orders.asynchronous(clock, workers=2, messages=3)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    0.0,1,0,1,send
+    1.0,0,0,0,receive
+    1.0,0,1,2,send
+    1.5,1,0,1,receive
+    1.5,1,1,3,send
+    2.0,0,1,2,receive
+    >>> orders.staleness(trace).tolist()
+    [0, 1, 1]
+  """
   rules = protocol.Rules(depth=depth, fetch_every=fetch_every)
   return _play(rules, durations, workers, messages)
 
@@ -88,12 +161,46 @@ def asynchronous(
 def backup_workers(
   durations: Durations, *, workers: int, messages: int, backup: int
 ) -> base.Trace:
-  """Synchronous rounds of N - backup messages, the fastest of N (Chen et al.
-  2016; K-sync of Dutta et al. 2018).
+  """Synchronous rounds of the fastest messages, with backup workers.
+
+      a round is N - b messages; what comes after its round is dropped
 
   Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
-  which drops what comes after its round. The messages of a round are received
-  together, when it is complete, in the order of their jobs.
+  which drops it. The messages of a round are received together, when it is
+  complete, in the order of their jobs.
+
+  Args:
+    durations: how long each job of the N workers takes.
+    workers: N.
+    messages: RECEIVE rows, and those that are received together with the last.
+    backup: b, from 0 to N - 1.
+
+  Returns:
+    A Trace, its times in the unit of the durations.
+
+  Raises:
+    ValueError: for a count out of its range.
+
+  Source:
+    Chen et al., "Revisiting distributed synchronous SGD", 2016,
+    arXiv:1604.00981. It is the K-sync SGD of Dutta et al., "Slow and stale
+    gradients can win the race", AISTATS 2018, arXiv:1803.01113.
+
+  Example:
+    The workers take 1, 2 and 4. At 2, the two fast ones complete the first
+    round; at 4, the second. The slow one's message comes then, a round late.
+
+    >>> from asgd import orders
+    >>> clock = orders.durations.constant(slowdown=[1, 2, 4])
+    >>> trace = orders.backup_workers(clock, workers=3, messages=5, backup=1)
+    >>> for row in orders.trace.events(trace):
+    ...   if row.action == 1:  # base.RECEIVE
+    ...     print(row.time, row.worker)
+    2.0 0
+    2.0 1
+    4.0 2
+    4.0 0
+    4.0 1
   """
   checks.whole("workers", workers)
   if checks.whole("backup", backup, 0) >= workers:
@@ -108,7 +215,33 @@ def bulk_synchronous(
 ) -> base.Trace:
   """All workers start a round together, when all have ended the one before.
 
-  Use it with `make_server(..., every=workers)`; `messages` are whole rounds.
+  Use it with `make_server(..., every=workers)`.
+
+  Args:
+    durations: how long each job of the N workers takes.
+    workers: N.
+    messages: RECEIVE rows, N for each round.
+
+  Returns:
+    A Trace, its times in the unit of the durations.
+
+  Raises:
+    ValueError: for a count out of its range, or a round that is not whole.
+
+  Source:
+    none of its own: synchronous SGD. The name is of Valiant, "A bridging model
+    for parallel computation", 1990.
+
+  Example:
+    A round takes as long as its slowest worker.
+
+    >>> from asgd import base, orders
+    >>> clock = orders.durations.constant(slowdown=[1, 1.5])
+    >>> trace = orders.bulk_synchronous(clock, workers=2, messages=4)
+    >>> trace.time[trace.action == base.RECEIVE].tolist()
+    [1.0, 1.5, 2.5, 3.0]
+    >>> orders.staleness(trace, every=2).tolist()
+    [0, 0, 0, 0]
   """
   checks.whole("workers", workers)
   checks.whole("messages", messages)
@@ -119,10 +252,34 @@ def bulk_synchronous(
 
 
 def fixed_delay(*, delay: int, messages: int) -> base.Trace:
-  """Every message has staleness `delay`, after the first ones (0, 1, 2, ...).
+  """Every message has the same staleness, after the first ones (0, 1, 2, ...).
 
-  w_{t+1} = w_t - eta g(w_{t-delay}), with w_t = w_0 for t < 0: the round robin
-  of delay + 1 workers, each taking as long as the others.
+      w_{t+1} = w_t - eta g(w_{t-tau}),   w_t = w_0 for t < 0
+
+  It is the round robin of tau + 1 workers, each taking as long as the others.
+
+  Args:
+    delay: tau, 0 or more, in updates.
+    messages: RECEIVE rows.
+
+  Returns:
+    A Trace, with one message in each unit of time.
+
+  Raises:
+    ValueError: for a count out of its range.
+
+  Source:
+    Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", 2021,
+    arXiv:1910.05124, whose lemma says where it is stable on lambda w^2 / 2: at
+    eta lambda < 2 sin(pi / (4 tau + 2)).
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=2, messages=5)
+    >>> orders.staleness(trace).tolist()
+    [0, 1, 2, 2, 2]
+    >>> trace.worker[:3].tolist(), trace.time[-1].item()
+    ([0, 1, 2], 5.0)
   """
   workers = checks.whole("delay", delay, 0) + 1
   checks.whole("messages", messages)
@@ -147,7 +304,34 @@ _PROTOCOLS = {
 def build(
   name: str, durations: Durations, *, workers: int, messages: int, **kwargs
 ) -> base.Trace:
-  """Builds a trace by the name of its protocol; a fixed delay is N - 1."""
+  """Builds a trace by the name of its protocol.
+
+  Args:
+    name: "asynchronous", "backup_workers", "bulk_synchronous",
+      "stale_synchronous" or "fixed_delay".
+    durations: how long each job of the N workers takes; a fixed delay needs
+      none.
+    workers: N; the fixed delay is N - 1.
+    messages: RECEIVE rows.
+    **kwargs: options of the maker.
+
+  Returns:
+    A Trace.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, and
+      for what the maker raises it for.
+
+  Source:
+    none: it calls one of the others.
+
+  Example:
+    >>> from asgd import orders
+    >>> clock = orders.durations.constant()
+    >>> trace = orders.build("fixed_delay", clock, workers=3, messages=4)
+    >>> orders.staleness(trace).tolist()
+    [0, 1, 2, 2]
+  """
   maker = names.lookup("order", name, _PROTOCOLS)
   checks.whole("workers", workers)
   common = {"durations": durations, "workers": workers}

@@ -29,7 +29,13 @@ from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
 
 class Rules(NamedTuple):
-  """A protocol."""
+  """A protocol.
+
+  Example:
+    >>> from asgd.orders import protocol
+    >>> protocol.check_rules(protocol.Rules(bound=3)).depth
+    1
+  """
 
   bound: float = math.inf  # jobs a worker may be ahead of the slowest
   round: int = 0  # messages of one synchronous update; 0: no rounds
@@ -103,6 +109,27 @@ class Dispatcher:
     owned: jobs belong to workers (sharded data): a job that was lost goes to
       the next holder of the same place, not to any worker.
     log: called with each row before it takes effect.
+
+  Raises:
+    ValueError: for rules that cannot be obeyed.
+
+  Example:
+    Bulk synchronous: nobody starts again before all have ended.
+
+    >>> from asgd.orders import protocol
+    >>> dispatcher = protocol.Dispatcher(protocol.Rules(bound=0))
+    >>> for worker in range(2):
+    ...   _ = dispatcher.join(worker, now=0.0)
+    >>> [grant.job for grant in dispatcher.grants(now=0.0)]
+    [0, 1]
+    >>> dispatcher.arrive(worker=0, seq=0), dispatcher.deliver(now=1.0)
+    (True, [(0, 0, 0)])
+    >>> dispatcher.grants(now=1.0)
+    []
+    >>> dispatcher.arrive(worker=1, seq=0), dispatcher.deliver(now=2.0)
+    (True, [(1, 0, 1)])
+    >>> [grant.job for grant in dispatcher.grants(now=2.0)]
+    [2, 3]
   """
 
   def __init__(self, rules: Rules, *, jobs=None, owned=False, log=None):

@@ -147,7 +147,19 @@ def events(trace: base.Trace, start: int = 0, end=None) -> Iterator[Event]:
 
 
 def dump(trace: base.Trace) -> str:
-  """Returns the trace as CSV, one line a row; times keep all their bits."""
+  """Returns the trace as CSV, one line a row; times keep all their bits.
+
+  Args:
+    trace: E rows.
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=0, messages=1)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    1.0,0,0,0,receive
+  """
   return "\n".join([HEADER, *(event.format() for event in events(trace)), ""])
 
 
@@ -179,7 +191,25 @@ def read(lines: Iterable[str]) -> list[Event]:
 
 
 def load(lines: Iterable[str]) -> base.Trace:
-  """As `read`, but as columns, of at least one row."""
+  """Reads a trace: `read`, but as columns, of at least one row.
+
+  Args:
+    lines: a file opened with newline="\\n", or the lines of a text with their
+      ends.
+
+  Returns:
+    The Trace.
+
+  Raises:
+    ValueError: for a line that cannot be read, naming it, or without a row.
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=1, messages=3)
+    >>> again = orders.load(orders.dump(trace).splitlines(keepends=True))
+    >>> again.time.tolist() == trace.time.tolist()
+    True
+  """
   rows = read(lines)
   if not rows:
     raise ValueError("the trace holds no event")
@@ -299,8 +329,28 @@ def check(
 ) -> int:
   """Checks that a trace can be obeyed and returns its number of workers.
 
-  A worker may hold `depth` tickets at once; `path` is as of `Ledger`.
-  TraceError names the first row (of a file, the line) that is wrong.
+  Args:
+    trace: columns, or rows.
+    depth: tickets that a worker may hold at once.
+    path: of the file that the rows are of, for the text of an error.
+
+  Returns:
+    N.
+
+  Raises:
+    TraceError: for the first row that is wrong, naming it (of a file, its
+      line).
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=1, messages=3)
+    >>> orders.check(trace)
+    2
+    >>> try:
+    ...   orders.check(trace._replace(worker=trace.worker * 0))
+    ... except orders.trace.TraceError as error:
+    ...   print(f"row {error.row}: {error.why}")
+    row 1: the worker has begun that number (seq) before
   """
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
@@ -342,10 +392,24 @@ def _forbidden(ledger, event, depth):
 
 
 def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
-  """Counts the staleness of each received message, int32[U], without a model.
+  """Counts the staleness of each received message, without a model.
 
-  In `trace` all messages are accepted, and nothing is rolled back; `every` of
-  them are averaged into one parameter change.
+      staleness = floor(received now / every) - floor(received at send / every)
+
+  Args:
+    trace: in which all messages are accepted, and nothing is rolled back.
+    every: messages that are averaged into one parameter change.
+
+  Returns:
+    int32[U], in updates.
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=2, messages=6)
+    >>> orders.staleness(trace).tolist()
+    [0, 1, 2, 2, 2, 2]
+    >>> orders.staleness(trace, every=3).tolist()
+    [0, 0, 0, 1, 1, 0]
   """
 
   def version(event: Event, kept: int | None) -> int:

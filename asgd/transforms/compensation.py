@@ -26,7 +26,12 @@ def by_distance(
 ) -> base.Transform:
   """A transform g <- change(g, params - sent_params), elementwise.
 
-  It has no state; its update needs `params` and the extra arg `sent_params`.
+  Args:
+    change: (gradient, distance) -> gradient, of arrays of the same shape.
+
+  Returns:
+    A transform without a state, whose update needs `params` and the extra arg
+    `sent_params`.
   """
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
@@ -38,11 +43,36 @@ def by_distance(
 
 
 def delay_compensation(strength: float = 0.04) -> base.Transform:
-  """DC-ASGD-c: lambda is the constant `strength`, 0 or more.
+  """DC-ASGD-c: compensates gradients with a constant lambda.
 
-  It is 0.04 in the paper's DC-ASGD-c and 2 in the DANA papers; the right one
-  depends on the size of the gradients. A worker that was sent a look-ahead
-  computed on that.
+      g <- g + lambda g * g * (params - sent_params),   elementwise
+
+  A worker that was sent a look-ahead computed on that.
+
+  Args:
+    strength: lambda, 0 or more, per unit of loss. It is 0.04 in the paper's
+      DC-ASGD-c and 2 in the DANA papers; the right one depends on the size of
+      the gradients.
+
+  Returns:
+    A transform without a state, whose update needs `params` and the extra arg
+    `sent_params`.
+
+  Raises:
+    ValueError: for a negative number.
+
+  Source:
+    Zheng et al., "Asynchronous stochastic gradient descent with delay
+    compensation", ICML 2017, arXiv:1609.08326.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> tx = asgd.delay_compensation(0.5)
+    >>> g, sent, now = jnp.array([[2.0, 2.0], [8.0, 8.0], [8.0, 6.0]])
+    >>> g, _ = tx.update(g, tx.init(now), now, sent_params=sent)
+    >>> print(g)  # nothing moved; 2 + 0.5 2^2 (6 - 8)
+    [ 2. -2.]
   """
   checks.nonnegative("strength (lambda)", strength)
   return by_distance(lambda g, moved: g + strength * g * g * moved)
@@ -57,14 +87,43 @@ class AdaptiveCompensationState(NamedTuple):
 def adaptive_delay_compensation(
   strength: float = 2.0, *, decay: float = 0.95, eps: float = 1e-7
 ) -> base.Transform:
-  """DC-ASGD-a: lambda is strength / sqrt(mean square + eps), elementwise.
+  """DC-ASGD-a: compensates gradients with an adaptive lambda.
 
-  The mean square takes in the incoming gradient first, then it is used:
-  mean_square <- decay mean_square + (1 - decay) g * g. It is not
-  bias-corrected. Wrap the transform in `per_worker` for one average a worker,
-  as the authors' code has it; the paper's text has one for all. `strength` is
-  lambda_0, 0 or more, and `decay` m, in [0, 1). Its update needs `params` and
-  the extra arg `sent_params`.
+      MeanSquare <- m MeanSquare + (1 - m) g * g
+      lambda = lambda_0 / sqrt(MeanSquare + eps)
+      g <- g + lambda g * g * (params - sent_params),   all elementwise
+
+  The mean square takes in the incoming gradient first, then it is used. It
+  starts as 0 and is not bias-corrected. Wrap the transform in `per_worker` for
+  one average a worker, as the authors' code has it; the paper's text has one
+  for all.
+
+  Args:
+    strength: lambda_0, 0 or more.
+    decay: m, in [0, 1).
+    eps: added to the mean square.
+
+  Returns:
+    A transform whose state is the mean square, like the parameters, and whose
+    update needs `params` and the extra arg `sent_params`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Zheng et al., "Asynchronous stochastic gradient descent with delay
+    compensation", ICML 2017, arXiv:1609.08326.
+
+  Example:
+    The mean square is 0.75 0 + 0.25 4^2 = 4, so lambda is 1 / 2.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> tx = asgd.adaptive_delay_compensation(1.0, decay=0.75, eps=0.0)
+    >>> g, sent, now = jnp.array([4.0, 8.0, 7.0])
+    >>> g, state = tx.update(g, tx.init(now), now, sent_params=sent)
+    >>> print(g, state.mean_square)  # 4 + 0.5 4^2 (7 - 8)
+    -4.0 4.0
   """
   checks.nonnegative("strength (lambda)", strength)
   checks.fraction("decay", decay)

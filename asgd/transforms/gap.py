@@ -32,33 +32,53 @@ def gap_aware(
   decay: float = 0.999,
   eps: float = 1e-8,
 ) -> base.Transform:
-  """An optimizer that divides gradients by 1 + |params - sent_params| / C.
+  """Gap-Aware: an optimizer that counts a gradient less, the larger its gap.
 
-  C is the size of a typical update of that parameter, elementwise:
-  C = eta_max (sqrt(mean square of (updates / eta)) + eps). It is read off the
-  updates that the optimizer made, whatever it is: with SGD they are the
-  velocities. The average is bias-corrected and over past updates only. eta_max
-  is the largest learning rate *so far*: after a decay gaps shrink and the
-  penalty fades; with the current one it would not.
+      g <- g / (1 + |params - sent_params| / C),   elementwise
+      C = eta_max (sqrt(A / (1 - decay^t)) + eps)
+      A <- decay A + (1 - decay) u * u,   after the update number t
+
+  C is the size of a typical update of that parameter. It is read off the
+  updates eta u that the optimizer made, whatever it is: with SGD, u is the
+  velocity. The average is over past updates only, so the first one of all is
+  not penalised. eta_max is the largest learning rate *so far*: after a decay
+  gaps shrink and the penalty fades; with the current one it would not.
 
   Weight decay that is added to gradients before this transform is penalised as
-  well; an optimizer's own, decoupled from gradients, is not. The update needs
-  `params` and the extra arg `sent_params`. (The authors' code without momentum
-  averages incoming gradients, where updates are penalised ones.)
+  well; an optimizer's own, decoupled from gradients, is not. (The authors' code
+  without momentum averages incoming gradients, where updates are penalised
+  ones.)
 
   Args:
     optimizer: the whole of it, learning rate included.
-    learning_rate: as given to the optimizer.
-    decay: of the average, in [0, 1); `eps` is added to its root.
+    learning_rate: eta, as given to the optimizer.
+    decay: of the average, in [0, 1).
+    eps: added to the root of the average.
+
+  Returns:
+    A transform whose update needs `params` and the extra arg `sent_params`.
+
+  Raises:
+    ValueError: for a decay out of its range.
+
+  Source:
+    Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
+    2020, arXiv:1909.10802.
 
   Example:
-    >>> tx = gap_aware(optax.adamw(1e-3), 1e-3)
-    >>> params = jnp.ones(2)
-    >>> updates, state = tx.update(
-    ...   params, tx.init(params), params, sent_params=params
-    ... )
-    >>> state.samples.item()
-    1
+    After an update of 0.5 4 = 2, C is 2.
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import transforms
+    >>> tx = transforms.gap_aware(optax.sgd(0.5), 0.5)
+    >>> sent, now, g = jnp.array([8.0, 6.0, 4.0])
+    >>> update, state = tx.update(g, tx.init(sent), sent, sent_params=sent)
+    >>> print(update)
+    -2.0
+    >>> update, state = tx.update(g, state, now, sent_params=sent)
+    >>> print(f"{update:.3f}")  # -0.5 4 / (1 + |6 - 8| / 2)
+    -1.000
   """
   checks.fraction("decay", decay)
   inner = optax.with_extra_args_support(optimizer)

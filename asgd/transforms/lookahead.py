@@ -27,13 +27,41 @@ def lookahead(
   tx: optax.GradientTransformation,
   workers: Callable[[jax.Array], jax.Array],
 ) -> base.Algorithm:
-  """Sends the parameters after `tx` has been stepped on zero gradients.
+  """Sends the parameters after an optimizer has been stepped on zero gradients.
+
+      for j in workers(i): params <- params + tx(0, worker=j);   send params
+
+  The server's parameters and its optimizer stay as they are. With momentum and
+  one worker it is Nesterov's look-ahead; with a velocity for each worker and
+  all of them, DANA's.
 
   Args:
     tx: the whole optimizer, learning rate included.
     workers: int32[] -> int32[K]; of the worker that asks, the workers whose
-      messages are rolled forward, in order: all (DANA), or one (Nesterov).
-      Sending costs K updates.
+      messages are rolled forward, in order. Sending costs K updates.
+
+  Returns:
+    An Algorithm, which is `tx` but for what it sends.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, for momentum; of any
+    optimizer it is this library's.
+
+  Example:
+    Momentum rolled forward twice: v = 4 becomes 2, then 1.
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> tx = optax.sgd(0.5, momentum=0.5)
+    >>> algorithm = asgd.lookahead(tx, lambda worker: jnp.array([0, 1]))
+    >>> now = jnp.float32(8.0)
+    >>> update, state = algorithm.update(4.0, algorithm.init(now), now)
+    >>> now += update
+    >>> ahead = algorithm.send(state, now, worker=jnp.int32(0))
+    >>> print(now, ahead)  # 8 - 0.5 4, 6 - 0.5 2 - 0.5 1
+    6.0 4.5
   """
   tx = optax.with_extra_args_support(tx)
 
@@ -67,11 +95,36 @@ def slim(
 ) -> optax.GradientTransformationExtraArgs:
   """DANA-Slim of any optimizer: the worker keeps it, and its look-ahead.
 
-  Parameters that are the sum of what all workers' optimizers did, and of what
-  each would do next on a zero gradient, are DANA-Zero's look-ahead (Hakimi et
-  al. 2019). So a worker sends by how much its own part of that sum changes,
-  with the sign of a gradient, and the server subtracts it: SGD with learning
-  rate 1. For momentum it is eta (gamma v + g).
+      message = a_before - u - a,   u = tx(g), a = tx(0) after it
+
+  Parameters that are the sum of what all workers' optimizers did, u, and of
+  what each would do next on a zero gradient, a, are DANA-Zero's look-ahead. So
+  a worker sends by how much its own part of that sum changes, with the sign of
+  a gradient, and the server subtracts it: SGD with learning rate 1. For
+  momentum the message is eta (gamma v + g).
+
+  Args:
+    optimizer: the whole of it, learning rate included.
+
+  Returns:
+    A transform for a worker's gradients, such as the `at_worker` of a Recipe.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, for momentum; of any
+    optimizer it is this library's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import transforms
+    >>> tx = transforms.slim(optax.sgd(0.5, momentum=0.5))
+    >>> state = tx.init(jnp.float32(0.0))
+    >>> for g in (4.0, 2.0):  # v = 4, then 0.5 4 + 2 = 4
+    ...   message, state = tx.update(jnp.float32(g), state)
+    ...   print(message)  # 0.5 (0.5 4 + 4), 0.5 (0.5 4 + 2)
+    3.0
+    2.0
   """
   tx = optax.with_extra_args_support(optimizer)
 
@@ -103,13 +156,37 @@ def velocity_lookahead(
   learning_rate: optax.ScalarOrSchedule,
   velocity: Callable[[optax.OptState, jax.Array], optax.Updates],
 ) -> base.Algorithm:
-  """Sends params - learning_rate * velocity, at the rate of the next update.
+  """Sends the parameters less a velocity, at the rate of the next update.
+
+      params <- params - eta momentum(g);   send params - eta velocity
 
   Args:
     momentum: turns gradients into velocities that do not hold the learning
       rate, like `optax.trace`.
-    learning_rate: a number, or a schedule over updates.
-    velocity: (state of `momentum`, worker int32[]) -> how far to look ahead.
+    learning_rate: eta, a number, or a schedule over updates.
+    velocity: (state of `momentum`, worker int32[]) -> how far to look ahead,
+      like the parameters.
+
+  Returns:
+    An Algorithm.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612 (NAG-ASGD, DANA-Zero).
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import transforms
+    >>> algorithm = transforms.velocity_lookahead(
+    ...   optax.trace(0.5), 0.5, lambda state, worker: 0.5 * state.trace
+    ... )
+    >>> now = jnp.float32(8.0)
+    >>> update, state = algorithm.update(4.0, algorithm.init(now), now)
+    >>> now += update
+    >>> ahead = algorithm.send(state, now, worker=jnp.int32(0))
+    >>> print(now, ahead)  # v = 4; 8 - 0.5 4, 6 - 0.5 0.5 4
+    6.0 5.0
   """
   momentum = optax.with_extra_args_support(momentum)
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -147,7 +224,30 @@ def precede(
 ) -> base.Algorithm:
   """Puts transforms of the gradient before an Algorithm, keeping its send.
 
-  The transforms must not depend on the send rule, nor it on them.
+      params <- params + algorithm(last(... first(g)))
+
+  `optax.chain` would drop the send rule.
+
+  Args:
+    algorithm: any; its send rule must not depend on the transforms.
+    *transforms: of the gradient, the first one first; they must not depend on
+      the send rule. A Delay is passed on to them.
+
+  Returns:
+    An Algorithm; `algorithm` itself without transforms.
+
+  Source:
+    none: it composes.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> algorithm = asgd.as_algorithm(optax.sgd(0.5))
+    >>> algorithm = asgd.precede(algorithm, optax.clip(2.0))
+    >>> now = jnp.float32(8.0)
+    >>> print(algorithm.update(4.0, algorithm.init(now), now)[0])  # -0.5 2
+    -1.0
   """
   if not transforms:
     return algorithm
@@ -179,10 +279,40 @@ class DanaMomentumState(NamedTuple):
 def dana_momentum(workers: int, decay: float) -> base.Transform:
   """A momentum for each worker, and their sum kept up to date.
 
-  v^i <- decay v^i + g; v^0 <- v^0 + (v^i new - v^i old) (Hakimi et al. 2019,
-  DANA-Zero), with a decay in [0, 1). It is `per_worker(optax.trace(decay), N)`
-  and a sum over workers, at a cost that does not grow with N. The update needs
-  the extra arg `worker`, and is v^i.
+      v^i <- gamma v^i + g
+      v^0 <- v^0 + (v^i new - v^i old),   so that v^0 = sum_j v^j
+
+  It is `per_worker(optax.trace(decay), N)` and a sum over workers, at a cost
+  that does not grow with N.
+
+  Args:
+    workers: N.
+    decay: gamma, in [0, 1).
+
+  Returns:
+    A transform whose update is v^i and needs the extra arg `worker`, int32[];
+    `total` of its state is v^0.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612, DANA-Zero.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.dana_momentum(workers=2, decay=0.5)
+    >>> state = tx.init(jnp.float32(0.0))
+    >>> for worker, g in ((0, 4.0), (1, 8.0), (0, 2.0)):
+    ...   v, state = tx.update(
+    ...     jnp.float32(g), state, worker=jnp.int32(worker)
+    ...   )
+    ...   print(v, state.total)  # v^0: 4, 4 + 8, 12 + (4 - 4)
+    4.0 4.0
+    8.0 12.0
+    4.0 12.0
   """
   checks.whole("workers", workers)
   checks.fraction("momentum", decay)

@@ -21,18 +21,83 @@ Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
 
 
 def constant_discount(staleness: jax.Array) -> jax.Array:
-  """The discount that is none: s = 1."""
+  """The discount that is none.
+
+      s(staleness) = 1
+
+  Args:
+    staleness: int32[], in updates.
+
+  Returns:
+    1, as float[].
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> print(transforms.constant_discount(jnp.int32(3)))
+    1.0
+  """
   return jnp.ones_like(staleness, dtype=float)
 
 
 def polynomial_discount(decay: float = 0.5) -> Discount:
-  """s = (staleness + 1)^-decay."""
+  """A discount that falls with a power of the staleness.
+
+      s(staleness) = (staleness + 1)^-a
+
+  Args:
+    decay: a, positive.
+
+  Returns:
+    A function of the staleness, int32[] -> float[].
+
+  Raises:
+    ValueError: for a decay that is not positive.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> print(transforms.polynomial_discount(0.5)(jnp.int32(3)))  # 1 / sqrt(4)
+    0.5
+  """
   checks.positive("decay (a)", decay)
   return lambda staleness: (staleness + 1.0) ** -decay
 
 
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
-  """s = 1 up to a staleness of `grace`, then 1 / (decay excess + 1)."""
+  """A discount that begins at some staleness.
+
+      s(staleness) = 1 / (a max(staleness - b, 0) + 1)
+
+  Args:
+    decay: a, positive.
+    grace: b, 0 or more, the most staleness that costs nothing.
+
+  Returns:
+    A function of the staleness, int32[] -> float[].
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> s = transforms.hinge_discount(1.5, grace=4)
+    >>> print(s(jnp.int32(4)), s(jnp.int32(6)))  # 1 / (1.5 2 + 1)
+    1.0 0.25
+  """
   checks.positive("decay (a)", decay)
   checks.nonnegative("grace (b)", grace)
   return lambda staleness: (
@@ -43,9 +108,29 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
 def make_discount(
   name: str, decay: float | None = None, grace: float = 4
 ) -> Discount:
-  """Returns the discount "constant", "polynomial" or "hinge".
+  """Returns a discount by its name.
 
-  `decay` is a, None for the discount's own default; `grace` is b, of "hinge".
+  Args:
+    name: "constant", "polynomial" or "hinge".
+    decay: a, positive; None is the discount's own default.
+    grace: b, of "hinge".
+
+  Returns:
+    A function of the staleness, int32[] -> float[].
+
+  Raises:
+    ValueError: for an unknown name, with the nearest known one, or a value out
+      of its range.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> print(transforms.make_discount("polynomial", 1.0)(jnp.int32(3)))
+    0.25
   """
   options = {} if decay is None else {"decay": decay}
   makers = {
@@ -61,11 +146,38 @@ def mix_models(
 ) -> base.Transform:
   """Turns a displacement into a step towards the worker's model.
 
+      x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
+
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
   has become since: the update is alpha_t (x_sent - d - x). Each message has to
-  start at its ticket: no worker may do two jobs on one. `mixing` is alpha, in
-  (0, 1], and `discount` s. The transform is the whole of a server's rule; its
-  update needs `params` and the extra args `staleness` and `sent_params`.
+  start at its ticket: no worker may do two jobs on one.
+
+  Args:
+    mixing: alpha, in (0, 1].
+    discount: s, int32[] -> float[].
+
+  Returns:
+    A transform without a state that is the whole of a server's rule; its update
+    needs `params` and the extra args `staleness` and `sent_params`.
+
+  Raises:
+    ValueError: for an alpha out of its range.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934, algorithm 1.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.mix_models(0.5, transforms.polynomial_discount(1.0))
+    >>> sent, new, now = jnp.array([8.0, 4.0, 6.0])
+    >>> update, _ = tx.update(
+    ...   *(sent - new, tx.init(now), now),
+    ...   staleness=jnp.int32(1), sent_params=sent,
+    ... )
+    >>> print(now + update)  # 0.75 6 + 0.25 4
+    5.5
   """
   if not 0 < mixing <= 1:
     raise ValueError(f"mixing (alpha) must be in (0, 1], not {mixing}")
@@ -85,11 +197,35 @@ def mix_models(
 
 
 def add_proximal_pull(strength: float) -> base.Transform:
-  """Adds strength * (x - x_sent): the gradient of a pull to what was sent.
+  """Adds the gradient of a pull to what was sent.
 
-  Option II of FedAsync, for the optimizer of a worker (`local_worker` passes
-  it `sent_params`): the loss has rho / 2 ||x - x_sent||^2 added, rho =
-  `strength`.
+      g <- g + rho (x - x_sent),   of rho / 2 ||x - x_sent||^2 in the loss
+
+  It is Option II of FedAsync, for the optimizer of a worker, to which
+  `local_worker` passes `sent_params`.
+
+  Args:
+    strength: rho, 0 or more.
+
+  Returns:
+    A transform without a state, whose update needs `params` and the extra arg
+    `sent_params`.
+
+  Raises:
+    ValueError: for a negative number.
+
+  Source:
+    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
+    arXiv:1903.03934, algorithm 1, option II.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.add_proximal_pull(0.5)
+    >>> g, sent, now = jnp.array([2.0, 8.0, 6.0])
+    >>> g, _ = tx.update(g, tx.init(now), now, sent_params=sent)
+    >>> print(g)  # 2 + 0.5 (6 - 8)
+    1.0
   """
   checks.nonnegative("proximal strength", strength)
   return by_distance(lambda g, moved: g + strength * moved)

@@ -28,7 +28,12 @@ class WorkerRows(NamedTuple):
 
 
 def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
-  """Returns the same row for each of N workers."""
+  """Returns the same row for each of N workers.
+
+  Args:
+    row: a tree of arrays.
+    workers: N.
+  """
   stored = jax.tree.map(
     lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
@@ -45,7 +50,12 @@ def settle(rows: WorkerRows) -> optax.OptState:
 def read(
   rows: WorkerRows, worker: jax.Array
 ) -> tuple[optax.OptState, WorkerRows]:
-  """Returns a worker's row, and the rows to `write` to."""
+  """Returns a worker's row, and the rows to `write` to.
+
+  Args:
+    rows: of all workers.
+    worker: int32[], below N.
+  """
   stored = settle(rows)
   return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
 
@@ -53,12 +63,41 @@ def read(
 def write(
   rows: WorkerRows, worker: jax.Array, row: optax.OptState
 ) -> WorkerRows:
-  """Returns `rows`, as `read` gave them, with one worker's row replaced."""
+  """Returns `rows`, as `read` gave them, with one worker's row replaced.
+
+  Args:
+    rows: what `read` returned last.
+    worker: int32[], the one that it read.
+    row: the new one.
+  """
   return rows._replace(pending=row, owner=worker)
 
 
 def peek(rows: WorkerRows, worker: jax.Array) -> optax.OptState:
-  """Returns a worker's row, for a caller that writes none."""
+  """Returns a worker's row, for a caller that writes none.
+
+  Args:
+    rows: of all workers, such as `PerWorkerState.inner`.
+    worker: int32[], below N.
+
+  Returns:
+    The tree of that worker, its leaves [...].
+
+  Source:
+    none: it is bookkeeping.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import transforms
+    >>> tx = transforms.per_worker(optax.trace(0.5), workers=2)
+    >>> state = tx.init(jnp.float32(0.0))
+    >>> _, state = tx.update(jnp.float32(4.0), state, worker=jnp.int32(1))
+    >>> for worker in range(2):
+    ...   print(transforms.peek(state.inner, jnp.int32(worker)).trace)
+    0.0
+    4.0
+  """
   return jax.tree.map(
     lambda x, y: jnp.where(worker == rows.owner, y, x[worker]),
     rows.stored,
@@ -75,14 +114,30 @@ class PerWorkerState(NamedTuple):
 def per_worker(
   tx: optax.GradientTransformation, workers: int
 ) -> base.Transform:
-  """Gives each of `workers` workers its own state of a transform.
+  """Gives each worker its own state of a transform.
 
-  The update needs the extra arg `worker`, int32[]. One of N or more is not
-  detected under jit; runtimes check it (`Server.workers`).
+      state^i, u <- tx(g, state^i),   i the worker that sent g
+
+  Args:
+    tx: any transform; a Delay is passed on to it.
+    workers: N, states that are kept.
+
+  Returns:
+    A transform whose update needs the extra arg `worker`, int32[]. One of N or
+    more is not detected under jit; runtimes check it (`Server.workers`).
+
+  Raises:
+    ValueError: for workers that are no positive whole number.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612: of a momentum, it is that of Multi-ASGD.
 
   Example:
     >>> import jax.numpy as jnp
-    >>> tx = per_worker(optax.trace(0.5), workers=2)
+    >>> import optax
+    >>> import asgd
+    >>> tx = asgd.per_worker(optax.trace(0.5), workers=2)
     >>> state = tx.init(jnp.zeros(()))
     >>> for worker in (0, 0, 1):
     ...   u, state = tx.update(jnp.ones(()), state, worker=jnp.int32(worker))

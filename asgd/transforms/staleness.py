@@ -15,9 +15,31 @@ from asgd import base
 def scale_by_staleness() -> base.Transform:
   """Divides updates by their staleness; fresh ones stay as they are.
 
-  As the `at_server` transform of a server that averages n messages it scales
-  each of them by its own staleness, which is n-softsync of the paper. It has no
-  state; its update needs the extra arg `staleness`.
+      g <- g / max(staleness, 1)
+
+  As the `at_server` transform of a server that averages several messages it
+  scales each of them by its own staleness, which is n-softsync of the paper.
+
+  Returns:
+    A transform without a state, whose update needs the extra arg `staleness`,
+    int32[].
+
+  Source:
+    Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
+    learning", IJCAI 2016, arXiv:1511.05950.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> tx = asgd.scale_by_staleness()
+    >>> for staleness in (0, 1, 4):
+    ...   g, _ = tx.update(
+    ...     jnp.float32(8.0), tx.init(None), staleness=jnp.int32(staleness)
+    ...   )
+    ...   print(g)
+    8.0
+    8.0
+    2.0
   """
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):

@@ -20,8 +20,38 @@ def own_statistics(
 ) -> base.Algorithm:
   """Lets an algorithm on weights train `base.Variables`.
 
-  It sees weights only. A tree that is not `Variables` passes through, so this
-  can wrap every algorithm. Of the statistics, `decay` is kept, in [0, 1).
+      stats <- decay stats + (1 - decay) batch_stats
+
+  The algorithm sees weights only. A tree that is not `Variables` passes
+  through, so this can wrap every algorithm.
+
+  Args:
+    algorithm: of weights.
+    decay: what is kept of the statistics, in [0, 1).
+
+  Returns:
+    An Algorithm of `Variables`, whose messages are `Variables`, too.
+
+  Raises:
+    ValueError: for a decay out of its range.
+
+  Source:
+    none: an update of statistics as of BatchNorm's, with the server as their
+    owner.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> from asgd import transforms
+    >>> algorithm = asgd.as_algorithm(optax.sgd(0.5))
+    >>> algorithm = transforms.own_statistics(algorithm, decay=0.75)
+    >>> now = asgd.Variables(jnp.float32(8.0), stats=jnp.float32(0.0))
+    >>> message = asgd.Variables(jnp.float32(4.0), stats=jnp.float32(4.0))
+    >>> update, _ = algorithm.update(message, algorithm.init(now), now)
+    >>> weights, stats = optax.apply_updates(now, update)
+    >>> print(weights, stats)  # 8 - 0.5 4; 0.75 0 + 0.25 4
+    6.0 1.0
   """
   checks.fraction("decay", decay)
 
