@@ -4,7 +4,7 @@ All is imported when it is asked for, as Ray need not be installed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -49,6 +49,7 @@ def read_environment() -> None:
 def asks_for_token() -> bool:
   """Whether a cluster answers only those who know its token."""
   library = internals.find("ray._raylet")
-  mode: Callable[[], Any] | None
   mode = getattr(library, "get_authentication_mode", None)  # from 2.52 on
-  return bool(mode) and mode() == library.AuthenticationMode.TOKEN
+  if mode is None:
+    return False
+  return bool(mode() == library.AuthenticationMode.TOKEN)
