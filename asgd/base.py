@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 
+Params = optax.Params  # a pytree of arrays, or of their shapes
 Batch = Any  # a pytree of arrays with a leading axis of examples
 Transform = optax.GradientTransformationExtraArgs  # may read a Delay
 
@@ -35,16 +37,16 @@ class Variables(NamedTuple):
   pytree of weights.
   """
 
-  weights: optax.Params  # what is trained
-  stats: optax.Params  # running means and variances, never differentiated
+  weights: Params  # what is trained
+  stats: Params  # running means and variances, never differentiated
 
 
-def weights_of(params: optax.Params) -> optax.Params:
+def weights_of(params: Params) -> Params:
   """Returns the trained part of `params`: what gap and norms are taken over."""
   return params.weights if isinstance(params, Variables) else params
 
 
-def with_weights(tree: optax.Params, weights: optax.Params) -> optax.Params:
+def with_weights(tree: Params, weights: Params) -> Params:
   """Returns `tree` with its trained part replaced."""
   if isinstance(tree, Variables):
     return tree._replace(weights=weights)
@@ -56,7 +58,7 @@ class Ticket(NamedTuple):
 
   worker: jax.Array  # int32[], the gradient stream (replica), never a stage
   version: jax.Array  # int32[], parameter changes made when it was sent
-  params: optax.Params  # the parameters sent (predicted ones, for DANA)
+  params: Params  # the parameters sent (predicted ones, for DANA)
   fresh: Any = np.True_  # bool[], False if this is the ticket of an earlier job
 
 
@@ -65,16 +67,16 @@ class Delay(NamedTuple):
 
   worker: jax.Array  # int32[], the worker that sent the message
   staleness: jax.Array  # int32[], parameter changes since; 0 = synchronous
-  sent_params: optax.Params  # what the message was computed against
+  sent_params: Params  # what the message was computed against
 
 
 # (opt_state, params, *, worker) -> what the worker is to compute on
-SendFn = Callable[..., optax.Params]
+SendFn = Callable[..., Params]
 
 
 def send_current(
-  opt_state: optax.OptState, params: optax.Params, *, worker: jax.Array
-) -> optax.Params:
+  opt_state: optax.OptState, params: Params, *, worker: jax.Array
+) -> Params:
   """The send rule of algorithms that do not look ahead: the parameters."""
   del opt_state, worker
   return params
@@ -107,7 +109,7 @@ class ServerState(NamedTuple):
   also where messages are accumulated or dropped.
   """
 
-  params: optax.Params
+  params: Params
   opt_state: optax.OptState
   version: jax.Array  # int32[]
   inbox: Any  # messages waiting for an update (`server.Inbox`)
@@ -130,7 +132,7 @@ class Server(NamedTuple):
   runtime may hand out a reference instead of calling a compiled `send`.
   """
 
-  init: Callable[[optax.Params], ServerState]
+  init: Callable[[Params], ServerState]
   send: Callable[[ServerState, jax.Array], Ticket]
   receive: Callable[
     [ServerState, Ticket, optax.Updates], tuple[ServerState, Report]
@@ -152,7 +154,7 @@ class Worker(NamedTuple):
   one that died, starts like any other; values come with its first ticket.
   """
 
-  init: Callable[[optax.Params], Any]
+  init: Callable[[Params], Any]
   work: Callable[
     [Any, Ticket, Batch, jax.Array], tuple[Any, optax.Updates, Metrics]
   ]
@@ -165,12 +167,12 @@ class Trace(NamedTuple):
   It is float64 (float32 would stop resolving one batch after 10^7 of them).
   """
 
-  time: Any  # float64[E], seconds or the unit of the durations
-  worker: Any  # int32[E]
-  seq: Any  # int32[E], counts the jobs of the worker's place: (worker, seq)
-  # names a message; -1 in rows that are about none
-  job: Any  # int32[E], which piece of data: batch = f(seed, worker, job)
-  action: Any  # int8[E], one of ACTIONS
+  time: npt.NDArray[np.float64]  # [E], seconds or the unit of the durations
+  worker: npt.NDArray[np.int32]  # [E]
+  seq: npt.NDArray[np.int32]  # [E], counts the jobs of the worker's place:
+  # (worker, seq) names a message; -1 in rows that are about none
+  job: npt.NDArray[np.int32]  # [E], which data: batch = f(seed, worker, job)
+  action: npt.NDArray[np.int8]  # [E], one of ACTIONS
 
 
 SEND = 0  # the worker is sent a ticket and starts the job on it
@@ -181,20 +183,22 @@ REJECT = 4  # the job's message was refused: not finite, or incomplete
 JOIN = 5  # a new worker takes the place `worker`; job counts those before it
 LEAVE = 6  # the worker in that place goes
 ROLLBACK = 7  # the server goes back to what it was before row `job`
-ACTIONS = ("send", "receive", "keep", "lost", "reject", "join", "leave")
-ACTIONS += ("rollback",)
+ACTIONS = (
+  *("send", "receive", "keep", "lost", "reject", "join", "leave"),
+  "rollback",
+)
 
 
 class Records(NamedTuple):
   """One row per received message; the same columns from every runtime."""
 
-  update: Any  # int32[U], the server's version after the message
-  time: Any  # float64[U], the trace's time
-  worker: Any  # int32[U]
-  job: Any  # int32[U]
-  staleness: Any  # int32[U]
-  gap: Any  # float32[U]
-  loss: Any  # float32[U], mean over the batches of the message
-  accepted: Any  # bool[U]
-  message_norm: Any  # float32[U]
-  update_norm: Any  # float32[U]
+  update: npt.NDArray[np.int32]  # [U], the server's version after the message
+  time: npt.NDArray[np.float64]  # [U], the trace's time
+  worker: npt.NDArray[np.int32]  # [U]
+  job: npt.NDArray[np.int32]  # [U]
+  staleness: npt.NDArray[np.int32]  # [U]
+  gap: npt.NDArray[np.float32]  # [U]
+  loss: npt.NDArray[np.float32]  # [U], mean over the batches of the message
+  accepted: npt.NDArray[np.bool_]  # [U]
+  message_norm: npt.NDArray[np.float32]  # [U]
+  update_norm: npt.NDArray[np.float32]  # [U]

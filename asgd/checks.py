@@ -69,7 +69,9 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
     )
 
 
-def _require(holds: Callable[[Any], bool], name: str, value: Any, kind: str):
+def _require(
+  holds: Callable[[Any], bool], name: str, value: Any, kind: str
+) -> None:
   """Raises ValueError unless a value is a finite number, as is asked."""
   try:
     valid = not isinstance(value, bool) and bool(holds(value))

@@ -37,7 +37,7 @@ def is_import(name: Any) -> bool:
   return isinstance(name, str) and ":" in name
 
 
-def imported(kind: str, name: str) -> Callable:
+def imported(kind: str, name: str) -> Callable[..., Any]:
   """Returns what MODULE:FUNCTION names; ValueError if it cannot be imported, or
   is no function.
 
@@ -51,7 +51,7 @@ def imported(kind: str, name: str) -> Callable:
   if not all(part.isidentifier() for part in parts):
     raise ValueError(f"{what}: write MODULE:FUNCTION, as in mymodule:make")
   try:
-    found = importlib.import_module(module)
+    found: Any = importlib.import_module(module)
   except Exception as error:  # whatever a user's module raises
     remedy = ""
     if isinstance(error, ModuleNotFoundError):
@@ -74,7 +74,8 @@ def imported(kind: str, name: str) -> Callable:
       f"{what} is {checks.shown(found)}, which is no function of Python: name"
       " one"
     ) from None
-  return found
+  function: Callable[..., Any] = found
+  return function
 
 
 def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -135,7 +136,7 @@ def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
 
 
 def check_arguments(
-  kind: str, name: str, maker: Callable, given: Iterable[str]
+  kind: str, name: str, maker: Callable[..., Any], given: Iterable[str]
 ) -> None:
   """Raises ValueError, naming the argument, if one that is given is unknown or
   one that is needed is not given."""
@@ -154,7 +155,12 @@ def check_arguments(
       raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
 
 
-def call(kind: str, name: str, maker: Callable, kwargs: Mapping) -> Any:
+def call(
+  kind: str,
+  name: str,
+  maker: Callable[..., Any],
+  kwargs: Mapping[str, Any],
+) -> Any:
   """Calls maker(**kwargs); raises ValueError if one is unknown or missing, or
   if the maker fails and one is of the wrong kind."""
   check_arguments(kind, name, maker, kwargs)

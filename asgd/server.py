@@ -6,7 +6,7 @@ server and a pipeline stage differ only in the order in which they call `send`
 and `receive`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +18,14 @@ from asgd import base, checks
 _FEW_LEAVES = 100  # of which a chain of additions compiles in a second
 
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
+# The state after a message, and float32[], the RMS of the parameters' change.
+_Accepted = tuple[base.ServerState, jax.Array]
 
 
 def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
   """The gate that drops nothing."""
   del delay, message
-  return jnp.bool_(True)
+  return jnp.asarray(True)
 
 
 def max_staleness(bound: int) -> Gate:
@@ -33,7 +35,12 @@ def max_staleness(bound: int) -> Gate:
   below R, which is `max_staleness(R - 1)`.
   """
   checks.nonnegative("bound", bound)
-  return lambda delay, message: delay.staleness <= bound
+
+  def fresh(delay: base.Delay, message: optax.Updates) -> jax.Array:
+    del message
+    return delay.staleness <= bound
+
+  return fresh
 
 
 def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
@@ -46,13 +53,21 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
 class Inbox(NamedTuple):
   """Messages that wait for an update."""
 
-  count: jax.Array  # int32[], messages waiting, below `every`
-  total: optax.Updates  # their sum; None when every == 1
+  count: jax.Array  # type: ignore[assignment]  # int32[], below `every`
+  total: Any  # their sum, like a message; None when every == 1
   oldest: Any  # Ticket of the stalest; None when every == 1
   message_state: optax.OptState  # of the `at_server` transform
 
 
-def gather(total, oldest, message, ticket, *, first=False, add=optax.tree.add):
+def gather(
+  total: optax.Updates,
+  oldest: base.Ticket,
+  message: optax.Updates,
+  ticket: base.Ticket,
+  *,
+  first: Any = False,
+  add: Callable[..., optax.Updates] = optax.tree.add,
+) -> tuple[optax.Updates, base.Ticket]:
   """Adds a message to the `total` of an update; `oldest` is the ticket of the
   stalest message in it, of which the update is told the Delay.
 
@@ -74,14 +89,15 @@ def gather(total, oldest, message, ticket, *, first=False, add=optax.tree.add):
 
 def mean(total: optax.Updates, count: int) -> optax.Updates:
   """Returns the message of an update, from the sum of `count` of them."""
-  return jax.tree.map(lambda x: x / count, total)
+  average: optax.Updates = jax.tree.map(lambda x: x / count, total)
+  return average
 
 
 def rms(tree: optax.Params) -> jax.Array:
   """Root mean square over all elements of a tree, as float32[]."""
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
-    return jnp.float32(0.0)
+    return jnp.zeros([], jnp.float32)
   # The minor axis last: XLA's CPU loops vectorize over it, where a sum over
   # everything at once is one chain of dependent additions.
   squares = [
@@ -91,15 +107,17 @@ def rms(tree: optax.Params) -> jax.Array:
   return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
 
 
-def _add_up(numbers):
+def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
   """The same sum, in the same order, as a loop. XLA copies a chain of additions
   into all that reads it, and its time grows with the cube of their number."""
   terms = jnp.stack(numbers)
 
-  def add(i, total):
+  def add(i: int, total: jax.Array) -> jax.Array:
     return total + terms[i]
 
-  return jax.lax.fori_loop(0, len(numbers), add, jnp.zeros([], terms.dtype))
+  start = jnp.zeros([], terms.dtype)
+  total: jax.Array = jax.lax.fori_loop(0, len(numbers), add, start)
+  return total
 
 
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
@@ -141,7 +159,7 @@ def make_server(
   scale = optax.with_extra_args_support(at_server or optax.identity())
   accept = _make_accept(algorithm, every, scale)
 
-  def init(params):
+  def init(params: base.Params) -> base.ServerState:
     params = jax.tree.map(jnp.asarray, params)
     _check_weights(base.weights_of(params))
     total = oldest = None
@@ -153,15 +171,19 @@ def make_server(
     inbox = Inbox(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
 
-  def send(state, worker):
+  def send(state: base.ServerState, worker: jax.Array) -> base.Ticket:
     params = algorithm.send(state.opt_state, state.params, worker=worker)
     return base.Ticket(worker, state.version, params)
 
-  def drop(state, ticket, message):
+  def drop(
+    state: base.ServerState, ticket: base.Ticket, message: optax.Updates
+  ) -> _Accepted:
     del ticket, message
     return state, jnp.float32(0.0)
 
-  def receive(state, ticket, message):
+  def receive(
+    state: base.ServerState, ticket: base.Ticket, message: optax.Updates
+  ) -> tuple[base.ServerState, base.Report]:
     delay = _delay(state, ticket)
     distance = gap(state.params, ticket.params)
     message_norm = rms(base.weights_of(message))
@@ -181,7 +203,7 @@ def make_server(
   return base.Server(init, send, receive, sends_current, workers)
 
 
-def _check_weights(weights):
+def _check_weights(weights: base.Params) -> None:
   """Raises ValueError for a leaf that cannot be trained: an update would be
   rounded to what its dtype holds."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
@@ -193,11 +215,17 @@ def _check_weights(weights):
       )
 
 
-def _make_accept(algorithm, every, scale):
+def _make_accept(
+  algorithm: base.Algorithm, every: int, scale: base.Transform
+) -> Callable[
+  [base.ServerState, base.Ticket, optax.Updates], _Accepted
+]:
   """Returns (state, ticket, message) -> the state after an accepted message and
   the RMS of the parameters' change."""
 
-  def apply(state, message, delay):
+  def apply(
+    state: base.ServerState, message: optax.Updates, delay: base.Delay
+  ) -> _Accepted:
     updates, opt_state = algorithm.update(
       message, state.opt_state, state.params, **delay._asdict()
     )
@@ -209,7 +237,9 @@ def _make_accept(algorithm, every, scale):
     )
     return state, norm
 
-  def enqueue(state, message, ticket):
+  def enqueue(
+    state: base.ServerState, message: optax.Updates, ticket: base.Ticket
+  ) -> _Accepted:
     """Adds one message; applies the average when `every` have come."""
     inbox = state.inbox
     first = inbox.count == 0
@@ -218,7 +248,7 @@ def _make_accept(algorithm, every, scale):
     )
     count = inbox.count + 1
 
-    def flush(state):
+    def flush(state: base.ServerState) -> _Accepted:
       state, norm = apply(state, mean(total, every), _delay(state, oldest))
       empty = inbox._replace(
         count=jnp.zeros_like(count),
@@ -227,13 +257,16 @@ def _make_accept(algorithm, every, scale):
       )
       return state._replace(inbox=empty), norm
 
-    def wait(state):
+    def wait(state: base.ServerState) -> _Accepted:
       waiting = inbox._replace(count=count, total=total, oldest=oldest)
       return state._replace(inbox=waiting), jnp.float32(0.0)
 
-    return jax.lax.cond(count == every, flush, wait, state)
+    after: _Accepted = jax.lax.cond(count == every, flush, wait, state)
+    return after
 
-  def accept(state, ticket, message):
+  def accept(
+    state: base.ServerState, ticket: base.Ticket, message: optax.Updates
+  ) -> _Accepted:
     delay = _delay(state, ticket)
     of_weights = delay._replace(sent_params=base.weights_of(ticket.params))
     weights, message_state = scale.update(

@@ -12,7 +12,7 @@ Index letters used in shape comments:
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,14 @@ class LossError(ValueError):
   """A loss takes or returns something else than losses do."""
 
 
+_State = TypeVar("_State")
+_Worked = tuple[_State, optax.Updates, base.Metrics]
+Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 _KEYS = "key", "rng"  # what a third argument that is optional may be called
 _FORMS = "(params, batch) or (params, batch, key)"
 
 
-def _takes_key(loss: Callable) -> bool:
+def _takes_key(loss: Callable[..., Any]) -> bool:
   """Whether a loss is to be given a key; LossError for other arguments."""
   if not callable(loss):
     raise LossError(
@@ -69,7 +72,7 @@ def _takes_key(loss: Callable) -> bool:
   return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
 
 
-def as_loss(loss: Callable) -> Loss:
+def as_loss(loss: Callable[..., Any]) -> Loss:
   """Returns a loss in the one form that workers call, (params, batch, key) ->
   (value, Aux), from any of a user's.
 
@@ -86,7 +89,9 @@ def as_loss(loss: Callable) -> Loss:
   """
   takes_key = _takes_key(loss)
 
-  def adapted(params, batch, key):
+  def adapted(
+    params: base.Params, batch: base.Batch, key: jax.Array
+  ) -> tuple[jax.Array, Aux]:
     out = loss(params, batch, key) if takes_key else loss(params, batch)
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     value, aux = out if pair else (out, Aux(()))
@@ -100,7 +105,7 @@ def as_loss(loss: Callable) -> Loss:
   return adapted
 
 
-def _check_value(value):
+def _check_value(value: Any) -> None:
   if not hasattr(value, "dtype") and not isinstance(value, float):
     raise LossError(
       "the loss must return a scalar, or (scalar, aux), not"
@@ -118,8 +123,8 @@ def _check_value(value):
     )
 
 
-def _check_stats(stats, like):
-  def shapes(tree):
+def _check_stats(stats: Any, like: Any) -> None:
+  def shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
   if shapes(stats) != shapes(like):
@@ -153,14 +158,16 @@ def gradient_worker(
   DANA-Slim's momentum, for one. The message has the structure of the
   parameters; if those are `Variables`, its `stats` are the batch's own.
   """
-  loss = as_loss(loss)
+  adapted = as_loss(loss)
   transform = optax.with_extra_args_support(at_worker or optax.identity())
 
-  def init(params):
+  def init(params: base.Params) -> WorkerState:
     return WorkerState(transform.init(base.weights_of(params)))
 
-  def work(state, ticket, batch, key):
-    gradient = jax.value_and_grad(loss, has_aux=True)
+  def work(
+    state: WorkerState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
+  ) -> _Worked[WorkerState]:
+    gradient = jax.value_and_grad(adapted, has_aux=True)
     (value, aux), grads = gradient(ticket.params, batch, key)
     weights = base.weights_of(ticket.params)
     out, after = transform.update(
@@ -181,7 +188,7 @@ def stack(batches: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
-def job_batches(batches: Callable, steps: int) -> Callable:
+def job_batches(batches: Batches, steps: int) -> Batches:
   """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
 
   `batches` is (worker, job) -> NumPy arrays, as of `Problem.batches`, and so is
@@ -192,7 +199,7 @@ def job_batches(batches: Callable, steps: int) -> Callable:
   if steps == 1:
     return batches
 
-  def batch(worker, job):
+  def batch(worker: int, job: int) -> base.Batch:
     return stack([batches(worker, job * steps + h) for h in range(steps)])
 
   return batch
@@ -214,7 +221,9 @@ def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
   """
   checks.whole("batch_size", batch_size)
 
-  def work(state, ticket, batch, key):
+  def work(
+    state: Any, ticket: base.Ticket, batch: base.Batch, key: jax.Array
+  ) -> _Worked[Any]:
     state, message, metrics = worker.work(state, ticket, batch, key)
     several = isinstance(batch, Uneven)
     leaf = jax.tree.leaves(batch)[0]
@@ -233,6 +242,20 @@ class _Sums(NamedTuple):
   gradient: Any  # like weights; None unless it is the message
 
 
+class _Stepped(NamedTuple):
+  """What is left of a job after some of its steps."""
+
+  weights: base.Params
+  opt_state: optax.OptState
+  sums: Any  # _Sums; None before the first step
+
+
+# (weights, opt_state, ticket, batch, key) -> the same after a step, or after H
+_Step = Callable[
+  [base.Params, optax.OptState, base.Ticket, base.Batch, jax.Array], _Stepped
+]
+
+
 # Up to so many steps are unrolled. XLA's CPU backend runs a convolution inside
 # a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times (ResNet-20, 780
 # against 31 ms) slower than outside. Compiling one more copy of a step takes
@@ -241,12 +264,19 @@ class _Sums(NamedTuple):
 _UNROLLED = 32
 
 
-def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
-  """Returns (weights, opt_state, ticket, batch, key) -> (weights, opt_state,
-  _Sums): loss and statistics are means over the steps, the gradient a sum."""
-  gradient = jax.value_and_grad(as_loss(loss_fn), has_aux=True)
+def _make_step(
+  loss: Loss, tx: base.Transform, *, sum_gradients: bool
+) -> _Step:
+  """Returns one step of a job; the gradient is kept if it is to be summed."""
+  gradient = jax.value_and_grad(as_loss(loss), has_aux=True)
 
-  def step(weights, opt_state, ticket, batch, key):
+  def step(
+    weights: base.Params,
+    opt_state: optax.OptState,
+    ticket: base.Ticket,
+    batch: base.Batch,
+    key: jax.Array,
+  ) -> _Stepped:
     params = base.with_weights(ticket.params, weights)
     (value, aux), grads = gradient(params, batch, key)
     grads = base.weights_of(grads)
@@ -256,31 +286,57 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
     )
     weights = optax.apply_updates(weights, updates)
     gradient_sum = grads if sum_gradients else None
-    return weights, opt_state, _Sums(value, aux.stats, gradient_sum)
+    return _Stepped(weights, opt_state, _Sums(value, aux.stats, gradient_sum))
 
-  def all_steps(weights, opt_state, ticket, batch, key, steps):
-    def add_step(carry, xs):
-      weights, opt_state, total = carry
-      h, part = xs
-      weights, opt_state, sums = step(
-        weights, opt_state, ticket, part, jax.random.fold_in(key, h)
-      )
-      if total is not None:
-        sums = jax.tree.map(jnp.add, total, sums)
-      return (weights, opt_state, sums), None
+  return step
 
-    if steps <= _UNROLLED:
-      carry = weights, opt_state, None
-      for h in range(steps):
-        part = jax.tree.map(lambda x, h=h: x[h], batch)
-        carry, _ = add_step(carry, (h, part))
-      return carry
-    first = jax.tree.map(lambda x: x[0], batch)
-    shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
-    carry = weights, opt_state, optax.tree.zeros_like(shapes[-1])
-    return jax.lax.scan(add_step, carry, (jnp.arange(steps), batch))[0]
 
-  def local_steps(weights, opt_state, ticket, batch, key):
+def _all_steps(
+  step: _Step,
+  begun: _Stepped,
+  ticket: base.Ticket,
+  batch: base.Batch,
+  key: jax.Array,
+  steps: int,
+) -> _Stepped:
+  """Takes all steps of a job; loss, statistics and gradient are sums."""
+
+  def add_step(carry: _Stepped, xs: tuple[Any, Any]) -> tuple[_Stepped, None]:
+    h, part = xs
+    after = step(
+      carry.weights, carry.opt_state, ticket, part, jax.random.fold_in(key, h)
+    )
+    if carry.sums is not None:
+      sums = jax.tree.map(jnp.add, carry.sums, after.sums)
+      after = after._replace(sums=sums)
+    return after, None
+
+  if steps <= _UNROLLED:
+    for h in range(steps):
+      part = jax.tree.map(lambda x, h=h: x[h], batch)
+      begun, _ = add_step(begun, (h, part))
+    return begun
+  first = jax.tree.map(lambda x: x[0], batch)
+  weights, opt_state, _ = begun
+  shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
+  begun = begun._replace(sums=optax.tree.zeros_like(shapes.sums))
+  return jax.lax.scan(add_step, begun, (jnp.arange(steps), batch))[0]
+
+
+def _make_local_steps(
+  loss: Loss, tx: base.Transform, steps: int, *, sum_gradients: bool
+) -> _Step:
+  """Returns the steps of a job: loss and statistics are means over them, the
+  gradient is a sum."""
+  step = _make_step(loss, tx, sum_gradients=sum_gradients)
+
+  def local_steps(
+    weights: base.Params,
+    opt_state: optax.OptState,
+    ticket: base.Ticket,
+    batch: base.Batch,
+    key: jax.Array,
+  ) -> _Stepped:
     count = steps
     if isinstance(batch, Uneven):
       batch = batch.batches
@@ -295,14 +351,18 @@ def _make_local_steps(loss_fn, tx, steps, *, sum_gradients):
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.worker.job_batches"
         )
-    *ends, total = all_steps(weights, opt_state, ticket, batch, key, count)
-    loss, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
-    return *ends, _Sums(loss, stats, total.gradient)
+    begun = _Stepped(weights, opt_state, None)
+    done = _all_steps(step, begun, ticket, batch, key, count)
+    total = done.sums
+    mean, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
+    return done._replace(sums=_Sums(mean, stats, total.gradient))
 
   return local_steps
 
 
-def _message(ticket, weights, stats):
+def _message(
+  ticket: base.Ticket, weights: base.Params, stats: Any
+) -> base.Params:
   """Returns a message in the structure of the parameters that were sent."""
   if isinstance(ticket.params, base.Variables):
     return base.Variables(weights, stats)
@@ -372,12 +432,14 @@ def local_worker(
   sum_gradients = message == "gradients"
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=sum_gradients)
 
-  def init(params):
+  def init(params: base.Params) -> LocalState:
     weights = base.weights_of(params)
     inner = tx.init(weights) if keep_state else ()
     return LocalState(inner, optax.tree.zeros_like(weights))
 
-  def work(state, ticket, batch, key):
+  def work(
+    state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
+  ) -> _Worked[LocalState]:
     sent = base.weights_of(ticket.params)
     start = optax.tree.where(ticket.fresh, sent, state.local)
     inner = state.inner if keep_state else tx.init(start)
@@ -429,12 +491,14 @@ def elastic_worker(
   tx = optax.with_extra_args_support(tx)
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=False)
 
-  def init(params):
+  def init(params: base.Params) -> ElasticState:
     weights = base.weights_of(params)
     zeros = optax.tree.zeros_like(weights)
     return ElasticState(tx.init(weights), zeros, jnp.bool_(False))
 
-  def work(state, ticket, batch, key):
+  def work(
+    state: ElasticState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
+  ) -> _Worked[ElasticState]:
     centre = base.weights_of(ticket.params)
     start = optax.tree.where(state.started, state.local, centre)
     end, inner, sums = local_steps(start, state.inner, ticket, batch, key)

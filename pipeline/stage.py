@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
 
-from asgd import base
+from asgd import base, internals
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
@@ -190,7 +189,7 @@ def _split(backward, params, kept, gy):
 
 
 def _literal(v):
-  return isinstance(v, core.Literal)
+  return isinstance(v, internals.Literal)
 
 
 def _variables(atoms):
@@ -224,13 +223,13 @@ def _evaluate(closed, *args):
   return [read(v) for v in closed.jaxpr.outvars]
 
 
-_INFO = core.DebugInfo("stage", "pipeline.stage", None, None)
+_INFO = internals.DebugInfo("stage", "pipeline.stage", None, None)
 
 
 def _run(invars, eqns, outvars, *args):
   effects = frozenset().union(*(eqn.effects for eqn in eqns))
-  jaxpr = core.Jaxpr((), invars, outvars, eqns, effects, _INFO)
-  return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*args)
+  jaxpr = internals.Jaxpr((), invars, outvars, eqns, effects, _INFO)
+  return internals.jaxpr_as_fun(internals.ClosedJaxpr(jaxpr, ()))(*args)
 
 
 def _needed(eqns, outs, *, effects=True):

@@ -15,6 +15,7 @@ ALLOWED = {
 # Inside asgd: a room may import those of a lower rank, and itself.
 RANKS = {
   "checks": -3,
+  "internals": -3,
   "names": -2,
   "rates": -1,
   "base": 0,
@@ -124,6 +125,14 @@ def test_configs_import_ml_collections_only():
   for path in files("configs"):
     for name in imports(path):
       assert name.split(".")[0] == "ml_collections", f"{path}: {name}"
+
+
+def test_private_modules_of_libraries_are_looked_up_in_one_place():
+  private = ("jax.extend", "jax._src", "jaxlib", "ray._private", "ray._raylet")
+  for package in ALLOWED:
+    for path in files(package):
+      for name in imports(path):
+        assert not name.startswith(private), f"{path}: {name}; see internals"
 
 
 def test_every_room_has_a_rank():

@@ -16,10 +16,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from asgd.checks import text_of
-from asgd.live import processes, ray_waits
+from asgd.live import processes, ray_internals, ray_waits
 
 _PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
 # Set by Ray in the entry point of a job that was submitted to a cluster.
@@ -79,16 +78,13 @@ def start(
   """
   check(address, allow_network=allow_network)
   import ray
-  from ray._private import auto_init_hook
-  from ray._private import worker as ray_worker
 
   if ray.is_initialized():
     return False
-  _quieten(ray_worker)
+  _quieten(ray_internals.driver())
   # Ray starts programs, which is safe: they do not go on as this process.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
-  # Or a call without a cluster would start one, on all interfaces.
-  auto_init_hook.enable_auto_connect = False
+  ray_internals.never_connect_unasked()
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
   options = {
     "log_to_driver": False,
@@ -108,14 +104,14 @@ def start(
   )
   with contextlib.ExitStack() as undo, _own_signals():
     _share_processors(undo)
-    _ask_for_token(ray, undo)
+    _ask_for_token(undo)
     options["_temp_dir"] = _own_folder(undo)
     if allow_network:
       ray.init(**options)
     else:
       _stay_on_loopback(ray, options)
     _undo.push(undo.pop_all())
-  if not _asks_for_token(ray):
+  if not ray_internals.asks_for_token():
     print(
       "Ray asks nobody for a token (RAY_AUTH_MODE, or a Ray before 2.52): every"
       " user of this machine can run code as you; see Security in the README",
@@ -183,11 +179,7 @@ def _code(modules, undo) -> str:
 
 
 def _stay_on_loopback(ray, options) -> None:
-  from ray._private import services
-
-  with mock.patch.object(
-    services, "resolve_ip_for_localhost", lambda host: host
-  ):
+  with ray_internals.keeping_to_loopback():
     ray.init(_node_ip_address="127.0.0.1", **options)
   if ray.util.get_node_ip_address() != "127.0.0.1":
     ray.shutdown()
@@ -205,7 +197,7 @@ def _share_processors(undo) -> None:
     undo.callback(os.environ.pop, _NICENESS, None)
 
 
-def _ask_for_token(ray, undo) -> None:
+def _ask_for_token(undo) -> None:
   """Has Ray answer only who knows a token: one of this cluster alone, which is
   in the environment of its processes, unless the user's environment says more.
   Without, every user of the machine could run code as this one."""
@@ -214,24 +206,11 @@ def _ask_for_token(ray, undo) -> None:
   environment = {"RAY_AUTH_MODE": "token"}
   if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-  undo.callback(_read_environment, ray)
+  undo.callback(ray_internals.read_environment)
   for name, value in environment.items():
     os.environ[name] = value
     undo.callback(os.environ.pop, name, None)
-  _read_environment(ray)
-
-
-def _asks_for_token(ray) -> bool:
-  mode = getattr(ray._raylet, "get_authentication_mode", None)
-  return bool(mode) and mode() == ray._raylet.AuthenticationMode.TOKEN
-
-
-def _read_environment(ray) -> None:
-  """Has the part of Ray that is loaded already look at it again."""
-  ray._raylet.Config.initialize("")
-  loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
-  if loader is not None:
-    loader.instance().reset_cache()
+  ray_internals.read_environment()
 
 
 def _own_folder(undo) -> str:

@@ -9,7 +9,7 @@ whether those that this process has started are alive.
 from collections.abc import Sequence
 from typing import Any
 
-from asgd.live import processes
+from asgd.live import processes, ray_internals
 
 _LOOK = 1.0  # seconds between two looks
 _KINDS = {"raylet": "raylet", "gcs_server": "GCS"}  # Ray does nothing without
@@ -21,9 +21,7 @@ class RayDied(ValueError):
 
 def dead() -> list[str]:
   """Returns which processes that Ray needs, and this one started, have died."""
-  from ray._private import worker
-
-  node = getattr(worker, "_global_node", None)
+  node = ray_internals.node()
   if node is None:
     return []
   ended = [kind for kind, _ in node.dead_processes()]
@@ -32,9 +30,7 @@ def dead() -> list[str]:
 
 def bury() -> None:
   """Kills what is left of the Ray that this process has started."""
-  from ray._private import worker
-
-  for _, process in worker._global_node.live_processes():
+  for _, process in ray_internals.node().live_processes():
     processes.end_children(process.pid)
     process.kill()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base, simulator
 from asgd.live.append_only import ANEW, PUT_BACK, AppendOnlyFile
@@ -21,7 +22,7 @@ RECORD = np.dtype(
 )
 
 
-def _checksums(rows):
+def _checksums(rows: npt.NDArray[Any]) -> list[int]:
   """The CRC-32 of each row, but for its last column, which it is."""
   data, size = memoryview(rows.tobytes()), RECORD.itemsize
   end = size - RECORD["crc32"].itemsize

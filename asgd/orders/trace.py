@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base
 
@@ -92,7 +93,7 @@ class Event(NamedTuple):
       crc32 = checksum(line.rpartition(",")[0])
       if values.pop() != crc32:
         raise ValueError(f"it was changed, as its crc32 is {crc32}")
-    row = [
+    row: list[Any] = [
       _READ.get(name, _whole)(name, value)
       for name, value in zip(JOURNAL_COLUMNS, values, strict=False)
     ]
@@ -104,7 +105,7 @@ def checksum(line: str) -> str:
   return f"{zlib.crc32(line.encode()):08x}"
 
 
-def _whole(name, value):
+def _whole(name: str, value: str) -> int:
   try:
     number = int(value)
   except ValueError:
@@ -114,24 +115,29 @@ def _whole(name, value):
   return number
 
 
-def _real(name, value):
+def _real(name: str, value: str) -> float:
   try:
     return float(value)
   except ValueError:
     raise ValueError(f"{name} {value!r} is no number") from None
 
 
-def _reals(name, value):
+def _reals(name: str, value: str) -> tuple[float, ...]:
   return tuple(_real(name, x) for x in value.split(";")) if value else ()
 
 
-def _action(name, value):
+def _action(name: str, value: str) -> int:
   if value not in base.ACTIONS:
     raise ValueError(f"{name} {value!r} is none of {_NAMES}")
   return base.ACTIONS.index(value)
 
 
-_READ = {"time": _real, "action": _action, "loss": _real, "totals": _reals}
+_READ: dict[str, Callable[[str, str], Any]] = {
+  "time": _real,
+  "action": _action,
+  "loss": _real,
+  "totals": _reals,
+}
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
@@ -140,7 +146,9 @@ def from_events(events: Iterable[Event]) -> base.Trace:
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
 
-def events(trace: base.Trace, start: int = 0, end=None) -> Iterator[Event]:
+def events(
+  trace: base.Trace, start: int = 0, end: int | None = None
+) -> Iterator[Event]:
   """Yields the rows from `start` up to, not including, `end`."""
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
@@ -219,10 +227,17 @@ def load(lines: Iterable[str]) -> base.Trace:
 class TraceError(ValueError):
   """A row that cannot be obeyed."""
 
-  def __init__(self, row: int, event: Event, why: str, path=None):
+  def __init__(
+    self, row: int, event: Event, why: str, path: object = None
+  ):
     place = f"{path}, line {row + 2}" if path else f"trace row {row}"
     super().__init__(f"{place} ({event.format()}): {why}")
     self.row, self.why = row, why
+
+
+def _row_itself(event: Event, kept: Event | None) -> Event:
+  del kept
+  return event
 
 
 class Ledger(Generic[T]):
@@ -240,8 +255,14 @@ class Ledger(Generic[T]):
     path: of the file that the rows were read from, for errors.
   """
 
-  def __init__(self, start=None, *, keeps: bool = True, path=None):
-    self._start: Callable[..., T] = start or (lambda event, kept: event)
+  def __init__(
+    self,
+    start: Callable[[Event, T | None], T] | None = None,
+    *,
+    keeps: bool = True,
+    path: object = None,
+  ):
+    self._start: Callable[[Event, Any], Any] = start or _row_itself
     self._keeps, self._path = keeps, path
     self.rows = 0
     self.time = -math.inf  # of the last row
@@ -259,7 +280,7 @@ class Ledger(Generic[T]):
     """Takes the next row; returns the ticket that it opens or closes, if any.
     Raises TraceError if the row has no meaning after those before it."""
     _, worker, seq, job, action, *_ = event
-    ticket = None
+    ticket: T | None = None
     if action in STARTS:
       ticket = self._open(event)
     elif action in ENDS:
@@ -287,7 +308,7 @@ class Ledger(Generic[T]):
     self.rows += 1
     return ticket
 
-  def _open(self, event):
+  def _open(self, event: Event) -> T:
     worker, kept = event.worker, None
     if event.seq in self.open[worker]:
       self.refuse(event, _BEGUN)
@@ -296,14 +317,14 @@ class Ledger(Generic[T]):
       if kept is None:
         self.refuse(event, "the worker was sent no ticket to keep")
     self.present.add(worker)
-    ticket = self._start(event, kept)
+    ticket: T = self._start(event, kept)
     if self._keeps and kept is None:
       self.latest[worker] = ticket
     self.open[worker][event.seq] = ticket
     self.next_seq[worker] = max(event.seq + 1, self.next_seq.get(worker, 0))
     return ticket
 
-  def _roll_back(self, event):
+  def _roll_back(self, event: Event) -> None:
     if event.job > self.rows:
       self.refuse(event, "that row is still to come")
     before = len(self.received)
@@ -316,7 +337,9 @@ class Ledger(Generic[T]):
     raise TraceError(self.rows, event, why, self._path)
 
 
-def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
+def follow(
+  rows: Iterable[Event], ledger: Ledger[Any] | None = None
+) -> Ledger[Any]:
   """Returns the ledger after rows; `ledger` is where they begin."""
   ledger = ledger or Ledger()
   for event in rows:
@@ -325,7 +348,10 @@ def follow(rows: Iterable[Event], ledger: Ledger | None = None) -> Ledger:
 
 
 def check(
-  trace: base.Trace | Iterable[Event], depth: float = 1, *, path=None
+  trace: base.Trace | Iterable[Event],
+  depth: float = 1,
+  *,
+  path: object = None,
 ) -> int:
   """Checks that a trace can be obeyed and returns its number of workers.
 
@@ -363,9 +389,11 @@ def check(
   return workers
 
 
-def _forbidden(ledger, event, depth):
+def _forbidden(
+  ledger: Ledger[Event], event: Event, depth: float
+) -> str | None:
   """Says what a protocol does not allow although the row has a meaning."""
-  time, worker, seq, job, action = event[: len(COLUMNS)]
+  time, worker, seq, job, action, *_ = event
   tickets = ledger.open[worker]
   if not 0 <= time <= LATEST:
     return f"time must be finite, 0 or more and at most {LATEST:g}"
@@ -391,7 +419,9 @@ def _forbidden(ledger, event, depth):
   return None
 
 
-def staleness(trace: base.Trace, every: int = 1) -> np.ndarray:
+def staleness(
+  trace: base.Trace, every: int = 1
+) -> npt.NDArray[np.int32]:
   """Counts the staleness of each received message, without a model.
 
       staleness = floor(received now / every) - floor(received at send / every)

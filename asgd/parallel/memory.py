@@ -30,11 +30,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import optax
 
-from asgd import algorithms, base, checks, names
+from asgd import algorithms, base, checks, internals, names
 
 GB = 10**9
 
@@ -300,6 +299,6 @@ def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
   residuals = {
     variable
     for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]
-    if not isinstance(variable, jax.extend.core.Literal)
+    if not isinstance(variable, internals.Literal)
   }
   return bytes_of([v.aval for v in residuals - own])

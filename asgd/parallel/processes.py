@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from asgd import internals
 from asgd.parallel import meshes
 
 AUTO = "auto"  # the coordinator, where JAX finds it
@@ -174,9 +175,7 @@ def _connect(role, share):
 def _loopback():
   """Keeps the processes' own connections off the network: JAX has no option
   for the interface, and takes that of the machine's name."""
-  from jax._src import xla_bridge
-
-  library, name = getattr(xla_bridge, "_jax", None), "make_gloo_tcp_collectives"
+  library, name = internals.xla_library(), "make_gloo_tcp_collectives"
   make = getattr(library, name, None)
   if make is None:
     raise ValueError(

@@ -12,12 +12,11 @@ import operator
 from collections.abc import Iterator
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base
+from asgd import base, internals
 from asgd.sharding import totals as totals_lib
 from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
@@ -55,7 +54,7 @@ def _operations(jaxpr):
   """Names the operations of a program and of those within it, in order."""
   for eqn in jaxpr.eqns:
     yield eqn.primitive.name
-    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+    for inner in internals.jaxprs_in_params(eqn.params):
       yield from _operations(inner)
 
 

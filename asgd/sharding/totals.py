@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from asgd import internals
 
 # This shard's summands -> the sums over shards; part of the key of compiled
 # functions, so that none that was traced without shards is used with them.
@@ -52,7 +53,7 @@ _CALLS = threading.local()  # .now: the staged function at work in this thread
 
 def _ask(x):
   call = _CALLS.now
-  if jax.extend.core.get_opaque_trace_state() != call.trace:
+  if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
       "sharding.total was called inside jit, cond, scan, vmap or grad, where a"
       " staged function cannot be left: call it outside, and pass the total in"
@@ -96,7 +97,7 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
     _CALLS.now = call = types.SimpleNamespace(
       totals=tuple(totals),
       asked=0,
-      trace=jax.extend.core.get_opaque_trace_state(),
+      trace=internals.get_opaque_trace_state(),
     )
     try:
       with _EXCHANGE(_ask):

@@ -1,0 +1,55 @@
+"""What Ray has, but does not promise to keep: see `asgd.internals`.
+
+All is imported when it is asked for, as Ray need not be installed.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from asgd import internals
+
+
+def driver() -> Any:
+  """Returns the module of Ray that has what this process knows of a cluster."""
+  return internals.find("ray._private.worker")
+
+
+def node() -> Any:
+  """Returns the processes of Ray that this process has started, or None."""
+  return getattr(driver(), "_global_node", None)
+
+
+def never_connect_unasked() -> None:
+  """Or a call without a cluster would start one, on all interfaces."""
+  internals.find("ray._private.auto_init_hook").enable_auto_connect = False
+
+
+@contextlib.contextmanager
+def keeping_to_loopback() -> Iterator[None]:
+  """Has Ray take the loopback address as it is given, and not replace it."""
+  internals.find("ray._private.services.resolve_ip_for_localhost")
+  services = internals.find("ray._private.services")
+  with mock.patch.object(
+    services, "resolve_ip_for_localhost", lambda host: host
+  ):
+    yield
+
+
+def read_environment() -> None:
+  """Has the part of Ray that is loaded already look at it again."""
+  internals.find("ray._raylet.Config").initialize("")
+  library = internals.find("ray._raylet")
+  loader = getattr(library, "AuthenticationTokenLoader", None)  # from 2.52 on
+  if loader is not None:
+    loader.instance().reset_cache()
+
+
+def asks_for_token() -> bool:
+  """Whether a cluster answers only those who know its token."""
+  library = internals.find("ray._raylet")
+  mode = getattr(library, "get_authentication_mode", None)  # from 2.52 on
+  if mode is None:
+    return False
+  return bool(mode() == library.AuthenticationMode.TOKEN)
