@@ -110,8 +110,10 @@ def make_discount(
 ) -> Discount:
   """Returns a discount by its name.
 
+      s = 1,   (staleness + 1)^-a   or   1 / (a max(staleness - b, 0) + 1)
+
   Args:
-    name: "constant", "polynomial" or "hinge".
+    name: "constant", "polynomial" or "hinge", in this order.
     decay: a, positive; None is the discount's own default.
     grace: b, of "hinge".
 
