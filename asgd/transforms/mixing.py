@@ -175,7 +175,7 @@ def mix_models(
     >>> tx = transforms.mix_models(0.5, transforms.polynomial_discount(1.0))
     >>> sent, new, now = jnp.array([8.0, 4.0, 6.0])
     >>> update, _ = tx.update(
-    ...   *(sent - new, tx.init(now), now),
+    ...   sent - new, tx.init(now), now,
     ...   staleness=jnp.int32(1), sent_params=sent,
     ... )
     >>> print(now + update)  # 0.75 6 + 0.25 4

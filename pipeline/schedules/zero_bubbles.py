@@ -234,10 +234,11 @@ def zb_h2(
 ) -> Schedule:
   """ZB-H2: zero bubble with twice the memory (also called ZB2P).
 
-      engaged - busy = (p - 1)(F + I - 2 W), from a device's first task to its
-      last; activations = 2 p - 1 microbatches, at the most
+      engaged - busy = (p - 1)(F + I - 2 W) of a device, at the most
+      activations = 2 p - 1 microbatches, at the most
 
-  That is nothing if all take the same. Device s begins s F later than the
+  A device is engaged from its first task to its last. If F, I and W take the
+  same, it never waits in between. Device s begins s F later than the
   first, so batches follow each other without a gap only if updates need not
   wait for all stages; the paper checks them afterwards.
 
@@ -279,8 +280,10 @@ def zb_v(
   """ZB-V: zero bubble with the memory of 1F1B, in a V.
 
       stages s and 2 p - 1 - s are on device s
-      engaged - busy = 0 if F = I = W and m >= 2 p - 1
+      engaged - busy = 0 of each device, if F = I = W and m >= 2 p - 1
       activations = 2 p half stages, at the most, as much as p whole ones
+
+  A device is engaged from its first task to its last.
 
   Args:
     devices: p, each with two stages.
