@@ -23,16 +23,54 @@ _Accepted = tuple[base.ServerState, jax.Array]
 
 
 def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
-  """The gate that drops nothing."""
+  """The gate that drops nothing.
+
+  Args:
+    delay: of the message; not looked at.
+    message: not looked at.
+
+  Returns:
+    True, as bool[].
+  """
   del delay, message
   return jnp.asarray(True)
 
 
 def max_staleness(bound: int) -> Gate:
-  """A gate that drops messages staler than `bound` (a hard cap).
+  """A gate that drops messages staler than a bound (a hard cap).
 
-  Ringmaster ASGD (Maranjyan et al. 2025) with threshold R accepts a staleness
-  below R, which is `max_staleness(R - 1)`.
+      accept if staleness <= bound
+
+  Ringmaster ASGD with threshold R accepts a staleness below R, which is
+  `max_staleness(R - 1)`.
+
+  Args:
+    bound: 0 or more, in updates.
+
+  Returns:
+    A gate, (delay, message) -> bool[].
+
+  Raises:
+    ValueError: for a negative bound.
+
+  Source:
+    Maranjyan, Tyurin, Richtarik, "Ringmaster ASGD: the first asynchronous SGD
+    with optimal time complexity", ICML 2025, arXiv:2501.16168.
+
+  Example:
+    A dropped message changes nothing, not even the version.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd.server import max_staleness
+    >>> server = asgd.asgd(0.5, workers=3).server(gate=max_staleness(1))
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(3)]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(report.staleness, report.accepted, state.params)
+    0 True 6.0
+    1 True 4.0
+    2 False 4.0
   """
   checks.nonnegative("bound", bound)
 
@@ -44,7 +82,21 @@ def max_staleness(bound: int) -> Gate:
 
 
 def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
-  """A gate that drops messages holding a NaN or an infinity."""
+  """A gate that drops messages holding a NaN or an infinity.
+
+  Args:
+    delay: of the message; not looked at.
+    message: any tree of float arrays.
+
+  Returns:
+    bool[].
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.server import finite
+    >>> print(finite(None, [jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
+    False
+  """
   del delay
   leaves = jax.tree.leaves(message)
   return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
@@ -68,11 +120,16 @@ def gather(
   first: Any = False,
   add: Callable[..., optax.Updates] = optax.tree.add,
 ) -> tuple[optax.Updates, base.Ticket]:
-  """Adds a message to the `total` of an update; `oldest` is the ticket of the
-  stalest message in it, of which the update is told the Delay.
+  """Adds a message to the sum that an update is made of.
 
-  If there was no message before, bool[] `first`, `oldest` is not read. `add`
-  adds two trees; another one may donate the first's buffers.
+  Args:
+    total: the sum of the messages before.
+    oldest: the ticket of the stalest of them, of which the update is told the
+      Delay.
+    message: like `total`.
+    ticket: of the message.
+    first: bool[], whether there was none before; then `oldest` is not read.
+    add: adds two trees; another one may donate the first's buffers.
 
   Returns:
     The sum, and the ticket of the stalest message; outside of a compiled
@@ -88,13 +145,31 @@ def gather(
 
 
 def mean(total: optax.Updates, count: int) -> optax.Updates:
-  """Returns the message of an update, from the sum of `count` of them."""
+  """Returns the message of an update, from the sum of several.
+
+  Args:
+    total: their sum.
+    count: how many they are.
+  """
   average: optax.Updates = jax.tree.map(lambda x: x / count, total)
   return average
 
 
 def rms(tree: optax.Params) -> jax.Array:
-  """Root mean square over all elements of a tree, as float32[]."""
+  """Root mean square over all elements of a tree.
+
+  Args:
+    tree: of float arrays.
+
+  Returns:
+    float32[]; 0 of a tree without elements.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.server import rms
+    >>> print(rms([jnp.array([1.0, 1.0]), jnp.array([[5.0], [3.0]])]))
+    3.0
+  """
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return jnp.zeros([], jnp.float32)
@@ -123,9 +198,25 @@ def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
   """Distance between the parameters and those a message was computed at.
 
-  ||params - sent_params||_2 / sqrt(k) over the k trained parameters (Hakimi et
-  al. 2019; Barkai et al. 2020). For an algorithm that looks ahead,
-  `sent_params` is the look-ahead, not the parameters of its time.
+      gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
+
+  Args:
+    params: the server's, when the message is received.
+    sent_params: like `params`; of an algorithm that looks ahead, the
+      look-ahead, not the parameters of its time.
+
+  Returns:
+    float32[], in the unit of a parameter.
+
+  Source:
+    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
+    2019, arXiv:1907.11612; also Barkai et al., ICLR 2020, arXiv:1909.10802.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.server import gap
+    >>> print(gap(jnp.array([8.0, 0.0]), jnp.array([7.0, 7.0])))  # sqrt(50 / 2)
+    5.0
   """
   difference = jax.tree.map(
     jnp.subtract, base.weights_of(params), base.weights_of(sent_params)
@@ -143,6 +234,9 @@ def make_server(
 ) -> base.Server:
   """Builds the server of an algorithm.
 
+      staleness = version now - version of the ticket
+      params <- params + algorithm(mean of `every` accepted messages)
+
   Args:
     algorithm: what one update does with a message.
     every: accepted messages averaged into one update; the number of workers
@@ -154,6 +248,28 @@ def make_server(
       it is averaged, such as `scale_by_staleness`.
     workers: how many workers the algorithm was built for, if it keeps something
       for each; runtimes refuse more.
+
+  Returns:
+    A Server: three pure functions, which may be compiled.
+
+  Raises:
+    ValueError: for an `every` that is no positive whole number; of its `init`,
+      for parameters of an integer type.
+
+  Example:
+    Any optax optimizer, on means of two messages.
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> server = asgd.make_server(asgd.as_algorithm(optax.sgd(0.5)), every=2)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> ticket = server.send(state, jnp.int32(0))
+    >>> for message in (4.0, 2.0):
+    ...   state, report = server.receive(state, ticket, jnp.float32(message))
+    ...   print(state.params, state.version)  # 8 - 0.5 (4 + 2) / 2
+    8.0 0
+    6.5 1
   """
   checks.whole("every", every)
   scale = optax.with_extra_args_support(at_server or optax.identity())

@@ -10,7 +10,6 @@ Index letters used in shape comments:
   B  examples of a batch
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,119 +19,13 @@ import numpy as np
 import optax
 
 from asgd import base, checks
-
-
-class Aux(NamedTuple):
-  """What a loss returns beside its value."""
-
-  stats: Any  # the batch's own statistics, as `Variables.stats`; () if none
-
-
-Loss = Callable[
-  [optax.Params, base.Batch, jax.Array], tuple[jax.Array, Aux]
-]  # (params, batch, key) -> (float[], Aux)
-
-
-class LossError(ValueError):
-  """A loss takes or returns something else than losses do."""
-
+from asgd.losses import Aux as Aux
+from asgd.losses import Loss, as_loss
+from asgd.losses import LossError as LossError
 
 _State = TypeVar("_State")
 _Worked = tuple[_State, optax.Updates, base.Metrics]
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
-_KEYS = "key", "rng"  # what a third argument that is optional may be called
-_FORMS = "(params, batch) or (params, batch, key)"
-
-
-def _takes_key(loss: Callable[..., Any]) -> bool:
-  """Whether a loss is to be given a key; LossError for other arguments."""
-  if not callable(loss):
-    raise LossError(
-      f"the loss must be a function {_FORMS}, not {checks.shown(loss)}"
-    )
-  try:
-    parameters = inspect.signature(loss).parameters.values()
-  except (TypeError, ValueError):  # of a builtin
-    return False
-  kind, empty = inspect.Parameter, inspect.Parameter.empty
-  place = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
-  own = [each for each in parameters if each.kind in place]
-  needed = [each for each in own if each.default is empty]
-  rest = any(each.kind is kind.VAR_POSITIONAL for each in parameters)
-  named = any(
-    each.kind is kind.KEYWORD_ONLY and each.default is empty
-    for each in parameters
-  )
-  if len(needed) > 3 or named or (len(own) < 2 and not rest):
-    found = ", ".join(map(str, parameters)) or "nothing"
-    raise LossError(
-      f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
-      " arguments with functools.partial"
-    )
-  return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
-
-
-def as_loss(loss: Callable[..., Any]) -> Loss:
-  """Returns a loss in the one form that workers call, (params, batch, key) ->
-  (value, Aux), from any of a user's.
-
-  It may take a key or not, and return a scalar or (scalar, aux). Of parameters
-  that are `Variables`, aux is the batch's own statistics; of others whatever a
-  loss says beside its value is dropped. LossError is raised for a function of
-  other arguments, and when it is traced for a value that is no scalar.
-
-  Example:
-    >>> loss = as_loss(lambda params, batch: (params * batch).sum())
-    >>> value, aux = loss(jnp.ones(2), jnp.ones(2), jax.random.key(0))
-    >>> print(value, aux)
-    2.0 Aux(stats=())
-  """
-  takes_key = _takes_key(loss)
-
-  def adapted(
-    params: base.Params, batch: base.Batch, key: jax.Array
-  ) -> tuple[jax.Array, Aux]:
-    out = loss(params, batch, key) if takes_key else loss(params, batch)
-    pair = isinstance(out, (tuple, list)) and len(out) == 2
-    value, aux = out if pair else (out, Aux(()))
-    _check_value(value)
-    if isinstance(params, base.Variables):
-      stats = aux.stats if isinstance(aux, Aux) else aux
-      _check_stats(stats, params.stats)
-      return value, Aux(stats)
-    return value, aux if isinstance(aux, Aux) else Aux(())
-
-  return adapted
-
-
-def _check_value(value: Any) -> None:
-  if not hasattr(value, "dtype") and not isinstance(value, float):
-    raise LossError(
-      "the loss must return a scalar, or (scalar, aux), not"
-      f" {checks.shown(value)}"
-    )
-  if jnp.shape(value):
-    raise LossError(
-      f"the loss must be a scalar, not an array of shape {jnp.shape(value)}:"
-      " return its mean, losses.mean()"
-    )
-  if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-    raise LossError(
-      f"the loss must be a float, not {jnp.result_type(value)}: it cannot be"
-      " differentiated"
-    )
-
-
-def _check_stats(stats: Any, like: Any) -> None:
-  def shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
-
-  if shapes(stats) != shapes(like):
-    raise LossError(
-      "the parameters are asgd.Variables, so the loss must return (value,"
-      " stats), the batch's own statistics in the structure and shapes of"
-      " Variables.stats"
-    )
 
 
 class WorkerState(NamedTuple):
@@ -142,21 +35,63 @@ class WorkerState(NamedTuple):
 
 
 def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
-  """The key of one piece of work: a function of (seed, worker, job) only, so
-  that no order of events and no restart can change it. Consumes nothing."""
+  """The key of one piece of work.
+
+  It is a function of (seed, worker, job) only, so that no order of events and
+  no restart can change it.
+
+  Args:
+    root: the key of the seed, which is not consumed.
+    worker: int32[].
+    job: int32[].
+
+  Returns:
+    A key, which the job's loss consumes.
+
+  Example:
+    >>> import jax
+    >>> from asgd import worker
+    >>> root = jax.random.key(0)
+    >>> keys = [worker.job_key(root, i, job=5) for i in (0, 1, 0)]
+    >>> bool(keys[0] == keys[1]), bool(keys[0] == keys[2])
+    (False, True)
+  """
   return jax.random.fold_in(jax.random.fold_in(root, worker), job)
 
 
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
-  """A worker whose message is one gradient, passed through `at_worker`; the
-  loss is of any form that `as_loss` takes.
+  """A worker whose message is one gradient, passed through a transform.
 
-  The transform has a state of its own and sees the parameters that were sent,
-  also as the extra arg `sent_params`, beside `version`, int32[], the ticket's:
-  DANA-Slim's momentum, for one. The message has the structure of the
-  parameters; if those are `Variables`, its `stats` are the batch's own.
+      message = at_worker(grad loss(sent params, batch))
+
+  Args:
+    loss: differentiated with respect to the (weights of the) parameters; in any
+      form that `as_loss` takes.
+    at_worker: a transform with a state of its own, such as DANA-Slim's
+      momentum. It sees the parameters that were sent, also as the extra arg
+      `sent_params`, beside `version`, int32[], the ticket's.
+
+  Returns:
+    A Worker. Its message has the structure of the parameters; if those are
+    `Variables`, its `stats` are the batch's own.
+
+  Raises:
+    LossError: as `as_loss`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> worker = asgd.gradient_worker(lambda w, batch: 0.5 * (w - batch) ** 2)
+    >>> w = jnp.float32(8.0)
+    >>> ticket = asgd.Ticket(jnp.int32(0), jnp.int32(0), w)
+    >>> state, message, metrics = worker.work(
+    ...   worker.init(w), ticket, jnp.float32(2.0), jax.random.key(0)
+    ... )
+    >>> print(message, metrics.loss)  # 8 - 2, (8 - 2)^2 / 2
+    6.0 18.0
   """
   adapted = as_loss(loss)
   transform = optax.with_extra_args_support(at_worker or optax.identity())
@@ -184,16 +119,40 @@ def gradient_worker(
 
 
 def stack(batches: Sequence[Any]) -> Any:
-  """Stacks trees of NumPy arrays, at least one, on a new leading axis."""
+  """Stacks trees of NumPy arrays on a new leading axis.
+
+  Args:
+    batches: H trees of the same structure and shapes, at least one.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import worker
+    >>> worker.stack([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
+    (2, 3)
+  """
   return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
 def job_batches(batches: Batches, steps: int) -> Batches:
-  """Makes jobs of H = `steps` batches, 1 or more, out of jobs of one.
+  """Makes jobs of several batches out of jobs of one.
 
-  `batches` is (worker, job) -> NumPy arrays, as of `Problem.batches`, and so is
-  the result: its job j is the jobs j H, ..., j H + H - 1, stacked on a new
-  leading axis, [H, B, ...]. With one step it is `batches` itself.
+  Args:
+    batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
+    steps: H, 1 or more.
+
+  Returns:
+    (worker, job) -> NumPy arrays [H, B, ...]: job j is the jobs j H, ...,
+    j H + H - 1. With one step it is `batches` itself.
+
+  Raises:
+    ValueError: for steps that are no positive whole number.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import worker
+    >>> batches = worker.job_batches(lambda worker, job: np.array([job]), 2)
+    >>> batches(0, 3).tolist()
+    [[6], [7]]
   """
   checks.whole("steps", steps)
   if steps == 1:
@@ -214,10 +173,35 @@ class Uneven(NamedTuple):
 def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
   """Has each message of a worker count as the examples that it is of.
 
-  A message of batches of B examples is multiplied by B / `batch_size`, so that
-  the mean over workers is the mean over examples if `batch_size` is that of a
-  worker on average. What several batches add up to counts them already.
+      message <- B / batch_size message,   B the examples of its batches
+
+  So the mean over workers is the mean over examples if `batch_size` is that of
+  a worker on average. What several batches add up to counts them already.
   Statistics of BatchNorm stay those of the batch.
+
+  Args:
+    worker: any.
+    batch_size: examples of a batch that count as one message.
+
+  Returns:
+    A Worker.
+
+  Raises:
+    ValueError: for a size that is no positive whole number.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd.worker import weighted
+    >>> worker = asgd.gradient_worker(lambda w, batch: (w * batch).mean())
+    >>> worker, w = weighted(worker, batch_size=4), jnp.float32(8.0)
+    >>> ticket = asgd.Ticket(jnp.int32(0), jnp.int32(0), w)
+    >>> _, message, _ = worker.work(
+    ...   worker.init(w), ticket, jnp.array([1.0, 3.0]), jax.random.key(0)
+    ... )
+    >>> print(message)  # 2 / 4 of the mean, 2
+    1.0
   """
   checks.whole("batch_size", batch_size)
 
@@ -407,19 +391,27 @@ def local_worker(
       without the learning rate, which the server multiplies in, once.
     keep_state: of `tx`, from job to job; otherwise each starts with a new one.
 
-  The message has the structure of the parameters. The loss and the statistics
-  in a message of `Variables` are means over the batches, each where the worker
-  was by then.
+  Returns:
+    A Worker. Its message has the structure of the parameters. The loss and the
+    statistics in a message of `Variables` are means over the batches, each
+    where the worker was by then.
+
+  Raises:
+    ValueError: for steps that are no positive whole number, an unknown message,
+      and, when it is traced, a job of another number of batches.
+    LossError: as `as_loss`.
 
   Example:
+    >>> import jax
     >>> import jax.numpy as jnp
-    >>> def loss(params, batch, key):
-    ...   return 0.5 * (params - batch) ** 2, Aux(())
-    >>> worker = local_worker(
-    ...   loss, optax.sgd(0.5), steps=2, message="displacement"
+    >>> import optax
+    >>> import asgd
+    >>> worker = asgd.local_worker(
+    ...   lambda params, batch: 0.5 * (params - batch) ** 2,
+    ...   optax.sgd(0.5), steps=2, message="displacement",
     ... )
     >>> params = jnp.float32(4.0)
-    >>> ticket = base.Ticket(jnp.int32(0), jnp.int32(0), params)
+    >>> ticket = asgd.Ticket(jnp.int32(0), jnp.int32(0), params)
     >>> _, message, metrics = worker.work(
     ...   worker.init(params), ticket, jnp.zeros(2), jax.random.key(0)
     ... )
@@ -464,24 +456,54 @@ def elastic_worker(
 ) -> base.Worker:
   """A worker with parameters of its own, tied to the server's by a spring.
 
-  Asynchronous EASGD (Zhang, Choromanska, LeCun, "Deep learning with Elastic
-  Averaging SGD", NIPS 2015, algorithm 1); with Nesterov's momentum in `tx`,
-  EAMSGD (algorithm 2). A job is H steps on x^i, which is the worker's for good
-  and starts as its first ticket, and then an exchange with the centre x~, the
-  server's parameters:
+      H steps of tx on x^i;   d = alpha (x^i - x~);   x^i <- x^i - d
+      message = -d, for a server of SGD with learning rate 1:   x~ <- x~ + d
 
-    d = alpha (x^i - x~);   x^i <- x^i - d;   x~ <- x~ + d.
-
-  The message is -d, a gradient for a server of SGD with learning rate 1.
+  It is that of asynchronous EASGD; with Nesterov's momentum in `tx`, of EAMSGD.
+  x^i is the worker's for good and starts as its first ticket; the centre x~ is
+  the server's parameters.
 
   It differs from the paper in two points. There a worker reads and moves the
   centre at once; here x~ in d is the ticket's, as old as the job, an age that
   is recorded as staleness. And there the step that follows an exchange takes
   its gradient where x^i was before it; here, where x^i is.
 
-  The arguments are those of `local_worker`; `steps` is tau of the paper, and
-  alpha in (0, 1]. `optax.sgd` with `nesterov` has the paper's look-ahead,
-  x^i + delta v, for its x^i.
+  Args:
+    loss: differentiated with respect to the (weights of the) parameters; in
+      any form that `as_loss` takes.
+    tx: the local optimizer, learning rate included, as of `local_worker`.
+      `optax.sgd` with `nesterov` has the paper's look-ahead, x^i + delta v, for
+      its x^i.
+    steps: H, batches in a job, as `job_batches` stacks them; tau of the paper.
+    alpha: in (0, 1], of the distance to the centre, closed from either side.
+
+  Returns:
+    A Worker. Its message has the structure of the parameters.
+
+  Raises:
+    ValueError: for a value out of its range, and, when it is traced, a job of
+      another number of batches.
+    LossError: as `as_loss`.
+
+  Source:
+    Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
+    2015, arXiv:1412.6651, algorithms 1 (EASGD) and 2 (EAMSGD).
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import asgd
+    >>> worker = asgd.elastic_worker(
+    ...   lambda x, batch: x * batch, optax.sgd(0.5), steps=1, alpha=0.25
+    ... )
+    >>> centre = jnp.float32(8.0)
+    >>> ticket = asgd.Ticket(jnp.int32(0), jnp.int32(0), centre)
+    >>> state, message, _ = worker.work(
+    ...   worker.init(centre), ticket, jnp.float32(8.0), jax.random.key(0)
+    ... )
+    >>> print(state.local, message)  # x = 4, d = 0.25 (4 - 8); 4 - d, -d
+    5.0 1.0
   """
   checks.whole("steps", steps)
   if not 0 < alpha <= 1:

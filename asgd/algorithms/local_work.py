@@ -332,7 +332,7 @@ def diloco(
     >>> import optax
     >>> import asgd
     >>> recipe = asgd.diloco(
-    ...   *(0.5, 2), steps=1, optimizer=optax.sgd,
+    ...   0.5, workers=2, steps=1, optimizer=optax.sgd,
     ...   outer_rate=0.5, outer_momentum=0.5,
     ... )
     >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch

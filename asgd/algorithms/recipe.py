@@ -39,6 +39,9 @@ class Recipe(NamedTuple):
     ... )
     >>> recipe.order, recipe.every
     ('asynchronous', 1)
+    >>> rounds = recipe.in_rounds(8)
+    >>> rounds.order, rounds.every
+    ('bulk_synchronous', 8)
   """
 
   algorithm: base.Algorithm  # at the server, once per update
@@ -63,8 +66,10 @@ class Recipe(NamedTuple):
     return self._replace(every=workers, order="bulk_synchronous")
 
   def one_message(self) -> base.Algorithm:
-    """Returns the Algorithm of an update that is made of one message: with what
-    the server does to each before."""
+    """Returns the Algorithm of an update that is made of one message.
+
+    It has before it what the server does to each message.
+    """
     if self.at_server is None:
       return self.algorithm
     return transforms.precede(self.algorithm, self.at_server)

@@ -75,6 +75,11 @@ def sgd_chain(
 
   Raises:
     ValueError: for a momentum or a weight decay out of its range.
+
+  Example:
+    >>> tx = sgd_chain(optax.scale(-0.5), 0.5, 0.25, optax.clip(1.0))
+    >>> print(tx.update(4.0, tx.init(8.0), 8.0)[0])  # -0.5 (1 + 0.25 8)
+    -1.5
   """
   return optax.chain(
     *first,

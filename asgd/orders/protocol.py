@@ -50,7 +50,14 @@ MOST_DEPTH = 1000
 
 
 def check_rules(rules: Rules) -> Rules:
-  """Returns the rules; raises ValueError if they cannot be obeyed."""
+  """Returns the rules.
+
+  Args:
+    rules: a protocol.
+
+  Raises:
+    ValueError: if they cannot be obeyed.
+  """
   bound = rules.bound
   real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
   if not real or not bound >= 0:

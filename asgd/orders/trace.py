@@ -141,7 +141,11 @@ _READ: dict[str, Callable[[str, str], Any]] = {
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
-  """Returns rows as columns; what journals have beside them is left out."""
+  """Returns rows as columns; what journals have beside them is left out.
+
+  Args:
+    events: E rows.
+  """
   columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
@@ -149,7 +153,13 @@ def from_events(events: Iterable[Event]) -> base.Trace:
 def events(
   trace: base.Trace, start: int = 0, end: int | None = None
 ) -> Iterator[Event]:
-  """Yields the rows from `start` up to, not including, `end`."""
+  """Yields rows of a trace.
+
+  Args:
+    trace: E rows.
+    start: the first one's number.
+    end: the number after the last one's; None is E.
+  """
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
 
@@ -174,9 +184,13 @@ def dump(trace: base.Trace) -> str:
 def read(lines: Iterable[str]) -> list[Event]:
   """Reads the rows of a trace or of a journal.
 
-  A last line without its newline was cut off while being written: it is
-  dropped. `lines` is a file opened with newline="\\n", or the lines of a text
-  with their ends. ValueError names the line that cannot be read.
+  Args:
+    lines: a file opened with newline="\\n", or the lines of a text with their
+      ends. A last line without its newline was cut off while being written: it
+      is dropped.
+
+  Raises:
+    ValueError: for a line that cannot be read, naming it.
   """
   rows: list[Event] = []
   for number, line in enumerate(lines, 1):

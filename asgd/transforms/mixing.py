@@ -110,8 +110,10 @@ def make_discount(
 ) -> Discount:
   """Returns a discount by its name.
 
+      s = 1,   (staleness + 1)^-a   or   1 / (a max(staleness - b, 0) + 1)
+
   Args:
-    name: "constant", "polynomial" or "hinge".
+    name: "constant", "polynomial" or "hinge", in this order.
     decay: a, positive; None is the discount's own default.
     grace: b, of "hinge".
 
@@ -173,7 +175,7 @@ def mix_models(
     >>> tx = transforms.mix_models(0.5, transforms.polynomial_discount(1.0))
     >>> sent, new, now = jnp.array([8.0, 4.0, 6.0])
     >>> update, _ = tx.update(
-    ...   *(sent - new, tx.init(now), now),
+    ...   sent - new, tx.init(now), now,
     ...   staleness=jnp.int32(1), sent_params=sent,
     ... )
     >>> print(now + update)  # 0.75 6 + 0.25 4

@@ -78,9 +78,21 @@ class OptionError(ValueError):
 def build(name: str, **options) -> Schedule:
   """Builds a table by the name of its schedule.
 
+  Args:
+    name: of `SCHEDULES`.
+    **options: the arguments of that function.
+
+  Returns:
+    A valid Schedule.
+
   Raises:
     ValueError: for an unknown name or option, naming the nearest known one, and
       for a table of more than 10 million forwards.
+
+  Example:
+    >>> from pipeline import schedules
+    >>> schedules.build("gpipe", stages=2, microbatches=3).slots
+    8
   """
   maker = names.lookup("schedule", name, SCHEDULES)
   count = forwards(options)
@@ -93,8 +105,17 @@ def build(name: str, **options) -> Schedule:
 
 
 def forwards(options: Mapping[str, object]) -> int:
-  """Returns how many forwards a table of these options has, or fewer. What is
-  no number counts as 1: the maker of the table says what is wrong with it."""
+  """Returns how many forwards a table of these options has, or fewer.
+
+  Args:
+    options: of the maker of a table. What is no number counts as 1: the maker
+      says what is wrong with it.
+
+  Example:
+    >>> from pipeline import schedules
+    >>> schedules.forwards({"stages": 4, "microbatches": 8})
+    32
+  """
   keys = ("devices", "stages", "chunks", "microbatches", "batches")
   counts = [options.get(key) for key in keys]
   counts[0] = len(listed(counts[0]) or ()) or counts[0]
@@ -103,8 +124,20 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule assumes, and which options a run of it may set. A
-  file that holds a table has none: all that there is to know is in it."""
+  """Returns what a schedule assumes, and which options a run of it may set.
+
+  Args:
+    name: of `SCHEDULES`, or the path of a file that holds a table. That has no
+      options: all that there is to know is in it.
+
+  Raises:
+    ValueError: for an unknown name, naming the nearest known one.
+
+  Example:
+    >>> from pipeline import schedules
+    >>> schedules.describe("interleaved").options
+    ('chunks', 'group')
+  """
   if table_lib.is_file(name):
     return Traits(())
   return names.lookup("schedule", name, SCHEDULES).traits
@@ -133,10 +166,21 @@ def make(
     **options: those of `describe(name).options`. `rule` may be the place of a
       function, MODULE:NAME.
 
+  Returns:
+    A valid Schedule.
+
   Raises:
     OptionError: for a value that does not fit the others, naming its key.
     ValueError: as `build` and `validate.validate`, and for a table without a
       backward.
+
+  Example:
+    Two updates, each of 4 microbatches, are two times the same table.
+
+    >>> from pipeline import schedules
+    >>> table = schedules.make("one_f_one_b", stages=2, total=8, batch=4)
+    >>> table.microbatches, table.every, table.flush
+    (4, 4, True)
   """
   make_table = _of_file if table_lib.is_file(name) else _of_maker
   table = make_table(name, stages, total, batch, every, options)
@@ -258,9 +302,22 @@ def _of_file(path, stages, total, batch, every, options):
 
 
 def weights_of(table: Schedule, weights: str | None = None) -> str:
-  """Returns which weights backwards of a table read; see `analyze.versions`. If
-  a run does not say it, it is the default of the schedule of the table's name:
-  "latest" if it flushes, "stash" if no schedule has that name."""
+  """Returns which weights backwards of a table read; see `analyze.versions`.
+
+  Args:
+    table: any valid one.
+    weights: what a run says. None is the default of the schedule of the table's
+      name: "latest" if it flushes, "stash" if no schedule has that name.
+
+  Raises:
+    OptionError: for weights of asynchronous schedules and a table that flushes.
+    ValueError: as `analyze.versions`.
+
+  Example:
+    >>> from pipeline import schedules
+    >>> schedules.weights_of(schedules.pipedream(2, 4))
+    'stash'
+  """
   if weights is None:
     maker = SCHEDULES.get(table.name, custom)
     weights = "latest" if table.flush else maker.traits.weights

@@ -22,13 +22,47 @@ def pipedream(
   replicas: Sequence[int] | None = None,
   every: int = 1,
 ) -> Schedule:
-  """1F1B without a flush (PipeDream, Narayanan et al. 2019).
+  """PipeDream: 1F1B without a flush.
 
-  Stage s has as many microbatches in flight on each of its replicas as keep
-  those behind it busy: ceil(devices from s to the end / replicas of s); for
-  s = 0 that is the paper's NOAM. `replicas` are the devices of each stage,
-  numbered stage by stage, one by default, which take microbatches in turn
-  (1F1B-RR). Use it with weights="stash" or "vertical".
+      in flight at a replica of s = ceil(devices from s on / replicas of s)
+      with weights="stash", one replica, every=1, after the first microbatches:
+      w^{t+1} = w^t - eta grad f(w_1^{(t-p+1)}, w_2^{(t-p+2)}, ..., w_p^{(t)})
+
+  So stage s, counted from 0, is p - 1 - s updates late and holds p - s versions
+  of its weights. For s = 0 the number in flight is the paper's NOAM. Replicas
+  take microbatches in turn (1F1B-RR). Use it with weights="stash" or
+  "vertical", which reads w^{(t-p+1)} at all stages.
+
+  Args:
+    stages: p.
+    microbatches: of the whole run.
+    replicas: devices of each stage, numbered stage by stage; None is one of
+      each.
+    every: microbatches of an update.
+
+  Returns:
+    A valid Schedule without a flush.
+
+  Raises:
+    ValueError: for counts that do not fit each other.
+
+  Source:
+    Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
+    training", SOSP 2019.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> dream = schedules.pipedream(3, 4)
+    >>> print(table.to_text(dream), end="")
+    # pipedream; every 1
+    0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+    >>> facts = analyze.analyze(dream, weights="stash")
+    >>> facts.weight_versions.tolist()
+    [3, 2, 1]
+    >>> facts.staleness.backward[:, -1].tolist()
+    [2, 1, 0]
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
@@ -58,10 +92,37 @@ def pipedream(
 def pipedream_2bw(
   stages: int, microbatches: int, *, every: int | None = None
 ) -> Schedule:
-  """PipeDream with gradients summed (PipeDream-2BW, Narayanan et al. 2021).
+  """PipeDream-2BW: sums of gradients, and two versions of the weights.
 
-  The table of `pipedream`; the two versions of the weights are a matter of
-  weights="2bw". An update has as many microbatches as stages, or more.
+      w^{t+1} = w^t - eta grad f(w^{t-1}), at all stages
+
+  The table is that of `pipedream`; the versions are a matter of weights="2bw".
+
+  Args:
+    stages: p.
+    microbatches: of the whole run.
+    every: microbatches of an update, p or more; None is p.
+
+  Returns:
+    A valid Schedule without a flush.
+
+  Raises:
+    ValueError: for counts that do not fit each other.
+
+  Source:
+    Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML
+    2021, arXiv:2006.09503.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> double = schedules.pipedream_2bw(2, 4)
+    >>> print(table.to_text(double), end="")
+    # pipedream_2bw; every 2
+    0 | F0 F1 .  B0 F2 B1 F3 B2 .  B3
+    1 | .  F0 B0 F1 B1 F2 B2 F3 B3 .
+    >>> facts = analyze.analyze(double, weights="2bw")
+    >>> facts.weight_versions.tolist(), facts.staleness.forward.tolist()
+    ([2, 2], [[0, 0, 1, 1], [0, 0, 1, 1]])
   """
   every = stages if every is None else every
   check_positive(stages=stages, every=every)
@@ -76,12 +137,39 @@ def pipedream_2bw(
 
 @layout.traits(flush=False, weights="latest")
 def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
-  """Pipelined backpropagation (Petrowski et al. 1993; Kosson et al. 2021).
+  """Pipelined backpropagation: a forward and a backward in each turn.
 
-  Every stage does a forward and a backward in each turn, as stages do that can
-  work on both at once. So 2 (p - 1 - s) turns lie between those of a
-  microbatch, and as many updates if every=1: twice the delay of `pipedream`.
-  Use it with weights="latest" (the paper's), or "stash".
+      staleness of the forward = 2 (p - 1 - s) turns at stage s, from 0
+
+  Stages that can work on both at once do so. With every=1 a turn is an update,
+  and the delay is twice that of `pipedream`. Use it with weights="latest" (the
+  paper's), or "stash".
+
+  Args:
+    stages: p.
+    microbatches: of the whole run.
+    every: microbatches of an update.
+
+  Returns:
+    A valid Schedule without a flush.
+
+  Raises:
+    ValueError: for counts that do not fit each other.
+
+  Source:
+    Petrowski et al. 1993; Kosson et al., "Pipelined backpropagation at scale",
+    MLSys 2021, arXiv:2003.11666.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> stale = schedules.stale(2, 4)
+    >>> print(table.to_text(stale), end="")
+    # stale; every 1
+    0 | F0 F1 F2 B0 F3 B1 .  B2 .  B3
+    1 | .  F0 B0 F1 B1 F2 B2 F3 B3 .
+    >>> late = analyze.staleness(stale, "latest")
+    >>> late.forward[:, -1].tolist(), late.backward[:, -1].tolist()
+    ([2, 0], [0, 0])
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
@@ -91,12 +179,38 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
 
 @layout.traits(flush=False, weights="latest")
 def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
-  """PipeMare (Yang et al. 2021): the table of `stale`.
+  """PipeMare: the table of `stale`, with several microbatches in an update.
 
-  With every=N and stages numbered from 1, a forward is (2 (P - i) + 1) / N
-  updates older than the result of its own, on average. Use it with
-  weights="latest"; its learning rates and its correction of the discrepancy
-  between forward and backward are transforms.
+      tau_fwd,i = (2 (P - i) + 1) / N,   tau_bkwd,i = 0
+
+  That is by how many updates the weights of a forward are older than the
+  result of its own, on average, at stage i of 1 to P. Use it with
+  weights="latest". The paper's learning rates and its correction of the
+  discrepancy between forward and backward are no matter of the table.
+
+  Args:
+    stages: P.
+    microbatches: of the whole run.
+    every: N, microbatches of an update.
+
+  Returns:
+    A valid Schedule without a flush.
+
+  Raises:
+    ValueError: for counts that do not fit each other.
+
+  Source:
+    Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", MLSys
+    2021, arXiv:1910.05124.
+
+  Example:
+    With N = 2 the delays are 3 / 2 and 1 / 2. Staleness counts updates between
+    reading and the update itself, one microbatch less: 1 / 2.
+
+    >>> from pipeline import analyze, schedules
+    >>> late = analyze.staleness(schedules.pipemare(2, 8, every=2), "latest")
+    >>> late.forward[:, 2:].mean(1).tolist()
+    [1.0, 0.0]
   """
   return stale(stages, microbatches, every=every)._replace(name="pipemare")
 
@@ -113,20 +227,42 @@ def ftpipe(
   every: int = 1,
   costs: analyze.Costs | None = None,
 ) -> Schedule:
-  """Asynchronous 1F1B with several stages on a device, which need not be
-  neighbours (FTPipe, Eliad et al. 2021).
+  """FTPipe: asynchronous 1F1B with any stages on a device.
 
-  A stage goes forward while forwards - backwards <= its depth. Among its stages
-  that may do something a device takes the one nearest to the end of the
-  network, as there is less in flight. With one stage on each device this is
-  the order of `pipedream`.
+      stage s goes forward while forwards - backwards <= depth of s
+
+  The stages of a device need not be neighbours. Among those that may do
+  something a device takes the one nearest to the end of the network, as there
+  is less in flight. With one stage on each device this is the order of
+  `pipedream`.
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
+    microbatches: of the whole run.
     stage_depth: of each stage, from the end; None is p - 1 - s.
     supremum: microbatches in flight at a stage, at most, whatever its depth
       (FTPipe's virtual stages, where it is the number of devices).
+    every: microbatches of an update.
     costs: how long tasks take, which decides what is there first.
+
+  Returns:
+    A valid Schedule without a flush.
+
+  Raises:
+    ValueError: for counts, devices or depths that do not fit each other.
+
+  Source:
+    Eliad et al., "Fine-tuning giant neural networks on commodity hardware with
+    automatic pipeline model parallelism", USENIX ATC 2021.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> equal = analyze.costs(3, backward=1.0)  # a task takes a slot
+    >>> mixed = schedules.ftpipe((0, 1, 0), 2, costs=equal)
+    >>> print(table.to_text(mixed), end="")
+    # ftpipe; every 1
+    0 | F0@0 F1@0 F0@2 B0@2 F1@2 B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 .    B0@1 .    B1@1 .
   """
   places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)

@@ -12,10 +12,40 @@ _ABSENT = -1  # a microbatch that fills a short group
 def gpipe(
   stages: int, microbatches: int, *, batches: int = 1, reverse: bool = False
 ) -> Schedule:
-  """All forwards, then all backwards (GPipe, Huang et al. 2019).
+  """GPipe: all forwards, then all backwards.
 
-  With `reverse`, backwards start with the last microbatch, as in the paper's
-  figure 2c and as autograd does; it takes as long.
+      idle = (p - 1)(F + B) on each device, (p - 1) / (m + p - 1) of the time
+      activations = m microbatches
+
+  Args:
+    stages: p, one on each device.
+    microbatches: m, of a batch.
+    batches: how many follow each other, with a flush between them.
+    reverse: backwards start with the last microbatch, as in the paper's figure
+      2c and as autograd does; it takes as long.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers.
+
+  Source:
+    Huang et al., "GPipe: efficient training of giant neural networks using
+    pipeline parallelism", NeurIPS 2019, arXiv:1811.06965, figure 2c.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> gpipe = schedules.gpipe(2, 3)
+    >>> print(table.to_text(gpipe), end="")
+    # gpipe; every 3; flush
+    0 | F0 F1 F2 .  .  B0 B1 B2
+    1 | .  F0 F1 F2 B0 B1 B2 .
+    >>> facts = analyze.analyze(gpipe)  # F = 1, B = 2
+    >>> facts.idle.tolist(), facts.bubble_of_total  # (2 - 1) 3, 1 / 4
+    ([3.0, 3.0], 0.25)
+    >>> facts.peak_activations.tolist()
+    [3.0, 3.0]
   """
   check_positive(stages=stages, microbatches=microbatches)
   layout.check_bool("reverse", reverse)
@@ -32,10 +62,38 @@ def gpipe(
 def one_f_one_b(
   stages: int, microbatches: int, *, batches: int = 1
 ) -> Schedule:
-  """One forward, one backward, then a flush (DAPPLE, Fan et al. 2021;
-  PipeDream-Flush, Narayanan et al. 2021).
+  """1F1B with a flush: one forward and one backward in turn.
 
-  As long as `gpipe`, but stage s holds p - s microbatches at most.
+      idle = (p - 1)(F + B) on each device, as of `gpipe`
+      activations = min(p - s, m) microbatches at stage s
+
+  Args:
+    stages: p, one on each device.
+    microbatches: m, of a batch.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers.
+
+  Source:
+    Fan et al., "DAPPLE: a pipelined data parallel approach for training large
+    models", PPoPP 2021, arXiv:2007.01045; PipeDream-Flush of Narayanan et al.,
+    "Memory-efficient pipeline-parallel DNN training", ICML 2021,
+    arXiv:2006.09503.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> flush = schedules.one_f_one_b(2, 3)
+    >>> print(table.to_text(flush), end="")
+    # one_f_one_b; every 3; flush
+    0 | F0 F1 .  B0 F2 B1 .  B2
+    1 | .  F0 B0 F1 B1 F2 B2 .
+    >>> facts = analyze.analyze(flush)  # F = 1, B = 2
+    >>> facts.idle.tolist(), facts.peak_activations.tolist()
+    ([3.0, 3.0], [2.0, 1.0])
   """
   check_positive(stages=stages, microbatches=microbatches)
   orders = layout.straight(range(1, stages + 1)[::-1], microbatches)
@@ -51,12 +109,44 @@ def interleaved(
   group: int | None = None,
   batches: int = 1,
 ) -> Schedule:
-  """1F1B with several stages on a device (Narayanan et al. 2021, Megatron-LM).
+  """Interleaved 1F1B: several stages on a device.
 
-  Stage s is on device s % devices, `chunks` of them on each. A device takes
-  `group` microbatches, as many as devices by default, through its first stage,
-  then through its second, and so on. Groups smaller than `devices`, also a last
-  one, can be run, but wait.
+      stage s is on device s mod p
+      idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
+      activations = p v + p - 1 chunks, of v on a device, at the most
+
+  A device takes a group of microbatches through its first stage, then through
+  its second, and so on. (The idle time and the activations are those of whole
+  groups.)
+
+  Args:
+    devices: p.
+    chunks: v, stages on each device.
+    microbatches: m, of a batch.
+    group: microbatches that a device takes through a stage before the next
+      one, p by default. Smaller groups, also a last one, can be run, but wait.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers.
+
+  Source:
+    Narayanan et al., "Efficient large-scale language model training on GPU
+    clusters using Megatron-LM", SC 2021, arXiv:2104.04473, figure 4.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> loops = schedules.interleaved(2, 2, 2)
+    >>> print(table.to_text(loops), end="")
+    # interleaved; every 2; flush
+    0 | F0@0 F1@0 F0@2 F1@2 .    B0@2 .    B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 B0@1 B1@1 .
+    >>> half = analyze.costs(4, forward=0.5, backward=1.0)
+    >>> analyze.analyze(loops, half).idle.tolist()  # (2 - 1) (1 + 2) / 2
+    [1.5, 1.5]
   """
   check_positive(devices=devices, chunks=chunks, microbatches=microbatches)
   group = devices if group is None else group
@@ -89,10 +179,40 @@ def interleaved(
 def breadth_first(
   devices: int, chunks: int, microbatches: int, *, batches: int = 1
 ) -> Schedule:
-  """All microbatches through a stage before the next one of the device, forward
-  and back (Lamy-Poirier 2022).
+  """Breadth-first: `gpipe` in loops, with several stages on a device.
 
-  Stage s is on device s % devices: `gpipe` in loops.
+      stage s is on device s mod p
+      idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
+      activations = m v chunks, of v on a device
+
+  A device takes all microbatches through a stage before its next one, forward
+  and back. (The idle time is that of p microbatches or more.)
+
+  Args:
+    devices: p.
+    chunks: v, stages on each device.
+    microbatches: m, of a batch.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers.
+
+  Source:
+    Lamy-Poirier, "Breadth-first pipeline parallelism", 2022, arXiv:2211.05953.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> loops = schedules.breadth_first(2, 2, 2)
+    >>> print(table.to_text(loops), end="")
+    # breadth_first; every 2; flush
+    0 | F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 F0@3 F1@3 B0@3 B1@3 B0@1 B1@1 .
+    >>> half = analyze.costs(4, forward=0.5, backward=1.0)
+    >>> analyze.analyze(loops, half).idle.tolist()  # (2 - 1) (1 + 2) / 2
+    [1.5, 1.5]
   """
   check_positive(devices=devices, chunks=chunks, microbatches=microbatches)
   orders = []

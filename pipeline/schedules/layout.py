@@ -34,8 +34,20 @@ class Traits(NamedTuple):
 
 
 def traits(**values) -> Callable:
-  """Declares the traits of the schedule that the decorated function makes; its
-  options are the arguments that do not follow from stages and microbatches."""
+  """Declares the traits of the schedule that the decorated function makes.
+
+  Its options are the arguments that do not follow from stages and microbatches.
+
+  Args:
+    **values: fields of `Traits`, without `options`.
+
+  Example:
+    >>> @traits(chunks=2)
+    ... def mine(devices, microbatches, *, reverse=False):
+    ...   ...
+    >>> mine.traits.options, mine.traits.chunks
+    (('reverse',), 2)
+  """
 
   def declare(maker):
     derived = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
@@ -48,14 +60,30 @@ def traits(**values) -> Callable:
 
 
 def check_bool(name: str, value: bool) -> None:
-  """Refuses what is not a bool."""
+  """Refuses what is not a bool.
+
+  Args:
+    name: of the option.
+    value: of it.
+
+  Raises:
+    ValueError: for what is not one.
+  """
   if not isinstance(value, (bool, np.bool_)):
     raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def listed(value, length: int | None = None) -> list | None:
-  """Returns a list of the items of an iterable that is no text, else None; also
-  None if it is not of `length`."""
+  """Returns a list of the items of an iterable that is no text, else None.
+
+  Args:
+    value: anything.
+    length: None is any; of another length it is None, too.
+
+  Example:
+    >>> listed((1, 2)), listed((1, 2), 3), listed("12"), listed(12)
+    ([1, 2], None, None, None)
+  """
   try:
     items = list(value)
   except TypeError:
@@ -65,7 +93,14 @@ def listed(value, length: int | None = None) -> list | None:
 
 
 def check_even(**numbers: int) -> None:
-  """Refuses what is not a positive even number, by its name."""
+  """Refuses what is not a positive even number, by its name.
+
+  Args:
+    **numbers: the numbers by their names.
+
+  Raises:
+    ValueError: for the first of them that is not one.
+  """
   for name, value in numbers.items():
     check_positive(**{name: value})
     if value % 2:
@@ -76,7 +111,15 @@ def check_even(**numbers: int) -> None:
 
 
 def check_updates(microbatches: int, every: int) -> None:
-  """Refuses microbatches that are not a whole number of updates."""
+  """Refuses microbatches that are not a whole number of updates.
+
+  Args:
+    microbatches: in all.
+    every: microbatches of an update.
+
+  Raises:
+    ValueError: for counts that do not fit.
+  """
   check_positive(microbatches=microbatches, every=every)
   checks.multiple(microbatches, "microbatches", every, "updates of {}")
 
@@ -84,7 +127,26 @@ def check_updates(microbatches: int, every: int) -> None:
 def synchronous(
   name: str, orders: Orders, microbatches: int, batches: int, limit=None
 ) -> Schedule:
-  """Returns the valid table of a batch's orders, done once for each batch."""
+  """Returns the valid table of a batch's orders, done once for each batch.
+
+  Args:
+    name: of the schedule.
+    orders: of each device, the steps of the first batch.
+    microbatches: of a batch, which make an update.
+    batches: how many follow each other.
+    limit: the most forwards in flight on a device; None is any number.
+
+  Raises:
+    ValueError: for orders that cannot be run, with the cell marked.
+
+  Example:
+    >>> orders = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]]
+    >>> table = synchronous("mine", orders, microbatches=1, batches=2)
+    >>> print(table_lib.to_text(table), end="")
+    # mine; every 1; flush
+    0 | F0 .  .  B0 F1 .  .  B1
+    1 | .  F0 B0 .  .  F1 B1 .
+  """
   check_positive(batches=batches)
 
   def later(block, by):
@@ -104,7 +166,18 @@ def synchronous(
 def valid(
   name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
 ) -> Schedule:
-  """Returns the table of orders, checked; `limit` is of forwards in flight."""
+  """Returns the table of orders, checked.
+
+  Args:
+    name: of the schedule.
+    orders: of each device, all of its steps.
+    every: microbatches of an update.
+    flush: whether forwards of a batch wait for the update of the one before.
+    limit: the most forwards in flight on a device; None is any number.
+
+  Raises:
+    ValueError: for orders that cannot be run, with the cell marked.
+  """
   table = table_lib.lay_out(name, orders, every=every, flush=flush)
   return validate.validate(table, max_in_flight=limit)
 
@@ -112,8 +185,17 @@ def valid(
 def alternate(
   forwards: Sequence[Step], backwards: Sequence[Step], depth: int
 ) -> list[Step]:
-  """Returns forwards until `depth` are in flight, then one backward and one
-  forward in turn."""
+  """Returns 1F1B: forwards first, then one forward and one backward in turn.
+
+  Args:
+    forwards: steps, in their order.
+    backwards: as many.
+    depth: forwards in flight, at the most.
+
+  Example:
+    >>> "".join(alternate("abc", "ABC", depth=2))
+    'abAcBC'
+  """
   first = min(depth - 1, len(forwards))
   pairs = zip(forwards[first:], backwards, strict=False)
   turns = itertools.chain.from_iterable(pairs)
@@ -123,7 +205,22 @@ def alternate(
 def one_f_one_b_order(
   stage: int, microbatches: Sequence[int], depth: int, backward: str = BACKWARD
 ) -> list[Step]:
-  """Returns the order of a stage that holds at most `depth` microbatches."""
+  """Returns the order of a stage that holds few microbatches.
+
+  Args:
+    stage: its number.
+    microbatches: theirs, in their order.
+    depth: the most that it holds.
+    backward: the action, B or I.
+
+  Example:
+    >>> for step in one_f_one_b_order(0, range(2), depth=1):
+    ...   print(step)
+    ('F', 0, 0)
+    ('B', 0, 0)
+    ('F', 0, 1)
+    ('B', 0, 1)
+  """
   forwards = [(FORWARD, stage, i) for i in microbatches]
   backwards = [(backward, stage, i) for i in microbatches]
   return alternate(forwards, backwards, depth)
@@ -132,7 +229,13 @@ def one_f_one_b_order(
 def straight(
   depths: Sequence[int], microbatches: int, backward: str = BACKWARD
 ) -> Orders:
-  """Returns the orders of stages that hold at most so many microbatches."""
+  """Returns the orders of stages, one on each device.
+
+  Args:
+    depths: of each stage, the most microbatches that it holds.
+    microbatches: how many there are.
+    backward: the action, B or I.
+  """
   return [
     one_f_one_b_order(stage, range(microbatches), depth, backward)
     for stage, depth in enumerate(depths)
@@ -140,8 +243,20 @@ def straight(
 
 
 def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
-  """Returns the devices of each stage, checked; for the schedule of that name
-  also that no stage has replicas."""
+  """Returns the devices of each stage, checked.
+
+  Args:
+    devices: of each stage its device, or those of its replicas.
+    without_replicas: the name of a schedule that has none.
+
+  Raises:
+    ValueError: for devices that are not named from 0, or replicas that may not
+      be.
+
+  Example:
+    >>> places_of([0, (1, 2), 0])
+    [(0,), (1, 2), (0,)]
+  """
   whole = int, np.integer
   try:
     places = [
@@ -164,7 +279,15 @@ def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
 
 
 def stages_of(places: Sequence[Sequence[int]]) -> list[list[int]]:
-  """Returns the stages of each device, the last one first."""
+  """Returns the stages of each device, the last one first.
+
+  Args:
+    places: the devices of each stage, as of `places_of`.
+
+  Example:
+    >>> stages_of([(0,), (1, 2), (0,)])
+    [[2, 0], [1], [1]]
+  """
   out = [[] for _ in range(1 + max(map(max, places)))]
   for stage in reversed(range(len(places))):
     for device in sorted(set(places[stage])):
@@ -173,7 +296,15 @@ def stages_of(places: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def costs_of(costs: analyze.Costs | None, stages: int) -> analyze.Costs:
-  """Returns costs of that many stages; None is those of `analyze.costs`."""
+  """Returns costs, checked.
+
+  Args:
+    costs: of stages; None is those of `analyze.costs`.
+    stages: how many there are.
+
+  Raises:
+    ValueError: for costs of another number of stages.
+  """
   if costs is None:
     return analyze.costs(stages)
   if len(costs.forward) != stages:

@@ -41,8 +41,14 @@ class RuleState:
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:
-    """Returns the step F, B, I or W that is ready, or None: of the lowest
-    microbatch, and of its steps that of the highest stage."""
+    """Returns a step that is ready, or None.
+
+    It is that of the lowest microbatch, and of its steps that of the highest
+    stage.
+
+    Args:
+      action: F, B, I or W.
+    """
     queues = self.queues(action)
     ready = [(queue[0], -stage) for stage, queue in queues.items() if queue]
     if not ready:
@@ -69,9 +75,11 @@ class Played:
     self.end = [0.0] * devices
 
   def score(self):
-    """The longest time that a device is engaged, what a batch costs if devices
-    need not wait for each other between batches (the zero bubble papers' cost),
-    then the time of all."""
+    """The longest time that a device is engaged, then the time of all.
+
+    The first is what a batch costs if devices need not wait for each other
+    between batches (the zero bubble papers' cost).
+    """
     spans = zip(self.begin, self.end, strict=True)
     longest = max(end - begin for begin, end in spans)
     # Sums of the same numbers in another order are the same time.
@@ -87,7 +95,20 @@ def play(
   every: int,
   flush: bool,
 ) -> Played:
-  """Asks the rule of every idle device, whenever something changes."""
+  """Asks the rule of every idle device, whenever something changes.
+
+  Args:
+    rule: (device, RuleState) -> a step that is ready, a block of two, or None.
+    places: the devices of each stage.
+    microbatches: in all.
+    cost: how long things take.
+    every: microbatches of an update.
+    flush: whether forwards of a batch wait for the update of the one before.
+
+  Raises:
+    ScheduleError: if the rule names what is not ready, or all wait forever,
+      with the table so far.
+  """
   clock = _Clock(places, microbatches, cost, every, flush)
   for microbatch in range(microbatches):
     clock.come(0.0, 0, microbatch)

@@ -9,14 +9,46 @@ from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 @traits()
 def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
-  """Two pipelines in opposite directions (Li and Hoefler 2021).
+  """Chimera: two pipelines in opposite directions.
+
+      idle / total = (p - 2) / (2 m + p - 2), if B = F and p divides m
+      activations = p / 2 + 1 to p microbatches
 
   Stage s is on device s for the first half of a batch's microbatches (of an odd
   number, the larger one), and on device p - 1 - s for the second. Units of p
   microbatches follow each other ("direct concatenation"): the forwards of a
   unit fill what the backwards of the one before leave idle. Forward doubling
   and backward halving need tasks of two or half a microbatch, which no table
-  has.
+  has. With B = 2 F the ratio is the paper's for one unit, m = p:
+  (p - 2) / (1.5 m + p - 2).
+
+  Args:
+    stages: p, an even number, of devices, too; each holds two stages.
+    microbatches: m, of a batch.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or odd stages.
+
+  Source:
+    Li and Hoefler, "Chimera: efficiently training large-scale neural networks
+    with bidirectional pipelines", SC 2021, arXiv:2107.06925, figure 3.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> chimera = schedules.chimera(4, 4)
+    >>> print(table.to_text(chimera), end="")
+    # chimera; every 4; flush
+    0 | F0@0 F1@0 .    F2@3 B2@3 F3@3 B3@3 B0@0 .    B1@0
+    1 | .    F0@1 F2@2 F1@1 F3@2 B2@2 B0@1 B3@2 B1@1 .
+    2 | .    F2@1 F0@2 F3@1 F1@2 B0@2 B2@1 B1@2 B3@1 .
+    3 | F2@0 F3@0 .    F0@3 B0@3 F1@3 B1@3 B2@0 .    B3@0
+    >>> facts = analyze.analyze(chimera, analyze.costs(4, backward=1.0))
+    >>> facts.bubble_of_total, facts.peak_activations.tolist()  # 2 / (8 + 2)
+    (0.2, [3.0, 4.0, 4.0, 3.0])
   """
   check_even(stages=stages)
   checks.whole("microbatches", microbatches)
@@ -76,13 +108,41 @@ def _dualpipe(own, rank, ranks, microbatches):
 
 @traits()
 def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
-  """Two directions; their forwards and backwards overlap (DeepSeek-V3, 2024).
+  """DualPipe: two directions whose forwards and backwards overlap.
 
-  Stage s is on device s for the first half of a batch's microbatches, and on
-  device p - 1 - s for the second. A forward of one direction and a backward of
-  the other are one block; where there is nothing to overlap with, backwards are
-  split and their weights done later.
-  The stages, p, and the microbatches are even, and these 2 p at least.
+      idle = (p / 2 - 1)(F&B + B - 3 W), at the most
+      activations = p + 1 microbatches
+
+  F&B is how long a block of a forward of one direction and a backward of the
+  other takes. Where there is nothing to overlap with, backwards are split and
+  their weights, W, done later. Stage s is on device s for the first half of a
+  batch's microbatches, and on device p - 1 - s for the second.
+
+  Args:
+    stages: p, an even number, of devices, too; each holds two stages.
+    microbatches: m, of a batch, an even number, 2 p at least.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are not even, or too few microbatches.
+
+  Source:
+    DeepSeek-AI, "DeepSeek-V3 technical report", 2024, arXiv:2412.19437; the
+    order is that of the README of its code.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> dual = schedules.dualpipe(2, 4)
+    >>> print(table.to_text(dual), end="")
+    # dualpipe; every 4; flush
+    0 | F0@0 F2@1 F1@0 B2@1 F3@1&B0@0 B3@1 I1@0 W1@0
+    1 | F2@0 F0@1 F3@0 B0@1 F1@1&B2@0 B1@1 I3@0 W3@0
+    >>> facts = analyze.analyze(dual)
+    >>> facts.idle.tolist(), facts.peak_activations.tolist()  # 2 / 2 - 1 = 0
+    ([0.0, 0.0], [3.0, 3.0])
   """
   check_even(stages=stages, microbatches=microbatches)
   if microbatches < 2 * stages:
@@ -106,11 +166,41 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
 def dualpipe_v(
   devices: int, microbatches: int, *, batches: int = 1
 ) -> Schedule:
-  """DualPipe cut in half (DeepSeek 2025): stages s and 2 p - 1 - s are on
-  device s, and all microbatches go down and come up again.
+  """DualPipeV: DualPipe cut in half, so that nothing is replicated.
 
-  The order of device s is that of `dualpipe` with 2 p stages; nothing is
-  replicated. There are 2 p microbatches at least.
+      stages s and 2 p - 1 - s are on device s
+      idle = (p - 1)(F&B + B - 3 W), at the most
+      activations = 2 p + 1 microbatches of a stage
+
+  All microbatches go down and come up again. The order of device s is that of
+  `dualpipe` with 2 p stages.
+
+  Args:
+    devices: p, each with two stages.
+    microbatches: m, of a batch, 2 p at least.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or too few
+      microbatches.
+
+  Source:
+    DeepSeek-AI, the README of DualPipe, 2025.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> dual = schedules.dualpipe_v(1, 2)
+    >>> print(table.to_text(dual), end="")
+    # dualpipe_v; every 2; flush
+    0 | F0@0 F0@1 F1@0 B0@1 F1@1&B0@0 B1@1 I1@0 W1@0
+    >>> facts = analyze.analyze(schedules.dualpipe_v(2, 4))
+    >>> facts.idle.tolist()  # F&B = 3, B = 2, W = 1: (2 - 1) (3 + 2 - 3)
+    [2.0, 2.0]
+    >>> facts.peak_activations.tolist()
+    [5.0, 5.0]
   """
   checks.whole("devices", devices)
   checks.whole("microbatches", microbatches)

@@ -30,21 +30,6 @@ def custom(
   not F, B, I or W is its own business, has stage and microbatch -1, and takes
   what `costs.own` says.
 
-  Here is 1F1B that does some optimizer work, K, whenever it would wait:
-
-    >>> from pipeline import table as table_lib
-    >>> def rule(device, state):
-    ...   step = state.first("B")
-    ...   if step is None and state.in_flight[device] < 2 - device:
-    ...     step = state.first("F")
-    ...   return step or ("K", -1, -1)
-    >>> costs = analyze.costs(2, backward=1.0, own={"K": 1.0})
-    >>> table = custom(rule, devices=[0, 1], microbatches=2, costs=costs)
-    >>> print(table_lib.to_text(table), end="")
-    # custom; every 2; flush
-    0 | F0 F1 K  B0 K  B1
-    1 | K  F0 B0 F1 B1 .
-
   Args:
     rule: what to do next.
     devices: of each stage its device, or those of its replicas, which take
@@ -56,9 +41,35 @@ def custom(
     flush: whether forwards of a batch wait for the update of the one before.
     name: of the table.
 
+  Returns:
+    A valid Schedule.
+
   Raises:
     ScheduleError: if the rule names what is not ready, or all wait forever,
       with the table so far.
+    ValueError: for counts or devices that do not fit each other.
+
+  Source:
+    none: the rule is the user's. That a schedule is a local rule is an idea of
+    FTPipe's code (Eliad et al. 2021).
+
+  Example:
+    1F1B that does some optimizer work, K, whenever it would wait:
+
+    >>> from pipeline import analyze, schedules, table
+    >>> def rule(device, state):
+    ...   step = state.first("B")
+    ...   if step is None and state.in_flight[device] < 2 - device:
+    ...     step = state.first("F")
+    ...   return step or ("K", -1, -1)
+    >>> costs = analyze.costs(2, backward=1.0, own={"K": 1.0})
+    >>> own = schedules.custom(
+    ...   rule, devices=[0, 1], microbatches=2, costs=costs
+    ... )
+    >>> print(table.to_text(own), end="")
+    # custom; every 2; flush
+    0 | F0 F1 K  B0 K  B1
+    1 | K  F0 B0 F1 B1 .
   """
   places = layout.places_of(devices)
   every = microbatches if every is None else every
@@ -72,12 +83,31 @@ def custom(
 
 
 def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
-  """Returns a table with own actions in slots where devices are idle, in their
-  order; `actions` are of each device. Nothing else moves.
+  """Returns a table with own actions in slots where devices are idle.
+
+  Nothing else moves.
+
+  Args:
+    schedule: the table.
+    actions: of each device, in their order.
+
+  Returns:
+    A valid Schedule.
 
   Raises:
     ValueError: if there are more actions than idle slots, no such device, or an
       action is F, B, I or W.
+
+  Source:
+    none: what fills a table is the user's.
+
+  Example:
+    >>> from pipeline import schedules, table
+    >>> filled = schedules.fill(schedules.gpipe(2, 1), {0: ["K", "K"]})
+    >>> print(table.to_text(filled), end="")
+    # gpipe; every 1; flush
+    0 | F0 K  K  B0
+    1 | .  F0 B0 .
   """
   rows = schedule.tasks
   for device, own in actions.items():

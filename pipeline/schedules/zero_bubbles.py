@@ -107,19 +107,43 @@ def zero_bubble(
   costs: Times = None,
   batches: int = 1,
 ) -> Schedule:
-  """A schedule with split backwards for any stages on any devices, that holds
-  no more than it may.
+  """Split backwards for any stages on any devices, within a memory.
+
+      minimize max over devices of (end of its last task - begin of its first)
+      forwards - backwards of weights <= max_activations of a device, ever
 
   A device does a backward of inputs as soon as it can, a forward if memory
   allows, and weights when it would wait or needs the memory. Ways that differ
-  in how long a wait must be for that are tried, and the best is taken: the one
-  that engages its busiest device for the shortest time, as in Qi et al. 2024.
-  (Of a table of more than 20,000 tasks, the first.)
+  in how long a wait must be for that are tried, and the best is taken. (Of a
+  table of more than 20,000 tasks, the first.) So it is a heuristic: no minimum
+  is proved.
 
   Args:
     devices: the device of each stage.
+    microbatches: m, of a batch.
     max_activations: forwards with the backward of weights still to come, on
       each device, at most; as many as it has stages, at least.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for devices that are not named from 0, or a memory that is too
+      small.
+
+  Source:
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241,
+    whose cost and memory they are; the ways are this library's.
+
+  Example:
+    >>> from pipeline import schedules, table
+    >>> zero = schedules.zero_bubble((0, 1, 0), 2, max_activations=(3, 1))
+    >>> print(table.to_text(zero), end="")
+    # zero_bubble; every 2; flush
+    0 | F0@0 F1@0 F0@2 I0@2 W0@2 I0@0 W0@0 F1@2 I1@2 W1@2 I1@0 W1@0
+    1 | .    F0@1 .    .    I0@1 W0@1 F1@1 .    .    I1@1 W1@1 .
   """
   places = layout.places_of(devices, without_replicas="zero_bubble")
   owned = layout.stages_of(places)
@@ -166,10 +190,40 @@ def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
 def zb_h1(
   stages: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
-  """Zero bubble with the memory of 1F1B (ZB-H1, Qi et al. ICLR 2024; also
-  called ZB1P).
+  """ZB-H1: zero bubble with the memory of 1F1B (also called ZB1P).
 
-  1F1B, with weights where it waits: a bubble of (p - 1)(F + I - W).
+      idle = (p - 1)(F + I - W) on each device
+      activations = p microbatches
+
+  It is 1F1B, with weights where it waits.
+
+  Args:
+    stages: p, one on each device.
+    microbatches: m, of a batch.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or costs of other
+      stages.
+
+  Source:
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241,
+    figure 2.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> zero = schedules.zb_h1(2, 3)
+    >>> print(table.to_text(zero), end="")
+    # zb_h1; every 3; flush
+    0 | F0 F1 .  I0 W0 F2 I1 W1 I2 W2
+    1 | .  F0 I0 F1 I1 W0 F2 I2 W1 W2
+    >>> facts = analyze.analyze(zero)  # F = I = W = 1
+    >>> facts.idle.tolist(), facts.peak_activations.tolist()
+    ([1.0, 1.0], [2.0, 2.0])
   """
   return _of_line("zb_h1", stages, microbatches, costs, batches, 1)
 
@@ -178,13 +232,43 @@ def zb_h1(
 def zb_h2(
   stages: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
-  """Zero bubble with twice the memory (ZB-H2, Qi et al. ICLR 2024; also called
-  ZB2P).
+  """ZB-H2: zero bubble with twice the memory (also called ZB2P).
 
-  A device is engaged for (p - 1)(F + I - 2 W) longer than it is busy, which is
-  nothing if all take the same. Device s begins s F later than the first, so
-  batches follow each other without a gap only if updates need not wait for all
-  stages; the paper checks them afterwards. 2 p - 1 microbatches are in flight.
+      engaged - busy = (p - 1)(F + I - 2 W) of a device, at the most
+      activations = 2 p - 1 microbatches, at the most
+
+  A device is engaged from its first task to its last. If F, I and W take the
+  same, it never waits in between. Device s begins s F later than the
+  first, so batches follow each other without a gap only if updates need not
+  wait for all stages; the paper checks them afterwards.
+
+  Args:
+    stages: p, one on each device.
+    microbatches: m, of a batch.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or costs of other
+      stages.
+
+  Source:
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
+
+  Example:
+    Nobody waits between its first task and its last.
+
+    >>> from pipeline import analyze, schedules, table
+    >>> zero = schedules.zb_h2(2, 3)
+    >>> print(table.to_text(zero), end="")
+    # zb_h2; every 3; flush
+    0 | F0 F1 F2 I0 W0 I1 W1 I2 W2 .
+    1 | .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+    >>> analyze.analyze(zero).peak_activations.tolist()
+    [3.0, 3.0]
   """
   return _of_line("zb_h2", stages, microbatches, costs, batches, 2)
 
@@ -193,11 +277,39 @@ def zb_h2(
 def zb_v(
   devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
-  """Zero bubble with the memory of 1F1B, in a V (ZB-V, Qi et al. NeurIPS 2024).
+  """ZB-V: zero bubble with the memory of 1F1B, in a V.
 
-  Stages s and 2 p - 1 - s are on device s. At most 2 p forwards of such half
-  stages are in flight on a device. If F, I and W take the same, it is never
-  idle from its first task to its last with 2 p - 1 microbatches or more.
+      stages s and 2 p - 1 - s are on device s
+      engaged - busy = 0 of each device, if F = I = W and m >= 2 p - 1
+      activations = 2 p half stages, at the most, as much as p whole ones
+
+  A device is engaged from its first task to its last.
+
+  Args:
+    devices: p, each with two stages.
+    microbatches: m, of a batch.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or costs of other
+      stages.
+
+  Source:
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
+
+  Example:
+    >>> from pipeline import analyze, schedules, table
+    >>> zero = schedules.zb_v(1, 2)
+    >>> print(table.to_text(zero), end="")
+    # zb_v; every 2; flush
+    0 | F0@0 F0@1 I0@1 W0@1 F1@0 I0@0 W0@0 F1@1 I1@1 W1@1 I1@0 W1@0
+    >>> analyze.analyze(schedules.zb_v(2, 3)).peak_activations.tolist()
+    [4.0, 4.0]
   """
   check_positive(devices=devices, microbatches=microbatches)
   p, ways = devices, []
@@ -257,11 +369,35 @@ def _pattern(times, microbatches):
 def v_half(
   devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
-  """Half the memory of 1F1B, in a V (V-Half, Qi et al. NeurIPS 2024).
+  """V-Half: half the memory of 1F1B, in a V.
 
-  Stages s and 2 p - 1 - s are on device s. At most p + 2 forwards of such half
-  stages are in flight on a device; 1F1B has 2 p. It has about half the bubble
-  of 1F1B.
+      stages s and 2 p - 1 - s are on device s
+      activations = p + 2 half stages, at the most; 1F1B has 2 p
+
+  It has about half the bubble of 1F1B.
+
+  Args:
+    devices: p, each with two stages.
+    microbatches: m, of a batch.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or costs of other
+      stages.
+
+  Source:
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
+
+  Example:
+    >>> from pipeline import analyze, schedules
+    >>> facts = analyze.analyze(schedules.v_half(6, 18))
+    >>> print(facts.peak_activations.max())  # 6 + 2 of 12
+    8.0
   """
   check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 2 else 3
@@ -278,12 +414,36 @@ def v_half(
 def v_min(
   devices: int, microbatches: int, *, costs: Times = None, batches: int = 1
 ) -> Schedule:
-  """A third of the memory of 1F1B, in a V (V-Min, Qi et al. NeurIPS 2024).
+  """V-Min: a third of the memory of 1F1B, in a V.
 
-  Stages s and 2 p - 1 - s are on device s. At most 2 ceil(p / 3) + 2 forwards
-  of such half stages are in flight on a device; 1F1B has 2 p. It has about two
-  thirds of the bubble of 1F1B, if F, I and W take the same; if not, a bubble
-  that grows with the number of microbatches.
+      stages s and 2 p - 1 - s are on device s
+      activations = 2 ceil(p / 3) + 2 half stages, at the most; 1F1B has 2 p
+
+  It has about two thirds of the bubble of 1F1B, if F, I and W take the same; if
+  not, a bubble that grows with the number of microbatches.
+
+  Args:
+    devices: p, each with two stages.
+    microbatches: m, of a batch.
+    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
+    batches: how many follow each other, with a flush between them.
+
+  Returns:
+    A valid Schedule with one update for each batch.
+
+  Raises:
+    ValueError: for counts that are no positive whole numbers, or costs of other
+      stages.
+
+  Source:
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
+
+  Example:
+    >>> from pipeline import analyze, schedules
+    >>> facts = analyze.analyze(schedules.v_min(6, 18))
+    >>> print(facts.peak_activations.max())  # 2 2 + 2 of 12
+    6.0
   """
   check_positive(devices=devices, microbatches=microbatches)
   p, more = devices, 0 if devices % 3 else 2

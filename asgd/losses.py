@@ -1,0 +1,134 @@
+"""Losses: what workers differentiate, in the one form that they call.
+
+A user's loss may take a key or not, and return a scalar alone or with something
+beside it. `as_loss` makes it (params, batch, key) -> (value, Aux).
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base, checks
+
+
+class Aux(NamedTuple):
+  """What a loss returns beside its value."""
+
+  stats: Any  # the batch's own statistics, as `Variables.stats`; () if none
+
+
+Loss = Callable[
+  [optax.Params, base.Batch, jax.Array], tuple[jax.Array, Aux]
+]  # (params, batch, key) -> (float[], Aux)
+
+
+class LossError(ValueError):
+  """A loss takes or returns something else than losses do."""
+
+
+_KEYS = "key", "rng"  # what a third argument that is optional may be called
+_FORMS = "(params, batch) or (params, batch, key)"
+
+
+def _takes_key(loss: Callable[..., Any]) -> bool:
+  """Whether a loss is to be given a key; LossError for other arguments."""
+  if not callable(loss):
+    raise LossError(
+      f"the loss must be a function {_FORMS}, not {checks.shown(loss)}"
+    )
+  try:
+    parameters = inspect.signature(loss).parameters.values()
+  except (TypeError, ValueError):  # of a builtin
+    return False
+  kind, empty = inspect.Parameter, inspect.Parameter.empty
+  place = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
+  own = [each for each in parameters if each.kind in place]
+  needed = [each for each in own if each.default is empty]
+  rest = any(each.kind is kind.VAR_POSITIONAL for each in parameters)
+  named = any(
+    each.kind is kind.KEYWORD_ONLY and each.default is empty
+    for each in parameters
+  )
+  if len(needed) > 3 or named or (len(own) < 2 and not rest):
+    found = ", ".join(map(str, parameters)) or "nothing"
+    raise LossError(
+      f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
+      " arguments with functools.partial"
+    )
+  return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
+
+
+def as_loss(loss: Callable[..., Any]) -> Loss:
+  """Returns a user's loss in the one form that workers call.
+
+  Args:
+    loss: (params, batch) or (params, batch, key) -> a float[], or (float[],
+      aux). Of parameters that are `Variables`, aux is the batch's own
+      statistics; of others what a loss says beside its value is dropped.
+
+  Returns:
+    (params, batch, key) -> (float[], Aux).
+
+  Raises:
+    LossError: for a function of other arguments, and, when it is traced, for a
+      value that is no scalar or statistics of another structure.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import worker
+    >>> loss = worker.as_loss(lambda params, batch: (params * batch).sum())
+    >>> value, aux = loss(jnp.ones(2), jnp.ones(2), jax.random.key(0))
+    >>> print(value, aux)
+    2.0 Aux(stats=())
+  """
+  takes_key = _takes_key(loss)
+
+  def adapted(
+    params: base.Params, batch: base.Batch, key: jax.Array
+  ) -> tuple[jax.Array, Aux]:
+    out = loss(params, batch, key) if takes_key else loss(params, batch)
+    pair = isinstance(out, (tuple, list)) and len(out) == 2
+    value, aux = out if pair else (out, Aux(()))
+    _check_value(value)
+    if isinstance(params, base.Variables):
+      stats = aux.stats if isinstance(aux, Aux) else aux
+      _check_stats(stats, params.stats)
+      return value, Aux(stats)
+    return value, aux if isinstance(aux, Aux) else Aux(())
+
+  return adapted
+
+
+def _check_value(value: Any) -> None:
+  if not hasattr(value, "dtype") and not isinstance(value, float):
+    raise LossError(
+      "the loss must return a scalar, or (scalar, aux), not"
+      f" {checks.shown(value)}"
+    )
+  if jnp.shape(value):
+    raise LossError(
+      f"the loss must be a scalar, not an array of shape {jnp.shape(value)}:"
+      " return its mean, losses.mean()"
+    )
+  if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+    raise LossError(
+      f"the loss must be a float, not {jnp.result_type(value)}: it cannot be"
+      " differentiated"
+    )
+
+
+def _check_stats(stats: Any, like: Any) -> None:
+  def shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+
+  if shapes(stats) != shapes(like):
+    raise LossError(
+      "the parameters are asgd.Variables, so the loss must return (value,"
+      " stats), the batch's own statistics in the structure and shapes of"
+      " Variables.stats"
+    )
