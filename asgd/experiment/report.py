@@ -184,7 +184,7 @@ def write(workdir: Path, experiment: Experiment) -> None:
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
     f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"
     " TensorBoard\n"
-    f"each cell    {workdir}/cells/ (params.msgpack, records.npz,"
-    " result.json)\n"
+    f"each cell    {workdir}/cells/ (cell.npz; of live runs params.msgpack,"
+    " records.npz, result.json)\n"
     f"config       {workdir}/config.json"
   )
