@@ -46,7 +46,7 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import code, event_file, schema, storage
+from asgd.experiment import code, event_file, provenance, schema, storage
 from asgd.experiment.claim import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -83,6 +83,7 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
       "modules": code.describe(config),
       "jax": f"{jax.__version__} on {jax.default_backend()}",
       "cpus": os.cpu_count(),
+      **provenance.describe(),
     },
   }
 
@@ -109,7 +110,7 @@ def open_folder(
     folder.mkdir(parents=True, exist_ok=True)
   with (folder / ".lock").open("w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
-    written = _read_identity(folder)
+    written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
     storage.write_json(folder / "config.json", storage.sealed(wanted))
@@ -131,7 +132,9 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
   return value
 
 
-def _read_identity(folder):
+def read_identity(folder: Path) -> dict[str, Any] | None:
+  """Returns what config.json says, None without one; FolderError if it was
+  changed or is of another release."""
   path = folder / "config.json"
   if not path.exists():
     return None
@@ -200,7 +203,7 @@ def _numbered(root, name, wanted) -> Path:
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):
-      written, same = _read_identity(folder), ("config", "dataset")
+      written, same = read_identity(folder), ("config", "dataset")
       if written and all(written[key] == wanted[key] for key in same):
         return folder
   number = max(numbers, default=0)
@@ -399,7 +402,7 @@ def read_rows(place: Path) -> list[dict[str, Any]]:
 def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder: by workers, then
   run, then seed; by run first where engines are compared."""
-  written = _read_identity(workdir)
+  written = read_identity(workdir)
   labels = list(written["config"]["runs"]) if written else []
   places = sorted((workdir / "cells").glob("*"))
   results = list(filter(None, map(finished_result, places)))
