@@ -432,15 +432,13 @@ def _row(row):
 
 def _read(place, experiment, cell):
   """Returns records, parameters and evaluations of a finished cell."""
-  with np.load(place / "records.npz") as columns:
-    named = {key: columns[key] for key in columns.files}
-  records = named
+  records = named = folder.read_records(place)
   if set(named) == set(base.Records._fields):
     records = base.Records(**named)
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))
-  content = (place / "params.msgpack").read_bytes()
+  content = folder.read_file(place, "params.msgpack")
   params = flax.serialization.from_bytes(like, content)
   return records, params, folder.read_rows(place)
 

@@ -217,7 +217,9 @@ def _train(config) -> None:
       bar.close()
       where.close()
     # Together: JAX lets no process wait for long for another at its end.
-    processes.together(lambda: workdir and report.write(workdir, experiment))
+    processes.together(
+      lambda: workdir and report.write(workdir, experiment, bar.notes)
+    )
 
 
 def main() -> None:

@@ -1,7 +1,13 @@
-"""The figure of an experiment: curves of its runs, and sweeps over workers."""
+"""The figure of an experiment: curves of its runs, and sweeps over workers.
 
+It is drawn at the width of a page of a journal, three panels in a row, in eight
+points. Colours are told apart by how dark they are, and with them markers and
+dashes, so that nothing is lost in grey.
+"""
+
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +47,11 @@ _CLOCKS = {
   "time": ("simulated_time", "time (mean batches)"),
   "seconds": ("seconds", "seconds of training"),
 }
-_ACCURACY = "test accuracy (%)"
+_ERROR = "test error (%)"  # 100 less the accuracy in percent
 _LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
+_SINCE = ", mean since\nthe last evaluation"
 _POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
+_POINT += ("values", "diverged")  # of each seed
 
 
 def _workers(results):
@@ -52,6 +60,12 @@ def _workers(results):
   for row in results:
     counts.setdefault(row["algorithm"], set()).add(row["workers"])
   return counts
+
+
+def _swept(results) -> set[int]:
+  """The numbers of workers of runs that have several."""
+  several = (c for c in _workers(results).values() if len(c) > 1)
+  return set().union(*several)
 
 
 def has_accuracy(results: Rows) -> bool:
@@ -64,28 +78,28 @@ def has_accuracy(results: Rows) -> bool:
 
 
 def panels(results: Rows) -> list[Panel]:
-  """Returns what is drawn: a run with several numbers of workers against them,
-  and its curves at the largest; otherwise curves of accuracy and loss. A task
-  without accuracy has the losses of training and test instead."""
+  """Returns what may be drawn: a run with several numbers of workers against
+  them, and its curves at the largest; otherwise curves of accuracy and loss. A
+  task without accuracy has the losses of training and test instead."""
   of_classes = has_accuracy(results)
-  best = _ACCURACY if of_classes else _LOSSES["test_loss"]
+  best = _ERROR if of_classes else _LOSSES["test_loss"]
   name = "accuracy" if of_classes else "loss"
   y = f"test_{name}"
   keys = set(itertools.chain.from_iterable(results))
   timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
-  if timed and any(len(counts) > 1 for counts in _workers(results).values()):
+  if timed and _swept(results):
     key, label = _CLOCKS[timed[0]]
     return [
       Panel(name, "workers", y, "workers", best),
       Panel("gap", "workers", "gap_mean", "workers", "mean gap"),
       Panel("time", "workers", key, "workers", label),
       Panel(f"{name}_curve", "epoch", y, "epoch", best),
-      Panel("gap_curve", "epoch", "gap_mean", "epoch", "mean gap"),
+      Panel("gap_curve", "epoch", "gap_mean", "epoch", f"gap{_SINCE}"),
       Panel(f"{name}_by_time", timed[0], y, label, best),
     ]
-  first = "test_accuracy", _ACCURACY
+  first = "test_accuracy", _ERROR
   if not of_classes:
-    first = "train_loss", _LOSSES["train_loss"]
+    first = "train_loss", _LOSSES["train_loss"] + _SINCE
   curves = first, ("test_loss", _LOSSES["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
   axes += [(clock, _CLOCKS[clock][1]) for clock in timed]
@@ -97,12 +111,22 @@ def panels(results: Rows) -> list[Panel]:
 
 
 def numbers(results: Rows, curves: Rows) -> list[dict]:
-  """Returns the points of the figure, means over seeds, of the rows of cells
-  and of evaluations; curves are of a run's largest number of workers."""
+  """Returns the points of the figure, of the rows of cells and of evaluations:
+  means over seeds, and the value of each seed, with whether it diverged. Curves
+  are of a run's largest number of workers. Beside runs with several numbers, a
+  run with one number that they have not is a level to compare with, and has no
+  curve."""
   largest = {title: max(counts) for title, counts in _workers(results).items()}
-  shown = [row for row in curves if row["workers"] == largest[row["algorithm"]]]
+  swept = _swept(results)
+  shown = [
+    row
+    for row in curves
+    if row["workers"] == largest[row["algorithm"]]
+    and (not swept or row["workers"] in swept)
+  ]
   by_result = group_by(results, "algorithm", "workers")
   by_message = group_by(shown, "algorithm", "workers", "message")
+  diverged = {row.get("cell") for row in results if row.get("diverged")}
   points = []
   for panel in panels(results):
     groups = by_result if panel.x == "workers" else by_message
@@ -111,84 +135,95 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
         continue  # an engine without this clock, or without staleness
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
-      point = panel.name, title, workers, x, mean, std, len(rows)
+      values = [mean_and_std([row], panel.y)[0] for row in rows]
+      ends = [
+        bool(row.get("diverged")) or row.get("cell") in diverged for row in rows
+      ]
+      point = panel.name, title, workers, x, mean, std, len(rows), values, ends
       points.append(dict(zip(_POINT, point, strict=True)))
   return points
 
 
-_STEPS = (10, 5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # of accuracies
-_BEST = 100.3  # percent; where the logarithm of the error would end
+def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
+  """Whether a panel tells something that no other one does: not where all has
+  one value, nor where x is another panel's in other units, nor where workers
+  alone decide."""
+  known = [p for p in rows if np.isfinite([p["x"], p["mean"]]).all()]
+  if len({p["x"] for p in known}) < 2 or len({p["mean"] for p in known}) < 2:
+    return False
+  if panel.x == "workers":
+    of_run = group_by(known, "algorithm").values()
+    lines = [{p["x"]: round(p["mean"], 9) for p in run} for run in of_run]
+    lines = [line for line in lines if len(line) > 1]
+    return len(lines) == 1 or any(line != lines[0] for line in lines)
+  if panel.x == "epoch":
+    return True
+  epochs = f"{panel.y}_by_epoch", f"{panel.name.partition('_')[0]}_curve"
+  ends: dict[str, dict[str, float]] = {"": {}, panel.name: {}}  # by run
+  for point in points:
+    name = "" if point["panel"] in epochs else point["panel"]
+    if name in ends:
+      ends[name][point["algorithm"]] = point["x"]
+  whole, pairs = ends[""], ends[panel.name].items()
+  ratios = [x / whole[run] for run, x in pairs if whole.get(run, 0) > 0]
+  return not ratios or max(ratios) > 1.02 * min(ratios)
 
 
-def _spread(accuracy):
-  return -np.log10(np.maximum(_BEST - accuracy, 1e-3))
+def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
+  """Returns the panels that tell something, at least one."""
+  every = panels(results)
+  of_panel = {
+    panel: [point for point in points if point["panel"] == panel.name]
+    for panel in every
+  }
+  kept = [p for p in every if _has_information(p, of_panel[p], points)]
+  return kept or every[:1]
 
 
-def accuracy_ticks(low: float, high: float) -> list[float]:
-  """Returns accuracies to be labelled, in percent, at most nine: the roundest
-  ones that do not collide, and less round ones until there are three."""
-  room, ticks = (_spread(high) - _spread(low)) / 8, []
-  for step in _STEPS:
-    enough = len(ticks) >= 3
-    for tick in step * np.arange(np.ceil(low / step), high // step + 1):
-      if enough and step < (1 if tick > 90 else 5):
-        continue
-      if all(abs(_spread(tick) - _spread(other)) > room for other in ticks):
-        ticks.append(float(tick))
-  return sorted(ticks)
+# How it looks.
+
+_WIDTH = 2.4, 1.95  # inches of a panel, and its height
+# By lightness, from 0 to 64 percent, of palettes for all kinds of sight by
+# Paul Tol (https://sronpersonalpages.nl/~pault/).
+COLORS = "#000000", "#332288", "#882255", "#117733", "#CC6677", "#44AA99"
+MARKERS, DASHES = "osv^D*PhdX", ("-", "--", "-.", (0, (1, 1)))
+_STYLE = {
+  "font.size": 8,
+  "axes.titlesize": 8,
+  "axes.linewidth": 0.6,
+  "legend.fontsize": 7.5,
+  "legend.title_fontsize": 7,
+  "lines.linewidth": 1.1,
+  "lines.markersize": 3.5,
+  "grid.linewidth": 0.5,
+  "grid.alpha": 0.3,
+  "pdf.fonttype": 42,  # text stays text
+  "svg.hashsalt": "figure",  # equal figures are equal files
+}
 
 
-def _spread_accuracy(axis) -> None:
-  """Spaces accuracies by the logarithm of the error: 96 and 97 % differ."""
-  low, high = axis.get_ylim()
-  low, high = max(low, 0), min(high, 100)
-  axis.set_yscale(
-    "function", functions=(_spread, lambda y: _BEST - 10.0 ** (-y))
-  )
-  axis.set_ylim(low, high)
-  axis.set_yticks(accuracy_ticks(low, high))
-  axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+  """Draws what is made within it as all figures are: in eight points."""
+  import matplotlib
+
+  with matplotlib.rc_context(_STYLE):
+    yield
 
 
-def scale_by_logarithm(axis: Any, direction: str, values: Any) -> None:
-  """Makes the "x" or "y" axis of drawn values logarithmic if one of them is
-  above 0, with labels such as 20, 50 and 1,000."""
-  from matplotlib import ticker
-
-  if not (np.asarray(values, float) > 0).any():
-    return
-  axis.set(**{f"{direction}scale": "log"})
-  low, high = getattr(axis, f"get_{direction}lim")()
-  subs = (1, 2, 5) if high < 300 * low else (1,)
-  side = getattr(axis, f"{direction}axis")
-  side.set_major_locator(ticker.LogLocator(subs=subs))
-  side.set_major_formatter(lambda value, _: f"{value:,.7g}")
-  side.set_minor_formatter(ticker.NullFormatter())
-
-
-def _draw_run(axis, rows, style, *, panel, level):
-  """Draws a curve with a band, a horizontal line (`level`), or error bars."""
-  rows = [row for row in rows if np.isfinite(row["mean"])]
-  if not rows:
-    return
-  scale = 100 if panel.y == "test_accuracy" else 1
-  x = np.array([row["x"] for row in rows], float)
-  mean = scale * np.array([row["mean"] for row in rows], float)
-  std = scale * np.nan_to_num([row["std"] for row in rows])
-  low, high = mean - std, mean + std
-  if scale == 1:  # on a logarithmic axis, mean - std may not be drawable
-    with np.errstate(invalid="ignore", divide="ignore"):
-      factor = np.where(mean > 0, 1 + std / mean, 1.0)
-    low, high = mean / factor, mean * factor
-  shade = {"color": style["color"], "alpha": 0.15, "lw": 0}
-  if panel.x != "workers":
-    axis.plot(x, mean, **style)
-    axis.fill_between(x, low, high, **shade)
-  elif level:
-    axis.axhline(mean[0], ls="--", color=style["color"], label=style["label"])
-    axis.axhspan(low[0], high[0], **shade)
-  else:
-    axis.errorbar(x, mean, (mean - low, high - mean), capsize=3, **style)
+def styles(titles: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Returns the colour, marker and dashes of each line, which differ in grey
+  too."""
+  few = min(len(titles), len(COLORS))
+  chosen = np.linspace(0, len(COLORS) - 1, few).round().astype(int)
+  return {
+    title: {
+      "color": COLORS[chosen[i % few]],
+      "marker": MARKERS[i % len(MARKERS)],
+      "ls": DASHES[(i + i // few) % len(DASHES)],
+    }
+    for i, title in enumerate(titles)
+  }
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> Any:
@@ -205,13 +240,78 @@ def plain_text(text: str) -> str:
 
 
 def save(figure: Any, heading: str, stem: Path) -> None:
-  """Writes a figure as STEM.png and STEM.svg, with a heading above all."""
-  figure.suptitle(plain_text(heading))
-  for suffix in (".png", ".svg"):
-    figure.savefig(stem.with_suffix(suffix), dpi=110)
+  """Writes a figure as STEM.png, .svg and .pdf, with a heading above all."""
+  figure.suptitle(plain_text(heading), fontsize="medium")
+  dates = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+  for suffix, metadata in dates.items():
+    path = stem.with_suffix(suffix)
+    figure.savefig(path, dpi=200, metadata=metadata)
 
 
-def _loss_limits(axis, rows):
+def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
+  """Makes the "x" or "y" axis of drawn values logarithmic if they go over a
+  factor of five or more, with labels such as 20, 50 and 1,000, and says so in
+  the axis's name, which is set before."""
+  from matplotlib import ticker
+
+  values = np.asarray(values, float)
+  values = values[np.isfinite(values) & (values > 0)]
+  if not values.size or values.max() < 5 * values.min():
+    return False
+  axis.set(**{f"{direction}scale": "log"})
+  low, high = getattr(axis, f"get_{direction}lim")()
+  subs = (1, 2, 5) if high < 300 * low else (1,)
+  side = getattr(axis, f"{direction}axis")
+  side.set_major_locator(ticker.LogLocator(subs=subs))
+  if low >= 1e-4:
+    side.set_major_formatter(lambda value, _: f"{value:,.7g}")
+  side.set_minor_formatter(ticker.NullFormatter())
+  name = side.get_label_text()
+  if name:
+    side.set_label_text(f"{name}, log scale")
+  return True
+
+
+def _shown(panel: Panel, values: Any) -> np.ndarray:
+  """What is drawn of values: of an accuracy the error, in percent."""
+  values = np.asarray(values, float)
+  return 100 * (1 - values) if panel.y == "test_accuracy" else values
+
+
+def _draw_run(axis, rows, style, *, panel, level, aside):
+  """Draws a curve with a band; or a horizontal line (`level`); or means with
+  the points of seeds, `aside` by a factor."""
+  rows = [row for row in rows if np.isfinite(row["mean"])]
+  if not rows:
+    return
+  x = np.array([row["x"] for row in rows], float)
+  mean = _shown(panel, [row["mean"] for row in rows])
+  values = [_shown(panel, row["values"]) for row in rows]
+  low, high = np.array([[each.min(), each.max()] for each in values]).T
+  color, label = style["color"], style["label"]
+  shade = {"color": color, "alpha": 0.15, "lw": 0}
+  if level:
+    axis.axhline(mean[0], ls=":", color=color, label=label)
+    axis.axhspan(low[0], high[0], **shade)
+    return
+  if panel.x != "workers":
+    every = max(len(x) // 5, 1)
+    axis.plot(x, mean, markevery=every, **style)
+    axis.fill_between(x, low, high, **shade)
+    rows, values = rows[-1:], values[-1:]
+  else:
+    axis.plot(x, mean, **style)
+  crosses = {"color": color, "marker": "x", "ls": "", "ms": 5, "mew": 1.2}
+  for row, seeds in zip(rows, values, strict=True):
+    ended = np.array(row["diverged"])
+    at = np.full(len(seeds), row["x"] * aside)
+    if panel.x == "workers" and len(seeds) > 1:
+      dots = {"color": color, "marker": ".", "ls": "", "ms": 3, "alpha": 0.7}
+      axis.plot(at[~ended], seeds[~ended], **dots)
+    axis.plot(at[ended], seeds[ended], **crosses)
+
+
+def _limit_losses(axis, rows):
   """Keeps a run that diverged from hiding the others."""
   drawn = [row["mean"] for row in rows if np.isfinite(row["mean"])]
   if not drawn or min(drawn) <= 0:
@@ -220,66 +320,94 @@ def _loss_limits(axis, rows):
   firsts = [run[0]["mean"] for run in runs if np.isfinite(run[0]["mean"])]
   top = 1.1 * max(firsts, default=max(drawn))
   axis.set_ylim(0.95 * min(drawn), min(top, 1.05 * max(drawn)))
-  scale_by_logarithm(axis, "y", drawn)
 
 
 def _draw_panel(axis, panel, points, styles, swept):
-  rows = [point for point in points if point["panel"] == panel.name]
+  rows = [row for row in points if row["panel"] == panel.name]
   against_workers = panel.x == "workers"
-  for title, style in styles.items():
+  middle = (len(styles) - 1) / 2
+  for i, (title, style) in enumerate(styles.items()):
     mine = [row for row in rows if row["algorithm"] == title]
-    level = len(mine) == 1 and mine[0]["x"] not in swept
-    _draw_run(axis, mine, style, panel=panel, level=level)
+    level = len(mine) == 1 and mine[0]["x"] not in swept and against_workers
+    aside = 2 ** (0.03 * (i - middle)) if against_workers else 1
+    _draw_run(axis, mine, style, panel=panel, level=level, aside=aside)
+  axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   if against_workers:
     ticks = sorted(swept)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.minorticks_off()
+    axis.set_xlabel("workers, log scale")
   elif panel.x in (*_CLOCKS, "update"):
     scale_by_logarithm(axis, "x", [row["x"] for row in rows])
-  positive = [row["mean"] for row in rows if 0 < row["mean"] < np.inf]
   if panel.y in _LOSSES:
-    _loss_limits(axis, rows)
-  elif panel.y == "test_accuracy" and rows:
-    _spread_accuracy(axis)
-  elif positive:
-    axis.set_yscale("log")
-    axis.set_ylim(0.3 * min(positive))
+    _limit_losses(axis, rows)
+  scale_by_logarithm(axis, "y", _shown(panel, [row["mean"] for row in rows]))
   if swept:
-    when = "at the end" if against_workers else "at the most workers"
-    axis.set_title(when, fontsize="medium")
-  axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
-  axis.grid(alpha=0.3)
+    axis.set_title(_when(panel, rows))
+  axis.grid()
+
+
+def _when(panel, rows):
+  if panel.x == "workers":
+    return "at the end"
+  counts = {row["workers"] for row in rows}
+  if len(counts) == 1:
+    return f"at {counts.pop()} workers"
+  return "at the most workers of each run"
+
+
+def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
+  """Says what lines, bands, dots and crosses are, as far as there are some."""
+  seeds = max((point["seeds"] for point in points), default=1)
+  said = []
+  if seeds > 1:
+    said.append(f"lines: mean of {seeds} seeds")
+    if any(panel.x == "workers" for panel in drawn):
+      said.append("dots: seeds")
+    if any(panel.x != "workers" for panel in drawn):
+      said.append("bands: lowest to highest seed")
+  if any(any(point["diverged"]) for point in points):
+    said.append("crosses: seeds that diverged")
+  return "; ".join(said)
 
 
 def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
-  """Draws the points of `numbers` as STEM.png and STEM.svg: means over seeds,
-  with one standard deviation (a factor on logarithmic axes). A run with one
-  number of workers, which no other has, is a horizontal line against workers.
+  """Draws the points of `numbers` as STEM.png, .svg and .pdf, in the panels of
+  `drawn_panels`: means over seeds, against workers with a dot for each seed, of
+  curves with a band from the lowest to the highest. A run with one number of
+  workers, which no other has, is a horizontal line against workers.
   ImportError without the extra viz."""
-  import matplotlib
-
-  drawn = panels(results)
-  columns = len(drawn) // 2
-  figure, axes = new_figure(2, columns, 5 * columns, 8)
-  titles = dict.fromkeys(point["algorithm"] for point in points)
-  colors = matplotlib.colormaps["tab10" if len(titles) <= 10 else "tab20"]
-  styles = {
-    title: {
-      "color": colors(i % colors.N),
-      "marker": "osv^D*XPhd"[i % 10],
-      "ls": ("-", "--")[i // colors.N % 2],
-      "ms": 5,
-      "label": plain_text(title),
+  drawn, swept = drawn_panels(results, points), _swept(results)
+  count = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
+  lines = -(-len(drawn) // count)
+  titles = list(dict.fromkeys(point["algorithm"] for point in points))
+  with style():
+    size = max(_WIDTH[0] * count, 3.5), _WIDTH[1] * lines + 0.9
+    figure, axes = new_figure(lines, count, *size)
+    named = {
+      title: {**own, "label": plain_text(title)}
+      for title, own in styles(titles).items()
     }
-    for i, title in enumerate(titles)
-  }
-  sweeps = (counts for counts in _workers(results).values() if len(counts) > 1)
-  swept = set().union(*sweeps)
-  for axis, panel in zip(axes.flat, drawn, strict=True):
-    _draw_panel(axis, panel, points, styles, swept)
-  handles, labels = axes[0, 0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=min(len(labels), 8)
-  )
-  save(figure, heading, stem)
+    for axis, panel in itertools.zip_longest(axes.flat, drawn):
+      if panel is None:
+        axis.set_axis_off()
+      else:
+        _draw_panel(axis, panel, points, named, swept)
+    by_label: dict[str, Any] = {}
+    for axis in axes.flat:
+      handles, labels = axis.get_legend_handles_labels()
+      by_label |= dict(zip(labels, handles, strict=True)) | by_label
+    order = [x["label"] for x in named.values() if x["label"] in by_label]
+    if order:
+      longest = 0.35 + 0.06 * max(map(len, order))
+      figure.legend(
+        [by_label[label] for label in order],
+        order,
+        loc="outside lower center",
+        ncols=max(min(int(size[0] / longest), len(order)), 1),
+        title=_explain(points, drawn),
+        handlelength=2.6,
+        frameon=False,
+      )
+    save(figure, heading, stem)

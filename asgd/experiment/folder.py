@@ -10,10 +10,17 @@ WORKDIR/
     records.npz          one row per message
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all
+    cell.npz             all of these in one; see below
   tensorboard/           the same rows as metrics.jsonl
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
-  figure.png, .svg, .csv the figure and the numbers in it
+  figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
+  report.html            all of it on one page
+
+When a cell is finished that could be trained again to the same bits, its files
+become one, cell.npz: a zip file of columns of records, which `numpy.load` reads
+by their names, and of the other files as they were. A live cell keeps its files
+beside the traces from which it is replayed, which real time made.
 
 The same command with the same folder goes on where it stopped. Runs, numbers of
 workers and seeds may be added to an experiment that has begun; anything else
@@ -24,10 +31,13 @@ the process that trains it, so several may work on one experiment.
 import contextlib
 import copy
 import fcntl
+import io
 import itertools
 import json
 import os
 import re
+import shutil
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -36,7 +46,7 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import code, event_file, schema, storage
+from asgd.experiment import code, event_file, provenance, schema, storage
 from asgd.experiment.claim import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -73,6 +83,7 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
       "modules": code.describe(config),
       "jax": f"{jax.__version__} on {jax.default_backend()}",
       "cpus": os.cpu_count(),
+      **provenance.describe(),
     },
   }
 
@@ -99,7 +110,7 @@ def open_folder(
     folder.mkdir(parents=True, exist_ok=True)
   with (folder / ".lock").open("w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
-    written = _read_identity(folder)
+    written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
     storage.write_json(folder / "config.json", storage.sealed(wanted))
@@ -121,7 +132,9 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
   return value
 
 
-def _read_identity(folder):
+def read_identity(folder: Path) -> dict[str, Any] | None:
+  """Returns what config.json says, None without one; FolderError if it was
+  changed or is of another release."""
   path = folder / "config.json"
   if not path.exists():
     return None
@@ -190,7 +203,7 @@ def _numbered(root, name, wanted) -> Path:
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):
-      written, same = _read_identity(folder), ("config", "dataset")
+      written, same = read_identity(folder), ("config", "dataset")
       if written and all(written[key] == wanted[key] for key in same):
         return folder
   number = max(numbers, default=0)
@@ -210,19 +223,35 @@ class CellInUse(ValueError):
 
 
 @contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+  """Holds a lock, whose file is there only as long."""
+  with contextlib.ExitStack() as stack:
+    there = False
+    while not there:  # or who held it has just removed the file
+      file = stack.enter_context(path.open("w"))
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except OSError as error:
+        raise CellInUse(
+          f"{path.parent} is in use by another process; wait for it, or"
+          f" {_REMEDY}"
+        ) from error
+      with contextlib.suppress(FileNotFoundError):
+        there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+    try:
+      yield
+    finally:
+      path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def claim_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
   """Holds the folder of a cell while it is trained, and writes cell.json;
   raises CellInUse if another process holds it."""
   place.mkdir(parents=True, exist_ok=True)
-  with (place / ".lock").open("w") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      raise CellInUse(
-        f"{place} is in use by another process; wait for it, or {_REMEDY}"
-      ) from error
+  with _locked(place / ".lock"):
     run = experiment.runs[cell.label]
     description = {
       "version": VERSION,
@@ -240,6 +269,9 @@ def claim_cell(
 def read_cell(place: Path) -> dict[str, Any]:
   """Returns what cell.json says; FolderError for a folder of no cell."""
   value = storage.read_json(place / "cell.json")
+  if value is None:
+    members = storage.read_archive(place / CELL, "cell.json")
+    value = members and json.loads(members["cell.json"])
   if value is None or value.get("version") != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
@@ -263,6 +295,7 @@ def only_cell(folder: Path) -> Path:
 
 # What a result is of, beside itself.
 _FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
+CELL = "cell.npz"  # all of them, of a cell that is finished
 
 
 def write_result(place: Path, result: Mapping[str, Any]) -> None:
@@ -273,8 +306,59 @@ def write_result(place: Path, result: Mapping[str, Any]) -> None:
   storage.write_json(place / "result.json", content)
 
 
+def pack(place: Path) -> None:
+  """Makes one file of those of a finished cell, and removes its checkpoints."""
+  members = {name: (place / name).read_bytes() for name in _FILES}
+  with zipfile.ZipFile(io.BytesIO(members.pop("records.npz"))) as records:
+    columns = {name: records.read(name) for name in records.namelist()}
+  result = storage.read_sealed(place / "result.json")
+  assert result is not None
+  del result["files"]
+  text = storage.to_json(result, indent=2) + "\n"
+  storage.write_archive(
+    place / CELL, {**columns, **members, "result.json": text.encode()}
+  )
+  _remove_packed(place)
+
+
+def _remove_packed(place):
+  """Removes what a cell has in its one file."""
+  for name in (*_FILES, "result.json"):
+    (place / name).unlink(missing_ok=True)
+  shutil.rmtree(place / "checkpoints", ignore_errors=True)
+
+
+def remove_leftovers(place: Path) -> None:
+  """Removes what a kill right after the end of a cell left: its files, where
+  they are also in one, which is whole."""
+  left = (place / name for name in (*_FILES, "result.json", "checkpoints"))
+  if (place / CELL).exists() and any(path.exists() for path in left):
+    _remove_packed(place)
+
+
+def read_file(place: Path, name: str) -> bytes:
+  """Returns what a file of a finished cell holds, of those that are listed
+  above."""
+  members = storage.read_archive(place / CELL, name)
+  return members[name] if members else (place / name).read_bytes()
+
+
+def read_records(place: Path) -> dict[str, np.ndarray]:
+  """Returns the columns of a finished cell's records, one row per message."""
+  packed, loose = place / CELL, place / "records.npz"
+  with np.load(packed if packed.exists() else loose) as columns:
+    names = (name for name in columns.files if "." not in name)
+    return {name: columns[name] for name in names}
+
+
 def _read_result(place):
   """Returns (result, None), or (None, the file that is gone or was changed)."""
+  path = place / CELL
+  if path.exists():
+    members = storage.read_archive(path, "result.json")
+    result = members and json.loads(members["result.json"])
+    same = result and result["cell"] == place.name
+    return (result, None) if same else (None, path)
   path = place / "result.json"
   result = storage.read_sealed(path)
   if result is None or result["cell"] != place.name:
@@ -311,14 +395,14 @@ def _row(line):
 
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
-  content = (place / "metrics.jsonl").read_text(encoding="utf-8")
+  content = read_file(place, "metrics.jsonl").decode()
   return list(map(_row, content.splitlines()))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder: by workers, then
   run, then seed; by run first where engines are compared."""
-  written = _read_identity(workdir)
+  written = read_identity(workdir)
   labels = list(written["config"]["runs"]) if written else []
   places = sorted((workdir / "cells").glob("*"))
   results = list(filter(None, map(finished_result, places)))

@@ -165,6 +165,7 @@ def finished(
   )
   if result is not None and place is not None:
     kind.clean(place)
+    folder.remove_leftovers(place)
   return result
 
 
@@ -246,8 +247,6 @@ class _Attempt(contextlib.ExitStack):
     params = jax.device_get(engine.snapshot().params)
     result = self._book.result(params)
     result["wall_seconds"] = time.monotonic() - began
-    if not self._kind.journaled:
-      self._save(engine)
     processes.together(lambda: self._write(engine, params, result))
     if ended is not None:
       ended(engine.records(), params, self._book.rows)
@@ -351,6 +350,8 @@ class _Attempt(contextlib.ExitStack):
       storage.write_atomically(self._place / name, content)
     storage.write_params(self._place, params)
     folder.write_result(self._place, result)
+    if not self._kind.journaled:
+      folder.pack(self._place)
 
 
 def _closing(close: Callable[[], None]):

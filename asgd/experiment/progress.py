@@ -30,6 +30,7 @@ class ProgressBar:
     self._done, self._total = 0, total
     self._seconds, self._last = seconds, time.monotonic()
     self._warned: set[tuple[str, int]] = set()
+    self.notes: list[str] = []  # what was said beside progress and results
     self._bar = None
     if stream.isatty():
       self._bar = tqdm.tqdm(
@@ -58,21 +59,25 @@ class ProgressBar:
     elif time.monotonic() - self._last >= self._seconds:
       self._last = time.monotonic()
       state += f", {live_figures.long(figures)}" if figures is not None else ""
-      self.line(f"{self._done / self._total:4.0%} {cell.name}: {state}")
+      self._print(f"{self._done / self._total:4.0%} {cell.name}: {state}")
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows what a cell came to, with warnings for the first seed of a run."""
     said, *warnings = report.lines(
       result, lambda row: self._describe(row["engine"], row)
     )
-    self.line(said)
+    self._print(said)
     if warnings and (cell.label, cell.workers) not in self._warned:
       self._warned.add((cell.label, cell.workers))
       for text in warnings:
-        self.line(text)
+        self._print(text)
 
   def line(self, text: str) -> None:
-    """Prints a line that stays."""
+    """Prints a line that stays, and keeps it for the report."""
+    self.notes.append(text)
+    self._print(text)
+
+  def _print(self, text):
     if self._bar is not None:
       self._bar.write(text, file=self._stream)
     else:

@@ -1,14 +1,14 @@
-"""What an experiment says: a line for each cell, a table and a figure."""
+"""What an experiment says: a line for each cell, a table, a figure, a page."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asgd import text_table
-from asgd.experiment import figure, folder, storage
+from asgd.experiment import figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
 from asgd.experiment.engines import Column
 from asgd.experiment.figure import Row, Rows
@@ -123,8 +123,8 @@ def _csv_row(group: Rows) -> dict[str, Any]:
   return row
 
 
-def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
-  """Returns (CSV rows, text table): a row for a run and number of workers."""
+def columns_of(results: Rows, engines: Engines) -> list[Column]:
+  """Returns the columns that a table of these results shows."""
   shown = list(_FIRST)
   if not figure.has_accuracy(results):
     shown = [column for column in shown if column.key != "test_accuracy"]
@@ -134,6 +134,12 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
+  return shown
+
+
+def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
+  """Returns (CSV rows, text table): a row for a run and number of workers."""
+  shown = columns_of(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
     csv_rows.append(_csv_row(group))
@@ -145,8 +151,98 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def write(workdir: Path, experiment: Experiment) -> None:
-  """Writes table and figure of a folder's finished cells, and says where."""
+def _flat(point: Row) -> dict[str, Any]:
+  """A row of a CSV file: of lists, their values with spaces between."""
+  return {
+    key: " ".join(map(str, value)) if isinstance(value, list) else value
+    for key, value in point.items()
+  }
+
+
+def warnings(results: Rows) -> list[str]:
+  """Returns the warnings of finished cells, those of the first seed that has
+  some for each run and number of workers."""
+  said = []
+  for group in figure.group_by(results, "label", "workers").values():
+    of_seeds = (lines(row, lambda _: "")[1:] for row in group)
+    said += next(filter(None, of_seeds), [])
+  return [text.removeprefix("warning: ") for text in said]
+
+
+def write_page(
+  workdir: Path,
+  results: Rows,
+  engines: Engines,
+  *,
+  title: str,
+  lead: str,
+  notes: Sequence[str] = (),
+) -> Path:
+  """Writes report.html of a folder: what its config.json and its files say of
+  these results, and `notes`, which were printed when they were made."""
+  identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
+  free = dict(identity["free"])
+  known = {key: free.pop(key, None) for key in ("modules", "data source")}
+  for name, module in (known["modules"] or {}).items():
+    free[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
+  damaged = [
+    f"{path.relative_to(workdir)} was damaged and is not used"
+    for path in sorted(workdir.glob("cells/*/damaged-*"))
+  ]
+  csv_rows, _ = tabulate(results, engines)
+  defaults = {
+    key: schema.default_of(node)
+    for key, node in schema.sections(engines).items()
+  }
+  pictures = [workdir / "figure.svg", workdir / "compare.svg"]
+  pictures += sorted(workdir.glob("cells/*/compare.svg"))
+  drawn = "".join(
+    page.picture(path, f"{path.stem} of {title}: its numbers are in the table")
+    for path in pictures
+    if path.exists()
+  )
+  shown = columns_of(results, engines)
+  shown.append(Column("diverged", "diverged"))
+  content = page.document(
+    title,
+    page.heading(title, lead),
+    _section("Warnings", [*warnings(results), *damaged, *notes]),
+    page.section("Figures", drawn) if drawn else "",
+    page.section("Results", page.results(csv_rows, shown)),
+    page.section("Config", page.config(identity["config"], defaults)),
+    page.section("Made by", page.facts(free)),
+    page.section("Files", _files(workdir, [row["cell"] for row in results])),
+  )
+  path = workdir / "report.html"
+  storage.write_atomically(path, content)
+  return path
+
+
+def _section(title: str, texts: Sequence[str]) -> str:
+  if not texts:
+    return ""
+  return page.section(title, page.items(dict.fromkeys(texts), "warnings"))
+
+
+def _files(workdir: Path, cells: Sequence[str]) -> str:
+  """Links to the files of a folder, and of its cells."""
+  hidden = ".lock", "report.html"
+  top = sorted(p for p in workdir.iterdir() if p.is_file())
+  content = page.links((p for p in top if p.name not in hidden), workdir)
+  lists = []
+  for cell in cells:
+    inside = sorted((workdir / "cells" / cell).iterdir())
+    found = [p for p in inside if p.is_file() and p.name != ".lock"]
+    lists.append(f"<li>{page.links(found, workdir)}</li>")
+  of_cells = f"<ul>\n{''.join(lists)}\n</ul>"
+  return f"<p>{content}</p>\n{page.more(f'{len(cells)} cells', of_cells)}"
+
+
+def write(
+  workdir: Path, experiment: Experiment, notes: Sequence[str] = ()
+) -> None:
+  """Writes table, figure and page of a folder's finished cells, and says where;
+  `notes` are what else was said while they were trained."""
   results = folder.read_results(workdir)
   places = [workdir / "cells" / row["cell"] for row in results]
   rows = [row for place in places for row in folder.read_rows(place)]
@@ -170,21 +266,25 @@ def write(workdir: Path, experiment: Experiment) -> None:
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)
   storage.write_atomically(workdir / "table.txt", text)
-  storage.write_csv(workdir / "figure.csv", points)
-  drawn = f"{workdir}/figure.png, .svg; its numbers {workdir}/figure.csv"
+  storage.write_csv(workdir / "figure.csv", list(map(_flat, points)))
+  drawn = f"{workdir}/figure.png, .svg, .pdf; its numbers {workdir}/figure.csv"
   try:
     figure.draw(points, results, workdir / "figure", title)
   except ImportError:
     drawn = f"not drawn: pip install -e '.[viz]'; {workdir}/figure.csv"
   except Exception as error:  # the runs are done: their numbers come first
     drawn = f"not drawn: {error!r}; {workdir}/figure.csv"
+  lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
+  named = {"title": what + "s" * (seeds != 1), "lead": lead, "notes": notes}
+  made = write_page(workdir, results, experiment.engines, **named)
   print(
     f"\n{text}\n"
+    f"report       {made}\n"
     f"figure       {drawn}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
     f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"
     " TensorBoard\n"
-    f"each cell    {workdir}/cells/ (params.msgpack, records.npz,"
-    " result.json)\n"
+    f"each cell    {workdir}/cells/ (cell.npz; of live runs params.msgpack,"
+    " records.npz, result.json)\n"
     f"config       {workdir}/config.json"
   )

@@ -1,4 +1,5 @@
-"""Files that are there whole or not at all, checksums, JSON without NaN."""
+"""Files that are there whole or not at all, checksums, JSON without NaN,
+archives of several files in one."""
 
 import contextlib
 import csv
@@ -7,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,62 @@ def save_columns(path: Path, columns: Any) -> None:
   content = io.BytesIO()
   np.savez_compressed(content, **columns._asdict())
   write_atomically(path, content.getvalue())
+
+
+_COMMENT = 64  # bytes at the end of an archive: SHA-256 of all before them
+_PIECE = 2**20  # bytes that a checksum is updated with
+
+
+def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
+  """Writes files as one zip file, whole or not at all, which `read_archive` and
+  any other reader of zip files opens; of equal files it has equal bytes.
+
+  Example:
+    >>> place = getfixture("tmp_path") / "two.zip"
+    >>> write_archive(place, {"a.txt": b"first", "b.txt": b"second"})
+    >>> read_archive(place, "b.txt")
+    {'b.txt': b'second'}
+  """
+  temporary = path.with_name(path.name + ".tmp")
+  with temporary.open("w+b") as file:
+    with zipfile.ZipFile(file, "w") as archive:
+      archive.comment = b"0" * _COMMENT
+      for name, content in members.items():
+        # Without a date, and parameters, which are noise, as they are.
+        member = zipfile.ZipInfo(name)
+        if not name.endswith(".msgpack"):
+          member.compress_type = zipfile.ZIP_DEFLATED
+        archive.writestr(member, content)
+    checksum = _before_comment(file)
+    file.seek(-_COMMENT, os.SEEK_END)
+    file.write(checksum)
+  os.replace(temporary, path)
+
+
+def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
+  """Returns the named files of an archive, all if none is named; None if it is
+  not there, or any byte of it was changed."""
+  try:
+    with path.open("rb") as file:
+      checksum = _before_comment(file)
+      if file.read() != checksum:
+        return None
+      with zipfile.ZipFile(file) as archive:
+        return {n: archive.read(n) for n in names or archive.namelist()}
+  except OSError:
+    return None
+
+
+def _before_comment(file) -> bytes:
+  """The checksum of an archive up to its comment, where the file is then."""
+  left = file.seek(0, os.SEEK_END) - _COMMENT
+  file.seek(0)
+  total = hashlib.sha256()
+  while left > 0:
+    piece = file.read(min(left, _PIECE))
+    total.update(piece)
+    left -= len(piece)
+  return total.hexdigest().encode()
 
 
 def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:

@@ -126,7 +126,7 @@ def test_metrics_have_a_row_for_each_evaluation(finished):
 def test_records_and_result_agree(finished):
   workdir, _ = finished
   for cell in cells(workdir):
-    records = np.load(cell / "records.npz")
+    records = np.load(cell / "cell.npz")
     result = folder.finished_result(cell)
     assert len(records["loss"]) == result["messages"] == 87
     assert result["staleness_max"] == records["staleness"].max()
@@ -163,7 +163,7 @@ def test_the_final_parameters_are_readable(finished):
   workdir, _ = finished
   for cell in cells(workdir):
     state = flax.serialization.msgpack_restore(
-      (cell / "params.msgpack").read_bytes()
+      folder.read_file(cell, "params.msgpack")
     )
     leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
     result = folder.finished_result(cell)
@@ -232,23 +232,19 @@ def test_a_finished_experiment_is_left_alone_and_may_grow(finished, tmp_path):
   assert "2 seeds" in result.stdout
 
 
-@pytest.mark.parametrize(
-  "name", ["result.json", "records.npz", "metrics.jsonl"]
-)
-def test_what_is_lost_of_a_finished_cell_is_made_again(
-  finished, tmp_path, name
-):
+def test_what_is_lost_of_a_finished_cell_is_made_again(finished, tmp_path):
   workdir = tmp_path / "out"
   shutil.copytree(finished[0], workdir)
-  path = workdir / "cells" / "dana_zero-n3-s0" / name
+  path = workdir / "cells" / "dana_zero-n3-s0" / "cell.npz"
   result = folder.finished_result(path.parent)
   before = path.read_bytes()
   path.write_bytes(before[: len(before) // 2])
   finish(*SMALL, *ONE, f"--workdir={workdir}")
   again = folder.finished_result(path.parent)
   assert {**again, "wall_seconds": result["wall_seconds"]} == result
-  if name == "metrics.jsonl":
-    assert path.read_bytes() == before
+  rows = storage.read_archive(path, "metrics.jsonl")
+  theirs = finished[0] / "cells" / path.parent.name / path.name
+  assert rows == storage.read_archive(theirs, "metrics.jsonl")
 
 
 # Stopping and going on.
@@ -275,7 +271,7 @@ def killed(tmp_path_factory):
   process.kill()
   process.communicate()
   assert process.returncode == -signal.SIGKILL
-  assert not list(workdir.glob("cells/*/result.json"))
+  assert not list(workdir.glob("cells/*/cell.npz"))
   return workdir
 
 
@@ -287,9 +283,8 @@ def assert_same(workdir, undisturbed):
     result, expected = map(folder.finished_result, (ours, theirs))
     differing = {key for key in expected if result[key] != expected[key]}
     assert differing <= {"wall_seconds"}, differing
-    metrics = (cell / "metrics.jsonl" for cell in (ours, theirs))
-    a, b = (path.read_text() for path in metrics)
-    assert a == b
+    name = "metrics.jsonl"
+    assert folder.read_file(ours, name) == folder.read_file(theirs, name)
 
 
 def test_a_kill_and_the_same_command_are_the_undisturbed_run(
@@ -401,8 +396,8 @@ def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):
   assert "nag_asgd-n3-s0: the loss is" in line
   assert "lower --config.learning_rate" in line
   assert "Traceback" not in result.stderr
-  assert (workdir / "cells" / "dc_asgd-n3-s0" / "result.json").exists()
-  assert not (workdir / "cells" / "nag_asgd-n3-s0" / "result.json").exists()
+  assert (workdir / "cells" / "dc_asgd-n3-s0" / "cell.npz").exists()
+  assert not (workdir / "cells" / "nag_asgd-n3-s0" / "cell.npz").exists()
   # The remedy that the line names works, and goes on in the same folder.
   explode = [a.replace("on_nan=stop", "on_nan=record") for a in explode]
   recorded = finish(*explode, f"--workdir={workdir}")

@@ -1,7 +1,6 @@
 """A user's own recipe, optimizer and schedule, of a module outside the package,
 on every engine."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 import asgd
 from asgd import experiment
-from asgd.experiment import code, jobs
+from asgd.experiment import code, folder, jobs
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from pipeline.engine import PIPELINE
@@ -81,7 +80,8 @@ def train(workdir, config, **options):
 
 
 def params_of(workdir, cell):
-  return (workdir / "cells" / cell.name / "params.msgpack").read_bytes()
+  place = workdir / "cells" / cell.name
+  return folder.read_file(place, "params.msgpack")
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_names_of_another_module_train(engine, own, quick_compilation):
   exp = train(own / "out", config)
   for cell in exp.cells:
     place = own / "out" / "cells" / cell.name
-    described = json.loads((place / "cell.json").read_text())["modules"]
+    described = folder.read_cell(place)["modules"]
     assert described["own_module"]["file"] == str(own / "own_module.py")
   plan = exp.plan(exp.cells[0])
   assert float(plan.schedule(0)) == pytest.approx(0.01)

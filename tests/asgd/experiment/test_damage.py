@@ -49,6 +49,7 @@ STATES = [
   *((engine, state) for engine in CONFIGS for state in (ENDED, STOPPED)),
   ("threads", MEMORY_LOST),
 ]
+PARAMS = "params.msgpack"
 KINDS = "changed", "cut", "changed", "emptied", "changed", "removed"
 REMEDY = re.compile("[Pp]ut .* back|[Rr]emove|start anew|choose another folder")
 # Of a pipeline that goes on after its end, some are not known any more.
@@ -139,10 +140,10 @@ def contents(cell):
   """Returns what a finished cell came to, times left out."""
   result = folder.finished_result(cell)
   assert result is not None
-  with np.load(cell / "records.npz") as file:
-    records = {name: file[name].tobytes() for name in file.files}
+  columns = folder.read_records(cell).items()
+  records = {name: column.tobytes() for name, column in columns}
   rows = [lasting(row) for row in folder.read_rows(cell)]
-  return lasting(result), rows, records, (cell / "params.msgpack").read_bytes()
+  return lasting(result), rows, records, folder.read_file(cell, PARAMS)
 
 
 class World(NamedTuple):

@@ -138,15 +138,12 @@ def assert_same(engine, workdir, exp, undisturbed):
     folder.read_rows(place), folder.read_rows(expected), strict=True
   ):
     assert lasting(ours) == lasting(theirs)
-  for name in ("params.msgpack",):
-    assert (place / name).read_bytes() == (expected / name).read_bytes()
-  with (
-    np.load(place / "records.npz") as ours,
-    np.load(expected / "records.npz") as theirs,
-  ):
-    assert ours.files == theirs.files
-    for column in set(ours.files) - set(_TIMES):
-      np.testing.assert_array_equal(ours[column], theirs[column])
+  name = "params.msgpack"
+  assert folder.read_file(place, name) == folder.read_file(expected, name)
+  ours, theirs = map(folder.read_records, (place, expected))
+  assert ours.keys() == theirs.keys()
+  for column in ours.keys() - set(_TIMES):
+    np.testing.assert_array_equal(ours[column], theirs[column])
 
 
 # Going on.
@@ -187,7 +184,7 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   assert line.startswith("stopped in run-n")
   assert line.endswith("; run the same command again to go on")
   place = place_of(exp, tmp_path)
-  assert not (place / "result.json").exists()
+  assert folder.finished_result(place) is None
   if engine not in LIVE:  # whose messages are in journals, not in checkpoints
     assert any(p.name.isdigit() for p in (place / "checkpoints").iterdir())
   train(whole, tmp_path, machine)
@@ -275,7 +272,7 @@ def test_what_is_not_finite_stops_with_one_line(engine, tmp_path, machine):
     "--config.runs.run.learning_rate" in line
   )
   place = place_of(exp, tmp_path)
-  assert not (place / "result.json").exists()
+  assert folder.finished_result(place) is None
   # A live run keeps its memory, as it may go on with on_nan="record".
   exp.kind(cell).clean(place)
 
@@ -347,11 +344,13 @@ def test_rows_result_and_records_have_the_common_columns(engine, undisturbed):
   assert result["engine"] == engine
   assert (result["workers"], result["seed"]) == (cell.workers, cell.seed)
   assert result["test_accuracy"] == rows[-1]["test_accuracy"]
-  with np.load(place / "records.npz") as records:
-    assert len(records["loss"]) == 24
-    for column in records.files:
-      assert records[column].shape[-1] == 24, column  # maybe for each stage
-    assert np.isfinite(records["loss"]).all()
+  records = folder.read_records(place)
+  assert len(records["loss"]) == 24
+  for name, column in records.items():
+    assert column.shape[-1] == 24, name  # maybe for each stage
+  assert np.isfinite(records["loss"]).all()
+  if engine not in LIVE:
+    assert {path.name for path in place.iterdir()} == {"cell.npz"}
   assert folder.finished_result(place).keys() == result.keys()
 
 

@@ -7,7 +7,9 @@ from asgd.experiment import figure
 
 
 def result(algorithm, workers, accuracy, gap, **kwargs):
+  seed = kwargs.get("seed", 0)
   return {
+    "cell": f"{algorithm}-n{workers}-s{seed}",
     "algorithm": algorithm,
     "workers": workers,
     "test_accuracy": accuracy,
@@ -88,20 +90,120 @@ def test_a_mean_of_what_one_has_not_is_not_known():
   assert np.isnan(figure.mean_and_std(rows[:1], "x")[1])
 
 
+def labels_of(drawn, side):
+  """The labels that can be read on an axis."""
+  drawn.canvas.draw()
+  low, high = sorted(side.get_view_interval())
+  labels = [*side.get_majorticklabels(), *side.get_minorticklabels()]
+  at = 0 if side.axis_name == "x" else 1
+  inside = [t for t in labels if low <= t.get_position()[at] <= high]
+  return [t.get_text() for t in inside if t.get_text()]
+
+
 @pytest.mark.parametrize(
-  ("low", "high", "ticks"),
+  ("low", "high"),
   [
-    (0, 100, [0, 60, 90, 96, 99, 100]),
-    (15, 79, [20, 40, 50, 60, 70, 75]),
-    (87, 97, [88, 90, 92, 95, 96, 97]),
-    (95.4, 97.3, [95.5, 96, 96.5, 97]),
-    (95.9, 96.06, [95.9, 95.95, 96, 96.05]),
+    *((0, 1), (0.1, 0.97), (0.15, 0.79), (0.87, 0.97), (0.945, 0.99)),
+    *((0.954, 0.973), (0.959, 0.9606), (0.9995, 0.9999), (0.5, 0.5)),
   ],
 )
-def test_accuracies_are_labelled_three_times_and_do_not_collide(
-  low, high, ticks
-):
-  assert figure.accuracy_ticks(low, high) == pytest.approx(ticks)
+def test_an_error_has_two_labels_or_more_whatever_its_range(low, high):
+  panel = figure.Panel("accuracy", "epoch", "test_accuracy", "epoch", "error")
+  rows = [
+    {
+      **dict(panel="accuracy", algorithm="A", workers=2, x=x, mean=y, std=0.0),
+      **dict(seeds=1, values=[y], diverged=[False]),
+    }
+    for x, y in ((1.0, low), (2.0, high))
+  ]
+  drawn, ((axis,),) = figure.new_figure(1, 1, 2.4, 1.95)
+  styles = {"A": {**figure.styles(["A"])["A"], "label": "A"}}
+  figure._draw_panel(axis, panel, rows, styles, set())
+  assert len(labels_of(drawn, axis.yaxis)) >= 2
+  assert axis.get_ylabel() in ("error", "error, log scale")
+  assert (axis.get_yscale() == "log") == axis.get_ylabel().endswith("log scale")
+
+
+def lightness(color):
+  """CIE L*, from 0 of black to 100 of white."""
+  parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+  linear = [
+    part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+    for part in parts
+  ]
+  y = np.dot([0.2126, 0.7152, 0.0722], linear)
+  return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
+
+
+@pytest.mark.parametrize("count", range(1, 25))
+def test_lines_are_told_apart_in_grey(count):
+  grey = [lightness(color) for color in figure.COLORS]
+  assert (np.diff(grey) >= 7).all()
+  assert max(grey) < 68  # on white
+  styles = list(figure.styles([str(i) for i in range(count)]).values())
+  looks = {(lightness(s["color"]), s["marker"], s["ls"]) for s in styles}
+  assert len(looks) == count
+  few = styles[: len(figure.COLORS)]
+  assert len({s["color"] for s in few}) == len(few)
+  assert len({s["marker"] for s in few}) == len(few)
+
+
+def test_a_level_to_compare_with_has_no_curve_at_the_most_workers():
+  level = result("one", 1, 0.9, 0.1)
+  results = [*SWEPT, level]
+  points = figure.numbers(results, [curve(row) for row in results])
+  runs = {}
+  for point in points:
+    runs.setdefault(point["panel"], set()).add(point["algorithm"])
+  assert runs["accuracy"] == runs["gap"] == {"A", "one"}
+  assert runs["accuracy_curve"] == runs["gap_curve"] == {"A"}
+
+
+def test_each_seed_is_in_the_numbers_and_whether_it_diverged():
+  results = [
+    result("A", 8, 0.5, 1.0),
+    result("A", 8, 0.1, float("nan"), seed=1, diverged=True),
+    result("A", 16, 0.4, 5.0),
+  ]
+  rows = [curve(row, diverged=False) for row in results[:2]]
+  points = figure.numbers(results, rows + [curve(results[2])])
+  first = next(p for p in points if (p["panel"], p["x"]) == ("accuracy", 8))
+  assert (first["values"], first["diverged"]) == ([0.5, 0.1], [False, True])
+  said = figure._explain(points, figure.panels(results))
+  assert "dots: seeds" in said
+  assert "crosses: seeds that diverged" in said
+
+
+def drawn(results, rows):
+  points = figure.numbers(results, rows)
+  return [panel.name for panel in figure.drawn_panels(results, points)]
+
+
+def test_panels_that_tell_nothing_are_left_out():
+  def evaluated(**kwargs):
+    rows = [result("A", 8, 0.5, 0.0), result("B", 8, 0.6, 0.0, **kwargs)]
+    steps = (
+      dict(message=m, epoch=m, update=2 * m, time=3.0 * m) for m in (1, 2)
+    )
+    return rows, [
+      curve(row, test_accuracy=0.1 * i + 0.2 * step["epoch"], **step)
+      for step in steps
+      for i, row in enumerate(rows)
+    ]
+
+  # Updates and time are epochs in other units; the loss does not change.
+  results, rows = evaluated()
+  rows = [{**row, "test_loss": 1.0} for row in rows]
+  assert drawn(results, rows) == ["test_accuracy_by_epoch"]
+  # One of them is faster.
+  rows = [
+    {**row, "time": row["time"] / (1 + (row["algorithm"] == "B"))}
+    for row in rows
+  ]
+  expected = ["test_accuracy_by_epoch", "test_accuracy_by_time"]
+  assert drawn(results, rows) == expected
+  # Nothing of anything: one panel is left.
+  assert drawn(results, rows[:1]) == ["test_accuracy_by_epoch"]
 
 
 @pytest.mark.parametrize(
@@ -117,14 +219,10 @@ def test_a_logarithmic_axis_has_few_labels(values, labels):
   drawn, ((axis,),) = figure.new_figure(1, 1, 5, 4)
   axis.plot(values, [1, 2])
   figure.scale_by_logarithm(axis, "x", values)
-  drawn.canvas.draw()
   if labels is None:
     assert axis.get_xscale() == "linear"
     return
-  low, high = axis.get_xlim()
-  texts = axis.get_xticklabels(which="both")
-  inside = [t for t in texts if low <= t.get_position()[0] <= high]
-  assert [t.get_text() for t in inside if t.get_text()] == labels
+  assert labels_of(drawn, axis.xaxis) == labels
 
 
 @pytest.mark.parametrize("swept", [True, False])
@@ -136,6 +234,7 @@ def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   points = figure.numbers(results, rows)
   figure.draw(points, results, tmp_path / "figure", "a heading")
   assert (tmp_path / "figure.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
   assert "a heading" in (tmp_path / "figure.svg").read_text()
 
 

@@ -262,6 +262,7 @@ def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
     pass
   with folder.claim_cell(place, one, cell):
     pass
+  assert not (place / ".lock").exists()
 
 
 LOCKS = """
@@ -389,6 +390,64 @@ def test_a_result_counts_only_if_all_of_its_cell_is_as_written(
     folder.finished_result(place, repeatable=False)
   (place / "running.json").touch()  # it has its memory still
   assert folder.finished_result(place, repeatable=False) is None
+
+
+def packed(workdir):
+  """Makes one file of a finished cell's."""
+  place = finish(workdir)
+  columns = {"loss": np.arange(3.0), "worker": np.array([1, 0, 1])}
+  np.savez(place / "records.npz", **columns)
+  (place / "cell.json").write_text('{"version": 2, "cell": "this"}')
+  (place / "checkpoints" / "3").mkdir(parents=True)
+  result = {"cell": place.name, "label": "a", "workers": 2, "seed": 0}
+  folder.write_result(place, {**result, "loss": 0.5, "gap": float("nan")})
+  written = {name: (place / name).read_bytes() for name in FILES}
+  folder.pack(place)
+  return place, columns, written
+
+
+def test_a_finished_cell_is_one_file_that_numpy_reads(tmp_path):
+  place, columns, written = packed(tmp_path)
+  assert [path.name for path in place.iterdir()] == ["cell.npz"]
+  result = folder.finished_result(place)
+  assert (result["loss"], result["gap"]) == (0.5, None)
+  assert folder.read_cell(place)["cell"] == "this"
+  for name in ("cell.json", "metrics.jsonl", "params.msgpack"):
+    assert folder.read_file(place, name) == written[name]
+  records = folder.read_records(place)
+  assert records.keys() == columns.keys()
+  with np.load(place / "cell.npz") as file:
+    assert file["params.msgpack"] == written["params.msgpack"]
+    for name, column in columns.items():
+      np.testing.assert_array_equal(file[name], column)
+      np.testing.assert_array_equal(records[name], column)
+
+
+def test_any_byte_of_it_that_changed_is_seen(tmp_path):
+  place, _, _ = packed(tmp_path)
+  path = place / "cell.npz"
+  content = path.read_bytes()
+  for at in range(0, len(content), 7):
+    damaged = bytearray(content)
+    damaged[at] ^= 1
+    path.write_bytes(damaged)
+    assert folder.finished_result(place) is None, at
+  for short in (b"", content[:-1], content + b"0"):
+    path.write_bytes(short)
+    assert folder.finished_result(place) is None
+  path.write_bytes(content)
+  assert folder.finished_result(place) is not None
+  moved = place.rename(place.with_name("b-n2-s0"))
+  assert folder.finished_result(moved) is None
+
+
+def test_what_a_kill_left_beside_it_is_removed(tmp_path):
+  place, _, _ = packed(tmp_path)
+  (place / "result.json").write_text("half")
+  (place / "spans.json").write_text("kept")
+  folder.remove_leftovers(place)
+  names = {path.name for path in place.iterdir()}
+  assert names == {"cell.npz", "spans.json"}
 
 
 def test_a_cell_that_has_not_ended_has_no_result(tmp_path):

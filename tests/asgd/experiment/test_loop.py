@@ -1,6 +1,5 @@
 """The run loop: what diverged is told, and kept or refused."""
 
-import json
 import signal
 
 import numpy as np
@@ -94,7 +93,7 @@ def train_all(exp, workdir):
 
 
 def result_of(workdir, cell):
-  return json.loads((workdir / "cells" / cell / "result.json").read_text())
+  return folder.finished_result(workdir / "cells" / cell)
 
 
 @pytest.mark.slow
@@ -108,7 +107,7 @@ def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
     "or set --config.on_nan=record to keep the cell as diverged and go on"
   )
   assert "\n" not in line
-  assert not list(tmp_path.glob("cells/*/result.json"))
+  assert not list(tmp_path.glob("cells/*/cell.npz"))
   # The remedy that the line names works, and goes on in the same folder.
   train_all(exploding(on_nan="record"), tmp_path)
   broken = result_of(tmp_path, "broken-n2-s0")

@@ -74,12 +74,12 @@ def describe(result):
 
 
 def records_of(place):
-  with np.load(place / "cells" / CELL / "records.npz") as file:
-    return file["loss"], file["norm"]
+  columns = folder.read_records(place / "cells" / CELL)
+  return columns["loss"], columns["norm"]
 
 
 def result_of(place):
-  return json.loads((place / "cells" / CELL / "result.json").read_text())
+  return folder.finished_result(place / "cells" / CELL)
 
 
 def problem_of(exp):
@@ -89,7 +89,7 @@ def problem_of(exp):
 def params_of(exp, place):
   """Returns the parameters, read without knowing the mesh."""
   like = problem_of(exp).init(jax.random.key(0))
-  content = (place / "cells" / CELL / "params.msgpack").read_bytes()
+  content = folder.read_file(place / "cells" / CELL, "params.msgpack")
   return flax.serialization.from_bytes(like, content)
 
 

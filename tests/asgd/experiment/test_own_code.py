@@ -13,7 +13,7 @@ from flax import serialization
 
 import asgd
 from asgd import base, experiment, simulator
-from asgd.experiment import code, replay
+from asgd.experiment import code, folder, replay
 from asgd.experiment.progress import Silent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -196,7 +196,8 @@ def test_a_model_in_one_piece_trains_on_a_mesh_of_data(tmp_path):
   exp = build(**CNN, runs={"a": run}, mesh={"axes": {"data": 2}})
   (cell,) = exp.cells
   result = experiment.train(exp, cell, tmp_path, bar=Silent())
-  saved = (tmp_path / "cells" / cell.name / "params.msgpack").read_bytes()
+  place = tmp_path / "cells" / cell.name
+  saved = folder.read_file(place, "params.msgpack")
   assert set(serialization.msgpack_restore(saved)) == {"weights", "stats"}
   assert np.isfinite(result["test_loss"])
 

@@ -1,0 +1,92 @@
+"""What a command was run with: versions, commits, cores and devices.
+
+Numbers of a machine depend on these, bits of a result on some of them.
+"""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_PACKAGES = "asgd", "jax", "jaxlib", "optax", "flax", "numpy"
+_WHERE_USED = ("ray",)  # packages that count only if they were imported
+_SECONDS = 5.0  # that git gets for an answer
+
+
+def describe() -> dict[str, Any]:
+  """Returns the command line, versions, commits and the machine, as JSON."""
+  return {
+    "command": shlex.join(["python", *sys.orig_argv[1:]]),
+    "versions": versions(),
+    "git": commits(),
+    "machine": machine(),
+  }
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of what decides results."""
+  used = [name for name in _WHERE_USED if name in sys.modules]
+  found = {"python": platform.python_version()}
+  for name in (*_PACKAGES, *used):
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = "not installed"  # run from a checkout
+  return found
+
+
+def _git(folder: Path, *words: str) -> str | None:
+  """Returns what git says in a folder, None if it fails or there is no git."""
+  command = ["git", "-C", str(folder), *words]
+  try:
+    said = subprocess.run(
+      command, capture_output=True, text=True, timeout=_SECONDS
+    )
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return None if said.returncode else said.stdout.strip()
+
+
+def commit(folder: Path) -> str | None:
+  """Returns the commit of the checkout that a folder is in, with "modified" if
+  files that git knows differ from it; None if it is in none."""
+  name = _git(folder, "rev-parse", "HEAD")
+  if name is None:
+    return None
+  changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+  return f"{name}, modified" if changed else name
+
+
+@functools.cache
+def commits() -> dict[str, str]:
+  """Returns the commit of this package, where it is in a checkout of its own,
+  and of the working directory's checkout if that is another."""
+  package, here = Path(__file__).resolve().parents[1], Path.cwd()
+  known = _git(package, "ls-files", "--error-unmatch", "__init__.py")
+  places = {"asgd": package} if known is not None else {}
+  top = "rev-parse", "--show-toplevel"
+  if not places or _git(here, *top) != _git(package, *top):
+    places["working directory"] = here
+  found = {name: commit(place) for name, place in places.items()}
+  return {name: value for name, value in found.items() if value}
+
+
+def machine() -> dict[str, Any]:
+  """Returns what numbers of this machine depend on."""
+  allowed = os.cpu_count()
+  if hasattr(os, "sched_getaffinity"):
+    allowed = len(os.sched_getaffinity(0))
+  kinds = [device.device_kind for device in jax.devices()]
+  devices = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
+  return {
+    "system": platform.platform(),
+    "cores": f"{allowed} of {os.cpu_count()}",
+    "devices": ", ".join(devices),
+  }
