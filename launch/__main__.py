@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 _COMMANDS = (
-  *("train", "replay", "chaos", "compare", "timeline"),
+  *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
   *("plan", "draw_schedule", "bench"),
 )
 
