@@ -13,7 +13,7 @@ import asgd
 from asgd import names
 
 _COMMANDS = (  # in the order in which they are listed
-  *("train", "replay", "chaos", "compare", "timeline"),
+  *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
   *("plan", "draw_schedule", "bench"),
 )
 _OF_CONFIG = "train", "chaos", "plan"  # a first word is their --config

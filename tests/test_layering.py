@@ -57,7 +57,7 @@ EXPERIMENT_RANKS = {
   "figure": 1,
   "live_figures": 1,
   "machine": 1,
-  "claim": 1,
+  "live_memory": 1,
   "problem": 2,
   "cells": 3,
   "folder": 4,
@@ -72,6 +72,7 @@ EXPERIMENT_RANKS = {
   "audit": 9,
   "chaos": 10,
   "comparison": 10,
+  "claims": 10,
   "__init__": 11,
 }
 # asgd.experiment is the only room of asgd with files, clocks and configs; live

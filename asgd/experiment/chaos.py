@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from asgd import base
-from asgd.experiment import audit, claim
+from asgd.experiment import audit, live_memory
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
 from asgd.orders.trace import Event, follow
@@ -71,8 +71,8 @@ class Victim:
 
   def _cell(self) -> tuple[str, Path] | None:
     """Returns name and memory of the cell that is run now."""
-    for path in sorted(self._out.glob(f"cells/*/{claim.RUNNING}")):
-      owner = claim.read(path.parent)
+    for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
+      owner = live_memory.read(path.parent)
       if owner and owner.driver == self.process.pid:
         self.memories.add(owner.memory)
         return path.parent.name, owner.memory

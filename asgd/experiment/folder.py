@@ -47,7 +47,7 @@ import numpy as np
 
 from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, event_file, provenance, schema, storage
-from asgd.experiment.claim import RUNNING
+from asgd.experiment.live_memory import RUNNING
 
 VERSION = 2  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
@@ -245,7 +245,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claim_cell(
+def hold_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
   """Holds the folder of a cell while it is trained, and writes cell.json;

@@ -258,8 +258,8 @@ class _Attempt(contextlib.ExitStack):
     """Starts the engine, from the checkpoint if there is one."""
     rows = []
     if self._place is not None:
-      claim = folder.claim_cell(self._place, self._experiment, self._cell)
-      self.enter_context(claim)
+      lock = folder.hold_cell(self._place, self._experiment, self._cell)
+      self.enter_context(lock)
       self._checkpoints = checkpoint.Checkpoints(self._place / "checkpoints")
       self.push(_closing(self._checkpoints.close))
       if self._kind.journaled:

@@ -388,7 +388,7 @@ def check(
     2
     >>> try:
     ...   orders.check(trace._replace(worker=trace.worker * 0))
-    ... except orders.trace.TraceError as error:
+    ... except ValueError as error:
     ...   print(f"row {error.row}: {error.why}")
     row 1: the worker has begun that number (seq) before
   """

@@ -19,7 +19,13 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.checks import shown
-from asgd.experiment import checks, claim, engines, live_figures, live_files
+from asgd.experiment import (
+  checks,
+  engines,
+  live_figures,
+  live_files,
+  live_memory,
+)
 from asgd.experiment.engines import allocations, live_clusters, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
@@ -145,7 +151,7 @@ def check_machine(
 def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
-  claim.forget(folder)
+  live_memory.forget(folder)
   live_files.read(folder)
 
 
@@ -224,7 +230,7 @@ class LiveEngine(engines.Engine):
     self._sinks = [records.records_path(folder, index) for index in shards]
     journals = live_files.read_journals(folder, len(shards))
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
-    self._claim = claim.Claim(
+    self._memory = live_memory.LiveMemory(
       folder, context.machine.memory_dir, resume=bool(journals[0])
     )
     with contextlib.ExitStack() as stack:
@@ -240,11 +246,11 @@ class LiveEngine(engines.Engine):
       context.experiment.config["evaluations"], self.total
     )
     self._live = live_clusters.prepare(
-      plan, context.cell, context.folder, self._claim.memory, evaluated
+      plan, context.cell, context.folder, self._memory.memory, evaluated
     )
     counts, params = slot_counts(self._live.setup), self._live.params
     compress = live_clusters.dtype_on_wire(plan.run.config)
-    if not self._claim.kept:
+    if not self._memory.kept:
       nbytes = slots_nbytes(counts, params, compress=compress)
       check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0
@@ -263,7 +269,7 @@ class LiveEngine(engines.Engine):
     stack.callback(self.cluster.close)
     plan = allocations.read(plan, context.folder)  # may be known by now
     self._live = self._live._replace(plan=plan)
-    self._claim.note(self._replaced())
+    self._memory.note(self._replaced())
     self._watch = live_figures.Watch(
       self._live, context.board, compress=compress
     )
@@ -284,7 +290,7 @@ class LiveEngine(engines.Engine):
     before = self._replaced()
     news = self.cluster.check()
     if self._replaced() != before:
-      self._claim.note(self._replaced())
+      self._memory.note(self._replaced())
     status = self._status()
     if status is None:
       return engines.Progress(loss=np.empty(0), news=news)
@@ -409,7 +415,7 @@ class LiveEngine(engines.Engine):
 
   def _replaced(self) -> dict[str, int]:
     """How many processes were replaced since the cell began."""
-    before = self._claim.replaced
+    before = self._memory.replaced
     return {
       kind: before.get(kind, 0) + count
       for kind, count in self.cluster.replaced.items()
@@ -463,16 +469,16 @@ class LiveEngine(engines.Engine):
   def discard(self) -> None:
     """Removes the shared memory: there is nothing to go on with any more."""
     self.close()
-    claim.forget(self._context.folder)
+    live_memory.forget(self._context.folder)
 
   def close(self) -> None:
     """Ends the cluster, and lets go of the memory."""
     self._open.close()
 
   def _release(self):
-    if not self._claim.kept and not self._received:
-      self._claim.remove()  # there is nothing to go on with
-    self._claim.close()
+    if not self._memory.kept and not self._received:
+      self._memory.remove()  # there is nothing to go on with
+    self._memory.close()
 
 
 def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:

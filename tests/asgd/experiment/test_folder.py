@@ -242,7 +242,7 @@ def test_measurements_that_are_lost_are_told(tmp_path, one):
 def test_a_cell_says_what_it_is_of(tmp_path, one):
   (cell,) = one.cells
   place = tmp_path / "cells" / cell.name
-  with folder.claim_cell(place, one, cell):
+  with folder.hold_cell(place, one, cell):
     said = folder.read_cell(place)
   assert said["cell"] == cell._asdict()
   again = experiment.build(said["config"], engines=experiment.ENGINES)
@@ -255,12 +255,12 @@ def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
   (cell,) = one.cells
   place = tmp_path / cell.name
   with (
-    folder.claim_cell(place, one, cell),
+    folder.hold_cell(place, one, cell),
     pytest.raises(folder.CellInUse, match="in use by another process"),
-    folder.claim_cell(place, one, cell),
+    folder.hold_cell(place, one, cell),
   ):
     pass
-  with folder.claim_cell(place, one, cell):
+  with folder.hold_cell(place, one, cell):
     pass
   assert not (place / ".lock").exists()
 
@@ -277,7 +277,7 @@ with open(sys.argv[1], "w") as file:
 @pytest.mark.process
 def test_a_cell_in_use_by_another_process_is_refused(tmp_path, one):
   (cell,) = one.cells
-  with folder.claim_cell(tmp_path, one, cell):
+  with folder.hold_cell(tmp_path, one, cell):
     pass
   with subprocess.Popen(
     [sys.executable, "-c", LOCKS, str(tmp_path / ".lock")],
@@ -287,10 +287,10 @@ def test_a_cell_in_use_by_another_process_is_refused(tmp_path, one):
     assert other.stdout.readline() == b"locked\n"
     with (
       pytest.raises(folder.CellInUse, match="in use by another process"),
-      folder.claim_cell(tmp_path, one, cell),
+      folder.hold_cell(tmp_path, one, cell),
     ):
       pass
-  with folder.claim_cell(tmp_path, one, cell):
+  with folder.hold_cell(tmp_path, one, cell):
     pass
 
 

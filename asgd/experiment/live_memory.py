@@ -105,7 +105,7 @@ def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
   return made_for == str(cell) or not (Path(made_for) / RUNNING).exists()
 
 
-class Claim:
+class LiveMemory:
   """The memory of a cell, taken by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asgd.experiment import claim, storage
+from asgd.experiment import live_memory, storage
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def memory_dir(tmp_path):
 
 def stopped(cell, memory_dir):
   """A run that wrote something and was killed; returns its memory."""
-  claimed = claim.Claim(cell, memory_dir, resume=False)
+  claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
   claimed.note({"worker": 2, "shard": 1})
   (claimed.memory / "shard-0").mkdir()
   (claimed.memory / "shard-0" / "messages").write_text("log")
@@ -34,7 +34,7 @@ def stopped(cell, memory_dir):
 
 
 def resume(cell, memory_dir):
-  claimed = claim.Claim(cell, memory_dir, resume=True)
+  claimed = live_memory.LiveMemory(cell, memory_dir, resume=True)
   claimed.close()
   return claimed
 
@@ -49,7 +49,7 @@ def test_a_run_goes_on_in_its_own_memory(cell, memory_dir, tmp_path):
   assert (memory / "shard-0" / "messages").exists()
   claimed.remove()
   assert not memory.exists()
-  assert claim.read(cell) is None
+  assert live_memory.read(cell) is None
 
 
 def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
@@ -58,7 +58,7 @@ def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
   claimed = resume(copy, memory_dir)
   assert claimed.memory != memory
   assert not claimed.kept
-  claim.forget(copy)
+  live_memory.forget(copy)
   assert resume(cell, memory_dir).kept
 
 
@@ -70,7 +70,7 @@ def test_what_was_moved_takes_its_memory_with_it(cell, memory_dir):
 
 def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
   memory = stopped(cell, memory_dir)
-  claimed = claim.Claim(cell, memory_dir, resume=False)
+  claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
   assert claimed.memory == memory
   assert sorted(p.name for p in memory.iterdir()) == ["lock", "owner.json"]
   claimed.close()
@@ -78,11 +78,11 @@ def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
 
 
 def test_memory_that_is_in_use_is_not_taken(cell, memory_dir, monkeypatch):
-  monkeypatch.setattr(claim, "_SECONDS", 0.1)
-  claimed = claim.Claim(cell, memory_dir, resume=False)
+  monkeypatch.setattr(live_memory, "_SECONDS", 0.1)
+  claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
   for again in (True, False):
     with pytest.raises(ValueError, match="is held by another process"):
-      claim.Claim(cell, memory_dir, resume=again)
+      live_memory.LiveMemory(cell, memory_dir, resume=again)
   claimed.close()
 
 
@@ -120,7 +120,7 @@ def test_a_folder_that_is_no_memory_is_left_alone(cell, tmp_path, make, why):
   held = {"driver": 1, "memory": memory, "token": "t", "replaced": {}}
   storage.write_json(cell / "running.json", storage.sealed(held))
   again = lambda cell: resume(cell, str(tmp_path))  # noqa: E731
-  for call in (claim.read, claim.forget, again):
+  for call in (live_memory.read, live_memory.forget, again):
     with pytest.raises(ValueError, match=f"running.json is not what.*{why}"):
       call(cell)
   assert list(Path(memory).rglob("thesis.txt"))
@@ -132,7 +132,7 @@ def test_a_link_is_no_memory(cell, tmp_path):
   held = {"driver": 1, "memory": str(link), "token": "t", "replaced": {}}
   storage.write_json(cell / "running.json", storage.sealed(held))
   with pytest.raises(ValueError, match="it is no folder of this user's"):
-    claim.read(cell)
+    live_memory.read(cell)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_a_link_is_no_memory(cell, tmp_path):
 def test_what_is_not_what_a_run_wrote_is_one_line(cell, text):
   (cell / "running.json").write_text(text)
   with pytest.raises(ValueError, match="running.json is not what a run wrote"):
-    claim.read(cell)
+    live_memory.read(cell)
 
 
 def test_a_memory_that_is_gone_is_no_mistake(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   shutil.rmtree(memory)
-  assert claim.read(cell).memory == memory
+  assert live_memory.read(cell).memory == memory
   claimed = resume(cell, memory_dir)
   assert not claimed.kept
   assert claimed.replaced == {"worker": 2, "shard": 1}

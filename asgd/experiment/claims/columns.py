@@ -1,0 +1,181 @@
+"""The numbers that claims are about: one for each cell, or each run and seed.
+
+A column of a figure is one of a cell's result (`result.json`: RESULTS), or made
+of what the cell recorded, as `get_figure()["columns"]` says by name:
+
+  dict(kind="reach", loss=0.3)       time until the training loss, a mean over a
+                                     fortieth of the run, is 0.3 for the first
+                                     time: simulated, or seconds of a live run
+  dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
+  dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
+                                     C of the one at that share of the run
+  dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
+                                     run at which C is below (or `above`) that
+
+A column of a diverged cell that has no finite value counts as infinite, and so
+does a loss that is never reached, and "first" if it never is: what diverges is
+late, far and large, and fails at no number of workers that was tried.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import base, names
+from asgd.experiment import folder, predict, storage
+
+RESULTS = (
+  *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
+  *("messages", "updates", "examples", "epoch", "learning_rate"),
+  *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
+  *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
+)
+_KEYS = {
+  "reach": ("loss",),
+  "quotient": ("of", "by"),
+  "change": ("column", "since"),
+  "first": ("column", "below", "above"),
+}
+_OF_RESULTS = {"quotient": ("of", "by"), "change": ("column",)}
+_OF_RESULTS["first"] = ("column",)
+Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made
+
+
+def check(made: Made) -> None:
+  """Raises ValueError for a column that cannot be made."""
+  for name, how in made.items():
+    where = f"column {name!r}"
+    kind = how.get("kind") if isinstance(how, Mapping) else how
+    names.check(f"kind of {where}:", kind, _KEYS)
+    for key in how:
+      if key not in ("kind", *_KEYS[kind]):
+        raise ValueError(
+          f"{where} of kind {kind!r} has no key {key!r};"
+          f" {names.nearest(key, _KEYS[kind])}"
+        )
+    for key in _OF_RESULTS.get(kind, ()):
+      names.check(f"{key} of {where}:", how.get(key), RESULTS)
+    if kind == "reach" and "loss" not in how:
+      raise ValueError(f"{where} needs 'loss', which is to be reached")
+    if kind == "first" and len({"below", "above"} & set(how)) != 1:
+      raise ValueError(f"{where} needs 'below' or 'above'")
+
+
+def known(made: Made) -> list[str]:
+  """Returns the names of all columns."""
+  return [*RESULTS, *made]
+
+
+def is_over_workers(made: Made, column: str) -> bool:
+  """Whether a column is of a run and a seed, over its numbers of workers."""
+  return made.get(column, {}).get("kind") == "first"
+
+
+class Done(NamedTuple):
+  """A finished cell."""
+
+  result: Mapping[str, Any]
+  place: Path  # its folder
+
+
+def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, Done]:
+  """Returns the finished cells of an experiment: (label, workers, seed) ->
+  Done; of the folder's others none."""
+  wanted = {cell.name for cell in cells}
+  return {
+    (row["label"], row["workers"], row["seed"]): Done(
+      row, workdir / "cells" / row["cell"]
+    )
+    for row in folder.read_results(workdir)
+    if row["cell"] in wanted
+  }
+
+
+class Table:
+  """Values of columns, read or made once."""
+
+  def __init__(self, cells: Mapping[tuple, Done], made: Made):
+    """Starts with finished cells (`read`) and the columns that are made."""
+    self._cells, self._made = cells, made
+    self._values: dict[tuple, float] = {}
+    self.seeds = sorted({seed for *_, seed in cells})
+
+  def has(self, label: str, workers: int | None) -> bool:
+    """Whether there are cells of a run, with so many workers."""
+    return any(
+      own == label and workers in (None, count) for own, count, _ in self._cells
+    )
+
+  def diverged(self, label: str, workers: int, seed: int) -> bool:
+    """Whether a cell diverged."""
+    return bool(self._cells[label, workers, seed].result["diverged"])
+
+  def values(
+    self, column: str, label: str, workers: int | None
+  ) -> dict[int, float]:
+    """Returns seed -> value; workers are None of a column over all of them."""
+    own = [key for key in self._cells if key[0] == label]
+    if is_over_workers(self._made, column):
+      seeds = sorted({seed for *_, seed in own})
+      return {seed: self._first(column, label, seed) for seed in seeds}
+    return {
+      key[2]: self._value(column, key) for key in own if key[1] == workers
+    }
+
+  def _first(self, column, label, seed):
+    how = self._made[column]
+    low, high = how.get("below", -math.inf), how.get("above", math.inf)
+    own = [key for key in self._cells if key[0] == label and key[2] == seed]
+    for key in sorted(own):
+      value = self._value(how["column"], key)
+      if value < low or value > high:
+        return float(key[1])
+    return math.inf
+
+  def _value(self, column, key):
+    if (column, key) not in self._values:
+      value = self._make(column, self._cells[key])
+      if not math.isfinite(value) and self.diverged(*key):
+        value = math.inf
+      self._values[column, key] = value
+    return self._values[column, key]
+
+  def _make(self, column, done) -> float:
+    how = self._made.get(column, {"kind": None})
+    match how["kind"]:
+      case "reach":
+        return _reach(done, how["loss"])
+      case "change":
+        return _change(done, how["column"], how.get("since", 0.0))
+      case "quotient":
+        of, by = (_number(done.result.get(how[k])) for k in ("of", "by"))
+        return of / by if by else math.nan
+    return _number(done.result.get(column))
+
+
+def _number(value: Any) -> float:
+  """JSON has null for what is not finite."""
+  return math.nan if value is None else float(value)
+
+
+def _reach(done, loss):
+  with np.load(done.place / "records.npz") as arrays:
+    records = base.Records(**{k: arrays[k] for k in base.Records._fields})
+  # Simulated time starts at 0, a live run's before its first ticket.
+  seconds = done.result.get("seconds")
+  began = 0.0 if seconds is None else float(records.time[-1]) - seconds
+  run = predict.Outcome(began, records, math.nan)
+  time = predict.curve(run, 0).reaches(loss)
+  return math.inf if math.isnan(time) else time
+
+
+def _change(done, column, since):
+  rows = folder.read_rows(done.place)
+  first = _number(rows[int(since * (len(rows) - 1))].get(column))
+  last = _number(rows[-1].get(column))
+  if not storage.is_finite(last) or not first > 0 or not last > 0:
+    return math.nan
+  return math.log(last / first)

@@ -1,0 +1,155 @@
+"""docs/figures.md: all figures whose verdicts are kept, and what holds of each.
+
+The page is a function of docs/figures/*.json alone: it says no more than what
+was run, judged and kept.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asgd.experiment import storage
+from asgd.experiment.claims import verdicts
+
+_PAGE, _FOLDER = "figures.md", "figures"
+_VERSIONS = ("jax", "numpy", "scipy", "python")
+_HEAD = """\
+# Figures of papers, and what holds here
+
+Each figure is a file in `configs/figures`: an experiment, claims about it as
+data, and what the paper published. `python -m launch.reproduce NAME` trains it
+and says of each claim whether it holds at this size, on the seeds it is judged
+by: PASS if the interval of its effect lies where the claim says, FAIL if it
+lies outside, UNDECIDED if it reaches over the border or there are too few
+seeds. All parts of a claim must hold. What was tuned was tuned on other seeds,
+and a claim that fails stays. Numbers are taken seed by seed: an interval of
+93.8 % is the range of five seeds around their median, as the one-sided sign
+test at 5 % has it; one of 95 % is Student's around the mean (of ratios the
+geometric mean).
+
+This page is written by `python -m launch.reproduce --docs` from the verdicts in
+`docs/figures`; do not edit it.
+"""
+
+
+def read(docs: Path) -> dict[str, dict[str, Any]]:
+  """Returns the verdicts that are kept: name -> NAME.json. ValueError for a
+  file that is none."""
+  out = {}
+  for path in sorted((docs / _FOLDER).glob("*.json")):
+    data = storage.read_json(path)
+    if data is None or data.get("figure") != path.stem:
+      raise ValueError(
+        f"{path} holds no verdicts of that figure; remove it, or make it anew"
+        f" with python -m launch.reproduce {path.stem} --docs"
+      )
+    out[path.stem] = data
+  return out
+
+
+def page(docs: Path) -> str:
+  """Returns the page, from the verdicts that are kept."""
+  figures = read(docs)
+  parts = [_HEAD, _summary(figures)]
+  parts += [_section(name, data) for name, data in figures.items()]
+  return "\n".join(parts)
+
+
+def write(docs: Path) -> Path:
+  """Writes the page; returns where it is."""
+  path = docs / _PAGE
+  storage.write_atomically(path, page(docs))
+  return path
+
+
+def _table(header, rows) -> str:
+  lines = [header, ["---"] * len(header), *rows]
+  cleaned = ([str(c).replace("|", "\\|") for c in line] for line in lines)
+  return "\n".join(f"| {' | '.join(line)} |" for line in cleaned) + "\n"
+
+
+def _count(claims, verdict) -> int:
+  return sum(claim["verdict"] == verdict for claim in claims)
+
+
+def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
+  rows = []
+  for name, data in figures.items():
+    claims = data["claims"]
+    counts = [_count(claims, v) for v in ("PASS", "FAIL", "UNDECIDED")]
+    rows.append(
+      [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
+      + [data["size"], _minutes(data["seconds"])]
+    )
+  header = ["figure", "name", "PASS", "FAIL", "UNDECIDED", "size", "training"]
+  return _table(header, rows)
+
+
+def _anchor(data) -> str:
+  kept = "".join(c for c in data["title"].lower() if c.isalnum() or c in " -")
+  return "-".join(kept.split())
+
+
+def _minutes(seconds: float) -> str:
+  return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _effect(part) -> str:
+  low, high = (_number(part[key]) for key in ("low", "high"))
+  if not part["coverage"]:
+    return _number(part["effect"])
+  share = f"{100 * part['coverage']:.1f}".removesuffix(".0")
+  return f"{_number(part['effect'])} ({low} to {high}, {share} %)"
+
+
+def _number(value: Any) -> str:
+  return verdicts.number(None if value is None else float(value))
+
+
+def _rows(claim) -> list[list[str]]:
+  rows = []
+  for number, part in enumerate(claim["parts"]):
+    what = "" if number else f"**{claim['name']}**: {claim['says']}"
+    said = "" if number else f"**{claim['verdict']}**"
+    own = part["verdict"] + (f": {part['why']}" if part["why"] else "")
+    bounds = verdicts.bounds_text(verdicts.part_of(part))
+    rows.append([said, what, part["what"], _effect(part), bounds, own])
+  return rows
+
+
+def _section(name: str, data: Mapping[str, Any]) -> str:
+  claims, made = data["claims"], data["made_with"]
+  seeds = ", ".join(map(str, data["seeds"]))
+  versions = ", ".join(f"{key} {made[key]}" for key in _VERSIONS)
+  size = f"the {data['size']} size"
+  if data["cells"] < data["of_cells"]:
+    size += f", of which {data['cells']} of {data['of_cells']} cells have run"
+  quick = " --quick" if data["size"] == "quick" else ""
+  lines = [
+    f"## {data['title']}\n",
+    f"{data['paper']}\n",
+    f"{data['about']}\n",
+    f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
+    f"`python -m launch.reproduce {name}{quick}`: {size}, {data['cells']} cells"
+    f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
+    f" {seeds}, {_minutes(data['seconds'])} of training on"
+    f" {made['cores']} cores ({made['device']}; {versions}).\n",
+    f"Tuned: {data['tuned'] or 'nothing'}.\n",
+    _table(
+      ["verdict", "claim", "cells", "effect (interval)", "claimed", "part"],
+      [row for claim in claims for row in _rows(claim)],
+    ),
+  ]
+  notes = [claim for claim in claims if claim["note"]]
+  if notes:
+    lines.append("Why, and how to read it:\n")
+    lines += [f"- *{claim['name']}*: {claim['note']}" for claim in notes]
+    lines.append("")
+  if data["published"]:
+    lines.append("Drawn beside it:\n")
+    lines += [
+      f"- {known['title']} ({known['panel']}): {known['source']}"
+      for known in data["published"]
+    ]
+    lines.append("")
+  return "\n".join(lines)

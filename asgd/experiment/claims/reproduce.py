@@ -1,0 +1,261 @@
+"""Trains what a figure is of, judges its claims, and writes what came of them.
+
+The experiment is an ordinary one: its folder is that of `launch.train` with the
+same config, and goes on after a kill. Beside what every experiment leaves there
+
+  NAME.png, .svg, .pdf   the figure
+  NAME.csv               its numbers: a row for each seed of each point
+  NAME.json              the verdicts, with each seed's numbers, sizes, versions
+"""
+
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from asgd import names
+from asgd.checks import line_of
+from asgd.experiment import (
+  cells,
+  code,
+  folder,
+  jobs,
+  overrides,
+  schema,
+  storage,
+)
+from asgd.experiment.claims import columns, drawing, figure_file, verdicts
+from asgd.experiment.claims.figure_file import Counts, Figure
+from asgd.experiment.machine import Machine
+from asgd.experiment.signals import NoSignals
+
+VERSION = 1  # of NAME.json
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy")
+
+
+def files(place: Path) -> dict[str, Path]:
+  """Returns the figures of a folder: name -> file."""
+  return {
+    path.stem: path
+    for path in sorted(place.glob("*.py"))
+    if not path.stem.startswith("__")
+  }
+
+
+def find(name: str, place: Path) -> Path:
+  """Returns the file of a figure, of a name in a folder or a path that ends in
+  .py; ValueError names the nearest."""
+  if name.endswith(".py"):
+    if not Path(name).is_file():
+      raise ValueError(f"{name}: there is no such file")
+    return Path(name)
+  known = files(place)
+  if not known:
+    raise ValueError(f"{place} holds no figure; give the path of a FILE.py")
+  return names.lookup("figure", name, known)
+
+
+class Task(NamedTuple):
+  """A figure, and the experiment that it is of, at one of its sizes."""
+
+  figure: Figure
+  counts: Counts  # of its runs, at this size
+  config: dict[str, Any]  # resolved, at this size
+  quick: bool
+
+
+def load(path: Path, engines: schema.Engines, *, quick: bool = False) -> Task:
+  """Returns what a figure's file says; ValueError for anything wrong with it,
+  on one line."""
+  code.add_folder(path.parent)
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    config, given = module.get_config(), module.get_figure()
+  except Exception as error:  # whatever a user's file raises
+    raise ValueError(f"{path}: {line_of(error)}") from error
+  try:
+    full = schema.resolve(config, engines)
+    figure = figure_file.read(path.stem, given, _counts(full, engines))
+    if quick:
+      small = overrides.override(config, figure.quick, engines)
+      full = schema.resolve(small, engines)
+    return Task(figure, _counts(full, engines), full, quick)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def _counts(config, engines) -> Counts:
+  """The numbers of workers of each run."""
+  runs = schema.runs(config, engines).items()
+  return {label: list(engines[run.engine].workers(run)) for label, run in runs}
+
+
+def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
+  """Returns cells seed by seed, every second seed backwards: ABC CBA ABC. What
+  slows a machine for a while then hits all runs of a seed, and none is always
+  the first."""
+  out = []
+  for number, seed in enumerate(sorted({cell.seed for cell in order})):
+    own = [cell for cell in order if cell.seed == seed]
+    out += own[::-1] if number % 2 else own
+  return out
+
+
+def train(
+  task: Task,
+  engines: schema.Engines,
+  *,
+  workdir: str | None,
+  data_dir: str | None = None,
+  machine: Machine | None = None,
+  bar: Any,
+  count: int | None = None,
+  signals: Any = NoSignals,
+) -> tuple[cells.Experiment, Path]:
+  """Trains the cells that are not finished; returns (experiment, its folder).
+
+  Args:
+    workdir: None takes the next of runs/NAME-001, ..., or the one with this
+      very experiment; of a quick figure runs/NAME-quick-001, ....
+    bar: (messages in all) -> an `asgd.experiment.progress.ProgressBar`.
+    count: simulated cells at once; None: one for each core.
+
+  Raises:
+    ValueError: for another experiment's folder, or if a cell fails.
+    Stopped: once all is saved.
+  """
+  name, machine = task.figure.name, machine or Machine()
+  experiment = cells.build(task.config, engines=engines, data_dir=data_dir)
+  for engine in {run.engine for run in experiment.runs.values()}:
+    plans = [
+      experiment.plan(cell)
+      for cell in experiment.cells
+      if experiment.runs[cell.label].engine == engine
+    ]
+    engines[engine].check_machine(experiment, plans, machine)
+  name += "-quick" if task.quick else ""
+  place = folder.open_folder(workdir, name, experiment)
+  order = list(experiment.cells)
+  if task.figure.turns:
+    order = in_turns(order)
+  shown = bar(sum(experiment.plan(cell).messages for cell in order))
+  try:
+    jobs.train_all(
+      experiment,
+      place,
+      bar=shown,
+      machine=machine,
+      jobs=count or jobs.default_jobs(),
+      cells=order,
+      signals=signals,
+      data_dir=data_dir,
+    )
+  finally:
+    shown.close()
+    machine.close()
+  return experiment, place
+
+
+def judge(
+  task: Task, experiment: cells.Experiment, workdir: Path
+) -> tuple[list[verdicts.Verdict], list[dict[str, Any]], dict[str, Any]]:
+  """Returns the verdicts on a trained experiment, the points of the figure, and
+  all that NAME.json says."""
+  figure = task.figure
+  done = columns.read(workdir, experiment.cells)
+  table = columns.Table(done, figure.columns)
+  said = verdicts.judge(figure.claims, table, task.counts)
+  points = drawing.points(figure, table, task.counts)
+  data = {
+    "version": VERSION,
+    "figure": figure.name,
+    "title": figure.title,
+    "paper": figure.paper,
+    "about": figure.about,
+    "tuned": figure.tuned,
+    "size": "quick" if task.quick else "full",
+    "seeds": table.seeds,
+    "cells": len(done),
+    "of_cells": len(experiment.cells),
+    "messages": sum(d.result["messages"] for d in done.values()),
+    "diverged": sum(bool(d.result["diverged"]) for d in done.values()),
+    "sizes": _sizes(experiment),
+    "seconds": sum(d.result["wall_seconds"] for d in done.values()),
+    "made_with": versions(),
+    "published": [
+      {"panel": p.title, "title": k["title"], "source": k["source"]}
+      for p in figure.panels
+      for k in p.published
+    ],
+    "claims": [verdicts.as_data(verdict) for verdict in said],
+  }
+  return said, points, data
+
+
+def _sizes(experiment) -> dict[str, Any]:
+  config = experiment.config
+  shared = ("epochs", "examples", "batch_size", "learning_rate")
+  return {
+    "data": experiment.dataset.name,
+    "model": config["problem"]["name"] or config["model"],
+    "engines": sorted({run.engine for run in experiment.runs.values()}),
+    "runs": len(experiment.runs),
+    "workers": sorted({cell.workers for cell in experiment.cells}),
+    **{key: config[key] for key in shared},
+  }
+
+
+def versions() -> dict[str, Any]:
+  """Returns the versions of what computes, and on what machine."""
+  return {
+    **{name: metadata.version(name) for name in _PACKAGES},
+    "python": platform.python_version(),
+    "device": jax.default_backend(),
+    "cores": os.cpu_count(),
+  }
+
+
+def write(
+  figure: Figure,
+  points: Sequence[Mapping[str, Any]],
+  data: Mapping[str, Any],
+  place: Path,
+) -> str:
+  """Writes picture, points and verdicts; returns where the picture is, or why
+  there is none."""
+  stem = place / figure.name
+  storage.write_csv(stem.with_suffix(".csv"), list(points))
+  storage.write_json(stem.with_suffix(".json"), data)
+  seeds = f"{len(data['seeds'])} seeds, {data['size']} size"
+  try:
+    drawing.draw(figure, points, stem, f"{figure.title} ({seeds})")
+  except ImportError:
+    return "not drawn: pip install -e '.[viz]'"
+  return f"{stem}.png, .svg, .pdf"
+
+
+def reproduce(task: Task, engines: schema.Engines, **options: Any) -> Path:
+  """Trains, judges and writes a figure, with the options of `train`, and says
+  what came of it; returns its folder."""
+  began = time.monotonic()
+  experiment, place = train(task, engines, **options)
+  said, points, data = judge(task, experiment, place)
+  data["seconds_of_command"] = time.monotonic() - began
+  drawn = write(task.figure, points, data, place)
+  counts = ", ".join(f"{data['cells']} of {data['of_cells']} cells".split("|"))
+  stem = place / task.figure.name
+  print(
+    f"\n{task.figure.title}\n{task.figure.paper}\n{counts},"
+    f" {len(data['seeds'])} seeds, {data['size']} size,"
+    f" {data['seconds']:.0f} s of training\n\n{verdicts.text(said)}\n"
+    f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"
+  )
+  return place

@@ -1,0 +1,259 @@
+"""From claims and finished cells to verdicts.
+
+A claim falls apart into parts, one for each pair of cells (or cell) that it is
+about; a part is a number for each seed, and an interval of them that lies where
+the claim says it does, or not. All parts must hold.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asgd import text_table
+from asgd.experiment.claims import figure_file, statistics
+from asgd.experiment.claims.columns import Table
+from asgd.experiment.claims.figure_file import Claim, Counts
+from asgd.experiment.claims.statistics import UNDECIDED, Interval
+
+
+class Part(NamedTuple):
+  """One number a seed, and between which bounds it is claimed to lie."""
+
+  what: str
+  values: Mapping[int, float]  # seed -> number; none: cells were not run
+  above: float
+  below: float
+  ratio: bool = False
+
+
+class Decided(NamedTuple):
+  """A part, and what came of it."""
+
+  part: Part
+  interval: Interval
+  verdict: str
+  why: str
+
+
+class Verdict(NamedTuple):
+  """A claim, and what came of it."""
+
+  claim: Claim
+  verdict: str
+  parts: Sequence[Decided]
+
+
+def _paired(one, other, combine) -> dict[int, float]:
+  """combine(a, b) for the seeds that both have; two infinite ones are a tie."""
+  both = [seed for seed in one if seed in other]
+  return {seed: combine(one[seed], other[seed]) for seed in both}
+
+
+def _minus(a, b):
+  return 0.0 if a == b else a - b
+
+
+def _over(a, b):
+  """a / b, of numbers from 0 on."""
+  if a == b:
+    return 1.0
+  return a / b if b else math.inf
+
+
+class _Cells:
+  """The values of a claim's column in cells, as the claim names them."""
+
+  def __init__(self, claim, table, counts):
+    self._claim, self._table, self._counts = claim, table, counts
+
+  def __call__(self, spot: str) -> dict[int, float]:
+    cell = figure_file.cell_of(spot, self._counts)
+    return self._table.values(self._claim.column, *cell) if cell else {}
+
+  def along(self, label: str) -> list[str]:
+    """The cells of a run by their number of workers."""
+    counts = sorted(self._counts.get(label, ()))
+    return [f"{label}@{count}" for count in counts]
+
+
+def _steps(claim, cells) -> Iterator[Part]:
+  runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
+  if isinstance(runs, str):
+    runs = cells.along(runs)
+  steps = list(itertools.pairwise(figure_file.groups(runs)))
+  if not steps:
+    yield Part(str(claim.data["runs"]), {}, margin, math.inf)
+  for before, after in steps:
+    for a, b in itertools.product(before, after):
+      first, second, sign = (b, a, "<") if (
+        claim.data["order"] == "rises"
+      ) else (a, b, ">")
+      values = _paired(cells(first), cells(second), _minus)
+      yield Part(f"{a} {sign} {b}", values, margin, math.inf)
+
+
+def _pairs(claim, cells) -> Iterator[Part]:
+  data, ratio = claim.data, claim.kind == "ratio"
+  bounds = data.get("above", -math.inf), data.get("below", math.inf)
+  ofs = itertools.chain(*figure_file.groups(data["of"]))
+  tos = list(itertools.chain(*figure_file.groups(data["to"])))
+  sign, combine = ("/", _over) if ratio else ("-", _minus)
+  for a, b in itertools.product(ofs, tos):
+    values = _paired(cells(a), cells(b), combine)
+    yield Part(f"{a} {sign} {b}", values, *bounds, ratio)
+
+
+def _bounds(claim, cells) -> Iterator[Part]:
+  data = claim.data
+  bounds = data.get("above", -math.inf), data.get("below", math.inf)
+  for spot in itertools.chain(*figure_file.groups(data["of"])):
+    yield Part(spot, cells(spot), *bounds)
+
+
+def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
+  """Returns where a line through points, by x, crosses a level first; NaN if it
+  does not.
+
+  Example:
+    >>> crossing([1.0, 2.0], [-1.0, 3.0], 0.0)
+    1.25
+  """
+  points = sorted(zip(xs, ys, strict=True))
+  for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    if (y0 - level) * (y1 - level) <= 0 and y0 != y1:
+      return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
+  return math.nan
+
+
+def _threshold(claim, cells) -> Iterator[Part]:
+  data = claim.data
+  bounds = data.get("above", -math.inf), data.get("below", math.inf)
+  columns = [(x, cells(spot)) for spot, x in data["runs"]]
+  seeds = set.intersection(*(set(column) for _, column in columns))
+  xs = [x for x, _ in columns]
+  values = {
+    seed: crossing(xs, [column[seed] for _, column in columns], data["level"])
+    for seed in sorted(seeds)
+  }
+  ends = f"{data['runs'][0][0]} ... {data['runs'][-1][0]}"
+  yield Part(f"{claim.column} = {data['level']:g} in {ends}", values, *bounds)
+
+
+_FOUND = Interval._fields[:4]
+_PARTS = {
+  "ordering": _steps,
+  "monotone": _steps,
+  "difference": _pairs,
+  "ratio": _pairs,
+  "bound": _bounds,
+  "threshold": _threshold,
+}
+
+
+def decide(part: Part, statistic: str) -> Decided:
+  """Returns what a statistic says of a part."""
+  values = list(part.values.values())
+  nothing = Interval(math.nan, -math.inf, math.inf, 0.0, "not run at this size")
+  if not values:
+    return Decided(part, nothing, UNDECIDED, nothing.why)
+  lacking = sum(map(math.isnan, values))
+  if lacking:
+    why = f"{lacking} of {len(values)} seeds have no value"
+    return Decided(part, nothing._replace(why=why), UNDECIDED, why)
+  if part.ratio:
+    interval = statistics.of_ratios(statistic, values)
+  else:
+    interval = statistics.STATISTICS[statistic](values)
+  verdict, why = statistics.judge(interval, part.above, part.below)
+  return Decided(part, interval, verdict, why)
+
+
+def judge(
+  claims: Sequence[Claim], table: Table, counts: Counts
+) -> list[Verdict]:
+  """Returns the verdict of each claim, from finished cells; `counts` are the
+  numbers of workers of each run of the experiment at this size."""
+  out = []
+  for claim in claims:
+    parts = _PARTS[claim.kind](claim, _Cells(claim, table, counts))
+    decided = [decide(part, claim.statistic) for part in parts]
+    said = statistics.conclude([each.verdict for each in decided])
+    out.append(Verdict(claim, said, decided))
+  return out
+
+
+def number(value: float | None) -> str:
+  """A number in words; JSON has None for one that is not finite."""
+  if value is None or math.isnan(value):
+    return "-"
+  return f"{value:.4g}"
+
+
+def bounds_text(part: Part) -> str:
+  """Where a part is claimed to lie, in words."""
+  if part.above == -math.inf:
+    return f"< {number(part.below)}"
+  if part.below == math.inf:
+    return f"> {number(part.above)}"
+  return f"{number(part.above)} to {number(part.below)}"
+
+
+def text(verdicts: Sequence[Verdict]) -> str:
+  """Returns each claim with its parts: effect, interval and verdict."""
+  lines = []
+  for verdict in verdicts:
+    claim = verdict.claim
+    lines.append(f"{verdict.verdict:9}  {claim.name}: {claim.says}")
+    header = ["", "effect", "interval", "", "claimed", "verdict", ""]
+    rows = []
+    for each in verdict.parts:
+      low, high = number(each.interval.low), number(each.interval.high)
+      share = 100 * each.interval.coverage
+      rows.append(
+        [
+          f"    {each.part.what}",
+          number(each.interval.effect),
+          f"{low} to {high}" if share else "-",
+          f"{share:.1f} %" if share else "",
+          bounds_text(each.part),
+          each.verdict,
+          each.why,
+        ]
+      )
+    header[0] = f"    {claim.column}, {claim.statistic}"
+    lines.append(text_table.format_table(header, rows))
+  return "\n".join(lines)
+
+
+def plain(value: float) -> float | str | None:
+  """A number as JSON has it: an infinite one is a text, as float() reads it."""
+  if math.isnan(value):
+    return None
+  return value if math.isfinite(value) else str(value)
+
+
+def as_data(verdict: Verdict) -> dict[str, Any]:
+  """Returns a verdict as JSON has it."""
+  claim, parts = verdict.claim, []
+  for part, interval, said, why in verdict.parts:
+    bounds = {"above": plain(part.above), "below": plain(part.below)}
+    values = {str(seed): plain(v) for seed, v in part.values.items()}
+    found = {k: plain(v) for k, v in zip(_FOUND, interval[:4], strict=True)}
+    parts.append(
+      {"what": part.what, "verdict": said, "why": why, **found, **bounds}
+      | {"ratio": part.ratio, "values": values}
+    )
+  fields = ("name", "says", "kind", "column", "statistic", "note")
+  own = {key: getattr(claim, key) for key in fields}
+  return {**own, "verdict": verdict.verdict, "parts": parts}
+
+
+def part_of(data: Mapping[str, Any]) -> Part:
+  """Returns a part of `as_data`, as it was."""
+  bounds = float(data["above"]), float(data["below"])
+  values = {
+    int(seed): math.nan if value is None else float(value)
+    for seed, value in data["values"].items()
+  }
+  return Part(data["what"], values, *bounds, data["ratio"])

@@ -1,0 +1,201 @@
+"""Where SGD with a fixed delay stops being stable: 2 sin(pi / (4 tau + 2)).
+
+f(w) = sum_i c_i w_i^2 / 2 with the largest curvature 1, every gradient tau
+updates old: w_{t+1} = w_t - eta grad f(w_{t - tau}). It converges for eta below
+the edge and diverges above (Yang et al., "PipeMare: Asynchronous Pipeline
+Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the lemma on a fixed
+delay). With heavy-ball momentum 0.9 the edge is ten times lower.
+
+  python -m launch.reproduce delayed_edge
+  python -m launch.train --config=configs/figures/delayed_edge.py
+
+90 cells, 3 minutes on two cores; --quick in seconds.
+"""
+
+import ml_collections
+
+DELAYS = 1, 2, 4, 8, 16, 32
+SIDES = {"below": 0.98, "above": 1.02}
+# Of heavy ball, momentum 0.9: from the roots of its characteristic polynomial.
+MOMENTUM = {1: 0.1, 8: 0.01394, 32: 0.00406}
+MOMENTUM_SIDES = {"below": 0.97, "above": 1.03}
+PAPER = (
+  "Yang, Zhang, Li, Re, Aberger, De Sa: PipeMare: Asynchronous Pipeline"
+  " Parallel DNN Training, MLSys 2021, arXiv 1910.05124"
+)
+
+
+def edge(delay):
+  # sin(pi x / 2) is the imaginary part of i^x.
+  return 2 * (1j ** (1 / (2 * delay + 1))).imag
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.problem = dict(
+    name="asgd.problems.analytic:quadratic", dimensions=16, least=0.05
+  )
+  runs = {}
+  for delay in DELAYS:
+    for side, factor in SIDES.items():
+      runs[f"t{delay}-{side}"] = dict(
+        recipe="asgd",
+        title=f"tau {delay}, 2 % {side}",
+        workers=(delay + 1,),
+        learning_rate=factor * edge(delay),
+      )
+  for delay, limit in MOMENTUM.items():
+    for side, factor in MOMENTUM_SIDES.items():
+      runs[f"m{delay}-{side}"] = dict(
+        recipe="asgd",
+        momentum=0.9,
+        title=f"momentum 0.9, tau {delay}, 3 % {side}",
+        workers=(delay + 1,),
+        learning_rate=factor * limit,
+      )
+  config.runs = runs
+  config.order = dict(name="fixed_delay")
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 1
+  config.examples = 2000  # updates
+  config.evaluations = 8
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()
+
+
+def of(prefix, delays, side):
+  return [f"{prefix}{delay}-{side}" for delay in delays]
+
+
+def get_figure():
+  claims = [
+    dict(
+      name="converges below",
+      says="2 % below the edge the loss falls, at each delay",
+      kind="bound",
+      column="growth",
+      statistic="sign",
+      of=of("t", DELAYS, "below"),
+      below=0.0,
+    ),
+    dict(
+      name="diverges above",
+      says="2 % above the edge the loss grows, at each delay",
+      kind="bound",
+      column="growth",
+      statistic="sign",
+      of=of("t", DELAYS, "above"),
+      above=0.0,
+    ),
+  ]
+  claims += [
+    dict(
+      name=f"edge at delay {delay}",
+      says=(
+        "the rate without growth is within 0.5 % of 2 sin(pi /"
+        f" {4 * delay + 2})"
+      ),
+      kind="threshold",
+      column="growth",
+      statistic="t",
+      runs=[(f"t{delay}-{side}", factor) for side, factor in SIDES.items()],
+      level=0.0,
+      above=0.995,
+      below=1.005,
+    )
+    for delay in DELAYS
+  ]
+  claims += [
+    dict(
+      name="momentum converges below",
+      says="heavy ball at momentum 0.9 converges 3 % below its own edge",
+      kind="bound",
+      column="growth",
+      statistic="sign",
+      of=of("m", MOMENTUM, "below"),
+      below=0.0,
+    ),
+    dict(
+      name="momentum diverges above",
+      says="heavy ball at momentum 0.9 diverges 3 % above its own edge",
+      kind="bound",
+      column="growth",
+      statistic="sign",
+      of=of("m", MOMENTUM, "above"),
+      above=0.0,
+    ),
+    dict(
+      name="momentum costs ten times",
+      says="at delay 8 momentum 0.9 lowers the edge 10 to 15 times",
+      kind="ratio",
+      column="learning_rate",
+      statistic="t",
+      of="t8-below",
+      to="m8-below",
+      above=10.0,
+      below=15.0,
+      note="Of the rates of the runs on both sides, not of a measured edge.",
+    ),
+  ]
+  formula = dict(
+    title="2 sin(pi / (4 tau + 2))",
+    source=PAPER + ", the lemma on a fixed delay",
+    points=[(delay, edge(delay)) for delay in DELAYS],
+    line="-",
+    marker="",
+  )
+  roots = dict(
+    title="momentum 0.9: roots of the polynomial",
+    source="computed: the largest rate with all roots inside the unit circle",
+    points=list(MOMENTUM.items()),
+    line="--",
+    marker="",
+  )
+
+  def series(title, prefix, delays, side):
+    return {title: [(d, f"{prefix}{d}-{side}") for d in delays]}
+
+  both = {
+    **series("2 % below", "t", DELAYS, "below"),
+    **series("2 % above", "t", DELAYS, "above"),
+    **series("momentum 0.9, 3 % below", "m", MOMENTUM, "below"),
+    **series("momentum 0.9, 3 % above", "m", MOMENTUM, "above"),
+  }
+  return dict(
+    title="The stability edge of delayed SGD",
+    paper=PAPER,
+    about=(
+      "Gradient descent on a quadratic whose gradients are a fixed number of"
+      " updates old is stable up to a rate of 2 sin(pi / (4 tau + 2)) over the"
+      " largest curvature. Rates just below and just above it, from random"
+      " starting points: what a seed changes is the start alone."
+    ),
+    columns=dict(growth=dict(kind="change", column="train_loss", since=0.5)),
+    claims=claims,
+    panels=[
+      dict(
+        title="rates that were run",
+        column="learning_rate",
+        xlabel="delay tau (updates)",
+        ylabel="learning rate x largest curvature",
+        series=both,
+        published=[formula, roots],
+        xlog=True,
+        yscale="log",
+      ),
+      dict(
+        title="growth in the second half",
+        column="growth",
+        xlabel="delay tau (updates)",
+        ylabel="ln (loss at the end / loss half-way)",
+        series=both,
+        xlog=True,
+        yscale="symlog",
+      ),
+    ],
+    quick=dict(
+      only=of("t", (1, 4), "below") + of("t", (1, 4), "above"), examples=400
+    ),
+    tuned="nothing",
+  )

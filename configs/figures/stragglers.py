@@ -1,0 +1,192 @@
+"""One slow worker of four: what waiting for it costs, and not waiting.
+
+Synchronous SGD takes the mean of a gradient from every worker; asynchronous SGD
+takes each as it comes. One of four workers is up to ten times slower. Time
+until the training loss is 0.5 on handwritten digits, in simulated time
+(constant durations) and live (threads of this machine, real time).
+
+  python -m launch.reproduce stragglers
+  python -m launch.train --config=configs/figures/stragglers.py
+
+Live runs of one seed take turns, synchronous and asynchronous, and every second
+seed in the opposite order: what else the machine does meets both.
+"""
+
+import ml_collections
+
+SLOWDOWNS = 1, 2, 3, 5, 10
+LIVE = 1, 3, 10
+LOSS = 0.5  # to be reached
+RATE = 0.02  # of one gradient; a synchronous update is the mean of four
+RECIPES = {"async": ("asgd", RATE), "sync": ("ssgd", 4 * RATE)}
+TITLES = {"async": "asynchronous", "sync": "synchronous"}
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(512, 512))
+  runs = {}
+  for slow in SLOWDOWNS:
+    for label, (recipe, rate) in RECIPES.items():
+      runs[f"{label}-{slow}"] = dict(
+        recipe=recipe,
+        title=f"{TITLES[label]}, simulated, {slow}",
+        learning_rate=rate,
+        durations=dict(name="constant", slowdown=(1, 1, 1, slow)),
+      )
+  for slow in LIVE:
+    for label, (recipe, rate) in RECIPES.items():
+      runs[f"live-{label}-{slow}"] = dict(
+        engine="threads",
+        recipe=recipe,
+        title=f"{TITLES[label]}, live, {slow}",
+        learning_rate=rate,
+        slowdown=(1, 1, 1, slow),
+      )
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # their turns
+  config.workers = (4,)
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 256
+  config.examples = 256 * 320  # 320 gradients
+  # Long deadlines, so that the slow worker is not taken for dead.
+  config.live = dict(late_seconds=20.0)
+  config.evaluations = 1  # at the end: they take the workers' cores
+  config.curvature_checks = 0
+  return config.lock()
+
+
+def cells(label, slowdowns):
+  return [f"{label}-{slow}" for slow in slowdowns]
+
+
+def times(where, prefix, slowdowns):
+  sync, patient = cells(f"{prefix}sync", slowdowns), f"{prefix}async"
+  return [
+    dict(
+      name=f"waiting, {where}",
+      says=f"{where}: the slower the one worker, the later synchronous SGD",
+      kind="monotone",
+      order="rises",
+      column="time to loss",
+      runs=sync,
+    ),
+    dict(
+      name=f"not waiting, {where}",
+      says=(
+        f"{where}: a worker ten times slower costs asynchronous SGD less than"
+        " half as much time again"
+      ),
+      kind="ratio",
+      column="time to loss",
+      of=f"{patient}-10",
+      to=f"{patient}-1",
+      below=1.5,
+    ),
+    dict(
+      name=f"ten times slower, {where}",
+      says=f"{where}: synchronous SGD then takes over three times as long",
+      kind="ratio",
+      column="time to loss",
+      of=f"{prefix}sync-10",
+      to=f"{patient}-10",
+      above=3.0,
+    ),
+    dict(
+      name=f"equal workers, {where}",
+      says=f"{where}: without a slow worker neither takes a quarter more time",
+      kind="ratio",
+      column="time to loss",
+      of=f"{prefix}sync-1",
+      to=f"{patient}-1",
+      above=0.8,
+      below=1.25,
+    ),
+  ]
+
+
+def panel(title, column, ylabel, prefix, slowdowns, published=()):
+  return dict(
+    title=title,
+    column=column,
+    xlabel="slowdown of one worker of four",
+    ylabel=ylabel,
+    series={
+      TITLES[label]: [(s, f"{prefix}{label}-{s}") for s in slowdowns]
+      for label in RECIPES
+    },
+    published=list(published),
+    xlog=True,
+    yscale="log",
+  )
+
+
+def get_figure():
+  source = "computed: three workers of rate 1 and one of rate 1 / s"
+  rates = {
+    "async": ("asynchronous: 3 + 1 / s", [(s, 3 + 1 / s) for s in SLOWDOWNS]),
+    "sync": ("synchronous: 4 / s", [(s, 4 / s) for s in SLOWDOWNS]),
+  }
+  published = [
+    dict(
+      title=title,
+      source=source,
+      points=points,
+      of=TITLES[label],
+      line="--",
+      marker="",
+    )
+    for label, (title, points) in rates.items()
+  ]
+  return dict(
+    title="A straggler: synchronous and asynchronous SGD",
+    paper=(
+      "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay"
+      " Compensation, ICML 2017, arXiv 1609.08326, compares both by the clock;"
+      " the sweep over one worker's slowdown is ours"
+    ),
+    about=(
+      "Time until the training loss is 0.5 with four workers, one of them up to"
+      " ten times slower: simulated, in durations of a job of a fast worker,"
+      " and live, in seconds, with threads on two cores that other programs"
+      " used as well, where synchronous and asynchronous runs took turns."
+    ),
+    columns={
+      "time to loss": dict(kind="reach", loss=LOSS),
+      "rate": dict(kind="quotient", of="messages", by="simulated_time"),
+      "live rate": dict(kind="quotient", of="messages", by="seconds"),
+    },
+    claims=[
+      *times("simulated", "", SLOWDOWNS),
+      *times("live", "live-", LIVE),
+    ],
+    panels=[
+      panel(
+        "simulated", "time to loss", f"time to a loss of {LOSS}", "", SLOWDOWNS
+      ),
+      panel(
+        "simulated, gradients",
+        *("rate", "gradients in the time of a job", "", SLOWDOWNS, published),
+      ),
+      panel(
+        "live", "time to loss", f"seconds to a loss of {LOSS}", "live-", LIVE
+      ),
+      panel("live, gradients", "live rate", "gradients/s", "live-", LIVE),
+    ],
+    quick={
+      "only": [
+        *cells("async", (1, 10)),
+        *cells("sync", (1, 10)),
+        *cells("live-async", (1, 10)),
+        *cells("live-sync", (1, 10)),
+      ],
+      "model.hidden": (128, 128),
+      "batch_size": 64,
+      "examples": 64 * 320,
+    },
+    tuned=(
+      "the rate of one gradient, on seeds 100 and 101 in simulation; that of a"
+      " synchronous update is four times as large, untuned"
+    ),
+    turns=True,
+  )

@@ -1,0 +1,139 @@
+"""A figure from its file to verdicts, and the page of all that are kept."""
+
+import json
+import shutil
+
+import kit
+import pytest
+
+from asgd import experiment
+from asgd.experiment.cells import Cell
+from asgd.experiment.claims import (
+  columns,
+  figure_file,
+  gallery,
+  reproduce,
+  statistics,
+  verdicts,
+)
+from asgd.experiment.progress import Silent
+
+FIGURES = kit.ROOT / "configs" / "figures"
+DOCS = kit.ROOT / "docs"
+NAMES = sorted(reproduce.files(FIGURES))
+KEPT = gallery.read(DOCS)
+
+
+def reproduced(task, workdir):
+  return reproduce.reproduce(
+    *(task, experiment.ENGINES),
+    workdir=str(workdir),
+    bar=lambda messages: Silent(),
+    count=1,
+  )
+
+
+@pytest.mark.slow
+def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
+  path = FIGURES / "delayed_edge.py"
+  task = reproduce.load(path, experiment.ENGINES, quick=True)
+  place = reproduced(task, tmp_path / "out")
+  said = capsys.readouterr().out
+  data = json.loads((place / "delayed_edge.json").read_text())
+  assert data["size"] == "quick"
+  assert data["cells"] == data["of_cells"] == 20
+  assert data["messages"] == 20 * 400
+  by_name = {claim["name"]: claim["verdict"] for claim in data["claims"]}
+  assert by_name["edge at delay 1"] == by_name["edge at delay 4"] == "PASS"
+  assert by_name["edge at delay 32"] == "UNDECIDED"  # it was not run
+  assert "FAIL" not in by_name.values()
+  assert "PASS       edge at delay 1" in said
+  for suffix in (".csv", ".png", ".svg", ".pdf"):
+    assert (place / "delayed_edge").with_suffix(suffix).stat().st_size
+  # A cell that is lost is trained again, the others are not.
+  results = sorted(place.glob("cells/*/result.json"))
+  written = [path.stat().st_mtime_ns for path in results[1:]]
+  shutil.rmtree(results[0].parent)
+  assert reproduced(task, place) == place
+  assert [path.stat().st_mtime_ns for path in results[1:]] == written
+  again = json.loads((place / "delayed_edge.json").read_text())
+  assert again["claims"] == data["claims"]
+  assert set(columns.RESULTS) - {"seconds"} <= set(
+    json.loads(results[0].read_text())
+  )
+  # The whole figure is another experiment.
+  whole = reproduce.load(path, experiment.ENGINES)
+  with pytest.raises(ValueError, match="holds another experiment"):
+    reproduced(whole, place)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_figure_is_judged_on_seeds_0_to_4(name, quick):
+  task = reproduce.load(FIGURES / f"{name}.py", experiment.ENGINES, quick=quick)
+  assert task.config["seeds"] == [0, 1, 2, 3, 4]
+  assert task.figure.tuned
+  assert task.figure.panels
+  for panel in task.figure.panels:
+    assert all(known["source"] for known in panel.published)
+
+
+def test_seeds_take_turns():
+  cells = [Cell(x, x, 4, seed) for x in "ab" for seed in (0, 1, 2)]
+  order = [(c.seed, c.label) for c in reproduce.in_turns(cells)]
+  assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+def test_the_page_is_that_of_the_verdicts():
+  assert (DOCS / "figures.md").read_text() == gallery.page(DOCS), (
+    "write it anew with python -m launch.reproduce --docs"
+  )
+
+
+def test_each_kept_figure_has_a_picture_and_a_file():
+  assert set(KEPT) <= set(NAMES)
+  for name in KEPT:
+    assert (DOCS / "figures" / f"{name}.svg").stat().st_size
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_kept_verdicts_follow_from_their_numbers(name):
+  """And are of the claims that the figure's file makes."""
+  task = reproduce.load(FIGURES / f"{name}.py", experiment.ENGINES)
+  own = {claim.name: claim for claim in task.figure.claims}
+  assert [claim["name"] for claim in KEPT[name]["claims"]] == list(own)
+  for claim in KEPT[name]["claims"]:
+    said = []
+    for part in claim["parts"]:
+      again = verdicts.decide(verdicts.part_of(part), claim["statistic"])
+      assert (again.verdict, again.why) == (part["verdict"], part["why"])
+      said.append(again.verdict)
+    assert claim["verdict"] == statistics.conclude(said)
+    for key in ("says", "kind", "column", "statistic", "note"):
+      assert claim[key] == getattr(own[claim["name"]], key)
+
+
+def test_a_file_that_is_no_figure_is_named(tmp_path):
+  for text, message in (
+    ("x =", "SyntaxError"),
+    ("get_config = dict", "no attribute 'get_figure'"),
+    ("get_config = get_figure = dict", "names no run"),
+  ):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+      reproduce.load(path, experiment.ENGINES)
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_verdict_that_is_none_is_named(tmp_path):
+  (tmp_path / "figures").mkdir()
+  (tmp_path / "figures" / "mine.json").write_text("{}")
+  with pytest.raises(ValueError, match="holds no verdicts of that figure"):
+    gallery.page(tmp_path)
+
+
+def test_the_newest_of_a_cell():
+  counts = {"a": (16, 4)}
+  assert figure_file.find_cell("a@least", counts) == ("a", 4)
+  assert figure_file.cell_of("a@8", counts) is None

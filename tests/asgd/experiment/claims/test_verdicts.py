@@ -1,0 +1,217 @@
+"""Claims about cells whose results are written down here."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from asgd.experiment.claims import columns, drawing, figure_file, verdicts
+
+COUNTS = {"a": (4, 8), "b": (4, 8), "one": (1,)}
+INF = math.inf
+
+
+def table(made=None, **values):
+  """A Table of test accuracies: label=(of 4 workers, of 8), each by seed."""
+  cells = {}
+  for label, of_workers in values.items():
+    for workers, by_seed in zip(COUNTS[label], of_workers, strict=True):
+      for seed, value in enumerate(by_seed):
+        result = {"test_accuracy": value, "diverged": value is None}
+        cells[label, workers, seed] = columns.Done(result, Path())
+  return columns.Table(cells, made or {})
+
+
+def figure(*claims, **fields):
+  given = {"title": "t", "paper": "p", "about": "a", "claims": list(claims)}
+  return figure_file.read("figure", given | fields, COUNTS)
+
+
+def claim(kind, **data):
+  return dict(
+    {"name": "c", "says": "s", "kind": kind, "column": "test_accuracy"}, **data
+  )
+
+
+def judged(data, of, counts=COUNTS):
+  made = {"fails": {"kind": "first", "column": "test_accuracy", "below": 0.5}}
+  (said,) = verdicts.judge(
+    figure(data, columns=made).claims, table(made, **of), counts
+  )
+  return said
+
+
+FIVE = [0.5, 0.6, 0.7, 0.8, 0.9]
+MORE = [value + 0.05 for value in FIVE]
+
+
+def test_pairs_are_taken_seed_by_seed():
+  """Seeds spread far more than two runs of a seed differ."""
+  data = claim("ordering", order="rises", runs=["a@8", "b@8"])
+  said = judged(data, {"a": (FIVE, FIVE), "b": (FIVE, MORE)})
+  assert said.verdict == "PASS"
+  (part,) = said.parts
+  assert part.part.what == "a@8 < b@8"
+  assert part.interval.effect == pytest.approx(0.05)
+  back = claim("ordering", order="falls", runs=["a@8", "b@8"])
+  said = judged(back, {"a": (FIVE, FIVE), "b": (FIVE, MORE)})
+  assert said.verdict == "FAIL"
+
+
+def test_groups_are_compared_one_with_each():
+  data = claim("ordering", order="falls", runs=["b@8", ["a@4", "a@8"]])
+  said = judged(data, {"a": (FIVE, MORE), "b": (FIVE, MORE)})
+  assert [each.part.what for each in said.parts] == ["b@8 > a@4", "b@8 > a@8"]
+  assert [each.verdict for each in said.parts] == ["PASS", "FAIL"]  # ties
+
+
+def test_monotone_along_the_workers_of_a_run():
+  data = claim("monotone", order="rises", runs="a")
+  assert judged(data, {"a": (FIVE, MORE)}).verdict == "PASS"
+  few = judged(data, {"a": (FIVE[:3], MORE[:3])})
+  assert few.verdict == "UNDECIDED"
+  assert few.parts[0].why == "3 seeds; the sign test needs 5"
+
+
+@pytest.mark.parametrize(
+  ("bounds", "verdict"),
+  [
+    ({"above": 0.02}, "PASS"),
+    ({"above": 0.05}, "UNDECIDED"),
+    ({"below": 0.02}, "FAIL"),
+    ({"above": 0.0, "below": 0.1}, "PASS"),
+  ],
+)
+def test_a_difference_lies_between_its_bounds(bounds, verdict):
+  near = [v + 0.05 + 0.001 * i for i, v in enumerate(FIVE)]
+  near[0] -= 0.002
+  data = claim("difference", of="b@4", to="a@4", **bounds)
+  assert judged(data, {"a": (FIVE, FIVE), "b": (near, near)}).verdict == verdict
+
+
+def test_a_ratio_and_a_bound():
+  of = {"a": (FIVE, FIVE), "b": ([3 * v for v in FIVE],) * 2}
+  said = judged(claim("ratio", of="b@4", to="a@4", above=2.9), of)
+  assert said.verdict == "PASS"
+  assert said.parts[0].interval.effect == pytest.approx(3)
+  assert judged(claim("bound", of="a@4", above=0.3), of).verdict == "PASS"
+  assert judged(claim("bound", of="a@4", above=0.7), of).verdict == "UNDECIDED"
+
+
+def test_a_threshold_is_where_a_line_crosses():
+  of = {"a": ([-1.0, -2.0], [3.0, 2.0])}
+  data = claim(
+    "threshold", runs=[("a@4", 1), ("a@8", 2)], level=0.0, below=2.0
+  )
+  (part,) = judged(data, of).parts
+  assert part.part.values == {0: 1.25, 1: 1.5}
+  assert math.isnan(verdicts.crossing([1, 2], [1, 2], 0))
+  never = judged(data, {"a": ([1.0, 2.0], [3.0, 2.0])})
+  assert never.parts[0].why == "2 of 2 seeds have no value"
+
+
+def test_who_fails_first():
+  """A run that never fails does so at infinity; a diverged one has no value."""
+  data = claim("ordering", order="rises", runs=["a", "b"]) | {"column": "fails"}
+  of = {"a": (FIVE, [0.1] * 5), "b": (FIVE, FIVE)}
+  said = judged(data, of)
+  assert set(said.parts[0].part.values.values()) == {INF}
+  assert said.verdict == "PASS"
+  both = judged(data, {"a": of["a"], "b": of["a"]})
+  assert set(both.parts[0].part.values.values()) == {0.0}
+  assert both.verdict == "FAIL"
+
+
+def test_what_diverged_is_infinite():
+  of = {"a": (FIVE, [None, *FIVE[1:]])}
+  said = judged(claim("bound", of="a@8", above=0.3, statistic="sign"), of)
+  assert said.parts[0].part.values[0] == INF
+  assert said.verdict == "PASS"
+  assert judged(claim("bound", of="a@8", above=0.3), of).verdict == "UNDECIDED"
+
+
+def test_what_was_not_run_is_undecided():
+  few = {"a": (4,)}
+  data = claim("ordering", order="rises", runs=["a@4", "b@4"])
+  said = judged(data, {"a": (FIVE, FIVE)}, few)
+  assert said.parts[0].why == "not run at this size"
+  data = claim("monotone", order="rises", runs="a")
+  assert judged(data, {"a": (FIVE, FIVE)}, few).verdict == "UNDECIDED"
+
+
+def test_a_part_survives_json():
+  data = claim("ordering", order="rises", runs=["a", "b"]) | {"column": "fails"}
+  of = {"a": (FIVE, [0.1] * 5), "b": (FIVE, FIVE)}
+  said = judged(data, of)
+  kept = json.loads(json.dumps(verdicts.as_data(said), allow_nan=False))
+  assert verdicts.part_of(kept["parts"][0]) == said.parts[0].part
+
+
+def test_points_are_of_each_seed_and_of_the_paper(tmp_path):
+  panel = {
+    "title": "p",
+    "column": "test_accuracy",
+    "xlabel": "x",
+    "ylabel": "y",
+    "series": {"A": [(4, "a@4"), (8, "a@8")]},
+    "minus": "one",
+    "published": [{"title": "t", "source": "s", "points": [(4, 0.25)]}],
+  }
+  data = figure(claim("bound", of="one", above=0.0), panels=[panel])
+  of = table(a=([0.75, 0.5], [None, 1.0]), one=([0.25, 0.5],))
+  rows = drawing.points(data, of, COUNTS)
+  assert [row["value"] for row in rows] == [0.5, 0.0, INF, 0.5, 0.25]
+  assert [row.get("diverged") for row in rows[:3]] == [False, False, True]
+  drawing.draw(data, rows, tmp_path / "drawn", "heading")
+  first = (tmp_path / "drawn.svg").read_bytes()
+  drawing.draw(data, rows, tmp_path / "drawn", "heading")
+  assert (tmp_path / "drawn.svg").read_bytes() == first
+  for suffix in drawing.SUFFIXES:
+    assert (tmp_path / "drawn").with_suffix(suffix).stat().st_size
+
+
+BOUND = claim("bound", of="a@4", above=0.0)
+
+
+@pytest.mark.parametrize(
+  ("claims", "message"),
+  [
+    ([], "has no claims"),
+    ([BOUND | {"of": "ab@4"}], "claim 'c': unknown run 'ab'; did you mean"),
+    ([BOUND | {"of": "a@5"}], "has no cells with '5' workers; it has 4, 8"),
+    ([BOUND | {"of": "a"}], "has several numbers of workers; write a@N"),
+    ([BOUND | {"column": "test_acuracy"}], "did you mean 'test_accuracy'"),
+    ([BOUND | {"statistic": "z"}], "unknown statistic of claim 'c': 'z'"),
+    ([BOUND | {"kind": "boud"}], "did you mean 'bound'"),
+    ([BOUND | {"abov": 1}], "has no key 'abov'; did you mean 'above'"),
+    ([claim("bound", of="a@4")], "needs 'above' or 'below'"),
+    ([claim("ratio", of="a@4", above=1)], "of kind 'ratio' needs 'to'"),
+    ([BOUND | {"below": -1.0}], "above 0.0 is not below -1.0"),
+    ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
+    ([BOUND, BOUND], "two claims have the name 'c'"),
+    ([BOUND | {"says": ""}], "claim 'c' needs 'says', a text"),
+    (["c"], "claim 0 must be a dict, not 'c'"),
+  ],
+)
+def test_a_mistake_is_named(claims, message):
+  with pytest.raises(ValueError, match=".") as error:
+    figure(*claims)
+  assert message in str(error.value)
+  assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+  ("made", "message"),
+  [
+    ({"kind": "reech"}, "did you mean 'reach'"),
+    ({"kind": "reach"}, "column 'x' needs 'loss'"),
+    ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
+    ({"kind": "quotient", "of": "nope", "by": "messages"}, "unknown of of"),
+    ({"kind": "reach", "los": 1}, "has no key 'los'"),
+  ],
+)
+def test_a_column_that_cannot_be_made_is_named(made, message):
+  with pytest.raises(ValueError, match=".") as error:
+    figure(BOUND, columns={"x": made})
+  assert message in str(error.value)

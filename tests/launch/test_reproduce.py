@@ -1,0 +1,38 @@
+"""The command that reproduces figures."""
+
+import kit
+import pytest
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ([], "which figure? a NAME (dana, delayed_edge, stragglers)"),
+    (["dano"], "unknown figure 'dano'; did you mean 'dana'"),
+    (["no/file.py"], "no/file.py: there is no such file"),
+    (["dana", "--all"], "which figure?"),
+    (["--all", "--workdir=x"], "--workdir is the folder of one figure"),
+    (["dana", "stragglers"], "unexpected argument 'stragglers'"),
+    (["{}"], "claim 'c': unknown run 'nag'; did you mean 'nag_asgd'"),
+    (["delayed_edge", "--quick", "--workdir={}"], "is a file"),
+  ],
+)
+def test_a_mistake_is_one_line(tmp_path, arguments, message):
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "def get_config():\n"
+    "  return {'runs': {'nag_asgd': {'recipe': 'nag_asgd'}}}\n"
+    "def get_figure():\n"
+    "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
+    "  claims = [dict(bound, of='nag@8', above=0)]\n"
+    "  return dict(title='t', paper='p', about='a', claims=claims)\n"
+  )
+  arguments = [argument.format(file) for argument in arguments]
+  done = kit.call("reproduce", *arguments, status=2)
+  (line,) = done.stderr.strip().splitlines()
+  assert message in line
+
+
+def test_figures_are_listed():
+  said = kit.call("reproduce", "--list", status=0).stdout
+  assert "delayed_edge      The stability edge of delayed SGD" in said
