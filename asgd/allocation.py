@@ -14,15 +14,14 @@ Index letters used in shape comments:
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
 from asgd import checks
-from asgd.worker import Uneven, stack
-
-Batches = Callable[[int, int], Any]
+from asgd.stacking import Batches, stack
+from asgd.worker import Uneven
 
 
 class Allocation(NamedTuple):

@@ -10,12 +10,11 @@ Index letters used in shape comments:
   B  examples of a batch
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from asgd import base, checks
@@ -25,7 +24,6 @@ from asgd.losses import LossError as LossError
 
 _State = TypeVar("_State")
 _Worked = tuple[_State, optax.Updates, base.Metrics]
-Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 
 
 class WorkerState(NamedTuple):
@@ -116,52 +114,6 @@ def gradient_worker(
     return WorkerState(after), out, base.Metrics(value)
 
   return base.Worker(init, work)
-
-
-def stack(batches: Sequence[Any]) -> Any:
-  """Stacks trees of NumPy arrays on a new leading axis.
-
-  Args:
-    batches: H trees of the same structure and shapes, at least one.
-
-  Example:
-    >>> import numpy as np
-    >>> from asgd import worker
-    >>> worker.stack([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
-    (2, 3)
-  """
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-
-
-def job_batches(batches: Batches, steps: int) -> Batches:
-  """Makes jobs of several batches out of jobs of one.
-
-  Args:
-    batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
-    steps: H, 1 or more.
-
-  Returns:
-    (worker, job) -> NumPy arrays [H, B, ...]: job j is the jobs j H, ...,
-    j H + H - 1. With one step it is `batches` itself.
-
-  Raises:
-    ValueError: for steps that are no positive whole number.
-
-  Example:
-    >>> import numpy as np
-    >>> from asgd import worker
-    >>> batches = worker.job_batches(lambda worker, job: np.array([job]), 2)
-    >>> batches(0, 3).tolist()
-    [[6], [7]]
-  """
-  checks.whole("steps", steps)
-  if steps == 1:
-    return batches
-
-  def batch(worker: int, job: int) -> base.Batch:
-    return stack([batches(worker, job * steps + h) for h in range(steps)])
-
-  return batch
 
 
 class Uneven(NamedTuple):
@@ -333,7 +285,7 @@ def _make_local_steps(
         raise ValueError(
           f"a job of {count} steps is as many batches, stacked on a leading"
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
-          " asgd.worker.job_batches"
+          " asgd.stacking.job_batches"
         )
     begun = _Stepped(weights, opt_state, None)
     done = _all_steps(step, begun, ticket, batch, key, count)
@@ -384,7 +336,7 @@ def local_worker(
     tx: the local optimizer, learning rate included. Its update is told, as
       extra args, `version` (int32[], the ticket's) and `sent_params`. Unless
       `keep_state=False`, its init reads shapes only.
-    steps: H, batches in a job, as `job_batches` stacks them.
+    steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them.
     message: "displacement", start minus end of the job: an outer gradient (in
       DiLoCo's sign), which SGD with learning rate 1 at the server turns into
       the end. Or "gradients", their sum on the way: Downpour's `accrued`
@@ -474,7 +426,8 @@ def elastic_worker(
     tx: the local optimizer, learning rate included, as of `local_worker`.
       `optax.sgd` with `nesterov` has the paper's look-ahead, x^i + delta v, for
       its x^i.
-    steps: H, batches in a job, as `job_batches` stacks them; tau of the paper.
+    steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them; tau
+      of the paper.
     alpha: in (0, 1], of the distance to the centre, closed from either side.
 
   Returns:

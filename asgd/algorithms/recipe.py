@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
   workers: int | None = None  # most workers it can serve; None is any
   # Makes a worker of a loss. None: a worker that sends one gradient.
   worker: Callable[[worker_lib.Loss], base.Worker] | None = None
-  steps: int = 1  # batches in a job; `asgd.worker.job_batches` stacks them
+  steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
   mixes: bool = False  # messages are models, which do not count as examples
   made: Made | None = None  # None: by hand

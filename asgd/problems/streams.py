@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, checks, data
-from asgd import worker as worker_lib
+from asgd import base, checks, data, stacking
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # of which an order can be drawn
@@ -203,7 +202,7 @@ def _of_indexed(given, size):
     return Stream(batches, first, _size(first), None if endless else count)
 
   def take(rows):
-    return worker_lib.stack([element(int(row)) for row in rows])
+    return stacking.stack([element(int(row)) for row in rows])
 
   return _of_rows(take, count, size)
 

@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 
-from asgd import algorithms, optimizers, orders, simulator, transforms, worker
+from asgd import algorithms, optimizers, orders, simulator, stacking, transforms, worker
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
@@ -37,7 +37,7 @@ def run(recipe, trace):
     host.init(PARAMS, workers),
     trace,
     len(trace.action),
-    batch=worker.job_batches(batch, recipe.steps),
+    batch=stacking.job_batches(batch, recipe.steps),
     root=jax.random.key(0),
   )
   return simulation.server.params, records

@@ -20,6 +20,7 @@ from asgd import (
   problems,
   rates,
   simulator,
+  stacking,
 )
 from asgd import allocation as allocation_lib
 from asgd import server as server_lib
@@ -148,7 +149,7 @@ class ServerPlan:
     steps, given, problem = self.recipe.steps, self.allocation, self.problem
     if given is None:
       batches = problem.batches(seed, self.workers)
-      return worker_lib.job_batches(batches, steps)
+      return stacking.job_batches(batches, steps)
     if allocations.changes_batches(self.run):
       problem = problem.with_batch_size(max(given.batch_sizes))
     return allocation_lib.job_batches(

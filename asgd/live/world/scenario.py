@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import algorithms, base, sharding, simulator, transforms
+from asgd import algorithms, base, sharding, simulator, stacking, transforms
 from asgd import worker as worker_lib
 from asgd.live.deadlines import Ladder
 from asgd.live.setup import Setup
@@ -174,7 +174,7 @@ def recipe(
   }
   options = {"wire": wire, "keeps_messages": True}
   steps = simulator.compile_steps(server, worker, **options)
-  batches = worker_lib.job_batches(batch, made.steps)
+  batches = stacking.job_batches(batch, made.steps)
   return CompiledRecipe(server, worker, steps, params, batches)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, server, simulator, worker
+from asgd import algorithms, base, server, simulator, stacking, worker
 from asgd import orders as orders_lib
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
@@ -44,7 +44,7 @@ def run(recipe, trace, params=PARAMS):
     host.init(params, workers),
     trace,
     len(trace.action),
-    batch=worker.job_batches(lambda worker, job: noise(job), recipe.steps),
+    batch=stacking.job_batches(lambda worker, job: noise(job), recipe.steps),
     root=jax.random.key(0),
   )
   return simulation, records

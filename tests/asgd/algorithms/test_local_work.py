@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, orders, simulator, transforms
+from asgd import algorithms, base, orders, simulator, stacking, transforms
 from asgd import worker as worker_lib
 from asgd.orders import durations
 
@@ -49,7 +49,7 @@ def run(recipe, trace, batch, params, workers, loss=quadratic):
     host.init(params, workers),
     trace,
     len(trace.action),
-    batch=worker_lib.job_batches(batch, recipe.steps),
+    batch=stacking.job_batches(batch, recipe.steps),
     root=KEY,
   )
 
@@ -66,19 +66,19 @@ close = partial(kit.close, rtol=1e-13, atol=1e-15)
 
 def test_a_job_is_as_many_consecutive_batches():
   one = lambda worker, job: (np.full((4, 2), job), np.full(4, worker))  # noqa: E731
-  x, y = worker_lib.job_batches(one, 3)(7, 2)
+  x, y = stacking.job_batches(one, 3)(7, 2)
   assert x.shape == (3, 4, 2)
   assert y.shape == (3, 4)
   np.testing.assert_array_equal(x[:, 0, 0], [6, 7, 8])
   assert (y == 7).all()
-  assert worker_lib.job_batches(one, 1) is one
+  assert stacking.job_batches(one, 1) is one
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
 def test_steps_must_be_a_positive_whole_number(steps):
   tx = optax.sgd(0.1)
   for make in (
-    lambda: worker_lib.job_batches(None, steps),
+    lambda: stacking.job_batches(None, steps),
     lambda: worker_lib.elastic_worker(quadratic, tx, steps=steps, alpha=0.1),
     lambda: worker_lib.local_worker(
       quadratic, tx, steps=steps, message="gradients"
@@ -639,7 +639,7 @@ def test_a_run_in_pieces_is_the_run_in_one(name):
   )
   assert (trace.action == KEEP).any() == (name == "downpour")
   batches = features(7, 4 * 18)
-  batch = worker_lib.job_batches(lambda worker, job: batches[job], 3)
+  batch = stacking.job_batches(lambda worker, job: batches[job], 3)
   worker = recipe.make_worker(least_squares)
   host = simulator.make_host(recipe.server(), worker)
   results = []

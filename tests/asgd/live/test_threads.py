@@ -14,7 +14,15 @@ import optax
 import pytest
 from kit import bits, close
 
-from asgd import algorithms, base, orders, problems, sharding, simulator
+from asgd import (
+  algorithms,
+  base,
+  orders,
+  problems,
+  sharding,
+  simulator,
+  stacking,
+)
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.live import frames
@@ -59,7 +67,7 @@ class Kit:
     self.server = recipe.server(gate=gate)
     self.worker = recipe.make_worker(PROBLEM.loss)
     self.params = PROBLEM.init(ROOT)
-    self.batch = worker_lib.job_batches(
+    self.batch = stacking.job_batches(
       PROBLEM.batches(0, WORKERS), recipe.steps
     )
 

@@ -1,0 +1,58 @@
+"""Jobs of several batches: the batches stacked on a leading axis, as local
+workers take them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import base, checks
+
+Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
+
+
+def stack(batches: Sequence[Any]) -> Any:
+  """Stacks trees of NumPy arrays on a new leading axis.
+
+  Args:
+    batches: H trees of the same structure and shapes, at least one.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import stacking
+    >>> stacking.stack([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
+    (2, 3)
+  """
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
+def job_batches(batches: Batches, steps: int) -> Batches:
+  """Makes jobs of several batches out of jobs of one.
+
+  Args:
+    batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
+    steps: H, 1 or more.
+
+  Returns:
+    (worker, job) -> NumPy arrays [H, B, ...]: job j is the jobs j H, ...,
+    j H + H - 1. With one step it is `batches` itself.
+
+  Raises:
+    ValueError: for steps that are no positive whole number.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import stacking
+    >>> batches = stacking.job_batches(lambda worker, job: np.array([job]), 2)
+    >>> batches(0, 3).tolist()
+    [[6], [7]]
+  """
+  checks.whole("steps", steps)
+  if steps == 1:
+    return batches
+
+  def batch(worker: int, job: int) -> base.Batch:
+    return stack([batches(worker, job * steps + h) for h in range(steps)])
+
+  return batch
