@@ -184,7 +184,7 @@ def at_version(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer whose schedule counts the server's updates.
 
-      u = optimizer(eta(version)),   whatever number of updates it has made
+    u = optimizer(eta(version)),   whatever number of updates it has made
 
   A worker knows that count from its ticket, whatever steps it takes of its own;
   and of the states that a server keeps for each worker, every one is updated

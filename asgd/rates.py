@@ -57,8 +57,8 @@ def after_warmup(
 ) -> optax.Schedule:
   """Puts a linear warm-up before a schedule.
 
-      eta(t) = start + (peak - start) t / warmup,   t < warmup
-      eta(t) = schedule(t - warmup),                t >= warmup
+    eta(t) = start + (peak - start) t / warmup,   t < warmup
+    eta(t) = schedule(t - warmup),                t >= warmup
 
   Args:
     schedule: which counts from the end of the warm-up.
@@ -249,7 +249,7 @@ def scale_by_sent_rate(
 ) -> optax.GradientTransformation:
   """Scales by minus the learning rate that was in force at the ticket.
 
-      u <- -eta(version) u
+    u <- -eta(version) u
 
   It is for the optimizer of a local worker (`asgd.worker.local_worker`). A
   schedule counts the server's updates; a worker knows that count from its

@@ -39,7 +39,7 @@ def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
 def max_staleness(bound: int) -> Gate:
   """A gate that drops messages staler than a bound (a hard cap).
 
-      accept if staleness <= bound
+    accept if staleness <= bound
 
   Ringmaster ASGD with threshold R accepts a staleness below R, which is
   `max_staleness(R - 1)`.
@@ -198,7 +198,7 @@ def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
   """Distance between the parameters and those a message was computed at.
 
-      gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
+    gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
 
   Args:
     params: the server's, when the message is received.
@@ -234,8 +234,8 @@ def make_server(
 ) -> base.Server:
   """Builds the server of an algorithm.
 
-      staleness = version now - version of the ticket
-      params <- params + algorithm(mean of `every` accepted messages)
+    staleness = version now - version of the ticket
+    params <- params + algorithm(mean of `every` accepted messages)
 
   Args:
     algorithm: what one update does with a message.

@@ -92,8 +92,8 @@ def missing(function, *, equation=False):
   source = parts.get("Source", "").strip()
   if not source.startswith("none") and not YEAR.search(source):
     yield "a source with its year, or `none`"
-  elif equation and not source.startswith("none") and "\n    " not in text:
-    yield "the equation of its source, indented by four spaces"
+  elif equation and not source.startswith("none") and "\n\n  " not in text:
+    yield "the equation of its source, indented by two spaces"
   examples = doctest.DocTestParser().get_examples(parts.get("Example", ""))
   if not any(example.want for example in examples):
     yield "an example with its output"
@@ -126,7 +126,7 @@ def bare(rate, *steps, **options):
 def documented(rate):
   """Returns a rate.
 
-      r = r
+    r = r
 
   Args:
     rate: of anything.
@@ -152,7 +152,7 @@ def documented(rate):
     ("Returns:", "Gives:", ["Returns"]),
     ("  rate: of", "  rates: of", ["the argument rate", "no argument rates"]),
     ("2020", "some day", ["a source with its year, or `none`"]),
-    ("    r = r", "r = r", ["the equation of its source, indented by four"]),
+    ("  r = r", "r = r", ["the equation of its source, indented by two"]),
     ("Somebody 2020.\n", "none.\n", []),
     ("\n  1", "", ["an example with its output"]),
     ("(1.5)", "(1.5)  # doctest: +SKIP", ["an example that is not skipped"]),

@@ -56,8 +56,8 @@ def downpour(
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
-      worker: x <- x - eta_local g;   d <- d + g,   for n_push batches;   send d
-      server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
+    worker: x <- x - eta_local g;   d <- d + g,   for n_push batches;   send d
+    server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
 
   The worker's x is set to the server's parameters every n_fetch batches, which
   discards its own steps. With 1 and 1, the default, Downpour is ASGD with
@@ -155,9 +155,9 @@ def model_averaging(
 ) -> Recipe:
   """Local SGD: all workers take steps of their own, then models are averaged.
 
-      worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
-              x^i <- x^i - eta v^i
-      server: params <- (1 / N) sum_i x^i
+    worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
+            x^i <- x^i - eta v^i
+    server: params <- (1 / N) sum_i x^i
 
   With one step and no momentum it is `ssgd`. The momenta, or what else an
   optimizer keeps, are not averaged.
@@ -220,7 +220,7 @@ def easgd(
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
 
-      d = alpha (x^i - x);   x^i <- x^i - d;   x <- x + d,   alpha = beta / N
+    d = alpha (x^i - x);   x^i <- x^i - d;   x <- x + d,   alpha = beta / N
 
   Each worker trains parameters x^i of its own. Every `steps` steps, x^i and the
   server's parameters x, which are evaluated, are drawn to each other.
@@ -295,9 +295,9 @@ def diloco(
 ) -> Recipe:
   """DiLoCo: AdamW inside, Nesterov's momentum outside.
 
-      worker: x^i <- params;   H steps of AdamW on x^i;   send params - x^i
-      server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
-              params <- params - eta_outer (mu v + D)
+    worker: x^i <- params;   H steps of AdamW on x^i;   send params - x^i
+    server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
+            params <- params - eta_outer (mu v + D)
 
   Each worker keeps its own state of AdamW. With an outer rate of 1 and an outer
   momentum of 0 DiLoCo is parameter averaging.
@@ -385,7 +385,7 @@ def fedasync(
 ) -> Recipe:
   """FedAsync: the server mixes in whole models, less the staler they are.
 
-      x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
+    x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
   x_new is where a worker came in `steps` steps of SGD from what it was sent.
 

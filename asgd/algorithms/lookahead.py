@@ -57,7 +57,7 @@ def nag_asgd(
 ) -> Recipe:
   """NAG-ASGD: Nesterov's momentum at the server, asynchronously.
 
-      v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
+    v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
 
   There is one velocity v for all workers. The look-ahead is of one update,
   while N are to come.
@@ -115,8 +115,8 @@ def multi_asgd(
 ) -> Recipe:
   """Multi-ASGD: a velocity for each worker at the server.
 
-      v^i <- gamma v^i + g^i;   params <- params - eta v^i
-      send params - eta gamma v^i
+    v^i <- gamma v^i + g^i;   params <- params - eta v^i
+    send params - eta gamma v^i
 
   Each worker is sent the look-ahead of its own velocity.
 
@@ -193,8 +193,8 @@ def dana_zero(
 ) -> Recipe:
   """DANA-Zero: a velocity for each worker, and the look-ahead over all.
 
-      v^i <- gamma v^i + g^i;   params <- params - eta v^i
-      send params - eta gamma sum_j v^j
+    v^i <- gamma v^i + g^i;   params <- params - eta v^i
+    send params - eta gamma sum_j v^j
 
   What is sent is where the parameters will be, but for new gradients, when
   every worker has sent once more.
@@ -247,8 +247,8 @@ def dana_slim(
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
-      worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
-      server: params <- params - eta u^i,   and sends params
+    worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
+    server: params <- params - eta u^i,   and sends params
 
   The server is that of plain ASGD. Its parameters are DANA-Zero's look-ahead
   as long as the learning rate is constant; their recorded gap is about twice
@@ -318,7 +318,7 @@ def dana_dc(
 ) -> Recipe:
   """DANA-DC: DANA-Zero on gradients with delay compensation.
 
-      g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
+    g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
 
   It goes before the update of `dana_zero`. What was sent is a look-ahead, so a
   gradient that is not late at all is compensated, too.

@@ -32,8 +32,8 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
 def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
   """Momentum in the form that does not hold the learning rate.
 
-      v <- momentum v + g,   and the update is v;
-                             momentum v + g, with the new v, for Nesterov's
+    v <- momentum v + g,   and the update is v;
+                           momentum v + g, with the new v, for Nesterov's
 
   Args:
     momentum: gamma, in [0, 1).
@@ -145,7 +145,7 @@ def asgd(
 ) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
-      v <- gamma v + g;   params <- params - eta v
+    v <- gamma v + g;   params <- params - eta v
 
   There is one velocity v for all workers. With one worker it is sequential
   SGD; with many, momentum makes it unstable.
@@ -199,7 +199,7 @@ def ssgd(
 ) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker.
 
-      v <- gamma v + (1 / N) sum_i g^i;   params <- params - eta v
+    v <- gamma v + (1 / N) sum_i g^i;   params <- params - eta v
 
   Args:
     learning_rate: eta, positive, or a schedule over the server's updates.

@@ -18,7 +18,7 @@ def staleness_aware(
 ) -> Recipe:
   """Divides each gradient by its staleness: staleness-aware n-softsync.
 
-      params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
+    params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
 
   The sum is over the c messages of an update, of stalenesses tau_l; they come
   from whichever workers. With momentum, the mean is what its velocity takes in.
@@ -85,7 +85,7 @@ def gap_aware(
 ) -> Recipe:
   """Gap-Aware: divides gradients by the elementwise gap.
 
-      g <- g / (1 + |params - sent_params| / C)
+    g <- g / (1 + |params - sent_params| / C)
 
   C is the size of a typical update of each parameter
   (`asgd.transforms.gap_aware`). Weight decay is divided with the gradient; the
@@ -147,7 +147,7 @@ def dc_asgd_c(
 ) -> Recipe:
   """DC-ASGD-c: delay compensation with a constant lambda.
 
-      g <- g + lambda g * g * (params - sent_params),   elementwise
+    g <- g + lambda g * g * (params - sent_params),   elementwise
 
   It is done for each message, before weight decay and momentum.
 
@@ -206,9 +206,9 @@ def dc_asgd_a(
 ) -> Recipe:
   """DC-ASGD-a: delay compensation with an adaptive lambda.
 
-      MeanSquare <- m MeanSquare + (1 - m) g * g
-      lambda = lambda_0 / sqrt(MeanSquare + 1e-7)
-      g <- g + lambda g * g * (params - sent_params),   all elementwise
+    MeanSquare <- m MeanSquare + (1 - m) g * g
+    lambda = lambda_0 / sqrt(MeanSquare + 1e-7)
+    g <- g + lambda g * g * (params - sent_params),   all elementwise
 
   It is done for each message, before weight decay and momentum.
 

@@ -26,7 +26,7 @@ _BLOCK = 256  # draws made at once; the stream does not depend on it
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
   """Every batch takes the same time, or a multiple of it at some workers.
 
-      time of worker i = mean slowdown[i]
+    time of worker i = mean slowdown[i]
 
   Args:
     mean: positive, in any unit of time.
@@ -63,8 +63,8 @@ def gamma(
 ) -> Durations:
   """Batch times are drawn from gamma distributions.
 
-      time ~ Gamma(shape 1 / V^2, scale p_i V^2),   p_i = mean if V_m = 0, else
-      p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
+    time ~ Gamma(shape 1 / V^2, scale p_i V^2),   p_i = mean if V_m = 0, else
+    p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
 
   V_m = 0 is a homogeneous cluster; in a heterogeneous one each worker has its
   own mean p_i. V and V_m are coefficients of variation, the standard deviation

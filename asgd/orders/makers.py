@@ -57,8 +57,8 @@ def stale_synchronous(
 ) -> base.Trace:
   """Stale synchronous parallel: nobody is further ahead than a bound.
 
-      a worker that has finished c jobs may start another
-      while the slowest has finished at least c - s
+    a worker that has finished c jobs may start another
+    while the slowest has finished at least c - s
 
   Bound s = 0 is bulk synchronous, an infinite bound is asynchronous. All
   workers are sent to at time 0.
@@ -163,7 +163,7 @@ def backup_workers(
 ) -> base.Trace:
   """Synchronous rounds of the fastest messages, with backup workers.
 
-      a round is N - b messages; what comes after its round is dropped
+    a round is N - b messages; what comes after its round is dropped
 
   Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
   which drops it. The messages of a round are received together, when it is
@@ -254,7 +254,7 @@ def bulk_synchronous(
 def fixed_delay(*, delay: int, messages: int) -> base.Trace:
   """Every message has the same staleness, after the first ones (0, 1, 2, ...).
 
-      w_{t+1} = w_t - eta g(w_{t-tau}),   w_t = w_0 for t < 0
+    w_{t+1} = w_t - eta g(w_{t-tau}),   w_t = w_0 for t < 0
 
   It is the round robin of tau + 1 workers, each taking as long as the others.
 

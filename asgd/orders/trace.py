@@ -388,7 +388,7 @@ def check(
     2
     >>> try:
     ...   orders.check(trace._replace(worker=trace.worker * 0))
-    ... except ValueError as error:
+    ... except orders.trace.TraceError as error:
     ...   print(f"row {error.row}: {error.why}")
     row 1: the worker has begun that number (seq) before
   """
@@ -438,7 +438,7 @@ def staleness(
 ) -> npt.NDArray[np.int32]:
   """Counts the staleness of each received message, without a model.
 
-      staleness = floor(received now / every) - floor(received at send / every)
+    staleness = floor(received now / every) - floor(received at send / every)
 
   Args:
     trace: in which all messages are accepted, and nothing is rolled back.

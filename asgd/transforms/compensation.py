@@ -45,7 +45,7 @@ def by_distance(
 def delay_compensation(strength: float = 0.04) -> base.Transform:
   """DC-ASGD-c: compensates gradients with a constant lambda.
 
-      g <- g + lambda g * g * (params - sent_params),   elementwise
+    g <- g + lambda g * g * (params - sent_params),   elementwise
 
   A worker that was sent a look-ahead computed on that.
 
@@ -89,9 +89,9 @@ def adaptive_delay_compensation(
 ) -> base.Transform:
   """DC-ASGD-a: compensates gradients with an adaptive lambda.
 
-      MeanSquare <- m MeanSquare + (1 - m) g * g
-      lambda = lambda_0 / sqrt(MeanSquare + eps)
-      g <- g + lambda g * g * (params - sent_params),   all elementwise
+    MeanSquare <- m MeanSquare + (1 - m) g * g
+    lambda = lambda_0 / sqrt(MeanSquare + eps)
+    g <- g + lambda g * g * (params - sent_params),   all elementwise
 
   The mean square takes in the incoming gradient first, then it is used. It
   starts as 0 and is not bias-corrected. Wrap the transform in `per_worker` for

@@ -34,9 +34,9 @@ def gap_aware(
 ) -> base.Transform:
   """Gap-Aware: an optimizer that counts a gradient less, the larger its gap.
 
-      g <- g / (1 + |params - sent_params| / C),   elementwise
-      C = eta_max (sqrt(A / (1 - decay^t)) + eps)
-      A <- decay A + (1 - decay) u * u,   after the update number t
+    g <- g / (1 + |params - sent_params| / C),   elementwise
+    C = eta_max (sqrt(A / (1 - decay^t)) + eps)
+    A <- decay A + (1 - decay) u * u,   after the update number t
 
   C is the size of a typical update of that parameter. It is read off the
   updates eta u that the optimizer made, whatever it is: with SGD, u is the

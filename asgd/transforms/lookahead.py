@@ -29,7 +29,7 @@ def lookahead(
 ) -> base.Algorithm:
   """Sends the parameters after an optimizer has been stepped on zero gradients.
 
-      for j in workers(i): params <- params + tx(0, worker=j);   send params
+    for j in workers(i): params <- params + tx(0, worker=j);   send params
 
   The server's parameters and its optimizer stay as they are. With momentum and
   one worker it is Nesterov's look-ahead; with a velocity for each worker and
@@ -95,7 +95,7 @@ def slim(
 ) -> optax.GradientTransformationExtraArgs:
   """DANA-Slim of any optimizer: the worker keeps it, and its look-ahead.
 
-      message = a_before - u - a,   u = tx(g), a = tx(0) after it
+    message = a_before - u - a,   u = tx(g), a = tx(0) after it
 
   Parameters that are the sum of what all workers' optimizers did, u, and of
   what each would do next on a zero gradient, a, are DANA-Zero's look-ahead. So
@@ -158,7 +158,7 @@ def velocity_lookahead(
 ) -> base.Algorithm:
   """Sends the parameters less a velocity, at the rate of the next update.
 
-      params <- params - eta momentum(g);   send params - eta velocity
+    params <- params - eta momentum(g);   send params - eta velocity
 
   Args:
     momentum: turns gradients into velocities that do not hold the learning
@@ -224,7 +224,7 @@ def precede(
 ) -> base.Algorithm:
   """Puts transforms of the gradient before an Algorithm, keeping its send.
 
-      params <- params + algorithm(last(... first(g)))
+    params <- params + algorithm(last(... first(g)))
 
   `optax.chain` would drop the send rule.
 
@@ -279,8 +279,8 @@ class DanaMomentumState(NamedTuple):
 def dana_momentum(workers: int, decay: float) -> base.Transform:
   """A momentum for each worker, and their sum kept up to date.
 
-      v^i <- gamma v^i + g
-      v^0 <- v^0 + (v^i new - v^i old),   so that v^0 = sum_j v^j
+    v^i <- gamma v^i + g
+    v^0 <- v^0 + (v^i new - v^i old),   so that v^0 = sum_j v^j
 
   It is `per_worker(optax.trace(decay), N)` and a sum over workers, at a cost
   that does not grow with N.

@@ -23,7 +23,7 @@ Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
 def constant_discount(staleness: jax.Array) -> jax.Array:
   """The discount that is none.
 
-      s(staleness) = 1
+    s(staleness) = 1
 
   Args:
     staleness: int32[], in updates.
@@ -47,7 +47,7 @@ def constant_discount(staleness: jax.Array) -> jax.Array:
 def polynomial_discount(decay: float = 0.5) -> Discount:
   """A discount that falls with a power of the staleness.
 
-      s(staleness) = (staleness + 1)^-a
+    s(staleness) = (staleness + 1)^-a
 
   Args:
     decay: a, positive.
@@ -75,7 +75,7 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
   """A discount that begins at some staleness.
 
-      s(staleness) = 1 / (a max(staleness - b, 0) + 1)
+    s(staleness) = 1 / (a max(staleness - b, 0) + 1)
 
   Args:
     decay: a, positive.
@@ -110,7 +110,7 @@ def make_discount(
 ) -> Discount:
   """Returns a discount by its name.
 
-      s = 1,   (staleness + 1)^-a   or   1 / (a max(staleness - b, 0) + 1)
+    s = 1,   (staleness + 1)^-a   or   1 / (a max(staleness - b, 0) + 1)
 
   Args:
     name: "constant", "polynomial" or "hinge", in this order.
@@ -148,7 +148,7 @@ def mix_models(
 ) -> base.Transform:
   """Turns a displacement into a step towards the worker's model.
 
-      x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
+    x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
   A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
   has become since: the update is alpha_t (x_sent - d - x). Each message has to
@@ -201,7 +201,7 @@ def mix_models(
 def add_proximal_pull(strength: float) -> base.Transform:
   """Adds the gradient of a pull to what was sent.
 
-      g <- g + rho (x - x_sent),   of rho / 2 ||x - x_sent||^2 in the loss
+    g <- g + rho (x - x_sent),   of rho / 2 ||x - x_sent||^2 in the loss
 
   It is Option II of FedAsync, for the optimizer of a worker, to which
   `local_worker` passes `sent_params`.

@@ -116,7 +116,7 @@ def per_worker(
 ) -> base.Transform:
   """Gives each worker its own state of a transform.
 
-      state^i, u <- tx(g, state^i),   i the worker that sent g
+    state^i, u <- tx(g, state^i),   i the worker that sent g
 
   Args:
     tx: any transform; a Delay is passed on to it.

@@ -15,7 +15,7 @@ from asgd import base
 def scale_by_staleness() -> base.Transform:
   """Divides updates by their staleness; fresh ones stay as they are.
 
-      g <- g / max(staleness, 1)
+    g <- g / max(staleness, 1)
 
   As the `at_server` transform of a server that averages several messages it
   scales each of them by its own staleness, which is n-softsync of the paper.

@@ -20,7 +20,7 @@ def own_statistics(
 ) -> base.Algorithm:
   """Lets an algorithm on weights train `base.Variables`.
 
-      stats <- decay stats + (1 - decay) batch_stats
+    stats <- decay stats + (1 - decay) batch_stats
 
   The algorithm sees weights only. A tree that is not `Variables` passes
   through, so this can wrap every algorithm.

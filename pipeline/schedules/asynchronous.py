@@ -24,9 +24,9 @@ def pipedream(
 ) -> Schedule:
   """PipeDream: 1F1B without a flush.
 
-      in flight at a replica of s = ceil(devices from s on / replicas of s)
-      with weights="stash", one replica, every=1, after the first microbatches:
-      w^{t+1} = w^t - eta grad f(w_1^{(t-p+1)}, w_2^{(t-p+2)}, ..., w_p^{(t)})
+    in flight at a replica of s = ceil(devices from s on / replicas of s)
+    with weights="stash", one replica, every=1, after the first microbatches:
+    w^{t+1} = w^t - eta grad f(w_1^{(t-p+1)}, w_2^{(t-p+2)}, ..., w_p^{(t)})
 
   So stage s, counted from 0, is p - 1 - s updates late and holds p - s versions
   of its weights. For s = 0 the number in flight is the paper's NOAM. Replicas
@@ -94,7 +94,7 @@ def pipedream_2bw(
 ) -> Schedule:
   """PipeDream-2BW: sums of gradients, and two versions of the weights.
 
-      w^{t+1} = w^t - eta grad f(w^{t-1}), at all stages
+    w^{t+1} = w^t - eta grad f(w^{t-1}), at all stages
 
   The table is that of `pipedream`; the versions are a matter of weights="2bw".
 
@@ -139,7 +139,7 @@ def pipedream_2bw(
 def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """Pipelined backpropagation: a forward and a backward in each turn.
 
-      staleness of the forward = 2 (p - 1 - s) turns at stage s, from 0
+    staleness of the forward = 2 (p - 1 - s) turns at stage s, from 0
 
   Stages that can work on both at once do so. With every=1 a turn is an update,
   and the delay is twice that of `pipedream`. Use it with weights="latest" (the
@@ -181,7 +181,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
 def pipemare(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """PipeMare: the table of `stale`, with several microbatches in an update.
 
-      tau_fwd,i = (2 (P - i) + 1) / N,   tau_bkwd,i = 0
+    tau_fwd,i = (2 (P - i) + 1) / N,   tau_bkwd,i = 0
 
   That is by how many updates the weights of a forward are older than the
   result of its own, on average, at stage i of 1 to P. Use it with
@@ -229,7 +229,7 @@ def ftpipe(
 ) -> Schedule:
   """FTPipe: asynchronous 1F1B with any stages on a device.
 
-      stage s goes forward while forwards - backwards <= depth of s
+    stage s goes forward while forwards - backwards <= depth of s
 
   The stages of a device need not be neighbours. Among those that may do
   something a device takes the one nearest to the end of the network, as there

@@ -14,8 +14,8 @@ def gpipe(
 ) -> Schedule:
   """GPipe: all forwards, then all backwards.
 
-      idle = (p - 1)(F + B) on each device, (p - 1) / (m + p - 1) of the time
-      activations = m microbatches
+    idle = (p - 1)(F + B) on each device, (p - 1) / (m + p - 1) of the time
+    activations = m microbatches
 
   Args:
     stages: p, one on each device.
@@ -64,8 +64,8 @@ def one_f_one_b(
 ) -> Schedule:
   """1F1B with a flush: one forward and one backward in turn.
 
-      idle = (p - 1)(F + B) on each device, as of `gpipe`
-      activations = min(p - s, m) microbatches at stage s
+    idle = (p - 1)(F + B) on each device, as of `gpipe`
+    activations = min(p - s, m) microbatches at stage s
 
   Args:
     stages: p, one on each device.
@@ -111,9 +111,9 @@ def interleaved(
 ) -> Schedule:
   """Interleaved 1F1B: several stages on a device.
 
-      stage s is on device s mod p
-      idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
-      activations = p v + p - 1 chunks, of v on a device, at the most
+    stage s is on device s mod p
+    idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
+    activations = p v + p - 1 chunks, of v on a device, at the most
 
   A device takes a group of microbatches through its first stage, then through
   its second, and so on. (The idle time and the activations are those of whole
@@ -181,9 +181,9 @@ def breadth_first(
 ) -> Schedule:
   """Breadth-first: `gpipe` in loops, with several stages on a device.
 
-      stage s is on device s mod p
-      idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
-      activations = m v chunks, of v on a device
+    stage s is on device s mod p
+    idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
+    activations = m v chunks, of v on a device
 
   A device takes all microbatches through a stage before its next one, forward
   and back. (The idle time is that of p microbatches or more.)

@@ -11,8 +11,8 @@ from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   """Chimera: two pipelines in opposite directions.
 
-      idle / total = (p - 2) / (2 m + p - 2), if B = F and p divides m
-      activations = p / 2 + 1 to p microbatches
+    idle / total = (p - 2) / (2 m + p - 2), if B = F and p divides m
+    activations = p / 2 + 1 to p microbatches
 
   Stage s is on device s for the first half of a batch's microbatches (of an odd
   number, the larger one), and on device p - 1 - s for the second. Units of p
@@ -110,8 +110,8 @@ def _dualpipe(own, rank, ranks, microbatches):
 def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   """DualPipe: two directions whose forwards and backwards overlap.
 
-      idle = (p / 2 - 1)(F&B + B - 3 W), at the most
-      activations = p + 1 microbatches
+    idle = (p / 2 - 1)(F&B + B - 3 W), at the most
+    activations = p + 1 microbatches
 
   F&B is how long a block of a forward of one direction and a backward of the
   other takes. Where there is nothing to overlap with, backwards are split and
@@ -168,9 +168,9 @@ def dualpipe_v(
 ) -> Schedule:
   """DualPipeV: DualPipe cut in half, so that nothing is replicated.
 
-      stages s and 2 p - 1 - s are on device s
-      idle = (p - 1)(F&B + B - 3 W), at the most
-      activations = 2 p + 1 microbatches of a stage
+    stages s and 2 p - 1 - s are on device s
+    idle = (p - 1)(F&B + B - 3 W), at the most
+    activations = 2 p + 1 microbatches of a stage
 
   All microbatches go down and come up again. The order of device s is that of
   `dualpipe` with 2 p stages.

@@ -109,8 +109,8 @@ def zero_bubble(
 ) -> Schedule:
   """Split backwards for any stages on any devices, within a memory.
 
-      minimize max over devices of (end of its last task - begin of its first)
-      forwards - backwards of weights <= max_activations of a device, ever
+    minimize max over devices of (end of its last task - begin of its first)
+    forwards - backwards of weights <= max_activations of a device, ever
 
   A device does a backward of inputs as soon as it can, a forward if memory
   allows, and weights when it would wait or needs the memory. Ways that differ
@@ -192,8 +192,8 @@ def zb_h1(
 ) -> Schedule:
   """ZB-H1: zero bubble with the memory of 1F1B (also called ZB1P).
 
-      idle = (p - 1)(F + I - W) on each device
-      activations = p microbatches
+    idle = (p - 1)(F + I - W) on each device
+    activations = p microbatches
 
   It is 1F1B, with weights where it waits.
 
@@ -234,8 +234,8 @@ def zb_h2(
 ) -> Schedule:
   """ZB-H2: zero bubble with twice the memory (also called ZB2P).
 
-      engaged - busy = (p - 1)(F + I - 2 W) of a device, at the most
-      activations = 2 p - 1 microbatches, at the most
+    engaged - busy = (p - 1)(F + I - 2 W) of a device, at the most
+    activations = 2 p - 1 microbatches, at the most
 
   A device is engaged from its first task to its last. If F, I and W take the
   same, it never waits in between. Device s begins s F later than the
@@ -279,9 +279,9 @@ def zb_v(
 ) -> Schedule:
   """ZB-V: zero bubble with the memory of 1F1B, in a V.
 
-      stages s and 2 p - 1 - s are on device s
-      engaged - busy = 0 of each device, if F = I = W and m >= 2 p - 1
-      activations = 2 p half stages, at the most, as much as p whole ones
+    stages s and 2 p - 1 - s are on device s
+    engaged - busy = 0 of each device, if F = I = W and m >= 2 p - 1
+    activations = 2 p half stages, at the most, as much as p whole ones
 
   A device is engaged from its first task to its last.
 
@@ -371,8 +371,8 @@ def v_half(
 ) -> Schedule:
   """V-Half: half the memory of 1F1B, in a V.
 
-      stages s and 2 p - 1 - s are on device s
-      activations = p + 2 half stages, at the most; 1F1B has 2 p
+    stages s and 2 p - 1 - s are on device s
+    activations = p + 2 half stages, at the most; 1F1B has 2 p
 
   It has about half the bubble of 1F1B.
 
@@ -416,8 +416,8 @@ def v_min(
 ) -> Schedule:
   """V-Min: a third of the memory of 1F1B, in a V.
 
-      stages s and 2 p - 1 - s are on device s
-      activations = 2 ceil(p / 3) + 2 half stages, at the most; 1F1B has 2 p
+    stages s and 2 p - 1 - s are on device s
+    activations = 2 ceil(p / 3) + 2 half stages, at the most; 1F1B has 2 p
 
   It has about two thirds of the bubble of 1F1B, if F, I and W take the same; if
   not, a bubble that grows with the number of microbatches.
