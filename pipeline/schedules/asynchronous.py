@@ -234,7 +234,8 @@ def ftpipe(
   The stages of a device need not be neighbours. Among those that may do
   something a device takes the one nearest to the end of the network, as there
   is less in flight. With one stage on each device this is the order of
-  `pipedream`.
+  `pipedream`. The paper's runs stash nothing and compute activations again with
+  the newest weights: weights="latest".
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
