@@ -20,6 +20,7 @@ RANKS = {
   "rates": -1,
   "base": -1,
   "losses": 0,
+  "stacking": 0,
   "text_table": 0,
   "tracks": 0,
   "optimizers": 0,

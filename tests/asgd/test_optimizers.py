@@ -9,7 +9,15 @@ import optax
 import optax.contrib
 import pytest
 
-from asgd import algorithms, optimizers, orders, simulator, stacking, transforms, worker
+from asgd import (
+  algorithms,
+  optimizers,
+  orders,
+  simulator,
+  stacking,
+  transforms,
+  worker,
+)
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
