@@ -46,6 +46,9 @@ EXPERIMENT_RANKS = {
   "storage": 0,
   "code": 1,
   "event_file": 0,
+  "page": 0,
+  "provenance": 0,
+  "trackers": 0,
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,
@@ -57,6 +60,7 @@ EXPERIMENT_RANKS = {
   "claim": 1,
   "problem": 2,
   "cells": 3,
+  "cell_log": 4,
   "folder": 4,
   "live_files": 5,
   "engines": 6,
@@ -69,6 +73,7 @@ EXPERIMENT_RANKS = {
   "audit": 9,
   "chaos": 10,
   "comparison": 10,
+  "overlay": 8,
   "__init__": 11,
 }
 # asgd.experiment is the only room of asgd with files, clocks and configs; live
