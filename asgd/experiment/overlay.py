@@ -10,7 +10,7 @@ from asgd.checks import shortened
 from asgd.experiment import figure, folder, page, report, storage
 from asgd.experiment.schema import Engines
 
-_SHOWN = 40  # characters of a value of a config
+_SHOWN = 60  # characters of a value of a config
 
 
 def _read(place: Path) -> tuple[dict[str, Any], list[dict], list[dict]]:

@@ -211,17 +211,17 @@ def results(
   keys = [key for key in keys if key not in stds]
   first = [key for key in known if key in keys]
   keys = [*first, *(key for key in keys if key not in known)]
-  head, lines = [], []
+  head, lines, kinds = [], [], {}
   for key in keys:
     name = known[key].header if key in known else key
     numeric = any(_number(row.get(key)) for row in rows)
-    kind = "n" * numeric + " more" * (key not in known)
+    kinds[key] = "n" * numeric + " more" * (key not in known)
     head.append(
-      f'<th class="{kind}" title="{text(key)}">'
+      f'<th class="{kinds[key]}" title="{text(key)}">'
       f'<button type="button">{text(name)}</button></th>'
     )
   for row in rows:
-    cells = (_cell(row, key, known.get(key)) for key in keys)
+    cells = (_cell(row, key, known.get(key), kinds[key]) for key in keys)
     lines.append(f"<tr>{''.join(cells)}</tr>")
   body = "\n".join(lines)
   return (
@@ -232,11 +232,10 @@ def results(
   )
 
 
-def _cell(row, key, column):
+def _cell(row, key, column, kind):
   """A value with its deviation."""
   value, std = row.get(key), row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
-  kind = "n" * _number(value) + " more" * (column is None)
   if _missing(value):
     return f'<td class="{kind}" data-sort="">-</td>'
   shown = _datum(value, scale, form)

@@ -21,10 +21,9 @@ def asked() -> bool:
 def ask(wanted: bool) -> None:
   """Asks for it if it is wanted; ValueError if it is asked for and not
   installed."""
-  if wanted:
-    os.environ[ASKED] = "1"
-  if asked():
+  if wanted or asked():
     _import()
+    os.environ[ASKED] = "1"
 
 
 def _import() -> Any:
