@@ -18,13 +18,18 @@ times are those of another cell. And
   asgd compare --config=configs/straggler_digits.py --engine=ray
 
 trains a config before, as asgd train does with the same flags.
+
+  asgd compare WORKDIR OTHER_WORKDIR ...
+
+lays experiments over each other, whatever their engines: one figure, one table
+and one report.html, in --out or the next of runs/compare-001, -002, ...
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-from asgd.experiment import comparison, folder, schema, storage
+from asgd.experiment import comparison, folder, overlay, schema, storage
 
 from . import flags
 
@@ -36,6 +41,7 @@ _F = flags.define(
     "out": (str, None, "Folder to write to. Default: that of the cell."),
   }
 )
+_MOST = 24  # experiments in one figure
 _EARLY = 0.05  # of the messages, from where on it is said
 
 
@@ -53,9 +59,9 @@ def _draw(draw, *what):
   stem = what[-1]
   try:
     draw(*what)
-    print(f"picture  {stem}.png, .svg; its numbers {stem}.csv")
+    print(f"picture  {stem}.png, .svg, .pdf; its numbers {stem}.csv")
   except ImportError:
-    print(f"picture  not drawn: pip install -e '.[viz]'; {stem}.csv")
+    print(f"picture  not drawn: pip install 'asgd[viz]'; {stem}.csv")
 
 
 def _compare_cell(place, out):
@@ -115,9 +121,10 @@ def _check_live():
     )
 
 
-def main(place: str | None = None) -> None:
-  """Compares the cell or the experiment that is named, or trains one before."""
-  config = flags.has_config()
+def main(*places: str) -> None:
+  """Compares the cell or the experiment that is named, or trains one before;
+  several experiments with each other."""
+  config, place = flags.has_config(), places[0] if places else None
   if place is not None and config:
     raise ValueError(f"{place} brings its own config; drop --config")
   if place is None and not config:
@@ -126,6 +133,11 @@ def main(place: str | None = None) -> None:
       " that asgd train made, or --config=FILE to train one"
     )
   out = _out()
+  if len(places) > 1:
+    paths = list(map(Path, places))
+    out = out or flags.next_free(Path("runs"), "compare")
+    print(overlay.write(paths, out, flags.ENGINES))
+    return
   if config:
     _check_live()
     where, command = flags.training_command("compare")
@@ -143,4 +155,4 @@ def main(place: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=1)
+  flags.run(main, words=_MOST)

@@ -155,11 +155,15 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
   for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:
       command += flags.FLAGS[name].serialize().splitlines()
-  name = f"{config_name()}-{suffix}"
-  numbered = (Path("runs") / f"{name}-{n:03d}" for n in itertools.count(1))
-  free = (folder for folder in numbered if not folder.exists())
-  folder = Path(flags.FLAGS["workdir"].value or next(free))
+  free = next_free(Path("runs"), f"{config_name()}-{suffix}")
+  folder = Path(flags.FLAGS["workdir"].value or free)
   return folder, [*command, f"--workdir={folder}"]
+
+
+def next_free(above: Path, name: str) -> Path:
+  """Returns the first of ABOVE/NAME-001, -002, ... that is not there."""
+  numbered = (above / f"{name}-{n:03d}" for n in itertools.count(1))
+  return next(folder for folder in numbered if not folder.exists())
 
 
 def define(

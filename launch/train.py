@@ -35,7 +35,7 @@ import re
 import jax
 import numpy as np
 
-from asgd.experiment import build, code, folder, jobs, report, storage
+from asgd.experiment import build, code, folder, jobs, report, storage, trackers
 from asgd.experiment import schema as schema_lib
 from asgd.experiment.engines import mesh_plan
 from asgd.experiment.machine import Machine
@@ -63,6 +63,7 @@ _F = flags.define(
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
     "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
     "profile": (str, None, "Folder for JAX's trace of 5 s of work."),
+    "wandb": (bool, False, "Write runs for Weights & Biases, offline."),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
@@ -233,6 +234,7 @@ def main() -> None:
   runs = schema_lib.runs(config, flags.ENGINES)
   _check_mesh_only(runs, role)
   _check_used(runs)
+  trackers.ask(_F["wandb"].value)
   _jobs(), _share()  # refuse what they cannot read, before anything is written
   _start_float64(runs)
   _keep_off_accelerators(runs)

@@ -50,6 +50,9 @@ EXPERIMENT_RANKS = {
   "code": 1,
   "event_file": 0,
   "shipped": 0,
+  "page": 0,
+  "provenance": 0,
+  "trackers": 0,
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,
@@ -61,6 +64,7 @@ EXPERIMENT_RANKS = {
   "live_memory": 1,
   "problem": 2,
   "cells": 3,
+  "cell_log": 4,
   "folder": 4,
   "live_files": 5,
   "engines": 6,
@@ -74,6 +78,7 @@ EXPERIMENT_RANKS = {
   "chaos": 10,
   "comparison": 10,
   "claims": 10,
+  "overlay": 8,
   "__init__": 11,
 }
 # asgd.experiment is the only room of asgd with files, clocks and configs; live

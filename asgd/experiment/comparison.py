@@ -22,8 +22,9 @@ _WAYS = (0.5, 0.9)  # that a live run's loss goes
 _BINS = 40  # of time, in the picture
 _POINTS = 2000  # most of a curve in the picture
 LIVE, _ORDER, _DRAWN = "live", "in order", "drawn"
-_STYLES = {LIVE: "-", _ORDER: "--", _DRAWN: ":"}
-_KINDS = tuple(_STYLES)
+_KINDS = LIVE, _ORDER, _DRAWN
+_HATCHES = dict(zip(_KINDS, ("", "///", "..."), strict=True))
+_LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
 class LiveComparison(NamedTuple):
@@ -191,35 +192,52 @@ def points(both: LiveComparison) -> list[dict[str, Any]]:
 
 
 def draw(both: LiveComparison, stem: Path) -> None:
-  """Draws a comparison as STEM.png and STEM.svg; ImportError without `viz`."""
-  figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 15, 4.2)
+  """Draws a comparison as STEM.png, .svg, .pdf; ImportError without `viz`."""
+  with figure_lib.style():
+    _draw(both, stem)
+
+
+def _looks(kinds):
+  """Colour and dashes of each kind of run, without a marker."""
+  styles = figure_lib.styles(list(kinds))
+  keys = "color", "ls"
+  return {name: {k: own[k] for k in keys} for name, own in styles.items()}
+
+
+def _draw(both, stem):
+  figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 7.2, 2.9)
+  looks = _looks(_KINDS)
   most = 0  # staleness; drawn up to where a message in a hundred is
   for panel, kind, x, values in _series(both):
-    run, style = both.runs[kind], _STYLES[kind]
+    run, look = both.runs[kind], looks[kind]
     if panel == "staleness":
       left = x + 0.27 * (_KINDS.index(kind) - 1)
-      bars.bar(left, 100 * values, 0.27, label=kind)
+      face = {"color": look["color"], "hatch": _HATCHES[kind]}
+      bars.bar(left, 100 * values, 0.27, ec="white", lw=0, label=kind, **face)
       most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
     elif panel == "throughput":
-      label = f"{kind}: {predict.rate(run, both.zero):.4g} messages/s"
+      label = f"{kind}: {predict.rate(run, both.zero):.4g} in the mean"
       edges = _edges(both)[: len(x) + 1]
-      line = {"baseline": None, "ls": style, "lw": 1.5, "label": label}
-      steps.stairs(values, edges, **line)
+      line = {"baseline": None, "lw": 1.1, "label": label}
+      steps.stairs(values, edges, **line, **look)
     else:
       label = kind
       if np.isfinite(run.accuracy):
         label += f": accuracy {100 * run.accuracy:.1f} %"
-      lines.plot(x, values, style, label=label)
+      lines.plot(x, values, label=label, **look)
   bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
   bars.locator_params("x", integer=True)
-  steps.set(xlabel="seconds", ylabel="messages per second")
+  rates = f"messages per second,\nmeans over 1/{_BINS} of the time"
+  steps.set(xlabel="seconds", ylabel=rates)
   steps.set_ylim(0)
-  lines.set(xlabel="seconds", ylabel="training loss")
+  lines.set(xlabel="seconds", ylabel=_LOSS)
   losses = [line.get_ydata() for line in lines.lines]
   figure_lib.scale_by_logarithm(lines, "y", np.concatenate(losses))
   for axis in (bars, steps, lines):
-    axis.grid(alpha=0.3)
-    axis.legend()
+    axis.grid()
+    axis.legend(
+      loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7
+    )
   heading = f"{both.name}: live, and simulated with measured durations"
   figure_lib.save(figure, heading, stem)
 
@@ -267,16 +285,26 @@ def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
 
 
 def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
-  """Draws the losses of all cells against time, as STEM.png and STEM.svg."""
-  figure, ((axis,),) = figure_lib.new_figure(1, 1, 8, 5)
-  for i, both in enumerate(cells):
+  """Draws the losses of all cells against time: STEM.png, .svg and .pdf."""
+  with figure_lib.style():
+    _draw_race(cells, loss, stem)
+
+
+def _draw_race(cells, loss, stem):
+  figure, ((axis,),) = figure_lib.new_figure(1, 1, 5, 3.4)
+  looks = figure_lib.styles([both.name for both in cells])
+  dashes = {kind: look["ls"] for kind, look in _looks(_KINDS).items()}
+  for both in cells:
+    look = looks[both.name]
     for kind, curve in _curves(both, 0).items():
       label = figure_lib.plain_text(f"{both.name}, {kind}")
-      axis.plot(*curve, _STYLES[kind], color=f"C{i % 10}", label=label)
+      every = max(len(curve.time) // 5, 1)
+      line = {**look, "ls": dashes[kind], "markevery": every, "label": label}
+      axis.plot(*curve, **line)
   axis.axhline(loss, color="gray", lw=0.8)
-  axis.set(xlabel="seconds", ylabel="training loss")
+  axis.set(xlabel="seconds", ylabel=_LOSS)
   drawn = [line.get_ydata() for line in axis.lines]
   figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
-  axis.grid(alpha=0.3)
-  axis.legend()
+  axis.grid()
+  figure.legend(loc="outside lower center", ncols=2, frameon=False)
   figure_lib.save(figure, "live, and simulated with measured durations", stem)

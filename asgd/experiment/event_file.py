@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
   try:
     return EventFile(folder, purge_step)
   except ImportError:
-    calls = "add_scalar", "add_histogram_raw", "close"
+    calls = "add_scalar", "add_settings", "add_histogram_raw", "close"
     return types.SimpleNamespace(**dict.fromkeys(calls, lambda *_, **__: None))
 
 
@@ -48,6 +49,15 @@ class EventFile:
   def add_scalar(self, tag: str, value: float, step: int) -> None:
     """Adds a point to a curve."""
     self._write(step=step, summary=self._summary.scalar(tag, value))
+
+  def add_settings(
+    self, settings: Mapping[str, Any], metrics: Sequence[str]
+  ) -> None:
+    """Adds a row to the table of hyperparameters: values by their names, and
+    the tags of the curves whose last points stand beside them."""
+    of_metrics = dict.fromkeys(metrics, 0)
+    for content in self._summary.hparams(dict(settings), of_metrics):
+      self._write(summary=content)
 
   def add_histogram_raw(self, tag: str, step: int, **histogram: Any) -> None:
     """Adds a histogram, from the arguments of `summary.histogram_raw`."""

@@ -288,10 +288,10 @@ def _draw_run(axis, rows, style, *, panel, level, aside):
   mean = _shown(panel, [row["mean"] for row in rows])
   values = [_shown(panel, row["values"]) for row in rows]
   low, high = np.array([[each.min(), each.max()] for each in values]).T
-  color, label = style["color"], style["label"]
+  color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
   if level:
-    axis.axhline(mean[0], ls=":", color=color, label=label)
+    axis.axhline(mean[0], **style)
     axis.axhspan(low[0], high[0], **shade)
     return
   if panel.x != "workers":

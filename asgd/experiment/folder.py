@@ -38,15 +38,15 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import code, event_file, provenance, schema, storage
+from asgd.experiment import code, provenance, schema, storage
 from asgd.experiment.live_memory import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -435,32 +435,3 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
         " of now"
       ) from error
   return rows
-
-
-class CellLog:
-  """metrics.jsonl and TensorBoard of one cell."""
-
-  def __init__(self, place: Path, board: Path, rows: Sequence[Mapping]):
-    """Starts the log with the rows that a checkpoint kept; later ones, written
-    before a kill, are dropped."""
-    path = place / "metrics.jsonl"
-    lines = storage.to_lines(map(storage.sealed, rows))
-    storage.write_atomically(path, lines)
-    self._file: IO = path.open("a", encoding="utf-8")
-    step = rows[-1]["message"] + 1 if rows else 0
-    self._board = event_file.open_board(board, purge_step=step)
-
-  def write(self, row: Mapping[str, Any]) -> None:
-    """Adds one evaluation."""
-    self._file.write(storage.to_lines([storage.sealed(row)]))
-    self._file.flush()
-    for key, value in row.items():
-      if key in ("workers", "seed", "message", "diverged"):
-        continue  # they say which curve and where, and are none
-      if isinstance(value, (int, float)) and np.isfinite(value):
-        self._board.add_scalar(key, value, row["message"])
-
-  def close(self) -> None:
-    """Closes the files."""
-    self._file.close()
-    self._board.close()

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd.experiment import checkpoint, folder, storage
+from asgd.experiment import cell_log, checkpoint, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context, Died, NotFinite, due
 from asgd.experiment.machine import Machine
@@ -239,7 +239,10 @@ class _Attempt(contextlib.ExitStack):
     before = self._rows, self._diverged
     self._book = _Evaluations(self._experiment, self._cell, engine, *before)
     if self._place is not None:
-      self._log = folder.CellLog(self._place, self._board, self._book.rows)
+      settings = cell_log.settings_of(self._experiment, self._cell)
+      self._log = cell_log.CellLog(
+        self._place, self._board, self._book.rows, settings
+      )
       self.push(_closing(self._log.close))
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)

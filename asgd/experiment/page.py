@@ -19,22 +19,24 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 0 auto;
   max-width: 1150px; padding: 0 16px 48px; overflow-wrap: anywhere; }
 h1 { font-size: 1.5em; margin: .8em 0 .1em; } h2 { font-size: 1.15em;
   margin: 1.6em 0 .5em; border-bottom: 1px solid #ccc; }
-.scroll { overflow-x: auto; } .scroll img { width: 100%; min-width: 560px; }
+.scroll { overflow-x: auto; } .scroll img { width: 100%; min-width: 480px;
+  max-width: 760px; }
 p.lead { margin: 0; color: #444; } ul { margin: .3em 0; padding-left: 1.3em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 9px; border-bottom: 1px solid #e2e2e2; text-align: left;
-  vertical-align: top; overflow-wrap: normal; }
+  vertical-align: top; }
+table.results td, table.results th { overflow-wrap: normal; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 table.results th { background: #f3f3f3; white-space: nowrap; }
 table.results td:first-child, table.results th:first-child { position: sticky;
-  left: 0; background: #fff; }
+  left: 0; background: #fff; min-width: 7em; }
 table.results th:first-child { background: #f3f3f3; }
 th button { font: inherit; font-weight: bold; border: 0; background: none;
   padding: 0; cursor: pointer; }
 th[aria-sort=ascending] button::after { content: " \\25B2"; }
 th[aria-sort=descending] button::after { content: " \\25BC"; }
 #every:not(:checked) ~ .scroll .more { display: none; }
-.warnings { border-left: 4px solid #b35900; padding-left: 12px; }
+.warnings { border-left: 4px solid #b35900; padding-left: 2em; }
 code, pre { font-size: .9em; } pre { white-space: pre-wrap; margin: 0; }
 tr.changed td { background: #fff6d6; }
 .spread { color: #666; }
@@ -104,6 +106,22 @@ def items(texts: Iterable[str], kind: str = "") -> str:
   """A list of texts; `kind` is its class."""
   rows = "".join(f"<li>{text(one)}</li>\n" for one in texts)
   return f'<ul class="{text(kind)}">\n{rows}</ul>' if rows else ""
+
+
+def warnings(texts: Sequence[str]) -> str:
+  """The section of warnings, each once; nothing without one."""
+  kept = items(dict.fromkeys(texts), "warnings")
+  return section("Warnings", kept) if kept else ""
+
+
+def figures(paths: Iterable[Path], title: str) -> str:
+  """The section of figures, of those files that are there."""
+  drawn = [
+    picture(path, f"{path.stem} of {title}; the numbers are in the table")
+    for path in paths
+    if path.exists()
+  ]
+  return section("Figures", "\n".join(drawn)) if drawn else ""
 
 
 def picture(path: Path, description: str) -> str:
@@ -193,17 +211,17 @@ def results(
   keys = [key for key in keys if key not in stds]
   first = [key for key in known if key in keys]
   keys = [*first, *(key for key in keys if key not in known)]
-  head, lines = [], []
+  head, lines, kinds = [], [], {}
   for key in keys:
     name = known[key].header if key in known else key
     numeric = any(_number(row.get(key)) for row in rows)
-    kind = "n" * numeric + " more" * (key not in known)
+    kinds[key] = "n" * numeric + " more" * (key not in known)
     head.append(
-      f'<th class="{kind}" title="{text(key)}">'
+      f'<th class="{kinds[key]}" title="{text(key)}">'
       f'<button type="button">{text(name)}</button></th>'
     )
   for row in rows:
-    cells = (_cell(row, key, known.get(key)) for key in keys)
+    cells = (_cell(row, key, known.get(key), kinds[key]) for key in keys)
     lines.append(f"<tr>{''.join(cells)}</tr>")
   body = "\n".join(lines)
   return (
@@ -214,27 +232,29 @@ def results(
   )
 
 
-def _cell(row, key, column):
+def _cell(row, key, column, kind):
   """A value with its deviation."""
   value, std = row.get(key), row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
-  kind = "n" * _number(value) + " more" * (column is None)
   if _missing(value):
     return f'<td class="{kind}" data-sort="">-</td>'
   shown = _datum(value, scale, form)
+  few = form if scale != 1 else "{:.2g}"
   if not _missing(std):
-    shown += f' <span class="spread">± {_datum(std, scale, form)}</span>'
+    shown += f' <span class="spread">± {_datum(std, scale, few)}</span>'
   return f'<td class="{kind}" data-sort="{text(value)}">{shown}</td>'
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
-  """Returns the leaves of a config by their names, such as data.name.
+  """Returns the leaves of a config by their names, such as data.name; a run is
+  one.
 
   Example:
     >>> leaves({"data": {"name": "digits"}, "seeds": [0, 1]})
     {'data.name': 'digits', 'seeds': [0, 1]}
   """
-  if not isinstance(value, Mapping) or not value:
+  whole = not isinstance(value, Mapping) or not value
+  if whole or key.startswith("runs."):
     return {key: value}
   above, out = f"{key}." if key else "", {}
   for name, inner in value.items():

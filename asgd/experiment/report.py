@@ -151,12 +151,27 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def _flat(point: Row) -> dict[str, Any]:
-  """A row of a CSV file: of lists, their values with spaces between."""
-  return {
-    key: " ".join(map(str, value)) if isinstance(value, list) else value
-    for key, value in point.items()
-  }
+def flat(points: Rows) -> list[dict[str, Any]]:
+  """Returns rows of a CSV file: of lists, their values with spaces between."""
+  return [
+    {
+      key: " ".join(map(str, value)) if isinstance(value, list) else value
+      for key, value in point.items()
+    }
+    for point in points
+  ]
+
+
+def draw(points: Rows, results: Rows, stem: Path, heading: str) -> str:
+  """Draws a figure, and returns where it is, or why it was not drawn."""
+  numbers = stem.with_suffix(".csv")
+  try:
+    figure.draw(points, results, stem, heading)
+  except ImportError:
+    return f"not drawn: pip install 'asgd[viz]'; {numbers}"
+  except Exception as error:  # the runs are done: their numbers come first
+    return f"not drawn: {error!r}; {numbers}"
+  return f"{stem}.png, .svg, .pdf; its numbers {numbers}"
 
 
 def warnings(results: Rows) -> list[str]:
@@ -196,18 +211,13 @@ def write_page(
   }
   pictures = [workdir / "figure.svg", workdir / "compare.svg"]
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
-  drawn = "".join(
-    page.picture(path, f"{path.stem} of {title}: its numbers are in the table")
-    for path in pictures
-    if path.exists()
-  )
   shown = columns_of(results, engines)
   shown.append(Column("diverged", "diverged"))
   content = page.document(
     title,
     page.heading(title, lead),
-    _section("Warnings", [*warnings(results), *damaged, *notes]),
-    page.section("Figures", drawn) if drawn else "",
+    page.warnings([*warnings(results), *damaged, *notes]),
+    page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
     page.section("Config", page.config(identity["config"], defaults)),
     page.section("Made by", page.facts(free)),
@@ -216,12 +226,6 @@ def write_page(
   path = workdir / "report.html"
   storage.write_atomically(path, content)
   return path
-
-
-def _section(title: str, texts: Sequence[str]) -> str:
-  if not texts:
-    return ""
-  return page.section(title, page.items(dict.fromkeys(texts), "warnings"))
 
 
 def _files(workdir: Path, cells: Sequence[str]) -> str:
@@ -266,14 +270,8 @@ def write(
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)
   storage.write_atomically(workdir / "table.txt", text)
-  storage.write_csv(workdir / "figure.csv", list(map(_flat, points)))
-  drawn = f"{workdir}/figure.png, .svg, .pdf; its numbers {workdir}/figure.csv"
-  try:
-    figure.draw(points, results, workdir / "figure", title)
-  except ImportError:
-    drawn = f"not drawn: pip install -e '.[viz]'; {workdir}/figure.csv"
-  except Exception as error:  # the runs are done: their numbers come first
-    drawn = f"not drawn: {error!r}; {workdir}/figure.csv"
+  storage.write_csv(workdir / "figure.csv", flat(points))
+  drawn = draw(points, results, workdir / "figure", title)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what + "s" * (seeds != 1), "lead": lead, "notes": notes}
   made = write_page(workdir, results, experiment.engines, **named)

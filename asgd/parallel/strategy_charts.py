@@ -72,16 +72,22 @@ def draw(
 ) -> None:
   """Draws memory and time of each strategy, if matplotlib is there (`viz`)."""
   import matplotlib
+  from matplotlib.figure import Figure
 
-  matplotlib.use("agg")
-  from matplotlib import pyplot as plt
+  with matplotlib.rc_context({"font.size": 8}):
+    size = 7.2, 1.3 + 0.2 * len(strategies)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    _draw(axes, strategies, limit)
+    figure.suptitle(f"{heading}\npale: does not fit")
+    figure.savefig(path, dpi=200)
 
+
+def _draw(axes, strategies, limit):
+  """Draws memory on the left, with its limit, and time on the right."""
+  left, right = axes
   names = [one.name for one in strategies]
-  palette = plt.get_cmap("tab10")
-  size = 13, 1.5 + 0.3 * len(strategies)
-  figure, (left, right) = plt.subplots(
-    1, 2, figsize=size, layout="constrained", sharey=True
-  )
+  palette = "#332288", "#CC6677", "#DDCC77"  # from dark to light, in grey too
   panels = (
     (left, memory.GB, ("state", "activations"), "GB a device"),
     (right, 1.0, ("compute", "communication", "waiting"), "seconds a step"),
@@ -90,9 +96,9 @@ def draw(
     start = [0.0] * len(strategies)
     for i, part in enumerate(parts):
       values = [getattr(one, part) / unit for one in strategies]
-      colors = [(palette(i), 1.0 if one.fits else 0.35) for one in strategies]
+      colors = [(palette[i], 1.0 if one.fits else 0.35) for one in strategies]
       axis.barh(names, values, left=start, color=colors)
-      axis.barh([names[0]], [0], color=palette(i), label=part)
+      axis.barh([names[0]], [0], color=palette[i], label=part)
       start = [a + b for a, b in zip(start, values, strict=True)]
     axis.set_xlabel(label)
     axis.grid(axis="x", alpha=0.3)
@@ -103,6 +109,3 @@ def draw(
   if times:
     right.set_xlim(0, 1.05 * max(times))
   left.invert_yaxis()
-  figure.suptitle(f"{heading}\npale: does not fit", fontsize=10)
-  figure.savefig(path, dpi=110)
-  plt.close(figure)

@@ -89,5 +89,5 @@ def test_pictures_are_drawn(tmp_path):
   comparison.draw(both, tmp_path / "one")
   comparison.draw_race([both, pair()], 2.0, tmp_path / "two")
   assert {path.name for path in tmp_path.iterdir()} == {
-    *("one.png", "one.svg", "two.png", "two.svg")
+    *("one.png", "one.svg", "one.pdf", "two.png", "two.svg", "two.pdf")
   }

@@ -61,11 +61,11 @@ FULL = """
 import contextlib, resource, sys
 from pathlib import Path
 import numpy as np
-from asgd.experiment import checkpoint, folder
+from asgd.experiment import cell_log, checkpoint
 
 place = Path(sys.argv[1])
 place.mkdir()
-log = folder.CellLog(place, place / "board", [])
+log = cell_log.CellLog(place, place / "board", [])
 checkpoints = checkpoint.Checkpoints(place / "checkpoints")
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 with contextlib.suppress(OSError):

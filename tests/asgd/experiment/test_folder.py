@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asgd import experiment
-from asgd.experiment import folder, storage
+from asgd.experiment import cell_log, folder, storage
 from asgd.experiment.folder import FolderError
 
 TINY = {
@@ -340,7 +340,7 @@ def test_rows_so_far_that_no_run_wrote_are_refused(tmp_path, line):
 
 
 def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
-  log = folder.CellLog(tmp_path, tmp_path / "board", [ROW])
+  log = cell_log.CellLog(tmp_path, tmp_path / "board", [ROW])
   log.write({**ROW, "message": 6})
   log.close()
   assert [row["message"] for row in folder.read_rows(tmp_path)] == [3, 6]

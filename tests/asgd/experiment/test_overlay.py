@@ -1,0 +1,56 @@
+"""Several experiments in one figure and one page."""
+
+import csv
+import shutil
+
+import kit
+import pytest
+
+from asgd import experiment
+from asgd.experiment import folder, overlay
+from asgd.experiment.progress import Silent
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """The folder of a tiny experiment, and a copy of it."""
+  root = tmp_path_factory.mktemp("overlay")
+  config = {**kit.TINY_RUN, "engine": "simulate"}
+  exp = experiment.build(config, engines=experiment.ENGINES)
+  folder.open_folder(str(root / "one"), "x", exp)
+  for cell in exp.cells:
+    experiment.train(exp, cell, root / "one", bar=Silent())
+  shutil.copytree(root / "one", root / "two")
+  return root
+
+
+def write(*places, out):
+  return overlay.write(places, out, experiment.ENGINES)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(trained, tmp_path):
+  said = write(trained / "one", trained / "two", out=tmp_path / "out")
+  assert f"{tmp_path}/out/report.html" in said
+  lines = (tmp_path / "out" / "results.csv").read_text().splitlines()
+  rows = list(csv.DictReader(lines))
+  names = [row["algorithm"] for row in rows]
+  assert [name.rpartition(" ")[2] for name in names] == ["(one)", "(two)"]
+  first, second = ({**row, "algorithm": ""} for row in rows)
+  assert first == second
+  text = (tmp_path / "out" / "report.html").read_text()
+  assert "one and two" in text
+  assert (tmp_path / "out" / "figure.pdf").exists()
+
+
+def test_what_cannot_be_laid_over_each_other_is_refused(trained, tmp_path):
+  one = trained / "one"
+  with pytest.raises(ValueError, match="one is given twice: give each"):
+    write(one, one, out=tmp_path)
+  with pytest.raises(ValueError, match="nothing is not the folder of an exp"):
+    write(one, tmp_path / "nothing", out=tmp_path)
+  with pytest.raises(ValueError, match="is an experiment's own folder"):
+    write(one, trained / "two", out=one)
+  empty = tmp_path / "empty"
+  shutil.copytree(one, empty, ignore=shutil.ignore_patterns("cells"))
+  with pytest.raises(ValueError, match="empty holds no finished cell"):
+    write(one, empty, out=tmp_path)

@@ -1,0 +1,144 @@
+"""The report's HTML: it is well formed, whole, and text stays text."""
+
+import csv
+import html.parser
+import json
+
+import kit
+import pytest
+
+from asgd import experiment
+from asgd.experiment import folder, page, report
+from asgd.experiment.engines import Column
+from asgd.experiment.progress import Silent
+
+VOID = {"meta", "img", "input", "br", "link", "hr"}
+
+
+class Reader(html.parser.HTMLParser):
+  """Asserts that all elements are closed in order; keeps what they hold."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.open, self.tags, self.texts = [], [], []
+    self.links, self.sources, self.values = [], [], []
+    self.feed(text)
+    self.close()
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    named = dict(attrs)
+    assert not any(name.startswith("on") for name in named)
+    self.links += filter(None, [named.get("href")])
+    self.sources += filter(None, [named.get("src")])
+    if tag == "data":
+      self.values.append(float(named["value"]))
+    if tag not in VOID:
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.texts.append(data)
+
+
+ATTACK = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """The folder of an experiment of two runs, one with an odd title."""
+  workdir = tmp_path_factory.mktemp("page") / "a folder"
+  runs = {
+    "a": {"recipe": "asgd", "title": ATTACK},
+    "b": {"recipe": "asgd", "title": 'B & "b"'},
+  }
+  exp = experiment.build(
+    {**kit.TINY_RUN, "engine": "simulate", "runs": runs, "seeds": (0, 1)},
+    engines=experiment.ENGINES,
+  )
+  folder.open_folder(str(workdir), "x", exp)
+  for cell in exp.cells:
+    experiment.train(exp, cell, workdir, bar=Silent())
+  report.write(workdir, exp, ["a-n2-s0: on again after <b>a death</b>"])
+  return workdir
+
+
+def test_a_report_is_one_well_formed_file(written):
+  text = (written / "report.html").read_text()
+  read = Reader(text)
+  assert all(source.startswith("data:image/") for source in read.sources)
+  assert read.tags.count("img") == 1
+  assert read.tags.count("script") == 1  # the sorting
+  for outside in ("http://", "https://", "@import", "url("):
+    assert outside not in text
+  for link in read.links:
+    assert (written / link.replace("%20", " ")).is_file(), link
+  assert "figure.pdf" in read.links
+  assert "cells/a-n2-s0/cell.npz" in read.links
+
+
+def test_every_number_of_the_results_is_in_its_table(written):
+  read = Reader((written / "report.html").read_text())
+  lines = (written / "results.csv").read_text().splitlines()
+  for row in csv.DictReader(lines):
+    for key, value in row.items():
+      try:
+        number = float(value)
+      except ValueError:
+        continue
+      assert number in read.values, key
+
+
+def test_it_says_what_was_run_where_and_what_went_wrong(written):
+  read = Reader((written / "report.html").read_text())
+  text = " ".join(read.texts)
+  for word in ("jaxlib", "command", "cores", "data.name", ATTACK, 'B & "b"'):
+    assert word in text
+  assert "on again after <b>a death</b>" in text
+  config = json.loads((written / "config.json").read_text())
+  versions = config["free"]["versions"]
+  assert versions["jax"] in text
+  # What differs from the defaults comes first.
+  before, _, rest = text.partition("keys with their defaults")
+  assert "batch_size" in before
+  assert "clip_norm" in rest
+
+
+def test_all_of_a_config_is_beside_its_default():
+  values = {"a": {"b": 1, "c": [2]}, "runs": {"x": {"recipe": "asgd"}}}
+  text = page.config(values, {"a": {"b": 1, "c": [3]}})
+  first, _, rest = text.partition("<details>")
+  assert "a.c" in first
+  assert "[2]" in first
+  assert "[3]" in first
+  assert "runs.x" in first
+  assert "a.b" in rest
+  assert "1 keys with" in rest
+
+
+def test_a_deviation_is_beside_its_value_and_what_is_missing_is_a_dash():
+  rows = [
+    {"algorithm": "A", "loss": 0.123456, "loss_std": 0.01, "of_std": 3, "n": 2},
+    {"algorithm": "B", "loss": float("nan"), "loss_std": None, "n": 1},
+  ]
+  text = page.results(rows, [Column("run", "algorithm"), Column("l", "loss")])
+  read = Reader(text)
+  assert read.values == [0.123456, 0.01, 3.0, 2.0, 1.0]
+  assert "0.123" in read.texts
+  assert read.texts.count("-") == 2
+
+
+def test_warnings_are_told_once_for_all_seeds():
+  assert report.warnings([]) == []
+  row = {
+    **dict(cell="a-n8-s0", label="a", workers=8, recipe="asgd"),
+    **dict(learning_rate=0.1, rate_x_sharpness_limit=0.4, sustained=0.8),
+    **dict(staleness_mean=7.0, diverged=False),
+  }
+  (said,) = report.warnings([row, {**row, "cell": "a-n8-s1"}])
+  assert said.startswith("a-n8-s0: learning rate x sharpness")
+  assert page.warnings([said, said]).count("<li>") == 1
+  assert page.warnings([]) == ""
