@@ -29,7 +29,8 @@ def quadratic(
 
   Example:
     >>> problem = quadratic(1, dimensions=2, least=0.5)
-    >>> problem.evaluate(np.array([1.0, 2.0])).loss  # 0.5 / 2 + 4 / 2
+    >>> w = np.array([1.0, 2.0], np.float32)
+    >>> problem.evaluate(w).loss  # 0.5 / 2 + 4 / 2
     2.25
   """
   del batch_size

@@ -125,18 +125,6 @@ def get_figure():
       of=of("m", MOMENTUM, "above"),
       above=0.0,
     ),
-    dict(
-      name="momentum costs ten times",
-      says="at delay 8 momentum 0.9 lowers the edge 10 to 15 times",
-      kind="ratio",
-      column="learning_rate",
-      statistic="t",
-      of="t8-below",
-      to="m8-below",
-      above=10.0,
-      below=15.0,
-      note="Of the rates of the runs on both sides, not of a measured edge.",
-    ),
   ]
   formula = dict(
     title="2 sin(pi / (4 tau + 2))",

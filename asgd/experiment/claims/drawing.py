@@ -16,7 +16,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which differ in grey and for the colour-blind.
 _COLORS = (
   *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-  *("#000000", "#7F7F7F", "#8C564B", "#B8A800"),
+  *("#000000", "#7F7F7F", "#8C564B", "#B8A800", "#4B0082", "#A50F15"),
 )
 _MARKERS = "osv^D*XPhd"
 _GREY = "#555555"
@@ -60,15 +60,18 @@ def draw(
   figure: Figure, rows: Sequence[Mapping[str, Any]], stem: Path, heading: str
 ) -> None:
   """Draws `points` as STEM.png, .svg and .pdf: of each series the seeds as
-  points, diverged ones as crosses, and a line through their medians; published
-  points are hollow. ImportError without the extra viz."""
+  points, diverged ones as crosses (at the upper edge if they are infinite), and
+  a line through their medians; published points are hollow. ImportError without
+  the extra viz."""
   import matplotlib
 
   count = len(figure.panels)
   columns = min(count, 2)
   lines = -(-count // columns)
   size = 5.2 * columns, 4.0 * lines + 0.9
-  with matplotlib.rc_context({"svg.hashsalt": figure.name}):
+  # The same names of parts each time; text as text, which is smaller.
+  style = {"svg.hashsalt": figure.name, "svg.fonttype": "none"}
+  with matplotlib.rc_context(style):
     picture, axes = figure_lib.new_figure(lines, columns, *size)
     names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
     styles = {
@@ -113,6 +116,8 @@ def _draw_panel(axis, panel: Panel, rows, styles):
     figure_lib.scale_by_logarithm(axis, "y", drawn)
   elif panel.yscale == "symlog":
     axis.set_yscale("symlog", linthresh=1)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.axhline(0, color=_GREY, lw=0.8)
   if panel.ylim:
     axis.set_ylim(*panel.ylim)
   axis.set_title(figure_lib.plain_text(panel.title), fontsize="medium")
@@ -137,12 +142,14 @@ def _draw_series(axis, panel, rows, name, color, marker):
   line = {"color": color, "lw": 1.3, "label": label}
   if kept:
     axis.plot(*zip(*kept, strict=True), marker=marker, ms=5, **line)
-  for diverged in (False, True):
-    own = [
-      (row["x"], row["value"])
-      for row in rows
-      if row["diverged"] == diverged and _drawable(panel, row["value"])
-    ]
-    if own:
-      shape = {"marker": "x", "s": 26} if diverged else {"marker": ".", "s": 14}
-      axis.scatter(*zip(*own, strict=True), color=color, alpha=0.6, **shape)
+  shapes = {False: {"marker": ".", "s": 14}, True: {"marker": "x", "s": 26}}
+  for diverged, shape in shapes.items():
+    own = [row for row in rows if row["diverged"] == diverged]
+    inside = [row for row in own if _drawable(panel, row["value"])]
+    where = [(row["x"], row["value"]) for row in inside]
+    if where:
+      axis.scatter(*zip(*where, strict=True), color=color, alpha=0.6, **shape)
+    above = [row["x"] for row in own if row["value"] == math.inf]
+    if above:  # at the upper edge
+      top = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+      axis.scatter(above, [1.0] * len(above), color=color, **shape, **top)
