@@ -1,9 +1,10 @@
 """Commands. Flags, files, logs and clocks live here and nowhere else."""
 
+import os
 import signal
 import sys
 
-if sys.argv[:1] == ["-m"]:
+if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
   # While libraries are imported, Ctrl-C just ends the command: an exception
   # would come out of one of them as a page, or be swallowed there.
   signal.signal(signal.SIGINT, signal.SIG_DFL)

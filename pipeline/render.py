@@ -255,7 +255,7 @@ def gantt(
     from matplotlib.figure import Figure
   except ImportError as error:
     raise ImportError(
-      "pictures need matplotlib: pip install -e '.[viz]'"
+      "pictures need matplotlib: pip install 'asgd[viz]'"
     ) from error
   runs = _runs(schedule, timing, measured)
   longest = max(len(run.start) for run in runs.values()) / schedule.devices

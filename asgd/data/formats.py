@@ -262,7 +262,7 @@ def _decode(
   except ImportError as error:
     raise DataError(
       f"{where} holds pictures, and pillow is not installed to decode them; "
-      "pip install asgd[viz]"
+      "pip install 'asgd[images]'"
     ) from error
   undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
   examples = {"train": [], "test": []}

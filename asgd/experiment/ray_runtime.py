@@ -48,7 +48,7 @@ def check(
     import ray  # noqa: F401
   except ImportError as error:
     raise ValueError(
-      f"{asked} needs Ray ({error}): pip install -e '.[ray]', or use {instead}"
+      f"{asked} needs Ray ({error}): pip install 'asgd[ray]', or use {instead}"
     ) from error
   if address and not allow_network:
     said = f"--address={address} joins"

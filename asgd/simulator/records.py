@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base
 from asgd.simulator.steps import Observation
@@ -54,6 +55,6 @@ def concatenate(parts: list[base.Records]) -> base.Records:
   return base.Records(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def end_of_message(trace: base.Trace) -> np.ndarray:
+def end_of_message(trace: base.Trace) -> npt.NDArray[np.intp]:
   """Returns int[U]: the row after each RECEIVE, where a run can be cut."""
   return np.flatnonzero(np.asarray(trace.action) == base.RECEIVE) + 1

@@ -172,7 +172,7 @@ def _speed(rounds, peer):
       stack.callback(ray_runtime.stop)
       measure("processes", _own_cores)
     else:
-      print("no Ray, so no stages in processes: pip install -e '.[ray]'")
+      print("no Ray, so no stages in processes: pip install 'asgd[ray]'")
   for name, base, mine in _peer(rounds, peer):
     printed.row(*_cells(f"{name}, torch", flushing, base, mine))
 

@@ -217,7 +217,7 @@ def test_wide_tables_are_cut_on_the_terminal_only(
 
 def test_without_matplotlib_the_rest_is_there(tmp_path, capsys, monkeypatch):
   def missing(*_, **__):
-    raise ImportError("pictures need matplotlib: pip install -e '.[viz]'")
+    raise ImportError("pictures need matplotlib: pip install 'asgd[viz]'")
 
   monkeypatch.setattr(draw_schedule.render, "gantt", missing)
   said = draw(capsys, "gpipe", str(tmp_path), stages=2, microbatches=2)

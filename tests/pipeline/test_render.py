@@ -400,6 +400,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     return real(name, *args, **kwargs)
 
   monkeypatch.setattr(builtins, "__import__", without)
-  with pytest.raises(ImportError, match=r"pip install -e '\.\[viz\]'"):
+  with pytest.raises(ImportError, match=r"pip install 'asgd\[viz\]'"):
     render.gantt(TABLE, TIMING, tmp_path / "a.png")
   assert not list(tmp_path.iterdir())

@@ -93,13 +93,14 @@ READS = {
 }
 
 
-def test_the_table_of_what_is_read_names_every_recipe():
+def test_the_tables_name_every_recipe():
   assert sorted(READS) == NAMES
+  assert sorted({*COUNTERPARTS, "easgd"}) == NAMES
 
 
 @pytest.mark.parametrize(
   ("name", "argument"),
-  [(name, argument) for name in NAMES for argument in READS[name]],
+  [(name, argument) for name in READS for argument in READS[name]],
 )
 def test_a_missing_delay_argument_is_a_type_error_naming_it(name, argument):
   algorithm = build(name, 2).one_message()
@@ -182,7 +183,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"easgd"}))
+@pytest.mark.parametrize("name", COUNTERPARTS)
 def test_one_worker_is_the_plain_optax_counterpart(name):
   tx, look_ahead = COUNTERPARTS[name]
   kwargs = {"weight_decay": DECAY, **PLAIN.get(name, {})}

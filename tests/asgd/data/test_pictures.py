@@ -71,7 +71,7 @@ def test_a_folder_of_jpeg_says_that_it_is_lossy(tmp_path):
 def test_a_folder_without_pillow_names_the_extra(tmp_path, monkeypatch):
   write_pictures(tmp_path)
   monkeypatch.setitem(sys.modules, "PIL", None)
-  with pytest.raises(data.DataError, match=r"pip install asgd\[viz\]"):
+  with pytest.raises(data.DataError, match=r"pip install 'asgd\[images\]'"):
     data.load("cifar10", data_dir=tmp_path)
 
 
