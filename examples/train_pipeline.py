@@ -21,8 +21,8 @@ def criterion(output, batch):
 
 for schedule in ("gpipe", "pipedream"):
   result = pipeline.train(
-    *(layers, criterion, data, asgd.asgd(0.01, workers=1, momentum=0.9)),
-    messages=800,
+    *(layers, criterion, data, asgd.asgd(0.02, workers=1, momentum=0.9)),
+    messages=400,
     batch_size=16,
     stages=2,
     microbatches=4,

@@ -5,14 +5,17 @@ they exist, and tables come from the code (`reference_tables`).
 """
 
 import re
+import sys
 from pathlib import Path
 
-import reference_tables
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent.parent
-# Pages whose text is a file of the root, and pages that are made elsewhere: each
-# is in the navigation once it is there.
+sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
+import reference_tables  # noqa: E402
+
+# Pages whose text is a file of the root. They, and figures.md, are in the
+# navigation once they are there.
 FROM_ROOT = {
   "index.md": "README.md",
   "contributing.md": "CONTRIBUTING.md",
