@@ -1,40 +1,56 @@
 """Reads docstrings as they are written here, for mkdocstrings.
 
-A block indented by two spaces, after an empty line, is shown as it stands; and
-an `Example:` holds a doctest.
+A block that is indented without being a section is shown as it stands; an
+`Example:` holds a doctest; and what comments say of the fields of a class
+becomes its list of attributes.
 """
 
 import re
 
 import griffe
 
-_SECTION = re.compile(r"^\w[\w ]*:$")
+_SECTIONS = {"Args:", "Returns:", "Raises:", "Yields:", "Example:"}
+_PROSE = "References:"
+_NO_COMMENT = "&nbsp;"
 
 
 def as_markdown(text: str) -> str:
   """Returns a docstring whose indented blocks are Markdown's."""
-  lines, inside, before = [], False, "text"
+  out, kind, before = [], "text", ""
   for line in text.splitlines():
-    indented = line.startswith("  ")
-    if line and not indented:
-      inside = False
-    elif indented and not before and not _in_section(lines):
-      inside = True
-    if line == "Example:":
-      line = "Examples:"
-    lines.append(f"    {line}" if inside and line else line)
-    before = line
-  return "\n".join(lines)
-
-
-def _in_section(lines) -> bool:
-  """Whether the last line that is not indented begins a section."""
-  for number in range(len(lines) - 1, -1, -1):
-    line = lines[number]
     if line and not line.startswith(" "):
-      below = lines[number + 1 : number + 2]
-      return bool(_SECTION.match(line) and below and below[0].startswith(" "))
-  return False
+      kind = "section" if line in _SECTIONS else "text"
+      kind = "prose" if line == _PROSE else kind
+      out.append(line.replace("Example:", "Examples:"))
+    elif line and kind == "prose":
+      out += ["", line.strip()] if before == _PROSE else [line.strip()]
+    elif line and kind in ("text", "block"):
+      if kind == "text" and before:
+        out.append("")
+      kind = "block"
+      out.append(f"    {line}")
+    else:
+      out.append(line)
+    before = line
+  return "\n".join(out)
+
+
+def fields(cls: griffe.Class) -> list[str]:
+  """Returns a line for each field of a class, with its comment; none if no
+  field has one."""
+  lines, found = cls.lines_collection[cls.filepath], []
+  for name, member in cls.members.items():
+    if name.startswith("_") or member.is_alias or not member.is_attribute:
+      continue
+    if "property" in member.labels:
+      continue
+    _, mark, comment = lines[member.lineno - 1].partition("  # ")
+    number = member.lineno
+    while mark and number < len(lines) and re.match(r"  +# ", lines[number]):
+      comment += " " + lines[number].strip("# ")
+      number += 1
+    found.append(f"    {name}: {comment or _NO_COMMENT}")
+  return found if any(_NO_COMMENT not in line for line in found) else []
 
 
 class Docstrings(griffe.Extension):
@@ -44,3 +60,6 @@ class Docstrings(griffe.Extension):
     """Rewrites one."""
     if obj.docstring:
       obj.docstring.value = as_markdown(obj.docstring.value)
+      if obj.is_class and (lines := fields(obj)):
+        text = "\n".join(["", "", "Attributes:", *lines])
+        obj.docstring.value += text

@@ -4,7 +4,7 @@ A page has `<!-- table: NAME -->` where `TABLES[NAME]()` is to stand, and
 `<!-- api: NAME -->` for the docstrings of `NAMES[NAME]()`.
 """
 
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -46,6 +46,12 @@ def _options(maker: Callable, names: Iterable[str] | None = None) -> str:
   return ", ".join(shown)
 
 
+def _path(package: str, name: str) -> str:
+  """The path of a function of a package, also where a module has its name."""
+  is_module = importlib.util.find_spec(f"{package}.{name}") is not None
+  return f"{package}.{name}.{name}" if is_module else f"{package}.{name}"
+
+
 def recipes() -> str:
   """All recipes: what each does, its order and its options."""
   rows = []
@@ -67,7 +73,7 @@ def transform_table() -> str:
   """All transforms, each with its first line."""
   rows = (
     (
-      f"[`{name}`](../api/transforms.md#asgd.transforms.{name})",
+      f"[`{name}`](../api/transforms.md#{_path('asgd.transforms', name)})",
       _summary(getattr(transforms, name)),
     )
     for name in transform_names()
@@ -96,22 +102,29 @@ def _keys(node: Any) -> str:
 
 
 def engine_table() -> str:
-  """All engines, with the sections of a config that are theirs."""
+  """The sections of a config that are of some engines only, and of which."""
+  engines: dict[tuple[str, str], list[str]] = {}
+  for name, kind in ENGINES.items():
+    for section, node in kind.sections.items():
+      row = f"`{section}`", _keys(node) or "a name and its arguments"
+      engines.setdefault(row, []).append(f"`{name}`")
   return _table(
-    ("engine", "section", "settings with their defaults"),
+    ("section", "engines", "settings with their defaults"),
     (
-      (f"`{name}`", f"`{section}`", _keys(node) or "a name and its arguments")
-      for name, kind in ENGINES.items()
-      for section, node in kind.sections.items()
+      (section, ", ".join(names), keys)
+      for (section, keys), names in engines.items()
     ),
   )
 
 
-def _made(header: str, functions: Mapping[str, Callable]) -> str:
-  rows = (
-    (f"`{name}`", _summary(maker), _options(maker))
-    for name, maker in functions.items()
-  )
+def _made(
+  header: str, functions: Mapping[str, Callable], derived: Iterable[str]
+) -> str:
+  """What makes something by name; all arguments are options but `derived`."""
+  rows = []
+  for name, maker in functions.items():
+    known = set(inspect.signature(maker).parameters) - set(derived)
+    rows.append((f"`{name}`", _summary(maker), _options(maker, known)))
   return _table((header, "what it is", "options"), rows)
 
 
@@ -151,10 +164,14 @@ TABLES: dict[str, Callable[[], str]] = {
   "transforms": transform_table,
   "schedules": schedule_table,
   "engines": engine_table,
-  "models": lambda: _made("`model.name`", models.MODELS),
-  "orders": lambda: _made("`order.name`", _functions(makers, _ORDERS)),
+  "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
+  "orders": lambda: _made(
+    "`order.name`",
+    _functions(makers, _ORDERS),
+    ["durations", "workers", "messages"],
+  ),
   "durations": lambda: _made(
-    "`durations.name`", _functions(durations, _DURATIONS)
+    "`durations.name`", _functions(durations, _DURATIONS), ["seed"]
   ),
   "datasets": datasets,
   "commands": command_table,
@@ -162,16 +179,11 @@ TABLES: dict[str, Callable[[], str]] = {
 # What is documented by name, from its docstring.
 NAMES: dict[str, Callable[[], list[str]]] = {
   "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
-  "transforms": lambda: [f"asgd.transforms.{x}" for x in transform_names()],
+  "transforms": lambda: [
+    _path("asgd.transforms", name) for name in transform_names()
+  ],
   "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
 }
-
-
-def _place(path: str) -> str:
-  """Where a function is defined: MODULE.NAME."""
-  module, _, name = path.rpartition(".")
-  of = getattr(importlib.import_module(module), name)
-  return f"{of.__module__}.{of.__qualname__}"
 
 
 def fill(markdown: str) -> str:
