@@ -171,6 +171,24 @@ def test_the_table_of_recipes_has_every_option_and_its_default(tables):
       assert re.search(named, text, re.MULTILINE), (name, option)
 
 
+def test_sources_are_those_of_the_docstrings(tables):
+  def maker():
+    """Does it.
+
+    Source:
+      Doe, "A paper",
+      2020.
+
+    Example:
+      >>> 1
+      1
+    """
+
+  assert tables.sources({"a": maker, "b": len}).splitlines()[2:] == [
+    '| `a` | Doe, "A paper", 2020. |'
+  ]
+
+
 def test_the_table_of_schedules_has_every_one(tables):
   text = tables.schedule_table()
   for name in schedules.SCHEDULES:

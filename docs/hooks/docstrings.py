@@ -10,7 +10,7 @@ import re
 import griffe
 
 _SECTIONS = {"Args:", "Returns:", "Raises:", "Yields:", "Example:"}
-_PROSE = "References:"
+_PROSE = {"References:", "Source:"}
 _NO_COMMENT = "&nbsp;"
 
 
@@ -20,10 +20,11 @@ def as_markdown(text: str) -> str:
   for line in text.splitlines():
     if line and not line.startswith(" "):
       kind = "section" if line in _SECTIONS else "text"
-      kind = "prose" if line == _PROSE else kind
-      out.append(line.replace("Example:", "Examples:"))
+      kind = "prose" if line in _PROSE else kind
+      line = f"**{line}**" if line in _PROSE else line
+      out.append("Examples:" if line == "Example:" else line)
     elif line and kind == "prose":
-      out += ["", line.strip()] if before == _PROSE else [line.strip()]
+      out += ["", line.strip()] if before.startswith("**") else [line.strip()]
     elif line and kind in ("text", "block"):
       if kind == "text" and before:
         out.append("")

@@ -34,6 +34,19 @@ def _summary(of: Any) -> str:
   return " ".join((inspect.getdoc(of) or "").partition("\n\n")[0].split())
 
 
+def _source(of: Any) -> str:
+  """The section `Source:` of a docstring."""
+  text = inspect.getdoc(of) or ""
+  found = re.search(r"^Source:\n((?:  .*\n?)+)", text, re.MULTILINE)
+  return " ".join(found[1].split()) if found else ""
+
+
+def sources(makers: Mapping[str, Callable]) -> str:
+  """Where each is from, as its docstring says it."""
+  rows = ((f"`{name}`", _source(maker)) for name, maker in makers.items())
+  return _table(("name", "source"), (row for row in rows if row[1]))
+
+
 def _options(maker: Callable, names: Iterable[str] | None = None) -> str:
   """Arguments of a function with their defaults; `names` says which, None those
   that have a default."""
@@ -164,6 +177,8 @@ TABLES: dict[str, Callable[[], str]] = {
   "transforms": transform_table,
   "schedules": schedule_table,
   "engines": engine_table,
+  "recipe_sources": lambda: sources(algorithms.RECIPES),
+  "schedule_sources": lambda: sources(schedules.SCHEDULES),
   "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
   "orders": lambda: _made(
     "`order.name`",
