@@ -1,11 +1,226 @@
-"""Scripts in docs/ can at least be read by the shell that runs them."""
+"""What the pages of docs/ say can be run runs, and their tables are whole."""
 
+import ast
+import importlib.util
+import inspect
+import re
 import subprocess
-from pathlib import Path
+import sys
+import types
 
+import jax
+import kit
+import ml_collections
+import numpy as np
+import optax
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+import asgd
+from asgd import algorithms, experiment, facade
+from asgd.experiment import schema
+from pipeline import schedules
+from pipeline.engine import PIPELINE
+
+DOCS = kit.ROOT / "docs"
+PAGES = {str(p.relative_to(DOCS)): p.read_text() for p in DOCS.rglob("*.md")}
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+# Imported before output is captured: the progress bar keeps its stream.
+assert facade.simulate
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+
+
+def block(page, word):
+  (code,) = (text for text in BLOCK.findall(PAGES[page]) if word in text)
+  return code
+
+
+def devices_made(text):
+  """A block without the line that makes devices: tests have more already."""
+  line = 'jax.config.update("jax_num_cpu_devices", 4)'
+  assert line in text
+  return text.replace(line, "")
+
+
+@pytest.fixture(scope="module")
+def tables():
+  path = DOCS / "hooks" / "reference_tables.py"
+  spec = importlib.util.spec_from_file_location("reference_tables", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_every_block_is_tested_here():
+  blocks = {page: len(BLOCK.findall(text)) for page, text in PAGES.items()}
+  assert {page: count for page, count in blocks.items() if count} == {
+    "start.md": 1,
+    "concepts.md": 1,
+    "howto/own_model.md": 2,
+    "howto/own_algorithm.md": 1,
+    "howto/optimizers.md": 2,
+    "howto/experiments.md": 1,
+    "howto/pipelines.md": 2,
+    "howto/meshes.md": 1,
+  }
+
+
+def test_the_first_call(capsys):
+  exec(block("start.md", "asgd.simulate"), {})
+  assert capsys.readouterr().out == "[1. 1. 1.] 3.0\n"
+
+
+def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  exec(block("howto/own_model.md", "asgd.simulate"), names)
+  losses = ast.literal_eval(capsys.readouterr().out)
+  assert len(losses) == 4
+  assert losses[-1] < names["loss"](names["params"], names["data"]) / 2
+  exec(block("howto/own_model.md", "asgd.TrainState"), names)
+  assert names["state"].step == 1
+
+
+def test_optimizers_and_schedules_of_recipes():
+  for word in ("adamw", "cosine"):
+    names = {"asgd": asgd, "optax": optax}
+    exec(block("howto/optimizers.md", word), names)
+    assert isinstance(names["recipe"], asgd.Recipe)
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_simulation(capsys):
+  names = {}
+  exec(block("concepts.md", "make_host"), names)
+  staleness, gap = map(float, capsys.readouterr().out.split()[:2])
+  assert 6.5 < staleness <= 7
+  assert gap > 0
+  assert (
+    names["problem"].evaluate(names["simulation"].server.params).accuracy > 0.8
+  )
+
+
+def test_an_algorithm_of_your_own(capsys, monkeypatch):
+  module = types.ModuleType("mymodule")
+  exec(block("howto/own_algorithm.md", "halve_when_stale"), vars(module))
+  assert capsys.readouterr().out == "asynchronous\n"
+  monkeypatch.setitem(sys.modules, "mymodule", module)
+  exp = experiment.build(
+    {"runs": {"mine": {"recipe": "mymodule:careful", "limit": 2}}},
+    engines=ENGINES,
+  )
+  (cell,) = exp.cells
+  assert np.isfinite(exp.plan(cell).curvature_limit)
+
+
+def test_a_config_of_your_own():
+  names = {}
+  exec(block("howto/experiments.md", "softsync"), names)
+  config = names["get_config"]()
+  assert isinstance(config, ml_collections.ConfigDict)
+  exp = experiment.build(config, engines=ENGINES)
+  assert {cell.label for cell in exp.cells} == {"softsync", "dana"}
+
+
+def test_a_pipeline_in_one_call(capsys):
+  exec(block("howto/pipelines.md", "pipeline.train"), {})
+  assert float(capsys.readouterr().out.splitlines()[-1]) < 0.2
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_pipeline(capsys, quick_compilation):
+  text = devices_made(block("howto/pipelines.md", "schedules.pipedream"))
+  names = {}
+  exec(text, names)
+  assert capsys.readouterr().out.startswith("[3 2 1 0]")
+  assert sorted(names["result"].losses) == list(range(16))
+
+
+@pytest.mark.slow
+def test_a_step_on_a_mesh(quick_compilation):
+  text = devices_made(block("howto/meshes.md", "hybrid.make_step"))
+  names = {}
+  exec(text, names)
+  problem, params = names["problem"], names["made"].params(names["state"])
+  assert problem.evaluate(problem.init(jax.random.key(0))).accuracy < 0.3
+  assert problem.evaluate(params).accuracy > 0.8
+
+
+def test_pages_ask_for_tables_that_there_are(tables):
+  asked = re.findall(r"<!-- (table|api): (\w+) -->", "".join(PAGES.values()))
+  known = {"table": tables.TABLES, "api": tables.NAMES}
+  pairs = [(kind, name) for kind, names in known.items() for name in names]
+  assert sorted(asked) == sorted(pairs)
+  page = tables.fill("a\n<!-- table: recipes -->\nb\n<!-- api: recipes -->\n")
+  assert "| [`dana_zero`]" in page
+  assert "\n::: asgd.algorithms.dana_zero\n" in page
+
+
+def test_the_table_of_recipes_has_every_option_and_its_default(tables):
+  rows = dict(zip(asgd.RECIPES, tables.recipes().splitlines()[2:], strict=True))
+  for name, maker in asgd.RECIPES.items():
+    assert rows[name].startswith(f"| [`{name}`]")
+    options = dict(re.findall(r"`(\w+)=([^`]+)`", rows[name]))
+    parameters = inspect.signature(maker).parameters.values()
+    expected = {
+      p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY
+    }
+    assert {k: ast.literal_eval(v) for k, v in options.items()} == expected
+    text = f"{maker.__doc__}\n{algorithms.__doc__}"  # the latter: of most
+    for option in set(expected) - {"outer_optimizer"}:
+      named = rf"^ +{option}(:|  )|`{option}`"
+      assert re.search(named, text, re.MULTILINE), (name, option)
+
+
+def test_sources_are_those_of_the_docstrings(tables):
+  def maker():
+    """Does it.
+
+    Source:
+      Doe, "A paper",
+      2020.
+
+    Example:
+      >>> 1
+      1
+    """
+
+  assert tables.sources({"a": maker, "b": len}).splitlines()[2:] == [
+    '| `a` | Doe, "A paper", 2020. |'
+  ]
+
+
+def test_the_table_of_schedules_has_every_one(tables):
+  text = tables.schedule_table()
+  for name in schedules.SCHEDULES:
+    assert f"[`{name}`]" in text
+  assert re.search(r"gpipe.*after each batch.*`latest`.*`reverse=False`", text)
+  assert re.search(r"\[`pipemare`\].*never", text)
+
+
+def test_the_table_of_engines_has_every_setting(tables):
+  text = tables.engine_table()
+  for name, kind in ENGINES.items():
+    for section, node in kind.sections.items():
+      row = re.search(rf"^\| `{section}` \| .*`{name}`.* \|.*$", text, re.M)[0]
+      for key in schema.keys_of(node):
+        assert f"`{key}=" in row
+
+
+def test_the_page_of_keys_names_every_key():
+  page = PAGES["reference/config.md"]
+  for key in schema.sections(ENGINES):
+    assert re.search(rf"^\| [^|]*`{key}`", page, re.MULTILINE), key
+
+
+def test_the_page_of_configs_names_every_one():
+  for path in (kit.ROOT / "configs").glob("*.py"):
+    assert f"`configs/{path.name}`" in PAGES["reference/commands.md"]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_configs_that_a_page_names_exist(page):
+  for path in re.findall(r"configs/\w+\.py", PAGES[page]):
+    assert (kit.ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.sh")))

@@ -1,0 +1,90 @@
+"""Draws the main job's figure from the folder of a finished run.
+
+  python -m launch.train --config=configs/digits.py --workdir=runs/main
+  python docs/figures/main_job.py runs/main docs/figures/main_job.svg
+
+Test error and gap against the number of workers: each seed a point, the mean a
+line, a diverged seed a cross.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+# Of colours that differ in grey, too; a marker for each.
+STYLES = {
+  "DANA-Zero": ("#0b3c5d", "o"),
+  "DC-ASGD": ("#328cc1", "s"),
+  "ASGD": ("#7a7a7a", "^"),
+  "Gap-Aware": ("#d9a400", "D"),
+  "NAG-ASGD": ("#c0392b", "v"),
+}
+
+
+def cells(folder: Path) -> dict[str, list[dict]]:
+  """Returns the results of all cells by the title of their run."""
+  by_title: dict[str, list[dict]] = {}
+  for path in sorted(folder.glob("cells/*/result.json")):
+    result = json.loads(path.read_text())
+    by_title.setdefault(result["algorithm"], []).append(result)
+  return by_title
+
+
+def error(row: dict) -> float:
+  """The test error of a cell in percent."""
+  return 100 * (1 - row["test_accuracy"])
+
+
+def draw(folder: Path, out: Path) -> None:
+  """Draws the figure of a folder, with text that stays text."""
+  plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "main job"})
+  plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
+  by_title = cells(folder)
+  figure, axes = plt.subplots(1, 2, figsize=(8, 3.1), layout="constrained")
+  titles = "Test error (%)", "Mean gap"
+  reads = error, lambda row: row["gap_mean"]
+  for axis, title, read in zip(axes, titles, reads, strict=True):
+    for name, (color, marker) in STYLES.items():
+      rows = by_title[name]
+      counts = sorted({row["workers"] for row in rows})
+      means = []
+      for count in counts:
+        of_count = [row for row in rows if row["workers"] == count]
+        means.append(sum(map(read, of_count)) / len(of_count))
+        for row in of_count:
+          mark = "x" if row["diverged"] else marker
+          axis.plot(count, read(row), mark, color=color, ms=4)
+      axis.plot(counts, means, color=color, label=name, lw=1.6)
+    axis.set_title(title, fontsize=10)
+    axis.set_yscale("log")
+    axis.set_xlabel("workers")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#dddddd", lw=0.6)
+  one = by_title["SGD (1 worker)"]
+  level = sum(map(error, one)) / len(one)
+  axes[0].axhline(level, color="black", lw=0.8, ls=":")
+  axes[0].annotate(
+    *("SGD, one worker", (14, level), (0, -11)),
+    textcoords="offset points",
+    fontsize=8,
+  )
+  axes[0].set_yticks([2, 5, 10, 20, 50, 90], map(str, [2, 5, 10, 20, 50, 90]))
+  axes[0].minorticks_off()
+  axes[0].set_ylim(1.6, 110)
+  figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right")
+  figure.savefig(out, metadata={"Date": None})
+  # Matplotlib ends lines with blanks.
+  lines = out.read_text().splitlines()
+  out.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+
+
+if __name__ == "__main__":
+  draw(Path(sys.argv[1]), Path(sys.argv[2]))

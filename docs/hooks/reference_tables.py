@@ -1,0 +1,213 @@
+"""The tables of the reference, made from the code that they describe.
+
+A page has `<!-- table: NAME -->` where `TABLES[NAME]()` is to stand, and
+`<!-- api: NAME -->` for the docstrings of `NAMES[NAME]()`.
+"""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from asgd import algorithms, data, experiment, models, transforms
+from asgd.data import sentences
+from asgd.experiment import problem, schema
+from asgd.orders import durations, makers
+from launch import __main__ as commands
+from pipeline import schedules
+from pipeline.engine import PIPELINE
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+_TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+  lines = [list(header), *map(list, rows)]
+  lines.insert(1, ["---"] * len(lines[0]))
+  escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+  return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def _summary(of: Any) -> str:
+  """The first paragraph of a docstring."""
+  return " ".join((inspect.getdoc(of) or "").partition("\n\n")[0].split())
+
+
+def _source(of: Any) -> str:
+  """The section `Source:` of a docstring."""
+  text = inspect.getdoc(of) or ""
+  found = re.search(r"^Source:\n((?:  .*\n?)+)", text, re.MULTILINE)
+  return " ".join(found[1].split()) if found else ""
+
+
+def sources(makers: Mapping[str, Callable]) -> str:
+  """Where each is from, as its docstring says it."""
+  rows = ((f"`{name}`", _source(maker)) for name, maker in makers.items())
+  return _table(("name", "source"), (row for row in rows if row[1]))
+
+
+def _options(maker: Callable, names: Iterable[str] | None = None) -> str:
+  """Arguments of a function with their defaults; `names` says which, None those
+  that have a default."""
+  parameters = inspect.signature(maker).parameters
+  shown = []
+  for name, parameter in parameters.items():
+    needed = parameter.default is parameter.empty
+    if name in names if names is not None else not needed:
+      shown.append(f"`{name}`" if needed else f"`{name}={parameter.default!r}`")
+  return ", ".join(shown)
+
+
+def _path(package: str, name: str) -> str:
+  """The path of a function of a package, also where a module has its name."""
+  is_module = importlib.util.find_spec(f"{package}.{name}") is not None
+  return f"{package}.{name}.{name}" if is_module else f"{package}.{name}"
+
+
+def recipes() -> str:
+  """All recipes: what each does, its order and its options."""
+  rows = []
+  for name, maker in algorithms.RECIPES.items():
+    order = algorithms.build(name, 0.1, 2).order
+    link = f"[`{name}`](../api/algorithms.md#asgd.algorithms.{name})"
+    options = _options(maker, algorithms.options(name))
+    rows.append((link, _summary(maker), f"`{order}`", options))
+  return _table(("recipe", "what it does", "order", "options"), rows)
+
+
+def transform_names() -> list[str]:
+  """The public functions of `asgd.transforms`."""
+  functions = inspect.getmembers(transforms, inspect.isfunction)
+  return [name for name, _ in functions if not name.startswith("_")]
+
+
+def transform_table() -> str:
+  """All transforms, each with its first line."""
+  rows = (
+    (
+      f"[`{name}`](../api/transforms.md#{_path('asgd.transforms', name)})",
+      _summary(getattr(transforms, name)),
+    )
+    for name in transform_names()
+  )
+  return _table(("transform", "what it does"), rows)
+
+
+def schedule_table() -> str:
+  """All schedules: what each is, what it assumes, and its options."""
+  rows = []
+  for name, maker in schedules.SCHEDULES.items():
+    traits = schedules.describe(name)
+    link = f"[`{name}`](../api/schedules.md#pipeline.schedules.{name})"
+    flush = "after each batch" if traits.flush else "never"
+    weights = "latest" if traits.flush else traits.weights
+    options = _options(maker, traits.options)
+    rows.append((link, _summary(maker), flush, f"`{weights}`", options))
+  return _table(
+    ("schedule", "what it is", "flushes", "`weights`", "options"), rows
+  )
+
+
+def _keys(node: Any) -> str:
+  keys = schema.keys_of(node).items()
+  return ", ".join(f"`{k}={schema.default_of(v)!r}`" for k, v in keys)
+
+
+def engine_table() -> str:
+  """The sections of a config that are of some engines only, and of which."""
+  engines: dict[tuple[str, str], list[str]] = {}
+  for name, kind in ENGINES.items():
+    for section, node in kind.sections.items():
+      row = f"`{section}`", _keys(node) or "a name and its arguments"
+      engines.setdefault(row, []).append(f"`{name}`")
+  return _table(
+    ("section", "engines", "settings with their defaults"),
+    (
+      (section, ", ".join(names), keys)
+      for (section, keys), names in engines.items()
+    ),
+  )
+
+
+def _made(
+  header: str, functions: Mapping[str, Callable], derived: Iterable[str]
+) -> str:
+  """What makes something by name; all arguments are options but `derived`."""
+  rows = []
+  for name, maker in functions.items():
+    known = set(inspect.signature(maker).parameters) - set(derived)
+    rows.append((f"`{name}`", _summary(maker), _options(maker, known)))
+  return _table((header, "what it is", "options"), rows)
+
+
+def _functions(module: Any, names: Iterable[str]) -> dict[str, Callable]:
+  return {name: getattr(module, name) for name in names}
+
+
+def datasets() -> str:
+  """All data that a config can name."""
+  kinds = {
+    "images, numbers": data.DATASETS,
+    "texts": problem.TEXTS,
+    "sentences": sentences.TASKS,
+  }
+  rows = (
+    (kind, ", ".join(f"`{name}`" for name in names))
+    for kind, names in kinds.items()
+  )
+  return _table(("kind", "`data.name`"), rows)
+
+
+def command_table() -> str:
+  """The commands of `launch`, each with the first line of its docstring."""
+  rows = (
+    (f"`python -m launch.{name}`", commands._summary(name))
+    for name in commands._COMMANDS
+  )
+  return _table(("command", "what it does"), rows)
+
+
+_ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
+_ORDERS += "backup_workers", "fixed_delay"
+_DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
+
+TABLES: dict[str, Callable[[], str]] = {
+  "recipes": recipes,
+  "transforms": transform_table,
+  "schedules": schedule_table,
+  "engines": engine_table,
+  "recipe_sources": lambda: sources(algorithms.RECIPES),
+  "schedule_sources": lambda: sources(schedules.SCHEDULES),
+  "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
+  "orders": lambda: _made(
+    "`order.name`",
+    _functions(makers, _ORDERS),
+    ["durations", "workers", "messages"],
+  ),
+  "durations": lambda: _made(
+    "`durations.name`", _functions(durations, _DURATIONS), ["seed"]
+  ),
+  "datasets": datasets,
+  "commands": command_table,
+}
+# What is documented by name, from its docstring.
+NAMES: dict[str, Callable[[], list[str]]] = {
+  "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
+  "transforms": lambda: [
+    _path("asgd.transforms", name) for name in transform_names()
+  ],
+  "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+}
+
+
+def fill(markdown: str) -> str:
+  """Puts tables and docstrings where a page asks for them."""
+
+  def made(match):
+    kind, name = match.groups()
+    if kind == "table":
+      return TABLES[name]()
+    return "\n\n".join(f"::: {path}" for path in NAMES[name]())
+
+  return _TABLE.sub(made, markdown)
