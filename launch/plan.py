@@ -16,7 +16,6 @@ is kept for the backward. `asgd.parallel.strategies` lists the assumptions.
 Sizes are 10^9 bytes (GB); bandwidths 10^9 bytes a second, each way.
 """
 
-import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from asgd.parallel.memory import GB
 
 from . import flags
 
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
 _LEAST, _MOST = 1e-9, 1e15  # of any number that is positive
@@ -59,21 +57,6 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
   "context": (int, None, "Positions of a sequence (2048)."),
   "vocabulary": (int, None, "Tokens (51200)."),
 }
-
-
-def size(text: str) -> float:
-  """Returns a number: 1.5e9, 350M, 1.5B. Raises ValueError for what is none, or
-  less than 1."""
-  text = text.strip()
-  unit = _UNITS.get(text[-1:].upper())
-  with contextlib.suppress(ValueError):
-    value = float(text[:-1]) * unit if unit else float(text)
-    if 1 <= value <= 1e18:
-      return value
-  raise ValueError(
-    "--params must be a positive number such as 1.5e9, 350M or 1.5B, not"
-    f" {text!r}"
-  )
 
 
 def _examples(config) -> int:
@@ -156,7 +139,10 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
       _positive(name, value)
 
   if config is None:
-    parameters = size(params)
+    try:
+      parameters = workloads.count_of(params)
+    except ValueError as error:
+      raise ValueError(f"--params {error}") from None
     gpt = workloads.guess_gpt(parameters, **sizes)
     chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
@@ -164,25 +150,6 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
   name = f"{config['model']['name']} on {dataset.name}"
   return workloads.of_problem(problem, name, chosen), chosen
-
-
-def _print_best(candidates):
-  """Says which strategies are best, or that all need too much memory."""
-  if not any(one.fits for one in candidates):
-    least = min(candidates, key=lambda one: one.bytes)
-    print(
-      f"nothing fits: the least is {least.bytes / GB:.3g} GB a device, by"
-      f" {least.name}; use more devices, a smaller --microbatch or"
-      " --activations=full"
-    )
-  titles = {False: "best", True: "best of those that do not wait"}
-  for stale, title in titles.items():
-    best = strategies.best(candidates, stale=stale)
-    if best is not None:
-      print(
-        f"{title}: {best.name}, {best.bytes / GB:.3g} GB a device and"
-        f" {best.seconds:.3g} s a step"
-      )
 
 
 def _picture(out: str | None) -> Path | None:
@@ -225,7 +192,7 @@ def main(*, config: Any = None, **given: Any) -> None:
   )
   print(heading, end="\n\n")
   print(strategy_charts.tabulate(candidates))
-  _print_best(candidates)
+  print(*strategy_charts.advice(candidates), sep="\n")
   for line in strategies.left_out(work, hardware, options):
     print(f"not on all devices: {line}")
   columns = shutil.get_terminal_size((120, 24)).columns

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from asgd import text_table
 from asgd.parallel import memory
+from asgd.parallel import strategies as strategies_lib
 from asgd.parallel.strategies import Strategy
 
 
@@ -31,6 +32,28 @@ def tabulate(strategies: Sequence[Strategy]) -> str:
   head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
   head += ["compute", "send", "wait", "s/step"]
   return text_table.format_table(head, rows)
+
+
+def advice(strategies: Sequence[Strategy]) -> list[str]:
+  """Returns lines that say which strategies are best, or that all of them need
+  too much memory."""
+  lines = []
+  if not any(one.fits for one in strategies):
+    least = min(strategies, key=lambda one: one.bytes)
+    lines.append(
+      f"nothing fits: the least is {least.bytes / memory.GB:.3g} GB a device,"
+      f" by {least.name}; use more devices, a smaller microbatch or"
+      " activations=full"
+    )
+  titles = {False: "best", True: "best of those that do not wait"}
+  for stale, title in titles.items():
+    best = strategies_lib.best(strategies, stale=stale)
+    if best is not None:
+      lines.append(
+        f"{title}: {best.name}, {best.bytes / memory.GB:.3g} GB a device and"
+        f" {best.seconds:.3g} s a step"
+      )
+  return lines
 
 
 def bars(

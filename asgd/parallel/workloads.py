@@ -4,6 +4,7 @@ By the formulas of a GPT, or counted on any problem of layers. Strategies
 (`asgd.parallel.strategies`) are made of these numbers.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from asgd.models import transformer
 from asgd.parallel import memory, wait_free
 
 RECIPES = ("asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc")
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _HEADS = (128, 64, 8)  # features of a head, the first of which fits well
 
 
@@ -45,6 +47,26 @@ class TrainingOptions(NamedTuple):
   overlap: bool = False
   shards: int | None = None  # of a parameter server; None: all devices
   recipes: tuple[str, ...] = RECIPES
+
+
+def count_of(text: str) -> float:
+  """Reads how many parameters there are: 1.5e9, 350M or 1.5B.
+
+  Raises ValueError for what is no number, or less than 1.
+
+  Example:
+    >>> count_of("1.5B"), count_of("350m")
+    (1500000000.0, 350000000.0)
+  """
+  text = text.strip()
+  unit = _UNITS.get(text[-1:].upper())
+  with contextlib.suppress(ValueError):
+    value = float(text[:-1]) * unit if unit else float(text)
+    if 1 <= value <= 1e18:
+      return value
+  raise ValueError(
+    f"must be a positive number such as 1.5e9, 350M or 1.5B, not {text!r}"
+  )
 
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
