@@ -7,6 +7,7 @@ import kit
 import pytest
 
 from asgd import experiment
+from asgd.experiment import folder
 from asgd.experiment.cells import Cell
 from asgd.experiment.claims import (
   columns,
@@ -51,16 +52,15 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
   for suffix in (".csv", ".png", ".svg", ".pdf"):
     assert (place / "delayed_edge").with_suffix(suffix).stat().st_size
   # A cell that is lost is trained again, the others are not.
-  results = sorted(place.glob("cells/*/result.json"))
+  results = sorted(place.glob("cells/*/cell.npz"))
   written = [path.stat().st_mtime_ns for path in results[1:]]
   shutil.rmtree(results[0].parent)
   assert reproduced(task, place) == place
   assert [path.stat().st_mtime_ns for path in results[1:]] == written
   again = json.loads((place / "delayed_edge.json").read_text())
   assert again["claims"] == data["claims"]
-  assert set(columns.RESULTS) - {"seconds"} <= set(
-    json.loads(results[0].read_text())
-  )
+  known = folder.finished_result(results[0].parent)
+  assert set(columns.RESULTS) - {"seconds"} <= set(known)
   # The whole figure is another experiment.
   whole = reproduce.load(path, experiment.ENGINES)
   with pytest.raises(ValueError, match="holds another experiment"):

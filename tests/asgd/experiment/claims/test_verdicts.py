@@ -167,7 +167,7 @@ def test_points_are_of_each_seed_and_of_the_paper(tmp_path):
   first = (tmp_path / "drawn.svg").read_bytes()
   drawing.draw(data, rows, tmp_path / "drawn", "heading")
   assert (tmp_path / "drawn.svg").read_bytes() == first
-  for suffix in drawing.SUFFIXES:
+  for suffix in (".png", ".svg", ".pdf"):
     assert (tmp_path / "drawn").with_suffix(suffix).stat().st_size
 
 
