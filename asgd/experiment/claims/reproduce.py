@@ -9,7 +9,6 @@ same config, and goes on after a kill. Beside what every experiment leaves there
 """
 
 import importlib.util
-import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -88,12 +87,16 @@ def load(path: Path, engines: schema.Engines, *, quick: bool = False) -> Task:
   try:
     full = schema.resolve(config, engines)
     figure = figure_file.read(path.stem, given, _counts(full, engines))
+    if quick and not figure.quick:
+      raise ValueError("get_figure() has no 'quick', keys that make it small")
     if quick:
       small = overrides.override(config, figure.quick, engines)
       full = schema.resolve(small, engines)
     return Task(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
+  except (TypeError, KeyError, AttributeError) as error:  # of another kind
+    raise ValueError(f"{path}: get_figure(): {line_of(error)}") from error
 
 
 def _counts(config, engines) -> Counts:
@@ -181,7 +184,7 @@ def judge(
 ) -> tuple[list[verdicts.Verdict], list[dict[str, Any]], dict[str, Any]]:
   """Returns the verdicts on a trained experiment, the points of the figure, and
   all that NAME.json says."""
-  figure = task.figure
+  figure, machine = task.figure, provenance.machine()
   done = columns.read(workdir, experiment.cells)
   table = columns.Table(done, figure.columns)
   said = verdicts.judge(figure.claims, table, task.counts)
@@ -205,7 +208,7 @@ def judge(
       **provenance.versions(),
       "scipy": metadata.version("scipy"),  # of the statistics
     },
-    "machine": provenance.machine(),
+    "machine": {key: machine[key] for key in ("cores", "devices")},
     "published": [
       {"panel": p.title, "title": k["title"], "source": k["source"]}
       for p in figure.panels
@@ -251,10 +254,8 @@ def write(
 def reproduce(task: Task, engines: schema.Engines, **options: Any) -> Path:
   """Trains, judges and writes a figure, with the options of `train`, and says
   what came of it; returns its folder."""
-  began = time.monotonic()
   experiment, place = train(task, engines, **options)
   said, points, data = judge(task, experiment, place)
-  data["seconds_of_command"] = time.monotonic() - began
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name
   cells_text = f"{data['cells']} of {data['of_cells']} cells"

@@ -118,6 +118,14 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     ("x =", "SyntaxError"),
     ("get_config = dict", "no attribute 'get_figure'"),
     ("get_config = get_figure = dict", "names no run"),
+    (
+      "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
+      "def get_figure():\n"
+      "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
+      "  claims = [dict(bound, of='a', above='x')]\n"
+      "  return dict(title='t', paper='p', about='a', claims=claims)",
+      r"get_figure\(\): TypeError",
+    ),
   ):
     path = tmp_path / "mine.py"
     path.write_text(text)

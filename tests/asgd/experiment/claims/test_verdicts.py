@@ -191,6 +191,7 @@ BOUND = claim("bound", of="a@4", above=0.0)
     ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
     ([BOUND, BOUND], "two claims have the name 'c'"),
     ([BOUND | {"says": ""}], "claim 'c' needs 'says', a text"),
+    ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "two pairs"),
     (["c"], "claim 0 must be a dict, not 'c'"),
   ],
 )
