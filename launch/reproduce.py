@@ -13,9 +13,9 @@ fails is a result. --docs also puts verdicts and picture into docs/figures, and
 writes the page docs/figures.md anew; without a name it writes the page alone.
 """
 
-import shutil
 from pathlib import Path
 
+from asgd.experiment import shipped
 from asgd.experiment.claims import gallery, reproduce
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar
@@ -23,11 +23,12 @@ from asgd.experiment.signals import Signals
 
 from . import flags
 
-_ROOT = Path(__file__).parent.parent
-_FIGURES, _DOCS = _ROOT / "configs" / "figures", _ROOT / "docs"
+_FIGURES, _DOCS = shipped.FOLDER / "figures", Path("docs")
+_TRAINING = flags.define(
+  {k: flags.TRAINING[k] for k in ("workdir", "data_dir", "memory_dir")}
+)
 _F = flags.define(
   {
-    **{k: flags.TRAINING[k] for k in ("workdir", "data_dir", "memory_dir")},
     "all": (bool, False, "All figures."),
     "quick": (bool, False, "A small one of each: minutes on two cores."),
     "list": (bool, False, "List the figures."),
@@ -36,54 +37,36 @@ _F = flags.define(
 )
 
 
-def _paths(name):
-  """The files of the figures that are asked for."""
-  if (name is None) != _F["all"].value:
-    names = ", ".join(reproduce.files(_FIGURES))
-    raise ValueError(f"which figure? a NAME ({names}), a FILE.py, or --all")
-  if name is not None:
-    return [reproduce.find(name, _FIGURES)]
-  if _F["workdir"].value:
-    raise ValueError("--workdir is the folder of one figure: drop it, or --all")
-  return list(reproduce.files(_FIGURES).values())
-
-
-def _keep(name, place):
-  """Puts verdicts and picture into docs/figures."""
-  (_DOCS / "figures").mkdir(parents=True, exist_ok=True)
-  for suffix in (".json", ".svg"):
-    shutil.copy(place / f"{name}{suffix}", _DOCS / "figures")
-
-
-def _bar(messages):
-  return ProgressBar(
-    messages, describe=lambda engine, row: flags.ENGINES[engine].describe(row)
+def _reproduce(task, signals):
+  engines, data_dir = flags.ENGINES, _TRAINING["data_dir"].value
+  place = reproduce.reproduce(
+    *(task, engines),
+    workdir=_TRAINING["workdir"].value,
+    data_dir=data_dir,
+    machine=Machine(memory_dir=_TRAINING["memory_dir"].value),
+    bar=lambda total: ProgressBar(
+      total, describe=lambda name, row: engines[name].describe(row)
+    ),
+    signals=signals,
   )
+  if _F["docs"].value:
+    gallery.keep(place, task.figure.name, _DOCS)
 
 
 def main(name: str | None = None) -> None:
-  """Reproduces the figure that is named."""
+  """Reproduces the figure that is named, or all."""
+  every, quick = _F["all"].value, _F["quick"].value
+  if every and _TRAINING["workdir"].value:
+    raise ValueError("--workdir is the folder of one figure: drop it, or --all")
   if _F["list"].value:
-    for known, path in reproduce.files(_FIGURES).items():
-      print(f"{known:16}  {reproduce.load(path, flags.ENGINES).figure.title}")
+    print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
-  if name is not None or not _F["docs"].value:
-    tasks = [
-      reproduce.load(path, flags.ENGINES, quick=_F["quick"].value)
-      for path in _paths(name)
-    ]
+  if name or every or not _F["docs"].value:
+    paths = reproduce.chosen(name, every=every, place=_FIGURES)
+    tasks = [reproduce.load(p, flags.ENGINES, quick=quick) for p in paths]
     signals = Signals()
     for task in tasks:
-      place = reproduce.reproduce(
-        *(task, flags.ENGINES),
-        workdir=_F["workdir"].value,
-        data_dir=_F["data_dir"].value,
-        machine=Machine(memory_dir=_F["memory_dir"].value),
-        bar=_bar,
-        signals=signals,
-      )
-      if _F["docs"].value:
-        _keep(task.figure.name, place)
+      _reproduce(task, signals)
   if _F["docs"].value:
     print(f"page      {gallery.write(_DOCS)}")
 

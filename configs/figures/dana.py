@@ -230,30 +230,39 @@ def published():
   ]
 
 
-def expected():
-  source = "computed: E[max] of gamma times, by Monte Carlo"
+def expected(suffix):
   rows = {
-    "SSGD, expected": (3.62, 6.98, 13.5, 26.3),
-    "SSGD, expected, unequal": (2.75, 4.37, 7.24, 12.5),
+    "": ("SSGD", (3.62, 6.98, 13.5, 26.3)),
+    "-het": ("SSGD, unequal", (2.75, 4.37, 7.24, 12.5)),
   }
-  lines = [
+  title, row = rows[suffix]
+  return [
     dict(
-      title=title,
-      source=source,
+      title="as many as workers",
+      source="computed: N workers of mean rate 1",
+      points=[(n, n) for n in WORKERS],
+      line="-",
+    ),
+    dict(
+      title=f"{title}, expected",
+      source="computed: N / E[max of N gamma times], by Monte Carlo",
       points=list(zip(WORKERS, row, strict=True)),
       line="--",
-      marker="",
-    )
-    for title, row in rows.items()
+    ),
   ]
-  ideal = dict(
-    title="as many as workers",
-    source="computed: N workers of mean rate 1",
-    points=[(n, n) for n in WORKERS],
-    line="-",
-    marker="",
+
+
+def speed_panel(suffix, where):
+  return dict(
+    title=f"speed-up, {where} machines",
+    column="speed",
+    xlabel="workers",
+    ylabel="gradients a mean batch time",
+    series=series(suffix, ("ssgd", "asgd")),
+    published=expected(suffix),
+    xlog=True,
+    yscale="log",
   )
-  return [ideal, *lines]
 
 
 def get_figure():
@@ -269,18 +278,12 @@ def get_figure():
   loss = dict(
     column="test_accuracy",
     xlabel="workers",
-    ylabel="accuracy - one worker's (points)",
+    ylabel="accuracy, points to one worker",
     minus="sgd",
     scale=100.0,
     xlog=True,
     yscale="symlog",
   )
-  speeds = {
-    "SSGD": [(n, f"ssgd@{n}") for n in WORKERS],
-    "ASGD": [(n, f"asgd@{n}") for n in WORKERS],
-    "SSGD, unequal": [(n, f"ssgd-het@{n}") for n in WORKERS],
-    "ASGD, unequal": [(n, f"asgd-het@{n}") for n in WORKERS],
-  }
   return dict(
     title="DANA: gap, accuracy and speed against workers",
     paper=PAPER,
@@ -311,16 +314,8 @@ def get_figure():
       dict(
         loss, title="accuracy, unequal machines", series=series("-het", tuned)
       ),
-      dict(
-        title="speed-up",
-        column="speed",
-        xlabel="workers",
-        ylabel="messages in the time of a mean batch",
-        series=speeds,
-        published=expected(),
-        xlog=True,
-        yscale="log",
-      ),
+      speed_panel("", "equal"),
+      speed_panel("-het", "unequal"),
       dict(
         loss,
         title="published: ResNet-20, CIFAR-10",

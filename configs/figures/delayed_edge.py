@@ -131,14 +131,12 @@ def get_figure():
     source=PAPER + ", the lemma on a fixed delay",
     points=[(delay, edge(delay)) for delay in DELAYS],
     line="-",
-    marker="",
   )
   roots = dict(
     title="momentum 0.9: roots of the polynomial",
     source="computed: the largest rate with all roots inside the unit circle",
     points=list(MOMENTUM.items()),
     line="--",
-    marker="",
   )
 
   def series(title, prefix, delays, side):
@@ -166,7 +164,7 @@ def get_figure():
         title="rates that were run",
         column="learning_rate",
         xlabel="delay tau (updates)",
-        ylabel="learning rate x largest curvature",
+        ylabel="rate x curvature",
         series=both,
         published=[formula, roots],
         xlog=True,
@@ -176,7 +174,7 @@ def get_figure():
         title="growth in the second half",
         column="growth",
         xlabel="delay tau (updates)",
-        ylabel="ln (loss at the end / loss half-way)",
+        ylabel="ln (last loss / loss half-way)",
         series=both,
         xlog=True,
         yscale="symlog",

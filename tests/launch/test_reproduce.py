@@ -35,4 +35,4 @@ def test_a_mistake_is_one_line(tmp_path, arguments, message):
 
 def test_figures_are_listed():
   said = kit.call("reproduce", "--list", status=0).stdout
-  assert "delayed_edge      The stability edge of delayed SGD" in said
+  assert "delayed_edge  The stability edge of delayed SGD" in said

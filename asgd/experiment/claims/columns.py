@@ -22,8 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from asgd import base, names
 from asgd.experiment import folder, predict, storage
 
@@ -162,8 +160,8 @@ def _number(value: Any) -> float:
 
 
 def _reach(done, loss):
-  with np.load(done.place / "records.npz") as arrays:
-    records = base.Records(**{k: arrays[k] for k in base.Records._fields})
+  arrays = folder.read_records(done.place)
+  records = base.Records(*(arrays[key] for key in base.Records._fields))
   # Simulated time starts at 0, a live run's before its first ticket.
   seconds = done.result.get("seconds")
   began = 0.0 if seconds is None else float(records.time[-1]) - seconds

@@ -1,5 +1,6 @@
 """The picture of a figure: every seed a point, beside what others published."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,8 @@ from asgd.experiment.claims import figure_file
 from asgd.experiment.claims.columns import Table
 from asgd.experiment.claims.figure_file import Counts, Figure, Panel
 
-SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which differ in grey and for the colour-blind.
-_COLORS = (
-  *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
-  *("#000000", "#7F7F7F", "#8C564B", "#B8A800", "#4B0082", "#A50F15"),
-)
-_MARKERS = "osv^D*XPhd"
 _GREY = "#555555"
-# The same numbers give the same file.
-_NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+_PANEL = 3.4, 2.3  # inches of a panel, and its height
 
 
 def points(
@@ -63,49 +56,50 @@ def draw(
   points, diverged ones as crosses (at the upper edge if they are infinite), and
   a line through their medians; published points are hollow. ImportError without
   the extra viz."""
-  import matplotlib
-
   count = len(figure.panels)
   columns = min(count, 2)
   lines = -(-count // columns)
-  size = 5.2 * columns, 4.0 * lines + 0.9
-  # The same names of parts each time; text as text, which is smaller.
-  style = {"svg.hashsalt": figure.name, "svg.fonttype": "none"}
-  with matplotlib.rc_context(style):
+  names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
+  styles = figure_lib.styles(list(names))
+  size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * lines + 0.9
+  with figure_lib.style():
     picture, axes = figure_lib.new_figure(lines, columns, *size)
-    names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
-    styles = {
-      name: (_COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)])
-      for i, name in enumerate(names)
-    }
-    for axis, panel in zip(axes.flat, figure.panels, strict=False):
+    labels: dict[str, Any] = {}
+    for axis, panel in itertools.zip_longest(axes.flat, figure.panels):
+      if panel is None:
+        axis.set_axis_off()
+        continue
       own = [row for row in rows if row["panel"] == panel.title]
       _draw_panel(axis, panel, own, styles)
-    for axis in axes.flat[count:]:
-      axis.set_axis_off()
-    labels = {}
-    for axis in axes.flat[:count]:
       for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
         labels.setdefault(label, handle)
-    where = {"loc": "outside lower center", "fontsize": "small"}
-    picture.legend(labels.values(), labels, ncols=4, **where)
-    picture.suptitle(figure_lib.plain_text(heading), fontsize="medium")
-    for suffix in SUFFIXES:
-      path = stem.with_suffix(suffix)
-      picture.savefig(path, dpi=110, metadata=_NO_DATE.get(suffix))
+    longest = 0.45 + 0.06 * max(map(len, labels), default=1)
+    picture.legend(
+      labels.values(),
+      labels,
+      loc="outside lower center",
+      ncols=max(int(size[0] / longest), 1),
+      handlelength=2.6,
+      frameon=False,
+    )
+    figure_lib.save(picture, heading, stem)
 
 
 def _draw_panel(axis, panel: Panel, rows, styles):
-  drawn = [row["value"] for row in rows if _drawable(panel, row["value"])]
-  for name, (color, marker) in styles.items():
+  axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+  axis.set_title(figure_lib.plain_text(panel.title))
+  axis.grid(True)
+  for name, style in styles.items():
     own = [row for row in rows if row["series"] == name and "seed" in row]
     if own:
-      _draw_series(axis, panel, own, name, color, marker)
+      _draw_series(axis, panel, own, {**style, "label": name})
   for known in panel.published:
     xs, ys = zip(*known["points"], strict=True)
-    color = styles.get(known.get("of"), (_GREY, "o"))[0]
-    style = {"mfc": "none", "mec": color, "color": color, "lw": 0.9}
-    style |= {"ls": known.get("line", ""), "marker": known.get("marker", "s")}
+    like = styles.get(known.get("of"), {"color": _GREY, "marker": ""})
+    style = {"color": like["color"], "mfc": "none", "lw": 0.8, "ms": 5}
+    style |= {"ls": known.get("line", ""), "marker": like["marker"]}
+    if "marker" in known:
+      style["marker"] = known["marker"]
     axis.plot(xs, ys, label=figure_lib.plain_text(known["title"]), **style)
   if panel.xlog:
     axis.set_xscale("log", base=2)
@@ -113,36 +107,30 @@ def _draw_panel(axis, panel: Panel, rows, styles):
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":
+    drawn = [row["value"] for row in rows if _drawable(panel, row["value"])]
     figure_lib.scale_by_logarithm(axis, "y", drawn)
   elif panel.yscale == "symlog":
     axis.set_yscale("symlog", linthresh=1)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.axhline(0, color=_GREY, lw=0.8)
+    axis.axhline(0, color=_GREY, lw=0.6)
   if panel.ylim:
     axis.set_ylim(*panel.ylim)
-  axis.set_title(figure_lib.plain_text(panel.title), fontsize="medium")
-  axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
-  axis.grid(alpha=0.3)
 
 
 def _drawable(panel, value):
   return math.isfinite(value) and (value > 0 or panel.yscale != "log")
 
 
-def _draw_series(axis, panel, rows, name, color, marker):
+def _draw_series(axis, panel, rows, style):
   by_x: dict[float, list[float]] = {}
   for row in rows:
     by_x.setdefault(row["x"], []).append(row["value"])
-  xs = sorted(by_x)
-  middles = [float(np.median(by_x[x])) for x in xs]
-  kept = [
-    (x, y) for x, y in zip(xs, middles, strict=True) if _drawable(panel, y)
-  ]
-  label = figure_lib.plain_text(name)
-  line = {"color": color, "lw": 1.3, "label": label}
-  if kept:
-    axis.plot(*zip(*kept, strict=True), marker=marker, ms=5, **line)
-  shapes = {False: {"marker": ".", "s": 14}, True: {"marker": "x", "s": 26}}
+  middles = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
+  kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
+  label = figure_lib.plain_text(style["label"])
+  axis.plot(list(kept), list(kept.values()), **{**style, "label": label})
+  color = style["color"]
+  shapes = {False: {"marker": ".", "s": 6}, True: {"marker": "x", "s": 14}}
   for diverged, shape in shapes.items():
     own = [row for row in rows if row["diverged"] == diverged]
     inside = [row for row in own if _drawable(panel, row["value"])]

@@ -194,8 +194,10 @@ def _check_bounds(where, kind, data):
     raise ValueError(f"{where} needs 'above' or 'below', or holds of anything")
   if not low < high:
     raise ValueError(f"{where}: above {low} is not below {high}")
-  if kind == "threshold" and len(data["runs"]) < 2:
-    raise ValueError(f"{where}: a threshold lies between two runs at least")
+  if kind == "threshold":
+    runs = [r for r in data["runs"] if isinstance(r, list | tuple)]
+    if len(runs) < max(2, len(data["runs"])) or {len(r) for r in runs} != {2}:
+      raise ValueError(f"{where}: runs are two pairs (cell, x) at least")
 
 
 def _panel(data: Any, known: Sequence[str]) -> Panel:

@@ -4,6 +4,7 @@ The page is a function of docs/figures/*.json alone: it says no more than what
 was run, judged and kept.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,29 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
   out = {}
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
-    if data is None or data.get("figure") != path.stem:
+    kept = data is not None and data.get("figure") == path.stem
+    if not kept or data.get("version") != verdicts.VERSION:
       raise ValueError(
-        f"{path} holds no verdicts of that figure; remove it, or make it anew"
+        f"{path} holds no verdicts of that figure, of version"
+        f" {verdicts.VERSION}; remove it, or make it anew"
         f" with python -m launch.reproduce {path.stem} --docs"
       )
     out[path.stem] = data
   return out
+
+
+def keep(place: Path, name: str, docs: Path) -> None:
+  """Puts the verdicts and the picture of a figure's folder into docs/figures;
+  ValueError where there is no docs/, or no picture."""
+  kept = docs / _FOLDER
+  for suffix in (".json", ".svg"):
+    if not (place / name).with_suffix(suffix).exists():
+      raise ValueError(f"{place}/{name}{suffix} is not there, to be kept")
+  if not docs.is_dir():
+    raise ValueError(f"{docs} is not there: --docs is for a checkout")
+  kept.mkdir(exist_ok=True)
+  for suffix in (".json", ".svg"):
+    shutil.copy((place / name).with_suffix(suffix), kept)
 
 
 def page(docs: Path) -> str:
@@ -118,9 +135,9 @@ def _rows(claim) -> list[list[str]]:
 
 
 def _section(name: str, data: Mapping[str, Any]) -> str:
-  claims, made = data["claims"], data["made_with"]
+  claims, machine = data["claims"], data["machine"]
   seeds = ", ".join(map(str, data["seeds"]))
-  versions = ", ".join(f"{key} {made[key]}" for key in _VERSIONS)
+  versions = ", ".join(f"{key} {data['versions'][key]}" for key in _VERSIONS)
   size = f"the {data['size']} size"
   if data["cells"] < data["of_cells"]:
     size += f", of which {data['cells']} of {data['of_cells']} cells have run"
@@ -132,8 +149,8 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
     f"`python -m launch.reproduce {name}{quick}`: {size}, {data['cells']} cells"
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
-    f" {seeds}, {_minutes(data['seconds'])} of training on"
-    f" {made['cores']} cores ({made['device']}; {versions}).\n",
+    f" {seeds}, {_minutes(data['seconds'])} of training, of all cells together,"
+    f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",
     f"Tuned: {data['tuned'] or 'nothing'}.\n",
     _table(
       ["verdict", "claim", "cells", "effect (interval)", "claimed", "part"],
@@ -147,9 +164,9 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     lines.append("")
   if data["published"]:
     lines.append("Drawn beside it:\n")
-    lines += [
-      f"- {known['title']} ({known['panel']}): {known['source']}"
-      for known in data["published"]
-    ]
+    of_source: dict[str, list[str]] = {}
+    for known in data["published"]:
+      of_source.setdefault(known["source"], []).append(known["title"])
+    lines += [f"- {'; '.join(v)}: {k}." for k, v in of_source.items()]
     lines.append("")
   return "\n".join(lines)

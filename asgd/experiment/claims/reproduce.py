@@ -9,15 +9,10 @@ same config, and goes on after a kill. Beside what every experiment leaves there
 """
 
 import importlib.util
-import os
-import platform
-import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from asgd import names
 from asgd.checks import line_of
@@ -27,6 +22,7 @@ from asgd.experiment import (
   folder,
   jobs,
   overrides,
+  provenance,
   schema,
   storage,
 )
@@ -34,9 +30,6 @@ from asgd.experiment.claims import columns, drawing, figure_file, verdicts
 from asgd.experiment.claims.figure_file import Counts, Figure
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals
-
-VERSION = 1  # of NAME.json
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy")
 
 
 def files(place: Path) -> dict[str, Path]:
@@ -46,6 +39,16 @@ def files(place: Path) -> dict[str, Path]:
     for path in sorted(place.glob("*.py"))
     if not path.stem.startswith("__")
   }
+
+
+def chosen(name: str | None, *, every: bool, place: Path) -> list[Path]:
+  """Returns the files of the figures that are asked for: one, or `every` one of
+  a folder; ValueError if that is not clear."""
+  known = files(place)
+  if (name is None) != every:
+    listed = ", ".join(known)
+    raise ValueError(f"which figure? a NAME ({listed}), a FILE.py, or --all")
+  return list(known.values()) if name is None else [find(name, place)]
 
 
 def find(name: str, place: Path) -> Path:
@@ -84,18 +87,30 @@ def load(path: Path, engines: schema.Engines, *, quick: bool = False) -> Task:
   try:
     full = schema.resolve(config, engines)
     figure = figure_file.read(path.stem, given, _counts(full, engines))
+    if quick and not figure.quick:
+      raise ValueError("get_figure() has no 'quick', keys that make it small")
     if quick:
       small = overrides.override(config, figure.quick, engines)
       full = schema.resolve(small, engines)
     return Task(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
+  except (TypeError, KeyError, AttributeError) as error:  # of another kind
+    raise ValueError(f"{path}: get_figure(): {line_of(error)}") from error
 
 
 def _counts(config, engines) -> Counts:
   """The numbers of workers of each run."""
   runs = schema.runs(config, engines).items()
   return {label: list(engines[run.engine].workers(run)) for label, run in runs}
+
+
+def listing(place: Path, engines: schema.Engines) -> str:
+  """Returns the figures of a folder with their titles, a line each."""
+  known = files(place)
+  width = max(map(len, known), default=0)
+  titles = {k: load(path, engines).figure.title for k, path in known.items()}
+  return "\n".join(f"{k.ljust(width)}  {title}" for k, title in titles.items())
 
 
 def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
@@ -169,13 +184,13 @@ def judge(
 ) -> tuple[list[verdicts.Verdict], list[dict[str, Any]], dict[str, Any]]:
   """Returns the verdicts on a trained experiment, the points of the figure, and
   all that NAME.json says."""
-  figure = task.figure
+  figure, machine = task.figure, provenance.machine()
   done = columns.read(workdir, experiment.cells)
   table = columns.Table(done, figure.columns)
   said = verdicts.judge(figure.claims, table, task.counts)
   points = drawing.points(figure, table, task.counts)
   data = {
-    "version": VERSION,
+    "version": verdicts.VERSION,
     "figure": figure.name,
     "title": figure.title,
     "paper": figure.paper,
@@ -189,7 +204,11 @@ def judge(
     "diverged": sum(bool(d.result["diverged"]) for d in done.values()),
     "sizes": _sizes(experiment),
     "seconds": sum(d.result["wall_seconds"] for d in done.values()),
-    "made_with": versions(),
+    "versions": {
+      **provenance.versions(),
+      "scipy": metadata.version("scipy"),  # of the statistics
+    },
+    "machine": {key: machine[key] for key in ("cores", "devices")},
     "published": [
       {"panel": p.title, "title": k["title"], "source": k["source"]}
       for p in figure.panels
@@ -210,16 +229,6 @@ def _sizes(experiment) -> dict[str, Any]:
     "runs": len(experiment.runs),
     "workers": sorted({cell.workers for cell in experiment.cells}),
     **{key: config[key] for key in shared},
-  }
-
-
-def versions() -> dict[str, Any]:
-  """Returns the versions of what computes, and on what machine."""
-  return {
-    **{name: metadata.version(name) for name in _PACKAGES},
-    "python": platform.python_version(),
-    "device": jax.default_backend(),
-    "cores": os.cpu_count(),
   }
 
 
@@ -245,15 +254,13 @@ def write(
 def reproduce(task: Task, engines: schema.Engines, **options: Any) -> Path:
   """Trains, judges and writes a figure, with the options of `train`, and says
   what came of it; returns its folder."""
-  began = time.monotonic()
   experiment, place = train(task, engines, **options)
   said, points, data = judge(task, experiment, place)
-  data["seconds_of_command"] = time.monotonic() - began
   drawn = write(task.figure, points, data, place)
-  counts = ", ".join(f"{data['cells']} of {data['of_cells']} cells".split("|"))
   stem = place / task.figure.name
+  cells_text = f"{data['cells']} of {data['of_cells']} cells"
   print(
-    f"\n{task.figure.title}\n{task.figure.paper}\n{counts},"
+    f"\n{task.figure.title}\n{task.figure.paper}\n{cells_text},"
     f" {len(data['seeds'])} seeds, {data['size']} size,"
     f" {data['seconds']:.0f} s of training\n\n{verdicts.text(said)}\n"
     f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"

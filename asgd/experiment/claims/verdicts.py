@@ -16,6 +16,8 @@ from asgd.experiment.claims.columns import Table
 from asgd.experiment.claims.figure_file import Claim, Counts
 from asgd.experiment.claims.statistics import UNDECIDED, Interval
 
+VERSION = 1  # of what is kept of them
+
 
 class Part(NamedTuple):
   """One number a seed, and between which bounds it is claimed to lie."""

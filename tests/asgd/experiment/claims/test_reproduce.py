@@ -7,6 +7,7 @@ import kit
 import pytest
 
 from asgd import experiment
+from asgd.experiment import folder
 from asgd.experiment.cells import Cell
 from asgd.experiment.claims import (
   columns,
@@ -51,16 +52,15 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
   for suffix in (".csv", ".png", ".svg", ".pdf"):
     assert (place / "delayed_edge").with_suffix(suffix).stat().st_size
   # A cell that is lost is trained again, the others are not.
-  results = sorted(place.glob("cells/*/result.json"))
+  results = sorted(place.glob("cells/*/cell.npz"))
   written = [path.stat().st_mtime_ns for path in results[1:]]
   shutil.rmtree(results[0].parent)
   assert reproduced(task, place) == place
   assert [path.stat().st_mtime_ns for path in results[1:]] == written
   again = json.loads((place / "delayed_edge.json").read_text())
   assert again["claims"] == data["claims"]
-  assert set(columns.RESULTS) - {"seconds"} <= set(
-    json.loads(results[0].read_text())
-  )
+  known = folder.finished_result(results[0].parent)
+  assert set(columns.RESULTS) - {"seconds"} <= set(known)
   # The whole figure is another experiment.
   whole = reproduce.load(path, experiment.ENGINES)
   with pytest.raises(ValueError, match="holds another experiment"):
@@ -118,6 +118,14 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     ("x =", "SyntaxError"),
     ("get_config = dict", "no attribute 'get_figure'"),
     ("get_config = get_figure = dict", "names no run"),
+    (
+      "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
+      "def get_figure():\n"
+      "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
+      "  claims = [dict(bound, of='a', above='x')]\n"
+      "  return dict(title='t', paper='p', about='a', claims=claims)",
+      r"get_figure\(\): TypeError",
+    ),
   ):
     path = tmp_path / "mine.py"
     path.write_text(text)

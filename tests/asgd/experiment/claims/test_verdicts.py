@@ -167,7 +167,7 @@ def test_points_are_of_each_seed_and_of_the_paper(tmp_path):
   first = (tmp_path / "drawn.svg").read_bytes()
   drawing.draw(data, rows, tmp_path / "drawn", "heading")
   assert (tmp_path / "drawn.svg").read_bytes() == first
-  for suffix in drawing.SUFFIXES:
+  for suffix in (".png", ".svg", ".pdf"):
     assert (tmp_path / "drawn").with_suffix(suffix).stat().st_size
 
 
@@ -191,6 +191,7 @@ BOUND = claim("bound", of="a@4", above=0.0)
     ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
     ([BOUND, BOUND], "two claims have the name 'c'"),
     ([BOUND | {"says": ""}], "claim 'c' needs 'says', a text"),
+    ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "two pairs"),
     (["c"], "claim 0 must be a dict, not 'c'"),
   ],
 )
