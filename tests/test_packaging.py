@@ -26,7 +26,7 @@ def sources():
   """The files that belong into a wheel, by their names there."""
   for part in PARTS:
     for path in (ROOT / part).rglob("*"):
-      if path.suffix == ".py" or path.name == "py.typed":
+      if path.is_file() and path.parent.name != "__pycache__":
         below = path.relative_to(ROOT / part)
         yield f"{MOVED.get(part, part)}/{below.as_posix()}"
 
