@@ -306,5 +306,6 @@ def _draw_race(cells, loss, stem):
   drawn = [line.get_ydata() for line in axis.lines]
   figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
   axis.grid()
-  figure.legend(loc="outside lower center", ncols=2, frameon=False)
+  place = {"loc": "outside lower center", "ncols": 2, "handlelength": 4}
+  figure.legend(frameon=False, **place)
   figure_lib.save(figure, "live, and simulated with measured durations", stem)

@@ -360,14 +360,15 @@ def _when(panel, rows):
 def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
   """Says what lines, bands, dots and crosses are, as far as there are some."""
   seeds = max((point["seeds"] for point in points), default=1)
-  said = []
+  said, diverged = [], any(any(point["diverged"]) for point in points)
   if seeds > 1:
-    said.append(f"lines: mean of {seeds} seeds")
+    too = ", diverged ones too" if diverged else ""
+    said.append(f"lines: mean of {seeds} seeds{too}")
     if any(panel.x == "workers" for panel in drawn):
       said.append("dots: seeds")
     if any(panel.x != "workers" for panel in drawn):
       said.append("bands: lowest to highest seed")
-  if any(any(point["diverged"]) for point in points):
+  if diverged:
     said.append("crosses: seeds that diverged")
   return "; ".join(said)
 

@@ -25,6 +25,7 @@ p.lead { margin: 0; color: #444; } ul { margin: .3em 0; padding-left: 1.3em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 9px; border-bottom: 1px solid #e2e2e2; text-align: left;
   vertical-align: top; }
+th { white-space: nowrap; }
 table.results td, table.results th { overflow-wrap: normal; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 table.results th { background: #f3f3f3; white-space: nowrap; }

@@ -197,8 +197,11 @@ def write_page(
   these results, and `notes`, which were printed when they were made."""
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
   free = dict(identity["free"])
-  known = {key: free.pop(key, None) for key in ("modules", "data source")}
-  for name, module in (known["modules"] or {}).items():
+  config = {**identity["config"]}
+  config |= {key: free.pop(key) for key in schema.FREE if key in free}
+  modules = free.pop("modules", {})
+  free = {k: v for k, v in free.items() if k not in ("cpus", "data source")}
+  for name, module in modules.items():
     free[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
   damaged = [
     f"{path.relative_to(workdir)} was damaged and is not used"
@@ -219,7 +222,7 @@ def write_page(
     page.warnings([*warnings(results), *damaged, *notes]),
     page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
-    page.section("Config", page.config(identity["config"], defaults)),
+    page.section("Config", page.config(config, defaults)),
     page.section("Made by", page.facts(free)),
     page.section("Files", _files(workdir, [row["cell"] for row in results])),
   )

@@ -80,6 +80,15 @@ def test_a_report_is_one_well_formed_file(written):
   assert "cells/a-n2-s0/cell.npz" in read.links
 
 
+def test_a_cell_has_two_files_at_most(written):
+  of_cells = [*(written / "cells").rglob("*.*")]
+  of_cells += (written / "tensorboard").rglob("events*")
+  cells = list((written / "cells").iterdir())
+  assert len(cells) == 4
+  assert len(of_cells) <= 2 * len(cells)
+  assert len([p for p in written.iterdir() if p.is_file()]) <= 12
+
+
 def test_every_number_of_the_results_is_in_its_table(written):
   read = Reader((written / "report.html").read_text())
   lines = (written / "results.csv").read_text().splitlines()
