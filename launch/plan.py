@@ -139,10 +139,7 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
       _positive(name, value)
 
   if config is None:
-    try:
-      parameters = workloads.count_of(params)
-    except ValueError as error:
-      raise ValueError(f"--params {error}") from None
+    parameters = workloads.count_of(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
     chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen

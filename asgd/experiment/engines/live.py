@@ -19,13 +19,8 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.checks import shown
-from asgd.experiment import (
-  checks,
-  engines,
-  live_figures,
-  live_files,
-  live_memory,
-)
+from asgd.experiment import checks, engines, live_figures, live_files
+from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import allocations, live_clusters, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
@@ -151,7 +146,7 @@ def check_machine(
 def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
-  live_memory.forget(folder)
+  memory_lib.forget(folder)
   live_files.read(folder)
 
 
@@ -230,7 +225,7 @@ class LiveEngine(engines.Engine):
     self._sinks = [records.records_path(folder, index) for index in shards]
     journals = live_files.read_journals(folder, len(shards))
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
-    self._memory = live_memory.LiveMemory(
+    self._memory = memory_lib.LiveMemory(
       folder, context.machine.memory_dir, resume=bool(journals[0])
     )
     with contextlib.ExitStack() as stack:
@@ -469,7 +464,7 @@ class LiveEngine(engines.Engine):
   def discard(self) -> None:
     """Removes the shared memory: there is nothing to go on with any more."""
     self.close()
-    live_memory.forget(self._context.folder)
+    memory_lib.forget(self._context.folder)
 
   def close(self) -> None:
     """Ends the cluster, and lets go of the memory."""
