@@ -7,11 +7,12 @@ Test error and gap against the number of workers: each seed a point, the mean a
 line, a diverged seed a cross.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import matplotlib
+
+from asgd.experiment.folder import read_results
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -29,8 +30,7 @@ STYLES = {
 def cells(folder: Path) -> dict[str, list[dict]]:
   """Returns the results of all cells by the title of their run."""
   by_title: dict[str, list[dict]] = {}
-  for path in sorted(folder.glob("cells/*/result.json")):
-    result = json.loads(path.read_text())
+  for result in read_results(folder):
     by_title.setdefault(result["algorithm"], []).append(result)
   return by_title
 

@@ -162,7 +162,7 @@ def datasets() -> str:
 def command_table() -> str:
   """The commands of `launch`, each with the first line of its docstring."""
   rows = (
-    (f"`python -m launch.{name}`", commands._summary(name))
+    (f"`asgd {name}`", commands._summary(name))
     for name in commands._COMMANDS
   )
   return _table(("command", "what it does"), rows)
