@@ -215,11 +215,11 @@ def _runs(schedule, timing, measured):
 
 # Picture. Lengths are in inches, sizes of letters in points.
 
-_COLOURS = {
-  FORWARD: "#2166ac",
-  BACKWARD: "#d9730d",
-  INPUT: "#b5338a",
-  WEIGHT: "#1b8a5a",
+_COLOURS = {  # from dark to light F, I, W, B: told apart in grey, too
+  FORWARD: "#1a3f73",
+  BACKWARD: "#e58a2e",
+  INPUT: "#a83287",
+  WEIGHT: "#2a8f62",
 }
 _WORDS = {
   FORWARD: "F forward",

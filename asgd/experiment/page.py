@@ -16,7 +16,7 @@ import numpy as np
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 0 auto;
-  max-width: 1150px; padding: 0 16px 48px; overflow-wrap: anywhere; }
+  max-width: 1360px; padding: 0 16px 48px; overflow-wrap: anywhere; }
 h1 { font-size: 1.5em; margin: .8em 0 .1em; } h2 { font-size: 1.15em;
   margin: 1.6em 0 .5em; border-bottom: 1px solid #ccc; }
 .scroll { overflow-x: auto; } .scroll img { width: 100%; min-width: 480px;
@@ -25,12 +25,13 @@ p.lead { margin: 0; color: #444; } ul { margin: .3em 0; padding-left: 1.3em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 9px; border-bottom: 1px solid #e2e2e2; text-align: left;
   vertical-align: top; }
-th { white-space: nowrap; }
+th { white-space: nowrap; } td:first-child { min-width: 8em; }
+ul.warnings { max-width: 60em; }
 table.results td, table.results th { overflow-wrap: normal; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 table.results th { background: #f3f3f3; white-space: nowrap; }
 table.results td:first-child, table.results th:first-child { position: sticky;
-  left: 0; background: #fff; min-width: 7em; }
+  left: 0; background: #fff; min-width: 8.5em; }
 table.results th:first-child { background: #f3f3f3; }
 th button { font: inherit; font-weight: bold; border: 0; background: none;
   padding: 0; cursor: pointer; }

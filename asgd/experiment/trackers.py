@@ -6,6 +6,7 @@ nowhere, unless WANDB_MODE says so: `wandb sync` sends them later.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class WandbRun:
       dir=str(workdir),
       group=workdir.name,
       name=cell,
-      id=f"{workdir.name}-{cell}",
+      id=re.sub(r"[^\w.-]", "_", f"{workdir.name}-{cell}"),
       resume="allow",
       config=dict(settings),
     )

@@ -23,6 +23,7 @@ def test_a_terminal_gets_a_bar_with_loss_staleness_and_gap():
   bar.update(CELL, NEWS)
   bar.line("a line that stays")
   bar.close()
+  assert bar.notes == ["a line that stays"]  # for the report
   text = stream.getvalue()
   assert "\r" in text
   for word in ("asgd-n8-s0", "loss 0.250", "staleness 7.0", "gap 0.001"):
