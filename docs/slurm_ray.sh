@@ -34,7 +34,7 @@ address=$("$bin/python" -c 'import ray; print(ray.util.get_node_ip_address())')
 port=$((20000 + SLURM_JOB_ID % 10000))
 cpus=${SLURM_CPUS_PER_TASK:-1}
 
-# Who has not this token is not answered; see Security in the README.
+# Who has not this token is not answered; see docs/howto/security.md.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$("$bin/python" -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN

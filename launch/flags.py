@@ -203,7 +203,7 @@ TRAINING = {  # of every command that trains
   "allow_network": (
     bool,
     False,
-    "Let Ray listen beyond this machine (README).",
+    "Let Ray listen beyond this machine (docs/howto/security.md).",
   ),
 }
 

@@ -19,12 +19,14 @@ class ProgressBar:
     total: int,
     *,
     describe: Callable[[str, Mapping[str, Any]], str] | None = None,
-    stream: TextIO | None = sys.stderr,
+    stream: TextIO | None = None,
     seconds: float = 15.0,
   ):
     """Starts, with `total` messages to come; `describe(engine, result)` says a
-    cell's result, and without a terminal `seconds` pass between two lines."""
-    stream = stream or io.StringIO()  # stderr is None where it was closed
+    cell's result, and without a terminal `seconds` pass between two lines.
+    The stream is the standard error, unless another is given."""
+    # sys.stderr is None where it was closed.
+    stream = stream or sys.stderr or io.StringIO()
     self._stream = stream
     self._describe = describe or (lambda engine, result: "")
     self._done, self._total = 0, total

@@ -55,8 +55,8 @@ def check(
     if address == os.environ.get("RAY_ADDRESS"):
       said = f"RAY_ADDRESS={address} in the environment names"
     raise ValueError(
-      f"{said} a Ray cluster, which other machines may reach: read Security in"
-      " the README, and add --allow_network"
+      f"{said} a Ray cluster, which other machines may reach: read"
+      " docs/howto/security.md, and add --allow_network"
     )
 
 
@@ -114,7 +114,7 @@ def start(
   if not ray_internals.asks_for_token():
     print(
       "Ray asks nobody for a token (RAY_AUTH_MODE, or a Ray before 2.52): every"
-      " user of this machine can run code as you; see Security in the README",
+      " user of this machine can run code as you; see docs/howto/security.md",
       file=sys.stderr,
     )
   return True
