@@ -211,7 +211,6 @@ def get_figure():
         *cells("live-async", (1, 10)),
         *cells("live-sync", (1, 10)),
       ],
-      "model.hidden": (128, 128),
       "batch_size": 64,
       "examples": 64 * 320,
     },

@@ -166,7 +166,8 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     lines.append("Drawn beside it:\n")
     of_source: dict[str, list[str]] = {}
     for known in data["published"]:
-      of_source.setdefault(known["source"], []).append(known["title"])
+      titles = of_source.setdefault(known["source"], [])
+      titles += [known["title"]] * (known["title"] not in titles)
     lines += [f"- {'; '.join(v)}: {k}." for k, v in of_source.items()]
     lines.append("")
   return "\n".join(lines)

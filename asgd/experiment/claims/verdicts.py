@@ -7,6 +7,7 @@ the claim says it does, or not. All parts must hold.
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,13 +48,15 @@ class Verdict(NamedTuple):
 
 
 def _paired(one, other, combine) -> dict[int, float]:
-  """combine(a, b) for the seeds that both have; two infinite ones are a tie."""
+  """combine(a, b) for the seeds that both have. Infinite is what was not met:
+  of two such numbers it is not known which is larger (NaN)."""
   both = [seed for seed in one if seed in other]
-  return {seed: combine(one[seed], other[seed]) for seed in both}
-
-
-def _minus(a, b):
-  return 0.0 if a == b else a - b
+  return {
+    seed: math.nan
+    if math.isinf(one[seed]) and math.isinf(other[seed])
+    else combine(one[seed], other[seed])
+    for seed in both
+  }
 
 
 def _over(a, b):
@@ -91,7 +94,7 @@ def _steps(claim, cells) -> Iterator[Part]:
       first, second, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
-      values = _paired(cells(first), cells(second), _minus)
+      values = _paired(cells(first), cells(second), operator.sub)
       yield Part(f"{a} {sign} {b}", values, margin, math.inf)
 
 
@@ -100,7 +103,7 @@ def _pairs(claim, cells) -> Iterator[Part]:
   bounds = data.get("above", -math.inf), data.get("below", math.inf)
   ofs = itertools.chain(*figure_file.groups(data["of"]))
   tos = list(itertools.chain(*figure_file.groups(data["to"])))
-  sign, combine = ("/", _over) if ratio else ("-", _minus)
+  sign, combine = ("/", _over) if ratio else ("-", operator.sub)
   for a, b in itertools.product(ofs, tos):
     values = _paired(cells(a), cells(b), combine)
     yield Part(f"{a} {sign} {b}", values, *bounds, ratio)
@@ -161,7 +164,7 @@ def decide(part: Part, statistic: str) -> Decided:
     return Decided(part, nothing, UNDECIDED, nothing.why)
   lacking = sum(map(math.isnan, values))
   if lacking:
-    why = f"{lacking} of {len(values)} seeds have no value"
+    why = f"{lacking} of {len(values)} seeds have no value, or infinite ones"
     return Decided(part, nothing._replace(why=why), UNDECIDED, why)
   if part.ratio:
     interval = statistics.of_ratios(statistic, values)
