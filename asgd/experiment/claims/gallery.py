@@ -123,15 +123,36 @@ def _number(value: Any) -> str:
   return verdicts.number(None if value is None else float(value))
 
 
-def _rows(claim) -> list[list[str]]:
+def _part_text(part) -> str:
+  bounds = verdicts.bounds_text(verdicts.part_of(part))
+  said = f"{part['what']}: {_effect(part)}, claimed {bounds}"
+  return f"{said}; {part['why']}" if part["why"] else said
+
+
+def _short(claim) -> list[str]:
+  """The row of a claim: the first part that does not hold, if there is one."""
+  parts, verdict = claim["parts"], claim["verdict"]
+  held = _count(parts, "PASS")
+  shown = next(part for part in parts if part["verdict"] == verdict)
+  text = _part_text(shown)
+  if len(parts) > 1:
+    text = f"{held} of {len(parts)} parts hold; {text}"
+  says = f"**{claim['name']}**: {claim['says']}"
+  return [f"**{verdict}**", says, text, claim["note"]]
+
+
+def _details(claims) -> list[str]:
+  """The table of all parts, folded."""
+  header = ["claim", "cells", "effect (interval)", "claimed", "verdict"]
   rows = []
-  for number, part in enumerate(claim["parts"]):
-    what = "" if number else f"**{claim['name']}**: {claim['says']}"
-    said = "" if number else f"**{claim['verdict']}**"
-    own = part["verdict"] + (f": {part['why']}" if part["why"] else "")
-    bounds = verdicts.bounds_text(verdicts.part_of(part))
-    rows.append([said, what, part["what"], _effect(part), bounds, own])
-  return rows
+  for claim in claims:
+    for part in claim["parts"]:
+      bounds = verdicts.bounds_text(verdicts.part_of(part))
+      where = claim["name"], part["what"], _effect(part)
+      rows.append([*where, bounds, part["verdict"]])
+  summary = f"<summary>All {len(rows)} parts</summary>\n"
+  table = _table(header, rows)
+  return ['<details markdown="1">', summary, table, "</details>\n"]
 
 
 def _section(name: str, data: Mapping[str, Any]) -> str:
@@ -153,15 +174,10 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",
     f"Tuned: {data['tuned'] or 'nothing'}.\n",
     _table(
-      ["verdict", "claim", "cells", "effect (interval)", "claimed", "part"],
-      [row for claim in claims for row in _rows(claim)],
+      ["verdict", "claim", "what decides", "why"], list(map(_short, claims))
     ),
+    *_details(claims),
   ]
-  notes = [claim for claim in claims if claim["note"]]
-  if notes:
-    lines.append("Why, and how to read it:\n")
-    lines += [f"- *{claim['name']}*: {claim['note']}" for claim in notes]
-    lines.append("")
   if data["published"]:
     lines.append("Drawn beside it:\n")
     of_source: dict[str, list[str]] = {}
