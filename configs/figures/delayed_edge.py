@@ -68,8 +68,8 @@ def of(prefix, delays, side):
   return [f"{prefix}{delay}-{side}" for delay in delays]
 
 
-def get_figure():
-  claims = [
+def claims():
+  sides = [
     dict(
       name="converges below",
       says="2 % below the edge the loss falls, at each delay",
@@ -89,7 +89,7 @@ def get_figure():
       above=0.0,
     ),
   ]
-  claims += [
+  edges = [
     dict(
       name=f"edge at delay {delay}",
       says=(
@@ -106,7 +106,7 @@ def get_figure():
     )
     for delay in DELAYS
   ]
-  claims += [
+  momentum = [
     dict(
       name="momentum converges below",
       says="heavy ball at momentum 0.9 converges 3 % below its own edge",
@@ -126,6 +126,10 @@ def get_figure():
       above=0.0,
     ),
   ]
+  return sides + edges + momentum
+
+
+def panels():
   formula = dict(
     title="2 sin(pi / (4 tau + 2))",
     source=PAPER + ", the lemma on a fixed delay",
@@ -148,6 +152,30 @@ def get_figure():
     **series("momentum 0.9, 3 % below", "m", MOMENTUM, "below"),
     **series("momentum 0.9, 3 % above", "m", MOMENTUM, "above"),
   }
+  return [
+    dict(
+      title="rates that were run",
+      column="learning_rate",
+      xlabel="delay tau (updates)",
+      ylabel="rate x curvature",
+      series=both,
+      published=[formula, roots],
+      xlog=True,
+      yscale="log",
+    ),
+    dict(
+      title="growth in the second half",
+      column="growth",
+      xlabel="delay tau (updates)",
+      ylabel="ln (last loss / loss half-way)",
+      series=both,
+      xlog=True,
+      yscale="symlog",
+    ),
+  ]
+
+
+def get_figure():
   return dict(
     title="The stability edge of delayed SGD",
     paper=PAPER,
@@ -158,28 +186,8 @@ def get_figure():
       " starting points: what a seed changes is the start alone."
     ),
     columns=dict(growth=dict(kind="change", column="train_loss", since=0.5)),
-    claims=claims,
-    panels=[
-      dict(
-        title="rates that were run",
-        column="learning_rate",
-        xlabel="delay tau (updates)",
-        ylabel="rate x curvature",
-        series=both,
-        published=[formula, roots],
-        xlog=True,
-        yscale="log",
-      ),
-      dict(
-        title="growth in the second half",
-        column="growth",
-        xlabel="delay tau (updates)",
-        ylabel="ln (last loss / loss half-way)",
-        series=both,
-        xlog=True,
-        yscale="symlog",
-      ),
-    ],
+    claims=claims(),
+    panels=panels(),
     quick=dict(
       only=of("t", (1, 4), "below") + of("t", (1, 4), "above"), examples=400
     ),

@@ -149,13 +149,13 @@ def panel(title, column, ylabel, prefix, slowdowns, published=()):
   )
 
 
-def get_figure():
+def expected():
   source = "computed: three workers of rate 1 and one of rate 1 / s"
   rates = {
     "async": ("asynchronous: 3 + 1 / s", [(s, 3 + 1 / s) for s in SLOWDOWNS]),
     "sync": ("synchronous: 4 / s", [(s, 4 / s) for s in SLOWDOWNS]),
   }
-  published = [
+  return [
     dict(
       title=title,
       source=source,
@@ -166,6 +166,9 @@ def get_figure():
     )
     for label, (title, points) in rates.items()
   ]
+
+
+def get_figure():
   return dict(
     title="A straggler: synchronous and asynchronous SGD",
     paper=(
@@ -197,7 +200,7 @@ def get_figure():
       ),
       panel(
         "simulated, gradients",
-        *("rate", "gradients a job time", "", SLOWDOWNS, published),
+        *("rate", "gradients a job time", "", SLOWDOWNS, expected()),
       ),
       panel(
         "live", "time to loss", f"seconds to loss {LOSS}", "live-", LIVE

@@ -72,19 +72,19 @@ def is_over_workers(made: Made, column: str) -> bool:
   return made.get(column, {}).get("kind") == "first"
 
 
-class Done(NamedTuple):
+class CellResult(NamedTuple):
   """A finished cell."""
 
   result: Mapping[str, Any]
   place: Path  # its folder
 
 
-def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, Done]:
+def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, CellResult]:
   """Returns the finished cells of an experiment: (label, workers, seed) ->
-  Done; of the folder's others none."""
+  CellResult; of the folder's others none."""
   wanted = {cell.name for cell in cells}
   return {
-    (row["label"], row["workers"], row["seed"]): Done(
+    (row["label"], row["workers"], row["seed"]): CellResult(
       row, workdir / "cells" / row["cell"]
     )
     for row in folder.read_results(workdir)
@@ -92,10 +92,10 @@ def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, Done]:
   }
 
 
-class Table:
+class CellTable:
   """Values of columns, read or made once."""
 
-  def __init__(self, cells: Mapping[tuple, Done], made: Made):
+  def __init__(self, cells: Mapping[tuple, CellResult], made: Made):
     """Starts with finished cells (`read`) and the columns that are made."""
     self._cells, self._made = cells, made
     self._values: dict[tuple, float] = {}

@@ -10,15 +10,15 @@ import numpy as np
 
 from asgd.experiment import figure as figure_lib
 from asgd.experiment.claims import figure_file
-from asgd.experiment.claims.columns import Table
-from asgd.experiment.claims.figure_file import Counts, Figure, Panel
+from asgd.experiment.claims.columns import CellTable
+from asgd.experiment.claims.figure_file import Counts, Figure, PanelSpec
 
 _GREY = "#555555"
 _PANEL = 3.4, 2.3  # inches of a panel, and its height
 
 
 def points(
-  figure: Figure, table: Table, counts: Counts
+  figure: Figure, table: CellTable, counts: Counts
 ) -> list[dict[str, Any]]:
   """Returns the numbers in the picture: a row for each seed of each point, and
   one for each published point. Points that were not run are left out."""
@@ -85,7 +85,7 @@ def draw(
     figure_lib.save(picture, heading, stem)
 
 
-def _draw_panel(axis, panel: Panel, rows, styles):
+def _draw_panel(axis, panel: PanelSpec, rows, styles):
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   axis.set_title(figure_lib.plain_text(panel.title))
   axis.grid(True)

@@ -8,7 +8,7 @@ The file has `get_config()`, which returns an ordinary config, and
   about    str: what is shown, in a sentence or two.
   claims   list of dicts, see `Claim`.
   columns  name -> how it is made, see `asgd.experiment.claims.columns`.
-  panels   list of dicts, see `Panel`.
+  panels   list of dicts, see `PanelSpec`.
   quick    dotted key of the config -> value, for --quick.
   tuned    str: which settings were chosen on which seeds.
   turns    bool: cells whose seconds are a result are trained seed by seed, in
@@ -70,7 +70,7 @@ class Claim(NamedTuple):
   note: str = ""  # why it holds or does not
 
 
-class Panel(NamedTuple):
+class PanelSpec(NamedTuple):
   """One pair of axes: series of cells at an x, beside what others published."""
 
   title: str
@@ -96,7 +96,7 @@ class Figure(NamedTuple):
   about: str
   claims: Sequence[Claim]
   columns: Mapping[str, Mapping[str, Any]]
-  panels: Sequence[Panel]
+  panels: Sequence[PanelSpec]
   quick: Mapping[str, Any]
   tuned: str
   turns: bool
@@ -200,20 +200,20 @@ def _check_bounds(where, kind, data):
       raise ValueError(f"{where}: runs are two pairs (cell, x) at least")
 
 
-def _panel(data: Any, known: Sequence[str]) -> Panel:
+def _panel(data: Any, known: Sequence[str]) -> PanelSpec:
   if not isinstance(data, Mapping):
     raise ValueError(f"a panel must be a dict, not {shown(data)}")
   where = f"panel {data.get('title')!r}"
   for key in data:
-    if key not in Panel._fields:
+    if key not in PanelSpec._fields:
       raise ValueError(
         f"{where} has no key {shown(key)};"
-        f" {names.nearest(str(key), Panel._fields)}"
+        f" {names.nearest(str(key), PanelSpec._fields)}"
       )
   _texts(data, ("title", "column", "xlabel", "ylabel"), where)
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor what is published")
-  panel = Panel(**data)
+  panel = PanelSpec(**data)
   names.check(f"column of {where}:", panel.column, known)
   names.check(f"yscale of {where}:", panel.yscale, _SCALES)
   for each in panel.published:

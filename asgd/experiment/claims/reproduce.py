@@ -64,7 +64,7 @@ def find(name: str, place: Path) -> Path:
   return names.lookup("figure", name, known)
 
 
-class Task(NamedTuple):
+class Reproduction(NamedTuple):
   """A figure, and the experiment that it is of, at one of its sizes."""
 
   figure: Figure
@@ -73,7 +73,9 @@ class Task(NamedTuple):
   quick: bool
 
 
-def load(path: Path, engines: schema.Engines, *, quick: bool = False) -> Task:
+def load(
+  path: Path, engines: schema.Engines, *, quick: bool = False
+) -> Reproduction:
   """Returns what a figure's file says; ValueError for anything wrong with it,
   on one line."""
   code.add_folder(path.parent)
@@ -92,7 +94,7 @@ def load(path: Path, engines: schema.Engines, *, quick: bool = False) -> Task:
     if quick:
       small = overrides.override(config, figure.quick, engines)
       full = schema.resolve(small, engines)
-    return Task(figure, _counts(full, engines), full, quick)
+    return Reproduction(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
   except (TypeError, KeyError, AttributeError) as error:  # of another kind
@@ -125,7 +127,7 @@ def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
 
 
 def train(
-  task: Task,
+  task: Reproduction,
   engines: schema.Engines,
   *,
   workdir: str | None,
@@ -180,13 +182,13 @@ def train(
 
 
 def judge(
-  task: Task, experiment: cells.Experiment, workdir: Path
+  task: Reproduction, experiment: cells.Experiment, workdir: Path
 ) -> tuple[list[verdicts.Verdict], list[dict[str, Any]], dict[str, Any]]:
   """Returns the verdicts on a trained experiment, the points of the figure, and
   all that NAME.json says."""
   figure, machine = task.figure, provenance.machine()
   done = columns.read(workdir, experiment.cells)
-  table = columns.Table(done, figure.columns)
+  table = columns.CellTable(done, figure.columns)
   said = verdicts.judge(figure.claims, table, task.counts)
   points = drawing.points(figure, table, task.counts)
   data = {
@@ -251,7 +253,9 @@ def write(
   return f"{stem}.png, .svg, .pdf"
 
 
-def reproduce(task: Task, engines: schema.Engines, **options: Any) -> Path:
+def reproduce(
+  task: Reproduction, engines: schema.Engines, **options: Any
+) -> Path:
   """Trains, judges and writes a figure, with the options of `train`, and says
   what came of it; returns its folder."""
   experiment, place = train(task, engines, **options)

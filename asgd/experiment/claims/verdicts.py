@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from asgd import text_table
 from asgd.experiment.claims import figure_file, statistics
-from asgd.experiment.claims.columns import Table
+from asgd.experiment.claims.columns import CellTable
 from asgd.experiment.claims.figure_file import Claim, Counts
 from asgd.experiment.claims.statistics import UNDECIDED, Interval
 
 VERSION = 1  # of what is kept of them
 
 
-class Part(NamedTuple):
+class Effect(NamedTuple):
   """One number a seed, and between which bounds it is claimed to lie."""
 
   what: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 class Decided(NamedTuple):
   """A part, and what came of it."""
 
-  part: Part
+  part: Effect
   interval: Interval
   verdict: str
   why: str
@@ -82,23 +82,23 @@ class _Cells:
     return [f"{label}@{count}" for count in counts]
 
 
-def _steps(claim, cells) -> Iterator[Part]:
+def _steps(claim, cells) -> Iterator[Effect]:
   runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
   if isinstance(runs, str):
     runs = cells.along(runs)
   steps = list(itertools.pairwise(figure_file.groups(runs)))
   if not steps:
-    yield Part(str(claim.data["runs"]), {}, margin, math.inf)
+    yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
   for before, after in steps:
     for a, b in itertools.product(before, after):
       first, second, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
       values = _paired(cells(first), cells(second), operator.sub)
-      yield Part(f"{a} {sign} {b}", values, margin, math.inf)
+      yield Effect(f"{a} {sign} {b}", values, margin, math.inf)
 
 
-def _pairs(claim, cells) -> Iterator[Part]:
+def _pairs(claim, cells) -> Iterator[Effect]:
   data, ratio = claim.data, claim.kind == "ratio"
   bounds = data.get("above", -math.inf), data.get("below", math.inf)
   ofs = itertools.chain(*figure_file.groups(data["of"]))
@@ -106,14 +106,14 @@ def _pairs(claim, cells) -> Iterator[Part]:
   sign, combine = ("/", _over) if ratio else ("-", operator.sub)
   for a, b in itertools.product(ofs, tos):
     values = _paired(cells(a), cells(b), combine)
-    yield Part(f"{a} {sign} {b}", values, *bounds, ratio)
+    yield Effect(f"{a} {sign} {b}", values, *bounds, ratio)
 
 
-def _bounds(claim, cells) -> Iterator[Part]:
+def _bounds(claim, cells) -> Iterator[Effect]:
   data = claim.data
   bounds = data.get("above", -math.inf), data.get("below", math.inf)
   for spot in itertools.chain(*figure_file.groups(data["of"])):
-    yield Part(spot, cells(spot), *bounds)
+    yield Effect(spot, cells(spot), *bounds)
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
@@ -131,7 +131,7 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   return math.nan
 
 
-def _threshold(claim, cells) -> Iterator[Part]:
+def _threshold(claim, cells) -> Iterator[Effect]:
   data = claim.data
   bounds = data.get("above", -math.inf), data.get("below", math.inf)
   columns = [(x, cells(spot)) for spot, x in data["runs"]]
@@ -142,7 +142,7 @@ def _threshold(claim, cells) -> Iterator[Part]:
     for seed in sorted(seeds)
   }
   ends = f"{data['runs'][0][0]} ... {data['runs'][-1][0]}"
-  yield Part(f"{claim.column} = {data['level']:g} in {ends}", values, *bounds)
+  yield Effect(f"{claim.column} = {data['level']:g} in {ends}", values, *bounds)
 
 
 _FOUND = Interval._fields[:4]
@@ -156,7 +156,7 @@ _PARTS = {
 }
 
 
-def decide(part: Part, statistic: str) -> Decided:
+def decide(part: Effect, statistic: str) -> Decided:
   """Returns what a statistic says of a part."""
   values = list(part.values.values())
   nothing = Interval(math.nan, -math.inf, math.inf, 0.0, "not run at this size")
@@ -175,7 +175,7 @@ def decide(part: Part, statistic: str) -> Decided:
 
 
 def judge(
-  claims: Sequence[Claim], table: Table, counts: Counts
+  claims: Sequence[Claim], table: CellTable, counts: Counts
 ) -> list[Verdict]:
   """Returns the verdict of each claim, from finished cells; `counts` are the
   numbers of workers of each run of the experiment at this size."""
@@ -195,7 +195,7 @@ def number(value: float | None) -> str:
   return f"{value:.4g}"
 
 
-def bounds_text(part: Part) -> str:
+def bounds_text(part: Effect) -> str:
   """Where a part is claimed to lie, in words."""
   if part.above == -math.inf:
     return f"< {number(part.below)}"
@@ -254,11 +254,11 @@ def as_data(verdict: Verdict) -> dict[str, Any]:
   return {**own, "verdict": verdict.verdict, "parts": parts}
 
 
-def part_of(data: Mapping[str, Any]) -> Part:
+def part_of(data: Mapping[str, Any]) -> Effect:
   """Returns a part of `as_data`, as it was."""
   bounds = float(data["above"]), float(data["below"])
   values = {
     int(seed): math.nan if value is None else float(value)
     for seed, value in data["values"].items()
   }
-  return Part(data["what"], values, *bounds, data["ratio"])
+  return Effect(data["what"], values, *bounds, data["ratio"])

@@ -13,14 +13,14 @@ INF = math.inf
 
 
 def table(made=None, **values):
-  """A Table of test accuracies: label=(of 4 workers, of 8), each by seed."""
+  """A CellTable of accuracies: label=(of 4 workers, of 8), each by seed."""
   cells = {}
   for label, of_workers in values.items():
     for workers, by_seed in zip(COUNTS[label], of_workers, strict=True):
       for seed, value in enumerate(by_seed):
         result = {"test_accuracy": value, "diverged": value is None}
-        cells[label, workers, seed] = columns.Done(result, Path())
-  return columns.Table(cells, made or {})
+        cells[label, workers, seed] = columns.CellResult(result, Path())
+  return columns.CellTable(cells, made or {})
 
 
 def figure(*claims, **fields):
