@@ -202,6 +202,12 @@ def train(
   if result is not None:
     bar.skip(experiment.plan(cell).messages)
     return result
+  whole = workdir and workdir / "cells" / cell.name / folder.CELL
+  if whole and whole.exists():
+    bar.line(
+      f"warning: {cell.name}: {whole} was changed or cut since it was written;"
+      " the cell is trained again"
+    )
   deaths, before, machine = 0, -1, machine or Machine()
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)

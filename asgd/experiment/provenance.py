@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,26 @@ _SECONDS = 5.0  # that git gets for an answer
 def describe() -> dict[str, Any]:
   """Returns the command line, versions, commits and the machine, as JSON."""
   return {
-    "command": shlex.join(["python", *sys.orig_argv[1:]]),
+    "command": command(sys.orig_argv),
     "versions": versions(),
     "git": commits(),
     "machine": machine(),
   }
+
+
+def command(words: Sequence[str]) -> str:
+  """Returns a command line without the place of Python.
+
+  Example:
+    >>> command(["/env/bin/python", "/env/bin/asgd", "train", "my config"])
+    "asgd train 'my config'"
+    >>> command(["/env/bin/python3.12", "-m", "launch.train"])
+    'python -m launch.train'
+  """
+  _, *rest = words
+  if rest and Path(rest[0]).name == "asgd":  # an installed command
+    return shlex.join(["asgd", *rest[1:]])
+  return shlex.join(["python", *rest])
 
 
 def versions() -> dict[str, str]:

@@ -207,6 +207,7 @@ def write_page(
     f"{path.relative_to(workdir)} was damaged and is not used"
     for path in sorted(workdir.glob("cells/*/damaged-*"))
   ]
+  said = [note.removeprefix("warning: ") for note in notes]
   csv_rows, _ = tabulate(results, engines)
   defaults = {
     key: schema.default_of(node)
@@ -219,7 +220,7 @@ def write_page(
   content = page.document(
     title,
     page.heading(title, lead),
-    page.warnings([*warnings(results), *damaged, *notes]),
+    page.warnings([*warnings(results), *damaged, *said]),
     page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
     page.section("Config", page.config(config, defaults)),

@@ -239,7 +239,8 @@ def test_what_is_lost_of_a_finished_cell_is_made_again(finished, tmp_path):
   result = folder.finished_result(path.parent)
   before = path.read_bytes()
   path.write_bytes(before[: len(before) // 2])
-  finish(*SMALL, *ONE, f"--workdir={workdir}")
+  told = finish(*SMALL, *ONE, f"--workdir={workdir}")
+  assert f"{path} was changed or cut since it was written" in told.stderr
   again = folder.finished_result(path.parent)
   assert {**again, "wall_seconds": result["wall_seconds"]} == result
   rows = storage.read_archive(path, "metrics.jsonl")
