@@ -13,6 +13,10 @@ import pytest
 from asgd.experiment import jobs, ray_runtime, signals
 
 ray = pytest.importorskip("ray")
+# Ray ends processes of its own without waiting for them.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:subprocess .* is still running:ResourceWarning"
+)
 
 OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
