@@ -249,7 +249,7 @@ def write(
   try:
     drawing.draw(figure, points, stem, f"{figure.title} ({seeds})")
   except ImportError:
-    return "not drawn: pip install -e '.[viz]'"
+    return "not drawn: pip install 'asgd[viz]'"
   return f"{stem}.png, .svg, .pdf"
 
 
