@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_docstrings
 
 from asgd import experiment
 from asgd.algorithms import Recipe
@@ -43,7 +44,12 @@ def test_a_transform():
 
 
 def test_an_algorithm():
-  recipe = module("clipped_asgd").clipped_asgd(0.1, 4, limit=0.5)
+  made = module("clipped_asgd")
+  assert list(test_docstrings.missing(made.clipped_asgd, equation=True)) == [
+    "an import of clipped_asgd"  # from where it is put
+  ]
+  assert doctest.testmod(made).failed == 0
+  recipe = made.clipped_asgd(0.1, 4, limit=0.5)
   assert isinstance(recipe, Recipe)
   server = recipe.server()
   state = server.init(jnp.zeros(2))

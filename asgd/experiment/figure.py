@@ -7,6 +7,7 @@ dashes, so that nothing is lost in grey.
 
 import contextlib
 import itertools
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -407,7 +408,9 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
         order,
         loc="outside lower center",
         ncols=max(min(int(size[0] / longest), len(order)), 1),
-        title=_explain(points, drawn),
+        title="\n".join(
+          textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
+        ),
         handlelength=2.6,
         frameon=False,
       )
