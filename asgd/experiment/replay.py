@@ -91,7 +91,9 @@ def load(
     differ = [key for key in now if now[key] != was.get(key)]
     if differ:
       said = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
-        for k in differ if k not in ("sha256", "build")]
+        for k in differ if k not in ("sha256", "build", "code")]
+      if differ == ["code"]:
+        said = ["the source of the loss, or of another function, was changed"]
       said = said or ["the parameters or the first batches are others"]
       raise ValueError(
         f"{folder} was not trained on what is given: {'; '.join(said)}"

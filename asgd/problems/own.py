@@ -5,9 +5,12 @@ before anything runs. What is wrong is one ValueError, in words of what was
 given.
 """
 
+import ast
 import functools
 import hashlib
+import inspect
 import numbers
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -303,7 +306,15 @@ class Objects:
       "batch_size": batch_size,
       "recipe": describe_recipe(self.recipe),
       "build": _plain(self.recipe),
+      "code": self._digest_of_code(loss, params, dataset),
     }
+
+  def _digest_of_code(self, *given) -> str:
+    """A checksum of the source of what was given as functions."""
+    made = self.recipe.made
+    options = made.options.values() if made else ()
+    texts = [text for x in (*given, *options) for text in _code_of(x)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def numbers_of(said: Any) -> dict[str, float]:
@@ -335,6 +346,42 @@ def name_of(value: Any) -> str:
   if isinstance(value, (tuple, list)) and any(map(callable, value)):
     return f"({', '.join(map(name_of, value))})"
   return type(value).__name__
+
+
+_LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
+
+
+def _code_of(value: Any) -> list[str]:
+  """Returns what there is to read of the source of functions and of modules of
+  layers: without comments, and with the plain values that a function closes
+  over. Of a library's, and of what was typed in, there is none."""
+  if isinstance(value, functools.partial):
+    return [*_code_of(value.func), *map(repr, value.args)]
+  if isinstance(value, (tuple, list)):
+    return [text for inner in value for text in _code_of(inner)]
+  own = value if inspect.isroutine(value) else type(value)
+  if own.__module__.partition(".")[0] in _LIBRARIES or isinstance(
+    value, np.ndarray
+  ):
+    return []
+  try:
+    text = textwrap.dedent(inspect.getsource(own))
+    text = ast.dump(ast.parse(text))
+  except (OSError, TypeError):
+    return []
+  except SyntaxError:
+    pass  # a line with a lambda in the middle of a call
+  cells = getattr(own, "__closure__", None) or ()
+  held = [c.cell_contents for c in cells if not _is_empty(c)]
+  return [text, *(repr(each) for each in held if _is_plain(each))]
+
+
+def _is_empty(cell) -> bool:
+  """Whether a variable that a function closes over has no value yet."""
+  try:
+    return cell.cell_contents is None
+  except ValueError:
+    return True
 
 
 def importable(name: str) -> Any:

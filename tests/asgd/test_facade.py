@@ -1,6 +1,8 @@
 """The facade: what a call trains is what the parts it is made of train."""
 
 import functools
+import importlib
+import linecache
 import subprocess
 import sys
 import threading
@@ -353,6 +355,38 @@ def test_a_simulation_that_goes_on_is_one_that_was_not_stopped(tmp_path):
   kit.same(again.params, whole.params)
   kit.same(again.records, whole.records)
   assert again.evaluations == whole.evaluations
+
+
+def scaled(factor):
+  def inner(params, batch):
+    return factor * loss(params, batch)
+
+  return inner
+
+
+def test_a_loss_of_another_source_is_another_training(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  path = tmp_path / "module_that_changes.py"
+
+  def written(line):
+    path.write_text(f"def loss(params, batch):\n  {line}\n")
+    sys.modules.pop(path.stem, None)
+    importlib.invalidate_caches()
+    linecache.checkcache()
+    return importlib.import_module(path.stem).loss
+
+  def train(loss, folder):
+    args = loss, PARAMS, batch, dana(2)
+    asgd.simulate(*args, messages=2, progress=False, folder=tmp_path / folder)
+
+  one = "return (batch[0] @ params['w']).mean()"
+  train(written(one), "module")
+  train(written(f"{one}  # the same"), "module")
+  line = error_of(train, written(f"{one} + 1.5  # another"), "module")
+  assert "code" in line and "choose another folder" in line
+  train(scaled(1.0), "closure")
+  train(scaled(1.0), "closure")
+  assert "code" in error_of(train, scaled(3.0), "closure")
 
 
 def test_a_live_run_is_its_replay(tmp_path):
