@@ -27,7 +27,8 @@ th, td { padding: 3px 9px; border-bottom: 1px solid #e2e2e2; text-align: left;
   vertical-align: top; }
 th { white-space: nowrap; } td:first-child { min-width: 8em; }
 ul.warnings { max-width: 60em; }
-table.results td, table.results th { overflow-wrap: normal; }
+table.results { font-size: 13px; }
+table.results td, table.results th { overflow-wrap: normal; padding: 3px 6px; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 table.results th { background: #f3f3f3; white-space: nowrap; }
 table.results td:first-child, table.results th:first-child { position: sticky;
@@ -46,6 +47,7 @@ tr.changed td { background: #fff6d6; }
   th, td { padding: 3px 6px; } }
 @media print { .scroll { overflow: visible; } }
 """
+_ROUNDING = 1e-9  # a smaller relative spread is none
 _SCRIPT = """
 for (const table of document.querySelectorAll("table.results")) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
@@ -242,7 +244,7 @@ def _cell(row, key, column, kind):
     return f'<td class="{kind}" data-sort="">-</td>'
   shown = _datum(value, scale, form)
   few = form if scale != 1 else "{:.2g}"
-  if not _missing(std):
+  if not _missing(std) and std > _ROUNDING * abs(value):
     shown += f' <span class="spread">± {_datum(std, scale, few)}</span>'
   return f'<td class="{kind}" data-sort="{text(value)}">{shown}</td>'
 
