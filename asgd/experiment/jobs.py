@@ -6,6 +6,7 @@ results folder may share them, and come to the same bits. Where seconds are a
 result (live runs, pipelines, meshes), cells are trained one by one at the end.
 """
 
+import collections
 import functools
 import itertools
 import multiprocessing
@@ -24,7 +25,7 @@ from unittest import mock
 import jax
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import folder, loop, schema
+from asgd.experiment import code, folder, loop, schema
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
@@ -51,6 +52,22 @@ def default_jobs() -> int:
   return os.cpu_count() or 1
 
 
+def _warn_of_changes(experiment, finished, place, bar) -> None:
+  """Says which modules of the user's are not what finished cells were trained
+  with."""
+  changed = collections.Counter()
+  for cell in finished:
+    described = folder.read_cell(place / cell.name).get("modules") or {}
+    config = cells_lib.only(experiment.runs[cell.label], cell)
+    changed.update(code.changed(described, config))
+  for module, count in changed.items():
+    bar.line(
+      f"warning: {module} has changed since {count} finished"
+      f" {'cell was' if count == 1 else 'cells were'} trained; to train"
+      f" again, remove what is in {place}, or choose another folder"
+    )
+
+
 def train_all(
   experiment: Experiment,
   workdir: Path | None,
@@ -69,12 +86,15 @@ def train_all(
     Stopped: once all is saved.
     ValueError: if a cell fails, or is trained by another command.
   """
-  waiting = []
+  waiting, finished = [], []
   for cell in experiment.cells if cells is None else cells:
     if loop.finished(experiment, cell, workdir) is None:
       waiting.append(cell)
     else:
       bar.skip(experiment.plan(cell).messages)
+      finished.append(cell)
+  if workdir is not None:
+    _warn_of_changes(experiment, finished, workdir / "cells", bar)
   together = [cell for cell in waiting if not experiment.kind(cell).timed]
   # The longest first, so that processes end together.
   groups = sorted(

@@ -100,6 +100,25 @@ def test_names_of_another_module_train(engine, own, quick_compilation):
 
 
 @pytest.mark.slow
+def test_a_module_that_changed_is_told(own, quick_compilation):
+  class Bar(Silent):
+    def line(self, text):
+      lines.append(text)
+
+  lines: list[str] = []
+  only = {**CONFIG, "only": ("optimizer",)}
+  exp = train(own / "out", only)
+  again = {"bar": Bar(), "machine": Machine()}
+  jobs.train_all(exp, own / "out", **again)
+  assert lines == []
+  (own / "own_module.py").write_text(f"{MODULE}# another\n")
+  jobs.train_all(exp, own / "out", **again)
+  (line,) = lines
+  count = len(exp.cells)
+  assert f"own_module has changed since {count} finished cell" in line
+
+
+@pytest.mark.slow
 def test_other_processes_import_it_too(own, quick_compilation):
   one = train(own / "one", CONFIG)
   train(own / "two", CONFIG, jobs=2)
