@@ -9,6 +9,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def read_json(path: Path) -> dict | None:
   """Returns the JSON object in a file, None if there is none to be read."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+  except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    return None
+  except (ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None
 
@@ -161,7 +164,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
 
 def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
   """Returns the named files of an archive, all if none is named; None if it is
-  not there, or any byte of it was changed."""
+  not there, any byte of it was changed, or it has no such file."""
   try:
     with path.open("rb") as file:
       checksum = _before_comment(file)
@@ -169,7 +172,9 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
         return None
       with zipfile.ZipFile(file) as archive:
         return {n: archive.read(n) for n in names or archive.namelist()}
-  except OSError:
+  except (OSError, KeyError, zipfile.BadZipFile, zlib.error):
+    return None
+  except (NotImplementedError, RuntimeError, ValueError):  # not our zip files
     return None
 
 
