@@ -302,6 +302,14 @@ def read_cell(place: Path) -> dict[str, Any]:
   return value
 
 
+def check_own(place: Path, description: Mapping[str, Any]) -> None:
+  """Raises FolderError for a cell of another experiment than its folder's."""
+  written = _experiment_of(place)
+  why = written and identities.foreign(description, written)
+  if why:
+    raise _foreign(place / "cell.json", f"is of another experiment ({why})")
+
+
 def only_cell(folder: Path) -> Path:
   """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell."""
   if not (folder / "cells").is_dir():
