@@ -42,7 +42,6 @@ _F = flags.define(
   }
 )
 _MOST = 24  # experiments in one figure
-_EARLY = 0.05  # of the messages, from where on it is said
 
 
 def _out() -> Path | None:
@@ -72,29 +71,21 @@ def _compare_cell(place, out):
     durations_of=Path(other) if other else None,
     data_dir=_TRAINING["data_dir"].value,
   )
-  out.mkdir(parents=True, exist_ok=True)
   stem, rows = out / "compare", comparison.quantities(both)
-  storage.write_csv(out / "compare.csv", comparison.points(both))
-  storage.write_csv(out / "compare-table.csv", rows)
-  of = f", with the durations of {other}" if other else ""
-  print(
-    f"\n{both.name}: live, and simulated with its durations in order, and drawn"
-    f" from them{of}\n\n{comparison.table(rows)}\n"
-    f"{comparison.parts_text(both.parts)}"
-  )
-  early, messages = both.zero, len(both.runs[comparison.LIVE].records.time)
-  if early > _EARLY * messages:
-    print(
-      f"note: {early} of {messages} messages came before all workers were"
-      " there: what is counted from the first ticket depends on that"
-    )
-  _draw(comparison.draw, both, stem)
+  with storage.naming_what_cannot_be_written(out):
+    out.mkdir(parents=True, exist_ok=True)
+    storage.write_csv(out / "compare.csv", comparison.points(both))
+    storage.write_csv(out / "compare-table.csv", rows)
+    print(comparison.describe(both, rows, other))
+    _draw(comparison.draw, both, stem)
   return both
 
 
 def _compare_all(workdir, out):
   """Compares all live cells of an experiment, and them with each other."""
   results = folder.read_results(workdir)
+  for fault in folder.faults(workdir):
+    print(f"warning: {fault}; the cell is left out")
   live = [row["cell"] for row in results if row["engine"] in flags.LIVE]
   if not live:
     raise ValueError(f"{workdir} holds no finished live cell to be compared")
@@ -104,9 +95,10 @@ def _compare_all(workdir, out):
     return
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
   rows = comparison.race(cells, loss)
-  storage.write_csv(stem.with_suffix(".csv"), rows)
-  print(f"\n{comparison.race_table(rows, loss)}")
-  _draw(comparison.draw_race, cells, loss, stem)
+  with storage.naming_what_cannot_be_written(stem.parent):
+    storage.write_csv(stem.with_suffix(".csv"), rows)
+    print(f"\n{comparison.race_table(rows, loss)}")
+    _draw(comparison.draw_race, cells, loss, stem)
 
 
 def _check_live():

@@ -47,8 +47,10 @@ def fail(message: object) -> NoReturn:
   sys.exit(USAGE_ERROR)
 
 
-def _fail_of_flags(error: flags.Error) -> NoReturn:
+def _fail_of_flags(error: flags.Error | str) -> NoReturn:
   unread = "ERROR:: Unable to open flagfile:"
+  if "flag 'config." in str(error) and "config" in flags.FLAGS:
+    error = f"{error}: a config comes first, as --config=configs/digits.py"
   fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 
@@ -247,7 +249,9 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
 
   def guarded(argv):
     if argv[words + 1 :]:
-      fail(f"unexpected argument {argv[words + 1]!r}; flags start with --")
+      word, known = argv[words + 1], "config" in flags.FLAGS
+      meant = f", a config is --config={word}" if known else ""
+      fail(f"unexpected argument {word!r}; flags start with --{meant}")
     try:
       main(*argv[1:])
     except (Stopped, Failed) as end:

@@ -63,6 +63,7 @@ EXPERIMENT_RANKS = {
   "machine": 1,
   "live_memory": 1,
   "problem": 2,
+  "identities": 2,
   "cells": 3,
   "cell_log": 4,
   "folder": 4,

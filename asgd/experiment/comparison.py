@@ -15,11 +15,13 @@ import numpy as np
 
 from asgd import text_table
 from asgd.experiment import figure as figure_lib
+from asgd.experiment import folder as folders
 from asgd.experiment import live_files, predict, replay, storage
 from asgd.orders import durations
 
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
 _BINS = 40  # of time, in the picture
+_EARLY = 0.05  # of the messages, from where on it is said
 _POINTS = 2000  # most of a curve in the picture
 LIVE, _ORDER, _DRAWN = "live", "in order", "drawn"
 _KINDS = LIVE, _ORDER, _DRAWN
@@ -59,7 +61,9 @@ def compare(
   folder: Path, *, durations_of: Path | None = None, data_dir: str | None = None
 ) -> LiveComparison:
   """Compares the live run of a cell's folder with simulations, with times from
-  another folder if one is given. ValueError if it is too short."""
+  another folder if one is given. ValueError if it is too short, or a file of it
+  was changed since it ended."""
+  folders.finished_result(live_files.only_cell(folder), repeatable=False)
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
@@ -155,6 +159,26 @@ def parts_text(parts: dict[str, float] | None) -> str:
     f"a live job in ms: {words}; the server is busy"
     f" {100 * parts[predict.BUSY]:.0f} % of the time or less"
   )
+
+
+def describe(
+  both: LiveComparison,
+  rows: list[dict[str, Any]],
+  durations_of: str | None = None,
+) -> str:
+  """Says what came of a comparison, with its `quantities`."""
+  of = f", with the durations of {durations_of}" if durations_of else ""
+  said = (
+    f"\n{both.name}: live, and simulated with its durations in order, and drawn"
+    f" from them{of}\n\n{table(rows)}\n{parts_text(both.parts)}"
+  )
+  early, messages = both.zero, len(both.runs[LIVE].records.time)
+  if early > _EARLY * messages:
+    said += (
+      f"\nnote: {early} of {messages} messages came before all workers were"
+      " there: what is counted from the first ticket depends on that"
+    )
+  return said
 
 
 def _edges(both):

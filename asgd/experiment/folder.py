@@ -46,13 +46,12 @@ import jax
 import numpy as np
 
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import code, provenance, schema, storage
+from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.live_memory import RUNNING
 
 VERSION = 2  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
-_GROWING = ("workers", "seeds")  # lists that may get longer
 _STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
 
 
@@ -154,7 +153,8 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
 
 def _fixed(identity, labels):
   """What may not differ between two parts of one experiment."""
-  config = {k: v for k, v in identity["config"].items() if k not in _GROWING}
+  growing = identities.GROWING
+  config = {k: v for k, v in identity["config"].items() if k not in growing}
   runs = {label: dict(config["runs"][label]) for label in labels}
   for entry in runs.values():
     entry.pop("workers", None)
@@ -165,7 +165,9 @@ def _grown(folder, written, wanted):
   """Merges two identities that may differ in runs, workers and seeds only."""
   before, now = written["config"], dict(wanted["config"])
   labels = [label for label in before["runs"] if label in now["runs"]]
-  differences = _differences(_fixed(written, labels), _fixed(wanted, labels))
+  differences = identities.differences(
+    _fixed(written, labels), _fixed(wanted, labels)
+  )
   if differences:
     first = "; ".join(differences[:3])
     raise _refused(f"--workdir={folder} holds another experiment ({first})")
@@ -174,7 +176,7 @@ def _grown(folder, written, wanted):
     lists = [schema.shared(key, section[key]) for section in sections]
     return list(dict.fromkeys(itertools.chain(*lists)))
 
-  for key in _GROWING:
+  for key in identities.GROWING:
     now[key] = union(key, before, now)
   runs = dict(before["runs"])
   for label, new in now["runs"].items():
@@ -183,16 +185,6 @@ def _grown(folder, written, wanted):
     if "workers" in old and "workers" in new:
       runs[label]["workers"] = union("workers", old, new)
   return {**wanted, "config": {**now, "runs": runs}}
-
-
-def _differences(old, new, path="") -> list[str]:
-  """Names the leaves in which two trees of plain data differ."""
-  if isinstance(old, Mapping) and isinstance(new, Mapping):
-    lines, above = [], f"{path}." if path else ""
-    for key in {**old, **new}:
-      lines += _differences(old.get(key), new.get(key), above + key)
-    return lines
-  return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
 
 
 def _numbered(root, name, wanted) -> Path:
@@ -249,7 +241,8 @@ def hold_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
   """Holds the folder of a cell while it is trained, and writes cell.json;
-  raises CellInUse if another process holds it."""
+  raises CellInUse if another process holds it, FolderError if what is there to
+  go on from is of another experiment."""
   place.mkdir(parents=True, exist_ok=True)
   with _locked(place / ".lock"):
     run = experiment.runs[cell.label]
@@ -262,8 +255,32 @@ def hold_cell(
       "modules": code.describe(cells_lib.only(run, cell)),
       "cpus": os.cpu_count(),
     }
-    storage.write_json(place / "cell.json", description)
+    path = place / "cell.json"
+    differing = _differing(storage.read_json(path), description)
+    if differing and not (place / CELL).exists():
+      raise _foreign(path, f"is of another experiment ({differing})")
+    storage.write_json(path, description)
     yield
+
+
+def _foreign(path, why):
+  return FolderError(
+    f"{path} {why}: remove {path.parent} to train the cell from its start, or"
+    f" {_REMEDY}"
+  )
+
+
+def _differing(before, description):
+  """In what a cell that has begun, None if none has, differs from this one."""
+  now = json.loads(storage.to_json(description))
+  sides = []
+  for side in filter(None, (before, now)):
+    config = side.get("config")
+    if isinstance(config, dict):
+      config = {k: v for k, v in config.items() if k not in schema.FREE}
+      sides.append({"config": config, "dataset": side.get("dataset")})
+  lines = identities.differences(*sides) if len(sides) == 2 else []
+  return "; ".join(lines[:3])
 
 
 def read_cell(place: Path) -> dict[str, Any]:
@@ -271,13 +288,26 @@ def read_cell(place: Path) -> dict[str, Any]:
   value = storage.read_json(place / "cell.json")
   if value is None:
     members = storage.read_archive(place / CELL, "cell.json")
-    value = members and json.loads(members["cell.json"])
+    if members is None and (place / CELL).exists():
+      raise FolderError(
+        f"{place / CELL} {_CHANGED}: the cell is damaged; the asgd train that"
+        " made it trains it again"
+      )
+    value = members and _object(members["cell.json"])
   if value is None or value.get("version") != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
       " as asgd train makes them"
     )
   return value
+
+
+def check_own(place: Path, description: Mapping[str, Any]) -> None:
+  """Raises FolderError for a cell of another experiment than its folder's."""
+  written = _experiment_of(place)
+  why = written and identities.foreign(description, written)
+  if why:
+    raise _foreign(place / "cell.json", f"is of another experiment ({why})")
 
 
 def only_cell(folder: Path) -> Path:
@@ -328,12 +358,22 @@ def _remove_packed(place):
   shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
 
-def remove_leftovers(place: Path) -> None:
-  """Removes what a kill right after the end of a cell left: its files, where
-  they are also in one, which is whole."""
-  left = (place / name for name in (*_FILES, "result.json", "checkpoints"))
-  if (place / CELL).exists() and any(path.exists() for path in left):
-    _remove_packed(place)
+def tidy(place: Path, *, packs: bool) -> None:
+  """Ends what a kill at the end of a finished cell cut short: makes one file of
+  a cell that `packs`, removes its files where they are also in one, which is
+  whole, and what was written by half. Another process that is about to do that
+  is left to it."""
+  left = (".lock", f"{CELL}.tmp", "checkpoints", *_FILES, "result.json")
+  loose = packs and not (place / CELL).exists()
+  left = left if packs else left[:2]
+  if not any((place / name).exists() for name in left):
+    return
+  with contextlib.suppress(CellInUse), _locked(place / ".lock"):
+    if (place / CELL).exists():
+      _remove_packed(place)
+    elif loose:
+      pack(place)
+    (place / f"{CELL}.tmp").unlink(missing_ok=True)
 
 
 def read_file(place: Path, name: str) -> bytes:
@@ -351,39 +391,98 @@ def read_records(place: Path) -> dict[str, np.ndarray]:
     return {name: columns[name] for name in names}
 
 
-def _read_result(place):
-  """Returns (result, None), or (None, the file that is gone or was changed)."""
+_CHANGED = "was changed or cut since it was written"
+_OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
+
+
+def _object(text):
+  """The JSON object that a file holds, None if it is none."""
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
+def _packed_result(path):
+  """Returns (result, what cell.json says); nothing if any of it is wrong."""
+  names = {*_FILES, "result.json"} - {"records.npz"}  # those are its columns
+  members = storage.read_archive(path, *names) or {}
+  texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
+  result, description = map(_object, texts)
+  whole = result and description and result.keys() >= _OF_A_RESULT
+  return (result, description) if whole else (None, None)
+
+
+def _read_result(place, written=None):
+  """Returns (result, None, ""), or (None, a file, what is wrong with it): it is
+  gone, was changed, or is not of the experiment whose config.json has been
+  `written`."""
   path = place / CELL
-  if path.exists():
-    members = storage.read_archive(path, "result.json")
-    result = members and json.loads(members["result.json"])
-    same = result and result["cell"] == place.name
-    return (result, None) if same else (None, path)
-  path = place / "result.json"
-  result = storage.read_sealed(path)
-  if result is None or result["cell"] != place.name:
-    return None, path
-  for name, digest in result.pop("files").items():
+  if path.is_dir():
+    return None, path, "is a folder"
+  packed = path.exists()
+  if packed:
+    result, description = _packed_result(path)
+  else:
+    path = place / "result.json"
+    result = storage.read_sealed(path)
+    description = storage.read_json(place / "cell.json")
+  if result is None:
+    gone = "was changed" if path.exists() else "is gone"
+    return None, path, _CHANGED if packed else gone
+  if result.get("cell") != place.name:
+    return None, path, f"is of another cell, {result.get('cell')}"
+  for name, digest in result.pop("files", {}).items():
     if storage.file_digest(place / name) != digest:
-      return None, place / name
-  return result, None
+      gone = "was changed" if (place / name).exists() else "is gone"
+      return None, place / name, gone
+  why = written and identities.foreign(description, written)
+  if why:
+    return None, path, f"is of another experiment ({why})"
+  return result, None, ""
+
+
+def _experiment_of(place):
+  """What config.json says in the folder that a cell is in, if it has one."""
+  return storage.read_sealed(place.parent.parent / "config.json")
+
+
+def fault(place: Path) -> str | None:
+  """Says why a cell that has ended does not count: its file, and that it was
+  changed or is of another experiment. None: it counts, or has not ended."""
+  _, wrong, why = _read_result(place, _experiment_of(place))
+  ended = any((place / name).exists() for name in (CELL, "result.json"))
+  return f"{wrong} {why}" if wrong and ended else None
 
 
 def finished_result(
   place: Path, *, repeatable: bool = True
 ) -> dict[str, Any] | None:
   """Returns the result of a cell that is finished, and whose files are all what
-  the run wrote, else None: it is to be trained. Raises FolderError if it ended,
-  a file was changed since, and the cell is not `repeatable`, as a live run."""
-  result, wrong = _read_result(place)
+  a run of this experiment wrote, else None: it is to be trained.
+
+  Raises FolderError if it ended, a file was changed since or is of another
+  experiment, and the cell is not `repeatable`, as a live run; and if something
+  is in the way of the file that is to be written.
+  """
+  result, wrong, why = _read_result(place, _experiment_of(place))
+  if wrong and wrong.is_dir():
+    raise FolderError(
+      f"{wrong} {why}, and a file of the cell is to be there: remove it, or"
+      f" {_REMEDY}"
+    )
   ended = any((place / name).exists() for name in ("result.json", _FILES[-1]))
-  if wrong and ended and not (repeatable or (place / RUNNING).exists()):
-    what = "was changed" if wrong.exists() else "is gone"
+  if not wrong or not ended or repeatable:
+    return result
+  if "another experiment" in why:
+    raise _foreign(wrong, why)
+  if not (place / RUNNING).exists():
     remedy = "Put it back as the run wrote it"
     if wrong.name == "params.msgpack":
       remedy += f", let asgd replay {place} --restore compute it"
     raise FolderError(
-      f"{wrong} {what}, and the run has ended: real time decided what came of"
+      f"{wrong} {why}, and the run has ended: real time decided what came of"
       f" it, and cannot do so again. {remedy}, or {_REMEDY}"
     )
   return result
@@ -399,13 +498,23 @@ def read_rows(place: Path) -> list[dict[str, Any]]:
   return list(map(_row, content.splitlines()))
 
 
+def _places(workdir):
+  """The folders of cells; whatever else is among them is not looked at."""
+  return sorted(p for p in (workdir / "cells").glob("*") if p.is_dir())
+
+
+def faults(workdir: Path) -> list[str]:
+  """Says of each cell of a folder that has ended and does not count why."""
+  return list(filter(None, map(fault, _places(workdir))))
+
+
 def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder: by workers, then
   run, then seed; by run first where engines are compared."""
   written = read_identity(workdir)
   labels = list(written["config"]["runs"]) if written else []
-  places = sorted((workdir / "cells").glob("*"))
-  results = list(filter(None, map(finished_result, places)))
+  read = (_read_result(place, written)[0] for place in _places(workdir))
+  results = list(filter(None, read))
   mixed = len({result["engine"] for result in results}) > 1
 
   def rank(result):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.experiment import checks, storage
-from asgd.experiment.folder import only_cell, read_cell
+from asgd.experiment.folder import check_own, only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
@@ -51,6 +51,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         checks.text(module[key], key)
   except (AttributeError, KeyError, TypeError, ValueError):
     raise ValueError(f"{folder}/{CHANGED}") from None
+  check_own(folder, description)
   return description
 
 

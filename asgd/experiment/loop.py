@@ -165,7 +165,7 @@ def finished(
   )
   if result is not None and place is not None:
     kind.clean(place)
-    folder.remove_leftovers(place)
+    folder.tidy(place, packs=not kind.journaled)
   return result
 
 
@@ -202,12 +202,9 @@ def train(
   if result is not None:
     bar.skip(experiment.plan(cell).messages)
     return result
-  whole = workdir and workdir / "cells" / cell.name / folder.CELL
-  if whole and whole.exists():
-    bar.line(
-      f"warning: {cell.name}: {whole} was changed or cut since it was written;"
-      " the cell is trained again"
-    )
+  wrong = workdir and folder.fault(workdir / "cells" / cell.name)
+  if wrong:
+    bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
   deaths, before, machine = 0, -1, machine or Machine()
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)

@@ -7,10 +7,65 @@ from pathlib import Path
 from typing import Any
 
 from asgd.checks import shortened
-from asgd.experiment import figure, folder, page, report, storage
+from asgd.experiment import figure, folder, page, report, schema, storage
 from asgd.experiment.schema import Engines
 
 _SHOWN = 60  # characters of a value of a config
+
+
+_MADE = "compared.json"  # of an earlier comparison: the folders
+_FILES = {
+  *("results.csv", "table.txt", "report.html", _MADE),
+  *(f"figure.{suffix}" for suffix in ("csv", "png", "svg", "pdf")),
+}
+
+
+def _check_out(out: Path) -> None:
+  """Refuses to write into an experiment, or over what is not ours."""
+  whole = out.resolve()
+  for above in (whole, *whole.parents):
+    if (above / "config.json").exists() and (
+      above == whole or (above / "cells").is_dir()
+    ):
+      where = "is" if above == whole else f"is in {above}, which is"
+      raise ValueError(
+        f"--out={out} {where} an experiment's own folder: give another --out"
+      )
+  names = {path.name for path in out.glob("*")} if out.is_dir() else set()
+  names = {name for name in names if not name.startswith(".")}
+  ours = storage.read_sealed(out / _MADE) is not None
+  others = sorted(names - _FILES if ours else names - {f"{_MADE}.tmp"})
+  if others:
+    raise ValueError(
+      f"--out={out} holds {others[0]}, which no comparison wrote: give a folder"
+      " that is empty, not there, or of an earlier comparison"
+    )
+
+
+def _count(config: Mapping[str, Any], engines: Engines) -> int | None:
+  """The number of cells of an experiment, None if it cannot be known here, as
+  without a module that it names."""
+  whole = {**config, "engine": next(iter(engines)), "only": []}
+  try:
+    runs = schema.runs(whole, engines).values()
+  except (ValueError, KeyError, ImportError):
+    return None
+  counts = (len(engines[run.engine].workers(run)) for run in runs)
+  return sum(counts) * len(config["seeds"])
+
+
+def _left_out(
+  place: Path, identity: Mapping[str, Any], done: int, engines: Engines
+) -> list[str]:
+  """Says which cells of a folder are not in its means."""
+  said = [f"{fault}; the cell is left out" for fault in folder.faults(place)]
+  count = _count(identity["config"], engines)
+  if count is not None and done < count:
+    said.append(
+      f"{place}: {done} of {count} cells are finished; means and figures are of"
+      " these alone"
+    )
+  return said
 
 
 def _read(place: Path) -> tuple[dict[str, Any], list[dict], list[dict]]:
@@ -23,8 +78,10 @@ def _read(place: Path) -> tuple[dict[str, Any], list[dict], list[dict]]:
     )
   results = folder.read_results(place)
   if not results:
+    why = "".join(f" ({fault})" for fault in folder.faults(place)[:1])
     raise ValueError(
-      f"{place} holds no finished cell: finish its training, or leave it out"
+      f"{place} holds no finished cell{why}: finish its training, or leave it"
+      " out"
     )
   cells = [place / "cells" / row["cell"] for row in results]
   return identity, results, [row for p in cells for row in folder.read_rows(p)]
@@ -72,20 +129,34 @@ def _differences(
   return ["key", *names], rows
 
 
+def _page(title, out, places, notes, results, lead, differing):
+  """Returns report.html, with the figure that is in its folder."""
+  return page.document(
+    title,
+    page.heading(title, lead),
+    page.warnings(notes),
+    page.figures([out / "figure.svg"], title),
+    page.section("Results", results),
+    page.section("Where they differ", differing),
+    page.section("Folders", page.items(str(place) for place in places)),
+  )
+
+
 def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   """Writes figure, table and report.html of several experiments into a folder.
 
   A run that several folders have is named with its folder.
 
   Returns:
-    What there is to say: the table, and where all of it is.
+    What there is to say: the table, which cells are not in it, and where all
+    of it is.
 
   Raises:
     ValueError: for a folder of no experiment, without a finished cell, or given
-      twice; or if `out` is an experiment's own.
+      twice; if `out` is an experiment's own, holds other files, or cannot be
+      written to.
   """
-  if (out / "config.json").exists():
-    raise ValueError(f"{out} is an experiment's own folder: give another --out")
+  _check_out(out)
   names = _names(places)
   identities, results, rows = zip(*map(_read, places), strict=True)
   counts = collections.Counter(
@@ -99,31 +170,31 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
     curves += _named_apart(own, name, shared)
   points = figure.numbers(together, curves)
   csv_rows, table = report.tabulate(together, engines)
-  out.mkdir(parents=True, exist_ok=True)
   title = " and ".join(names)
-  storage.write_csv(out / "results.csv", csv_rows)
-  storage.write_atomically(out / "table.txt", f"{title}\n\n{table}")
-  storage.write_csv(out / "figure.csv", report.flat(points))
-  drawn = report.draw(points, together, out / "figure", title)
   notes = report.warnings(together)
+  left_out = []
+  for place, identity, mine in zip(places, identities, results, strict=True):
+    left_out += _left_out(place, identity, len(mine), engines)
   data = {identity["dataset"]["sha256"] for identity in identities}
   if len(data) > 1:
     notes.insert(0, "the folders are of different data")
-  header, differing = _differences(names, identities)
-  content = page.document(
-    title,
-    page.heading(title, f"{len(together)} cells of {len(places)} experiments"),
-    page.warnings(notes),
-    page.figures([out / "figure.svg"], title),
-    page.section(
-      "Results",
+  differing = page.table(*_differences(names, identities))
+  with storage.naming_what_cannot_be_written(out):
+    out.mkdir(parents=True, exist_ok=True)
+    made = storage.sealed({"folders": [str(place) for place in places]})
+    storage.write_json(out / _MADE, made)
+    storage.write_csv(out / "results.csv", csv_rows)
+    storage.write_atomically(out / "table.txt", f"{title}\n\n{table}")
+    storage.write_csv(out / "figure.csv", report.flat(points))
+    drawn = report.draw(points, together, out / "figure", title)
+    content = _page(
+      *(title, out, places, [*left_out, *notes]),
       page.results(csv_rows, report.columns_of(together, engines)),
-    ),
-    page.section("Where they differ", page.table(header, differing)),
-    page.section("Folders", page.items(str(place) for place in places)),
-  )
-  storage.write_atomically(out / "report.html", content)
+      *(f"{len(together)} cells of {len(places)} experiments", differing),
+    )
+    storage.write_atomically(out / "report.html", content)
+  warned = "".join(f"warning: {text}\n" for text in left_out)
   return (
-    f"\n{table}\nreport       {out}/report.html\nfigure       {drawn}\n"
+    f"\n{table}\n{warned}report       {out}/report.html\nfigure       {drawn}\n"
     f"table        {out}/table.txt, {out}/results.csv"
   )

@@ -312,6 +312,12 @@ def shared(key: str, value: Any) -> Any:
   return _section(value, SHARED[key], key)
 
 
+def shared_of_run(key: str, below: Any, value: Any) -> Any:
+  """Returns what a run's own value of a key of SHARED comes to, over that of
+  the config, as `runs` has it."""
+  return _section(_merge(SHARED[key], below, value), SHARED[key], key)
+
+
 def resolve(config: Config, engines: Engines) -> dict[str, Any]:
   """Returns the config as plain data, with defaults. ValueError names a key of
   neither SHARED nor these engines, or with a value out of range."""
@@ -348,6 +354,11 @@ def _entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
       raise ValueError(
         f"config.runs.{label}.title has {len(title):,} characters; use at most"
         f" {_LONGEST_TITLE}"
+      )
+    if not title.isprintable():
+      raise ValueError(
+        f"config.runs.{label}.title is {shown(title)}, and stands in one"
+        " line of tables and figures: write it without line ends and tabs"
       )
     if title in titles:
       raise ValueError(

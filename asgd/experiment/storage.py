@@ -9,6 +9,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,31 @@ def write_atomically(path: Path, content: str | bytes) -> None:
   """Writes a file that is there whole or not at all."""
   if isinstance(content, str):
     content = content.encode("utf-8", "replace")
+  with _replacing(path) as temporary:
+    temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+  """Gives a file to be written, which becomes that of `path`; removes it if
+  that fails, as on a full disk."""
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_bytes(content)
-  os.replace(temporary, path)
+  try:
+    yield temporary
+    os.replace(temporary, path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise
 
 
 def read_json(path: Path) -> dict | None:
   """Returns the JSON object in a file, None if there is none to be read."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+  except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    return None
+  except (ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None
 
@@ -143,8 +159,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
     >>> read_archive(place, "b.txt")
     {'b.txt': b'second'}
   """
-  temporary = path.with_name(path.name + ".tmp")
-  with temporary.open("w+b") as file:
+  with _replacing(path) as temporary, temporary.open("w+b") as file:
     with zipfile.ZipFile(file, "w") as archive:
       archive.comment = b"0" * _COMMENT
       for name, content in members.items():
@@ -156,12 +171,11 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
     checksum = _before_comment(file)
     file.seek(-_COMMENT, os.SEEK_END)
     file.write(checksum)
-  os.replace(temporary, path)
 
 
 def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
   """Returns the named files of an archive, all if none is named; None if it is
-  not there, or any byte of it was changed."""
+  not there, any byte of it was changed, or it has no such file."""
   try:
     with path.open("rb") as file:
       checksum = _before_comment(file)
@@ -169,7 +183,9 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
         return None
       with zipfile.ZipFile(file) as archive:
         return {n: archive.read(n) for n in names or archive.namelist()}
-  except OSError:
+  except (OSError, KeyError, zipfile.BadZipFile, zlib.error):
+    return None
+  except (NotImplementedError, RuntimeError, ValueError):  # not our zip files
     return None
 
 
@@ -196,6 +212,7 @@ def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
@@ -209,4 +226,20 @@ def naming_full_disks(folder: Path) -> Iterator[None]:
     raise ValueError(
       f"cannot write to {folder} ({error.strerror}); make room and run the same"
       " command again to go on"
+    ) from error
+
+
+@contextlib.contextmanager
+def naming_what_cannot_be_written(folder: Path) -> Iterator[None]:
+  """Adds the folder and the remedy to the error of a full disk, or of a folder
+  that may not be written to, for a command with --out."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in (*DISK_FULL, *_NOT_OURS):
+      raise
+    remedy = "make room" if error.errno in DISK_FULL else "make it writable"
+    raise ValueError(
+      f"cannot write to {folder} ({error.strerror}); {remedy} and run the same"
+      " command again, or choose another folder with --out"
     ) from error

@@ -14,15 +14,26 @@ from typing import Any
 ASKED = "ASGD_WANDB"  # environment variable
 
 
+_WORDS = dict.fromkeys(("1", "yes", "true"), True)
+_WORDS |= dict.fromkeys(("", "0", "no", "false"), False)
+
+
 def asked() -> bool:
-  """Whether runs are to be written for Weights & Biases."""
-  return os.environ.get(ASKED, "") not in ("", "0")
+  """Whether runs are to be written for Weights & Biases; ValueError for a value
+  of the environment variable that is neither yes nor no."""
+  word = os.environ.get(ASKED, "")
+  if word.strip().lower() not in _WORDS:
+    raise ValueError(
+      f"the environment has {ASKED}={word[:40]!r}: write 1, yes or true, or 0,"
+      " no or false"
+    )
+  return _WORDS[word.strip().lower()]
 
 
 def ask(wanted: bool) -> None:
   """Asks for it if it is wanted; ValueError if it is asked for and not
-  installed."""
-  if wanted or asked():
+  installed, or the environment says neither yes nor no."""
+  if asked() or wanted:
     _import()
     os.environ[ASKED] = "1"
 

@@ -98,6 +98,18 @@ MISTAKES = {
   "share": ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
   "no config": ([], "no --config; try --config=configs/digits.py"),
   "no config file": (["--config=configs/nope.py"], "there is no such file"),
+  "config without its flag": (
+    ["digits"],
+    "'digits'; flags start with --, a config is --config=digits",
+  ),
+  "key before the config": (
+    ["--config.epochs=0.1", "digits"],
+    "'config.epochs': a config comes first, as --config=configs/digits.py",
+  ),
+  "title of two lines": (
+    [FILE, "--config.runs.asgd.title='a\\nb'"],
+    "config.runs.asgd.title is 'a\\nb', and stands in one line",
+  ),
   "stray word": ([FILE, "digits"], "unexpected argument 'digits'"),
   "no data": (
     ["--config=configs/cifar10.py", "--data_dir=/nonexistent"],

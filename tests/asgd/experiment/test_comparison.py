@@ -39,6 +39,17 @@ def test_the_table_has_ratios():
   ]
 
 
+def test_what_is_said_of_it():
+  both = pair()
+  rows = comparison.quantities(both)
+  said = comparison.describe(both, rows, "x/cells/b")
+  assert said.startswith("\na-n2-s0: live, and simulated with its durations")
+  assert ", with the durations of x/cells/b\n" in said
+  assert comparison.table(rows) in said
+  assert "note: 2 of 10 messages came before all workers" in said
+  assert "note" not in comparison.describe(both._replace(zero=0), rows)
+
+
 def test_what_is_not_known_is_a_dash():
   both = pair()
   live = both.runs["live"]._replace(accuracy=float("nan"))

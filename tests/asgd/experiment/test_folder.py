@@ -1,6 +1,10 @@
 """The results folder: what it is of, what may go on in it, and its cells."""
 
+import fcntl
+import hashlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -400,7 +404,8 @@ def packed(workdir):
   (place / "cell.json").write_text('{"version": 2, "cell": "this"}')
   (place / "checkpoints" / "3").mkdir(parents=True)
   result = {"cell": place.name, "label": "a", "workers": 2, "seed": 0}
-  folder.write_result(place, {**result, "loss": 0.5, "gap": float("nan")})
+  result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}
+  folder.write_result(place, result)
   written = {name: (place / name).read_bytes() for name in FILES}
   folder.pack(place)
   return place, columns, written
@@ -443,11 +448,127 @@ def test_any_byte_of_it_that_changed_is_seen(tmp_path):
 
 def test_what_a_kill_left_beside_it_is_removed(tmp_path):
   place, _, _ = packed(tmp_path)
-  (place / "result.json").write_text("half")
+  for name in ("result.json", "cell.npz.tmp", ".lock"):
+    (place / name).write_text("half")
   (place / "spans.json").write_text("kept")
-  folder.remove_leftovers(place)
+  folder.tidy(place, packs=True)
   names = {path.name for path in place.iterdir()}
   assert names == {"cell.npz", "spans.json"}
+
+
+def test_what_a_kill_left_unpacked_is_packed(tmp_path):
+  place, _, written = packed(tmp_path)
+  whole = (place / "cell.npz").read_bytes()
+  np.savez(place / "records.npz", **folder.read_records(place))
+  result = folder.finished_result(place)
+  (place / "cell.npz").unlink()
+  for name in set(FILES) - {"records.npz"}:
+    (place / name).write_bytes(written[name])
+  folder.write_result(place, result)
+  (place / "checkpoints" / "3").mkdir(parents=True)
+  for name in (".lock", "cell.npz.tmp"):
+    (place / name).touch()
+  with (place / ".lock").open("w") as lock:  # another process is at it
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder.tidy(place, packs=True)
+    assert (place / "result.json").exists()
+  folder.tidy(place, packs=False)  # a live cell keeps its files
+  assert (place / "result.json").exists()
+  folder.tidy(place, packs=True)
+  assert [path.name for path in place.iterdir()] == ["cell.npz"]
+  assert (place / "cell.npz").read_bytes() == whole
+
+
+def test_a_folder_in_the_way_of_its_file_is_named(tmp_path):
+  place = tmp_path / "cells" / "a-n2-s0"
+  (place / "cell.npz").mkdir(parents=True)
+  with pytest.raises(FolderError, match=r"cell.npz is a folder.*: remove it"):
+    folder.finished_result(place)
+
+
+@pytest.mark.parametrize("gone", ["cell.json", "result.json", "all"])
+def test_an_archive_without_its_files_is_none(tmp_path, gone):
+  place, _, _ = packed(tmp_path)
+  path = place / "cell.npz"
+  members = storage.read_archive(path)
+  kept = {k: v for k, v in members.items() if gone not in (k, "all")}
+  storage.write_archive(path, kept)
+  assert folder.finished_result(place) is None
+  assert folder.fault(place).startswith(f"{path} was changed or cut since")
+  assert folder.faults(tmp_path) == [folder.fault(place)]
+  content = b"no zip file"
+  digest = hashlib.sha256(content).hexdigest()
+  path.write_bytes(content + digest.encode())
+  assert folder.finished_result(place) is None
+  with pytest.raises(FolderError, match="cell.npz .*: the cell is damaged"):
+    folder.read_cell(place)
+
+
+def trained(workdir, exp, *, packs):
+  """Writes what a run leaves of the one cell of an experiment."""
+  (cell,) = exp.cells
+  place = folder.open_folder(str(workdir), "x", exp) / "cells" / cell.name
+  with folder.hold_cell(place, exp, cell):
+    np.savez(place / "records.npz", loss=np.arange(3.0))
+    for name in ("metrics.jsonl", "params.msgpack"):
+      (place / name).touch()
+    result = {"cell": place.name, "label": cell.label, "engine": "simulate"}
+    sizes = {"workers": cell.workers, "seed": cell.seed}
+    folder.write_result(place, {**result, **sizes})
+    if packs:
+      folder.pack(place)
+  return place
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_cell_of_another_experiment_does_not_count(tmp_path, one, two, packs):
+  ours = trained(tmp_path / "ours", one, packs=packs)
+  theirs = trained(tmp_path / "theirs", two, packs=packs)
+  assert folder.finished_result(ours) is not None
+  assert folder.fault(ours) is None
+  shutil.rmtree(ours)
+  shutil.copytree(theirs, ours)
+  assert folder.finished_result(ours) is None
+  assert folder.read_results(tmp_path / "ours") == []
+  said = r"is of another experiment \(config.batch_size was 16, now 32\)"
+  assert re.search(said, folder.fault(ours))
+  (cell,) = one.cells
+  if packs:  # it is trained again
+    with folder.hold_cell(ours, one, cell):
+      pass
+  else:
+    with pytest.raises(FolderError, match=said + ".*: remove .* to train the"):
+      folder.finished_result(ours, repeatable=False)
+    with (
+      pytest.raises(FolderError, match=r"cell.json is of another experiment"),
+      folder.hold_cell(ours, one, cell),
+    ):
+      pass
+
+
+def test_what_runs_set_for_themselves_is_of_their_experiment(tmp_path):
+  runs = {
+    "a": {"recipe": "dana_zero", "momentum": 0.5, "learning_rate": 1},
+    "b": {
+      "recipe": "asgd",
+      "title": "B",
+      "workers": (1,),
+      "optimizer": "adam",
+      "learning_rate_schedule": {"warmup_epochs": 0.5},
+      "order": {"name": "bulk_synchronous"},
+    },
+  }
+  for label in runs:
+    exp = build(runs=runs, only=label, on_nan="record")
+    assert folder.fault(trained(tmp_path, exp, packs=True)) is None
+  assert len(folder.read_results(tmp_path)) == 2
+
+
+def test_other_files_among_the_cells_are_not_looked_at(tmp_path, one):
+  trained(tmp_path, one, packs=True)
+  (tmp_path / "cells" / ".DS_Store").touch()
+  assert len(folder.read_results(tmp_path)) == 1
+  assert folder.faults(tmp_path) == []
 
 
 def test_a_cell_that_has_not_ended_has_no_result(tmp_path):
@@ -467,10 +588,19 @@ def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
   folder.open_folder(str(tmp_path), "job", one)
   path = tmp_path / "config.json"
   value = storage.read_sealed(path)
-  value["config"]["runs"] = {"z": {}, "a": {}}
+  value["config"]["runs"] = {
+    label: {"engine": "simulate"} for label in ("z", "a")
+  }
   storage.write_json(path, storage.sealed(value))
   order = [(1, "a", 0), (2, "z", 0), (2, "z", 1), (2, "a", 0), (10, "z", 0)]
   for workers, label, seed in reversed(order):
-    finish(tmp_path, label, workers, seed)
+    place = finish(tmp_path, label, workers, seed)
+    entry = {"engine": "simulate", "recipe": "asgd", "title": label}
+    own = {"cell": {"label": label}, "config": {"runs": {label: entry}}}
+    storage.write_json(
+      place / "cell.json", {**own, "dataset": value["dataset"]}
+    )
+    result = storage.read_sealed(place / "result.json")
+    folder.write_result(place, result)
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

@@ -1,6 +1,8 @@
 """Several experiments in one figure and one page."""
 
 import csv
+import errno
+import os
 import shutil
 
 import kit
@@ -52,5 +54,50 @@ def test_what_cannot_be_laid_over_each_other_is_refused(trained, tmp_path):
     write(one, trained / "two", out=one)
   empty = tmp_path / "empty"
   shutil.copytree(one, empty, ignore=shutil.ignore_patterns("cells"))
+  out = tmp_path / "out"
   with pytest.raises(ValueError, match="empty holds no finished cell"):
-    write(one, empty, out=tmp_path)
+    write(one, empty, out=out)
+  with pytest.raises(ValueError, match="/one, which is an experiment's own"):
+    write(one, trained / "two", out=one / "cells" / "x")
+  out.mkdir()
+  for name in ("report.html", "thesis.tex"):
+    (out / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"{name}, which no comparison wrote"):
+      write(one, trained / "two", out=out)
+    assert [path.name for path in out.iterdir()] == [name]
+    (out / name).unlink()
+
+
+def test_what_is_left_out_is_told(trained, tmp_path):
+  one, two, out = tmp_path / "one", trained / "two", tmp_path / "out"
+  shutil.copytree(trained / "one", one)
+  config = {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1, 2)}
+  exp = experiment.build(config, engines=experiment.ENGINES)
+  folder.open_folder(str(one), "x", exp)
+  experiment.train(exp, exp.cells[1], one, bar=Silent())
+  path = one / "cells" / exp.cells[1].name / "cell.npz"
+  path.write_bytes(path.read_bytes()[:-1])
+  for _ in range(2):  # an earlier comparison is written over
+    said = write(one, two, out=out)
+    text = (out / "report.html").read_text()
+    for line in (
+      f"{path} was changed or cut since it was written; the cell is left out",
+      f"{one}: 1 of 3 cells are finished; means and figures are of these alone",
+    ):
+      assert f"warning: {line}\n" in said
+      assert line in text
+    assert f"{two}: " not in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_where_it_cannot_be_written_is_named(
+  trained, tmp_path, number, monkeypatch
+):
+  def refuse(*_):
+    raise OSError(number, os.strerror(number), "x.tmp")
+
+  monkeypatch.setattr(os, "replace", refuse)
+  remedy = "make room" if number == errno.ENOSPC else "make it writable"
+  with pytest.raises(ValueError, match=f"cannot write to .*/out .*{remedy} .*"):
+    write(trained / "one", trained / "two", out=tmp_path / "out")
+  assert not list(tmp_path.rglob("*.tmp"))

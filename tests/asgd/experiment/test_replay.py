@@ -10,7 +10,7 @@ import pytest
 
 import asgd
 from asgd import base
-from asgd.experiment import folder, replay, storage
+from asgd.experiment import comparison, folder, replay, storage
 from asgd.live.journal import journal_path, read_journal
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -99,6 +99,34 @@ def test_a_damaged_result_is_no_run_that_goes_on(cell):
   path.write_text(path.read_text()[:100])
   with pytest.raises(ValueError, match=r"result.json cannot be read or was"):
     asgd.replay(cell)
+
+
+def test_a_cell_of_another_experiment_is_refused(trained, cell, tmp_path):
+  config = storage.read_sealed(trained[0].parent.parent / "config.json")
+  path = tmp_path / "config.json"
+  storage.write_json(path, storage.sealed(config))
+  assert folder.fault(cell) is None
+  config["config"]["learning_rate"] = 0.5
+  storage.write_json(path, storage.sealed(config))
+  said = r"of another experiment \(config.learning_rate was 0.005, now 0.5\)"
+  for read in (asgd.replay, comparison.compare):
+    with pytest.raises(ValueError, match=said):
+      read(cell)
+
+
+def test_a_comparison_of_changed_records_is_refused(cell):
+  path = cell / "records.npz"
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match=r"records.npz was changed, and the run"):
+    comparison.compare(cell)
+
+
+def test_a_damaged_archive_is_told(tmp_path):
+  place = tmp_path / "cells" / "a-n1-s0"
+  place.mkdir(parents=True)
+  (place / "cell.npz").write_bytes(b"damaged")
+  with pytest.raises(ValueError, match=r"cell.npz .*: the cell is damaged"):
+    asgd.replay(place)
 
 
 def test_lost_parameters_are_computed_again(cell):

@@ -70,3 +70,15 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
   with pytest.raises(ValueError, match=r"pip install 'asgd\[wandb\]'"):
     trackers.ask(True)
   assert not trackers.asked()
+
+
+@pytest.mark.parametrize("word", ["", "0", "no", "False", "1", "yes", "TRUE"])
+def test_words_of_the_environment_mean_yes_or_no(word, monkeypatch):
+  monkeypatch.setenv(trackers.ASKED, word)
+  assert trackers.asked() == (word in ("1", "yes", "TRUE"))
+
+
+def test_another_word_is_refused(monkeypatch):
+  monkeypatch.setenv(trackers.ASKED, "maybe")
+  with pytest.raises(ValueError, match="ASGD_WANDB='maybe': write 1, yes or"):
+    trackers.ask(True)

@@ -1,0 +1,73 @@
+"""Whether what a folder holds is of one experiment: configs, compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asgd.experiment import schema
+
+GROWING = ("workers", "seeds")  # lists that may get longer
+_OF_EVERY_RUN = ("engine", "recipe", "title")
+_SHOWN = 3  # differences
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+  """Names the leaves in which two trees of plain data differ.
+
+  Example:
+    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+    ['a.b was 1, now 3']
+  """
+  if isinstance(old, Mapping) and isinstance(new, Mapping):
+    lines, above = [], f"{path}." if path else ""
+    for key in {**old, **new}:
+      lines += differences(old.get(key), new.get(key), above + key)
+    return lines
+  return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
+
+
+def foreign(
+  description: Mapping[str, Any] | None, written: Mapping[str, Any]
+) -> str:
+  """Says in what a cell differs from those of an experiment, "" if in nothing.
+
+  No engine is asked and nothing of a user's is imported, so that results can be
+  read where they were not trained. What may change when an experiment goes on
+  is left out, and so are settings of an engine that the run gives itself.
+
+  Args:
+    description: what cell.json says; None if it cannot be read.
+    written: what config.json says.
+  """
+  try:
+    assert description is not None
+    return "; ".join(_foreign(description, written)[:_SHOWN])
+  except (AssertionError, AttributeError, KeyError, TypeError):
+    return "its cell.json is not what a run wrote"
+
+
+def _foreign(description, written):
+  label, own = description["cell"]["label"], description["config"]
+  config = written["config"]
+  if label not in config["runs"]:
+    return [f"config.runs has no {label}"]
+  entry, run = config["runs"][label], dict(own["runs"][label])
+  wanted = {key: entry[key] for key in run if key in entry}
+  for key in _OF_EVERY_RUN[1:]:  # of which there are defaults
+    wanted.setdefault(key, run.get(key) if key == "recipe" else label)
+  lines = differences(run, wanted, f"config.runs.{label}")
+  for key in config.keys() & own.keys() - {"runs", *GROWING}:
+    below = config[key]
+    if key in entry:
+      if key not in schema.SHARED:
+        continue
+      below = schema.shared_of_run(key, below, entry[key])
+    found = differences(own[key], below, f"config.{key}")
+    lines += [line for line in found if _leaf(line) not in entry]
+  was, now = description["dataset"], written["dataset"]
+  return sorted(lines) + differences(was, now, "dataset")
+
+
+def _leaf(line):
+  """The last key of a nested one, "" of one that is not nested."""
+  _, *above, leaf = line.partition(" was ")[0].split(".")
+  return leaf if above else ""
