@@ -64,6 +64,10 @@ def find(name: str, place: Path) -> Path:
   return names.lookup("figure", name, known)
 
 
+class _NoFigureError(ValueError):
+  """A file lacks one of the two functions of a figure."""
+
+
 class Reproduction(NamedTuple):
   """A figure, and the experiment that it is of, at one of its sizes."""
 
@@ -79,26 +83,47 @@ def load(
   """Returns what a figure's file says; ValueError for anything wrong with it,
   on one line."""
   code.add_folder(path.parent)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
   try:
-    spec.loader.exec_module(module)
-    config, given = module.get_config(), module.get_figure()
-  except Exception as error:  # whatever a user's file raises
-    raise ValueError(f"{path}: {line_of(error)}") from error
+    figure_file.check_name(path.stem)
+    config, given = _run(path)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
   try:
     full = schema.resolve(config, engines)
     figure = figure_file.read(path.stem, given, _counts(full, engines))
     if quick and not figure.quick:
       raise ValueError("get_figure() has no 'quick', keys that make it small")
-    if quick:
+    if figure.quick:
       small = overrides.override(config, figure.quick, engines)
-      full = schema.resolve(small, engines)
+      small = schema.resolve(small, engines)
+      full = small if quick else full
     return Reproduction(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
-  except (TypeError, KeyError, AttributeError) as error:  # of another kind
-    raise ValueError(f"{path}: get_figure(): {line_of(error)}") from error
+
+
+def _run(path):
+  """What the two functions of a figure's file return."""
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    for name in ("get_config", "get_figure"):
+      if not callable(getattr(module, name, None)):
+        raise _NoFigureError(
+          f"it has no {name}(); a figure's file defines get_config() and"
+          " get_figure()"
+        )
+    return module.get_config(), module.get_figure()
+  except _NoFigureError:
+    raise
+  except SystemExit as end:
+    raise ValueError(
+      f"the file ended the program (status {end.code!r}); get_config() and"
+      " get_figure() return what they say"
+    ) from None
+  except Exception as error:  # whatever a user's file raises
+    raise ValueError(line_of(error)) from error
 
 
 def _counts(config, engines) -> Counts:

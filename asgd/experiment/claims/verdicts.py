@@ -60,10 +60,8 @@ def _paired(one, other, combine) -> dict[int, float]:
 
 
 def _over(a, b):
-  """a / b, of numbers from 0 on."""
-  if a == b:
-    return 1.0
-  return a / b if b else math.inf
+  """a / b of positive numbers; of others no ratio is known (NaN)."""
+  return a / b if a > 0 and b > 0 else math.nan
 
 
 class _Cells:
@@ -164,7 +162,10 @@ def decide(part: Effect, statistic: str) -> Decided:
     return Decided(part, nothing, UNDECIDED, nothing.why)
   lacking = sum(map(math.isnan, values))
   if lacking:
-    why = f"{lacking} of {len(values)} seeds have no value, or infinite ones"
+    odd = ", infinite ones, or none above 0" if part.ratio else (
+      ", or infinite ones"
+    )
+    why = f"{lacking} of {len(values)} seeds have no value{odd}"
     return Decided(part, nothing._replace(why=why), UNDECIDED, why)
   if part.ratio:
     interval = statistics.of_ratios(statistic, values)

@@ -116,7 +116,7 @@ def test_kept_verdicts_follow_from_their_numbers(name):
 def test_a_file_that_is_no_figure_is_named(tmp_path):
   for text, message in (
     ("x =", "SyntaxError"),
-    ("get_config = dict", "no attribute 'get_figure'"),
+    ("get_config = dict", "has no get_figure"),
     ("get_config = get_figure = dict", "names no run"),
     (
       "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
@@ -124,14 +124,33 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
       "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
       "  claims = [dict(bound, of='a', above='x')]\n"
       "  return dict(title='t', paper='p', about='a', claims=claims)",
-      r"get_figure\(\): TypeError",
+      "claim 'c' of kind 'bound': above must be a number",
     ),
+    ("import sys; sys.exit('bye')", r"ended the program \(status 'bye'\)"),
+    ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
       reproduce.load(path, experiment.ENGINES)
     assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("config", "would overwrite files of its experiment"),
+    ("Figure", "would overwrite files"),
+    ("results", "would overwrite files"),
+    ("dots.v2", "rename it to letters, digits, _ and -"),
+    ("a b", "rename it"),
+  ],
+)
+def test_a_name_whose_files_collide_is_refused(tmp_path, name, message):
+  path = tmp_path / f"{name}.py"
+  path.write_text("raise RuntimeError")  # it is not run
+  with pytest.raises(ValueError, match=message):
+    reproduce.load(path, experiment.ENGINES)
 
 
 def test_a_verdict_that_is_none_is_named(tmp_path):
