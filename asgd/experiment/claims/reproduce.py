@@ -9,6 +9,7 @@ same config, and goes on after a kill. Beside what every experiment leaves there
 """
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +27,13 @@ from asgd.experiment import (
   schema,
   storage,
 )
-from asgd.experiment.claims import columns, drawing, figure_file, verdicts
+from asgd.experiment.claims import (
+  columns,
+  drawing,
+  figure_file,
+  gallery,
+  verdicts,
+)
 from asgd.experiment.claims.figure_file import Counts, Figure
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals
@@ -151,6 +158,32 @@ def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
   return out
 
 
+def _size(task) -> str:
+  return "quick" if task.quick else "full"
+
+
+def _check_size(task, experiment, place):
+  """Raises ValueError for a folder of the figure's other size: its verdicts
+  would be replaced by those of fewer cells."""
+  name, own = task.figure.name, _size(task)
+  remedy = "choose another folder with --workdir"
+  before = storage.read_json(place / f"{name}.json") or {}
+  if before.get("size", own) != own:
+    raise ValueError(
+      f"--workdir={place} holds another experiment: {name} at its"
+      f" {before['size']} size, and this is the {own} one; {remedy}"
+    )
+  if not task.quick or before or not (place / "config.json").exists():
+    return
+  written = folder.read_identity(place)  # not yet judged
+  wanted = json.loads(storage.to_json(folder.identity(experiment)))
+  if written["config"] != wanted["config"]:
+    raise ValueError(
+      f"--workdir={place} holds another experiment than {name} at its quick"
+      f" size; {remedy}"
+    )
+
+
 def train(
   task: Reproduction,
   engines: schema.Engines,
@@ -183,6 +216,8 @@ def train(
       if experiment.runs[cell.label].engine == engine
     ]
     engines[engine].check_machine(experiment, plans, machine)
+  if workdir is not None and Path(workdir).is_dir():
+    _check_size(task, experiment, Path(workdir))
   name += "-quick" if task.quick else ""
   place = folder.open_folder(workdir, name, experiment)
   order = list(experiment.cells)
@@ -223,7 +258,7 @@ def judge(
     "paper": figure.paper,
     "about": figure.about,
     "tuned": figure.tuned,
-    "size": "quick" if task.quick else "full",
+    "size": _size(task),
     "seeds": table.seeds,
     "cells": len(done),
     "of_cells": len(experiment.cells),
@@ -279,10 +314,17 @@ def write(
 
 
 def reproduce(
-  task: Reproduction, engines: schema.Engines, **options: Any
+  task: Reproduction,
+  engines: schema.Engines,
+  *,
+  docs: Path | None = None,
+  **options: Any,
 ) -> Path:
   """Trains, judges and writes a figure, with the options of `train`, and says
-  what came of it; returns its folder."""
+  what came of it; returns its folder. Of `docs` the verdicts are kept there
+  (`gallery.keep`), and whether they can be is asked before training."""
+  if docs is not None:
+    gallery.check_place(docs, task.figure.name)
   experiment, place = train(task, engines, **options)
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
@@ -294,4 +336,6 @@ def reproduce(
     f" {data['seconds']:.0f} s of training\n\n{verdicts.text(said)}\n"
     f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"
   )
+  if docs is not None:
+    gallery.keep(place, task.figure.name, docs)
   return place
