@@ -8,7 +8,8 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
                                      time: simulated, or seconds of a live run
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
-                                     C of the one at that share of the run
+                                     C of the one at that share of the run,
+                                     from 0 (which it is if left out) to below 1
   dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
                                      run at which C is below (or `above`) that
 

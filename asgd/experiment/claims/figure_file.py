@@ -54,7 +54,7 @@ class Claim(NamedTuple):
     "falls") by more than `by`, in each pair. Of "monotone" `runs` may be one
     label: its cells, by their number of workers.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
-  ratio: the same of `of` divided by `to`.
+  ratio: the same of `of` divided by `to`, both positive.
   bound: each of `of` lies there.
   threshold: `runs` are pairs (cell, x), along which the column crosses `level`;
     where it does so first, linear in between, lies there.

@@ -116,7 +116,7 @@ def _bounds(claim, cells) -> Iterator[Effect]:
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   """Returns where a line through points, by x, crosses a level first; NaN if it
-  does not.
+  does not, or if before that a point is not finite.
 
   Example:
     >>> crossing([1.0, 2.0], [-1.0, 3.0], 0.0)
@@ -124,6 +124,8 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   """
   points = sorted(zip(xs, ys, strict=True))
   for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    if not (math.isfinite(y0) and math.isfinite(y1)):
+      break
     if (y0 - level) * (y1 - level) <= 0 and y0 != y1:
       return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
   return math.nan

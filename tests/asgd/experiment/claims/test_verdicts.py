@@ -108,6 +108,9 @@ def test_a_threshold_is_where_a_line_crosses():
   (part,) = judged(data, of).parts
   assert part.part.values == {0: 1.25, 1: 1.5}
   assert math.isnan(verdicts.crossing([1, 2], [1, 2], 0))
+  for odd in (math.nan, INF):  # it is not known whether it did so before
+    assert math.isnan(verdicts.crossing([1, 2, 3], [odd, -1, 1], 0))
+    assert math.isnan(verdicts.crossing([1, 2], [-1, odd], 0))
   never = judged(data, {"a": ([1.0, 2.0], [3.0, 2.0])})
   assert "2 of 2 seeds have no value" in never.parts[0].why
 
