@@ -39,7 +39,7 @@ _F = flags.define(
 
 def _reproduce(task, signals):
   engines, data_dir = flags.ENGINES, _TRAINING["data_dir"].value
-  place = reproduce.reproduce(
+  reproduce.reproduce(
     *(task, engines),
     workdir=_TRAINING["workdir"].value,
     data_dir=data_dir,
@@ -48,9 +48,8 @@ def _reproduce(task, signals):
       total, describe=lambda name, row: engines[name].describe(row)
     ),
     signals=signals,
+    docs=_DOCS if _F["docs"].value else None,
   )
-  if _F["docs"].value:
-    gallery.keep(place, task.figure.name, _DOCS)
 
 
 def main(name: str | None = None) -> None:

@@ -13,7 +13,7 @@ import pytest
     (["dana", "--all"], "which figure?"),
     (["--all", "--workdir=x"], "--workdir is the folder of one figure"),
     (["dana", "stragglers"], "unexpected argument 'stragglers'"),
-    (["{}"], "claim 'c': unknown run 'nag'; known: nag_asgd"),
+    (["{}"], "claim 'c', of: unknown run 'nag'; known: nag_asgd"),
     (["delayed_edge", "--quick", "--workdir={}"], "is a file"),
   ],
 )

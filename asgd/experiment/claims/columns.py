@@ -8,7 +8,8 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
                                      time: simulated, or seconds of a live run
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
-                                     C of the one at that share of the run
+                                     C of the one at that share of the run,
+                                     from 0 (which it is if left out) to below 1
   dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
                                      run at which C is below (or `above`) that
 
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import base, names
+from asgd.checks import shown
 from asgd.experiment import folder, predict, storage
+from asgd.experiment.claims import fields
+from asgd.experiment.claims.fields import Field
 
 RESULTS = (
   *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
@@ -31,35 +35,33 @@ RESULTS = (
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
 )
-_KEYS = {
-  "reach": ("loss",),
-  "quotient": ("of", "by"),
-  "change": ("column", "since"),
-  "first": ("column", "below", "above"),
+_RESULT = Field(fields.named(RESULTS), "a column of the result")
+_KINDS: Mapping[str, fields.Table] = {
+  "reach": {"loss": Field(fields.number, "which is to be reached")},
+  "quotient": {"of": _RESULT, "by": _RESULT},
+  "change": {"column": _RESULT, "since": Field(fields.share)},
+  "first": {
+    "column": _RESULT,
+    **dict.fromkeys(("below", "above"), Field(fields.bound(fields.number))),
+  },
 }
-_OF_RESULTS = {"quotient": ("of", "by"), "change": ("column",)}
-_OF_RESULTS["first"] = ("column",)
 Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made
 
 
 def check(made: Made) -> None:
   """Raises ValueError for a column that cannot be made."""
+  fields.mapping(made, "columns")
   for name, how in made.items():
-    where = f"column {name!r}"
+    where = f"column {shown(name)}"
+    fields.text(name, "the name of a column")
+    if name in RESULTS:
+      raise ValueError(f"{where} is one of the result; give it another name")
     kind = how.get("kind") if isinstance(how, Mapping) else how
-    names.check(f"kind of {where}:", kind, _KEYS)
-    for key in how:
-      if key not in ("kind", *_KEYS[kind]):
-        raise ValueError(
-          f"{where} of kind {kind!r} has no key {key!r};"
-          f" {names.nearest(key, _KEYS[kind])}"
-        )
-    for key in _OF_RESULTS.get(kind, ()):
-      names.check(f"{key} of {where}:", how.get(key), RESULTS)
-    if kind == "reach" and "loss" not in how:
-      raise ValueError(f"{where} needs 'loss', which is to be reached")
+    names.check(f"kind of {where}:", kind, _KINDS)
+    kinds = Field(fields.named(list(_KINDS)))
+    fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
     if kind == "first" and len({"below", "above"} & set(how)) != 1:
-      raise ValueError(f"{where} needs 'below' or 'above'")
+      raise ValueError(f"{where} needs 'below' or 'above', and not both")
 
 
 def known(made: Made) -> list[str]:

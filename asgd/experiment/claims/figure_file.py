@@ -21,30 +21,29 @@ that has one number of workers, or for a column that is over all of them.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asgd import names
 from asgd.checks import shown
+from asgd.experiment import checks
 from asgd.experiment.claims import columns as columns_lib
+from asgd.experiment.claims import fields
+from asgd.experiment.claims.fields import Field
 from asgd.experiment.claims.statistics import STATISTICS
 
 Spot = tuple[str, int | None]  # (label, workers); None: all of the run's
 Counts = Mapping[str, Sequence[int]]  # label -> numbers of workers
 
-_ALWAYS = ("name", "says", "kind", "column", "statistic", "note")
-KINDS: Mapping[str, tuple[str, ...]] = {  # -> keys that say what of
-  "ordering": ("runs", "order", "by"),
-  "monotone": ("runs", "order", "by"),
-  "difference": ("of", "to", "above", "below"),
-  "ratio": ("of", "to", "above", "below"),
-  "bound": ("of", "above", "below"),
-  "threshold": ("runs", "level", "above", "below"),
-}
-_NEEDED = {"threshold": ("runs", "level"), "bound": ("of",)}
 _SPREAD = ("ordering", "monotone")
 _ORDERS = ("rises", "falls")
 _SCALES = ("linear", "log", "symlog")
+_LINES = ("", "-", "--", ":", "-.")
+_MARKERS = ("", *".,ov^<>12348spP*hH+xXDd|_")
+# Of files that an experiment writes beside those of the figure.
+_TAKEN = ("config", "measurements", "metrics", "results", "table", "report")
+_TAKEN += ("figure", "compare", "cells", "tensorboard")
 
 
 class Claim(NamedTuple):
@@ -55,7 +54,7 @@ class Claim(NamedTuple):
     "falls") by more than `by`, in each pair. Of "monotone" `runs` may be one
     label: its cells, by their number of workers.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
-  ratio: the same of `of` divided by `to`.
+  ratio: the same of `of` divided by `to`, both positive.
   bound: each of `of` lies there.
   threshold: `runs` are pairs (cell, x), along which the column crosses `level`;
     where it does so first, linear in between, lies there.
@@ -128,65 +127,133 @@ def find_cell(spot: str, counts: Counts) -> Spot:
   return label, int(text)
 
 
-def _texts(data, keys, where):
-  for key in keys:
-    if not isinstance(data.get(key), str) or not data[key].strip():
-      raise ValueError(f"{where} needs {key!r}, a text")
-
-
 def groups(value: Any) -> list[list[Any]]:
   """Returns cells as lists of cells: one of one for a cell alone."""
   several = value if isinstance(value, (list, tuple)) else [value]
   return [list(g) if isinstance(g, (list, tuple)) else [g] for g in several]
 
 
-def spots_of(claim: Claim) -> Iterator[str]:
-  """Yields the cells that a claim names, as the file has them."""
+def spots_of(claim: Claim) -> Iterator[tuple[str, str]]:
+  """Yields (field, cell) of the cells that a claim names."""
   data = claim.data
   if claim.kind == "threshold":
-    yield from (spot for spot, _ in data["runs"])
+    yield from (("runs", spot) for spot, _ in data["runs"])
     return
   for key in ("of", "to", "runs"):
     for group in groups(data.get(key, [])):
-      yield from group
+      yield from ((key, spot) for spot in group)
+
+
+def _are_cells(value):
+  return bool(value) and all(
+    isinstance(spot, str) for group in groups(value) for spot in group or [None]
+  )
+
+
+_CELLS = Field(
+  fields.must(_are_cells, "a cell, or a list of cells, written LABEL@N"),
+  "a cell, or a list of cells",
+)
+_BOUNDS = dict.fromkeys(("above", "below"), Field(fields.bound(fields.number)))
+_RATIOS = dict.fromkeys(_BOUNDS, Field(fields.bound(checks.positive)))
+_STEPS = {
+  "runs": _CELLS,
+  "order": Field(fields.named(_ORDERS), "rises or falls"),
+  "by": Field(checks.number()),
+}
+_PAIRS = fields.pairs("(cell, x)", fields.text, fields.number)
+_POINTS = fields.pairs("(x, y)", fields.number, fields.number)
+_TEXT = Field(fields.text, "a text")
+_KINDS: Mapping[str, fields.Table] = {  # -> fields that say what of
+  "ordering": _STEPS,
+  "monotone": _STEPS,
+  "difference": {"of": _CELLS, "to": _CELLS, **_BOUNDS},
+  "ratio": {"of": _CELLS, "to": _CELLS, **_RATIOS},
+  "bound": {"of": _CELLS, **_BOUNDS},
+  "threshold": {
+    "runs": Field(_PAIRS, "pairs (cell, x)"),
+    "level": Field(fields.number, "a number"),
+    **_BOUNDS,
+  },
+}
+_PUBLISHED = {
+  "title": _TEXT,
+  "source": _TEXT,
+  "points": Field(_POINTS, "a list of pairs (x, y)"),
+  "of": Field(fields.text),
+  "line": Field(fields.must(_LINES.__contains__, f"one of {_LINES}")),
+  "marker": Field(
+    fields.must(_MARKERS.__contains__, "a marker of Matplotlib, as 'o' or ''")
+  ),
+}
+
+
+def _is_range(value):
+  fits = value is None or (fields.is_list(value) and len(value) == 2)
+  real = fits and all(type(v) in (int, float) for v in value or ())
+  return real and (value is None or -math.inf < value[0] < value[1] < math.inf)
+
+
+_PANEL = {
+  **dict.fromkeys(("title", "column", "xlabel", "ylabel"), _TEXT),
+  "series": Field(fields.mapping),
+  "published": Field(fields.any_list),
+  "minus": Field(checks.optional(fields.text)),
+  "scale": Field(
+    fields.must(
+      lambda v: type(v) in (int, float) and v and math.isfinite(v),
+      "a finite number other than 0",
+    )
+  ),
+  "xlog": Field(checks.flag),
+  "yscale": Field(fields.named(_SCALES)),
+  "ylim": Field(fields.must(_is_range, "a pair (low, high) of numbers")),
+}
+_FIGURE = {
+  **dict.fromkeys(("title", "paper", "about"), _TEXT),
+  "claims": Field(fields.any_list),
+  "columns": Field(fields.mapping),
+  "panels": Field(fields.any_list),
+  "quick": Field(fields.mapping),
+  "tuned": Field(fields.note),
+  "turns": Field(checks.flag),
+}
 
 
 def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
   """Reads a claim and checks all that needs no runs."""
-  if not isinstance(data, Mapping):
-    raise ValueError(f"claim {number} must be a dict, not {shown(data)}")
-  where = f"claim {data.get('name', number)!r}"
-  _texts(data, ("name", "says", "kind", "column"), where)
+  where = f"claim {number}"
+  if isinstance(data, Mapping) and isinstance(data.get("name"), str):
+    where = f"claim {shown(data['name'])}"
+  always = {
+    **dict.fromkeys(("name", "says", "kind", "column"), _TEXT),
+    "note": Field(fields.note),
+  }
+  fields.check(where, data, always, closed=False)
   kind = data["kind"]
-  names.check(f"kind of {where}:", kind, KINDS)
-  allowed = (*_ALWAYS, *KINDS[kind])
-  for key in data:
-    if key not in allowed:
-      raise ValueError(
-        f"{where} of kind {kind!r} has no key {shown(key)};"
-        f" {names.nearest(str(key), allowed)}"
-      )
-  default = "sign" if kind in _SPREAD else "t"
-  statistic = data.get("statistic", default)
+  names.check(f"kind of {where}:", kind, _KINDS)
+  statistic = data.get("statistic", "sign" if kind in _SPREAD else "t")
   names.check(f"statistic of {where}:", statistic, STATISTICS)
   names.check(f"column of {where}:", data["column"], known)
-  for key in _NEEDED.get(kind, ("runs",) if kind in _SPREAD else ("of", "to")):
-    if not data.get(key) and data.get(key) != 0:
-      raise ValueError(f"{where} of kind {kind!r} needs {key!r}")
-  _check_bounds(where, kind, data)
-  own = {key: data[key] for key in KINDS[kind] if key in data}
+  always["statistic"] = Field(checks.anything)
+  fields.check(f"{where} of kind {kind!r}", data, always | _KINDS[kind])
+  _check_whole(where, kind, data)
+  own = {key: data[key] for key in _KINDS[kind] if key in data}
   return Claim(
     *(data["name"], data["says"], kind, data["column"], statistic, own),
     data.get("note", ""),
   )
 
 
-def _check_bounds(where, kind, data):
+def _check_whole(where, kind, data):
+  """Raises ValueError for fields that do not go together."""
   if kind in _SPREAD:
-    if data.get("order") not in _ORDERS:
+    runs = data["runs"]
+    along = kind == "monotone" and isinstance(runs, str)
+    if not along and len(groups(runs)) < 2:
       raise ValueError(
-        f"{where} needs 'order', {' or '.join(_ORDERS)}, not"
-        f" {shown(data.get('order'))}"
+        f"{where}: runs must be two cells or groups of cells at least, not"
+        f" {shown(runs)}"
       )
     return
   low, high = data.get("above", -math.inf), data.get("below", math.inf)
@@ -195,90 +262,136 @@ def _check_bounds(where, kind, data):
   if not low < high:
     raise ValueError(f"{where}: above {low} is not below {high}")
   if kind == "threshold":
-    runs = [r for r in data["runs"] if isinstance(r, list | tuple)]
-    if len(runs) < max(2, len(data["runs"])) or {len(r) for r in runs} != {2}:
-      raise ValueError(f"{where}: runs are two pairs (cell, x) at least")
-
-
-def _panel(data: Any, known: Sequence[str]) -> PanelSpec:
-  if not isinstance(data, Mapping):
-    raise ValueError(f"a panel must be a dict, not {shown(data)}")
-  where = f"panel {data.get('title')!r}"
-  for key in data:
-    if key not in PanelSpec._fields:
+    xs = [x for _, x in data["runs"]]
+    if len(xs) < 2 or len(set(xs)) < len(xs):
       raise ValueError(
-        f"{where} has no key {shown(key)};"
-        f" {names.nearest(str(key), PanelSpec._fields)}"
+        f"{where}: runs must be two pairs (cell, x) at least, each at another"
+        f" x, not {shown(data['runs'])}"
       )
-  _texts(data, ("title", "column", "xlabel", "ylabel"), where)
+
+
+def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
+  where = f"panel {number}"
+  if isinstance(data, Mapping) and isinstance(data.get("title"), str):
+    where = f"panel {shown(data['title'])}"
+  fields.check(where, data, _PANEL)
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor what is published")
   panel = PanelSpec(**data)
   names.check(f"column of {where}:", panel.column, known)
-  names.check(f"yscale of {where}:", panel.yscale, _SCALES)
-  for each in panel.published:
-    _texts(each, ("title", "source"), f"what is published in {where}")
+  places = fields.pairs("(x, cell)", fields.number, fields.text)
+  series = dict.fromkeys(panel.series, Field(places))
+  fields.check(f"series of {where}", panel.series, series)
+  for key in panel.series:
+    fields.text(key, f"the name of a series of {where}")
+  for i, each in enumerate(panel.published):
+    fields.check(f"published {i} of {where}", each, _PUBLISHED)
+  xs = [x for points in panel.series.values() for x, _ in points]
+  xs += [x for each in panel.published for x, _ in each["points"]]
+  if panel.xlog and min(xs) <= 0:
+    raise ValueError(f"{where}: xlog takes no x of {min(xs)}; leave it out")
+  if panel.yscale == "log" and panel.ylim and panel.ylim[0] <= 0:
+    raise ValueError(
+      f"{where}: ylim {shown(panel.ylim)} has no logarithm; begin above 0"
+    )
   return panel
+
+
+def check_name(name: str) -> None:
+  """Raises ValueError for a figure's name whose files would have odd names, or
+  those of files of the experiment."""
+  if not re.fullmatch("[A-Za-z0-9_-]+", name):
+    raise ValueError(
+      f"a figure has the name of its file, {shown(name)}: rename it to letters,"
+      " digits, _ and -"
+    )
+  if name.lower() in _TAKEN:
+    raise ValueError(
+      f"a figure {name!r} would overwrite files of its experiment, which has"
+      f" {', '.join(_TAKEN)}; rename the file"
+    )
+
+
+def _check_distinct(what, titles):
+  for title in titles:
+    if titles.count(title) > 1:
+      raise ValueError(
+        f"two {what} have the name {shown(title)}; give each its own"
+      )
 
 
 def read(name: str, given: Any, counts: Counts) -> Figure:
   """Returns what `get_figure()` of a file gave, checked against the numbers of
   workers of the runs of its config; ValueError names what is wrong."""
+  check_name(name)
   if not isinstance(given, Mapping):
     raise ValueError(f"get_figure() must return a dict, not {shown(given)}")
-  fields = [f for f in Figure._fields if f != "name"]
-  for key in given:
-    if key not in fields:
-      raise ValueError(
-        f"get_figure() has no key {shown(key)}; {names.nearest(key, fields)}"
-      )
-  _texts(given, ("title", "paper", "about"), "get_figure()")
+  given = fields.plain(given)
+  fields.check("get_figure()", given, _FIGURE)
   if not given.get("claims"):
     raise ValueError(
       "get_figure() has no claims: a figure without one is not reproduced but"
       " drawn; give it a list of claims, or use launch.train"
     )
-  made = dict(given.get("columns", {}))
+  made = given.get("columns", {})
   columns_lib.check(made)
   known = columns_lib.known(made)
   claims = [_claim(c, i, known) for i, c in enumerate(given["claims"])]
-  titles = [claim.name for claim in claims]
-  for title in titles:
-    if titles.count(title) > 1:
-      raise ValueError(f"two claims have the name {title!r}; give each its own")
-  panels = [_panel(panel, known) for panel in given.get("panels", ())]
+  _check_distinct("claims", [claim.name for claim in claims])
+  panels = [
+    _panel(panel, i, known) for i, panel in enumerate(given.get("panels", ()))
+  ]
+  _check_distinct("panels", [panel.title for panel in panels])
   figure = Figure(
     *(name, given["title"], given["paper"], given["about"], claims, made),
     *(panels, given.get("quick", {}), given.get("tuned", "")),
-    bool(given.get("turns")),
+    given.get("turns", False),
   )
   _check_cells(figure, counts)
   return figure
 
 
+def _check_cell(where, spot, counts, over):
+  """Raises ValueError for a cell that the experiment does not have; `over`: its
+  column is over all numbers of workers."""
+  try:
+    _, workers = find_cell(spot, counts)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from None
+  if workers is None and not over:
+    raise ValueError(
+      f"{where}: run {spot!r} has several numbers of workers; write"
+      f" {spot}@N, {spot}@most or {spot}@least"
+    )
+
+
 def _check_cells(figure, counts):
-  """Raises ValueError for a cell that the experiment does not have."""
   for claim in figure.claims:
     over = columns_lib.is_over_workers(figure.columns, claim.column)
-    along = claim.kind == "monotone" and isinstance(claim.data["runs"], str)
-    for spot in spots_of(claim):
-      where = f"claim {claim.name!r}"
-      try:
-        _, workers = find_cell(spot, counts)
-      except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-      if workers is None and not over and not along:
+    where, runs = f"claim {claim.name!r}", claim.data.get("runs")
+    if claim.kind == "monotone" and isinstance(runs, str):
+      names.check(f"run of {where}:", runs, counts)
+      if over or len(counts[runs]) < 2:
         raise ValueError(
-          f"{where}: run {spot!r} has several numbers of workers; write"
-          f" {spot}@N, {spot}@most or {spot}@least"
+          f"{where}: runs {runs!r} is one cell, and nothing rises or falls"
+          " along it; name cells, or a run of several numbers of workers"
         )
+      continue
+    for key, spot in spots_of(claim):
+      _check_cell(f"{where}, {key}", spot, counts, over)
+  series = [name for panel in figure.panels for name in panel.series]
   for panel in figure.panels:
-    for points in panel.series.values():
+    over = columns_lib.is_over_workers(figure.columns, panel.column)
+    where = f"panel {panel.title!r}"
+    for name, points in panel.series.items():
       for _, spot in points:
-        try:
-          find_cell(spot, counts)
-        except ValueError as error:
-          raise ValueError(f"panel {panel.title!r}: {error}") from None
+        _check_cell(f"{where}, series {name!r}", spot, counts, over)
+    if panel.minus is not None:
+      _check_cell(f"{where}, minus", panel.minus, counts, over)
+    for known in panel.published:
+      if "of" in known:
+        title = f"of, in published {shown(known['title'])} of {where}: series"
+        names.check(title, known["of"], series)
 
 
 def cell_of(spot: str, counts: Counts) -> Spot | None:

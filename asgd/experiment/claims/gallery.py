@@ -4,13 +4,16 @@ The page is a function of docs/figures/*.json alone: it says no more than what
 was run, judged and kept.
 """
 
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asgd.experiment import storage
-from asgd.experiment.claims import verdicts
+from asgd.experiment import checks, storage
+from asgd.experiment.claims import fields, statistics, verdicts
+from asgd.experiment.claims.fields import Field
 
 _PAGE, _FOLDER = "figures.md", "figures"
 _VERSIONS = ("jax", "numpy", "scipy", "python")
@@ -33,48 +36,162 @@ This page is written by `python -m launch.reproduce --docs` from the verdicts in
 """
 
 
+def _is_value(value):
+  """Whether a value is a number as `verdicts.plain` has it, or None."""
+  return value in (None, "inf", "-inf") or type(value) in (int, float)
+
+
+_TEXT, _NOTE = Field(fields.text, "a text"), Field(fields.note, "a text")
+_COUNT = Field(checks.whole(0), "a whole number")
+_LIST = Field(fields.any_list, "a list")
+_MAPPING = Field(fields.mapping, "a dict")
+_VALUE = Field(fields.must(_is_value, "a number"), "a number or null")
+_BOUND = Field(
+  fields.must(lambda v: v is not None and _is_value(v), "a number"), "a number"
+)
+_SAID = Field(fields.named(statistics.VERDICTS), "a verdict")
+_KEPT: fields.Table = {
+  **dict.fromkeys(("title", "paper", "about"), _TEXT),
+  "tuned": _NOTE,
+  "size": Field(fields.named(("full", "quick")), "full or quick"),
+  "seeds": Field(checks.several(checks.whole(0)), "a list"),
+  **dict.fromkeys(("cells", "of_cells", "diverged", "messages"), _COUNT),
+  "seconds": Field(checks.number(), "a number"),
+  **dict.fromkeys(("versions", "machine"), _MAPPING),
+  **dict.fromkeys(("published", "claims"), _LIST),
+}
+_CLAIM: fields.Table = {
+  **dict.fromkeys(("name", "says", "kind", "column", "statistic"), _TEXT),
+  "note": _NOTE,
+  "verdict": _SAID,
+  "parts": _LIST,
+}
+_PART: fields.Table = {
+  "what": _TEXT,
+  "verdict": _SAID,
+  "why": _NOTE,
+  **dict.fromkeys(("effect", "low", "high"), _VALUE),
+  **dict.fromkeys(("above", "below"), _BOUND),
+  "coverage": Field(checks.number(0, 1), "a number"),
+  "ratio": Field(checks.flag, "True or False"),
+  "values": _MAPPING,
+}
+
+
+def _check(data):
+  """Raises ValueError for verdicts that are damaged."""
+
+  def check(where, value, table):
+    fields.check(where, value, table, closed=False)
+
+  check("it", data, _KEPT)
+  check("versions", data["versions"], dict.fromkeys(_VERSIONS, _TEXT))
+  anything = Field(checks.anything, "of the machine")
+  machine = dict.fromkeys(("cores", "devices"), anything)
+  check("machine", data["machine"], machine)
+  for i, known in enumerate(data["published"]):
+    check(f"published {i}", known, {"title": _TEXT, "source": _TEXT})
+  for i, claim in enumerate(data["claims"]):
+    check(f"claim {i}", claim, _CLAIM)
+    for j, part in enumerate(claim["parts"]):
+      where = f"part {j} of claim {claim['name']!r}"
+      check(where, part, _PART)
+      seeds = [seed for seed in part["values"] if seed.isdecimal()]
+      check(where, part["values"], dict.fromkeys(part["values"], _VALUE))
+      if len(seeds) < len(part["values"]):
+        raise ValueError(f"{where} has values of what is no seed")
+    said = statistics.conclude([part["verdict"] for part in claim["parts"]])
+    if not claim["parts"] or said != claim["verdict"]:
+      raise ValueError(f"claim {claim['name']!r} is not what its parts say")
+
+
 def read(docs: Path) -> dict[str, dict[str, Any]]:
   """Returns the verdicts that are kept: name -> NAME.json. ValueError for a
-  file that is none."""
+  file that is none, or damaged."""
   out = {}
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
     kept = data is not None and data.get("figure") == path.stem
+    remedy = (
+      "remove it, or make it anew with python -m launch.reproduce"
+      f" {path.stem} --docs"
+    )
     if not kept or data.get("version") != verdicts.VERSION:
       raise ValueError(
         f"{path} holds no verdicts of that figure, of version"
-        f" {verdicts.VERSION}; remove it, or make it anew"
-        f" with python -m launch.reproduce {path.stem} --docs"
+        f" {verdicts.VERSION}; {remedy}"
       )
+    try:
+      _check(data)
+    except ValueError as error:
+      raise ValueError(f"{path} is damaged: {error}; {remedy}") from None
     out[path.stem] = data
   return out
 
 
+def check_place(docs: Path, name: str) -> None:
+  """Raises ValueError if a figure cannot be kept in docs/: before it is
+  trained."""
+  kept = docs / _FOLDER
+  if not docs.is_dir():
+    raise ValueError(
+      f"{docs} is not there: --docs is for a checkout; run it in its root, or"
+      " leave it out"
+    )
+  for place in (docs, kept):
+    if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
+      raise ValueError(
+        f"{place} cannot be written, where --docs keeps verdicts; make it"
+        " writable, or leave --docs out"
+      )
+  if (kept / f"{name}.svg").exists() and not (kept / f"{name}.json").exists():
+    raise ValueError(
+      f"{kept}/{name}.svg is of no figure, and --docs would overwrite it;"
+      " rename the figure's file"
+    )
+
+
 def keep(place: Path, name: str, docs: Path) -> None:
   """Puts the verdicts and the picture of a figure's folder into docs/figures;
-  ValueError where there is no docs/, or no picture."""
+  ValueError as of `check_place`, or where there is no picture."""
+  check_place(docs, name)
   kept = docs / _FOLDER
   for suffix in (".json", ".svg"):
-    if not (place / name).with_suffix(suffix).exists():
+    if not (place / f"{name}{suffix}").exists():
       raise ValueError(f"{place}/{name}{suffix} is not there, to be kept")
-  if not docs.is_dir():
-    raise ValueError(f"{docs} is not there: --docs is for a checkout")
   kept.mkdir(exist_ok=True)
   for suffix in (".json", ".svg"):
-    shutil.copy((place / name).with_suffix(suffix), kept)
+    shutil.copy(place / f"{name}{suffix}", kept)
+
+
+def _one_line(value: Any) -> Any:
+  """Returns data with each text on one line, and no tag of HTML in it."""
+  if isinstance(value, Mapping):
+    return {key: _one_line(each) for key, each in value.items()}
+  if isinstance(value, list):
+    return [_one_line(each) for each in value]
+  if isinstance(value, str):
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(value.split()))
+  return value
 
 
 def page(docs: Path) -> str:
   """Returns the page, from the verdicts that are kept."""
-  figures = read(docs)
+  figures = _one_line(read(docs))
   parts = [_HEAD, _summary(figures)]
   parts += [_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
 
 
 def write(docs: Path) -> Path:
-  """Writes the page; returns where it is."""
+  """Writes the page; returns where it is. ValueError without any verdicts: a
+  page that is there stays."""
   path = docs / _PAGE
+  if not read(docs):
+    raise ValueError(
+      f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
+      " python -m launch.reproduce NAME --docs in a checkout's root"
+    )
   storage.write_atomically(path, page(docs))
   return path
 

@@ -9,6 +9,7 @@ same config, and goes on after a kill. Beside what every experiment leaves there
 """
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +27,13 @@ from asgd.experiment import (
   schema,
   storage,
 )
-from asgd.experiment.claims import columns, drawing, figure_file, verdicts
+from asgd.experiment.claims import (
+  columns,
+  drawing,
+  figure_file,
+  gallery,
+  verdicts,
+)
 from asgd.experiment.claims.figure_file import Counts, Figure
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals
@@ -64,6 +71,10 @@ def find(name: str, place: Path) -> Path:
   return names.lookup("figure", name, known)
 
 
+class _NoFigureError(ValueError):
+  """A file lacks one of the two functions of a figure."""
+
+
 class Reproduction(NamedTuple):
   """A figure, and the experiment that it is of, at one of its sizes."""
 
@@ -79,26 +90,47 @@ def load(
   """Returns what a figure's file says; ValueError for anything wrong with it,
   on one line."""
   code.add_folder(path.parent)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
   try:
-    spec.loader.exec_module(module)
-    config, given = module.get_config(), module.get_figure()
-  except Exception as error:  # whatever a user's file raises
-    raise ValueError(f"{path}: {line_of(error)}") from error
+    figure_file.check_name(path.stem)
+    config, given = _run(path)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
   try:
     full = schema.resolve(config, engines)
     figure = figure_file.read(path.stem, given, _counts(full, engines))
     if quick and not figure.quick:
       raise ValueError("get_figure() has no 'quick', keys that make it small")
-    if quick:
+    if figure.quick:
       small = overrides.override(config, figure.quick, engines)
-      full = schema.resolve(small, engines)
+      small = schema.resolve(small, engines)
+      full = small if quick else full
     return Reproduction(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
-  except (TypeError, KeyError, AttributeError) as error:  # of another kind
-    raise ValueError(f"{path}: get_figure(): {line_of(error)}") from error
+
+
+def _run(path):
+  """What the two functions of a figure's file return."""
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    for name in ("get_config", "get_figure"):
+      if not callable(getattr(module, name, None)):
+        raise _NoFigureError(
+          f"it has no {name}(); a figure's file defines get_config() and"
+          " get_figure()"
+        )
+    return module.get_config(), module.get_figure()
+  except _NoFigureError:
+    raise
+  except SystemExit as end:
+    raise ValueError(
+      f"the file ended the program (status {end.code!r}); get_config() and"
+      " get_figure() return what they say"
+    ) from None
+  except Exception as error:  # whatever a user's file raises
+    raise ValueError(line_of(error)) from error
 
 
 def _counts(config, engines) -> Counts:
@@ -124,6 +156,32 @@ def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
     own = [cell for cell in order if cell.seed == seed]
     out += own[::-1] if number % 2 else own
   return out
+
+
+def _size(task) -> str:
+  return "quick" if task.quick else "full"
+
+
+def _check_size(task, experiment, place):
+  """Raises ValueError for a folder of the figure's other size: its verdicts
+  would be replaced by those of fewer cells."""
+  name, own = task.figure.name, _size(task)
+  remedy = "choose another folder with --workdir"
+  before = storage.read_json(place / f"{name}.json") or {}
+  if before.get("size", own) != own:
+    raise ValueError(
+      f"--workdir={place} holds another experiment: {name} at its"
+      f" {before['size']} size, and this is the {own} one; {remedy}"
+    )
+  if not task.quick or before or not (place / "config.json").exists():
+    return
+  written = folder.read_identity(place)  # not yet judged
+  wanted = json.loads(storage.to_json(folder.identity(experiment)))
+  if written["config"] != wanted["config"]:
+    raise ValueError(
+      f"--workdir={place} holds another experiment than {name} at its quick"
+      f" size; {remedy}"
+    )
 
 
 def train(
@@ -158,6 +216,8 @@ def train(
       if experiment.runs[cell.label].engine == engine
     ]
     engines[engine].check_machine(experiment, plans, machine)
+  if workdir is not None and Path(workdir).is_dir():
+    _check_size(task, experiment, Path(workdir))
   name += "-quick" if task.quick else ""
   place = folder.open_folder(workdir, name, experiment)
   order = list(experiment.cells)
@@ -198,7 +258,7 @@ def judge(
     "paper": figure.paper,
     "about": figure.about,
     "tuned": figure.tuned,
-    "size": "quick" if task.quick else "full",
+    "size": _size(task),
     "seeds": table.seeds,
     "cells": len(done),
     "of_cells": len(experiment.cells),
@@ -254,10 +314,17 @@ def write(
 
 
 def reproduce(
-  task: Reproduction, engines: schema.Engines, **options: Any
+  task: Reproduction,
+  engines: schema.Engines,
+  *,
+  docs: Path | None = None,
+  **options: Any,
 ) -> Path:
   """Trains, judges and writes a figure, with the options of `train`, and says
-  what came of it; returns its folder."""
+  what came of it; returns its folder. Of `docs` the verdicts are kept there
+  (`gallery.keep`), and whether they can be is asked before training."""
+  if docs is not None:
+    gallery.check_place(docs, task.figure.name)
   experiment, place = train(task, engines, **options)
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
@@ -269,4 +336,6 @@ def reproduce(
     f" {data['seconds']:.0f} s of training\n\n{verdicts.text(said)}\n"
     f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"
   )
+  if docs is not None:
+    gallery.keep(place, task.figure.name, docs)
   return place

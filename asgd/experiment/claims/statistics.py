@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-PASS, FAIL, UNDECIDED = "PASS", "FAIL", "UNDECIDED"
+VERDICTS = PASS, FAIL, UNDECIDED = "PASS", "FAIL", "UNDECIDED"
 _ERROR = 0.05  # of the sign test, one-sided
 _LEVEL = 0.95  # of the other intervals, two-sided
 _RESAMPLES = 9999

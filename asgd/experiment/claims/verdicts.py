@@ -60,10 +60,8 @@ def _paired(one, other, combine) -> dict[int, float]:
 
 
 def _over(a, b):
-  """a / b, of numbers from 0 on."""
-  if a == b:
-    return 1.0
-  return a / b if b else math.inf
+  """a / b of positive numbers; of others no ratio is known (NaN)."""
+  return a / b if a > 0 and b > 0 else math.nan
 
 
 class _Cells:
@@ -118,7 +116,7 @@ def _bounds(claim, cells) -> Iterator[Effect]:
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   """Returns where a line through points, by x, crosses a level first; NaN if it
-  does not.
+  does not, or if before that a point is not finite.
 
   Example:
     >>> crossing([1.0, 2.0], [-1.0, 3.0], 0.0)
@@ -126,6 +124,8 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   """
   points = sorted(zip(xs, ys, strict=True))
   for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    if not (math.isfinite(y0) and math.isfinite(y1)):
+      break
     if (y0 - level) * (y1 - level) <= 0 and y0 != y1:
       return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
   return math.nan
@@ -164,7 +164,10 @@ def decide(part: Effect, statistic: str) -> Decided:
     return Decided(part, nothing, UNDECIDED, nothing.why)
   lacking = sum(map(math.isnan, values))
   if lacking:
-    why = f"{lacking} of {len(values)} seeds have no value, or infinite ones"
+    odd = ", infinite ones, or none above 0" if part.ratio else (
+      ", or infinite ones"
+    )
+    why = f"{lacking} of {len(values)} seeds have no value{odd}"
     return Decided(part, nothing._replace(why=why), UNDECIDED, why)
   if part.ratio:
     interval = statistics.of_ratios(statistic, values)

@@ -116,7 +116,7 @@ def test_kept_verdicts_follow_from_their_numbers(name):
 def test_a_file_that_is_no_figure_is_named(tmp_path):
   for text, message in (
     ("x =", "SyntaxError"),
-    ("get_config = dict", "no attribute 'get_figure'"),
+    ("get_config = dict", "has no get_figure"),
     ("get_config = get_figure = dict", "names no run"),
     (
       "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
@@ -124,8 +124,10 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
       "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
       "  claims = [dict(bound, of='a', above='x')]\n"
       "  return dict(title='t', paper='p', about='a', claims=claims)",
-      r"get_figure\(\): TypeError",
+      "claim 'c' of kind 'bound': above must be a number",
     ),
+    ("import sys; sys.exit('bye')", r"ended the program \(status 'bye'\)"),
+    ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):
     path = tmp_path / "mine.py"
     path.write_text(text)
@@ -134,11 +136,118 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     assert str(error.value).startswith(str(path))
 
 
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("config", "would overwrite files of its experiment"),
+    ("Figure", "would overwrite files"),
+    ("results", "would overwrite files"),
+    ("dots.v2", "rename it to letters, digits, _ and -"),
+    ("a b", "rename it"),
+  ],
+)
+def test_a_name_whose_files_collide_is_refused(tmp_path, name, message):
+  path = tmp_path / f"{name}.py"
+  path.write_text("raise RuntimeError")  # it is not run
+  with pytest.raises(ValueError, match=message):
+    reproduce.load(path, experiment.ENGINES)
+
+
 def test_a_verdict_that_is_none_is_named(tmp_path):
   (tmp_path / "figures").mkdir()
   (tmp_path / "figures" / "mine.json").write_text("{}")
   with pytest.raises(ValueError, match="holds no verdicts of that figure"):
     gallery.page(tmp_path)
+
+
+@pytest.fixture
+def docs(tmp_path):
+  """Docs with the verdicts of one figure; saves what is changed in them."""
+  (tmp_path / "figures").mkdir()
+  path = tmp_path / "figures" / "stragglers.json"
+  data = json.loads((DOCS / "figures" / "stragglers.json").read_text())
+
+  def changed(change):
+    change(data, data["claims"][0], data["claims"][0]["parts"][0])
+    path.write_text(json.dumps(data))
+    return tmp_path
+
+  return changed
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda d, c, p: c.pop("verdict"), "claim 0 needs 'verdict'"),
+    (lambda d, c, p: c.update(verdict="NO"), "claim 0: unknown verdict: 'NO'"),
+    (lambda d, c, p: c.update(verdict="FAIL"), "is not what its parts say"),
+    (lambda d, c, p: c.update(parts=[]), "is not what its parts say"),
+    (lambda d, c, p: d.update(seconds=None), "seconds must be a number"),
+    (lambda d, c, p: d.update(claims=5), "claims must be a list, not 5"),
+    (lambda d, c, p: d.update(claims=[5]), "claim 0 must be a dict, not 5"),
+    (lambda d, c, p: d["versions"].pop("jax"), "versions needs 'jax'"),
+    (lambda d, c, p: p.update(low="abc"), "low must be a number, not 'abc'"),
+    (lambda d, c, p: p.update(above=None), "above must be a number, not None"),
+    (lambda d, c, p: p.update(values={"x": 1}), "values of what is no seed"),
+    (lambda d, c, p: p.update(values={"0": "x"}), "0 must be a number"),
+  ],
+)
+def test_damaged_verdicts_are_named(docs, change, message):
+  place = docs(change)
+  with pytest.raises(ValueError, match=message) as error:
+    gallery.write(place)
+  said = str(error.value)
+  assert said.startswith(f"{place}/figures/stragglers.json is damaged: ")
+  assert said.endswith("python -m launch.reproduce stragglers --docs")
+  assert not (place / "figures.md").exists()
+
+
+def test_a_row_of_the_page_is_one_line_without_tags(docs):
+  said = {"says": "a\n<script>x</script> | b < c", "note": "x\n\n</td>"}
+  text = gallery.page(docs(lambda data, claim, part: claim.update(said)))
+  (row,) = [line for line in text.splitlines() if "script" in line]
+  assert "a &lt;script>x&lt;/script> \\| b < c | " in row
+  assert row.endswith("| x &lt;/td> |")
+
+
+def test_a_page_without_verdicts_is_left(tmp_path):
+  (tmp_path / "figures.md").write_text("as it was")
+  with pytest.raises(ValueError, match="holds no verdicts"):
+    gallery.write(tmp_path)
+  assert (tmp_path / "figures.md").read_text() == "as it was"
+
+
+def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
+  task = reproduce.load(FIGURES / "dana.py", experiment.ENGINES)
+
+  def kept(docs):
+    place = tmp_path / "out"
+    reproduce.reproduce(
+      task, experiment.ENGINES, docs=docs, workdir=str(place), bar=None
+    )
+
+  with pytest.raises(ValueError, match="docs is not there"):
+    kept(tmp_path / "docs")
+  (tmp_path / "figures").write_text("a file")
+  with pytest.raises(ValueError, match="figures cannot be written"):
+    kept(tmp_path)
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_of_no_figure_is_not_overwritten():
+  with pytest.raises(ValueError, match=r"main_job\.svg is of no figure"):
+    gallery.check_place(DOCS, "main_job")
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_other_size_is_not_written_over(tmp_path, quick):
+  path = FIGURES / "delayed_edge.py"
+  task = reproduce.load(path, experiment.ENGINES, quick=quick)
+  before = '{"size": "%s"}' % ("full" if quick else "quick")
+  (tmp_path / "delayed_edge.json").write_text(before)
+  with pytest.raises(ValueError, match="choose another folder with --workdir"):
+    reproduced(task, tmp_path)
+  assert (tmp_path / "delayed_edge.json").read_text() == before
 
 
 def test_the_newest_of_a_cell():

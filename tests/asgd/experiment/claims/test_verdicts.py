@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from asgd.experiment.claims import columns, drawing, figure_file, verdicts
@@ -25,7 +26,7 @@ def table(made=None, **values):
 
 def figure(*claims, **fields):
   given = {"title": "t", "paper": "p", "about": "a", "claims": list(claims)}
-  return figure_file.read("figure", given | fields, COUNTS)
+  return figure_file.read("mine", given | fields, COUNTS)
 
 
 def claim(kind, **data):
@@ -107,6 +108,9 @@ def test_a_threshold_is_where_a_line_crosses():
   (part,) = judged(data, of).parts
   assert part.part.values == {0: 1.25, 1: 1.5}
   assert math.isnan(verdicts.crossing([1, 2], [1, 2], 0))
+  for odd in (math.nan, INF):  # it is not known whether it did so before
+    assert math.isnan(verdicts.crossing([1, 2, 3], [odd, -1, 1], 0))
+    assert math.isnan(verdicts.crossing([1, 2], [-1, odd], 0))
   never = judged(data, {"a": ([1.0, 2.0], [3.0, 2.0])})
   assert "2 of 2 seeds have no value" in never.parts[0].why
 
@@ -175,13 +179,25 @@ def test_points_are_of_each_seed_and_of_the_paper(tmp_path):
 
 
 BOUND = claim("bound", of="a@4", above=0.0)
+STEPS = claim("ordering", order="rises", runs=["a@4", "a@8"])
+CROSSES = claim(
+  "threshold", runs=[("a@4", 1), ("a@8", 2)], level=0.0, below=2.0
+)
+PANEL = {
+  "title": "p",
+  "column": "test_accuracy",
+  "xlabel": "x",
+  "ylabel": "y",
+  "series": {"A": [(4, "a@4")]},
+}
+KNOWN = {"title": "t", "source": "s", "points": [(4, 0.25)]}
 
 
 @pytest.mark.parametrize(
   ("claims", "message"),
   [
     ([], "has no claims"),
-    ([BOUND | {"of": "ab@4"}], "claim 'c': unknown run 'ab'; did you mean"),
+    ([BOUND | {"of": "ab@4"}], "claim 'c', of: unknown run 'ab'; did you mean"),
     ([BOUND | {"of": "a@5"}], "has no cells with '5' workers; it has 4, 8"),
     ([BOUND | {"of": "a"}], "has several numbers of workers; write a@N"),
     ([BOUND | {"column": "test_acuracy"}], "did you mean 'test_accuracy'"),
@@ -193,8 +209,29 @@ BOUND = claim("bound", of="a@4", above=0.0)
     ([BOUND | {"below": -1.0}], "above 0.0 is not below -1.0"),
     ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
     ([BOUND, BOUND], "two claims have the name 'c'"),
-    ([BOUND | {"says": ""}], "claim 'c' needs 'says', a text"),
-    ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "two pairs"),
+    ([BOUND | {"says": ""}], "claim 'c': says must be a text, not ''"),
+    ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "pairs ("),
+    ([BOUND | {"above": math.nan}], "above must be a number from"),
+    ([BOUND | {"above": None}], "leave it out for no bound"),
+    ([BOUND | {"note": 5}], "claim 'c': note must be a text"),
+    ([BOUND | {"kind": ["bound"]}], "claim 'c': kind must be a text"),
+    *(
+      ([BOUND | {"of": of}], "of must be a cell, or a list of cells")
+      for of in ([[]], [], 3, None, [[["a@4"]]], {"a@4": 1})
+    ),
+    ([STEPS | {"runs": ["a@4"]}], "runs must be two cells or groups"),
+    ([STEPS | {"runs": "a"}], "runs must be two cells or groups"),
+    ([STEPS | {"by": "x"}], "by must be a number from 0"),
+    ([STEPS | {"by": math.nan}], "by must be a number from 0"),
+    ([STEPS | {"kind": "monotone", "runs": "one"}], "'one' is one cell"),
+    ([STEPS | {"kind": "monotone", "runs": "a@4"}], "unknown run"),
+    ([claim("ratio", of="a@4", to="zz", above=1)], "'c', to: unknown run 'zz'"),
+    ([claim("ratio", of="a@4", to="one", above=0)], "a number above 0"),
+    ([CROSSES | {"level": math.nan}], "level must be a number"),
+    ([CROSSES | {"level": "k"}], "level must be a number"),
+    ([CROSSES | {"runs": [("a@4", "x"), ("a@8", 1)]}], "x must be a number"),
+    ([CROSSES | {"runs": [("a@4", 1), ("a@8", 1)]}], "each at another x"),
+    ([CROSSES | {"runs": 7}], "runs must be a list of pairs (cell, x)"),
     (["c"], "claim 0 must be a dict, not 'c'"),
   ],
 )
@@ -205,14 +242,91 @@ def test_a_mistake_is_named(claims, message):
   assert len(str(error.value)) < 600
 
 
+def test_a_ratio_is_of_positive_numbers():
+  """Of two negative ones none is known."""
+  data = claim("ratio", of="b@4", to="a@4", above=0.5)
+  for one, other in ((-1.0, -1.0), (1.0, -1.0), (0.0, 0.0), (1.0, 0.0)):
+    of = {"b": ([one] * 5,) * 2, "a": ([other] * 5,) * 2}
+    said = judged(data, of)
+    assert said.verdict == "UNDECIDED"
+    assert "5 of 5 seeds have no value" in said.parts[0].why
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"minus": "zz"}, "panel 'p', minus: unknown run 'zz'"),
+    ({"minus": "a"}, "panel 'p', minus: run 'a' has several"),
+    ({"scale": "x"}, "panel 'p': scale must be a finite number"),
+    ({"ylim": 5}, "panel 'p': ylim must be a pair"),
+    ({"ylim": (2, 1)}, "panel 'p': ylim must be a pair"),
+    ({"xlog": True, "series": {"A": [(0, "a@4")]}}, "xlog takes no x of 0"),
+    ({"series": {"A": [(math.nan, "a@4")]}}, "x must be a number"),
+    ({"series": {"A": [1, 2]}}, "A must be pairs (x, cell), not 1"),
+    ({"series": [(1, "a@4")]}, "panel 'p': series must be a dict"),
+    ({"series": {"A": [(4, "a")]}}, "series 'A': run 'a' has several"),
+    ({"published": [{"title": "t", "source": "s"}]}, "needs 'points'"),
+    ({"published": [KNOWN | {"points": []}]}, "points must be a list"),
+    ({"published": [KNOWN | {"points": [(1, "y")]}]}, "y must be a number"),
+    ({"published": [KNOWN | {"of": "B"}]}, "unknown of, in published 't'"),
+    ({"published": [KNOWN | {"line": "x"}]}, "line must be one of"),
+    ({"title": 5}, "panel 0: title must be a text"),
+  ],
+)
+def test_a_panel_that_cannot_be_drawn_is_named(fields, message):
+  with pytest.raises(ValueError, match=".") as error:
+    figure(BOUND, panels=[PANEL | fields])
+  assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"tuned": 5}, "tuned must be a text"),
+    ({"turns": "no"}, "turns must be True or False"),
+    ({"quick": "x"}, "quick must be a dict"),
+    ({"columns": [1]}, "columns must be a dict"),
+    ({"claims": 5}, "claims must be a list"),
+    ({"panels": [PANEL, PANEL]}, "two panels have the name 'p'"),
+  ],
+)
+def test_a_field_of_the_figure_is_named(fields, message):
+  with pytest.raises(ValueError, match=message):
+    figure(BOUND, **fields)
+
+
+def test_numbers_of_numpy_are_numbers_and_texts_one_line():
+  own = BOUND | {"above": np.float32(0.25), "says": "a\n b"}
+  (read,) = figure(own).claims
+  assert read.data["above"] == 0.25
+  assert type(read.data["above"]) is float
+  assert read.says == "a b"
+
+
+CHANGE = {"kind": "change", "column": "train_loss"}
+FIRST = {"kind": "first", "column": "test_accuracy"}
+
+
 @pytest.mark.parametrize(
   ("made", "message"),
   [
     ({"kind": "reech"}, "did you mean 'reach'"),
     ({"kind": "reach"}, "column 'x' needs 'loss'"),
     ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
-    ({"kind": "quotient", "of": "nope", "by": "messages"}, "unknown of of"),
+    (
+      {"kind": "quotient", "of": "nope", "by": "messages"},
+      "column 'x': unknown of: 'nope'",
+    ),
     ({"kind": "reach", "los": 1}, "has no key 'los'"),
+    ({"kind": "reach", "loss": "x"}, "loss must be a number"),
+    ({"kind": "reach", "loss": math.nan}, "loss must be a number"),
+    *(
+      (CHANGE | {"since": since}, "column 'x': since must be a number from 0")
+      for since in (1.0, 7, -0.5, "x", math.nan)
+    ),
+    (FIRST | {"below": "x"}, "below must be a number"),
+    (FIRST | {"below": 0.1, "above": 0.2}, "and not both"),
+    (5, "unknown kind of column 'x': 5"),
   ],
 )
 def test_a_column_that_cannot_be_made_is_named(made, message):

@@ -1,0 +1,141 @@
+"""Checks of plain data by tables: which fields there are, and what each takes.
+
+A table is name -> Field; a check is a function (value, name) as those of
+`asgd.experiment.checks`, which raises ValueError. `check` puts what the fields
+are of in front: a claim, a panel, a column, a file.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import names
+from asgd.checks import shown
+from asgd.experiment import checks
+
+
+class Field(NamedTuple):
+  """A field: its check, and what it is in words if there must be one."""
+
+  check: checks.Check
+  needed: str = ""
+
+
+Table = Mapping[str, Field]
+
+
+def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
+  """A check that a value is of a kind, in words.
+
+  Example:
+    >>> must(lambda value: value == 1, "one")(2, "by")
+    Traceback (most recent call last):
+    ValueError: by must be one, not 2
+  """
+
+  def check(value, key):
+    if not holds(value):
+      raise ValueError(f"{key} must be {kind}, not {shown(value)}")
+    return value
+
+  return check
+
+
+def _is_text(value):
+  return isinstance(value, str) and bool(value.strip())
+
+
+def is_list(value: Any) -> bool:
+  """Whether a value is a list or a tuple."""
+  return isinstance(value, list | tuple)
+
+
+text = must(_is_text, "a text")
+note = must(lambda value: isinstance(value, str), "a text, which may be empty")
+mapping = must(lambda value: isinstance(value, Mapping), "a dict")
+any_list = must(is_list, "a list")
+number = checks.number(-checks.MOST_NUMBER)
+
+
+def bound(check: checks.Check) -> checks.Check:
+  """The same, of a bound that can be left out."""
+
+  def either(value, key):
+    try:
+      return check(value, key)
+    except ValueError as error:
+      raise ValueError(f"{error}; leave it out for no bound") from None
+
+  return either
+
+
+share = must(
+  lambda x: type(x) in (int, float) and 0 <= x < 1,
+  "a number from 0 to below 1",
+)
+
+
+def named(known: Sequence[str]) -> checks.Check:
+  """One of a few names; errors show the nearest."""
+
+  def check(value, key):
+    names.check(f"{key}:", value, known)
+    return value
+
+  return check
+
+
+def pairs(kind: str, first: checks.Check, second: checks.Check) -> checks.Check:
+  """A list of pairs, one at least."""
+
+  def check(value, key):
+    must(lambda v: is_list(v) and v, f"a list of pairs {kind}")(value, key)
+    for each in value:
+      pair = must(lambda v: is_list(v) and len(v) == 2, f"pairs {kind}")
+      pair(each, key)
+      first(each[0], f"{key}, {shown(each)}: {kind[1:-1].split(', ')[0]}")
+      second(each[1], f"{key}, {shown(each)}: {kind[1:-1].split(', ')[1]}")
+    return value
+
+  return check
+
+
+def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
+  """Raises ValueError unless data are a dict with the fields of a table, those
+  that are needed among them, and if `closed` no other.
+
+  Example:
+    >>> check("claim 'c'", {"by": "x"}, {"by": Field(share)})
+    Traceback (most recent call last):
+    ValueError: claim 'c': by must be a number from 0 to below 1, not 'x'
+  """
+  if not isinstance(data, Mapping):
+    raise ValueError(f"{where} must be a dict, not {shown(data)}")
+  for key in data if closed else ():
+    if key not in table:
+      nearest = names.nearest(str(key), table)
+      raise ValueError(f"{where} has no key {shown(key)}; {nearest}")
+  for key, field in table.items():
+    if key not in data:
+      if field.needed:
+        raise ValueError(f"{where} needs {key!r}, {field.needed}")
+      continue
+    try:
+      field.check(data[key], key)
+    except ValueError as error:
+      message = str(error).removeprefix("config.")
+      raise ValueError(f"{where}: {message}") from None
+
+
+def plain(value: Any) -> Any:
+  """Returns plain data with numbers of Python for those of numpy, and every
+  text on one line."""
+  if isinstance(value, Mapping):
+    return {plain(k): plain(v) for k, v in value.items()}
+  if is_list(value):
+    return [plain(each) for each in value]
+  if isinstance(value, np.ndarray | np.generic):
+    return plain(value.tolist())
+  return re.sub(r"\s*[\r\n]\s*", " ", value) if type(value) is str else value
