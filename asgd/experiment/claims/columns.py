@@ -27,7 +27,7 @@ from asgd import base, names
 from asgd.checks import shown
 from asgd.experiment import folder, predict, storage
 from asgd.experiment.claims import fields
-from asgd.experiment.claims.fields import Field
+from asgd.experiment.claims.fields import FieldCheck
 
 RESULTS = (
   *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
@@ -35,14 +35,14 @@ RESULTS = (
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
 )
-_RESULT = Field(fields.named(RESULTS), "a column of the result")
+_RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 _KINDS: Mapping[str, fields.Table] = {
-  "reach": {"loss": Field(fields.number, "which is to be reached")},
+  "reach": {"loss": FieldCheck(fields.number, "which is to be reached")},
   "quotient": {"of": _RESULT, "by": _RESULT},
-  "change": {"column": _RESULT, "since": Field(fields.share)},
+  "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
   "first": {
     "column": _RESULT,
-    **dict.fromkeys(("below", "above"), Field(fields.bound(fields.number))),
+    **dict.fromkeys(("below", "above"), FieldCheck(fields.bound(fields.number))),
   },
 }
 Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made
@@ -58,7 +58,7 @@ def check(made: Made) -> None:
       raise ValueError(f"{where} is one of the result; give it another name")
     kind = how.get("kind") if isinstance(how, Mapping) else how
     names.check(f"kind of {where}:", kind, _KINDS)
-    kinds = Field(fields.named(list(_KINDS)))
+    kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
     if kind == "first" and len({"below", "above"} & set(how)) != 1:
       raise ValueError(f"{where} needs 'below' or 'above', and not both")

@@ -1,6 +1,6 @@
 """Checks of plain data by tables: which fields there are, and what each takes.
 
-A table is name -> Field; a check is a function (value, name) as those of
+A table is name -> FieldCheck; a check is a function (value, name) as those of
 `asgd.experiment.checks`, which raises ValueError. `check` puts what the fields
 are of in front: a claim, a panel, a column, a file.
 """
@@ -16,14 +16,14 @@ from asgd.checks import shown
 from asgd.experiment import checks
 
 
-class Field(NamedTuple):
+class FieldCheck(NamedTuple):
   """A field: its check, and what it is in words if there must be one."""
 
   check: checks.Check
   needed: str = ""
 
 
-Table = Mapping[str, Field]
+Table = Mapping[str, FieldCheck]
 
 
 def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
@@ -107,7 +107,7 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
   that are needed among them, and if `closed` no other.
 
   Example:
-    >>> check("claim 'c'", {"by": "x"}, {"by": Field(share)})
+    >>> check("claim 'c'", {"by": "x"}, {"by": FieldCheck(share)})
     Traceback (most recent call last):
     ValueError: claim 'c': by must be a number from 0 to below 1, not 'x'
   """

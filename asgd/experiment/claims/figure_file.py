@@ -30,7 +30,7 @@ from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.claims import columns as columns_lib
 from asgd.experiment.claims import fields
-from asgd.experiment.claims.fields import Field
+from asgd.experiment.claims.fields import FieldCheck
 from asgd.experiment.claims.statistics import STATISTICS
 
 Spot = tuple[str, int | None]  # (label, workers); None: all of the run's
@@ -150,20 +150,20 @@ def _are_cells(value):
   )
 
 
-_CELLS = Field(
+_CELLS = FieldCheck(
   fields.must(_are_cells, "a cell, or a list of cells, written LABEL@N"),
   "a cell, or a list of cells",
 )
-_BOUNDS = dict.fromkeys(("above", "below"), Field(fields.bound(fields.number)))
-_RATIOS = dict.fromkeys(_BOUNDS, Field(fields.bound(checks.positive)))
+_BOUNDS = dict.fromkeys(("above", "below"), FieldCheck(fields.bound(fields.number)))
+_RATIOS = dict.fromkeys(_BOUNDS, FieldCheck(fields.bound(checks.positive)))
 _STEPS = {
   "runs": _CELLS,
-  "order": Field(fields.named(_ORDERS), "rises or falls"),
-  "by": Field(checks.number()),
+  "order": FieldCheck(fields.named(_ORDERS), "rises or falls"),
+  "by": FieldCheck(checks.number()),
 }
 _PAIRS = fields.pairs("(cell, x)", fields.text, fields.number)
 _POINTS = fields.pairs("(x, y)", fields.number, fields.number)
-_TEXT = Field(fields.text, "a text")
+_TEXT = FieldCheck(fields.text, "a text")
 _KINDS: Mapping[str, fields.Table] = {  # -> fields that say what of
   "ordering": _STEPS,
   "monotone": _STEPS,
@@ -171,18 +171,18 @@ _KINDS: Mapping[str, fields.Table] = {  # -> fields that say what of
   "ratio": {"of": _CELLS, "to": _CELLS, **_RATIOS},
   "bound": {"of": _CELLS, **_BOUNDS},
   "threshold": {
-    "runs": Field(_PAIRS, "pairs (cell, x)"),
-    "level": Field(fields.number, "a number"),
+    "runs": FieldCheck(_PAIRS, "pairs (cell, x)"),
+    "level": FieldCheck(fields.number, "a number"),
     **_BOUNDS,
   },
 }
 _PUBLISHED = {
   "title": _TEXT,
   "source": _TEXT,
-  "points": Field(_POINTS, "a list of pairs (x, y)"),
-  "of": Field(fields.text),
-  "line": Field(fields.must(_LINES.__contains__, f"one of {_LINES}")),
-  "marker": Field(
+  "points": FieldCheck(_POINTS, "a list of pairs (x, y)"),
+  "of": FieldCheck(fields.text),
+  "line": FieldCheck(fields.must(_LINES.__contains__, f"one of {_LINES}")),
+  "marker": FieldCheck(
     fields.must(_MARKERS.__contains__, "a marker of Matplotlib, as 'o' or ''")
   ),
 }
@@ -196,27 +196,27 @@ def _is_range(value):
 
 _PANEL = {
   **dict.fromkeys(("title", "column", "xlabel", "ylabel"), _TEXT),
-  "series": Field(fields.mapping),
-  "published": Field(fields.any_list),
-  "minus": Field(checks.optional(fields.text)),
-  "scale": Field(
+  "series": FieldCheck(fields.mapping),
+  "published": FieldCheck(fields.any_list),
+  "minus": FieldCheck(checks.optional(fields.text)),
+  "scale": FieldCheck(
     fields.must(
       lambda v: type(v) in (int, float) and v and math.isfinite(v),
       "a finite number other than 0",
     )
   ),
-  "xlog": Field(checks.flag),
-  "yscale": Field(fields.named(_SCALES)),
-  "ylim": Field(fields.must(_is_range, "a pair (low, high) of numbers")),
+  "xlog": FieldCheck(checks.flag),
+  "yscale": FieldCheck(fields.named(_SCALES)),
+  "ylim": FieldCheck(fields.must(_is_range, "a pair (low, high) of numbers")),
 }
 _FIGURE = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
-  "claims": Field(fields.any_list),
-  "columns": Field(fields.mapping),
-  "panels": Field(fields.any_list),
-  "quick": Field(fields.mapping),
-  "tuned": Field(fields.note),
-  "turns": Field(checks.flag),
+  "claims": FieldCheck(fields.any_list),
+  "columns": FieldCheck(fields.mapping),
+  "panels": FieldCheck(fields.any_list),
+  "quick": FieldCheck(fields.mapping),
+  "tuned": FieldCheck(fields.note),
+  "turns": FieldCheck(checks.flag),
 }
 
 
@@ -227,7 +227,7 @@ def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
     where = f"claim {shown(data['name'])}"
   always = {
     **dict.fromkeys(("name", "says", "kind", "column"), _TEXT),
-    "note": Field(fields.note),
+    "note": FieldCheck(fields.note),
   }
   fields.check(where, data, always, closed=False)
   kind = data["kind"]
@@ -235,7 +235,7 @@ def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
   statistic = data.get("statistic", "sign" if kind in _SPREAD else "t")
   names.check(f"statistic of {where}:", statistic, STATISTICS)
   names.check(f"column of {where}:", data["column"], known)
-  always["statistic"] = Field(checks.anything)
+  always["statistic"] = FieldCheck(checks.anything)
   fields.check(f"{where} of kind {kind!r}", data, always | _KINDS[kind])
   _check_whole(where, kind, data)
   own = {key: data[key] for key in _KINDS[kind] if key in data}
@@ -280,7 +280,7 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   panel = PanelSpec(**data)
   names.check(f"column of {where}:", panel.column, known)
   places = fields.pairs("(x, cell)", fields.number, fields.text)
-  series = dict.fromkeys(panel.series, Field(places))
+  series = dict.fromkeys(panel.series, FieldCheck(places))
   fields.check(f"series of {where}", panel.series, series)
   for key in panel.series:
     fields.text(key, f"the name of a series of {where}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from asgd.experiment import checks, storage
 from asgd.experiment.claims import fields, statistics, verdicts
-from asgd.experiment.claims.fields import Field
+from asgd.experiment.claims.fields import FieldCheck
 
 _PAGE, _FOLDER = "figures.md", "figures"
 _VERSIONS = ("jax", "numpy", "scipy", "python")
@@ -41,22 +41,22 @@ def _is_value(value):
   return value in (None, "inf", "-inf") or type(value) in (int, float)
 
 
-_TEXT, _NOTE = Field(fields.text, "a text"), Field(fields.note, "a text")
-_COUNT = Field(checks.whole(0), "a whole number")
-_LIST = Field(fields.any_list, "a list")
-_MAPPING = Field(fields.mapping, "a dict")
-_VALUE = Field(fields.must(_is_value, "a number"), "a number or null")
-_BOUND = Field(
+_TEXT, _NOTE = FieldCheck(fields.text, "a text"), FieldCheck(fields.note, "a text")
+_COUNT = FieldCheck(checks.whole(0), "a whole number")
+_LIST = FieldCheck(fields.any_list, "a list")
+_MAPPING = FieldCheck(fields.mapping, "a dict")
+_VALUE = FieldCheck(fields.must(_is_value, "a number"), "a number or null")
+_BOUND = FieldCheck(
   fields.must(lambda v: v is not None and _is_value(v), "a number"), "a number"
 )
-_SAID = Field(fields.named(statistics.VERDICTS), "a verdict")
+_SAID = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
 _KEPT: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
-  "size": Field(fields.named(("full", "quick")), "full or quick"),
-  "seeds": Field(checks.several(checks.whole(0)), "a list"),
+  "size": FieldCheck(fields.named(("full", "quick")), "full or quick"),
+  "seeds": FieldCheck(checks.several(checks.whole(0)), "a list"),
   **dict.fromkeys(("cells", "of_cells", "diverged", "messages"), _COUNT),
-  "seconds": Field(checks.number(), "a number"),
+  "seconds": FieldCheck(checks.number(), "a number"),
   **dict.fromkeys(("versions", "machine"), _MAPPING),
   **dict.fromkeys(("published", "claims"), _LIST),
 }
@@ -72,8 +72,8 @@ _PART: fields.Table = {
   "why": _NOTE,
   **dict.fromkeys(("effect", "low", "high"), _VALUE),
   **dict.fromkeys(("above", "below"), _BOUND),
-  "coverage": Field(checks.number(0, 1), "a number"),
-  "ratio": Field(checks.flag, "True or False"),
+  "coverage": FieldCheck(checks.number(0, 1), "a number"),
+  "ratio": FieldCheck(checks.flag, "True or False"),
   "values": _MAPPING,
 }
 
@@ -86,7 +86,7 @@ def _check(data):
 
   check("it", data, _KEPT)
   check("versions", data["versions"], dict.fromkeys(_VERSIONS, _TEXT))
-  anything = Field(checks.anything, "of the machine")
+  anything = FieldCheck(checks.anything, "of the machine")
   machine = dict.fromkeys(("cores", "devices"), anything)
   check("machine", data["machine"], machine)
   for i, known in enumerate(data["published"]):
