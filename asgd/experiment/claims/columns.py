@@ -42,7 +42,8 @@ _KINDS: Mapping[str, fields.Table] = {
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
   "first": {
     "column": _RESULT,
-    **dict.fromkeys(("below", "above"), FieldCheck(fields.bound(fields.number))),
+    "below": FieldCheck(fields.bound(fields.number)),
+    "above": FieldCheck(fields.bound(fields.number)),
   },
 }
 Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made

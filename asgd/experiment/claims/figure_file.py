@@ -154,7 +154,8 @@ _CELLS = FieldCheck(
   fields.must(_are_cells, "a cell, or a list of cells, written LABEL@N"),
   "a cell, or a list of cells",
 )
-_BOUNDS = dict.fromkeys(("above", "below"), FieldCheck(fields.bound(fields.number)))
+_BOUND = FieldCheck(fields.bound(fields.number))
+_BOUNDS = dict.fromkeys(("above", "below"), _BOUND)
 _RATIOS = dict.fromkeys(_BOUNDS, FieldCheck(fields.bound(checks.positive)))
 _STEPS = {
   "runs": _CELLS,

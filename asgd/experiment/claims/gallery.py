@@ -41,7 +41,8 @@ def _is_value(value):
   return value in (None, "inf", "-inf") or type(value) in (int, float)
 
 
-_TEXT, _NOTE = FieldCheck(fields.text, "a text"), FieldCheck(fields.note, "a text")
+_TEXT = FieldCheck(fields.text, "a text")
+_NOTE = FieldCheck(fields.note, "a text")
 _COUNT = FieldCheck(checks.whole(0), "a whole number")
 _LIST = FieldCheck(fields.any_list, "a list")
 _MAPPING = FieldCheck(fields.mapping, "a dict")
