@@ -271,7 +271,8 @@ def _foreign(path, why):
 
 
 def _differing(before, description):
-  """In what a cell that has begun, None if none has, differs from this one."""
+  """Says in what a cell that has begun, None if none has, differs from this
+  one, "" if in nothing."""
   now = json.loads(storage.to_json(description))
   sides = []
   for side in filter(None, (before, now)):
@@ -280,7 +281,7 @@ def _differing(before, description):
       config = {k: v for k, v in config.items() if k not in schema.FREE}
       sides.append({"config": config, "dataset": side.get("dataset")})
   lines = identities.differences(*sides) if len(sides) == 2 else []
-  return "; ".join(lines[:3])
+  return identities.summary(lines)
 
 
 def read_cell(place: Path) -> dict[str, Any]:

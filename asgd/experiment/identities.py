@@ -1,13 +1,15 @@
 """Whether what a folder holds is of one experiment: configs, compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asgd.checks import shortened
 from asgd.experiment import schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _OF_EVERY_RUN = ("engine", "recipe", "title")
 _SHOWN = 3  # differences
+_LONGEST = 200  # characters of them
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -25,6 +27,11 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
   return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
 
 
+def summary(lines: Sequence[str]) -> str:
+  """Returns the first of some `differences` in one short line."""
+  return shortened("; ".join(lines[:_SHOWN]), _LONGEST)
+
+
 def foreign(
   description: Mapping[str, Any] | None, written: Mapping[str, Any]
 ) -> str:
@@ -40,7 +47,7 @@ def foreign(
   """
   try:
     assert description is not None
-    return "; ".join(_foreign(description, written)[:_SHOWN])
+    return summary(_foreign(description, written))
   except (AssertionError, AttributeError, KeyError, TypeError):
     return "its cell.json is not what a run wrote"
 
