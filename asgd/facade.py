@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from asgd import algorithms, base, checks
-from asgd.experiment import cells, folder, loop, progress, schema
+from asgd.experiment import cell_files, cells, folder, loop, progress, schema
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.engines.live import RAY, THREADS
@@ -432,13 +432,13 @@ def _row(row):
 
 def _read(place, experiment, cell):
   """Returns records, parameters and evaluations of a finished cell."""
-  records = named = folder.read_records(place)
+  records = named = cell_files.read_records(place)
   if set(named) == set(base.Records._fields):
     records = base.Records(**named)
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))
-  content = folder.read_file(place, "params.msgpack")
+  content = cell_files.read_file(place, "params.msgpack")
   params = flax.serialization.from_bytes(like, content)
   return records, params, folder.read_rows(place)
 

@@ -65,6 +65,7 @@ EXPERIMENT_RANKS = {
   "problem": 2,
   "identities": 2,
   "cells": 3,
+  "cell_files": 1,
   "cell_log": 4,
   "folder": 4,
   "live_files": 5,

@@ -31,22 +31,19 @@ the process that trains it, so several may work on one experiment.
 import contextlib
 import copy
 import fcntl
-import io
 import itertools
 import json
 import os
 import re
-import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
+from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
 
 VERSION = 2  # of the layout; another is refused
@@ -210,32 +207,6 @@ def _numbered(root, name, wanted) -> Path:
 # Cells.
 
 
-class CellInUse(ValueError):
-  """Another process trains the cell."""
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-  """Holds a lock, whose file is there only as long."""
-  with contextlib.ExitStack() as stack:
-    there = False
-    while not there:  # or who held it has just removed the file
-      file = stack.enter_context(path.open("w"))
-      try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except OSError as error:
-        raise CellInUse(
-          f"{path.parent} is in use by another process; wait for it, or"
-          f" {_REMEDY}"
-        ) from error
-      with contextlib.suppress(FileNotFoundError):
-        there = os.path.samestat(os.fstat(file.fileno()), path.stat())
-    try:
-      yield
-    finally:
-      path.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def hold_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
@@ -244,7 +215,7 @@ def hold_cell(
   raises CellInUse if another process holds it, FolderError if what is there to
   go on from is of another experiment."""
   place.mkdir(parents=True, exist_ok=True)
-  with _locked(place / ".lock"):
+  with locked(place / ".lock"):
     run = experiment.runs[cell.label]
     description = {
       "version": VERSION,
@@ -324,74 +295,6 @@ def only_cell(folder: Path) -> Path:
   return cells[0]
 
 
-# What a result is of, beside itself.
-_FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
-CELL = "cell.npz"  # all of them, of a cell that is finished
-
-
-def write_result(place: Path, result: Mapping[str, Any]) -> None:
-  """Writes result.json, with checksums of the other files of the cell: they are
-  there, and the cell is finished."""
-  files = {name: storage.file_digest(place / name) for name in _FILES}
-  content = storage.sealed({**result, "files": files})
-  storage.write_json(place / "result.json", content)
-
-
-def pack(place: Path) -> None:
-  """Makes one file of those of a finished cell, and removes its checkpoints."""
-  members = {name: (place / name).read_bytes() for name in _FILES}
-  with zipfile.ZipFile(io.BytesIO(members.pop("records.npz"))) as records:
-    columns = {name: records.read(name) for name in records.namelist()}
-  result = storage.read_sealed(place / "result.json")
-  assert result is not None
-  del result["files"]
-  text = storage.to_json(result, indent=2) + "\n"
-  storage.write_archive(
-    place / CELL, {**columns, **members, "result.json": text.encode()}
-  )
-  _remove_packed(place)
-
-
-def _remove_packed(place):
-  """Removes what a cell has in its one file."""
-  for name in (*_FILES, "result.json"):
-    (place / name).unlink(missing_ok=True)
-  shutil.rmtree(place / "checkpoints", ignore_errors=True)
-
-
-def tidy(place: Path, *, packs: bool) -> None:
-  """Ends what a kill at the end of a finished cell cut short: makes one file of
-  a cell that `packs`, removes its files where they are also in one, which is
-  whole, and what was written by half. Another process that is about to do that
-  is left to it."""
-  left = (".lock", f"{CELL}.tmp", "checkpoints", *_FILES, "result.json")
-  loose = packs and not (place / CELL).exists()
-  left = left if packs else left[:2]
-  if not any((place / name).exists() for name in left):
-    return
-  with contextlib.suppress(CellInUse), _locked(place / ".lock"):
-    if (place / CELL).exists():
-      _remove_packed(place)
-    elif loose:
-      pack(place)
-    (place / f"{CELL}.tmp").unlink(missing_ok=True)
-
-
-def read_file(place: Path, name: str) -> bytes:
-  """Returns what a file of a finished cell holds, of those that are listed
-  above."""
-  members = storage.read_archive(place / CELL, name)
-  return members[name] if members else (place / name).read_bytes()
-
-
-def read_records(place: Path) -> dict[str, np.ndarray]:
-  """Returns the columns of a finished cell's records, one row per message."""
-  packed, loose = place / CELL, place / "records.npz"
-  with np.load(packed if packed.exists() else loose) as columns:
-    names = (name for name in columns.files if "." not in name)
-    return {name: columns[name] for name in names}
-
-
 _CHANGED = "was changed or cut since it was written"
 _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
@@ -407,7 +310,7 @@ def _object(text):
 
 def _packed_result(path):
   """Returns (result, what cell.json says); nothing if any of it is wrong."""
-  names = {*_FILES, "result.json"} - {"records.npz"}  # those are its columns
+  names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
   members = storage.read_archive(path, *names) or {}
   texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
   result, description = map(_object, texts)
@@ -473,7 +376,7 @@ def finished_result(
       f"{wrong} {why}, and a file of the cell is to be there: remove it, or"
       f" {_REMEDY}"
     )
-  ended = any((place / name).exists() for name in ("result.json", _FILES[-1]))
+  ended = any((place / name).exists() for name in ("result.json", FILES[-1]))
   if not wrong or not ended or repeatable:
     return result
   if "another experiment" in why:

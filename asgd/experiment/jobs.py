@@ -24,8 +24,8 @@ from unittest import mock
 
 import jax
 
+from asgd.experiment import cell_files, code, folder, loop, schema
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import code, folder, loop, schema
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
@@ -118,7 +118,7 @@ def train_all(
       loop.train(
         experiment, cell, workdir, bar=bar, machine=machine, signals=signals
       )
-    except folder.CellInUse as error:
+    except cell_files.CellInUse as error:
       in_use.append(error)
     asked = int(processes.gather([signals.received]).max())
     if asked and number + 1 < len(waiting):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd.experiment import cell_log, checkpoint, folder, storage
+from asgd.experiment import cell_files, cell_log, checkpoint, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context, Died, NotFinite, due
 from asgd.experiment.machine import Machine
@@ -165,7 +165,7 @@ def finished(
   )
   if result is not None and place is not None:
     kind.clean(place)
-    folder.tidy(place, packs=not kind.journaled)
+    cell_files.tidy(place, packs=not kind.journaled)
   return result
 
 
@@ -195,7 +195,7 @@ def train(
   Raises:
     Stopped: once all is saved.
     NotFinite: for a loss that is not finite, unless that is to be recorded.
-    folder.CellInUse: if another process trains the cell.
+    cell_files.CellInUse: if another process trains the cell.
     ValueError: if an engine cannot go on.
   """
   result = finished(experiment, cell, workdir)
@@ -355,9 +355,9 @@ class _Attempt(contextlib.ExitStack):
     for name, content in engine.extras().items():
       storage.write_atomically(self._place / name, content)
     storage.write_params(self._place, params)
-    folder.write_result(self._place, result)
+    cell_files.write_result(self._place, result)
     if not self._kind.journaled:
-      folder.pack(self._place)
+      cell_files.pack(self._place)
 
 
 def _closing(close: Callable[[], None]):

@@ -18,7 +18,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import folder, progress, storage
+from asgd.experiment import cell_files, folder, progress, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
@@ -163,7 +163,7 @@ def test_the_final_parameters_are_readable(finished):
   workdir, _ = finished
   for cell in cells(workdir):
     state = flax.serialization.msgpack_restore(
-      folder.read_file(cell, "params.msgpack")
+      cell_files.read_file(cell, "params.msgpack")
     )
     leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
     result = folder.finished_result(cell)
@@ -284,8 +284,8 @@ def assert_same(workdir, undisturbed):
     result, expected = map(folder.finished_result, (ours, theirs))
     differing = {key for key in expected if result[key] != expected[key]}
     assert differing <= {"wall_seconds"}, differing
-    name = "metrics.jsonl"
-    assert folder.read_file(ours, name) == folder.read_file(theirs, name)
+    read = cell_files.read_file
+    assert read(ours, "metrics.jsonl") == read(theirs, "metrics.jsonl")
 
 
 def test_a_kill_and_the_same_command_are_the_undisturbed_run(

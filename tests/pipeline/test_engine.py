@@ -26,7 +26,7 @@ from pipeline_experiments import (
   train_pipelines,
 )
 
-from asgd.experiment import checkpoint, folder, signals, storage
+from asgd.experiment import cell_files, checkpoint, folder, signals, storage
 from asgd.experiment.machine import Machine
 from pipeline import analyze, engine, schedules, spans
 from pipeline import table as table_lib
@@ -195,11 +195,11 @@ def test_files_of_a_cell_are_what_was_trained(all_schedules, tmp_path):
     assert sorted(seconds) == seconds
     written = folder.finished_result(cell)
     content = flax.serialization.msgpack_restore(
-      folder.read_file(cell, "params.msgpack")
+      cell_files.read_file(cell, "params.msgpack")
     )
     assert storage.digest(content) == written["params_sha256"]
     assert written == json.loads(storage.to_json(result))
-    assert folder.read_records(cell)["loss"].shape == (16,)
+    assert cell_files.read_records(cell)["loss"].shape == (16,)
     assert "bubble" in engine.PIPELINE.describe(result)
 
 
@@ -301,7 +301,7 @@ def test_a_signal_saves_and_stops(all_schedules, run_of, tmp_path):
   assert stop.value.signal_number == signal.SIGTERM
   (result,) = train_pipelines(all_schedules, tmp_path, ["pipedream"])
   params = flax.serialization.msgpack_restore(
-    folder.read_file(tmp_path / "cells" / result["cell"], "params.msgpack")
+    cell_files.read_file(tmp_path / "cells" / result["cell"], "params.msgpack")
   )
   same(host_leaves(params), run_of("pipedream").params)
 

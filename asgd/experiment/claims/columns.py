@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from asgd import base, names
 from asgd.checks import shown
-from asgd.experiment import folder, predict, storage
+from asgd.experiment import cell_files, folder, predict, storage
 from asgd.experiment.claims import fields
 from asgd.experiment.claims.fields import FieldCheck
 
@@ -163,7 +163,7 @@ def _number(value: Any) -> float:
 
 
 def _reach(done, loss):
-  arrays = folder.read_records(done.place)
+  arrays = cell_files.read_records(done.place)
   records = base.Records(*(arrays[key] for key in base.Records._fields))
   # Simulated time starts at 0, a live run's before its first ticket.
   seconds = done.result.get("seconds")

@@ -10,7 +10,7 @@ import pytest
 
 import asgd
 from asgd import experiment
-from asgd.experiment import code, folder, jobs
+from asgd.experiment import cell_files, code, folder, jobs
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from pipeline.engine import PIPELINE
@@ -81,7 +81,7 @@ def train(workdir, config, **options):
 
 def params_of(workdir, cell):
   place = workdir / "cells" / cell.name
-  return folder.read_file(place, "params.msgpack")
+  return cell_files.read_file(place, "params.msgpack")
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from asgd import base, experiment, text_table
-from asgd.experiment import folder, jobs, replay, report, storage
+from asgd.experiment import cell_files, folder, jobs, replay, report, storage
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
@@ -140,10 +140,10 @@ def contents(cell):
   """Returns what a finished cell came to, times left out."""
   result = folder.finished_result(cell)
   assert result is not None
-  columns = folder.read_records(cell).items()
+  columns = cell_files.read_records(cell).items()
   records = {name: column.tobytes() for name, column in columns}
   rows = [lasting(row) for row in folder.read_rows(cell)]
-  return lasting(result), rows, records, folder.read_file(cell, PARAMS)
+  return lasting(result), rows, records, cell_files.read_file(cell, PARAMS)
 
 
 class World(NamedTuple):

@@ -18,7 +18,15 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment
-from asgd.experiment import cells, folder, loop, replay, report, storage
+from asgd.experiment import (
+  cell_files,
+  cells,
+  folder,
+  loop,
+  replay,
+  report,
+  storage,
+)
 from asgd.experiment.engines import NotFinite
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
@@ -138,9 +146,9 @@ def assert_same(engine, workdir, exp, undisturbed):
     folder.read_rows(place), folder.read_rows(expected), strict=True
   ):
     assert lasting(ours) == lasting(theirs)
-  name = "params.msgpack"
-  assert folder.read_file(place, name) == folder.read_file(expected, name)
-  ours, theirs = map(folder.read_records, (place, expected))
+  read = cell_files.read_file
+  assert read(place, "params.msgpack") == read(expected, "params.msgpack")
+  ours, theirs = map(cell_files.read_records, (place, expected))
   assert ours.keys() == theirs.keys()
   for column in ours.keys() - set(_TIMES):
     np.testing.assert_array_equal(ours[column], theirs[column])
@@ -344,7 +352,7 @@ def test_rows_result_and_records_have_the_common_columns(engine, undisturbed):
   assert result["engine"] == engine
   assert (result["workers"], result["seed"]) == (cell.workers, cell.seed)
   assert result["test_accuracy"] == rows[-1]["test_accuracy"]
-  records = folder.read_records(place)
+  records = cell_files.read_records(place)
   assert len(records["loss"]) == 24
   for name, column in records.items():
     assert column.shape[-1] == 24, name  # maybe for each stage

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asgd import experiment
-from asgd.experiment import cell_log, folder, storage
+from asgd.experiment import cell_files, cell_log, folder, storage
 from asgd.experiment.folder import FolderError
 
 TINY = {
@@ -260,7 +260,7 @@ def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
   place = tmp_path / cell.name
   with (
     folder.hold_cell(place, one, cell),
-    pytest.raises(folder.CellInUse, match="in use by another process"),
+    pytest.raises(cell_files.CellInUse, match="in use by another process"),
     folder.hold_cell(place, one, cell),
   ):
     pass
@@ -290,7 +290,7 @@ def test_a_cell_in_use_by_another_process_is_refused(tmp_path, one):
   ) as other:
     assert other.stdout.readline() == b"locked\n"
     with (
-      pytest.raises(folder.CellInUse, match="in use by another process"),
+      pytest.raises(cell_files.CellInUse, match="in use by another process"),
       folder.hold_cell(tmp_path, one, cell),
     ):
       pass
@@ -362,7 +362,7 @@ def finish(workdir, label="a", workers=2, seed=0):
   for file in FILES:
     (place / file).write_text(f"{file} of {name}")
   result = {"cell": name, "label": label, "workers": workers, "seed": seed}
-  folder.write_result(place, {**result, "engine": "simulate", "loss": 0.5})
+  cell_files.write_result(place, {**result, "engine": "simulate", "loss": 0.5})
   return place
 
 
@@ -405,9 +405,9 @@ def packed(workdir):
   (place / "checkpoints" / "3").mkdir(parents=True)
   result = {"cell": place.name, "label": "a", "workers": 2, "seed": 0}
   result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}
-  folder.write_result(place, result)
+  cell_files.write_result(place, result)
   written = {name: (place / name).read_bytes() for name in FILES}
-  folder.pack(place)
+  cell_files.pack(place)
   return place, columns, written
 
 
@@ -418,8 +418,8 @@ def test_a_finished_cell_is_one_file_that_numpy_reads(tmp_path):
   assert (result["loss"], result["gap"]) == (0.5, None)
   assert folder.read_cell(place)["cell"] == "this"
   for name in ("cell.json", "metrics.jsonl", "params.msgpack"):
-    assert folder.read_file(place, name) == written[name]
-  records = folder.read_records(place)
+    assert cell_files.read_file(place, name) == written[name]
+  records = cell_files.read_records(place)
   assert records.keys() == columns.keys()
   with np.load(place / "cell.npz") as file:
     assert file["params.msgpack"] == written["params.msgpack"]
@@ -451,7 +451,7 @@ def test_what_a_kill_left_beside_it_is_removed(tmp_path):
   for name in ("result.json", "cell.npz.tmp", ".lock"):
     (place / name).write_text("half")
   (place / "spans.json").write_text("kept")
-  folder.tidy(place, packs=True)
+  cell_files.tidy(place, packs=True)
   names = {path.name for path in place.iterdir()}
   assert names == {"cell.npz", "spans.json"}
 
@@ -459,22 +459,22 @@ def test_what_a_kill_left_beside_it_is_removed(tmp_path):
 def test_what_a_kill_left_unpacked_is_packed(tmp_path):
   place, _, written = packed(tmp_path)
   whole = (place / "cell.npz").read_bytes()
-  np.savez(place / "records.npz", **folder.read_records(place))
+  np.savez(place / "records.npz", **cell_files.read_records(place))
   result = folder.finished_result(place)
   (place / "cell.npz").unlink()
   for name in set(FILES) - {"records.npz"}:
     (place / name).write_bytes(written[name])
-  folder.write_result(place, result)
+  cell_files.write_result(place, result)
   (place / "checkpoints" / "3").mkdir(parents=True)
   for name in (".lock", "cell.npz.tmp"):
     (place / name).touch()
   with (place / ".lock").open("w") as lock:  # another process is at it
     fcntl.flock(lock, fcntl.LOCK_EX)
-    folder.tidy(place, packs=True)
+    cell_files.tidy(place, packs=True)
     assert (place / "result.json").exists()
-  folder.tidy(place, packs=False)  # a live cell keeps its files
+  cell_files.tidy(place, packs=False)  # a live cell keeps its files
   assert (place / "result.json").exists()
-  folder.tidy(place, packs=True)
+  cell_files.tidy(place, packs=True)
   assert [path.name for path in place.iterdir()] == ["cell.npz"]
   assert (place / "cell.npz").read_bytes() == whole
 
@@ -514,9 +514,9 @@ def trained(workdir, exp, *, packs):
       (place / name).touch()
     result = {"cell": place.name, "label": cell.label, "engine": "simulate"}
     sizes = {"workers": cell.workers, "seed": cell.seed}
-    folder.write_result(place, {**result, **sizes})
+    cell_files.write_result(place, {**result, **sizes})
     if packs:
-      folder.pack(place)
+      cell_files.pack(place)
   return place
 
 
@@ -601,6 +601,6 @@ def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
       place / "cell.json", {**own, "dataset": value["dataset"]}
     )
     result = storage.read_sealed(place / "result.json")
-    folder.write_result(place, result)
+    cell_files.write_result(place, result)
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

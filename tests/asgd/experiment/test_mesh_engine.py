@@ -16,7 +16,15 @@ from kit import close
 
 from asgd import experiment
 from asgd.data import text
-from asgd.experiment import cells, folder, loop, schema, signals, storage
+from asgd.experiment import (
+  cell_files,
+  cells,
+  folder,
+  loop,
+  schema,
+  signals,
+  storage,
+)
 from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context, mesh, mesh_plan
 from asgd.experiment.progress import ProgressBar
@@ -74,7 +82,7 @@ def describe(result):
 
 
 def records_of(place):
-  columns = folder.read_records(place / "cells" / CELL)
+  columns = cell_files.read_records(place / "cells" / CELL)
   return columns["loss"], columns["norm"]
 
 
@@ -89,7 +97,7 @@ def problem_of(exp):
 def params_of(exp, place):
   """Returns the parameters, read without knowing the mesh."""
   like = problem_of(exp).init(jax.random.key(0))
-  content = folder.read_file(place / "cells" / CELL, "params.msgpack")
+  content = cell_files.read_file(place / "cells" / CELL, "params.msgpack")
   return flax.serialization.from_bytes(like, content)
 
 

@@ -13,7 +13,7 @@ from flax import serialization
 
 import asgd
 from asgd import base, experiment, simulator
-from asgd.experiment import code, folder, replay
+from asgd.experiment import cell_files, code, replay
 from asgd.experiment.progress import Silent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -197,7 +197,7 @@ def test_a_model_in_one_piece_trains_on_a_mesh_of_data(tmp_path):
   (cell,) = exp.cells
   result = experiment.train(exp, cell, tmp_path, bar=Silent())
   place = tmp_path / "cells" / cell.name
-  saved = folder.read_file(place, "params.msgpack")
+  saved = cell_files.read_file(place, "params.msgpack")
   assert set(serialization.msgpack_restore(saved)) == {"weights", "stats"}
   assert np.isfinite(result["test_loss"])
 
