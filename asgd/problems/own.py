@@ -360,9 +360,8 @@ def _code_of(value: Any) -> list[str]:
   if isinstance(value, (tuple, list)):
     return [text for inner in value for text in _code_of(inner)]
   own = value if inspect.isroutine(value) else type(value)
-  if own.__module__.partition(".")[0] in _LIBRARIES or isinstance(
-    value, np.ndarray
-  ):
+  module = getattr(own, "__module__", None) or ""  # None: made by exec
+  if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
     return []
   try:
     text = textwrap.dedent(inspect.getsource(own))

@@ -384,6 +384,9 @@ def test_a_loss_of_another_source_is_another_training(tmp_path, monkeypatch):
   train(written(f"{one}  # the same"), "module")
   line = error_of(train, written(f"{one} + 1.5  # another"), "module")
   assert "code" in line and "choose another folder" in line
+  of_no_module = {}
+  exec(f"def loss(params, batch):\n  {one}", {"__name__": None}, of_no_module)
+  train(of_no_module["loss"], "exec")
   train(scaled(1.0), "closure")
   train(scaled(1.0), "closure")
   assert "code" in error_of(train, scaled(3.0), "closure")
