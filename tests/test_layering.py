@@ -33,6 +33,7 @@ RANKS = {
   "models": 2,
   "algorithms": 2,
   "sharding": 2,
+  "compression": 2.5,
   "problems": 3,
   "diagnosis": 3,
   "simulator": 3,

@@ -1,0 +1,12 @@
+"""Gradient compression: codecs, and messages as packed bytes.
+
+A `Codec` turns a message into a smaller code and back; it is pure, and keeps
+what it did not send (`error_feedback`) in a state of the worker's.
+"""
+
+from asgd.compression.codec import Codec as Codec
+from asgd.compression.codec import Symbols as Symbols
+from asgd.compression.codec import Values as Values
+from asgd.compression.codec import clip as clip
+from asgd.compression.codec import error_feedback as error_feedback
+from asgd.compression.codec import identity as identity

@@ -1,0 +1,144 @@
+"""The contract of codecs, and what composes them.
+
+A codec turns a tree of float arrays (a gradient, a displacement, a difference
+of models) into a code, and the code into a tree again. What travels is the
+code, as packed bytes; both functions are compiled as part of a worker's work
+and of a server's receive.
+
+A code is a tree of arrays of fixed shapes, as compiled programs need them: it
+has as many elements as the message, in smaller numbers, and becomes small when
+it is packed. `Symbols` and `Values` say how; other arrays travel as they are.
+
+Index letters used in shape comments:
+  L  elements of a leaf
+  K  scales of a leaf
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base
+
+Code = Any  # a tree of arrays, Symbols and Values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Symbols:
+  """Small whole numbers instead of a leaf, which are packed into few bits each
+  or, if most are 0, as positions and values."""
+
+  symbols: jax.Array  # int8, int16 or int32 [L], from -levels to levels
+  scales: jax.Array  # float32[K], what `decode` makes numbers of them with
+  levels: int = dataclasses.field(metadata={"static": True})  # from 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Values:
+  """The numbers of a leaf, most of which are 0: what is packed are positions
+  and numbers of the others. A -0.0 is a number."""
+
+  values: jax.Array  # float[L], of any float dtype
+
+
+class Codec(NamedTuple):
+  """A message as less than it was; pure functions.
+
+  `init` reads shapes and dtypes only. `encode` makes a code of a tree of the
+  same shapes; what is random in it is drawn from `key`, that of the worker's
+  job. It is given what is finite only. `decode` needs nothing but the code, and
+  gives the same bits wherever it is compiled.
+  """
+
+  init: Callable[[base.Params], Any]  # shapes -> state
+  # (state, tree, key) -> (code, state)
+  encode: Callable[[Any, optax.Updates, jax.Array], tuple[Code, Any]]
+  decode: Callable[[Code], optax.Updates]
+
+
+def identity() -> Codec:
+  """The codec that sends everything.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.identity(), jnp.array([1.0, -2.0])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(codec.decode(code))
+    [ 1. -2.]
+  """
+  return Codec(
+    lambda like: (), lambda state, tree, key: (tree, state), lambda code: code
+  )
+
+
+class Residual(NamedTuple):
+  """State of `error_feedback`."""
+
+  residual: optax.Updates  # like a message: what is still to be sent
+  inner: Any  # state of the codec
+
+
+def error_feedback(codec: Codec) -> Codec:
+  """Has a codec send later what it did not send.
+
+      sent = codec(message + residual)
+      residual <- message + residual - sent
+
+  Args:
+    codec: any.
+
+  Returns:
+    A Codec whose state has the residual, of the messages' dtypes.
+
+  Source:
+    Seide et al., "1-bit stochastic gradient descent and its application to
+    data-parallel distributed training of speech DNNs", Interspeech 2014.
+  """
+
+  def init(like: base.Params) -> Residual:
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return Residual(zeros, codec.init(like))
+
+  def encode(
+    state: Residual, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, Residual]:
+    total = optax.tree.add(state.residual, tree)
+    code, inner = codec.encode(state.inner, total, key)
+    residual = optax.tree.sub(total, codec.decode(code))
+    return code, Residual(residual, inner)
+
+  return Codec(init, encode, codec.decode)
+
+
+def clip(codec: Codec, norm: float) -> Codec:
+  """Clips a message to a global norm before a codec takes it.
+
+  It belongs around `error_feedback`, so that what was left of earlier messages
+  is not clipped again.
+
+  Args:
+    codec: any.
+    norm: the largest L2 norm of a message; above 0.
+
+  Raises:
+    ValueError: for a norm that is not above 0.
+  """
+  if not norm > 0:
+    raise ValueError(f"norm must be above 0, not {norm}; leave the clip out")
+  clipper = optax.clip_by_global_norm(norm)
+
+  def encode(
+    state: Any, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, Any]:
+    tree, _ = clipper.update(tree, clipper.init(tree))
+    return codec.encode(state, tree, key)
+
+  return Codec(codec.init, encode, codec.decode)
