@@ -31,6 +31,7 @@ RANKS = {
   "allocation": 2,
   "data": 1,
   "models": 2,
+  "gossip": 1.5,
   "algorithms": 2,
   "sharding": 2,
   "compression": 2.5,
