@@ -49,8 +49,9 @@ def d_psgd(
     x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
-  The momentum is the peer's own and is not averaged. On the full graph, without
-  momentum, it is all-reduce SGD.
+  The momentum is the peer's own and is not averaged. On the full graph it is,
+  with adapt_first and without momentum, all-reduce SGD; as in the paper, a peer
+  is ahead of the mean by its own last step.
 
   Args:
     learning_rate: eta, positive, or a schedule over a peer's updates.

@@ -144,6 +144,7 @@ class Peers:
     self.states = [first] * n
     self.workers = [worker.init(first.server.params)] * n
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
+    self._restored: dict[Key, gossip.Job] | None = None
     self._numbers = [np.int32(i) for i in range(n)]
     self.codes: dict[Key, Any] = {}  # that somebody will take
     self._rounds: dict[Key, int] = {}  # in which they were put
@@ -200,6 +201,8 @@ class Peers:
 
   def _send(self, event, kept):
     del kept
+    if self._restored is not None:  # which jobs are open; others have ended
+      return self._restored.get(event.key, ())
     i = event.worker
     return self._steps.send(self.states[i], self._numbers[i])
 
@@ -345,17 +348,12 @@ class Peers:
     traffic = Traffic(*(np.array(x) for x in tree["traffic"]))
     parts = {k: v for k, v in tree.items() if k != "traffic"}
     tree = jax.tree.map(jnp.array, parts)
-    jobs = {_key(name): job for name, job in tree["jobs"].items()}
+    self._restored = {_key(name): job for name, job in tree["jobs"].items()}
     self.codes = {_key(name): code for name, code in tree["codes"].items()}
-    send = self._send
-    ledger: Ledger[Any] = Ledger(
-      lambda event, kept: jobs.get(event.key), keeps=False
-    )
     for event in trace_lib.events(self.trace, 0, notes["event"]):
-      ledger.obey(event)
+      self.ledger.obey(event)
       self._note(event)
-    self.ledger = ledger
-    ledger._start = send
+    self._restored = None
     self.states, self.workers = list(tree["states"]), list(tree["workers"])
     self.traffic = traffic
     self._since = [
