@@ -92,6 +92,8 @@ class PeerMeshEngine(engines.Engine):
     self._state = self._rounds.init(self._params)
     self.total, self.done, self._seconds = plan.messages, 0, 0.0
     self._parts = [simulator.join_records([])]
+    # What came from others in the round before: RMS of the change, bytes.
+    self._before = np.zeros(n, np.float32), np.zeros(n, np.int64)
     self._restore(context)
     self._pace = engines.Pace(_SECONDS)
     self._kept: tuple[int, Any] | None = None  # states, and when they were so
@@ -100,7 +102,8 @@ class PeerMeshEngine(engines.Engine):
   def _restore(self, context):
     def unpack(saved):
       records = checkpoint.any_shapes(self._parts[0])
-      tree = saved.tree({"state": self._state, "records": records})
+      tree = {"state": self._state, "records": records}
+      tree = saved.tree({**tree, "before": self._before})
       return tree, saved.notes["seconds"]
 
     restored = context.restore(unpack)
@@ -109,6 +112,7 @@ class PeerMeshEngine(engines.Engine):
     tree, self._seconds = restored
     self._put(tree["state"])
     self._parts = [simulator.PeerRecords(*tree["records"])]
+    self._before = tuple(tree["before"])
     self.done = len(self._parts[0].loss)
 
   def _put(self, arrays):
@@ -165,12 +169,12 @@ class PeerMeshEngine(engines.Engine):
       heard = how.topology.links[of % how.topology.period].sum(1)
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm = metrics.real.T
+    before, self._before = self._before, (mix_norm, heard * self._bytes)
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
-      *(accepted.astype(bool), message_norm, update_norm, mix_norm),
-      (heard * self._bytes).astype(np.int64),
+      *(accepted.astype(bool), message_norm, update_norm, *before),
     )
 
   def _states(self):
@@ -246,5 +250,6 @@ class PeerMeshEngine(engines.Engine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns all peers, and records."""
-    tree = {"state": jax.device_get(self._state), "records": self.records()}
+    tree = {"state": jax.device_get(self._state), "before": self._before}
+    tree["records"] = self.records()
     return self.done, tree, {"seconds": self._seconds}
