@@ -318,7 +318,7 @@ def reproduce(
   what came of it; returns its folder. Of `docs` the verdicts are kept there
   (`gallery.keep`), and whether they can be is asked before training."""
   if docs is not None:
-    gallery.check_place(docs, task.figure.name)
+    gallery.check_place(docs, task.figure.name, size=_size(task))
   experiment, place = train(task, engines, **options)
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
