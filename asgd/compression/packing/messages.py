@@ -55,7 +55,7 @@ def pack(layout: Layout, code: Any, buffer: Any = None) -> bytes | int:
     >>> layout = packing.layout(code)
     >>> data = packing.pack(layout, code)
     >>> len(data)
-    43
+    40
     >>> np.flatnonzero(packing.unpack(layout, data).values)
     array([   123, 456789])
   """
