@@ -22,6 +22,7 @@ MOST_BITS = 40  # k at most; leaves have fewer than 2**40 elements
 class Gaps(NamedTuple):
   """Gaps, and how they are coded in the fewest bytes."""
 
+  positions: np.ndarray  # int64[N]
   gaps: np.ndarray  # int64[N]
   k: int
   unary: int  # bytes of the unary stream
@@ -37,12 +38,13 @@ def measure(positions: np.ndarray) -> Gaps:
   the k that makes them the fewest bytes."""
   count = positions.size
   if not count:
-    return Gaps(positions, 0, 0)
+    return Gaps(positions, positions, 0, 0)
   gaps = np.diff(positions, prepend=-1)
   gaps -= 1
 
   def coded(k):
-    return Gaps(gaps, k, -(-(int((gaps >> k).sum()) + count) // 8))
+    unary = int((gaps >> k).sum()) + count
+    return Gaps(positions, gaps, k, -(-unary // 8))
 
   # Among numbers of geometric distribution the best 2**k is near ln 2 of the
   # mean (Golomb 1966); others are looked for from there.
@@ -68,9 +70,12 @@ def least_nbytes(count: int, last: int) -> int:
 
 def encode(coded: Gaps) -> list[np.ndarray]:
   """Returns the unary stream and the planes of the low bits, uint8 each."""
-  gaps, k, unary = coded
-  ends = np.cumsum(gaps >> k)  # of each unary number, a 1 after zeros
-  ends += np.arange(gaps.size)
+  positions, gaps, k, unary = coded
+  if k:
+    ends = np.cumsum(gaps >> k)  # of each unary number, a 1 after zeros
+    ends += np.arange(gaps.size)
+  else:
+    ends = positions
   stream = np.zeros(8 * unary, np.uint8)
   stream[ends] = 1
   low = (gaps & ((1 << k) - 1)).astype(_unsigned(k))
@@ -94,17 +99,17 @@ def decode(
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):
     raise BadCode(f"{ends.size} positions are coded where {count} are claimed")
-  if not count:
-    return ends
-  ends -= np.arange(count)  # sums of the unary numbers
-  if int(ends[-1]) << k >= length:
-    raise BadCode(f"positions are coded beyond the {length} of the leaf")
-  ends <<= k
-  low = bits.unpack(data[unary:], count, k, _unsigned(k))
-  steps = low.astype(np.int64)
-  steps += 1
-  ends += np.cumsum(steps)
-  ends -= 1
-  if ends[-1] >= length:
-    raise BadCode(f"positions are coded beyond the {length} of the leaf")
+  beyond = f"positions are coded beyond the {length} elements of the leaf"
+  if count and k:
+    ends -= np.arange(count)  # sums of the unary numbers
+    # Before anything overflows.
+    if int(ends[-1]) << k >= length or count << k >= 1 << 62:
+      raise BadCode(beyond)
+    ends <<= k
+    low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
+    low += 1
+    ends += np.cumsum(low)
+    ends -= 1
+  if count and ends[-1] >= length:
+    raise BadCode(beyond)
   return ends
