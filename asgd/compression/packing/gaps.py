@@ -39,8 +39,10 @@ def measure(positions: np.ndarray) -> Gaps:
   count = positions.size
   if not count:
     return Gaps(positions, positions, 0, 0)
-  gaps = np.diff(positions, prepend=-1)
-  gaps -= 1
+  gaps = np.empty_like(positions)
+  gaps[0] = positions[0]
+  np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+  gaps[1:] -= 1
 
   def coded(k):
     unary = int((gaps >> k).sum()) + count
@@ -64,7 +66,8 @@ def least_nbytes(count: int, last: int) -> int:
   """Returns a number of bytes below which `measure` never comes, for so many
   positions of which the last is known."""
   rest = last + 1 - count  # sum of the gaps
-  unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(42))
+  most = (rest // count).bit_length() + 1  # with larger k it is only more
+  unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
   return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
 
 
