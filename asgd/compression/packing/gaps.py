@@ -51,14 +51,17 @@ def measure(positions: np.ndarray) -> Gaps:
   # Among numbers of geometric distribution the best 2**k is near ln 2 of the
   # mean (Golomb 1966); others are looked for from there.
   mean = (int(positions[-1]) + 1 - count) / count
-  k = min(max(int(0.69 * mean), 1).bit_length() - 1, MOST_BITS)
-  best = coded(k)
+  guess = min(max(int(0.69 * mean), 1).bit_length() - 1, MOST_BITS)
+  best = coded(guess)
+  # Of few positions planes are half empty: a worse k may stand before a better.
+  patience = 3 if count < 4096 else 1
   for step in (1, -1):
-    while 0 <= best.k + step <= MOST_BITS:
-      other = coded(best.k + step)
-      if other.nbytes >= best.nbytes:
-        break
-      best = other
+    k, misses = guess + step, 0
+    while misses < patience and 0 <= k <= MOST_BITS:
+      other = coded(k)
+      misses = 0 if other.nbytes < best.nbytes else misses + 1
+      best = min(best, other, key=lambda each: each.nbytes)
+      k += step
   return best
 
 
