@@ -374,7 +374,7 @@ def train(
   experiment = cells.build(resolved, engines={name: kind}, dataset=given)
   (cell,), machine = experiment.cells, machine or _machine()
   plan = experiment.plan(cell)
-  kind.check_machine(experiment, [plan], machine)
+  experiment.check_machine(machine)
   if name == "ray" or machine.processes:
     check_travels(given)
   kept: list[Any] = []

@@ -24,7 +24,6 @@ JAX knows) with --coordinator=auto alone.
 lists recipes, schedules, engines, models and datasets with their options.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -167,11 +166,7 @@ def _open(config):
   where = Machine(faults=faults, **{name: _F[name].value for name in own})
   where.address = where.address or os.environ.get("RAY_ADDRESS")
   where.modules = code.to_send(code.describe(experiment.config))
-  plans = collections.defaultdict(list)
-  for cell in experiment.cells:
-    plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))
-  for check, own in plans.items():
-    check(experiment, own, where)
+  experiment.check_machine(where)
 
   given, name = _F["workdir"].value, flags.config_name()
   workdir = processes.together(

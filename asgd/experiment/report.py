@@ -187,6 +187,7 @@ def warnings(results: Rows) -> list[str]:
 def write_page(
   workdir: Path,
   results: Rows,
+  csv_rows: Rows,
   engines: Engines,
   *,
   title: str,
@@ -194,7 +195,8 @@ def write_page(
   notes: Sequence[str] = (),
 ) -> Path:
   """Writes report.html of a folder: what its config.json and its files say of
-  these results, and `notes`, which were printed when they were made."""
+  these results, which `tabulate` made rows of, and `notes`, which were printed
+  when they were made."""
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
   free = dict(identity["free"])
   config = {**identity["config"]}
@@ -208,7 +210,6 @@ def write_page(
     for path in sorted(workdir.glob("cells/*/damaged-*"))
   ]
   said = [note.removeprefix("warning: ") for note in notes]
-  csv_rows, _ = tabulate(results, engines)
   defaults = {
     key: schema.default_of(node)
     for key, node in schema.sections(engines).items()
@@ -278,7 +279,9 @@ def write(
   drawn = draw(points, results, workdir / "figure", title)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what + "s" * (seeds != 1), "lead": lead, "notes": notes}
-  made = write_page(workdir, results, experiment.engines, **named)
+  made = write_page(
+    *(workdir, results, csv_rows, experiment.engines), **named
+  )
   print(
     f"\n{text}\n"
     f"report       {made}\n"

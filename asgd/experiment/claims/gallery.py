@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asgd import text_table
 from asgd.experiment import checks, storage
 from asgd.experiment.claims import fields, statistics, verdicts
 from asgd.experiment.claims.fields import FieldCheck
@@ -178,7 +179,11 @@ def _one_line(value: Any) -> Any:
 
 def page(docs: Path) -> str:
   """Returns the page, from the verdicts that are kept."""
-  figures = _one_line(read(docs))
+  return _page(read(docs))
+
+
+def _page(kept: Mapping[str, Mapping[str, Any]]) -> str:
+  figures = _one_line(kept)
   parts = [_HEAD, _summary(figures)]
   parts += [_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
@@ -187,20 +192,18 @@ def page(docs: Path) -> str:
 def write(docs: Path) -> Path:
   """Writes the page; returns where it is. ValueError without any verdicts: a
   page that is there stays."""
-  path = docs / _PAGE
-  if not read(docs):
+  path, kept = docs / _PAGE, read(docs)
+  if not kept:
     raise ValueError(
       f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
       " python -m launch.reproduce NAME --docs in a checkout's root"
     )
-  storage.write_atomically(path, page(docs))
+  storage.write_atomically(path, _page(kept))
   return path
 
 
 def _table(header, rows) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  cleaned = ([str(c).replace("|", "\\|") for c in line] for line in lines)
-  return "\n".join(f"| {' | '.join(line)} |" for line in cleaned) + "\n"
+  return text_table.format_markdown(header, rows) + "\n"
 
 
 def _count(claims, verdict) -> int:
@@ -211,12 +214,12 @@ def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
   rows = []
   for name, data in figures.items():
     claims = data["claims"]
-    counts = [_count(claims, v) for v in ("PASS", "FAIL", "UNDECIDED")]
+    counts = [_count(claims, v) for v in statistics.VERDICTS]
     rows.append(
       [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
       + [data["size"], _minutes(data["seconds"])]
     )
-  header = ["figure", "name", "PASS", "FAIL", "UNDECIDED", "size", "training"]
+  header = ["figure", "name", *statistics.VERDICTS, "size", "training"]
   return _table(header, rows)
 
 
@@ -250,7 +253,7 @@ def _part_text(part) -> str:
 def _short(claim) -> list[str]:
   """The row of a claim: the first part that does not hold, if there is one."""
   parts, verdict = claim["parts"], claim["verdict"]
-  held = _count(parts, "PASS")
+  held = _count(parts, statistics.PASS)
   shown = next(part for part in parts if part["verdict"] == verdict)
   text = _part_text(shown)
   if len(parts) > 1:

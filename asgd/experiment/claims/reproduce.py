@@ -209,13 +209,7 @@ def train(
   """
   name, machine = task.figure.name, machine or Machine()
   experiment = cells.build(task.config, engines=engines, data_dir=data_dir)
-  for engine in {run.engine for run in experiment.runs.values()}:
-    plans = [
-      experiment.plan(cell)
-      for cell in experiment.cells
-      if experiment.runs[cell.label].engine == engine
-    ]
-    engines[engine].check_machine(experiment, plans, machine)
+  experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))
   name += "-quick" if task.quick else ""
