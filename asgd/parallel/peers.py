@@ -108,6 +108,7 @@ class RoundMetrics(NamedTuple):
   whole: jax.Array  # int32[n, 3], version, staleness, accepted
   # float32[n, 4], gap, message_norm, update_norm, mix_norm
   real: jax.Array
+  codes: Any  # [n, ...], what was put, if it is compressed; else ()
 
 
 class Rounds(NamedTuple):
@@ -117,7 +118,26 @@ class Rounds(NamedTuple):
   # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
   round: Callable[..., tuple[RoundState, RoundMetrics]]
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
-  code_bytes: Callable[[base.Params], int]  # of one message
+
+
+def message_bytes(
+  how: gossip.Gossip, server: base.Server, params: base.Params
+) -> int:
+  """Returns the bytes of a message that is not compressed.
+
+  Args:
+    how: of the peers.
+    server: each peer's own.
+    params: of which shapes are read only.
+  """
+  peer = gossip.make_peer(server, how.rule, how.topology.slots)
+  code = jax.eval_shape(
+    lambda x: peer.put(peer.init(x), jnp.float32(1), jax.random.key(0))[1],
+    params,
+  )
+  return sum(
+    np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code)
+  )
 
 
 def make_rounds(
@@ -217,6 +237,7 @@ def make_rounds(
       metrics.loss,
       jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
       jnp.stack([x.astype(jnp.float32) for x in real]),
+      code if how.compressed else (),
     )
     after = RoundState(own, workers, codes)
     return jax.tree.map(lambda x: x[None], (after, told))
@@ -236,14 +257,8 @@ def make_rounds(
     phases = k % period, of % period if of >= 0 else None
     return program(phases, state, batch, root, jnp.int32(k))
 
-  def code_bytes(params):
-    code = jax.eval_shape(lambda p: _put_shape(peer.init(p)), params)
-    return sum(x.size * np.dtype(x.dtype).itemsize for x in
-      jax.tree.leaves(code))
-
   return Rounds(
     jax.jit(first, out_shardings=rows),
     run_round,
     lambda batch: jax.tree.map(lambda x: jax.device_put(x, rows), batch),
-    code_bytes,
   )

@@ -88,7 +88,12 @@ class PeerMeshEngine(engines.Engine):
     self._where = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
-    self._bytes = self._rounds.code_bytes(self._params)
+    self._bytes = program_lib.message_bytes(
+      plan.gossip, plan.server, self._params
+    )
+    self._links = np.zeros((2, n, n), np.int64)  # messages, bytes
+    # Bytes that each put in the last rounds, of messages on their way.
+    self._sent = np.zeros((plan.gossip.overlap, n), np.int64)
     self._state = self._rounds.init(self._params)
     self.total, self.done, self._seconds = plan.messages, 0, 0.0
     self._parts = [simulator.join_records([])]
@@ -103,7 +108,8 @@ class PeerMeshEngine(engines.Engine):
     def unpack(saved):
       records = checkpoint.any_shapes(self._parts[0])
       tree = {"state": self._state, "records": records}
-      tree = saved.tree({**tree, "before": self._before})
+      tree |= {"before": self._before, "links": self._links}
+      tree = saved.tree({**tree, "sent": self._sent})
       return tree, saved.notes["seconds"]
 
     restored = context.restore(unpack)
@@ -113,6 +119,7 @@ class PeerMeshEngine(engines.Engine):
     self._put(tree["state"])
     self._parts = [simulator.PeerRecords(*tree["records"])]
     self._before = tuple(tree["before"])
+    self._links, self._sent = tree["links"].copy(), tree["sent"]
     self.done = len(self._parts[0].loss)
 
   def _put(self, arrays):
@@ -163,13 +170,21 @@ class PeerMeshEngine(engines.Engine):
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:
     n, how = self.quantum, self._plan.gossip
-    of = k - how.overlap
-    heard = np.zeros(n, np.int64)
+    sent = np.full(n, self._bytes)
+    if how.compressed:
+      codes = (
+        jax.tree.map(lambda x, i=i: x[i], metrics.codes) for i in range(n)
+      )
+      sent = np.array([simulator.packed_bytes(code) for code in codes])
+    sent, self._sent = np.split(np.stack([*self._sent, sent]), [1])
+    of, heard = k - how.overlap, np.zeros((n, n), np.int64)
     if of >= 0:
-      heard = how.topology.links[of % how.topology.period].sum(1)
+      links = how.topology.links[of % how.topology.period]
+      heard = links * sent
+      self._links += np.stack([links, heard])
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm = metrics.real.T
-    before, self._before = self._before, (mix_norm, heard * self._bytes)
+    before, self._before = self._before, (mix_norm, heard.sum(1))
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
@@ -238,11 +253,7 @@ class PeerMeshEngine(engines.Engine):
     }
 
   def _traffic(self) -> simulator.Traffic:
-    how, rounds = self._plan.gossip, self.done // self.quantum
-    taken = np.arange(max(rounds - how.overlap, 0)) % how.topology.period
-    counts = np.bincount(taken, minlength=how.topology.period)
-    links = np.einsum("t,tij->ij", counts, how.topology.links.astype(np.int64))
-    return simulator.Traffic(links, links * self._bytes)
+    return simulator.Traffic(*self._links)
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
@@ -251,5 +262,6 @@ class PeerMeshEngine(engines.Engine):
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns all peers, and records."""
     tree = {"state": jax.device_get(self._state), "before": self._before}
+    tree |= {"links": self._links, "sent": self._sent}
     tree["records"] = self.records()
     return self.done, tree, {"seconds": self._seconds}
