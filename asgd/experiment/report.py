@@ -227,7 +227,7 @@ def write_page(
   content = page.document(
     title,
     page.heading(title, lead),
-    page.warnings([*warnings(results), *damaged, *said]),
+    page.warnings([*said, *warnings(results), *damaged]),
     page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
     page.section("Config", page.config(config, defaults)),
@@ -305,7 +305,7 @@ def write(
   points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
   if so_far:
-    said = f"{so_far} are finished; means are over the seeds that are"
+    said = f"so far {so_far}: means are over the seeds that are finished"
     notes, text = [said, *notes], f"{text}{said}\n"
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)
