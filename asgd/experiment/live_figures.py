@@ -17,7 +17,7 @@ import numpy as np
 
 from asgd import base, sharding
 from asgd.experiment import event_file
-from asgd.live import wire
+from asgd import wire
 from asgd.live.journal import journal_path
 
 _WINDOW = 5.0  # seconds that rates are taken over

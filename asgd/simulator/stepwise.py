@@ -18,6 +18,7 @@ from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, records
 from asgd.simulator.steps import Steps
+from asgd.simulator.traffic import Received, Traffic
 
 _CHUNK = 2000  # rows obeyed in one call
 
@@ -133,7 +134,8 @@ class ServerReplay:
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
     keeps = bool((trace.action == base.KEEP).any())
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
-    self._messages: list[tuple[float, int, int]] = []  # time, worker, job
+    self._traffic = Traffic(steps, state.params)
+    self._messages: list[Received] = []
     self._observations: list[steps_lib.Observation] = []
 
   def _send(self, event, kept):
@@ -152,13 +154,19 @@ class ServerReplay:
 
   def receive(self, event: trace_lib.Event, message, totals=None) -> None:
     """Gives the server the (ticket, updates, loss) of a RECEIVE just obeyed."""
+    ticket, updates, loss = message
+    if self._steps.codec is not None:
+      updates = fetch(updates)  # to be packed
+    up, residual_norm = self._traffic.up(updates)
+    message = ticket, updates, loss
     if totals is None:
       self.state, observation = self._steps.receive(self.state, *message)
     else:
       sums = steps_lib.as_totals(totals)
       done = self._steps.stage(sums, self.state, *message)
       self.state, observation = done.result
-    self._messages.append((event.time, event.worker, event.job))
+    name, down = (event.time, event.worker, event.job), self._traffic.down(ticket)
+    self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 
   def records(self) -> base.Records:

@@ -8,7 +8,7 @@ import pytest
 
 from asgd import base
 from asgd.experiment import live_figures
-from asgd.live import wire
+from asgd import wire
 from asgd.live.journal import FileJournal
 
 

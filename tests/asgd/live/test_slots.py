@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from asgd.live import wire
+from asgd import wire
 from asgd.live.slots import (
   MESSAGES,
   DamagedSnapshot,

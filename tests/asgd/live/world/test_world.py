@@ -8,7 +8,7 @@ import math
 import pytest
 
 from asgd import server
-from asgd.live import wire
+from asgd import wire
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import Lease, WorkerLoop

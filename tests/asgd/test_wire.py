@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asgd import base
-from asgd.live import wire
+from asgd import wire
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TREE = {
