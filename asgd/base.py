@@ -139,7 +139,7 @@ class Server(NamedTuple):
   ]
   sends_current: bool
   workers: int | None = None  # most workers it can serve; None is any
-  # How its messages are coded (`asgd.compression.Codec`): a runtime decodes them
+  # How its messages are coded (`asgd.compression.Codec`): runtimes decode them
   # before `receive`. None: they come as they are.
   codec: Any = None
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, base, checks
+from asgd import algorithms, base, checks, compression
 from asgd.experiment import cell_files, cells, folder, loop, progress, schema
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
@@ -29,7 +29,7 @@ from asgd.problems import own
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
 _FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
-_OF_A_ROW = "message", "update", "time", "seconds", "train_loss"
+_OF_A_ROW = "message", "update", "time", "seconds", "megabytes", "train_loss"
 _OF_A_ROW += ("staleness_mean", "gap_mean", "test_loss", "test_accuracy")
 
 
@@ -89,8 +89,10 @@ def simulate(
       there. None keeps nothing.
     progress: show how far it is, on the standard error.
     config: further keys of a config, such as order={"name": "fixed_delay"},
-      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0, or
-      allocation={"batch_size": "speed"} (see asgd.allocation).
+      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0,
+      allocation={"batch_size": "speed"} (see asgd.allocation), or compress: a
+      codec of messages (asgd.compression), its name, or a dict of its name and
+      options.
 
   Raises ValueError for whatever does not fit, before anything runs.
 
@@ -110,9 +112,13 @@ def simulate(
     [1. 1. 1.] 3.0
   """
   recipe = read_recipe(recipe, workers)
+  codec, config = _codec_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codec=codec,
     )
     return train(
       given,
@@ -159,9 +165,13 @@ def train_live(
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
   recipe = read_recipe(recipe, workers)
+  codec, config = _codec_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codec=codec,
     )
     return train(
       given,
@@ -184,6 +194,7 @@ def replay(
   data: Any = None,
   recipe: Any = None,
   *,
+  compress: compression.Codec | None = None,
   data_dir: str | None = None,
 ) -> replay_lib.Replay:
   """Computes again what a live run computed, from its traces.
@@ -194,6 +205,7 @@ def replay(
     loss, params, data, recipe: of a run of `train_live` as they were given to
       it. They may be left out if all three are functions of modules that can be
       imported, and the recipe is a name's with plain options.
+    compress: the codec, of a run that was given one as an object.
     data_dir: of a run of asgd train: where the dataset's files are.
 
   Returns:
@@ -217,7 +229,9 @@ def replay(
   recipe = read_recipe(recipe, built.get("workers"))
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=was.get("batch_size")
+      *(loss, params, data, recipe),
+      batch_size=was.get("batch_size"),
+      codec=compress,
     )
     replayed = replay_lib.replay(Path(folder), given=given)
   return replayed._replace(params=given.outward(replayed.params))
@@ -237,6 +251,15 @@ def _imported(folder, was):
   build = dict(was["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
+
+
+def _codec_of(config):
+  """Returns (codec, config) of a call whose `compress` may be an object, which
+  stands in a config as given."""
+  codec = config.get("compress")
+  if not isinstance(codec, compression.Codec):
+    return None, config
+  return codec, {**config, "compress": schema.GIVEN}
 
 
 # What the functions above share with that of pipelines.

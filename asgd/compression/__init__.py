@@ -20,3 +20,4 @@ from asgd.compression.messages import layout as layout
 from asgd.compression.messages import residual_norm as residual_norm
 from asgd.compression.messages import shapes as shapes
 from asgd.compression.messages import split as split
+from asgd.compression.named_stub import named as named

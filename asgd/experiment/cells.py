@@ -128,8 +128,10 @@ def build(
   resolved = schema.resolve(config, engines)
   runs = schema.runs(resolved, engines)
   if isinstance(dataset, own.Objects):
-    runs = {k: run._replace(given=dataset.recipe) for k, run in runs.items()}
+    given = {"given": dataset.recipe, "codec": dataset.codec}
+    runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
+    _check_codec(run, resolved, engines)
     engines[run.engine].check(run)
   devices = max(engines[run.engine].devices(run) for run in runs.values())
   if jax.config.jax_num_cpu_devices < devices:
@@ -149,6 +151,17 @@ def build(
   for cell in experiment.cells:
     experiment.plan(cell)
   return experiment
+
+
+def _check_codec(run, config, engines):
+  """Raises ValueError for a run that would be dense, where all are to be
+  compressed."""
+  if config.get("compress") and "compress" not in engines[run.engine].sections:
+    raise ValueError(
+      f"config.compress: engine {run.engine!r} of config.runs.{run.label} sends"
+      " no messages that a codec could take; set compress in the entries of"
+      " other runs alone, runs.LABEL.compress"
+    )
 
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from asgd import text_table
 from asgd.experiment import figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import Column
+from asgd.experiment.engines import Column, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 
@@ -132,6 +132,8 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  if any("compression_up" in row for row in results):
+    shown += traffic.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return shown

@@ -169,6 +169,7 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
   given: algorithms.Recipe | None = None  # by a caller, instead of its name
+  codec: Any = None  # the same: an asgd.compression.Codec of its messages
 
   def make_recipe(
     self, learning_rate: optax.ScalarOrSchedule, workers: int

@@ -5,10 +5,10 @@ in, and two snapshots of the shard. They are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 
-Each slot ends with how many bytes its content has, and a stamp, which its writer
-sets after the content and its reader compares: what was written to a file that
-has been replaced since, or by a worker for another message, is refused and
-never taken for the content.
+Each slot ends with how many bytes its content has, and a stamp, which its
+writer sets after the content and its reader compares: what was written to a
+file that has been replaced since, or by a worker for another message, is
+refused and never taken for the content.
 """
 
 import contextlib
@@ -198,8 +198,8 @@ class SharedMemory:
     return [row[:nbytes] for row in rows], trailers
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """Copies a tree into a slot, and sets its stamp; a packed slot takes a code,
-    or one that is packed already (uint8[length])."""
+    """Copies a tree into a slot, and sets its stamp; a packed slot takes a
+    code, or one that is packed already (uint8[length])."""
     self._stamps[kind][slot] = 0
     length = self._formats[kind].write(tree, self._slots[kind][slot])
     self._lengths[kind][slot] = length

@@ -129,7 +129,7 @@ def compile_steps(
 
   `wire` is the dtype in which parameters and messages travel, such as
   "bfloat16"; None is their own. Messages of a server with a codec travel as
-  that has them, and are decoded here. Tickets hold what arrives. `group` are the
+  it has them, and are decoded here. Tickets hold what arrives. `group` are the
   devices of each worker. With `keeps_messages` no message is overwritten by
   what is made of it, as those of a live run, which lie in shared memory. The
   two are different programs, which need not agree in the last bit: a replay is

@@ -165,7 +165,8 @@ class ServerReplay:
       sums = steps_lib.as_totals(totals)
       done = self._steps.stage(sums, self.state, *message)
       self.state, observation = done.result
-    name, down = (event.time, event.worker, event.job), self._traffic.down(ticket)
+    name = event.time, event.worker, event.job
+    down = self._traffic.down(ticket)
     self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 

@@ -187,21 +187,23 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
     rows.append({key: row for row, key in enumerate(keys)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
   whole = [i for i, key in enumerate(keys) if all(key in each for each in rows)]
-  reports = []
-  for part, index in zip(parts, rows, strict=True):
-    at = [index[keys[i]] for i in whole]
-    columns = (getattr(part, name)[at] for name in base.Report._fields)
-    reports.append(base.Report(*columns))
+  at = [[index[keys[i]] for i in whole] for index in rows]
+
+  def of_all(name):
+    return [getattr(part, name)[i] for part, i in zip(parts, at, strict=True)]
+
+  reports = zip(*map(of_all, base.Report._fields), strict=True)
+  reports = [base.Report(*columns) for columns in reports]
   sizes = sharding.trained_sizes(split, live.params)
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][whole] = combined[name]
   for name in ("bytes_up", "bytes_down"):
-    columns[name][whole] = sum(
-      getattr(part, name)[[index[keys[i]] for i in whole]]
-      for part, index in zip(parts, rows, strict=True)
-    )
+    columns[name][whole] = sum(of_all(name))
+  squares = np.square(of_all("residual_norm"), dtype=np.float64)
+  share = np.asarray(sizes) / max(sum(sizes), 1)
+  columns["residual_norm"][whole] = np.sqrt(share @ squares)
   return base.Records(**columns)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import parameter_server, traffic
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -74,8 +74,13 @@ class SimulationEngine(engines.Engine):
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
     server, last = self._simulation.server, self._ends[self.done - 1] - 1
-    clock, update = {"time": float(self._trace.time[last])}, int(server.version)
-    return engines.Snapshot(server.params, self.done, update, clock)
+    clock = {
+      "time": float(self._trace.time[last]),
+      "megabytes": traffic.megabytes(self._parts),
+    }
+    return engines.Snapshot(
+      server.params, self.done, int(server.version), clock
+    )
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
