@@ -465,7 +465,7 @@ def describe(result: Mapping[str, Any]) -> str:
     words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
-  if "compression_up" in result:
+  if "codec" in result:
     words += (
       f", {result['bytes_up'] / 1e6:.3g} MB up ({result['compression_up']:.3g}"
       f" times less than dense), {result['bytes_down'] / 1e6:.3g} MB down"

@@ -77,19 +77,14 @@ compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 def columns(plan: Any, records: base.Records) -> dict[str, Any]:
   """Returns the columns of a result that tell of its traffic: the bytes, and
-  how many times as many they would be without codecs."""
-  row = {
-    "bytes_up": int(records.bytes_up.sum()),
-    "bytes_down": int(records.bytes_down.sum()),
-  }
-  section = plan.run.config["compress"]
-  if section is not None:
-    params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-    dtype = plan.run.config.get("server", {}).get("wire", "float32")
-    dtype = None if dtype == "float32" else dtype
-    dense = wire.layout(params, compress=dtype).nbytes * len(records.loss)
-    row["codec"] = section["name"]
-    row["compression_up"] = dense / max(row["bytes_up"], 1)
+  how many times as many they would be up without the codec."""
+  up, section = int(records.bytes_up.sum()), plan.run.config["compress"]
+  row = {"bytes_up": up, "bytes_down": int(records.bytes_down.sum())}
+  if section is None:
+    return {**row, "compression_up": 1.0}
+  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  dense = wire.layout(params).nbytes * len(records.loss)
+  row |= {"compression_up": dense / max(up, 1), "codec": section["name"]}
   return row
 
 
