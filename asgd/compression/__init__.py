@@ -20,4 +20,5 @@ from asgd.compression.messages import layout as layout
 from asgd.compression.messages import residual_norm as residual_norm
 from asgd.compression.messages import shapes as shapes
 from asgd.compression.messages import split as split
-from asgd.compression.named_stub import named as named
+from asgd.compression.updates import compressed_updates as compressed_updates
+from asgd.compression.updates import last_update as last_update

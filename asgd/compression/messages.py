@@ -94,9 +94,8 @@ def compressed(
     key: jax.Array,
   ) -> tuple[CompressedState, Any, base.Metrics]:
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
-    finite, key = _finite((message, metrics.loss)), jax.random.fold_in(
-      key, _CODEC
-    )
+    finite = all_finite((message, metrics.loss))
+    key = jax.random.fold_in(key, _CODEC)
     parts, states = [], []
     for s, part in enumerate(split_up(message)):
       # What is drawn is thrown away where it is not finite.
@@ -109,7 +108,7 @@ def compressed(
       stats = part.stats if isinstance(part, base.Variables) else None
       parts.append(Coded(code, stats, residual_norm(after)))
       states.append(after)
-    finite &= _finite([(part.code, part.residual) for part in parts])
+    finite &= all_finite([(part.code, part.residual) for part in parts])
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
     out = parts[0] if plan is None else Parts(tuple(parts))
@@ -118,8 +117,12 @@ def compressed(
   return base.Worker(init, work)
 
 
-def _finite(tree: Any) -> jax.Array:
-  """Whether all real numbers of a tree are finite, bool[]."""
+def all_finite(tree: Any) -> jax.Array:
+  """Returns whether all real numbers of a tree are finite, bool[].
+
+  Args:
+    tree: of arrays, one of them of real numbers.
+  """
   leaves = [x for x in jax.tree.leaves(tree) if x.dtype.kind not in "iub"]
   return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
 
