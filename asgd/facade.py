@@ -112,13 +112,13 @@ def simulate(
     [1. 1. 1.] 3.0
   """
   recipe = read_recipe(recipe, workers)
-  codec, config = _codec_of(config)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=batch_size,
       evaluate=evaluate,
-      codec=codec,
+      codecs=codecs,
     )
     return train(
       given,
@@ -165,13 +165,13 @@ def train_live(
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
   recipe = read_recipe(recipe, workers)
-  codec, config = _codec_of(config)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=batch_size,
       evaluate=evaluate,
-      codec=codec,
+      codecs=codecs,
     )
     return train(
       given,
@@ -231,7 +231,7 @@ def replay(
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=was.get("batch_size"),
-      codec=compress,
+      codecs=compress and {"compress": compress},
     )
     replayed = replay_lib.replay(Path(folder), given=given)
   return replayed._replace(params=given.outward(replayed.params))
@@ -253,13 +253,15 @@ def _imported(folder, was):
   return *parts.values(), algorithms.build(**build, **options)
 
 
-def _codec_of(config):
-  """Returns (codec, config) of a call whose `compress` may be an object, which
-  stands in a config as given."""
-  codec = config.get("compress")
-  if not isinstance(codec, compression.Codec):
-    return None, config
-  return codec, {**config, "compress": schema.GIVEN}
+def _codecs_of(config):
+  """Returns (codecs, config) of a call whose codecs may be objects, which stand
+  in a config as given."""
+  codecs = {
+    key: value
+    for key, value in config.items()
+    if isinstance(value, compression.Codec)
+  }
+  return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
 
 
 # What the functions above share with that of pipelines.

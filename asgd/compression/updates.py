@@ -27,7 +27,9 @@ class CompressedUpdates(NamedTuple):
   count: jax.Array  # int32[], updates so far
 
 
-def compressed_updates(algorithm: base.Algorithm, codec: Codec) -> base.Algorithm:
+def compressed_updates(
+  algorithm: base.Algorithm, codec: Codec
+) -> base.Algorithm:
   """Has the updates of an algorithm pass through a codec.
 
       code, residual = codec(algorithm(message), residual)

@@ -128,7 +128,7 @@ def build(
   resolved = schema.resolve(config, engines)
   runs = schema.runs(resolved, engines)
   if isinstance(dataset, own.Objects):
-    given = {"given": dataset.recipe, "codec": dataset.codec}
+    given = {"given": dataset.recipe, "codecs": dataset.codecs}
     runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
     _check_codec(run, resolved, engines)
@@ -156,12 +156,13 @@ def build(
 def _check_codec(run, config, engines):
   """Raises ValueError for a run that would be dense, where all are to be
   compressed."""
-  if config.get("compress") and "compress" not in engines[run.engine].sections:
-    raise ValueError(
-      f"config.compress: engine {run.engine!r} of config.runs.{run.label} sends"
-      " no messages that a codec could take; set compress in the entries of"
-      " other runs alone, runs.LABEL.compress"
-    )
+  for key in ("compress", "compress_down"):
+    if config.get(key) and key not in engines[run.engine].sections:
+      raise ValueError(
+        f"config.{key}: engine {run.engine!r} of config.runs.{run.label} sends"
+        f" nothing that a codec could take; set {key} in the entries of other"
+        f" runs alone, config.runs.LABEL.{key}"
+      )
 
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def panels(results: Rows) -> list[Panel]:
   y = f"test_{name}"
   keys = set(itertools.chain.from_iterable(results))
   timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
-  counted = "codec" in keys
+  counted = bool({"codec", "codec_down"} & keys)
   if timed and _swept(results):
     key, label = _CLOCKS[timed[0]]
     sizes = [

@@ -132,7 +132,7 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
-  if any("codec" in row for row in results):
+  if any("codec" in row or "codec_down" in row for row in results):
     shown += traffic.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))

@@ -91,6 +91,11 @@ def check(run: Run) -> None:
   """Checks what needs neither data nor a model."""
   parameter_server.check(run)
   config = run.config
+  if config["compress_down"] is not None:
+    raise ValueError(
+      f"config.compress_down: workers of engine {run.engine!r} are sent"
+      " parameters, not updates; leave it out, or use engine 'simulate'"
+    )
   server, live = config["server"], config["live"]
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(

@@ -342,7 +342,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
-  recipe = build_recipe(run, workers, rate)
+  recipe = traffic.downward(run, build_recipe(run, workers, rate))
   order = _order(run, recipe)
   count = passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
@@ -465,11 +465,13 @@ def describe(result: Mapping[str, Any]) -> str:
     words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
-  if "codec" in result:
+  if "codec" in result or "codec_down" in result:
     words += (
       f", {result['bytes_up'] / 1e6:.3g} MB up ({result['compression_up']:.3g}"
       f" times less than dense), {result['bytes_down'] / 1e6:.3g} MB down"
     )
+  if "codec_down" in result:
+    words += f" ({result['compression_down']:.3g} times less)"
   if result.get("residual_lost"):
     words += (
       f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"

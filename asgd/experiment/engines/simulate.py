@@ -124,7 +124,11 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
       rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   tree = {"server": server, "workers": workers, "sent": trees}
-  return tree, {"event": simulation.event, "tickets": rows}
+  total, version, seen, tickets = simulation.sent
+  open_tickets = [(*key, nbytes) for key, nbytes in tickets.items()]
+  sent = [total, version, list(seen.items()), open_tickets]
+  notes = {"event": simulation.event, "tickets": rows, "sent": sent}
+  return tree, notes
 
 
 def _unpack(saved, template):
@@ -150,8 +154,11 @@ def _unpack(saved, template):
       tickets[worker][job] = ticket
   event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
   # A simulation to be rolled back is a replay, which starts from the beginning.
+  total, version, seen, open_tickets = saved.notes["sent"]
+  numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
+  sent = simulator.Sent(total, version, dict(seen), numbers)
   simulation = simulator.Simulation(
-    event, server, workers, tickets, tuple(kept), {}
+    event, server, workers, tickets, tuple(kept), {}, sent
   )
   return simulation, records
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from asgd import base, compression, wire
+from asgd import algorithms, base, compression, wire
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import Column
@@ -33,8 +33,12 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
-# Of `asgd.compression`, of messages: a name, or a dict of it and options.
-SECTIONS = {"compress": Setting(None, _codec)}
+SECTIONS = {
+  # Of `asgd.compression`, of messages: a name, or a dict of it and options.
+  "compress": Setting(None, _codec),
+  # The same, of the server's updates; simulated only.
+  "compress_down": Setting(None, _codec),
+}
 
 
 @functools.lru_cache(maxsize=32)
@@ -43,20 +47,21 @@ def _named_codec(section: str) -> compression.Codec:
   return compression.named(**json.loads(section))
 
 
-def codec_of(run: Run) -> compression.Codec | None:
-  """Returns the codec of a run's messages, None if they are dense. Raises
-  ValueError for one that was given to a call and is not there."""
-  section = run.config["compress"]
+def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
+  """Returns the codec of a run's messages, or with "compress_down" of its
+  updates, None if they are dense. Raises ValueError for one that was given to a
+  call and is not there."""
+  section = run.config[key]
   if section is None:
     return None
   if section["name"] != GIVEN:
     return _named_codec(json.dumps(section, sort_keys=True))
-  if run.codec is None:
+  if key not in run.codecs:
     raise ValueError(
-      f"config.compress {GIVEN!r} stands for a codec that is given to a call,"
-      " such as asgd.simulate(..., compress=codec): give it again, or name one"
+      f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
+      f" as asgd.simulate(..., {key}=codec): give it again, or name one"
     )
-  return run.codec
+  return run.codecs[key]
 
 
 def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
@@ -71,20 +76,35 @@ def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
   return compression.decoding(server, codec)
 
 
+def downward(run: Run, recipe: algorithms.Recipe) -> algorithms.Recipe:
+  """Returns a recipe whose updates are codes, if the config says so. Raises
+  ValueError, naming the key, if they cannot be."""
+  codec = codec_of(run, "compress_down")
+  if codec is None:
+    return recipe
+  with checks.blame("compress_down", ("name",)):
+    algorithm = compression.compressed_updates(recipe.algorithm, codec)
+  return recipe._replace(algorithm=algorithm)
+
+
 # One Worker for all cells of a run: one compilation.
 compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 
 def columns(plan: Any, records: base.Records) -> dict[str, Any]:
   """Returns the columns of a result that tell of its traffic: the bytes, and
-  how many times as many they would be up without the codec."""
-  up, section = int(records.bytes_up.sum()), plan.run.config["compress"]
-  row = {"bytes_up": up, "bytes_down": int(records.bytes_down.sum())}
-  if section is None:
-    return {**row, "compression_up": 1.0}
+  how many times as many they would be without the codec, at a message and the
+  parameters for each job."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   dense = wire.layout(params).nbytes * len(records.loss)
-  row |= {"compression_up": dense / max(up, 1), "codec": section["name"]}
+  row = {}
+  for way, key in (("up", "compress"), ("down", "compress_down")):
+    nbytes = int(getattr(records, f"bytes_{way}").sum())
+    section = plan.run.config[key]
+    row[f"bytes_{way}"] = nbytes
+    row[f"compression_{way}"] = dense / max(nbytes, 1) if section else 1.0
+    if section:
+      row["codec" if way == "up" else "codec_down"] = section["name"]
   return row
 
 
@@ -114,6 +134,7 @@ COLUMNS = (
   Column("MB up", "bytes_up", 1e-6),
   Column("MB down", "bytes_down", 1e-6),
   Column("dense / up", "compression_up"),
+  Column("dense / down", "compression_down"),
 )
 
 

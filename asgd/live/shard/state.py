@@ -57,7 +57,7 @@ class ShardState:
     # Worker -> RMS of what its codec kept, as its last message said.
     self._residuals: dict[int, float] = {}
     self.lost: list[tuple[int, float]] = []  # those of workers that have left
-    self._traffic = simulator.Traffic(steps, server.params)
+    self._traffic = simulator.Traffic(steps, server)
     self.rows = 0  # obeyed
     self.received = 0  # messages
     self.kept_params: dict[int, Any] = {}  # received count -> parameters
@@ -134,7 +134,7 @@ class ShardState:
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
       self._residuals[event.worker] = norm
-    down = self._traffic.down(open_ticket.ticket)
+    down = self._traffic.end(*event.key, open_ticket.ticket)
     name = event.time, event.worker, event.job
     return simulator.Received(*name, up, down, norm)
 
