@@ -56,7 +56,8 @@ class ShardState:
     self._codes: dict[Key, Any] = {}  # those of them that are unpacked
     # Worker -> RMS of what its codec kept, as its last message said.
     self._residuals: dict[int, float] = {}
-    self.lost: list[tuple[int, float]] = []  # those of workers that have left
+    # Those of workers that have left while there was something to do.
+    self.lost: list[tuple[int, float]] = []
     self._traffic = simulator.Traffic(steps, server)
     self.rows = 0  # obeyed
     self.received = 0  # messages
@@ -80,7 +81,8 @@ class ShardState:
         self.slots.exhume(worker)
         self.joined[worker] = event.job
       self._drop_kept(worker)
-      if lost := self._residuals.pop(worker, 0.0):
+      lost = self._residuals.pop(worker, 0.0)
+      if lost and self.received < self.setup.jobs:  # it would have sent it
         self.lost.append((worker, lost))
     # The effect of a ROLLBACK is the snapshot that was read before it.
 
