@@ -24,7 +24,6 @@ JAX knows) with --coordinator=auto alone.
 lists recipes, schedules, engines, models and datasets with their options.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -167,11 +166,7 @@ def _open(config):
   where = Machine(faults=faults, **{name: _F[name].value for name in own})
   where.address = where.address or os.environ.get("RAY_ADDRESS")
   where.modules = code.to_send(code.describe(experiment.config))
-  plans = collections.defaultdict(list)
-  for cell in experiment.cells:
-    plans[experiment.kind(cell).check_machine].append(experiment.plan(cell))
-  for check, own in plans.items():
-    check(experiment, own, where)
+  experiment.check_machine(where)
 
   given, name = _F["workdir"].value, flags.config_name()
   workdir = processes.together(
@@ -202,7 +197,7 @@ def _train(config) -> None:
       total, describe=lambda name, row: flags.ENGINES[name].describe(row)
     )
     naming = storage.naming_full_disks(workdir)
-  with naming:
+  with naming, report.at_the_end(workdir, experiment, bar):
     try:
       jobs.train_all(
         experiment,
@@ -217,10 +212,6 @@ def _train(config) -> None:
     finally:
       bar.close()
       where.close()
-    # Together: JAX lets no process wait for long for another at its end.
-    processes.together(
-      lambda: workdir and report.write(workdir, experiment, bar.notes)
-    )
 
 
 def main() -> None:

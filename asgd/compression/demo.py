@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from asgd import base, checks
-from asgd.compression import leaves
+from asgd.compression import leaves, selection
 from asgd.compression.codec import OWN, Code, Codec, Values
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -146,9 +146,10 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   unit = jnp.where(largest > 0, largest, 1.0)  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
-  sizes = jnp.abs(flat)
-  border = jax.lax.top_k(sizes, min(k, flat.shape[1]))[0][:, -1:]
-  sent = jnp.where(sizes >= border, flat, 0.0).reshape(-1)
+  numbers = selection.magnitudes(flat)
+  most = min(k, flat.shape[1])
+  border = jax.vmap(lambda row: selection.border(row, most))(numbers)
+  sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
   most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
   sent = jnp.clip(sent, -most / unit, most / unit) * unit
   return leaves.as_leaf(Values(sent), x)

@@ -86,8 +86,8 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
     sent_i = s sign(x_i) b_i
 
   The mean of what is sent is the clipped x, and its variance E ||sent - x||^2
-  is sum_i |x_i| (s - |x_i|). Each worker has a scale s of its own; the paper shares
-  the largest, as its messages are added up while they travel.
+  is sum_i |x_i| (s - |x_i|). Each worker has a scale s of its own; the paper
+  shares the largest, as its messages are added up while they travel.
 
   Args:
     sigmas: where a leaf is clipped, in its standard deviations; above 0. None:

@@ -47,8 +47,8 @@ def average(codec: Codec) -> Reducer:
     >>> from asgd import compression
     >>> reducer = compression.average(compression.threshold(1.0))
     >>> g = jnp.array([[2.0, 0.5], [3.0, -4.0]])
-    >>> def reduce(g):
-    ...   return reducer.reduce(reducer.init(g), g, jax.random.key(0), "data")[0]
+    >>> def reduce(g, key=jax.random.key(0)):
+    ...   return reducer.reduce(reducer.init(g), g, key, "data")[0]
     >>> mean = jax.vmap(reduce, axis_name="data")(g)  # over two devices
     >>> print(mean[0])  # of [1, 0] and [1, -1]
     [ 1.  -0.5]

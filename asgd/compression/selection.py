@@ -1,8 +1,8 @@
 """The k-th largest of many numbers, by counting.
 
 Sorting millions of numbers is slow, on CPUs above all. Counting those that are
-at least so large is as fast as memory, so the k-th is closed in by counts: the
-first two come from a sorted sample, the others by interpolation and bisection.
+at least so large is as fast as memory, so the k-th is closed in by counts, by
+interpolation and bisection; of many, a sorted sample says where to begin.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 _SAMPLE = 4096
+_FEW = 1 << 16  # numbers of which none is taken
 _DEVIATIONS = 3.0  # of a count in the sample, to either side of the k-th
 _NEAR = 1 << 23  # patterns in which a float32 doubles
 _WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
@@ -67,7 +68,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
   """
   dtype, size = numbers.dtype, numbers.size
   k = jnp.asarray(k, jnp.int32)
-  above, below = _guesses(numbers, k)
+  guesses = _guesses(numbers, k) if size > _FEW else ()
 
   def probe(at: _Bracket) -> jax.Array:
     low, high = at.low, at.high
@@ -78,7 +79,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     number = jnp.where(turn, between, middle)
     # If most numbers are 0, so may be the k-th.
     number = jnp.where(low == 0, jnp.ones_like(low), number)
-    for i, guess in enumerate((above, below)):
+    for i, guess in enumerate(guesses):
       fits = (guess > low) & (guess < high)
       number = jnp.where((at.passes == i) & fits, guess, number)
     return jnp.clip(number, low + 1, high - 1)

@@ -5,6 +5,7 @@ Everything that can be wrong with a config is found here, before anything is
 written or trained.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -101,6 +102,15 @@ class Experiment:
       run = self.runs[cell.label]
       self._plans[key] = self.kind(cell).plan(self, run, cell.workers)
     return self._plans[key]
+
+  def check_machine(self, machine: Any) -> None:
+    """Raises ValueError if an engine cannot train its cells on a machine, an
+    `asgd.experiment.machine.Machine`."""
+    plans = collections.defaultdict(list)
+    for cell in self.cells:
+      plans[self.kind(cell).check_machine].append(self.plan(cell))
+    for check, planned in plans.items():
+      check(self, planned, machine)
 
 
 def build(

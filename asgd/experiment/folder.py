@@ -11,7 +11,8 @@ WORKDIR/
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
-  tensorboard/           the same rows as metrics.jsonl
+  tensorboard/           the same rows as metrics.jsonl; of several seeds that
+                         are finished, their means (asgd.experiment.boards)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
@@ -104,8 +105,7 @@ def open_folder(
         " config.json"
       )
     folder.mkdir(parents=True, exist_ok=True)
-  with (folder / ".lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
+  with alone(folder):
     written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
@@ -116,6 +116,14 @@ def open_folder(
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+  """Waits until no other process is within such a block for a folder."""
+  with (folder / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
@@ -217,13 +225,14 @@ def hold_cell(
   place.mkdir(parents=True, exist_ok=True)
   with locked(place / ".lock"):
     run = experiment.runs[cell.label]
+    config = cells_lib.only(run, cell)
     description = {
       "version": VERSION,
       "cell": cell._asdict(),
       "engine": run.engine,
-      "config": cells_lib.only(run, cell),
+      "config": config,
       "dataset": experiment.dataset_identity,
-      "modules": code.describe(cells_lib.only(run, cell)),
+      "modules": code.describe(config),
       "cpus": os.cpu_count(),
     }
     path = place / "cell.json"
@@ -265,7 +274,7 @@ def read_cell(place: Path) -> dict[str, Any]:
         f"{place / CELL} {_CHANGED}: the cell is damaged; the asgd train that"
         " made it trains it again"
       )
-    value = members and _object(members["cell.json"])
+    value = members and storage.json_object(members["cell.json"])
   if value is None or value.get("version") != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
@@ -299,21 +308,12 @@ _CHANGED = "was changed or cut since it was written"
 _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
 
-def _object(text):
-  """The JSON object that a file holds, None if it is none."""
-  try:
-    value = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  return value if isinstance(value, dict) else None
-
-
 def _packed_result(path):
   """Returns (result, what cell.json says); nothing if any of it is wrong."""
   names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
   members = storage.read_archive(path, *names) or {}
   texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
-  result, description = map(_object, texts)
+  result, description = map(storage.json_object, texts)
   whole = result and description and result.keys() >= _OF_A_RESULT
   return (result, description) if whole else (None, None)
 

@@ -24,7 +24,7 @@ from unittest import mock
 
 import jax
 
-from asgd.experiment import cell_files, code, folder, loop, schema
+from asgd.experiment import cell_files, code, folder, loop, provenance, schema
 from asgd.experiment import cells as cells_lib
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
@@ -45,16 +45,14 @@ def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
 
 def default_jobs() -> int:
   """Returns the number of this machine's cores; with an accelerator, 1."""
-  if jax.default_backend() != "cpu":
-    return 1
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
+  return provenance.cores() if jax.default_backend() == "cpu" else 1
 
 
 def _warn_of_changes(experiment, finished, place, bar) -> None:
   """Says which modules of the user's are not what finished cells were trained
   with."""
+  if not code.describe(experiment.config):  # or every cell would be read
+    return
   changed = collections.Counter()
   for cell in finished:
     described = folder.read_cell(place / cell.name).get("modules") or {}

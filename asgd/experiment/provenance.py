@@ -94,15 +94,19 @@ def commits() -> dict[str, str]:
   return {name: value for name, value in found.items() if value}
 
 
+def cores() -> int:
+  """Returns the number of cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
   """Returns what numbers of this machine depend on."""
-  allowed = os.cpu_count()
-  if hasattr(os, "sched_getaffinity"):
-    allowed = len(os.sched_getaffinity(0))
   kinds = [device.device_kind for device in jax.devices()]
   devices = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
   return {
     "system": platform.platform(),
-    "cores": f"{allowed} of {os.cpu_count()}",
+    "cores": f"{cores()} of {os.cpu_count()}",
     "devices": ", ".join(devices),
   }

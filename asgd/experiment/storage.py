@@ -49,9 +49,15 @@ def _replacing(path: Path) -> Iterator[Path]:
 def read_json(path: Path) -> dict | None:
   """Returns the JSON object in a file, None if there is none to be read."""
   try:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    return json_object(path.read_bytes())
   except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
     return None
+
+
+def json_object(content: bytes) -> dict | None:
+  """Returns the JSON object that a file's content is, None if it is none."""
+  try:
+    value = json.loads(content.decode("utf-8"))
   except (ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None

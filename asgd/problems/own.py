@@ -6,12 +6,13 @@ given.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
 import numbers
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -372,17 +373,14 @@ def _code_of(value: Any) -> list[str]:
     return []
   except SyntaxError:
     pass  # a line with a lambda in the middle of a call
-  cells = getattr(own, "__closure__", None) or ()
-  held = [c.cell_contents for c in cells if not _is_empty(c)]
-  return [text, *(repr(each) for each in held if _is_plain(each))]
+  return [text, *(repr(x) for x in _closed_over(own) if _is_plain(x))]
 
 
-def _is_empty(cell) -> bool:
-  """Whether a variable that a function closes over has no value yet."""
-  try:
-    return cell.cell_contents is None
-  except ValueError:
-    return True
+def _closed_over(function: Any) -> Iterator[Any]:
+  """Yields the values of variables that a function closes over."""
+  for cell in getattr(function, "__closure__", None) or ():
+    with contextlib.suppress(ValueError):  # it has none yet
+      yield cell.cell_contents
 
 
 def importable(name: str) -> Any:

@@ -2,8 +2,9 @@
 
 A number of, say, 7 bits is cut into parts of 4, 2 and 1 bits; each part of all
 numbers is a plane, which is folded in half until its bytes are full: the second
-half goes into the high bits of the first. So all work is on whole arrays of
-bytes, with the few instructions that processors do to 32 or 64 of them at once.
+half goes into the high bits of the first (single bits lie 8 neighbours to a
+byte). So all work is on whole arrays of bytes, of which processors do 32 or 64
+at once.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   2**width."""
   planes, shift = [], 0
   for part in _parts(width):
-    plane = numbers >> shift if shift else numbers
+    plane = numbers >> numbers.dtype.type(shift) if shift else numbers
     plane = plane.astype(np.uint8, copy=False)
     if part < 8 and shift + part < width:
       plane = plane & np.uint8((1 << part) - 1)
@@ -37,10 +38,13 @@ def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
 
 
 def _fold(plane, part):
+  if part == 1:
+    return np.packbits(plane, bitorder="little")
   while part < 8:
     half = -(-plane.size // 2)
     folded = plane[:half].copy()
-    folded[: plane.size - half] |= plane[half:] << np.uint8(part)
+    # Faster than <<, which NumPy does byte by byte.
+    folded[: plane.size - half] |= plane[half:] * np.uint8(1 << part)
     plane, part = folded, 2 * part
   return plane
 
@@ -51,34 +55,39 @@ def unpack(
   """Returns so many numbers of so many bits, as dtype[count], an unsigned one
   that holds them, from uint8[nbytes(count, width)]. Raises BadCode if bits that
   belong to no number are set."""
-  numbers, shift, start = None, 0, 0
+  numbers, shift = np.zeros(0 if width else count, dtype), 0
   for part in _parts(width):
     size = -(-count * part // 8)
-    plane = _unfold(data[start : start + size], count, part)
+    plane, data = _unfold(data[:size], count, part), data[size:]
     plane = plane.astype(dtype, copy=False)
     if shift:
-      numbers |= plane << dtype.type(shift)
-    else:  # `data` is not to be changed
-      numbers = plane if part < 8 or dtype.itemsize > 1 else plane.copy()
-    shift, start = shift + part, start + size
-  return np.zeros(count, dtype) if numbers is None else numbers
+      numbers |= plane * dtype.type(1 << shift)
+    else:  # memory of its own
+      numbers = plane.copy() if part == 8 and dtype.itemsize == 1 else plane
+    shift += part
+  return numbers
 
 
 def _unfold(plane, count, part):
   """uint8[count], from the folded plane."""
-  folds = []  # sizes, part
-  size = count
-  while part < 8:
-    folds.append((size, part))
-    size, part = -(-size // 2), 2 * part
-  for size, part in reversed(folds):
+  if part == 1:
+    numbers = np.unpackbits(plane, bitorder="little")
+    _check_unused(numbers[count:].any())
+    return numbers[:count]
+  sizes = [count]  # of folds, the largest first
+  while part << len(sizes) <= 8:
+    sizes.append(-(-sizes[-1] // 2))
+  for i in range(len(sizes) - 2, -1, -1):
+    width, size, half = part << i, sizes[i], plane.size
     numbers = np.empty(size, np.uint8)
-    half = plane.size
-    np.bitwise_and(plane, np.uint8((1 << part) - 1), out=numbers[:half])
-    np.right_shift(
-      plane[: size - half], np.uint8(part), out=numbers[half:]
-    )
-    if size < 2 * half and plane[-1] >> part:
-      raise BadCode("bits that belong to no number are set")
+    np.bitwise_and(plane, np.uint8((1 << width) - 1), out=numbers[:half])
+    high = plane[: size - half]
+    np.right_shift(high, np.uint8(width), out=numbers[half:])
+    _check_unused(size < 2 * half and plane[-1] >> width)
     plane = numbers
   return plane
+
+
+def _check_unused(is_set):
+  if is_set:
+    raise BadCode("bits that belong to no number are set")

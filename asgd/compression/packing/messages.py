@@ -1,4 +1,4 @@
-"""Packed codes: a header, and the leaves one after the other.
+"""Packed codes: a header, and the streams of the leaves.
 
   bytes  header, in the machine's own byte order
   4      magic
@@ -13,16 +13,13 @@ import struct
 import zlib
 from typing import Any
 
+import jax
 import numpy as np
 
-from asgd.compression.packing import leaves
+from asgd import checks
+from asgd.compression.packing import streams
 from asgd.compression.packing.errors import BadCode
-from asgd.compression.packing.layouts import (
-  HEADER_NBYTES,
-  Layout,
-  field,
-  flatten,
-)
+from asgd.compression.packing.layouts import HEADER_NBYTES, Layout
 
 _FORMAT = struct.Struct("=4sHHIQ")
 _CRC = struct.Struct("=I")
@@ -59,9 +56,15 @@ def pack(layout: Layout, code: Any, buffer: Any = None) -> bytes | int:
     >>> np.flatnonzero(packing.unpack(layout, data).values)
     array([   123, 456789])
   """
+  arrays = [x.reshape(-1) for x in _arrays(layout, code)]
   parts = []
-  for each, leaf in zip(layout.fields, _leaves(layout, code), strict=True):
-    parts += leaves.pack(each, leaf)
+  for stream in layout.streams:
+    of_stream = [arrays[i] for i in stream.fields]
+    joined = of_stream[0] if len(of_stream) == 1 else np.concatenate(of_stream)
+    try:
+      parts += streams.pack(stream, joined)
+    except ValueError as error:
+      raise ValueError(f"{_names(layout, stream)}: {error}") from None
   parts = [part.view(np.uint8) for part in parts]
   size = sum(part.size for part in parts)
   header = _FORMAT.pack(_MAGIC, _VERSION, 0, layout.checksum, size)
@@ -88,28 +91,30 @@ def pack(layout: Layout, code: Any, buffer: Any = None) -> bytes | int:
   return length
 
 
-def _leaves(layout, code):
-  """The leaves of a code, in NumPy arrays. ValueError if it is of another
-  layout."""
-  found, structure = flatten(code)
+def _arrays(layout, code):
+  """The arrays of a code, of NumPy. ValueError if it is of another layout."""
+  arrays, structure = jax.tree.flatten(code)
   if structure != layout.structure:
-    raise ValueError(f"the layout is of {layout.structure}, not {structure}")
-  for expected, leaf in zip(layout.fields, found, strict=True):
-    given = field(expected.path, leaf)
-    if given != expected:
+    raise ValueError(
+      f"the layout is of {checks.shown(layout.structure)}, not of"
+      f" {checks.shown(structure)}"
+    )
+  arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in arrays]
+  for field, x in zip(layout.fields, arrays, strict=True):
+    if x.shape != field.shape or x.dtype != field.dtype:
       raise ValueError(
-        f"the leaf {expected.path} is {_shown(given)}, in the layout"
-        f" {_shown(expected)}"
+        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
+        f" {field.dtype}{list(field.shape)}"
       )
-  return found
+  return [np.ascontiguousarray(x) for x in jax.device_get(arrays)]
 
 
-def _shown(field):
-  text = f"{field.kind} {field.dtype}{list(field.shape)}"
-  if field.scales is not None:
-    shape, dtype = field.scales
-    text += f" of {field.levels} levels with scales {dtype}{list(shape)}"
-  return text
+def _names(layout, stream):
+  """Whose a stream is, for messages."""
+  paths = [layout.fields[i].path for i in stream.fields]
+  if len(paths) == 1:
+    return f"the leaf {paths[0]}"
+  return f"the {len(paths)} leaves from {paths[0]} to {paths[-1]}"
 
 
 def unpack(layout: Layout, data: Any) -> Any:
@@ -131,16 +136,22 @@ def unpack(layout: Layout, data: Any) -> Any:
     )
   data = np.frombuffer(view, np.uint8)
   _check_header(layout, data)
-  reader = leaves.Reader(data[HEADER_NBYTES:])
-  code = []
-  for each in layout.fields:
+  reader = streams.Reader(data[HEADER_NBYTES:])
+  arrays = [None] * len(layout.fields)
+  for stream in layout.streams:
     try:
-      code.append(leaves.unpack(each, reader))
+      joined = streams.unpack(stream, reader)
     except BadCode as error:
-      raise BadCode(f"the leaf {each.path} of a packed code: {error}") from None
+      names = _names(layout, stream)
+      raise BadCode(f"a packed code, {names}: {error}") from None
+    start = 0
+    for i in stream.fields:
+      field = layout.fields[i]
+      arrays[i] = joined[start : start + field.count].reshape(field.shape)
+      start += field.count
   if reader.left:
     raise BadCode(f"{reader.left} bytes follow the last leaf of a packed code")
-  return layout.structure.unflatten(code)
+  return layout.structure.unflatten(arrays)
 
 
 def _check_header(layout, data):

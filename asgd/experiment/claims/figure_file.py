@@ -68,6 +68,15 @@ class Claim(NamedTuple):
   data: Mapping[str, Any]  # what else the file has of it
   note: str = ""  # why it holds or does not
 
+  @property
+  def bounds(self) -> tuple[float, float]:
+    """Between which its effect lies, infinite where there is none."""
+    return _bounds_of(self.data)
+
+
+def _bounds_of(data):
+  return data.get("above", -math.inf), data.get("below", math.inf)
+
 
 class PanelSpec(NamedTuple):
   """One pair of axes: series of cells at an x, beside what others published."""
@@ -264,7 +273,7 @@ def _check_whole(where, kind, data):
         f" {shown(runs)}"
       )
     return
-  low, high = data.get("above", -math.inf), data.get("below", math.inf)
+  low, high = _bounds_of(data)
   if low == -math.inf and high == math.inf:
     raise ValueError(f"{where} needs 'above' or 'below', or holds of anything")
   if not low < high:

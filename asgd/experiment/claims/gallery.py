@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asgd import text_table
 from asgd.experiment import checks, storage
 from asgd.experiment.claims import fields, statistics, verdicts
 from asgd.experiment.claims.fields import FieldCheck
@@ -21,17 +22,16 @@ _HEAD = """\
 # Figures of papers, and what holds here
 
 Each figure is a file in `configs/figures`: an experiment, claims about it as
-data, and what the paper published. `python -m launch.reproduce NAME` trains it
-and says of each claim whether it holds at this size, on the seeds it is judged
-by: PASS if the interval of its effect lies where the claim says, FAIL if it
-lies outside, UNDECIDED if it reaches over the border or there are too few
-seeds. All parts of a claim must hold. What was tuned was tuned on other seeds,
-and a claim that fails stays. Numbers are taken seed by seed: an interval of
-93.8 % is the range of five seeds around their median, as the one-sided sign
-test at 5 % has it; one of 95 % is Student's around the mean (of ratios the
-geometric mean).
+data, and what the paper published. `asgd reproduce NAME` trains it and says of
+each claim whether it holds at this size, on the seeds it is judged by: PASS if
+the interval of its effect lies where the claim says, FAIL if it lies outside,
+UNDECIDED if it reaches over the border or there are too few seeds. All parts of
+a claim must hold. What was tuned was tuned on other seeds, and a claim that
+fails stays. Numbers are taken seed by seed: an interval of 93.8 % is the range
+of five seeds around their median, as the one-sided sign test at 5 % has it; one
+of 95 % is Student's around the mean (of ratios the geometric mean).
 
-This page is written by `python -m launch.reproduce --docs` from the verdicts in
+This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
 """
 
@@ -113,10 +113,8 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
     kept = data is not None and data.get("figure") == path.stem
-    remedy = (
-      "remove it, or make it anew with python -m launch.reproduce"
-      f" {path.stem} --docs"
-    )
+    again = f"asgd reproduce {path.stem} --docs"
+    remedy = f"remove it, or make it anew with {again}"
     if not kept or data.get("version") != verdicts.VERSION:
       raise ValueError(
         f"{path} holds no verdicts of that figure, of version"
@@ -130,9 +128,9 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
   return out
 
 
-def check_place(docs: Path, name: str) -> None:
-  """Raises ValueError if a figure cannot be kept in docs/: before it is
-  trained."""
+def check_place(docs: Path, name: str, *, size: str = "full") -> None:
+  """Raises ValueError if a figure of a size cannot be kept in docs/: before it
+  is trained. Verdicts of the full size are not replaced by quick ones."""
   kept = docs / _FOLDER
   if not docs.is_dir():
     raise ValueError(
@@ -150,12 +148,19 @@ def check_place(docs: Path, name: str) -> None:
       f"{kept}/{name}.svg is of no figure, and --docs would overwrite it;"
       " rename the figure's file"
     )
+  path = kept / f"{name}.json"
+  if size == "quick" and (storage.read_json(path) or {}).get("size") == "full":
+    raise ValueError(
+      f"{path} has the verdicts of the full size, which those of --quick would"
+      " replace: leave out --quick or --docs, or remove the file"
+    )
 
 
 def keep(place: Path, name: str, docs: Path) -> None:
   """Puts the verdicts and the picture of a figure's folder into docs/figures;
   ValueError as of `check_place`, or where there is no picture."""
-  check_place(docs, name)
+  data = storage.read_json(place / f"{name}.json") or {}
+  check_place(docs, name, size=data.get("size", "full"))
   kept = docs / _FOLDER
   for suffix in (".json", ".svg"):
     if not (place / f"{name}{suffix}").exists():
@@ -178,7 +183,11 @@ def _one_line(value: Any) -> Any:
 
 def page(docs: Path) -> str:
   """Returns the page, from the verdicts that are kept."""
-  figures = _one_line(read(docs))
+  return _page(read(docs))
+
+
+def _page(kept: Mapping[str, Mapping[str, Any]]) -> str:
+  figures = _one_line(kept)
   parts = [_HEAD, _summary(figures)]
   parts += [_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
@@ -187,20 +196,18 @@ def page(docs: Path) -> str:
 def write(docs: Path) -> Path:
   """Writes the page; returns where it is. ValueError without any verdicts: a
   page that is there stays."""
-  path = docs / _PAGE
-  if not read(docs):
+  path, kept = docs / _PAGE, read(docs)
+  if not kept:
     raise ValueError(
       f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
-      " python -m launch.reproduce NAME --docs in a checkout's root"
+      " asgd reproduce NAME --docs in a checkout's root"
     )
-  storage.write_atomically(path, page(docs))
+  storage.write_atomically(path, _page(kept))
   return path
 
 
 def _table(header, rows) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  cleaned = ([str(c).replace("|", "\\|") for c in line] for line in lines)
-  return "\n".join(f"| {' | '.join(line)} |" for line in cleaned) + "\n"
+  return text_table.format_markdown(header, rows) + "\n"
 
 
 def _count(claims, verdict) -> int:
@@ -211,12 +218,12 @@ def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
   rows = []
   for name, data in figures.items():
     claims = data["claims"]
-    counts = [_count(claims, v) for v in ("PASS", "FAIL", "UNDECIDED")]
+    counts = [_count(claims, v) for v in statistics.VERDICTS]
     rows.append(
       [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
       + [data["size"], _minutes(data["seconds"])]
     )
-  header = ["figure", "name", "PASS", "FAIL", "UNDECIDED", "size", "training"]
+  header = ["figure", "name", *statistics.VERDICTS, "size", "training"]
   return _table(header, rows)
 
 
@@ -250,7 +257,7 @@ def _part_text(part) -> str:
 def _short(claim) -> list[str]:
   """The row of a claim: the first part that does not hold, if there is one."""
   parts, verdict = claim["parts"], claim["verdict"]
-  held = _count(parts, "PASS")
+  held = _count(parts, statistics.PASS)
   shown = next(part for part in parts if part["verdict"] == verdict)
   text = _part_text(shown)
   if len(parts) > 1:
@@ -286,7 +293,7 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f"{data['paper']}\n",
     f"{data['about']}\n",
     f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
-    f"`python -m launch.reproduce {name}{quick}`: {size}, {data['cells']} cells"
+    f"`asgd reproduce {name}{quick}`: {size}, {data['cells']} cells"
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
     f" {seeds}, {_minutes(data['seconds'])} of training, of all cells together,"
     f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",

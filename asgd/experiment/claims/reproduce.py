@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from asgd import names
 from asgd.checks import line_of
 from asgd.experiment import (
+  boards,
   cells,
   code,
   folder,
@@ -209,13 +210,7 @@ def train(
   """
   name, machine = task.figure.name, machine or Machine()
   experiment = cells.build(task.config, engines=engines, data_dir=data_dir)
-  for engine in {run.engine for run in experiment.runs.values()}:
-    plans = [
-      experiment.plan(cell)
-      for cell in experiment.cells
-      if experiment.runs[cell.label].engine == engine
-    ]
-    engines[engine].check_machine(experiment, plans, machine)
+  experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))
   name += "-quick" if task.quick else ""
@@ -324,8 +319,9 @@ def reproduce(
   what came of it; returns its folder. Of `docs` the verdicts are kept there
   (`gallery.keep`), and whether they can be is asked before training."""
   if docs is not None:
-    gallery.check_place(docs, task.figure.name)
+    gallery.check_place(docs, task.figure.name, size=_size(task))
   experiment, place = train(task, engines, **options)
+  boards.join(place, experiment, folder.read_results(place))
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name

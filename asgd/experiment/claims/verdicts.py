@@ -98,20 +98,17 @@ def _steps(claim, cells) -> Iterator[Effect]:
 
 def _pairs(claim, cells) -> Iterator[Effect]:
   data, ratio = claim.data, claim.kind == "ratio"
-  bounds = data.get("above", -math.inf), data.get("below", math.inf)
   ofs = itertools.chain(*figure_file.groups(data["of"]))
   tos = list(itertools.chain(*figure_file.groups(data["to"])))
   sign, combine = ("/", _over) if ratio else ("-", operator.sub)
   for a, b in itertools.product(ofs, tos):
     values = _paired(cells(a), cells(b), combine)
-    yield Effect(f"{a} {sign} {b}", values, *bounds, ratio)
+    yield Effect(f"{a} {sign} {b}", values, *claim.bounds, ratio)
 
 
 def _bounds(claim, cells) -> Iterator[Effect]:
-  data = claim.data
-  bounds = data.get("above", -math.inf), data.get("below", math.inf)
-  for spot in itertools.chain(*figure_file.groups(data["of"])):
-    yield Effect(spot, cells(spot), *bounds)
+  for spot in itertools.chain(*figure_file.groups(claim.data["of"])):
+    yield Effect(spot, cells(spot), *claim.bounds)
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
@@ -133,7 +130,6 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
 
 def _threshold(claim, cells) -> Iterator[Effect]:
   data = claim.data
-  bounds = data.get("above", -math.inf), data.get("below", math.inf)
   columns = [(x, cells(spot)) for spot, x in data["runs"]]
   seeds = set.intersection(*(set(column) for _, column in columns))
   xs = [x for x, _ in columns]
@@ -142,7 +138,8 @@ def _threshold(claim, cells) -> Iterator[Effect]:
     for seed in sorted(seeds)
   }
   ends = f"{data['runs'][0][0]} ... {data['runs'][-1][0]}"
-  yield Effect(f"{claim.column} = {data['level']:g} in {ends}", values, *bounds)
+  what = f"{claim.column} = {data['level']:g} in {ends}"
+  yield Effect(what, values, *claim.bounds)
 
 
 _FOUND = Interval._fields[:4]

@@ -1,7 +1,6 @@
 """What is said of a live run while it goes."""
 
-import struct
-
+import event_files
 import numpy as np
 import pytest
 
@@ -148,15 +147,9 @@ def test_the_lead_has_its_share_of_the_parameters():
 
 def events(folder):
   """Reads a board: tag -> [(step, value)]."""
-  from tensorboardX.proto import event_pb2
-
   found = {}
   for path in folder.iterdir():
-    data = path.read_bytes()
-    while data:
-      (size,) = struct.unpack("<Q", data[:8])
-      event = event_pb2.Event.FromString(data[12 : 12 + size])
-      data = data[16 + size :]
+    for event in event_files.read(path):
       for value in event.summary.value:
         held = value.simple_value
         if value.HasField("histo"):
