@@ -35,6 +35,7 @@ RANKS = {
   "algorithms": 2,
   "sharding": 2,
   "compression": 2.5,
+  "wire": 1,
   "problems": 3,
   "diagnosis": 3,
   "simulator": 3,

@@ -165,10 +165,12 @@ class Objects:
     batch_size: int | None = None,
     evaluate: Callable[[Any], Any] | None = None,
     pieces: Pieces | None = None,
+    codecs: Mapping[str, Any] | None = None,
   ):
     """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
-    are those of a loss that can be cut."""
+    are those of a loss that can be cut, `codecs` by their arguments."""
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
+    self.codecs = dict(codecs or {})
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
       raise ValueError(
         "evaluate must be a function of the parameters that returns a number or"

@@ -11,3 +11,4 @@ from asgd.simulator.steps import (
   start,
 )
 from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole
+from asgd.simulator.traffic import Received, Sent, Traffic

@@ -12,7 +12,7 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import parameter_server, traffic
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -74,8 +74,13 @@ class SimulationEngine(engines.Engine):
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
     server, last = self._simulation.server, self._ends[self.done - 1] - 1
-    clock, update = {"time": float(self._trace.time[last])}, int(server.version)
-    return engines.Snapshot(server.params, self.done, update, clock)
+    clock = {
+      "time": float(self._trace.time[last]),
+      "megabytes": traffic.megabytes(self._parts),
+    }
+    return engines.Snapshot(
+      server.params, self.done, int(server.version), clock
+    )
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
@@ -119,7 +124,11 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
       rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   tree = {"server": server, "workers": workers, "sent": trees}
-  return tree, {"event": simulation.event, "tickets": rows}
+  total, version, seen, tickets = simulation.sent
+  open_tickets = [(*key, nbytes) for key, nbytes in tickets.items()]
+  sent = [total, version, list(seen.items()), open_tickets]
+  notes = {"event": simulation.event, "tickets": rows, "sent": sent}
+  return tree, notes
 
 
 def _unpack(saved, template):
@@ -145,8 +154,11 @@ def _unpack(saved, template):
       tickets[worker][job] = ticket
   event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
   # A simulation to be rolled back is a replay, which starts from the beginning.
+  total, version, seen, open_tickets = saved.notes["sent"]
+  numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
+  sent = simulator.Sent(total, version, dict(seen), numbers)
   simulation = simulator.Simulation(
-    event, server, workers, tickets, tuple(kept), {}
+    event, server, workers, tickets, tuple(kept), {}, sent
   )
   return simulation, records
 
