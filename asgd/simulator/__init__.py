@@ -9,6 +9,7 @@ from asgd.simulator.peers import (
   consensus,
   join_records,
   mean_params,
+  nbytes,
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
 from asgd.simulator.sharded import run_sharded

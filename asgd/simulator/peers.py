@@ -226,13 +226,16 @@ class Peers:
     self.states[i] = self._peer.init(self._params)
     self.workers[i] = self._worker.init(self._params)
     self._inboxes[i].clear()
+    self._since[i] = 0, []
     self._newcomers.add(i)
 
   def _put(self, event, job):
     del job
     i = event.worker
     if event.action == base.LEND:
-      slot = np.int32(self.gossip.topology.slot(i, event.job))
+      topology = self.gossip.topology
+      hears = topology.union[i, event.job]  # or it knows nothing of it
+      slot = np.int32(topology.slot(i, event.job) if hears else 0)
       self.states[i], code = self._steps.lend(self.states[i], slot)
     else:
       keep = np.float64(self.gossip.keep(event.job, i))
