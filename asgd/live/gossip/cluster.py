@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asgd import gossip
-from asgd.live.deadlines import Deadlines, Ladder
+from asgd.live.deadlines import DEAD, Deadlines, Ladder
 from asgd.live.gossip import files
 from asgd.live.gossip.loop import REJECTED, PeerLoop, Status
 from asgd.live.gossip.pairs import Pairs
@@ -28,6 +28,11 @@ _LOOK = 0.01  # seconds between two looks whether all peers are quiet
 _TRIES = 3  # for each place: messages that may be refused before a run ends
 _DEATHS = 5  # for each place: peers that may die before another message comes
 Image = tuple[Any, dict[str, Any]]  # of a peer: a tree of arrays, JSON
+
+
+def patience(ladder: Ladder) -> float:
+  """Returns the seconds after which a process that says nothing is dead."""
+  return DEAD * ladder.start
 
 
 class AllDied(RuntimeError):
@@ -51,9 +56,8 @@ class JobNumbers:
     self._again = sorted(set(range(self._next)) - set(received))
     self._lock = threading.Lock()
 
-  def __call__(self, peer: int) -> int | None:
+  def take(self) -> int | None:
     """Returns the least that nobody has, None if there is none."""
-    del peer  # all may do all
     with self._lock:
       if self._again:
         return heapq.heappop(self._again)
@@ -74,7 +78,7 @@ def make_loop(
   run: Path,
   image: Image | None,
   *,
-  jobs: Callable[[int], int | None],
+  jobs: Callable[[], int | None],
   draw: Any,
   clock: Callable[[], float],
   **options: Any,
@@ -125,7 +129,7 @@ class PeerCluster(abc.ABC):
   # What threads and processes do differently.
 
   @abc.abstractmethod
-  def _make(self, peer: int, image: Image | None, newcomer: bool) -> None:
+  def _make(self, peer: int, image: Image | None) -> None:
     """Begins to make the next holder of a place."""
 
   @abc.abstractmethod
@@ -169,7 +173,7 @@ class PeerCluster(abc.ABC):
     places = range(self.gossip.topology.workers)
     first = sorted(images) if images else list(places)
     for peer in first:
-      self._make(peer, images and images[peer], False)
+      self._make(peer, images[peer] if images else None)
     for peer in first:
       while not self._is_ready(peer):
         time.sleep(_LOOK)
@@ -187,7 +191,7 @@ class PeerCluster(abc.ABC):
   def _new(self, peer):
     events = read_journal(journal_path(self._run, peer))
     self._coming[peer] = files.lives_of(events)
-    self._make(peer, None, True)
+    self._make(peer, None)
 
   def _tell(self, peer, name, *args, **options):
     """As `_ask`; None of one that has died, which `check` will see."""

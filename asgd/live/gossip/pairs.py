@@ -33,12 +33,12 @@ class Pairs(PeerLoop):
   def __init__(
     self,
     *args: Any,
-    jobs: Callable[[int], int | None],
+    jobs: Callable[[], int | None],
     draw: np.random.Generator,
     **options: Any,
   ):
-    """`jobs` gives a peer the number of a job that nobody else does, None if
-    all are given; whom it meets is drawn from `draw`."""
+    """`jobs` gives the number of a job that nobody else does, None if all are
+    given; whom the peer meets is drawn from `draw`."""
     super().__init__(*args, **options)
     self._jobs, self._draw = jobs, draw
     self._partner: int | None = None  # whom it meets, once a job is done
@@ -103,7 +103,7 @@ class Pairs(PeerLoop):
   def _start(self):
     if self._over or self.rounds >= self.limit:
       return False
-    number = self._jobs(self.index)
+    number = self._jobs()
     if number is None:
       self._over = True
       return False

@@ -37,6 +37,29 @@ class PeerDuty(NamedTuple):
     """The compiled functions, once for each process."""
     return simulator.compile_peer(self.peer, self.worker)
 
+  def warm_up(self, index: int) -> None:
+    """Compiles what a peer calls; what it computes is dropped."""
+    steps, topology = self.steps, self.gossip.topology
+    number, zero = np.int32(index), np.int32(0)
+    state = self.peer.init(self.params)
+    job = steps.send(state, number)
+    _, message, metrics = steps.work(
+      self.worker.init(self.params),
+      *(job.ticket, self.batch(index, 0), self.root, zero),
+    )
+    state, _ = steps.receive(state, job, message, metrics.loss)
+    keep = np.float64(self.gossip.keep(0, index))
+    state, code = steps.put(state, keep, self.root, number, zero)
+    code = self.wire.unpack(self.wire.pack(code))
+    counts = {len(topology.neighbours(index, k)) for k in range(topology.period)}
+    if self.gossip.order == gossip.PAIRS:
+      counts = {1}
+    for count in counts:
+      weights, slots = np.zeros(count), np.zeros(count, np.int32)
+      jax.block_until_ready(
+        steps.mix(state, (code,) * count, weights, slots)
+      )
+
 
 class Work(NamedTuple):
   """What a peer made of a job."""

@@ -39,6 +39,7 @@ class ThreadPeers(cluster.PeerCluster):
     began, or would have; `received` are the jobs that are done already."""
     ladder = ladder or Ladder()
     clock = lambda: time.monotonic() - began  # noqa: E731
+    duty.warm_up(0)
     super().__init__(
       duty.gossip,
       run,
@@ -65,11 +66,10 @@ class ThreadPeers(cluster.PeerCluster):
     if peer in self._threads:
       self._threads[peer].loop.hear(frame)
 
-  def _make(self, peer, image, newcomer):
-    del newcomer
+  def _make(self, peer, image):
     loop = cluster.make_loop(
       *(peer, self._duty, self._run, image),
-      jobs=self._jobs,
+      jobs=self._jobs.take,
       draw=lambda life: np.random.default_rng((self._seed, peer, life)),
       clock=self._clock,
       tell=self._deliver,
