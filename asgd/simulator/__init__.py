@@ -1,10 +1,10 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
 from asgd.simulator.peers import (
+  LinkTraffic,
   PeerRecords,
   Peers,
   PeerSteps,
-  Traffic,
   array_bytes,
   compile_peer,
   consensus,
