@@ -34,6 +34,7 @@ RANKS = {
   "algorithms": 2,
   "sharding": 2,
   "compression": 2.5,
+  "sandblaster": 3.5,
   "problems": 3,
   "diagnosis": 3,
   "simulator": 3,
