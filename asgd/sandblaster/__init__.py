@@ -18,4 +18,12 @@ from asgd.sandblaster.coordinator import (
 )
 from asgd.sandblaster.settings import Failure, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
-from asgd.sandblaster.simulation import Iterate, Saved, Simulation, template
+from asgd.sandblaster.simulation import (
+  Iterate,
+  Saved,
+  Simulation,
+  Work,
+  template,
+)
+
+RECIPES = {"sandblaster": sandblaster}  # that a coordinator drives

@@ -4,15 +4,16 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, sandblaster, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import coordinated, parameter_server
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -151,14 +152,34 @@ def _unpack(saved, template):
   return simulation, records
 
 
+def _plan(experiment: Any, run: Any, workers: int) -> Any:
+  """Builds the plan of a run, by what drives it: a server, or a coordinator."""
+  by = coordinated if run.recipe in sandblaster.RECIPES else parameter_server
+  return by.plan(experiment, run, workers)
+
+
+def _start(context: engines.Context) -> engines.Engine:
+  if isinstance(context.plan, coordinated.CoordinatedPlan):
+    return coordinated.CoordinatedEngine(context)
+  return SimulationEngine(context)
+
+
+def _describe(result: Mapping[str, Any]) -> str:
+  by = parameter_server
+  if result["recipe"] in sandblaster.RECIPES:
+    by = coordinated
+  return by.describe(result)
+
+
 SIMULATE = engines.EngineKind(
   sections=parameter_server.SECTIONS,
   settings=None,
   workers=lambda run: run.config["workers"],
   check=parameter_server.check,
   devices=lambda run: 1,
-  plan=parameter_server.plan,
-  start=SimulationEngine,
+  plan=_plan,
+  start=_start,
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
-  describe=parameter_server.describe,
+  describe=_describe,
+  coordinated=tuple(sandblaster.RECIPES),
 )
