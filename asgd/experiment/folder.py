@@ -47,7 +47,7 @@ from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
 
-VERSION = 2  # of the layout; another is refused
+VERSION = 3  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once

@@ -1,10 +1,10 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
 from asgd.simulator.peers import (
+  LinkTraffic,
   PeerRecords,
   Peers,
   PeerSteps,
-  Traffic,
   array_bytes,
   compile_peer,
   consensus,
@@ -23,3 +23,4 @@ from asgd.simulator.steps import (
   start,
 )
 from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole
+from asgd.simulator.traffic import Received, Sent, Traffic

@@ -92,7 +92,7 @@ def join_records(parts: Sequence[PeerRecords]) -> PeerRecords:
   return PeerRecords(*empty, np.zeros(0, np.float32), np.zeros(0, np.int64))
 
 
-class Traffic(NamedTuple):
+class LinkTraffic(NamedTuple):
   """What went over each link, as far as it was taken."""
 
   messages: npt.NDArray[np.int64]  # [n, n], by receiver and sender
@@ -161,7 +161,7 @@ class Peers:
     )
     self._takes = collections.Counter(keys)  # still to come, of each message
     zeros = np.zeros((n, n), np.int64)
-    self.traffic = Traffic(zeros, zeros.copy())
+    self.traffic = LinkTraffic(zeros, zeros.copy())
     self._since = [(0, []) for _ in range(n)]  # bytes, norms of mixes
     self._obey = {
       base.RECEIVE: self._receive,
@@ -234,13 +234,16 @@ class Peers:
     self.states[i] = self._peer.init(self._params)
     self.workers[i] = self._worker.init(self._params)
     self._inboxes[i].clear()
+    self._since[i] = 0, []
     self._newcomers.add(i)
 
   def _put(self, event, job):
     del job
     i = event.worker
     if event.action == base.LEND:
-      slot = np.int32(self.gossip.topology.slot(i, event.job))
+      topology = self.gossip.topology
+      hears = topology.union[i, event.job]  # or it knows nothing of it
+      slot = np.int32(topology.slot(i, event.job) if hears else 0)
       self.states[i], code = self._steps.lend(self.states[i], slot)
     else:
       keep = np.float64(self.gossip.keep(event.job, i))
@@ -354,7 +357,7 @@ class Peers:
 
   def restore(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
     """Goes on from what `save` returned, as arrays of any kind."""
-    traffic = Traffic(*(np.array(x) for x in tree["traffic"]))
+    traffic = LinkTraffic(*(np.array(x) for x in tree["traffic"]))
     parts = {k: v for k, v in tree.items() if k != "traffic"}
     tree = jax.tree.map(jnp.array, parts)
     self._restored = {_key(name): job for name, job in tree["jobs"].items()}

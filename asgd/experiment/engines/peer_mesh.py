@@ -252,8 +252,8 @@ class PeerMeshEngine(engines.Engine):
       "skipped": 0,
     }
 
-  def _traffic(self) -> simulator.Traffic:
-    return simulator.Traffic(*self._links)
+  def _traffic(self) -> simulator.LinkTraffic:
+    return simulator.LinkTraffic(*self._links)
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
