@@ -9,6 +9,7 @@ from typing import Any
 from asgd import algorithms, data, models
 from asgd.data import sentences
 from asgd.experiment import problem, schema
+from asgd.gossip import topologies
 from pipeline import schedules
 
 
@@ -57,6 +58,12 @@ def text(engines: Mapping[str, Any]) -> str:
     "engines (--engine, or engine of a run)": of_engines,
     "recipes (recipe of a run)": _entries(
       algorithms.RECIPES, algorithms.options
+    ),
+    "recipes of peers, without a server (recipe of a run)": _entries(
+      algorithms.PEER_RECIPES, algorithms.options
+    ),
+    "topologies (topology of a recipe of peers)": _entries(
+      topologies.TOPOLOGIES
     ),
     "schedules (schedule of a run of engine pipeline)": _entries(
       schedules.SCHEDULES, lambda name: schedules.describe(name).options
