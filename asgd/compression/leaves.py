@@ -216,8 +216,8 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """Returns scales whose products with symbols are exact.
 
   They are rounded up to so few bits that a product with any whole number up to
-  `levels` is a float32. No scale is above 2^126, as its inverse must be a normal
-  number, and no product beyond the largest float32.
+  `levels` is a float32. No scale is above 2^126, as its inverse must be normal,
+  and no product beyond the largest float32.
 
   Args:
     x: float[...], 0 or more. What is 0, or too small for a float32, becomes 0.

@@ -13,9 +13,9 @@ from asgd.compression.onebit_adam import onebit_adam
 from asgd.compression.powersgd import powersgd, powersgd_reducer
 from asgd.compression.quantization import qsgd, terngrad
 from asgd.compression.reducers import Reducer, average
-from asgd.compression.sign import onebit, sign
-from asgd.compression.threshold import adaptive_threshold, threshold
-from asgd.compression.top_k import random_k, top_k
+from asgd.compression.signs import onebit, sign
+from asgd.compression.sparse import random_k, top_k
+from asgd.compression.thresholds import adaptive_threshold, threshold
 
 _SPARSE = threshold, adaptive_threshold, top_k, dgc, random_k
 _FEW_LEVELS = onebit, sign, qsgd, terngrad
