@@ -16,6 +16,16 @@ from asgd.compression.floats import bf16 as bf16
 from asgd.compression.floats import e3m0 as e3m0
 from asgd.compression.floats import fp16 as fp16
 from asgd.compression.floats import int8 as int8
+from asgd.compression.messages import Coded as Coded
+from asgd.compression.messages import Parts as Parts
+from asgd.compression.messages import blank as blank
+from asgd.compression.messages import compressed as compressed
+from asgd.compression.messages import decode as decode
+from asgd.compression.messages import decoding as decoding
+from asgd.compression.messages import layout as layout
+from asgd.compression.messages import residual_norm as residual_norm
+from asgd.compression.messages import shapes as shapes
+from asgd.compression.messages import split as split
 from asgd.compression.named import CODECS as CODECS
 from asgd.compression.named import REDUCERS as REDUCERS
 from asgd.compression.named import named as named
@@ -33,3 +43,5 @@ from asgd.compression.sparse import random_k as random_k
 from asgd.compression.sparse import top_k as top_k
 from asgd.compression.thresholds import adaptive_threshold as adaptive_threshold
 from asgd.compression.thresholds import threshold as threshold
+from asgd.compression.updates import compressed_updates as compressed_updates
+from asgd.compression.updates import last_update as last_update

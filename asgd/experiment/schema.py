@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -169,6 +170,8 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
   given: algorithms.Recipe | None = None  # by a caller, instead of its name
+  # The same: asgd.compression.Codecs, by their keys of the config.
+  codecs: Mapping[str, Any] = types.MappingProxyType({})
 
   def make_recipe(
     self, learning_rate: optax.ScalarOrSchedule, workers: int

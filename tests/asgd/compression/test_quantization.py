@@ -11,13 +11,20 @@ import asgd
 from asgd import compression
 from asgd.compression import signs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KEY = jax.random.key(0)
 DRAWS = 4000
 
 
 def encoded(codec, x):
-  code, _ = codec.encode(codec.init(x), x, KEY)
-  return code.code, np.asarray(codec.decode(code))
+  @jax.jit
+  def both(x):
+    code, _ = codec.encode(codec.init(x), x, KEY)
+    return code.code, codec.decode(code)
+
+  code, sent = both(x)
+  return code, np.asarray(sent)
 
 
 def draws(codec, x):

@@ -6,15 +6,18 @@ import pytest
 
 from asgd import compression
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KEY = jax.random.key(0)
 
 
 def messages(codec, *trees):
   """What a server decodes of some messages, and the last state."""
+  encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
   state, sent = codec.init(trees[0]), []
   for tree in trees:
-    code, state = codec.encode(state, tree, KEY)
-    sent.append(codec.decode(code))
+    code, state = encode(state, tree, KEY)
+    sent.append(decode(code))
   return sent, state
 
 
