@@ -115,7 +115,7 @@ def is_finite(message: Any, loss: float) -> bool:
   goes away in a sum. One that overflows is taken for infinite, too. Of codes
   the loss tells: it is NaN of what was not encoded."""
   if isinstance(message, compression.Parts):
-    return all(_finite(part, loss) for part in message.parts)
+    return all(is_finite(part, loss) for part in message.parts)
   if isinstance(message, compression.Coded):
     return bool(np.isfinite(message.residual) and np.isfinite(loss))
   with np.errstate(all="ignore"):

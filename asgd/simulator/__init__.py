@@ -11,6 +11,7 @@ from asgd.simulator.peers import (
   join_records,
   mean_params,
   packed_bytes,
+  peer_records,
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
 from asgd.simulator.sharded import run_sharded

@@ -22,6 +22,7 @@ from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event, Ledger
 from asgd.simulator import records as records_lib
 from asgd.simulator.steps import Observation, compile_work
+from asgd.simulator.traffic import Received
 
 Key = tuple[int, int]  # (sender, seq), which names a message
 
@@ -84,12 +85,21 @@ class PeerRecords(NamedTuple):
   taken_bytes: npt.NDArray[np.int64]  # [U], of the codes that it took
 
 
+def peer_records(
+  records: base.Records, norms: Sequence[float], counts: Sequence[int]
+) -> PeerRecords:
+  """Adds what came from others to records of peers' own messages, whose
+  traffic is none."""
+  shared = (getattr(records, name) for name in PeerRecords._fields[:-2])
+  further = np.array(norms, np.float32), np.array(counts, np.int64)
+  return PeerRecords(*shared, *further)
+
+
 def join_records(parts: Sequence[PeerRecords]) -> PeerRecords:
   """Joins records of consecutive stretches of a run."""
   if parts:
     return PeerRecords(*map(np.concatenate, zip(*parts, strict=True)))
-  empty = records_lib.records([], [])
-  return PeerRecords(*empty, np.zeros(0, np.float32), np.zeros(0, np.int64))
+  return peer_records(records_lib.records([], []), (), ())
 
 
 class LinkTraffic(NamedTuple):
@@ -187,7 +197,7 @@ class Peers:
   def run(self, end: int) -> PeerRecords:
     """Obeys the rows up to, not including, row `end`; returns the records of
     the messages received. Raises TraceError for a row that cannot be obeyed."""
-    self._messages: list[tuple[float, int, int]] = []
+    self._messages: list[Received] = []
     self._observations: list[Observation] = []
     self._further: list[tuple[int, list]] = []
     for event in trace_lib.events(self.trace, self.event, end):
@@ -200,9 +210,7 @@ class Peers:
       for count, norms in self._further
     ]
     norms, counts = zip(*further, strict=True) if further else ((), ())
-    return PeerRecords(
-      *rows, np.array(norms, np.float32), np.array(counts, np.int64)
-    )
+    return peer_records(rows, norms, counts)
 
   def _send(self, event, kept):
     del kept
@@ -223,7 +231,7 @@ class Peers:
     self.states[i], observation = self._steps.receive(
       self.states[i], job, message, metrics.loss
     )
-    self._messages.append((event.time, i, event.job))
+    self._messages.append(Received(event.time, i, event.job))
     self._observations.append(observation)
     self._further.append(self._since[i])
     self._since[i] = 0, []

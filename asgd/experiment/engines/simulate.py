@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, sandblaster, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import parameter_server, peers, traffic
+from asgd.experiment.engines import (
+  coordinated,
+  parameter_server,
+  peers,
+  traffic,
+)
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -165,16 +170,24 @@ def _unpack(saved, template):
 
 
 def _plan(experiment: Any, run: Any, workers: int) -> Any:
+  """Builds the plan of a run, by what drives it: a coordinator, or orders of
+  a server or of peers."""
+  if run.recipe in sandblaster.RECIPES:
+    return coordinated.plan(experiment, run, workers)
   return parameter_server.plan(experiment, run, workers, peers.PeerPlan)
 
 
 def _start(context: engines.Context) -> engines.Engine:
+  if isinstance(context.plan, coordinated.CoordinatedPlan):
+    return coordinated.CoordinatedEngine(context)
   if context.plan.recipe.gossip is not None:
     return peers.PeerEngine(context)
   return SimulationEngine(context)
 
 
 def _describe(result: Mapping[str, Any]) -> str:
+  if result["recipe"] in sandblaster.RECIPES:
+    return coordinated.describe(result)
   if peers.has_peers(result):
     return peers.describe(result)
   return parameter_server.describe(result)
@@ -190,4 +203,5 @@ SIMULATE = engines.EngineKind(
   start=_start,
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
   describe=_describe,
+  coordinated=tuple(sandblaster.RECIPES),
 )

@@ -51,7 +51,8 @@ class PeerDuty(NamedTuple):
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
     code = self.wire.unpack(self.wire.pack(code))
-    counts = {len(topology.neighbours(index, k)) for k in range(topology.period)}
+    rounds = range(topology.period)
+    counts = {len(topology.neighbours(index, k)) for k in rounds}
     if self.gossip.order == gossip.PAIRS:
       counts = {1}
     for count in counts:
@@ -148,16 +149,11 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    rows = [event.time, self.index, number]
-    records = simulator.records([tuple(rows)], [observation])
+    received = simulator.Received(event.time, self.index, number)
+    records = simulator.records([received], [observation])
     norms, self._norms = simulator.fetch(self._norms), []
-    self._sink.append(
-      simulator.PeerRecords(
-        *records,
-        np.array([sum(map(float, norms))], np.float32),
-        np.array([self._bytes], np.int64),
-      )
-    )
+    norm = sum(map(float, norms))
+    self._sink.append(simulator.peer_records(records, [norm], [self._bytes]))
     self._bytes, self.job = 0, None
 
   def reject(self) -> None:
