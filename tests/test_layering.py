@@ -54,6 +54,8 @@ EXPERIMENT_RANKS = {
   "page": 0,
   "provenance": 0,
   "trackers": 0,
+  "turns": 0,
+  "message_speed": 1,
   "signals": 0,
   "ray_runtime": 0,
   "schema": 1,
