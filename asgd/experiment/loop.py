@@ -76,8 +76,9 @@ class _Evaluations:
 
   @property
   def finished(self) -> bool:
-    """Whether the last evaluation was made, or one after a NaN."""
-    if self.diverged:
+    """Whether the last evaluation was made, or one after a NaN or at the end
+    that training has come to by itself."""
+    if self.diverged or self._engine.ended:
       return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
     return self.next is None
 
@@ -125,7 +126,7 @@ class _Evaluations:
     products = [row.get("rate_x_sharpness") for row in self.rows]
     products = sorted(filter(storage.is_finite, products), reverse=True)
     products = products[:2] or [float("nan")]
-    loss, few = engine.records().loss, max(cell.workers, engine.quantum)
+    loss, few = engine.course(), max(cell.workers, engine.quantum)
     guess = self._problem.guess
     of_last = ("examples", "epoch", "test_accuracy", "test_loss")
     of_last += ("test_measure",) if "test_measure" in last else ()
@@ -270,6 +271,7 @@ class _Attempt(contextlib.ExitStack):
       self.push(_closing(self._checkpoints.close))
       if self._kind.journaled:
         rows = folder.read_rows_so_far(self._place)
+        _compile_evaluation(self._experiment, self._cell)
     engine = self._kind.start(
       Context(
         *(self._experiment, self._cell, self._experiment.plan(self._cell)),
@@ -318,7 +320,7 @@ class _Attempt(contextlib.ExitStack):
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
             " as diverged and go on"
           )
-      if engine.done >= target:
+      if engine.done >= target or engine.ended:
         row = book.evaluate()
         if self._log is not None:
           self._log.write(row)
@@ -358,6 +360,22 @@ class _Attempt(contextlib.ExitStack):
     cell_files.write_result(self._place, result)
     if not self._kind.journaled:
       cell_files.pack(self._place)
+
+
+def _compile_evaluation(experiment, cell) -> None:
+  """Evaluates some parameters before a live run begins, once for all cells of a
+  batch size: its workers would share the cores with the compiler of the first
+  evaluation. A caller's own function is not called."""
+  run = experiment.runs[cell.label]
+  key = "evaluation", run.config["batch_size"]
+  if run.given is not None or key in experiment.compiled:
+    return
+  problem = experiment.problem_of(run)
+  params = problem.init(jax.random.key(0))
+  problem.evaluate(params)
+  if experiment.config["curvature_checks"]:
+    experiment.sharpness_of(run)(params)
+  experiment.compiled[key] = True
 
 
 def _closing(close: Callable[[], None]):
