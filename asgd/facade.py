@@ -19,11 +19,7 @@ import jax
 import numpy as np
 import optax
 
-<<<<<<< HEAD
 from asgd import algorithms, base, checks, compression
-from asgd.experiment import cell_files, cells, folder, loop, progress, schema
-=======
-from asgd import algorithms, base, checks
 from asgd.experiment import (
   cell_files,
   cells,
@@ -33,7 +29,6 @@ from asgd.experiment import (
   report,
   schema,
 )
->>>>>>> main
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.engines.live import RAY, THREADS
