@@ -22,9 +22,9 @@ class Received(NamedTuple):
   time: float
   worker: int
   job: int
-  bytes_up: int
-  bytes_down: int
-  residual_norm: float
+  bytes_up: int = 0
+  bytes_down: int = 0
+  residual_norm: float = 0.0
 
 
 class Sent(NamedTuple):
