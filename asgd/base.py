@@ -186,9 +186,16 @@ REJECT = 4  # the job's message was refused: not finite, or incomplete
 JOIN = 5  # a new worker takes the place `worker`; job counts those before it
 LEAVE = 6  # the worker in that place goes
 ROLLBACK = 7  # the server goes back to what it was before row `job`
+# Of peers, which have no server (`asgd.gossip.peer`). Their `seq` counts what a
+# place put and lent.
+PUT = 8  # the peer puts message `seq` for its neighbours, in round `job`
+TAKE = 9  # the peer takes message `seq` of peer `job`, for its next mix
+MIX = 10  # the peer mixes what it has taken, in round `job`
+LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
+ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
-  "rollback",
+  *("rollback", "put", "take", "mix", "lend", "adopt"),
 )
 
 

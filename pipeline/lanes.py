@@ -219,8 +219,7 @@ class LaneRun:
     )
     records = tuple(
       simulator.records(
-        [simulator.Received(*row[:3]) for row in rows],
-        [row[3] for row in rows],
+        [simulator.Received(*row[:3]) for row in rows], [row[3] for row in rows]
       )
       for rows in self._rows
     )

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 import ml_collections
 import optax
 
-from asgd import algorithms, names, optimizers, rates, sharding, transforms
+from asgd import (
+  algorithms,
+  names,
+  optimizers,
+  rates,
+  sandblaster,
+  sharding,
+  transforms,
+)
 from asgd.checks import shown
 from asgd.experiment import checks
 
@@ -153,8 +161,9 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
+RECIPES = {**algorithms.RECIPES, **sandblaster.RECIPES}
 _NEEDS_RECIPE = (
-  f"must be a dict with a recipe, one of {', '.join(algorithms.RECIPES)}"
+  f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
@@ -391,7 +400,7 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
     with checks.blame(f"runs.{label}"):
-      options = {} if recipe == GIVEN else algorithms.options(recipe)
+      options = {} if recipe == GIVEN else _options_of(recipe, kind)
       of_engine = keys_of_engine(kind, entry)
     engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")
@@ -419,6 +428,20 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       chosen[label] = Run(label, title, engine, recipe, own, merged)
   order = dict.fromkeys(config["only"] or chosen)
   return {label: chosen[label] for label in order}
+
+
+def _options_of(recipe, kind):
+  """The options of a recipe, of those that an engine can run."""
+  maker = names.resolve("algorithm", recipe, RECIPES)
+  if recipe not in sandblaster.RECIPES:
+    return algorithms.options(recipe)
+  if recipe not in kind.coordinated:
+    raise ValueError(
+      f"the recipe {recipe!r} has a coordinator in the place of a server's"
+      " update, which is simulated so far: use engine='simulate'"
+    )
+  parameters = inspect.signature(maker).parameters.values()
+  return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _merge(node, below, value):

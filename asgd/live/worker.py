@@ -110,12 +110,12 @@ class Duty(NamedTuple):
     return (self.slowdown[worker : worker + 1] or (1.0,))[0]
 
 
-def _finite(message: Any, loss: float) -> bool:
+def is_finite(message: Any, loss: float) -> bool:
   """Whether there is no NaN or infinity in a message of NumPy arrays: neither
   goes away in a sum. One that overflows is taken for infinite, too. Of codes
   the loss tells: it is NaN of what was not encoded."""
   if isinstance(message, compression.Parts):
-    return all(_finite(part, loss) for part in message.parts)
+    return all(is_finite(part, loss) for part in message.parts)
   if isinstance(message, compression.Coded):
     return bool(np.isfinite(message.residual) and np.isfinite(loss))
   with np.errstate(all="ignore"):
@@ -389,7 +389,7 @@ class WorkerLoop:
       for memory, ticket in self._slots_of(job)
     ):
       return  # it has died meanwhile, and other parameters came into its slot
-    finite = _finite(message, loss)
+    finite = is_finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
     said = said._replace(flag=int(finite))
     if not self._write(job, message):

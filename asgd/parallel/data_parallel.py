@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, compression, names, transforms
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.parallel import meshes, precision
 from asgd.parallel import zero as zero_lib
 
@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
 
 def make_step(
-  loss: worker_lib.Loss,
+  loss: losses_lib.Loss,
   tx: optax.GradientTransformation | base.Algorithm,
   mesh: Mesh,
   *,
@@ -136,7 +136,7 @@ def make_step(
 
   Example:
     >>> def loss(w, piece, key):  # mean over the examples of a piece
-    ...   return jnp.mean((piece @ w) ** 2) / 2, worker_lib.Aux(())
+    ...   return jnp.mean((piece @ w) ** 2) / 2, losses_lib.Aux(())
     >>> sgd = make_step(loss, optax.sgd(0.5), meshes.make({"data": 1}))
     >>> state = sgd.init(jnp.ones(2))
     >>> batch = sgd.place(jnp.array([[1.0, 0.0], [0.0, 2.0]]))
@@ -180,7 +180,7 @@ def make_step(
 class _Program(NamedTuple):
   """What both forms of a step are made of, checked by `make_step`."""
 
-  loss: worker_lib.Loss
+  loss: losses_lib.Loss
   algorithm: base.Algorithm
   mesh: Mesh
   accumulate: int  # a

@@ -21,7 +21,7 @@ import numpy as np
 from flax import linen as nn
 
 from asgd import algorithms, base, checks, models, names
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.problems import streams
 from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
@@ -190,7 +190,7 @@ class Objects:
       self._init = lambda key: model.inward(made(key))
     else:
       raw, self._init = loss, read_params(params)
-    self._loss = worker_lib.as_loss(raw)
+    self._loss = losses_lib.as_loss(raw)
     self._check()
     self.identity = self._identify(loss, params, dataset, batch_size)
 
@@ -267,7 +267,7 @@ class Objects:
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     try:
       jax.eval_shape(self._loss, shapes, first, key)
-    except (worker_lib.LossError, models.ModelError):
+    except (losses_lib.LossError, models.ModelError):
       raise
     except Exception as error:  # whatever somebody's loss raises
       raise ValueError(

@@ -27,13 +27,14 @@ def records(
   messages: list[Received], observations: list[Observation]
 ) -> base.Records:
   """Fetches, once for all, what `Steps.receive` returned of each message."""
-  columns = zip(*messages, strict=True) if messages else ((),) * 6
-  time, worker, job, bytes_up, bytes_down, residual_norm = columns
+  time, worker, job, bytes_up, bytes_down, residual_norm = (
+    zip(*messages, strict=True) if messages else ((),) * 6
+  )
   rows = fetch(observations)
   whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3).T
   real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole
-  gap, loss, *norms = real
+  gap, loss, message_norm, update_norm = real
   return base.Records(
     version,
     np.array(time, np.float64),
@@ -43,7 +44,8 @@ def records(
     gap,
     loss,
     accepted.astype(bool),
-    *norms,
+    message_norm,
+    update_norm,
     np.array(bytes_up, np.int64),
     np.array(bytes_down, np.int64),
     np.array(residual_norm, np.float32),

@@ -22,7 +22,7 @@ class Received(NamedTuple):
   time: float
   worker: int
   job: int
-  bytes_up: int = 0
+  bytes_up: int = 0  # 0 where it does not travel: a peer's to itself
   bytes_down: int = 0
   residual_norm: float = 0.0
 

@@ -327,12 +327,26 @@ def schedule(
     )
 
 
-def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking it."""
+def plan(
+  experiment: Any,
+  run: Run,
+  workers: int,
+  of_peers: type[ServerPlan] | None = None,
+) -> ServerPlan:
+  """Builds what the cells of a run with so many workers share, checking it;
+  `of_peers` is the plan of a recipe without a server, None refuses it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
   first = run.given or build_recipe(run, workers, peak)
-  batches, start = first.every * first.steps, peak / workers
+  if first.gossip is not None and of_peers is None:
+    raise ValueError(
+      f"config.runs.{run.label}.recipe {run.recipe!r} is of peers, without a"
+      f" server, which engine {run.engine!r} does not train: use simulate or"
+      " mesh"
+    )
+  # All peers make an update of their own from so many batches.
+  every = workers if first.gossip is not None else first.every
+  batches, start = every * first.steps, peak / workers
   rate = schedule(
     *(run, problem),
     peak=peak,
@@ -351,7 +365,8 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
       f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
       f" one cell; use at most {checks.MOST_COUNT:.0e}"
     )
-  result = ServerPlan(
+  make = ServerPlan if first.gossip is None else of_peers or ServerPlan
+  result = make(
     run=run,
     workers=workers,
     dataset=experiment.dataset,

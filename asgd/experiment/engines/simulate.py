@@ -4,15 +4,21 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, sandblaster, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import parameter_server, traffic
+from asgd.experiment.engines import (
+  coordinated,
+  parameter_server,
+  peers,
+  traffic,
+)
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -163,14 +169,39 @@ def _unpack(saved, template):
   return simulation, records
 
 
+def _plan(experiment: Any, run: Any, workers: int) -> Any:
+  """Builds the plan of a run, by what drives it: a coordinator, or orders of
+  a server or of peers."""
+  if run.recipe in sandblaster.RECIPES:
+    return coordinated.plan(experiment, run, workers)
+  return parameter_server.plan(experiment, run, workers, peers.PeerPlan)
+
+
+def _start(context: engines.Context) -> engines.Engine:
+  if isinstance(context.plan, coordinated.CoordinatedPlan):
+    return coordinated.CoordinatedEngine(context)
+  if context.plan.recipe.gossip is not None:
+    return peers.PeerEngine(context)
+  return SimulationEngine(context)
+
+
+def _describe(result: Mapping[str, Any]) -> str:
+  if result["recipe"] in sandblaster.RECIPES:
+    return coordinated.describe(result)
+  if peers.has_peers(result):
+    return peers.describe(result)
+  return parameter_server.describe(result)
+
+
 SIMULATE = engines.EngineKind(
   sections=parameter_server.SECTIONS,
   settings=None,
   workers=lambda run: run.config["workers"],
   check=parameter_server.check,
   devices=lambda run: 1,
-  plan=parameter_server.plan,
-  start=SimulationEngine,
+  plan=_plan,
+  start=_start,
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
-  describe=parameter_server.describe,
+  describe=_describe,
+  coordinated=tuple(sandblaster.RECIPES),
 )

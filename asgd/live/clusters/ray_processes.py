@@ -80,7 +80,7 @@ class Site(NamedTuple):
     return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
-def _prepare_process(site, worker):
+def prepare_process(site, worker):
   """Settings of malloc, and of a JAX that was not used yet."""
   if site.jax != jax.__version__:
     raise ValueError(
@@ -137,7 +137,7 @@ class ShardActor:
     image: tuple[Any, Any] | None,
     resumed: bool,
   ):
-    _prepare_process(site, worker=False)
+    prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
     self._writes = threading.Lock()  # what workers on other machines did
@@ -267,7 +267,7 @@ class WorkerActor:
   """A worker in a process of its own."""
 
   def __init__(self, worker: int, site: Site, life: int):
-    _prepare_process(site, worker=True)
+    prepare_process(site, worker=True)
     self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets

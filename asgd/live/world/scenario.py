@@ -18,7 +18,7 @@ from asgd import (
   stacking,
   transforms,
 )
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.live.deadlines import Ladder
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
@@ -149,7 +149,7 @@ def _loss(params, batch, key):
   del key
   hidden = jnp.tanh(batch @ params["into"])
   error = hidden @ params["out"] - batch[:, 0]
-  return jnp.mean(error**2), worker_lib.Aux(())
+  return jnp.mean(error**2), losses_lib.Aux(())
 
 
 def batch(worker: int, job: int) -> np.ndarray:
