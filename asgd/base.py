@@ -189,7 +189,7 @@ PUT = 8  # the peer puts message `seq` for its neighbours, in round `job`
 TAKE = 9  # the peer takes message `seq` of peer `job`, for its next mix
 MIX = 10  # the peer mixes what it has taken, in round `job`
 LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
-ADOPT = 12  # the peer, a newcomer, adopts message `seq` that peer `job` lent
+ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
   *("rollback", "put", "take", "mix", "lend", "adopt"),

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,15 @@ import numpy as np
 import optax
 
 from asgd import algorithms, base, checks
-from asgd.experiment import cell_files, cells, folder, loop, progress, schema
+from asgd.experiment import (
+  cell_files,
+  cells,
+  folder,
+  loop,
+  progress,
+  report,
+  schema,
+)
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.engines.live import RAY, THREADS
@@ -85,8 +94,8 @@ def simulate(
       "loss" and "accuracy" are those of a test.
     every: messages between two evaluations, of which `messages` is a multiple.
       None is `messages`: one, at the end.
-    folder: where results and checkpoints are kept; the same call goes on from
-      there. None keeps nothing.
+    folder: where results, a report.html and checkpoints are kept; the same call
+      goes on from there. None keeps nothing.
     progress: show how far it is, on the standard error.
     config: further keys of a config, such as order={"name": "fixed_delay"},
       durations={...}, gate={"max_staleness": 8}, clip_norm=1.0, or
@@ -399,6 +408,8 @@ def train(
       machine=machine,
       ended=lambda *what: kept.extend(what),
     )
+    if place is not None:
+      _report(workdir, experiment, bar)
     if not kept:
       kept = _read(workdir / "cells" / cell.name, experiment, cell)
     records, params, rows = kept
@@ -406,6 +417,16 @@ def train(
   params = given.outward(params)
   rows = [_row(row) for row in rows]
   return Result(params, records, trace, rows, Path(place) if place else None)
+
+
+def _report(workdir, experiment, bar) -> None:
+  """Writes report.html, and what is with it; a caller gets the result of what
+  was trained also where there is no room for that."""
+  try:
+    report.write(workdir, experiment, bar.notes)
+    bar.line(f"report: {workdir / 'report.html'}")
+  except OSError as error:
+    warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
 
 
 def _machine() -> Machine:

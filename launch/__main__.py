@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import asgd
-from asgd import names
+from asgd import names, output
 
 _COMMANDS = (  # in the order in which they are listed
   *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
@@ -39,6 +39,7 @@ def _help() -> str:
   return "\n".join(lines)
 
 
+@output.ends_with_its_reader()
 def main() -> None:
   """Runs the command that is named, with all other words."""
   name, *words = sys.argv[1:] or ["--help"]

@@ -8,11 +8,11 @@ epoch is one pass over the data in total over all peers.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import optax
 
-from asgd import base, checks, gossip, optimizers
+from asgd import base, checks, compression, gossip, optimizers
 from asgd.algorithms.local_work import displacements, of_worker
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
@@ -21,6 +21,7 @@ from asgd.gossip.orders import check_pairs
 
 _Optimizer = optimizers.Optimizer | None
 _Topology = str | Mapping[str, Any] | gossip.Topology
+_Codec = str | Mapping[str, Any] | compression.Codec | None
 _RING = "ring"
 
 
@@ -49,8 +50,9 @@ def d_psgd(
     x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
-  The momentum is the peer's own and is not averaged. On the full graph, without
-  momentum, it is all-reduce SGD.
+  The momentum is the peer's own and is not averaged. On the full graph it is,
+  with adapt_first and without momentum, all-reduce SGD; as in the paper, a peer
+  is ahead of the mean by its own last step.
 
   Args:
     learning_rate: eta, positive, or a schedule over a peer's updates.
@@ -254,7 +256,7 @@ def choco_sgd(
   learning_rate,
   workers,
   *,
-  codec: Any = None,
+  codec: _Codec = None,
   gamma: float = 1.0,
   topology: _Topology = _RING,
   momentum: float = 0.0,
@@ -271,7 +273,9 @@ def choco_sgd(
   Args:
     learning_rate: eta, positive, or a schedule over a peer's updates.
     workers: N, the peers, from 2.
-    codec: of `asgd.compression`, without error feedback; None sends all.
+    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
+      a Codec; it needs no error feedback, which by its name it has not. None
+      sends all.
     gamma: the consensus step, in (0, 1], smaller for coarser codecs.
     topology: undirected; whose parameters a peer averages.
     momentum: of the peer, in [0, 1).
@@ -296,7 +300,7 @@ def choco_sgd(
     'rounds'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  rule = rules.choco(_codec(codec), gamma)
+  rule = rules.choco(_codec(codec, error_feedback=False), gamma)
   return _with_peers(
     Recipe(algorithm),
     *(rule, topology, workers),
@@ -308,7 +312,7 @@ def threshold_sharing(
   learning_rate,
   workers,
   *,
-  codec: Any = None,
+  codec: _Codec = None,
   momentum: float = 0.0,
   weight_decay: float = 0.0,
   optimizer: _Optimizer = None,
@@ -319,12 +323,14 @@ def threshold_sharing(
 
   Everybody begins with the same parameters and hears all messages, so that the
   parameters of all stay the same. What a codec leaves out of an update is added
-  to the next one (error feedback), as it is in Strom's with his threshold.
+  to the next one (error feedback), as it is in Strom's with its threshold.
 
   Args:
     learning_rate: eta, positive, or a schedule over a peer's updates.
     workers: N, the peers, from 2.
-    codec: of `asgd.compression`, with error feedback; None sends all.
+    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
+      a Codec; by its name it has error feedback where it needs it. None sends
+      all.
     momentum: of the peer, before its update is encoded, in [0, 1).
     weight_decay: 0 or more.
     optimizer: of a peer, instead of SGD; its updates are encoded, as by DL4J.
@@ -397,20 +403,23 @@ def local_d_psgd(
   return _with_peers(recipe, rules.average(), topology, workers)
 
 
-class _Identity(NamedTuple):
-  """The codec that sends everything, as `asgd.compression.identity`."""
-
-  init: Any = lambda like: ()
-  encode: Any = lambda state, tree, key: (tree, state)
-  decode: Any = lambda code: code
-
-
-def _codec(codec: Any) -> Any:
+def _codec(codec: Any, **options: Any) -> compression.Codec:
+  """A codec as a recipe is given it; `options` are those that it has by name if
+  they are not given."""
   if codec is None:
-    return _Identity()
-  if not all(callable(getattr(codec, k, None)) for k in _Identity._fields):
+    return compression.identity()
+  if isinstance(codec, str):
+    codec = {"name": codec}
+  if isinstance(codec, Mapping):
+    if "name" not in codec:
+      raise ValueError(
+        f"codec must have a name, and {checks.shown(dict(codec))} has none:"
+        f" use one of {', '.join(sorted(compression.CODECS))}"
+      )
+    return compression.named(**{**options, **codec})
+  if not isinstance(codec, compression.Codec):
     raise ValueError(
-      "codec must be one of asgd.compression, with init, encode and decode, not"
-      f" {checks.shown(codec)}"
+      "codec must be the name of one, a dict of a name and options, or a"
+      f" Codec of asgd.compression, not {checks.shown(codec)}"
     )
   return codec

@@ -69,23 +69,21 @@ def _swept(results) -> set[int]:
   return set().union(*several)
 
 
-def has_accuracy(results: Rows) -> bool:
-  """Whether the task has an accuracy: what has none has losses alone."""
-  accuracies, losses = (
-    any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
-    for key in ("test_accuracy", "test_loss")
-  )
-  return accuracies or not losses
+def has(results: Rows, key: str) -> bool:
+  """Whether something of a test was measured, and came out finite: a task may
+  have losses alone, and a caller no test at all."""
+  return any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
 
 
 def panels(results: Rows) -> list[Panel]:
   """Returns what may be drawn: a run with several numbers of workers against
   them, and its curves at the largest; otherwise curves of accuracy and loss. A
   task without accuracy has the losses of training and test instead."""
-  of_classes = has_accuracy(results)
-  best = _ERROR if of_classes else _LOSSES["test_loss"]
-  name = "accuracy" if of_classes else "loss"
-  y = f"test_{name}"
+  of_classes = has(results, "test_accuracy")
+  name, y, best = "accuracy", "test_accuracy", _ERROR
+  if not of_classes:
+    name, y = "loss", "test_loss" if has(results, "test_loss") else "train_loss"
+    best = _LOSSES[y]
   keys = set(itertools.chain.from_iterable(results))
   timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
   if timed and _swept(results):

@@ -11,7 +11,8 @@ WORKDIR/
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
-  tensorboard/           the same rows as metrics.jsonl
+  tensorboard/           the same rows as metrics.jsonl; of several seeds that
+                         are finished, their means (asgd.experiment.boards)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
@@ -104,8 +105,7 @@ def open_folder(
         " config.json"
       )
     folder.mkdir(parents=True, exist_ok=True)
-  with (folder / ".lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
+  with alone(folder):
     written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
@@ -116,6 +116,14 @@ def open_folder(
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+  """Waits until no other process is within such a block for a folder."""
+  with (folder / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:

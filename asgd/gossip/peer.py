@@ -17,8 +17,9 @@ which all concern the peer's own server, and these, each obeyed by one peer:
   take    receiver   of the message   sender j   notes the code for its next mix
   mix     peer       -1               round k    state = mix(state, codes, W,
                                                  slots) of what it has taken
-  lend    lender     of the message   newcomer   state, loan = lend(state, slot)
-  adopt   newcomer   of the message   lender     state = adopt(state, loan, ...)
+  lend    lender     of the message   other      state, loan = lend(state, slot)
+  adopt   receiver   of the message   lender     state = adopt(state, loan,
+                                                 slot, first)
 
 `seq` of put and lend rows counts the messages of a place, 0, 1, 2, ..., whoever
 holds it; (sender, seq) names a message. A message is taken at most once by each
@@ -49,9 +50,13 @@ What a live runtime does, so that a run replays to the same bits
    either a lock that each holds for its three rows, or peers of two kinds,
    those that ask and those that answer (`topologies.two_colours`).
 8. A peer that dies leaves: LOST for its open job, LEAVE, written by whoever
-   sees it, in the journal of that place. A newcomer is JOIN, then one `adopt`
-   for each neighbour that lends; the first gives the parameters, and those
-   after it what the rule knows of that neighbour (`adopt`).
+   sees it, in the journal of that place. A newcomer in its place is JOIN, which
+   is `init` of the first parameters, and one `adopt` of what each neighbour
+   lends it, before all else; of the first it has the parameters, of all what
+   the rule knows of them. If `rule.introduces`, it then lends to each of them,
+   who adopt it before they take anything that it puts.
+9. Under `share` all peers apply the same messages: a newcomer takes of each
+   neighbour those that its first lender had not taken, and no others.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,10 +112,14 @@ class Rule(NamedTuple):
   lend: Callable[[PeerState, jax.Array], tuple[PeerState, Any]] = (
     lambda state, slot: (state, ())
   )
-  # (state, that, slot of the lender, whether it is the first) -> state
-  adopt: Callable[[PeerState, Any, jax.Array, jax.Array], PeerState] = (
-    lambda state, loan, slot, first: state
+  # (state, parameters lent, that, slot of the lender, first) -> state; `first`,
+  # bool[], is whether the peer is a newcomer that has adopted nothing yet
+  adopt: Callable[
+    [PeerState, base.Params, Any, jax.Array, jax.Array], PeerState
+  ] = lambda state, params, loan, slot, first: with_params(
+    state, optax.tree.where(first, params, state.server.params)
   )
+  introduces: bool = False  # a newcomer's neighbours adopt what it lends them
   columns: bool = False  # keeps the mean by columns of W that sum to 1: what a
   # peer gives away it has no more; else by rows, and W is symmetric
 
@@ -238,7 +247,6 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     state: PeerState, loan: Any, slot: jax.Array, first: jax.Array
   ) -> PeerState:
     params, loan = loan
-    params = optax.tree.where(first, params, state.server.params)
-    return rule.adopt(with_params(state, params), loan, slot, first)
+    return rule.adopt(state, params, loan, slot, first)
 
   return Peer(init, send, receive, rule.put, mix, rule.weight, lend, adopt)

@@ -117,9 +117,18 @@ def push_sum() -> Rule:
     half = state.own / 2
     return state._replace(own=half), half
 
-  def adopt(state: PeerState, loan: Any, slot: Any, first: Any) -> PeerState:
+  def adopt(
+    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
+  ) -> PeerState:
     del slot
-    return state._replace(own=jnp.where(first, loan, state.own + loan))
+    before = jnp.where(first, 0, state.own)  # a newcomer has no mass
+    total = before + loan
+
+    def mean(z: jax.Array, lent: jax.Array) -> jax.Array:
+      return (before * z + loan * lent) / total.astype(z.dtype)
+
+    mixed = jax.tree.map(mean, state.server.params, params)
+    return with_params(state, mixed)._replace(own=total)
 
   return Rule(
     init,
@@ -147,8 +156,10 @@ def choco(codec: Any, gamma: float) -> Rule:
       q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i,   at i and its neighbours
       x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
 
-  A peer keeps a copy x^_j for each of its neighbours. With the identity codec
-  x^_i is the x_i that was put, and with gamma = 1 this is `average`.
+  A peer keeps a copy x^_j for each of its neighbours. All copies begin as the
+  parameters with which all peers begin, so that these need not be sent. With
+  the identity codec x^_i is the x_i that was put, and with gamma = 1 this is
+  `average`.
 
   Args:
     codec: as of `asgd.compression`; what it does not send stays in
@@ -170,11 +181,10 @@ def choco(codec: Any, gamma: float) -> Rule:
     )
 
   def init(params: base.Params, slots: int) -> Choco:
-    zeros = jax.tree.map(jnp.zeros_like, params)
     copies = jax.tree.map(
-      lambda x: jnp.zeros((slots, *x.shape), x.dtype), params
+      lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x))), params
     )
-    return Choco(codec.init(params), zeros, copies)
+    return Choco(codec.init(params), params, copies)
 
   def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
     del keep
@@ -204,20 +214,23 @@ def choco(codec: Any, gamma: float) -> Rule:
     )
 
   def lend(state: PeerState, slot: Any) -> tuple[PeerState, Any]:
-    # A newcomer begins with nothing known of it.
-    copies = jax.tree.map(lambda c: c.at[slot].set(0), state.own.copies)
-    return state._replace(own=state.own._replace(copies=copies)), (
-      state.own.public
-    )
+    del slot
+    return state, state.own.public
 
-  def adopt(state: PeerState, loan: Any, slot: Any, first: Any) -> PeerState:
-    del first
+  def adopt(
+    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
+  ) -> PeerState:
     copies = jax.tree.map(
       lambda c, x: c.at[slot].set(x), state.own.copies, loan
     )
-    return state._replace(own=state.own._replace(copies=copies))
+    # What a newcomer begins with, it tells its neighbours whole.
+    params, public = optax.tree.where(
+      first, (params, params), (state.server.params, state.own.public)
+    )
+    own = state.own._replace(public=public, copies=copies)
+    return with_params(state, params)._replace(own=own)
 
-  return Rule(init, put, mix, lend=lend, adopt=adopt)
+  return Rule(init, put, mix, lend=lend, adopt=adopt, introduces=True)
 
 
 class Pending(NamedTuple):

@@ -568,12 +568,12 @@ def _reaches(links: Links) -> bool:
 
 def _check_connected(topology: Topology) -> None:
   links, name = topology.union, topology.name
-  for graph_, how in ((links, "hears"), (links.T, "is heard by")):
+  for graph_, how in ((links, "never hears"), (links.T, "is never heard by")):
     known = _reached(graph_)
     if not known.all():
       peer = int(np.argmin(known))
       raise ValueError(
-        f"the topology {name!r} is not connected: peer {peer} never"
+        f"the topology {name!r} is not connected: peer {peer}"
         f" {how} peer 0, over any others; add links between"
         f" {int(known.sum())} of the peers and the other"
         f" {int((~known).sum())}"
@@ -597,7 +597,7 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
     remedy = "divide by the sum"
     if topology.name != "matrix":
       remedy = "use weights='metropolis', or sgp, which needs columns alone"
-      if not topology.symmetric:
+      if (topology.union != topology.union.T).any():
         remedy = "use sgp, which needs columns alone, or another topology"
     raise ValueError(
       f"{kind} {peer} of the weights of topology {topology.name!r}"

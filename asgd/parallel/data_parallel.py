@@ -39,7 +39,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asgd import base, checks, names, transforms
+from asgd import base, checks, compression, names, transforms
 from asgd import worker as worker_lib
 from asgd.parallel import meshes, precision
 from asgd.parallel import zero as zero_lib
@@ -48,6 +48,7 @@ from asgd.parallel import zero as zero_lib
 # convolutions in loops many times slower (see `asgd.worker`).
 _UNROLLED = 8
 _AXIS = meshes.DATA
+_REDUCER = 0x726564  # folded into the key of a step: what a reducer draws
 
 
 class StepState(NamedTuple):
@@ -57,6 +58,7 @@ class StepState(NamedTuple):
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
   opt_state: optax.OptState
   scale: Any  # precision.LossScale, or () without one
+  reducer: Any = ()  # [d, ...], what each device keeps of compression
 
 
 class StepMetrics(NamedTuple):
@@ -89,6 +91,7 @@ def make_step(
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
   statistics_decay: float = 0.9,
+  reducer: compression.Reducer | None = None,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -122,6 +125,10 @@ def make_step(
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
     statistics_decay: what a step keeps of the statistics.
+    reducer: how the devices' gradients, each the mean over its pieces, are
+      averaged, as by `compression.named_reducer`; None: exactly. Not with ZeRO,
+      other axes or the form "pmap". If one gradient is not finite nothing is
+      sent, and the step is told a NaN. What is clipped here is the mean.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -151,10 +158,21 @@ def make_step(
     precision.check_dynamic(loss_scale)
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
+  if reducer is not None:
+    _check_reducer(mesh, zero, form)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
-    loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs
+    loss,
+    algorithm,
+    mesh,
+    accumulate,
+    clip,
+    zero,
+    policy,
+    loss_scale,
+    specs,
+    reducer,
   )
   return make(program)
 
@@ -171,6 +189,7 @@ class _Program(NamedTuple):
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
+  reducer: compression.Reducer | None
 
   @property
   def pieces(self):
@@ -182,7 +201,17 @@ class _Program(NamedTuple):
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
     scale = () if self.loss_scale is None else precision.start(self.loss_scale)
-    return StepState(jnp.int32(0), params, self.algorithm.init(params), scale)
+    opt_state = self.algorithm.init(params)
+    state = StepState(jnp.int32(0), params, opt_state, scale)
+    if self.reducer is None:
+      return state
+    grads = precision.cast(base.weights_of(params), self.policy.reduce)
+    devices = self.mesh.shape[_AXIS]
+    each = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (devices, *x.shape)),
+      self.reducer.init(grads),
+    )
+    return state._replace(reducer=each)
 
   def scale_of(self, state):
     return jnp.float32(1) if self.loss_scale is None else state.scale.scale
@@ -218,8 +247,9 @@ class _Program(NamedTuple):
       return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
     return objective
 
-  def gradient(self, params, batch, key, scale, dims):
-    """What one device computes: mean loss, gradient and statistics.
+  def gradient(self, params, batch, key, scale, kept, dims):
+    """What one device computes: mean loss, gradient and statistics, and what it
+    keeps of compression, `kept` before.
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
@@ -254,14 +284,34 @@ class _Program(NamedTuple):
     def add_whole(g, dim):
       return jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g
 
-    grads = jax.tree.map(add_whole, grads, dims)
+    def divide(grads, count):
+      return jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
+
     pieces = self.pieces
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
-    grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
-    return value, grads, stats
+    if self.reducer is None:
+      grads = divide(jax.tree.map(add_whole, grads, dims), pieces)
+      return value, grads, stats, kept
+    grads, kept = self.reduce(divide(grads, accumulate), kept, key)
+    return value, grads, stats, kept
 
-  def update(self, state, sent, value, grads, stats):
+  def reduce(self, grads, kept, key):
+    """The mean of what devices send of their gradients, and what they keep:
+    NaNs, and what they kept, if one gradient is not finite."""
+    finite = jax.lax.pmin(jnp.int32(precision.all_finite(grads)), _AXIS) > 0
+    before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
+    mean, after = self.reducer.reduce(
+      before,
+      optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
+      jax.random.fold_in(key, _REDUCER),
+      _AXIS,
+    )
+    mean = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), mean)
+    after = optax.tree.where(finite, after, before)
+    return mean, jax.tree.map(lambda x: x[None], after)
+
+  def update(self, state, sent, value, grads, stats, kept):
     """The optimizer's part, of a gradient taken at `sent`."""
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
@@ -279,7 +329,7 @@ class _Program(NamedTuple):
       new = optax.tree.where(finite, new, (state.params, state.opt_state))
       scale = precision.adjust(self.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
-    return StepState(state.count + 1, *new, scale), metrics
+    return StepState(state.count + 1, *new, scale, kept), metrics
 
   def layouts(self, params):
     """The specs of parameters: between steps, and while they are updated."""
@@ -312,7 +362,8 @@ class _Program(NamedTuple):
       lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
-    return self.constrain(state, StepState(P(), kept, opt_specs, scale))
+    each = jax.tree.map(lambda _: P(_AXIS), state.reducer)
+    return self.constrain(state, StepState(P(), kept, opt_specs, scale, each))
 
 
 def _shard_map_step(program):
@@ -331,18 +382,18 @@ def _shard_map_step(program):
     dims = jax.tree.map(
       lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
-    value, grads, stats = jax.shard_map(
+    value, grads, stats, each = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
-      in_specs=(kept, P(_AXIS), P(), P()),
-      out_specs=(P(), grad_specs, P()),
+      in_specs=(kept, P(_AXIS), P(), P(), P(_AXIS)),
+      out_specs=(P(), grad_specs, P(), P(_AXIS)),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
-    )(sent, batch, key, program.scale_of(state))
+    )(sent, batch, key, program.scale_of(state), state.reducer)
     # Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
-    state, metrics = program.update(state, sent, value, grads, stats)
+    state, metrics = program.update(state, sent, value, grads, stats, each)
     return program.settle(state), metrics
 
   return Step(
@@ -360,7 +411,7 @@ def _pmap_step(program):
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
     scale, sent = program.scale_of(state), program.sent(state)
-    totals = program.gradient(sent, batch, key, scale, dims)
+    totals = program.gradient(sent, batch, key, scale, (), dims)
     return program.update(state, sent, *totals)
 
   run = jax.pmap(
@@ -410,6 +461,15 @@ def _check_pmap(mesh, zero, specs):
     raise ValueError(
       f"the form 'pmap' is for one process, not {jax.process_count()}; use"
       " 'shard_map'"
+    )
+
+
+def _check_reducer(mesh, zero, form):
+  if tuple(mesh.axis_names) != (_AXIS,) or zero or form != "shard_map":
+    raise ValueError(
+      f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"
+      f" and the form 'shard_map', not for {tuple(mesh.axis_names)}, zero="
+      f"{zero!r} and {form!r}"
     )
 
 

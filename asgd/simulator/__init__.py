@@ -5,11 +5,12 @@ from asgd.simulator.peers import (
   Peers,
   PeerSteps,
   Traffic,
+  array_bytes,
   compile_peer,
   consensus,
   join_records,
   mean_params,
-  nbytes,
+  packed_bytes,
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
 from asgd.simulator.sharded import run_sharded

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from asgd import base, gossip
 from asgd import server as server_lib
+from asgd.compression import packing
 from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event, Ledger
 from asgd.simulator import records as records_lib
@@ -98,16 +99,22 @@ class Traffic(NamedTuple):
   nbytes: npt.NDArray[np.int64]  # [n, n]
 
 
-def nbytes(code: Any) -> int:
+def array_bytes(code: Any) -> int:
   """Returns the bytes of the arrays of a code."""
   return sum(np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code))
+
+
+def packed_bytes(code: Any) -> int:
+  """Returns the bytes of a code as it is packed for the wire."""
+  layout = packing.layout(code)
+  return len(packing.pack(layout, records_lib.fetch(code)))
 
 
 class Peers:
   """All peers of a run, and how far they are in its trace.
 
   Args:
-    recipe_gossip: whom they talk to, and how.
+    how: whom they talk to, and how.
     steps: of `compile_peer`.
     peer: which `steps` were compiled of.
     worker: likewise.
@@ -115,12 +122,11 @@ class Peers:
     trace: which they obey.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    measure: code -> its bytes on a link.
   """
 
   def __init__(
     self,
-    recipe_gossip: gossip.Gossip,
+    how: gossip.Gossip,
     peer: gossip.Peer,
     worker: base.Worker,
     params: base.Params,
@@ -128,13 +134,11 @@ class Peers:
     *,
     batch: Callable[[int, int], base.Batch],
     root: jax.Array,
-    measure: Callable[[Any], int] = nbytes,
   ):
-    self.gossip, self._steps = recipe_gossip, compile_peer(peer, worker)
+    self.gossip, self._steps = how, compile_peer(peer, worker)
     self._peer, self._worker, self._params = peer, worker, params
     self.trace, self._batch, self._root = trace, batch, root
-    self._measure = measure
-    n = recipe_gossip.topology.workers
+    n = how.topology.workers
     most = int(trace.worker.max(initial=-1))
     if most >= n:
       raise ValueError(
@@ -144,9 +148,11 @@ class Peers:
     self.states = [first] * n
     self.workers = [worker.init(first.server.params)] * n
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
+    self._restored: dict[Key, gossip.Job] | None = None
     self._numbers = [np.int32(i) for i in range(n)]
     self.codes: dict[Key, Any] = {}  # that somebody will take
     self._rounds: dict[Key, int] = {}  # in which they were put
+    self._sizes: dict[Key, int] = {}  # in bytes, on a link
     self._inboxes: list[list[Key]] = [[] for _ in range(n)]
     self._newcomers: set[int] = set()  # that have adopted nothing yet
     taken = np.isin(trace.action, trace_lib.TAKES)
@@ -200,6 +206,8 @@ class Peers:
 
   def _send(self, event, kept):
     del kept
+    if self._restored is not None:  # which jobs are open; others have ended
+      return self._restored.get(event.key, ())
     i = event.worker
     return self._steps.send(self.states[i], self._numbers[i])
 
@@ -245,12 +253,14 @@ class Peers:
       )
     if self._takes[event.key]:
       self.codes[event.key], self._rounds[event.key] = code, event.job
+      whole = event.action == base.LEND or not self.gossip.compressed
+      measure = array_bytes if whole else packed_bytes
+      self._sizes[event.key] = measure(code)
 
-  def _fetch(self, event):
-    """Returns a message that somebody takes, which is dropped with its last
-    taker if it is `_done` with."""
+  def _carry(self, event):
+    """Counts a message on its link; returns its key."""
     key, i = (event.job, event.seq), event.worker
-    size = self._measure(self.codes[key])
+    size = self._sizes[key]
     self.traffic.messages[i, event.job] += 1
     self.traffic.nbytes[i, event.job] += size
     count, norms = self._since[i]
@@ -259,11 +269,11 @@ class Peers:
 
   def _take(self, event, job):
     del job
-    self._inboxes[event.worker].append(self._fetch(event))
+    self._inboxes[event.worker].append(self._carry(event))
 
   def _adopt(self, event, job):
     del job
-    i, key = event.worker, self._fetch(event)
+    i, key = event.worker, self._carry(event)
     slot = np.int32(self.gossip.topology.slot(i, event.job))
     first = np.bool_(i in self._newcomers)
     self.states[i] = self._steps.adopt(
@@ -275,7 +285,8 @@ class Peers:
   def _done(self, key):
     self._takes[key] -= 1
     if not self._takes[key]:
-      del self.codes[key], self._rounds[key]
+      for table in (self.codes, self._rounds, self._sizes):
+        del table[key]
 
   def _mix(self, event, job):
     del job
@@ -317,6 +328,7 @@ class Peers:
       "event": self.event,
       "jobs": list(jobs),
       "codes": list(codes),
+      "sizes": [self._sizes[_key(name)] for name in codes],
       "since": since,
     }
     return tree, notes
@@ -348,17 +360,14 @@ class Peers:
     traffic = Traffic(*(np.array(x) for x in tree["traffic"]))
     parts = {k: v for k, v in tree.items() if k != "traffic"}
     tree = jax.tree.map(jnp.array, parts)
-    jobs = {_key(name): job for name, job in tree["jobs"].items()}
+    self._restored = {_key(name): job for name, job in tree["jobs"].items()}
     self.codes = {_key(name): code for name, code in tree["codes"].items()}
-    send = self._send
-    ledger: Ledger[Any] = Ledger(
-      lambda event, kept: jobs.get(event.key), keeps=False
-    )
+    sizes = zip(notes["codes"], notes["sizes"], strict=True)
+    self._sizes = {_key(name): size for name, size in sizes}
     for event in trace_lib.events(self.trace, 0, notes["event"]):
-      ledger.obey(event)
+      self.ledger.obey(event)
       self._note(event)
-    self.ledger = ledger
-    ledger._start = send
+    self._restored = None
     self.states, self.workers = list(tree["states"]), list(tree["workers"])
     self.traffic = traffic
     self._since = [

@@ -6,7 +6,7 @@ the edge and diverges above (Yang et al., "PipeMare: Asynchronous Pipeline
 Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the lemma on a fixed
 delay). With heavy-ball momentum 0.9 the edge is ten times lower.
 
-  python -m launch.reproduce delayed_edge
+  asgd reproduce delayed_edge
   python -m launch.train --config=configs/figures/delayed_edge.py
 
 90 cells, 3 minutes on two cores; --quick in seconds.

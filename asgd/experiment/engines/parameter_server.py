@@ -448,7 +448,7 @@ COLUMNS = (
   Column("gap", "gap_mean"),
   Column("eff. rate", "effective_rate"),
   Column("rate x sharp.", "rate_x_sharpness"),
-  Column("stable below", "rate_x_sharpness_limit"),
+  Column("quadratic limit", "rate_x_sharpness_limit"),
 )
 
 
@@ -462,8 +462,8 @@ def describe(result: Mapping[str, Any]) -> str:
   reached = result["rate_x_sharpness"]
   if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
-    below = f"{limit:.2g}" if storage.is_finite(limit) else "-"
-    words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
+    limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
+    words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
   if "allocation" in result:

@@ -13,16 +13,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, gossip, problems, simulator
+from asgd import algorithms, base, gossip, names, problems, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.schema import Run
 from asgd.gossip import topologies
 from asgd.orders import protocol
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
 _MOST_PEERS = 16  # that are evaluated by themselves
+
+
+def of_peers(run: Run) -> bool:
+  """Whether the recipe of a run is one of peers."""
+  if run.given is not None:
+    return run.given.gossip is not None
+  if not names.is_import(run.recipe):
+    return run.recipe in algorithms.PEER_RECIPES
+  workers, rate = max(run.config["workers"]), run.config["learning_rate"]
+  return run.make_recipe(rate, workers).gossip is not None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -108,7 +119,7 @@ class PeerEngine(engines.Engine):
       loss=part.loss,
       staleness=float(part.staleness.mean()),
       gap=float(part.gap.mean()),
-      broken=_broken(self._plan, part, self.done, self._name),
+      broken=broken(self._plan, part, self.done, self._name),
     )
 
   def _present(self):
@@ -171,7 +182,10 @@ def _some(records, start: int, end: int) -> simulator.PeerRecords:
   return simulator.PeerRecords(*(column[start:end] for column in records))
 
 
-def _broken(plan, part, done, cell) -> str | None:
+def broken(
+  plan: PeerPlan, part: simulator.PeerRecords, done: int, cell: str
+) -> str | None:
+  """Says what is not finite in the latest records of a cell, if anything."""
   finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
   if finite.all():
     return None
@@ -274,6 +288,6 @@ COLUMNS = (
 )
 
 
-def is_of_peers(result: Mapping[str, Any]) -> bool:
+def has_peers(result: Mapping[str, Any]) -> bool:
   """Whether a result is of peers."""
   return "consensus" in result

@@ -163,7 +163,7 @@ def _start(context: engines.Context) -> engines.Engine:
 
 
 def _describe(result: Mapping[str, Any]) -> str:
-  if peers.is_of_peers(result):
+  if peers.has_peers(result):
     return peers.describe(result)
   return parameter_server.describe(result)
 

@@ -208,21 +208,21 @@ class PeerRows:
     """Takes the place of one that left."""
     self._write(NO_SEQ, self.life, base.JOIN)
 
-  def lend(self, newcomer: int) -> Frame:
-    """Returns what a newcomer is lent."""
-    event = self._write(self._puts, newcomer, base.LEND)
+  def lend(self, other: int) -> Frame:
+    """Returns what a newcomer is lent, or lends."""
+    event = self._write(self._puts, other, base.LEND)
     topology = self.duty.gossip.topology
-    hears = topology.union[self.index, newcomer]
-    slot = np.int32(topology.slot(self.index, newcomer) if hears else 0)
+    hears = topology.union[self.index, other]  # or it knows nothing of it
+    slot = np.int32(topology.slot(self.index, other) if hears else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
-    size = simulator.nbytes(loan)
+    size = simulator.array_bytes(loan)
     return Frame(
       frames.LOAN, self.index, self.life, event.seq, 0, loan, size
     )
 
   def adopt(self, loan: Frame, *, first: bool) -> None:
-    """Takes what a neighbour lends."""
+    """Takes what another lends; `first` of a newcomer."""
     self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)
     self._bytes += loan.nbytes

@@ -1,7 +1,6 @@
 """What is said of a live run while it goes."""
 
-import struct
-
+import event_files
 import kit
 import numpy as np
 import pytest
@@ -172,15 +171,9 @@ def test_a_message_has_the_bytes_of_its_layouts():
 
 def events(folder):
   """Reads a board: tag -> [(step, value)]."""
-  from tensorboardX.proto import event_pb2
-
   found = {}
   for path in folder.iterdir():
-    data = path.read_bytes()
-    while data:
-      (size,) = struct.unpack("<Q", data[:8])
-      event = event_pb2.Event.FromString(data[12 : 12 + size])
-      data = data[16 + size :]
+    for event in event_files.read(path):
       for value in event.summary.value:
         held = value.simple_value
         if value.HasField("histo"):
