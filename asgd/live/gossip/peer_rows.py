@@ -51,7 +51,8 @@ class PeerDuty(NamedTuple):
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
     code = self.wire.unpack(self.wire.pack(code))
-    counts = {len(topology.neighbours(index, k)) for k in range(topology.period)}
+    rounds = range(topology.period)
+    counts = {len(topology.neighbours(index, k)) for k in rounds}
     if self.gossip.order == gossip.PAIRS:
       counts = {1}
     for count in counts:
@@ -76,6 +77,11 @@ class View(NamedTuple):
   params: base.Params
   weight: float  # by which it counts in the mean over peers
   version: int  # its own updates
+
+  @property
+  def server(self) -> "View":
+    """Itself: the parameters of a `PeerState` are those of its server."""
+    return self
 
 
 class PeerRows:
