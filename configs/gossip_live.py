@@ -13,7 +13,7 @@ import ml_collections
 def get_config():
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
-  config.model = dict(name="mlp", hidden=(64, 64))
+  config.model = dict(name="mlp", hidden=(256, 256))
   codec = dict(name="adaptive_threshold", tau=1e-3, least=8e-4, most=1.2e-3)
   runs = dict(
     dense=dict(recipe="threshold_sharing", title="dense sharing"),
@@ -28,9 +28,9 @@ def get_config():
   config.workers = (4,)
   config.seeds = (0, 1, 2)
   config.batch_size = 16
-  config.epochs = 40.0
+  config.epochs = 60.0
   config.learning_rate = 0.05
-  config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(30.0,))
+  config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(45.0,))
   config.evaluations = 5
   config.curvature_checks = 0
   config.on_nan = "record"
