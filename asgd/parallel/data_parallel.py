@@ -89,6 +89,7 @@ def make_step(
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
   statistics_decay: float = 0.9,
+  searches: bool = False,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -122,6 +123,10 @@ def make_step(
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
     statistics_decay: what a step keeps of the statistics.
+    searches: the transform searches along a line (`optimizers.lbfgs`): its
+      update is told `value`, the loss of the batch, and `value_fn`, that as a
+      function of the weights. For the form "shard_map" with zero 0, no other
+      axis and no clip_norm.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -151,10 +156,13 @@ def make_step(
     precision.check_dynamic(loss_scale)
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
+  if searches:
+    _check_search(mesh, form=form, zero=zero, clip_norm=clip_norm)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
-    loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs
+    *(loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs),
+    searches=searches,
   )
   return make(program)
 
@@ -171,6 +179,7 @@ class _Program(NamedTuple):
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
+  searches: bool = False
 
   @property
   def pieces(self):
@@ -261,8 +270,10 @@ class _Program(NamedTuple):
     grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
     return value, grads, stats
 
-  def update(self, state, sent, value, grads, stats):
-    """The optimizer's part, of a gradient taken at `sent`."""
+  def update(self, state, sent, value, grads, stats, value_fn=None):
+    """The optimizer's part, of a gradient taken at `sent`; of one that
+    searches, with the loss as a function of the weights."""
+    search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = precision.all_finite(grads)
@@ -271,7 +282,8 @@ class _Program(NamedTuple):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      grads, state.opt_state, state.params, **delay._asdict()
+      *(grads, state.opt_state, state.params),
+      **{**delay._asdict(), **search},
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -331,18 +343,27 @@ def _shard_map_step(program):
     dims = jax.tree.map(
       lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
-    value, grads, stats = jax.shard_map(
+    gradient = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
       in_specs=(kept, P(_AXIS), P(), P()),
       out_specs=(P(), grad_specs, P()),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
-    )(sent, batch, key, program.scale_of(state))
+    )
+    rest = batch, key, program.scale_of(state)
+    value, grads, stats = gradient(sent, *rest)
+    value_fn = None
+    if program.searches:
+      value_fn = _function_of(
+        lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
+      )
     # Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
-    state, metrics = program.update(state, sent, value, grads, stats)
+    state, metrics = program.update(
+      *(state, sent, value, grads, stats, value_fn)
+    )
     return program.settle(state), metrics
 
   return Step(
@@ -351,6 +372,20 @@ def _shard_map_step(program):
     lambda state: meshes.whole(state.params, mesh),
     functools.partial(meshes.place_batch, mesh=mesh),
   )
+
+
+def _function_of(value_and_grad):
+  """Returns the value as a function that JAX may differentiate."""
+
+  @jax.custom_vjp
+  def value_fn(weights):
+    return value_and_grad(weights)[0]
+
+  def backward(grads, cotangent):
+    return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
+
+  value_fn.defvjp(value_and_grad, backward)
+  return value_fn
 
 
 def _pmap_step(program):
@@ -410,6 +445,22 @@ def _check_pmap(mesh, zero, specs):
     raise ValueError(
       f"the form 'pmap' is for one process, not {jax.process_count()}; use"
       " 'shard_map'"
+    )
+
+
+def _check_search(mesh, **options):
+  """A search decides by numbers that each device computes from the whole."""
+  wanted = {"form": "shard_map", "zero": 0, "clip_norm": None}
+  for name, value in options.items():
+    if value != wanted[name]:
+      raise ValueError(
+        "an optimizer that searches along a line (lbfgs) needs"
+        f" {name}={wanted[name]!r}, not {value!r}"
+      )
+  if tuple(mesh.axis_names) != (_AXIS,):
+    raise ValueError(
+      "an optimizer that searches along a line (lbfgs) needs a mesh of the axis"
+      f" {_AXIS!r} alone, not of {tuple(mesh.axis_names)}"
     )
 
 

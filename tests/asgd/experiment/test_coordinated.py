@@ -144,6 +144,36 @@ def test_one_line_for_what_it_cannot_do(run, config, why):
   assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+  "engine",
+  ["simulate", "threads", pytest.param("mesh", marks=pytest.mark.slow)],
+)
+def test_lbfgs_in_synchronous_training_needs_the_loss(engine, tmp_path):
+  config = {
+    **TINY_RUN,
+    "engine": engine,
+    "runs": {"run": {"recipe": "ssgd"}},
+    "optimizer": {"name": "lbfgs", "memory_size": 3},
+    "mesh": {"axes": {"data": 2}},
+    "examples": 128,
+    "evaluations": 1,
+    "problem": {
+      "name": "asgd.problems.analytic:quadratic",
+      **{"dimensions": 4, "least": 0.5},
+    },
+  }
+  del config["model"]
+  if engine != "mesh":
+    del config["mesh"]
+    with pytest.raises(ValueError, match="'lbfgs' searches along a line, for"):
+      experiment.build(config, engines=experiment.ENGINES)
+    return
+  exp = experiment.build(config, engines=experiment.ENGINES)
+  result, _ = train(exp, tmp_path)
+  assert result["optimizer"] == "lbfgs"
+  assert result["test_loss"] < 1e-3
+
+
 def test_statistics_of_batches_are_refused():
   with pytest.raises(ValueError, match="has statistics of batches"):
     build(model={"name": "cnn", "norm": "batch"})
