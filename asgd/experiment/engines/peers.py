@@ -71,15 +71,18 @@ class PeerPlan(ServerPlan):
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
 
-  def peers(self, seed: int) -> simulator.Peers:
-    """Returns the peers of a cell, before their first row."""
+  def peers(
+    self, seed: int, trace: base.Trace | None = None
+  ) -> simulator.Peers:
+    """Returns the peers of a cell, before the first row of its trace, or of
+    another."""
     init_key, root = jax.random.split(jax.random.key(seed))
     return simulator.Peers(
       self.gossip,
       self.peer,
       self.worker,
       self.problem.init(init_key),
-      self.trace(seed),
+      self.trace(seed) if trace is None else trace,
       batch=self.job_batches(seed),
       root=root,
     )

@@ -45,7 +45,9 @@ class Run:
       jax.device_get(PROBLEM.init(ROOT)),
       self.batch,
       ROOT,
-      frames.by_reference(),
+      frames.array_wire(copies=False)
+      if not self.recipe.gossip.compressed
+      else frames.packed_wire(peer, PROBLEM.init(ROOT)),
       frozenset([2, rounds]),
     )
     self.news = []
@@ -111,8 +113,8 @@ class Run:
 RECIPES = {
   "d_psgd": {},
   "sgp": {"overlap": 1},
-  "choco_sgd": {"gamma": 0.5},
-  "threshold_sharing": {},
+  "choco_sgd": {"gamma": 0.5, "codec": "qsgd"},
+  "threshold_sharing": {"codec": "top_k"},
   "local_d_psgd": {"steps": 2},
   "ad_psgd": {},
 }
@@ -125,11 +127,11 @@ def test_a_run_replays_to_the_same_bits(tmp_path, name):
   peers = run.check()
   assert len(run.records().loss) == run.messages
   assert sorted(run.records().job) == list(range(run.messages))
-  received = run.records().taken_bytes.sum()
+  received = run.records().bytes_down.sum()
   assert received <= peers.traffic.nbytes.sum()
 
 
-@pytest.mark.parametrize("name", ["d_psgd", "threshold_sharing", "ad_psgd"])
+@pytest.mark.parametrize("name", ["d_psgd", "choco_sgd", "ad_psgd"])
 def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path, name):
   run = Run(tmp_path, name, rounds=30)
   run.run(faults=[Fault(1, 4, "kill"), Fault(3, 9, "kill")])
