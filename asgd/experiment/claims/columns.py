@@ -35,7 +35,7 @@ RESULTS = (
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
   *("bytes_up", "bytes_down", "compression_up"),
-  *("compression_down", "residual_lost"),
+  "compression_down",
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 _KINDS: Mapping[str, fields.Table] = {
