@@ -161,7 +161,7 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
-RECIPES = {**algorithms.RECIPES, **sandblaster.RECIPES}
+RECIPES = {**algorithms.ALL, **sandblaster.RECIPES}
 _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )

@@ -159,7 +159,7 @@ def make_step(
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
   if reducer is not None:
-    _check_reducer(mesh, zero, form)
+    check_reducer(mesh, zero, form)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
@@ -464,7 +464,8 @@ def _check_pmap(mesh, zero, specs):
     )
 
 
-def _check_reducer(mesh, zero, form):
+def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
+  """Raises ValueError for a step that takes no reducer."""
   if tuple(mesh.axis_names) != (_AXIS,) or zero or form != "shard_map":
     raise ValueError(
       f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asgd import algorithms, data, experiment, models, transforms
+from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
 from asgd.experiment import problem
 from asgd.orders import durations, makers
@@ -152,6 +152,35 @@ def command_table() -> str:
   return format_markdown(("command", "what it does"), rows)
 
 
+_COMPOSED = "error_feedback", "clip", "named"
+_IN_STEP = "named_reducer", "average", "powersgd_reducer", "onebit_adam"
+_FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
+
+
+def codec_table() -> str:
+  """All codecs: what each sends, whether what is decoded has the right mean,
+  whether error feedback is there unless it is turned off, and the options."""
+  rows = []
+  for name, maker in compression.CODECS.items():
+    parameters = inspect.signature(maker).parameters
+    needed = {"tau": 1.0} if name == "threshold" else {}
+    codec = maker(**needed)
+    link = f"[`{name}`](api/compression.md#{_path('asgd.compression', name)})"
+    unbiased = "yes" if codec.unbiased else "no"
+    options = _code(listing.options(maker, set(parameters)))
+    feedback = _FEEDBACK[codec.feedback]
+    rows.append((link, _summary(maker), unbiased, feedback, options))
+  return format_markdown(
+    ("codec", "what it sends", "unbiased", "error feedback", "options"), rows
+  )
+
+
+def codec_sources() -> str:
+  """Where codecs and reducers are from, if they are from a paper."""
+  makers = {**compression.CODECS, "onebit_adam": compression.onebit_adam}
+  return sources({k: v for k, v in makers.items() if _source(v) != "none."})
+
+
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
 _ORDERS += "backup_workers", "fixed_delay"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
@@ -174,6 +203,8 @@ TABLES: dict[str, Callable[[], str]] = {
   ),
   "datasets": datasets,
   "commands": command_table,
+  "codecs": codec_table,
+  "codec_sources": codec_sources,
 }
 # What is documented by name, from its docstring.
 NAMES: dict[str, Callable[[], list[str]]] = {
@@ -182,6 +213,10 @@ NAMES: dict[str, Callable[[], list[str]]] = {
     _path("asgd.transforms", name) for name in transform_names()
   ],
   "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+  "codecs": lambda: [
+    _path("asgd.compression", name)
+    for name in (*compression.CODECS, *_COMPOSED, *_IN_STEP)
+  ],
 }
 
 

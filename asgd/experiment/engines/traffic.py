@@ -27,9 +27,12 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be the name of a codec, a dict with its name and"
       f" options, or None, not {shown(value)}"
     )
-  if value["name"] != GIVEN:
+  name, make = value["name"], compression.named
+  if name != GIVEN:
     with checks.blame(key, tuple(value)):
-      compression.named(**value)
+      if name in compression.REDUCERS and name not in compression.CODECS:
+        make = compression.named_reducer  # of engine mesh alone
+      make(**value)
   return dict(value)
 
 
@@ -55,7 +58,8 @@ def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
   if section is None:
     return None
   if section["name"] != GIVEN:
-    return _named_codec(json.dumps(section, sort_keys=True))
+    with checks.blame(key, tuple(section)):
+      return _named_codec(json.dumps(section, sort_keys=True))
   if key not in run.codecs:
     raise ValueError(
       f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"

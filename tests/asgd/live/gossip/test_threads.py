@@ -125,7 +125,7 @@ def test_a_run_replays_to_the_same_bits(tmp_path, name):
   peers = run.check()
   assert len(run.records().loss) == run.messages
   assert sorted(run.records().job) == list(range(run.messages))
-  received = run.records().taken_bytes.sum()
+  received = run.records().bytes_down.sum()
   assert received <= peers.traffic.nbytes.sum()
 
 
