@@ -38,12 +38,12 @@ def build(**config):
     ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
     ({"compress": "given"}, "stands for a codec that is given to a call"),
     (
-      {"compress": THRESHOLD, "engine": "mesh"},
-      "config.compress: engine 'mesh' of config.runs.run sends nothing that",
+      {"compress": THRESHOLD, "engine": "pipeline"},
+      "config.compress: engine 'pipeline' of config.runs.run sends nothing",
     ),
     (
-      {"compress_down": "onebit", "engine": "pipeline"},
-      "config.compress_down: engine 'pipeline' of config.runs.run sends",
+      {"compress_down": "onebit", "engine": "mesh"},
+      "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
     ),
     (
       {"compress_down": "onebit", "engine": "threads"},
@@ -58,7 +58,7 @@ def build(**config):
       "config.compress: peers have a codec as an option of their recipe",
     ),
     (
-      {"compress": "onebit_adam"},
+      {"compress": {"name": "onebit_adam", "warm_up": 3}},
       "config.compress.*is for devices that are in step",
     ),
   ],
