@@ -160,6 +160,11 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     ),
     ("ring", {"topolgy": "ring"}, "did you mean 'topology'"),
     ("ring", {"topology": 3}, "config.runs.ring.topology must be"),
+    (
+      "ring",
+      {"compress": "top_k"},
+      "config.compress is of messages of a server, and config.runs.ring has",
+    ),
     ("ring", {"engine": "threads"}, "config.runs.ring.recipe 'd_psgd' is of"),
     (
       "ring",
