@@ -139,6 +139,9 @@ class Server(NamedTuple):
   ]
   sends_current: bool
   workers: int | None = None  # most workers it can serve; None is any
+  # How its messages are coded (`asgd.compression.Codec`): runtimes decode them
+  # before `receive`. None: they come as they are.
+  codec: Any = None
 
 
 class Metrics(NamedTuple):
@@ -209,3 +212,8 @@ class Records(NamedTuple):
   accepted: npt.NDArray[np.bool_]  # [U]
   message_norm: npt.NDArray[np.float32]  # [U]
   update_norm: npt.NDArray[np.float32]  # [U]
+  bytes_up: npt.NDArray[np.int64]  # [U], of the message as it was sent
+  bytes_down: npt.NDArray[np.int64]  # [U], of the parameters that were sent for
+  # it; 0 on a ticket that was kept
+  residual_norm: npt.NDArray[np.float32]  # [U], RMS of what the worker's codec
+  # kept of this message and those before; 0 without a codec

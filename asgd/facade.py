@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, base, checks
+from asgd import algorithms, base, checks, compression
 from asgd.experiment import (
   cell_files,
   cells,
@@ -38,7 +38,7 @@ from asgd.problems import own
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
 _FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
-_OF_A_ROW = "message", "update", "time", "seconds", "train_loss"
+_OF_A_ROW = "message", "update", "time", "seconds", "megabytes", "train_loss"
 _OF_A_ROW += ("staleness_mean", "gap_mean", "test_loss", "test_accuracy")
 
 
@@ -98,8 +98,10 @@ def simulate(
       goes on from there. None keeps nothing.
     progress: show how far it is, on the standard error.
     config: further keys of a config, such as order={"name": "fixed_delay"},
-      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0, or
-      allocation={"batch_size": "speed"} (see asgd.allocation).
+      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0,
+      allocation={"batch_size": "speed"} (see asgd.allocation), or compress: a
+      codec of messages (asgd.compression), its name, or a dict of its name and
+      options.
 
   Raises ValueError for whatever does not fit, before anything runs.
 
@@ -119,9 +121,13 @@ def simulate(
     [1. 1. 1.] 3.0
   """
   recipe = read_recipe(recipe, workers)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codecs=codecs,
     )
     return train(
       given,
@@ -168,9 +174,13 @@ def train_live(
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
   recipe = read_recipe(recipe, workers)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codecs=codecs,
     )
     return train(
       given,
@@ -193,6 +203,7 @@ def replay(
   data: Any = None,
   recipe: Any = None,
   *,
+  compress: compression.Codec | None = None,
   data_dir: str | None = None,
 ) -> replay_lib.Replay:
   """Computes again what a live run computed, from its traces.
@@ -203,6 +214,7 @@ def replay(
     loss, params, data, recipe: of a run of `train_live` as they were given to
       it. They may be left out if all three are functions of modules that can be
       imported, and the recipe is a name's with plain options.
+    compress: the codec, of a run that was given one as an object.
     data_dir: of a run of asgd train: where the dataset's files are.
 
   Returns:
@@ -226,7 +238,9 @@ def replay(
   recipe = read_recipe(recipe, built.get("workers"))
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=was.get("batch_size")
+      *(loss, params, data, recipe),
+      batch_size=was.get("batch_size"),
+      codecs=compress and {"compress": compress},
     )
     replayed = replay_lib.replay(Path(folder), given=given)
   return replayed._replace(params=given.outward(replayed.params))
@@ -246,6 +260,17 @@ def _imported(folder, was):
   build = dict(was["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
+
+
+def _codecs_of(config):
+  """Returns (codecs, config) of a call whose codecs may be objects, which stand
+  in a config as given."""
+  codecs = {
+    key: value
+    for key, value in config.items()
+    if isinstance(value, compression.Codec)
+  }
+  return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
 
 
 # What the functions above share with that of pipelines.

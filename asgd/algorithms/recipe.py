@@ -8,6 +8,7 @@ import optax
 
 from asgd import base, transforms
 from asgd import gossip as gossip_lib
+from asgd import losses as losses_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 
@@ -52,7 +53,7 @@ class Recipe(NamedTuple):
   order: str = "asynchronous"  # the protocol it is meant for
   workers: int | None = None  # most workers it can serve; None is any
   # Makes a worker of a loss. None: a worker that sends one gradient.
-  worker: Callable[[worker_lib.Loss], base.Worker] | None = None
+  worker: Callable[[losses_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
   mixes: bool = False  # messages are models, which do not count as examples
@@ -77,11 +78,11 @@ class Recipe(NamedTuple):
       return self.algorithm
     return transforms.precede(self.algorithm, self.at_server)
 
-  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
+  def make_worker(self, loss: losses_lib.Loss) -> base.Worker:
     """Builds the Worker of this recipe.
 
     Args:
-      loss: of any form that `asgd.worker.as_loss` takes.
+      loss: of any form that `asgd.losses.as_loss` takes.
 
     Raises:
       ValueError: if the parts of the recipe do not fit.

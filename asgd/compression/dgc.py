@@ -14,7 +14,7 @@ import optax
 from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.codec import OWN, Code, Codec, Values, clipped
-from asgd.compression.top_k import check_density, count_of, kept, largest
+from asgd.compression.sparse import check_density, count_of, kept, largest
 
 _STAGES = 4  # of a warm-up
 _RATIO = 0.25  # of densities of a stage and the one before

@@ -14,7 +14,7 @@ import optax
 from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.reducers import Reducer
-from asgd.compression.sign import scale_of
+from asgd.compression.signs import scale_of
 
 
 class OnebitAdamState(NamedTuple):

@@ -47,7 +47,7 @@ from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
 
-VERSION = 2  # of the layout; another is refused
+VERSION = 3  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
@@ -275,7 +275,13 @@ def read_cell(place: Path) -> dict[str, Any]:
         " made it trains it again"
       )
     value = members and storage.json_object(members["cell.json"])
-  if value is None or value.get("version") != VERSION:
+  version = value and value.get("version")
+  if type(version) is int and version != VERSION:
+    raise FolderError(
+      f"{place} is of version {version} of the layout, and this release reads"
+      f" {VERSION}: use the release that wrote it, or {_REMEDY}"
+    )
+  if value is None or version != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
       " as asgd train makes them"

@@ -76,8 +76,9 @@ class _Evaluations:
 
   @property
   def finished(self) -> bool:
-    """Whether the last evaluation was made, or one after a NaN."""
-    if self.diverged:
+    """Whether the last evaluation was made, or one after a NaN or at the end
+    that training has come to by itself."""
+    if self.diverged or self._engine.ended:
       return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
     return self.next is None
 
@@ -125,7 +126,7 @@ class _Evaluations:
     products = [row.get("rate_x_sharpness") for row in self.rows]
     products = sorted(filter(storage.is_finite, products), reverse=True)
     products = products[:2] or [float("nan")]
-    loss, few = engine.records().loss, max(cell.workers, engine.quantum)
+    loss, few = engine.course(), max(cell.workers, engine.quantum)
     guess = self._problem.guess
     of_last = ("examples", "epoch", "test_accuracy", "test_loss")
     of_last += ("test_measure",) if "test_measure" in last else ()
@@ -319,7 +320,7 @@ class _Attempt(contextlib.ExitStack):
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
             " as diverged and go on"
           )
-      if engine.done >= target:
+      if engine.done >= target or engine.ended:
         row = book.evaluate()
         if self._log is not None:
           self._log.write(row)

@@ -132,18 +132,20 @@ def obey(
   data = {"batch": plan.job_batches(seed), "root": root}
   if len(traces) == 1:
     host = simulator.make_host(
-      plan.server, plan.worker, keeps_messages=True, **options
+      plan.server, plan.coded_worker(), keeps_messages=True, **options
     )
     simulation, records = simulator.run_whole(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
   data |= {"workers": plan.workers, "totals": totals}
+  split = sharding.make_plan(params, len(traces))
+  worker = plan.coded_worker(split)
   sharded = simulator.run_sharded(
-    plan.server, plan.worker, params, traces, **options, **data
+    plan.server, worker, params, traces, plan=split, **options, **data
   )
   parts = [jax.device_get(state.params) for state in sharded.states]
-  whole = sharding.join(sharding.make_plan(params, len(traces)), parts)
+  whole = sharding.join(split, parts)
   return whole, sharded.records[0]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from asgd import text_table
 from asgd.experiment import boards, figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import Column, peers
+from asgd.experiment.engines import Column, peers, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
@@ -138,6 +138,8 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  if any("codec" in row or "codec_down" in row for row in results):
+    shown += traffic.COLUMNS
   if any("consensus" in row for row in results):
     shown += peers.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):
@@ -229,7 +231,7 @@ def write_page(
   content = page.document(
     title,
     page.heading(title, lead),
-    page.warnings([*warnings(results), *damaged, *said]),
+    page.warnings([*said, *warnings(results), *damaged]),
     page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
     page.section("Config", page.config(config, defaults)),
@@ -307,7 +309,7 @@ def write(
   points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
   if so_far:
-    said = f"{so_far} are finished; means are over the seeds that are"
+    said = f"so far {so_far}: means are over the seeds that are finished"
     notes, text = [said, *notes], f"{text}{said}\n"
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)

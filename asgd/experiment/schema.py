@@ -13,13 +13,22 @@ import copy
 import functools
 import inspect
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
 import optax
 
-from asgd import algorithms, names, optimizers, rates, sharding, transforms
+from asgd import (
+  algorithms,
+  names,
+  optimizers,
+  rates,
+  sandblaster,
+  sharding,
+  transforms,
+)
 from asgd.checks import shown
 from asgd.experiment import checks
 
@@ -152,8 +161,9 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
+RECIPES = {**algorithms.ALL, **sandblaster.RECIPES}
 _NEEDS_RECIPE = (
-  f"must be a dict with a recipe, one of {', '.join(algorithms.RECIPES)}"
+  f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
@@ -169,14 +179,23 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
   given: algorithms.Recipe | None = None  # by a caller, instead of its name
+  # The same: asgd.compression.Codecs, by their keys of the config.
+  codecs: Mapping[str, Any] = types.MappingProxyType({})
 
   def make_recipe(
-    self, learning_rate: optax.ScalarOrSchedule, workers: int
+    self,
+    learning_rate: optax.ScalarOrSchedule,
+    workers: int,
+    *,
+    searches: bool = False,
   ) -> algorithms.Recipe:
     """Builds its recipe (`algorithms.build`), with its optimizer and clipping
-    of what an update is made of; ValueError names the key."""
+    of what an update is made of; ValueError names the key. It `searches` if
+    the optimizer's update is told the loss as a function."""
     options, clip_norm = dict(self.options), self.config["clip_norm"]
     if self.config["optimizer"] is not None:
+      if not searches:
+        optimizers.refuse_search(self.config["optimizer"])
       options["optimizer"] = self.config["optimizer"]
     with checks.blame(f"runs.{self.label}", tuple(options)):
       if self.given is not None:
@@ -388,7 +407,8 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
     with checks.blame(f"runs.{label}"):
-      options = {} if recipe == GIVEN else algorithms.options(recipe)
+      options = {} if recipe == GIVEN else options_of(recipe)
+      _check_engine(recipe, kind)
       of_engine = keys_of_engine(kind, entry)
     engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")
@@ -416,6 +436,24 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       chosen[label] = Run(label, title, engine, recipe, own, merged)
   order = dict.fromkeys(config["only"] or chosen)
   return {label: chosen[label] for label in order}
+
+
+def options_of(recipe: str) -> dict[str, Any]:
+  """Returns the options that a recipe takes, with their defaults; ValueError
+  for one that is unknown."""
+  maker = names.resolve("algorithm", recipe, RECIPES)
+  if recipe not in sandblaster.RECIPES:
+    return algorithms.options(recipe)
+  parameters = inspect.signature(maker).parameters.values()
+  return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _check_engine(recipe, kind):
+  if recipe in sandblaster.RECIPES and recipe not in kind.coordinated:
+    raise ValueError(
+      f"the recipe {recipe!r} has a coordinator in the place of a server's"
+      " update, which is simulated so far: use engine='simulate'"
+    )
 
 
 def _merge(node, below, value):

@@ -17,7 +17,8 @@ RECORD = np.dtype(
   [
     *(("update", "<i4"), ("time", "<f8"), ("worker", "<i4"), ("job", "<i4")),
     *(("staleness", "<i4"), ("gap", "<f4"), ("loss", "<f4"), ("accepted", "?")),
-    *(("message_norm", "<f4"), ("update_norm", "<f4"), ("crc32", "<u4")),
+    *(("message_norm", "<f4"), ("update_norm", "<f4"), ("bytes_up", "<i8")),
+    *(("bytes_down", "<i8"), ("residual_norm", "<f4"), ("crc32", "<u4")),
   ]
 )
 

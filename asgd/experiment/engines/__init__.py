@@ -51,7 +51,8 @@ class Snapshot(NamedTuple):
   params: optax.Params
   message: int  # messages received by then
   update: int  # parameter changes by then
-  clock: dict[str, float]  # {"time": simulated} or {"seconds": of training}
+  # {"time": simulated} or {"seconds": of training}, {"megabytes": sent}
+  clock: dict[str, float]
 
 
 class Engine(abc.ABC):
@@ -60,6 +61,7 @@ class Engine(abc.ABC):
   total: int  # messages of the cell
   done: int  # messages received
   quantum: int = 1  # evaluations are at multiples of so many messages
+  ended: bool = False  # there is nothing left to train, whatever `total` is
 
   @abc.abstractmethod
   def advance(self, until: int) -> Progress:
@@ -76,6 +78,10 @@ class Engine(abc.ABC):
   @abc.abstractmethod
   def records(self) -> Any:
     """Returns what was recorded, a NamedTuple of columns; one is `loss`."""
+
+  def course(self) -> np.ndarray:
+    """Returns the losses, in their order, that say whether it diverged."""
+    return self.records().loss
 
   @abc.abstractmethod
   def columns(self) -> dict[str, Any]:
@@ -171,6 +177,7 @@ class EngineKind(NamedTuple):
   elsewhere: bool = False  # its work is done in processes of its own
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
+  coordinated: Sequence[str] = ()  # recipes of sandblaster.RECIPES that it runs
 
 
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:

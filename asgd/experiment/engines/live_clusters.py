@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding, simulator, transforms
+from asgd import base, compression, sharding, simulator, transforms
 from asgd.checks import shortened
 from asgd.experiment.checks import blame
 from asgd.experiment.engines import allocations
@@ -134,7 +134,8 @@ def prepare(
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
     ticket = steps.send(state, jnp.int32(0))
-    jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
+    message = compression.blank(plan.server.codec, piece)
+    jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
   return live
 
 
@@ -147,10 +148,11 @@ def parts(live: LiveRun) -> list[Any]:
 def make_duty(live: LiveRun) -> Duty:
   """Returns what the workers of a cell do."""
   plan, setup = live.plan, live.setup
+  worker = plan.coded_worker(live.split)
   _, root = jax.random.split(jax.random.key(live.cell.seed))
   return Duty(
-    simulator.compile_work(plan.worker, group(plan)),
-    plan.worker.init,
+    simulator.compile_work(worker, group(plan)),
+    worker.init,
     plan.job_batches(live.cell.seed),
     root,
     live.params,
@@ -158,6 +160,7 @@ def make_duty(live: LiveRun) -> Duty:
     setup.consistent,
     setup.rules.depth,
     tuple(plan.run.config["live"]["slowdown"]),
+    codec=plan.server.codec,
   )
 
 
@@ -189,16 +192,23 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
     rows.append({key: row for row, key in enumerate(keys)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
   whole = [i for i, key in enumerate(keys) if all(key in each for each in rows)]
-  reports = []
-  for part, index in zip(parts, rows, strict=True):
-    at = [index[keys[i]] for i in whole]
-    columns = (getattr(part, name)[at] for name in base.Report._fields)
-    reports.append(base.Report(*columns))
+  at = [[index[keys[i]] for i in whole] for index in rows]
+
+  def of_all(name):
+    return [getattr(part, name)[i] for part, i in zip(parts, at, strict=True)]
+
+  reports = zip(*map(of_all, base.Report._fields), strict=True)
+  reports = [base.Report(*columns) for columns in reports]
   sizes = sharding.trained_sizes(split, live.params)
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][whole] = combined[name]
+  for name in ("bytes_up", "bytes_down"):
+    columns[name][whole] = sum(of_all(name))
+  squares = np.square(of_all("residual_norm"), dtype=np.float64)
+  share = np.asarray(sizes) / max(sum(sizes), 1)
+  columns["residual_norm"][whole] = np.sqrt(share @ squares)
   return base.Records(**columns)
 
 
@@ -212,7 +222,7 @@ def _warm_up(live, duty, steps, states):
     state = jax.tree.map(jnp.array, state)  # it is consumed
     ticket = steps.send(state, jnp.int32(0))
     ticket = ticket._replace(version=np.int32(ticket.version))
-    message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
+    message = compression.blank(live.plan.server.codec, state.params)
     jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
 
 
@@ -239,7 +249,7 @@ def thread_cluster(
   duty = make_duty(live)._replace(devices=local_devices(live))
   wire = dtype_on_wire(live.plan.run.config)
   steps = simulator.compile_steps(
-    live.plan.server, live.plan.worker, wire=wire, keeps_messages=True
+    live.plan.server, None, wire=wire, keeps_messages=True
   )
   pieces = parts(live)
   states = [simulator.start(live.plan.server, piece) for piece in pieces]
@@ -247,10 +257,10 @@ def thread_cluster(
   settings = live.plan.run.config["live"]
   counts, shards = slot_counts(live.setup), range(len(pieces))
   memories = []
-  for i, (piece, state) in enumerate(zip(pieces, states, strict=True)):
+  for i, (like, state) in enumerate(zip(duty.shares(), states, strict=True)):
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
-    folder, trees = live.memory / f"shard-{i}", (piece, piece, state)
+    folder, trees = live.memory / f"shard-{i}", (*like, state)
     memories.append(SharedMemory(folder, counts, trees, compress=wire))
   stores = Stores(
     memories,

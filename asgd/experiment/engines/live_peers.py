@@ -215,7 +215,7 @@ class LivePeerEngine(engines.Engine):
     )
 
   def _bytes_each(self, new):
-    return float(new.taken_bytes.mean()) if len(new.loss) else 0.0
+    return float(new.bytes_down.mean()) if len(new.loss) else 0.0
 
   def _read(self) -> simulator.PeerRecords:
     """Returns the records that are new, and keeps them."""

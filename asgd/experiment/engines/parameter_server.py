@@ -19,6 +19,7 @@ from asgd import (
   orders,
   problems,
   rates,
+  sharding,
   simulator,
   stacking,
 )
@@ -27,7 +28,7 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations
+from asgd.experiment.engines import Column, allocations, traffic
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -39,6 +40,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **traffic.SECTIONS,
 }
 
 
@@ -51,8 +53,8 @@ class ServerPlan:
   dataset: Any
   problem: problems.Problem
   recipe: algorithms.Recipe  # with its schedule
-  server: base.Server
-  worker: base.Worker
+  server: base.Server  # with the codec of its messages
+  worker: base.Worker  # without
   order: dict[str, Any]  # name and options of the protocol
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
@@ -68,7 +70,16 @@ class ServerPlan:
   @functools.cached_property
   def host(self) -> simulator.Host:
     """The engine that simulates the cells, compiled once for all seeds."""
-    return simulator.make_host(self.server, self.worker)
+    return simulator.make_host(self.server, self.coded_worker())
+
+  def coded_worker(
+    self, split: sharding.ShardPlan | None = None
+  ) -> base.Worker:
+    """Returns the worker whose messages this server takes, with its codec if it
+    has one; `split` says how shards share them, None: there is one."""
+    if self.server.codec is None:
+      return self.worker
+    return traffic.compressed_worker(self.worker, self.server.codec, split)
 
   @functools.cached_property
   def curvature_limit(self) -> float:
@@ -333,6 +344,13 @@ def plan(
       f" server, which engine {run.engine!r} does not train: use simulate or"
       " mesh"
     )
+  for key in ("compress", "compress_down"):
+    if first.gossip is not None and run.config[key] is not None:
+      raise ValueError(
+        f"config.{key} is of messages of a server, and config.runs.{run.label}"
+        f" has none: give a recipe that takes one a codec, as"
+        f" config.runs.{run.label}.codec of choco_sgd, and {key}=None"
+      )
   # All peers make an update of their own from so many batches.
   every = workers if first.gossip is not None else first.every
   batches, start = every * first.steps, peak / workers
@@ -345,7 +363,7 @@ def plan(
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
-  recipe = build_recipe(run, workers, rate)
+  recipe = traffic.downward(run, build_recipe(run, workers, rate))
   order = _order(run, recipe)
   count = passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
@@ -361,7 +379,9 @@ def plan(
     dataset=experiment.dataset,
     problem=problem,
     recipe=recipe,
-    server=_server(run, problem, recipe, order),
+    server=traffic.compressed(
+      run, _server(run, problem, recipe, order), problem
+    ),
     worker=_worker(run, recipe, problem.loss),
     order=order,
     learning_rate=peak,
@@ -427,7 +447,8 @@ def columns(
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
-  return {**row, "updates": update, **summary(records)}
+  row |= {"updates": update, **summary(records)}
+  return row | traffic.columns(plan, records)
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
@@ -466,6 +487,18 @@ def describe(result: Mapping[str, Any]) -> str:
     words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
+  if "codec" in result or "codec_down" in result:
+    words += (
+      f", {result['bytes_up'] / 1e6:.3g} MB up ({result['compression_up']:.3g}"
+      f" times less than dense), {result['bytes_down'] / 1e6:.3g} MB down"
+    )
+  if "codec_down" in result:
+    words += f" ({result['compression_down']:.3g} times less)"
+  if result.get("residual_lost"):
+    words += (
+      f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"
+      " lost with workers"
+    )
   if "allocation" in result:
     words += f", {result['allocation']}"
   workers = result["workers"]

@@ -235,7 +235,7 @@ def peer_quality(
 
 
 def of_links(
-  how: gossip.Gossip, traffic: simulator.Traffic
+  how: gossip.Gossip, traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
   """Returns the topology and what went over its links, as columns."""
   used = traffic.messages > 0
@@ -251,7 +251,7 @@ def of_links(
   }
 
 
-def links_table(traffic: simulator.Traffic) -> str:
+def links_table(traffic: simulator.LinkTraffic) -> str:
   """Returns a table of links, one line each, as CSV."""
   lines = ["sender,receiver,messages,bytes"]
   for receiver, sender in np.argwhere(traffic.messages):

@@ -105,7 +105,8 @@ class PeerRows:
       self._note(event)
     self.state = duty.peer.init(duty.params)
     self.worker = duty.worker.init(self.state.server.params)
-    self._bytes, self._norms = 0, []  # since the last record
+    # Since the last record:
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
     self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
 
   def _note(self, event):
@@ -154,17 +155,13 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    rows = [event.time, self.index, number]
-    records = simulator.records([tuple(rows)], [observation])
-    norms, self._norms = simulator.fetch(self._norms), []
-    self._sink.append(
-      simulator.PeerRecords(
-        *records,
-        np.array([sum(map(float, norms))], np.float32),
-        np.array([self._bytes], np.int64),
-      )
+    row = simulator.Received(
+      event.time, self.index, number, self._bytes_up, self._bytes, 0.0
     )
-    self._bytes, self.job = 0, None
+    records = simulator.peer_records([row], [observation], [self._norms])
+    self._sink.append(records)
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
+    self.job = None
 
   def reject(self) -> None:
     """Refuses what was made of the open job, and leaves."""
@@ -190,7 +187,9 @@ class PeerRows:
     self.state, code = self._steps.put(
       self.state, keep, self.duty.root, self._number, np.int32(seq)
     )
-    return self._frame(kind, event, code)
+    frame = self._frame(kind, event, code)
+    self._bytes_up += frame.nbytes
+    return frame
 
   def mix(self, round: int, heard: Sequence[Frame]) -> None:
     """Takes messages and mixes them, in this order."""
@@ -223,6 +222,7 @@ class PeerRows:
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
+    self._bytes_up += size
     return Frame(
       frames.LOAN, self.index, self.life, event.seq, 0, loan, size
     )
@@ -250,6 +250,7 @@ class PeerRows:
       "rows": len(self._journal.events()),
       "records": self._sink.count,
       "bytes": self._bytes,
+      "bytes_up": self._bytes_up,
       "norms": list(map(float, simulator.fetch(self._norms))),
     }
     return jax.device_get((self.state, self.worker)), notes
@@ -257,5 +258,5 @@ class PeerRows:
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Goes on from an image."""
     self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
-    self._bytes = notes["bytes"]
+    self._bytes, self._bytes_up = notes["bytes"], notes["bytes_up"]
     self._norms = [np.float32(x) for x in notes["norms"]]

@@ -175,7 +175,7 @@ def test_an_experiment_that_is_stopped_has_a_report_of_what_is_finished(
     said = capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
     assert f"{done} of 2 cells finished" in page
-    part = "1 of 2 cells are finished"
+    part = "so far 1 of 2 cells"
     texts = said, page, (tmp_path / "table.txt").read_text()
     assert [part in text for text in texts] == 3 * [done == 1]
     assert "report.html" in said

@@ -328,7 +328,7 @@ def test_a_pair_averages_and_then_the_stale_gradient_is_applied():
   assert_all(params_of(result), [[1.0] * 7, [1.75] * 7], atol=0)
   assert rows.staleness.tolist() == [1, 1]
   np.testing.assert_allclose(rows.gap, [1.0, 0.25])
-  assert rows.taken_bytes.tolist() == [56, 56]
+  assert rows.bytes_down.tolist() == rows.bytes_up.tolist() == [56, 56]
 
 
 # Codecs that send less.

@@ -53,6 +53,8 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
     assert (place / "delayed_edge").with_suffix(suffix).stat().st_size
   # A cell that is lost is trained again, the others are not.
   results = sorted(place.glob("cells/*/cell.npz"))
+  boards = {path.parent.name for path in place.rglob("events.out*")}
+  assert len(boards) == len(results) / 5  # of seeds
   written = [path.stat().st_mtime_ns for path in results[1:]]
   shutil.rmtree(results[0].parent)
   assert reproduced(task, place) == place

@@ -1,0 +1,271 @@
+"""Runs of the engine `simulate` that a coordinator drives: Sandblaster L-BFGS.
+
+What a cell computes is a function of its config and its seed, as of all
+simulated runs. Its order is not known before it: how often the batch is
+evaluated is up to the line search. So the trace is an outcome, `trace.csv`, as
+is `iterates.csv`, with the simulated time at which each loss was reached.
+"""
+
+import csv
+import dataclasses
+import functools
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import base, names, orders, problems, sandblaster, sharding
+from asgd import worker as worker_lib
+from asgd.checks import line_of
+from asgd.experiment import checkpoint, checks, engines
+from asgd.experiment.engines import parameter_server
+from asgd.experiment.schema import Run
+from asgd.losses import as_loss
+from asgd.orders import durations, trace
+
+_SECONDS = 0.25  # between two looks at clocks and signals
+_FIRST = 16  # messages of the first call of `advance`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+class CoordinatedPlan:
+  """What the cells of a run with one number of workers share."""
+
+  run: Run
+  workers: int
+  problem: problems.Problem
+  settings: sandblaster.Settings
+  messages: int  # received in one cell
+  learning_rate: float = 1.0  # the step that a line search tries first
+  schedule: float = 1.0
+  curvature_limit: float = math.nan  # it finds its steps itself
+
+  @property
+  def batches(self) -> int:
+    """Batches in one message."""
+    return self.settings.push_every
+
+  @functools.cached_property
+  def gradient(self) -> Any:
+    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
+    loss = as_loss(self.problem.loss)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+  def work(self, seed: int, root: jax.Array) -> sandblaster.Work:
+    """Returns the loss and the gradient of a portion, whoever computes it."""
+    batches = self.problem.batches(seed, 1)
+
+    def work(params, portion):
+      try:
+        batch = batches(0, portion)
+      except ValueError:
+        raise
+      except Exception as error:  # whatever somebody's function raises
+        raise ValueError(
+          f"the batch of portion {portion} cannot be made"
+          f" ({line_of(error, 250)})"
+        ) from error
+      key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
+      (value, _), gradient = self.gradient(params, batch, key)
+      return value, gradient
+
+    return work
+
+  def durations(self, seed: int) -> durations.Durations:
+    """Returns how long portions take."""
+    section = self.run.config["durations"]
+    return durations.build(**{"seed": seed, **section})
+
+
+_REFUSED = (
+  ("optimizer", "L-BFGS is the optimizer"),
+  ("clip_norm", "a clipped gradient is not that of the loss"),
+)
+
+
+def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
+  """Builds what the cells of a run with so many workers share, checking it."""
+  problem, config = experiment.problem_of(run), run.config
+  for key, why in _REFUSED:
+    if config[key] is not None:
+      raise ValueError(
+        f"config.{key} {config[key]!r} is not for the recipe {run.recipe}"
+        f" (config.runs.{run.label}): {why}; drop it"
+      )
+  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
+    value = config[section].get(key)
+    if value is not None:
+      raise ValueError(
+        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
+        f" (config.runs.{run.label}), whose workers take what comes next and"
+        " whose gradients are never stale; drop it"
+      )
+  maker = sandblaster.RECIPES[run.recipe]
+  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    settings = names.call(
+      *("recipe", run.recipe, maker),
+      {"learning_rate": 1.0, "workers": workers, **run.options},
+    )
+    like = jax.eval_shape(problem.init, jax.random.key(0))
+    sharding.make_plan(like, settings.shards)
+  if isinstance(like, base.Variables):
+    raise ValueError(
+      f"config.runs.{run.label}: the recipe {run.recipe} needs a loss that is a"
+      " function of the parameters alone, and config.model has statistics of"
+      " batches (BatchNorm): use a model without them, or another recipe"
+    )
+  if not settings.portions:
+    settings = settings._replace(portions=problem.batches_per_epoch)
+  batches = parameter_server.passes(run, problem)
+  messages = max(round(batches / settings.push_every), settings.jobs)
+  if messages > checks.MOST_COUNT:
+    raise ValueError(
+      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
+      f" cell; use at most {checks.MOST_COUNT:.0e}"
+    )
+  return CoordinatedPlan(run, workers, problem, settings, messages)
+
+
+class CoordinatedEngine(engines.Engine):
+  """A cell of Sandblaster L-BFGS in simulated time."""
+
+  def __init__(self, context: engines.Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    seed = context.cell.seed
+    self._plan = plan = context.plan
+    self._name = context.cell.name
+    init_key, root = jax.random.split(jax.random.key(seed))
+    params = jax.device_get(plan.problem.init(init_key))
+    saved = context.restore(
+      lambda found: _unpack(found, params, plan.settings)
+    )
+    self._simulation = sandblaster.Simulation(
+      *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
+      workers=plan.workers,
+      saved=saved,
+    )
+    self.total, self.done = plan.messages, self._simulation.received
+    self._pace = engines.Pace(_SECONDS, _FIRST)
+
+  @property
+  def ended(self) -> bool:
+    """Whether the coordinator has come to an end before the last message."""
+    return self._simulation.ended
+
+  def advance(self, until: int) -> engines.Progress:
+    """Goes on, not past message `until`."""
+    simulation, first = self._simulation, self.done
+    self.done = simulation.advance(min(first + self._pace.begin(), until))
+    self._pace.end()
+    part = simulation.records(first)
+    news, simulation.news = simulation.news, []
+    broken, reason = None, simulation.state.reason
+    if reason.startswith("not finite"):
+      broken = f"{self._name}: {reason}"
+    return engines.Progress(
+      loss=part.loss,
+      staleness=engines.mean(part.staleness),
+      gap=0.0,
+      news=[] if broken else news,
+      broken=broken,
+    )
+
+  def snapshot(self) -> engines.Snapshot:
+    """Returns the last iterate, at the simulated time."""
+    simulation = self._simulation
+    clock, update = {"time": simulation.now}, max(simulation.state.iteration, 0)
+    return engines.Snapshot(simulation.params(), self.done, update, clock)
+
+  def records(self) -> base.Records:
+    """Returns a row for each message."""
+    return self._simulation.records()
+
+  def course(self) -> np.ndarray:
+    """Returns the losses of the iterates: those at steps that were tried and
+    not taken say nothing about training."""
+    losses = [each.loss for each in self._simulation.iterates]
+    return np.array(losses or [self._simulation.state.loss], np.float64)
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns what was computed so far, and which messages came late."""
+    part = base.Records(*(column[start:end] for column in self.records()))
+    state = self._simulation.state
+    loss = state.loss if state.iteration >= 0 else engines.mean(part.loss)
+    return {
+      "train_loss": loss,
+      "gradient_norm": state.norm,
+      "iterations": max(state.iteration, 0),
+      "evaluations_of_batch": state.evaluations,
+      "staleness_mean": engines.mean(part.staleness),
+      "staleness_max": int(part.staleness.max(initial=0)),
+      "accepted": engines.mean(part.accepted),
+    }
+
+  def columns(self) -> dict[str, Any]:
+    """Returns what the cell came to."""
+    simulation, settings = self._simulation, self._plan.settings
+    state = simulation.state
+    return {
+      "order": self._plan.run.recipe,
+      "messages": self.done,
+      "updates": max(state.iteration, 0),
+      "portions": settings.portions,
+      "backup_started": simulation.copies,
+      "backup_first": simulation.won,
+      "fallbacks": state.fallbacks,
+      "shard_recoveries": simulation.recoveries,
+      "reason": state.reason or "the end of config.epochs",
+      **self.summary(0, self.done),
+      "simulated_time": simulation.now,
+    }
+
+  def save(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns what it was when the evaluation of the batch began."""
+    return tuple(self._simulation.save())
+
+  def extras(self) -> dict[str, str]:
+    """Returns the trace, and what each iterate was."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(sandblaster.Iterate._fields)
+    rows.writerows(self._simulation.iterates)
+    table = trace.from_events(self._simulation.rows)
+    return {"trace.csv": orders.dump(table), "iterates.csv": text.getvalue()}
+
+
+def _unpack(
+  found: checkpoint.Saved, params: base.Params, settings: sandblaster.Settings
+) -> sandblaster.Saved:
+  """Returns what a checkpoint holds."""
+  wanted = sandblaster.template(found.notes, params, settings)
+  for key in ("records", "trace", "iterates"):
+    wanted[key] = checkpoint.any_shapes(wanted[key])
+  return sandblaster.Saved(0, found.tree(wanted), found.notes)
+
+
+COLUMNS = (
+  engines.Column("iterations", "updates", 1, "{:.0f}"),
+  engines.Column("evaluations", "evaluations_of_batch", 1, "{:.0f}"),
+  engines.Column("loss", "train_loss"),
+  engines.Column("gradient", "gradient_norm"),
+)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns iterations, evaluations and what ended a cell in a few words."""
+  words = (
+    "{updates} iterations, {evaluations_of_batch} evaluations of {portions}"
+    " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g} at"
+    " time {simulated_time:.4g}"
+  ).format_map(result)
+  if result["backup_started"]:
+    words += (
+      f"; {result['backup_first']} of {result['backup_started']} backup tasks"
+      " came first"
+    )
+  if result["fallbacks"]:
+    words += f"; {result['fallbacks']} times back to steepest descent"
+  return f"{words}; ended by {result['reason']}"

@@ -1,0 +1,283 @@
+"""The coordinator of L-BFGS, which holds no parameters.
+
+It is a function of the answers that it was given: it asks for one thing after
+the other, and what it asks for next follows from what it was answered so far.
+So it is started again from its `State` of the last iteration and the answers
+since, and what it knows of vectors are their names:
+
+  point, gradient           x and g of the last iterate
+  direction                 d
+  trial, trial_gradient     x + a d, and the gradient there
+  s0, y0, s1, y1, ...       the history: differences of points and of gradients
+  message/EVALUATION/JOB    what a worker sent: the sum of its gradients
+"""
+
+import math
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple
+
+from asgd.sandblaster import line_search
+from asgd.sandblaster.commands import Command
+from asgd.sandblaster.settings import Settings
+
+_EPSILON = 2.0**-52  # of float64: pairs with less curvature are skipped
+
+
+class Begin(NamedTuple):
+  """Asks that workers fetch `trial` and start the jobs of an evaluation."""
+
+  evaluation: int
+
+
+class Await(NamedTuple):
+  """Asks for the loss of a job, once its message is with the shards."""
+
+  evaluation: int
+  job: int
+
+
+Request = Command | Begin | Await
+
+
+def message_name(evaluation: int, job: int) -> str:
+  """Returns the name of the vector that a worker sends.
+
+  Example:
+    >>> message_name(3, 0)
+    'message/3/0'
+  """
+  return f"message/{evaluation}/{job}"
+
+
+class Pair(NamedTuple):
+  """A pair (s, y) of the history."""
+
+  slot: int  # its vectors are s{slot} and y{slot}
+  rho: float  # 1 / (y . s)
+
+
+class State(NamedTuple):
+  """What the coordinator knows after an iteration; plain data."""
+
+  number: int = 0  # of the next command
+  iteration: int = -1  # steps taken; -1: nothing is computed yet
+  evaluations: int = 0  # of the whole batch
+  loss: float = math.nan  # f of the point
+  square: float = math.nan  # g . g
+  step: float = 0.0  # the last one taken
+  gamma: float = 1.0  # scaling of the first approximation, of the last pair
+  pairs: tuple[Pair, ...] = ()  # oldest first
+  fallbacks: int = 0  # times that the history was forgotten
+  reason: str = ""  # why it has ended
+
+  @property
+  def norm(self) -> float:
+    """The norm of the gradient."""
+    return math.sqrt(self.square) if self.square >= 0 else self.square
+
+
+_Stream = Generator[Request, float | None, Any]
+
+
+class _Numbers:
+  """Counts commands and evaluations."""
+
+  def __init__(self, state: State):
+    self.command, self.evaluation = state.number, state.evaluations
+
+  def __call__(self, operation, target, source="", factor=1.0) -> Command:
+    command = Command(self.command, operation, target, source, float(factor))
+    self.command += 1
+    return command
+
+
+class Coordinator:
+  """Runs L-BFGS by asking and being answered.
+
+  Example:
+    >>> from asgd.sandblaster import Coordinator, Settings
+    >>> coordinator = Coordinator(Settings(portions=2))
+    >>> coordinator.request
+    Command(number=0, operation='copy', target='trial', source='point', \
+factor=1.0)
+    >>> coordinator.answer(None)
+    >>> coordinator.request.operation, coordinator.request.target
+    ('allocate', 'trial_gradient')
+  """
+
+  def __init__(
+    self,
+    settings: Settings,
+    state: State | None = None,
+    answers: Iterable[float | None] = (),
+  ):
+    """Starts, or goes on from a state and what was answered since."""
+    self.state = state or State()
+    self.answers: list[float | None] = []  # since that state
+    self.news: list[str] = []  # what the user should be told
+    self._settings = settings
+    self._stream = self._run(self.state)
+    # What is asked for; None: it has ended, and the state says why.
+    self.request: Request | None = next(self._stream, None)
+    for answer in answers:
+      self.answer(answer)
+
+  def answer(self, value: float | None) -> None:
+    """Answers what is asked for."""
+    self.answers.append(value)
+    try:
+      self.request = self._stream.send(value)
+    except StopIteration:
+      self.request = None
+
+  def _keep(self, state, numbers):
+    """An iteration is over: answers before it are not needed any more."""
+    self.state = state._replace(
+      number=numbers.command, evaluations=numbers.evaluation
+    )
+    self.answers = []
+    return self.state
+
+  def _run(self, state) -> _Stream:
+    do = _Numbers(state)
+    if state.iteration < 0:
+      yield do("copy", "trial", "point")
+      loss = yield from self._evaluate(do)
+      yield do("copy", "gradient", "trial_gradient")
+      square = yield do("dot", "gradient", "gradient")
+      state = state._replace(iteration=0, loss=loss, square=square)
+      state = self._keep(state, do)
+    while not state.reason:
+      reason = self._reason(state)
+      if not reason:
+        found = yield from self._step(do, state)
+        if found is None and state.pairs:
+          state = state._replace(pairs=(), fallbacks=state.fallbacks + 1)
+          self.news.append(
+            f"iteration {state.iteration + 1}: the line search found no descent"
+            " along the direction of L-BFGS; steepest descent is tried once"
+          )
+          found = yield from self._step(do, state)
+        if found is not None:
+          state = yield from self._take(do, state, *found)
+        else:
+          reason = (
+            f"no descent: the line search of iteration {state.iteration + 1}"
+            " found no step along steepest descent that decreases the loss"
+            f" {state.loss:.6g}, where the gradient's norm is {state.norm:.3g}"
+          )
+      if reason:
+        self.news.append(f"stopped: {reason}")
+        state = state._replace(reason=reason)
+      state = self._keep(state, do)
+
+  def _reason(self, state) -> str:
+    """Why it ends here; "" if it does not."""
+    if not (math.isfinite(state.loss) and math.isfinite(state.square)):
+      return (
+        f"not finite: the loss is {state.loss} and the gradient's norm"
+        f" {state.norm} after {state.iteration} iterations"
+      )
+    tolerance = self._settings.tolerance
+    if state.norm <= tolerance:
+      return (
+        f"converged: the gradient's norm is {state.norm:.3g}, at most"
+        f" {tolerance:g}"
+      )
+    return ""
+
+  def _evaluate(self, do) -> _Stream:
+    """Computes the loss and `trial_gradient` at `trial`: means over the
+    portions, added up in their order, and the weight decay."""
+    settings, evaluation = self._settings, do.evaluation
+    do.evaluation += 1
+    yield do("allocate", "trial_gradient")
+    yield Begin(evaluation)
+    loss = 0.0
+    for job in range(settings.jobs):
+      loss += yield Await(evaluation, job)
+      message = message_name(evaluation, job)
+      yield do("axpy", "trial_gradient", message)
+      yield do("discard", message)
+    loss /= settings.portions
+    yield do("scale", "trial_gradient", factor=1 / settings.portions)
+    decay = settings.weight_decay
+    if decay:
+      yield do("axpy", "trial_gradient", "trial", decay)
+      loss += decay / 2 * (yield do("dot", "trial", "trial"))
+    return loss
+
+  def _step(self, do, state) -> _Stream:
+    """Returns the (step, loss) to take, with `trial` there; None if no descent
+    is found."""
+    yield from self._direction(do, state)
+    slope = yield do("dot", "gradient", "direction")
+    if not slope < 0:
+      return None
+    tried: list[line_search.Tried] = []
+    options = self._settings.search
+    while True:
+      advice = line_search.advise(state.loss, slope, tried, options)
+      if advice.done:
+        break
+      value = yield from self._try(do, advice.step)
+      its_slope = yield do("dot", "trial_gradient", "direction")
+      tried.append(line_search.Tried(advice.step, value, its_slope))
+    if not advice.found:
+      return None
+    if advice.step != tried[-1].step:  # one before it was the best
+      value = yield from self._try(do, advice.step)
+    return advice.step, value
+
+  def _try(self, do, step) -> _Stream:
+    yield do("copy", "trial", "point")
+    yield do("axpy", "trial", "direction", step)
+    return (yield from self._evaluate(do))
+
+  def _direction(self, do, state) -> _Stream:
+    """Makes d = -H g by the two-loop recursion (Nocedal and Wright, algorithm
+    7.4); without pairs, steepest descent of length 1 at most."""
+    alphas = []
+    yield do("copy", "direction", "gradient")
+    for slot, rho in reversed(state.pairs):
+      alpha = rho * (yield do("dot", f"s{slot}", "direction"))
+      alphas.append(alpha)
+      yield do("axpy", "direction", f"y{slot}", -alpha)
+    first = min(1.0, 1 / state.norm)
+    yield do("scale", "direction", factor=state.gamma if state.pairs else first)
+    for slot, rho in state.pairs:
+      beta = rho * (yield do("dot", f"y{slot}", "direction"))
+      yield do("axpy", "direction", f"s{slot}", alphas.pop() - beta)
+    yield do("scale", "direction", factor=-1.0)
+
+  def _take(self, do, state, step, loss) -> _Stream:
+    """Goes to `trial`, and keeps the pair of differences."""
+    pairs = state.pairs
+    used = {pair.slot for pair in pairs}
+    if len(pairs) == self._settings.history:
+      slot = pairs[0].slot
+    else:
+      slot = min(set(range(len(pairs) + 1)) - used)
+    for name, new, old in (
+      (f"s{slot}", "trial", "point"),
+      (f"y{slot}", "trial_gradient", "gradient"),
+    ):
+      yield do("copy", name, new)
+      yield do("axpy", name, old, -1.0)
+      yield do("copy", old, new)
+    curvature = yield do("dot", f"y{slot}", f"s{slot}")
+    y_square = yield do("dot", f"y{slot}", f"y{slot}")
+    square = yield do("dot", "gradient", "gradient")
+    pairs = tuple(pair for pair in pairs if pair.slot != slot)
+    state = state._replace(
+      iteration=state.iteration + 1,
+      loss=loss,
+      square=square,
+      step=step,
+      pairs=pairs,
+    )
+    if curvature > _EPSILON * y_square:  # else the pair says nothing
+      pair = Pair(slot, 1 / curvature)
+      gamma = curvature / y_square
+      state = state._replace(pairs=(*pairs, pair), gamma=gamma)
+    return state

@@ -1,0 +1,108 @@
+"""Who computes what: the jobs of an evaluation and idle workers, no clock.
+
+A job is a few portions of the batch. An idle worker gets
+
+  1. a job that it did in the evaluation before, whose data it has;
+  2. one that nobody has done yet;
+  3. the last one of the worker that has the most left;
+  4. a copy of one that is under way (a backup task), the oldest first.
+
+Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
+4.2: portions much smaller than 1/N, backup tasks, data affinity.
+"""
+
+import collections
+
+
+class Jobs:
+  """The jobs of one evaluation after the other.
+
+  Example:
+    Worker 1 gets two of three jobs, and is then given a copy of that of worker
+    0, which is slow. Its result counts; that of worker 0 comes late.
+
+    >>> from asgd.sandblaster.portions import Jobs
+    >>> jobs = Jobs(3, backup=1)
+    >>> jobs.begin()
+    >>> jobs.take(0), jobs.take(1), jobs.finish(1, 1), jobs.take(1)
+    (0, 1, True, 2)
+    >>> jobs.finish(1, 2), jobs.take(1), jobs.finish(1, 0), jobs.finish(0, 0)
+    (True, 0, True, False)
+  """
+
+  def __init__(
+    self, count: int, backup: int = 1, owners: dict[int, int] | None = None
+  ):
+    """`backup` is the number of copies of a job beside it; `owners` says which
+    worker has done which job last."""
+    self._count, self._backup = count, backup
+    self.owners: dict[int, int] = dict(owners or {})
+    self._waiting: dict[int | None, collections.deque[int]] = {}
+    # Started and not done: job -> its workers; oldest first.
+    self._running: dict[int, list[int]] = {}
+    self._done: set[int] = set()
+
+  def begin(self) -> None:
+    """Starts the next evaluation: every job is to be done."""
+    self._waiting = collections.defaultdict(collections.deque)
+    self._running.clear()
+    self._done.clear()
+    for job in range(self._count):
+      self._waiting[self.owners.get(job)].append(job)
+
+  def _source(self, worker: int) -> tuple[int | None, bool] | None:
+    """Whose job it would get, and whether that is the owner's last one."""
+    waiting = self._waiting
+    for owner in (worker, None):
+      if waiting.get(owner):
+        return owner, False
+    others = [owner for owner in waiting if waiting[owner]]
+    if not others:
+      return None
+    return max(others, key=lambda owner: (len(waiting[owner]), owner)), True
+
+  def peek(self, worker: int) -> int | None:
+    """Returns the job that a worker would get if it asked now; no copy."""
+    source = self._source(worker)
+    if source is None:
+      return None
+    owner, last = source
+    return self._waiting[owner][-1 if last else 0]
+
+  def take(self, worker: int) -> int | None:
+    """Gives a job to an idle worker; None if there is nothing for it."""
+    source = self._source(worker)
+    if source is not None:
+      owner, last = source
+      queue = self._waiting[owner]
+      job = queue.pop() if last else queue.popleft()
+      self._running[job] = [worker]
+      return job
+    for job, workers in self._running.items():
+      if worker not in workers and len(workers) <= self._backup:
+        workers.append(worker)
+        return job
+    return None
+
+  def workers(self, job: int) -> tuple[int, ...]:
+    """Returns who is at a job that is not done, in the order of their start."""
+    return tuple(self._running.get(job, ()))
+
+  def finish(self, worker: int, job: int) -> bool:
+    """Takes a result; False if there was one before it."""
+    if job in self._done:
+      return False
+    del self._running[job]
+    self._done.add(job)
+    self.owners[job] = worker
+    return True
+
+  def lose(self, worker: int, job: int) -> None:
+    """A worker has died on a job; it goes to another, unless that has it."""
+    workers = self._running.get(job)
+    if not workers:
+      return
+    workers.remove(worker)
+    if not workers:
+      del self._running[job]
+      self._waiting[None].appendleft(job)

@@ -1,0 +1,154 @@
+"""What a run of Sandblaster L-BFGS may be given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asgd import checks
+from asgd.sandblaster import line_search
+
+WORKER, SHARD, COORDINATOR = "worker", "shard", "coordinator"
+FAILURES = WORKER, SHARD, COORDINATOR
+_MOST_PORTIONS = 10**7
+
+
+class Failure(NamedTuple):
+  """A process that is killed in a simulation."""
+
+  time: float  # when, in the unit of the durations
+  what: str  # one of FAILURES
+  index: int  # which worker or shard; of the coordinator, 0
+
+
+class Settings(NamedTuple):
+  """L-BFGS, its batch and the servers' shards; see `sandblaster`."""
+
+  history: int = 10
+  portions: int = 1
+  push_every: int = 1
+  backup: int = 1
+  shards: int = 1
+  weight_decay: float = 0.0
+  tolerance: float = 0.0
+  loading: float = 0.0
+  prefetch: bool = True
+  restart: float = 1.0
+  search: tuple[tuple[str, Any], ...] = line_search.options_of({})
+  failures: tuple[Failure, ...] = ()
+
+  @property
+  def jobs(self) -> int:
+    """What the portions of an evaluation are handed out in."""
+    return -(-self.portions // self.push_every)
+
+  def portions_of(self, job: int) -> range:
+    """Returns the portions of a job."""
+    start = job * self.push_every
+    return range(start, min(start + self.push_every, self.portions))
+
+
+def sandblaster(
+  learning_rate,
+  workers,
+  *,
+  history: int = 10,
+  portions: int | None = None,
+  push_every: int = 1,
+  backup: int = 1,
+  shards: int = 1,
+  weight_decay: float = 0.0,
+  tolerance: float = 0.0,
+  loading: float = 0.0,
+  prefetch: bool = True,
+  restart: float = 1.0,
+  line_search: Mapping[str, Any] = {},  # noqa: B006
+  failures: Sequence[Sequence[Any]] = (),
+) -> Settings:
+  """Sandblaster L-BFGS: batch training by a coordinator without parameters.
+
+    d = -H g;   x <- x + a d,   a by a line search (strong Wolfe),
+    H from the last m pairs s = x' - x, y = g' - g (two-loop recursion)
+
+  The loss is the mean over a fixed batch, of which workers compute portions;
+  an idle worker is handed the next ones. There is no learning rate.
+
+  Args:
+    learning_rate: not used: the line search finds the step.
+    workers: N.
+    history: m, pairs (s, y) that the shards keep.
+    portions: batches of the config's batch_size that make the batch; None is
+      one pass over the training data.
+    push_every: portions of a job: a worker sends the sum of their gradients.
+    backup: copies of a job that idle workers start when no other is left; 0 is
+      none. The first result counts.
+    shards: over which the rows of all vectors are divided.
+    weight_decay: 0 or more; weight_decay |x|^2 / 2 is added to the loss.
+    tolerance: norm of the gradient at which the run ends.
+    loading: time that the data of a portion take until they are with a worker,
+      which keeps them; in the unit of the durations.
+    prefetch: load the data of the next job while computing.
+    restart: time until a killed worker is back.
+    line_search: arguments of `optax.scale_by_zoom_linesearch`.
+    failures: (time, "worker", "shard" or "coordinator", index) of processes
+      that are killed; no iterate is changed by it.
+
+  Returns:
+    Settings, with `portions` 0 for None.
+
+  Raises:
+    ValueError: for a value out of its range, with the value.
+
+  Source:
+    Dean et al., "Large scale distributed deep networks", NIPS 2012, section
+    4.2. Nocedal and Wright, "Numerical optimization", algorithm 7.4. The
+    scaling and the line search are those of `optax.lbfgs`.
+
+  Example:
+    >>> from asgd.sandblaster import sandblaster
+    >>> settings = sandblaster(1.0, workers=4, portions=10, push_every=4)
+    >>> settings.jobs, list(settings.portions_of(2))
+    (3, [8, 9])
+  """
+  del learning_rate
+  count = checks.whole("workers", workers)
+  if portions is not None:
+    portions = checks.whole("portions", portions, most=_MOST_PORTIONS)
+  for name, value in (
+    *(("weight_decay", weight_decay), ("tolerance", tolerance)),
+    *(("loading", loading), ("restart", restart)),
+  ):
+    checks.nonnegative(name, value)
+  if not isinstance(prefetch, bool):
+    raise ValueError(
+      f"prefetch must be True or False, not {checks.shown(prefetch)}"
+    )
+  return Settings(
+    checks.whole("history", history, most=1000),
+    portions or 0,
+    checks.whole("push_every", push_every, most=_MOST_PORTIONS),
+    checks.whole("backup", backup, 0, most=1000),
+    checks.whole("shards", shards),
+    *map(float, (weight_decay, tolerance, loading)),
+    prefetch,
+    float(restart),
+    _search_options(line_search),
+    tuple(_failure(each, count, shards) for each in failures),
+  )
+
+
+_search_options = line_search.options_of
+
+
+def _failure(given: Sequence[Any], workers: int, shards: int) -> Failure:
+  try:
+    time, what, index = given
+  except (TypeError, ValueError):
+    raise ValueError(
+      "failures must be of (time, what, index), as (12.5, 'worker', 0), not"
+      f" {checks.shown(given)}"
+    ) from None
+  checks.nonnegative("the time of failures", time)
+  checks.one_of("failures", what, FAILURES)
+  most = {WORKER: workers, SHARD: shards, COORDINATOR: 1}[what] - 1
+  return Failure(
+    float(time), what, checks.whole(f"failures: {what}", index, 0, most)
+  )

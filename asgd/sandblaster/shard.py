@@ -1,0 +1,280 @@
+"""A shard that holds named vectors, and all shards together.
+
+Vectors are trees of arrays, NumPy's or JAX's, each shard's its rows of them.
+No array is ever written to: an operation makes another one. So an image of a
+shard is a dict of references.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, sharding
+from asgd.sandblaster.commands import Command, check
+
+Rows = Any  # a tree of arrays: a shard's part of a vector
+_IMAGE_EVERY = 64  # commands, after which a shard's image is taken again
+
+
+def dot(x: Rows, y: Rows) -> float:
+  """Returns the dot product of two trees of arrays.
+
+  NumPy's are multiplied and added up (pairwise) in float64, whatever they are,
+  and without BLAS, whose bits depend on its threads; JAX's in float64 where
+  that is on (`jax_enable_x64`), else in float32.
+
+  Example:
+    >>> import numpy as np
+    >>> x = {"b": np.float32([1, 2]), "w": np.float32([[3]])}
+    >>> dot(x, x)
+    14.0
+  """
+  return sum(map(_leaf_dot, jax.tree.leaves(x), jax.tree.leaves(y)), 0.0)
+
+
+def _leaf_dot(x, y):
+  if isinstance(x, jax.Array) or isinstance(y, jax.Array):
+    dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), dtype)
+    return float(jnp.sum(x.astype(dtype) * y.astype(dtype)))
+  return float(np.multiply(x, y, dtype=np.float64).sum())
+
+
+def _zeros(x: Any) -> Any:
+  xp = jnp if isinstance(x, jax.Array) else np
+  return xp.zeros(np.shape(x), x.dtype)
+
+
+def _scaled(x: Any, factor: float) -> Any:
+  return x * x.dtype.type(factor)
+
+
+_WRITE: dict[str, Callable[..., Rows]] = {
+  "copy": lambda target, source, factor: source,
+  "scale": lambda target, source, factor: jax.tree.map(
+    lambda x: _scaled(x, factor), target
+  ),
+  "axpy": lambda target, source, factor: jax.tree.map(
+    lambda x, y: x + _scaled(y, factor), target, source
+  ),
+  "multiply": lambda target, source, factor: jax.tree.map(
+    lambda x, y: x * y, target, source
+  ),
+}
+
+
+class Image(NamedTuple):
+  """What a shard is at some command; from it and the commands since, and the
+  messages in their slots, it comes back."""
+
+  number: int  # of the next command
+  vectors: dict[str, Rows]
+
+
+class VectorShard:
+  """One shard: vectors by name, a journal, and slots for messages.
+
+  A command is obeyed once. One that is said again is answered as before, so
+  that a coordinator which does not know what it was answered can ask again.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.sandblaster import Command, VectorShard
+    >>> shard = VectorShard({"w": np.zeros(2)})
+    >>> shard.put("gradient", {"w": np.array([3.0, 4.0])})
+    >>> shard.obey(Command(0, "copy", "direction", "gradient"))
+    >>> shard.obey(Command(1, "scale", "direction", factor=-1.0))
+    >>> shard.obey(Command(2, "dot", "direction", "gradient"))
+    -25.0
+    >>> shard.obey(Command(1, "scale", "direction", factor=-1.0))  # once only
+    >>> shard.read("direction")["w"].tolist()
+    [-3.0, -4.0]
+  """
+
+  def __init__(self, like: Rows, image: Image | None = None):
+    """Starts without vectors, or from an image; `like` has the shapes and
+    dtypes of its rows."""
+    self._zeros = jax.tree.map(_zeros, like)
+    # What outlives the process: image, journal and slots.
+    self._image = image or Image(0, {})
+    self._journal: list[tuple[Command, float | None]] = []
+    self._first = self._image.number  # of the first command in the journal
+    self._slots: dict[str, Rows] = {}  # messages, as they were put
+    # What does not; None: it was lost.
+    self._vectors: dict[str, Rows] | None = dict(self._image.vectors)
+    self._used: set[str] = set()  # slots that are discarded
+    self.recoveries = 0
+
+  @property
+  def number(self) -> int:
+    """Of the next command."""
+    return self._first + len(self._journal)
+
+  def put(self, name: str, rows: Rows) -> None:
+    """Takes a message into a slot, as a vector of that name. The first one
+    counts: what comes by the same name later is dropped."""
+    self._slots.setdefault(name, rows)
+
+  def read(self, name: str) -> Rows:
+    """Returns its rows of a vector; ValueError if there is no such vector."""
+    vectors = self._alive()
+    rows = vectors.get(name)
+    if rows is None and name not in self._used:
+      rows = self._slots.get(name)
+    if rows is None:
+      known = ", ".join([*vectors, *self._slots]) or "none"
+      raise ValueError(f"there is no vector {name!r}; there are {known}")
+    return rows
+
+  def obey(self, command: Command) -> float | None:
+    """Does what is commanded; returns the answer.
+
+    Raises:
+      ValueError: for a command that is none, that comes before its turn, that
+        is another than was said by that number, or that is forgotten.
+    """
+    check(command)
+    number, line = command.number, command.format()
+    if number < self._first:
+      raise ValueError(
+        f"command {line!r} is forgotten: the journal starts at {self._first}"
+      )
+    if number > self.number:
+      raise ValueError(
+        f"command {line!r} comes before its turn: {self.number} is next"
+      )
+    if number < self.number:
+      before, answer = self._journal[number - self._first]
+      if before != command:
+        raise ValueError(f"command {line!r} was {before.format()!r} before")
+      return answer
+    answer = self._apply(self._alive(), command)
+    self._journal.append((command, answer))
+    if self.number - self._image.number >= _IMAGE_EVERY:
+      self.image()
+    return answer
+
+  def _apply(self, vectors, command):
+    operation, target = command.operation, command.target
+    if operation == "dot":
+      return dot(self.read(target), self.read(command.source))
+    if operation == "allocate":
+      vectors[target] = self._zeros
+    elif operation == "discard":
+      self.read(target)
+      if vectors.pop(target, None) is None:
+        self._used.add(target)
+    else:
+      source = self.read(command.source) if command.source else None
+      old = None if operation == "copy" else self.read(target)
+      vectors[target] = _WRITE[operation](old, source, command.factor)
+    return None
+
+  def image(self) -> Image:
+    """Takes its image, and frees the slots that are discarded."""
+    self._image = Image(self.number, dict(self._alive()))
+    self._slots = {k: v for k, v in self._slots.items() if k not in self._used}
+    self._used.clear()
+    return self._image
+
+  def forget(self, before: int) -> None:
+    """Drops the answers to commands below a number: nobody asks again."""
+    self.image()
+    if before > self._first:
+      del self._journal[: before - self._first]
+      self._first = min(before, self._image.number)
+
+  def lose(self) -> None:
+    """Its process is killed: the vectors are gone."""
+    self._vectors, self._used = None, set()
+
+  def _alive(self) -> dict[str, Rows]:
+    """Its vectors; after a loss from the image and the commands since."""
+    if self._vectors is None:
+      self._vectors = dict(self._image.vectors)
+      self.recoveries += 1
+      for command, _ in self._journal[self._image.number - self._first :]:
+        self._apply(self._vectors, command)
+    return self._vectors
+
+
+class Shards:
+  """All shards of a server, which obey the same commands.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.sandblaster import Command, Shards
+    >>> shards = Shards({"w": np.zeros(3)}, 2)
+    >>> shards.put("x", {"w": np.array([1.0, 2.0, 3.0])})
+    >>> shards.obey(Command(0, "dot", "x", "x"))
+    14.0
+  """
+
+  def __init__(
+    self,
+    like: base.Params,
+    count: int,
+    images: Sequence[Image] | None = None,
+    *,
+    start: Mapping[str, base.Params] | None = None,
+  ):
+    """Starts `count` shards with the vectors `start`, or goes on from an image
+    of each; `like` are parameters, of which only shapes, dtypes and kinds are
+    read."""
+    self.plan = sharding.make_plan(like, count)
+    if images is None:
+      vectors = (start or {}).items()
+      split = {k: sharding.split(self.plan, v) for k, v in vectors}
+      images = [
+        Image(0, {name: rows[shard] for name, rows in split.items()})
+        for shard in range(count)
+      ]
+    parts = sharding.split(self.plan, like)
+    self._shards = [
+      VectorShard(part, image)
+      for part, image in zip(parts, images, strict=True)
+    ]
+
+  @property
+  def number(self) -> int:
+    """Of the next command."""
+    return self._shards[0].number
+
+  def obey(self, command: Command) -> float | None:
+    """Has every shard obey; returns the total of their answers, which is the
+    sum in the order of the shards."""
+    answers = [shard.obey(command) for shard in self._shards]
+    if command.operation != "dot":
+      return None
+    return float(sharding.add_up(answers))
+
+  def put(self, name: str, tree: base.Params) -> None:
+    """Puts each shard's rows of a message into its slot."""
+    parts = sharding.split(self.plan, tree)
+    for shard, rows in zip(self._shards, parts, strict=True):
+      shard.put(name, rows)
+
+  def read(self, name: str) -> base.Params:
+    """Returns a whole vector."""
+    return sharding.join(self.plan, [s.read(name) for s in self._shards])
+
+  def images(self) -> list[Image]:
+    """Returns an image of each shard."""
+    return [shard.image() for shard in self._shards]
+
+  def forget(self, before: int) -> None:
+    """Has every shard drop its answers to commands below a number."""
+    for shard in self._shards:
+      shard.forget(before)
+
+  def lose(self, shard: int) -> None:
+    """The process of one shard is killed; it comes back when it is asked."""
+    self._shards[shard].lose()
+
+  @property
+  def recoveries(self) -> int:
+    """How often a shard came back."""
+    return sum(shard.recoveries for shard in self._shards)

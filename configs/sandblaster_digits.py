@@ -1,0 +1,40 @@
+"""Sandblaster L-BFGS and stochastic gradients, on the same simulated cluster.
+
+Batch training by a coordinator without parameters (Dean et al. 2012) beside
+asynchronous and synchronous SGD on handwritten digits (scikit-learn), all with
+8 workers of one of which is three times as slow.
+
+  python -m launch.train --config=configs/sandblaster_digits.py
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(64, 64))
+  config.runs = dict(
+    # 89 portions of 16 images, in jobs of 2: a seventh of what a worker does.
+    lbfgs=dict(
+      recipe="sandblaster",
+      title="Sandblaster L-BFGS",
+      push_every=2,
+      shards=2,
+      weight_decay=1e-4,
+    ),
+    asgd=dict(recipe="asgd", title="ASGD"),
+    ssgd=dict(recipe="ssgd", title="SSGD", learning_rate=0.2),
+  )
+  config.workers = (8,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 16
+  config.epochs = 60.0
+  config.learning_rate = 0.02
+  config.durations = dict(
+    name="constant", mean=1.0, slowdown=(1, 1, 1, 1, 1, 1, 1, 3)
+  )
+  config.evaluations = 20
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()

@@ -1,0 +1,265 @@
+"""L-BFGS by operations on shards is optax's, whoever dies on the way."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import optax
+import pytest
+
+from asgd.sandblaster import (
+  Await,
+  Begin,
+  Command,
+  Coordinator,
+  Settings,
+  Shards,
+  State,
+  line_search,
+  message_name,
+)
+
+PORTIONS = 3
+
+
+def rosenbrock(tree):
+  x = jnp.concatenate([tree["b"], tree["w"].ravel()])
+  return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+
+def quartic(tree):
+  x = jnp.concatenate([tree["b"], tree["w"].ravel()])
+  return jnp.sum(jnp.arange(1.0, 9.0) * x**2) + jnp.sum(x**4) + jnp.cos(x[0])
+
+
+def start(dtype=np.float64):
+  return {
+    "b": kit.normal(2, seed=1).astype(dtype),
+    "w": kit.normal(2, 3, seed=2).astype(dtype),
+  }
+
+
+class World:
+  """A coordinator, shards and workers that answer at once."""
+
+  def __init__(self, function, settings, shards=1, params=None):
+    self.settings = settings._replace(portions=PORTIONS)
+    self.coordinator = Coordinator(self.settings)
+    params = start() if params is None else params
+    self.shards = Shards(params, shards)
+    self.shards.put("point", params)
+    # Portion p is the function times 3 weights of mean 1.
+    self.weights = 0.5, 1.0, 1.5
+    self.gradient = jax.jit(jax.value_and_grad(function))
+    self.iterates, self.losses = [], {}
+
+  def evaluate(self, evaluation):
+    trial = self.shards.read("trial")
+    value, gradient = jax.device_get(self.gradient(trial))
+    for job, weight in enumerate(self.weights):
+      rows = jax.tree.map(lambda g, w=weight: g * g.dtype.type(w), gradient)
+      self.shards.put(message_name(evaluation, job), rows)
+      self.losses[evaluation, job] = weight * float(value)
+
+  def step(self):
+    coordinator, request = self.coordinator, self.coordinator.request
+    before = coordinator.state.iteration
+    if isinstance(request, Command):
+      coordinator.answer(self.shards.obey(request))
+    elif isinstance(request, Begin):
+      if (request.evaluation, 0) not in self.losses:
+        self.evaluate(request.evaluation)
+      coordinator.answer(None)
+    else:
+      assert isinstance(request, Await)
+      coordinator.answer(self.losses[request])
+    if coordinator.state.iteration > max(before, 0):
+      self.iterates.append(self.shards.read("point"))
+
+  def run(self, iterations):
+    coordinator = self.coordinator
+    while coordinator.request and coordinator.state.iteration < iterations:
+      self.step()
+    return self.iterates
+
+
+def of_optax(function, iterations, **options):
+  """The iterates of optax.lbfgs."""
+  tx = optax.lbfgs(**options)
+  params = jax.tree.map(jnp.asarray, start())
+
+  @jax.jit
+  def step(params, state):
+    value, grad = jax.value_and_grad(function)(params)
+    updates, state = tx.update(
+      grad, state, params, value=value, grad=grad, value_fn=function
+    )
+    return optax.apply_updates(params, updates), state
+
+  state, iterates = tx.init(params), []
+  for _ in range(iterations):
+    params, state = step(params, state)
+    iterates.append(params)
+  return iterates
+
+
+@functools.cache
+def reference(function, history):
+  return of_optax(function, 15, memory_size=history)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize(
+  ("function", "history"), [(rosenbrock, 10), (rosenbrock, 2), (quartic, 4)]
+)
+def test_iterates_are_those_of_optax(function, history, shards):
+  with jax.enable_x64(True):
+    expected = reference(function, history)
+    world = World(function, Settings(history=history), shards)
+    for ours, theirs in zip(world.run(15), expected, strict=True):
+      kit.close(ours, theirs, atol=1e-10)
+  assert world.coordinator.state.fallbacks == 0
+
+
+def run(world, iterations=12):
+  """Runs to the end of some iterations; returns the iterates and the state."""
+  return world.run(iterations), world.coordinator.state
+
+
+@functools.cache
+def undisturbed():
+  with jax.enable_x64(True):
+    return run(World(rosenbrock, Settings(history=3), shards=2))
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_lost_shards_change_no_bit(every):
+  with jax.enable_x64(True):
+    world = World(rosenbrock, Settings(history=3), shards=2)
+    step = world.step
+
+    def losing():
+      step()
+      if world.shards.number % every == 0:
+        world.shards.lose(world.shards.number // every % 2)
+
+    world.step = losing
+    kit.same(run(world), undisturbed())
+  assert world.shards.recoveries > 2
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["journal", "asks again"])
+def test_a_coordinator_that_is_killed_at_any_request_changes_no_bit(known):
+  """Its state is that of the last iteration; the answers since it has in a
+  journal, or gets from the shards by saying the same commands again."""
+  with jax.enable_x64(True):
+    world = World(rosenbrock, Settings(history=3), shards=2)
+    requests = 0
+    while world.coordinator.state.iteration < 12:
+      old = world.coordinator
+      if requests % 5 == 0:
+        answers = old.answers if known else ()
+        state = State(**old.state._asdict())
+        world.coordinator = Coordinator(world.settings, state, answers)
+        if known:
+          assert world.coordinator.request == old.request
+        while world.coordinator.request != old.request:
+          world.step()
+      world.step()
+      requests += 1
+    kit.same(world.coordinator.state, undisturbed()[1])
+    kit.same(world.iterates[-1], undisturbed()[0][-1])
+
+
+def test_jax_arrays_on_the_shards_and_float32():
+  expected = run(World(quartic, Settings(), params=start(np.float32)), 5)
+  params = jax.tree.map(jnp.asarray, start(np.float32))
+  iterates, state = run(World(quartic, Settings(), 2, params), 5)
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(iterates[-1]))
+  assert iterates[-1]["w"].dtype == np.float32
+  kit.close(jax.device_get(iterates), expected[0], rtol=1e-3, atol=1e-4)
+  np.testing.assert_allclose(state.loss, expected[1].loss, rtol=1e-4)
+
+
+def test_the_weight_decay_is_part_of_the_loss():
+  def decayed(tree):
+    return quartic(tree) + 0.25 * optax.tree.norm(tree, squared=True)
+
+  with jax.enable_x64(True):
+    ours, state = run(World(quartic, Settings(weight_decay=0.5)), 5)
+    theirs, other = run(World(decayed, Settings()), 5)
+    kit.close(ours, theirs)
+    np.testing.assert_allclose(state.loss, other.loss, rtol=1e-12)
+
+
+def wrong_pairs(world, pairs):
+  """Has the coordinator believe in a history."""
+  state = world.coordinator.state._replace(pairs=pairs)
+  world.coordinator = Coordinator(world.settings, state)
+
+
+def test_without_descent_it_falls_back_to_steepest_descent_once():
+  with jax.enable_x64(True):
+    world = World(quartic, Settings())
+    world.run(3)
+    # A curvature of the wrong sign, large enough to turn the direction.
+    pairs = world.coordinator.state.pairs
+    wrong = tuple(pair._replace(rho=-1e3) for pair in pairs)
+    wrong_pairs(world, wrong)
+    loss = world.coordinator.state.loss
+    world.run(4)
+    coordinator = world.coordinator
+    assert coordinator.state.fallbacks == 1
+    assert coordinator.state.loss < loss
+    (news,) = coordinator.news
+    assert "found no descent" in news
+    assert not coordinator.state.reason
+    assert len(coordinator.state.pairs) == 1  # the new one alone
+
+
+def test_without_descent_along_steepest_descent_it_ends_and_says_why():
+  def gradient_of_another(tree):
+    flip = jax.custom_jvp(lambda x: x)
+    flip.defjvps(lambda t, ans, x: -t)
+    return quartic(jax.tree.map(flip, tree))
+
+  # Without the approximate decrease, which allows for 1e-6 of the loss.
+  search = line_search.options_of({"approx_dec_rtol": None})
+  with jax.enable_x64(True):
+    world = World(gradient_of_another, Settings(search=search))
+    iterates, state = run(world, 5)
+  assert not iterates
+  assert world.coordinator.request is None
+  assert state.reason.startswith("no descent: the line search of iteration 1")
+  assert world.coordinator.news == [f"stopped: {state.reason}"]
+  kit.same(world.shards.read("point"), start())
+
+
+@pytest.mark.parametrize("at", ["start", "far"])
+def test_losses_that_are_not_finite(at):
+  """At the start it ends; at a step that is too far, it tries a nearer one."""
+
+  def logarithm(tree):
+    x = tree["b"]
+    return jnp.sum(x - jnp.log(x)) if at == "far" else jnp.log(-jnp.sum(x**2))
+
+  params = {"b": np.float32([0.05, 3.0])}
+  world = World(logarithm, Settings(), params=params)
+  iterates, state = run(world, 10)
+  if at == "start":
+    assert state.reason.startswith("not finite: the loss is nan")
+    assert not iterates
+  else:
+    assert state.iteration > 3
+    np.testing.assert_allclose(iterates[-1]["b"], 1, atol=1e-2)
+
+
+def test_it_ends_where_the_gradient_is_small():
+  with jax.enable_x64(True):
+    world = World(quartic, Settings(tolerance=1e-3))
+    _, state = run(world, 100)
+  assert state.reason.startswith("converged: the gradient's norm is")
+  assert state.norm <= 1e-3
+  assert state.iteration < 50

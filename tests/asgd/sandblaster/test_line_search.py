@@ -1,0 +1,89 @@
+"""The line search is optax's, one step at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from asgd.sandblaster import line_search
+from asgd.sandblaster.line_search import Tried, advise
+
+FUNCTIONS = {
+  "near": lambda a: (a - 1.2) ** 2,
+  "far": lambda a: (a - 1000.0) ** 2,
+  "close": lambda a: (a - 1e-3) ** 2 * 100,
+  "wavy": lambda a: jnp.sin(3 * a) - 0.5 * a + 0.1 * a**2,
+  "barrier": lambda a: -jnp.log(0.3 - a) - 5 * a,
+  "quartic": lambda a: (a - 2) ** 4,
+}
+
+
+def steps_of(function, options=()):
+  """The steps that are asked for, and the last advice."""
+  both = jax.value_and_grad(function)
+  value, slope = map(float, both(0.0))
+  tried = []
+  while True:
+    advice = advise(value, slope, tried, line_search.options_of(dict(options)))
+    if advice.done:
+      return [each.step for each in tried], advice
+    tried.append(Tried(advice.step, *map(float, both(advice.step))))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_step_is_that_of_optax(name):
+  function = FUNCTIONS[name]
+  with jax.enable_x64(True):
+    search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
+    value, slope = jax.value_and_grad(function)(0.0)
+    step, state = search.update(
+      *(jnp.ones(()), search.init(jnp.zeros(())), jnp.zeros(())),
+      value=value,
+      grad=slope,
+      value_fn=function,
+    )
+    asked, advice = steps_of(function)
+    assert advice.found
+    np.testing.assert_allclose(advice.step, step, rtol=1e-12)
+    assert len(asked) == state.info.num_linesearch_steps
+    # The strong Wolfe conditions, (3.7) of Nocedal and Wright.
+    reached, its_slope = jax.value_and_grad(function)(advice.step)
+    assert reached <= value + 1e-4 * advice.step * slope
+    assert abs(its_slope) <= 0.9 * abs(slope)
+
+
+def test_no_step_is_found_where_none_decreases():
+  value, tried = 1.0, []
+  advice = advise(value, -1.0)
+  while not advice.done:
+    tried.append(Tried(advice.step, value + advice.step, 1.0))
+    advice = advise(value, -1.0, tried)
+  assert not advice.found
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_steps_out_of_the_domain_are_no_steps_to_take(bad):
+  advice = advise(1.0, -1.0, [Tried(1.0, bad, np.nan)])
+  assert not advice.done
+  assert 0 < advice.step < 1
+  tried, advice = [], advise(1.0, -1.0)
+  while not advice.done:
+    tried.append(Tried(advice.step, bad, np.nan))
+    advice = advise(1.0, -1.0, tried)
+  assert not advice.found
+
+
+@pytest.mark.parametrize(
+  ("given", "why"),
+  [
+    ("zoom", "line_search must be a dict of arguments of"),
+    ({"verbose": True}, "'verbose' cannot be set"),
+    ({"c1": 1}, "line_search 'zoom' takes no argument 'c1'"),
+    ({"curv_rtol": -1}, "curv_rtol must be 0 or more, not -1"),
+    ({"max_linesearch_steps": 0}, "must be a positive whole number, not 0"),
+  ],
+)
+def test_options_that_are_none(given, why):
+  with pytest.raises(ValueError, match=why):
+    line_search.options_of(given)
