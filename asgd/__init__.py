@@ -24,7 +24,7 @@ from importlib import metadata
 from typing import Any
 
 from asgd import algorithms, optimizers, transforms
-from asgd.algorithms import RECIPES, Recipe, build
+from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
 from asgd.base import (
   Algorithm,
   Delay,
@@ -50,15 +50,17 @@ from asgd.transforms import (
 from asgd.worker import elastic_worker, gradient_worker, local_worker
 
 _FACADE = "Result", "replay", "simulate", "train_live"
-_ROOMS = "data", "models", "orders", "problems", "simulator"
-_RECIPES = {name: algorithms.called(name) for name in RECIPES}
+_ROOMS = "compression", "data", "gossip", "models", "orders", "problems"
+_ROOMS += ("simulator",)
+_RECIPES = {name: algorithms.called(name) for name in algorithms.ALL}
 globals().update(_RECIPES)  # a function for each
 
 __all__ = [
-  *("RECIPES", "Algorithm", "Delay", "Recipe", "Records", "Report", "Server"),
-  *("ServerState", "Ticket", "Trace", "TrainState", "Variables", "Worker"),
-  *("as_algorithm", "build", "elastic_worker", "gradient_worker"),
-  *("local_worker", "make_server", "algorithms", "optimizers", "transforms"),
+  *("PEER_RECIPES", "RECIPES", "Algorithm", "Delay", "Recipe", "Records"),
+  *("Report", "Server", "ServerState", "Ticket", "Trace", "TrainState"),
+  *("Variables", "Worker", "as_algorithm", "build", "elastic_worker"),
+  *("gradient_worker", "local_worker", "make_server", "algorithms"),
+  *("optimizers", "transforms"),
   *("adaptive_delay_compensation", "delay_compensation", "lookahead"),
   *("per_worker", "precede", "scale_by_staleness"),
   *(*_FACADE, *_ROOMS, *_RECIPES, "__version__"),

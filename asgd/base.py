@@ -139,6 +139,9 @@ class Server(NamedTuple):
   ]
   sends_current: bool
   workers: int | None = None  # most workers it can serve; None is any
+  # How its messages are coded (`asgd.compression.Codec`): runtimes decode them
+  # before `receive`. None: they come as they are.
+  codec: Any = None
 
 
 class Metrics(NamedTuple):
@@ -183,9 +186,16 @@ REJECT = 4  # the job's message was refused: not finite, or incomplete
 JOIN = 5  # a new worker takes the place `worker`; job counts those before it
 LEAVE = 6  # the worker in that place goes
 ROLLBACK = 7  # the server goes back to what it was before row `job`
+# Of peers, which have no server (`asgd.gossip.peer`). Their `seq` counts what a
+# place put and lent.
+PUT = 8  # the peer puts message `seq` for its neighbours, in round `job`
+TAKE = 9  # the peer takes message `seq` of peer `job`, for its next mix
+MIX = 10  # the peer mixes what it has taken, in round `job`
+LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
+ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
-  "rollback",
+  *("rollback", "put", "take", "mix", "lend", "adopt"),
 )
 
 
@@ -202,3 +212,8 @@ class Records(NamedTuple):
   accepted: npt.NDArray[np.bool_]  # [U]
   message_norm: npt.NDArray[np.float32]  # [U]
   update_norm: npt.NDArray[np.float32]  # [U]
+  bytes_up: npt.NDArray[np.int64]  # [U], of the message as it was sent
+  bytes_down: npt.NDArray[np.int64]  # [U], of the parameters that were sent for
+  # it; 0 on a ticket that was kept
+  residual_norm: npt.NDArray[np.float32]  # [U], RMS of what the worker's codec
+  # kept of this message and those before; 0 without a codec

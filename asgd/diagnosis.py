@@ -17,12 +17,13 @@ import numpy as np
 import optax
 
 from asgd import base, checks
+from asgd import losses as losses_lib
 from asgd import worker as worker_lib
 from asgd.algorithms import Recipe
 
 
 def make_sharpness(
-  loss: worker_lib.Loss, batch: base.Batch, *, iterations: int = 8
+  loss: losses_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
   """Builds an estimate of a loss's largest Hessian eigenvalue on `batch`.
 
@@ -83,7 +84,7 @@ def curvature_limit(
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
   worker = worker_lib.gradient_worker(
-    lambda w, c, key: (0.5 * c * w**2, worker_lib.Aux(())), recipe.at_worker
+    lambda w, c, key: (0.5 * c * w**2, losses_lib.Aux(())), recipe.at_worker
   )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
   rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,16 @@ import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, base, checks
-from asgd.experiment import cell_files, cells, folder, loop, progress, schema
+from asgd import algorithms, base, checks, compression
+from asgd.experiment import (
+  cell_files,
+  cells,
+  folder,
+  loop,
+  progress,
+  report,
+  schema,
+)
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.engines.live import RAY, THREADS
@@ -29,7 +38,7 @@ from asgd.problems import own
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
 _FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
-_OF_A_ROW = "message", "update", "time", "seconds", "train_loss"
+_OF_A_ROW = "message", "update", "time", "seconds", "megabytes", "train_loss"
 _OF_A_ROW += ("staleness_mean", "gap_mean", "test_loss", "test_accuracy")
 
 
@@ -85,12 +94,14 @@ def simulate(
       "loss" and "accuracy" are those of a test.
     every: messages between two evaluations, of which `messages` is a multiple.
       None is `messages`: one, at the end.
-    folder: where results and checkpoints are kept; the same call goes on from
-      there. None keeps nothing.
+    folder: where results, a report.html and checkpoints are kept; the same call
+      goes on from there. None keeps nothing.
     progress: show how far it is, on the standard error.
     config: further keys of a config, such as order={"name": "fixed_delay"},
-      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0, or
-      allocation={"batch_size": "speed"} (see asgd.allocation).
+      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0,
+      allocation={"batch_size": "speed"} (see asgd.allocation), or compress: a
+      codec of messages (asgd.compression), its name, or a dict of its name and
+      options.
 
   Raises ValueError for whatever does not fit, before anything runs.
 
@@ -110,9 +121,13 @@ def simulate(
     [1. 1. 1.] 3.0
   """
   recipe = read_recipe(recipe, workers)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codecs=codecs,
     )
     return train(
       given,
@@ -159,9 +174,13 @@ def train_live(
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
   recipe = read_recipe(recipe, workers)
+  codecs, config = _codecs_of(config)
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=batch_size, evaluate=evaluate
+      *(loss, params, data, recipe),
+      batch_size=batch_size,
+      evaluate=evaluate,
+      codecs=codecs,
     )
     return train(
       given,
@@ -184,6 +203,7 @@ def replay(
   data: Any = None,
   recipe: Any = None,
   *,
+  compress: compression.Codec | None = None,
   data_dir: str | None = None,
 ) -> replay_lib.Replay:
   """Computes again what a live run computed, from its traces.
@@ -194,6 +214,7 @@ def replay(
     loss, params, data, recipe: of a run of `train_live` as they were given to
       it. They may be left out if all three are functions of modules that can be
       imported, and the recipe is a name's with plain options.
+    compress: the codec, of a run that was given one as an object.
     data_dir: of a run of asgd train: where the dataset's files are.
 
   Returns:
@@ -217,7 +238,9 @@ def replay(
   recipe = read_recipe(recipe, built.get("workers"))
   with in_words_of_calls():
     given = own.Objects(
-      loss, params, data, recipe, batch_size=was.get("batch_size")
+      *(loss, params, data, recipe),
+      batch_size=was.get("batch_size"),
+      codecs=compress and {"compress": compress},
     )
     replayed = replay_lib.replay(Path(folder), given=given)
   return replayed._replace(params=given.outward(replayed.params))
@@ -237,6 +260,17 @@ def _imported(folder, was):
   build = dict(was["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
+
+
+def _codecs_of(config):
+  """Returns (codecs, config) of a call whose codecs may be objects, which stand
+  in a config as given."""
+  codecs = {
+    key: value
+    for key, value in config.items()
+    if isinstance(value, compression.Codec)
+  }
+  return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
 
 
 # What the functions above share with that of pipelines.
@@ -399,6 +433,8 @@ def train(
       machine=machine,
       ended=lambda *what: kept.extend(what),
     )
+    if place is not None:
+      _report(workdir, experiment, bar)
     if not kept:
       kept = _read(workdir / "cells" / cell.name, experiment, cell)
     records, params, rows = kept
@@ -406,6 +442,16 @@ def train(
   params = given.outward(params)
   rows = [_row(row) for row in rows]
   return Result(params, records, trace, rows, Path(place) if place else None)
+
+
+def _report(workdir, experiment, bar) -> None:
+  """Writes report.html, and what is with it; a caller gets the result of what
+  was trained also where there is no room for that."""
+  try:
+    report.write(workdir, experiment, bar.notes)
+    bar.line(f"report: {workdir / 'report.html'}")
+  except OSError as error:
+    warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
 
 
 def _machine() -> Machine:

@@ -80,8 +80,8 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
   Example:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> from asgd import worker
-    >>> loss = worker.as_loss(lambda params, batch: (params * batch).sum())
+    >>> from asgd import losses
+    >>> loss = losses.as_loss(lambda params, batch: (params * batch).sum())
     >>> value, aux = loss(jnp.ones(2), jnp.ones(2), jax.random.key(0))
     >>> print(value, aux)
     2.0 Aux(stats=())

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, checks
-from asgd.losses import Aux as Aux
+from asgd.losses import Aux as Aux  # what a user's own loss returns
 from asgd.losses import Loss, as_loss
-from asgd.losses import LossError as LossError
 
 _State = TypeVar("_State")
 _Worked = tuple[_State, optax.Updates, base.Metrics]

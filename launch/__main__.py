@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import asgd
-from asgd import names
+from asgd import names, output
 
-_COMMANDS = (  # in the order in which they are listed
+COMMANDS = (  # in the order in which they are listed
   *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
   *("plan", "draw_schedule", "bench"),
 )
@@ -20,7 +20,7 @@ _OF_CONFIG = "train", "chaos", "plan"  # a first word is their --config
 _USAGE_ERROR = 2  # exit status
 
 
-def _summary(name: str) -> str:
+def summary(name: str) -> str:
   """The first line of a command's docstring."""
   here = Path(__file__).parent
   folder = here / name
@@ -30,8 +30,8 @@ def _summary(name: str) -> str:
 
 
 def _help() -> str:
-  width = max(map(len, _COMMANDS))
-  lines = [f"asgd {name.ljust(width)}  {_summary(name)}" for name in _COMMANDS]
+  width = max(map(len, COMMANDS))
+  lines = [f"asgd {name.ljust(width)}  {summary(name)}" for name in COMMANDS]
   lines.append(
     "\nEach takes --help; in a checkout, python -m launch.NAME is the same."
     "\nasgd --list lists recipes, schedules, engines, models and datasets."
@@ -39,6 +39,7 @@ def _help() -> str:
   return "\n".join(lines)
 
 
+@output.ends_with_its_reader()
 def main() -> None:
   """Runs the command that is named, with all other words."""
   name, *words = sys.argv[1:] or ["--help"]
@@ -51,7 +52,7 @@ def main() -> None:
   if name == "--list":
     name, words = "train", ["--list", *words]
   try:
-    names.check("command", name, _COMMANDS)
+    names.check("command", name, COMMANDS)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(_USAGE_ERROR)

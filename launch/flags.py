@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_flags as parsers
 
+from asgd import output
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
 from asgd.experiment import code, overrides, schema, shipped
@@ -235,10 +236,13 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     return flags.FLAGS(argv)
   except flags.Error as error:
     _fail_of_flags(error)
+  except BrokenPipeError:
+    raise  # --help, see `output`
   except Exception as error:  # of ml_collections, about a key
     fail(f"--config: {_what_failed(error)}")
 
 
+@output.ends_with_its_reader()
 def run(main: Callable[..., None], *, words: int = 0) -> None:
   """Parses flags and runs main with the arguments that are no flags, so many
   `words` at most; user errors become one line, not a trace.
@@ -264,9 +268,8 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
         file=sys.stderr,
       )
       sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader of the output has closed it
-      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-      sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:
+      raise  # see `output`
     except (ValueError, OSError) as error:
       if os.environ.get("ASGD_TRACEBACK"):
         raise

@@ -11,10 +11,8 @@ from asgd.data import sentences
 from asgd.experiment import problem, schema
 from pipeline import schedules
 
-_WIDTH = 79
 
-
-def _options(maker: Callable, known: Any) -> str:
+def options(maker: Callable, known: Any = None) -> list[str]:
   """The options of a maker with their defaults; of those that are `known`, also
   what must be given."""
   parts = []
@@ -22,15 +20,13 @@ def _options(maker: Callable, known: Any) -> str:
     needed = parameter.default is parameter.empty
     if name in known if known is not None else not needed:
       parts.append(name if needed else f"{name}={parameter.default!r}")
-  return ", ".join(parts)
+  return parts
 
 
-def _entry(name: str, summary: str, options: str = "") -> str:
-  wrap = functools.partial(
-    textwrap.wrap, width=_WIDTH, subsequent_indent=" " * 4
-  )
+def _entry(name: str, summary: str, known: str = "") -> str:
+  wrap = functools.partial(textwrap.wrap, width=79, subsequent_indent="    ")
   lines = wrap(f"{name}: {summary}" if summary else name, initial_indent="  ")
-  return "\n".join(lines + wrap(options, initial_indent=" " * 4))
+  return "\n".join(lines + wrap(known, initial_indent=" " * 4))
 
 
 def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
@@ -38,14 +34,15 @@ def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
   entries = []
   for name, maker in makers.items():
     summary = (inspect.getdoc(maker) or "").partition("\n\n")[0]
-    options = _options(maker, known(name))
-    entries.append(_entry(name, summary.replace("\n", " "), options))
+    taken = ", ".join(options(maker, known(name)))
+    entries.append(_entry(name, summary.replace("\n", " "), taken))
   return entries
 
 
-def _settings(node: Any) -> str:
+def settings(node: Any) -> list[str]:
+  """The settings of a section of a config, with their defaults."""
   keys = schema.keys_of(node).items()
-  return ", ".join(f"{key}={schema.default_of(below)!r}" for key, below in keys)
+  return [f"{key}={schema.default_of(below)!r}" for key, below in keys]
 
 
 def text(engines: Mapping[str, Any]) -> str:
@@ -53,7 +50,7 @@ def text(engines: Mapping[str, Any]) -> str:
   engines by their names."""
   of_engines = []
   for name, kind in engines.items():
-    lists = {key: _settings(node) for key, node in kind.sections.items()}
+    lists = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}
     known = "; ".join(f"{key}: {keys}" for key, keys in lists.items() if keys)
     of_engines.append(_entry(name, "", known))
   sections = {

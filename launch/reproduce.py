@@ -1,8 +1,8 @@
 """Reproduces figures of papers, and says which of their claims hold.
 
-  python -m launch.reproduce --list
-  python -m launch.reproduce delayed_edge --quick
-  python -m launch.reproduce dana
+  asgd reproduce --list
+  asgd reproduce delayed_edge --quick
+  asgd reproduce dana
 
 A figure is a file in configs/figures: an experiment, claims about it as data,
 and what the paper published (asgd.experiment.claims.figure_file). It is trained

@@ -197,7 +197,7 @@ def _train(config) -> None:
       total, describe=lambda name, row: flags.ENGINES[name].describe(row)
     )
     naming = storage.naming_full_disks(workdir)
-  with naming:
+  with naming, report.at_the_end(workdir, experiment, bar):
     try:
       jobs.train_all(
         experiment,
@@ -212,10 +212,6 @@ def _train(config) -> None:
     finally:
       bar.close()
       where.close()
-    # Together: JAX lets no process wait for long for another at its end.
-    processes.together(
-      lambda: workdir and report.write(workdir, experiment, bar.notes)
-    )
 
 
 def main() -> None:

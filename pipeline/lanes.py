@@ -218,7 +218,9 @@ class LaneRun:
       slot=self._until, servers=servers, **self._mail.rest()
     )
     records = tuple(
-      simulator.records([row[:3] for row in rows], [row[3] for row in rows])
+      simulator.records(
+        [simulator.Received(*row[:3]) for row in rows], [row[3] for row in rows]
+      )
       for rows in self._rows
     )
     spans = tuple(sorted(self._spans, key=lambda span: span.start))

@@ -267,6 +267,11 @@ def _parts(experiment, run, section, table, weights, rate, at, shapes):
 
 def _recipe(run, rate, replicas, ahead) -> algorithms.Recipe:
   """The recipe of a stage; `ahead`: updates that it sends weights rolled on."""
+  if run.recipe in algorithms.PEER_RECIPES:
+    raise ValueError(
+      f"the recipe {run.recipe!r} is of peers, and stages have servers: use"
+      " another, or engine simulate or mesh"
+    )
   recipe = run.make_recipe(rate, replicas)
   algorithm = recipe.algorithm
   if ahead is not None:

@@ -3,6 +3,7 @@ and JAX makes them once in a process, and how and where programs are compiled.
 
 `XLA_FLAGS= python -m pytest ...` compiles them as XLA does on its own."""
 
+import gc
 import os
 from importlib import metadata
 from pathlib import Path
@@ -15,10 +16,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # A process that is killed as it writes leaves half an entry.
 _HALF = "Error reading persistent compilation cache entry"
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_HALF}")
-# Code generation that takes two thirds of the time. XLA ends a process that
-# names a flag it does not have.
+# Code generation that takes half of the time: a small program is not divided
+# among threads. XLA ends a process that names a flag it does not have.
 if metadata.version("jaxlib").startswith("0.10."):
-  os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+  _FLAGS = "use_fusion_emitters=false", "parallel_codegen_split_count=1"
+  _FLAGS = " ".join(f"--xla_cpu_{name}" for name in _FLAGS)
+  os.environ.setdefault("XLA_FLAGS", _FLAGS)
+# Processes that tests start, more than a hundred, read what one has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tracing makes many objects and few cycles: 7 % of the time was spent on those.
+gc.set_threshold(10_000, 10, 10)
 
 import jax  # noqa: E402  reads the environment
 import pytest  # noqa: E402
@@ -31,8 +38,10 @@ SLOW = (
   *("test_actors", "test_mesh_engine", "test_processes", "test_train"),
   *("test_train_live", "test_engine", "test_chaos", "test_replay"),
   *("test_engine_contract", "test_probe", "test_images", "test_recovery"),
-  *("test_configs", "test_executor", "test_threads", "test_contract"),
-  *("test_run_plan", "test_follower", "test_compare", "test_audit"),
+  *("test_configs", "test_executor", "test_damage", "test_contract"),
+  *("test_cluster", "test_facade", "test_world", "test_local_work"),
+  *("test_threads", "test_run_plan", "test_follower", "test_own_code"),
+  *("test_compare", "test_audit", "test_optimizers", "test_statistics"),
   *("test_hybrid", "test_data_parallel", "test_diagnosis", "test_encoder"),
   *("test_readme", "test_cut", "test_stage", "test_plan", "test_circular"),
 )

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, simulator, wire
 from asgd.live.clusters.threads import Stores
 from asgd.live.slots import WrongSlot
 
@@ -25,6 +25,10 @@ class Memory:
     if written != stamp:
       raise WrongSlot(self.name, kind, slot)
     return tree
+
+  def length(self, kind, slot):
+    tree, _ = self._slots[kind, slot]
+    return wire.layout(tree).nbytes
 
   def stamp(self, kind, slot):
     return self._slots.get((kind, slot), (None, 0))[1]

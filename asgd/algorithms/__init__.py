@@ -29,6 +29,15 @@ from typing import Any
 import optax
 
 from asgd import checks, names, optimizers, rates
+from asgd.algorithms.gossip import (
+  ad_psgd,
+  choco_sgd,
+  d2,
+  d_psgd,
+  local_d_psgd,
+  sgp,
+  threshold_sharing,
+)
 from asgd.algorithms.local_work import (
   diloco,
   downpour,
@@ -60,6 +69,12 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
 }
+_SYNCHRONOUS = d_psgd, d2, sgp, local_d_psgd, choco_sgd, threshold_sharing
+# Recipes without a server.
+PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
+  recipe.__name__: recipe for recipe in (ad_psgd, *_SYNCHRONOUS)
+}
+ALL = {**RECIPES, **PEER_RECIPES}
 
 
 _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
@@ -69,7 +84,7 @@ def options(name: str) -> dict[str, Any]:
   """Returns the options that a recipe takes, with their defaults.
 
   Args:
-    name: of RECIPES, or MODULE:FUNCTION.
+    name: of ALL, or MODULE:FUNCTION.
 
   Raises:
     ValueError: for an unknown name, with the nearest known one, or a function
@@ -79,7 +94,7 @@ def options(name: str) -> dict[str, Any]:
     >>> options("ssgd")
     {'momentum': 0.0, 'weight_decay': 0.0, 'optimizer': None}
   """
-  maker = names.resolve("algorithm", name, RECIPES)
+  maker = names.resolve("algorithm", name, ALL)
   parameters = inspect.signature(maker).parameters
   common = "learning_rate", "workers"
   if not set(common) <= set(parameters):
@@ -93,10 +108,10 @@ def options(name: str) -> dict[str, Any]:
 def build(
   name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
 ) -> Recipe:
-  """Builds one of RECIPES, or a recipe of one's own, by name.
+  """Builds one of ALL, or a recipe of one's own, by name.
 
   Args:
-    name: of RECIPES, or MODULE:FUNCTION of a function (learning_rate, workers,
+    name: of ALL, or MODULE:FUNCTION of a function (learning_rate, workers,
       **options) -> Recipe.
     learning_rate: positive, or a schedule over the server's updates.
     workers: how many there are.
@@ -116,7 +131,7 @@ def build(
     >>> recipe.order
     'asynchronous'
   """
-  maker = names.resolve("algorithm", name, RECIPES)
+  maker = names.resolve("algorithm", name, ALL)
   return _make(name, maker, learning_rate, workers, kwargs)
 
 
@@ -182,17 +197,17 @@ def rebuild(
 
 
 def called(name: str) -> Callable[..., Recipe]:
-  """Returns one of RECIPES as a function that checks like `build`.
+  """Returns one of ALL as a function that checks like `build`.
 
   Args:
-    name: of RECIPES.
+    name: of ALL.
 
   Example:
     >>> called("dana_zero")(0.1, workers=8).workers
     8
   """
 
-  @functools.wraps(RECIPES[name])
+  @functools.wraps(ALL[name])
   def recipe(learning_rate, workers, **options):
     return build(name, learning_rate, workers, **options)
 

@@ -18,7 +18,7 @@ from asgd.transforms import scale_by_sent_rate
 _Optimizer = optimizers.Optimizer | None
 
 
-def _of_worker(
+def of_worker(
   optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
 ):
   """What a worker runs in its steps: SGD behind the transforms `first`, or the
@@ -32,7 +32,7 @@ def _of_worker(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def _displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
   """A recipe of workers that send the start minus the end of their steps."""
   checks.whole("steps", steps)
 
@@ -203,8 +203,8 @@ def model_averaging(
     5.0 8.0
     6.0 5.5
   """
-  tx = _of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = _displacements(sgd(1.0), tx, steps, keep_state=keep_state)
+  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacements(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
 
@@ -269,7 +269,7 @@ def easgd(
   if not 0 < moving_rate <= 1:
     raise ValueError(f"moving_rate must be in (0, 1], not {moving_rate}")
   checks.whole("steps", steps)
-  tx = _of_worker(
+  tx = of_worker(
     optimizer, learning_rate, momentum, weight_decay, nesterov=True
   )
   return Recipe(
@@ -366,7 +366,7 @@ def diloco(
       decay_weights(weight_decay),
       scale_by_sent_rate(learning_rate),
     )
-  recipe = _displacements(base.as_algorithm(outer), inner, steps)
+  recipe = displacements(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
 
@@ -432,6 +432,6 @@ def fedasync(
   del workers
   s = transforms.make_discount(discount, decay, grace)
   pull = transforms.add_proximal_pull(proximal)
-  tx = _of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
+  tx = of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
-  return _displacements(algorithm, tx, steps)._replace(mixes=True)
+  return displacements(algorithm, tx, steps)._replace(mixes=True)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import optax
 
 from asgd import base, transforms
+from asgd import gossip as gossip_lib
+from asgd import losses as losses_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 
@@ -51,10 +53,12 @@ class Recipe(NamedTuple):
   order: str = "asynchronous"  # the protocol it is meant for
   workers: int | None = None  # most workers it can serve; None is any
   # Makes a worker of a loss. None: a worker that sends one gradient.
-  worker: Callable[[worker_lib.Loss], base.Worker] | None = None
+  worker: Callable[[losses_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
   mixes: bool = False  # messages are models, which do not count as examples
+  # Peers talk to each other; None: to a server.
+  gossip: gossip_lib.Gossip | None = None
   made: Made | None = None  # None: by hand
 
   def in_rounds(self, workers: int) -> "Recipe":
@@ -74,11 +78,11 @@ class Recipe(NamedTuple):
       return self.algorithm
     return transforms.precede(self.algorithm, self.at_server)
 
-  def make_worker(self, loss: worker_lib.Loss) -> base.Worker:
+  def make_worker(self, loss: losses_lib.Loss) -> base.Worker:
     """Builds the Worker of this recipe.
 
     Args:
-      loss: of any form that `asgd.worker.as_loss` takes.
+      loss: of any form that `asgd.losses.as_loss` takes.
 
     Raises:
       ValueError: if the parts of the recipe do not fit.
@@ -105,6 +109,8 @@ class Recipe(NamedTuple):
   ) -> base.Server:
     """Builds its server, which also owns the statistics of BatchNorm.
 
+    Of a recipe of peers it is each peer's own, without what others tell it.
+
     Args:
       gate: says which messages count.
       statistics_decay: what is kept of the statistics, in [0, 1).
@@ -118,10 +124,37 @@ class Recipe(NamedTuple):
         "a Recipe needs an Algorithm, not an optax transform: wrap it with"
         " asgd.as_algorithm(tx)"
       )
+    algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
+    if self.gossip is not None:
+      algorithm = self.gossip.rule.wrap(algorithm)
     return server_lib.make_server(
-      transforms.own_statistics(self.algorithm, statistics_decay),
+      algorithm,
       every=self.every,
       gate=gate,
       at_server=self.at_server,
       workers=self.workers,
     )
+
+  def peer(
+    self,
+    *,
+    gate: server_lib.Gate = server_lib.accept_all,
+    statistics_decay: float = 0.9,
+  ) -> gossip_lib.Peer:
+    """Builds a peer of a recipe without a server.
+
+    Args:
+      gate: says which of its own messages count.
+      statistics_decay: what is kept of the statistics, in [0, 1).
+
+    Raises:
+      ValueError: for a recipe with a server, and as `server`.
+    """
+    if self.gossip is None:
+      raise ValueError(
+        "the recipe has a server, and no peers: use d_psgd or another recipe of"
+        " asgd.PEER_RECIPES"
+      )
+    own = self.server(gate=gate, statistics_decay=statistics_decay)
+    slots = self.gossip.topology.slots
+    return gossip_lib.make_peer(own, self.gossip.rule, slots)

@@ -47,6 +47,12 @@ class Values:
   values: jax.Array  # float[L], of any float dtype
 
 
+# What a codec has to do with `error_feedback`.
+OPTIONAL = "optional"  # it may have it
+NEEDED = "needed"  # it is biased: what it leaves out must be sent later
+OWN = "own"  # its own state has what it did not send, in a field `residual`
+
+
 class Codec(NamedTuple):
   """A message as less than it was; pure functions.
 
@@ -60,10 +66,20 @@ class Codec(NamedTuple):
   # (state, tree, key) -> (code, state)
   encode: Callable[[Any, optax.Updates, jax.Array], tuple[Code, Any]]
   decode: Callable[[Code], optax.Updates]
+  unbiased: bool = False  # decode(encode(x)) is x in the mean over keys
+  feedback: str = OPTIONAL  # or NEEDED, or OWN
+  # (state, residual) -> what `error_feedback` keeps of it; None: all
+  limit: Callable[[Any, optax.Updates], optax.Updates] | None = None
 
 
 def identity() -> Codec:
   """The codec that sends everything.
+
+  Returns:
+    A Codec whose code is the message.
+
+  Source:
+    none.
 
   Example:
     >>> import jax
@@ -75,7 +91,10 @@ def identity() -> Codec:
     [ 1. -2.]
   """
   return Codec(
-    lambda like: (), lambda state, tree, key: (tree, state), lambda code: code
+    lambda like: (),
+    lambda state, tree, key: (tree, state),
+    lambda code: code,
+    unbiased=True,
   )
 
 
@@ -89,19 +108,42 @@ class Residual(NamedTuple):
 def error_feedback(codec: Codec) -> Codec:
   """Has a codec send later what it did not send.
 
-      sent = codec(message + residual)
-      residual <- message + residual - sent
+    sent = codec(message + residual)
+    residual <- message + residual - sent
+
+  The residual is of gradients as they are, so a learning rate may change while
+  it waits.
 
   Args:
-    codec: any.
+    codec: any that does not keep what it did not send itself.
 
   Returns:
     A Codec whose state has the residual, of the messages' dtypes.
 
+  Raises:
+    ValueError: for a codec that keeps it itself (`dgc`, `demo`).
+
   Source:
     Seide et al., "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs", Interspeech 2014.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec = compression.error_feedback(compression.threshold(1.0))
+    >>> x, key = jnp.array([1.5, 0.75]), jax.random.key(0)
+    >>> code, state = codec.encode(codec.init(x), x, key)
+    >>> print(codec.decode(code), state.residual)  # 1.5 - 1 is left
+    [1. 0.] [0.5  0.75]
+    >>> code, state = codec.encode(state, x, key)
+    >>> print(codec.decode(code), state.residual)
+    [1. 1.] [1.  0.5]
   """
+  if codec.feedback == OWN:
+    raise ValueError(
+      "the codec has error feedback of its own: leave error_feedback out"
+    )
 
   def init(like: base.Params) -> Residual:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -113,13 +155,17 @@ def error_feedback(codec: Codec) -> Codec:
     total = optax.tree.add(state.residual, tree)
     code, inner = codec.encode(state.inner, total, key)
     residual = optax.tree.sub(total, codec.decode(code))
+    if codec.limit is not None:
+      residual = codec.limit(inner, residual)
     return code, Residual(residual, inner)
 
-  return Codec(init, encode, codec.decode)
+  return Codec(init, encode, codec.decode, feedback=OWN)
 
 
 def clip(codec: Codec, norm: float) -> Codec:
   """Clips a message to a global norm before a codec takes it.
+
+    message <- message min(1, norm / ||message||_2)
 
   It belongs around `error_feedback`, so that what was left of earlier messages
   is not clipped again.
@@ -128,17 +174,70 @@ def clip(codec: Codec, norm: float) -> Codec:
     codec: any.
     norm: the largest L2 norm of a message; above 0.
 
+  Returns:
+    A Codec.
+
   Raises:
     ValueError: for a norm that is not above 0.
+
+  Source:
+    none.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec = compression.clip(compression.identity(), norm=1.0)
+    >>> x = jnp.array([4.0])
+    >>> print(codec.encode(codec.init(x), x, jax.random.key(0))[0])
+    [1.]
   """
   if not norm > 0:
     raise ValueError(f"norm must be above 0, not {norm}; leave the clip out")
-  clipper = optax.clip_by_global_norm(norm)
 
   def encode(
     state: Any, tree: optax.Updates, key: jax.Array
   ) -> tuple[Code, Any]:
-    tree, _ = clipper.update(tree, clipper.init(tree))
-    return codec.encode(state, tree, key)
+    return codec.encode(state, clipped(tree, norm), key)
 
-  return Codec(codec.init, encode, codec.decode)
+  return codec._replace(encode=encode, unbiased=False)
+
+
+def power_below(x: jax.Array) -> jax.Array:
+  """Returns powers of 2 to divide by, so that nothing like x overflows.
+
+  Args:
+    x: float[...], 0 or more, finite.
+
+  Returns:
+    Like x, the largest power of 2 up to it, but for the very largest and least:
+    programs may multiply by the inverse, which must be a normal number too.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.compression.codec import power_below
+    >>> print(power_below(jnp.array([5.0, 0.75])))
+    [4.  0.5]
+  """
+  info = jnp.finfo(x.dtype)
+  exponent = jnp.frexp(x)[1] - 1
+  exponent = jnp.clip(exponent, info.minexp, info.maxexp - 2)
+  return jnp.ldexp(jnp.ones_like(x), exponent)
+
+
+def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
+  """Returns a tree of at most a global norm, also where squares overflow.
+
+  Args:
+    tree: of finite floats.
+    norm: the largest L2 norm, above 0.
+  """
+  leaves = [x for x in jax.tree.leaves(tree) if x.size]
+  if not leaves:
+    return tree
+  wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
+  unit = power_below(jnp.stack([jnp.abs(x).max() for x in wide]).max())
+  squares = [jnp.square(x / unit).sum() for x in wide]
+  root = jnp.sqrt(jnp.stack(squares).sum())  # ||tree|| / unit
+  factor = jnp.minimum(norm / unit / jnp.maximum(root, 1.0), 1.0)
+  return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)

@@ -25,6 +25,17 @@ def tag_of(key: str) -> str:
   return f"{group}/{rest}" if rest and group in _GROUPS else f"run/{key}"
 
 
+def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the points that an evaluation adds to curves, by their tags."""
+  return {
+    tag_of(key): value
+    for key, value in row.items()
+    if key not in _NO_CURVES
+    and isinstance(value, (int, float))
+    and np.isfinite(value)
+  }
+
+
 def settings_of(
   experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> dict[str, Any]:
@@ -69,13 +80,7 @@ class CellLog:
     """Adds one evaluation."""
     self._file.write(storage.to_lines([storage.sealed(row)]))
     self._file.flush()
-    scalars = {
-      tag_of(key): value
-      for key, value in row.items()
-      if key not in _NO_CURVES
-      and isinstance(value, (int, float))
-      and np.isfinite(value)
-    }
+    scalars = scalars_of(row)
     for tag, value in scalars.items():
       self._board.add_scalar(tag, value, row["message"])
     if self._run is not None:

@@ -138,8 +138,10 @@ def build(
   resolved = schema.resolve(config, engines)
   runs = schema.runs(resolved, engines)
   if isinstance(dataset, own.Objects):
-    runs = {k: run._replace(given=dataset.recipe) for k, run in runs.items()}
+    given = {"given": dataset.recipe, "codecs": dataset.codecs}
+    runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
+    _check_codec(run, resolved, engines)
     engines[run.engine].check(run)
   devices = max(engines[run.engine].devices(run) for run in runs.values())
   if jax.config.jax_num_cpu_devices < devices:
@@ -159,6 +161,18 @@ def build(
   for cell in experiment.cells:
     experiment.plan(cell)
   return experiment
+
+
+def _check_codec(run, config, engines):
+  """Raises ValueError for a run that would be dense, where all are to be
+  compressed."""
+  for key in ("compress", "compress_down"):
+    if config.get(key) and key not in engines[run.engine].sections:
+      raise ValueError(
+        f"config.{key}: engine {run.engine!r} of config.runs.{run.label} sends"
+        f" nothing that a codec could take; set {key} in the entries of other"
+        f" runs alone, config.runs.LABEL.{key}"
+      )
 
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from asgd.checks import line_of
 from asgd.experiment import storage
@@ -103,6 +102,11 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path):
+    # Not imported by commands and processes that keep no checkpoints: it takes
+    # a sixth of their start.
+    import orbax.checkpoint as ocp
+
+    self._ocp = ocp
     folder.mkdir(parents=True, exist_ok=True)
     here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
@@ -138,8 +142,9 @@ class Checkpoints:
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
     full = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
-    content = ocp.args.Composite(
-      arrays=ocp.args.StandardSave(full), meta=ocp.args.JsonSave(meta)
+    args = self._ocp.args
+    content = args.Composite(
+      arrays=args.StandardSave(full), meta=args.JsonSave(meta)
     )
     try:
       with _briefly():
@@ -172,8 +177,9 @@ class Checkpoints:
     return None
 
   def _read(self, step) -> Saved:
-    content = ocp.args.Composite(
-      arrays=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore()
+    args = self._ocp.args
+    content = args.Composite(
+      arrays=args.StandardRestore(), meta=args.JsonRestore()
     )
     with _briefly():
       saved = self._manager.restore(step, args=content)

@@ -6,6 +6,7 @@ and closing fails once more when Python exits. Here a write is made at once, and
 its OSError is the caller's.
 """
 
+import importlib
 import os
 import socket
 import struct
@@ -24,6 +25,15 @@ def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
   except ImportError:
     calls = "add_scalar", "add_settings", "add_histogram_raw", "close"
     return types.SimpleNamespace(**dict.fromkeys(calls, lambda *_, **__: None))
+
+
+def is_available() -> bool:
+  """Whether tensorboardX is there, which knows the format."""
+  try:
+    importlib.import_module("tensorboardX")
+  except ImportError:
+    return False
+  return True
 
 
 class EventFile:

@@ -48,6 +48,7 @@ _CLOCKS = {
   "time": ("simulated_time", "time (mean batches)"),
   "seconds": ("seconds", "seconds of training"),
 }
+_TRAFFIC = "traffic (MB)"  # up and down, of runs with codecs
 _ERROR = "test error (%)"  # 100 less the accuracy in percent
 _LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
 _SINCE = ", mean since\nthe last evaluation"
@@ -69,27 +70,30 @@ def _swept(results) -> set[int]:
   return set().union(*several)
 
 
-def has_accuracy(results: Rows) -> bool:
-  """Whether the task has an accuracy: what has none has losses alone."""
-  accuracies, losses = (
-    any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
-    for key in ("test_accuracy", "test_loss")
-  )
-  return accuracies or not losses
+def has(results: Rows, key: str) -> bool:
+  """Whether something of a test was measured, and came out finite: a task may
+  have losses alone, and a caller no test at all."""
+  return any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
 
 
 def panels(results: Rows) -> list[Panel]:
   """Returns what may be drawn: a run with several numbers of workers against
   them, and its curves at the largest; otherwise curves of accuracy and loss. A
   task without accuracy has the losses of training and test instead."""
-  of_classes = has_accuracy(results)
-  best = _ERROR if of_classes else _LOSSES["test_loss"]
-  name = "accuracy" if of_classes else "loss"
-  y = f"test_{name}"
+  of_classes = has(results, "test_accuracy")
+  name, y, best = "accuracy", "test_accuracy", _ERROR
+  if not of_classes:
+    name, y = "loss", "test_loss" if has(results, "test_loss") else "train_loss"
+    best = _LOSSES[y]
   keys = set(itertools.chain.from_iterable(results))
   timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
+  counted = bool({"codec", "codec_down"} & keys)
   if timed and _swept(results):
     key, label = _CLOCKS[timed[0]]
+    sizes = [
+      Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, best),
+      Panel("megabytes", "workers", "bytes_up", "workers", "bytes up"),
+    ]
     return [
       Panel(name, "workers", y, "workers", best),
       Panel("gap", "workers", "gap_mean", "workers", "mean gap"),
@@ -97,6 +101,7 @@ def panels(results: Rows) -> list[Panel]:
       Panel(f"{name}_curve", "epoch", y, "epoch", best),
       Panel("gap_curve", "epoch", "gap_mean", "epoch", f"gap{_SINCE}"),
       Panel(f"{name}_by_time", timed[0], y, label, best),
+      *(sizes if counted else ()),
     ]
   first = "test_accuracy", _ERROR
   if not of_classes:
@@ -104,6 +109,7 @@ def panels(results: Rows) -> list[Panel]:
   curves = first, ("test_loss", _LOSSES["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
   axes += [(clock, _CLOCKS[clock][1]) for clock in timed]
+  axes += [("megabytes", _TRAFFIC)] if counted else []
   return [
     Panel(f"{y}_by_{x}", x, y, xlabel, ylabel)
     for y, ylabel in curves
@@ -339,7 +345,7 @@ def _draw_panel(axis, panel, points, styles, swept):
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.minorticks_off()
     axis.set_xlabel("workers, log scale")
-  elif panel.x in (*_CLOCKS, "update"):
+  elif panel.x in (*_CLOCKS, "update", "megabytes"):
     scale_by_logarithm(axis, "x", [row["x"] for row in rows])
   if panel.y in _LOSSES:
     _limit_losses(axis, rows)

@@ -11,7 +11,8 @@ WORKDIR/
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
-  tensorboard/           the same rows as metrics.jsonl
+  tensorboard/           the same rows as metrics.jsonl; of several seeds that
+                         are finished, their means (asgd.experiment.boards)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
@@ -46,7 +47,7 @@ from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
 
-VERSION = 2  # of the layout; another is refused
+VERSION = 3  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
@@ -104,8 +105,7 @@ def open_folder(
         " config.json"
       )
     folder.mkdir(parents=True, exist_ok=True)
-  with (folder / ".lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for other processes
+  with alone(folder):
     written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
@@ -116,6 +116,14 @@ def open_folder(
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+  """Waits until no other process is within such a block for a folder."""
+  with (folder / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
@@ -267,7 +275,13 @@ def read_cell(place: Path) -> dict[str, Any]:
         " made it trains it again"
       )
     value = members and storage.json_object(members["cell.json"])
-  if value is None or value.get("version") != VERSION:
+  version = value and value.get("version")
+  if type(version) is int and version != VERSION:
+    raise FolderError(
+      f"{place} is of version {version} of the layout, and this release reads"
+      f" {VERSION}: use the release that wrote it, or {_REMEDY}"
+    )
+  if value is None or version != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
       " as asgd train makes them"

@@ -1,12 +1,12 @@
 """How a live run goes, in numbers: for the bar, for lines and for TensorBoard.
 
 Rates are over the last seconds by the driver's clock, so they fall when nothing
-comes. Bytes are those of parameters sent and of messages received, as they lie
-in the memory that the two sides share.
+comes. Bytes are those of parameters sent and of messages received, as records
+tell them; of several shards the lead's stand for all, by its share of the
+parameters.
 """
 
 import collections
-import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import base, sharding
+from asgd import base, sharding, wire
 from asgd.experiment import event_file
-from asgd.live import wire
-from asgd.live.journal import journal_path
 
 _WINDOW = 5.0  # seconds that rates are taken over
 _BOARD = 1.0  # seconds between two points of a curve
@@ -53,6 +51,7 @@ class _Look(NamedTuple):
   worker: np.ndarray  # int[m], of each message
   staleness: np.ndarray  # int[m]
   gap: np.ndarray  # float[m]
+  bytes: np.ndarray  # int[m], up and down
 
 
 class Counter:
@@ -60,7 +59,7 @@ class Counter:
 
   def __init__(self, workers: int, now: float):
     self._workers = workers
-    self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 3)])
+    self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 4)])
 
   def add(self, now: float, records: base.Records) -> None:
     """Counts the records that are new."""
@@ -71,16 +70,18 @@ class Counter:
         self._looks = collections.deque([last._replace(update=first)])
       update = int(records.update[-1])
     new = records.worker, records.staleness, records.gap
+    new += (records.bytes_up + records.bytes_down,)
     self._looks.append(_Look(now, update, *new))
     while len(self._looks) > 2 and self._looks[1].now <= now - _WINDOW:
       self._looks.popleft()
 
-  def figures(self, nbytes: float) -> Figures:
-    """Returns the rates over the window, with so many bytes for a message."""
+  def figures(self, share: float = 1.0) -> Figures:
+    """Returns the rates over the window; the bytes that were counted are such a
+    share of all."""
     old, *looks = self._looks
     seconds = max(looks[-1].now - old.now, 1e-9)
     columns = zip(*(look[2:] for look in looks), strict=True)
-    worker, staleness, gap = map(np.concatenate, columns)
+    worker, staleness, gap, nbytes = map(np.concatenate, columns)
     return Figures(
       # Less than before if a shard rolled back.
       updates=max(looks[-1].update - old.update, 0) / seconds,
@@ -88,7 +89,7 @@ class Counter:
       workers=np.bincount(worker, minlength=self._workers) / seconds,
       staleness=np.bincount(staleness, minlength=1),
       gap=float(gap.mean(dtype=float)) if len(gap) else float("nan"),
-      bytes=nbytes * len(gap) / seconds,
+      bytes=nbytes.sum() / share / seconds,
     )
 
 
@@ -160,27 +161,6 @@ def long(figures: Figures) -> str:
   )
 
 
-class Tickets:
-  """Tickets for each message, as a journal tells from its end on; less than one
-  where workers keep a ticket for several jobs."""
-
-  def __init__(self, path: Path):
-    self._path = path
-    self._at = path.stat().st_size if path.exists() else 0
-    self._sent = self._received = 0
-
-  def look(self) -> float:
-    """Returns the ratio since the start; 1 before the first message."""
-    with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-      file.seek(self._at)
-      data = file.read()
-      whole = data.rfind(b"\n") + 1  # what is cut off is read the next time
-      self._at += whole
-      self._sent += data.count(b",send,", 0, whole)
-      self._received += data.count(b",receive,", 0, whole)
-    return self._sent / self._received if self._received else 1.0
-
-
 class Board:
   """Curves of a live run for TensorBoard; nothing without tensorboardX."""
 
@@ -222,22 +202,20 @@ class Board:
       )
 
 
-def message_bytes(params: Any, shards: int, compress: str | None) -> int:
-  """Returns the bytes of all parameters on their way, and of a message."""
-  parts = [params]
-  if shards > 1:
-    parts = sharding.split(sharding.make_plan(params, shards), params)
-  return sum(wire.layout(part, compress=compress).nbytes for part in parts)
+def lead_share(params: Any, shards: int) -> float:
+  """Returns the share of all parameters that the lead of so many shards has,
+  by their bytes."""
+  plan = sharding.make_plan(params, shards)
+  sizes = [wire.layout(part).nbytes for part in sharding.split(plan, params)]
+  return sizes[0] / max(sum(sizes), 1)
 
 
 class Watch:
-  """Watches a `live_clusters.LiveRun`, with `compress` as in `wire.layout`."""
+  """Watches a `live_clusters.LiveRun`."""
 
-  def __init__(self, live: Any, board: Path, *, compress: str | None = None):
-    setup = live.setup
-    self._nbytes = message_bytes(live.params, setup.shards, compress)
-    self._tickets = Tickets(journal_path(live.folder, 0))
-    self._counter = Counter(setup.workers, time.monotonic())
+  def __init__(self, live: Any, board: Path):
+    self._share = lead_share(live.params, live.setup.shards)
+    self._counter = Counter(live.setup.workers, time.monotonic())
     # Below that of the evaluations: readers follow one file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close
@@ -245,8 +223,7 @@ class Watch:
   def look(self, now: float, records: base.Records, message: int) -> Figures:
     """Counts the records that are new at `now`, of `message` in all."""
     self._counter.add(now, records)
-    nbytes = self._nbytes * (1 + self._tickets.look())
-    figures = self._counter.figures(nbytes)
+    figures = self._counter.figures(self._share)
     if figures.messages:
       self._board.write(now, message, figures)
     return figures

@@ -271,6 +271,7 @@ class _Attempt(contextlib.ExitStack):
       self.push(_closing(self._checkpoints.close))
       if self._kind.journaled:
         rows = folder.read_rows_so_far(self._place)
+        _compile_evaluation(self._experiment, self._cell)
     engine = self._kind.start(
       Context(
         *(self._experiment, self._cell, self._experiment.plan(self._cell)),
@@ -359,6 +360,22 @@ class _Attempt(contextlib.ExitStack):
     cell_files.write_result(self._place, result)
     if not self._kind.journaled:
       cell_files.pack(self._place)
+
+
+def _compile_evaluation(experiment, cell) -> None:
+  """Evaluates some parameters before a live run begins, once for all cells of a
+  batch size: its workers would share the cores with the compiler of the first
+  evaluation. A caller's own function is not called."""
+  run = experiment.runs[cell.label]
+  key = "evaluation", run.config["batch_size"]
+  if run.given is not None or key in experiment.compiled:
+    return
+  problem = experiment.problem_of(run)
+  params = problem.init(jax.random.key(0))
+  problem.evaluate(params)
+  if experiment.config["curvature_checks"]:
+    experiment.sharpness_of(run)(params)
+  experiment.compiled[key] = True
 
 
 def _closing(close: Callable[[], None]):

@@ -7,6 +7,7 @@ configs, warnings) is escaped here, and stays text whatever it holds.
 import base64
 import html
 import json
+import re
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; margin: 0 auto;
   max-width: 1360px; padding: 0 16px 48px; overflow-wrap: anywhere; }
 h1 { font-size: 1.5em; margin: .8em 0 .1em; } h2 { font-size: 1.15em;
   margin: 1.6em 0 .5em; border-bottom: 1px solid #ccc; }
-.scroll { overflow-x: auto; } .scroll img { width: 100%; min-width: 480px;
-  max-width: 760px; }
+.scroll { overflow-x: auto; } .scroll img { width: 100%; }
 p.lead { margin: 0; color: #444; } ul { margin: .3em 0; padding-left: 1.3em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 9px; border-bottom: 1px solid #e2e2e2; text-align: left;
@@ -47,6 +47,8 @@ tr.changed td { background: #fff6d6; }
   th, td { padding: 3px 6px; } }
 @media print { .scroll { overflow: visible; } }
 """
+_PIXELS = 1.45  # for a point of a figure, so that its text is as that of a page
+_WIDEST, _NARROWEST = 760, 480  # of a figure, pixels
 _ROUNDING = 1e-9  # a smaller relative spread is none
 _SCRIPT = """
 for (const table of document.querySelectorAll("table.results")) {
@@ -131,10 +133,13 @@ def figures(paths: Iterable[Path], title: str) -> str:
 def picture(path: Path, description: str) -> str:
   """A figure from a file, SVG or PNG, which becomes part of the page."""
   kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
-  content = base64.b64encode(path.read_bytes()).decode()
+  content = path.read_bytes()
+  size = re.search(rb'<svg[^>]* viewBox="0 0 (\d+)', content[:2000])
+  width = round(_PIXELS * int(size[1])) if size else _WIDEST
   return (
     f'<div class="scroll"><img alt="{text(description)}"'
-    f' src="data:{kind};base64,{content}"></div>'
+    f' style="max-width: {width}px; min-width: {min(width, _NARROWEST)}px"'
+    f' src="data:{kind};base64,{base64.b64encode(content).decode()}"></div>'
   )
 
 

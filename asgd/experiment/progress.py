@@ -94,6 +94,8 @@ class ProgressBar:
 class Silent:
   """A bar where another process has it."""
 
+  notes: tuple[str, ...] = ()
+
   def skip(self, *_):
     """Shows nothing."""
 

@@ -89,7 +89,6 @@ def start(
   options = {
     "log_to_driver": False,
     "logging_level": logging.CRITICAL,
-    "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
   }
   if address:
     with contextlib.ExitStack() as undo, _own_signals():
@@ -102,7 +101,7 @@ def start(
     include_dashboard=False,
     object_store_memory=memory,
   )
-  with contextlib.ExitStack() as undo, _own_signals():
+  with contextlib.ExitStack() as undo, _own_signals(), _own_path():
     _share_processors(undo)
     _ask_for_token(undo)
     options["_temp_dir"] = _own_folder(undo)
@@ -129,6 +128,21 @@ def _own_signals():
   in_main = threading.current_thread() is threading.main_thread()
   if in_main and callable(handler):
     signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _own_path():
+  """Has the processes of a cluster that is started in here import what this one
+  can. A runtime_env would cost each of them another process, which imports Ray
+  to set the variable, and Ray would keep none ready."""
+  before = os.environ.get("PYTHONPATH")
+  os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+  try:
+    yield
+  finally:
+    del os.environ["PYTHONPATH"]
+    if before is not None:
+      os.environ["PYTHONPATH"] = before
 
 
 def _join(ray, address, options) -> None:

@@ -1,18 +1,22 @@
 """What an experiment says: a line for each cell, a table, a figure, a page."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asgd import text_table
-from asgd.experiment import figure, folder, page, schema, storage
+from asgd.experiment import boards, figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import Column
+from asgd.experiment.engines import Column, peers, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
+from asgd.experiment.signals import Stopped
+from asgd.parallel import processes
+from asgd.problems import own
 
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
@@ -126,15 +130,21 @@ def _csv_row(group: Rows) -> dict[str, Any]:
 def columns_of(results: Rows, engines: Engines) -> list[Column]:
   """Returns the columns that a table of these results shows."""
   shown = list(_FIRST)
-  if not figure.has_accuracy(results):
+  if not figure.has(results, "test_accuracy"):
     shown = [column for column in shown if column.key != "test_accuracy"]
+    if not figure.has(results, "test_loss"):
+      shown[-1] = Column("mean train loss", "train_loss")
   if any(storage.is_finite(row.get("test_measure")) for row in results):
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  if any("codec" in row or "codec_down" in row for row in results):
+    shown += traffic.COLUMNS
+  if any("consensus" in row for row in results):
+    shown += peers.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
-  return shown
+  return list({column.key: column for column in shown}.values())
 
 
 def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
@@ -221,7 +231,7 @@ def write_page(
   content = page.document(
     title,
     page.heading(title, lead),
-    page.warnings([*warnings(results), *damaged, *said]),
+    page.warnings([*said, *warnings(results), *damaged]),
     page.figures(pictures, title),
     page.section("Results", page.results(csv_rows, shown)),
     page.section("Config", page.config(config, defaults)),
@@ -247,12 +257,37 @@ def _files(workdir: Path, cells: Sequence[str]) -> str:
   return f"<p>{content}</p>\n{page.more(f'{len(cells)} cells', of_cells)}"
 
 
+@contextlib.contextmanager
+def at_the_end(
+  workdir: Path | None, experiment: Experiment, bar: Any
+) -> Iterator[None]:
+  """Writes and prints a report when a block ends that trains, also where it was
+  stopped: of the cells that are finished then. All processes make this call;
+  the others have no folder. The block closes the bar."""
+
+  def end():
+    # Together: JAX lets no process wait for long for another at its end.
+    processes.together(
+      lambda: workdir and print(write(workdir, experiment, bar.notes), end="")
+    )
+
+  try:
+    yield
+  except Stopped:
+    end()
+    raise
+  end()
+
+
 def write(
   workdir: Path, experiment: Experiment, notes: Sequence[str] = ()
-) -> None:
-  """Writes table, figure and page of a folder's finished cells, and says where;
-  `notes` are what else was said while they were trained."""
+) -> str:
+  """Writes table, figure and page of a folder's finished cells, and returns the
+  table, and where all is, for people; of none nothing. `notes` are what else
+  was said while they were trained."""
   results = folder.read_results(workdir)
+  if not results:
+    return ""
   places = [workdir / "cells" / row["cell"] for row in results]
   rows = [row for place in places for row in folder.read_rows(place)]
   csv_rows, table = tabulate(results, experiment.engines)
@@ -264,25 +299,30 @@ def write(
   what = f"{dataset.name}, {config['model']['name']}"
   if config["problem"]["name"] is not None:
     what = dataset.name
-  what += f", {budget}, {seeds} seed"
-  title = f"{what}{'s' * (seeds != 1)}\ndata: {dataset.source}"
-  points = figure.numbers(results, rows)
-  text = f"{title}\n\n{table}"
+  elif isinstance(dataset, own.Objects):
+    what = "a caller's data and model"
+  what += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
   cells = {cell.name for cell in experiment.cells}
   done = len(cells & {row["cell"] for row in results})
-  if done < len(cells):
-    text += f"{done} of {len(cells)} cells; the others are not finished\n"
+  so_far = f"{done} of {len(cells)} cells" if done < len(cells) else ""
+  title = f"{what}{so_far and ', ' + so_far}\ndata: {dataset.source}"
+  points = figure.numbers(results, rows)
+  text = f"{title}\n\n{table}"
+  if so_far:
+    said = f"so far {so_far}: means are over the seeds that are finished"
+    notes, text = [said, *notes], f"{text}{said}\n"
   storage.write_atomically(workdir / "metrics.jsonl", storage.to_lines(rows))
   storage.write_csv(workdir / "results.csv", csv_rows)
   storage.write_atomically(workdir / "table.txt", text)
   storage.write_csv(workdir / "figure.csv", flat(points))
   drawn = draw(points, results, workdir / "figure", title)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
-  named = {"title": what + "s" * (seeds != 1), "lead": lead, "notes": notes}
+  named = {"title": what, "lead": lead, "notes": notes}
   made = write_page(
     *(workdir, results, csv_rows, experiment.engines), **named
   )
-  print(
+  boards.join(workdir, experiment, results)
+  return (
     f"\n{text}\n"
     f"report       {made}\n"
     f"figure       {drawn}\n"
@@ -291,5 +331,5 @@ def write(
     " TensorBoard\n"
     f"each cell    {workdir}/cells/ (cell.npz; of live runs params.msgpack,"
     " records.npz, result.json)\n"
-    f"config       {workdir}/config.json"
+    f"config       {workdir}/config.json\n"
   )

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
-RECIPES = {**algorithms.RECIPES, **sandblaster.RECIPES}
+RECIPES = {**algorithms.ALL, **sandblaster.RECIPES}
 _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
@@ -178,6 +179,8 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the whole config, as it holds for this run
   given: algorithms.Recipe | None = None  # by a caller, instead of its name
+  # The same: asgd.compression.Codecs, by their keys of the config.
+  codecs: Mapping[str, Any] = types.MappingProxyType({})
 
   def make_recipe(
     self,

@@ -45,13 +45,15 @@ class Signals:
       _say("stopping: what was trained is saved first")
 
   def _count(self, heard):
-    asked, seconds = 0, None
-    while asked < 3 and select.select([heard], [], [], seconds)[0]:
+    asked, milliseconds = 0, None
+    poller = select.poll()  # select() refuses numbers of files from 1,024 on
+    poller.register(heard, select.POLLIN)
+    while asked < 3 and poller.poll(milliseconds):
       data = os.read(heard, 64)
       mine = [n for n in _NUMBERS if signal.getsignal(n) == self._handle]
       asked += sum(map(data.count, mine))
       if asked >= 2:
-        seconds = _GRACE
+        milliseconds = 1000 * _GRACE
     if self._tells:
       _say(f"ended at once, before all was saved; {GO_ON}")
     processes.end_children()

@@ -130,10 +130,15 @@ class Script:
       self._wait(slow.seconds)
 
   def message(self, worker: int, seq: int, message: Any) -> Any:
-    """Spoils a message with NaN."""
+    """Spoils the real numbers of a message with NaN."""
     if not self._take(worker, seq, "nan"):
       return message
-    return jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), message)
+
+    def spoil(x):
+      whole = x.dtype.kind in "iub"  # of a code
+      return x if whole else np.full(x.shape, np.nan, x.dtype)
+
+    return jax.tree.map(spoil, message)
 
   def frames(self, worker: int, frame: Frame) -> list[Frame]:
     """Loses, doubles or holds back a frame until the next one."""

@@ -39,8 +39,8 @@ class Frame(NamedTuple):
   # TICKET: of params; ROW: its number; ASK: totals known; HELLO, WELCOME: how
   # often the loop began anew
   version: int = 0
-  # TICKET: kept; PUSH: finite; ROW: action; EXPEL: replaced; HELLO: I live, and
-  # wait for another shard
+  # TICKET: kept; PUSH: finite; PREPARED: it is refused; ROW: action; EXPEL:
+  # replaced; HELLO: I live, and wait for another shard
   flag: int = 0
   params: int = -1  # slot
   message: int = -1  # slot

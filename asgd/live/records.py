@@ -17,15 +17,16 @@ RECORD = np.dtype(
   [
     *(("update", "<i4"), ("time", "<f8"), ("worker", "<i4"), ("job", "<i4")),
     *(("staleness", "<i4"), ("gap", "<f4"), ("loss", "<f4"), ("accepted", "?")),
-    *(("message_norm", "<f4"), ("update_norm", "<f4"), ("crc32", "<u4")),
+    *(("message_norm", "<f4"), ("update_norm", "<f4"), ("bytes_up", "<i8")),
+    *(("bytes_down", "<i8"), ("residual_norm", "<f4"), ("crc32", "<u4")),
   ]
 )
 
 
 def _checksums(rows: npt.NDArray[Any]) -> list[int]:
   """The CRC-32 of each row, but for its last column, which it is."""
-  data, size = memoryview(rows.tobytes()), RECORD.itemsize
-  end = size - RECORD["crc32"].itemsize
+  data, size = memoryview(rows.tobytes()), rows.itemsize
+  end = size - rows.dtype["crc32"].itemsize
   return [zlib.crc32(data[i : i + end]) for i in range(0, len(data), size)]
 
 
@@ -35,20 +36,23 @@ def records_path(run: Path, index: int) -> Path:
 
 
 class FileSink(AppendOnlyFile):
-  """A shard's records: rows of RECORD."""
+  """A shard's records: rows of RECORD, or of what a peer has (`dtype`)."""
 
-  def __init__(self, path: Path, **options: Any):
+  def __init__(
+    self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
+  ):
     super().__init__(path, **options)
-    self._cut(self.count * RECORD.itemsize)
+    self._dtype = dtype
+    self._cut(self.count * dtype.itemsize)
 
   @property
   def count(self) -> int:
     """How many there are."""
-    return self._size // RECORD.itemsize
+    return self._size // self._dtype.itemsize
 
-  def append(self, records: base.Records) -> None:
-    """Adds all records, or none and raises ValueError."""
-    rows = np.empty(len(records.loss), RECORD)
+  def append(self, records: Any) -> None:
+    """Adds all records (columns), or none and raises ValueError."""
+    rows = np.empty(len(records.loss), self._dtype)
     for name, column in records._asdict().items():
       rows[name] = column
     rows["crc32"] = _checksums(rows)
@@ -56,12 +60,12 @@ class FileSink(AppendOnlyFile):
 
   def truncate(self, count: int) -> None:
     """Drops all but the first `count`: the others will be made again."""
-    self._cut(min(count * RECORD.itemsize, self._size))
+    self._cut(min(count * self._dtype.itemsize, self._size))
 
 
-def count_records(path: Path) -> int:
+def count_records(path: Path, dtype: np.dtype[Any] = RECORD) -> int:
   """Returns how many records a sink's file has; none if there is no file."""
-  return path.stat().st_size // RECORD.itemsize if path.exists() else 0
+  return path.stat().st_size // dtype.itemsize if path.exists() else 0
 
 
 def read_records(
@@ -69,17 +73,27 @@ def read_records(
 ) -> base.Records:
   """Returns the records in a sink's file, or only rows `start` to `end`, and
   reads no more of the file. Raises ValueError naming one that was changed."""
-  count = (count_records(path) if end is None else end) - start
-  if count <= 0:
+  rows = read_rows(path, RECORD, start, end)
+  if not len(rows):
     return simulator.concatenate([])
-  rows = np.fromfile(path, RECORD, count, offset=start * RECORD.itemsize)
+  return base.Records(*(rows[name].copy() for name in base.Records._fields))
+
+
+def read_rows(
+  path: Path, dtype: np.dtype[Any], start: int = 0, end: int | None = None
+) -> npt.NDArray[Any]:
+  """Returns the rows of a dtype in a sink's file, as `read_records`."""
+  count = (count_records(path, dtype) if end is None else end) - start
+  if count <= 0:
+    return np.empty(0, dtype)
+  rows = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
   wrong = np.flatnonzero(rows["crc32"] != _checksums(rows))
   if len(wrong):
     raise ValueError(
       f"{path}, record {start + wrong[0]} was changed, as its checksum says."
       f" {PUT_BACK}"
     )
-  return base.Records(*(rows[name].copy() for name in base.Records._fields))
+  return rows
 
 
 def check_records(

@@ -5,9 +5,10 @@ in, and two snapshots of the shard. They are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 
-Each slot ends with a stamp, which its writer sets after the content and its
-reader compares: what was written to a file that has been replaced since, or by
-a worker for another message, is refused and never taken for the content.
+Each slot ends with how many bytes its content has, and a stamp, which its
+writer sets after the content and its reader compares: what was written to a
+file that has been replaced since, or by a worker for another message, is
+refused and never taken for the content.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd.live import wire
+from asgd import wire
 from asgd.live.append_only import GO_ON
+from asgd.live.slot_formats import slot_format
 
 PARAMS, MESSAGES = 0, 1  # kinds of slots
 
@@ -50,7 +52,7 @@ class SlotCounts(NamedTuple):
 
 
 _ADOPTED = "adopted"  # a file
-_STAMP = np.dtype(np.int64)
+_TRAILER = np.dtype([("length", np.int64), ("stamp", np.int64)])
 
 
 def message_stamp(worker: int, seq: int) -> int:
@@ -63,16 +65,18 @@ def _checksum(text: str) -> str:
 
 
 def _stride(nbytes: int) -> int:
-  """Bytes of a slot with its stamp, in whole pages."""
-  return -(-(nbytes + _STAMP.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+  """Bytes of a slot with what ends it, in whole pages."""
+  return -(-(nbytes + _TRAILER.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def slots_nbytes(
-  counts: SlotCounts, part: Any, *, compress: str | None = None
+  counts: SlotCounts, like: tuple[Any, Any], *, compress: str | None = None
 ) -> int:
   """Returns the bytes that a shard's slots take, those of snapshots left out;
-  `part` are its parameters (shapes and dtypes)."""
-  return sum(counts) * _stride(wire.layout(part, compress=compress).nbytes)
+  `like` are what lies in slots of params and messages, as `SharedMemory` has
+  it."""
+  strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
+  return sum(n * stride for n, stride in zip(counts, strides, strict=True))
 
 
 def check_room(folder: Path | str, nbytes: int) -> None:
@@ -137,9 +141,10 @@ class SharedMemory:
   ):
     """Opens the files, making those that are not there, in a folder that is
     best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
-    what lies in params, message and snapshot slots (shapes and dtypes), and
-    `compress` is of the first two, as in `wire.layout`. Raises ValueError if
-    there is no room, or the files hold something else."""
+    what lies in params, message and snapshot slots (shapes and dtypes, or for
+    messages a `packing.Layout`), and `compress` is of the first two, as in
+    `wire.layout`. Raises ValueError if there is no room, or the files hold
+    something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.
@@ -148,12 +153,13 @@ class SharedMemory:
     if snapshot is not None:
       self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     self._files: dict[Path, int] = {}  # their numbers on the disk
-    self._layouts = [wire.layout(tree, compress=compress) for tree in kinds]
+    self._formats = [slot_format(x, compress=compress) for x in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
-    kinds = zip(SlotCounts._fields, self._layouts, counts, strict=True)
+    kinds = zip(SlotCounts._fields, self._formats, counts, strict=True)
     rows = [self._map(name, x.nbytes, count) for name, x, count in kinds]
     self._slots = [slots for slots, _ in rows]
-    self._stamps = [stamps for _, stamps in rows]
+    self._lengths = [trailers["length"] for _, trailers in rows]
+    self._stamps = [trailers["stamp"] for _, trailers in rows]
     self._images = None
     self._turn = 0  # the image to be written next
 
@@ -188,21 +194,32 @@ class SharedMemory:
         " fewer workers, a smaller log or another folder"
       ) from error
     rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
-    stamps = rows[:, -_STAMP.itemsize :].view(_STAMP)[:, 0]
-    return [row[:nbytes] for row in rows], stamps
+    trailers = rows[:, -_TRAILER.itemsize :].view(_TRAILER)[:, 0]
+    return [row[:nbytes] for row in rows], trailers
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """Copies a tree into a slot, and sets its stamp."""
+    """Copies a tree into a slot, and sets its stamp; a packed slot takes a
+    code, or one that is packed already (uint8[length])."""
     self._stamps[kind][slot] = 0
-    wire.write(self._layouts[kind], tree, self._slots[kind][slot])
+    length = self._formats[kind].write(tree, self._slots[kind][slot])
+    self._lengths[kind][slot] = length
     self._stamps[kind][slot] = stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns views of a slot, to be used before the slot is given away. Raises
-    WrongSlot if it has another stamp."""
+    """Returns views of a slot, to be used before the slot is given away, or the
+    code that is packed in it. Raises WrongSlot if it has another stamp, and
+    BadCode for what does not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
-    return wire.read(self._layouts[kind], self._slots[kind][slot])
+    return self._content(kind, slot)
+
+  def _content(self, kind, slot):
+    data = self._slots[kind][slot][: self.length(kind, slot)]
+    return self._formats[kind].read(data)
+
+  def length(self, kind: int, slot: int) -> int:
+    """Returns how many bytes the content of a slot has."""
+    return self._formats[kind].length(int(self._lengths[kind][slot]))
 
   def stamp(self, kind: int, slot: int) -> int:
     """Returns the stamp of what lies in a slot now."""
@@ -213,8 +230,7 @@ class SharedMemory:
     written there."""
     if not self._stamps[kind][slot]:
       raise WrongSlot(str(self._folder), kind, slot)
-    layout, data = self._layouts[kind], self._slots[kind][slot]
-    return jax.tree.map(np.array, wire.read(layout, data))
+    return jax.tree.map(np.array, self._content(kind, slot))
 
   def save(self, tree: Any, meta: Any) -> None:
     """Keeps a snapshot; a kill on the way leaves the one before."""

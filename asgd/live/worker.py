@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, sharding, simulator
+from asgd import base, compression, sharding, simulator
 from asgd.live import frames
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
@@ -43,6 +43,15 @@ class Duty(NamedTuple):
   depth: int = 1
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
   devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
+  codec: compression.Codec | None = None  # that the work ends with
+
+  def shares(self) -> list[tuple[Any, Any]]:
+    """Returns what slots of each shard hold: (params, messages), in the forms
+    that `slots.SharedMemory` takes."""
+    parts = [self.params]
+    if self.plan is not None:
+      parts = sharding.split(self.plan, self.params)
+    return [(part, compression.layout(self.codec, part)) for part in parts]
 
   def on_device(self, worker: int) -> contextlib.AbstractContextManager:
     """Has this thread compute on a worker's device: of n, worker i has i mod
@@ -101,9 +110,14 @@ class Duty(NamedTuple):
     return (self.slowdown[worker : worker + 1] or (1.0,))[0]
 
 
-def _finite(message: Any, loss: float) -> bool:
+def is_finite(message: Any, loss: float) -> bool:
   """Whether there is no NaN or infinity in a message of NumPy arrays: neither
-  goes away in a sum. One that overflows is taken for infinite, too."""
+  goes away in a sum. One that overflows is taken for infinite, too. Of codes
+  the loss tells: it is NaN of what was not encoded."""
+  if isinstance(message, compression.Parts):
+    return all(is_finite(part, loss) for part in message.parts)
+  if isinstance(message, compression.Coded):
+    return bool(np.isfinite(message.residual) and np.isfinite(loss))
   with np.errstate(all="ignore"):
     sums = [
       np.sum(x, dtype=np.promote_types(x.dtype, np.float32))
@@ -375,7 +389,7 @@ class WorkerLoop:
       for memory, ticket in self._slots_of(job)
     ):
       return  # it has died meanwhile, and other parameters came into its slot
-    finite = _finite(message, loss)
+    finite = is_finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
     said = said._replace(flag=int(finite))
     if not self._write(job, message):
@@ -398,7 +412,7 @@ class WorkerLoop:
   def _write(self, job, message) -> bool:
     """Writes a message to its slots; False if they are another worker's."""
     plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
-    parts = [message] if plan is None else sharding.split(plan, message)
+    parts = compression.split(plan, message)
 
     def write():
       for shard, memory in enumerate(self._memories):

@@ -31,6 +31,8 @@ from asgd import base
 T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
 ENDS = base.RECEIVE, base.LOST, base.REJECT
+PUTS = base.PUT, base.LEND  # make a message for other peers
+TAKES = base.TAKE, base.ADOPT  # take one
 NO_SEQ = -1  # of rows that are about no message
 LATEST = 1e15  # time in a file
 
@@ -52,7 +54,8 @@ class Event(NamedTuple):
   time: float  # seconds, or the unit of the durations
   worker: int
   seq: int  # of the job among those of the worker's place, or NO_SEQ
-  job: int  # which piece of data; JOIN, LEAVE: holder; ROLLBACK: row
+  job: int  # which piece of data; JOIN, LEAVE: holder; ROLLBACK: row; of rows
+  # between peers: the round, or the other peer (see base.PUT)
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: of the ticket
   params: int = -1  # SEND: slot of the parameters
@@ -289,6 +292,9 @@ class Ledger(Generic[T]):
     self.ended: set[int] = set()  # workers that lost a ticket or left
     self.received: list[int] = []  # rows of the messages in the state
     self.rollbacks = self.undone = 0  # ROLLBACK rows, messages they undid
+    self.puts: dict[int, int] = {}  # peer -> messages it put or lent
+    # (receiver, sender) -> the last message that was taken
+    self.taken: dict[tuple[int, int], int] = {}
 
   def obey(self, event: Event) -> T | None:
     """Takes the next row; returns the ticket that it opens or closes, if any.
@@ -316,6 +322,16 @@ class Ledger(Generic[T]):
       self.latest.pop(worker, None)
     elif action == base.ROLLBACK:
       self._roll_back(event)
+    elif action in PUTS:
+      if seq != self.puts.get(worker, 0):
+        self.refuse(event, f"its next message is {self.puts.get(worker, 0)}")
+      self.puts[worker] = seq + 1
+    elif action in TAKES:
+      if not 0 <= seq < self.puts.get(job, 0):
+        self.refuse(event, f"peer {job} has put no message {seq} yet")
+      self.taken[worker, job] = seq
+    elif action == base.MIX:
+      pass
     else:
       self.refuse(event, f"action must be one of {_NAMES}")
     self.time = event.time
@@ -430,6 +446,21 @@ def _forbidden(
       return "the worker's jobs end in their order"
   elif action in (base.JOIN, base.LEAVE) and tickets:
     return "the worker still holds a ticket"
+  elif action in (*PUTS, *TAKES, base.MIX):
+    return _forbidden_of_peers(ledger, event)
+  return None
+
+
+def _forbidden_of_peers(ledger: Ledger[Event], event: Event) -> str | None:
+  """The same, of rows between peers."""
+  worker, other = event.worker, event.job
+  if worker in ledger.ended:
+    return "the peer is gone and did not join again"
+  if event.action in TAKES:
+    if other == worker:
+      return "a peer is not its own neighbour"
+    if event.seq <= ledger.taken.get((worker, other), NO_SEQ):
+      return "the peer has taken that message, or a later one, before"
   return None
 
 

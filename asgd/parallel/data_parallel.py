@@ -39,8 +39,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asgd import base, checks, names, transforms
-from asgd import worker as worker_lib
+from asgd import base, checks, compression, names, transforms
+from asgd import losses as losses_lib
 from asgd.parallel import meshes, precision
 from asgd.parallel import zero as zero_lib
 
@@ -48,6 +48,7 @@ from asgd.parallel import zero as zero_lib
 # convolutions in loops many times slower (see `asgd.worker`).
 _UNROLLED = 8
 _AXIS = meshes.DATA
+_REDUCER = 0x726564  # folded into the key of a step: what a reducer draws
 
 
 class StepState(NamedTuple):
@@ -57,6 +58,7 @@ class StepState(NamedTuple):
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
   opt_state: optax.OptState
   scale: Any  # precision.LossScale, or () without one
+  reducer: Any = ()  # [d, ...], what each device keeps of compression
 
 
 class StepMetrics(NamedTuple):
@@ -77,7 +79,7 @@ class Step(NamedTuple):
 
 
 def make_step(
-  loss: worker_lib.Loss,
+  loss: losses_lib.Loss,
   tx: optax.GradientTransformation | base.Algorithm,
   mesh: Mesh,
   *,
@@ -89,6 +91,7 @@ def make_step(
   form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
   statistics_decay: float = 0.9,
+  reducer: compression.Reducer | None = None,
   searches: bool = False,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
@@ -123,6 +126,10 @@ def make_step(
     form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
     statistics_decay: what a step keeps of the statistics.
+    reducer: how the devices' gradients, each the mean over its pieces, are
+      averaged, as by `compression.named_reducer`; None: exactly. Not with ZeRO,
+      other axes or the form "pmap". If one gradient is not finite nothing is
+      sent, and the step is told a NaN. What is clipped here is the mean.
     searches: the transform searches along a line (`optimizers.lbfgs`): its
       update is told `value`, the loss of the batch, and `value_fn`, that as a
       function of the weights. For the form "shard_map" with zero 0, no other
@@ -134,7 +141,7 @@ def make_step(
 
   Example:
     >>> def loss(w, piece, key):  # mean over the examples of a piece
-    ...   return jnp.mean((piece @ w) ** 2) / 2, worker_lib.Aux(())
+    ...   return jnp.mean((piece @ w) ** 2) / 2, losses_lib.Aux(())
     >>> sgd = make_step(loss, optax.sgd(0.5), meshes.make({"data": 1}))
     >>> state = sgd.init(jnp.ones(2))
     >>> batch = sgd.place(jnp.array([[1.0, 0.0], [0.0, 2.0]]))
@@ -156,12 +163,17 @@ def make_step(
     precision.check_dynamic(loss_scale)
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
+  if reducer is not None:
+    check_reducer(mesh, zero, form)
   if searches:
-    _check_search(mesh, form=form, zero=zero, clip_norm=clip_norm)
+    _check_search(
+      mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
+    )
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
     *(loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs),
+    reducer=reducer,
     searches=searches,
   )
   return make(program)
@@ -170,7 +182,7 @@ def make_step(
 class _Program(NamedTuple):
   """What both forms of a step are made of, checked by `make_step`."""
 
-  loss: worker_lib.Loss
+  loss: losses_lib.Loss
   algorithm: base.Algorithm
   mesh: Mesh
   accumulate: int  # a
@@ -179,6 +191,7 @@ class _Program(NamedTuple):
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
+  reducer: compression.Reducer | None = None
   searches: bool = False
 
   @property
@@ -191,7 +204,17 @@ class _Program(NamedTuple):
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
     scale = () if self.loss_scale is None else precision.start(self.loss_scale)
-    return StepState(jnp.int32(0), params, self.algorithm.init(params), scale)
+    opt_state = self.algorithm.init(params)
+    state = StepState(jnp.int32(0), params, opt_state, scale)
+    if self.reducer is None:
+      return state
+    grads = precision.cast(base.weights_of(params), self.policy.reduce)
+    devices = self.mesh.shape[_AXIS]
+    each = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (devices, *x.shape)),
+      self.reducer.init(grads),
+    )
+    return state._replace(reducer=each)
 
   def scale_of(self, state):
     return jnp.float32(1) if self.loss_scale is None else state.scale.scale
@@ -227,8 +250,9 @@ class _Program(NamedTuple):
       return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
     return objective
 
-  def gradient(self, params, batch, key, scale, dims):
-    """What one device computes: mean loss, gradient and statistics.
+  def gradient(self, params, batch, key, scale, kept, dims):
+    """What one device computes: mean loss, gradient and statistics, and what it
+    keeps of compression, `kept` before.
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
@@ -263,14 +287,34 @@ class _Program(NamedTuple):
     def add_whole(g, dim):
       return jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g
 
-    grads = jax.tree.map(add_whole, grads, dims)
+    def divide(grads, count):
+      return jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
+
     pieces = self.pieces
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
-    grads = jax.tree.map(lambda g: g / (pieces * scale).astype(g.dtype), grads)
-    return value, grads, stats
+    if self.reducer is None:
+      grads = divide(jax.tree.map(add_whole, grads, dims), pieces)
+      return value, grads, stats, kept
+    grads, kept = self.reduce(divide(grads, accumulate), kept, key)
+    return value, grads, stats, kept
 
-  def update(self, state, sent, value, grads, stats, value_fn=None):
+  def reduce(self, grads, kept, key):
+    """The mean of what devices send of their gradients, and what they keep:
+    NaNs, and what they kept, if one gradient is not finite."""
+    finite = jax.lax.pmin(jnp.int32(precision.all_finite(grads)), _AXIS) > 0
+    before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
+    mean, after = self.reducer.reduce(
+      before,
+      optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
+      jax.random.fold_in(key, _REDUCER),
+      _AXIS,
+    )
+    mean = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), mean)
+    after = optax.tree.where(finite, after, before)
+    return mean, jax.tree.map(lambda x: x[None], after)
+
+  def update(self, state, sent, value, grads, stats, kept, value_fn=None):
     """The optimizer's part, of a gradient taken at `sent`; of one that
     searches, with the loss as a function of the weights."""
     search = {"value": value, "value_fn": value_fn} if value_fn else {}
@@ -291,7 +335,7 @@ class _Program(NamedTuple):
       new = optax.tree.where(finite, new, (state.params, state.opt_state))
       scale = precision.adjust(self.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
-    return StepState(state.count + 1, *new, scale), metrics
+    return StepState(state.count + 1, *new, scale, kept), metrics
 
   def layouts(self, params):
     """The specs of parameters: between steps, and while they are updated."""
@@ -324,7 +368,8 @@ class _Program(NamedTuple):
       lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
-    return self.constrain(state, StepState(P(), kept, opt_specs, scale))
+    each = jax.tree.map(lambda _: P(_AXIS), state.reducer)
+    return self.constrain(state, StepState(P(), kept, opt_specs, scale, each))
 
 
 def _shard_map_step(program):
@@ -346,13 +391,13 @@ def _shard_map_step(program):
     gradient = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
-      in_specs=(kept, P(_AXIS), P(), P()),
-      out_specs=(P(), grad_specs, P()),
+      in_specs=(kept, P(_AXIS), P(), P(), P(_AXIS)),
+      out_specs=(P(), grad_specs, P(), P(_AXIS)),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
     )
-    rest = batch, key, program.scale_of(state)
-    value, grads, stats = gradient(sent, *rest)
+    rest = batch, key, program.scale_of(state), state.reducer
+    value, grads, stats, each = gradient(sent, *rest)
     value_fn = None
     if program.searches:
       value_fn = _function_of(
@@ -362,7 +407,7 @@ def _shard_map_step(program):
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
     state, metrics = program.update(
-      *(state, sent, value, grads, stats, value_fn)
+      *(state, sent, value, grads, stats, each, value_fn)
     )
     return program.settle(state), metrics
 
@@ -395,7 +440,7 @@ def _pmap_step(program):
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
     scale, sent = program.scale_of(state), program.sent(state)
-    totals = program.gradient(sent, batch, key, scale, dims)
+    totals = program.gradient(sent, batch, key, scale, (), dims)
     return program.update(state, sent, *totals)
 
   run = jax.pmap(
@@ -448,14 +493,24 @@ def _check_pmap(mesh, zero, specs):
     )
 
 
+def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
+  """Raises ValueError for a step that takes no reducer."""
+  if tuple(mesh.axis_names) != (_AXIS,) or zero or form != "shard_map":
+    raise ValueError(
+      f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"
+      f" and the form 'shard_map', not for {tuple(mesh.axis_names)}, zero="
+      f"{zero!r} and {form!r}"
+    )
+
+
 def _check_search(mesh, **options):
   """A search decides by numbers that each device computes from the whole."""
-  wanted = {"form": "shard_map", "zero": 0, "clip_norm": None}
+  wanted = {"form": "shard_map", "zero": 0}
   for name, value in options.items():
-    if value != wanted[name]:
+    if value != wanted.get(name):
       raise ValueError(
         "an optimizer that searches along a line (lbfgs) needs"
-        f" {name}={wanted[name]!r}, not {value!r}"
+        f" {name}={wanted.get(name)!r}, not {value!r}"
       )
   if tuple(mesh.axis_names) != (_AXIS,):
     raise ValueError(

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, models, problems
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.models import transformer
 from asgd.parallel import circular, data_parallel, halo, meshes, tensor, zero
 
@@ -40,7 +40,7 @@ def _same(params):
 class MeshModel(NamedTuple):
   """A model made for a mesh; by default each device has all of it."""
 
-  loss: worker_lib.Loss  # inside shard_map; the mean over a replica's examples
+  loss: losses_lib.Loss  # inside shard_map; the mean over a replica's examples
   specs: zero.Specs = zero.replicated  # where each trained parameter lies
   split: Callable[[optax.Params], optax.Params] = _same  # whole -> trained
   join: Callable[[optax.Params], optax.Params] = _same  # trained -> whole
@@ -105,7 +105,7 @@ def language(
     else:
       out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
       losses = optax.softmax_cross_entropy_with_integer_labels(out, labels)
-    return losses.mean(), worker_lib.Aux(())
+    return losses.mean(), losses_lib.Aux(())
 
   def split(params):
     params = tensor.pad(params, mesh.shape.get(meshes.TENSOR, 1))
@@ -193,7 +193,7 @@ def images(pieces: problems.Pieces) -> MeshModel:
     dtype = problems.dtype_of(params)
     x = halo.rows(pieces.prepare(batch, prepare_key, dtype))
     logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
-    return pieces.criterion(logits, batch), worker_lib.Aux(())
+    return pieces.criterion(logits, batch), losses_lib.Aux(())
 
   return MeshModel(loss, halo.partition)
 

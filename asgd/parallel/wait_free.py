@@ -41,7 +41,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from asgd import base, checks, models, problems
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.parallel import collectives, costs
 from asgd.parallel.memory import bytes_of
 
@@ -192,7 +192,7 @@ def gradient(
   reduce: str | collectives.Reduce = "psum",
   bucket_bytes: int = 0,
   factors: str = "never",
-) -> Callable[..., tuple[tuple[jax.Array, worker_lib.Aux], optax.Params]]:
+) -> Callable[..., tuple[tuple[jax.Array, losses_lib.Aux], optax.Params]]:
   """Makes the wait-free gradient of a problem's loss, averaged over devices.
 
   Args:
@@ -259,7 +259,7 @@ def gradient(
       # As jax.grad has it: in training nothing depends on those given.
       nothing = jax.tree.map(jnp.zeros_like, params.stats)
       grads = base.Variables(grads, nothing)
-    return (loss, worker_lib.Aux(stats)), grads
+    return (loss, losses_lib.Aux(stats)), grads
 
   return call
 

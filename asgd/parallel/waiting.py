@@ -16,8 +16,6 @@ Reference:
 import itertools
 
 import numpy as np
-import scipy.integrate
-import scipy.special
 
 from asgd import checks
 from asgd.parallel import costs
@@ -38,12 +36,15 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
     raise ValueError(f"variation must be from 0 to 3, not {variation!r}")
   if workers == 1 or not variation:
     return 1.0
+  # Imported where it is needed: it takes a quarter of a command's start.
+  from scipy import integrate, special
+
   shape = 1 / variation**2
 
   def waiting(x):
     """Probability that some worker takes longer."""
-    late = scipy.special.gammaincc(shape, x * shape)
-    return scipy.special.betainc(1, workers, late)
+    late = special.gammaincc(shape, x * shape)
+    return special.betainc(1, workers, late)
 
   end = 2.0
   while waiting(end) > 1e-15:
@@ -52,7 +53,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
   # quadrature over the whole range would miss.
   edges = np.linspace(0, end, 33)
   pieces = (
-    scipy.integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
+    integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
     for a, b in itertools.pairwise(edges)
   )
   return float(sum(pieces))

@@ -21,7 +21,7 @@ import numpy as np
 from flax import linen as nn
 
 from asgd import algorithms, base, checks, models, names
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.problems import streams
 from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
@@ -165,10 +165,12 @@ class Objects:
     batch_size: int | None = None,
     evaluate: Callable[[Any], Any] | None = None,
     pieces: Pieces | None = None,
+    codecs: Mapping[str, Any] | None = None,
   ):
     """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
-    are those of a loss that can be cut."""
+    are those of a loss that can be cut, `codecs` by their arguments."""
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
+    self.codecs = dict(codecs or {})
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
       raise ValueError(
         "evaluate must be a function of the parameters that returns a number or"
@@ -188,7 +190,7 @@ class Objects:
       self._init = lambda key: model.inward(made(key))
     else:
       raw, self._init = loss, read_params(params)
-    self._loss = worker_lib.as_loss(raw)
+    self._loss = losses_lib.as_loss(raw)
     self._check()
     self.identity = self._identify(loss, params, dataset, batch_size)
 
@@ -265,7 +267,7 @@ class Objects:
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     try:
       jax.eval_shape(self._loss, shapes, first, key)
-    except (worker_lib.LossError, models.ModelError):
+    except (losses_lib.LossError, models.ModelError):
       raise
     except Exception as error:  # whatever somebody's loss raises
       raise ValueError(

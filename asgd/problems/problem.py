@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from asgd import base, data, models
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
   """
 
   init: Callable[[jax.Array], optax.Params]  # key -> parameters
-  loss: worker_lib.Loss  # (params, batch, key) -> (float[], Aux)
+  loss: losses_lib.Loss  # (params, batch, key) -> (float[], Aux)
   evaluate: Callable[[optax.Params], Evaluation]
   batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
   probe: base.Batch  # training examples to measure curvature on
@@ -77,14 +77,14 @@ def dtype_of(params: optax.Params) -> Any:
   return jax.tree.leaves(params)[0].dtype
 
 
-def whole_loss(pieces: Pieces) -> worker_lib.Loss:
+def whole_loss(pieces: Pieces) -> losses_lib.Loss:
   """Returns the loss of all layers, one after the other."""
 
   def loss(params, batch, key):
     prepare_key, model_key = jax.random.split(key)
     x = pieces.prepare(batch, prepare_key, dtype_of(params))
     y, stats = models.apply(pieces.layers, params, x, train=True, key=model_key)
-    return pieces.criterion(y, batch), worker_lib.Aux(stats)
+    return pieces.criterion(y, batch), losses_lib.Aux(stats)
 
   return loss
 

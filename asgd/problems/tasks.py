@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import checks, data, models
-from asgd import worker as worker_lib
+from asgd import losses as losses_lib
 from asgd.data import sentences as sentences_lib
 from asgd.data import text as text_lib
 from asgd.problems import problem as lib
@@ -361,7 +361,7 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
 
   def loss(params, batch, key):
     del key
-    return value(params) + batch @ params, worker_lib.Aux(())
+    return value(params) + batch @ params, losses_lib.Aux(())
 
   def batches(seed, workers):
     del workers

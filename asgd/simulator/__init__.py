@@ -1,5 +1,18 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
+from asgd.simulator.peers import (
+  LinkTraffic,
+  PeerRecords,
+  Peers,
+  PeerSteps,
+  array_bytes,
+  compile_peer,
+  consensus,
+  join_records,
+  mean_params,
+  packed_bytes,
+  peer_records,
+)
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
 from asgd.simulator.sharded import run_sharded
 from asgd.simulator.steps import (
@@ -11,3 +24,4 @@ from asgd.simulator.steps import (
   start,
 )
 from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole
+from asgd.simulator.traffic import Received, Sent, Traffic

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from asgd import base
 from asgd.simulator.steps import Observation
+from asgd.simulator.traffic import Received
 
 
 def fetch(tree: Any) -> Any:
@@ -23,18 +24,17 @@ def fetch(tree: Any) -> Any:
 
 
 def records(
-  messages: list[tuple[float, int, int]], observations: list[Observation]
+  messages: list[Received], observations: list[Observation]
 ) -> base.Records:
-  """Fetches, once for all, what `Steps.receive` returned of each message.
-
-  `messages` are their (time, worker, job).
-  """
-  time, worker, job = zip(*messages, strict=True) if messages else ((),) * 3
+  """Fetches, once for all, what `Steps.receive` returned of each message."""
+  time, worker, job, bytes_up, bytes_down, residual_norm = (
+    zip(*messages, strict=True) if messages else ((),) * 6
+  )
   rows = fetch(observations)
   whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3).T
   real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole
-  gap, loss, *norms = real
+  gap, loss, message_norm, update_norm = real
   return base.Records(
     version,
     np.array(time, np.float64),
@@ -44,7 +44,11 @@ def records(
     gap,
     loss,
     accepted.astype(bool),
-    *norms,
+    message_norm,
+    update_norm,
+    np.array(bytes_up, np.int64),
+    np.array(bytes_down, np.int64),
+    np.array(residual_norm, np.float32),
   )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding
+from asgd import base, compression, sharding
 from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
@@ -75,7 +75,7 @@ class _Run:
       self._states[place], ticket, key[0], job
     )
     message, loss = fetch((message, metrics.loss))
-    self._messages[key] = sharding.split(self._plan, message), loss
+    self._messages[key] = compression.split(self._plan, message), loss
     return self._messages[key]
 
   def obey(self, index: int, totals: Sequence[Any] | None) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding
+from asgd import base, compression, sharding
 from asgd import worker as worker_lib
 
 _MANY_LEAVES = 3000
@@ -31,6 +31,8 @@ class Steps(NamedTuple):
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
   receive: Callable
   stage: Callable  # (totals, *as receive) -> sharding.Ask, or Done of the same
+  wire: str | None = None  # dtype in which parameters travel
+  codec: compression.Codec | None = None  # of messages
 
 
 class Observation(NamedTuple):
@@ -126,15 +128,22 @@ def compile_steps(
   """Compiles what runtimes call, once; without a worker, no work.
 
   `wire` is the dtype in which parameters and messages travel, such as
-  "bfloat16"; None is their own. Tickets hold what arrives. `group` are the
+  "bfloat16"; None is their own. Messages of a server with a codec travel as
+  it has them, and are decoded here. Tickets hold what arrives. `group` are the
   devices of each worker. With `keeps_messages` no message is overwritten by
   what is made of it, as those of a live run, which lie in shared memory. The
   two are different programs, which need not agree in the last bit: a replay is
   compiled as the run was.
   """
 
+  codec = server.codec
+
   def receive_message(state, ticket, message, loss):
-    state, report = server.receive(state, ticket, _rounded(message, wire))
+    if codec is None:
+      message = _rounded(message, wire)
+    else:
+      message = compression.decode(codec, message)
+    state, report = server.receive(state, ticket, message)
     # Two arrays for one message: a fetch costs as much for one number.
     whole = jnp.stack([state.version, report.staleness, report.accepted])
     real = report.gap, loss, report.message_norm, report.update_norm
@@ -163,7 +172,7 @@ def compile_steps(
     send = jax.jit(send)
   work = compile_work(worker, group) if worker else None
   stage = jax.jit(sharding.staged(receive_message))
-  return Steps(work, send, receive, stage)
+  return Steps(work, send, receive, stage, wire, codec)
 
 
 def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:

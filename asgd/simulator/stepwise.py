@@ -18,6 +18,7 @@ from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, records
 from asgd.simulator.steps import Steps
+from asgd.simulator.traffic import NOTHING_SENT, Received, Sent, Traffic
 
 _CHUNK = 2000  # rows obeyed in one call
 
@@ -31,6 +32,7 @@ class Simulation(NamedTuple):
   tickets: tuple[dict[int, base.Ticket], ...]  # N, the open ones by seq
   kept: tuple[base.Ticket | None, ...]  # N, the last sent, if the trace keeps
   marks: dict[int, base.ServerState]  # by row, for rollbacks to come
+  sent: Sent = NOTHING_SENT  # if updates are codes
 
 
 class Host(NamedTuple):
@@ -80,7 +82,9 @@ def make_host(
       )
     workers = list(simulation.workers)
     numbers = [jnp.int32(w) for w in range(len(workers))]
-    replay = ServerReplay(simulation.server, steps, trace, numbers)
+    replay = ServerReplay(
+      simulation.server, steps, trace, numbers, sent=simulation.sent
+    )
     replay.marks |= simulation.marks
     ledger = replay.ledger
     ledger.rows = simulation.event
@@ -105,6 +109,7 @@ def make_host(
       tuple(ledger.open[w] for w in range(len(workers))),
       tuple(ledger.latest.get(w) for w in range(len(workers))),
       replay.marks,
+      replay.traffic.sent,
     )
     return after, replay.records()
 
@@ -126,19 +131,24 @@ def run_whole(
 class ServerReplay:
   """A server that obeys the rows of a trace."""
 
-  def __init__(self, state, steps: Steps, trace: base.Trace, numbers):
-    """Starts with a ServerState; `numbers` are the workers', on the device."""
+  def __init__(
+    self, state, steps: Steps, trace: base.Trace, numbers, sent=NOTHING_SENT
+  ):
+    """Starts with a ServerState; `numbers` are the workers', on the device, and
+    `sent` is as of `Traffic`."""
     self.state, self._steps, self._numbers = state, steps, numbers
     self._returns = set(trace.job[trace.action == base.ROLLBACK].tolist())
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
     keeps = bool((trace.action == base.KEEP).any())
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
-    self._messages: list[tuple[float, int, int]] = []  # time, worker, job
+    self.traffic = Traffic(steps, state, sent)
+    self._messages: list[Received] = []
     self._observations: list[steps_lib.Observation] = []
 
   def _send(self, event, kept):
     if kept is not None:
       return kept._replace(fresh=np.False_)
+    self.traffic.send(event.worker, event.seq)
     return self._steps.send(self.state, self._numbers[event.worker])
 
   def obey(self, event: trace_lib.Event) -> base.Ticket | None:
@@ -146,19 +156,29 @@ class ServerReplay:
     if self.ledger.rows in self._returns:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
     ticket = self.ledger.obey(event)
+    if event.action == base.JOIN:
+      self.traffic.join(event.worker)
     if event.action == base.ROLLBACK:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])
     return ticket
 
   def receive(self, event: trace_lib.Event, message, totals=None) -> None:
     """Gives the server the (ticket, updates, loss) of a RECEIVE just obeyed."""
+    ticket, updates, loss = message
+    if self._steps.codec is not None:
+      updates = fetch(updates)  # to be packed
+    up, residual_norm = self.traffic.up(updates)
+    message = ticket, updates, loss
     if totals is None:
       self.state, observation = self._steps.receive(self.state, *message)
     else:
       sums = steps_lib.as_totals(totals)
       done = self._steps.stage(sums, self.state, *message)
       self.state, observation = done.result
-    self._messages.append((event.time, event.worker, event.job))
+    self.traffic.update(self.state)
+    name = event.time, event.worker, event.job
+    down = self.traffic.end(*event.key, ticket)
+    self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 
   def records(self) -> base.Records:

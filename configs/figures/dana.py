@@ -5,7 +5,7 @@ of equal machines (gamma model, V = 0.1) and one of unequal ones (V_mach = 0.6),
 after Hakimi, Barkai, Gabel and Schuster, "Taming Momentum in a Distributed
 Asynchronous Environment", arXiv 1907.11612.
 
-  python -m launch.reproduce dana
+  asgd reproduce dana
   python -m launch.train --config=configs/figures/dana.py
 
 405 cells, about 20 minutes on two cores; --quick in a minute or two.

@@ -6,7 +6,7 @@ the edge and diverges above (Yang et al., "PipeMare: Asynchronous Pipeline
 Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the lemma on a fixed
 delay). With heavy-ball momentum 0.9 the edge is ten times lower.
 
-  python -m launch.reproduce delayed_edge
+  asgd reproduce delayed_edge
   python -m launch.train --config=configs/figures/delayed_edge.py
 
 90 cells, 3 minutes on two cores; --quick in seconds.
@@ -68,27 +68,34 @@ def of(prefix, delays, side):
   return [f"{prefix}{delay}-{side}" for delay in delays]
 
 
-def claims():
-  sides = [
+def bounds(prefix, delays, *, falls, grows, name=""):
+  """Claims that the loss falls below the edge, and grows above it."""
+  common = dict(kind="bound", column="growth", statistic="sign")
+  return [
     dict(
-      name="converges below",
-      says="2 % below the edge the loss falls, at each delay",
-      kind="bound",
-      column="growth",
-      statistic="sign",
-      of=of("t", DELAYS, "below"),
+      name=f"{name}converges below",
+      says=falls,
+      of=of(prefix, delays, "below"),
       below=0.0,
+      **common,
     ),
     dict(
-      name="diverges above",
-      says="2 % above the edge the loss grows, at each delay",
-      kind="bound",
-      column="growth",
-      statistic="sign",
-      of=of("t", DELAYS, "above"),
+      name=f"{name}diverges above",
+      says=grows,
+      of=of(prefix, delays, "above"),
       above=0.0,
+      **common,
     ),
   ]
+
+
+def claims():
+  sides = bounds(
+    "t",
+    DELAYS,
+    falls="2 % below the edge the loss falls, at each delay",
+    grows="2 % above the edge the loss grows, at each delay",
+  )
   edges = [
     dict(
       name=f"edge at delay {delay}",
@@ -106,26 +113,13 @@ def claims():
     )
     for delay in DELAYS
   ]
-  momentum = [
-    dict(
-      name="momentum converges below",
-      says="heavy ball at momentum 0.9 converges 3 % below its own edge",
-      kind="bound",
-      column="growth",
-      statistic="sign",
-      of=of("m", MOMENTUM, "below"),
-      below=0.0,
-    ),
-    dict(
-      name="momentum diverges above",
-      says="heavy ball at momentum 0.9 diverges 3 % above its own edge",
-      kind="bound",
-      column="growth",
-      statistic="sign",
-      of=of("m", MOMENTUM, "above"),
-      above=0.0,
-    ),
-  ]
+  momentum = bounds(
+    "m",
+    MOMENTUM,
+    falls="heavy ball at momentum 0.9 converges 3 % below its own edge",
+    grows="heavy ball at momentum 0.9 diverges 3 % above its own edge",
+    name="momentum ",
+  )
   return sides + edges + momentum
 
 

@@ -5,7 +5,7 @@ takes each as it comes. One of four workers is up to ten times slower. Time
 until the training loss is 0.2 on handwritten digits, in simulated time
 (constant durations) and live (threads of this machine, real time).
 
-  python -m launch.reproduce stragglers
+  asgd reproduce stragglers
   python -m launch.train --config=configs/figures/stragglers.py
 
 80 cells, about 15 minutes on two cores; --quick in three. Live runs of one seed

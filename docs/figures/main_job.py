@@ -4,7 +4,7 @@
   python docs/figures/main_job.py runs/main docs/figures/main_job.svg
 
 Test error and gap against the number of workers: each seed a point, the mean a
-line, a diverged seed a cross.
+line, a diverged seed a cross; in the colours of the run's own report.
 """
 
 import sys
@@ -12,19 +12,13 @@ from pathlib import Path
 
 import matplotlib
 
+from asgd.experiment.figure import styles
 from asgd.experiment.folder import read_results
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Of colours that differ in grey, too; a marker for each.
-STYLES = {
-  "DANA-Zero": ("#0b3c5d", "o"),
-  "DC-ASGD": ("#328cc1", "s"),
-  "ASGD": ("#7a7a7a", "^"),
-  "Gap-Aware": ("#d9a400", "D"),
-  "NAG-ASGD": ("#c0392b", "v"),
-}
+ONE = "SGD (1 worker)"
 
 
 def cells(folder: Path) -> dict[str, list[dict]]:
@@ -46,10 +40,12 @@ def draw(folder: Path, out: Path) -> None:
   plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
   by_title = cells(folder)
   figure, axes = plt.subplots(1, 2, figsize=(8, 3.1), layout="constrained")
+  looks = styles(list(by_title))
+  level_look = looks.pop(ONE)
   titles = "Test error (%)", "Mean gap"
   reads = error, lambda row: row["gap_mean"]
   for axis, title, read in zip(axes, titles, reads, strict=True):
-    for name, (color, marker) in STYLES.items():
+    for name, look in looks.items():
       rows = by_title[name]
       counts = sorted({row["workers"] for row in rows})
       means = []
@@ -57,9 +53,9 @@ def draw(folder: Path, out: Path) -> None:
         of_count = [row for row in rows if row["workers"] == count]
         means.append(sum(map(read, of_count)) / len(of_count))
         for row in of_count:
-          mark = "x" if row["diverged"] else marker
-          axis.plot(count, read(row), mark, color=color, ms=4)
-      axis.plot(counts, means, color=color, label=name, lw=1.6)
+          mark = "x" if row["diverged"] else "."
+          axis.plot(count, read(row), mark, color=look["color"], ms=4)
+      axis.plot(counts, means, label=name, lw=1.4, ms=4, **look)
     axis.set_title(title, fontsize=10)
     axis.set_yscale("log")
     axis.set_xlabel("workers")
@@ -68,9 +64,9 @@ def draw(folder: Path, out: Path) -> None:
     axis.minorticks_off()
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#dddddd", lw=0.6)
-  one = by_title["SGD (1 worker)"]
+  one = by_title[ONE]
   level = sum(map(error, one)) / len(one)
-  axes[0].axhline(level, color="black", lw=0.8, ls=":")
+  axes[0].axhline(level, color=level_look["color"], lw=0.8)
   axes[0].annotate(
     *("SGD, one worker", (14, level), (0, -11)),
     textcoords="offset points",

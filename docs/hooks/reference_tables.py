@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asgd import algorithms, data, experiment, models, transforms
+from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
-from asgd.experiment import problem, schema
+from asgd.experiment import problem
 from asgd.orders import durations, makers
+from asgd.text_table import format_markdown
 from launch import __main__ as commands
+from launch import listing
 from pipeline import schedules
 from pipeline.engine import PIPELINE
 
@@ -22,11 +24,8 @@ ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 _TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-  lines = [list(header), *map(list, rows)]
-  lines.insert(1, ["---"] * len(lines[0]))
-  escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-  return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+def _code(words: Iterable[str]) -> str:
+  return ", ".join(f"`{word}`" for word in words)
 
 
 def _summary(of: Any) -> str:
@@ -44,19 +43,7 @@ def _source(of: Any) -> str:
 def sources(makers: Mapping[str, Callable]) -> str:
   """Where each is from, as its docstring says it."""
   rows = ((f"`{name}`", _source(maker)) for name, maker in makers.items())
-  return _table(("name", "source"), (row for row in rows if row[1]))
-
-
-def _options(maker: Callable, names: Iterable[str] | None = None) -> str:
-  """Arguments of a function with their defaults; `names` says which, None those
-  that have a default."""
-  parameters = inspect.signature(maker).parameters
-  shown = []
-  for name, parameter in parameters.items():
-    needed = parameter.default is parameter.empty
-    if name in names if names is not None else not needed:
-      shown.append(f"`{name}`" if needed else f"`{name}={parameter.default!r}`")
-  return ", ".join(shown)
+  return format_markdown(("name", "source"), (row for row in rows if row[1]))
 
 
 def _path(package: str, name: str) -> str:
@@ -71,9 +58,9 @@ def recipes() -> str:
   for name, maker in algorithms.RECIPES.items():
     order = algorithms.build(name, 0.1, 2).order
     link = f"[`{name}`](../api/algorithms.md#asgd.algorithms.{name})"
-    options = _options(maker, algorithms.options(name))
+    options = _code(listing.options(maker, algorithms.options(name)))
     rows.append((link, _summary(maker), f"`{order}`", options))
-  return _table(("recipe", "what it does", "order", "options"), rows)
+  return format_markdown(("recipe", "what it does", "order", "options"), rows)
 
 
 def transform_names() -> list[str]:
@@ -91,7 +78,7 @@ def transform_table() -> str:
     )
     for name in transform_names()
   )
-  return _table(("transform", "what it does"), rows)
+  return format_markdown(("transform", "what it does"), rows)
 
 
 def schedule_table() -> str:
@@ -102,16 +89,11 @@ def schedule_table() -> str:
     link = f"[`{name}`](../api/schedules.md#pipeline.schedules.{name})"
     flush = "after each batch" if traits.flush else "never"
     weights = "latest" if traits.flush else traits.weights
-    options = _options(maker, traits.options)
+    options = _code(listing.options(maker, traits.options))
     rows.append((link, _summary(maker), flush, f"`{weights}`", options))
-  return _table(
+  return format_markdown(
     ("schedule", "what it is", "flushes", "`weights`", "options"), rows
   )
-
-
-def _keys(node: Any) -> str:
-  keys = schema.keys_of(node).items()
-  return ", ".join(f"`{k}={schema.default_of(v)!r}`" for k, v in keys)
 
 
 def engine_table() -> str:
@@ -119,9 +101,10 @@ def engine_table() -> str:
   engines: dict[tuple[str, str], list[str]] = {}
   for name, kind in ENGINES.items():
     for section, node in kind.sections.items():
-      row = f"`{section}`", _keys(node) or "a name and its arguments"
+      keys = _code(listing.settings(node)) or "a name and its arguments"
+      row = f"`{section}`", keys
       engines.setdefault(row, []).append(f"`{name}`")
-  return _table(
+  return format_markdown(
     ("section", "engines", "settings with their defaults"),
     (
       (section, ", ".join(names), keys)
@@ -137,8 +120,9 @@ def _made(
   rows = []
   for name, maker in functions.items():
     known = set(inspect.signature(maker).parameters) - set(derived)
-    rows.append((f"`{name}`", _summary(maker), _options(maker, known)))
-  return _table((header, "what it is", "options"), rows)
+    options = _code(listing.options(maker, known))
+    rows.append((f"`{name}`", _summary(maker), options))
+  return format_markdown((header, "what it is", "options"), rows)
 
 
 def _functions(module: Any, names: Iterable[str]) -> dict[str, Callable]:
@@ -156,16 +140,45 @@ def datasets() -> str:
     (kind, ", ".join(f"`{name}`" for name in names))
     for kind, names in kinds.items()
   )
-  return _table(("kind", "`data.name`"), rows)
+  return format_markdown(("kind", "`data.name`"), rows)
 
 
 def command_table() -> str:
   """The commands of `launch`, each with the first line of its docstring."""
   rows = (
-    (f"`asgd {name}`", commands._summary(name))
-    for name in commands._COMMANDS
+    (f"`asgd {name}`", commands.summary(name))
+    for name in commands.COMMANDS
   )
-  return _table(("command", "what it does"), rows)
+  return format_markdown(("command", "what it does"), rows)
+
+
+_COMPOSED = "error_feedback", "clip", "named"
+_IN_STEP = "named_reducer", "average", "powersgd_reducer", "onebit_adam"
+_FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
+
+
+def codec_table() -> str:
+  """All codecs: what each sends, whether what is decoded has the right mean,
+  whether error feedback is there unless it is turned off, and the options."""
+  rows = []
+  for name, maker in compression.CODECS.items():
+    parameters = inspect.signature(maker).parameters
+    needed = {"tau": 1.0} if name == "threshold" else {}
+    codec = maker(**needed)
+    link = f"[`{name}`](api/compression.md#{_path('asgd.compression', name)})"
+    unbiased = "yes" if codec.unbiased else "no"
+    options = _code(listing.options(maker, set(parameters)))
+    feedback = _FEEDBACK[codec.feedback]
+    rows.append((link, _summary(maker), unbiased, feedback, options))
+  return format_markdown(
+    ("codec", "what it sends", "unbiased", "error feedback", "options"), rows
+  )
+
+
+def codec_sources() -> str:
+  """Where codecs and reducers are from, if they are from a paper."""
+  makers = {**compression.CODECS, "onebit_adam": compression.onebit_adam}
+  return sources({k: v for k, v in makers.items() if _source(v) != "none."})
 
 
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
@@ -190,6 +203,8 @@ TABLES: dict[str, Callable[[], str]] = {
   ),
   "datasets": datasets,
   "commands": command_table,
+  "codecs": codec_table,
+  "codec_sources": codec_sources,
 }
 # What is documented by name, from its docstring.
 NAMES: dict[str, Callable[[], list[str]]] = {
@@ -198,6 +213,10 @@ NAMES: dict[str, Callable[[], list[str]]] = {
     _path("asgd.transforms", name) for name in transform_names()
   ],
   "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+  "codecs": lambda: [
+    _path("asgd.compression", name)
+    for name in (*compression.CODECS, *_COMPOSED, *_IN_STEP)
+  ],
 }
 
 

@@ -1,5 +1,6 @@
 """The facade: what a call trains is what the parts it is made of train."""
 
+import errno
 import functools
 import importlib
 import linecache
@@ -18,6 +19,7 @@ from flax import nnx
 
 import asgd
 from asgd import orders, simulator
+from asgd.experiment import report
 from asgd.experiment.engines import live_clusters
 from asgd.orders import durations
 from asgd.problems import own
@@ -355,6 +357,22 @@ def test_a_simulation_that_goes_on_is_one_that_was_not_stopped(tmp_path):
   kit.same(again.params, whole.params)
   kit.same(again.records, whole.records)
   assert again.evaluations == whole.evaluations
+  page = (tmp_path / "run" / "report.html").read_text()
+  assert "1 of 1 cells finished" in page
+  assert "train_loss_by_epoch" in (tmp_path / "run/figure.csv").read_text()
+
+
+def test_a_folder_without_room_for_a_report_has_the_result(
+  tmp_path, monkeypatch
+):
+  def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(report, "write", full)
+  options = {"messages": 4, "folder": tmp_path / "run", **EVERY}
+  with pytest.warns(UserWarning, match="has no report: .*No space left"):
+    result = asgd.simulate(loss, PARAMS, DATA, dana(), **options)
+  assert len(result.records.loss) == 4
 
 
 def scaled(factor):

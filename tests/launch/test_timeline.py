@@ -17,7 +17,7 @@ def records(*rows):
   update, worker, job, staleness = (
     np.array(column, np.int32) for column in zip(*rows, strict=True)
   )
-  return base.Records(update, *(None,), worker, job, staleness, *[None] * 5)
+  return base.Records(update, *(None,), worker, job, staleness, *[None] * 8)
 
 
 RECORDS = records((1, 0, 0, 0), (2, 0, 2, 0), (3, 1, 1, 2))

@@ -205,7 +205,7 @@ def test_shares_of_the_cells_are_together_the_whole(finished, tmp_path):
   for share in ("1/2", "2/2"):
     result = finish(*SMALL, *ONE, f"--cells={share}", f"--workdir={other}")
     assert len(cells(other)) == int(share[0])
-    incomplete = "1 of 2 cells; the others are not finished\n"
+    incomplete = "so far 1 of 2 cells: means are over the seeds"
     assert (incomplete in result.stdout) == (share == "1/2")
   assert bits(other) == bits(workdir)
   ours, theirs = (o / "metrics.jsonl" for o in (other, workdir))

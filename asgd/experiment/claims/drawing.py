@@ -28,6 +28,9 @@ def points(
     for series, places in panel.series.items():
       for x, spot in places:
         label, workers = figure_file.cell_of(spot, counts) or ("", None)
+        if panel.xcolumn and label:
+          own = table.values(panel.xcolumn, label, workers).values()
+          x = panel.xscale * float(np.mean([*own])) if own else x
         for seed, value in _values(panel, spot, table, counts).items():
           less = base.get(seed, math.nan) if panel.minus else 0.0
           row = {"panel": panel.title, "series": series, "x": x, "cell": spot}
@@ -101,7 +104,10 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
     if "marker" in known:
       style["marker"] = known["marker"]
     axis.plot(xs, ys, label=figure_lib.plain_text(known["title"]), **style)
-  if panel.xlog:
+  if panel.xcolumn:
+    xs = [row["x"] for row in rows]
+    figure_lib.scale_by_logarithm(axis, "x", xs)
+  elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -91,6 +91,11 @@ class PanelSpec(NamedTuple):
   minus: str | None = None  # a cell whose values are taken off, seed by seed
   scale: float = 1.0  # of the values
   xlog: bool = False
+  # A column of which the mean over seeds is the x of a cell, times `xscale`,
+  # such as its traffic; an x beside a cell is then where it stands if none is
+  # known.
+  xcolumn: str | None = None
+  xscale: float = 1.0
   yscale: str = "linear"  # or "log", "symlog"
   ylim: Sequence[float] | None = None
 
@@ -204,17 +209,19 @@ def _is_range(value):
   return real and (value is None or -math.inf < value[0] < value[1] < math.inf)
 
 
+_FACTOR = FieldCheck(
+  fields.must(
+    lambda v: type(v) in (int, float) and v and math.isfinite(v),
+    "a finite number other than 0",
+  )
+)
 _PANEL = {
   **dict.fromkeys(("title", "column", "xlabel", "ylabel"), _TEXT),
   "series": FieldCheck(fields.mapping),
   "published": FieldCheck(fields.any_list),
   "minus": FieldCheck(checks.optional(fields.text)),
-  "scale": FieldCheck(
-    fields.must(
-      lambda v: type(v) in (int, float) and v and math.isfinite(v),
-      "a finite number other than 0",
-    )
-  ),
+  **dict.fromkeys(("scale", "xscale"), _FACTOR),
+  "xcolumn": FieldCheck(checks.optional(fields.text)),
   "xlog": FieldCheck(checks.flag),
   "yscale": FieldCheck(fields.named(_SCALES)),
   "ylim": FieldCheck(fields.must(_is_range, "a pair (low, high) of numbers")),
@@ -289,6 +296,8 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
     raise ValueError(f"{where} has neither series nor what is published")
   panel = PanelSpec(**data)
   names.check(f"column of {where}:", panel.column, known)
+  if panel.xcolumn is not None:
+    names.check(f"xcolumn of {where}:", panel.xcolumn, known)
   places = fields.pairs("(x, cell)", fields.number, fields.text)
   series = dict.fromkeys(panel.series, FieldCheck(places))
   fields.check(f"series of {where}", panel.series, series)

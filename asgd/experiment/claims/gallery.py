@@ -22,17 +22,16 @@ _HEAD = """\
 # Figures of papers, and what holds here
 
 Each figure is a file in `configs/figures`: an experiment, claims about it as
-data, and what the paper published. `python -m launch.reproduce NAME` trains it
-and says of each claim whether it holds at this size, on the seeds it is judged
-by: PASS if the interval of its effect lies where the claim says, FAIL if it
-lies outside, UNDECIDED if it reaches over the border or there are too few
-seeds. All parts of a claim must hold. What was tuned was tuned on other seeds,
-and a claim that fails stays. Numbers are taken seed by seed: an interval of
-93.8 % is the range of five seeds around their median, as the one-sided sign
-test at 5 % has it; one of 95 % is Student's around the mean (of ratios the
-geometric mean).
+data, and what the paper published. `asgd reproduce NAME` trains it and says of
+each claim whether it holds at this size, on the seeds it is judged by: PASS if
+the interval of its effect lies where the claim says, FAIL if it lies outside,
+UNDECIDED if it reaches over the border or there are too few seeds. All parts of
+a claim must hold. What was tuned was tuned on other seeds, and a claim that
+fails stays. Numbers are taken seed by seed: an interval of 93.8 % is the range
+of five seeds around their median, as the one-sided sign test at 5 % has it; one
+of 95 % is Student's around the mean (of ratios the geometric mean).
 
-This page is written by `python -m launch.reproduce --docs` from the verdicts in
+This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
 """
 
@@ -114,10 +113,8 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
     kept = data is not None and data.get("figure") == path.stem
-    remedy = (
-      "remove it, or make it anew with python -m launch.reproduce"
-      f" {path.stem} --docs"
-    )
+    again = f"asgd reproduce {path.stem} --docs"
+    remedy = f"remove it, or make it anew with {again}"
     if not kept or data.get("version") != verdicts.VERSION:
       raise ValueError(
         f"{path} holds no verdicts of that figure, of version"
@@ -131,9 +128,9 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
   return out
 
 
-def check_place(docs: Path, name: str) -> None:
-  """Raises ValueError if a figure cannot be kept in docs/: before it is
-  trained."""
+def check_place(docs: Path, name: str, *, size: str = "full") -> None:
+  """Raises ValueError if a figure of a size cannot be kept in docs/: before it
+  is trained. Verdicts of the full size are not replaced by quick ones."""
   kept = docs / _FOLDER
   if not docs.is_dir():
     raise ValueError(
@@ -151,12 +148,19 @@ def check_place(docs: Path, name: str) -> None:
       f"{kept}/{name}.svg is of no figure, and --docs would overwrite it;"
       " rename the figure's file"
     )
+  path = kept / f"{name}.json"
+  if size == "quick" and (storage.read_json(path) or {}).get("size") == "full":
+    raise ValueError(
+      f"{path} has the verdicts of the full size, which those of --quick would"
+      " replace: leave out --quick or --docs, or remove the file"
+    )
 
 
 def keep(place: Path, name: str, docs: Path) -> None:
   """Puts the verdicts and the picture of a figure's folder into docs/figures;
   ValueError as of `check_place`, or where there is no picture."""
-  check_place(docs, name)
+  data = storage.read_json(place / f"{name}.json") or {}
+  check_place(docs, name, size=data.get("size", "full"))
   kept = docs / _FOLDER
   for suffix in (".json", ".svg"):
     if not (place / f"{name}{suffix}").exists():
@@ -196,7 +200,7 @@ def write(docs: Path) -> Path:
   if not kept:
     raise ValueError(
       f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
-      " python -m launch.reproduce NAME --docs in a checkout's root"
+      " asgd reproduce NAME --docs in a checkout's root"
     )
   storage.write_atomically(path, _page(kept))
   return path
@@ -289,7 +293,7 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f"{data['paper']}\n",
     f"{data['about']}\n",
     f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
-    f"`python -m launch.reproduce {name}{quick}`: {size}, {data['cells']} cells"
+    f"`asgd reproduce {name}{quick}`: {size}, {data['cells']} cells"
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
     f" {seeds}, {_minutes(data['seconds'])} of training, of all cells together,"
     f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",

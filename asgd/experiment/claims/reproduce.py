@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from asgd import names
 from asgd.checks import line_of
 from asgd.experiment import (
+  boards,
   cells,
   code,
   folder,
@@ -318,8 +319,9 @@ def reproduce(
   what came of it; returns its folder. Of `docs` the verdicts are kept there
   (`gallery.keep`), and whether they can be is asked before training."""
   if docs is not None:
-    gallery.check_place(docs, task.figure.name)
+    gallery.check_place(docs, task.figure.name, size=_size(task))
   experiment, place = train(task, engines, **options)
+  boards.join(place, experiment, folder.read_results(place))
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name

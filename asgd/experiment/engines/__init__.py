@@ -51,7 +51,8 @@ class Snapshot(NamedTuple):
   params: optax.Params
   message: int  # messages received by then
   update: int  # parameter changes by then
-  clock: dict[str, float]  # {"time": simulated} or {"seconds": of training}
+  # {"time": simulated} or {"seconds": of training}, {"megabytes": sent}
+  clock: dict[str, float]
 
 
 class Engine(abc.ABC):

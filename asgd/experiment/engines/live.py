@@ -17,11 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, compression, simulator
 from asgd.checks import shown
 from asgd.experiment import checks, engines, live_figures, live_files
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import allocations, live_clusters, parameter_server
+from asgd.experiment.engines import (
+  allocations,
+  live_clusters,
+  live_news,
+  live_peers,
+  parameter_server,
+  peer_clusters,
+  peers,
+  traffic,
+)
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Run, Setting
@@ -83,8 +92,16 @@ SECTIONS: dict[str, Any] = {
 
 def check(run: Run) -> None:
   """Checks what needs neither data nor a model."""
+  if peers.of_peers(run):
+    live_peers.check(run)
+    return
   parameter_server.check(run)
   config = run.config
+  if config["compress_down"] is not None:
+    raise ValueError(
+      f"config.compress_down: workers of engine {run.engine!r} are sent"
+      " parameters, not updates; leave it out, or use engine 'simulate'"
+    )
   server, live = config["server"], config["live"]
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(
@@ -103,7 +120,9 @@ def check(run: Run) -> None:
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   """As `parameter_server.plan`; refuses an order that only a simulation can
   keep, and what cannot be split into shards."""
-  result = parameter_server.plan(experiment, run, workers)
+  result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
+  if peers.of_peers(run):
+    return result
   result.rules()
   if run.config["server"]["shards"] > 1:
     live_clusters.needs_totals(result)
@@ -117,6 +136,7 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
+  live_peers.check_faults(plans, machine)
   grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
     raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
@@ -147,67 +167,10 @@ def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
   memory_lib.forget(folder)
+  if live_files.has_peers(folder, live_files.read_description(folder)):
+    live_peers.check_files(folder)
+    return
   live_files.read(folder)
-
-
-class ShardNews:
-  """Turns what shards say of themselves into lines, each once."""
-
-  def __init__(
-    self, live: live_clusters.LiveRun, message: int, *, resumed: bool
-  ):
-    """Starts with nothing told of a cell that had received so many messages;
-    `resumed` if its journals held something."""
-    self._message = message
-    self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
-    self._resumed = resumed
-    self._gathers = 0 if message else live.setup.gathered
-    self._in_memory = (live.memory / "shard-0" / "messages").exists()
-
-  def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines that are new, from the status of each shard."""
-    news = []
-    if self._resumed:
-      self._resumed = False
-      news.append(self._going_on(status))
-      self._rollbacks = [shard["rollback"] for shard in status]
-    for index, shard in enumerate(status):
-      back = shard["rollback"]
-      if back in (None, self._rollbacks[index]):
-        continue
-      self._rollbacks[index] = back
-      of = f"shard {index} " if len(status) > 1 else ""
-      news.append(
-        f"{of}rolled back {back.updates} updates, to message"
-        f" {back.message}{_why(back)}"
-      )
-    if self._gathers and status[0]["received"]:
-      wanted, there = self._gathers, len(status[0]["workers"])
-      self._gathers = 0
-      # At the end of a short run they have left already.
-      if there < wanted and not status[0]["stopped"]:
-        news.append(
-          f"it began with only {there} of {wanted} workers; the others"
-          " may still come"
-        )
-    return news
-
-  def _going_on(self, status):
-    at = f"going on at message {self._message}, from"
-    back = [shard["rollback"] for shard in status if shard["rollback"]]
-    if not back:
-      # Everything since the checkpoint, if there is one, was without effect.
-      return f"{at} {'shared memory' if self._in_memory else 'the trace'}"
-    undone = sum(rollback.updates for rollback in back)
-    source = f"the checkpoint of message {back[0].message}"
-    if not back[0].row:
-      source = "the beginning, as there is no checkpoint"
-    of = f" of {len(back)} shards" if len(back) > 1 else ""
-    return f"{at} {source}: {undone} updates{of} rolled back{_why(back[0])}"
-
-
-def _why(rollback):
-  return f" ({rollback.why})" if rollback.why else ""
 
 
 class LiveEngine(engines.Engine):
@@ -243,10 +206,12 @@ class LiveEngine(engines.Engine):
     self._live = live_clusters.prepare(
       plan, context.cell, context.folder, self._memory.memory, evaluated
     )
-    counts, params = slot_counts(self._live.setup), self._live.params
+    counts, live = slot_counts(self._live.setup), self._live
     compress = live_clusters.dtype_on_wire(plan.run.config)
     if not self._memory.kept:
-      nbytes = slots_nbytes(counts, params, compress=compress)
+      # Of several shards each has its part: about as much in all.
+      like = live.params, compression.layout(plan.server.codec, live.params)
+      nbytes = slots_nbytes(counts, like, compress=compress)
       check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0
     if events:
@@ -254,7 +219,9 @@ class LiveEngine(engines.Engine):
       before = events[-1].time
     self._snapshot: engines.Snapshot | None = None
     self._insists = False  # whether a checkpoint must be made now
-    self._news = ShardNews(self._live, self._received, resumed=bool(events))
+    self._news = live_news.ShardNews(
+      self._live, self._received, resumed=bool(events)
+    )
     began = time.monotonic() - before
     if events:
       agree(self._live.setup, context.folder, self._live.memory)
@@ -265,9 +232,7 @@ class LiveEngine(engines.Engine):
     plan = allocations.read(plan, context.folder)  # may be known by now
     self._live = self._live._replace(plan=plan)
     self._memory.note(self._replaced())
-    self._watch = live_figures.Watch(
-      self._live, context.board, compress=compress
-    )
+    self._watch = live_figures.Watch(self._live, context.board)
     stack.callback(self._watch.close)
     self._next_look = 0.0
     self.cluster.start()
@@ -337,9 +302,12 @@ class LiveEngine(engines.Engine):
     params = self.cluster.params(kept)
     row = min(message, self._count()) - 1
     at = self._rows(row, row + 1)
-    seconds = float(at.time[0]) - self._first_ticket
-    update, clock = int(at.update[0]), {"seconds": seconds}
-    return engines.Snapshot(params, message, update, clock)
+    sent = [records.read_records(path, 0, row + 1) for path in self._sinks]
+    clock = {
+      "seconds": float(at.time[0]) - self._first_ticket,
+      "megabytes": traffic.megabytes(sent),
+    }
+    return engines.Snapshot(params, message, int(at.update[0]), clock)
 
   def _count(self) -> int:
     """How many messages the lead has recorded."""
@@ -406,6 +374,7 @@ class LiveEngine(engines.Engine):
       "replaced": self._replaced(),
       "rolled_back": sum(follow(events).undone for events in journals),
       "took_part": len(np.unique(rows.worker)),
+      **traffic.lost(plan, journals[0], rows),
     }
 
   def _replaced(self) -> dict[str, int]:
@@ -476,7 +445,23 @@ class LiveEngine(engines.Engine):
     self._memory.close()
 
 
-def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
+def _describe(result: Mapping[str, Any]) -> str:
+  if peers.has_peers(result):
+    return peers.describe(result)
+  return parameter_server.describe(result)
+
+
+def _kind(
+  make_cluster: Callable[..., Any],
+  make_peers: Callable[..., Any],
+  *,
+  ray: bool,
+) -> engines.EngineKind:
+  def start(context):
+    if peers.of_peers(context.plan.run):
+      return live_peers.LivePeerEngine(context, make_peers)
+    return LiveEngine(context, make_cluster)
+
   return engines.EngineKind(
     sections=SECTIONS,
     settings="live",
@@ -484,10 +469,10 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
     check=check,
     devices=lambda run: run.config["live"]["devices"],
     plan=plan,
-    start=lambda context: LiveEngine(context, make_cluster),
+    start=start,
     check_machine=functools.partial(check_machine, ray=ray),
     columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
-    describe=parameter_server.describe,
+    describe=_describe,
     timed=True,
     elsewhere=ray,
     journaled=True,
@@ -495,5 +480,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
   )
 
 
-THREADS = _kind(live_clusters.thread_cluster, ray=False)
-RAY = _kind(live_clusters.ray_cluster, ray=True)
+THREADS = _kind(
+  live_clusters.thread_cluster, peer_clusters.thread_peers, ray=False
+)
+RAY = _kind(live_clusters.ray_cluster, peer_clusters.ray_peers, ray=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding, simulator, transforms
+from asgd import base, compression, sharding, simulator, transforms
 from asgd.checks import shortened
 from asgd.experiment.checks import blame
 from asgd.experiment.engines import allocations
@@ -43,6 +43,11 @@ class LiveRun(NamedTuple):
     """How the shards share the parameters; None: there is one shard."""
     shards = self.setup.shards
     return sharding.make_plan(self.params, shards) if shards > 1 else None
+
+
+def ladder(settings: Mapping[str, Any]) -> Ladder:
+  """Returns when a worker is late, as the section `live` says."""
+  return Ladder(*(settings[key] for key in _DEADLINES))
 
 
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
@@ -117,7 +122,7 @@ def prepare(
     log=server["log"],
     snapshot_seconds=config["checkpoint_seconds"],
     owned=config["data"]["partition"] == "sharded",
-    ladder=Ladder(*(settings[key] for key in _DEADLINES)),
+    ladder=ladder(settings),
     keep_params_at=tuple(due),
     together=settings["together"],
   )
@@ -129,7 +134,8 @@ def prepare(
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
     ticket = steps.send(state, jnp.int32(0))
-    jax.eval_shape(steps.stage, (), state, ticket, piece, np.float32(0))
+    message = compression.blank(plan.server.codec, piece)
+    jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
   return live
 
 
@@ -142,10 +148,11 @@ def parts(live: LiveRun) -> list[Any]:
 def make_duty(live: LiveRun) -> Duty:
   """Returns what the workers of a cell do."""
   plan, setup = live.plan, live.setup
+  worker = plan.coded_worker(live.split)
   _, root = jax.random.split(jax.random.key(live.cell.seed))
   return Duty(
-    simulator.compile_work(plan.worker, group(plan)),
-    plan.worker.init,
+    simulator.compile_work(worker, group(plan)),
+    worker.init,
     plan.job_batches(live.cell.seed),
     root,
     live.params,
@@ -153,6 +160,7 @@ def make_duty(live: LiveRun) -> Duty:
     setup.consistent,
     setup.rules.depth,
     tuple(plan.run.config["live"]["slowdown"]),
+    codec=plan.server.codec,
   )
 
 
@@ -184,16 +192,23 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
     rows.append({key: row for row, key in enumerate(keys)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
   whole = [i for i, key in enumerate(keys) if all(key in each for each in rows)]
-  reports = []
-  for part, index in zip(parts, rows, strict=True):
-    at = [index[keys[i]] for i in whole]
-    columns = (getattr(part, name)[at] for name in base.Report._fields)
-    reports.append(base.Report(*columns))
+  at = [[index[keys[i]] for i in whole] for index in rows]
+
+  def of_all(name):
+    return [getattr(part, name)[i] for part, i in zip(parts, at, strict=True)]
+
+  reports = zip(*map(of_all, base.Report._fields), strict=True)
+  reports = [base.Report(*columns) for columns in reports]
   sizes = sharding.trained_sizes(split, live.params)
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][whole] = combined[name]
+  for name in ("bytes_up", "bytes_down"):
+    columns[name][whole] = sum(of_all(name))
+  squares = np.square(of_all("residual_norm"), dtype=np.float64)
+  share = np.asarray(sizes) / max(sum(sizes), 1)
+  columns["residual_norm"][whole] = np.sqrt(share @ squares)
   return base.Records(**columns)
 
 
@@ -207,7 +222,7 @@ def _warm_up(live, duty, steps, states):
     state = jax.tree.map(jnp.array, state)  # it is consumed
     ticket = steps.send(state, jnp.int32(0))
     ticket = ticket._replace(version=np.int32(ticket.version))
-    message = jax.tree.map(np.zeros_like, jax.device_get(state.params))
+    message = compression.blank(live.plan.server.codec, state.params)
     jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
 
 
@@ -234,7 +249,7 @@ def thread_cluster(
   duty = make_duty(live)._replace(devices=local_devices(live))
   wire = dtype_on_wire(live.plan.run.config)
   steps = simulator.compile_steps(
-    live.plan.server, live.plan.worker, wire=wire, keeps_messages=True
+    live.plan.server, None, wire=wire, keeps_messages=True
   )
   pieces = parts(live)
   states = [simulator.start(live.plan.server, piece) for piece in pieces]
@@ -242,10 +257,10 @@ def thread_cluster(
   settings = live.plan.run.config["live"]
   counts, shards = slot_counts(live.setup), range(len(pieces))
   memories = []
-  for i, (piece, state) in enumerate(zip(pieces, states, strict=True)):
+  for i, (like, state) in enumerate(zip(duty.shares(), states, strict=True)):
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
-    folder, trees = live.memory / f"shard-{i}", (piece, piece, state)
+    folder, trees = live.memory / f"shard-{i}", (*like, state)
     memories.append(SharedMemory(folder, counts, trees, compress=wire))
   stores = Stores(
     memories,
@@ -273,7 +288,7 @@ def thread_cluster(
   return _allot(live, cluster, duty_of)
 
 
-def _remote_plan(config, dataset, cell) -> ServerPlan:
+def remote_plan(config, dataset, cell) -> ServerPlan:
   """The plan of a cell, in a process that was given config and data."""
   import ray
 
@@ -295,16 +310,49 @@ def _remote_plan(config, dataset, cell) -> ServerPlan:
 
 
 def _remote_server(config, dataset, cell):
-  return _remote_plan(config, dataset, cell).server
+  return remote_plan(config, dataset, cell).server
 
 
 def _remote_duty(config, dataset, cell, setup, params, allocation):
-  plan = _remote_plan(config, dataset, cell)
+  plan = remote_plan(config, dataset, cell)
   plan = dataclasses.replace(plan, allocation=allocation)
   return make_duty(LiveRun(plan, cell, setup, None, None, params))
 
 
 _PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
+
+
+def resources(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what Ray is asked for each worker, as the section `live` says."""
+  return {
+    "num_cpus": settings["worker_cpus"],
+    "num_gpus": settings["worker_gpus"],
+    "resources": settings["resources"],
+    "accelerator_type": settings["accelerator"],
+    "scheduling_strategy": _PLACEMENT[settings["placement"]],
+  }
+
+
+def site(live: Any, began: float, machine: Any) -> Any:
+  """Returns the `Site` of a live cell: plan, setup, folder and memory."""
+  from asgd.live.clusters.ray_processes import Site
+
+  settings = live.plan.run.config["live"]
+  # What was not reserved is left to others: JAX would take most of the memory
+  # of a GPU that it sees.
+  accelerated = settings["worker_gpus"] or settings["accelerator"]
+  accelerated = accelerated or "TPU" in settings["resources"]
+  return Site(
+    live.setup,
+    str(live.folder.absolute()),
+    str(live.memory),
+    began,
+    spans=settings["spans"],
+    devices=settings["devices"],
+    platform=None if accelerated else "cpu",
+    gpus=settings["worker_gpus"],
+    profile=machine.profile and str(Path(machine.profile).absolute()),
+  )
 
 
 def ray_cluster(
@@ -313,47 +361,22 @@ def ray_cluster(
   """Builds a cluster of Ray actors."""
   from asgd.experiment import cells
   from asgd.live.clusters.actors import RayCluster
-  from asgd.live.clusters.ray_processes import Site
 
   config = cells.only(live.plan.run, live.cell)
   settings = live.plan.run.config["live"]
   source = config, machine.share(live.plan.dataset), live.cell
-  site = Site(
-    live.setup,
-    str(live.folder.absolute()),
-    str(live.memory),
-    began,
-    compress=dtype_on_wire(config),
-    spans=settings["spans"],
-    devices=settings["devices"],
-  )
-  # What was not reserved is left to others: JAX would take most of the memory
-  # of a GPU that it sees.
-  accelerated = settings["worker_gpus"] or settings["accelerator"]
-  accelerated = accelerated or "TPU" in settings["resources"]
-  site = site._replace(
-    platform=None if accelerated else "cpu",
-    gpus=settings["worker_gpus"],
-    profile=machine.profile and str(Path(machine.profile).absolute()),
-  )
-  resources = {
-    "num_cpus": settings["worker_cpus"],
-    "num_gpus": settings["worker_gpus"],
-    "resources": settings["resources"],
-    "accelerator_type": settings["accelerator"],
-    "scheduling_strategy": _PLACEMENT[settings["placement"]],
-  }
   duty_of = functools.partial(
     _remote_duty, *source, live.setup, live.params
   )
+  where = site(live, began, machine)
   cluster = RayCluster(
-    site,
+    where._replace(compress=dtype_on_wire(config)),
     functools.partial(_remote_server, *source),
     live.params,
     functools.partial(duty_of, live.plan.allocation),
     faults=machine.faults,
     refill=settings["refill"],
-    resources=resources,
+    resources=resources(settings),
     patience=settings["cluster_seconds"],
     images=images,
     resumed=resumed,

@@ -19,7 +19,8 @@ import numpy as np
 
 from asgd import base
 from asgd.experiment import engines
-from asgd.experiment.engines import Column, mesh_plan
+from asgd.experiment.engines import Column, mesh_plan, peer_mesh, peers
+from asgd.experiment.schema import Run
 from asgd.parallel import meshes, processes
 
 _SECONDS = 1.0  # of training, between two looks at clocks and signals
@@ -143,6 +144,7 @@ class MeshEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns speed and memory, and what the last updates were like."""
     config, here = self._plan.run.config, jax.local_devices()[0]
+    codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first)
     return {
@@ -163,6 +165,7 @@ class MeshEngine(engines.Engine):
         if shard.device == here
       ),
       "skipped": self.summary(0, self.done)["skipped"],
+      **(codec or {}),
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
@@ -172,6 +175,8 @@ class MeshEngine(engines.Engine):
 
 
 def _describe(result: Mapping[str, Any]) -> str:
+  if peers.has_peers(result):
+    return f"{peers.describe(result)}, {result['seconds']:.1f} s"
   words = (
     f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s,"
     f" {result['examples_per_second']:.4g} examples a second, state"
@@ -186,15 +191,39 @@ def _describe(result: Mapping[str, Any]) -> str:
   return words
 
 
+# With a recipe of peers each device has a model of its own.
+
+
+def _check(run: Run) -> None:
+  (peer_mesh if peers.of_peers(run) else mesh_plan).check(run)
+
+
+def _devices(run: Run) -> int:
+  if peers.of_peers(run):
+    return peer_mesh.devices(run)
+  return mesh_plan.devices_of(run) or 1
+
+
+def _plan(experiment: Any, run: Run, workers: int) -> Any:
+  plan = peer_mesh.plan if peers.of_peers(run) else mesh_plan.plan
+  return plan(experiment, run, workers)
+
+
+def _start(context: engines.Context) -> engines.Engine:
+  if peers.of_peers(context.plan.run):
+    return peer_mesh.PeerMeshEngine(context)
+  return MeshEngine(context)
+
+
 MESH = engines.EngineKind(
   sections=mesh_plan.SECTIONS,
   settings="mesh",
   default_recipe="asgd",
-  workers=lambda run: (1,),
-  check=mesh_plan.check,
-  devices=lambda run: mesh_plan.devices_of(run) or 1,
-  plan=mesh_plan.plan,
-  start=MeshEngine,
+  workers=lambda run: run.config["workers"] if peers.of_peers(run) else (1,),
+  check=_check,
+  devices=_devices,
+  plan=_plan,
+  start=_start,
   columns=(
     Column("mesh", "mesh"),
     Column("optimizer", "optimizer"),

@@ -19,6 +19,7 @@ from asgd import (
   orders,
   problems,
   rates,
+  sharding,
   simulator,
   stacking,
 )
@@ -27,7 +28,7 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations
+from asgd.experiment.engines import Column, allocations, traffic
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -39,6 +40,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **traffic.SECTIONS,
 }
 
 
@@ -51,8 +53,8 @@ class ServerPlan:
   dataset: Any
   problem: problems.Problem
   recipe: algorithms.Recipe  # with its schedule
-  server: base.Server
-  worker: base.Worker
+  server: base.Server  # with the codec of its messages
+  worker: base.Worker  # without
   order: dict[str, Any]  # name and options of the protocol
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
@@ -68,7 +70,16 @@ class ServerPlan:
   @functools.cached_property
   def host(self) -> simulator.Host:
     """The engine that simulates the cells, compiled once for all seeds."""
-    return simulator.make_host(self.server, self.worker)
+    return simulator.make_host(self.server, self.coded_worker())
+
+  def coded_worker(
+    self, split: sharding.ShardPlan | None = None
+  ) -> base.Worker:
+    """Returns the worker whose messages this server takes, with its codec if it
+    has one; `split` says how shards share them, None: there is one."""
+    if self.server.codec is None:
+      return self.worker
+    return traffic.compressed_worker(self.worker, self.server.codec, split)
 
   @functools.cached_property
   def curvature_limit(self) -> float:
@@ -316,12 +327,26 @@ def schedule(
     )
 
 
-def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """Builds what the cells of a run with so many workers share, checking it."""
+def plan(
+  experiment: Any,
+  run: Run,
+  workers: int,
+  of_peers: type[ServerPlan] | None = None,
+) -> ServerPlan:
+  """Builds what the cells of a run with so many workers share, checking it;
+  `of_peers` is the plan of a recipe without a server, None refuses it."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
   first = run.given or build_recipe(run, workers, peak)
-  batches, start = first.every * first.steps, peak / workers
+  if first.gossip is not None and of_peers is None:
+    raise ValueError(
+      f"config.runs.{run.label}.recipe {run.recipe!r} is of peers, without a"
+      f" server, which engine {run.engine!r} does not train: use simulate or"
+      " mesh"
+    )
+  # All peers make an update of their own from so many batches.
+  every = workers if first.gossip is not None else first.every
+  batches, start = every * first.steps, peak / workers
   rate = schedule(
     *(run, problem),
     peak=peak,
@@ -331,7 +356,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
-  recipe = build_recipe(run, workers, rate)
+  recipe = traffic.downward(run, build_recipe(run, workers, rate))
   order = _order(run, recipe)
   count = passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
@@ -340,13 +365,16 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
       f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
       f" one cell; use at most {checks.MOST_COUNT:.0e}"
     )
-  result = ServerPlan(
+  make = ServerPlan if first.gossip is None else of_peers or ServerPlan
+  result = make(
     run=run,
     workers=workers,
     dataset=experiment.dataset,
     problem=problem,
     recipe=recipe,
-    server=_server(run, problem, recipe, order),
+    server=traffic.compressed(
+      run, _server(run, problem, recipe, order), problem
+    ),
     worker=_worker(run, recipe, problem.loss),
     order=order,
     learning_rate=peak,
@@ -412,7 +440,8 @@ def columns(
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
-  return {**row, "updates": update, **summary(records)}
+  row |= {"updates": update, **summary(records)}
+  return row | traffic.columns(plan, records)
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
@@ -433,7 +462,7 @@ COLUMNS = (
   Column("gap", "gap_mean"),
   Column("eff. rate", "effective_rate"),
   Column("rate x sharp.", "rate_x_sharpness"),
-  Column("stable below", "rate_x_sharpness_limit"),
+  Column("quadratic limit", "rate_x_sharpness_limit"),
 )
 
 
@@ -447,10 +476,22 @@ def describe(result: Mapping[str, Any]) -> str:
   reached = result["rate_x_sharpness"]
   if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
-    below = f"{limit:.2g}" if storage.is_finite(limit) else "-"
-    words += f", rate x sharpness up to {reached:.2g} (stable below {below})"
+    limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
+    words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
+  if "codec" in result or "codec_down" in result:
+    words += (
+      f", {result['bytes_up'] / 1e6:.3g} MB up ({result['compression_up']:.3g}"
+      f" times less than dense), {result['bytes_down'] / 1e6:.3g} MB down"
+    )
+  if "codec_down" in result:
+    words += f" ({result['compression_down']:.3g} times less)"
+  if result.get("residual_lost"):
+    words += (
+      f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"
+      " lost with workers"
+    )
   if "allocation" in result:
     words += f", {result['allocation']}"
   workers = result["workers"]

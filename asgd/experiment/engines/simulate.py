@@ -13,7 +13,12 @@ import numpy as np
 
 from asgd import base, sandblaster, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import coordinated, parameter_server
+from asgd.experiment.engines import (
+  coordinated,
+  parameter_server,
+  peers,
+  traffic,
+)
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -75,8 +80,13 @@ class SimulationEngine(engines.Engine):
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
     server, last = self._simulation.server, self._ends[self.done - 1] - 1
-    clock, update = {"time": float(self._trace.time[last])}, int(server.version)
-    return engines.Snapshot(server.params, self.done, update, clock)
+    clock = {
+      "time": float(self._trace.time[last]),
+      "megabytes": traffic.megabytes(self._parts),
+    }
+    return engines.Snapshot(
+      server.params, self.done, int(server.version), clock
+    )
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
@@ -120,7 +130,11 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
       rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   tree = {"server": server, "workers": workers, "sent": trees}
-  return tree, {"event": simulation.event, "tickets": rows}
+  total, version, seen, tickets = simulation.sent
+  open_tickets = [(*key, nbytes) for key, nbytes in tickets.items()]
+  sent = [total, version, list(seen.items()), open_tickets]
+  notes = {"event": simulation.event, "tickets": rows, "sent": sent}
+  return tree, notes
 
 
 def _unpack(saved, template):
@@ -146,29 +160,37 @@ def _unpack(saved, template):
       tickets[worker][job] = ticket
   event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
   # A simulation to be rolled back is a replay, which starts from the beginning.
+  total, version, seen, open_tickets = saved.notes["sent"]
+  numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
+  sent = simulator.Sent(total, version, dict(seen), numbers)
   simulation = simulator.Simulation(
-    event, server, workers, tickets, tuple(kept), {}
+    event, server, workers, tickets, tuple(kept), {}, sent
   )
   return simulation, records
 
 
 def _plan(experiment: Any, run: Any, workers: int) -> Any:
-  """Builds the plan of a run, by what drives it: a server, or a coordinator."""
-  by = coordinated if run.recipe in sandblaster.RECIPES else parameter_server
-  return by.plan(experiment, run, workers)
+  """Builds the plan of a run, by what drives it: a coordinator, or orders of
+  a server or of peers."""
+  if run.recipe in sandblaster.RECIPES:
+    return coordinated.plan(experiment, run, workers)
+  return parameter_server.plan(experiment, run, workers, peers.PeerPlan)
 
 
 def _start(context: engines.Context) -> engines.Engine:
   if isinstance(context.plan, coordinated.CoordinatedPlan):
     return coordinated.CoordinatedEngine(context)
+  if context.plan.recipe.gossip is not None:
+    return peers.PeerEngine(context)
   return SimulationEngine(context)
 
 
 def _describe(result: Mapping[str, Any]) -> str:
-  by = parameter_server
   if result["recipe"] in sandblaster.RECIPES:
-    by = coordinated
-  return by.describe(result)
+    return coordinated.describe(result)
+  if peers.has_peers(result):
+    return peers.describe(result)
+  return parameter_server.describe(result)
 
 
 SIMULATE = engines.EngineKind(

@@ -28,7 +28,7 @@ _SECONDS = 60.0  # to fetch what is there
 _LOOK = 1.0  # seconds between two looks at a cluster that grows
 
 
-def _failure(what: str, error: Exception) -> Exception:
+def process_failure(what: str, error: Exception) -> Exception:
   """What to raise where a process has failed: one line if it is the user's to
   mend, all that is known if it is ours."""
   last = str(error).strip().splitlines()[-1]
@@ -133,10 +133,10 @@ class RayCluster(LiveCluster):
     try:
       return (self._ray.get(ref, timeout=_SECONDS),)
     except self._ray.exceptions.RayTaskError as error:
-      raise _failure(f"{who} failed", error) from error
+      raise process_failure(f"{who} failed", error) from error
     except self._ray.exceptions.RayError as error:
       if getattr(error, "actor_init_failed", False):
-        raise _failure(f"{who} cannot start", error) from error
+        raise process_failure(f"{who} cannot start", error) from error
     return None
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
@@ -277,7 +277,7 @@ class RayCluster(LiveCluster):
     except self._ray.exceptions.RayTaskError as error:
       ended, _ = ray_waits.wait([self._serves[index]])
       if not ended:  # or `check` tells why
-        raise _failure(f"shard {index} failed", error) from error
+        raise process_failure(f"shard {index} failed", error) from error
     except self._ray.exceptions.RayError:
       pass
     return None

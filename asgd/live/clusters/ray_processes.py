@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sharding, simulator
+from asgd import base, compression, sharding, simulator
+from asgd.compression.packing import BadCode
 from asgd.live import faults as faults_lib
 from asgd.live import frames, journal, processes, records, slots, spans
 from asgd.live.links.notes import FarNotes
@@ -79,7 +80,7 @@ class Site(NamedTuple):
     return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
-def _prepare_process(site, worker):
+def prepare_process(site, worker):
   """Settings of malloc, and of a JAX that was not used yet."""
   if site.jax != jax.__version__:
     raise ValueError(
@@ -136,7 +137,7 @@ class ShardActor:
     image: tuple[Any, Any] | None,
     resumed: bool,
   ):
-    _prepare_process(site, worker=False)
+    prepare_process(site, worker=False)
     self._site = site
     self._sessions: dict[str, Session] = {}
     self._writes = threading.Lock()  # what workers on other machines did
@@ -156,13 +157,15 @@ class ShardActor:
     if not setup.totals:  # compiles before the first message comes
       state = simulator.start(server, params)
       ticket = steps.send(state, jnp.int32(0))
-      message = jax.tree.map(np.zeros_like, params)
+      message = compression.blank(server.codec, params)
       received = steps.receive(state, ticket, message, np.float32(0.0))
       jax.block_until_ready(received)
     state = simulator.start(server, params)
     shard = Shard(
       *(index, setup, steps, state),
-      site.open_memory(index, params, params, state),
+      site.open_memory(
+        *(index, params, compression.layout(server.codec, params), state)
+      ),
       journal.FileJournal(journal.journal_path(site.run, index)),
       records.FileSink(records.records_path(site.run, index)),
       now=site.clock(),
@@ -198,7 +201,7 @@ class ShardActor:
           stamp = slots.message_stamp(frame.worker, frame.seq)
           memory.write(slots.MESSAGES, frame.message, message, stamp)
         shard.handle(frame, session.say, self._site.clock())
-      except frames.BadFrame:
+      except (BadCode, frames.BadFrame):
         self._end_session(shard, token)
         raise
 
@@ -264,7 +267,7 @@ class WorkerActor:
   """A worker in a process of its own."""
 
   def __init__(self, worker: int, site: Site, life: int):
-    _prepare_process(site, worker=True)
+    prepare_process(site, worker=True)
     self._worker, self._site, self._life = worker, site, life
     here = node_id() == site.machine
     self._near = here and site.sockets
@@ -287,15 +290,13 @@ class WorkerActor:
   ) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
     site, duty = self._site, make_duty()
-    shards = range(site.setup.shards)
-    parts = [duty.params]
-    if duty.plan is not None:
-      parts = sharding.split(duty.plan, duty.params)
+    shards, shares = range(site.setup.shards), duty.shares()
     # Before it takes the place, so that the lead does not take it for hung: its
     # deadline is that of workers that have compiled.
     duty.warm_up(self._worker)
     sockets = [site.socket(index) for index in shards]
-    link = SocketLink(sockets) if self._near else RayLink(site)
+    messages = [message for _, message in shares]
+    link = SocketLink(sockets) if self._near else RayLink(site, messages)
     for shard in shards:
       while not link.connect(shard):
         pass
@@ -303,7 +304,7 @@ class WorkerActor:
     if self._near:
       # Opened by a worker first, a shard would take new memory for its own.
       memories = [
-        site.open_memory(i, part, part, None) for i, part in enumerate(parts)
+        site.open_memory(i, *like, None) for i, like in enumerate(shares)
       ]
       notes = _NearNotes(self._worker, Path(site.run))
     else:

@@ -32,7 +32,7 @@ class Follower(Role):
       self._tell_prepared(key)
 
   def push(self, frame: Frame) -> None:
-    """A message has come: the lead is told."""
+    """A message has come: the lead is told, also if it cannot be read here."""
     key = frame.worker, frame.seq
     self.state.pushed[key] = frame
     self._tell_prepared(key)
@@ -40,7 +40,8 @@ class Follower(Role):
 
   def _tell_prepared(self, key):
     if self._lead:
-      self._lead(Frame(frames.PREPARED, *key, job=self.index))
+      refused = int(not self.state.pushed[key].flag)
+      self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of the lead, by the way that was opened last."""

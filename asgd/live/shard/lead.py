@@ -63,16 +63,21 @@ class Lead(Role):
     key = frame.worker, frame.seq
     started = self.dispatcher.open(frame.worker)[frame.seq]
     if not frame.flag:
-      self._unfinite += 1
-      self._tries[started.job] += 1
-      self.dispatcher.reject(*key, self.time)
-      self.expel(frame.worker)
+      self._refuse(key)
       return
     self._unfinite = 0
     self._tries.pop(started.job, None)
     self.state.pushed[key] = frame
     self.watch.ended(started.time, self.time)
     self._consider(key)
+
+  def _refuse(self, key):
+    """A message counts for nothing, and its worker has to begin anew."""
+    worker, seq = key
+    self._unfinite += 1
+    self._tries[self.dispatcher.open(worker)[seq].job] += 1
+    self.dispatcher.reject(*key, self.time)
+    self.expel(worker)
 
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of a follower, by the way that was opened last."""
@@ -87,6 +92,8 @@ class Lead(Role):
         self._totals.ask(say)
     elif self.followers.get(frame.job) != say or key not in self.state.tickets:
       return  # a stranger, or it is late
+    elif frame.kind == frames.PREPARED and frame.flag:
+      self._refuse(key)
     elif frame.kind == frames.PREPARED:
       self._prepared.setdefault(key, set()).add(frame.job)
       self._consider(key)

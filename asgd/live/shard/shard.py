@@ -72,7 +72,9 @@ class Shard:
     self.role = roles[min(index, 1)](index, self.state, journal, now)
     self._saved = now  # when the last snapshot was due
     self._expelled: list[int] = []  # workers that the cluster is to replace
+    self._news: list[str] = []  # lines that the driver is to tell
     self.rollback = recovery.recover(self.role, image, resumed=resumed)
+    self.state.lost.clear()  # it was told
     memory.adopt()
     self.role.committed = self._committed
     # An image that is to be kept at a row: (rows, the image once it is there).
@@ -153,6 +155,9 @@ class Shard:
     if key in state.tickets:
       if frame.flag:
         state.check_written(key)
+        if complaint := state.complaint(key):
+          self._news.append(complaint)
+          frame = frame._replace(flag=0)
       self.role.push(frame)
     else:  # what is committed is acknowledged again
       self.role.say(frame.worker, Frame(frames.ACK, *key))
@@ -225,6 +230,7 @@ class Shard:
     """Returns how it goes, as plain data; each expelled worker once."""
     self.state.flush()
     expelled, self._expelled = self._expelled, []
+    news, self._news = [*self._news, *self._losses()], []
     return {
       "received": self.state.received,
       "rows": self.state.rows,
@@ -233,10 +239,21 @@ class Shard:
       "workers": list(self.workers),
       "late": [] if self.index else sorted(self.role.watch.late),
       "expelled": expelled,
+      "news": news,
       "refused": self.role.refused,
       "rollback": self.rollback,
       "kept_params": sorted(self.state.kept_params),
     }
+
+  def _losses(self):
+    """What is to be told of workers that have left; of several shards, that of
+    the lead's part."""
+    lost, self.state.lost = self.state.lost, []
+    for worker, norm in () if self.index else lost:
+      yield (
+        f"worker {worker} has left, and with it what its codec had kept to send"
+        f" later (RMS {norm:.3g})"
+      )
 
   @property
   def stopped(self) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, simulator
+from asgd.compression.packing import BadCode
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.records import FileSink
@@ -52,11 +53,17 @@ class ShardState:
     self.seqs: dict[int, int] = {}  # worker -> jobs it started, ever
     self.joined: dict[int, int] = {}  # worker -> number of its latest holder
     self.pushed: dict[Key, Frame] = {}  # messages in their slots, not received
+    self._codes: dict[Key, Any] = {}  # those of them that are unpacked
+    # Worker -> RMS of what its codec kept, as its last message said.
+    self._residuals: dict[int, float] = {}
+    # Those of workers that have left while there was something to do.
+    self.lost: list[tuple[int, float]] = []
+    self._traffic = simulator.Traffic(steps, server)
     self.rows = 0  # obeyed
     self.received = 0  # messages
     self.kept_params: dict[int, Any] = {}  # received count -> parameters
     self.recorded = 0  # messages to come whose records the sink has already
-    # Of records that the sink does not have: (time, worker, job), and the rest.
+    # Of records that the sink does not have: what is known, and computed.
     self._unwritten: tuple[list, list] = [], []
 
   def obey(self, event: Event) -> None:
@@ -74,6 +81,9 @@ class ShardState:
         self.slots.exhume(worker)
         self.joined[worker] = event.job
       self._drop_kept(worker)
+      lost = self._residuals.pop(worker, 0.0)
+      if lost and self.received < self.setup.jobs:  # it would have sent it
+        self.lost.append((worker, lost))
     # The effect of a ROLLBACK is the snapshot that was read before it.
 
   def _start(self, event):
@@ -96,6 +106,7 @@ class ShardState:
 
   def _receive(self, event):
     key, slots = event.key, self.slots
+    received = self._received(event)
     if self.setup.totals:
       self.server, row = self.stage(key, event.loss, event.totals).result
     else:
@@ -107,16 +118,31 @@ class ShardState:
     else:
       jax.block_until_ready(row)  # the update reads the slot
       slots.free_messages.append(open_ticket.message)
-    self.pushed.pop(key, None)
+    self._forget(key)
     if self.recorded:
       self.recorded -= 1
     else:
       messages, observations = self._unwritten
-      messages.append((event.time, event.worker, event.job))
+      messages.append(received)
       observations.append(row)
     self.received += 1
     if self.received in self.setup.keep_params_at:
       self.kept_params[self.received] = self.server.params
+
+  def _received(self, event):
+    """What a record says that is not computed."""
+    open_ticket, memory = self.tickets[event.key], self.slots.memory
+    up, norm = memory.length(MESSAGES, open_ticket.message), 0.0
+    if self.steps.codec is not None:
+      norm = float(self.unpack(event.key).residual)
+      self._residuals[event.worker] = norm
+    down = self._traffic.end(*event.key, open_ticket.ticket)
+    name = event.time, event.worker, event.job
+    return simulator.Received(*name, up, down, norm)
+
+  def _forget(self, key):
+    self.pushed.pop(key, None)
+    self._codes.pop(key, None)
 
   def _lose(self, event):
     open_ticket = self.tickets.pop(event.key)
@@ -125,7 +151,7 @@ class ShardState:
       self.slots.free_messages.append(open_ticket.message)
     else:
       self.slots.bury(event.worker, open_ticket.message)
-    self.pushed.pop(event.key, None)
+    self._forget(event.key)
 
   def _drop_kept(self, worker):
     if kept := self.kept.pop(worker, None):
@@ -137,10 +163,29 @@ class ShardState:
     return self.steps.stage(totals, *self._arguments(key, loss))
 
   def _arguments(self, key, loss):
-    open_ticket = self.tickets[key]
-    slot, stamp = open_ticket.message, message_stamp(*key)
+    ticket, message = self.tickets[key].ticket, self.unpack(key)
+    return self.server, ticket, message, np.float32(loss)
+
+  def unpack(self, key: Key) -> Any:
+    """Returns the message of an open ticket. Raises BadCode for one that is
+    packed, and does not unpack."""
+    if key in self._codes:
+      return self._codes[key]
+    slot, stamp = self.tickets[key].message, message_stamp(*key)
     message = self.slots.memory.read(MESSAGES, slot, stamp)
-    return self.server, open_ticket.ticket, message, np.float32(loss)
+    if self.steps.codec is not None:
+      self._codes[key] = message  # its arrays are no views of the slot
+    return message
+
+  def complaint(self, key: Key) -> str:
+    """Returns what is wrong with a message of codes, "" if nothing is."""
+    if self.steps.codec is None:
+      return ""
+    try:
+      self.unpack(key)
+    except BadCode as error:
+      return f"message {key[1]} of worker {key[0]} is refused: {error}"
+    return ""
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP, in a recovery. Unless it is

@@ -85,7 +85,11 @@ class _Script(faults.Script):
     if not self._nans:
       return message
     self._nans.pop()
-    return jax.tree.map(lambda x: x * float("nan"), message)
+
+    def spoil(x):
+      return x if x.dtype.kind in "iub" else x * float("nan")
+
+    return jax.tree.map(spoil, message)
 
 
 class WorldCluster(LiveCluster):
@@ -145,7 +149,7 @@ class WorldCluster(LiveCluster):
     state = simulator.start(training.server, part)
     self.opened[index] = shard = Shard(
       *(index, self.setup, training.steps, state),
-      self._memory(index, part, part, state),
+      self._memory(index, *training.duty.shares()[index], state),
       journal.FileJournal(journal.journal_path(folder, index), disk=disk),
       records.FileSink(records.records_path(folder, index), disk=disk),
       now=world.clock(),
@@ -180,7 +184,8 @@ class WorldCluster(LiveCluster):
       while not link.connect(shard):
         pass
     memories = [
-      self._memory(i, part, part, None) for i, part in enumerate(training.parts)
+      self._memory(i, *like, None)
+      for i, like in enumerate(training.duty.shares())
     ]
     for index, memory in enumerate(memories):
       memory.shard = functools.partial(self._opened, index)

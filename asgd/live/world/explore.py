@@ -221,6 +221,12 @@ class _Run:
     self._world.nans.append(None)
     return True
 
+  def _spoil_message(self, fault):
+    if self._scenario.case.tau is None:
+      return False  # nobody could tell
+    self._world.disk.spoils.append(fault.which)
+    return True
+
   def _flip(self, fault):
     paths = sorted((self._folder / "memory").glob("shard-*/snapshot.json"))
     if not paths:
@@ -250,6 +256,7 @@ _INJECT: dict[str, Callable] = {
   "flip": _Run._flip,
   "drain": _Run._drain,
   "nan": _Run._nan,
+  "spoil": _Run._spoil_message,
 }
 
 

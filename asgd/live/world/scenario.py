@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import algorithms, base, sharding, simulator, stacking, transforms
-from asgd import worker as worker_lib
+from asgd import (
+  algorithms,
+  base,
+  compression,
+  sharding,
+  simulator,
+  stacking,
+  transforms,
+)
+from asgd import losses as losses_lib
 from asgd.live.deadlines import Ladder
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
@@ -35,6 +43,7 @@ KINDS = (
   "flip",  # a byte of the snapshot of a shard, which is killed
   "drain",  # a worker is told to leave, as by a preemption notice
   "nan",  # a message
+  "spoil",  # a byte of a packed message, in its slot
 )
 WORKERS, JOBS = 3, 18
 _STEPS = 4000  # places at which faults come, at most
@@ -70,6 +79,7 @@ class Case(NamedTuple):
   kills: bool = True  # as processes; False: as threads
   owned: bool = False  # jobs belong to places
   wire: str | None = None  # dtype of what travels
+  tau: float | None = None  # of the threshold of a codec; None: there is none
 
 
 CASES = (
@@ -95,6 +105,10 @@ CASES = (
   Case("asgd", shards=2, log=0),
   Case("dana_zero", Rules(depth=2), log=0),
   Case("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
+  # Of these, messages are packed, and a worker keeps a residual.
+  Case("dana_zero", Rules(depth=2), log=4, tau=0.05),
+  Case("asgd", shards=2, wire="bfloat16", tau=0.05),
+  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02),
 )
 # Options of recipes: jobs of two batches.
 _OPTIONS = {
@@ -135,7 +149,7 @@ def _loss(params, batch, key):
   del key
   hidden = jnp.tanh(batch @ params["into"])
   error = hidden @ params["out"] - batch[:, 0]
-  return jnp.mean(error**2), worker_lib.Aux(())
+  return jnp.mean(error**2), losses_lib.Aux(())
 
 
 def batch(worker: int, job: int) -> np.ndarray:
@@ -150,13 +164,19 @@ class CompiledRecipe(NamedTuple):
   server: base.Server
   worker: base.Worker
   steps: simulator.Steps
+  plan: sharding.ShardPlan | None
   params: dict[str, np.ndarray]
   batch: Callable[[int, int], np.ndarray]
 
 
 @functools.cache
 def recipe(
-  name: str, clip: bool, rules: Rules, wire: str | None
+  name: str,
+  clip: bool,
+  rules: Rules,
+  shards: int,
+  wire: str | None,
+  tau: float | None,
 ) -> CompiledRecipe:
   """Returns a recipe of `asgd.algorithms` for a small network."""
   made = algorithms.build(name, 0.05, WORKERS, **_OPTIONS.get(name, {}))
@@ -172,20 +192,26 @@ def recipe(
     "into": rng.standard_normal((3, 4), np.float32),
     "out": rng.standard_normal(4, np.float32),
   }
+  plan = sharding.make_plan(params, shards) if shards > 1 else None
+  if tau is not None:
+    codec = compression.named("threshold", tau=tau)
+    server = compression.decoding(server, codec)
+    worker = compression.compressed(worker, codec, plan)
   options = {"wire": wire, "keeps_messages": True}
   steps = simulator.compile_steps(server, worker, **options)
   batches = stacking.job_batches(batch, made.steps)
-  return CompiledRecipe(server, worker, steps, params, batches)
+  return CompiledRecipe(server, worker, steps, plan, params, batches)
 
 
 def training(case: Case, pause) -> Training:
   """Returns what a case trains; `pause(job)` lets the time of a job go by."""
   of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
-  server, worker, steps, params, batches = recipe(
-    case.recipe, case.clip, of_rounds, case.wire
+  # Without a codec, work is the same for all numbers of shards.
+  shards = case.shards if case.tau is not None else 1
+  server, worker, steps, plan, params, batches = recipe(
+    case.recipe, case.clip, of_rounds, shards, case.wire, case.tau
   )
-  plan = None
-  if case.shards > 1:
+  if case.shards > shards:
     plan = sharding.make_plan(params, case.shards)
   setup = Setup(
     *(case.rules, WORKERS, JOBS, case.shards, case.consistent),
@@ -206,6 +232,7 @@ def training(case: Case, pause) -> Training:
     consistent=case.consistent,
     depth=case.rules.depth,
     slowdown=case.slowdown,
+    codec=server.codec,
   )
   return Training(
     *(setup, server, worker, steps, params, plan, duty),

@@ -1,34 +1,17 @@
 """Curves for TensorBoard: what is in the file, and what a full disk does."""
 
 import errno
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import event_files
 import kit
 import pytest
 
 from asgd.experiment import event_file
 
 pytest.importorskip("tensorboardX")
-
-
-def read(path):
-  """Returns the events of a file, each with checksums that are right."""
-  from tensorboardX.proto import event_pb2
-  from tensorboardX.record_writer import masked_crc32c
-
-  data, events = path.read_bytes(), []
-  while data:
-    (size,) = struct.unpack("<Q", data[:8])
-    parts = data[:8], data[12 : 12 + size]
-    sums = data[8:12], data[12 + size : 16 + size]
-    for part, found in zip(parts, sums, strict=True):
-      assert struct.pack("<I", masked_crc32c(part)) == found
-    events.append(event_pb2.Event.FromString(parts[1]))
-    data = data[16 + size :]
-  return events
 
 
 def test_a_file_begins_with_its_version_and_the_step_from_which_it_counts(
@@ -39,7 +22,7 @@ def test_a_file_begins_with_its_version_and_the_step_from_which_it_counts(
   board.close()
   (path,) = (tmp_path / "a" / "b").iterdir()
   assert path.name.startswith("events.out.tfevents.")
-  version, purge, loss = read(path)
+  version, purge, loss = event_files.read(path)
   assert version.file_version == "brain.Event:2"
   assert (purge.step, purge.session_log.status) == (7, 1)  # START
   assert loss.step == 9

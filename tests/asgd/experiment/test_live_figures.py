@@ -1,15 +1,11 @@
 """What is said of a live run while it goes."""
 
-import struct
-
-import kit
+import event_files
 import numpy as np
 import pytest
 
 from asgd import base
 from asgd.experiment import live_figures
-from asgd.live import wire
-from asgd.live.journal import FileJournal
 
 
 def records(*rows):
@@ -27,6 +23,9 @@ def records(*rows):
     accepted=nothing.astype(bool),
     message_norm=nothing.astype(np.float32),
     update_norm=nothing.astype(np.float32),
+    bytes_up=np.full(len(update), 60),
+    bytes_down=np.full(len(update), 40),
+    residual_norm=nothing.astype(np.float32),
   )
 
 
@@ -35,14 +34,14 @@ def test_rates_are_counts_by_seconds():
   counter.add(
     12.0, records((1, 0, 0, 0.5), (2, 2, 1, 1.5), (2, 0, 1, 1.0), (3, 0, 2, 1))
   )
-  seen = counter.figures(100)
+  seen = counter.figures(0.5)  # of two shards
   assert seen.updates == 3 / 2
   assert seen.messages == 2
   np.testing.assert_array_equal(seen.workers, [1.5, 0, 0.5])
   np.testing.assert_array_equal(seen.staleness, [1, 2, 1])
   assert seen.staleness_mean == 1
   assert seen.gap == 1
-  assert seen.bytes == 200
+  assert seen.bytes == 400
 
 
 def test_only_the_last_seconds_count():
@@ -50,7 +49,7 @@ def test_only_the_last_seconds_count():
   counter.add(1.0, records((1, 0, 9, 9.0)))
   for second in range(2, 12):
     counter.add(float(second), records((second, 0, 1, 2.0)))
-  seen = counter.figures(1)
+  seen = counter.figures()
   assert seen.messages == seen.updates == 1
   np.testing.assert_array_equal(seen.staleness, [0, 5])
   assert seen.gap == 2
@@ -59,12 +58,12 @@ def test_only_the_last_seconds_count():
 def test_rates_fall_when_nothing_comes():
   counter = live_figures.Counter(1, 0.0)
   counter.add(1.0, records((1, 0, 0, 0.0), (2, 0, 0, 0.0)))
-  assert counter.figures(1).messages == 2
+  assert counter.figures().messages == 2
   counter.add(4.0, records())
-  assert counter.figures(1).messages == 2 / 4
+  assert counter.figures().messages == 2 / 4
   for second in (5.0, 6.0, 7.0):
     counter.add(second, records())
-  seen = counter.figures(1)
+  seen = counter.figures()
   assert seen.messages == 0
   assert np.isnan(seen.gap)
   assert np.isnan(seen.staleness_mean)
@@ -75,8 +74,8 @@ def test_neither_start_up_nor_what_was_done_before_a_stop_is_counted():
   for second in range(1, 4):
     counter.add(float(second), records())
   counter.add(4.0, records((1001, 0, 0, 0.0)))
-  assert counter.figures(1).messages == 1
-  assert counter.figures(1).updates == 1
+  assert counter.figures().messages == 1
+  assert counter.figures().updates == 1
 
 
 @pytest.mark.parametrize(
@@ -140,47 +139,17 @@ def test_the_bar_gets_a_few_words():
   assert text == "▂▂█ 980 upd/s 71 MB/s worker 240-250/s"
 
 
-def test_tickets_are_counted_as_the_journal_grows(tmp_path):
-  path = tmp_path / "trace-0.csv"
-  tickets = live_figures.Tickets(path)
-  assert tickets.look() == 1
-  journal = FileJournal(path)
-  journal.append(kit.row(0.0, 0, 0, base.JOIN))
-  journal.append(kit.row(0.0, 0, 0, base.SEND, 0))
-  assert tickets.look() == 1
-  for seq in range(1, 4):  # three jobs on that ticket, and the next one
-    journal.append(kit.row(1.0, 0, seq - 1, base.RECEIVE, seq - 1))
-    journal.append(kit.row(1.0, 0, seq, base.KEEP, seq))
-  with path.open("a") as file:
-    file.write("1.0,0,3,se")
-  assert tickets.look() == 1 / 3
-  with path.open("a") as file:
-    file.write("nd,4,0,0,0,0.0,\n")
-  assert tickets.look() == 2 / 3
-  # What was there before is another driver's.
-  assert live_figures.Tickets(path).look() == 1
-
-
-def test_a_message_has_the_bytes_of_its_layouts():
-  params = {"w": np.zeros((100, 64), np.float32), "b": np.zeros(3, np.float32)}
-  whole = wire.layout(params).nbytes
-  assert live_figures.message_bytes(params, 1, None) == whole == 25600 + 64
-  assert live_figures.message_bytes(params, 2, None) >= 25600 + 12
-  half = live_figures.message_bytes(params, 1, "bfloat16")
-  assert half == 12800 + 64
+def test_the_lead_has_its_share_of_the_parameters():
+  params = {"w": np.zeros((100, 64), np.float32)}
+  assert live_figures.lead_share(params, 1) == 1
+  assert live_figures.lead_share(params, 4) == 0.25
 
 
 def events(folder):
   """Reads a board: tag -> [(step, value)]."""
-  from tensorboardX.proto import event_pb2
-
   found = {}
   for path in folder.iterdir():
-    data = path.read_bytes()
-    while data:
-      (size,) = struct.unpack("<Q", data[:8])
-      event = event_pb2.Event.FromString(data[12 : 12 + size])
-      data = data[16 + size :]
+    for event in event_files.read(path):
       for value in event.summary.value:
         held = value.simple_value
         if value.HasField("histo"):

@@ -94,7 +94,7 @@ def twice(text, number):
 
 DAMAGE = {
   "records that are cut": (
-    lambda place: os.truncate(records_path(place, 0), 100),
+    lambda place: os.truncate(records_path(place, 0), 150),
     "records-0.bin has 2 records, and the trace beside it 3 messages",
   ),
   "no records": (

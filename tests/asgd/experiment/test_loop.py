@@ -2,6 +2,7 @@
 
 import signal
 
+import kit
 import numpy as np
 import pytest
 
@@ -207,6 +208,30 @@ def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
   places = "in a at message 1, in b at message 1"
   assert str(stop.value) == f"stopped {places}; {GO_ON}"
   assert stop.value.signal_number == signal.SIGTERM
+
+
+# Live runs.
+
+
+def test_an_evaluation_is_compiled_before_a_live_run_begins(tmp_path):
+  calls = []
+
+  def start(context):
+    calls.append(context.cell.seed)
+    raise ValueError("begun")
+
+  live = experiment.ENGINES["threads"]._replace(start=start)
+  exp = experiment.build(
+    {**kit.TINY_RUN, "engine": "threads", "seeds": (0, 1)},
+    engines={"threads": live},
+  )
+  (problem,) = exp._problems.values()
+  counted = problem._replace(evaluate=lambda _: calls.append("evaluated"))
+  exp._problems = {16: counted}
+  for cell in exp.cells:
+    with pytest.raises(ValueError, match="begun"):
+      loop.train(exp, cell, tmp_path, bar=Silent())
+  assert calls == ["evaluated", 0, 1]
 
 
 # A trace of the profiler.

@@ -80,13 +80,13 @@ def test_a_report_is_one_well_formed_file(written):
   assert "cells/a-n2-s0/cell.npz" in read.links
 
 
-def test_a_cell_has_two_files_at_most(written):
-  of_cells = [*(written / "cells").rglob("*.*")]
-  of_cells += (written / "tensorboard").rglob("events*")
-  cells = list((written / "cells").iterdir())
-  assert len(cells) == 4
-  assert len(of_cells) <= 2 * len(cells)
-  assert len([p for p in written.iterdir() if p.is_file()]) <= 12
+def test_a_cell_is_one_file_and_a_row_of_the_table_one_board(written):
+  files = [path for path in written.rglob("*") if path.is_file()]
+  of_cells = [path for path in files if written / "cells" in path.parents]
+  boards = [path.parent.name for path in files if "tfevents" in path.name]
+  assert len(of_cells) == 4
+  assert sorted(boards) == ["a-n2", "b-n2"]
+  assert len(files) - len(of_cells) - len(boards) <= 12
 
 
 def test_every_number_of_the_results_is_in_its_table(written):

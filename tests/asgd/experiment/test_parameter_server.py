@@ -209,8 +209,8 @@ def described(**kwargs):
 
 def test_a_limit_that_is_not_known_is_a_dash():
   line = described(rate_x_sharpness_limit=float("nan"))
-  assert line.endswith("(stable below -)")
-  assert described().endswith("(stable below 0.4)")
+  assert line.endswith("(quadratic limit -)")
+  assert described().endswith("(quadratic limit 0.4)")
   assert "sharpness" not in described(rate_x_sharpness=float("nan"))
 
 

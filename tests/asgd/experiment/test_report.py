@@ -1,11 +1,15 @@
 """The line of a cell, its warnings, and the table."""
 
+import kit
 import pytest
 
-from asgd.experiment import report
+from asgd import experiment
+from asgd.experiment import folder, report
 from asgd.experiment.engines import Column
 from asgd.experiment.engines.mesh import MESH
 from asgd.experiment.engines.simulate import SIMULATE
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
 
 ENGINES = {"simulate": SIMULATE, "mesh": MESH}
 
@@ -137,3 +141,41 @@ def test_a_value_that_is_a_list_or_a_word_is_shown_as_it_is():
   assert report._text(column, [{"x": True}]) == "yes"
   assert report._text(column, [{"x": 4}, {"x": 5}]) == "5"
   assert report._text(column, [{}]) == "-"
+
+
+def test_what_was_not_tested_has_the_loss_of_training():
+  nan = {"test_accuracy": None, "test_loss": None, "train_loss": 0.25}
+  headers = [c.header for c in report.columns_of([finished(**nan)], ENGINES)]
+  assert headers[:4] == ["run", "workers", "mean train loss", "time"]
+  # Of an engine that has a column of it that is the one.
+  headers = [c.header for c in report.columns_of([mesh(**nan)], ENGINES)]
+  assert headers.count("train loss") == 1
+  assert "mean train loss" not in headers
+
+
+# When an experiment ends.
+
+
+def test_an_experiment_that_is_stopped_has_a_report_of_what_is_finished(
+  tmp_path, capsys
+):
+  exp = experiment.build(
+    {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1)},
+    engines=experiment.ENGINES,
+  )
+  folder.open_folder(str(tmp_path), "x", exp)
+  before = sorted(tmp_path.iterdir())
+  with pytest.raises(Stopped), report.at_the_end(tmp_path, exp, Silent()):
+    raise Stopped("stopped", 15)
+  assert sorted(tmp_path.iterdir()) == before  # no cell is finished
+  for done, cell in enumerate(exp.cells, 1):
+    with pytest.raises(Stopped), report.at_the_end(tmp_path, exp, Silent()):
+      experiment.train(exp, cell, tmp_path, bar=Silent())
+      raise Stopped("stopped", 15)
+    said = capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert f"{done} of 2 cells finished" in page
+    part = "so far 1 of 2 cells"
+    texts = said, page, (tmp_path / "table.txt").read_text()
+    assert [part in text for text in texts] == 3 * [done == 1]
+    assert "report.html" in said

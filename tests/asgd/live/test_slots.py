@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from asgd.live import wire
+from asgd import wire
 from asgd.live.slots import (
   MESSAGES,
   DamagedSnapshot,
@@ -33,7 +33,7 @@ def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
   with pytest.raises(ValueError, match=r"no room for \d+ MB of shared memory"):
     shared(tmp_path, log=10**14)
   assert not (tmp_path / "shard-0" / "messages").exists()
-  nbytes = slots_nbytes(SlotCounts(3, 10**30), PART)
+  nbytes = slots_nbytes(SlotCounts(3, 10**30), (PART, PART))
   assert nbytes == (3 + 10**30) * mmap.PAGESIZE
   with pytest.raises(ValueError, match="a smaller log .server.log"):
     check_room(tmp_path, nbytes)

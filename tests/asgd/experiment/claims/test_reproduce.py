@@ -53,6 +53,8 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
     assert (place / "delayed_edge").with_suffix(suffix).stat().st_size
   # A cell that is lost is trained again, the others are not.
   results = sorted(place.glob("cells/*/cell.npz"))
+  boards = {path.parent.name for path in place.rglob("events.out*")}
+  assert len(boards) == len(results) / 5  # of seeds
   written = [path.stat().st_mtime_ns for path in results[1:]]
   shutil.rmtree(results[0].parent)
   assert reproduced(task, place) == place
@@ -86,7 +88,7 @@ def test_seeds_take_turns():
 
 def test_the_page_is_that_of_the_verdicts():
   assert (DOCS / "figures.md").read_text() == gallery.page(DOCS), (
-    "write it anew with python -m launch.reproduce --docs"
+    "write it anew with asgd reproduce --docs"
   )
 
 
@@ -198,7 +200,7 @@ def test_damaged_verdicts_are_named(docs, change, message):
     gallery.write(place)
   said = str(error.value)
   assert said.startswith(f"{place}/figures/stragglers.json is damaged: ")
-  assert said.endswith("python -m launch.reproduce stragglers --docs")
+  assert said.endswith("asgd reproduce stragglers --docs")
   assert not (place / "figures.md").exists()
 
 
@@ -237,6 +239,20 @@ def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
 def test_a_picture_of_no_figure_is_not_overwritten():
   with pytest.raises(ValueError, match=r"main_job\.svg is of no figure"):
     gallery.check_place(DOCS, "main_job")
+
+
+def test_quick_verdicts_are_not_kept_instead_of_full_ones(docs, tmp_path):
+  docs(lambda data, claim, part: data.update(size="full"))
+  place, message = tmp_path / "run", r"verdicts of the full size.*--quick"
+  with pytest.raises(ValueError, match=message):
+    gallery.check_place(tmp_path, "stragglers", size="quick")
+  place.mkdir()
+  (place / "stragglers.json").write_text('{"size": "quick"}')
+  with pytest.raises(ValueError, match=message):
+    gallery.keep(place, "stragglers", tmp_path)
+  gallery.check_place(tmp_path, "stragglers")
+  docs(lambda data, claim, part: data.update(size="quick"))
+  gallery.check_place(tmp_path, "stragglers", size="quick")
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -43,6 +43,7 @@ def test_a_conversation():
     "workers": [0, 1],
     "late": [],
     "expelled": [],
+    "news": [],
     "refused": 0,
     "rollback": None,
     "kept_params": [],

@@ -8,7 +8,6 @@ import math
 import pytest
 
 from asgd import server
-from asgd.live import wire
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import Lease, WorkerLoop
@@ -85,7 +84,7 @@ def reads_whatever_a_slot_holds(patch):
   """Memory that is removed under a run is taken for what was written there."""
 
   def read(self, kind, slot, stamp):
-    return wire.read(self._layouts[kind], self._slots[kind][slot])
+    return self._content(kind, slot)
 
   patch.setattr(SharedMemory, "read", read)
   init = SharedMemory.__init__

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from launch.bench import turns
+from asgd.experiment import turns
 
 
 def test_all_take_turns():

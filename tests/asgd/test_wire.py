@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asgd import base
-from asgd.live import wire
+from asgd import base, wire
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TREE = {

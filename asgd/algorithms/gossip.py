@@ -1,0 +1,425 @@
+"""Recipes without a server: peers that talk to each other.
+
+Each peer has parameters and an optimizer of its own; the learning rate, the
+momentum and the weight decay are those of its steps. A schedule counts a peer's
+own updates. `topology` is a name of `asgd.gossip.topologies`, a dict of a name
+and its options, or a Topology; W are its weights. A job is one batch, and an
+epoch is one pass over the data in total over all peers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from asgd import base, checks, compression, gossip, optimizers
+from asgd.algorithms.local_work import displacements, of_worker
+from asgd.algorithms.recipe import Recipe
+from asgd.algorithms.sgd import sgd
+from asgd.gossip import rules, topologies
+from asgd.gossip.orders import check_pairs
+
+_Optimizer = optimizers.Optimizer | None
+_Topology = str | Mapping[str, Any] | gossip.Topology
+_Codec = str | Mapping[str, Any] | compression.Codec | None
+_RING = "ring"
+
+
+def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
+  """Makes a recipe one of peers."""
+  built = topologies.build(topology, workers)
+  topologies.check_sums(built, columns=rule.columns)
+  made = gossip.Gossip(rule, built, **how)
+  if made.order == gossip.PAIRS:
+    check_pairs(built)
+  return recipe._replace(gossip=made, order=made.order)
+
+
+def d_psgd(
+  learning_rate,
+  workers,
+  *,
+  topology: _Topology = _RING,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  adapt_first: bool = False,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """D-PSGD: each peer averages with its neighbours while it computes.
+
+    x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
+    with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
+
+  The momentum is the peer's own and is not averaged. On the full graph it is,
+  with adapt_first and without momentum, all-reduce SGD; as in the paper, a peer
+  is ahead of the mean by its own last step.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    topology: whose parameters a peer averages; rows and columns of W sum to 1.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more.
+    adapt_first: a peer puts its parameters after its step, not before its job.
+    optimizer: of a peer, instead of SGD.
+
+  Returns:
+    A Recipe of peers, in rounds.
+
+  Raises:
+    ValueError: for a value out of its range, or a topology whose weights would
+      change the mean over peers.
+
+  Source:
+    Lian et al., "Can decentralized algorithms outperform centralized
+    algorithms?", NeurIPS 2017, arXiv:1705.09056, algorithm 1.
+
+  Example:
+    >>> import asgd
+    >>> recipe = asgd.d_psgd(0.1, workers=8, topology="exponential")
+    >>> recipe.order, recipe.gossip.topology.neighbours(0)
+    ('rounds', [4, 6, 7])
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rules.average(), topology, workers),
+    put_first=not adapt_first,
+  )
+
+
+def d2(
+  learning_rate,
+  workers,
+  *,
+  topology: _Topology = _RING,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """D2: D-PSGD for peers whose data differ, which it corrects for.
+
+    x_i <- sum_j W_ij (2 x_j - x_j' - eta (g_j - g_j')),   ' of the round before
+
+  With a constant learning rate and full gradients it converges to the solution,
+  where D-PSGD stays as far from it as the data differ.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    topology: undirected, and constant; the smallest eigenvalue of W must be
+      above -1/3.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more.
+    optimizer: of a peer, instead of SGD; g stands for what it makes of a
+      gradient.
+
+  Returns:
+    A Recipe of peers, in rounds.
+
+  Raises:
+    ValueError: for a value out of its range, or a topology with which it is not
+      stable.
+
+  Source:
+    Tang et al., "D2: decentralized training over decentralized data", ICML
+    2018, arXiv:1803.07068, algorithm 1.
+
+  Example:
+    >>> import asgd
+    >>> asgd.d2(0.1, workers=5).order
+    'rounds'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
+  corrected = optax.chain(tx, gossip.correct_variance())
+  recipe = _with_peers(
+    Recipe(base.as_algorithm(corrected)), rules.average(), topology, workers
+  )
+  built = recipe.gossip.topology
+  if built.period > 1 or not built.symmetric:
+    raise ValueError(
+      f"d2 needs weights that are symmetric and the same in all rounds, and"
+      f" those of topology {built.name!r} are not: use ring, or d_psgd"
+    )
+  smallest = topologies.smallest_eigenvalue(built)
+  if smallest <= -1 / 3 + 1e-9:
+    raise ValueError(
+      f"d2 is stable if the smallest eigenvalue of W is above -1/3, and that of"
+      f" topology {built.name!r} of {workers} peers is {smallest:.3f}: use"
+      " another topology or number of peers, or name='matrix' with weights (W +"
+      " I) / 2"
+    )
+  return recipe
+
+
+def ad_psgd(
+  learning_rate,
+  workers,
+  *,
+  topology: _Topology = _RING,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """AD-PSGD: nobody waits; who ends a job averages with one neighbour.
+
+    x_i, x_j <- (x_i + x_j) / 2,   j a random neighbour, both at once
+    x_i <- x_i - eta v_i,   v_i of the gradient at x_i when the job was begun
+
+  A gradient's staleness is how often its peer averaged with others meanwhile.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    topology: undirected; whom a peer may meet, all as likely.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more.
+    optimizer: of a peer, instead of SGD; it may read a Delay.
+
+  Returns:
+    A Recipe of peers, in pairs.
+
+  Raises:
+    ValueError: for a value out of its range, or a directed topology.
+
+  Source:
+    Lian et al., "Asynchronous decentralized parallel stochastic gradient
+    descent", ICML 2018, arXiv:1710.06952, algorithm 1.
+
+  Example:
+    >>> import asgd
+    >>> asgd.ad_psgd(0.1, workers=8, topology="hypercube").order
+    'pairs'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rules.average(), topology, workers),
+    order=gossip.PAIRS,
+  )
+
+
+def sgp(
+  learning_rate,
+  workers,
+  *,
+  topology: _Topology = "one_peer_exponential",
+  overlap: int = 0,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """Stochastic gradient push: SGD with push-sum, on any directed graph.
+
+    x_i <- x_i - eta v_i,   v_i of the gradient at z_i
+    x_i <- sum_j W_ij x_j;   w_i <- sum_j W_ij w_j;   z_i = x_i / w_i
+
+  Columns of W sum to 1. With overlap it is overlap SGP: messages have `overlap`
+  rounds to arrive.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    topology: who tells whom.
+    overlap: tau, rounds, 0 or more.
+    momentum: gamma, in [0, 1).
+    weight_decay: 0 or more, of z.
+    optimizer: of a peer, instead of SGD.
+
+  Returns:
+    A Recipe of peers, in rounds.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Assran et al., "Stochastic gradient push for distributed deep learning",
+    ICML 2019, arXiv:1811.10792, algorithms 1 and 2.
+
+  Example:
+    >>> import asgd
+    >>> recipe = asgd.sgp(0.1, workers=8, topology="random_digraph")
+    >>> recipe.gossip.topology.matrices.sum(1).round(9).tolist()[0][:3]
+    [1.0, 1.0, 1.0]
+  """
+  checks.whole("overlap", overlap, 0)
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rules.push_sum(), topology, workers),
+    overlap=overlap,
+  )
+
+
+def choco_sgd(
+  learning_rate,
+  workers,
+  *,
+  codec: _Codec = None,
+  gamma: float = 1.0,
+  topology: _Topology = _RING,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """CHOCO-SGD: peers send, compressed, what their neighbours lack.
+
+    x_i <- x_i - eta v_i;   q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i
+    x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
+
+  With the identity codec and gamma = 1 it is `d_psgd` with adapt_first.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
+      a Codec; it needs no error feedback, which by its name it has not. None
+      sends all.
+    gamma: the consensus step, in (0, 1], smaller for coarser codecs.
+    topology: undirected; whose parameters a peer averages.
+    momentum: of the peer, in [0, 1).
+    weight_decay: 0 or more.
+    optimizer: of a peer, instead of SGD.
+
+  Returns:
+    A Recipe of peers, in rounds. A peer keeps a copy of the parameters of each
+    of its neighbours.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip
+    algorithms with compressed communication", ICML 2019, arXiv:1902.00340,
+    algorithm 2.
+
+  Example:
+    >>> import asgd
+    >>> asgd.choco_sgd(0.1, workers=8, gamma=0.5).order
+    'rounds'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  rule = rules.choco(_codec(codec, error_feedback=False), gamma)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rule, topology, workers),
+    compressed=codec is not None,
+  )
+
+
+def threshold_sharing(
+  learning_rate,
+  workers,
+  *,
+  codec: _Codec = None,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """Decentralised threshold sharing: every peer applies every message.
+
+    u_i = -eta v_i;   q_i = codec(u_i);   x <- x + (1 / N) sum_j q_j
+
+  Everybody begins with the same parameters and hears all messages, so that the
+  parameters of all stay the same. What a codec leaves out of an update is added
+  to the next one (error feedback), as it is in Strom's with its threshold.
+
+  Args:
+    learning_rate: eta, positive, or a schedule over a peer's updates.
+    workers: N, the peers, from 2.
+    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
+      a Codec; by its name it has error feedback where it needs it. None sends
+      all.
+    momentum: of the peer, before its update is encoded, in [0, 1).
+    weight_decay: 0 or more.
+    optimizer: of a peer, instead of SGD; its updates are encoded, as by DL4J.
+
+  Returns:
+    A Recipe of peers, in rounds on the full graph.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Strom, "Scalable distributed DNN training using commodity GPU cloud
+    computing", Interspeech 2015; the gradients sharing of Deeplearning4j.
+
+  Example:
+    >>> import asgd
+    >>> asgd.threshold_sharing(0.1, workers=4).gossip.topology.name
+    'full'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rules.share(_codec(codec)), "full", workers),
+    compressed=codec is not None,
+  )
+
+
+def local_d_psgd(
+  learning_rate,
+  workers,
+  *,
+  topology: _Topology = _RING,
+  steps: int = 8,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: _Optimizer = None,
+) -> Recipe:
+  """Local SGD on a graph: H steps of a peer's own between two averages.
+
+    x_i <- H steps of SGD from x_i;   x_i <- sum_j W_ij x_j
+
+  On the full graph it is `model_averaging`, which is local SGD with a server.
+
+  Args:
+    learning_rate: eta of the steps, positive, or a schedule over rounds.
+    workers: N, the peers, from 2.
+    topology: whose parameters a peer averages; rows and columns of W sum to 1.
+    steps: H, batches between averages.
+    momentum: gamma of the steps, in [0, 1), kept across averages.
+    weight_decay: of the steps, 0 or more.
+    optimizer: of the steps, instead of SGD.
+
+  Returns:
+    A Recipe of peers, in rounds, whose jobs are H batches.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Koloskova et al., "A unified theory of decentralized SGD with changing
+    topology and local updates", ICML 2020, arXiv:2003.10422, algorithm 1.
+
+  Example:
+    >>> import asgd
+    >>> asgd.local_d_psgd(0.1, workers=8, steps=4).steps
+    4
+  """
+  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacements(sgd(1.0), tx, steps)
+  return _with_peers(recipe, rules.average(), topology, workers)
+
+
+def _codec(codec: Any, **options: Any) -> compression.Codec:
+  """A codec as a recipe is given it; `options` are those that it has by name if
+  they are not given."""
+  if codec is None:
+    return compression.identity()
+  if isinstance(codec, str):
+    codec = {"name": codec}
+  if isinstance(codec, Mapping):
+    if "name" not in codec:
+      raise ValueError(
+        f"codec must have a name, and {checks.shown(dict(codec))} has none:"
+        f" use one of {', '.join(sorted(compression.CODECS))}"
+      )
+    return compression.named(**{**options, **codec})
+  if not isinstance(codec, compression.Codec):
+    raise ValueError(
+      "codec must be the name of one, a dict of a name and options, or a"
+      f" Codec of asgd.compression, not {checks.shown(codec)}"
+    )
+  return codec

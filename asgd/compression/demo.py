@@ -1,0 +1,161 @@
+"""Decoupled momentum: the strongest cosines of each block of a momentum.
+
+A momentum changes slowly over neighbouring parameters and messages, so a few
+cosines of a block have most of it. The rest stays in the worker's momentum, and
+is sent when it has grown.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base, checks
+from asgd.compression import leaves, selection
+from asgd.compression.codec import OWN, Code, Codec, Values, power_below
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class DeMoState(NamedTuple):
+  """State of `demo`."""
+
+  residual: optax.Updates  # m, like a message: the momentum not yet sent
+
+
+def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
+  """DeMo: the k largest cosines of each chunk of a decaying momentum.
+
+    m <- beta m + g
+    q = the k largest of the cosine transform of each chunk of m
+    sent = its inverse of q;   m <- m - sent
+
+  A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64;
+  where 64 does not divide a dimension, its largest divisor below. Leaves of
+  more dimensions are matrices with the last dimension as columns. The transform
+  is the orthonormal DCT-II.
+
+  The server takes the sign of the sum of messages, or of their mean:
+
+    asgd.ssgd(rate, workers, optimizer=optax.sign_sgd)
+
+  (The authors' code averages each cosine over the workers that sent it, and
+  multiplies g by the learning rate before it is added up.)
+
+  Args:
+    k: cosines of a chunk, 1 or more; equals of the k-th are sent too.
+    chunk: elements of a chunk in each dimension, 1 or more.
+    decay: beta, in [0, 1]; with 1 nothing is lost.
+
+  Returns:
+    A Codec, by leaf. It has error feedback of its own, m.
+
+  Raises:
+    ValueError: for numbers out of their range.
+
+  Source:
+    Peng, Quesnelle, Kingma, "Decoupled momentum optimization", 2024,
+    arXiv:2411.19870, algorithm 1.
+
+  Example:
+    A constant is one cosine.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec = compression.demo(1, decay=0.5)
+    >>> g = jnp.array([3.0, 3.0, 3.5, 2.5])
+    >>> code, state = codec.encode(codec.init(g), g, jax.random.key(0))
+    >>> print(jnp.round(codec.decode(code), 4))
+    [3. 3. 3. 3.]
+    >>> print(jnp.round(state.residual, 4) + 0.0)
+    [ 0.   0.   0.5 -0.5]
+  """
+  checks.whole("k", k)
+  checks.whole("chunk", chunk)
+  if not (isinstance(decay, int | float) and 0 <= decay <= 1):
+    raise ValueError(f"decay must be in [0, 1], not {checks.shown(decay)}")
+
+  def encode(
+    state: DeMoState, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, DeMoState]:
+    del key
+    momentum = jax.tree.map(lambda m, g: decay * m + g, state.residual, tree)
+    code = jax.tree.map(lambda m: _encode(m, k, chunk), momentum)
+    return code, DeMoState(optax.tree.sub(momentum, decode(code)))
+
+  def decode(code: Code) -> optax.Updates:
+    return leaves.decode_all(functools.partial(_decode, chunk), code)
+
+  return Codec(_init, encode, decode, feedback=OWN)
+
+
+def _init(like: base.Params) -> DeMoState:
+  leaves.check(like)
+  return DeMoState(
+    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+  )
+
+
+def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:
+  """Rows and columns of a leaf, and those of its chunks."""
+  columns = shape[-1] if shape else 1
+  rows = int(np.prod(shape[:-1], dtype=np.int64))
+  height, width = (
+    max(d for d in range(1, min(chunk, length) + 1) if length % d == 0)
+    for length in (rows, columns)
+  )
+  return rows, columns, height, width
+
+
+@functools.cache
+def _cosines(length: int) -> np.ndarray:
+  """The orthonormal DCT-II, float64[cosine, place]."""
+  places = (2 * np.arange(length) + 1) * np.pi / (2 * length)
+  matrix = np.cos(np.arange(length)[:, None] * places)
+  matrix[0] /= np.sqrt(2)
+  return matrix * np.sqrt(2 / length)
+
+
+def _transformed(
+  x: jax.Array, sides: tuple[int, int, int, int], *, inverse: bool
+) -> jax.Array:
+  """Rows x columns as chunks of cosines [y, x, height, width], or back."""
+  rows, columns, height, width = sides
+  down, across = (
+    jnp.asarray(_cosines(length), x.dtype) for length in (height, width)
+  )
+  if inverse:
+    x = x.reshape(rows // height, columns // width, height, width)
+    equation = "yxij,ih,jw->yhxw"
+  else:
+    x = x.reshape(rows // height, height, columns // width, width)
+    equation = "yhxw,ih,jw->yxij"
+  return jnp.einsum(equation, x, down, across, precision=_HIGHEST)
+
+
+def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
+  if not x.size:
+    return leaves.as_leaf((), x)
+  sides = _sides(x.shape, chunk)
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  unit = power_below(jnp.abs(wide).max())  # no sum overflows
+  cosines = _transformed(wide / unit, sides, inverse=False)
+  flat = cosines.reshape(-1, sides[2] * sides[3])
+  numbers = selection.magnitudes(flat)
+  most = min(k, flat.shape[1])
+  border = jax.vmap(lambda row: selection.border(row, most))(numbers)
+  sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
+  most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
+  sent = jnp.clip(sent, -most / unit, most / unit) * unit
+  return leaves.as_leaf(Values(sent), x)
+
+
+def _decode(chunk: int, leaf: leaves.Leaf) -> jax.Array:
+  # Behind barriers, so that the numbers are the same in any program.
+  sent = jax.lax.optimization_barrier(leaf.code.values)
+  sides = _sides(leaf.shape, chunk)
+  return jax.lax.optimization_barrier(_transformed(sent, sides, inverse=True))

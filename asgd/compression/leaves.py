@@ -1,0 +1,256 @@
+"""What codecs share: a code for each leaf, and numbers that decode exactly.
+
+A server decodes in another program than the worker that keeps a residual, and
+a compiler may join a product with the sum that it goes into (a fused multiply
+and add rounds once, not twice). So the product of a symbol and its scale is
+made exact: a scale has so few bits that both fit into a float32. Then the two
+programs agree to the bit.
+
+Index letters used in shape comments:
+  L  elements of a leaf
+  B  blocks of a leaf
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base
+from asgd.compression.codec import OPTIONAL, Code, Codec, Symbols
+
+_LARGEST = float(np.finfo(np.float32).max)
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """The code of a leaf of a message, and what the leaf was like."""
+
+  code: Any  # arrays, Symbols or Values
+  shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+  dtype: str = dataclasses.field(metadata={"static": True})
+
+  @property
+  def size(self) -> int:
+    """Elements of the leaf."""
+    return math.prod(self.shape)
+
+
+def _is_leaf(x: Any) -> bool:
+  return isinstance(x, Leaf)
+
+
+def check(like: base.Params) -> None:
+  """Checks what a codec is to encode.
+
+  Args:
+    like: a tree of arrays, or of their shapes and dtypes.
+
+  Raises:
+    ValueError: for a leaf that is not of floating point, with its path.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      name = jax.tree_util.keystr(path) or "the message"
+      raise ValueError(
+        f"{name} is of {dtype}, and codecs take floating point only: keep it"
+        " out of what is trained, or cast it"
+      )
+
+
+def make_codec(
+  encode: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]],
+  decode: Callable[[Leaf], jax.Array],
+  init: Callable[[Any, int], Any] = lambda like, number: (),
+  *,
+  unbiased: bool = False,
+  feedback: str = OPTIONAL,
+) -> Codec:
+  """Makes a codec of functions of one leaf.
+
+  Leaves without elements are left out: `encode` and `decode` see none.
+
+  Args:
+    encode: (state of the leaf, leaf, key of its own) -> (code, state).
+    decode: Leaf -> its elements, in any shape; of a float dtype that is as wide
+      as the leaf's or wider.
+    init: (shape and dtype of the leaf, its number) -> state.
+    unbiased: see `Codec`.
+    feedback: see `Codec`.
+  """
+
+  def init_all(like: base.Params) -> Any:
+    check(like)
+    leaves = jax.tree.leaves(like)
+    return tuple(
+      init(x, i) if x.size else () for i, x in enumerate(leaves)
+    )
+
+  def encode_all(
+    state: Any, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    codes, states = [], []
+    for i, (inner, x) in enumerate(zip(state, leaves, strict=True)):
+      code: Any = ()
+      if x.size:
+        code, inner = encode(inner, x, jax.random.fold_in(key, i))
+      codes.append(as_leaf(code, x))
+      states.append(inner)
+    return structure.unflatten(codes), tuple(states)
+
+  return Codec(
+    init_all,
+    encode_all,
+    functools.partial(decode_all, decode),
+    unbiased=unbiased,
+    feedback=feedback,
+  )
+
+
+def as_leaf(code: Any, like: jax.Array) -> Leaf:
+  """Returns a code with the shape and the dtype of what it is of."""
+  return Leaf(code, tuple(like.shape), jnp.result_type(like).name)
+
+
+def of(code: Code) -> list[Leaf]:
+  """Returns the leaves of a code."""
+  return jax.tree.leaves(code, is_leaf=_is_leaf)
+
+
+def decode_all(decode: Callable[[Leaf], jax.Array], code: Code) -> Any:
+  """Returns a tree of decoded leaves, of their own shapes and dtypes."""
+
+  def one(leaf: Leaf) -> jax.Array:
+    if not leaf.size:
+      return jnp.zeros(leaf.shape, leaf.dtype)
+    return narrow(decode(leaf), leaf.dtype).reshape(leaf.shape)
+
+  return jax.tree.map(one, code, is_leaf=_is_leaf)
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+  """Rounds to a dtype, saturating; not left out where XLA allows itself excess
+  precision.
+
+  Args:
+    x: float[...], as wide as the dtype or wider.
+    dtype: of floating point.
+  """
+  info = jnp.finfo(dtype)
+  if jnp.finfo(x.dtype).bits > info.bits:
+    x = jnp.clip(x, float(info.min), float(info.max))
+    x = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+  return x.astype(dtype)
+
+
+def float32(x: jax.Array) -> jax.Array:
+  """Returns finite numbers as float32, those beyond it as its largest."""
+  if x.dtype == jnp.float64:
+    x = jnp.clip(x, -_LARGEST, _LARGEST)
+  return x.astype(jnp.float32)
+
+
+def saturated(x: jax.Array) -> jax.Array:
+  """Returns float32 without infinities, which a rounding may have made."""
+  return jnp.clip(x, -_LARGEST, _LARGEST)
+
+
+def blocks(x: jax.Array, size: int) -> jax.Array:
+  """Cuts a leaf into blocks, of which the last is filled up with zeros.
+
+  Args:
+    x: float[...].
+    size: elements of a block; a smaller leaf is one block.
+
+  Returns:
+    float[B, size].
+  """
+  x = x.reshape(-1)
+  size = min(size, x.size)
+  rest = -x.size % size
+  return (jnp.pad(x, (0, rest)) if rest else x).reshape(-1, size)
+
+
+def symbols_of(
+  numbers: jax.Array, size: int, scales: jax.Array, levels: int
+) -> Symbols:
+  """Returns the first `size` of some whole numbers as Symbols.
+
+  Args:
+    numbers: whole numbers of any dtype, from -levels to levels.
+    size: L.
+    scales: float32[...].
+    levels: 1 or more.
+  """
+  dtype = jnp.int8 if levels < 2**7 else jnp.int16
+  symbols = numbers.reshape(-1)[:size].astype(dtype)
+  return Symbols(symbols, scales.reshape(-1), levels)
+
+
+def products(leaf: Leaf, size: int) -> jax.Array:
+  """Returns symbols times the scales of their blocks.
+
+  Args:
+    leaf: of Symbols.
+    size: elements of a block, as of `blocks`.
+
+  Returns:
+    float32[L].
+  """
+  symbols = blocks(leaf.code.symbols, size)
+  numbers = symbols.astype(jnp.float32) * leaf.code.scales[:, None]
+  return numbers.reshape(-1)[: leaf.size]
+
+
+def exact_scale(x: jax.Array, levels: int) -> jax.Array:
+  """Returns scales whose products with symbols are exact.
+
+  They are rounded up to so few bits that a product with any whole number up to
+  `levels` is a float32. No scale is above 2^126, as its inverse must be normal,
+  and no product beyond the largest float32.
+
+  Args:
+    x: float[...], 0 or more. What is 0, or too small for a float32, becomes 0.
+    levels: 1 or more, below 2^23.
+
+  Returns:
+    float32[...].
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.compression import leaves
+    >>> print(leaves.exact_scale(jnp.array([0.75, 1.0 + 2.0**-23]), 127))
+    [0.75      1.0000153]
+  """
+  drop = levels.bit_length()
+  mask = (1 << drop) - 1
+  narrow = float32(x)
+  words = jax.lax.bitcast_convert_type(narrow, jnp.int32)
+  words += narrow.astype(x.dtype) < x  # a float64 may have been rounded down
+  words = (words + mask) & ~mask
+  most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
+  most &= ~np.int32(mask)
+  words = jnp.minimum(words, most)
+  scale = jax.lax.bitcast_convert_type(words, jnp.float32)
+  return jnp.where(scale < _TINY, 0.0, scale)
+
+
+def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+  """Returns x / scale, 0 where the scale is 0."""
+  return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
+
+
+def power_at_least(count: int) -> float:
+  """Returns the least power of 2 that is `count` or more."""
+  return float(1 << (count - 1).bit_length())
+

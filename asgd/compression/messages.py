@@ -1,0 +1,240 @@
+"""Messages as codes: the worker that encodes, and what a server decodes.
+
+A codec is the last thing that happens to a message, whatever worker made it,
+and the first that happens to it at the server, before anything looks at it: so
+algorithms, gates and norms see what was decoded. With several shards each gets
+a code of its own, of its part of the message.
+
+Index letters used in shape comments:
+  S  shards of a server
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base, sharding
+from asgd.compression import packing
+from asgd.compression.codec import Code, Codec
+from asgd.server import rms
+
+_CODEC = 0x636F6465  # folded into the key of a job: the codec's own stream
+
+
+class Coded(NamedTuple):
+  """A message, or a shard's part of one, as it travels."""
+
+  code: Code  # of the codec
+  stats: Any  # those of BatchNorm, as they are; None without
+  residual: Any  # float32[], RMS of what the worker keeps of it; 0 of nothing
+
+
+class Parts(NamedTuple):
+  """A message for a server in shards."""
+
+  parts: tuple[Coded, ...]  # S
+
+
+class CompressedState(NamedTuple):
+  """State of `compressed`."""
+
+  inner: Any  # of the worker
+  codecs: tuple[Any, ...]  # S states of the codec; one without a plan
+
+
+def compressed(
+  worker: base.Worker, codec: Codec, plan: sharding.ShardPlan | None = None
+) -> base.Worker:
+  """Has a worker's message pass through a codec, as the last thing of a job.
+
+  What is drawn follows from the key of the job, so a replay draws the same. A
+  message that is not finite is not encoded: the codec's state stays as it was,
+  and the loss that is reported is NaN. So it is where the code is not finite
+  (a number that the codec's dtype does not hold).
+
+  Args:
+    worker: any.
+    codec: any; its state, such as the residual, is the worker's.
+    plan: of a server in shards, which get a code each; None: one code.
+
+  Returns:
+    A Worker whose message is a `Coded`, or `Parts` with a plan; for a server
+    that decodes it (`decoding`).
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd import compression
+    >>> codec = compression.identity()
+    >>> worker = asgd.gradient_worker(lambda w, batch: 0.5 * (w - batch) ** 2)
+    >>> worker, w = compression.compressed(worker, codec), jnp.float32(8.0)
+    >>> ticket = asgd.Ticket(jnp.int32(0), jnp.int32(0), w)
+    >>> _, message, _ = worker.work(
+    ...   worker.init(w), ticket, jnp.float32(2.0), jax.random.key(0)
+    ... )
+    >>> print(compression.decode(codec, message), message.residual)
+    6.0 0.0
+  """
+
+  def split_up(tree: base.Params) -> list[Any]:
+    return [tree] if plan is None else sharding.split(plan, tree)
+
+  def init(params: base.Params) -> CompressedState:
+    states = (codec.init(base.weights_of(part)) for part in split_up(params))
+    return CompressedState(worker.init(params), tuple(states))
+
+  def work(
+    state: CompressedState,
+    ticket: base.Ticket,
+    batch: base.Batch,
+    key: jax.Array,
+  ) -> tuple[CompressedState, Any, base.Metrics]:
+    inner, message, metrics = worker.work(state.inner, ticket, batch, key)
+    finite = all_finite((message, metrics.loss))
+    key = jax.random.fold_in(key, _CODEC)
+    parts, states = [], []
+    for s, part in enumerate(split_up(message)):
+      # What is drawn is thrown away where it is not finite.
+      weights = jax.tree.map(
+        lambda x: jnp.where(finite, x, 0), base.weights_of(part)
+      )
+      code, after = codec.encode(
+        state.codecs[s], weights, jax.random.fold_in(key, s)
+      )
+      stats = part.stats if isinstance(part, base.Variables) else None
+      parts.append(Coded(code, stats, residual_norm(after)))
+      states.append(after)
+    finite &= all_finite([(part.code, part.residual) for part in parts])
+    codecs = optax.tree.where(finite, tuple(states), state.codecs)
+    metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
+    out = parts[0] if plan is None else Parts(tuple(parts))
+    return CompressedState(inner, codecs), out, metrics
+
+  return base.Worker(init, work)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Returns whether all real numbers of a tree are finite, bool[].
+
+  Args:
+    tree: of arrays, one of them of real numbers.
+  """
+  leaves = [x for x in jax.tree.leaves(tree) if x.dtype.kind not in "iub"]
+  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+
+
+def residual_norm(state: Any) -> jax.Array:
+  """Returns the RMS of what codecs keep to send later.
+
+  Args:
+    state: of codecs; what is in a field `residual` counts, such as that of
+      `error_feedback`.
+
+  Returns:
+    float32[], in the unit of a message; 0 if nothing is kept.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> state = compression.codec.Residual(jnp.array([3.0, -3.0]), ())
+    >>> print(compression.residual_norm(state))
+    3.0
+  """
+  return rms(_residuals(state))
+
+
+def _residuals(state):
+  kept = []
+  for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "residual")):
+    if hasattr(node, "residual"):
+      kept.append(node.residual)
+      kept += _residuals(tuple(node._replace(residual=())))
+  return kept
+
+
+def decode(codec: Codec, message: Coded) -> optax.Updates:
+  """Returns the message, or the part of one, that a code stands for.
+
+  Args:
+    codec: that which encoded it.
+    message: of `compressed`, or one of its `Parts`.
+  """
+  weights = codec.decode(message.code)
+  if message.stats is None:
+    return weights
+  return base.Variables(weights, message.stats)
+
+
+def decoding(server: base.Server, codec: Codec) -> base.Server:
+  """Returns a server whose messages come as codes: runtimes decode them before
+  `receive`, as part of the same compiled program.
+
+  Args:
+    server: any.
+    codec: that of its workers.
+  """
+  return server._replace(codec=codec)
+
+
+def split(plan: sharding.ShardPlan | None, message: Any) -> list[Any]:
+  """Returns each shard's part of a message.
+
+  Args:
+    plan: None: there is one shard.
+    message: of any worker; of `compressed`, made with the same plan.
+  """
+  if plan is None:
+    return [message]
+  if isinstance(message, Parts):
+    return list(message.parts)
+  return sharding.split(plan, message)
+
+
+def shapes(codec: Codec, params: base.Params) -> Coded:
+  """Returns shapes and dtypes of what a shard is sent.
+
+  Args:
+    codec: any.
+    params: of the shard; shapes and dtypes are enough.
+
+  Raises:
+    ValueError: as the codec does for parameters that it cannot encode.
+  """
+  structs = jax.tree.map(sharding.shape_of, params)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+
+  def encode(weights, key):
+    return codec.encode(codec.init(weights), weights, key)[0]
+
+  code = jax.eval_shape(encode, base.weights_of(structs), key)
+  stats = structs.stats if isinstance(structs, base.Variables) else None
+  return Coded(code, stats, jax.ShapeDtypeStruct((), np.float32))
+
+
+def blank(codec: Codec | None, params: base.Params) -> Any:
+  """Returns a message of zeros, of NumPy arrays, for what is compiled before
+  the first comes.
+
+  Args:
+    codec: None: messages are like the parameters.
+    params: as of `shapes`.
+  """
+  like = params if codec is None else shapes(codec, params)
+  return jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype), like)
+
+
+def layout(codec: Codec | None, params: base.Params) -> Any:
+  """Returns what a slot or a packet for messages is to hold.
+
+  Args:
+    codec: None: messages are like the parameters.
+    params: as of `shapes`.
+
+  Returns:
+    A `packing.Layout`; the parameters themselves without a codec.
+  """
+  return params if codec is None else packing.layout(shapes(codec, params))

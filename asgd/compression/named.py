@@ -1,0 +1,131 @@
+"""Codecs and reducers by name, for configs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from asgd import checks, names
+from asgd.compression import codec as codec_lib
+from asgd.compression.codec import Codec, identity
+from asgd.compression.demo import demo
+from asgd.compression.dgc import dgc
+from asgd.compression.floats import bf16, e3m0, fp16, int8
+from asgd.compression.onebit_adam import onebit_adam
+from asgd.compression.powersgd import powersgd, powersgd_reducer
+from asgd.compression.quantization import qsgd, terngrad
+from asgd.compression.reducers import Reducer, average
+from asgd.compression.signs import onebit, sign
+from asgd.compression.sparse import random_k, top_k
+from asgd.compression.thresholds import adaptive_threshold, threshold
+
+_SPARSE = threshold, adaptive_threshold, top_k, dgc, random_k
+_FEW_LEVELS = onebit, sign, qsgd, terngrad
+_OTHERS = powersgd, demo, bf16, fp16, int8, e3m0, identity
+CODECS: dict[str, Callable[..., Codec]] = {
+  maker.__name__: maker for maker in (*_SPARSE, *_FEW_LEVELS, *_OTHERS)
+}
+# What devices that are in step do otherwise than by a codec of each.
+REDUCERS: dict[str, Callable[..., Reducer]] = {
+  "powersgd": powersgd_reducer,
+  "onebit_adam": onebit_adam,
+}
+
+
+def named(
+  name: str,
+  *,
+  error_feedback: bool | None = None,
+  clip: float | None = None,
+  **options: Any,
+) -> Codec:
+  """Builds one of CODECS, or a codec of one's own, by name.
+
+  Args:
+    name: of CODECS, or MODULE:FUNCTION of a function (**options) -> Codec.
+    error_feedback: whether what was not sent is sent later; None: where the
+      codec needs it.
+    clip: largest L2 norm of a message, which is clipped before what was left of
+      others is added; None: any.
+    **options: of the codec.
+
+  Returns:
+    The Codec.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, and
+      for a value out of its range.
+
+  Source:
+    none.
+
+  Example:
+    >>> from asgd import compression
+    >>> codec = compression.named("threshold", tau=0.001)
+    >>> codec.feedback  # it was needed, and is there
+    'own'
+    >>> codec.unbiased, compression.named("qsgd", levels=3).unbiased
+    (False, True)
+  """
+  known = [x for x in REDUCERS if x not in CODECS]
+  if name in known:
+    raise ValueError(
+      f"{name} is for devices that are in step (engine mesh): an asynchronous"
+      f" server needs another codec; known: {', '.join(sorted(CODECS))}"
+    )
+  codec = names.call(
+    "codec", name, names.resolve("codec", name, CODECS), options
+  )
+  if not isinstance(codec, Codec):
+    raise ValueError(
+      f"codec {name!r} must return a compression.Codec, not"
+      f" {checks.shown(codec)}"
+    )
+  if error_feedback not in (None, True, False):
+    raise ValueError(
+      "error_feedback must be True, False or None (where the codec needs it),"
+      f" not {checks.shown(error_feedback)}"
+    )
+  if error_feedback is None:
+    error_feedback = codec.feedback == codec_lib.NEEDED
+  if error_feedback:
+    if codec.feedback == codec_lib.OWN:
+      raise ValueError(
+        f"error_feedback: {name} has one of its own; leave it out"
+      )
+    codec = codec_lib.error_feedback(codec)
+  if clip is not None:
+    checks.positive("clip", clip)
+    codec = codec_lib.clip(codec, clip)
+  return codec
+
+
+def named_reducer(name: str, **options: Any) -> Reducer:
+  """Builds one of REDUCERS, or the mean of what codecs make, by name.
+
+  Args:
+    name: of REDUCERS, or as of `named`.
+    **options: of the reducer; as of `named` for a codec.
+
+  Returns:
+    The Reducer.
+
+  Raises:
+    ValueError: as `named`.
+
+  Source:
+    none.
+
+  Example:
+    >>> from asgd import compression
+    >>> reducer = compression.named_reducer("powersgd", rank=4)
+    >>> reducer = compression.named_reducer("top_k", density=0.01)
+    >>> compression.named_reducer("powersgd", ranks=4)
+    Traceback (most recent call last):
+    ValueError: reducer 'powersgd' takes no argument 'ranks'; did you mean \
+'rank'? known: rank
+  """
+  if name in list(REDUCERS):
+    return names.call("reducer", name, REDUCERS[name], options)
+  known = {*CODECS, *REDUCERS}
+  if not names.is_import(name):
+    names.check("codec", name, known)
+  return average(named(name, **options))

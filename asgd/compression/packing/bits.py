@@ -1,0 +1,93 @@
+"""Small whole numbers in a few bits each.
+
+A number of, say, 7 bits is cut into parts of 4, 2 and 1 bits; each part of all
+numbers is a plane, which is folded in half until its bytes are full: the second
+half goes into the high bits of the first (single bits lie 8 neighbours to a
+byte). So all work is on whole arrays of bytes, of which processors do 32 or 64
+at once.
+"""
+
+import numpy as np
+
+from asgd.compression.packing.errors import BadCode
+
+
+def _parts(width: int) -> list[int]:
+  """Bits of the planes of numbers with so many bits, from the lowest."""
+  return [8] * (width // 8) + [part for part in (4, 2, 1) if width & part]
+
+
+def nbytes(count: int, width: int) -> int:
+  """Returns the bytes that so many numbers of so many bits take: each plane is
+  a whole number of bytes."""
+  return sum(-(-count * part // 8) for part in _parts(width))
+
+
+def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
+  """Returns the planes, each uint8[m], of unsigned numbers [n] below
+  2**width."""
+  planes, shift = [], 0
+  for part in _parts(width):
+    plane = numbers >> numbers.dtype.type(shift) if shift else numbers
+    plane = plane.astype(np.uint8, copy=False)
+    if part < 8 and shift + part < width:
+      plane = plane & np.uint8((1 << part) - 1)
+    shift += part
+    planes.append(_fold(plane, part))
+  return planes
+
+
+def _fold(plane, part):
+  if part == 1:
+    return np.packbits(plane, bitorder="little")
+  while part < 8:
+    half = -(-plane.size // 2)
+    folded = plane[:half].copy()
+    # Faster than <<, which NumPy does byte by byte.
+    folded[: plane.size - half] |= plane[half:] * np.uint8(1 << part)
+    plane, part = folded, 2 * part
+  return plane
+
+
+def unpack(
+  data: np.ndarray, count: int, width: int, dtype: np.dtype
+) -> np.ndarray:
+  """Returns so many numbers of so many bits, as dtype[count], an unsigned one
+  that holds them, from uint8[nbytes(count, width)]. Raises BadCode if bits that
+  belong to no number are set."""
+  numbers, shift = np.zeros(0 if width else count, dtype), 0
+  for part in _parts(width):
+    size = -(-count * part // 8)
+    plane, data = _unfold(data[:size], count, part), data[size:]
+    plane = plane.astype(dtype, copy=False)
+    if shift:
+      numbers |= plane * dtype.type(1 << shift)
+    else:  # memory of its own
+      numbers = plane.copy() if part == 8 and dtype.itemsize == 1 else plane
+    shift += part
+  return numbers
+
+
+def _unfold(plane, count, part):
+  """uint8[count], from the folded plane."""
+  if part == 1:
+    numbers = np.unpackbits(plane, bitorder="little")
+    _check_unused(numbers[count:].any())
+    return numbers[:count]
+  sizes = [count]  # of folds, the largest first
+  while part << len(sizes) <= 8:
+    sizes.append(-(-sizes[-1] // 2))
+  for i in range(len(sizes) - 2, -1, -1):
+    width, size, half = part << i, sizes[i], plane.size
+    numbers = np.empty(size, np.uint8)
+    np.bitwise_and(plane, np.uint8((1 << width) - 1), out=numbers[:half])
+    high = plane[: size - half]
+    np.right_shift(high, np.uint8(width), out=numbers[half:])
+    _check_unused(size < 2 * half and plane[-1] >> width)
+    plane = numbers
+  return plane
+
+
+def _check_unused(is_set):
+  if is_set:
+    raise BadCode("bits that belong to no number are set")

@@ -1,0 +1,121 @@
+"""Positions, as gaps in a Golomb-Rice code.
+
+The gap before a position is how many others lie between it and the one before.
+Of a gap g, g >> k is written in unary and the k low bits as they are; the
+best k is found by computing what the code takes with it. Unary and low bits are
+two streams, so that both are read and written as whole arrays.
+
+Index letters used in shape comments:
+  N  positions
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd.compression.packing import bits
+from asgd.compression.packing.errors import BadCode
+
+MOST_BITS = 40  # k at most; leaves have fewer than 2**40 elements
+
+
+class Gaps(NamedTuple):
+  """Gaps, and how they are coded in the fewest bytes."""
+
+  positions: np.ndarray  # int64[N]
+  gaps: np.ndarray  # int64[N]
+  k: int
+  unary: int  # bytes of the unary stream
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of both streams."""
+    return self.unary + bits.nbytes(self.gaps.size, self.k)
+
+
+def measure(positions: np.ndarray) -> Gaps:
+  """Returns the gaps of int64[N] positions, which ascend from 0 or more, with
+  the k that makes them the fewest bytes."""
+  count = positions.size
+  if not count:
+    return Gaps(positions, positions, 0, 0)
+  gaps = np.empty_like(positions)
+  gaps[0] = positions[0]
+  np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+  gaps[1:] -= 1
+
+  def coded(k):
+    unary = int((gaps >> k).sum()) + count
+    return Gaps(positions, gaps, k, -(-unary // 8))
+
+  # Among numbers of geometric distribution the best 2**k is near ln 2 of the
+  # mean (Golomb 1966); others are looked for from there.
+  mean = (int(positions[-1]) + 1 - count) / count
+  guess = min(max(int(0.69 * mean), 1).bit_length() - 1, MOST_BITS)
+  best = coded(guess)
+  # Of few positions planes are half empty: a worse k may stand before a better.
+  patience = 3 if count < 4096 else 1
+  for step in (1, -1):
+    k, misses = guess + step, 0
+    while misses < patience and 0 <= k <= MOST_BITS:
+      other = coded(k)
+      misses = 0 if other.nbytes < best.nbytes else misses + 1
+      best = min(best, other, key=lambda each: each.nbytes)
+      k += step
+  return best
+
+
+def least_nbytes(count: int, last: int) -> int:
+  """Returns a number of bytes below which `measure` never comes, for so many
+  positions of which the last is known."""
+  rest = last + 1 - count  # sum of the gaps
+  most = (rest // count).bit_length() + 1  # with larger k it is only more
+  unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
+  return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
+
+
+def encode(coded: Gaps) -> list[np.ndarray]:
+  """Returns the unary stream and the planes of the low bits, uint8 each."""
+  positions, gaps, k, unary = coded
+  if k:
+    ends = np.cumsum(gaps >> k)  # of each unary number, a 1 after zeros
+    ends += np.arange(gaps.size)
+  else:
+    ends = positions
+  stream = np.zeros(8 * unary, np.uint8)
+  stream[ends] = 1
+  low = (gaps & ((1 << k) - 1)).astype(_unsigned(k))
+  return [np.packbits(stream, bitorder="little"), *bits.pack(low, k)]
+
+
+def _unsigned(k):
+  """The least unsigned dtype that has so many bits."""
+  return next(
+    np.dtype(f"u{size}") for size in (1, 2, 4, 8) if k <= 8 * size
+  )
+
+
+def decode(
+  data: np.ndarray, count: int, k: int, unary: int, length: int
+) -> np.ndarray:
+  """Returns the int64[count] positions, from uint8[unary + low bits] that are
+  believed in nothing. Raises BadCode if they are no positions in a leaf of so
+  many elements."""
+  stream = np.unpackbits(data[:unary], bitorder="little")
+  ends = np.flatnonzero(stream.view(np.bool_))
+  if ends.size != count or (count and ends[-1] < stream.size - 8):
+    raise BadCode(f"{ends.size} positions are coded where {count} are claimed")
+  beyond = f"positions are coded beyond the {length} elements of the leaf"
+  if count and k:
+    ends -= np.arange(count)  # sums of the unary numbers
+    # Before anything overflows.
+    if int(ends[-1]) << k >= length or count << k >= 1 << 62:
+      raise BadCode(beyond)
+    ends <<= k
+    low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
+    low += 1
+    ends += np.cumsum(low)
+    ends -= 1
+  if count and ends[-1] >= length:
+    raise BadCode(beyond)
+  return ends

@@ -1,0 +1,181 @@
+"""Packed codes: a header, and the streams of the leaves.
+
+  bytes  header, in the machine's own byte order
+  4      magic
+  2      version of the format
+  2      0
+  4      checksum of the layout
+  8      bytes after the header
+  4      CRC-32 of all other bytes
+"""
+
+import struct
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import checks
+from asgd.compression.packing import streams
+from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.layouts import HEADER_NBYTES, Layout
+
+_FORMAT = struct.Struct("=4sHHIQ")
+_CRC = struct.Struct("=I")
+_MAGIC, _VERSION = b"asgc", 1
+
+
+def pack(layout: Layout, code: Any, buffer: Any = None) -> bytes | int:
+  """Returns a code as bytes, the smallest of its forms; or writes them.
+
+  Args:
+    layout: that of the code.
+    code: a tree of NumPy or jax arrays, `Symbols` and `Values`.
+    buffer: uint8[n] in one piece, or what has a writable buffer of n bytes, to
+      write to; with n = layout.most there is room for any code.
+
+  Returns:
+    The bytes; with a buffer how many were written to its front.
+
+  Raises:
+    ValueError: for a code of another layout, symbols beyond their levels, or a
+      buffer without room for the message, to which nothing is written then.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import compression
+    >>> from asgd.compression import packing
+    >>> x = np.zeros(10**6, np.float32)
+    >>> x[[123, 456789]] = 0.5
+    >>> code = compression.Values(x)
+    >>> layout = packing.layout(code)
+    >>> data = packing.pack(layout, code)
+    >>> len(data)
+    40
+    >>> np.flatnonzero(packing.unpack(layout, data).values)
+    array([   123, 456789])
+  """
+  arrays = [x.reshape(-1) for x in _arrays(layout, code)]
+  parts = []
+  for stream in layout.streams:
+    of_stream = [arrays[i] for i in stream.fields]
+    joined = of_stream[0] if len(of_stream) == 1 else np.concatenate(of_stream)
+    try:
+      parts += streams.pack(stream, joined)
+    except ValueError as error:
+      raise ValueError(f"{_names(layout, stream)}: {error}") from None
+  parts = [part.view(np.uint8) for part in parts]
+  size = sum(part.size for part in parts)
+  header = _FORMAT.pack(_MAGIC, _VERSION, 0, layout.checksum, size)
+  crc = zlib.crc32(header)
+  for part in parts:
+    crc = zlib.crc32(part, crc)
+  header += _CRC.pack(crc)
+  if buffer is None:
+    return b"".join([header, *parts])
+  data = np.frombuffer(buffer, np.uint8)
+  length = HEADER_NBYTES + size
+  if data.size < length:
+    raise ValueError(
+      f"the buffer has {data.size} bytes, the message {length}; with"
+      f" {layout.most} there is room for any"
+    )
+  if not data.flags.writeable:
+    raise ValueError("the buffer is read-only")
+  data[:HEADER_NBYTES] = np.frombuffer(header, np.uint8)
+  start = HEADER_NBYTES
+  for part in parts:
+    data[start : start + part.size] = part
+    start += part.size
+  return length
+
+
+def _arrays(layout, code):
+  """The arrays of a code, of NumPy. ValueError if it is of another layout."""
+  arrays, structure = jax.tree.flatten(code)
+  if structure != layout.structure:
+    raise ValueError(
+      f"the layout is of {checks.shown(layout.structure)}, not of"
+      f" {checks.shown(structure)}"
+    )
+  arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in arrays]
+  for field, x in zip(layout.fields, arrays, strict=True):
+    if x.shape != field.shape or x.dtype != field.dtype:
+      raise ValueError(
+        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
+        f" {field.dtype}{list(field.shape)}"
+      )
+  return [np.ascontiguousarray(x) for x in jax.device_get(arrays)]
+
+
+def _names(layout, stream):
+  """Whose a stream is, for messages."""
+  paths = [layout.fields[i].path for i in stream.fields]
+  if len(paths) == 1:
+    return f"the leaf {paths[0]}"
+  return f"the {len(paths)} leaves from {paths[0]} to {paths[-1]}"
+
+
+def unpack(layout: Layout, data: Any) -> Any:
+  """Returns the code that was packed, the same bits, in NumPy arrays that hold
+  their own memory.
+
+  Args:
+    layout: that of the code.
+    data: exactly what `pack` returned: bytes, or what has a buffer of them.
+
+  Raises:
+    BadCode: for anything else. Nothing larger than the leaves of the layout is
+      allocated, whatever the bytes claim.
+  """
+  view = memoryview(data)
+  if view.nbytes < HEADER_NBYTES:
+    raise BadCode(
+      f"a packed code has {HEADER_NBYTES} bytes or more, not {view.nbytes}"
+    )
+  data = np.frombuffer(view, np.uint8)
+  _check_header(layout, data)
+  reader = streams.Reader(data[HEADER_NBYTES:])
+  arrays = [None] * len(layout.fields)
+  for stream in layout.streams:
+    try:
+      joined = streams.unpack(stream, reader)
+    except BadCode as error:
+      names = _names(layout, stream)
+      raise BadCode(f"a packed code, {names}: {error}") from None
+    start = 0
+    for i in stream.fields:
+      field = layout.fields[i]
+      arrays[i] = joined[start : start + field.count].reshape(field.shape)
+      start += field.count
+  if reader.left:
+    raise BadCode(f"{reader.left} bytes follow the last leaf of a packed code")
+  return layout.structure.unflatten(arrays)
+
+
+def _check_header(layout, data):
+  magic, version, zero, checksum, size = _FORMAT.unpack_from(data)
+  if magic != _MAGIC or zero:
+    raise BadCode(
+      f"no packed code: it starts with {bytes(data[:8])!r}, not {_MAGIC!r}"
+    )
+  if version != _VERSION:
+    raise BadCode(
+      f"a packed code of version {version}, not {_VERSION}: are all processes"
+      " of the same release?"
+    )
+  if checksum != layout.checksum:
+    raise BadCode(
+      f"a packed code of another codec or other shapes: its layout is"
+      f" {checksum:08x}, not {layout.checksum:08x}"
+    )
+  if size != data.size - HEADER_NBYTES:
+    raise BadCode(
+      f"a packed code of {size} bytes after its header, of which there are"
+      f" {data.size - HEADER_NBYTES}"
+    )
+  (crc,) = _CRC.unpack_from(data, _FORMAT.size)
+  body = zlib.crc32(data[HEADER_NBYTES:], zlib.crc32(data[: _FORMAT.size]))
+  if crc != body:
+    raise BadCode("a packed code is damaged: its CRC-32 is another")

@@ -1,0 +1,264 @@
+"""Streams as bytes, each in the smallest of its forms.
+
+  raw      the elements
+  values   dense: the elements
+           sparse: positions of what is not 0, and the elements there
+  symbols  dense: a few bits each, or 5 to a byte if they are -1, 0 and 1
+           signs: a bit each, if all are -1 or 1
+           sparse: positions of what is not 0, and its signs and sizes
+
+A stream of values or symbols starts with a byte, its form. In that of a sparse
+one is k of the code of its positions; two numbers follow, how many there are
+and how many bytes are unary.
+"""
+
+import numpy as np
+
+from asgd.compression.packing import bits, gaps
+from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.layouts import RAW, VALUES, Stream
+
+_DENSE, _SIGNS, _SPARSE = 0, 1, 64  # forms; _SPARSE + k
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_THIRDS = np.uint8([1, 3, 9, 27, 81])  # of 5 ternary digits
+_DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
+
+
+def pack(stream: Stream, numbers: np.ndarray) -> list[np.ndarray]:
+  """Returns the arrays, in one piece each, whose bytes are a stream, of
+  dtype[count]. Raises ValueError for symbols beyond their levels."""
+  if stream.kind == RAW:
+    return [numbers]
+  if stream.kind == VALUES:
+    return _pack_values(stream, numbers)
+  return _pack_symbols(stream, numbers)
+
+
+def _form(number, *counts):
+  data = bytes([number]) + b"".join(map(_varint, counts))
+  return np.frombuffer(data, np.uint8)
+
+
+def _pack_values(stream, values):
+  words = values.view(_UNSIGNED[stream.dtype.itemsize])  # a -0.0 is not 0
+  sparse = _sparse(words, stream.dense_nbytes, 8 * stream.dtype.itemsize)
+  if sparse is None:
+    return [_form(_DENSE), words]
+  form, coded = sparse
+  return [form, *gaps.encode(coded), words[coded.positions]]
+
+
+def _pack_symbols(stream, symbols):
+  levels, words = stream.levels, symbols.view(_UNSIGNED[symbols.itemsize])
+  width = _width(levels)
+  signs = levels == 1 and np.count_nonzero(words) == words.size
+  dense = bits.nbytes(words.size, 1) if signs else stream.dense_nbytes
+  sparse = _sparse(words, dense, width)
+  if sparse is None:
+    _check_levels(stream, symbols)
+    if signs:
+      return [_form(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
+    if levels == 1:
+      return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
+    digits = (symbols + symbols.dtype.type(levels)).view(words.dtype)
+    return [_form(_DENSE), *bits.pack(digits, stream.width)]
+  form, coded = sparse
+  numbers = symbols[coded.positions]
+  _check_levels(stream, numbers)
+  digits = abs(numbers).view(words.dtype) - words.dtype.type(1)
+  digits *= words.dtype.type(2)
+  digits |= numbers < 0
+  return [form, *gaps.encode(coded), *bits.pack(digits, width)]
+
+
+def _width(levels):
+  """Bits of the sign and the size of a symbol that is not 0."""
+  return 1 + (levels - 1).bit_length()
+
+
+def _check_levels(stream, symbols):
+  if symbols.size:
+    least, most = int(symbols.min()), int(symbols.max())
+    if least < -stream.levels or most > stream.levels:
+      raise ValueError(
+        f"there are symbols from {least} to {most}, beyond the"
+        f" {stream.levels} levels that are said"
+      )
+
+
+def _sparse(words, dense, width):
+  """(form, coded positions) if it takes fewer bytes than `dense` to send what
+  is not 0 with so many bits each; or None."""
+  count = int(np.count_nonzero(words))
+  if 16 * count > words.size:  # first what is quickly known
+    values = bits.nbytes(count, width)
+    if values + count // 8 >= dense:
+      return None
+    if values + gaps.least_nbytes(count, _last(words)) >= dense:
+      return None
+  coded = gaps.measure(_positions(words))
+  form = _form(_SPARSE + coded.k, count, coded.unary)
+  nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
+  return (form, coded) if nbytes < 1 + dense else None
+
+
+def _last(words):
+  """The position of the last that is not 0; there is one."""
+  size, stop = 4096, words.size
+  while not words[max(stop - size, 0) : stop].any():
+    stop, size = stop - size, 2 * size
+  start = max(stop - size, 0)
+  return start + int(np.flatnonzero(words[start:stop])[-1])
+
+
+def _positions(words):
+  """int64 positions of what is not 0. Most is, so 8 bytes are looked at in one
+  piece."""
+  each = 8 // words.itemsize
+  whole = words.size // each * each
+  pieces = words[:whole].view(np.uint64)
+  # NumPy finds truth values several times faster than numbers.
+  hits = (pieces != 0).nonzero()[0]
+  if 4 * hits.size > pieces.size:
+    return (words != 0).nonzero()[0]
+  positions = (pieces[hits].view(words.dtype) != 0).nonzero()[0]
+  if each > 1:
+    positions = hits[positions // each] * each + positions % each
+  else:
+    positions = hits
+  rest = words[whole:].nonzero()[0]
+  return np.concatenate([positions, rest + whole]) if rest.size else positions
+
+
+def _ternary(symbols):
+  """5 to a byte: each fifth of them is a digit."""
+  size = -(-symbols.size // 5)
+  digits = np.zeros(5 * size, np.uint8)
+  np.add(symbols, 1, out=digits[: symbols.size].view(np.int8))
+  coded, *others = digits.reshape(5, size)
+  for digit, times in zip(others, _THIRDS[1:], strict=True):
+    coded += digit * times
+  return coded
+
+
+def _varint(number):
+  data = bytearray()
+  while number > 127:
+    data.append(number & 127 | 128)
+    number >>= 7
+  data.append(number)
+  return bytes(data)
+
+
+class Reader:
+  """Bytes, taken from the front; never more than there are."""
+
+  def __init__(self, data: np.ndarray):
+    self._data = data
+
+  @property
+  def left(self) -> int:
+    """Bytes."""
+    return self._data.size
+
+  def take(self, size: int) -> np.ndarray:
+    """Returns the next bytes. Raises BadCode if there are not so many."""
+    if size > self._data.size:
+      raise BadCode(f"{size} bytes are needed where {self.left} are left")
+    taken, self._data = self._data[:size], self._data[size:]
+    return taken
+
+  def array(self, count: int, dtype: np.dtype) -> np.ndarray:
+    """Returns the next elements, in memory of their own."""
+    data = self.take(count * dtype.itemsize)
+    x = np.empty(count, dtype)
+    x.view(np.uint8)[:] = data
+    return x
+
+  def number(self) -> int:
+    """Returns a number that is written in 7 bits of each byte, the lowest
+    first."""
+    number = 0
+    for i in range(6):
+      byte = int(self.take(1)[0])
+      number |= (byte & 127) << 7 * i
+      if byte < 128:
+        return number
+    raise BadCode("a count takes more than 6 bytes")
+
+
+def unpack(stream: Stream, reader: Reader) -> np.ndarray:
+  """Returns what was packed, dtype[count]. Raises BadCode if it is none."""
+  count, dtype = stream.count, stream.dtype
+  form = _DENSE if stream.kind == RAW else int(reader.take(1)[0])
+  if form == _DENSE and stream.kind in (RAW, VALUES):
+    x = reader.array(count, dtype)
+    if dtype == np.bool_ and count and x.view(np.uint8).max() > 1:
+      raise BadCode("a truth value is neither 0 nor 1")
+    return x
+  if form >= _SPARSE:
+    return _unpack_sparse(stream, form - _SPARSE, reader)
+  if stream.kind == VALUES or form > _SIGNS or form and stream.levels > 1:
+    raise BadCode(f"{form} is no form of a stream of {stream.kind}")
+  if form == _SIGNS:
+    data = reader.take(bits.nbytes(count, 1))
+    signs = bits.unpack(data, count, 1, np.dtype(np.uint8))
+    return _of_signs(signs.view(np.int8)).astype(dtype, copy=False)
+  data = reader.take(stream.dense_nbytes)
+  if stream.levels == 1:
+    return _unpack_ternary(data, count, dtype)
+  unsigned = _UNSIGNED[dtype.itemsize]
+  digits = bits.unpack(data, count, stream.width, unsigned)
+  _check_digits(stream, digits, 2 * stream.levels)
+  digits -= unsigned.type(stream.levels)
+  return digits.view(dtype)
+
+
+def _check_digits(stream, digits, most):
+  if digits.size and digits.max() > most:
+    raise BadCode(f"a symbol is beyond the {stream.levels} levels")
+
+
+def _of_signs(negative):
+  """1 for 0 and -1 for 1, in place."""
+  negative *= -2
+  negative += 1
+  return negative
+
+
+def _unpack_ternary(data, count, dtype):
+  symbols = np.empty((5, data.size), np.int8)
+  for digits, place in zip(_DIGITS, symbols, strict=True):
+    place[:] = digits[data]
+  symbols, unused = np.split(symbols.reshape(-1), [count])
+  if (data > 242).any() or (unused != -1).any():
+    raise BadCode("a byte is no five of -1, 0 and 1")
+  return symbols.astype(dtype, copy=False)
+
+
+def _unpack_sparse(stream, k, reader):
+  if k > gaps.MOST_BITS:
+    raise BadCode(f"{_SPARSE + k} is no form of a stream of {stream.kind}")
+  count, unary = reader.number(), reader.number()
+  if count > stream.count:
+    raise BadCode(f"{count} elements are claimed of {stream.count}")
+  data = reader.take(unary + bits.nbytes(count, k))
+  positions = gaps.decode(data, count, k, unary, stream.count)
+  unsigned = _UNSIGNED[stream.dtype.itemsize]
+  if stream.kind == VALUES:
+    numbers = reader.array(count, unsigned)
+    if not numbers.all():
+      raise BadCode("a 0 stands among what is not 0")
+  else:
+    width = _width(stream.levels)
+    data = reader.take(bits.nbytes(count, width))
+    digits = bits.unpack(data, count, width, unsigned)
+    _check_digits(stream, digits, 2 * stream.levels - 1)
+    sizes = digits >> unsigned.type(1)
+    sizes += unsigned.type(1)
+    digits &= unsigned.type(1)
+    sizes.view(stream.dtype)[:] *= _of_signs(digits.view(stream.dtype))
+    numbers = sizes
+  words = np.zeros(stream.count, unsigned)
+  words[positions] = numbers
+  return words.view(stream.dtype)

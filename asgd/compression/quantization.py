@@ -1,0 +1,138 @@
+"""Random rounding to few levels, with the right mean: QSGD and TernGrad."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asgd import checks
+from asgd.compression import leaves
+from asgd.compression.codec import Codec, Symbols, power_below
+
+_MOST_LEVELS = 2**15 - 1  # of an int16
+
+
+def _round(x: jax.Array, scales: jax.Array, levels: int, key: jax.Array):
+  """Whole numbers of which x / scales is the mean, float32[B, size]."""
+  ratio = leaves.divide(jnp.abs(x), scales[:, None])
+  below = jnp.floor(ratio)
+  drawn = jax.random.uniform(key, x.shape, jnp.float32)
+  level = jnp.minimum(below + (drawn < ratio - below), levels)
+  return jnp.where(x < 0, -level, level)
+
+
+def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
+  """QSGD: each bucket as its norm and random levels of the right mean.
+
+    a_i = s |x_i| / ||x||_2,   l_i = floor(a_i) + 1 with probability
+                               a_i - floor(a_i), else floor(a_i)
+    sent_i = ||x||_2 sign(x_i) l_i / s
+
+  The mean of what is sent is x, and for a bucket of n elements
+  E ||sent - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2. The norm over s is
+  rounded up to a few bits less than a float32 has, before anything is drawn, so
+  the mean stays right.
+
+  Args:
+    levels: s, from 1 to 32767; 7 are four bits with the sign.
+    bucket: n, elements that share a norm, in the order of the leaf; the last
+      bucket of a leaf may have fewer.
+
+  Returns:
+    A Codec, by leaf, unbiased.
+
+  Raises:
+    ValueError: for numbers out of their range.
+
+  Source:
+    Alistarh et al., "QSGD: communication-efficient SGD via gradient
+    quantization and encoding", NIPS 2017, arXiv:1610.02132, section 3.
+
+  Example:
+    The norm is 5; 3 / 5 and 4 / 5 of 5 levels are levels, nothing is drawn.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.qsgd(5), jnp.array([3.0, -4.0])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(code.code.symbols, codec.decode(code))
+    [ 3 -4] [ 3. -4.]
+  """
+  checks.whole("levels", levels, 1, _MOST_LEVELS)
+  checks.whole("bucket", bucket)
+
+  def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
+    rows = leaves.blocks(leaves.float32(x), bucket)
+    unit = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
+    norms = jnp.sqrt(jnp.square(rows / unit[:, None]).sum(axis=1))
+    scales = leaves.saturated(norms / levels * unit)
+    scales = leaves.exact_scale(scales, levels)
+    numbers = _round(rows, scales, levels, key)
+    return leaves.symbols_of(numbers, x.size, scales, levels), state
+
+  def decode(leaf: leaves.Leaf) -> jax.Array:
+    return leaves.products(leaf, bucket)
+
+  return leaves.make_codec(encode, decode, unbiased=True)
+
+
+def terngrad(sigmas: float | None = 2.5) -> Codec:
+  """TernGrad: each leaf as -1, 0 and 1 times its largest magnitude.
+
+    x <- x clipped to +-2.5 sigma,   sigma its standard deviation
+    s = max |x_i|,   b_i = 1 with probability |x_i| / s, else 0
+    sent_i = s sign(x_i) b_i
+
+  The mean of what is sent is the clipped x, and its variance E ||sent - x||^2
+  is sum_i |x_i| (s - |x_i|). Each worker has a scale s of its own; the paper
+  shares the largest, as its messages are added up while they travel.
+
+  Args:
+    sigmas: where a leaf is clipped, in its standard deviations; above 0. None:
+      it is not, and the mean is x.
+
+  Returns:
+    A Codec, by leaf; unbiased where nothing is clipped.
+
+  Raises:
+    ValueError: for sigmas that are not above 0.
+
+  Source:
+    Wen et al., "TernGrad: ternary gradients to reduce communication in
+    distributed deep learning", NIPS 2017, arXiv:1705.07878.
+
+  Example:
+    An element as large as the largest is certain, and a 0 is sent as 0.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.terngrad(), jnp.array([2.0, -2.0, 0.0])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(codec.decode(code))
+    [ 2. -2.  0.]
+  """
+  if sigmas is not None:
+    checks.positive("sigmas", sigmas)
+
+  def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
+    row = leaves.float32(x).reshape(1, -1)
+    largest = jnp.abs(row).max(axis=1)
+    if sigmas is not None:
+      unit = power_below(largest)  # no square overflows
+      sigma = jnp.std(row / unit[:, None], axis=1)
+      # One element, or equal ones, have no deviation to be clipped to.
+      bound = leaves.saturated(sigmas * sigma * unit)
+      bound = jnp.where(sigma > 0, bound, largest)
+      row = jnp.clip(row, -bound[:, None], bound[:, None])
+      largest = jnp.minimum(largest, bound)
+    scales = leaves.exact_scale(largest, 1)
+    return leaves.symbols_of(_round(row, scales, 1, key), x.size, scales, 1), (
+      state
+    )
+
+  def decode(leaf: leaves.Leaf) -> jax.Array:
+    return leaves.products(leaf, leaf.size)
+
+  return leaves.make_codec(encode, decode, unbiased=sigmas is None)

@@ -1,0 +1,118 @@
+"""The k-th largest of many numbers, by counting.
+
+Sorting millions of numbers is slow, on CPUs above all. Counting those that are
+at least so large is as fast as memory, so the k-th is closed in by counts, by
+interpolation and bisection; of many, a sorted sample says where to begin.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_SAMPLE = 4096
+_FEW = 1 << 16  # numbers of which none is taken
+_DEVIATIONS = 3.0  # of a count in the sample, to either side of the k-th
+_NEAR = 1 << 23  # patterns in which a float32 doubles
+_WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+
+def magnitudes(x: jax.Array) -> jax.Array:
+  """Returns the bit patterns of |x|, whole numbers in the same order.
+
+  Args:
+    x: float[L], of 16, 32 or 64 bits.
+
+  Returns:
+    int32[L]; int64[L] for float64.
+  """
+  words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
+  patterns = words & jnp.iinfo(words.dtype).max
+  return patterns.astype(jnp.promote_types(words.dtype, jnp.int32))
+
+
+class _Bracket(NamedTuple):
+  """At least k are `low` or larger, fewer than k are `high` or larger."""
+
+  low: jax.Array
+  high: jax.Array
+  at_low: jax.Array  # how many are `low` or larger
+  at_high: jax.Array
+  passes: jax.Array
+
+
+def border(numbers: jax.Array, k: Any) -> jax.Array:
+  """Returns a number that k of some numbers reach.
+
+    count(numbers >= border) = k
+
+  If the k-th largest has equals among those that are smaller in no other way,
+  more than k reach it: then the border is the k-th largest itself.
+
+  Args:
+    numbers: int32 or int64 [L], 0 or more, below the largest of the type.
+    k: int32[], from 1 to L.
+
+  Returns:
+    A number of that type, which may be between two of `numbers`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.compression import selection
+    >>> numbers = jnp.array([40, 10, 0, 30, 10])
+    >>> border = selection.border(numbers, 2)
+    >>> 10 < border <= 30
+    Array(True, dtype=bool)
+    >>> print(selection.border(numbers, 3))  # 10 twice: four reach it
+    10
+  """
+  dtype, size = numbers.dtype, numbers.size
+  k = jnp.asarray(k, jnp.int32)
+  guesses = _guesses(numbers, k) if size > _FEW else ()
+
+  def probe(at: _Bracket) -> jax.Array:
+    low, high = at.low, at.high
+    middle = low + (high - low) // 2
+    share = (at.at_low - k) / jnp.maximum(at.at_low - at.at_high, 1)
+    between = low + ((high - low) * share).astype(dtype)
+    turn = (at.passes % 2 == 1) & (high - low < _NEAR)
+    number = jnp.where(turn, between, middle)
+    # If most numbers are 0, so may be the k-th.
+    number = jnp.where(low == 0, jnp.ones_like(low), number)
+    for i, guess in enumerate(guesses):
+      fits = (guess > low) & (guess < high)
+      number = jnp.where((at.passes == i) & fits, guess, number)
+    return jnp.clip(number, low + 1, high - 1)
+
+  def narrow(at: _Bracket) -> _Bracket:
+    number = probe(at)
+    count = (numbers >= number).sum(dtype=jnp.int32)
+    enough = count >= k
+    return _Bracket(
+      jnp.where(enough, number, at.low),
+      jnp.where(enough, at.high, number),
+      jnp.where(enough, count, at.at_low),
+      jnp.where(enough, at.at_high, count),
+      at.passes + 1,
+    )
+
+  def is_wide(at: _Bracket) -> jax.Array:
+    return (at.high - at.low > 1) & (at.at_low != k)
+
+  zero, none = jnp.zeros([], dtype), jnp.int32(0)
+  bracket = _Bracket(zero, numbers.max() + 1, jnp.int32(size), none, none)
+  return jax.lax.while_loop(is_wide, narrow, bracket).low
+
+
+def _guesses(numbers, k):
+  """Two numbers, of which probably fewer than k and more than k reach one."""
+  size = numbers.size
+  sample = jnp.sort(numbers[:: -(-size // _SAMPLE)])
+  expected = k * (sample.size / size)  # of them are among the k
+  margin = _DEVIATIONS * jnp.sqrt(expected) + 2
+
+  def largest(rank):
+    place = sample.size - jnp.round(rank).astype(jnp.int32)
+    return sample[jnp.clip(place, 0, sample.size - 1)]
+
+  return largest(expected - margin), largest(expected + margin)

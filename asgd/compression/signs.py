@@ -1,0 +1,149 @@
+"""One bit an element: signs with one number for a leaf, or two for a column."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asgd import checks
+from asgd.compression import leaves
+from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols, power_below
+
+SCALES = "one", "mean", "rms"
+
+
+def scale_of(x: jax.Array, scale: str) -> jax.Array:
+  """Returns the size that signs of a leaf stand for.
+
+  Args:
+    x: float32[L].
+    scale: "one", 1; "mean", that of |x|; or "rms", ||x||_2 / sqrt(L).
+
+  Returns:
+    float32[].
+  """
+  if scale == "one":
+    return jnp.float32(1)
+  sizes = jnp.abs(x)
+  unit = power_below(sizes.max())  # no sum or square overflows
+  ratios = sizes / unit
+  mean = ratios.mean() if scale == "mean" else jnp.sqrt((ratios**2).mean())
+  return leaves.saturated(mean * unit)
+
+
+def sign(scale: str = "one") -> Codec:
+  """The signs of a message.
+
+    sent_i = sign(x_i)                 "one", signSGD
+    sent_i = mean_j |x_j| sign(x_i)    "mean", of a leaf, for error feedback
+    sent_i = ||x||_2 / sqrt(L) sign(x_i)   "rms"
+
+  A 0 is sent as 0. A leaf without one takes 1 bit an element, another one 1.6
+  at most.
+
+  signSGD with majority vote is this codec and a server that takes the sign of
+  the mean of all workers' messages, which is the sign of most of them (0 if
+  they are even):
+
+    asgd.ssgd(rate, workers, optimizer=optax.sign_sgd)
+
+  with compress=dict(name="sign"). With an `optax.ema` as `at_worker` it is
+  Signum.
+
+  Args:
+    scale: what the signs are multiplied by: "one", "mean" or "rms".
+
+  Returns:
+    A Codec, by leaf. With a scale of "mean" or "rms" it needs error feedback.
+
+  Raises:
+    ValueError: for an unknown scale.
+
+  Source:
+    Bernstein et al., "signSGD: compressed optimisation for non-convex
+    problems", ICML 2018, arXiv:1802.04434; with the mean: Karimireddy et al.,
+    "Error feedback fixes signSGD and other gradient compression schemes", ICML
+    2019, arXiv:1901.09847.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> x, key = jnp.array([3.0, -1.0, 0.0, 4.0]), jax.random.key(0)
+    >>> for codec in (compression.sign(), compression.sign("mean")):
+    ...   print(codec.decode(codec.encode(codec.init(x), x, key)[0]))
+    [ 1. -1.  0.  1.]
+    [ 2. -2.  0.  2.]
+  """
+  checks.one_of("scale", scale, SCALES)
+
+  def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
+    del key
+    flat = leaves.float32(x).reshape(-1)
+    symbols = jnp.sign(flat).astype(jnp.int8)
+    return Symbols(symbols, scale_of(flat, scale)[None], 1), state
+
+  def decode(leaf: leaves.Leaf) -> jax.Array:
+    return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
+
+  feedback = OPTIONAL if scale == "one" else NEEDED
+  return leaves.make_codec(encode, decode, feedback=feedback)
+
+
+def onebit() -> Codec:
+  """1-bit SGD: signs, and two numbers for each column of a matrix.
+
+    sent_ij = mean of the x_kj >= 0 of column j   if x_ij >= 0
+              mean of the x_kj < 0 of column j    else
+
+  A column is what leads to one output: all elements of a leaf with one last
+  index. A leaf of one dimension or none is one column. The two numbers are the
+  best of their signs: no others have a smaller squared error.
+
+  Returns:
+    A Codec, by leaf. It needs error feedback.
+
+  Source:
+    Seide et al., "1-bit stochastic gradient descent and its application to
+    data-parallel distributed training of speech DNNs", Interspeech 2014,
+    section 3.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.onebit(), jnp.array([[1.0, -1.0], [3.0, -5.0]])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(codec.decode(code))
+    [[ 2. -3.]
+     [ 2. -3.]]
+  """
+  return leaves.make_codec(_encode_columns, _decode_columns, feedback=NEEDED)
+
+
+def _columns(leaf: Any) -> int:
+  return leaf.shape[-1] if len(leaf.shape) > 1 else 1
+
+
+def _encode_columns(
+  state: Any, x: jax.Array, key: jax.Array
+) -> tuple[Symbols, Any]:
+  del key
+  matrix = leaves.float32(x).reshape(-1, _columns(x))
+  positive = matrix >= 0
+  # Divided by a power of 2 before they are added up, so that no sum overflows.
+  share = 1 / leaves.power_at_least(len(matrix))
+  count = positive.sum(axis=0, dtype=jnp.int32)
+  means = []
+  for side, number in ((positive, count), (~positive, len(matrix) - count)):
+    total = jnp.where(side, matrix * share, 0.0).sum(axis=0)
+    part = number.astype(jnp.float32) * share
+    means.append(leaves.saturated(leaves.divide(total, part)))
+  symbols = jnp.where(positive, 1, -1).astype(jnp.int8)
+  return Symbols(symbols.reshape(-1), jnp.concatenate(means), 1), state
+
+
+def _decode_columns(leaf: leaves.Leaf) -> jax.Array:
+  columns = _columns(leaf)
+  above, below = leaf.code.scales.reshape(2, columns)
+  return jnp.where(leaf.code.symbols.reshape(-1, columns) > 0, above, below)

@@ -1,0 +1,155 @@
+"""The largest elements of each leaf, or random ones, and nothing of the others.
+
+Which are the largest of a leaf is said by leaf, not by message: a global border
+would leave out layers whose gradients are small.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import checks
+from asgd.compression import leaves, selection
+from asgd.compression.codec import NEEDED, Codec, Values
+
+
+def check_density(density: float) -> None:
+  """Raises ValueError for a density that is not in (0, 1]."""
+  checks.positive("density", density)
+  if density > 1:
+    raise ValueError(
+      f"density must be in (0, 1], not {density}: the part of the elements that"
+      " is sent, as 0.001"
+    )
+
+
+def count_of(density: float, size: int) -> int:
+  """Returns how many elements of a leaf are sent, at least 1.
+
+  Args:
+    density: in (0, 1].
+    size: elements of the leaf.
+  """
+  return min(max(round(density * size), 1), size)
+
+
+def largest(x: jax.Array, k: Any) -> jax.Array:
+  """Tells which elements are the k largest by magnitude.
+
+  All equals of the k-th are among them, so they may be more than k.
+
+  Args:
+    x: float[L].
+    k: int32[], from 1 to L.
+
+  Returns:
+    bool[L].
+  """
+  numbers = selection.magnitudes(x)
+  return numbers >= selection.border(numbers, k)
+
+
+def kept(x: jax.Array, mask: jax.Array) -> Values:
+  """Returns the elements of a mask as Values, all others as 0."""
+  return Values(jnp.where(mask, x, jnp.zeros([], x.dtype)))
+
+
+def decode(leaf: leaves.Leaf) -> jax.Array:
+  """Returns the Values of a leaf."""
+  return leaf.code.values
+
+
+def top_k(density: float = 0.001) -> Codec:
+  """The k largest elements of each leaf by magnitude, as they are.
+
+    sent_i = r_i if |r_i| is among the k largest of its leaf, else 0
+    k = density L, at least 1
+
+  All elements as large as the k-th are sent, so that nothing depends on their
+  order.
+
+  Args:
+    density: in (0, 1], of the elements of each leaf.
+
+  Returns:
+    A Codec, by leaf. It needs error feedback.
+
+  Raises:
+    ValueError: for a density out of its range.
+
+  Source:
+    Aji, Heafield, "Sparse communication for distributed gradient descent",
+    EMNLP 2017, arXiv:1704.05021, who drop by one border of all leaves or by
+    one of each.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.top_k(0.5), jnp.array([1.0, -4.0, 2.0, 0.5])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(codec.decode(code))
+    [ 0. -4.  2.  0.]
+  """
+  check_density(density)
+
+  def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
+    del key
+    flat = x.reshape(-1)
+    return kept(flat, largest(flat, count_of(density, x.size))), state
+
+  return leaves.make_codec(encode, decode, feedback=NEEDED)
+
+
+def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
+  """k random elements of each leaf.
+
+    sent_i = L / k x_i with probability k / L, else 0,   of exactly k elements
+    k = density L, at least 1
+
+  Its mean is the message; E ||sent - x||^2 = (L / k - 1) ||x||^2.
+
+  Args:
+    density: in (0, 1], of the elements of each leaf.
+    scaled: multiply by L / k. False: they are sent as they are, for error
+      feedback, which it then needs.
+
+  Returns:
+    A Codec, by leaf. (Where the random numbers of two elements are equal at the
+    border, which happens once in 2^31 / L messages, both are sent.)
+
+  Raises:
+    ValueError: for a density out of its range.
+
+  Source:
+    Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018,
+    arXiv:1809.07599; scaled: Wangni et al., "Gradient sparsification for
+    communication-efficient distributed optimization", NeurIPS 2018.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.random_k(0.25), jnp.ones(4)
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(jnp.sort(codec.decode(code)))
+    [0. 0. 0. 4.]
+  """
+  check_density(density)
+
+  def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
+    flat, k = x.reshape(-1), count_of(density, x.size)
+    drawn = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
+    drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
+    values = kept(flat, drawn >= selection.border(drawn, k))
+    if scaled and k < x.size:
+      wide = values.values.astype(jnp.promote_types(x.dtype, jnp.float32))
+      most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
+      wide = jnp.clip(wide, -most, most) * (x.size / k)
+      values = Values(leaves.narrow(wide, x.dtype))
+    return values, state
+
+  feedback = {} if scaled else {"feedback": NEEDED}
+  return leaves.make_codec(encode, decode, unbiased=scaled, **feedback)

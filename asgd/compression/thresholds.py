@@ -1,0 +1,225 @@
+"""Threshold encoding: elements beyond tau are sent, as exactly +-tau.
+
+Strom's codec has one tau for the whole run, Deeplearning4j's moves it so that
+each message has about as many elements as is asked for. Both take all leaves
+together: tau is one number, and so is the density.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import base, checks
+from asgd.compression import leaves
+from asgd.compression.codec import NEEDED, Code, Codec, Symbols
+
+_DENSE = 1 / 16  # density from which on Deeplearning4j sends a bitmap
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), 1e37  # bounds of a tau
+
+_Adapt = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class ThresholdState(NamedTuple):
+  """State of `threshold` and `adaptive_threshold`."""
+
+  count: jax.Array  # int32[], messages encoded
+  tau: jax.Array  # float32[], of the last of them
+  density: jax.Array  # float32[], of the last: sent / all; NaN: not counted
+
+
+def threshold(
+  tau: float, *, residual_clip: float | None = None, clip_every: int = 5
+) -> Codec:
+  """Strom's threshold: what is beyond tau is sent as tau.
+
+    sent_i = tau if r_i > tau, -tau if r_i < -tau, else 0
+    r <- r - sent,   r <- r + g before the next message
+
+  At most one quantum of an element is in a message, whatever it has added up
+  to; the rest stays in the residual r, which `error_feedback` keeps.
+
+  Args:
+    tau: above 0, in the unit of a message.
+    residual_clip: after some messages what is left is clipped to that many tau,
+      either way, and lost; at least 1. None: never.
+    clip_every: messages between two clippings.
+
+  Returns:
+    A Codec, of one tau for all leaves. It needs error feedback.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Strom, "Scalable distributed DNN training using commodity GPU cloud
+    computing", Interspeech 2015.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec, x = compression.threshold(0.5), jnp.array([2.0, -0.75, 0.25])
+    >>> code, _ = codec.encode(codec.init(x), x, jax.random.key(0))
+    >>> print(code.code.symbols, codec.decode(code))
+    [ 1 -1  0] [ 0.5 -0.5  0. ]
+  """
+  _check(tau, residual_clip, clip_every)
+  return _make(tau, None, residual_clip, clip_every)
+
+
+def adaptive_threshold(
+  tau: float = 1e-4,
+  *,
+  least: float = 1e-4,
+  most: float = 1e-2,
+  decay: float = 0.5 ** (1 / 20),
+  residual_clip: float | None = None,
+  clip_every: int = 5,
+) -> Codec:
+  """Deeplearning4j's threshold: tau follows the density of messages.
+
+    d = 1/16 if more than a 16th of the last message was sent, else its density
+    tau <- decay tau   if d < least
+    tau <- tau / decay   if d > most
+    sent and residual as of `threshold`
+
+  There a message of more than a 16th of its elements travels as a bitmap, whose
+  density nobody counts; here it has whatever packed form is smallest, and the
+  rule for tau is the same. Deeplearning4j takes what an updater (Adam, say)
+  makes of gradients, and averages tau over workers after each epoch; here each
+  worker keeps its own.
+
+  Args:
+    tau: of the first message, above 0, in the unit of a message.
+    least: density below which tau falls, in (0, 1].
+    most: density above which it grows, in (0, 1].
+    decay: in (0, 1).
+    residual_clip: as of `threshold`; Deeplearning4j suggests 5 tau.
+    clip_every: messages between two clippings.
+
+  Returns:
+    A Codec, of one tau for all leaves. It needs error feedback.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Eclipse Deeplearning4j, AdaptiveThresholdAlgorithm and
+    ResidualClippingPostProcessor, 2019.
+
+  Example:
+    Half of the first message was sent, so tau grows.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec = compression.adaptive_threshold(1.0, most=0.05, decay=0.5)
+    >>> x, key = jnp.array([4.0, 0.0]), jax.random.key(0)
+    >>> code, state = codec.encode(codec.init(x), x, key)
+    >>> code, state = codec.encode(state, x, key)
+    >>> print(codec.decode(code))  # 1 / 0.5
+    [2. 0.]
+  """
+  _check(tau, residual_clip, clip_every)
+  for name, value in (("least", least), ("most", most)):
+    checks.positive(name, value)
+    if value > 1:
+      raise ValueError(f"{name} must be in (0, 1], not {value}: a density")
+  if least > most:
+    raise ValueError(f"least {least} is above most {most}: exchange them")
+  checks.fraction("decay", decay)
+  checks.positive("decay", decay)
+
+  def adapt(tau: jax.Array, density: jax.Array) -> jax.Array:
+    density = jnp.where(density > _DENSE, _DENSE, density)
+    slower = jnp.where(density < least, tau * decay, tau)
+    return jnp.clip(
+      jnp.where(density > most, tau / decay, slower), _LEAST, _MOST
+    )
+
+  return _make(tau, adapt, residual_clip, clip_every)
+
+
+def _check(tau, residual_clip, clip_every):
+  checks.positive("tau", tau)
+  if not _LEAST <= tau <= _MOST:
+    raise ValueError(
+      f"tau must be from {_LEAST:.2g} to {_MOST:.2g}, as it is sent in float32,"
+      f" not {tau}"
+    )
+  if residual_clip is not None:
+    checks.positive("residual_clip", residual_clip)
+    if residual_clip < 1:
+      raise ValueError(
+        f"residual_clip must be at least 1, not {residual_clip}: it is in units"
+        " of tau, the least that can be sent"
+      )
+  checks.whole("clip_every", clip_every)
+
+
+def _make(
+  first: float,
+  adapt: _Adapt | None,
+  residual_clip: float | None,
+  clip_every: int,
+) -> Codec:
+  """`adapt` makes the tau of a message of that of the last and its density;
+  without it tau stays, and no density is counted."""
+
+  def init(like: base.Params) -> ThresholdState:
+    leaves.check(like)
+    return ThresholdState(
+      jnp.int32(0), jnp.float32(first), jnp.float32(jnp.nan)
+    )
+
+  def encode(
+    state: ThresholdState, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, ThresholdState]:
+    del key
+    tau = state.tau
+    if adapt is not None:
+      tau = jnp.where(state.count > 0, adapt(tau, state.density), tau)
+
+    def one(x: jax.Array) -> leaves.Leaf:
+      wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1)
+      level = tau.astype(wide.dtype)
+      above, below = wide > level, wide < -level
+      symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
+      return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
+
+    code = jax.tree.map(one, tree)
+    density = state.density if adapt is None else _density(code, tree)
+    return code, ThresholdState(state.count + 1, tau, density)
+
+  def decode(leaf: leaves.Leaf) -> jax.Array:
+    return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
+
+  def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
+    due = state.count % clip_every == 0
+    bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
+
+    def one(x: jax.Array) -> jax.Array:
+      most = bound.astype(x.dtype)
+      return jnp.clip(x, -most, most)
+
+    return jax.tree.map(one, residual)
+
+  return Codec(
+    init,
+    encode,
+    lambda code: leaves.decode_all(decode, code),
+    feedback=NEEDED,
+    limit=None if residual_clip is None else limit,
+  )
+
+
+def _density(code: Code, tree: optax.Updates) -> jax.Array:
+  """Elements of a message that are sent, of all, float32[]."""
+  sent = jnp.float32(0)
+  for leaf in leaves.of(code):
+    sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)
+  return sent / max(sum(x.size for x in jax.tree.leaves(tree)), 1)

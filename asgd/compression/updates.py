@@ -1,0 +1,119 @@
+"""The server's updates as codes, so that workers could rebuild parameters.
+
+Parameters change by decoded updates alone. What an update lost in its codec is
+kept at the server and added to the next (with `error_feedback`), as workers do
+with messages: compression in both directions.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base
+from asgd.compression.codec import Codec
+from asgd.compression.messages import Coded, all_finite, residual_norm, shapes
+
+_SEED = 0x646F776E  # of what codecs draw at a server
+
+
+class CompressedUpdates(NamedTuple):
+  """State of `compressed_updates`."""
+
+  inner: optax.OptState  # of the algorithm
+  codec: Any  # its state, such as the residual
+  coded: Coded  # the last update, as it is sent; zeros before the first
+  count: jax.Array  # int32[], updates so far
+
+
+def compressed_updates(
+  algorithm: base.Algorithm, codec: Codec
+) -> base.Algorithm:
+  """Has the updates of an algorithm pass through a codec.
+
+      code, residual = codec(algorithm(message), residual)
+      params <- params + decode(code)
+
+  With `compression.compressed` workers it is compression in both directions.
+  An update that is not finite is not encoded, and goes through as it is.
+
+  Args:
+    algorithm: one that sends the parameters as they are: predicted ones cannot
+      be rebuilt from updates.
+    codec: any; its state is the server's.
+
+  Returns:
+    An Algorithm, whose state has the code of the last update (`last_update`).
+
+  Raises:
+    ValueError: for an algorithm that looks ahead.
+
+  Source:
+    Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with
+    double-pass error-compensated compression", ICML 2019, arXiv:1905.05957.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd import compression
+    >>> codec = compression.identity()
+    >>> algorithm = asgd.asgd(0.5, workers=1).algorithm
+    >>> algorithm = compression.compressed_updates(algorithm, codec)
+    >>> server = asgd.make_server(algorithm)
+    >>> state = server.init(jnp.float32(8.0))
+    >>> ticket = server.send(state, jnp.int32(0))
+    >>> state, _ = server.receive(state, ticket, jnp.float32(4.0))
+    >>> print(state.params, compression.last_update(state.opt_state).code)
+    6.0 -2.0
+  """
+  if algorithm.send is not base.send_current:
+    raise ValueError(
+      "an algorithm that looks ahead sends parameters which no worker can"
+      " rebuild from updates: compress its messages alone"
+    )
+
+  def init(params: base.Params) -> CompressedUpdates:
+    weights = base.weights_of(params)
+    blank = shapes(codec, weights)
+    coded = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+    count = jnp.zeros([], jnp.int32)
+    inner = algorithm.init(params)
+    return CompressedUpdates(inner, codec.init(weights), coded, count)
+
+  def update(
+    message: optax.Updates,
+    state: CompressedUpdates,
+    params: base.Params,
+    **extra: Any,
+  ) -> tuple[optax.Updates, CompressedUpdates]:
+    updates, inner = algorithm.update(message, state.inner, params, **extra)
+    weights = base.weights_of(updates)
+    finite = all_finite(weights)
+    safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
+    key = jax.random.fold_in(jax.random.key(_SEED), state.count)
+    code, after = codec.encode(state.codec, safe, key)
+    finite &= all_finite(code)
+    coded = Coded(code, None, residual_norm(after))
+    weights = optax.tree.where(finite, codec.decode(code), weights)
+    after = optax.tree.where(finite, after, state.codec)
+    state = CompressedUpdates(inner, after, coded, state.count + 1)
+    return base.with_weights(updates, weights), state
+
+  return base.Algorithm(init, update)
+
+
+def last_update(opt_state: optax.OptState) -> Coded | None:
+  """Returns the last update as it is sent, without statistics; None of an
+  algorithm whose updates are dense.
+
+  Args:
+    opt_state: of a server.
+  """
+  nodes = jax.tree.leaves(
+    opt_state, is_leaf=lambda x: isinstance(x, CompressedUpdates)
+  )
+  for node in nodes:
+    if isinstance(node, CompressedUpdates):
+      return node.coded
+  return None

@@ -1,0 +1,296 @@
+"""Peers without a server, in simulated time: for recipes that have a gossip.
+
+The engine `simulate` trains them by this module, on an order of their own. What
+is evaluated is the mean model, and single peers beside it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import algorithms, base, gossip, names, problems, simulator
+from asgd.experiment import checkpoint, engines
+from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.schema import Run
+from asgd.gossip import topologies
+from asgd.orders import protocol
+
+_SECONDS = 0.25  # between two looks at clocks and signals
+_FIRST = 16  # messages of the first call of `advance`
+_MOST_PEERS = 16  # that are evaluated by themselves
+
+
+def of_peers(run: Run) -> bool:
+  """Whether the recipe of a run is one of peers."""
+  if run.given is not None:
+    return run.given.gossip is not None
+  if not names.is_import(run.recipe):
+    return run.recipe in algorithms.PEER_RECIPES
+  workers, rate = max(run.config["workers"]), run.config["learning_rate"]
+  return run.make_recipe(rate, workers).gossip is not None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+class PeerPlan(ServerPlan):
+  """What the cells of a run of peers share; the server is each peer's own."""
+
+  curvature_limit = math.nan  # not known
+
+  @functools.cached_property
+  def peer(self) -> gossip.Peer:
+    """A peer, compiled once for all seeds."""
+    rule, topology = self.gossip.rule, self.gossip.topology
+    return gossip.make_peer(self.server, rule, topology.slots)
+
+  @property
+  def gossip(self) -> gossip.Gossip:
+    """Whom peers talk to, and how."""
+    return self.recipe.gossip
+
+  @property
+  def quantum(self) -> int:
+    """Messages that belong together: those of a round."""
+    return self.workers if self.gossip.order == gossip.ROUNDS else 1
+
+  def trace(self, seed: int, messages: int | None = None) -> base.Trace:
+    """Returns the order of a cell, a function of config and seed."""
+    count = self.messages if messages is None else messages
+    return self.gossip.trace(
+      self._durations(seed), messages=count, seed=seed
+    )
+
+  def rules(self) -> protocol.Rules:
+    """Refuses a live run with a server."""
+    raise ValueError(
+      f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
+    )
+
+  def peers(
+    self, seed: int, trace: base.Trace | None = None
+  ) -> simulator.Peers:
+    """Returns the peers of a cell, before the first row of its trace, or of
+    another."""
+    init_key, root = jax.random.split(jax.random.key(seed))
+    return simulator.Peers(
+      self.gossip,
+      self.peer,
+      self.worker,
+      self.problem.init(init_key),
+      self.trace(seed) if trace is None else trace,
+      batch=self.job_batches(seed),
+      root=root,
+    )
+
+
+class PeerEngine(engines.Engine):
+  """A cell of peers, in simulated time."""
+
+  def __init__(self, context: engines.Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    seed = context.cell.seed
+    self._plan = plan = context.plan.of_seed(seed)
+    self._name = context.cell.name
+    self._peers = peers = plan.peers(seed)
+    trace = peers.trace
+    # A message, and all that follows until the next.
+    ends = simulator.end_of_message(trace)[1:] - 1
+    self._ends = np.append(ends, len(trace.time))
+    records = context.restore(lambda saved: _unpack(saved, peers))
+    if records is None:
+      # Nothing of a checkpoint that was damaged.
+      self._peers = plan.peers(seed)
+      records = simulator.join_records([])
+    self._parts = [records]
+    self.total, self.done = plan.messages, len(records.loss)
+    self.quantum = plan.quantum
+    self._pace = engines.Pace(_SECONDS, max(_FIRST, plan.workers))
+
+  def advance(self, until: int) -> engines.Progress:
+    """Obeys the trace, not past message `until`."""
+    end = min(self.done + self._pace.begin(), until)
+    part = self._peers.run(int(self._ends[end - 1]))
+    self._pace.end()
+    self._parts.append(part)
+    self.done = end
+    return engines.Progress(
+      loss=part.loss,
+      staleness=float(part.staleness.mean()),
+      gap=float(part.gap.mean()),
+      broken=broken(self._plan, part, self.done, self._name),
+    )
+
+  def _present(self):
+    """States of the peers that are there, and what each counts."""
+    states = [self._peers.states[i] for i in self._peers.present]
+    return states, [self._plan.peer.weight(state) for state in states]
+
+  def snapshot(self) -> engines.Snapshot:
+    """Returns the mean model, at the simulated time."""
+    states, weights = self._present()
+    params = simulator.mean_params(states, weights)
+    clock = {"time": float(self.records().time[-1])}
+    updates = np.mean([int(state.server.version) for state in states])
+    return engines.Snapshot(params, self.done, round(updates), clock)
+
+  def records(self) -> simulator.PeerRecords:
+    """Returns a row for each message."""
+    self._parts = [simulator.join_records(self._parts)]
+    return self._parts[0]
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns staleness, gap and losses of some messages; and how far apart
+    peers are, and how good single ones, now."""
+    part = _some(self.records(), start, end)
+    row = summary(part, *self._present())
+    return row | peer_quality(
+      self._plan.problem, [s.server.params for s in self._present()[0]]
+    )
+
+  def columns(self) -> dict[str, Any]:
+    """Returns what the cell came to."""
+    records, states = self.records(), self._peers.states
+    updates = round(np.mean([int(s.server.version) for s in states]))
+    row = parameter_server.columns(self._plan, records, updates)
+    row |= self.summary(0, len(records.loss))
+    row |= of_links(self._plan.gossip, self._peers.traffic)
+    return {**row, "simulated_time": float(records.time[-1])}
+
+  def extras(self) -> dict[str, str]:
+    """Returns what went over each link, as a table."""
+    return {"links.csv": links_table(self._peers.traffic)}
+
+  def save(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns all peers, their messages on the way, and records."""
+    tree, notes = self._peers.save()
+    return self._peers.event, {**tree, "records": self.records()}, notes
+
+
+def _unpack(saved, peers: simulator.Peers) -> simulator.PeerRecords:
+  """Sets peers to what a checkpoint has; returns its records."""
+  template = peers.template(saved.notes)
+  template["records"] = checkpoint.any_shapes(simulator.join_records([]))
+  tree = saved.tree(template)
+  records = tree.pop("records")
+  peers.restore(tree, saved.notes)
+  return records
+
+
+def _some(records, start: int, end: int) -> simulator.PeerRecords:
+  return simulator.PeerRecords(*(column[start:end] for column in records))
+
+
+def broken(
+  plan: PeerPlan, part: simulator.PeerRecords, done: int, cell: str
+) -> str | None:
+  """Says what is not finite in the latest records of a cell, if anything."""
+  finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
+  if finite.all():
+    return None
+  first = int(np.argmin(finite))
+  message = done - len(finite) + first + 1
+  what = (
+    f"the loss is {part.loss[first]} and the update {part.update_norm[first]}"
+    f" at message {message}, of peer {part.worker[first]}"
+  )
+  return parameter_server.not_finite(plan, what, cell)
+
+
+# What all engines of peers say of them.
+
+
+def summary(
+  part: simulator.PeerRecords,
+  states: Sequence[gossip.PeerState],
+  weights: Sequence[Any],
+) -> dict[str, float]:
+  """Returns what a stretch of records says, and how far apart peers are."""
+  mean = simulator.mean_params(states, weights)
+  return {
+    **parameter_server.summary(part),
+    "mix_norm": float(part.mix_norm.mean()),
+    "consensus": simulator.consensus(states, mean),
+  }
+
+
+def peer_quality(
+  problem: problems.Problem, params: Sequence[base.Params]
+) -> dict[str, float]:
+  """Returns the losses and accuracies of the worst and the best peer; of many
+  peers 16 are evaluated, evenly spread."""
+  at = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
+  some = [problem.evaluate(params[round(i)]) for i in at]
+  losses, accuracies = zip(*((e.loss, e.accuracy) for e in some), strict=True)
+  return {
+    "peer_loss_best": float(np.min(losses)),
+    "peer_loss_worst": float(np.max(losses)),
+    "peer_accuracy_worst": float(np.min(accuracies)),
+    "peer_accuracy_best": float(np.max(accuracies)),
+  }
+
+
+def of_links(
+  how: gossip.Gossip, traffic: simulator.LinkTraffic
+) -> dict[str, Any]:
+  """Returns the topology and what went over its links, as columns."""
+  used = traffic.messages > 0
+  total, links = int(traffic.nbytes.sum()), int(used.sum())
+  return {
+    "topology": how.topology.name,
+    "second_eigenvalue": topologies.second_eigenvalue(how.topology),
+    "links": links,
+    "link_messages": int(traffic.messages.sum()),
+    "taken_bytes": total,
+    "bytes_per_link": total / max(links, 1),
+    "bytes_per_peer": total / how.topology.workers,
+  }
+
+
+def links_table(traffic: simulator.LinkTraffic) -> str:
+  """Returns a table of links, one line each, as CSV."""
+  lines = ["sender,receiver,messages,bytes"]
+  for receiver, sender in np.argwhere(traffic.messages):
+    numbers = traffic.messages[receiver, sender], traffic.nbytes[
+      receiver, sender
+    ]
+    lines.append(",".join(map(str, (sender, receiver, *numbers))))
+  return "\n".join([*lines, ""])
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns how far apart peers are, and what it cost, in a few words."""
+  words = (
+    "{topology} (|lambda_2| {second_eigenvalue:.3f}), consensus distance"
+    " {consensus:.2g}"
+  ).format_map(result)
+  worst, best = (
+    result[f"peer_accuracy_{which}"] for which in ("worst", "best")
+  )
+  if worst == worst:  # not NaN: it has accuracies
+    words += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"
+  words += f", {result['bytes_per_link'] / 1e6:.3g} MB a link"
+  if "simulated_time" in result:
+    words += f", time {result['simulated_time']:.4g}"
+  if result.get("staleness_max"):
+    words += (
+      f", staleness mean {result['staleness_mean']:.1f} max"
+      f" {result['staleness_max']}"
+    )
+  return words
+
+
+COLUMNS = (
+  engines.Column("consensus", "consensus"),
+  engines.Column("worst peer %", "peer_accuracy_worst", 100, "{:.1f}"),
+  engines.Column("MB/link", "bytes_per_link", 1e-6),
+)
+
+
+def has_peers(result: Mapping[str, Any]) -> bool:
+  """Whether a result is of peers."""
+  return "consensus" in result

@@ -1,0 +1,148 @@
+"""Codecs of a config, and the traffic of a cell: bytes up and down."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from asgd import algorithms, base, compression, wire
+from asgd.checks import shown
+from asgd.experiment import checks
+from asgd.experiment.engines import Column
+from asgd.experiment.schema import GIVEN, Run, Setting
+from asgd.orders.trace import Event
+
+
+def _codec(value: Any, key: str) -> dict[str, Any] | None:
+  """Reads a codec: its name, or a dict of it and its options."""
+  if value is None:
+    return None
+  if isinstance(value, str):
+    value = {"name": value}
+  if not isinstance(value, Mapping) or "name" not in value:
+    raise ValueError(
+      f"config.{key} must be the name of a codec, a dict with its name and"
+      f" options, or None, not {shown(value)}"
+    )
+  name, make = value["name"], compression.named
+  if name != GIVEN:
+    with checks.blame(key, tuple(value)):
+      if name in compression.REDUCERS and name not in compression.CODECS:
+        make = compression.named_reducer  # of engine mesh alone
+      make(**value)
+  return dict(value)
+
+
+SECTIONS = {
+  # Of `asgd.compression`, of messages: a name, or a dict of it and options.
+  "compress": Setting(None, _codec),
+  # The same, of the server's updates; simulated only.
+  "compress_down": Setting(None, _codec),
+}
+
+
+@functools.lru_cache(maxsize=32)
+def _named_codec(section: str) -> compression.Codec:
+  """The codec of a section, as JSON: one for all cells that have it."""
+  return compression.named(**json.loads(section))
+
+
+def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
+  """Returns the codec of a run's messages, or with "compress_down" of its
+  updates, None if they are dense. Raises ValueError for one that was given to a
+  call and is not there."""
+  section = run.config[key]
+  if section is None:
+    return None
+  if section["name"] != GIVEN:
+    with checks.blame(key, tuple(section)):
+      return _named_codec(json.dumps(section, sort_keys=True))
+  if key not in run.codecs:
+    raise ValueError(
+      f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
+      f" as asgd.simulate(..., {key}=codec): give it again, or name one"
+    )
+  return run.codecs[key]
+
+
+def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
+  """Returns a server that decodes what the run's codec makes. Raises
+  ValueError, naming the key, if its parameters cannot be encoded."""
+  codec = codec_of(run)
+  if codec is None:
+    return server
+  params = jax.eval_shape(problem.init, jax.random.key(0))
+  with checks.blame("compress", tuple(run.config["compress"])):
+    compression.layout(codec, params)
+  return compression.decoding(server, codec)
+
+
+def downward(run: Run, recipe: algorithms.Recipe) -> algorithms.Recipe:
+  """Returns a recipe whose updates are codes, if the config says so. Raises
+  ValueError, naming the key, if they cannot be."""
+  codec = codec_of(run, "compress_down")
+  if codec is None:
+    return recipe
+  with checks.blame("compress_down", ("name",)):
+    algorithm = compression.compressed_updates(recipe.algorithm, codec)
+  return recipe._replace(algorithm=algorithm)
+
+
+# One Worker for all cells of a run: one compilation.
+compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
+
+
+def columns(plan: Any, records: base.Records) -> dict[str, Any]:
+  """Returns the columns of a result that tell of its traffic: the bytes, and
+  how many times as many they would be without the codec, at a message and the
+  parameters for each job."""
+  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  dense = wire.layout(params).nbytes * len(records.loss)
+  row = {}
+  for way, key in (("up", "compress"), ("down", "compress_down")):
+    nbytes = int(getattr(records, f"bytes_{way}").sum())
+    section = plan.run.config[key]
+    row[f"bytes_{way}"] = nbytes
+    row[f"compression_{way}"] = dense / max(nbytes, 1) if section else 1.0
+    if section:
+      row["codec" if way == "up" else "codec_down"] = section["name"]
+  return row
+
+
+def lost(
+  plan: Any, journal: Sequence[Event], records: base.Records
+) -> dict[str, float]:
+  """Returns what codecs had kept to send later, at workers that left while
+  messages were to come: a column with the root of the sum of squares of their
+  RMS; nothing without a codec."""
+  if plan.run.config["compress"] is None:
+    return {}
+  keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
+  norms = dict(zip(keys, records.residual_norm.tolist(), strict=True))
+  kept: dict[int, float] = {}  # by worker
+  total, left = 0.0, 0.0  # of squares: in all, and since the last message
+  for event in journal:
+    if event.action == base.RECEIVE:
+      total, left = total + left, 0.0
+      kept[event.worker] = norms.get((event.worker, event.job), 0.0)
+    elif event.action == base.LEAVE:
+      left += kept.pop(event.worker, 0.0) ** 2
+  return {"residual_lost": math.sqrt(total)}
+
+
+# Of tables in which a cell has a codec.
+COLUMNS = (
+  Column("MB up", "bytes_up", 1e-6),
+  Column("MB down", "bytes_down", 1e-6),
+  Column("dense / up", "compression_up"),
+  Column("dense / down", "compression_down"),
+)
+
+
+def megabytes(records: Sequence[base.Records]) -> float:
+  """Returns the traffic of messages, up and down, of all shards."""
+  sums = (part.bytes_up.sum() + part.bytes_down.sum() for part in records)
+  return float(sum(sums)) / 1e6

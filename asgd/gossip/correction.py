@@ -1,0 +1,62 @@
+"""D2: what differs between the data of peers is corrected for."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base
+
+
+class Before(NamedTuple):
+  """State of `correct_variance`."""
+
+  params: base.Params  # x_{k-1}
+  update: optax.Updates  # u_{k-1}, like params
+  started: jax.Array  # bool[], False before the first update
+
+
+def correct_variance() -> base.Transform:
+  """Adds to an update what the step before it came to, as D2 does.
+
+      update_k = u_k - u_{k-1} + x_k - x_{k-1},   u_0 the first
+
+  u_k = -eta g_k is what comes before it in a chain. With the mixing that
+  follows this is x_{k+1} = W (2 x_k - x_{k-1} - eta g_k + eta g_{k-1}).
+
+  Returns:
+    A transform, which reads the parameters.
+
+  Source:
+    Tang et al., "D2: decentralized training over decentralized data", ICML
+    2018, arXiv:1803.07068, algorithm 1.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.gossip import correct_variance
+    >>> tx, x = correct_variance(), jnp.float32(8.0)
+    >>> u, state = tx.update(jnp.float32(-1.0), tx.init(x), x)
+    >>> print(u, tx.update(jnp.float32(-3.0), state, jnp.float32(5.0))[0])
+    -1.0 -5.0
+  """
+
+  def init(params: base.Params) -> Before:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return Before(zeros, zeros, jnp.zeros([], bool))
+
+  def update(
+    updates: optax.Updates,
+    state: Before,
+    params: base.Params | None = None,
+    **extra: Any,
+  ) -> tuple[optax.Updates, Before]:
+    del extra
+
+    def corrected(u: Any, x: Any, before_u: Any, before_x: Any) -> Any:
+      return jnp.where(state.started, u - before_u + (x - before_x), u)
+
+    out = jax.tree.map(corrected, updates, params, state.update, state.params)
+    return out, Before(params, updates, jnp.ones([], bool))
+
+  return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,268 @@
+"""Orders of peers: who works, puts, takes and mixes when, as a trace.
+
+What the rows mean is said in `asgd.gossip.peer`. Messages take no time on
+their way; only jobs do.
+"""
+
+import collections
+import heapq
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import base, checks
+from asgd.gossip.topologies import Topology
+from asgd.orders import trace as trace_lib
+from asgd.orders.durations import Durations
+from asgd.orders.trace import NO_SEQ, Event
+
+
+def rounds(
+  durations: Durations,
+  topology: Topology,
+  *,
+  messages: int,
+  put_first: bool = False,
+  overlap: int = 0,
+) -> base.Trace:
+  """Rounds: each peer does a job, and mixes what its neighbours put.
+
+  A peer waits for its neighbours, not for all: it may be a round ahead of them.
+  Round k of a peer is send, receive, put, takes and mix; or, with `put_first`,
+  send, put, receive, takes and mix, so that what it puts is what the job was
+  computed on, and is on its way during the job. Job k n + i is peer i's.
+
+  Args:
+    durations: how long each job takes.
+    topology: who takes whose message.
+    messages: jobs, a multiple of the peers.
+    put_first: whether a peer puts before its job.
+    overlap: tau; a round takes the messages of the round tau before it, and the
+      last tau rounds' are never taken.
+
+  Returns:
+    A Trace.
+
+  Raises:
+    ValueError: for messages that are no whole rounds, or a negative overlap.
+
+  Example:
+    Two peers, the second half as fast.
+
+    >>> from asgd import orders
+    >>> from asgd.gossip import orders as peers, topologies
+    >>> clock = orders.durations.constant(slowdown=[1, 2])
+    >>> trace = peers.rounds(clock, topologies.full(2), messages=2)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    0.0,1,0,1,send
+    1.0,0,0,0,receive
+    1.0,0,0,0,put
+    2.0,1,0,1,receive
+    2.0,1,0,0,put
+    2.0,0,0,1,take
+    2.0,0,-1,0,mix
+    2.0,1,0,0,take
+    2.0,1,-1,0,mix
+  """
+  n = topology.workers
+  checks.whole("messages", messages)
+  checks.multiple(messages, "messages", n, "rounds of {} peers")
+  checks.whole("overlap", overlap, 0)
+  streams = [durations.stream(peer) for peer in range(n)]
+  start, rows = np.zeros(n), []
+  put_times: collections.deque[npt.NDArray[np.float64]] = collections.deque()
+  peers = range(n)
+  for k in range(messages // n):
+    done = start + np.array([next(stream) for stream in streams])
+    put_times.append(start if put_first else done)
+    mixed = done
+    of = k - overlap
+    if of >= 0:
+      at = put_times.popleft()
+      links = topology.links[of % topology.period]
+      mixed = np.maximum(done, np.where(links, at[None], 0.0).max(1))
+    for i in peers:
+      job = k * n + i
+      rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
+      if put_first:
+        rows.append((start[i], k, 1, i, 0, (i, k, k, base.PUT)))
+      rows.append((done[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
+      if not put_first:
+        rows.append((done[i], k, 3, i, 0, (i, k, k, base.PUT)))
+      if of >= 0:
+        for j in topology.neighbours(i, of):
+          rows.append((mixed[i], k, 4, i, j, (i, of, j, base.TAKE)))
+      rows.append((mixed[i], k, 4, i, n, (i, NO_SEQ, k, base.MIX)))
+    start = mixed
+  rows.sort(key=lambda row: row[:5])
+  return trace_lib.from_events(
+    Event(float(row[0]), *row[5]) for row in rows
+  )
+
+
+def pairs(
+  durations: Durations, topology: Topology, *, messages: int, seed: int = 0
+) -> base.Trace:
+  """Pairs: whoever ends a job meets a neighbour, and nobody waits.
+
+  Both put, take and mix at once, whatever the other is doing; then the one
+  whose job has ended applies it to what it has now, and starts the next. Jobs
+  are numbered in the order of their sends.
+
+  Args:
+    durations: how long each job takes.
+    topology: who may meet whom, all as likely.
+    messages: jobs, of all peers together.
+    seed: 0 or more; whom a peer meets is a function of it and the peer.
+
+  Returns:
+    A Trace. Up to n - 1 jobs are open at its end.
+
+  Raises:
+    ValueError: for a topology in which neighbours do not hear each other.
+
+  Source:
+    Lian et al., "Asynchronous decentralized parallel stochastic gradient
+    descent", ICML 2018, arXiv:1710.06952, algorithm 1.
+
+  Example:
+    >>> from asgd import orders
+    >>> from asgd.gossip import orders as peers, topologies
+    >>> clock = orders.durations.constant(slowdown=[1, 3])
+    >>> trace = peers.pairs(clock, topologies.ring(2), messages=1)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    0.0,1,0,1,send
+    1.0,0,0,0,put
+    1.0,1,0,0,put
+    1.0,0,0,1,take
+    1.0,0,-1,0,mix
+    1.0,1,0,0,take
+    1.0,1,-1,0,mix
+    1.0,0,0,0,receive
+  """
+  checks.whole("messages", messages)
+  check_pairs(topology)
+  n = topology.workers
+  streams = [durations.stream(peer) for peer in range(n)]
+  draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
+  neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
+  rows: list[Event] = []
+  running: list[tuple[float, int, int, int]] = []  # ties go by job
+  puts, jobs, seqs = [0] * n, 0, [0] * n
+
+  def send(peer: int, time: float) -> None:
+    nonlocal jobs
+    seq, end = seqs[peer], time + next(streams[peer])
+    rows.append(Event(time, peer, seq, jobs, base.SEND))
+    heapq.heappush(running, (end, jobs, peer, seq))
+    jobs, seqs[peer] = jobs + 1, seq + 1
+
+  for peer in range(n):
+    send(peer, 0.0)
+  for count in range(messages):
+    time, job, peer, seq = heapq.heappop(running)
+    near = neighbours[peer]
+    other = near[int(draws[peer].integers(len(near)))]
+    for one in (peer, other):
+      rows.append(Event(time, one, puts[one], 0, base.PUT))
+    for one, two in ((peer, other), (other, peer)):
+      rows.append(Event(time, one, puts[two], two, base.TAKE))
+      rows.append(Event(time, one, NO_SEQ, 0, base.MIX))
+    for one in (peer, other):
+      puts[one] += 1
+    rows.append(Event(time, peer, seq, job, base.RECEIVE))
+    if count + 1 < messages:
+      send(peer, time)
+  return trace_lib.from_events(rows)
+
+
+def check_pairs(topology: Topology) -> None:
+  """Raises ValueError unless peers that may meet hear each other."""
+  one_way = np.argwhere(topology.union & ~topology.union.T)
+  if len(one_way):
+    receiver, sender = one_way[0].tolist()
+    raise ValueError(
+      f"the topology {topology.name!r} is directed (peer {receiver} hears"
+      f" {sender}, and is not heard by it), and two that meet tell each other:"
+      " use an undirected one, such as ring, or sgp"
+    )
+
+
+def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
+  """Joins what peers wrote, each of itself, into one trace.
+
+  Each take follows the put of its message; otherwise rows go by their times,
+  which clocks that differ cannot spoil: a row that comes out of its time has
+  that of the row before it.
+
+  Args:
+    traces: of each peer, in any order.
+
+  Returns:
+    A Trace of all rows.
+
+  Raises:
+    ValueError: if a message was taken that nobody put.
+
+  Example:
+    The clock of peer 1 is slow.
+
+    >>> from asgd import gossip, orders
+    >>> from asgd.gossip import topologies
+    >>> clock = orders.durations.constant()
+    >>> whole = gossip.orders.rounds(clock, topologies.full(2), messages=2)
+    >>> one, two = (
+    ...   whole._replace(**{k: v[whole.worker == i] for k, v in
+    ...     whole._asdict().items()}) for i in range(2)
+    ... )
+    >>> merged = gossip.orders.merge([one, two._replace(time=two.time - 0.5)])
+    >>> orders.check(merged), len(merged.time)
+    (2, 10)
+  """
+  queues = [
+    collections.deque(
+      trace_lib.events(t) if isinstance(t, base.Trace) else t
+    )
+    for t in traces
+  ]
+  put: set[tuple[int, int]] = set()
+  waiting: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+  ready: list[tuple[float, int]] = []
+
+  def offer(index: int) -> None:
+    if not queues[index]:
+      return
+    event = queues[index][0]
+    key = event.job, event.seq
+    if event.action in trace_lib.TAKES and key not in put:
+      waiting[key].append(index)
+    else:
+      heapq.heappush(ready, (event.time, index))
+
+  rows: list[Event] = []
+  for index in range(len(queues)):
+    offer(index)
+  time = 0.0
+  while ready:
+    _, index = heapq.heappop(ready)
+    event = queues[index].popleft()
+    time = max(time, event.time)
+    rows.append(event._replace(time=time))
+    if event.action in trace_lib.PUTS:
+      put.add(event.key)
+      for other in waiting.pop(event.key, ()):
+        offer(other)
+    offer(index)
+  for queue in queues:
+    if queue:
+      raise ValueError(
+        "the traces of peers do not belong together:"
+        f" {queue[0].format()} ({trace_lib.HEADER}) takes a message that nobody"
+        " put"
+      )
+  return trace_lib.from_events(rows)

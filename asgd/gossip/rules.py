@@ -1,0 +1,317 @@
+"""How parameters of others come into a peer: one rule for each idea.
+
+In the equations x_i are the parameters of peer i, W_ij is the weight that peer
+i gives what comes from j, and m_j is what j put in the round.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import base, checks
+from asgd.gossip.peer import PeerState, Rule, with_params
+
+
+def _add_weighted(
+  total: base.Params, trees: Sequence[base.Params], weights: jax.Array
+) -> base.Params:
+  """Returns total + sum_k weights[k] trees[k], in the order of the trees."""
+  for k, tree in enumerate(trees):
+    total = jax.tree.map(
+      lambda t, x, w=weights[k]: t + w.astype(t.dtype) * x, total, tree
+    )
+  return total
+
+
+def average() -> Rule:
+  """Weighted means of parameters, as D-PSGD and AD-PSGD take them.
+
+      m_j = x_j;   x_i <- x_i + sum_j W_ij (m_j - m_i)
+
+  over the neighbours j whose message came. If x_i did not change since it was
+  put this is sum_j W_ij x_j, where W_ii is what the others leave; a gradient
+  that was applied since stays whole. With W symmetric the mean over peers is
+  kept if each peer that takes a message has its own taken in turn.
+
+  Source:
+    Lian et al., "Can decentralized algorithms outperform centralized
+    algorithms?", NeurIPS 2017, arXiv:1705.09056.
+  """
+
+  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+    del keep, key
+    params = state.server.params
+    return state._replace(own=params), params
+
+  def mix(
+    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
+  ) -> PeerState:
+    del slots
+    mine = state.own
+    differences = [optax.tree.sub(code, mine) for code in codes]
+    params = _add_weighted(state.server.params, differences, weights)
+    return with_params(state, params)
+
+  return Rule(lambda params, slots: params, put, mix)
+
+
+def push_sum() -> Rule:
+  """Push-sum: peers give parts of their mass away, along a directed graph.
+
+      m_j = (z_j, w_j);   w_j <- W_jj w_j   when it is put
+      w_i' = w_i + sum_j W_ij w_j
+      z_i <- (w_i z_i + sum_j W_ij w_j z_j) / w_i';   w_i <- w_i'
+
+  Columns of W sum to 1: W_ij is the part of j's mass that i is given. In the
+  paper a peer keeps x_i = w_i z_i; here it keeps z_i, on which gradients are
+  computed, and its own update u is one of x: z_i <- z_i + u / w_i. The sums of
+  w and of w z over peers and messages on their way are kept, on any graph, in
+  any order, however late messages are.
+
+  Source:
+    Assran et al., "Stochastic gradient push for distributed deep learning",
+    ICML 2019, arXiv:1811.10792, algorithm 1. Kempe, Dobra, Gehrke, "Gossip-
+    based computation of aggregate information", FOCS 2003.
+  """
+
+  def init(params: base.Params, slots: int) -> jax.Array:
+    del slots
+    leaf = jax.tree.leaves(params)[0]
+    return jnp.ones([], leaf.dtype)
+
+  def step(state: PeerState, params: base.Params) -> base.Params:
+    before = base.weights_of(state.server.params)
+    scaled = jax.tree.map(
+      lambda a, b: b + (a - b) / state.own.astype(b.dtype),
+      *(base.weights_of(params), before),
+    )
+    # While all have weight 1, not even a rounding error.
+    weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
+    return base.with_weights(params, weights)
+
+  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+    del key
+    code = state.server.params, state.own
+    return state._replace(own=keep.astype(state.own.dtype) * state.own), code
+
+  def mix(
+    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
+  ) -> PeerState:
+    del slots
+    parts = [weights[k] * code[1] for k, code in enumerate(codes)]
+    total = state.own
+    for part in parts:
+      total = total + part.astype(total.dtype)
+    params = jax.tree.map(
+      lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
+    )
+    shares = jnp.stack([part / total for part in parts]) if parts else weights
+    params = _add_weighted(params, [code[0] for code in codes], shares)
+    return with_params(state, params)._replace(own=total)
+
+  def lend(state: PeerState, slot: Any) -> tuple[PeerState, Any]:
+    del slot
+    half = state.own / 2
+    return state._replace(own=half), half
+
+  def adopt(
+    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
+  ) -> PeerState:
+    del slot
+    before = jnp.where(first, 0, state.own)  # a newcomer has no mass
+    total = before + loan
+
+    def mean(z: jax.Array, lent: jax.Array) -> jax.Array:
+      return (before * z + loan * lent) / total.astype(z.dtype)
+
+    mixed = jax.tree.map(mean, state.server.params, params)
+    return with_params(state, mixed)._replace(own=total)
+
+  return Rule(
+    init,
+    put,
+    mix,
+    weight=lambda state: state.own,
+    step=step,
+    lend=lend,
+    adopt=adopt,
+    columns=True,
+  )
+
+
+class Choco(NamedTuple):
+  """What `choco` keeps."""
+
+  codec: Any  # state of the codec
+  public: base.Params  # x^_i, what all neighbours know of this peer
+  copies: base.Params  # x^_j of each neighbour, [slots, ...]
+
+
+def choco(codec: Any, gamma: float) -> Rule:
+  """CHOCO: peers mix what is publicly known, and send what that lacks.
+
+      q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i,   at i and its neighbours
+      x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
+
+  A peer keeps a copy x^_j for each of its neighbours. All copies begin as the
+  parameters with which all peers begin, so that these need not be sent. With
+  the identity codec x^_i is the x_i that was put, and with gamma = 1 this is
+  `average`.
+
+  Args:
+    codec: as of `asgd.compression`; what it does not send stays in
+      x_i - x^_i, so it needs no error feedback.
+    gamma: the consensus step, in (0, 1]: the smaller, the coarser the codec.
+
+  Raises:
+    ValueError: for a gamma out of its range.
+
+  Source:
+    Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip
+    algorithms with compressed communication", ICML 2019, arXiv:1902.00340,
+    algorithm 2.
+  """
+  if not 0 < gamma <= 1:
+    raise ValueError(
+      f"gamma must be in (0, 1], not {checks.shown(gamma)}: beyond 1 peers"
+      " step past each other"
+    )
+
+  def init(params: base.Params, slots: int) -> Choco:
+    copies = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x))), params
+    )
+    return Choco(codec.init(params), params, copies)
+
+  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+    del keep
+    own = state.own
+    missing = optax.tree.sub(state.server.params, own.public)
+    code, inner = codec.encode(own.codec, missing, key)
+    public = optax.tree.add(own.public, codec.decode(code))
+    return state._replace(own=Choco(inner, public, own.copies)), code
+
+  def mix(
+    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
+  ) -> PeerState:
+    own, copies, differences = state.own, state.own.copies, []
+    for k, code in enumerate(codes):
+      sent = codec.decode(code)
+      copies = jax.tree.map(
+        lambda c, q, slot=slots[k]: c.at[slot].add(q), copies, sent
+      )
+      differences.append(
+        jax.tree.map(
+          lambda c, x, slot=slots[k]: c[slot] - x, copies, own.public
+        )
+      )
+    params = _add_weighted(state.server.params, differences, gamma * weights)
+    return with_params(state, params)._replace(
+      own=own._replace(copies=copies)
+    )
+
+  def lend(state: PeerState, slot: Any) -> tuple[PeerState, Any]:
+    del slot
+    return state, state.own.public
+
+  def adopt(
+    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
+  ) -> PeerState:
+    copies = jax.tree.map(
+      lambda c, x: c.at[slot].set(x), state.own.copies, loan
+    )
+    # What a newcomer begins with, it tells its neighbours whole.
+    params, public = optax.tree.where(
+      first, (params, params), (state.server.params, state.own.public)
+    )
+    own = state.own._replace(public=public, copies=copies)
+    return with_params(state, params)._replace(own=own)
+
+  return Rule(init, put, mix, lend=lend, adopt=adopt, introduces=True)
+
+
+class Pending(NamedTuple):
+  """State of the algorithm of a peer that shares its updates."""
+
+  inner: optax.OptState
+  update: optax.Updates  # like parameters, not yet put
+
+
+def _hold(algorithm: base.Algorithm) -> base.Algorithm:
+  """Keeps updates back, for `share` to put them."""
+
+  def init(params: base.Params) -> Pending:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return Pending(algorithm.init(params), zeros)
+
+  def update(
+    message: optax.Updates,
+    state: Pending,
+    params: base.Params | None = None,
+    **extra: Any,
+  ) -> tuple[optax.Updates, Pending]:
+    updates, inner = algorithm.update(message, state.inner, params, **extra)
+    zeros = jax.tree.map(jnp.zeros_like, updates)
+    return zeros, Pending(inner, optax.tree.add(state.update, updates))
+
+  return base.Algorithm(init, update)
+
+
+class Share(NamedTuple):
+  """What `share` keeps."""
+
+  codec: Any  # state of the codec, with its residual
+  total: optax.Updates  # of the peer's own, put and not yet applied
+
+
+def share(codec: Any) -> Rule:
+  """Every peer applies every message: Strom's threshold sharing, as DL4J.
+
+      q_i = codec(u_i);   x_i <- x_i + sum_j W_ij q_j,   i itself among the j
+
+  u_i is the update that the peer's optimizer made of its gradient. All peers
+  begin with the same parameters and hear the same messages, so that their
+  parameters stay the same but for rounding. W_ij = 1 / n is the mean: with the
+  identity codec and no momentum this is all-reduce SGD.
+
+  Args:
+    codec: as of `asgd.compression`; a biased one, as a threshold, with its
+      error feedback.
+
+  Source:
+    Strom, "Scalable distributed DNN training using commodity GPU cloud
+    computing", Interspeech 2015, which encodes gradients; encoding what the
+    updater makes of them is DL4J's.
+  """
+
+  def init(params: base.Params, slots: int) -> Share:
+    del slots
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return Share(codec.init(params), zeros)
+
+  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+    pending = state.server.opt_state
+    code, inner = codec.encode(state.own.codec, pending.update, key)
+    total = _add_weighted(
+      state.own.total, [codec.decode(code)], jnp.stack([keep])
+    )
+    zeros = jax.tree.map(jnp.zeros_like, pending.update)
+    server = state.server._replace(opt_state=pending._replace(update=zeros))
+    return state._replace(server=server, own=Share(inner, total)), code
+
+  def mix(
+    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
+  ) -> PeerState:
+    del slots
+    sent = [codec.decode(code) for code in codes]
+    total = _add_weighted(state.own.total, sent, weights)
+    params = optax.tree.add(state.server.params, total)
+    zeros = jax.tree.map(jnp.zeros_like, total)
+    return with_params(state, params)._replace(
+      own=state.own._replace(total=zeros)
+    )
+
+  return Rule(init, put, mix, wrap=_hold)

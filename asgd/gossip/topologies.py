@@ -1,0 +1,651 @@
+"""Topologies: who tells whom, and what it weighs, as data.
+
+A topology is a sequence of matrices W_k, one a round, over and over. W[i, j] is
+the weight that peer i gives what peer j tells it; an entry that is not 0, off
+the diagonal, is a link from j to i.
+
+Rules that take means (`rules.average`, `choco`, `share`) need rows and columns
+that sum to 1; push-sum needs columns that do, and so works on any directed
+graph in which everybody hears of everybody. Undirected graphs get weights of
+Metropolis,
+
+    W_ij = 1 / (1 + max(d_i, d_j)) for neighbours,   W_ii = what is left,
+
+with d_i the neighbours of i; "uniform" weights are 1 / (1 + neighbours of the
+one who tells), which is the same where all have as many.
+
+How fast gossip averages is said by |lambda_2|, the second largest modulus of an
+eigenvalue of W: the distance to the mean falls by that factor a round.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import checks, names
+
+_MOST = 1024  # peers; a matrix is dense
+_SUM = 1e-6  # how far from 1 rows and columns may sum
+WEIGHTS = "metropolis", "uniform"
+
+Matrix = npt.NDArray[np.float64]
+Links = npt.NDArray[np.bool_]  # [n, n]: whether i hears j; not of itself
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+class Topology:
+  """Who tells whom in which round, and what it weighs."""
+
+  name: str
+  matrices: npt.NDArray[np.float64]  # [T, n, n]; round k has matrix k mod T
+
+  @property
+  def workers(self) -> int:
+    """n, the peers."""
+    return int(self.matrices.shape[1])
+
+  @property
+  def period(self) -> int:
+    """T, the rounds until it begins again."""
+    return len(self.matrices)
+
+  @functools.cached_property
+  def links(self) -> npt.NDArray[np.bool_]:
+    """[T, n, n]: whether peer i hears peer j in a round."""
+    diagonal = np.eye(self.workers, dtype=bool)
+    return (self.matrices != 0) & ~diagonal
+
+  @functools.cached_property
+  def union(self) -> Links:
+    """[n, n]: whether peer i ever hears peer j."""
+    return self.links.any(0)
+
+  @functools.cached_property
+  def _heard(self) -> list[list[list[int]]]:
+    return [[np.flatnonzero(row).tolist() for row in m] for m in self.links]
+
+  def neighbours(self, peer: int, round: int = 0) -> list[int]:
+    """Returns those that a peer hears in a round, in their order."""
+    return self._heard[round % self.period][peer]
+
+  def weight(self, round: int, receiver: int, sender: int) -> float:
+    """Returns the weight of a message put in a round."""
+    return float(self.matrices[round % self.period, receiver, sender])
+
+  @functools.cached_property
+  def _slots(self) -> list[dict[int, int]]:
+    return [
+      {int(j): slot for slot, j in enumerate(np.flatnonzero(row))}
+      for row in self.union
+    ]
+
+  def slot(self, receiver: int, sender: int) -> int:
+    """Returns the number of a neighbour among those that a peer ever hears."""
+    return self._slots[receiver][sender]
+
+  @property
+  def slots(self) -> int:
+    """The largest number of neighbours that a peer ever hears."""
+    return int(self.union.sum(1).max())
+
+  @property
+  def symmetric(self) -> bool:
+    """Whether peers that are linked hear each other, by the same weight."""
+    return np.allclose(
+      self.matrices, self.matrices.transpose(0, 2, 1), 0, _SUM
+    )
+
+
+def _topology(name: str, matrices: Any) -> Topology:
+  matrices = np.asarray(matrices, np.float64)
+  if matrices.ndim == 2:
+    matrices = matrices[None]
+  return Topology(name, matrices)
+
+
+def of_links(links: Links, weights: str | None = None) -> Matrix:
+  """Returns the weights of a graph.
+
+  Args:
+    links: bool[n, n], whether i hears j.
+    weights: one of WEIGHTS; None is "metropolis" for undirected graphs and
+      "uniform" for others.
+
+  Raises:
+    ValueError: for unknown weights, or those of Metropolis on a directed graph.
+  """
+  directed = not (links == links.T).all()
+  weights = weights or ("uniform" if directed else "metropolis")
+  checks.one_of("weights", weights, WEIGHTS)
+  if weights == "uniform":
+    matrix = links / (1 + links.sum(0))
+  elif directed:
+    raise ValueError(
+      "weights 'metropolis' are for graphs in which neighbours hear each other,"
+      " and this one is directed; use 'uniform'"
+    )
+  else:
+    degree = links.sum(1)
+    matrix = links / (1 + np.maximum(degree[:, None], degree[None]))
+  # By columns, which are rows of Metropolis' symmetric ones.
+  return matrix + np.diag(1 - matrix.sum(0))
+
+
+def _circulant(workers: int, hops: Sequence[int]) -> Links:
+  """Everybody hears those that are some hops before it."""
+  links = np.zeros((workers, workers), bool)
+  for hop in hops:
+    links[np.arange(workers), (np.arange(workers) - hop) % workers] = True
+  np.fill_diagonal(links, False)
+  return links
+
+
+def ring(workers: int, *, weights: str | None = None) -> Topology:
+  """Peers in a circle, each with two neighbours.
+
+    |lambda_2| = (1 + 2 cos(2 pi / n)) / 3
+
+  Args:
+    workers: n, from 2.
+    weights: one of WEIGHTS, which are the same here.
+
+  Example:
+    >>> from asgd.gossip import topologies
+    >>> f"{topologies.second_eigenvalue(topologies.ring(16)):.4f}"
+    '0.9493'
+  """
+  return _topology("ring", of_links(_circulant(workers, (1, -1)), weights))
+
+
+def torus(
+  workers: int, *, rows: int | None = None, weights: str | None = None
+) -> Topology:
+  """Peers on a grid that is closed in both directions: four neighbours.
+
+  Args:
+    workers: n, from 2.
+    rows: a divisor of n; None is the largest that is at most sqrt(n).
+    weights: one of WEIGHTS.
+
+  Raises:
+    ValueError: for rows that do not divide n, or a prime n without rows.
+  """
+  if rows is None:
+    rows = max(r for r in range(1, math.isqrt(workers) + 1) if workers % r == 0)
+    if rows == 1 and workers > 3:
+      raise ValueError(
+        f"a torus of {workers} peers would have one row, as {workers} is a"
+        " prime: use another number, or a ring"
+      )
+  checks.whole("rows", rows)
+  checks.multiple(workers, "peers", rows, "rows of a torus, which are {}")
+  at = np.arange(workers).reshape(rows, -1)
+  links = np.zeros((workers, workers), bool)
+  for axis, hop in itertools.product((0, 1), (1, -1)):
+    links[at.ravel(), np.roll(at, hop, axis).ravel()] = True
+  np.fill_diagonal(links, False)
+  return _topology("torus", of_links(links, weights))
+
+
+def star(workers: int, *, weights: str | None = None) -> Topology:
+  """Peer 0 in the middle, and nobody else with more than one neighbour.
+
+  Args:
+    workers: n, from 2.
+    weights: one of WEIGHTS.
+  """
+  links = np.zeros((workers, workers), bool)
+  links[0, 1:] = links[1:, 0] = True
+  return _topology("star", of_links(links, weights))
+
+
+def full(workers: int) -> Topology:
+  """Everybody hears everybody: a round is an all-reduce.
+
+  Args:
+    workers: n, from 2.
+  """
+  return _topology("full", np.full((workers, workers), 1 / workers))
+
+
+def _hops(workers: int) -> list[int]:
+  return [2**k for k in range(int(workers - 1).bit_length())]
+
+
+def exponential(workers: int) -> Topology:
+  """Everybody hears those 1, 2, 4, ... before it: directed, log2 n links.
+
+    second singular value 1 - 2 / (log2 n + 1),   n a power of 2
+
+  Args:
+    workers: n, from 2.
+
+  Source:
+    Ying et al., "Exponential graph is provably efficient for decentralized
+    deep training", NeurIPS 2021, arXiv:2110.13363.
+
+  Example:
+    >>> from asgd.gossip import topologies
+    >>> f"{topologies.second_singular_value(topologies.exponential(8)):.3f}"
+    '0.500'
+  """
+  links = _circulant(workers, _hops(workers))
+  return _topology("exponential", of_links(links, "uniform"))
+
+
+def one_peer_exponential(workers: int) -> Topology:
+  """Round k: everybody hears one peer, the one 2^(k mod log2 n) before it.
+
+  If n is a power of 2, log2 n rounds average exactly.
+
+  Args:
+    workers: n, from 2.
+
+  Source:
+    Assran et al., "Stochastic gradient push for distributed deep learning",
+    ICML 2019, arXiv:1811.10792.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.gossip import topologies
+    >>> first, second = topologies.one_peer_exponential(4).matrices
+    >>> (second @ first == np.full((4, 4), 1 / 4)).all()
+    np.True_
+  """
+  rounds = [
+    of_links(_circulant(workers, [hop]), "uniform") for hop in _hops(workers)
+  ]
+  return _topology("one_peer_exponential", rounds)
+
+
+def _dimensions(workers: int) -> int:
+  if workers & (workers - 1):
+    below = 2 ** (workers.bit_length() - 1)
+    raise ValueError(
+      f"a hypercube has a power of 2 of peers, not {workers}: use {below} or"
+      f" {2 * below}"
+    )
+  return workers.bit_length() - 1
+
+
+def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
+  """Peers at the corners of a cube of log2 n dimensions.
+
+  Args:
+    workers: n, a power of 2.
+    one_peer: round k averages pairs along dimension k mod log2 n alone, so that
+      log2 n rounds average exactly.
+
+  Raises:
+    ValueError: for an n that is no power of 2.
+  """
+  ranks, dimensions = np.arange(workers), _dimensions(workers)
+  rounds = np.zeros((dimensions, workers, workers), bool)
+  for k in range(dimensions):
+    rounds[k, ranks, ranks ^ (1 << k)] = True
+  if one_peer:
+    return _topology("hypercube", [of_links(links) for links in rounds])
+  return _topology("hypercube", of_links(rounds.any(0)))
+
+
+def random_regular(
+  workers: int, *, degree: int = 3, seed: int = 0
+) -> Topology:
+  """A connected graph, drawn among those in which all have as many neighbours.
+
+  Args:
+    workers: n, from 3.
+    degree: neighbours of each, from 2 to n - 1; n times it is even.
+    seed: of the draw.
+
+  Raises:
+    ValueError: for a degree that no such graph has.
+  """
+  checks.whole("degree", degree, 2, workers - 1)
+  checks.whole("seed", seed, 0)
+  if workers * degree % 2:
+    raise ValueError(
+      f"no graph of {workers} peers has {degree} neighbours each, as"
+      f" {workers} x {degree} is odd: use degree {degree - 1 or 2} or an even"
+      " number of peers"
+    )
+  rng = np.random.default_rng((seed, workers, degree))
+  # From a circulant, edges a-b, c-d become a-d, c-b: each swap keeps degrees.
+  links = _circulant(workers, [s * h for h in range(1, degree // 2 + 1)
+    for s in (1, -1)])
+  if degree % 2:
+    links |= _circulant(workers, [workers // 2])
+  edges = np.argwhere(np.triu(links))
+  while True:
+    for _ in range(20 * len(edges)):
+      first, second = rng.integers(len(edges), size=2)
+      (a, b), (c, d) = edges[first], edges[second][:: rng.choice((1, -1))]
+      if len({a, b, c, d}) < 4 or links[a, d] or links[c, b]:
+        continue
+      for i, j, value in ((a, b, 0), (c, d, 0), (a, d, 1), (c, b, 1)):
+        links[i, j] = links[j, i] = bool(value)
+      edges[first], edges[second] = (a, d), (c, b)
+    if _reaches(links):
+      return _topology("random_regular", of_links(links))
+
+
+def erdos_renyi(
+  workers: int,
+  *,
+  probability: float | None = None,
+  seed: int = 0,
+  weights: str | None = None,
+) -> Topology:
+  """A connected graph, drawn with each link by itself.
+
+  Args:
+    workers: n, from 2.
+    probability: of a link, in (0, 1]; None is 2 ln n / n, at most 1, with which
+      most graphs are connected.
+    seed: of the draw; graphs that are not connected are drawn again.
+    weights: one of WEIGHTS.
+
+  Raises:
+    ValueError: for a probability out of its range, or so small that none of 100
+      graphs is connected.
+  """
+  if probability is None:
+    probability = min(1.0, 2 * math.log(workers) / workers)
+  if not 0 < probability <= 1:
+    raise ValueError(
+      f"probability must be in (0, 1], not {checks.shown(probability)}"
+    )
+  rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
+  for _ in range(100):
+    half = np.triu(rng.random((workers, workers)) < probability, 1)
+    links = half | half.T
+    if _reaches(links):
+      return _topology("erdos_renyi", of_links(links, weights))
+  raise ValueError(
+    f"none of 100 graphs of {workers} peers with links of probability"
+    f" {probability:g} is connected: use"
+    f" {min(1.0, 2 * math.log(workers) / workers):.2g} or more"
+  )
+
+
+def hierarchical(
+  workers: int, *, group: int = 4, weights: str | None = None
+) -> Topology:
+  """Groups in which everybody hears everybody; their first peers form a ring.
+
+  Args:
+    workers: n, a multiple of the group's size.
+    group: peers of a group, from 2.
+    weights: one of WEIGHTS.
+
+  Raises:
+    ValueError: for an n that is no multiple of the group's size.
+  """
+  checks.whole("group", group, 2)
+  checks.multiple(workers, "peers", group, "groups of {}")
+  of = np.arange(workers) // group
+  links = of[:, None] == of[None]
+  leaders = np.arange(0, workers, group)
+  links[leaders, np.roll(leaders, 1)] = True
+  links[np.roll(leaders, 1), leaders] = True
+  np.fill_diagonal(links, False)
+  return _topology("hierarchical", of_links(links, weights))
+
+
+def random_digraph(
+  workers: int, *, degree: int = 2, seed: int = 0
+) -> Topology:
+  """A directed graph, drawn, in which peers tell differently many: irregular.
+
+  Each peer tells the next one, and 0 to `degree` - 1 others. Only push-sum
+  averages on it.
+
+  Args:
+    workers: n, from 2.
+    degree: the largest number that a peer tells, from 1.
+    seed: of the draw.
+  """
+  most = checks.whole("degree", degree, 1, max(workers - 1, 1))
+  rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
+  links = _circulant(workers, [1])
+  for sender in range(workers):
+    others = np.setdiff1d(
+      np.arange(workers), [sender, (sender + 1) % workers]
+    )
+    count = min(int(rng.integers(most)), len(others))
+    links[rng.choice(others, count, replace=False), sender] = True
+  return _topology("random_digraph", of_links(links, "uniform"))
+
+
+def graph(
+  workers: int,
+  *,
+  edges: Sequence[Sequence[int]] = (),
+  directed: bool = False,
+  weights: str | None = None,
+) -> Topology:
+  """A graph of one's own, by its links.
+
+  Args:
+    workers: n, from 2.
+    edges: pairs (i, j); i tells j, and if not `directed` also j tells i.
+    directed: whether links have one direction.
+    weights: one of WEIGHTS.
+
+  Raises:
+    ValueError: for an edge that is no pair of two different peers.
+  """
+  links = np.zeros((workers, workers), bool)
+  for edge in edges:
+    pair = list(edge) if isinstance(edge, Sequence) else [edge]
+    if len(pair) != 2:
+      raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
+    for peer in pair:
+      checks.whole("a peer of edges", peer, 0, workers - 1)
+    sender, receiver = pair
+    if sender == receiver:
+      raise ValueError(
+        f"edges has {checks.shown(edge)}, and no peer is its own neighbour:"
+        " drop it; what a peer keeps is what its weights leave"
+      )
+    links[receiver, sender] = True
+    if not directed:
+      links[sender, receiver] = True
+  return _topology("graph", of_links(links, weights))
+
+
+def matrix(workers: int, *, weights: Any = ()) -> Topology:
+  """Weights of one's own: a matrix, or a sequence of them, one a round.
+
+  Args:
+    workers: n.
+    weights: [n][n] or [T][n][n], none negative; [i][j] is what peer i gives
+      what j tells it, [i][i] what it gives itself.
+
+  Raises:
+    ValueError: for weights of another shape or sign.
+  """
+  try:
+    matrices = np.asarray(weights, np.float64)
+  except (TypeError, ValueError):
+    matrices = np.zeros(0)
+  if matrices.ndim == 2:
+    matrices = matrices[None]
+  if matrices.ndim != 3 or matrices.shape[1:] != (workers, workers):
+    raise ValueError(
+      f"weights must be a matrix of {workers} rows and columns, one for each"
+      f" peer, or several, not {checks.shown(weights)}"
+    )
+  if not len(matrices) or not (matrices >= 0).all():
+    raise ValueError(
+      f"weights must be 0 or more, not {checks.shown(weights)}"
+    )
+  return _topology("matrix", matrices)
+
+
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {
+  maker.__name__: maker
+  for maker in (
+    *(ring, torus, star, full, exponential, one_peer_exponential, hypercube),
+    *(random_regular, erdos_renyi, hierarchical, random_digraph, graph),
+    matrix,
+  )
+}
+
+
+def build(
+  topology: str | Mapping[str, Any] | Topology, workers: int
+) -> Topology:
+  """Builds a topology by its name, and checks that all hear of all.
+
+  Args:
+    topology: a name of TOPOLOGIES, a dict of a name and its options, or a
+      Topology of so many peers.
+    workers: n.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, for
+      what the maker raises it for, or a graph that is not connected.
+
+  Example:
+    >>> from asgd.gossip import topologies
+    >>> topology = topologies.build({"name": "torus", "rows": 2}, 8)
+    >>> topology.neighbours(0)
+    [1, 3, 4]
+    >>> f"{topology.weight(0, receiver=0, sender=4):.2f}"
+    '0.25'
+  """
+  checks.whole("workers", workers)
+  if workers < 2:
+    raise ValueError(
+      "gossip is between peers, and there is 1 worker: use at least 2, or a"
+      " recipe with a server"
+    )
+  if workers > _MOST:
+    raise ValueError(f"gossip takes at most {_MOST} peers, not {workers}")
+  if isinstance(topology, str):
+    topology = {"name": topology}
+  if isinstance(topology, Mapping):
+    options = dict(topology)
+    name = options.pop("name", None)
+    maker = names.lookup("topology", name, TOPOLOGIES)
+    options["workers"] = workers
+    topology = names.call("topology", name, maker, options)
+  if not isinstance(topology, Topology):
+    raise ValueError(
+      "topology must be a name, a dict of a name and options, or a Topology,"
+      f" not {checks.shown(topology)}"
+    )
+  if topology.workers != workers:
+    raise ValueError(
+      f"the topology has {topology.workers} peers, and there are {workers}"
+      " workers"
+    )
+  _check_connected(topology)
+  return topology
+
+
+def _reached(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
+  """Which peers hear of one, over others."""
+  known = np.zeros(len(links), bool)
+  known[start] = True
+  while True:
+    more = known | links[:, known].any(1)
+    if (more == known).all():
+      return known
+    known = more
+
+
+def _reaches(links: Links) -> bool:
+  return bool(_reached(links).all() and _reached(links.T).all())
+
+
+def _check_connected(topology: Topology) -> None:
+  links, name = topology.union, topology.name
+  for graph_, how in ((links, "never hears"), (links.T, "is never heard by")):
+    known = _reached(graph_)
+    if not known.all():
+      peer = int(np.argmin(known))
+      raise ValueError(
+        f"the topology {name!r} is not connected: peer {peer}"
+        f" {how} peer 0, over any others; add links between"
+        f" {int(known.sum())} of the peers and the other"
+        f" {int((~known).sum())}"
+      )
+
+
+def check_sums(topology: Topology, *, columns: bool) -> None:
+  """Raises ValueError unless weights keep the mean over peers.
+
+  Args:
+    topology: any.
+    columns: whether only columns need to sum to 1, as for push-sum.
+  """
+  kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
+  for kind, axis in kinds:
+    sums = topology.matrices.sum(axis)
+    wrong = np.argwhere(np.abs(sums - 1) > _SUM)
+    if not len(wrong):
+      continue
+    round_, peer = wrong[0]
+    remedy = "divide by the sum"
+    if topology.name != "matrix":
+      remedy = "use weights='metropolis', or sgp, which needs columns alone"
+      if (topology.union != topology.union.T).any():
+        remedy = "use sgp, which needs columns alone, or another topology"
+    raise ValueError(
+      f"{kind} {peer} of the weights of topology {topology.name!r}"
+      f"{f', round {round_},' if topology.period > 1 else ''} sums to"
+      f" {sums[round_, peer]:.4g}, not to 1, and so would change the mean over"
+      f" peers: {remedy}"
+    )
+
+
+# Facts.
+
+
+def _product(topology: Topology) -> Matrix:
+  return functools.reduce(lambda a, b: b @ a, topology.matrices)
+
+
+def second_eigenvalue(topology: Topology) -> float:
+  """Returns |lambda_2|, of a round: the second largest modulus of an
+  eigenvalue, of a sequence that of the product, to the power of 1 / T."""
+  moduli = np.sort(np.abs(np.linalg.eigvals(_product(topology))))[::-1]
+  return float(moduli[1] ** (1 / topology.period))
+
+
+def second_singular_value(topology: Topology) -> float:
+  """Returns the same of singular values: how much of a distance to the mean
+  may be left after a round. It is |lambda_2| of symmetric weights."""
+  values = np.linalg.svd(_product(topology), compute_uv=False)
+  return float(values[1] ** (1 / topology.period))
+
+
+def smallest_eigenvalue(topology: Topology) -> float:
+  """Returns the smallest eigenvalue of symmetric weights, over all rounds."""
+  return float(np.linalg.eigvalsh(topology.matrices).min())
+
+
+def two_colours(topology: Topology) -> list[int] | None:
+  """Returns a colour for each peer, 0 or 1, such that none is linked to one of
+  its own; None if there is no such colouring. Those of colour 0 may ask while
+  those of colour 1 answer, and none waits for one that waits."""
+  links = topology.union | topology.union.T
+  colour = np.full(topology.workers, -1)
+  colour[0], waiting = 0, [0]
+  while waiting:
+    peer = waiting.pop()
+    for other in np.flatnonzero(links[peer]):
+      if colour[other] == colour[peer]:
+        return None
+      if colour[other] < 0:
+        colour[other] = 1 - colour[peer]
+        waiting.append(int(other))
+  return [int(c) for c in colour]

@@ -1,0 +1,105 @@
+"""The files of a run of peers: of each a journal and records."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from asgd import base, gossip, orders, simulator
+from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.records import FileSink, read_rows, records_path
+from asgd.orders.trace import NO_SEQ, STARTS, Event
+
+RECORD = np.dtype(
+  [
+    *(
+      (name, column.dtype.newbyteorder("<"))
+      for name, column in simulator.join_records([])._asdict().items()
+    ),
+    ("crc32", "<u4"),
+  ]
+)
+
+
+def open_files(run: Path, index: int) -> tuple[FileJournal, FileSink]:
+  """Opens, or makes, the journal and the records of a peer."""
+  journal = FileJournal(journal_path(run, index))
+  return journal, FileSink(records_path(run, index), dtype=RECORD)
+
+
+def read_peer_records(
+  run: Path, index: int, start: int = 0
+) -> simulator.PeerRecords:
+  """Returns the records of a peer, from one on."""
+  rows = read_rows(records_path(run, index), RECORD, start)
+  names = simulator.PeerRecords._fields
+  return simulator.PeerRecords(*(rows[name].copy() for name in names))
+
+
+def by_time(
+  parts: Sequence[simulator.PeerRecords],
+) -> simulator.PeerRecords:
+  """Joins records of peers, in the order of their times."""
+  joined = simulator.join_records(parts)
+  order = np.argsort(joined.time, kind="stable")
+  return simulator.PeerRecords(*(column[order] for column in joined))
+
+
+def read_trace(run: Path, peers: int) -> base.Trace:
+  """Returns the one trace of all journals. ValueError if they cannot be obeyed,
+  or one is empty."""
+  journals = []
+  for index in range(peers):
+    path = journal_path(run, index)
+    journals.append(read_journal(path))
+    if not journals[-1]:
+      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  trace = gossip.orders.merge(journals)
+  try:
+    orders.check(trace)
+  except orders.trace.TraceError as error:
+    raise ValueError(
+      f"the journals of {run} cannot be obeyed together, at {error}: one of"
+      " them was changed; put it back as the run wrote it"
+    ) from error
+  return trace
+
+
+def lives_of(events: Sequence[Event]) -> int:
+  """Returns how many holders left a peer's place."""
+  return sum(event.action == base.LEAVE for event in events)
+
+
+def leave(run: Path, index: int, now: float) -> list[int]:
+  """Writes that a peer has died, if it did not write so itself; returns the
+  job that was lost with it, if there was one."""
+  journal = FileJournal(journal_path(run, index))
+  events = journal.events()
+  lost: dict[int, Event] = {}  # by seq
+  there = True
+  for event in events:
+    if event.action in STARTS:
+      lost = {event.seq: event}
+    elif event.action == base.RECEIVE:
+      lost.pop(event.seq, None)
+    elif event.action in (base.JOIN, base.LEAVE):
+      there = event.action == base.JOIN
+      lost = lost if event.action == base.LEAVE else {}
+  if there:
+    now = max([now, *(event.time for event in events[-1:])])
+    rows = [Event(now, index, e.seq, e.job, base.LOST) for e in lost.values()]
+    for row in [*rows, Event(now, index, NO_SEQ, lives_of(events), base.LEAVE)]:
+      journal.append(row)
+  return [event.job for event in lost.values()]
+
+
+def cut(run: Path, index: int, rows: int, records: int) -> None:
+  """Drops what a peer wrote after so many rows and records."""
+  path = journal_path(run, index)
+  if path.exists():
+    with path.open("rb") as file:
+      kept = b"".join(itertools.islice(file, rows + 1))
+    with path.open("r+b") as file:
+      file.truncate(len(kept))
+  FileSink(records_path(run, index), dtype=RECORD).truncate(records)

@@ -1,0 +1,262 @@
+"""What a live peer does, row by row: each is journaled, and then done.
+
+The functions are those of `simulator.compile_peer`, called as the simulator
+calls them when it obeys the same rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, gossip, simulator
+from asgd.live.gossip import frames
+from asgd.live.gossip.frames import Frame, Wire
+from asgd.live.journal import FileJournal
+from asgd.live.records import FileSink
+from asgd.live.worker import is_finite
+from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
+
+
+class PeerDuty(NamedTuple):
+  """What a peer is and does, wherever it runs; the same for all of a run."""
+
+  gossip: gossip.Gossip
+  peer: gossip.Peer
+  worker: base.Worker
+  params: base.Params  # NumPy arrays, that all begin with
+  batch: Callable[[int, int], base.Batch]
+  root: jax.Array  # key
+  wire: Wire
+  keep_at: frozenset[int] = frozenset()  # rounds of which parameters are kept
+  slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
+
+  @property
+  def steps(self) -> simulator.PeerSteps:
+    """The compiled functions, once for each process."""
+    return simulator.compile_peer(self.peer, self.worker)
+
+  def warm_up(self, index: int) -> None:
+    """Compiles what a peer calls; what it computes is dropped."""
+    steps, topology = self.steps, self.gossip.topology
+    number, zero = np.int32(index), np.int32(0)
+    state = self.peer.init(self.params)
+    job = steps.send(state, number)
+    _, message, metrics = steps.work(
+      self.worker.init(self.params),
+      *(job.ticket, self.batch(index, 0), self.root, zero),
+    )
+    state, _ = steps.receive(state, job, message, metrics.loss)
+    keep = np.float64(self.gossip.keep(0, index))
+    state, code = steps.put(state, keep, self.root, number, zero)
+    code = self.wire.unpack(self.wire.pack(code))
+    rounds = range(topology.period)
+    counts = {len(topology.neighbours(index, k)) for k in rounds}
+    if self.gossip.order == gossip.PAIRS:
+      counts = {1}
+    for count in counts:
+      weights, slots = np.zeros(count), np.zeros(count, np.int32)
+      jax.block_until_ready(
+        steps.mix(state, (code,) * count, weights, slots)
+      )
+
+
+class Work(NamedTuple):
+  """What a peer made of a job."""
+
+  state: Any  # of its worker, after it
+  message: Any
+  loss: Any
+  finite: bool
+
+
+class View(NamedTuple):
+  """A peer, as it is evaluated; NumPy arrays."""
+
+  params: base.Params
+  weight: float  # by which it counts in the mean over peers
+  version: int  # its own updates
+
+  @property
+  def server(self) -> "View":
+    """Itself: the parameters of a `PeerState` are those of its server."""
+    return self
+
+
+class PeerRows:
+  """A peer's state, and the rows that change it."""
+
+  def __init__(
+    self,
+    index: int,
+    duty: PeerDuty,
+    journal: FileJournal,
+    sink: FileSink,
+    clock: Callable[[], float],
+  ):
+    """Begins as all do, or where an image says (`restore`); the journal has
+    what was done at the place before. The clock tells seconds of the run."""
+    self.index, self.duty = index, duty
+    self._journal, self._sink, self._clock = journal, sink, clock
+    self._number, self._steps = np.int32(index), duty.steps
+    self._time, self._seqs, self._puts, self.life = 0.0, 0, 0, 0
+    for event in journal.events():
+      self._note(event)
+    self.state = duty.peer.init(duty.params)
+    self.worker = duty.worker.init(self.state.server.params)
+    # Since the last record:
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
+    self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
+
+  def _note(self, event):
+    self._time = max(self._time, event.time)
+    self._seqs += event.action in STARTS
+    self._puts += event.action in PUTS
+    self.life += event.action == base.LEAVE
+
+  def _write(self, seq, job, action, **more):
+    time = max(self._clock(), self._time)
+    event = Event(time, self.index, seq, job, action, **more)
+    self._journal.append(event)
+    self._note(event)
+    return event
+
+  # Jobs.
+
+  def send(self, number: int) -> None:
+    """Starts a job of that number."""
+    seq = self._seqs
+    self._write(seq, number, base.SEND)
+    ticket = self._steps.send(self.state, self._number)
+    self.job = seq, number, ticket
+
+  def work(self) -> Work:
+    """Does the open job; changes nothing. For another thread, too."""
+    assert self.job is not None
+    _, number, job = self.job
+    state, message, metrics = self._steps.work(
+      self.worker,
+      job.ticket,
+      self.duty.batch(self.index, number),
+      self.duty.root,
+      np.int32(number),
+    )
+    fetched = simulator.fetch((message, metrics.loss))
+    return Work(state, message, metrics.loss, is_finite(*fetched))
+
+  def receive(self, work: Work) -> None:
+    """Ends the open job with what was made of it."""
+    assert self.job is not None
+    seq, number, job = self.job
+    loss = float(work.loss)
+    event = self._write(seq, number, base.RECEIVE, loss=loss)
+    self.worker = work.state
+    self.state, observation = self._steps.receive(
+      self.state, job, work.message, work.loss
+    )
+    row = simulator.Received(
+      event.time, self.index, number, self._bytes_up, self._bytes, 0.0
+    )
+    records = simulator.peer_records([row], [observation], [self._norms])
+    self._sink.append(records)
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
+    self.job = None
+
+  def reject(self) -> None:
+    """Refuses what was made of the open job, and leaves."""
+    assert self.job is not None
+    seq, number, _ = self.job
+    self._write(seq, number, base.REJECT)
+    self._write(NO_SEQ, self.life, base.LEAVE)
+
+  # What others are told, and tell.
+
+  def _frame(self, kind, event, content):
+    content = self.duty.wire.pack(content)
+    size = self.duty.wire.measure(content)
+    # Leaves of the place before are part of its number of lives.
+    return Frame(kind, self.index, self.life, event.seq, event.job, content,
+      size)
+
+  def put(self, round: int, kind: str = frames.MESSAGE) -> Frame:
+    """Puts a message of a round; returns it as it is told."""
+    seq = self._puts
+    event = self._write(seq, round, base.PUT)
+    keep = np.float64(self.duty.gossip.keep(round, self.index))
+    self.state, code = self._steps.put(
+      self.state, keep, self.duty.root, self._number, np.int32(seq)
+    )
+    frame = self._frame(kind, event, code)
+    self._bytes_up += frame.nbytes
+    return frame
+
+  def mix(self, round: int, heard: Sequence[Frame]) -> None:
+    """Takes messages and mixes them, in this order."""
+    how, codes, weights, slots = self.duty.gossip, [], [], []
+    for frame in heard:
+      self._write(frame.seq, frame.sender, base.TAKE, message=frame.nbytes)
+      codes.append(self.duty.wire.unpack(frame.content))
+      weights.append(how.weight(frame.round, self.index, frame.sender))
+      slots.append(how.topology.slot(self.index, frame.sender))
+      self._bytes += frame.nbytes
+    self._write(NO_SEQ, round, base.MIX)
+    self.state, norm = self._steps.mix(
+      self.state,
+      tuple(codes),
+      np.array(weights, np.float64),
+      np.array(slots, np.int32),
+    )
+    self._norms.append(norm)
+
+  def join(self) -> None:
+    """Takes the place of one that left."""
+    self._write(NO_SEQ, self.life, base.JOIN)
+
+  def lend(self, other: int) -> Frame:
+    """Returns what a newcomer is lent, or lends."""
+    event = self._write(self._puts, other, base.LEND)
+    topology = self.duty.gossip.topology
+    hears = topology.union[self.index, other]  # or it knows nothing of it
+    slot = np.int32(topology.slot(self.index, other) if hears else 0)
+    self.state, loan = self._steps.lend(self.state, slot)
+    loan = jax.device_get(loan)
+    size = simulator.array_bytes(loan)
+    self._bytes_up += size
+    return Frame(
+      frames.LOAN, self.index, self.life, event.seq, 0, loan, size
+    )
+
+  def adopt(self, loan: Frame, *, first: bool) -> None:
+    """Takes what another lends; `first` of a newcomer."""
+    self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
+    slot = self.duty.gossip.topology.slot(self.index, loan.sender)
+    self._bytes += loan.nbytes
+    self.state = self._steps.adopt(
+      self.state, loan.content, np.int32(slot), np.bool_(first)
+    )
+
+  # What the driver asks for.
+
+  def view(self) -> View:
+    """Returns what is evaluated."""
+    server = self.state.server
+    weight = float(self.duty.peer.weight(self.state))
+    return View(jax.device_get(server.params), weight, int(server.version))
+
+  def image(self) -> tuple[Any, dict[str, Any]]:
+    """Returns a tree of arrays and JSON, to go on from; no job is open."""
+    notes = {
+      "rows": len(self._journal.events()),
+      "records": self._sink.count,
+      "bytes": self._bytes,
+      "bytes_up": self._bytes_up,
+      "norms": list(map(float, simulator.fetch(self._norms))),
+    }
+    return jax.device_get((self.state, self.worker)), notes
+
+  def restore(self, tree: Any, notes: dict[str, Any]) -> None:
+    """Goes on from an image."""
+    self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
+    self._bytes, self._bytes_up = notes["bytes"], notes["bytes_up"]
+    self._norms = [np.float32(x) for x in notes["norms"]]

@@ -1,0 +1,165 @@
+"""Peers in rounds: a job, a message to those who hear it, and a mix of theirs.
+
+A peer waits for its neighbours, not for all: it may be rounds ahead of peers
+far away. Who has died is not waited for; what it put before is taken by all its
+neighbours, or by none (`Rounds.heard_of`).
+"""
+
+from typing import Any
+
+from asgd.live.gossip import frames
+from asgd.live.gossip.frames import Frame
+from asgd.live.gossip.loop import PeerLoop
+from asgd.live.gossip.peer_rows import View
+
+_IDLE, _COMPUTING, _WAITING = range(3)
+
+
+class Rounds(PeerLoop):
+  """A peer of synchronous rounds, as `gossip.orders.rounds` has them."""
+
+  def __init__(self, *args: Any, **options: Any):
+    super().__init__(*args, **options)
+    self._phase = _IDLE
+    self._messages: dict[tuple[int, int], Frame] = {}  # by sender and round
+    self._first: dict[int, int] = {}  # round of a newcomer; others have 0
+    self.kept: dict[int, View] = {}  # by rounds ended
+
+  @property
+  def _hears(self):
+    return self.duty.gossip.topology.neighbours
+
+  def join(self, lives, rounds, lenders):
+    """See the base; what was put before its first round is not for it."""
+    super().join(lives, rounds, lenders)
+    self._first = dict.fromkeys(lives, rounds)
+
+  def present(self, peer, life, *, lend):
+    """See the base."""
+    super().present(peer, life, lend=lend)
+    self._first[peer] = self.rounds
+
+  def halt(self) -> int:
+    """Stops at the end of the round that it is in; returns how many rounds it
+    will have ended."""
+    self.limit = min(self.limit, self.rounds + (self._phase != _IDLE))
+    return self.limit
+
+  @property
+  def quiet(self) -> bool:
+    """See the base; what others put in rounds that it has ended has come."""
+    return (
+      super().quiet
+      and self._phase == _IDLE
+      and self.rounds >= self.limit
+      and not any(self._missing(round) for round in self._to_come)
+    )
+
+  @property
+  def _to_come(self):
+    """Rounds that were put and not mixed."""
+    ended, overlap = self.rounds, self.duty.gossip.overlap
+    return range(max(ended - overlap, 0), ended)
+
+  def _missing(self, round: int) -> bool:
+    """Whether a message of a round is still to come."""
+    return any(
+      peer in self.lives
+      and round >= self._first.get(peer, 0)
+      and (peer, round) not in self._messages
+      for peer in self._hears(self.index, round)
+    )
+
+  def _heard(self, frame):
+    self._messages.setdefault((frame.sender, frame.round), frame)
+
+  def _tell_all(self):
+    frame, topology = self.rows.put(self.rounds), self.duty.gossip.topology
+    links = topology.links[self.rounds % topology.period]
+    for peer in self.lives:
+      if links[peer, self.index]:
+        self._tell(peer, frame)
+
+  def _step(self):
+    how = self.duty.gossip
+    if self._phase == _IDLE:
+      if self.rounds >= self.limit:
+        return False
+      self._begin(self.rounds * how.topology.workers + self.index)
+      if how.put_first:
+        self._tell_all()
+      self._compute()
+      self._phase = _COMPUTING
+    elif self._phase == _COMPUTING:
+      if self._work is None:
+        return False
+      if self._receive():
+        if not how.put_first:
+          self._tell_all()
+        self._phase = _WAITING
+    else:
+      return self._mix(self.rounds - how.overlap)
+    return True
+
+  def _mix(self, of):
+    """Ends a round with the messages of round `of`, once they have come."""
+    if self._missing(of):
+      return False
+    peers = self._hears(self.index, of) if of >= 0 else []
+    heard = [self._messages.get((peer, of)) for peer in peers]
+    self.rows.mix(self.rounds, [frame for frame in heard if frame])
+    self.rounds += 1
+    self._phase = _IDLE
+    if self.rounds in self.duty.keep_at:
+      self.kept[self.rounds] = self.view()
+    self._forget()
+    return True
+
+  def _forget(self):
+    """Drops what no neighbour can lack any more, if one that told it dies."""
+    oldest = self.rounds - self.duty.gossip.overlap - 2
+    for key in [key for key in self._messages if key[1] < oldest]:
+      del self._messages[key]
+
+  def take_kept(self, rounds: int) -> View | None:
+    """Returns what was kept after so many rounds, and drops it and all before;
+    None if nothing was."""
+    view = self.kept.get(rounds)
+    self.kept = {k: v for k, v in self.kept.items() if k > rounds}
+    return view
+
+  # What a dead peer has put comes to all that hear it, or to none.
+
+  def heard_of(self, peer: int) -> list[int]:
+    """Returns the rounds of which the messages of a peer have come."""
+    return [round for sender, round in self._messages if sender == peer]
+
+  def message_of(self, peer: int, round: int) -> Frame | None:
+    """Returns such a message."""
+    return self._messages.get((peer, round))
+
+  def image(self):
+    """See the base; with what has come and is not mixed."""
+    tree, notes = super().image()
+    unpack = self.duty.wire.unpack
+    waiting = {
+      f"{sender},{round}": frame
+      for (sender, round), frame in self._messages.items()
+      if round in self._to_come
+    }
+    tree["codes"] = {k: unpack(f.content) for k, f in waiting.items()}
+    notes["codes"] = {k: [f.seq, f.nbytes] for k, f in waiting.items()}
+    notes["first"] = list(self._first.items())
+    return tree, notes
+
+  def restore(self, tree, notes):
+    """See the base."""
+    super().restore(tree, notes)
+    self._first = dict(map(tuple, notes["first"]))
+    pack = self.duty.wire.pack
+    for key, (seq, size) in notes["codes"].items():
+      sender, round = map(int, key.split(","))
+      content = pack(tree["codes"][key])
+      self._messages[sender, round] = Frame(
+        frames.MESSAGE, sender, 0, seq, round, content, size
+      )

@@ -1,0 +1,264 @@
+"""Rounds of peers as one program: each device of an axis is a peer.
+
+What a peer does is `asgd.gossip.peer`, the same functions that a simulator
+calls. Inside shard_map each device calls them on its own state, and messages
+travel by `jax.lax.ppermute`, as many times a round as a peer hears others.
+
+Index letters in shape comments:
+  n  peers, which are the devices of the axis
+  c  turns of a round
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from asgd import base, gossip
+from asgd import server as server_lib
+from asgd import worker as worker_lib
+from asgd.parallel import meshes
+
+
+class Turns(NamedTuple):
+  """A round of messages, in turns in which each peer sends at most one message
+  and hears at most one."""
+
+  pairs: list[list[tuple[int, int]]]  # of each turn, (sender, receiver)
+  weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer hears nobody
+  slots: npt.NDArray[np.int32]  # [n, c], `Topology.slots` where it hears nobody
+  keep: npt.NDArray[np.float64]  # [n], what peers give themselves
+
+
+def turns(topology: gossip.Topology, round: int) -> Turns:
+  """Returns the messages of a round in turns.
+
+  Of a graph in which all hear those some hops before them there are as many
+  turns as hops; of any other at most twice the largest number of neighbours.
+
+  Args:
+    topology: any.
+    round: its number.
+
+  Example:
+    >>> from asgd.gossip import topologies
+    >>> from asgd.parallel import peers
+    >>> peers.turns(topologies.ring(3), 0).pairs
+    [[(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]]
+  """
+  n = topology.workers
+  links = [
+    (sender, receiver)
+    for sender in range(n)
+    for receiver in np.flatnonzero(
+      topology.links[round % topology.period, :, sender]
+    ).tolist()
+  ]
+  by_hop: dict[int, list[tuple[int, int]]] = {}
+  for sender, receiver in links:
+    by_hop.setdefault((receiver - sender) % n, []).append((sender, receiver))
+  pairs = min(
+    ([by_hop[hop] for hop in sorted(by_hop)], _first_fit(links)), key=len
+  )
+  weights = np.zeros((n, len(pairs)))
+  slots = np.full((n, len(pairs)), topology.slots, np.int32)
+  for turn, some in enumerate(pairs):
+    for sender, receiver in some:
+      weights[receiver, turn] = topology.weight(round, receiver, sender)
+      slots[receiver, turn] = topology.slot(receiver, sender)
+  keep = [topology.weight(round, i, i) for i in range(n)]
+  return Turns(pairs, weights, slots, np.array(keep))
+
+
+def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+  """Puts each link into the first turn where both ends are free."""
+  result: list[list[tuple[int, int]]] = []
+  busy: list[set[tuple[str, int]]] = []
+  for sender, receiver in links:
+    ends = {("sends", sender), ("hears", receiver)}
+    at = next((i for i, some in enumerate(busy) if not some & ends), None)
+    if at is None:
+      at = len(result)
+      result.append([])
+      busy.append(set())
+    result[at].append((sender, receiver))
+    busy[at] |= ends
+  return result
+
+
+class RoundState(NamedTuple):
+  """All that is kept from one round to the next; each leaf is [n, ...], a row
+  on each device. Donated to `round`."""
+
+  peers: gossip.PeerState
+  workers: Any  # states of the workers
+  codes: tuple[Any, ...]  # of the last rounds, the oldest first; `overlap`
+
+
+class RoundMetrics(NamedTuple):
+  """What a round tells of each peer."""
+
+  loss: jax.Array  # float[n]
+  whole: jax.Array  # int32[n, 3], version, staleness, accepted
+  # float32[n, 4], gap, message_norm, update_norm, mix_norm
+  real: jax.Array
+  codes: Any  # [n, ...], what was put, if it is compressed; else ()
+
+
+class Rounds(NamedTuple):
+  """The program and what goes with it."""
+
+  init: Callable[[base.Params], RoundState]
+  # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
+  round: Callable[..., tuple[RoundState, RoundMetrics]]
+  place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
+
+
+def message_bytes(
+  how: gossip.Gossip, server: base.Server, params: base.Params
+) -> int:
+  """Returns the bytes of a message that is not compressed.
+
+  Args:
+    how: of the peers.
+    server: each peer's own.
+    params: of which shapes are read only.
+  """
+  peer = gossip.make_peer(server, how.rule, how.topology.slots)
+  code = jax.eval_shape(
+    lambda x: peer.put(peer.init(x), jnp.float32(1), jax.random.key(0))[1],
+    params,
+  )
+  return sum(
+    np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code)
+  )
+
+
+def make_rounds(
+  how: gossip.Gossip,
+  server: base.Server,
+  worker: base.Worker,
+  mesh: Mesh,
+  *,
+  axis: str = meshes.DATA,
+) -> Rounds:
+  """Makes the program of a round.
+
+  It comes to what the simulator comes to by `Gossip.trace`, but for the order
+  in which messages are added up.
+
+  Args:
+    how: whom peers talk to, in rounds.
+    server: each peer's own, of an algorithm that went through `how.rule.wrap`.
+    worker: what a peer does with a batch; the job of peer i in round k is
+      k n + i.
+    mesh: with an axis of n devices.
+    axis: its name.
+
+  Raises:
+    ValueError: for pairs, which wait for nobody and so are no program, or an
+      axis of another size.
+  """
+  n = how.topology.workers
+  if how.order != gossip.ROUNDS:
+    raise ValueError(
+      "peers that meet in pairs have no rounds, and a program on a mesh is in"
+      " step: use engine simulate, or another recipe"
+    )
+  if meshes.size(mesh, axis) != n:
+    raise ValueError(
+      f"{n} peers need {n} devices on the axis {axis!r}, which has"
+      f" {meshes.size(mesh, axis)}"
+    )
+  # A slot more, for turns in which a peer hears nobody.
+  peer = gossip.make_peer(server, how.rule, how.topology.slots + 1)
+  rows, nowhere = NamedSharding(mesh, P(axis)), P()
+
+  def first(params):
+    state = peer.init(params)
+    code = jax.eval_shape(_put_shape, state)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), code)
+    one = RoundState(state, worker.init(state.server.params),
+      (zeros,) * how.overlap)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), one)
+
+  def _put_shape(state):
+    return peer.put(state, jnp.float32(1), jax.random.key(0))[1]
+
+  def hear(code, some):
+    return [
+      jax.tree.map(lambda x, p=pairs: jax.lax.ppermute(x, axis, p), code)
+      for pairs in some.pairs
+    ]
+
+  def on_device(phases, state, batch, root, k):
+    putting, taking = phases
+    state, batch = jax.tree.map(lambda x: x[0], (state, batch))
+    own, i = state.peers, jax.lax.axis_index(axis)
+
+    def put(own):
+      keep = jnp.asarray(turns(how.topology, putting).keep)[i]
+      return peer.put(own, keep, gossip.message_key(root, i, k))
+
+    job = peer.send(own, i)
+    if how.put_first:
+      own, code = put(own)
+    key = worker_lib.job_key(root, i, k * n + i)
+    workers, message, metrics = worker.work(
+      state.workers, job.ticket, batch, key
+    )
+    own, report = peer.receive(own, job, message)
+    if not how.put_first:
+      own, code = put(own)
+    *codes, code = (*state.codes, code)
+    codes = (*codes[1:], code) if how.overlap else ()
+    arriving = state.codes[0] if how.overlap else code
+    before = own.server.params
+    if taking is None:
+      own = peer.mix(own, (), jnp.zeros(0), jnp.zeros(0, jnp.int32))
+    else:
+      some = turns(how.topology, taking)
+      own = peer.mix(
+        own,
+        tuple(hear(arriving, some)),
+        jnp.asarray(some.weights)[i],
+        jnp.asarray(some.slots)[i],
+      )
+    mixed = server_lib.gap(own.server.params, before)
+    whole = own.server.version, report.staleness, report.accepted
+    real = report.gap, report.message_norm, report.update_norm, mixed
+    told = RoundMetrics(
+      metrics.loss,
+      jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
+      jnp.stack([x.astype(jnp.float32) for x in real]),
+      code if how.compressed else (),
+    )
+    after = RoundState(own, workers, codes)
+    return jax.tree.map(lambda x: x[None], (after, told))
+
+  @partial(jax.jit, static_argnums=0, donate_argnums=1)
+  def program(phases, state, batch, root, k):
+    return jax.shard_map(
+      partial(on_device, phases),
+      mesh=mesh,
+      in_specs=(P(axis), P(axis), nowhere, nowhere),
+      out_specs=P(axis),
+      check_vma=False,
+    )(state, batch, root, k)
+
+  def run_round(state, batch, root, k):
+    of, period = k - how.overlap, how.topology.period
+    phases = k % period, of % period if of >= 0 else None
+    return program(phases, state, batch, root, jnp.int32(k))
+
+  return Rounds(
+    jax.jit(first, out_shardings=rows),
+    run_round,
+    lambda batch: jax.tree.map(lambda x: jax.device_put(x, rows), batch),
+  )

@@ -1,0 +1,40 @@
+"""Training without a server: peers on a graph, against all-reduce.
+
+Handwritten digits, 8 workers. All-reduce SGD waits for all; D-PSGD on a ring
+and on the exponential graph for neighbours; SGP sends to one peer a round;
+AD-PSGD waits for nobody; CHOCO-SGD and local SGD send less.
+
+  python -m launch.train --config=configs/gossip_digits.py
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(64, 64))
+  runs = dict(
+    allreduce=dict(recipe="ssgd", title="all-reduce"),
+    ring=dict(recipe="d_psgd", title="D-PSGD, ring"),
+    exponential=dict(
+      recipe="d_psgd", topology="exponential", title="D-PSGD, exponential"
+    ),
+    sgp=dict(recipe="sgp", title="SGP"),
+    ad_psgd=dict(recipe="ad_psgd", title="AD-PSGD, ring"),
+    choco=dict(recipe="choco_sgd", title="CHOCO-SGD, ring"),
+    local=dict(recipe="local_d_psgd", title="local SGD, ring", steps=4),
+  )
+  for run in runs.values():
+    run["momentum"] = 0.9
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.workers = (8,)
+  config.seeds = (0,)
+  config.batch_size = 16
+  config.epochs = 20.0
+  config.learning_rate = 0.02
+  config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(14.0,))
+  config.evaluations = 5
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()

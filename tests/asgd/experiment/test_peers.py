@@ -1,0 +1,195 @@
+"""Runs of peers from a config: simulated, on a mesh, stopped and gone on."""
+
+import csv
+import signal
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import experiment, orders
+from asgd.experiment import cell_files, folder, loop, report
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
+from asgd.gossip import topologies
+from pipeline.engine import PIPELINE
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+RUNS = {
+  "ring": {"recipe": "d_psgd", "topology": "ring"},
+  "mesh": {"recipe": "d_psgd", "engine": "mesh"},
+  "pairs": {"recipe": "ad_psgd", "topology": {"name": "full"}},
+  "late": {"recipe": "sgp", "overlap": 1},
+  "late-mesh": {"recipe": "sgp", "overlap": 1, "engine": "mesh"},
+}
+
+
+def build(*labels, **config):
+  runs = {label: {**RUNS[label], "momentum": 0.5} for label in labels}
+  return experiment.build(
+    {**kit.TINY_RUN, "runs": runs, "workers": (4,), **config}, engines=ENGINES
+  )
+
+
+def train(exp, workdir=None, signals=None, index=0):
+  kept = []
+  options = {} if signals is None else {"signals": signals}
+  loop.train(
+    *(exp, exp.cells[index], workdir),
+    bar=Silent(),
+    ended=lambda *what: kept.extend(what),
+    **options,
+  )
+  return kept
+
+
+def test_the_mesh_comes_to_what_is_simulated():
+  for names in (("ring", "mesh"), ("late", "late-mesh")):
+    exp = build(*names)
+    (rows, params, said), other = (train(exp, index=i) for i in range(2))
+    kit.close(params, other[1], rtol=1e-4, atol=1e-6)
+    by_job = np.argsort(rows.job)
+    np.testing.assert_allclose(rows.loss[by_job], other[0].loss, rtol=1e-4)
+    for column in ("bytes_up", "bytes_down"):
+      ours, theirs = (getattr(r, column) for r in (rows, other[0]))
+      np.testing.assert_array_equal(ours[by_job], theirs)
+    for mine, theirs in zip(said, other[2], strict=True):
+      for key in ("consensus", "peer_loss_worst", "mix_norm", "test_loss"):
+        assert mine[key] == pytest.approx(theirs[key], rel=1e-3)
+
+
+class AfterLooks:
+  """A signal that comes after the run loop has asked for it some times."""
+
+  def __init__(self, looks):
+    self._left = looks
+
+  @property
+  def received(self):
+    self._left -= 1
+    return signal.SIGTERM if self._left < 0 else 0
+
+
+@pytest.mark.parametrize("label", ["pairs", "late", "late-mesh"])
+def test_a_cell_that_was_stopped_comes_to_the_same_bits(label, tmp_path):
+  exp = build(label)
+  whole, halves = tmp_path / "whole", tmp_path / "halves"
+  for workdir in (whole, halves):
+    folder.open_folder(str(workdir), "test", exp)
+  train(exp, whole)
+  with pytest.raises(Stopped):
+    train(exp, halves, AfterLooks(1))
+  assert not (halves / "cells" / exp.cells[0].name / "result.json").exists()
+  train(exp, halves)
+  one, two = (place / "cells" / exp.cells[0].name for place in (whole, halves))
+  for name in ("params.msgpack", "links.csv"):
+    read = cell_files.read_file
+    assert read(one, name) == read(two, name)
+  ours, theirs = map(cell_files.read_records, (one, two))
+  for column in ours:
+    np.testing.assert_array_equal(ours[column], theirs[column])
+
+
+def test_a_result_says_how_far_apart_peers_are_and_what_each_link_bore(
+  tmp_path,
+):
+  exp = build("ring", "pairs")
+  folder.open_folder(str(tmp_path), "test", exp)
+  for index in range(2):
+    train(exp, tmp_path, index=index)
+  results = [
+    folder.finished_result(tmp_path / "cells" / cell.name)
+    for cell in exp.cells
+  ]
+  ring, pairs = results
+  size = 4 * sum(x.size for x in _leaves(exp))
+  assert ring["bytes_per_link"] == 6 * size and ring["links"] == 8
+  assert ring["taken_bytes"] == 6 * 8 * size
+  assert pairs["taken_bytes"] == 24 * 2 * size
+  assert ring["second_eigenvalue"] == pytest.approx(1 / 3)
+  for result in results:
+    assert 0 < result["consensus"] < 0.1
+    worst, best = (
+      result[f"peer_accuracy_{which}"] for which in ("worst", "best")
+    )
+    assert worst <= best <= 1
+  assert ring["staleness_max"] == 0 < pairs["staleness_max"]
+  place = tmp_path / "cells" / exp.cells[0].name
+  lines = cell_files.read_file(place, "links.csv").decode().splitlines()
+  rows = list(csv.DictReader(lines))
+  assert len(rows) == 8
+  assert {row["bytes"] for row in rows} == {str(6 * size)}
+  _, text = report.tabulate(results, ENGINES)
+  assert "consensus" in text and "MB/link" in text
+  said = report.lines(ring, ENGINES["simulate"].describe)[0]
+  assert "ring (|lambda_2| 0.333), consensus distance" in said
+
+
+def _leaves(exp):
+  import jax
+
+  problem = exp.problem_of(next(iter(exp.runs.values())))
+  return jax.tree.leaves(jax.eval_shape(problem.init, jax.random.key(0)))
+
+
+def test_the_order_of_a_cell_is_a_function_of_its_seed():
+  exp = build("pairs", seeds=(0, 1))
+  plan = exp.plan(exp.cells[0])
+  first, again, other = (plan.trace(seed) for seed in (0, 0, 1))
+  kit.same(first, again)
+  assert orders.check(first) == 4
+  assert (first.worker != other.worker[: len(first.worker)]).any()
+
+
+def test_everything_is_recorded_of_a_run_that_diverges():
+  exp = build("pairs", learning_rate=1e30, on_nan="record")
+  rows, _, said = train(exp)
+  assert said[-1]["diverged"] and not np.isfinite(rows.loss).all()
+
+
+@pytest.mark.parametrize(
+  ("label", "config", "why"),
+  [
+    ("ring", {"topology": "rign"}, "unknown topology 'rign'; did you mean"),
+    (
+      "ring",
+      {"topology": {"name": "graph", "edges": [[0, 1], [2, 3]]}},
+      "config.runs.ring: the topology 'graph' is not connected",
+    ),
+    ("ring", {"topolgy": "ring"}, "did you mean 'topology'"),
+    ("ring", {"topology": 3}, "config.runs.ring.topology must be"),
+    ("ring", {"engine": "threads"}, "config.runs.ring.recipe 'd_psgd' is of"),
+    (
+      "ring",
+      {"engine": "pipeline", "stages": 2},
+      "the recipe 'd_psgd' is of peers, and stages have servers",
+    ),
+    ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
+    (
+      "mesh",
+      {"axes": {"data": 2}},
+      "config.mesh.axes data 2 does not fit config.workers 4, as each device",
+    ),
+    ("mesh", {"zero": 1}, "config.mesh.zero 1 is of one model on all devices"),
+    ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh are as"),
+    ("ring", {"workers": (1,)}, "config.runs.ring: gossip is between peers"),
+  ],
+)
+def test_mistakes_are_told_in_one_line(label, config, why):
+  runs = {label: {**RUNS[label], **config}}
+  with pytest.raises(ValueError) as error:
+    experiment.build(
+      {**kit.TINY_RUN, "workers": (4,), "runs": runs}, engines=ENGINES
+    )
+  text = str(error.value)
+  assert why in text and "\n" not in text and len(text) < 600
+
+
+def test_a_topology_given_as_plain_data_is_the_same():
+  one = topologies.build("ring", 4)
+  two = topologies.build(
+    {"name": "matrix", "weights": one.matrices.tolist()}, 4
+  )
+  np.testing.assert_array_equal(one.matrices, two.matrices)

@@ -1,0 +1,188 @@
+"""Topologies: weights, spectral gaps and what is refused."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from asgd import gossip
+from asgd.gossip import drawing, topologies
+
+# |lambda_2| of a ring with weights 1/3, and the second singular value of the
+# static exponential graph.
+GAPS = {
+  "ring": {8: 0.8047, 16: 0.9493, 32: 0.9872, 64: 0.9968},
+  "exponential": {8: 0.500, 16: 0.600, 32: 2 / 3, 64: 0.7143},
+}
+UNDIRECTED = ("ring", "torus", "star", "full", "hypercube", "random_regular")
+UNDIRECTED += ("erdos_renyi", "hierarchical")
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_spectral_gaps_are_those_of_the_literature(name):
+  of = topologies.second_eigenvalue
+  if name == "exponential":
+    of = topologies.second_singular_value
+  for n, value in GAPS[name].items():
+    assert of(topologies.build(name, n)) == pytest.approx(value, abs=6e-5)
+
+
+def test_spectral_gaps_have_their_formulas():
+  for n in (3, 5, 8, 12):
+    ring = topologies.second_eigenvalue(topologies.ring(n))
+    eigenvalues = (1 + 2 * np.cos(2 * np.pi * np.arange(1, n) / n)) / 3
+    assert ring == pytest.approx(np.abs(eigenvalues).max())
+  for q in (2, 3, 4, 5):
+    cube = topologies.second_eigenvalue(topologies.hypercube(2**q))
+    assert cube == pytest.approx((q - 1) / (q + 1))
+    graph = topologies.exponential(2**q)
+    value = topologies.second_singular_value(graph)
+    assert value == pytest.approx(1 - 2 / (q + 1))
+  assert topologies.second_eigenvalue(topologies.full(6)) < 1e-12
+  star = topologies.second_eigenvalue(topologies.star(8))
+  assert star == pytest.approx(1 - 1 / 8)
+
+
+@pytest.mark.parametrize("name", UNDIRECTED)
+def test_weights_of_metropolis_are_symmetric_and_sum_to_one(name):
+  topology = topologies.build(name, 8)
+  assert topology.symmetric and topology.period == 1
+  (matrix,) = topology.matrices
+  np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-15)
+  degrees = topology.union.sum(1)
+  for i, j in np.argwhere(topology.union):
+    weight = 1 / (1 + max(degrees[i], degrees[j]))
+    assert name == "full" or matrix[i, j] == weight
+  topologies.check_sums(topology, columns=False)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["one_peer_exponential", "hypercube"])
+def test_one_peer_sequences_average_exactly_after_log2_n_rounds(name, n):
+  options = {"one_peer": True} if name == "hypercube" else {}
+  topology = topologies.build({"name": name, **options}, n)
+  assert topology.period == math.log2(n) and topology.slots == topology.period
+  assert (topology.links.sum(2) == 1).all()  # they hear one a round
+  product = functools.reduce(lambda a, b: b @ a, topology.matrices)
+  assert (product == 1 / n).all()
+
+
+def test_a_torus_has_four_neighbours():
+  topology = topologies.build({"name": "torus", "rows": 3}, 12)
+  assert topology.neighbours(5) == [1, 4, 6, 9]
+  assert (topology.union.sum(1) == 4).all()
+
+
+def test_random_regular_graphs_are_regular_and_drawn():
+  first, again, other = (
+    topologies.random_regular(10, degree=4, seed=seed) for seed in (0, 0, 1)
+  )
+  assert (first.union.sum(1) == 4).all() and (first.union.sum(0) == 4).all()
+  assert (first.matrices == again.matrices).all()
+  assert (first.matrices != other.matrices).any()
+
+
+def test_columns_of_an_irregular_digraph_sum_to_one_and_rows_do_not():
+  topology = topologies.build("random_digraph", 8)
+  topologies.check_sums(topology, columns=True)
+  assert len(set(topology.union.sum(0))) > 1
+  with pytest.raises(ValueError, match=r"^row \d .* sums to .*: use sgp"):
+    topologies.check_sums(topology, columns=False)
+
+
+def test_slots_count_the_neighbours_that_a_peer_ever_hears():
+  topology = topologies.one_peer_exponential(8)
+  heard = [topology.neighbours(0, k) for k in range(4)]
+  assert heard == [[7], [6], [4], [7]]
+  assert [topology.slot(0, j) for j in (4, 6, 7)] == [0, 1, 2]
+
+
+def test_two_colours():
+  assert topologies.two_colours(topologies.ring(4)) == [0, 1, 0, 1]
+  assert topologies.two_colours(topologies.ring(5)) is None
+  assert topologies.two_colours(topologies.hypercube(8)) is not None
+
+
+@pytest.mark.parametrize(
+  ("topology", "n", "why"),
+  [
+    ("rinf", 4, "unknown topology 'rinf'; did you mean 'ring'?"),
+    ("ring", 1, "gossip is between peers, and there is 1 worker: use at least"),
+    ("ring", 2000, "gossip takes at most 1024 peers, not 2000"),
+    ("hypercube", 6, "power of 2 of peers, not 6: use 4 or 8"),
+    ("torus", 7, "7 is a prime: use another number, or a ring"),
+    ({"name": "torus", "rows": 3}, 8, "use 6 or 9"),
+    ({"name": "hierarchical", "group": 3}, 8, "groups of 3; use 6 or 9"),
+    ({"name": "random_regular", "degree": 3}, 9, "9 x 3 is odd: use degree 2"),
+    ({"name": "random_regular", "degree": 9}, 8, "degree must be at most 7"),
+    ({"name": "erdos_renyi", "probability": 0}, 8, r"must be in (0, 1], not 0"),
+    (
+      {"name": "erdos_renyi", "probability": 1e-3},
+      8,
+      "none of 100 graphs of 8 peers with links of probability 0.001",
+    ),
+    ({"name": "ring", "weights": "equal"}, 4, "metropolis, uniform, not"),
+    ({"name": "ring", "degree": 2}, 4, "degree"),
+    (
+      {"name": "graph", "edges": [[0, 1], [2, 3]]},
+      4,
+      "'graph' is not connected: peer 2 never hears peer 0, over any others;"
+      " add links between 2 of the peers and the other 2",
+    ),
+    (
+      {"name": "graph", "edges": [[0, 1], [1, 2]], "directed": True},
+      3,
+      "is not connected: peer 1 is never heard by peer 0",
+    ),
+    (
+      {"name": "graph", "edges": [[0, 1], [1, 1]]},
+      2,
+      "edges has [1, 1], and no peer is its own neighbour: drop it",
+    ),
+    ({"name": "graph", "edges": [[0, 5]]}, 4, "must be at most 3, not 5"),
+    ({"name": "graph", "edges": [[0, 1, 2]]}, 4, "edges must be pairs"),
+    ({"name": "matrix", "weights": [[1, 0]]}, 2, "a matrix of 2 rows and"),
+    ({"name": "matrix", "weights": [[2, -1], [-1, 2]]}, 2, "0 or more, not"),
+    ({"name": "matrix", "weights": "W"}, 2, "must be a"),
+    (5, 4, "must be a name, a dict of a name and options, or a Topology"),
+    (topologies.ring(3), 4, "has 3 peers, and there are 4 workers"),
+  ],
+)
+def test_what_is_no_topology_is_refused_in_one_line(topology, n, why):
+  with pytest.raises(ValueError) as error:
+    topologies.build(topology, n)
+  text = str(error.value)
+  assert why in text and "\n" not in text and len(text) < 600
+
+
+def test_rows_that_do_not_sum_to_one_are_refused():
+  weights = [[0.5, 0.4], [0.5, 0.5]]
+  topology = topologies.build({"name": "matrix", "weights": weights}, 2)
+  with pytest.raises(ValueError, match="row 0 .* sums to 0.9, .* divide by"):
+    topologies.check_sums(topology, columns=False)
+  weights = [[[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0.5, 0.5]]]
+  topology = topologies.build({"name": "matrix", "weights": weights}, 2)
+  with pytest.raises(ValueError, match="column 0 .*, round 1, sums to 1.5"):
+    topologies.check_sums(topology, columns=True)
+
+
+def test_uniform_weights_of_an_irregular_graph_are_for_push_sum():
+  star = topologies.build({"name": "star", "weights": "uniform"}, 4)
+  topologies.check_sums(star, columns=True)
+  with pytest.raises(ValueError, match="use weights='metropolis', or sgp"):
+    topologies.check_sums(star, columns=False)
+  links = topologies.exponential(8).union
+  with pytest.raises(ValueError, match="this one is directed; use 'uniform'"):
+    topologies.of_links(links, "metropolis")
+
+
+def test_a_drawing_has_a_picture_for_each_round():
+  figure = drawing.draw(gossip.topologies.one_peer_exponential(8))
+  assert [axes.get_title() for axes in figure.axes] == [
+    "round 0",
+    "round 1",
+    "round 2",
+  ]
+  # A link for each that hears, and a name for each peer.
+  assert len(figure.axes[0].texts) == 8 + 8

@@ -1,0 +1,237 @@
+"""Live peers in threads: each run is what its journals say, to the last bit."""
+
+import functools
+import time
+
+import jax
+import numpy as np
+import pytest
+from kit import bits
+
+import asgd
+from asgd import base, problems, simulator, stacking
+from asgd.live.faults import Fault
+from asgd.live.gossip import files, frames
+from asgd.live.gossip.peer_rows import PeerDuty
+from asgd.live.gossip.threads import ThreadPeers
+
+PEERS = 4
+ROOT = jax.random.key(0)
+PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def compiled(name, **options):
+  """A recipe with its peer and worker, compiled once."""
+  recipe = getattr(asgd, name)(0.05, PEERS, **options)
+  return recipe, recipe.peer(), recipe.make_worker(PROBLEM.loss)
+
+
+class Run:
+  """A live run of peers, and its replay."""
+
+  def __init__(self, folder, name="d_psgd", rounds=6, **options):
+    self.recipe, peer, worker = compiled(name, **options)
+    self.folder, self.messages = folder, rounds * PEERS
+    self.batch = stacking.job_batches(
+      PROBLEM.batches(0, PEERS), self.recipe.steps
+    )
+    self.duty = PeerDuty(
+      self.recipe.gossip,
+      peer,
+      worker,
+      jax.device_get(PROBLEM.init(ROOT)),
+      self.batch,
+      ROOT,
+      frames.array_wire(copies=False)
+      if not self.recipe.gossip.compressed
+      else frames.packed_wire(peer, PROBLEM.init(ROOT)),
+      frozenset([2, rounds]),
+    )
+    self.news = []
+
+  def cluster(self, before=0.0, **options):
+    return ThreadPeers(
+      self.duty,
+      self.folder,
+      messages=self.messages,
+      began=time.monotonic() - before,
+      **options,
+    )
+
+  def watch(self, cluster):
+    """Looks at a cluster until all is done."""
+    while not cluster.finished:
+      self.news += cluster.check(len(self.records().loss))
+      time.sleep(0.001)
+
+  def run(self, **options):
+    cluster = self.cluster(**options)
+    cluster.start()
+    try:
+      self.watch(cluster)
+      self.views = cluster.views()
+    finally:
+      cluster.close()
+    return self.views
+
+  def records(self):
+    parts = [files.read_peer_records(self.folder, i) for i in range(PEERS)]
+    return files.by_time(parts)
+
+  def trace(self):
+    return files.read_trace(self.folder, PEERS)
+
+  def replayed(self):
+    peers = simulator.Peers(
+      self.recipe.gossip,
+      self.duty.peer,
+      self.duty.worker,
+      self.duty.params,
+      self.trace(),
+      batch=self.batch,
+      root=ROOT,
+    )
+    self.replayed_records = peers.run(len(peers.trace.time))
+    return peers
+
+  def check(self):
+    """Asserts that a replay comes to the bits of the run."""
+    peers = self.replayed()
+    assert sorted(self.views) == peers.present
+    for i, view in self.views.items():
+      assert bits(view.params) == bits(peers.states[i].server.params)
+      assert view.version == int(peers.states[i].server.version)
+    records = self.records()
+    for name, column in self.replayed_records._asdict().items():
+      assert bits(column) == bits(getattr(records, name)), name
+    return peers
+
+
+RECIPES = {
+  "d_psgd": {},
+  "sgp": {"overlap": 1},
+  "choco_sgd": {"gamma": 0.5, "codec": "qsgd"},
+  "threshold_sharing": {"codec": "top_k"},
+  "local_d_psgd": {"steps": 2},
+  "ad_psgd": {},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_replays_to_the_same_bits(tmp_path, name):
+  run = Run(tmp_path, name, **RECIPES[name])
+  run.run()
+  peers = run.check()
+  assert len(run.records().loss) == run.messages
+  assert sorted(run.records().job) == list(range(run.messages))
+  received = run.records().bytes_down.sum()
+  assert received <= peers.traffic.nbytes.sum()
+
+
+@pytest.mark.parametrize("name", ["d_psgd", "choco_sgd", "ad_psgd"])
+def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path, name):
+  run = Run(tmp_path, name, rounds=30)
+  run.run(faults=[Fault(1, 4, "kill"), Fault(3, 9, "kill")])
+  run.check()
+  trace = run.trace()
+  counts = np.bincount(trace.action, minlength=len(base.ACTIONS))
+  assert counts[base.LOST] == counts[base.LEAVE] == 2
+  assert "peer 1 died; the others go on, another takes its place" in run.news
+  if name == "ad_psgd":  # its job was done by somebody else
+    assert sorted(run.records().job) == list(range(run.messages))
+
+
+def test_the_others_go_on_without_one_that_is_not_replaced(tmp_path):
+  run = Run(tmp_path, rounds=8)
+  run.run(faults=[Fault(2, 3, "kill")], refill=False)
+  peers = run.check()
+  assert peers.present == [0, 1, 3]
+  assert np.bincount(run.records().worker).tolist() == [8, 8, 3, 8]
+
+
+def test_a_message_that_is_not_finite_ends_its_peer(tmp_path):
+  run = Run(tmp_path, rounds=12)
+  run.run(faults=[Fault(0, 2, "nan")])
+  run.check()
+  assert (run.trace().action == base.REJECT).sum() == 1
+
+
+def test_a_paused_run_goes_on_from_images(tmp_path):
+  run = Run(tmp_path, "sgp", rounds=40, overlap=1)
+  cluster = run.cluster()
+  cluster.start()
+  while len(run.records().loss) < 20:
+    cluster.check(0)
+  cluster.pause()
+  images = cluster.images()
+  cluster.go_on()
+  while len(run.records().loss) < 60:  # what is lost with the driver
+    cluster.check(0)
+  cluster.close()
+  for i, (_, notes) in images.items():
+    files.cut(tmp_path, i, notes["rows"], notes["records"])
+  again = run.cluster(before=float(run.records().time[-1]))
+  again.start(images)
+  run.watch(again)
+  run.views = again.views()
+  again.close()
+  run.check()
+  assert len(run.records().loss) == run.messages
+
+
+def test_what_a_peer_keeps_for_evaluations_is_of_its_round(tmp_path):
+  run = Run(tmp_path, rounds=4)
+  cluster = run.cluster()
+  cluster.start()
+  run.watch(cluster)
+  kept = cluster.views(2)
+  run.views = cluster.views()
+  cluster.close()
+  peers = run.replayed()
+  trace = peers.trace
+  half = simulator.Peers(
+    run.recipe.gossip,
+    run.duty.peer,
+    run.duty.worker,
+    run.duty.params,
+    trace,
+    batch=run.batch,
+    root=ROOT,
+  )
+  mixes = np.zeros(PEERS, int)
+  for row, (peer, action) in enumerate(
+    zip(trace.worker, trace.action, strict=True)
+  ):
+    half.run(row + 1)
+    if action == base.MIX:
+      mixes[peer] += 1
+      if mixes[peer] == 2:
+        params = half.states[peer].server.params
+        assert bits(params) == bits(kept[peer].params)
+
+
+def test_every_message_that_was_told_of_a_dead_peer_comes_to_all(tmp_path):
+  run = Run(tmp_path, "threshold_sharing", rounds=20)
+  run.run(faults=[Fault(1, 4, "kill")])
+  trace = run.trace()
+  of = (trace.action == base.TAKE) & (trace.job == 1)
+  takers = np.bincount(trace.seq[of])
+  assert set(takers) == {PEERS - 1}
+  spread = np.ptp([view.params for view in run.views.values()], axis=0)
+  assert spread.max() < 1e-5  # as all hear the same
+
+
+def test_a_pair_is_atomic_and_keeps_the_mean(tmp_path):
+  run = Run(tmp_path, "ad_psgd", rounds=10)
+  run.run()
+  trace = run.trace()
+  for peer in range(PEERS):
+    mine = trace.action[trace.worker == peer].tolist()
+    for row, action in enumerate(mine):
+      if action == base.PUT:
+        assert mine[row + 1 : row + 3] == [base.TAKE, base.MIX]
+  puts = (trace.action == base.PUT).sum()
+  assert puts == 2 * run.messages  # nobody was left alone

@@ -1,0 +1,250 @@
+"""Live runs whose messages are packed codes, in threads: each is what its trace
+says, whoever is killed and whatever is damaged."""
+
+import contextlib
+import functools
+import time
+
+import coding
+import numpy as np
+import pytest
+from kit import bits
+
+import asgd
+from asgd import base, compression, sharding, simulator
+from asgd.live.clusters import base as clusters
+from asgd.live.clusters.threads import Stores, ThreadCluster
+from asgd.live.deadlines import Ladder
+from asgd.live.faults import Fault
+from asgd.live.journal import FileJournal, journal_path
+from asgd.live.links.local import connect_follower
+from asgd.live.records import FileSink, read_records, records_path
+from asgd.live.setup import Setup, slot_counts
+from asgd.live.slots import MESSAGES, SharedMemory
+from asgd.live.worker import Duty
+from asgd.orders.protocol import Rules
+from asgd.orders.trace import from_events
+
+WORKERS, JOBS = 2, 24
+LONG = 120.0  # seconds; nothing here takes as long, on a busy machine too
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compilation):
+  """What is compiled is compiled quickly."""
+
+
+def threshold():
+  return compression.named("threshold", tau=0.002)
+
+
+PARAMS = {name: np.zeros((4, 6), np.float32) for name in "abc"}
+
+
+class Run:
+  """A run of gradient workers in threads, with files and memory as a real one
+  has them."""
+
+  def __init__(self, folder, codec, params, *, faults=(), **setup):
+    self.params, self.folder = params, folder
+    self.setup = Setup(
+      Rules(), WORKERS, JOBS, ladder=Ladder(floor=LONG), together=True,
+      log=8, **setup,
+    )
+    shards, plan = self.setup.shards, None
+    if shards > 1:
+      plan = sharding.make_plan(params, shards)
+    recipe = asgd.asgd(0.05, workers=WORKERS)
+    self.plan, self.server = plan, compression.decoding(recipe.server(), codec)
+    self.worker = compression.compressed(
+      recipe.make_worker(coding.loss), codec, plan
+    )
+    steps = simulator.compile_steps(
+      self.server, self.worker, keeps_messages=True
+    )
+    duty = Duty(
+      *(steps.work, self.worker.init, self.batch, coding.ROOT, params, plan),
+      consistent=self.setup.consistent,
+      codec=codec,
+    )
+    parts = [params] if plan is None else sharding.split(plan, params)
+    states = [simulator.start(self.server, part) for part in parts]
+    self.memories = [
+      SharedMemory(folder / f"shard-{i}", slot_counts(self.setup), (*like, s))
+      for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
+    ]
+    stores = Stores(
+      self.memories,
+      [FileJournal(journal_path(folder, i)) for i in range(shards)],
+      [FileSink(records_path(folder, i)) for i in range(shards)],
+      [None] * shards,
+    )
+    self.news, self.before = [], {}  # job -> what happens before it
+    duty.warm_up_all(WORKERS)
+    self.cluster = ThreadCluster(
+      *(self.setup, steps, states, duty, stores),
+      began=time.monotonic(),
+      faults=faults,
+      patience=0.2,
+    )
+
+  def batch(self, worker, job):
+    self.before.pop(job, lambda: None)()
+    return coding.batch(worker, job)
+
+  def drive(self, look=lambda: None):
+    end = time.monotonic() + LONG
+    self.cluster.start()
+    while True:
+      status = self.cluster.status()
+      self.news += [line for each in status or () for line in each["news"]]
+      if clusters.finished(status):
+        return
+      look()
+      self.cluster.check()
+      assert time.monotonic() < end, "the run did not finish"
+      time.sleep(0.01)
+
+  @property
+  def events(self):
+    return self.cluster.stores.journals[0].events()
+
+  def kill_shard(self, index):
+    shards = self.cluster.shards
+    shards[index].stop()
+    shards[index] = self.cluster.shard_thread(index)
+    shards[index].start()
+    lead, *followers = shards
+    for thread in () if index else followers:
+
+      def connect(shard, now, thread=thread):
+        connect_follower(shard, thread, lead)
+
+      thread.put(connect)
+
+  def check(self):
+    """Every job was received once, and the replay has the same bits."""
+    journals = [journal.events() for journal in self.cluster.stores.journals]
+    traces = [from_events(events) for events in journals]
+    live = [thread.shard.state.server for thread in self.cluster.shards]
+    data = dict(batch=coding.batch, root=coding.ROOT)
+    if self.plan is None:
+      host = simulator.make_host(
+        self.server, self.worker, keeps_messages=True
+      )
+      simulation, record = simulator.run_whole(
+        host, self.params, WORKERS, traces[0], **data
+      )
+      states, records = [simulation.server], [record]
+    else:
+      states, records = simulator.run_sharded(
+        *(self.server, self.worker, self.params, traces),
+        **dict(workers=WORKERS, plan=self.plan, **data),
+      )
+    jobs = traces[0].job[traces[0].action == base.RECEIVE]
+    assert sorted(jobs.tolist()) == list(range(JOBS))
+    assert list(map(bits, live)) == list(map(bits, states))
+    for index, expected in enumerate(records):
+      thread = self.cluster.shards[index]
+      thread.ask(lambda shard: shard.state.flush())
+      there = read_records(records_path(self.folder, index))
+      for column, other in zip(there, expected, strict=True):
+        np.testing.assert_array_equal(column, other)
+    return records
+
+
+@contextlib.contextmanager
+def live(folder, codec=None, params=None, **options):
+  run = Run(folder, codec or threshold(), params or PARAMS, **options)
+  try:
+    yield run
+  finally:
+    run.cluster.close()
+
+
+def test_every_codec_replays_to_the_same_bits(tmp_path):
+  with live(tmp_path, coding.every_codec(), coding.PARAMS) as run:
+    run.drive()
+    (records,) = run.check()
+  assert len(set(records.bytes_up)) > 1  # as long as they need to be
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_each_shard_has_packets_of_its_own(tmp_path, consistent):
+  with live(tmp_path, shards=2, consistent=consistent) as run:
+    run.drive()
+    records = run.check()
+  assert all(0 < part.bytes_up.max() < 256 for part in records)
+
+
+def test_what_a_killed_worker_had_kept_is_lost_and_said(tmp_path):
+  with live(tmp_path, faults=[Fault(1, 4, "kill")]) as run:
+    run.drive()
+    (records,) = run.check()
+    events = run.events
+  leave = next(e for e in events if e.action == base.LEAVE)
+  before = [
+    e.job for e in events[: events.index(leave)]
+    if (e.action, e.worker) == (base.RECEIVE, 1)
+  ]
+  last = np.flatnonzero((records.worker == 1) & (records.job == before[-1]))
+  lost = records.residual_norm[last][0]
+  assert lost > 0
+  assert run.news == [
+    "worker 1 has left, and with it what its codec had kept to send later (RMS"
+    f" {lost:.3g})"
+  ]
+  # Whoever took the place began with nothing kept.
+  after = records.residual_norm[records.worker == 1][len(before)]
+  assert after < lost
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_comes_back_from_its_journal_and_slots(tmp_path, index):
+  with live(tmp_path, shards=2, consistent=True) as run:
+    kills = []
+
+    def look():
+      lead = run.cluster.shards[0].shard
+      if lead and lead.state.received > 10 and not kills:
+        kills.append(run.kill_shard(index))
+
+    run.before[13] = functools.partial(time.sleep, 0.2)
+    run.drive(look)
+    run.check()
+  assert kills
+
+
+def spoil(memory, slot):
+  memory._slots[MESSAGES][slot][30] ^= 1
+
+
+@pytest.mark.parametrize(
+  ("shards", "consistent", "index"),
+  [(1, False, 0), (2, False, 1), (2, True, 0), (2, True, 1)],
+)
+def test_a_damaged_packet_is_refused_and_its_job_done_again(
+  tmp_path, shards, consistent, index
+):
+  with live(tmp_path, shards=shards, consistent=consistent) as run:
+    memory, write, spoilt = run.memories[index], run.memories[index].write, []
+
+    def damage(kind, slot, tree, stamp):
+      write(kind, slot, tree, stamp)
+      if kind == MESSAGES and len(spoilt) == 0:
+        spoilt.append(slot)
+        spoil(memory, slot)
+
+    memory.write = damage
+    run.drive()
+    if not consistent and shards > 1:
+      jobs = [e.action for e in run.cluster.stores.journals[1].events()]
+      assert jobs.count(base.REJECT) == 1
+    else:
+      run.check()
+      actions = [event.action for event in run.events]
+      assert actions.count(base.REJECT) == 1
+  refused = [line for line in run.news if "is refused" in line]
+  assert len(refused) == 1
+  assert "damaged: its CRC-32 is another" in refused[0]
+  assert "\n" not in refused[0]
