@@ -344,13 +344,8 @@ def plan(
       f" server, which engine {run.engine!r} does not train: use simulate or"
       " mesh"
     )
-  for key in ("compress", "compress_down"):
-    if first.gossip is not None and run.config[key] is not None:
-      raise ValueError(
-        f"config.{key} is of messages of a server, and config.runs.{run.label}"
-        f" has none: give a recipe that takes one a codec, as"
-        f" config.runs.{run.label}.codec of choco_sgd, and {key}=None"
-      )
+  if first.gossip is not None:
+    traffic.refuse(run, "peers have a codec as an option of their recipe")
   # All peers make an update of their own from so many batches.
   every = workers if first.gossip is not None else first.every
   batches, start = every * first.steps, peak / workers

@@ -163,7 +163,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"compress": "top_k"},
-      "config.compress is of messages of a server, and config.runs.ring has",
+      "config.compress: peers have a codec as an option of their recipe",
     ),
     (
       "ring",
