@@ -83,6 +83,8 @@ class CoordinatedPlan:
 _REFUSED = (
   ("optimizer", "L-BFGS is the optimizer"),
   ("clip_norm", "a clipped gradient is not that of the loss"),
+  ("compress", "a coded gradient is not that of the loss"),
+  ("compress_down", "its parameters change by what a line search finds"),
 )
 
 

@@ -110,8 +110,9 @@ def test_it_ends_by_itself_and_says_why(tmp_path):
   )
 
 
-def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
-  exp = build()
+@pytest.mark.parametrize("on_nan", ["stop", "record"])
+def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
+  exp = build(on_nan=on_nan)
   (cell,) = exp.cells
   plan = exp.plan(cell)
   nan = lambda *args: (  # noqa: E731
@@ -119,8 +120,13 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     plan.problem.init(jax.random.key(0)),
   )
   monkeypatch.setitem(vars(plan), "gradient", nan)
-  with pytest.raises(NotFinite, match="not finite: the loss is nan"):
-    train(exp, tmp_path)
+  if on_nan == "stop":
+    with pytest.raises(NotFinite, match="not finite: the loss is nan"):
+      train(exp, tmp_path)
+    return
+  result, _ = train(exp, tmp_path)
+  assert result["diverged"]
+  assert result["messages"] == 3  # one evaluation of the batch
 
 
 @pytest.mark.parametrize(
@@ -155,15 +161,10 @@ def test_lbfgs_in_synchronous_training_needs_the_loss(engine, tmp_path):
     "runs": {"run": {"recipe": "ssgd"}},
     "optimizer": {"name": "lbfgs", "memory_size": 3},
     "mesh": {"axes": {"data": 2}},
-    "examples": 128,
+    "batch_size": 128,
+    "examples": 128 * 8,
     "evaluations": 1,
-    "problem": {
-      "name": "asgd.problems.analytic:quadratic",
-      "dimensions": 4,
-      "least": 0.5,
-    },
   }
-  del config["model"]
   if engine != "mesh":
     del config["mesh"]
     with pytest.raises(ValueError, match="'lbfgs' searches along a line, for"):
@@ -172,7 +173,7 @@ def test_lbfgs_in_synchronous_training_needs_the_loss(engine, tmp_path):
   exp = experiment.build(config, engines=experiment.ENGINES)
   result, _ = train(exp, tmp_path)
   assert result["optimizer"] == "lbfgs"
-  assert result["test_loss"] < 1e-3
+  assert result["test_loss"] < 2.0  # of guessing: 2.3
 
 
 def test_statistics_of_batches_are_refused():
