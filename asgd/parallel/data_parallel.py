@@ -92,6 +92,7 @@ def make_step(
   specs: zero_lib.Specs = zero_lib.replicated,
   statistics_decay: float = 0.9,
   reducer: compression.Reducer | None = None,
+  searches: bool = False,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -129,6 +130,10 @@ def make_step(
       averaged, as by `compression.named_reducer`; None: exactly. Not with ZeRO,
       other axes or the form "pmap". If one gradient is not finite nothing is
       sent, and the step is told a NaN. What is clipped here is the mean.
+    searches: the transform searches along a line (`optimizers.lbfgs`): its
+      update is told `value`, the loss of the batch, and `value_fn`, that as a
+      function of the weights. For the form "shard_map" with zero 0, no other
+      axis and no clip_norm.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -160,19 +165,16 @@ def make_step(
     _check_pmap(mesh, zero, specs)
   if reducer is not None:
     check_reducer(mesh, zero, form)
+  if searches:
+    _check_search(
+      mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
+    )
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
-    loss,
-    algorithm,
-    mesh,
-    accumulate,
-    clip,
-    zero,
-    policy,
-    loss_scale,
-    specs,
-    reducer,
+    *(loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs),
+    reducer=reducer,
+    searches=searches,
   )
   return make(program)
 
@@ -189,7 +191,8 @@ class _Program(NamedTuple):
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
-  reducer: compression.Reducer | None
+  reducer: compression.Reducer | None = None
+  searches: bool = False
 
   @property
   def pieces(self):
@@ -311,8 +314,10 @@ class _Program(NamedTuple):
     after = optax.tree.where(finite, after, before)
     return mean, jax.tree.map(lambda x: x[None], after)
 
-  def update(self, state, sent, value, grads, stats, kept):
-    """The optimizer's part, of a gradient taken at `sent`."""
+  def update(self, state, sent, value, grads, stats, kept, value_fn=None):
+    """The optimizer's part, of a gradient taken at `sent`; of one that
+    searches, with the loss as a function of the weights."""
+    search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = precision.all_finite(grads)
@@ -321,7 +326,8 @@ class _Program(NamedTuple):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      grads, state.opt_state, state.params, **delay._asdict()
+      *(grads, state.opt_state, state.params),
+      **{**delay._asdict(), **search},
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -382,18 +388,27 @@ def _shard_map_step(program):
     dims = jax.tree.map(
       lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
-    value, grads, stats, each = jax.shard_map(
+    gradient = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
       in_specs=(kept, P(_AXIS), P(), P(), P(_AXIS)),
       out_specs=(P(), grad_specs, P(), P(_AXIS)),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
-    )(sent, batch, key, program.scale_of(state), state.reducer)
+    )
+    rest = batch, key, program.scale_of(state), state.reducer
+    value, grads, stats, each = gradient(sent, *rest)
+    value_fn = None
+    if program.searches:
+      value_fn = _function_of(
+        lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
+      )
     # Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
-    state, metrics = program.update(state, sent, value, grads, stats, each)
+    state, metrics = program.update(
+      *(state, sent, value, grads, stats, each, value_fn)
+    )
     return program.settle(state), metrics
 
   return Step(
@@ -402,6 +417,20 @@ def _shard_map_step(program):
     lambda state: meshes.whole(state.params, mesh),
     functools.partial(meshes.place_batch, mesh=mesh),
   )
+
+
+def _function_of(value_and_grad):
+  """Returns the value as a function that JAX may differentiate."""
+
+  @jax.custom_vjp
+  def value_fn(weights):
+    return value_and_grad(weights)[0]
+
+  def backward(grads, cotangent):
+    return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
+
+  value_fn.defvjp(value_and_grad, backward)
+  return value_fn
 
 
 def _pmap_step(program):
@@ -471,6 +500,22 @@ def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
       f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"
       f" and the form 'shard_map', not for {tuple(mesh.axis_names)}, zero="
       f"{zero!r} and {form!r}"
+    )
+
+
+def _check_search(mesh, **options):
+  """A search decides by numbers that each device computes from the whole."""
+  wanted = {"form": "shard_map", "zero": 0}
+  for name, value in options.items():
+    if value != wanted.get(name):
+      raise ValueError(
+        "an optimizer that searches along a line (lbfgs) needs"
+        f" {name}={wanted.get(name)!r}, not {value!r}"
+      )
+  if tuple(mesh.axis_names) != (_AXIS,):
+    raise ValueError(
+      "an optimizer that searches along a line (lbfgs) needs a mesh of the axis"
+      f" {_AXIS!r} alone, not of {tuple(mesh.axis_names)}"
     )
 
 

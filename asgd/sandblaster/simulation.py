@@ -59,6 +59,7 @@ class _Ticket(NamedTuple):
   job: int
   seq: int
   finish: float  # when it will be done
+  fresh: bool  # the parameters were fetched for it
   loss: float = math.nan  # what a copy of it came to
 
 
@@ -144,6 +145,7 @@ class Simulation:
     saved. `work` is the loss and the gradient of a portion, a mean."""
     self._settings, self._work = settings, work
     self._like = params
+    self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     self._places = [_Place(durations.stream(i)) for i in range(workers)]
     self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
     self.now = 0.0
@@ -201,6 +203,7 @@ class Simulation:
     dtypes = (
       *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
       *(np.float32, np.bool_, np.float32, np.float32),
+      *(np.int64, np.int64, np.float32),
     )
     empty = [()] * len(dtypes)
     return base.Records(*map(np.array, list(columns) or empty, dtypes))
@@ -266,7 +269,7 @@ class Simulation:
     if settings.prefetch and (coming := jobs.peek(worker)) is not None:
       self._load(place, coming)
     finish = begin + place.draw(len(settings.portions_of(job)))
-    place.ticket = _Ticket(self._evaluation, job, place.seq, finish)
+    place.ticket = _Ticket(self._evaluation, job, place.seq, finish, fresh)
     self._write(worker, base.SEND if fresh else base.KEEP)
     place.seq += 1
     self._push(finish, "", worker)
@@ -351,6 +354,7 @@ class Simulation:
       (
         *(max(self.state.iteration, 0), self.now, worker, self.rows[-1].job),
         *(late, 0.0, loss / count, accepted, norm, 0.0),
+        *(self._bytes, self._bytes * ticket.fresh, 0.0),
       )
     )
     self._start(worker)

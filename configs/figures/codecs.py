@@ -23,7 +23,7 @@ CODECS = {  # label -> title, codec
   "dgc": ("DGC, 1 %", dict(name="dgc", density=0.01)),
   "random_k": (
     "random 10 %",
-    dict(name="random_k", density=0.1, error_feedback=True),
+    dict(name="random_k", density=0.1, scaled=False),
   ),
   "onebit": ("1 bit", dict(name="onebit")),
   "sign": ("sign", dict(name="sign", scale="mean", error_feedback=True)),

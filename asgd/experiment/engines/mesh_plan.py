@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asgd import base, compression, names, problems, transforms
+from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import parameter_server, traffic
@@ -185,7 +185,7 @@ def _transform(run, rate) -> base.Algorithm:
   """What makes an update: the run's recipe, with its optimizer."""
   # The step clips gradients itself, as one of several devices.
   run = run._replace(config={**run.config, "clip_norm": None})
-  recipe = run.make_recipe(rate, 1)
+  recipe = run.make_recipe(rate, 1, searches=True)
   if recipe.worker is not None:
     raise ValueError(
       f"config.runs.{run.label}: the workers of {run.recipe} take steps of"
@@ -237,6 +237,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       form=section["form"],
       statistics_decay=problem.statistics_decay,
       reducer=reducer,
+      searches=optimizers.searches(run.config["optimizer"]),
     )
   # Traced, so that what does not fit together is found now.
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)

@@ -54,7 +54,8 @@ class PeerLoop:
     self.rounds = 0  # ended
     self.limit = 0  # rounds or jobs that may be ended
     self.lives: dict[int, int] = {}  # of the peers that are there
-    self._lenders: list[int] | None = None  # that a newcomer waits for
+    self._is_new = False  # a newcomer, that has adopted nothing yet
+    self._lenders: list[int] = []  # whose loans it is to adopt, in this order
     self._loans: dict[int, Frame] = {}
     self._work: Work | None = None  # of the open job, once it is done
     self._began: float | None = None
@@ -118,13 +119,20 @@ class PeerLoop:
     self.meet(lives)
     self.rounds = self.limit = rounds
     self.rows.join()
-    self._lenders = list(lenders)
+    self._is_new, self._lenders = True, list(lenders)
 
   def present(self, peer: int, life: int, *, lend: bool) -> None:
-    """Takes note of a newcomer before a round, and lends it something."""
+    """Takes note of a newcomer before a round, and lends it something; what
+    it lends in turn is adopted before anything else."""
     self.lives[peer] = life
     if lend:
       self._tell(peer, self.rows.lend(peer))
+      if self._introduces:
+        self._lenders.append(peer)
+
+  @property
+  def _introduces(self):
+    return self.duty.gossip.rule.introduces
 
   def gone(self, peer: int) -> None:
     """Takes note that a peer has died."""
@@ -180,10 +188,14 @@ class PeerLoop:
   def _adopt(self):
     """Adopts once all lenders that live have lent, in their order."""
     lenders = [j for j in self._lenders if j in self.lives or j in self._loans]
-    if all(j in self._loans for j in lenders):
-      for k, j in enumerate(lenders):
-        self.rows.adopt(self._loans[j], first=not k)
-      self._lenders = None
+    if any(j not in self._loans for j in lenders):
+      return
+    for k, j in enumerate(lenders):
+      self.rows.adopt(self._loans.pop(j), first=self._is_new and not k)
+    if self._is_new and self._introduces:
+      for j in lenders:
+        self._tell(j, self.rows.lend(j))
+    self._is_new, self._lenders = False, []
 
   # Jobs.
 

@@ -78,6 +78,11 @@ class View(NamedTuple):
   weight: float  # by which it counts in the mean over peers
   version: int  # its own updates
 
+  @property
+  def server(self) -> "View":
+    """Itself: the parameters of a `PeerState` are those of its server."""
+    return self
+
 
 class PeerRows:
   """A peer's state, and the rows that change it."""
@@ -208,12 +213,12 @@ class PeerRows:
     """Takes the place of one that left."""
     self._write(NO_SEQ, self.life, base.JOIN)
 
-  def lend(self, newcomer: int) -> Frame:
-    """Returns what a newcomer is lent."""
-    event = self._write(self._puts, newcomer, base.LEND)
+  def lend(self, other: int) -> Frame:
+    """Returns what a newcomer is lent, or lends."""
+    event = self._write(self._puts, other, base.LEND)
     topology = self.duty.gossip.topology
-    hears = topology.union[self.index, newcomer]
-    slot = np.int32(topology.slot(self.index, newcomer) if hears else 0)
+    hears = topology.union[self.index, other]  # or it knows nothing of it
+    slot = np.int32(topology.slot(self.index, other) if hears else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
@@ -223,7 +228,7 @@ class PeerRows:
     )
 
   def adopt(self, loan: Frame, *, first: bool) -> None:
-    """Takes what a neighbour lends."""
+    """Takes what another lends; `first` of a newcomer."""
     self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)
     self._bytes += loan.nbytes
