@@ -6,9 +6,8 @@ the largest hundredth of each leaf, signs (Seide et al. 2014), and 4-bit numbers
 of QSGD (Alistarh et al. 2017); and in rounds with signs in both directions.
 
   python -m launch.train --config=configs/compressed_digits.py
-
-With `--config.engine=threads --config.only=dense,threshold` workers are threads
-that pack their messages.
+  python -m launch.train --config=configs/compressed_digits.py \
+      --config.engine=threads --config.only=dense,threshold
 
 Accuracy in percent, mean and standard deviation of three seeds, and how many
 times fewer bytes messages are than dense ones, in two minutes on one core:
