@@ -165,7 +165,6 @@ def test_everything_is_recorded_of_a_run_that_diverges():
       {"compress": "top_k"},
       "config.compress: peers have a codec as an option of their recipe",
     ),
-    ("ring", {"engine": "threads"}, "config.runs.ring.recipe 'd_psgd' is of"),
     (
       "ring",
       {"engine": "pipeline", "stages": 2},
