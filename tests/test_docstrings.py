@@ -36,7 +36,7 @@ def own(module):
 
 
 WITH_EQUATIONS = {
-  **{f"algorithms.{k}": v for k, v in algorithms.RECIPES.items()},
+  **{f"algorithms.{k}": v for k, v in algorithms.ALL.items()},
   **{f"transforms.{k}": v for k, v in functions_of(transforms).items()},
   **{f"schedules.{k}": v for k, v in schedules.SCHEDULES.items()},
   "schedules.fill": schedules.fill,

@@ -38,6 +38,7 @@ RANKS = {
   "sharding": 1.3,
   "wire": 1,
   "sandblaster": 3.5,
+  "tables": 3.5,
   "problems": 3,
   "diagnosis": 3,
   "simulator": 3,

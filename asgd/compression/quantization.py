@@ -46,7 +46,7 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
 
   Source:
     Alistarh et al., "QSGD: communication-efficient SGD via gradient
-    quantization and encoding", NIPS 2017, arXiv:1610.02132, section 3.
+    quantization and encoding", NIPS 2017, arXiv:1610.02132.
 
   Example:
     The norm is 5; 3 / 5 and 4 / 5 of 5 levels are levels, nothing is drawn.

@@ -105,8 +105,7 @@ def onebit() -> Codec:
 
   Source:
     Seide et al., "1-bit stochastic gradient descent and its application to
-    data-parallel distributed training of speech DNNs", Interspeech 2014,
-    section 3.
+    data-parallel distributed training of speech DNNs", Interspeech 2014.
 
   Example:
     >>> import jax

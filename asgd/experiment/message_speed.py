@@ -65,10 +65,14 @@ class Stages:
     self._buffer = np.zeros(self.layout.most, np.uint8)
     self._unpacked = packing.unpack(self.layout, self.pack())
 
+  def begin(self) -> None:
+    """Begins to make a code; what uses it waits for it."""
+    self.code, self._state = self._step(self._state, self._message)
+
   def encode(self) -> None:
     """Makes a code, and waits for it."""
-    made = self._step(self._state, self._message)
-    self.code, self._state = jax.block_until_ready(made)
+    self.begin()
+    jax.block_until_ready((self.code, self._state))
 
   def pack(self) -> np.ndarray:
     """Returns the packed code, uint8[bytes], until the next call."""
@@ -171,11 +175,11 @@ class _Worker:
 
     def once():
       if stages is None:
-        sent = jax.tree.map(np.asarray, dense)
+        told = server.tell.remote(jax.tree.map(np.asarray, dense))
       else:
-        stages.encode()
-        sent = stages.pack()
-      ray.get(server.tell.remote(sent))
+        told = server.tell.remote(stages.pack())
+        stages.begin()
+      ray.get(told)
 
     def cpu():
       return time.process_time() + ray.get(server.cpu.remote())
@@ -195,7 +199,8 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   Each is in a call of Ray, as those from another machine are; the network is
   left out. The worker has the message on its device, and the server makes an
   update of it. Without a codec the elements are sent; with one the worker
-  encodes and packs, and the server unpacks, and decodes in the update.
+  encodes and packs, and the server unpacks, and decodes in the update. The next
+  code is made while a message is on its way, as by a worker of two tickets.
 
   Args:
     like: the message, a tree of float32 arrays of NumPy.

@@ -166,7 +166,7 @@ def get_figure():
       panel("to the loss", "time to loss", f"time to loss {LOSS}",
         yscale="log"),
       panel("accuracy", "test_accuracy", "accuracy (%)", scale=100),
-      panel("staleness", "staleness_mean", "mean staleness (mixes)"),
+      panel("staleness", "staleness_max", "largest staleness (mixes)"),
     ],
     quick={"seeds": (0, 1), "only": cells("allreduce", (1, 10))
       + cells("adpsgd", (1, 10)) + cells("dpsgd", (1, 10))},

@@ -13,6 +13,7 @@ from typing import Any
 from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
 from asgd.experiment import problem
+from asgd.gossip import topologies
 from asgd.orders import durations, makers
 from asgd.text_table import format_markdown
 from launch import __main__ as commands
@@ -52,12 +53,16 @@ def _path(package: str, name: str) -> str:
   return f"{package}.{name}.{name}" if is_module else f"{package}.{name}"
 
 
-def recipes() -> str:
-  """All recipes: what each does, its order and its options."""
+def recipes(
+  makers: Mapping[str, Callable] = algorithms.RECIPES,
+  page: str = "../api/algorithms.md",
+) -> str:
+  """All recipes: what each does, its order and its options; `page` has their
+  docstrings."""
   rows = []
-  for name, maker in algorithms.RECIPES.items():
-    order = algorithms.build(name, 0.1, 2).order
-    link = f"[`{name}`](../api/algorithms.md#asgd.algorithms.{name})"
+  for name, maker in makers.items():
+    order = algorithms.build(name, 0.1, 3).order
+    link = f"[`{name}`]({page}#asgd.algorithms.{name})"
     options = _code(listing.options(maker, algorithms.options(name)))
     rows.append((link, _summary(maker), f"`{order}`", options))
   return format_markdown(("recipe", "what it does", "order", "options"), rows)
@@ -191,6 +196,11 @@ TABLES: dict[str, Callable[[], str]] = {
   "schedules": schedule_table,
   "engines": engine_table,
   "recipe_sources": lambda: sources(algorithms.RECIPES),
+  "peer_recipes": lambda: recipes(algorithms.PEER_RECIPES, "api/gossip.md"),
+  "peer_sources": lambda: sources(algorithms.PEER_RECIPES),
+  "topologies": lambda: _made(
+    "topology", topologies.TOPOLOGIES, ["workers"]
+  ),
   "schedule_sources": lambda: sources(schedules.SCHEDULES),
   "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
   "orders": lambda: _made(
@@ -209,6 +219,9 @@ TABLES: dict[str, Callable[[], str]] = {
 # What is documented by name, from its docstring.
 NAMES: dict[str, Callable[[], list[str]]] = {
   "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
+  "peer_recipes": lambda: [
+    f"asgd.algorithms.{name}" for name in algorithms.PEER_RECIPES
+  ],
   "transforms": lambda: [
     _path("asgd.transforms", name) for name in transform_names()
   ],

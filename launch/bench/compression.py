@@ -64,19 +64,21 @@ def _coder(rounds):
 
 def _way(like, seconds):
   """Messages per second, of codecs and of the dense wire."""
-  header = ["sent", "messages/s", "dense/s", "of dense", "range", "CPU ms"]
-  table = turns.Table([*header, "of dense"], first=16)
-  for label in _SENT:
-    rates = [
-      message_speed.rate(like, options, seconds / _TURNS)
-      for _ in range(_TURNS)
-      for options in (None, _CODECS[label])
-    ]
-    dense, packed = (np.transpose(each) for each in (rates[::2], rates[1::2]))
-    speeds = [f"{np.median(each[0]):.1f}" for each in (packed, dense)]
-    speeds += turns.ratio_cells(packed[0] / dense[0])
-    cpu = f"{1e3 * np.median(packed[1]):.1f}"
-    table.row(label, *speeds, cpu, f"{np.median(packed[1] / dense[1]):.2f}")
+  sent = {"dense": None, **{label: _CODECS[label] for label in _SENT}}
+  rates = {label: [] for label in sent}
+  for _ in range(_TURNS):
+    for label, options in sent.items():
+      rate = message_speed.rate(like, options, seconds / _TURNS)
+      rates[label].append((rate.per_second, 1e3 * rate.cpu))
+  header = ["sent", "messages/s", "of dense", "range", "CPU ms", "of dense"]
+  table = turns.Table(header, first=16)
+  dense = np.transpose(rates["dense"])
+  for label, each in rates.items():
+    mine = np.transpose(each)
+    speed, cpu = np.median(mine, axis=1)
+    share = turns.ratio_cells(mine[0] / dense[0])
+    of_dense = f"{np.median(mine[1] / dense[1]):.2f}"
+    table.row(label, f"{speed:.1f}", *share, f"{cpu:.1f}", of_dense)
 
 
 def run(seconds: float, rounds: int = 9) -> None:

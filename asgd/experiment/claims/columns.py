@@ -37,7 +37,7 @@ RESULTS = (
   *("consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"),
   "bytes_per_link",
   *("bytes_up", "bytes_down", "compression_up"),
-  *("compression_down", "residual_lost"),
+  "compression_down",
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 _KINDS: Mapping[str, fields.Table] = {

@@ -83,7 +83,7 @@ class CoordinatedPlan:
 _REFUSED = (
   ("optimizer", "L-BFGS is the optimizer"),
   ("clip_norm", "a clipped gradient is not that of the loss"),
-  ("compress", "a compressed gradient is not that of the loss"),
+  ("compress", "a coded gradient is not that of the loss"),
   ("compress_down", "its loss is that of the parameters as they are"),
 )
 

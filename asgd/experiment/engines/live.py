@@ -122,6 +122,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   keep, and what cannot be split into shards."""
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if peers.of_peers(run):
+    live_peers.check_plan(result)
     return result
   result.rules()
   if run.config["server"]["shards"] > 1:
@@ -447,7 +448,10 @@ class LiveEngine(engines.Engine):
 
 def _describe(result: Mapping[str, Any]) -> str:
   if peers.has_peers(result):
-    return peers.describe(result)
+    words = peers.describe(result)
+    if missed := result["missed"]:
+      words += f", {missed} messages missed while peers were gone"
+    return words
   return parameter_server.describe(result)
 
 

@@ -18,7 +18,12 @@ import numpy as np
 from asgd import base, gossip, simulator
 from asgd.experiment import engines, live_figures, live_files, storage
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import parameter_server, peer_clusters, peers
+from asgd.experiment.engines import (
+  allocations,
+  parameter_server,
+  peer_clusters,
+  peers,
+)
 from asgd.experiment.engines.peer_clusters import LivePeers
 from asgd.experiment.schema import Run
 from asgd.live.append_only import PUT_BACK, FileGone
@@ -50,6 +55,16 @@ def check(run: Run) -> None:
         f" config.runs.{run.label}.recipe {run.recipe!r} is of peers: leave it"
         f" {value!r}"
       )
+
+
+def check_plan(plan: peers.PeerPlan) -> None:
+  """Refuses work by measured speeds, which only workers of a server get."""
+  if allocations.unknown(plan):
+    raise ValueError(
+      f"config.allocation follows from speeds, and the live peers of"
+      f" config.runs.{plan.run.label} are not timed: give numbers, one for each"
+      " peer"
+    )
 
 
 def check_faults(plans: Any, machine: Any) -> None:
@@ -167,10 +182,24 @@ class LivePeerEngine(engines.Engine):
     cuts = self._cuts if images else [[0, 0]] * len(self._places)
     dropped = 0
     for peer, (rows, records) in enumerate(cuts):
+      self._check_length(peer, rows, records)
       dropped += len(self._journal(peer)) - rows
       files.cut(self._folder, peer, rows, records)
     where = "the checkpoint" if images else "the beginning: no checkpoint"
     self._news.append(f"going on from {where}; {dropped} rows are dropped")
+
+  def _check_length(self, peer, rows, records):
+    """Refuses files that lost what a checkpoint is of."""
+    there = len(files.read_peer_records(self._folder, peer).loss)
+    for path, count, least in (
+      (journal_path(self._folder, peer), len(self._journal(peer)), rows),
+      (records_path(self._folder, peer), there, records),
+    ):
+      if count < least:
+        raise ValueError(
+          f"{path} has {count} rows where the checkpoint is of {least}: it was"
+          f" cut short. {PUT_BACK}"
+        )
 
   @contextlib.contextmanager
   def _watched(self) -> Iterator[None]:
@@ -201,7 +230,7 @@ class LivePeerEngine(engines.Engine):
     self._received += len(new.loss)
     now = time.monotonic()
     self._counter.add(now, new)
-    figures = self._counter.figures(self._bytes_each(new))
+    figures = self._counter.figures()
     if figures.messages:
       self._board.write(now, self._received, figures)
     with self._watched():
@@ -213,9 +242,6 @@ class LivePeerEngine(engines.Engine):
       news=news,
       figures=figures,
     )
-
-  def _bytes_each(self, new):
-    return float(new.bytes_down.mean()) if len(new.loss) else 0.0
 
   def _read(self) -> simulator.PeerRecords:
     """Returns the records that are new, and keeps them."""
@@ -324,7 +350,7 @@ class LivePeerEngine(engines.Engine):
       "took_part": len(np.unique(records.worker)),
     }
 
-  def _traffic(self) -> simulator.Traffic:
+  def _traffic(self) -> simulator.LinkTraffic:
     """What went over each link, as far as it was taken."""
     n = len(self._places)
     messages, nbytes = np.zeros((2, n, n), np.int64)
@@ -333,7 +359,7 @@ class LivePeerEngine(engines.Engine):
         if event.action in TAKES:
           messages[receiver, event.job] += 1
           nbytes[receiver, event.job] += event.message
-    return simulator.Traffic(messages, nbytes)
+    return simulator.LinkTraffic(messages, nbytes)
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""

@@ -68,6 +68,17 @@ def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
   return run.codecs[key]
 
 
+def refuse(run: Run, what: str) -> None:
+  """Raises ValueError if a config names a codec that a run has no use for."""
+  for key in SECTIONS:
+    if run.config[key] is not None:
+      raise ValueError(
+        f"config.{key}: {what} (config.runs.{run.label}.recipe {run.recipe!r});"
+        " leave it out, or set it in the entries of other runs alone,"
+        f" config.runs.LABEL.{key}"
+      )
+
+
 def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
   """Returns a server that decodes what the run's codec makes. Raises
   ValueError, naming the key, if its parameters cannot be encoded."""

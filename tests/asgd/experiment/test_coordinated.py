@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
   [
     ({"optimizer": "adam"}, {}, "config.optimizer .* L-BFGS is the optimizer"),
     ({"clip_norm": 1.0}, {}, "config.clip_norm 1.0 is not for the recipe"),
-    ({}, {"compress": "sign"}, "config.compress .* a compressed gradient is"),
+    ({}, {"compress": "sign"}, "config.compress .* a coded gradient is not"),
     ({"gate": {"max_staleness": 3}}, {}, "config.gate.max_staleness 3 is not"),
     ({"histroy": 3}, {}, "did you mean 'history'"),
     ({"history": 0}, {}, "config.runs.run.history must be a positive whole"),

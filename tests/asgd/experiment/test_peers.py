@@ -160,7 +160,11 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     ),
     ("ring", {"topolgy": "ring"}, "did you mean 'topology'"),
     ("ring", {"topology": 3}, "config.runs.ring.topology must be"),
-    ("ring", {"engine": "threads"}, "config.runs.ring.recipe 'd_psgd' is of"),
+    (
+      "ring",
+      {"compress": "top_k"},
+      "config.compress: peers have a codec as an option of their recipe",
+    ),
     (
       "ring",
       {"engine": "pipeline", "stages": 2},

@@ -1,0 +1,38 @@
+"""Tables of keyed rows: a parameter server that workers pull rows from.
+
+`Table` has rows by key on the shards of a server; `Client` and `Server` are the
+two sides of the consistency models (`Consistency`); `Simulation` runs them in
+simulated time. See docs/tables.md.
+"""
+
+from asgd.tables import filters as filters
+from asgd.tables import functions as functions
+from asgd.tables import keys as keys
+from asgd.tables.client import Client as Client
+from asgd.tables.client import TableSpec as TableSpec
+from asgd.tables.consistency import Consistency as Consistency
+from asgd.tables.consistency import Rules as Rules
+from asgd.tables.consistency import rules as rules
+from asgd.tables.filters import FILTERS as FILTERS
+from asgd.tables.functions import RowFunction as RowFunction
+from asgd.tables.messages import KeyCache as KeyCache
+from asgd.tables.messages import KeyList as KeyList
+from asgd.tables.messages import Push as Push
+from asgd.tables.messages import Rows as Rows
+from asgd.tables.messages import RowValues as RowValues
+from asgd.tables.messages import ValueCodec as ValueCodec
+from asgd.tables.ranges import Move as Move
+from asgd.tables.ranges import RangeClocks as RangeClocks
+from asgd.tables.ranges import Ranges as Ranges
+from asgd.tables.ranges import by_load as by_load
+from asgd.tables.ranges import moves as moves
+from asgd.tables.rows import KeyedRows as KeyedRows
+from asgd.tables.server import Server as Server
+from asgd.tables.settings import Settings as Settings
+from asgd.tables.settings import table as table
+from asgd.tables.simulation import Read as Read
+from asgd.tables.simulation import Simulation as Simulation
+from asgd.tables.simulation import Work as Work
+from asgd.tables.table import Table as Table
+
+RECIPES = {"table": table}  # that tables serve

@@ -1,0 +1,272 @@
+"""A client: the worker's side of tables.
+
+It has copies of rows, each with its clock, and the worker's own updates that
+are not sent. A read gives copy + own updates (read my writes), also after the
+copy was refreshed. A message takes what filters let through, as the codec has
+it; the rest stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.tables import filters as filters_lib
+from asgd.tables.consistency import Rules
+from asgd.tables.keys import Keys
+from asgd.tables.messages import KeyCache, Push, Rows, RowValues, ValueCodec
+from asgd.tables.rows import KeyedRows
+
+_NEVER = -1  # the clock of a row that was never read
+
+
+class TableSpec(NamedTuple):
+  """What a client knows of a table."""
+
+  shape: tuple[int, ...]  # of a row
+  dtype: Any
+  stop: int | None = None  # the first key beyond those of a dense one
+
+
+class Held(NamedTuple):
+  """Rows that filters have kept from messages."""
+
+  back: int  # they are sent later
+  dropped: int
+
+
+class Client:
+  """One worker's copies and updates.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import tables
+    >>> spec = {"w": tables.TableSpec((1,), np.float64)}
+    >>> client = tables.Client(0, spec, tables.rules("ssp", bound=1))
+    >>> keys = {"w": np.array([3])}
+    >>> client.stale(keys, clock=0)
+    {'w': array([3])}
+    >>> client.take(tables.Rows(0, {"w": (keys["w"], np.array([[5.0]]))}))
+    >>> client.write({"w": (keys["w"], np.array([[2.0]]))})
+    >>> client.read(keys)["w"].tolist()
+    [[7.0]]
+    >>> push = client.flush(clock=1)
+    >>> push.tables["w"].values.tolist(), client.read(keys)["w"].tolist()
+    ([[2.0]], [[7.0]])
+    >>> client.stale(keys, clock=1), client.stale(keys, clock=2)
+    ({}, {'w': array([3])})
+  """
+
+  def __init__(
+    self,
+    worker: int,
+    specs: Mapping[str, TableSpec],
+    rules: Rules,
+    *,
+    filters: Sequence[filters_lib.Filter] = (),
+    codec: ValueCodec | None = None,
+    key: jax.Array | None = None,
+    seed: int = 0,
+  ):
+    """Starts without rows.
+
+    Args:
+      worker: its number.
+      specs: of the tables, by name.
+      rules: of reads.
+      filters: of messages, each of what those before let through.
+      codec: of values.
+      key: of what the codec draws.
+      seed: of what filters draw.
+    """
+    self.worker, self.rules = worker, rules
+    self._specs, self._filters = dict(specs), tuple(filters)
+    self._codec, self._key, self._seed = codec, key, seed
+    self._rows = {name: self._empty(s) for name, s in specs.items()}
+    self.factor = 1.0  # what a value that is written does to a read
+    self.sender = KeyCache()
+    self.held = Held(0, 0)
+    self.flushes = 0
+
+  def _empty(self, spec):
+    none = np.zeros((0, *spec.shape), spec.dtype)
+    return KeyedRows(
+      np.zeros(0, np.int64),
+      {
+        "copy": none,
+        "own": none.copy(),  # as it is to be pushed
+        "written": np.zeros(0, bool),
+        "clock": np.zeros(0, np.int64),
+      },
+    )
+
+  def _made(self, name):
+    spec = self._specs[name]
+
+    def make(keys):
+      zeros = np.zeros((len(keys), *spec.shape), spec.dtype)
+      return {
+        "copy": zeros,
+        "own": zeros,
+        "written": np.zeros(len(keys), bool),
+        "clock": np.full(len(keys), _NEVER),
+      }
+
+    return make
+
+  # Reading.
+
+  def clocks(self, name: str, keys: Keys) -> np.ndarray:
+    """Returns int[n]: the clock of each copy, -1 of a row that it has not."""
+    rows, out = self._rows[name], np.full(len(keys), _NEVER)
+    has = rows.has(keys)
+    out[has] = rows.read(keys[has], "clock")
+    return out
+
+  def stale(self, keys: Mapping[str, Keys], clock: int) -> dict[str, Keys]:
+    """Returns the keys that must be read from the server before a read at a
+    clock; tables without any are left out."""
+    need, out = self.rules.need(clock), {}
+    for name, wanted in keys.items():
+      if not self.rules.anew:
+        wanted = wanted[self.clocks(name, wanted) < need]
+      if wanted.size:
+        out[name] = wanted
+    return out
+
+  def take(self, message: Rows) -> None:
+    """Takes rows of the server; its own updates stay."""
+    for name, (keys, values) in message.tables.items():
+      rows = self._rows[name]
+      rows.insert(keys, self._made(name))
+      rows.write(keys, "copy", values)
+      rows.write(keys, "clock", message.clock)
+    if message.late is None:
+      return
+    for name, rows in self._rows.items():
+      old = message.late.get(name)
+      clock = rows.columns["clock"]
+      known = clock != _NEVER
+      if old is not None:
+        known[rows.positions(old)] = False
+      clock[known] = message.clock
+
+  def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
+    """Returns rows, with its own updates; they must not be stale."""
+    out = {}
+    for name, wanted in keys.items():
+      rows = self._rows[name]
+      copy, own = (rows.read(wanted, each) for each in ("copy", "own"))
+      out[name] = copy + copy.dtype.type(self.factor) * own
+    return out
+
+  # Writing.
+
+  def write(self, values: Mapping[str, tuple[Keys, Any]]) -> None:
+    """Takes updates of its own, for rows that it has read. ValueError for a row
+    that is not finite; nothing is written then."""
+    for name, (keys, more) in values.items():
+      bad = ~np.isfinite(np.asarray(more)).reshape(len(keys), -1).all(1)
+      if bad.any():
+        raise ValueError(
+          f"{name}: the update of key {keys[np.argmax(bad)]} is not finite"
+          f" ({int(bad.sum())} of {len(keys)} rows)"
+        )
+    for name, (keys, more) in values.items():
+      rows = self._rows[name]
+      rows.insert(keys, self._made(name))
+      rows.add(keys, "own", np.asarray(more))
+      rows.write(keys, "written", True)
+
+  def flush(self, clock: int, *, everything: bool = False) -> Push:
+    """Returns its message with so many clocks finished; with `everything` it is
+    not filtered."""
+    rng = np.random.default_rng((self._seed, self.worker, self.flushes))
+    out = {}
+    for number, (name, rows) in enumerate(self._rows.items()):
+      keys = rows.keys[rows.columns["written"]]
+      if keys.size and not everything:
+        keys = self._filter(rows, keys, rng)
+      if keys.size:
+        out[name] = self._send(rows, keys, number)
+    self.flushes += 1
+    return Push(self.worker, clock, out)
+
+  def _filter(self, rows, keys, rng):
+    """Returns the keys that filters let through."""
+    for each in self._filters:
+      if not keys.size:
+        break
+      copy, own = (rows.read(keys, name) for name in ("copy", "own"))
+      seen = copy + copy.dtype.type(self.factor) * own
+      verdict = each(seen, own, rng)
+      dropped = 0
+      if verdict.drop is not None and verdict.drop.any():
+        gone, dropped = keys[verdict.drop], int(verdict.drop.sum())
+        rows.write(gone, "own", 0)
+        rows.write(gone, "written", False)
+      back, lost = self.held
+      back += int((~verdict.send).sum()) - dropped
+      self.held = Held(back, lost + dropped)
+      keys = keys[verdict.send]
+    return keys
+
+  def _send(self, rows, keys, number):
+    """Returns the updates of some rows as they travel. What the codec leaves
+    out stays its own."""
+    own = values = rows.read(keys, "own")
+    if self._codec is not None:
+      key = jax.random.fold_in(self._key, self.flushes)
+      packet = self._codec.pack(own, jax.random.fold_in(key, number))
+      sent = self._codec.unpack(packet, len(keys), own.shape[1:], own.dtype)
+      values = packet
+    else:
+      sent = own
+    rows.write(keys, "own", own - sent)
+    left = (own != sent).reshape(len(keys), -1).any(1)
+    rows.write(keys, "written", left)
+    rows.add(keys, "copy", sent.dtype.type(self.factor) * sent)
+    return RowValues(self.sender.pack(keys), values)
+
+  def residual(self) -> float:
+    """Returns the RMS of its updates that are not sent, over elements of rows
+    that it has."""
+    own = [rows.columns["own"] for rows in self._rows.values()]
+    count = sum(x.size for x in own)
+    square = sum(float(np.square(x, dtype=np.float64).sum()) for x in own)
+    return float(np.sqrt(square / max(count, 1)))
+
+  # Checkpoints.
+
+  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns its arrays, and the rest as JSON."""
+    arrays = {
+      name: {"keys": rows.keys, **rows.columns}
+      for name, rows in self._rows.items()
+    }
+    cached = {
+      f"{i:02d}{digest.hex()}": keys
+      for i, (digest, keys) in enumerate(self.sender.lists.items())
+    }
+    notes = {
+      "held": list(self.held),
+      "flushes": self.flushes,
+      "factor": self.factor,
+      "cached": list(cached),
+    }
+    return {"rows": arrays, "cached": cached}, notes
+
+  def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    """Takes over what a client like this one has packed."""
+    for name, packed in arrays["rows"].items():
+      columns = {k: np.array(x) for k, x in packed.items()}
+      self._rows[name] = KeyedRows(columns.pop("keys"), columns)
+    self.held, self.flushes = Held(*notes["held"]), notes["flushes"]
+    self.factor = notes["factor"]
+    self.sender = KeyCache(
+      {
+        bytes.fromhex(name[2:]): np.array(arrays["cached"][name])
+        for name in notes["cached"]
+      }
+    )

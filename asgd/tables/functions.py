@@ -1,0 +1,192 @@
+"""Functions at the server: what a push does to rows.
+
+`add` takes increments, as Petuum's tables do. `by_row` takes gradients and runs
+any optax transform on the rows that are pushed, each with a state of its own:
+a row that nobody pushes keeps its moments, its count and its value.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from asgd import checks
+
+
+class RowFunction(NamedTuple):
+  """A user's function at the server; both are pure.
+
+  `init` gives the state of some rows, a tree of arrays [n, ...]; `apply` what
+  they and their states come to with the values that were pushed.
+  """
+
+  init: Callable[[Any], Any]  # rows [n, ...] -> state
+  apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
+  additive: bool = False  # rows + values: a worker knows what its push does
+
+
+def add() -> RowFunction:
+  """The function that adds what is pushed.
+
+  Returns:
+    A RowFunction without a state.
+
+  Source:
+    Ho et al., "More effective distributed ML via a stale synchronous parallel
+    parameter server", NIPS 2013, whose tables are changed by Inc alone.
+
+  Example:
+    >>> from asgd import tables
+    >>> tables.functions.add().apply(1.0, (), 0.5)
+    (1.5, ())
+  """
+  return RowFunction(
+    lambda rows: (), lambda rows, state, values: (rows + values, state), True
+  )
+
+
+def bucket(count: int) -> int:
+  """Returns the number of rows that a compiled program for so many has: the
+  next power of two, 8 at least."""
+  return 1 << max(count - 1, 7).bit_length()
+
+
+def padded(rows: Any, count: int) -> Any:
+  """Returns rows [n, ...] with zeros after them, [count, ...]."""
+  xp = jnp if isinstance(rows, jax.Array) else np
+  width = [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1)
+  return xp.pad(rows, width)
+
+
+def by_row(tx: optax.GradientTransformation) -> RowFunction:
+  """Runs an optax transform on the rows that are pushed.
+
+    row, state <- row + u, state',   (u, state') = tx.update(value, state, row)
+
+  It is mapped over the rows: what it counts or normalises is of one row.
+
+  Args:
+    tx: any transform of gradients, as `optax.adagrad(0.1)`.
+
+  Returns:
+    A RowFunction that takes gradients.
+
+  Source:
+    Li et al., "Scaling distributed machine learning with the parameter
+    server", OSDI 2014: user-defined functions at the server.
+
+  Example:
+    >>> import numpy as np
+    >>> import optax
+    >>> from asgd import tables
+    >>> table = tables.Table(
+    ...   np.ones((3, 2), np.float32), tables.functions.by_row(optax.sgd(0.5))
+    ... )
+    >>> table.push([1], np.array([[1.0, 2.0]], np.float32))
+    >>> table.pull([0, 1]).tolist()
+    [[1.0, 1.0], [0.5, 0.0]]
+  """
+
+  @jax.jit
+  def update(rows, state, values):
+    changes, state = jax.vmap(tx.update)(values, state, rows)
+    return optax.apply_updates(rows, changes), state
+
+  start = jax.jit(jax.vmap(tx.init))
+
+  def on_padded(function, rows, *others):
+    count, size = len(rows), bucket(len(rows))
+    trees = jax.tree.map(lambda x: padded(x, size), (rows, *others))
+    out = jax.tree.map(lambda x: x[:count], function(*trees))
+    if not isinstance(rows, jax.Array):
+      out = jax.tree.map(np.array, out)
+    return out
+
+  return RowFunction(
+    functools.partial(on_padded, start), functools.partial(on_padded, update)
+  )
+
+
+class FtrlState(NamedTuple):
+  """State of `ftrl_proximal`."""
+
+  z: optax.Updates  # like the parameters
+  squares: optax.Updates  # n, sums of squared gradients
+
+
+def ftrl_proximal(
+  learning_rate: float = 0.1,
+  *,
+  beta: float = 1.0,
+  l1: float = 0.0,
+  l2: float = 0.0,
+) -> optax.GradientTransformation:
+  """FTRL-proximal: adaptive rates for each coordinate, and zeros by L1.
+
+    s = (sqrt(n + g^2) - sqrt(n)) / a;   n <- n + g^2;   z <- z + g - s w
+    w <- 0 if |z| <= l1, else
+    w <- -(z - sign(z) l1) / ((beta + sqrt(n)) / a + l2)
+
+  Args:
+    learning_rate: a, positive.
+    beta: 0 or more; with both 0 a gradient of 0 is divided by 0, so one of beta
+      and l2 should be above 0.
+    l1: 0 or more.
+    l2: 0 or more.
+
+  Returns:
+    An optax transform, which needs `params`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013,
+    algorithm 1.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import tables
+    >>> tx = tables.functions.ftrl_proximal(1.0, beta=1.0, l1=1.0)
+    >>> w = jnp.zeros(2)
+    >>> change, state = tx.update(jnp.array([3.0, 0.5]), tx.init(w), w)
+    >>> print(change)  # (3 - 1) / (1 + 3); of the other |z| is below l1
+    [-0.5  0. ]
+  """
+  checks.positive("learning_rate", learning_rate)
+  for name, value in (("beta", beta), ("l1", l1), ("l2", l2)):
+    checks.nonnegative(name, value)
+  if not beta and not l2:
+    raise ValueError(
+      "beta and l2 are both 0, and a first gradient of 0 would give 0 / 0"
+    )
+
+  def init(params: optax.Params) -> FtrlState:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return FtrlState(zeros, zeros)
+
+  def leaf(g, z, n, w):
+    after = n + g * g
+    z = z + g - (jnp.sqrt(after) - jnp.sqrt(n)) / learning_rate * w
+    size = (beta + jnp.sqrt(after)) / learning_rate + l2
+    new = jnp.where(jnp.abs(z) <= l1, 0, -(z - jnp.sign(z) * l1) / size)
+    return new - w, z, after
+
+  def update(
+    updates: optax.Updates,
+    state: FtrlState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, FtrlState]:
+    if params is None:
+      raise ValueError("ftrl_proximal needs the parameters: pass params")
+    out = jax.tree.map(leaf, updates, state.z, state.squares, params)
+    change, z, squares = jax.tree.transpose(
+      jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), out
+    )
+    return change, FtrlState(z, squares)
+
+  return optax.GradientTransformation(init, update)

@@ -1,0 +1,109 @@
+"""Keys: which rows of a table are meant.
+
+Index letters used in shape comments, here and in the other files of this room:
+  n  keys of a message
+  K  rows of a table
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import checks
+
+Keys = npt.NDArray[np.int64]  # [n]
+_INT64 = np.iinfo(np.int64)
+
+
+def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
+  """Returns keys as int64[n]; a slice or range as all keys in it.
+
+  Args:
+    keys: whole numbers, an array of them, a range, or a slice, whose ends
+      default to `start` and `stop`.
+    start: the least key there may be.
+    stop: the first beyond the largest; None: there is no largest.
+
+  Raises:
+    ValueError: for what are no whole numbers, for a key out of range, and for
+      one that comes twice.
+
+  Example:
+    >>> from asgd.tables import keys
+    >>> keys.read(slice(None, 3), stop=10).tolist()
+    [0, 1, 2]
+    >>> keys.read([2, 11], stop=10)
+    Traceback (most recent call last):
+    ValueError: key 11 is out of range: the table has the keys 0 to 9
+  """
+  if isinstance(keys, slice):
+    first = start if keys.start is None else keys.start
+    last = stop if keys.stop is None else keys.stop
+    if last is None or keys.step not in (None, 1):
+      raise ValueError(
+        f"a range of keys needs an end, and no step, not {checks.shown(keys)}"
+      )
+    keys = range(first, last)
+  if isinstance(keys, range):
+    keys = np.arange(keys.start, keys.stop, keys.step, np.int64)
+  array = np.asarray(keys)
+  if not array.size and array.ndim == 1:
+    return np.zeros(0, np.int64)
+  if array.ndim != 1 or array.dtype.kind not in "iu":
+    raise ValueError(
+      "keys must be a list of whole numbers, not"
+      f" {checks.shown(keys)} ({array.dtype}{list(array.shape)})"
+    )
+  if array.dtype.kind == "u" and array.max(initial=0) > _INT64.max:
+    raise ValueError(f"key {array.max()} does not fit into 64 bits")
+  array = array.astype(np.int64, copy=False)
+  _check_range(array, start, stop)
+  _check_doubled(array)
+  return array
+
+
+def _check_range(keys, start, stop):
+  bad = keys < start
+  if stop is not None:
+    bad |= keys >= stop
+  if bad.any():
+    key = keys[np.argmax(bad)]
+    most = "or more" if stop is None else f"to {stop - 1}"
+    raise ValueError(
+      f"key {key} is out of range: the table has the keys {start} {most}"
+    )
+
+
+def _check_doubled(keys):
+  ascending = np.diff(keys) > 0
+  if ascending.all():
+    return
+  ordered = np.sort(keys)
+  twice = ordered[1:] == ordered[:-1]
+  if twice.any():
+    raise ValueError(
+      f"key {ordered[1:][np.argmax(twice)]} comes twice: add up the values of"
+      " equal keys first (tables.keys.add_up)"
+    )
+
+
+def add_up(keys: Any, values: Any) -> tuple[Keys, np.ndarray]:
+  """Returns keys that differ, ascending, and the sums of their values.
+
+  Args:
+    keys: int[n], which may repeat.
+    values: [n, ...], a value for each.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.tables import keys
+    >>> unique, sums = keys.add_up([7, 3, 7], np.array([1.0, 2.0, 4.0]))
+    >>> unique.tolist(), sums.tolist()
+    ([3, 7], [2.0, 5.0])
+  """
+  unique, where = np.unique(np.asarray(keys, np.int64), return_inverse=True)
+  values = np.asarray(values)
+  sums = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+  np.add.at(sums, where, values)
+  return unique, sums

@@ -1,0 +1,165 @@
+"""Messages between clients and the server: plain data.
+
+A list of keys that the receiver has seen is told by its digest (key caching);
+values may be a packet of a codec instead of an array.
+"""
+
+import collections
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import compression
+from asgd.compression import packing
+from asgd.tables import functions
+from asgd.tables.keys import Keys
+
+_HEADER = 16  # bytes of a message: what it is, who sent it, its clock
+_CACHED = 64  # lists of keys that each side keeps
+
+
+class KeyList(NamedTuple):
+  """Keys as they travel."""
+
+  digest: bytes  # 8, of the keys
+  keys: Keys | None  # None: the receiver has them
+
+  @property
+  def nbytes(self) -> int:
+    """On the wire."""
+    return len(self.digest) + (0 if self.keys is None else 8 * len(self.keys))
+
+
+class RowValues(NamedTuple):
+  """Values for rows of one table."""
+
+  keys: KeyList
+  values: Any  # [n, ...] of NumPy, or bytes: a packet
+
+  @property
+  def nbytes(self) -> int:
+    """On the wire."""
+    size = self.values if isinstance(self.values, bytes) else None
+    return self.keys.nbytes + (len(size) if size else self.values.nbytes)
+
+
+class Push(NamedTuple):
+  """A worker's message at the end of a clock, or of a job."""
+
+  worker: int
+  clock: int  # clocks that the worker has finished with this message
+  tables: Mapping[str, RowValues]
+
+  @property
+  def nbytes(self) -> int:
+    """On the wire."""
+    return _HEADER + sum(each.nbytes for each in self.tables.values())
+
+
+class Rows(NamedTuple):
+  """Rows as the server has them, for a worker that asked, or that has them."""
+
+  clock: int  # the least of all workers' clocks
+  tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
+  asked: bool = True  # the worker knows the keys: it asked for them
+  # Of a server push at a clock: what the worker has and was changed, but is not
+  # sent; all else that it has is of this clock. None: nothing is said of it.
+  late: Mapping[str, Keys] | None = None
+
+  @property
+  def nbytes(self) -> int:
+    """On the wire."""
+    size = _HEADER
+    for keys, rows in self.tables.values():
+      size += rows.nbytes + (0 if self.asked else 8 * len(keys))
+    return size + sum(8 * len(keys) for keys in (self.late or {}).values())
+
+
+class KeyCache:
+  """One side's memory of lists of keys; sender and receiver, told the same
+  lists in the same order, remember the same.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import tables
+    >>> sender, receiver = tables.KeyCache(), tables.KeyCache()
+    >>> keys = np.arange(1000)
+    >>> first, again = sender.pack(keys), sender.pack(keys)
+    >>> first.nbytes, again.nbytes
+    (8008, 8)
+    >>> receiver.unpack(first).size, receiver.unpack(again).size
+    (1000, 1000)
+  """
+
+  def __init__(self, lists: Mapping[bytes, Keys] | None = None):
+    self.lists: collections.OrderedDict[bytes, Keys] = (
+      collections.OrderedDict(lists or {})
+    )
+
+  def _remember(self, digest, keys):
+    self.lists[digest] = keys
+    self.lists.move_to_end(digest)
+    if len(self.lists) > _CACHED:
+      self.lists.popitem(last=False)
+
+  def pack(self, keys: Keys) -> KeyList:
+    """Returns keys as they travel, and remembers them."""
+    digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
+    new = digest not in self.lists
+    self._remember(digest, keys)
+    return KeyList(digest, keys if new else None)
+
+  def unpack(self, sent: KeyList) -> Keys:
+    """Returns keys that were sent, and remembers them; KeyError for a digest of
+    none that are known: they must be asked for."""
+    keys = self.lists[sent.digest] if sent.keys is None else sent.keys
+    self._remember(sent.digest, keys)
+    return keys
+
+
+class ValueCodec:
+  """A codec for values of rows, whose number differs from message to message:
+  compiled for as many as the next power of two.
+
+  What it does not send is for the client to keep: it has no error feedback of
+  its own.
+  """
+
+  def __init__(self, name: str, **options: Any):
+    """Takes a codec as `compression.named` does."""
+    self._codec = compression.named(name, error_feedback=False, **options)
+    if self._codec.feedback == compression.codec.OWN:
+      raise ValueError(
+        f"codec {name!r} keeps what it does not send itself, for values of a"
+        " fixed shape; rows need another one, as top_k or int8"
+      )
+    self._encode = jax.jit(
+      lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]
+    )
+    self._decode = jax.jit(self._codec.decode)
+    self._layouts: dict[Any, packing.Layout] = {}
+
+  def _layout(self, shape, dtype):
+    if (shape, dtype) not in self._layouts:
+      like = jax.ShapeDtypeStruct(shape, dtype)
+      key = jax.eval_shape(lambda: jax.random.key(0))
+      code = jax.eval_shape(self._encode, like, key)
+      self._layouts[shape, dtype] = packing.layout(code)
+    return self._layouts[shape, dtype]
+
+  def pack(self, values: np.ndarray, key: jax.Array) -> bytes:
+    """Returns values [n, ...] as a packet."""
+    padded = functions.padded(values, functions.bucket(len(values)))
+    code = jax.device_get(self._encode(padded, key))
+    return bytes(packing.pack(self._layout(padded.shape, padded.dtype), code))
+
+  def unpack(
+    self, packet: bytes, count: int, shape: tuple[int, ...], dtype: Any
+  ) -> np.ndarray:
+    """Returns the values [count, *shape] of a packet."""
+    whole = functions.bucket(count), *shape
+    code = packing.unpack(self._layout(whole, np.dtype(dtype)), packet)
+    return np.asarray(self._decode(code))[:count]

@@ -1,0 +1,298 @@
+"""The server of tables: applies messages, counts clocks, sends rows.
+
+It knows no order of its own: a runtime gives it messages one by one, asks
+whether a worker may be answered, and takes what it has to send.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asgd.tables.client import TableSpec
+from asgd.tables.consistency import Consistency, Rules
+from asgd.tables.keys import Keys
+from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
+from asgd.tables.ranges import RangeClocks
+from asgd.tables.rows import KeyedRows
+from asgd.tables.table import Table
+
+_LAST = np.iinfo(np.int64).max
+_Values = dict[str, tuple[Keys, np.ndarray]]
+
+
+class Server:
+  """Tables by name, and what workers have of them.
+
+  Example:
+    A row that a worker has is sent to it when the slowest clock advances.
+
+    >>> import numpy as np
+    >>> from asgd import tables
+    >>> rules = tables.rules("essp", bound=2)
+    >>> table = tables.Table(np.zeros((4, 1)))
+    >>> server = tables.Server({"w": table}, rules, workers=[0])
+    >>> rows = server.pull(0, {"w": np.array([2])})
+    >>> client = tables.Client(0, server.specs, rules)
+    >>> client.take(rows)
+    >>> client.write({"w": (np.array([2]), np.array([[1.0]]))})
+    >>> server.receive(client.flush(clock=1)), server.slowest
+    (1, 1)
+  """
+
+  def __init__(
+    self,
+    tables: Mapping[str, Table],
+    rules: Rules,
+    workers: Sequence[int],
+    *,
+    codec: ValueCodec | None = None,
+  ):
+    """Takes the tables over; `codec` is that of the clients."""
+    self.tables, self.rules = dict(tables), rules
+    self.workers = list(workers)
+    self._codec = codec
+    self.clocks = {
+      name: RangeClocks(workers, 0, _LAST if t.stop is None else t.stop)
+      for name, t in tables.items()
+    }
+    self._receivers = {worker: KeyCache() for worker in workers}
+    self._deferred: list[tuple[int, int, _Values]] = []
+    self._copies = {worker: self._no_copies() for worker in workers}
+    self.version = 0  # messages applied
+
+  def _no_copies(self):
+    """What a worker has, of which tables know: nothing."""
+    return {
+      name: KeyedRows(
+        np.zeros(0, np.int64),
+        {
+          "lacks": np.zeros((0, *table.shape), np.float64),
+          "changed": np.zeros(0, bool),
+        },
+      )
+      for name, table in self.tables.items()
+    }
+
+  @property
+  def specs(self) -> dict[str, TableSpec]:
+    """What clients know of the tables."""
+    return {
+      name: TableSpec(table.shape, np.dtype(table.dtype), table.stop)
+      for name, table in self.tables.items()
+    }
+
+  @property
+  def slowest(self) -> int:
+    """The least of all workers' clocks."""
+    return min(clocks.slowest for clocks in self.clocks.values())
+
+  # Reading.
+
+  def pull(self, worker: int, keys: Mapping[str, Keys]) -> Rows:
+    """Returns rows for a worker that asks for them; it is registered for them
+    if the rules say so."""
+    out = {}
+    for name, wanted in keys.items():
+      out[name] = wanted, np.asarray(self.tables[name].pull(wanted))
+      if self.rules.registers:
+        self._register(worker, name, wanted)
+    return Rows(self.slowest, out)
+
+  def _register(self, worker, name, keys):
+    copies, shape = self._copies[worker][name], self.tables[name].shape
+
+    def make(new):
+      lacks = np.zeros((len(new), *shape))
+      return {"lacks": lacks, "changed": np.zeros(len(new), bool)}
+
+    copies.insert(keys, make)
+    copies.write(keys, "lacks", 0)
+    copies.write(keys, "changed", False)
+
+  # Writing.
+
+  def receive(self, push: Push) -> int:
+    """Applies a message, at once or when all of its clock have come; returns by
+    how much the slowest clock has advanced.
+
+    Raises:
+      ValueError: for what a table refuses, with the worker; nothing of the
+        message is applied then.
+    """
+    before, values = self.slowest, self._values(push)
+    if self.rules.deferred:
+      self._deferred.append((push.clock, push.worker, values))
+    else:
+      self._apply(push.worker, values)
+    for clocks in self.clocks.values():
+      clocks.tell(push.worker, push.clock)
+    after = self.slowest
+    self._apply_deferred(after)
+    return after - before
+
+  def _apply_deferred(self, clock):
+    """Applies what is of a clock that all have finished, in the order of the
+    workers: no bit depends on who came first."""
+    due = [each for each in self._deferred if each[0] <= clock]
+    self._deferred = [each for each in self._deferred if each[0] > clock]
+    for _, worker, values in sorted(due, key=lambda each: each[:2]):
+      self._apply(worker, values)
+
+  def _values(self, push) -> _Values:
+    """What a message says, checked."""
+    out = {}
+    try:
+      for name, sent in push.tables.items():
+        if name not in self.tables:
+          known = ", ".join(self.tables)
+          raise ValueError(f"there is no table {name!r}; there are {known}")
+        table, values = self.tables[name], sent.values
+        keys = self._receivers[push.worker].unpack(sent.keys)
+        if isinstance(values, bytes):
+          values = self._codec.unpack(
+            values, len(keys), table.shape, table.dtype
+          )
+        out[name] = table.read_keys(keys), values
+        table.check_values(keys, values)
+    except ValueError as error:
+      raise ValueError(
+        f"message of worker {push.worker}, clock {push.clock}: {error}"
+      ) from None
+    return out
+
+  def _apply(self, worker, values: _Values):
+    self.version += 1
+    for name, (keys, more) in values.items():
+      table = self.tables[name]
+      if not self.rules.registers:
+        table.push(keys, more)
+        continue
+      old = np.array(table.peek(keys))
+      table.push(keys, more)
+      self._note(worker, name, keys, np.asarray(table.peek(keys)) - old)
+
+  def _note(self, sender, name, keys, change):
+    """Writes down what copies of workers lack now. The sender's has what it
+    sent, if the table adds."""
+    exact = self.tables[name].function.additive
+    for worker, copies in self._copies.items():
+      if worker == sender and exact:
+        continue
+      has = copies[name].has(keys)
+      if has.any():
+        copies[name].add(keys[has], "lacks", change[has])
+        copies[name].write(keys[has], "changed", True)
+
+  # Sending.
+
+  def at_clock(self) -> dict[int, Rows]:
+    """Returns what is sent to each worker as the slowest clock has advanced."""
+    if not self.rules.by_clock:
+      return {}
+    return {worker: self._changed(worker) for worker in self.workers}
+
+  def _changed(self, worker):
+    tables, late = {}, {}
+    for name, copies in self._copies[worker].items():
+      keys = copies.keys[copies.columns["changed"]]
+      if self.rules.consistency is Consistency.MANAGED:
+        keys, rest = self._largest(name, copies, keys)
+        if rest.size:
+          late[name] = rest
+      if keys.size:
+        tables[name] = self._sent(worker, name, keys)
+    return Rows(self.slowest, tables, asked=False, late=late)
+
+  def _largest(self, name, copies, keys):
+    """Returns the keys that the budget is spent on, and the others; a table has
+    its part of it by its number of rows."""
+    total = sum(map(len, self.tables.values()))
+    budget = round(self.rules.budget * len(self.tables[name]) / total)
+    if len(keys) <= budget:
+      return keys, keys[:0]
+    sizes = [
+      np.abs(np.asarray(x)).reshape(len(keys), -1).max(1)
+      for x in (copies.read(keys, "lacks"), self.tables[name].peek(keys))
+    ]
+    change = sizes[0] / (sizes[1] + np.finfo(np.float64).tiny)
+    order = np.argsort(-change, kind="stable")
+    return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
+
+  def _sent(self, worker, name, keys):
+    copies = self._copies[worker][name]
+    copies.write(keys, "lacks", 0)
+    copies.write(keys, "changed", False)
+    return keys, np.asarray(self.tables[name].pull(keys))
+
+  def by_value(self, worker: int, clock: int) -> Rows | None:
+    """Returns the rows of a worker at a clock that lack more than they may, if
+    there are any."""
+    limit, tables = self.rules.limit(clock), {}
+    for name, copies in self._copies[worker].items():
+      lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
+      keys = copies.keys[lacks.max(1, initial=0) > limit]
+      if keys.size:
+        tables[name] = self._sent(worker, name, keys)
+    return Rows(self.slowest, tables, asked=False) if tables else None
+
+  # Checkpoints.
+
+  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns its arrays, and the rest as JSON."""
+    copies = [
+      {name: {"keys": x.keys, **x.columns} for name, x in each.items()}
+      for each in self._copies.values()
+    ]
+    cached = [
+      {
+        f"{i:02d}{digest.hex()}": keys
+        for i, (digest, keys) in enumerate(receiver.lists.items())
+      }
+      for receiver in self._receivers.values()
+    ]
+    deferred = [
+      {name: list(each) for name, each in values.items()}
+      for *_, values in self._deferred
+    ]
+    arrays = {
+      "tables": {name: table.pack() for name, table in self.tables.items()},
+      "copies": copies,
+      "cached": cached,
+      "deferred": deferred,
+    }
+    notes = {
+      "clocks": {name: each.pack() for name, each in self.clocks.items()},
+      "deferred": [
+        [clock, worker, list(values)]
+        for clock, worker, values in self._deferred
+      ],
+      "cached": [list(each) for each in cached],
+      "version": self.version,
+    }
+    return arrays, notes
+
+  def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    """Takes over what a server like this one has packed."""
+    for name, table in self.tables.items():
+      table.unpack(arrays["tables"][name])
+    for worker, each in zip(self.workers, arrays["copies"], strict=True):
+      for name, packed in each.items():
+        columns = {k: np.array(x) for k, x in packed.items()}
+        self._copies[worker][name] = KeyedRows(columns.pop("keys"), columns)
+    for worker, names, lists in zip(
+      self.workers, notes["cached"], arrays["cached"], strict=True
+    ):
+      self._receivers[worker] = KeyCache(
+        {bytes.fromhex(name[2:]): np.array(lists[name]) for name in names}
+      )
+    self._deferred = [
+      (clock, worker, {k: tuple(map(np.array, each[k])) for k in names})
+      for (clock, worker, names), each in zip(
+        notes["deferred"], arrays["deferred"], strict=True
+      )
+    ]
+    self.clocks = {
+      name: RangeClocks.unpack(each) for name, each in notes["clocks"].items()
+    }
+    self.version = notes["version"]

@@ -1,0 +1,140 @@
+"""What a run of tables may be given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from asgd import checks
+from asgd.tables import consistency as consistency_lib
+from asgd.tables import filters as filters_lib
+from asgd.tables import functions
+from asgd.tables.messages import ValueCodec
+
+
+class Settings(NamedTuple):
+  """How tables are served; see `table`."""
+
+  rules: consistency_lib.Rules
+  function: functions.RowFunction
+  learning_rate: optax.ScalarOrSchedule
+  clock_every: int = 1
+  shards: int = 1
+  rebalance_every: int = 0
+  filters: tuple[filters_lib.Filter, ...] = ()
+  codec: tuple[tuple[str, Any], ...] = ()
+
+  def rate(self, clock: int) -> float:
+    """Returns the learning rate at a clock."""
+    rate = self.learning_rate
+    return float(rate(clock) if callable(rate) else rate)
+
+  def factor(self, clock: int) -> float:
+    """Returns what a read shows of a value that a worker is to push: all of an
+    increment, and of a gradient a step of gradient descent."""
+    return 1.0 if self.function.additive else -self.rate(clock)
+
+  def make_codec(self) -> ValueCodec | None:
+    """Returns the codec of messages, if there is one."""
+    return ValueCodec(**dict(self.codec)) if self.codec else None
+
+
+def table(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  *,
+  consistency: str = "ssp",
+  bound: int | None = None,
+  threshold: float | None = None,
+  budget: int | None = None,
+  clock_every: int = 1,
+  shards: int = 1,
+  rebalance_every: int = 0,
+  filters: Sequence[str | Mapping[str, Any]] = (),
+  codec: Mapping[str, Any] | None = None,
+  ftrl: Mapping[str, float] | None = None,
+  optimizer: Any = None,
+) -> Settings:
+  """A parameter server of keyed rows, under a consistency model.
+
+    row <- row + sum of the increments pushed,   an increment is -a g
+    or row, state <- tx(row, state, g) with an optax transform by row
+
+  A worker computes on the rows that its batch needs, and pushes once a clock.
+  The leaves of the parameters are tables, their leading axes keys.
+
+  Args:
+    learning_rate: a, or a schedule of it, in clocks; of an optimizer, in
+      updates of a row.
+    workers: N.
+    consistency: of `tables.Consistency`.
+    bound: s or tau, in clocks; 3 of ssp, essp and managed if left out.
+    threshold: v0 of value_bounded.
+    budget: rows of managed.
+    clock_every: jobs in a clock. Of value_bounded, messages are sent after each
+      job all the same.
+    shards: over which the rows of each table are divided.
+    rebalance_every: clocks after which keys are divided anew by load; 0 never.
+    filters: of messages, names or dicts of a `name` and options (`FILTERS`).
+    codec: of values, a dict of a `name` and options (`compression.CODECS`).
+    ftrl: options of `ftrl_proximal`, which is then the function at the server.
+    optimizer: an `optimizers.Optimizer` by row at the server; None adds.
+
+  Returns:
+    Settings.
+
+  Raises:
+    ValueError: for a value out of its range, or of another model.
+
+  Source:
+    Li et al., OSDI 2014; Ho et al., "More effective distributed ML via a stale
+    synchronous parallel parameter server", NIPS 2013; Dai et al.,
+    "High-performance distributed ML at scale through parameter server
+    consistency models", AAAI 2015, arXiv:1410.8043.
+
+  Example:
+    >>> from asgd import tables
+    >>> settings = tables.table(0.1, workers=4, consistency="essp", bound=10)
+    >>> settings.rules.bound, settings.function.additive
+    (10, True)
+  """
+  checks.whole("workers", workers)
+  with_bound = consistency in ("ssp", "essp", "managed")
+  if bound is None and with_bound:
+    bound = 3
+  rules = consistency_lib.rules(
+    consistency, bound=bound, threshold=threshold, budget=budget
+  )
+  if ftrl is not None and optimizer is not None:
+    raise ValueError(
+      "ftrl and the optimizer are both the function at the server: drop one"
+    )
+  function = functions.add()
+  if ftrl is not None:
+    tx = functions.ftrl_proximal(**{"learning_rate": learning_rate, **ftrl})
+    function = functions.by_row(tx)
+  elif optimizer is not None:
+    function = functions.by_row(optimizer(learning_rate))
+  settings = Settings(
+    rules,
+    function,
+    learning_rate,
+    checks.whole("clock_every", clock_every, most=10**6),
+    checks.whole("shards", shards),
+    checks.whole("rebalance_every", rebalance_every, 0),
+    tuple(map(filters_lib.named, filters)),
+    tuple((codec or {}).items()),
+  )
+  if any(_is_kkt(each) for each in filters) and function.additive:
+    raise ValueError(
+      "the filter kkt is for gradients, and increments are pushed: use it with"
+      " ftrl, or with an optimizer"
+    )
+  settings.make_codec()
+  return settings
+
+
+def _is_kkt(value):
+  name = value if isinstance(value, str) else dict(value).get("name")
+  return name == "kkt"
+

@@ -1,0 +1,342 @@
+"""Each consistency model is its definition, on random traces.
+
+Job j adds 2^j to each row that it reads: so a value that is read says which
+jobs' updates it has.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asgd import base, orders, tables
+from asgd.orders import trace as trace_lib
+from asgd.orders.durations import Durations
+from asgd.tables import Consistency
+
+ROWS = 5
+
+
+class World(NamedTuple):
+  """A cluster that was drawn."""
+
+  workers: int
+  every: int  # jobs in a clock
+  jobs: int  # of each worker
+  times: list  # of workers, cycles of times
+  keys: list  # of jobs, the rows that they read
+
+  @property
+  def total(self):
+    return self.workers * self.jobs
+
+  def clock(self, job):
+    """The clock that a job is of."""
+    return job // self.workers // self.every
+
+
+@st.composite
+def worlds(draw):
+  workers, every = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+  jobs = draw(st.integers(1, 48 // workers))
+  time = st.sampled_from([0.5, 1.0, 1.25, 2.0, 7.0])
+  times = [
+    draw(st.lists(time, min_size=1, max_size=4)) for _ in range(workers)
+  ]
+  some = st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=3)
+  keys = draw(st.lists(some, min_size=3, max_size=7))
+  return World(workers, every, jobs, times, [sorted(k) for k in keys])
+
+
+def work_of(world, value):
+  def keys(job):
+    return {"w": np.array(world.keys[job % len(world.keys)])}
+
+  def gradient(rows, job, keys, *_):
+    return 0.0, {"w": np.full((len(keys["w"]), 1), -value(job))}
+
+  return tables.Work(lambda worker, job: job, keys, gradient)
+
+
+def cycle(times):
+  def stream(worker):
+    while True:
+      yield from times[worker]
+
+  return Durations(stream)
+
+
+def simulated(world, value=lambda job: 2.0**job, **options):
+  reads = []
+  run = tables.Simulation(
+    tables.table(1.0, world.workers, clock_every=world.every, **options),
+    {"w": np.zeros((ROWS, 1))},
+    work_of(world, value),
+    cycle(world.times),
+    workers=world.workers,
+    messages=world.total,
+    observe=reads.append,
+  )
+  run.advance(world.total)
+  return run, reads
+
+
+class Past(NamedTuple):
+  """What a trace says of the moment before a row."""
+
+  ended: set  # jobs
+  flushed: set  # jobs whose updates were sent
+  slowest: int  # the least of all workers' clocks
+
+
+def past(world, run, row, *, each_job=False):
+  ended = {e.job for e in run.rows[:row] if e.action == base.RECEIVE}
+  counts = [
+    sum(job % world.workers == w for job in ended) for w in range(world.workers)
+  ]
+  over = [n == world.jobs for n in counts]
+  clocks = [n // world.every for n in counts]
+  flushed = {
+    job
+    for job in ended
+    if each_job
+    or over[job % world.workers]
+    or world.clock(job) < clocks[job % world.workers]
+  }
+  # With its last job a worker has finished its last clock.
+  done = -(-world.jobs // world.every)
+  clocks = [done if end else n for n, end in zip(clocks, over, strict=True)]
+  return Past(ended, flushed, min(clocks))
+
+
+def jobs_in(value):
+  """The jobs whose updates a value has."""
+  number = int(value)
+  return {job for job in range(number.bit_length()) if number >> job & 1}
+
+
+def seen(world, read):
+  """(key, the jobs in its row, all jobs that write to it) of a read."""
+  for key, value in zip(read.keys["w"], read.values["w"][:, 0], strict=True):
+    writers = {
+      job
+      for job in range(world.total)
+      if key in world.keys[job % len(world.keys)]
+    }
+    yield jobs_in(value), writers
+
+
+def own(world, run, read):
+  ended = past(world, run, read.row).ended
+  return {job for job in ended if job % world.workers == read.worker}
+
+
+def check_what_all_keep(world, run, reads):
+  orders.check(trace_lib.from_events(run.rows))
+  assert run.received == world.total
+  whole = {
+    key: sum(
+      2.0**job
+      for job in range(world.total)
+      if key in world.keys[job % len(world.keys)]
+    )
+    for key in range(ROWS)
+  }
+  # No update is lost, and none is applied twice.
+  assert run.tables()["w"][:, 0].tolist() == list(whole.values())
+  for read in reads:
+    mine = own(world, run, read)
+    for jobs, writers in seen(world, read):
+      assert mine & writers <= jobs  # it reads its writes
+      assert jobs <= past(world, run, read.row).ended
+
+
+MANY = settings(max_examples=40, deadline=None)
+
+
+@MANY
+@given(worlds())
+def test_bulk_synchronous_reads_what_is_of_clocks_before(world):
+  run, reads = simulated(world, consistency="bulk_synchronous")
+  check_what_all_keep(world, run, reads)
+  assert set(run.differentials) <= {-1}
+  for read in reads:
+    before = {j for j in range(world.total) if world.clock(j) < read.clock}
+    for jobs, writers in seen(world, read):
+      assert jobs == (before | own(world, run, read)) & writers
+
+
+@MANY
+@given(worlds(), st.integers(0, 3), st.sampled_from(["ssp", "essp"]))
+def test_stale_synchronous_reads_what_the_bound_wants(world, bound, which):
+  run, reads = simulated(world, consistency=which, bound=bound)
+  check_what_all_keep(world, run, reads)
+  assert all(-bound - 1 <= d <= -1 for d in run.differentials)
+  for read in reads:
+    now = past(world, run, read.row)
+    assert read.clock - now.slowest <= bound
+    wanted = {
+      j for j in range(world.total) if world.clock(j) < read.clock - bound
+    }
+    for jobs, writers in seen(world, read):
+      assert wanted & writers <= jobs
+    if which == "essp":  # all that every worker has finished
+      assert (read.clocks["w"] == now.slowest).all()
+
+
+@MANY
+@given(worlds(), st.integers(0, 3), st.integers(0, 3))
+def test_managed_keeps_the_bound_and_the_budget(world, bound, budget):
+  run, reads = simulated(
+    world, consistency="managed", bound=bound, budget=budget
+  )
+  check_what_all_keep(world, run, reads)
+  for read in reads:
+    wanted = {
+      j for j in range(world.total) if world.clock(j) < read.clock - bound
+    }
+    for (jobs, writers), clock in zip(
+      seen(world, read), read.clocks["w"], strict=True
+    ):
+      assert clock >= read.clock - bound
+      assert wanted & writers <= jobs
+
+
+@MANY
+@given(worlds(), st.sampled_from([0.5, 2.0, 20.0]))
+def test_value_bounded_lacks_no_more_than_the_bound(world, threshold):
+  # Of both signs: what is missing may cancel out.
+  def value(job):
+    return (-1.0) ** (job // 2) * (1 + job % 3) / 4
+
+  run, reads = simulated(
+    world, value, consistency="value_bounded", threshold=threshold
+  )
+  limits = []
+  for read in reads:
+    ended = past(world, run, read.row, each_job=True).ended
+    limit = threshold / np.sqrt(read.clock + 1)
+    for key, got in zip(read.keys["w"], read.values["w"][:, 0], strict=True):
+      whole = sum(
+        value(job) for job in ended if key in world.keys[job % len(world.keys)]
+      )
+      assert abs(whole - got) <= limit + 1e-9
+      limits.append(abs(whole - got))
+  assert len(limits) > 0
+
+
+@MANY
+@given(worlds(), st.integers(0, 3))
+def test_delay_bounded_starts_when_all_have_finished(world, bound):
+  run, reads = simulated(world, consistency="delay_bounded", bound=bound)
+  check_what_all_keep(world, run, reads)
+  for read in reads:
+    now = past(world, run, read.row)
+    assert now.slowest >= read.clock - bound
+    for jobs, writers in seen(world, read):
+      assert jobs == (now.flushed | own(world, run, read)) & writers
+
+
+@MANY
+@given(worlds())
+def test_asynchronous_reads_what_the_server_has_and_never_waits(world):
+  run, reads = simulated(world, consistency="asynchronous")
+  check_what_all_keep(world, run, reads)
+  for read in reads:
+    now = past(world, run, read.row)
+    for jobs, writers in seen(world, read):
+      assert jobs == (now.flushed | own(world, run, read)) & writers
+  for worker, times in enumerate(world.times):
+    ends = [
+      e.time
+      for e in run.rows
+      if e.worker == worker and e.action == base.RECEIVE
+    ]
+    whole = [times[i % len(times)] for i in range(world.jobs)]
+    np.testing.assert_allclose(ends, np.cumsum(whole))
+
+
+@MANY
+@given(worlds(), st.sampled_from(["ssp", "essp", "bulk_synchronous"]))
+def test_an_order_obeyed_again_gives_the_same(world, which):
+  bound = None if which == "bulk_synchronous" else 1
+  run, reads = simulated(world, consistency=which, bound=bound)
+  again = tables.Simulation(
+    tables.table(
+      1.0, world.workers, clock_every=world.every, consistency=which,
+      bound=bound,
+    ),
+    {"w": np.zeros((ROWS, 1))},
+    work_of(world, lambda job: 2.0**job),
+    cycle([[1.0]] * world.workers),  # which no row of a trace needs
+    workers=world.workers,
+    messages=world.total,
+  )
+  again.obey(trace_lib.from_events(run.rows))
+  assert again.rows == run.rows
+  for a, b in zip(again.records(), run.records(), strict=True):
+    assert a.tobytes() == b.tobytes()
+
+
+def straggling(which, bound=None, jobs=40):
+  """The differentials of a cluster, of which one worker takes twice as long
+  every now and then: jobs are short, clocks have ten."""
+  times = [[1.0] * 9 + [1.5], [1.0] * 9 + [1.5], [1.5] + [1.0] * 9]
+  world = World(3, 10, 10 * jobs, times, [[0, 1], [1, 2], [3, 4]])
+  run, _ = simulated(
+    world, lambda job: 0.0, consistency=which, bound=bound
+  )
+  total = sum(run.differentials.values())
+  return {d: count / total for d, count in run.differentials.items()}
+
+
+@pytest.mark.parametrize("bound", [1, 3, 10])
+def test_ssp_spreads_over_its_bound_and_essp_does_not(bound):
+  ssp, essp = straggling("ssp", bound), straggling("essp", bound)
+  even = 1 / (bound + 1)
+  assert min(ssp) == -bound - 1
+  assert all(0.5 * even < ssp[-1 - d] < 1.6 * even for d in range(bound + 1))
+  assert essp[-1] > 0.9
+
+
+def test_bsp_comes_to_the_same_bits_whatever_the_workers_take():
+  world = World(3, 2, 8, [[1.0], [3.0, 0.5], [0.25]], [[0, 1], [1, 4], [2]])
+
+  def value(job):
+    return np.sin(job)
+
+  one, _ = simulated(world, value, consistency="bulk_synchronous")
+  two, _ = simulated(
+    world._replace(times=[[1.0], [1.0], [9.0]]),
+    value,
+    consistency="bulk_synchronous",
+  )
+  assert one.tables()["w"].tobytes() == two.tables()["w"].tobytes()
+
+
+def test_a_row_that_its_model_does_not_allow_is_refused():
+  world = World(2, 1, 4, [[1.0], [5.0]], [[0]])
+  run, _ = simulated(world, consistency="ssp", bound=2)
+  strict = tables.Simulation(
+    tables.table(1.0, 2, consistency="ssp", bound=1),
+    {"w": np.zeros((ROWS, 1))},
+    work_of(world, float),
+    cycle(world.times),
+    workers=2,
+    messages=8,
+  )
+  with pytest.raises(trace_lib.TraceError, match="too old|it was a"):
+    strict.obey(trace_lib.from_events(run.rows))
+
+
+def test_rules_say_what_is_missing_and_what_is_too_much():
+  with pytest.raises(ValueError, match="'ssp' needs bound"):
+    tables.rules(Consistency.SSP)
+  with pytest.raises(ValueError, match="has no bound, which is 3; drop it"):
+    tables.rules("asynchronous", bound=3)
+  with pytest.raises(ValueError, match="unknown consistency 'sspp'; did you"):
+    tables.rules("sspp")
+  with pytest.raises(ValueError, match="threshold must be positive, not 0"):
+    tables.rules("value_bounded", threshold=0)
