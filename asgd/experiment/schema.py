@@ -27,6 +27,7 @@ from asgd import (
   rates,
   sandblaster,
   sharding,
+  tables,
   transforms,
 )
 from asgd.checks import shown
@@ -161,7 +162,9 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
-RECIPES = {**algorithms.RECIPES, **sandblaster.RECIPES}
+# Without a `base.Server`; an engine says which of them it runs.
+SERVED = {**sandblaster.RECIPES, **tables.RECIPES}
+RECIPES = {**algorithms.RECIPES, **SERVED}
 _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
@@ -433,12 +436,13 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
 def _options_of(recipe, kind):
   """The options of a recipe, of those that an engine can run."""
   maker = names.resolve("algorithm", recipe, RECIPES)
-  if recipe not in sandblaster.RECIPES:
+  if recipe not in SERVED:
     return algorithms.options(recipe)
-  if recipe not in kind.coordinated:
+  if recipe not in kind.served:
+    what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
     raise ValueError(
-      f"the recipe {recipe!r} has a coordinator in the place of a server's"
-      " update, which is simulated so far: use engine='simulate'"
+      f"the recipe {recipe!r} has {what} in the place of a server's update,"
+      " which is simulated so far: use engine='simulate'"
     )
   parameters = inspect.signature(maker).parameters.values()
   return {p.name: p.default for p in parameters if p.default is not p.empty}
