@@ -418,7 +418,7 @@ def test_going_on_from_any_row_comes_to_the_same_bits(name):
   trace = trace_of(recipe, rounds=4, clock=durations.heterogeneous())
   whole, end = peers(recipe, trace), len(trace.time)
   records = whole.run(end)
-  for row in np.linspace(1, end - 1, 7).astype(int).tolist():
+  for row in np.linspace(1, end - 1, 4).astype(int).tolist():
     first = peers(recipe, trace)
     rows = [first.run(row)]
     tree, notes = first.save()
