@@ -6,7 +6,7 @@ from asgd.experiment.claims import columns, drawing, figure_file
 def made(**panel):
   cells = {
     ("a", 4, seed): columns.CellResult(
-      {"diverged": False, "test_loss": seed + 1.0, "bytes_up": 1e6 * (seed + 1)},
+      dict(diverged=False, test_loss=seed + 1.0, bytes_up=1e6 * (seed + 1)),
       None,
     )
     for seed in range(3)
