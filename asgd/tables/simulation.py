@@ -140,13 +140,13 @@ class Simulation:
       range(workers),
       codec=codec,
     )
-    key = jax.random.key(seed)
+    key = None if codec is None else jax.random.key(seed)
     self._clients = [
       Client(
         *(worker, self.server.specs, settings.rules),
         filters=settings.filters,
         codec=codec,
-        key=jax.random.fold_in(key, worker),
+        key=key if key is None else jax.random.fold_in(key, worker),
         seed=seed,
       )
       for worker in range(workers)
@@ -421,6 +421,26 @@ class Simulation:
       "differentials": sorted(self.differentials.items()),
     }
     return arrays, notes
+
+  def template(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of the structure that was packed with some notes, of a run
+    that has not begun; shapes differ."""
+    arrays, _ = self.pack()
+    for client, each in zip(arrays["clients"], notes["clients"], strict=True):
+      client["cached"] = dict.fromkeys(each["cached"], 0)
+    server, server_notes = arrays["server"], notes["server"]
+    server["cached"] = [dict.fromkeys(x, 0) for x in server_notes["cached"]]
+    server["deferred"] = [
+      {name: [0, 0] for name in names}
+      for *_, names in server_notes["deferred"]
+    ]
+    rows = dict.fromkeys(self.server.tables, 0)
+    arrays["tickets"] = {
+      f"{i}": {"keys": rows, "values": rows}
+      for i, numbers in enumerate(notes["tickets"])
+      if numbers is not None
+    }
+    return arrays
 
   def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Takes over what a run like this one, which has not begun, has packed."""

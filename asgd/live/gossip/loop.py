@@ -46,7 +46,8 @@ class PeerLoop:
     span: Callable[[Span], None] | None = None,
   ):
     """`tell` brings a frame to a peer, or nowhere if that has died; it does not
-    wait. `wait` lets seconds go by; `span` is told of stretches of time."""
+    wait. `wait` lets seconds go by; `span` is told of stretches of time: fetch
+    is until a job starts, push until the peer has what came of it."""
     self.rows, self.index, self.duty = rows, rows.index, rows.duty
     self._tell, self._clock, self._wait = tell, clock, wait
     self._faults, self._span = faults, span or (lambda span: None)
@@ -59,6 +60,7 @@ class PeerLoop:
     self._loans: dict[int, Frame] = {}
     self._work: Work | None = None  # of the open job, once it is done
     self._began: float | None = None
+    self._free = clock()  # since when it has waited for a job, or for others
     self._how: str | None = None  # it ends
     self._alive = True
 
@@ -214,6 +216,7 @@ class PeerLoop:
       faults, peer = self._faults, self.index
       faults.before_work(peer, seq)
       began = self._clock()
+      self._span(Span("fetch", self._free, began, seq, number))
       work = self.rows.work()
       message = faults.message(peer, seq, work.message)
       if message is not work.message:
@@ -221,7 +224,8 @@ class PeerLoop:
       factor = (self.duty.slowdown[peer : peer + 1] or (1.0,))[0]
       if factor > 1:
         self._wait((factor - 1) * (self._clock() - began))
-      self._span(Span("compute", began, self._clock(), seq, number))
+      self._free = self._clock()
+      self._span(Span("compute", began, self._free, seq, number))
       return work
 
     def done(future):
@@ -234,8 +238,11 @@ class PeerLoop:
 
   def _receive(self) -> bool:
     """Ends the open job; False, and the loop ends, if it is not finite."""
-    assert self._work is not None
+    assert self._work is not None and self.rows.job is not None
     work, self._work, self._began = self._work, None, None
+    began, self._free = self._free, self._clock()
+    seq, number, _ = self.rows.job
+    self._span(Span("push", began, self._free, seq, number))
     if not work.finite:
       self.rows.reject()
       self._how = REJECTED

@@ -37,9 +37,18 @@ class PeerDuty(NamedTuple):
     """The compiled functions, once for each process."""
     return simulator.compile_peer(self.peer, self.worker)
 
+  @property
+  def hears(self) -> list[set[int]]:
+    """How many neighbours each peer hears in its rounds."""
+    topology = self.gossip.topology
+    rounds, peers = range(topology.period), range(topology.workers)
+    if self.gossip.order == gossip.PAIRS:
+      return [{1} for _ in peers]
+    return [{len(topology.neighbours(i, k)) for k in rounds} for i in peers]
+
   def warm_up(self, index: int) -> None:
     """Compiles what a peer calls; what it computes is dropped."""
-    steps, topology = self.steps, self.gossip.topology
+    steps = self.steps
     number, zero = np.int32(index), np.int32(0)
     state = self.peer.init(self.params)
     job = steps.send(state, number)
@@ -51,11 +60,7 @@ class PeerDuty(NamedTuple):
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
     code = self.wire.unpack(self.wire.pack(code))
-    rounds = range(topology.period)
-    counts = {len(topology.neighbours(index, k)) for k in rounds}
-    if self.gossip.order == gossip.PAIRS:
-      counts = {1}
-    for count in counts:
+    for count in self.hears[index]:
       weights, slots = np.zeros(count), np.zeros(count, np.int32)
       jax.block_until_ready(
         steps.mix(state, (code,) * count, weights, slots)

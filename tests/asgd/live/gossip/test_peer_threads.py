@@ -1,6 +1,7 @@
 """Live peers in threads: each run is what its journals say, to the last bit."""
 
 import functools
+import itertools
 import time
 
 import jax
@@ -288,3 +289,14 @@ def test_numbers_of_jobs_are_given_once_each():
   assert [numbers.take(), numbers.take()] == [1, 3]
   numbers.give_back(1)
   assert [numbers.take() for _ in range(3)] == [1, 4, None]
+
+
+def test_spans_of_peers_follow_each_other(tmp_path):
+  run, told = Run(tmp_path, "ad_psgd", rounds=5), []
+  run.run(span=lambda peer, span: told.append((peer, span)))
+  for peer in range(PEERS):
+    mine = [span for i, span in told if i == peer]
+    names = [span.name for span in mine]
+    assert names == ["fetch", "compute", "push"] * (len(mine) // 3)
+    for before, after in itertools.pairwise(mine):
+      assert before.start <= before.end <= after.start
