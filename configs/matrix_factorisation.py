@@ -30,7 +30,7 @@ def get_config(arg=None):
       bound=3,
       title="SSP 3, Adagrad by row",
       optimizer="adagrad",
-      learning_rate=0.3,
+      learning_rate=1.0,
     ),
   )
   config.workers = (8,)
