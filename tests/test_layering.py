@@ -62,6 +62,7 @@ EXPERIMENT_RANKS = {
   "signals": 0,
   "ray_runtime": 0,
   "turns": 0,
+  "message_speed": 1,
   "schema": 1,
   "overrides": 2,
   "checkpoint": 1,

@@ -175,7 +175,7 @@ def ad_psgd(
     topology: undirected; whom a peer may meet, all as likely.
     momentum: gamma, in [0, 1).
     weight_decay: 0 or more.
-    optimizer: of a peer, instead of SGD; it may read a Delay.
+    optimizer: of a peer, instead of SGD.
 
   Returns:
     A Recipe of peers, in pairs.

@@ -5,6 +5,7 @@ what it did not send (`error_feedback`) in a state of the worker's.
 """
 
 from asgd.compression.codec import Codec as Codec
+from asgd.compression.codec import Residual as Residual
 from asgd.compression.codec import Symbols as Symbols
 from asgd.compression.codec import Values as Values
 from asgd.compression.codec import clip as clip
@@ -37,11 +38,11 @@ from asgd.compression.quantization import qsgd as qsgd
 from asgd.compression.quantization import terngrad as terngrad
 from asgd.compression.reducers import Reducer as Reducer
 from asgd.compression.reducers import average as average
-from asgd.compression.sign import onebit as onebit
-from asgd.compression.sign import sign as sign
-from asgd.compression.threshold import adaptive_threshold as adaptive_threshold
-from asgd.compression.threshold import threshold as threshold
-from asgd.compression.top_k import random_k as random_k
-from asgd.compression.top_k import top_k as top_k
+from asgd.compression.signs import onebit as onebit
+from asgd.compression.signs import sign as sign
+from asgd.compression.sparse import random_k as random_k
+from asgd.compression.sparse import top_k as top_k
+from asgd.compression.thresholds import adaptive_threshold as adaptive_threshold
+from asgd.compression.thresholds import threshold as threshold
 from asgd.compression.updates import compressed_updates as compressed_updates
 from asgd.compression.updates import last_update as last_update

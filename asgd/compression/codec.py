@@ -203,6 +203,28 @@ def clip(codec: Codec, norm: float) -> Codec:
   return codec._replace(encode=encode, unbiased=False)
 
 
+def power_below(x: jax.Array) -> jax.Array:
+  """Returns powers of 2 to divide by, so that nothing like x overflows.
+
+  Args:
+    x: float[...], 0 or more, finite.
+
+  Returns:
+    Like x, the largest power of 2 up to it, but for the very largest and least:
+    programs may multiply by the inverse, which must be a normal number too.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.compression.codec import power_below
+    >>> print(power_below(jnp.array([5.0, 0.75])))
+    [4.  0.5]
+  """
+  info = jnp.finfo(x.dtype)
+  exponent = jnp.frexp(x)[1] - 1
+  exponent = jnp.clip(exponent, info.minexp, info.maxexp - 2)
+  return jnp.ldexp(jnp.ones_like(x), exponent)
+
+
 def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
   """Returns a tree of at most a global norm, also where squares overflow.
 
@@ -214,11 +236,8 @@ def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
   if not leaves:
     return tree
   wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
-  largest = jnp.stack([jnp.abs(x).max() for x in wide]).max()
-  unit = jnp.where(largest > 0, largest, 1.0)
+  unit = power_below(jnp.stack([jnp.abs(x).max() for x in wide]).max())
   squares = [jnp.square(x / unit).sum() for x in wide]
   root = jnp.sqrt(jnp.stack(squares).sum())  # ||tree|| / unit
-  # Both factors are finite, their product may not be.
-  ratio = norm / unit / jnp.maximum(root, 1.0)
-  factor = jnp.minimum(ratio, 1.0)
+  factor = jnp.minimum(norm / unit / jnp.maximum(root, 1.0), 1.0)
   return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)

@@ -15,7 +15,7 @@ import optax
 
 from asgd import base, checks
 from asgd.compression import leaves, selection
-from asgd.compression.codec import OWN, Code, Codec, Values
+from asgd.compression.codec import OWN, Code, Codec, Values, power_below
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -142,8 +142,7 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
     return leaves.as_leaf((), x)
   sides = _sides(x.shape, chunk)
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  largest = jnp.abs(wide).max()
-  unit = jnp.where(largest > 0, largest, 1.0)  # no sum overflows
+  unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
   numbers = selection.magnitudes(flat)

@@ -14,7 +14,7 @@ import optax
 from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.codec import OWN, Code, Codec, Values, clipped
-from asgd.compression.top_k import check_density, count_of, kept, largest
+from asgd.compression.sparse import check_density, count_of, kept, largest
 
 _STAGES = 4  # of a warm-up
 _RATIO = 0.25  # of densities of a stage and the one before
@@ -56,8 +56,7 @@ def dgc(
     density: in (0, 1], of the elements of each leaf.
     momentum: gamma, in [0, 1); 0 is top-k with error feedback.
     nesterov: which of the two forms.
-    warm_up: messages of this worker until the final density; 0: none. The paper
-      has four epochs.
+    warm_up: messages of this worker until the final density; 0: none.
     clip_norm: largest norm of the gradient of a whole batch; each worker's is
       clipped to workers^-1/2 of it, as if they were independent. None: any.
     workers: N, of which a batch's gradient is the mean; read with `clip_norm`.
@@ -70,8 +69,8 @@ def dgc(
 
   Source:
     Lin et al., "Deep gradient compression: reducing the communication bandwidth
-    for distributed training", ICLR 2018, arXiv:1712.01887, section 3; their
-    border is that of a sample, here it is exact.
+    for distributed training", ICLR 2018, arXiv:1712.01887; their border is
+    that of a sample, here it is exact.
 
   Example:
     >>> import jax

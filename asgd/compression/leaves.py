@@ -216,7 +216,8 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """Returns scales whose products with symbols are exact.
 
   They are rounded up to so few bits that a product with any whole number up to
-  `levels` is a float32, and never beyond its largest.
+  `levels` is a float32. No scale is above 2^126, as its inverse must be normal,
+  and no product beyond the largest float32.
 
   Args:
     x: float[...], 0 or more. What is 0, or too small for a float32, becomes 0.
@@ -237,7 +238,8 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   words = jax.lax.bitcast_convert_type(narrow, jnp.int32)
   words += narrow.astype(x.dtype) < x  # a float64 may have been rounded down
   words = (words + mask) & ~mask
-  most = np.float32(_LARGEST / levels).view(np.int32) & ~np.int32(mask)
+  most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
+  most &= ~np.int32(mask)
   words = jnp.minimum(words, most)
   scale = jax.lax.bitcast_convert_type(words, jnp.float32)
   return jnp.where(scale < _TINY, 0.0, scale)

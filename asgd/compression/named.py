@@ -13,9 +13,9 @@ from asgd.compression.onebit_adam import onebit_adam
 from asgd.compression.powersgd import powersgd, powersgd_reducer
 from asgd.compression.quantization import qsgd, terngrad
 from asgd.compression.reducers import Reducer, average
-from asgd.compression.sign import onebit, sign
-from asgd.compression.threshold import adaptive_threshold, threshold
-from asgd.compression.top_k import random_k, top_k
+from asgd.compression.signs import onebit, sign
+from asgd.compression.sparse import random_k, top_k
+from asgd.compression.thresholds import adaptive_threshold, threshold
 
 _SPARSE = threshold, adaptive_threshold, top_k, dgc, random_k
 _FEW_LEVELS = onebit, sign, qsgd, terngrad
@@ -65,7 +65,8 @@ def named(
     >>> codec.unbiased, compression.named("qsgd", levels=3).unbiased
     (False, True)
   """
-  if name in REDUCERS and name not in CODECS:
+  known = [x for x in REDUCERS if x not in CODECS]
+  if name in known:
     raise ValueError(
       f"{name} is for devices that are in step (engine mesh): an asynchronous"
       f" server needs another codec; known: {', '.join(sorted(CODECS))}"
@@ -122,7 +123,7 @@ def named_reducer(name: str, **options: Any) -> Reducer:
     ValueError: reducer 'powersgd' takes no argument 'ranks'; did you mean \
 'rank'? known: rank
   """
-  if name in REDUCERS:
+  if name in list(REDUCERS):
     return names.call("reducer", name, REDUCERS[name], options)
   known = {*CODECS, *REDUCERS}
   if not names.is_import(name):

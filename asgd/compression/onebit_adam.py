@@ -14,7 +14,7 @@ import optax
 from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.reducers import Reducer
-from asgd.compression.sign import scale_of
+from asgd.compression.signs import scale_of
 
 
 class OnebitAdamState(NamedTuple):
@@ -54,8 +54,7 @@ def onebit_adam(
   Every device does what the server would do, as they all have the same numbers.
 
   Args:
-    warm_up: steps of uncompressed Adam, 1 or more; the paper's is a fifth of
-      the training or less, until v hardly changes.
+    warm_up: steps of uncompressed Adam, 1 or more: until v hardly changes.
     b1: decay of m, in [0, 1).
     b2: decay of v, in [0, 1).
     eps: added to the root of v.

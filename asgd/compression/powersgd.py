@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from asgd import checks
 from asgd.compression import leaves
-from asgd.compression.codec import NEEDED, Codec, Residual
+from asgd.compression.codec import NEEDED, Codec, Residual, power_below
 from asgd.compression.reducers import Reducer
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -183,7 +183,7 @@ def _factors(
   largest = jnp.abs(transposed).max()
   if axis is not None:
     largest = jax.lax.pmax(largest, axis)
-  unit = jnp.where(largest > 0, largest, 1.0)  # no product overflows
+  unit = power_below(largest)  # no product overflows
   transposed = transposed / unit
   p = mean(jnp.matmul(transposed.T, q, precision=_HIGHEST))
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from asgd import checks
 from asgd.compression import leaves
-from asgd.compression.codec import Codec, Symbols
+from asgd.compression.codec import Codec, Symbols, power_below
 
 _MOST_LEVELS = 2**15 - 1  # of an int16
 
@@ -46,7 +46,7 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
 
   Source:
     Alistarh et al., "QSGD: communication-efficient SGD via gradient
-    quantization and encoding", NIPS 2017, arXiv:1610.02132, section 3.
+    quantization and encoding", NIPS 2017, arXiv:1610.02132.
 
   Example:
     The norm is 5; 3 / 5 and 4 / 5 of 5 levels are levels, nothing is drawn.
@@ -64,11 +64,10 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     rows = leaves.blocks(leaves.float32(x), bucket)
-    largest = jnp.abs(rows).max(axis=1)
-    # Relative to the largest, so that no square overflows.
-    units = leaves.divide(rows, largest[:, None])
-    norms = jnp.sqrt(jnp.square(units).sum(axis=1))
-    scales = leaves.exact_scale(largest * (norms / levels), levels)
+    unit = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
+    norms = jnp.sqrt(jnp.square(rows / unit[:, None]).sum(axis=1))
+    scales = leaves.saturated(norms / levels * unit)
+    scales = leaves.exact_scale(scales, levels)
     numbers = _round(rows, scales, levels, key)
     return leaves.symbols_of(numbers, x.size, scales, levels), state
 
@@ -121,10 +120,10 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
     row = leaves.float32(x).reshape(1, -1)
     largest = jnp.abs(row).max(axis=1)
     if sigmas is not None:
-      # Relative to the largest, so that no square overflows.
-      sigma = jnp.std(leaves.divide(row, largest[:, None]), axis=1)
-      bound = largest * jnp.minimum(sigmas * sigma, 1.0)
+      unit = power_below(largest)  # no square overflows
+      sigma = jnp.std(row / unit[:, None], axis=1)
       # One element, or equal ones, have no deviation to be clipped to.
+      bound = leaves.saturated(sigmas * sigma * unit)
       bound = jnp.where(sigma > 0, bound, largest)
       row = jnp.clip(row, -bound[:, None], bound[:, None])
       largest = jnp.minimum(largest, bound)

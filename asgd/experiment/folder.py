@@ -275,7 +275,13 @@ def read_cell(place: Path) -> dict[str, Any]:
         " made it trains it again"
       )
     value = members and storage.json_object(members["cell.json"])
-  if value is None or value.get("version") != VERSION:
+  version = value and value.get("version")
+  if type(version) is int and version != VERSION:
+    raise FolderError(
+      f"{place} is of version {version} of the layout, and this release reads"
+      f" {VERSION}: use the release that wrote it, or {_REMEDY}"
+    )
+  if value is None or version != VERSION:
     raise FolderError(
       f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
       " as asgd train makes them"

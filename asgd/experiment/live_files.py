@@ -55,6 +55,13 @@ def read_description(folder: Path) -> dict[str, Any]:
   return description
 
 
+def has_peers(folder: Path, description: Mapping[str, Any]) -> bool:
+  """Whether a live cell is of peers, without a server: each of them has a
+  journal, where otherwise each shard has one."""
+  shards = description["config"]["server"]["shards"]
+  return shards == 1 and journal_path(folder, 1).exists()
+
+
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> Iterator[tuple[Path, list[Event]]]:
@@ -71,6 +78,11 @@ def read(folder: Path) -> LiveFiles:
   """Reads what a live cell wrote so far; ValueError if some of it is gone."""
   folder = only_cell(folder)
   description = read_description(folder)
+  if has_peers(folder, description):
+    raise ValueError(
+      f"{folder} is of peers, which have no server: see its links.csv and"
+      " report, or compute it again with asgd replay"
+    )
   journals = []
   for path, events in read_traces(folder, description):
     check_journal(path, events)

@@ -19,6 +19,7 @@ from asgd.checks import shown
 from asgd.experiment import cells, code, live_files, report, storage
 from asgd.experiment.engines import allocations, live, live_clusters
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.live.gossip import files
 from asgd.orders.trace import from_events
 from asgd.problems import own
 
@@ -58,6 +59,8 @@ def trained(folder: str | Path) -> dict[str, Any]:
 def trace_of(folder: Path) -> base.Trace:
   """Returns the order of a live cell, as its lead has it."""
   description = live_files.read_description(folder)
+  if live_files.has_peers(folder, description):
+    return files.read_trace(folder, description["cell"]["workers"])
   ((_, events), *_) = live_files.read_traces(folder, description)
   return from_events(events)
 
@@ -164,6 +167,8 @@ def replay(
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
+  if live_files.has_peers(folder, description):
+    return _replay_peers(folder, description, data_dir, given)
   traces, totals = [], []
   for path, events in live_files.read_traces(folder, description):
     orders.check(events, depth=len(events), path=path)
@@ -179,9 +184,15 @@ def replay(
   group = live_clusters.group(plan)
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
+  parts = traces[0], records, final
+  return _replayed(folder, description, cell, plan, parts)
+
+
+def _replayed(folder, description, cell, plan, parts) -> Replay:
+  *_, final = parts
   result = _read_result(folder)
   return Replay(
-    *(cell.name, traces[0], records, final),
+    *(cell.name, *parts),
     plan.problem.evaluate(final),
     storage.digest(final),
     result.get("params_sha256"),
@@ -189,6 +200,29 @@ def replay(
     description.get("cpus"),
     code.changed(description["modules"], description["config"]),
   )
+
+
+def _replay_peers(folder, description, data_dir, given) -> Replay:
+  """A replay of peers, whose parameters are the mean over those that are there
+  at the end; ValueError if one of these differs from what it was."""
+  trace = files.read_trace(folder, description["cell"]["workers"])
+  experiment, cell = load(folder, data_dir=data_dir, given=given)
+  plan = experiment.plan(cell)
+  peers = plan.peers(cell.seed, trace)
+  records = peers.run(len(trace.time))
+  states = [peers.states[i] for i in peers.present]
+  final = simulator.mean_params(states, [*map(plan.peer.weight, states)])
+  replayed = _replayed(
+    folder, description, cell, plan, (trace, records, final)
+  )
+  was = _read_result(folder).get("peers_sha256")
+  now = storage.digest([state.server.params for state in states])
+  if was not in (None, now) and replayed.same:
+    raise ValueError(
+      f"{folder}: the replay has the same mean over peers as the run, and other"
+      " parameters of single ones"
+    )
+  return replayed
 
 
 def _read_result(folder):

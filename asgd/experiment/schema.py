@@ -164,7 +164,7 @@ RESERVED = "engine", "recipe", "title", "workers"
 FREE = ("on_nan", "checkpoint_seconds")
 # Without a `base.Server`; an engine says which of them it runs.
 SERVED = {**sandblaster.RECIPES, **tables.RECIPES}
-RECIPES = {**algorithms.RECIPES, **SERVED}
+RECIPES = {**algorithms.ALL, **SERVED}
 _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
@@ -186,12 +186,19 @@ class Run(NamedTuple):
   codecs: Mapping[str, Any] = types.MappingProxyType({})
 
   def make_recipe(
-    self, learning_rate: optax.ScalarOrSchedule, workers: int
+    self,
+    learning_rate: optax.ScalarOrSchedule,
+    workers: int,
+    *,
+    searches: bool = False,
   ) -> algorithms.Recipe:
     """Builds its recipe (`algorithms.build`), with its optimizer and clipping
-    of what an update is made of; ValueError names the key."""
+    of what an update is made of; ValueError names the key. It `searches` if
+    the optimizer's update is told the loss as a function."""
     options, clip_norm = dict(self.options), self.config["clip_norm"]
     if self.config["optimizer"] is not None:
+      if not searches:
+        optimizers.refuse_search(self.config["optimizer"])
       options["optimizer"] = self.config["optimizer"]
     with checks.blame(f"runs.{self.label}", tuple(options)):
       if self.given is not None:
@@ -403,7 +410,8 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
     with checks.blame(f"runs.{label}"):
-      options = {} if recipe == GIVEN else _options_of(recipe, kind)
+      options = {} if recipe == GIVEN else options_of(recipe)
+      _check_engine(recipe, kind)
       of_engine = keys_of_engine(kind, entry)
     engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")
@@ -433,19 +441,23 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
   return {label: chosen[label] for label in order}
 
 
-def _options_of(recipe, kind):
-  """The options of a recipe, of those that an engine can run."""
+def options_of(recipe: str) -> dict[str, Any]:
+  """Returns the options that a recipe takes, with their defaults; ValueError
+  for one that is unknown."""
   maker = names.resolve("algorithm", recipe, RECIPES)
   if recipe not in SERVED:
     return algorithms.options(recipe)
-  if recipe not in kind.served:
+  parameters = inspect.signature(maker).parameters.values()
+  return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _check_engine(recipe, kind):
+  if recipe in SERVED and recipe not in kind.served:
     what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
     raise ValueError(
       f"the recipe {recipe!r} has {what} in the place of a server's update,"
       " which is simulated so far: use engine='simulate'"
     )
-  parameters = inspect.signature(maker).parameters.values()
-  return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _merge(node, below, value):

@@ -30,10 +30,20 @@ def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
 
 
 def take_turns(
-  contestants: Mapping[str, Contestant], rounds: int, calls: int = 1
+  contestants: Mapping[str, Contestant],
+  rounds: int,
+  calls: int = 1,
+  clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, np.ndarray]:
   """Has contestants work one after the other, round by round, so many calls
   each. In a round before the first one, programs are compiled.
+
+  Args:
+    contestants: by name.
+    rounds: that are counted.
+    calls: of each contestant in a round.
+    clock: in seconds; of a process's CPU time, other programs on its core cost
+      a contestant little.
 
   Returns:
     float64[rounds], seconds of a call, for each.
@@ -41,11 +51,11 @@ def take_turns(
   seconds = {name: [] for name in contestants}
   for turn in range(rounds + 1):
     for name, once in contestants.items():
-      start = time.perf_counter()
+      start = clock()
       for _ in range(calls):
         once()
       if turn:
-        seconds[name].append((time.perf_counter() - start) / calls)
+        seconds[name].append((clock() - start) / calls)
   return {name: np.array(each) for name, each in seconds.items()}
 
 

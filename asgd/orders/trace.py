@@ -59,7 +59,8 @@ class Event(NamedTuple):
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: of the ticket
   params: int = -1  # SEND: slot of the parameters
-  message: int = -1  # slot in which the message comes to lie
+  message: int = -1  # slot in which the message comes to lie; TAKE, ADOPT: its
+  # bytes
   loss: float = 0.0  # RECEIVE
   totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
 

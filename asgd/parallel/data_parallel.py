@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, compression, names, transforms
 from asgd import losses as losses_lib
-from asgd.parallel import meshes, precision
+from asgd.parallel import meshes, precision, searching
 from asgd.parallel import zero as zero_lib
 
 # A loop over pieces is written out up to here: XLA's CPU backend runs
@@ -92,6 +92,7 @@ def make_step(
   specs: zero_lib.Specs = zero_lib.replicated,
   statistics_decay: float = 0.9,
   reducer: compression.Reducer | None = None,
+  searches: bool = False,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -129,6 +130,10 @@ def make_step(
       averaged, as by `compression.named_reducer`; None: exactly. Not with ZeRO,
       other axes or the form "pmap". If one gradient is not finite nothing is
       sent, and the step is told a NaN. What is clipped here is the mean.
+    searches: the transform searches along a line (`optimizers.lbfgs`): its
+      update is told `value`, the loss of the batch, and `value_fn`, that as a
+      function of the weights. For the form "shard_map" with zero 0, no other
+      axis and no clip_norm.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -159,20 +164,17 @@ def make_step(
   if form == "pmap":
     _check_pmap(mesh, zero, specs)
   if reducer is not None:
-    _check_reducer(mesh, zero, form)
+    check_reducer(mesh, zero, form)
+  if searches:
+    searching.check(
+      mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
+    )
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, statistics_decay)
   program = _Program(
-    loss,
-    algorithm,
-    mesh,
-    accumulate,
-    clip,
-    zero,
-    policy,
-    loss_scale,
-    specs,
-    reducer,
+    *(loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs),
+    reducer=reducer,
+    searches=searches,
   )
   return make(program)
 
@@ -189,7 +191,8 @@ class _Program(NamedTuple):
   policy: precision.Policy
   loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
-  reducer: compression.Reducer | None
+  reducer: compression.Reducer | None = None
+  searches: bool = False
 
   @property
   def pieces(self):
@@ -311,8 +314,10 @@ class _Program(NamedTuple):
     after = optax.tree.where(finite, after, before)
     return mean, jax.tree.map(lambda x: x[None], after)
 
-  def update(self, state, sent, value, grads, stats, kept):
-    """The optimizer's part, of a gradient taken at `sent`."""
+  def update(self, state, sent, value, grads, stats, kept, value_fn=None):
+    """The optimizer's part, of a gradient taken at `sent`; of one that
+    searches, with the loss as a function of the weights."""
+    search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = precision.all_finite(grads)
@@ -321,7 +326,8 @@ class _Program(NamedTuple):
       grads = base.Variables(grads, stats)
     grads = optax.tree.cast_like(grads, state.params)
     updates, opt_state = self.algorithm.update(
-      grads, state.opt_state, state.params, **delay._asdict()
+      *(grads, state.opt_state, state.params),
+      **{**delay._asdict(), **search},
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
@@ -382,18 +388,27 @@ def _shard_map_step(program):
     dims = jax.tree.map(
       lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
     )
-    value, grads, stats, each = jax.shard_map(
+    gradient = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
       in_specs=(kept, P(_AXIS), P(), P(), P(_AXIS)),
       out_specs=(P(), grad_specs, P(), P(_AXIS)),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
-    )(sent, batch, key, program.scale_of(state), state.reducer)
+    )
+    rest = batch, key, program.scale_of(state), state.reducer
+    value, grads, stats, each = gradient(sent, *rest)
+    value_fn = None
+    if program.searches:
+      value_fn = searching.function_of(
+        lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
+      )
     # Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
-    state, metrics = program.update(state, sent, value, grads, stats, each)
+    state, metrics = program.update(
+      *(state, sent, value, grads, stats, each, value_fn)
+    )
     return program.settle(state), metrics
 
   return Step(
@@ -464,7 +479,8 @@ def _check_pmap(mesh, zero, specs):
     )
 
 
-def _check_reducer(mesh, zero, form):
+def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
+  """Raises ValueError for a step that takes no reducer."""
   if tuple(mesh.axis_names) != (_AXIS,) or zero or form != "shard_map":
     raise ValueError(
       f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"

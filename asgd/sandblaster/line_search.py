@@ -118,6 +118,15 @@ def _program(options: tuple[tuple[str, Any], ...]) -> Any:
   return jax.jit(run)
 
 
+@functools.cache
+def _cpu() -> jax.Device | None:
+  """The CPU; None where JAX_PLATFORMS leaves it out: the default device."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:
+    return None
+
+
 def advise(
   value: float,
   slope: float,
@@ -133,8 +142,8 @@ def advise(
     options: of `options_of`.
 
   Returns:
-    The Advice. It is a function of the arguments, in float64 on the CPU
-    whatever JAX's default is.
+    The Advice. It is a function of the arguments, in float64 on the CPU, if
+    there is one, whatever JAX's defaults are.
 
   Source:
     Nocedal and Wright, "Numerical optimization", algorithms 3.5 and 3.6;
@@ -158,8 +167,7 @@ def advise(
     # -inf means that it is asked for, and is no decrease to believe in.
     table[:, i] = step, found if found > -np.inf else np.nan, its_slope
   table[1:, len(tried)] = -np.inf, 0.0
-  cpu = jax.local_devices(backend="cpu")[0]
-  with jax.enable_x64(True), jax.default_device(cpu):
+  with jax.enable_x64(True), jax.default_device(_cpu()):
     numbers = map(np.float64, (value, slope))
     step, reached, error = map(float, _program(options)(*numbers, table))
   if reached == -np.inf:

@@ -7,6 +7,7 @@ a message is a reference until it is mixed.
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,20 +57,26 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
     return state, observation
 
   def put(state, keep, root, worker, seq):
-    return peer.put(state, keep, gossip.message_key(root, worker, seq))
+    key = None if peer.refers else gossip.message_key(root, worker, seq)
+    return peer.put(state, keep, key)
 
   def mix(state, codes, weights, slots):
     after = peer.mix(state, codes, weights, slots)
     return after, server_lib.gap(after.server.params, state.server.params)
 
-  compiled = map(jax.jit, (peer.send, receive, put, mix, peer.lend, peer.adopt))
-  return PeerSteps(compile_work(worker), *compiled)
+  return PeerSteps(
+    compile_work(worker),
+    peer.send if peer.sends_current else jax.jit(peer.send),
+    jax.jit(receive),
+    put if peer.refers else jax.jit(put),
+    *map(jax.jit, (mix, peer.lend, peer.adopt)),
+  )
 
 
 class PeerRecords(NamedTuple):
-  """One row per message of a peer to itself: those of `base.Records`, where
-  `update` counts the peer's own updates and `staleness` how often it mixed
-  during the job, and what came from others since its row before."""
+  """One row per message of a peer to itself: the columns of `base.Records`, and
+  what came from others. `update` counts the peer's own updates, `staleness` how
+  often it mixed during the job."""
 
   update: npt.NDArray[np.int32]  # [U]
   time: npt.NDArray[np.float64]  # [U]
@@ -81,25 +88,32 @@ class PeerRecords(NamedTuple):
   accepted: npt.NDArray[np.bool_]  # [U]
   message_norm: npt.NDArray[np.float32]  # [U]
   update_norm: npt.NDArray[np.float32]  # [U]
-  mix_norm: npt.NDArray[np.float32]  # [U], RMS of the change by mixing, summed
-  taken_bytes: npt.NDArray[np.int64]  # [U], of the codes that it took
+  # Since the peer's row before:
+  bytes_up: npt.NDArray[np.int64]  # [U], of what it put, each message once
+  bytes_down: npt.NDArray[np.int64]  # [U], of what it took
+  residual_norm: npt.NDArray[np.float32]  # [U], 0
+  mix_norm: npt.NDArray[np.float32]  # [U], RMS of changes by mixing, their sum
 
 
 def peer_records(
-  records: base.Records, norms: Sequence[float], counts: Sequence[int]
+  messages: Sequence[Received],
+  observations: Sequence[Observation],
+  mixes: Sequence[Sequence[Any]],
 ) -> PeerRecords:
-  """Adds what came from others to records of peers' own messages, whose
-  traffic is none."""
-  shared = (getattr(records, name) for name in PeerRecords._fields[:-2])
-  further = np.array(norms, np.float32), np.array(counts, np.int64)
-  return PeerRecords(*shared, *further)
+  """Fetches, once for all, what `PeerSteps.receive` returned of each message;
+  `mixes` are what `PeerSteps.mix` returned since the one before."""
+  rows = records_lib.records(list(messages), list(observations))
+  norms = [
+    math.fsum(map(float, records_lib.fetch(list(some)))) for some in mixes
+  ]
+  return PeerRecords(*rows, np.array(norms, np.float32))
 
 
 def join_records(parts: Sequence[PeerRecords]) -> PeerRecords:
   """Joins records of consecutive stretches of a run."""
   if parts:
     return PeerRecords(*map(np.concatenate, zip(*parts, strict=True)))
-  return peer_records(records_lib.records([], []), (), ())
+  return peer_records([], [], [])
 
 
 class LinkTraffic(NamedTuple):
@@ -172,7 +186,8 @@ class Peers:
     self._takes = collections.Counter(keys)  # still to come, of each message
     zeros = np.zeros((n, n), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
-    self._since = [(0, []) for _ in range(n)]  # bytes, norms of mixes
+    # Bytes up and down, and norms of mixes, since a peer's last message.
+    self._since: list[tuple[int, int, list[Any]]] = [(0, 0, [])] * n
     self._obey = {
       base.RECEIVE: self._receive,
       base.JOIN: self._join,
@@ -199,18 +214,12 @@ class Peers:
     the messages received. Raises TraceError for a row that cannot be obeyed."""
     self._messages: list[Received] = []
     self._observations: list[Observation] = []
-    self._further: list[tuple[int, list]] = []
+    self._norms: list[list[Any]] = []
     for event in trace_lib.events(self.trace, self.event, end):
       job = self.ledger.obey(event)
       if event.action in self._obey:
         self._obey[event.action](event, job)
-    rows = records_lib.records(self._messages, self._observations)
-    further = [
-      (sum(map(float, records_lib.fetch(norms))), count)
-      for count, norms in self._further
-    ]
-    norms, counts = zip(*further, strict=True) if further else ((), ())
-    return peer_records(rows, norms, counts)
+    return peer_records(self._messages, self._observations, self._norms)
 
   def _send(self, event, kept):
     del kept
@@ -231,10 +240,11 @@ class Peers:
     self.states[i], observation = self._steps.receive(
       self.states[i], job, message, metrics.loss
     )
-    self._messages.append(Received(event.time, i, event.job))
+    up, down, norms = self._since[i]
+    self._since[i] = 0, 0, []
+    self._messages.append(Received(event.time, i, event.job, up, down, 0.0))
     self._observations.append(observation)
-    self._further.append(self._since[i])
-    self._since[i] = 0, []
+    self._norms.append(norms)
 
   def _join(self, event, job):
     del job
@@ -242,7 +252,7 @@ class Peers:
     self.states[i] = self._peer.init(self._params)
     self.workers[i] = self._worker.init(self._params)
     self._inboxes[i].clear()
-    self._since[i] = 0, []
+    self._since[i] = 0, 0, []
     self._newcomers.add(i)
 
   def _put(self, event, job):
@@ -259,11 +269,13 @@ class Peers:
         *(self.states[i], keep, self._root),
         *(self._numbers[i], np.int32(event.seq)),
       )
+    whole = event.action == base.LEND or not self.gossip.compressed
+    size = (array_bytes if whole else packed_bytes)(code)
+    up, down, norms = self._since[i]
+    self._since[i] = up + size, down, norms
     if self._takes[event.key]:
       self.codes[event.key], self._rounds[event.key] = code, event.job
-      whole = event.action == base.LEND or not self.gossip.compressed
-      measure = array_bytes if whole else packed_bytes
-      self._sizes[event.key] = measure(code)
+      self._sizes[event.key] = size
 
   def _carry(self, event):
     """Counts a message on its link; returns its key."""
@@ -271,8 +283,8 @@ class Peers:
     size = self._sizes[key]
     self.traffic.messages[i, event.job] += 1
     self.traffic.nbytes[i, event.job] += size
-    count, norms = self._since[i]
-    self._since[i] = count + size, norms
+    up, down, norms = self._since[i]
+    self._since[i] = up, down + size, norms
     return key
 
   def _take(self, event, job):
@@ -309,7 +321,8 @@ class Peers:
       *(self.states[i], codes),
       *(np.array(weights, np.float64), np.array(slots, np.int32)),
     )
-    self._since[i][1].append(norm)
+    up, down, norms = self._since[i]
+    self._since[i] = up, down, [*norms, norm]
     for key in keys:
       self._done(key)
 
@@ -324,7 +337,9 @@ class Peers:
     }
     codes = {f"{sender},{seq}": code for (sender, seq), code in
       self.codes.items()}
-    since = [[count, list(map(float, norms))] for count, norms in self._since]
+    since = [
+      [up, down, list(map(float, norms))] for up, down, norms in self._since
+    ]
     tree = {
       "states": self.states,
       "workers": self.workers,
@@ -379,7 +394,8 @@ class Peers:
     self.states, self.workers = list(tree["states"]), list(tree["workers"])
     self.traffic = traffic
     self._since = [
-      (count, [np.float32(x) for x in norms]) for count, norms in notes["since"]
+      (up, down, [np.float32(x) for x in norms])
+      for up, down, norms in notes["since"]
     ]
 
   def _note(self, event: Event):

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asgd import algorithms, data, experiment, models, transforms
+from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
 from asgd.experiment import problem
+from asgd.gossip import topologies
 from asgd.orders import durations, makers
 from asgd.text_table import format_markdown
 from launch import __main__ as commands
@@ -52,12 +53,16 @@ def _path(package: str, name: str) -> str:
   return f"{package}.{name}.{name}" if is_module else f"{package}.{name}"
 
 
-def recipes() -> str:
-  """All recipes: what each does, its order and its options."""
+def recipes(
+  makers: Mapping[str, Callable] = algorithms.RECIPES,
+  page: str = "../api/algorithms.md",
+) -> str:
+  """All recipes: what each does, its order and its options; `page` has their
+  docstrings."""
   rows = []
-  for name, maker in algorithms.RECIPES.items():
-    order = algorithms.build(name, 0.1, 2).order
-    link = f"[`{name}`](../api/algorithms.md#asgd.algorithms.{name})"
+  for name, maker in makers.items():
+    order = algorithms.build(name, 0.1, 3).order
+    link = f"[`{name}`]({page}#asgd.algorithms.{name})"
     options = _code(listing.options(maker, algorithms.options(name)))
     rows.append((link, _summary(maker), f"`{order}`", options))
   return format_markdown(("recipe", "what it does", "order", "options"), rows)
@@ -152,6 +157,35 @@ def command_table() -> str:
   return format_markdown(("command", "what it does"), rows)
 
 
+_COMPOSED = "error_feedback", "clip", "named"
+_IN_STEP = "named_reducer", "average", "powersgd_reducer", "onebit_adam"
+_FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
+
+
+def codec_table() -> str:
+  """All codecs: what each sends, whether what is decoded has the right mean,
+  whether error feedback is there unless it is turned off, and the options."""
+  rows = []
+  for name, maker in compression.CODECS.items():
+    parameters = inspect.signature(maker).parameters
+    needed = {"tau": 1.0} if name == "threshold" else {}
+    codec = maker(**needed)
+    link = f"[`{name}`](api/compression.md#{_path('asgd.compression', name)})"
+    unbiased = "yes" if codec.unbiased else "no"
+    options = _code(listing.options(maker, set(parameters)))
+    feedback = _FEEDBACK[codec.feedback]
+    rows.append((link, _summary(maker), unbiased, feedback, options))
+  return format_markdown(
+    ("codec", "what it sends", "unbiased", "error feedback", "options"), rows
+  )
+
+
+def codec_sources() -> str:
+  """Where codecs and reducers are from, if they are from a paper."""
+  makers = {**compression.CODECS, "onebit_adam": compression.onebit_adam}
+  return sources({k: v for k, v in makers.items() if _source(v) != "none."})
+
+
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
 _ORDERS += "backup_workers", "fixed_delay"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
@@ -162,6 +196,11 @@ TABLES: dict[str, Callable[[], str]] = {
   "schedules": schedule_table,
   "engines": engine_table,
   "recipe_sources": lambda: sources(algorithms.RECIPES),
+  "peer_recipes": lambda: recipes(algorithms.PEER_RECIPES, "api/gossip.md"),
+  "peer_sources": lambda: sources(algorithms.PEER_RECIPES),
+  "topologies": lambda: _made(
+    "topology", topologies.TOPOLOGIES, ["workers"]
+  ),
   "schedule_sources": lambda: sources(schedules.SCHEDULES),
   "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
   "orders": lambda: _made(
@@ -174,14 +213,23 @@ TABLES: dict[str, Callable[[], str]] = {
   ),
   "datasets": datasets,
   "commands": command_table,
+  "codecs": codec_table,
+  "codec_sources": codec_sources,
 }
 # What is documented by name, from its docstring.
 NAMES: dict[str, Callable[[], list[str]]] = {
   "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
+  "peer_recipes": lambda: [
+    f"asgd.algorithms.{name}" for name in algorithms.PEER_RECIPES
+  ],
   "transforms": lambda: [
     _path("asgd.transforms", name) for name in transform_names()
   ],
   "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+  "codecs": lambda: [
+    _path("asgd.compression", name)
+    for name in (*compression.CODECS, *_COMPOSED, *_IN_STEP)
+  ],
 }
 
 

@@ -4,6 +4,7 @@
   asgd bench server
   asgd bench pipeline
   asgd bench parallel
+  asgd bench compression
 
 Machines are noisy, so each contestant takes turns with its baseline in short
 blocks, and what is printed is the median over rounds of its speed over the
@@ -13,13 +14,14 @@ baseline's. A row is printed as soon as it is measured.
 from asgd import names
 
 from .. import flags
-from . import parallel, pipeline, server, simulator
+from . import compression, parallel, pipeline, server, simulator
 
 _BENCHMARKS = {  # name -> what runs it, its flags
   "simulator": (simulator.run, ("rounds", "block", "batch_size")),
   "server": (server.run, ("seconds", "sizes")),
   "pipeline": (pipeline.run, ("rounds", "peer")),
   "parallel": (parallel.run, ("rounds",)),
+  "compression": (compression.run, ("rounds", "seconds")),
 }
 _F = flags.define(
   {
@@ -27,7 +29,7 @@ _F = flags.define(
     "block": (int, 24, "Updates of a turn (simulator)."),
     "batch_size": (int, 64, "Images in a batch (simulator)."),
     "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),
-    "seconds": (float, 3.0, "For each contestant (server)."),
+    "seconds": (float, 3.0, "For each contestant (server, compression)."),
     "peer": (str, None, "Python with torch (pipeline). Default: this one."),
   }
 )

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import algorithms, base, orders, simulator
-from asgd.experiment import ray_runtime
+from asgd.experiment import ray_runtime, turns
 from asgd.live.clusters.actors import RayCluster
 from asgd.live.clusters.ray_processes import Site
 from asgd.live.setup import Setup
 from asgd.live.worker import Duty
-
-from . import turns
 
 _WORKERS = 2
 _LEAVES = 4

@@ -240,7 +240,7 @@ def test_momentum_is_read_off_plain_sgd_only():
     ("optax:adamm", "optax has no 'adamm'; did you mean 'adam'"),
     ("optax:__version__", "no function of Python"),
     ("optax:", "write MODULE:FUNCTION"),
-    ("lbfgs", "unknown optimizer 'lbfgs'"),
+    ("momo", "unknown optimizer 'momo'"),
   ],
 )
 def test_a_wrong_optimizer_is_refused(value, message):

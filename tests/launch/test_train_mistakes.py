@@ -43,7 +43,7 @@ MISTAKES = {
   "label": ([FILE, "--config.only=dana"], "did you mean 'dana_zero'"),
   "recipe of the wrong kind": (
     [FILE, "--config.runs.dana_zero.recipe=[]"],
-    "config.runs.dana_zero: unknown algorithm []; known: asgd",
+    "config.runs.dana_zero: unknown algorithm []; known: ad_psgd, asgd",
   ),
   "engine of the wrong kind": (
     [FILE, "--config.runs.asgd.engine=[]", "--config.runs.asgd.stages=2"],

@@ -14,8 +14,8 @@ from asgd.compression.packing import bits
 RAW, SYMBOLS, VALUES = "raw", "symbols", "values"
 HEADER_NBYTES = 24
 # Elements of an array that is a stream of its own. A stream takes 0.1 to 0.2 ms
-# and some bytes beside what it holds; with one for each, 160 small arrays of a
-# code took 40 times as long as one of their size, and a quarter more bytes.
+# and some bytes beside what it holds: 160 arrays of 15,625 took 18 ms with one
+# for each, 1.3 ms and a tenth fewer bytes as one.
 LARGE = 2**16
 
 

@@ -34,8 +34,10 @@ RESULTS = (
   *("messages", "updates", "examples", "epoch", "learning_rate"),
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
+  *("consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"),
+  "bytes_per_link",
   *("bytes_up", "bytes_down", "compression_up"),
-  *("compression_down", "residual_lost"),
+  "compression_down",
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 _KINDS: Mapping[str, fields.Table] = {

@@ -25,7 +25,10 @@ from asgd.experiment.engines import (
   allocations,
   live_clusters,
   live_news,
+  live_peers,
   parameter_server,
+  peer_clusters,
+  peers,
   traffic,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -89,6 +92,9 @@ SECTIONS: dict[str, Any] = {
 
 def check(run: Run) -> None:
   """Checks what needs neither data nor a model."""
+  if peers.of_peers(run):
+    live_peers.check(run)
+    return
   parameter_server.check(run)
   config = run.config
   if config["compress_down"] is not None:
@@ -114,7 +120,10 @@ def check(run: Run) -> None:
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   """As `parameter_server.plan`; refuses an order that only a simulation can
   keep, and what cannot be split into shards."""
-  result = parameter_server.plan(experiment, run, workers)
+  result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
+  if peers.of_peers(run):
+    live_peers.check_plan(result)
+    return result
   result.rules()
   if run.config["server"]["shards"] > 1:
     live_clusters.needs_totals(result)
@@ -128,6 +137,7 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
+  live_peers.check_faults(plans, machine)
   grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
     raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
@@ -158,6 +168,9 @@ def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
   memory_lib.forget(folder)
+  if live_files.has_peers(folder, live_files.read_description(folder)):
+    live_peers.check_files(folder)
+    return
   live_files.read(folder)
 
 
@@ -433,7 +446,26 @@ class LiveEngine(engines.Engine):
     self._memory.close()
 
 
-def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
+def _describe(result: Mapping[str, Any]) -> str:
+  if peers.has_peers(result):
+    words = peers.describe(result)
+    if missed := result["missed"]:
+      words += f", {missed} messages missed while peers were gone"
+    return words
+  return parameter_server.describe(result)
+
+
+def _kind(
+  make_cluster: Callable[..., Any],
+  make_peers: Callable[..., Any],
+  *,
+  ray: bool,
+) -> engines.EngineKind:
+  def start(context):
+    if peers.of_peers(context.plan.run):
+      return live_peers.LivePeerEngine(context, make_peers)
+    return LiveEngine(context, make_cluster)
+
   return engines.EngineKind(
     sections=SECTIONS,
     settings="live",
@@ -441,10 +473,10 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
     check=check,
     devices=lambda run: run.config["live"]["devices"],
     plan=plan,
-    start=lambda context: LiveEngine(context, make_cluster),
+    start=start,
     check_machine=functools.partial(check_machine, ray=ray),
     columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
-    describe=parameter_server.describe,
+    describe=_describe,
     timed=True,
     elsewhere=ray,
     journaled=True,
@@ -452,5 +484,7 @@ def _kind(make_cluster: Callable[..., Any], *, ray: bool) -> engines.EngineKind:
   )
 
 
-THREADS = _kind(live_clusters.thread_cluster, ray=False)
-RAY = _kind(live_clusters.ray_cluster, ray=True)
+THREADS = _kind(
+  live_clusters.thread_cluster, peer_clusters.thread_peers, ray=False
+)
+RAY = _kind(live_clusters.ray_cluster, peer_clusters.ray_peers, ray=True)

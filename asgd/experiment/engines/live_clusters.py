@@ -45,6 +45,11 @@ class LiveRun(NamedTuple):
     return sharding.make_plan(self.params, shards) if shards > 1 else None
 
 
+def ladder(settings: Mapping[str, Any]) -> Ladder:
+  """Returns when a worker is late, as the section `live` says."""
+  return Ladder(*(settings[key] for key in _DEADLINES))
+
+
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
   """Returns the dtype to which numbers are rounded on their way, or None."""
   wire = config["server"]["wire"]
@@ -117,7 +122,7 @@ def prepare(
     log=server["log"],
     snapshot_seconds=config["checkpoint_seconds"],
     owned=config["data"]["partition"] == "sharded",
-    ladder=Ladder(*(settings[key] for key in _DEADLINES)),
+    ladder=ladder(settings),
     keep_params_at=tuple(due),
     together=settings["together"],
   )
@@ -283,7 +288,7 @@ def thread_cluster(
   return _allot(live, cluster, duty_of)
 
 
-def _remote_plan(config, dataset, cell) -> ServerPlan:
+def remote_plan(config, dataset, cell) -> ServerPlan:
   """The plan of a cell, in a process that was given config and data."""
   import ray
 
@@ -305,16 +310,49 @@ def _remote_plan(config, dataset, cell) -> ServerPlan:
 
 
 def _remote_server(config, dataset, cell):
-  return _remote_plan(config, dataset, cell).server
+  return remote_plan(config, dataset, cell).server
 
 
 def _remote_duty(config, dataset, cell, setup, params, allocation):
-  plan = _remote_plan(config, dataset, cell)
+  plan = remote_plan(config, dataset, cell)
   plan = dataclasses.replace(plan, allocation=allocation)
   return make_duty(LiveRun(plan, cell, setup, None, None, params))
 
 
 _PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
+
+
+def resources(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what Ray is asked for each worker, as the section `live` says."""
+  return {
+    "num_cpus": settings["worker_cpus"],
+    "num_gpus": settings["worker_gpus"],
+    "resources": settings["resources"],
+    "accelerator_type": settings["accelerator"],
+    "scheduling_strategy": _PLACEMENT[settings["placement"]],
+  }
+
+
+def site(live: Any, began: float, machine: Any) -> Any:
+  """Returns the `Site` of a live cell: plan, setup, folder and memory."""
+  from asgd.live.clusters.ray_processes import Site
+
+  settings = live.plan.run.config["live"]
+  # What was not reserved is left to others: JAX would take most of the memory
+  # of a GPU that it sees.
+  accelerated = settings["worker_gpus"] or settings["accelerator"]
+  accelerated = accelerated or "TPU" in settings["resources"]
+  return Site(
+    live.setup,
+    str(live.folder.absolute()),
+    str(live.memory),
+    began,
+    spans=settings["spans"],
+    devices=settings["devices"],
+    platform=None if accelerated else "cpu",
+    gpus=settings["worker_gpus"],
+    profile=machine.profile and str(Path(machine.profile).absolute()),
+  )
 
 
 def ray_cluster(
@@ -323,47 +361,22 @@ def ray_cluster(
   """Builds a cluster of Ray actors."""
   from asgd.experiment import cells
   from asgd.live.clusters.actors import RayCluster
-  from asgd.live.clusters.ray_processes import Site
 
   config = cells.only(live.plan.run, live.cell)
   settings = live.plan.run.config["live"]
   source = config, machine.share(live.plan.dataset), live.cell
-  site = Site(
-    live.setup,
-    str(live.folder.absolute()),
-    str(live.memory),
-    began,
-    compress=dtype_on_wire(config),
-    spans=settings["spans"],
-    devices=settings["devices"],
-  )
-  # What was not reserved is left to others: JAX would take most of the memory
-  # of a GPU that it sees.
-  accelerated = settings["worker_gpus"] or settings["accelerator"]
-  accelerated = accelerated or "TPU" in settings["resources"]
-  site = site._replace(
-    platform=None if accelerated else "cpu",
-    gpus=settings["worker_gpus"],
-    profile=machine.profile and str(Path(machine.profile).absolute()),
-  )
-  resources = {
-    "num_cpus": settings["worker_cpus"],
-    "num_gpus": settings["worker_gpus"],
-    "resources": settings["resources"],
-    "accelerator_type": settings["accelerator"],
-    "scheduling_strategy": _PLACEMENT[settings["placement"]],
-  }
   duty_of = functools.partial(
     _remote_duty, *source, live.setup, live.params
   )
+  where = site(live, began, machine)
   cluster = RayCluster(
-    site,
+    where._replace(compress=dtype_on_wire(config)),
     functools.partial(_remote_server, *source),
     live.params,
     functools.partial(duty_of, live.plan.allocation),
     faults=machine.faults,
     refill=settings["refill"],
-    resources=resources,
+    resources=resources(settings),
     patience=settings["cluster_seconds"],
     images=images,
     resumed=resumed,

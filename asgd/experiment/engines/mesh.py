@@ -144,6 +144,7 @@ class MeshEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns speed and memory, and what the last updates were like."""
     config, here = self._plan.run.config, jax.local_devices()[0]
+    codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first)
     return {
@@ -164,6 +165,7 @@ class MeshEngine(engines.Engine):
         if shard.device == here
       ),
       "skipped": self.summary(0, self.done)["skipped"],
+      **(codec or {}),
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from asgd import base, names, problems, transforms
+from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import parameter_server, traffic
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
 from asgd.parallel import data_parallel, hybrid, meshes, precision
@@ -90,7 +90,9 @@ SECTIONS: dict[str, Any] = {
     "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
     "rounds": Setting(None, _SOME),  # axis pipe: how often around; None: once
     "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
-  }
+  },
+  # Of what each device sends of its gradient: a codec, or a reducer.
+  "compress": traffic.SECTIONS["compress"],
 }
 
 
@@ -183,7 +185,7 @@ def _transform(run, rate) -> base.Algorithm:
   """What makes an update: the run's recipe, with its optimizer."""
   # The step clips gradients itself, as one of several devices.
   run = run._replace(config={**run.config, "clip_norm": None})
-  recipe = run.make_recipe(rate, 1)
+  recipe = run.make_recipe(rate, 1, searches=True)
   if recipe.worker is not None:
     raise ValueError(
       f"config.runs.{run.label}: the workers of {run.recipe} take steps of"
@@ -193,6 +195,18 @@ def _transform(run, rate) -> base.Algorithm:
   if recipe.at_worker is None:
     return recipe.one_message()
   return transforms.precede(recipe.one_message(), recipe.at_worker)
+
+
+def _reducer(run, mesh) -> compression.Reducer | None:
+  """How the gradients of devices are averaged; None: exactly."""
+  section = run.config["compress"]
+  if section is None:
+    return None
+  with checks.blame("compress", tuple(section)):
+    data_parallel.check_reducer(
+      mesh, run.config["mesh"]["zero"], run.config["mesh"]["form"]
+    )
+    return compression.named_reducer(**section)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
@@ -209,6 +223,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   clip = run.config["clip_norm"]
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
+  reducer = _reducer(run, mesh)
   with checks.blame("mesh.form"):
     step = hybrid.make_step(
       _model(run, problem, mesh),
@@ -221,6 +236,8 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       loss_scale=scale and precision.Dynamic(**scale),
       form=section["form"],
       statistics_decay=problem.statistics_decay,
+      reducer=reducer,
+      searches=optimizers.searches(run.config["optimizer"]),
     )
   # Traced, so that what does not fit together is found now.
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)

@@ -344,6 +344,8 @@ def plan(
       f" server, which engine {run.engine!r} does not train: use simulate or"
       " mesh"
     )
+  if first.gossip is not None:
+    traffic.refuse(run, "peers have a codec as an option of their recipe")
   # All peers make an update of their own from so many batches.
   every = workers if first.gossip is not None else first.every
   batches, start = every * first.steps, peak / workers

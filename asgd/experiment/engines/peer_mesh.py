@@ -97,8 +97,9 @@ class PeerMeshEngine(engines.Engine):
     self._state = self._rounds.init(self._params)
     self.total, self.done, self._seconds = plan.messages, 0, 0.0
     self._parts = [simulator.join_records([])]
-    # What came from others in the round before: RMS of the change, bytes.
-    self._before = np.zeros(n, np.float32), np.zeros(n, np.int64)
+    # Of the round before: bytes put and taken, RMS of the change by mixing.
+    zeros = np.zeros(n, np.int64)
+    self._before = zeros, zeros, np.zeros(n, np.float32)
     self._restore(context)
     self._pace = engines.Pace(_SECONDS)
     self._kept: tuple[int, Any] | None = None  # states, and when they were so
@@ -170,13 +171,13 @@ class PeerMeshEngine(engines.Engine):
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:
     n, how = self.quantum, self._plan.gossip
-    sent = np.full(n, self._bytes)
+    put = np.full(n, self._bytes)
     if how.compressed:
       codes = (
         jax.tree.map(lambda x, i=i: x[i], metrics.codes) for i in range(n)
       )
-      sent = np.array([simulator.packed_bytes(code) for code in codes])
-    sent, self._sent = np.split(np.stack([*self._sent, sent]), [1])
+      put = np.array([simulator.packed_bytes(code) for code in codes])
+    sent, self._sent = np.split(np.stack([*self._sent, put]), [1])
     of, heard = k - how.overlap, np.zeros((n, n), np.int64)
     if of >= 0:
       links = how.topology.links[of % how.topology.period]
@@ -184,12 +185,15 @@ class PeerMeshEngine(engines.Engine):
       self._links += np.stack([links, heard])
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm = metrics.real.T
-    before, self._before = self._before, (mix_norm, heard.sum(1))
+    up, down, mixed = self._before
+    self._before = put, heard.sum(1), mix_norm
+    up = put if how.put_first else up
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
-      *(accepted.astype(bool), message_norm, update_norm, *before),
+      *(accepted.astype(bool), message_norm, update_norm),
+      *(up, down, np.zeros(n, np.float32), mixed),
     )
 
   def _states(self):

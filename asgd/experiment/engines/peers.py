@@ -71,15 +71,18 @@ class PeerPlan(ServerPlan):
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
 
-  def peers(self, seed: int) -> simulator.Peers:
-    """Returns the peers of a cell, before their first row."""
+  def peers(
+    self, seed: int, trace: base.Trace | None = None
+  ) -> simulator.Peers:
+    """Returns the peers of a cell, before the first row of its trace, or of
+    another."""
     init_key, root = jax.random.split(jax.random.key(seed))
     return simulator.Peers(
       self.gossip,
       self.peer,
       self.worker,
       self.problem.init(init_key),
-      self.trace(seed),
+      self.trace(seed) if trace is None else trace,
       batch=self.job_batches(seed),
       root=root,
     )
@@ -93,16 +96,13 @@ class PeerEngine(engines.Engine):
     seed = context.cell.seed
     self._plan = plan = context.plan.of_seed(seed)
     self._name = context.cell.name
-    self._peers = peers = plan.peers(seed)
-    trace = peers.trace
+    self._peers, records = context.restore(
+      lambda saved: _unpack(saved, plan.peers(seed))
+    ) or (plan.peers(seed), simulator.join_records([]))
+    trace = self._peers.trace
     # A message, and all that follows until the next.
     ends = simulator.end_of_message(trace)[1:] - 1
     self._ends = np.append(ends, len(trace.time))
-    records = context.restore(lambda saved: _unpack(saved, peers))
-    if records is None:
-      # Nothing of a checkpoint that was damaged.
-      self._peers = plan.peers(seed)
-      records = simulator.join_records([])
     self._parts = [records]
     self.total, self.done = plan.messages, len(records.loss)
     self.quantum = plan.quantum
@@ -168,14 +168,14 @@ class PeerEngine(engines.Engine):
     return self._peers.event, {**tree, "records": self.records()}, notes
 
 
-def _unpack(saved, peers: simulator.Peers) -> simulator.PeerRecords:
-  """Sets peers to what a checkpoint has; returns its records."""
+def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
+  """Sets new peers to what a checkpoint has; returns them, and its records."""
   template = peers.template(saved.notes)
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
   tree = saved.tree(template)
   records = tree.pop("records")
   peers.restore(tree, saved.notes)
-  return records
+  return peers, records
 
 
 def _some(records, start: int, end: int) -> simulator.PeerRecords:

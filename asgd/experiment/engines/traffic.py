@@ -27,9 +27,12 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be the name of a codec, a dict with its name and"
       f" options, or None, not {shown(value)}"
     )
-  if value["name"] != GIVEN:
+  name, make = value["name"], compression.named
+  if name != GIVEN:
     with checks.blame(key, tuple(value)):
-      compression.named(**value)
+      if name in compression.REDUCERS and name not in compression.CODECS:
+        make = compression.named_reducer  # of engine mesh alone
+      make(**value)
   return dict(value)
 
 
@@ -55,13 +58,25 @@ def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
   if section is None:
     return None
   if section["name"] != GIVEN:
-    return _named_codec(json.dumps(section, sort_keys=True))
+    with checks.blame(key, tuple(section)):
+      return _named_codec(json.dumps(section, sort_keys=True))
   if key not in run.codecs:
     raise ValueError(
       f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
       f" as asgd.simulate(..., {key}=codec): give it again, or name one"
     )
   return run.codecs[key]
+
+
+def refuse(run: Run, what: str) -> None:
+  """Raises ValueError if a config names a codec that a run has no use for."""
+  for key in SECTIONS:
+    if run.config[key] is not None:
+      raise ValueError(
+        f"config.{key}: {what} (config.runs.{run.label}.recipe {run.recipe!r});"
+        " leave it out, or set it in the entries of other runs alone,"
+        f" config.runs.LABEL.{key}"
+      )
 
 
 def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:

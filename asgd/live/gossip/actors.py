@@ -18,7 +18,7 @@ from asgd import gossip
 from asgd.live import faults as faults_lib
 from asgd.live import processes, ray_waits, spans
 from asgd.live.clusters.actors import process_failure
-from asgd.live.clusters.ray_processes import Site, prepare_process
+from asgd.live.clusters.ray_processes import Site, node_id, prepare_process
 from asgd.live.gossip import cluster
 from asgd.live.gossip.frames import Frame
 from asgd.live.gossip.peer_rows import PeerDuty
@@ -32,11 +32,17 @@ _LEAVE_SECONDS = 5.0  # for peers to end
 class PeerActor:
   """A peer in a process of its own."""
 
-  def __init__(self, peer: int, site: Site):
+  def __init__(self, peer: int, site: Site, began: float):
+    """`began` is what `time.time()` was when the run began, for machines other
+    than the driver's."""
     prepare_process(site, worker=True)
     self._peer, self._site = peer, site
     self._others: dict[int, Any] = {}  # actors
-    processes.write_pid(Path(site.memory), "worker", peer)
+    self._clock = site.clock
+    if node_id() == site.machine:
+      processes.write_pid(Path(site.memory), "worker", peer)
+    else:
+      self._clock = lambda: time.time() - began
 
   def prepare(
     self,
@@ -63,7 +69,7 @@ class PeerActor:
       *(peer, duty, run, image),
       jobs=lambda: ray.get(numbers.take.remote()),
       draw=lambda life: np.random.default_rng((seed, peer, life)),
-      clock=site.clock,
+      clock=self._clock,
       tell=self._send,
       wait=time.sleep,
       faults=script,
@@ -125,7 +131,8 @@ class RayPeers(cluster.PeerCluster):
       refill=refill,
       clock=site.clock,
     )
-    self._ray, self._site, self._make_duty = ray, site, make_duty
+    self._ray, self._make_duty = ray, make_duty
+    self._site = site._replace(machine=node_id())
     self._seed, self._faults = seed, list(faults)
     self._resources = resources or {"num_cpus": 0}
     self._patience = cluster.patience(setup.ladder)
@@ -146,7 +153,9 @@ class RayPeers(cluster.PeerCluster):
     calls = _CALLS + self.gossip.topology.workers
     actor_class = self._ray.remote(PeerActor)
     actor_class = actor_class.options(max_concurrency=calls, **self._resources)
-    self._actors[peer] = actor = actor_class.remote(peer, self._site)
+    self._actors[peer] = actor = actor_class.remote(
+      peer, self._site, time.time() - self._clock()
+    )
     self._prepared[peer] = actor.prepare.remote(
       self._make_duty, image, mine, self._numbers, self._seed
     )

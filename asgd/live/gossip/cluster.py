@@ -7,6 +7,7 @@ for checkpoints and before a newcomer joins.
 
 import abc
 import heapq
+import math
 import sys
 import threading
 import time
@@ -125,6 +126,8 @@ class PeerCluster(abc.ABC):
     self.replaced = {"peer": 0}
     self._refused = self._deaths = self._received = 0
     self._messages, self._finished = messages, False
+    self._news: list[str] = []
+    self.rounds = 0  # that all have ended, as `check` saw
 
   # What threads and processes do differently.
 
@@ -213,9 +216,11 @@ class PeerCluster(abc.ABC):
     newcomers, too."""
     if messages > self._received:
       self._received, self._refused, self._deaths = messages, 0, 0
-    news = self._bury()
+    self._bury()
     statuses = self._tell_all("status")
     self._end_hanging(statuses)
+    ended = [status.rounds for status in statuses.values()]
+    self.rounds = max(self.rounds, min(ended, default=0))
     done = all(status.quiet for status in statuses.values())
     if self.gossip.order == gossip.PAIRS:
       done = done and messages >= self._messages
@@ -224,7 +229,8 @@ class PeerCluster(abc.ABC):
     self._finished = done and self.lives.keys() == statuses.keys()
     if not self._finished:
       for peer in [peer for peer in self._coming if self._is_ready(peer)]:
-        news += self._admit(peer)
+        self._admit(peer)
+    news, self._news = self._news, []
     return news
 
   @property
@@ -234,7 +240,6 @@ class PeerCluster(abc.ABC):
 
   def _bury(self):
     """Deals with those that have ended."""
-    news = []
     for peer, how in self._gone():
       if peer in self._coming:  # before it had joined
         del self._coming[peer]
@@ -251,13 +256,12 @@ class PeerCluster(abc.ABC):
       self._deaths += 1
       if self._finished:
         continue
-      news.append(self._told(peer, how))
+      self._news.append(self._told(peer, how))
       if not self.lives:
         raise AllDied(f"all peers died, the last was peer {peer}")
       if self._refill:
         self.replaced["peer"] += 1
         self._new(peer)
-    return news
 
   def _told(self, peer, how):
     places = self.gossip.topology.workers
@@ -305,9 +309,10 @@ class PeerCluster(abc.ABC):
 
   # All at once.
 
-  def pause(self) -> dict[int, Status]:
-    """Has all end the same round, or the jobs they are at, and waits for it;
-    returns their status. Raises as `check`."""
+  def pause(self, seconds: float = math.inf) -> bool:
+    """Has all end the same round, or the jobs they are at, and waits for it, so
+    many seconds at most; whether they have. Raises as `check`."""
+    end = time.monotonic() + seconds
     limits = self._tell_all("halt")
     if self.gossip.order != gossip.PAIRS:
       for peer in limits:
@@ -318,7 +323,10 @@ class PeerCluster(abc.ABC):
       if self.lives.keys() == statuses.keys() and all(
         status.quiet for status in statuses.values()
       ):
-        return statuses
+        self.rounds = min(status.rounds for status in statuses.values())
+        return True
+      if time.monotonic() > end:
+        return False
       self._end_hanging(statuses)
       time.sleep(_LOOK)
 
@@ -326,11 +334,11 @@ class PeerCluster(abc.ABC):
     """Ends a pause."""
     self._tell_all("allow", self._limit)
 
-  def _admit(self, peer) -> list[str]:
+  def _admit(self, peer):
     """Lets a newcomer join."""
-    rounds = max(status.rounds for status in self.pause().values())
-    if peer not in self._coming or not self.lives:
-      return []  # it has died meanwhile
+    self.pause()
+    if peer not in self._coming:  # it has died meanwhile
+      return
     life = self._coming.pop(peer)
     topology = self.gossip.topology
     hears = [j for j in self.lives if topology.union[peer, j]]
@@ -339,11 +347,11 @@ class PeerCluster(abc.ABC):
     self._run_loop(peer)
     others = dict(self.lives)
     self.lives[peer] = life
-    self._tell(peer, "join", others, rounds, lenders)
+    self._tell(peer, "join", others, self.rounds, lenders)
     for other in others:
       self._tell(other, "present", peer, life, lend=other in lenders)
     self.go_on()
-    return [f"peer {peer} joins again"]
+    self._news.append(f"peer {peer} joins again")
 
   def images(self) -> dict[int, Image]:
     """Returns an image of each peer, at a pause."""

@@ -5,7 +5,8 @@
   ASK      a peer, whom it is to meet  nothing: be mine for one exchange
   GRANT    who was asked, the asker    a code
   ANSWER   the asker, who was asked    a code
-  LOAN     a neighbour, a newcomer     what `Peer.lend` made
+  LOAN     a neighbour, a newcomer,    what `Peer.lend` made
+           and the other way
 
 The three in the middle are those of an exchange of two (AD-PSGD).
 """
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from asgd import simulator
+from asgd import base, gossip, simulator
+from asgd.compression import packing
 
 MESSAGE, ASK, GRANT, ANSWER, LOAN = "message", "ask", "grant", "answer", "loan"
 CODES = MESSAGE, GRANT, ANSWER  # frames that bring a code
@@ -41,11 +44,22 @@ class Wire(NamedTuple):
   measure: Callable[[Any], int]  # what is sent -> its bytes
 
 
-def by_reference() -> Wire:
-  """Codes as they are, for threads of one process."""
-  return Wire(lambda code: code, lambda code: code, simulator.array_bytes)
+def array_wire(*, copies: bool) -> Wire:
+  """Codes as they are: arrays, in `copies` of NumPy for other processes."""
+  pack = jax.device_get if copies else lambda code: code
+  return Wire(pack, lambda content: content, simulator.array_bytes)
 
 
-def as_arrays() -> Wire:
-  """Codes as NumPy arrays, for other processes."""
-  return by_reference()._replace(pack=jax.device_get)
+def packed_wire(peer: gossip.Peer, params: base.Params) -> Wire:
+  """Codes as the bytes that `compression.packing` makes of them."""
+  key = jax.eval_shape(jax.random.key, 0)
+
+  def put(params, key):
+    return peer.put(peer.init(params), np.float64(1), key)[1]
+
+  layout = packing.layout(jax.eval_shape(put, params, key))
+  return Wire(
+    lambda code: packing.pack(layout, simulator.fetch(code)),
+    lambda content: packing.unpack(layout, content),
+    len,
+  )

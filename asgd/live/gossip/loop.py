@@ -46,7 +46,8 @@ class PeerLoop:
     span: Callable[[Span], None] | None = None,
   ):
     """`tell` brings a frame to a peer, or nowhere if that has died; it does not
-    wait. `wait` lets seconds go by; `span` is told of stretches of time."""
+    wait. `wait` lets seconds go by; `span` is told of stretches of time: fetch
+    is until a job starts, push until the peer has what came of it."""
     self.rows, self.index, self.duty = rows, rows.index, rows.duty
     self._tell, self._clock, self._wait = tell, clock, wait
     self._faults, self._span = faults, span or (lambda span: None)
@@ -54,10 +55,12 @@ class PeerLoop:
     self.rounds = 0  # ended
     self.limit = 0  # rounds or jobs that may be ended
     self.lives: dict[int, int] = {}  # of the peers that are there
-    self._lenders: list[int] | None = None  # that a newcomer waits for
+    self._is_new = False  # a newcomer, that has adopted nothing yet
+    self._lenders: list[int] = []  # whose loans it is to adopt, in this order
     self._loans: dict[int, Frame] = {}
     self._work: Work | None = None  # of the open job, once it is done
     self._began: float | None = None
+    self._free = clock()  # since when it has waited for a job, or for others
     self._how: str | None = None  # it ends
     self._alive = True
 
@@ -118,13 +121,20 @@ class PeerLoop:
     self.meet(lives)
     self.rounds = self.limit = rounds
     self.rows.join()
-    self._lenders = list(lenders)
+    self._is_new, self._lenders = True, list(lenders)
 
   def present(self, peer: int, life: int, *, lend: bool) -> None:
-    """Takes note of a newcomer before a round, and lends it something."""
+    """Takes note of a newcomer before a round, and lends it something; what
+    it lends in turn is adopted before anything else."""
     self.lives[peer] = life
     if lend:
       self._tell(peer, self.rows.lend(peer))
+      if self._introduces:
+        self._lenders.append(peer)
+
+  @property
+  def _introduces(self):
+    return self.duty.gossip.rule.introduces
 
   def gone(self, peer: int) -> None:
     """Takes note that a peer has died."""
@@ -180,10 +190,14 @@ class PeerLoop:
   def _adopt(self):
     """Adopts once all lenders that live have lent, in their order."""
     lenders = [j for j in self._lenders if j in self.lives or j in self._loans]
-    if all(j in self._loans for j in lenders):
-      for k, j in enumerate(lenders):
-        self.rows.adopt(self._loans[j], first=not k)
-      self._lenders = None
+    if any(j not in self._loans for j in lenders):
+      return
+    for k, j in enumerate(lenders):
+      self.rows.adopt(self._loans.pop(j), first=self._is_new and not k)
+    if self._is_new and self._introduces:
+      for j in lenders:
+        self._tell(j, self.rows.lend(j))
+    self._is_new, self._lenders = False, []
 
   # Jobs.
 
@@ -202,6 +216,7 @@ class PeerLoop:
       faults, peer = self._faults, self.index
       faults.before_work(peer, seq)
       began = self._clock()
+      self._span(Span("fetch", self._free, began, seq, number))
       work = self.rows.work()
       message = faults.message(peer, seq, work.message)
       if message is not work.message:
@@ -209,7 +224,8 @@ class PeerLoop:
       factor = (self.duty.slowdown[peer : peer + 1] or (1.0,))[0]
       if factor > 1:
         self._wait((factor - 1) * (self._clock() - began))
-      self._span(Span("compute", began, self._clock(), seq, number))
+      self._free = self._clock()
+      self._span(Span("compute", began, self._free, seq, number))
       return work
 
     def done(future):
@@ -222,8 +238,11 @@ class PeerLoop:
 
   def _receive(self) -> bool:
     """Ends the open job; False, and the loop ends, if it is not finite."""
-    assert self._work is not None
+    assert self._work is not None and self.rows.job is not None
     work, self._work, self._began = self._work, None, None
+    began, self._free = self._free, self._clock()
+    seq, number, _ = self.rows.job
+    self._span(Span("push", began, self._free, seq, number))
     if not work.finite:
       self.rows.reject()
       self._how = REJECTED

@@ -37,9 +37,18 @@ class PeerDuty(NamedTuple):
     """The compiled functions, once for each process."""
     return simulator.compile_peer(self.peer, self.worker)
 
+  @property
+  def hears(self) -> list[set[int]]:
+    """How many neighbours each peer hears in its rounds."""
+    topology = self.gossip.topology
+    rounds, peers = range(topology.period), range(topology.workers)
+    if self.gossip.order == gossip.PAIRS:
+      return [{1} for _ in peers]
+    return [{len(topology.neighbours(i, k)) for k in rounds} for i in peers]
+
   def warm_up(self, index: int) -> None:
     """Compiles what a peer calls; what it computes is dropped."""
-    steps, topology = self.steps, self.gossip.topology
+    steps = self.steps
     number, zero = np.int32(index), np.int32(0)
     state = self.peer.init(self.params)
     job = steps.send(state, number)
@@ -51,11 +60,7 @@ class PeerDuty(NamedTuple):
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
     code = self.wire.unpack(self.wire.pack(code))
-    rounds = range(topology.period)
-    counts = {len(topology.neighbours(index, k)) for k in rounds}
-    if self.gossip.order == gossip.PAIRS:
-      counts = {1}
-    for count in counts:
+    for count in self.hears[index]:
       weights, slots = np.zeros(count), np.zeros(count, np.int32)
       jax.block_until_ready(
         steps.mix(state, (code,) * count, weights, slots)
@@ -77,6 +82,11 @@ class View(NamedTuple):
   params: base.Params
   weight: float  # by which it counts in the mean over peers
   version: int  # its own updates
+
+  @property
+  def server(self) -> "View":
+    """Itself: the parameters of a `PeerState` are those of its server."""
+    return self
 
 
 class PeerRows:
@@ -100,7 +110,8 @@ class PeerRows:
       self._note(event)
     self.state = duty.peer.init(duty.params)
     self.worker = duty.worker.init(self.state.server.params)
-    self._bytes, self._norms = 0, []  # since the last record
+    # Since the last record:
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
     self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
 
   def _note(self, event):
@@ -149,12 +160,13 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    received = simulator.Received(event.time, self.index, number)
-    records = simulator.records([received], [observation])
-    norms, self._norms = simulator.fetch(self._norms), []
-    norm = sum(map(float, norms))
-    self._sink.append(simulator.peer_records(records, [norm], [self._bytes]))
-    self._bytes, self.job = 0, None
+    row = simulator.Received(
+      event.time, self.index, number, self._bytes_up, self._bytes, 0.0
+    )
+    records = simulator.peer_records([row], [observation], [self._norms])
+    self._sink.append(records)
+    self._bytes, self._bytes_up, self._norms = 0, 0, []
+    self.job = None
 
   def reject(self) -> None:
     """Refuses what was made of the open job, and leaves."""
@@ -180,7 +192,9 @@ class PeerRows:
     self.state, code = self._steps.put(
       self.state, keep, self.duty.root, self._number, np.int32(seq)
     )
-    return self._frame(kind, event, code)
+    frame = self._frame(kind, event, code)
+    self._bytes_up += frame.nbytes
+    return frame
 
   def mix(self, round: int, heard: Sequence[Frame]) -> None:
     """Takes messages and mixes them, in this order."""
@@ -204,21 +218,22 @@ class PeerRows:
     """Takes the place of one that left."""
     self._write(NO_SEQ, self.life, base.JOIN)
 
-  def lend(self, newcomer: int) -> Frame:
-    """Returns what a newcomer is lent."""
-    event = self._write(self._puts, newcomer, base.LEND)
+  def lend(self, other: int) -> Frame:
+    """Returns what a newcomer is lent, or lends."""
+    event = self._write(self._puts, other, base.LEND)
     topology = self.duty.gossip.topology
-    hears = topology.union[self.index, newcomer]
-    slot = np.int32(topology.slot(self.index, newcomer) if hears else 0)
+    hears = topology.union[self.index, other]  # or it knows nothing of it
+    slot = np.int32(topology.slot(self.index, other) if hears else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
+    self._bytes_up += size
     return Frame(
       frames.LOAN, self.index, self.life, event.seq, 0, loan, size
     )
 
   def adopt(self, loan: Frame, *, first: bool) -> None:
-    """Takes what a neighbour lends."""
+    """Takes what another lends; `first` of a newcomer."""
     self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)
     self._bytes += loan.nbytes
@@ -240,6 +255,7 @@ class PeerRows:
       "rows": len(self._journal.events()),
       "records": self._sink.count,
       "bytes": self._bytes,
+      "bytes_up": self._bytes_up,
       "norms": list(map(float, simulator.fetch(self._norms))),
     }
     return jax.device_get((self.state, self.worker)), notes
@@ -247,5 +263,5 @@ class PeerRows:
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Goes on from an image."""
     self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
-    self._bytes = notes["bytes"]
+    self._bytes, self._bytes_up = notes["bytes"], notes["bytes_up"]
     self._norms = [np.float32(x) for x in notes["norms"]]

@@ -39,7 +39,9 @@ class ThreadPeers(cluster.PeerCluster):
     began, or would have; `received` are the jobs that are done already."""
     ladder = ladder or Ladder()
     clock = lambda: time.monotonic() - began  # noqa: E731
-    duty.warm_up(0)
+    alike = {frozenset(counts): i for i, counts in enumerate(duty.hears)}
+    for peer in alike.values():
+      duty.warm_up(peer)
     super().__init__(
       duty.gossip,
       run,

@@ -45,7 +45,7 @@ LIVE = ("threads", "ray")
 CONFIGS = {
   "simulate": {},
   "threads": {},
-  "ray": {},
+  "ray": {"compress": {"name": "qsgd", "levels": 3}},
   "mesh": {"mesh": {"axes": {"data": 2}}},
   "pipeline": {"pipeline": {"stages": 2, "microbatches": 4}},
 }

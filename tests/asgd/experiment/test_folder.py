@@ -401,7 +401,9 @@ def packed(workdir):
   place = finish(workdir)
   columns = {"loss": np.arange(3.0), "worker": np.array([1, 0, 1])}
   np.savez(place / "records.npz", **columns)
-  (place / "cell.json").write_text('{"version": 2, "cell": "this"}')
+  (place / "cell.json").write_text(
+    f'{{"version": {folder.VERSION}, "cell": "this"}}'
+  )
   (place / "checkpoints" / "3").mkdir(parents=True)
   result = {"cell": place.name, "label": "a", "workers": 2, "seed": 0}
   result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}

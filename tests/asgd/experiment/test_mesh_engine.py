@@ -179,6 +179,26 @@ def test_a_run_goes_on_to_the_bit(trained, tmp_path):
   assert whole == json.loads(storage.to_json(result))
 
 
+@pytest.mark.slow
+def test_what_devices_keep_of_their_gradients_goes_on_too(tmp_path):
+  flags = {
+    "data.name": "digits",
+    "model.name": "mlp",
+    "optimizer": None,
+    "examples": 64,
+    "evaluations": 1,
+    "mesh.axes": "data:4",
+    "compress": {"name": "threshold", "tau": 1e-3},
+  }
+  exp = build(flags)
+  (undisturbed,) = train(exp, tmp_path / "undisturbed")
+  assert undisturbed["reducer"] == "threshold"
+  with pytest.raises(signals.Stopped):
+    train(exp, tmp_path / "stopped", signals=Asked)
+  (result,) = train(exp, tmp_path / "stopped")
+  assert result["params_sha256"] == undisturbed["params_sha256"]
+
+
 def test_a_loss_that_is_not_finite(tmp_path):
   flags = {"mesh.axes": "data:1", "examples": 32, "evaluations": 1}
   exp = build({**flags, "data.name": "digits", "model.name": "mlp"})
@@ -480,6 +500,23 @@ MISTAKES = {
   ),
   "model": ({"model.name": "gpd"}, "config.model: .*did you mean 'gpt'"),
   "model and data": ({"model.name": "mlp"}, "'mlp' does not fit .*'pydoc'"),
+  "codec": ({"compress": "treshold"}, "config.compress: .*did you mean 'thres"),
+  "codec's value": (
+    {"compress": {"name": "top_k", "density": 2}},
+    r"config.compress.density must be in \(0, 1\], not 2",
+  ),
+  "codec and zero": (
+    {"compress": "int8", "mesh.zero": 1, AXES: "data:2"},
+    "config.compress: compressed gradients .*zero=1",
+  ),
+  "codec and axes": (
+    {"compress": "int8", AXES: "data:2,tensor:2"},
+    "config.compress: compressed gradients .*'tensor'",
+  ),
+  "reducer": (
+    {"compress": {"name": "onebit_adam", "warmup": 3}},
+    "config.compress: .*'warmup'; did you mean 'warm_up'",
+  ),
   "on_nan": ({"on_nan": "go"}, "config.on_nan must be 'stop' or 'record'"),
 }
 

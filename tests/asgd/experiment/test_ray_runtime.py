@@ -67,6 +67,19 @@ def test_ray_is_told_to_ask_for_a_token_and_to_keep_its_files_closed(
   assert settings["environment"]["RAY_AUTH_TOKEN"] != first
 
 
+@pytest.mark.parametrize("before", [None, "/a/folder"])
+def test_its_processes_import_what_this_one_can(settings, monkeypatch, before):
+  monkeypatch.delenv("PYTHONPATH", raising=False)
+  if before:
+    monkeypatch.setenv("PYTHONPATH", before)
+  monkeypatch.setattr(sys, "path", ["/of/a/script", *sys.path])
+  with pytest.raises(Begun):
+    ray_runtime.start(None)
+  assert settings["environment"]["PYTHONPATH"] == os.pathsep.join(sys.path)
+  assert "runtime_env" not in settings  # which takes a process more for each
+  assert os.environ.get("PYTHONPATH") == before
+
+
 def test_the_files_are_in_a_folder_of_the_owner_alone(settings, monkeypatch):
   seen = []
 

@@ -13,8 +13,12 @@ from asgd.experiment import signals
 pytestmark = pytest.mark.process
 
 # Waits in a library, where Python calls no handlers: for a lock that it holds.
+# It has so many files open that select() would not take one more.
 STUCK = """
-import ctypes, subprocess, sys
+import ctypes, os, resource, subprocess, sys
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
 from asgd.experiment.signals import Signals
 Signals()
 subprocess.Popen(["sleep", "1000"])

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from asgd import base, models, problems
+from asgd import base, models, optimizers, problems
 from asgd.parallel import data_parallel, meshes, precision
 from asgd.problems.problem import classification_loss
 from asgd.worker import Aux
@@ -149,6 +149,34 @@ def bytes_on_a_device(tree):
     for shard in leaf.addressable_shards
     if shard.device == device and leaf.ndim
   )
+
+
+def without_dropout(params, batch, key):
+  del key
+  x, y = batch
+  return jnp.mean((network(params, x, 1.0) - y) ** 2), Aux(())
+
+
+def test_a_line_search_is_that_of_one_device():
+  """It evaluates the loss of the whole batch, on all devices."""
+  made = data_parallel.make_step(
+    without_dropout, optimizers.lbfgs(), data_mesh(2), searches=True
+  )
+  params, told = take_steps(made)
+  tx, wanted = optax.lbfgs(), jax.tree.map(jnp.asarray, weights())
+  state = tx.init(wanted)
+  for step in range(STEPS):
+
+    def function(w, step=step):
+      return without_dropout(w, batch(step), KEY)[0]
+
+    value, grad = jax.value_and_grad(function)(wanted)
+    np.testing.assert_allclose(told[step].loss, value, rtol=1e-12)
+    updates, state = tx.update(
+      grad, state, wanted, value=value, grad=grad, value_fn=function
+    )
+    wanted = optax.apply_updates(wanted, updates)
+  assert_near(params, wanted, 1e-10)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -444,6 +472,17 @@ MISTAKES = {
   "interval": (
     lambda: step_on_four(loss_scale=precision.Dynamic(interval=True)),
     "interval of a loss scale must be.*not True",
+  ),
+  "search and zero": (
+    lambda: step_on_four(searches=True, zero=1),
+    "searches along a line .lbfgs. needs zero=0, not 1",
+  ),
+  "search on two axes": (
+    lambda: data_parallel.make_step(
+      *(loss, optimizers.lbfgs(), meshes.make({"data": 2, "rows": 2})),
+      searches=True,
+    ),
+    r"a mesh of the axis 'data' alone, not of \('data', 'rows'\)",
   ),
   "pmap and zero": (
     lambda: step_on_four(form="pmap", zero=1),

@@ -328,7 +328,22 @@ def test_a_pair_averages_and_then_the_stale_gradient_is_applied():
   assert_all(params_of(result), [[1.0] * 7, [1.75] * 7], atol=0)
   assert rows.staleness.tolist() == [1, 1]
   np.testing.assert_allclose(rows.gap, [1.0, 0.25])
-  assert rows.taken_bytes.tolist() == [56, 56]
+  assert rows.bytes_down.tolist() == rows.bytes_up.tolist() == [56, 56]
+
+
+def test_a_transform_that_reads_a_delay_is_told_how_often_the_peer_mixed():
+  recipe = asgd.ad_psgd(0.5, workers=2)
+  recipe = recipe._replace(at_server=asgd.scale_by_staleness())
+  # Of three mixes in its first job, peer 1 is told at its end.
+  clock = durations.constant(slowdown=[1, 2.5])
+  trace = recipe.gossip.trace(clock, messages=3)
+  result = peers(recipe, trace, batch=lambda w, j: np.zeros(7))
+  rows = result.run(len(trace.time))
+  assert rows.worker.tolist() == [0, 0, 1]
+  assert rows.staleness.tolist() == [1, 1, 3]
+  np.testing.assert_allclose(
+    rows.update_norm, 0.5 * rows.message_norm / [1, 1, 3], rtol=1e-6
+  )
 
 
 # Codecs that send less.

@@ -98,7 +98,7 @@ def adaptive_threshold(
     least: density below which tau falls, in (0, 1].
     most: density above which it grows, in (0, 1].
     decay: in (0, 1).
-    residual_clip: as of `threshold`; Deeplearning4j suggests 5 tau.
+    residual_clip: as of `threshold`.
     clip_every: messages between two clippings.
 
   Returns:

@@ -1,6 +1,7 @@
 """Live peers in threads: each run is what its journals say, to the last bit."""
 
 import functools
+import itertools
 import time
 
 import jax
@@ -10,10 +11,12 @@ from kit import bits
 
 import asgd
 from asgd import base, problems, simulator, stacking
+from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
-from asgd.live.gossip import files, frames
+from asgd.live.gossip import cluster, files, frames
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.threads import ThreadPeers
+from asgd.orders.trace import Event
 
 PEERS = 4
 ROOT = jax.random.key(0)
@@ -45,7 +48,9 @@ class Run:
       jax.device_get(PROBLEM.init(ROOT)),
       self.batch,
       ROOT,
-      frames.by_reference(),
+      frames.array_wire(copies=False)
+      if not self.recipe.gossip.compressed
+      else frames.packed_wire(peer, PROBLEM.init(ROOT)),
       frozenset([2, rounds]),
     )
     self.news = []
@@ -111,8 +116,8 @@ class Run:
 RECIPES = {
   "d_psgd": {},
   "sgp": {"overlap": 1},
-  "choco_sgd": {"gamma": 0.5},
-  "threshold_sharing": {},
+  "choco_sgd": {"gamma": 0.5, "codec": "qsgd"},
+  "threshold_sharing": {"codec": "top_k"},
   "local_d_psgd": {"steps": 2},
   "ad_psgd": {},
 }
@@ -125,14 +130,14 @@ def test_a_run_replays_to_the_same_bits(tmp_path, name):
   peers = run.check()
   assert len(run.records().loss) == run.messages
   assert sorted(run.records().job) == list(range(run.messages))
-  received = run.records().taken_bytes.sum()
+  received = run.records().bytes_down.sum()
   assert received <= peers.traffic.nbytes.sum()
 
 
-@pytest.mark.parametrize("name", ["d_psgd", "threshold_sharing", "ad_psgd"])
+@pytest.mark.parametrize("name", ["d_psgd", "choco_sgd", "ad_psgd"])
 def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path, name):
-  run = Run(tmp_path, name, rounds=30)
-  run.run(faults=[Fault(1, 4, "kill"), Fault(3, 9, "kill")])
+  run = Run(tmp_path, name, rounds=16)
+  run.run(faults=[Fault(1, 2, "kill"), Fault(3, 5, "kill")])
   run.check()
   trace = run.trace()
   counts = np.bincount(trace.action, minlength=len(base.ACTIONS))
@@ -212,7 +217,7 @@ def test_what_a_peer_keeps_for_evaluations_is_of_its_round(tmp_path):
 
 
 def test_every_message_that_was_told_of_a_dead_peer_comes_to_all(tmp_path):
-  run = Run(tmp_path, "threshold_sharing", rounds=20)
+  run = Run(tmp_path, "threshold_sharing", rounds=10)
   run.run(faults=[Fault(1, 4, "kill")])
   trace = run.trace()
   of = (trace.action == base.TAKE) & (trace.job == 1)
@@ -233,3 +238,65 @@ def test_a_pair_is_atomic_and_keeps_the_mean(tmp_path):
         assert mine[row + 1 : row + 3] == [base.TAKE, base.MIX]
   puts = (trace.action == base.PUT).sum()
   assert puts == 2 * run.messages  # nobody was left alone
+
+
+@pytest.mark.parametrize("topology", ["star", "full"])
+def test_pairs_never_wait_for_each_other_in_a_circle(tmp_path, topology):
+  run = Run(tmp_path, "ad_psgd", rounds=25, topology=topology)
+  run.run()
+  assert sorted(run.records().job) == list(range(run.messages))
+
+
+def test_a_peer_that_hangs_is_replaced(tmp_path):
+  run = Run(tmp_path, rounds=12)
+  quick = Ladder(k=5.0, floor=0.1, start=0.5)
+  run.run(faults=[Fault(1, 4, "hang")], ladder=quick)
+  run.check()
+  assert "peer 1 hung; the others go on, another takes its place" in run.news
+
+
+def test_peers_that_all_died_are_told_of(tmp_path):
+  run = Run(tmp_path, rounds=4)
+  with pytest.raises(cluster.AllDied):
+    run.run(faults=[Fault(i, 2, "kill") for i in range(PEERS)])
+
+
+def test_what_goes_wrong_in_a_peer_is_raised(tmp_path):
+  run = Run(tmp_path, rounds=4)
+
+  def broken(worker, job):
+    if job >= PEERS:  # the first are tried before the run
+      raise ValueError(f"no batch for job {job}")
+    return run.batch(worker, job)
+
+  run.duty = run.duty._replace(batch=broken)
+  with pytest.raises(ValueError, match="no batch for job"):
+    run.run()
+
+
+def test_who_leaves_is_written_once(tmp_path):
+  journal, _ = files.open_files(tmp_path, 0)
+  journal.append(Event(1.0, 0, 0, 7, base.SEND))
+  assert files.leave(tmp_path, 0, now=0.5) == [7]
+  assert files.leave(tmp_path, 0, now=2.0) == [7]
+  rows = [event.format() for event in files.read_journal(
+    files.journal_path(tmp_path, 0))]
+  assert rows == ["1.0,0,0,7,send", "1.0,0,0,7,lost", "1.0,0,-1,0,leave"]
+
+
+def test_numbers_of_jobs_are_given_once_each():
+  numbers = cluster.JobNumbers(5, received=[0, 2])
+  assert [numbers.take(), numbers.take()] == [1, 3]
+  numbers.give_back(1)
+  assert [numbers.take() for _ in range(3)] == [1, 4, None]
+
+
+def test_spans_of_peers_follow_each_other(tmp_path):
+  run, told = Run(tmp_path, "ad_psgd", rounds=5), []
+  run.run(span=lambda peer, span: told.append((peer, span)))
+  for peer in range(PEERS):
+    mine = [span for i, span in told if i == peer]
+    names = [span.name for span in mine]
+    assert names == ["fetch", "compute", "push"] * (len(mine) // 3)
+    for before, after in itertools.pairwise(mine):
+      assert before.start <= before.end <= after.start

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from asgd import checks
 from asgd.compression import leaves
-from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols
+from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols, power_below
 
 SCALES = "one", "mean", "rms"
 
@@ -25,11 +25,10 @@ def scale_of(x: jax.Array, scale: str) -> jax.Array:
   if scale == "one":
     return jnp.float32(1)
   sizes = jnp.abs(x)
-  largest = sizes.max()
-  units = leaves.divide(sizes, largest)  # no sum or square overflows
-  if scale == "mean":
-    return largest * jnp.minimum(units.mean(), 1.0)
-  return largest * jnp.minimum(jnp.sqrt(jnp.square(units).mean()), 1.0)
+  unit = power_below(sizes.max())  # no sum or square overflows
+  ratios = sizes / unit
+  mean = ratios.mean() if scale == "mean" else jnp.sqrt((ratios**2).mean())
+  return leaves.saturated(mean * unit)
 
 
 def sign(scale: str = "one") -> Codec:
@@ -106,8 +105,7 @@ def onebit() -> Codec:
 
   Source:
     Seide et al., "1-bit stochastic gradient descent and its application to
-    data-parallel distributed training of speech DNNs", Interspeech 2014,
-    section 3.
+    data-parallel distributed training of speech DNNs", Interspeech 2014.
 
   Example:
     >>> import jax

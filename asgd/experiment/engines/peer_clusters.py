@@ -1,0 +1,117 @@
+"""From the plan of a cell of peers to a cluster of threads or of Ray actors."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines.peers import PeerPlan
+from asgd.live.gossip.cluster import PeerCluster
+from asgd.live.gossip.frames import array_wire, packed_wire
+from asgd.live.gossip.peer_rows import PeerDuty
+from asgd.live.gossip.threads import ThreadPeers
+from asgd.live.setup import Setup
+from asgd.live.spans import SpanWriter
+from asgd.orders import protocol
+
+
+class LivePeers(NamedTuple):
+  """What a live cell of peers is made of; a cluster is made of it."""
+
+  plan: PeerPlan
+  cell: Any  # asgd.experiment.cells.Cell
+  folder: Path  # of the cell
+  memory: Path  # where its processes say who they are
+  began: float  # time.monotonic() when it began, or would have
+  received: Sequence[int]  # jobs that are done already
+  due: Sequence[int]  # messages after which it is evaluated
+
+  @property
+  def setup(self) -> Setup:
+    """How many peers and jobs there are, and when a peer is late."""
+    ladder = live_clusters.ladder(self.plan.run.config["live"])
+    plan = self.plan
+    return Setup(protocol.Rules(), plan.workers, plan.messages, ladder=ladder)
+
+
+def make_duty(
+  plan: PeerPlan, cell: Any, due: Sequence[int], *, copies: bool
+) -> PeerDuty:
+  """Returns what peers do; codes travel as `copies`, to other processes."""
+  key, root = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(plan.problem.init(key))
+  wire = array_wire(copies=copies)
+  if plan.gossip.compressed:
+    wire = packed_wire(plan.peer, params)
+  return PeerDuty(
+    plan.gossip,
+    plan.peer,
+    plan.worker,
+    params,
+    plan.job_batches(cell.seed),
+    root,
+    wire,
+    frozenset(message // plan.workers for message in due),
+    tuple(plan.run.config["live"]["slowdown"]),
+  )
+
+
+def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
+  """Returns a tree like that of an image with these notes."""
+  state = duty.peer.init(duty.params)
+  key = jax.eval_shape(jax.random.key, 0)
+  code = jax.eval_shape(
+    lambda state, key: duty.peer.put(state, np.float64(1), key)[1], state, key
+  )
+  code = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), code)
+  tree = {"peer": (state, duty.worker.init(duty.params))}
+  return tree | {"codes": dict.fromkeys(notes.get("codes", ()), code)}
+
+
+def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
+  """Builds a cluster of threads."""
+  plan, settings = live.plan, live.plan.run.config["live"]
+  return ThreadPeers(
+    make_duty(plan, live.cell, live.due, copies=False),
+    live.folder,
+    messages=plan.messages,
+    began=live.began,
+    received=live.received,
+    seed=live.cell.seed,
+    ladder=live.setup.ladder,
+    refill=settings["refill"],
+    faults=machine.faults,
+    span=SpanWriter(live.folder) if settings["spans"] else None,
+  )
+
+
+def _remote_duty(config, dataset, cell, due) -> PeerDuty:
+  plan = live_clusters.remote_plan(config, dataset, cell)
+  return make_duty(plan, cell, due, copies=True)
+
+
+def ray_peers(live: LivePeers, machine: Any) -> PeerCluster:
+  """Builds a cluster of Ray actors."""
+  from asgd.experiment import cells
+
+  plan, settings = live.plan, live.plan.run.config["live"]
+  config = cells.only(plan.run, live.cell)
+  dataset = machine.share(plan.dataset)  # which starts Ray
+  from asgd.live.gossip.actors import RayPeers
+
+  return RayPeers(
+    plan.gossip,
+    live_clusters.site(live, live.began, machine),
+    functools.partial(_remote_duty, config, dataset, live.cell, live.due),
+    received=live.received,
+    seed=live.cell.seed,
+    refill=settings["refill"],
+    faults=machine.faults,
+    resources=live_clusters.resources(settings),
+  )
+
+

@@ -1,0 +1,40 @@
+"""Live peers: threads or Ray processes that talk to each other, no server.
+
+Handwritten digits, 4 peers, each an actor of Ray. `dense` is all that a peer
+makes of a gradient, told to everybody; `threshold` tells about one number of a
+thousand, as +-tau, and the rest later. With a peer that is killed after 200
+jobs and comes back:
+
+  python -m launch.train --config=configs/gossip_live.py --config.only=dense
+  python -m launch.train --config=configs/gossip_live.py \
+    --config.only=threshold --fault=kill:1:200
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(256, 256))
+  codec = dict(name="threshold", tau=0.025)
+  runs = dict(
+    dense=dict(recipe="threshold_sharing", title="dense sharing"),
+    threshold=dict(
+      recipe="threshold_sharing", title="threshold sharing", codec=codec
+    ),
+  )
+  for run in runs.values():
+    run["momentum"] = 0.9
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.engine = "ray"
+  config.workers = (4,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 16
+  config.epochs = 60.0
+  config.learning_rate = 0.05
+  config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(45.0,))
+  config.evaluations = 5
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()

@@ -1,0 +1,142 @@
+"""Thresholds, top-k, random-k and DGC, by cases worked out by hand."""
+
+import jax
+import numpy as np
+import pytest
+
+from asgd import compression
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KEY = jax.random.key(0)
+
+
+def messages(codec, *trees):
+  """What a server decodes of some messages, and the last state."""
+  encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
+  state, sent = codec.init(trees[0]), []
+  for tree in trees:
+    code, state = encode(state, tree, KEY)
+    sent.append(decode(code))
+  return sent, state
+
+
+def test_an_element_sends_one_quantum_a_message_whatever_it_has():
+  codec = compression.named("threshold", tau=0.5)
+  x = np.float32([2.0, -0.5, 0.25])  # -0.5 is not beyond -tau
+  sent, state = messages(codec, x, 0 * x, 0 * x, 0 * x)
+  np.testing.assert_array_equal(
+    sent, np.float32([[0.5, 0, 0], [0.5, 0, 0], [0.5, 0, 0], [0, 0, 0]])
+  )
+  np.testing.assert_array_equal(state.residual, np.float32([0.5, -0.5, 0.25]))
+
+
+def test_one_threshold_is_that_of_all_leaves():
+  tree = {"large": np.float32([8.0]), "small": np.float32([0.5, 0.75])}
+  (sent,), _ = messages(compression.threshold(1.0), tree)
+  assert (float(sent["large"][0]), sent["small"].any()) == (1.0, False)
+
+
+def test_a_residual_is_clipped_to_some_quanta_now_and_then():
+  codec = compression.named("threshold", tau=1.0, residual_clip=2, clip_every=2)
+  x = np.float32([9.0, -9.0, 1.0])
+  _, state = messages(codec, x)
+  np.testing.assert_array_equal(state.residual, np.float32([8.0, -8.0, 1.0]))
+  _, state = messages(codec, x, 0 * x)  # 7 and -7 are left
+  np.testing.assert_array_equal(state.residual, np.float32([2.0, -2.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+  "most, sent, factor",
+  [
+    (1e-2, 0, 0.5),  # too few: tau falls
+    (1e-2, 1, 1.0),  # 1 of 400 is between 1e-4 and 1e-2
+    (1e-2, 5, 2.0),  # too many: it grows
+    (0.05, 26, 2.0),  # more than a 16th, taken for a 16th
+    (0.07, 400, 1.0),  # all of them: a 16th is below 0.07
+    (0.07, 26, 1.0),
+  ],
+)
+def test_tau_follows_the_density_of_all_leaves(most, sent, factor):
+  codec = compression.adaptive_threshold(0.5, most=most, decay=0.5)
+  x = np.zeros(400, np.float32)
+  x[:sent] = 1.0
+  tree = {"some": x[:40], "others": x[40:]}
+  _, state = messages(codec, tree)
+  assert float(state.tau) == 0.5
+  np.testing.assert_allclose(state.density, sent / 400, rtol=1e-6)
+  _, state = messages(codec, tree, tree)
+  assert float(state.tau) == 0.5 * factor
+
+
+def test_the_default_decay_halves_a_threshold_in_20_messages():
+  codec = compression.adaptive_threshold()
+  zeros = np.zeros(8, np.float32)
+  encode, state = jax.jit(codec.encode), codec.init(zeros)
+  for _ in range(21):
+    _, state = encode(state, zeros, KEY)
+  np.testing.assert_allclose(state.tau, 0.5e-4, rtol=1e-5)
+
+
+def test_the_largest_of_each_leaf_are_sent_and_all_their_equals():
+  tree = {
+    "a": np.float32([1, -9, 3, 4, 0, -2, 5, 6]),
+    "tiny": np.float32([1e-30]),
+    "equal": np.float32([2, -2, 2, 2]),
+    "few": np.float32([0, 0, 7, 0, 0, 0, 0, 0]),
+  }
+  (sent,), _ = messages(compression.top_k(0.25), tree)
+  np.testing.assert_array_equal(
+    sent["a"], np.float32([0, -9, 0, 0, 0, 0, 0, 6])
+  )
+  for name in ("tiny", "equal", "few"):
+    np.testing.assert_array_equal(sent[name], tree[name])
+
+
+def test_random_elements_are_so_many_and_other_ones_each_time():
+  x = np.arange(1, 101, dtype=np.float32)
+  codec = compression.random_k(0.07)
+  chosen = set()
+  encode = jax.jit(codec.encode)
+  for i in range(3):
+    code, _ = encode(codec.init(x), x, jax.random.key(i))
+    sent = np.asarray(codec.decode(code))
+    places = np.flatnonzero(sent)
+    np.testing.assert_allclose(sent[places], x[places] * (100 / 7), rtol=1e-6)
+    assert places.size == 7
+    chosen.add(tuple(places))
+  assert len(chosen) == 3
+
+
+def test_dgc_sends_velocities_and_forgets_what_it_sent():
+  """Nesterov's form, gamma 0.5; the vector has plain momentum."""
+  codec = compression.dgc(0.5, momentum=0.5, nesterov=True)
+  tree = {"w": np.float32([[4.0, 1.0]]), "b": np.float32([2.0])}
+  (first, second), state = messages(codec, tree, tree)
+  # u = 0.5 g, v = u + g = [6, 1.5]; then u = [2, 0.75], v = [6, 1.5 + 1.75].
+  np.testing.assert_array_equal(first["w"], np.float32([[6.0, 0.0]]))
+  np.testing.assert_array_equal(second["w"], np.float32([[6.0, 0.0]]))
+  np.testing.assert_array_equal(state.velocity["w"], np.float32([[0, 0.75]]))
+  np.testing.assert_array_equal(state.residual["w"], np.float32([[0, 3.25]]))
+  # u = 1, 1 + 2 is sent; then u = 0.5 (1 + 2).
+  assert (float(first["b"][0]), float(second["b"][0])) == (3.0, 3.5)
+  assert not state.residual["b"].any()
+
+
+def test_dgc_clips_a_workers_gradient_as_one_of_several():
+  codec = compression.dgc(1.0, momentum=0.0, clip_norm=10.0, workers=4)
+  tree = {"w": np.float32([[30.0, 0.0]]), "b": np.float32([40.0])}
+  (sent,), _ = messages(codec, tree)  # to 10 / sqrt(4)
+  np.testing.assert_allclose(sent["w"], [[3.0, 0.0]], rtol=1e-6)
+  np.testing.assert_allclose(sent["b"], [4.0], rtol=1e-6)
+
+
+def test_dgc_becomes_sparse_in_four_stages():
+  codec = compression.dgc(0.01, momentum=0.0, warm_up=8)
+  x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+  encode, state = jax.jit(codec.encode), codec.init(x)
+  counts = []
+  for _ in range(10):
+    code, state = encode(state, x, KEY)
+    counts.append(int(np.count_nonzero(codec.decode(code))))
+  assert counts == [64, 64, 16, 16, 4, 4, 3, 3, 3, 3]  # 1/256 is below 0.01

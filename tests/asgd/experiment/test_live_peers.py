@@ -1,0 +1,138 @@
+"""Cells of live peers: trained, stopped, gone on with, replayed."""
+
+import json
+
+import pytest
+from kit import TINY_RUN
+
+from asgd import experiment
+from asgd.experiment import loop, replay
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
+from asgd.live.faults import Fault
+from asgd.live.journal import journal_path
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TINY = {
+  **TINY_RUN,
+  "engine": "threads",
+  "runs": {"run": {"recipe": "d_psgd"}},
+}
+CODED = {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5}
+PAIRS = {"recipe": "ad_psgd"}
+
+
+def train(workdir, run=None, machine=None, signals=None, **config):
+  runs = {"run": run or TINY["runs"]["run"]}
+  exp = experiment.build(
+    {**TINY, "runs": runs, **config}, engines=experiment.ENGINES
+  )
+  (cell,) = exp.cells
+  more = {} if signals is None else {"signals": signals}
+  machine = machine or Machine(grace_seconds=60.0)
+  result = loop.train(
+    exp, cell, workdir, bar=Silent(), machine=machine, **more
+  )
+  return result, workdir / "cells" / cell.name
+
+
+def rows(place):
+  lines = (place / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+class Stop:
+  """A signal that comes at a look."""
+
+  def __init__(self, look):
+    self._left = look
+
+  @property
+  def received(self):
+    self._left -= 1
+    return 15 if self._left == 0 else 0
+
+
+@pytest.mark.parametrize("run", [CODED, PAIRS], ids=["rounds", "pairs"])
+def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path, run):
+  with pytest.raises(Stopped, match="stopped in"):
+    train(tmp_path, run, signals=Stop(1), examples=640)
+  result, place = train(tmp_path, run, examples=640)
+  assert result["messages"] == 40
+  assert result["missed"] == 0
+  assert [row["message"] for row in rows(place)] == [
+    round(k * 40 / 3 / (2 if run is CODED else 1)) * (2 if run is CODED else 1)
+    for k in (1, 2, 3)
+  ]
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
+  assert "links.csv" in {path.name for path in place.iterdir()}
+  # It is finished, and its files are what it wrote.
+  again, _ = train(tmp_path, run, examples=640)
+  assert again["params_sha256"] == result["params_sha256"]
+
+
+def test_what_was_written_after_a_checkpoint_is_dropped(tmp_path):
+  with pytest.raises(Stopped):
+    train(tmp_path, signals=Stop(1), examples=640)
+  place = tmp_path / "cells" / "run-n2-s0"
+  journal = journal_path(place, 0)
+  before = journal.read_text()
+  lines = before.splitlines(keepends=True)
+  journal.write_text(before + lines[-1])
+  result, place = train(tmp_path, examples=640)
+  assert journal.read_text().startswith(before)
+  assert replay.replay(place).same
+  assert result["messages"] == 40
+
+
+def test_a_cell_without_a_checkpoint_begins_again(tmp_path):
+  with pytest.raises(Stopped):
+    train(tmp_path, signals=Stop(1), examples=640)
+  place = tmp_path / "cells" / "run-n2-s0"
+  for path in sorted((place / "checkpoints").rglob("*"), reverse=True):
+    path.rmdir() if path.is_dir() else path.unlink()
+  result, place = train(tmp_path, examples=640)
+  assert replay.replay(place).same
+  assert result["messages"] == 40
+
+
+def test_a_cell_replays_with_a_peer_that_died(tmp_path):
+  machine = Machine(faults=[Fault(1, 3, "kill")])
+  result, place = train(tmp_path, CODED, machine, examples=640)
+  assert result["replaced"] == {"peer": 1}
+  assert result["missed"] > 0  # rounds in which it was not there
+  assert replay.replay(place).recorded is not None
+  assert replay.replay(place).same
+
+
+def test_a_journal_that_lost_rows_of_the_checkpoint_is_refused(tmp_path):
+  with pytest.raises(Stopped):
+    train(tmp_path, signals=Stop(1), examples=640)
+  journal = journal_path(tmp_path / "cells" / "run-n2-s0", 1)
+  lines = journal.read_text().splitlines(keepends=True)
+  journal.write_text("".join(lines[:-1]))
+  with pytest.raises(ValueError, match="rows where the checkpoint is of"):
+    train(tmp_path, examples=640)
+
+
+@pytest.mark.parametrize(
+  ("config", "match"),
+  [
+    ({"server": {"shards": 2}}, "config.server.shards 2 is for workers"),
+    ({"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' is for"),
+    ({"live": {"devices": 2}}, "config.live.devices 2 is for workers"),
+    ({"allocation": {"batch_size": "speed"}}, "config.allocation follows"),
+  ],
+)
+def test_what_peers_do_not_have_is_refused(config, match):
+  with pytest.raises(ValueError, match=match):
+    experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+
+
+def test_faults_of_links_to_a_server_are_refused():
+  exp = experiment.build(TINY, engines=experiment.ENGINES)
+  with pytest.raises(ValueError, match="--fault=lose:0:3: a message of peers"):
+    exp.check_machine(Machine(faults=[Fault(0, 3, "lose")]))

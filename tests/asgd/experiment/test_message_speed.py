@@ -1,0 +1,54 @@
+"""What the benchmark of codecs does over and over."""
+
+import jax
+import numpy as np
+import pytest
+
+from asgd.compression import packing
+from asgd.experiment import message_speed, turns
+from launch.bench import compression as bench
+
+
+@pytest.mark.parametrize("label", ["threshold, 0.1 %", "top_k, 1 %", "int8"])
+def test_every_code_is_like_the_first(label):
+  like = message_speed.message(0.2)
+  stages = message_speed.Stages(bench._CODECS[label], like)
+  first = packing.unpack(stages.layout, stages.pack().copy())
+  for _ in range(3):
+    stages.encode()
+    code = packing.unpack(stages.layout, stages.pack())
+    for x, y in zip(*map(jax.tree.leaves, (first, code)), strict=True):
+      # An element at the border may stay away.
+      assert np.count_nonzero(x != 0) == pytest.approx(
+        np.count_nonzero(y != 0), abs=2
+      )
+
+
+def test_all_stages_are_contestants():
+  like = message_speed.message(0.01)
+  stages = message_speed.Stages({"name": "sign"}, like)
+  both = {"copy": message_speed.copy(like), **stages.contestants()}
+  seconds = turns.take_turns(both, 1, clock=lambda: 0.0)
+  assert list(seconds) == ["copy", "encode", "pack", "unpack", "decode"]
+
+
+def test_the_coder_is_that_of_the_packed_wire():
+  both, bits = message_speed.coder(0.01, 1000)
+  assert bits * 1000 == 8 * sum(x.size for x in both["encode"]())
+  assert both["decode"]().size == 1000
+
+
+def test_a_server_makes_an_update_of_what_it_is_told(monkeypatch):
+  monkeypatch.setattr(message_speed, "take_core", lambda number: set())
+  like = message_speed.message(0.01)
+  for options in (None, {"name": "identity"}):
+    server = message_speed._Server(like, options)
+    sent = like
+    if options is not None:
+      sent = message_speed.Stages(options, like).pack()
+    server.tell(sent)
+    for x, y in zip(
+      jax.tree.leaves(server._params), jax.tree.leaves(like), strict=True
+    ):
+      np.testing.assert_array_equal(x, np.float32(-0.01) * y)
+    assert server.cpu() > 0

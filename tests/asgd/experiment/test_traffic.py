@@ -1,0 +1,214 @@
+"""Codecs in configs and calls, and what results say of traffic."""
+
+import json
+
+import coding
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+
+import asgd
+from asgd import base, compression, experiment
+from asgd.experiment import cell_files, cells, engines, folder, replay
+from asgd.experiment.engines import simulate, traffic
+from asgd.experiment.machine import Machine
+from pipeline.engine import PIPELINE
+
+ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
+THRESHOLD = {"name": "threshold", "tau": 0.01}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compilation):
+  """What is compiled is compiled quickly."""
+
+
+def build(**config):
+  return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
+
+
+@pytest.mark.parametrize(
+  ("config", "message"),
+  [
+    ({"compress": "treshold"}, r"config.compress.*did you mean 'threshold'"),
+    ({"compress": 3}, "config.compress must be the name of a codec, a dict"),
+    ({"compress": {"tau": 1.0}}, "config.compress must be the name of a codec"),
+    ({"compress": "threshold"}, r"config.compress.*tau"),
+    ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
+    ({"compress": "given"}, "stands for a codec that is given to a call"),
+    (
+      {"compress": THRESHOLD, "engine": "pipeline"},
+      "config.compress: engine 'pipeline' of config.runs.run sends nothing",
+    ),
+    (
+      {"compress_down": "onebit", "engine": "mesh"},
+      "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
+    ),
+    (
+      {"compress_down": "onebit", "engine": "threads"},
+      "config.compress_down: workers of engine 'threads' are sent parameters",
+    ),
+    (
+      {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
+      "config.compress_down: an algorithm that looks ahead sends parameters",
+    ),
+    (
+      {"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
+      "config.compress: peers have a codec as an option of their recipe",
+    ),
+    (
+      {"compress": {"name": "onebit_adam", "warm_up": 3}},
+      "config.compress.*is for devices that are in step",
+    ),
+  ],
+)
+def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    build(**config)
+  assert "\n" not in str(caught.value)
+  assert len(str(caught.value)) <= 600
+
+
+def test_a_run_may_have_a_codec_of_its_own():
+  runs = {
+    "dense": {"recipe": "asgd"},
+    "mine": {"recipe": "asgd", "compress": "onebit"},
+    "none": {"recipe": "asgd", "compress": None},
+  }
+  exp = build(runs=runs)
+  codecs = [exp.plan(cell).server.codec is None for cell in exp.cells]
+  assert codecs == [True, False, True]
+  exp = build(runs=runs, compress=THRESHOLD)
+  names = [run.config["compress"] for run in exp.runs.values()]
+  assert names == [THRESHOLD, {"name": "onebit"}, None]
+
+
+def engine_of(exp, restore=lambda rebuild: None):
+  (cell,) = exp.cells
+  return simulate.SimulationEngine(
+    engines.Context(
+      *(exp, cell, exp.plan(cell), None, None, restore, (), Machine())
+    )
+  )
+
+
+def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
+  exp = build(
+    compress={"name": "qsgd", "levels": 3, "error_feedback": True},
+    compress_down={"name": "top_k", "density": 0.1},
+  )
+  whole = engine_of(exp)
+  while whole.done < whole.total:
+    whole.advance(whole.total)
+  half = engine_of(exp)
+  half._pace = engines.Pace(1e9, 11)
+  half.advance(half.total)
+  assert half.done == 11
+  _, tree, notes = half.save()
+  saved = experiment.checkpoint.Saved
+  names, _ = experiment.checkpoint._names(tree)
+  arrays = {name: np.array(leaf) for name, leaf in names.items()}
+  there = saved(arrays, json.loads(json.dumps(notes)))
+  again = engine_of(exp, lambda rebuild: rebuild(there))
+  while again.done < again.total:
+    again.advance(again.total)
+  kit.same(again.records(), whole.records())
+  kit.same(again.snapshot().params, whole.snapshot().params)
+  row = whole.columns()
+  assert (row["codec"], row["codec_down"]) == ("qsgd", "top_k")
+  assert row["compression_up"] > 5 and row["compression_down"] > 1.5
+  part = whole.records()
+  megabytes = (part.bytes_up.sum() + part.bytes_down.sum()) / 1e6
+  assert whole.snapshot().clock["megabytes"] == megabytes
+
+
+def test_a_ticket_is_the_updates_since_the_last_or_the_parameters():
+  updates = compression.compressed_updates(
+    asgd.asgd(1.0, workers=2).algorithm, compression.named("bf16")
+  )
+  server = asgd.make_server(updates)
+  worker = asgd.gradient_worker(coding.loss)
+  trace = kit.trace(
+    "0,0,0,send", "0,1,1,send", "1,0,0,receive", "1,0,2,send",
+    "2,0,2,receive", "2,0,3,send", "3,0,3,receive", "3,0,4,send",
+    "4,1,1,receive", "4,1,5,send", "5,1,5,receive", "6,0,4,receive",
+  )
+  host = asgd.simulator.make_host(server, worker)
+  params = {"w": np.zeros((4, 6), np.float32)}
+  _, records = asgd.simulator.run_whole(
+    host, params, 2, trace, batch=coding.batch, root=coding.ROOT
+  )
+  dense, update = 128, 24 + 2 * 24 + 4  # header, elements, norm of residual
+  # Both are new; one update each; three and one more are more than all.
+  assert records.bytes_down.tolist() == [dense, update, update, dense] + [
+    dense, update
+  ]
+
+
+def test_a_live_cell_is_compressed_and_replays(tmp_path):
+  place, result, told = kit.train_live(
+    tmp_path, stop=(40,), compress=THRESHOLD, server={"shards": 2, "log": 4}
+  )
+  assert result["codec"] == "threshold"
+  assert result["compression_up"] > 4
+  assert replay.replay(place).same
+  records = base.Records(**cell_files.read_records(place))
+  assert records.bytes_up.sum() == result["bytes_up"]
+  rows = folder.read_rows(place)
+  sent = result["bytes_up"] + result["bytes_down"]
+  assert rows[-1]["megabytes"] == pytest.approx(sent / 1e6)
+  # All workers left when it was stopped.
+  assert result["residual_lost"] > 0
+  assert told[0].startswith("stopped in a-n3-s0 at message")
+
+
+def journal(*rows):
+  return [kit.row(0.0, w, j, a) for w, j, a in rows]
+
+
+def test_what_is_lost_is_that_of_workers_that_leave_too_early():
+  plan = asgd.experiment.schema.Run("a", "a", "threads", "asgd", {}, {
+    "compress": THRESHOLD
+  })
+  plan = type("Plan", (), {"run": plan})
+  events = journal(
+    (0, 0, base.RECEIVE), (0, 0, base.LEAVE), (1, 1, base.RECEIVE),
+    (0, 2, base.RECEIVE), (1, 1, base.LEAVE), (0, 0, base.LEAVE),
+  )
+  columns = {name: np.zeros(3) for name in base.Records._fields}
+  columns |= {"worker": np.array([0, 1, 0]), "job": np.array([0, 1, 2])}
+  columns["residual_norm"] = np.array([3.0, 4.0, 5.0])
+  records = base.Records(**columns)
+  assert traffic.lost(plan, events, records) == {"residual_lost": 3.0}
+  assert traffic.lost(plan, events[:-1] + events[:1], records) == {
+    "residual_lost": 5.0
+  }
+
+
+def linear(w, batch):
+  x, y = batch
+  return ((x @ w - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("codec", ["onebit", THRESHOLD, coding.CODECS["int8"]])
+def test_a_call_takes_a_name_a_dict_or_a_codec(codec):
+  x = np.eye(4, dtype=np.float32)
+  result = asgd.simulate(
+    *(linear, jnp.zeros(4), (x, x.sum(1)), asgd.asgd(0.5, workers=2)),
+    **dict(messages=4, batch_size=4, progress=False, compress=codec),
+  )
+  assert (result.records.bytes_up < 64).all()
+
+
+def test_a_codec_that_was_given_is_given_to_the_replay(tmp_path):
+  x = np.eye(4, dtype=np.float32)
+  given = linear, jnp.zeros(4), (x, x.sum(1)), asgd.asgd(0.5, workers=2)
+  codec = coding.CODECS["terngrad"]
+  asgd.train_live(
+    *given, messages=8, batch_size=4, progress=False, compress=codec,
+    folder=tmp_path,
+  )
+  assert asgd.replay(tmp_path, *given, compress=codec).same
+  with pytest.raises(ValueError, match="compress 'given' stands for a codec"):
+    asgd.replay(tmp_path, *given)
