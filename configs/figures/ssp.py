@@ -91,7 +91,7 @@ def claims():
       says="at the stable rate all train: to under 0.7, of 1.04 at the mean",
       kind="bound",
       column="train_loss",
-      of=["bsp-stable", *labels("ssp", "stable", (0, 2, 3, 10))],
+      of=["bsp-stable", *labels("ssp", "stable", (0, 3, 10))],
       below=0.7,
     ),
     dict(
@@ -183,7 +183,7 @@ def get_figure():
       "seeds": (0, 1),
       "only": [
         "bsp-stable",
-        *labels("ssp", "stable", (0, 2, 3, 10)),
+        *labels("ssp", "stable", (0, 3, 10)),
         *labels("essp", "stable", EAGER),
         *labels("ssp", "edge", (0, 3, 10)),
         *labels("essp", "edge", EAGER),
