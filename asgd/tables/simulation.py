@@ -201,19 +201,25 @@ class Simulation:
       self._begun = True
       for worker in range(len(self._places)):
         self._try(worker)
-    while self.received < min(until, self.total):
-      time, number, worker = heapq.heappop(self._heap)
-      self.now = time
-      try:
-        self._end(worker)
-      except ValueError:
-        heapq.heappush(self._heap, (time, number, worker))
-        raise
-      self._try(worker)
-      for other, place in enumerate(self._places):
-        if place.waits:
-          self._try(other)
+    # What overflows is refused by the client, with its key.
+    with np.errstate(over="ignore", invalid="ignore"):
+      while self.received < min(until, self.total):
+        self._happen()
     return self.received
+
+  def _happen(self):
+    """The next job ends, and what may start starts."""
+    time, number, worker = heapq.heappop(self._heap)
+    self.now = time
+    try:
+      self._end(worker)
+    except ValueError:
+      heapq.heappush(self._heap, (time, number, worker))
+      raise
+    self._try(worker)
+    for other, place in enumerate(self._places):
+      if place.waits:
+        self._try(other)
 
   def obey(self, trace: base.Trace) -> None:
     """Obeys a recorded order in the place of durations.
