@@ -168,7 +168,10 @@ def get_figure():
       panel("accuracy", "test_accuracy", "accuracy (%)", scale=100),
       panel("staleness", "staleness_max", "largest staleness (mixes)"),
     ],
-    quick={"seeds": (0, 1), "only": cells("allreduce", (1, 10))
-      + cells("adpsgd", (1, 10)) + cells("dpsgd", (1, 10))},
+    quick={
+      "only": [spot for label in RECIPES for spot in cells(label, (1, 10))],
+      "epochs": 10.0,
+      "learning_rate_schedule.decay_epochs": (7.0,),
+    },
     tuned="nothing: rates and epochs are those of configs/gossip_digits.py",
   )

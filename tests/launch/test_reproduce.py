@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ([], "which figure? a NAME (dana, delayed_edge, stragglers)"),
+    ([], "which figure? a NAME (codecs, dana, delayed_edge, gossip_"),
     (["dano"], "unknown figure 'dano'; did you mean 'dana'"),
     (["no/file.py"], "no/file.py: there is no such file"),
     (["dana", "--all"], "which figure?"),
@@ -35,4 +35,4 @@ def test_a_mistake_is_one_line(tmp_path, arguments, message):
 
 def test_figures_are_listed():
   said = kit.call("reproduce", "--list", status=0).stdout
-  assert "delayed_edge  The stability edge of delayed SGD" in said
+  assert "delayed_edge      The stability edge of delayed SGD" in said

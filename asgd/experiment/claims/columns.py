@@ -29,13 +29,14 @@ from asgd.experiment import cell_files, folder, predict, storage
 from asgd.experiment.claims import fields
 from asgd.experiment.claims.fields import FieldCheck
 
+OF_PEERS = "consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"
+OF_PEERS += ("bytes_per_link",)
 RESULTS = (
+  *OF_PEERS,
   *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
   *("messages", "updates", "examples", "epoch", "learning_rate"),
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
-  *("consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"),
-  "bytes_per_link",
   *("bytes_up", "bytes_down", "compression_up"),
   "compression_down",
 )
