@@ -8,7 +8,7 @@ and updates.
   asgd reproduce codecs
   python -m launch.train --config=configs/figures/codecs.py
 
-69 cells; --quick, on handwritten digits, in three minutes on two cores.
+115 cells; --quick, on handwritten digits, in four minutes on two cores.
 """
 
 import ml_collections
@@ -38,6 +38,11 @@ CODECS = {  # label -> title, codec
 DOWN = "threshold", "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
 SPARSE = "threshold", "top_k", "dgc"
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
+TUNED = (
+  "Rates are those of configs/fashion.py and configs/digits.py; codecs have the"
+  " settings of their papers or a density of 1 %, tau was chosen on seeds 0 to"
+  " 2 of the quick size."
+)
 PAPER = (
   "Xu et al.: GRACE: a compressed communication framework for distributed"
   " machine learning, ICDCS 2021"
@@ -67,7 +72,7 @@ def get_config():
     )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.workers = (4,)
-  config.seeds = (0, 1, 2)
+  config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = 2.0
   config.learning_rate = 0.004
@@ -157,4 +162,5 @@ def get_figure():
       "learning_rate_schedule.decay_epochs": (4.0,),
       "evaluations": 1,
     },
+    tuned=TUNED,
   )
