@@ -5,6 +5,7 @@ what it did not send (`error_feedback`) in a state of the worker's.
 """
 
 from asgd.compression.codec import Codec as Codec
+from asgd.compression.codec import Residual as Residual
 from asgd.compression.codec import Symbols as Symbols
 from asgd.compression.codec import Values as Values
 from asgd.compression.codec import clip as clip

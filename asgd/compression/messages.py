@@ -140,7 +140,7 @@ def residual_norm(state: Any) -> jax.Array:
   Example:
     >>> import jax.numpy as jnp
     >>> from asgd import compression
-    >>> state = compression.codec.Residual(jnp.array([3.0, -3.0]), ())
+    >>> state = compression.Residual(jnp.array([3.0, -3.0]), ())
     >>> print(compression.residual_norm(state))
     3.0
   """

@@ -27,6 +27,7 @@ from asgd import (
   rates,
   sandblaster,
   sharding,
+  tables,
   transforms,
 )
 from asgd.checks import shown
@@ -161,7 +162,9 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
-RECIPES = {**algorithms.ALL, **sandblaster.RECIPES}
+# Without a `base.Server`; an engine says which of them it runs.
+SERVED = {**sandblaster.RECIPES, **tables.RECIPES}
+RECIPES = {**algorithms.ALL, **SERVED}
 _NEEDS_RECIPE = (
   f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 )
@@ -442,17 +445,18 @@ def options_of(recipe: str) -> dict[str, Any]:
   """Returns the options that a recipe takes, with their defaults; ValueError
   for one that is unknown."""
   maker = names.resolve("algorithm", recipe, RECIPES)
-  if recipe not in sandblaster.RECIPES:
+  if recipe not in SERVED:
     return algorithms.options(recipe)
   parameters = inspect.signature(maker).parameters.values()
   return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _check_engine(recipe, kind):
-  if recipe in sandblaster.RECIPES and recipe not in kind.coordinated:
+  if recipe in SERVED and recipe not in kind.served:
+    what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
     raise ValueError(
-      f"the recipe {recipe!r} has a coordinator in the place of a server's"
-      " update, which is simulated so far: use engine='simulate'"
+      f"the recipe {recipe!r} has {what} in the place of a server's update,"
+      " which is simulated so far: use engine='simulate'"
     )
 
 

@@ -17,4 +17,4 @@ from asgd.gossip.peer import (
   message_key,
 )
 from asgd.gossip.spec import PAIRS, ROUNDS, Gossip
-from asgd.gossip.topologies import Topology
+from asgd.gossip.topology import Topology

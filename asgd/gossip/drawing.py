@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd.gossip.topologies import Topology, second_eigenvalue
+from asgd.gossip.topology import Topology, second_eigenvalue
 
 
 def draw(topology: Topology, *, size: float = 2.4) -> Any:

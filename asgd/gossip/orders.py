@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asgd import base, checks
-from asgd.gossip.topologies import Topology
+from asgd.gossip.topology import Topology
 from asgd.orders import trace as trace_lib
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event

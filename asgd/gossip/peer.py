@@ -120,6 +120,7 @@ class Rule(NamedTuple):
     state, optax.tree.where(first, params, state.server.params)
   )
   introduces: bool = False  # a newcomer's neighbours adopt what it lends them
+  refers: bool = False  # put computes nothing: what it returns was there
   columns: bool = False  # keeps the mean by columns of W that sum to 1: what a
   # peer gives away it has no more; else by rows, and W is symmetric
 
@@ -145,6 +146,9 @@ class Peer(NamedTuple):
   lend: Callable[[PeerState, jax.Array], tuple[PeerState, Any]]
   # (state of `init`, loan, slot of the lender, first) -> state
   adopt: Callable[[PeerState, Any, jax.Array, jax.Array], PeerState]
+  # Whether send and put compute nothing, and need not be compiled.
+  sends_current: bool = False
+  refers: bool = False
 
 
 def message_key(root: jax.Array, worker: Any, seq: Any) -> jax.Array:
@@ -249,4 +253,7 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     params, loan = loan
     return rule.adopt(state, params, loan, slot, first)
 
-  return Peer(init, send, receive, rule.put, mix, rule.weight, lend, adopt)
+  return Peer(
+    *(init, send, receive, rule.put, mix, rule.weight, lend, adopt),
+    *(server.sends_current, rule.refers),
+  )

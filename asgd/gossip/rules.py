@@ -55,7 +55,7 @@ def average() -> Rule:
     params = _add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
 
-  return Rule(lambda params, slots: params, put, mix)
+  return Rule(lambda params, slots: params, put, mix, refers=True)
 
 
 def push_sum() -> Rule:

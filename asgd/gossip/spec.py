@@ -5,7 +5,7 @@ from typing import NamedTuple
 from asgd import base
 from asgd.gossip import orders
 from asgd.gossip.peer import Rule
-from asgd.gossip.topologies import Topology
+from asgd.gossip.topology import Topology
 from asgd.orders.durations import Durations
 
 ROUNDS, PAIRS = "rounds", "pairs"

@@ -18,123 +18,30 @@ How fast gossip averages is said by |lambda_2|, the second largest modulus of an
 eigenvalue of W: the distance to the mean falls by that factor a round.
 """
 
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from asgd import checks, names
+from asgd.gossip.topology import (
+  Links,
+  Topology,
+  check_connected,
+  of_links,
+  of_matrices,
+  reaches,
+)
+from asgd.gossip.topology import check_sums as check_sums
+from asgd.gossip.topology import lazy as lazy
+from asgd.gossip.topology import second_eigenvalue as second_eigenvalue
+from asgd.gossip.topology import second_singular_value as second_singular_value
+from asgd.gossip.topology import smallest_eigenvalue as smallest_eigenvalue
+from asgd.gossip.topology import two_colours as two_colours
 
 _MOST = 1024  # peers; a matrix is dense
-_SUM = 1e-6  # how far from 1 rows and columns may sum
-WEIGHTS = "metropolis", "uniform"
-
-Matrix = npt.NDArray[np.float64]
-Links = npt.NDArray[np.bool_]  # [n, n]: whether i hears j; not of itself
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class Topology:
-  """Who tells whom in which round, and what it weighs."""
-
-  name: str
-  matrices: npt.NDArray[np.float64]  # [T, n, n]; round k has matrix k mod T
-
-  @property
-  def workers(self) -> int:
-    """n, the peers."""
-    return int(self.matrices.shape[1])
-
-  @property
-  def period(self) -> int:
-    """T, the rounds until it begins again."""
-    return len(self.matrices)
-
-  @functools.cached_property
-  def links(self) -> npt.NDArray[np.bool_]:
-    """[T, n, n]: whether peer i hears peer j in a round."""
-    diagonal = np.eye(self.workers, dtype=bool)
-    return (self.matrices != 0) & ~diagonal
-
-  @functools.cached_property
-  def union(self) -> Links:
-    """[n, n]: whether peer i ever hears peer j."""
-    return self.links.any(0)
-
-  @functools.cached_property
-  def _heard(self) -> list[list[list[int]]]:
-    return [[np.flatnonzero(row).tolist() for row in m] for m in self.links]
-
-  def neighbours(self, peer: int, round: int = 0) -> list[int]:
-    """Returns those that a peer hears in a round, in their order."""
-    return self._heard[round % self.period][peer]
-
-  def weight(self, round: int, receiver: int, sender: int) -> float:
-    """Returns the weight of a message put in a round."""
-    return float(self.matrices[round % self.period, receiver, sender])
-
-  @functools.cached_property
-  def _slots(self) -> list[dict[int, int]]:
-    return [
-      {int(j): slot for slot, j in enumerate(np.flatnonzero(row))}
-      for row in self.union
-    ]
-
-  def slot(self, receiver: int, sender: int) -> int:
-    """Returns the number of a neighbour among those that a peer ever hears."""
-    return self._slots[receiver][sender]
-
-  @property
-  def slots(self) -> int:
-    """The largest number of neighbours that a peer ever hears."""
-    return int(self.union.sum(1).max())
-
-  @property
-  def symmetric(self) -> bool:
-    """Whether peers that are linked hear each other, by the same weight."""
-    return np.allclose(
-      self.matrices, self.matrices.transpose(0, 2, 1), 0, _SUM
-    )
-
-
-def _topology(name: str, matrices: Any) -> Topology:
-  matrices = np.asarray(matrices, np.float64)
-  if matrices.ndim == 2:
-    matrices = matrices[None]
-  return Topology(name, matrices)
-
-
-def of_links(links: Links, weights: str | None = None) -> Matrix:
-  """Returns the weights of a graph.
-
-  Args:
-    links: bool[n, n], whether i hears j.
-    weights: one of WEIGHTS; None is "metropolis" for undirected graphs and
-      "uniform" for others.
-
-  Raises:
-    ValueError: for unknown weights, or those of Metropolis on a directed graph.
-  """
-  directed = not (links == links.T).all()
-  weights = weights or ("uniform" if directed else "metropolis")
-  checks.one_of("weights", weights, WEIGHTS)
-  if weights == "uniform":
-    matrix = links / (1 + links.sum(0))
-  elif directed:
-    raise ValueError(
-      "weights 'metropolis' are for graphs in which neighbours hear each other,"
-      " and this one is directed; use 'uniform'"
-    )
-  else:
-    degree = links.sum(1)
-    matrix = links / (1 + np.maximum(degree[:, None], degree[None]))
-  # By columns, which are rows of Metropolis' symmetric ones.
-  return matrix + np.diag(1 - matrix.sum(0))
 
 
 def _circulant(workers: int, hops: Sequence[int]) -> Links:
@@ -160,7 +67,7 @@ def ring(workers: int, *, weights: str | None = None) -> Topology:
     >>> f"{topologies.second_eigenvalue(topologies.ring(16)):.4f}"
     '0.9493'
   """
-  return _topology("ring", of_links(_circulant(workers, (1, -1)), weights))
+  return of_matrices("ring", of_links(_circulant(workers, (1, -1)), weights))
 
 
 def torus(
@@ -190,7 +97,7 @@ def torus(
   for axis, hop in itertools.product((0, 1), (1, -1)):
     links[at.ravel(), np.roll(at, hop, axis).ravel()] = True
   np.fill_diagonal(links, False)
-  return _topology("torus", of_links(links, weights))
+  return of_matrices("torus", of_links(links, weights))
 
 
 def star(workers: int, *, weights: str | None = None) -> Topology:
@@ -202,7 +109,7 @@ def star(workers: int, *, weights: str | None = None) -> Topology:
   """
   links = np.zeros((workers, workers), bool)
   links[0, 1:] = links[1:, 0] = True
-  return _topology("star", of_links(links, weights))
+  return of_matrices("star", of_links(links, weights))
 
 
 def full(workers: int) -> Topology:
@@ -211,7 +118,7 @@ def full(workers: int) -> Topology:
   Args:
     workers: n, from 2.
   """
-  return _topology("full", np.full((workers, workers), 1 / workers))
+  return of_matrices("full", np.full((workers, workers), 1 / workers))
 
 
 def _hops(workers: int) -> list[int]:
@@ -236,7 +143,7 @@ def exponential(workers: int) -> Topology:
     '0.500'
   """
   links = _circulant(workers, _hops(workers))
-  return _topology("exponential", of_links(links, "uniform"))
+  return of_matrices("exponential", of_links(links, "uniform"))
 
 
 def one_peer_exponential(workers: int) -> Topology:
@@ -261,7 +168,7 @@ def one_peer_exponential(workers: int) -> Topology:
   rounds = [
     of_links(_circulant(workers, [hop]), "uniform") for hop in _hops(workers)
   ]
-  return _topology("one_peer_exponential", rounds)
+  return of_matrices("one_peer_exponential", rounds)
 
 
 def _dimensions(workers: int) -> int:
@@ -290,8 +197,8 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
   for k in range(dimensions):
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
-    return _topology("hypercube", [of_links(links) for links in rounds])
-  return _topology("hypercube", of_links(rounds.any(0)))
+    return of_matrices("hypercube", [of_links(links) for links in rounds])
+  return of_matrices("hypercube", of_links(rounds.any(0)))
 
 
 def random_regular(
@@ -331,8 +238,8 @@ def random_regular(
       for i, j, value in ((a, b, 0), (c, d, 0), (a, d, 1), (c, b, 1)):
         links[i, j] = links[j, i] = bool(value)
       edges[first], edges[second] = (a, d), (c, b)
-    if _reaches(links):
-      return _topology("random_regular", of_links(links))
+    if reaches(links):
+      return of_matrices("random_regular", of_links(links))
 
 
 def erdos_renyi(
@@ -365,8 +272,8 @@ def erdos_renyi(
   for _ in range(100):
     half = np.triu(rng.random((workers, workers)) < probability, 1)
     links = half | half.T
-    if _reaches(links):
-      return _topology("erdos_renyi", of_links(links, weights))
+    if reaches(links):
+      return of_matrices("erdos_renyi", of_links(links, weights))
   raise ValueError(
     f"none of 100 graphs of {workers} peers with links of probability"
     f" {probability:g} is connected: use"
@@ -395,7 +302,7 @@ def hierarchical(
   links[leaders, np.roll(leaders, 1)] = True
   links[np.roll(leaders, 1), leaders] = True
   np.fill_diagonal(links, False)
-  return _topology("hierarchical", of_links(links, weights))
+  return of_matrices("hierarchical", of_links(links, weights))
 
 
 def random_digraph(
@@ -420,7 +327,7 @@ def random_digraph(
     )
     count = min(int(rng.integers(most)), len(others))
     links[rng.choice(others, count, replace=False), sender] = True
-  return _topology("random_digraph", of_links(links, "uniform"))
+  return of_matrices("random_digraph", of_links(links, "uniform"))
 
 
 def graph(
@@ -457,7 +364,7 @@ def graph(
     links[receiver, sender] = True
     if not directed:
       links[sender, receiver] = True
-  return _topology("graph", of_links(links, weights))
+  return of_matrices("graph", of_links(links, weights))
 
 
 def matrix(workers: int, *, weights: Any = ()) -> Topology:
@@ -486,7 +393,7 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
     raise ValueError(
       f"weights must be 0 or more, not {checks.shown(weights)}"
     )
-  return _topology("matrix", matrices)
+  return of_matrices("matrix", matrices)
 
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
@@ -547,105 +454,5 @@ def build(
       f"the topology has {topology.workers} peers, and there are {workers}"
       " workers"
     )
-  _check_connected(topology)
+  check_connected(topology)
   return topology
-
-
-def _reached(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
-  """Which peers hear of one, over others."""
-  known = np.zeros(len(links), bool)
-  known[start] = True
-  while True:
-    more = known | links[:, known].any(1)
-    if (more == known).all():
-      return known
-    known = more
-
-
-def _reaches(links: Links) -> bool:
-  return bool(_reached(links).all() and _reached(links.T).all())
-
-
-def _check_connected(topology: Topology) -> None:
-  links, name = topology.union, topology.name
-  for graph_, how in ((links, "never hears"), (links.T, "is never heard by")):
-    known = _reached(graph_)
-    if not known.all():
-      peer = int(np.argmin(known))
-      raise ValueError(
-        f"the topology {name!r} is not connected: peer {peer}"
-        f" {how} peer 0, over any others; add links between"
-        f" {int(known.sum())} of the peers and the other"
-        f" {int((~known).sum())}"
-      )
-
-
-def check_sums(topology: Topology, *, columns: bool) -> None:
-  """Raises ValueError unless weights keep the mean over peers.
-
-  Args:
-    topology: any.
-    columns: whether only columns need to sum to 1, as for push-sum.
-  """
-  kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
-  for kind, axis in kinds:
-    sums = topology.matrices.sum(axis)
-    wrong = np.argwhere(np.abs(sums - 1) > _SUM)
-    if not len(wrong):
-      continue
-    round_, peer = wrong[0]
-    remedy = "divide by the sum"
-    if topology.name != "matrix":
-      remedy = "use weights='metropolis', or sgp, which needs columns alone"
-      if (topology.union != topology.union.T).any():
-        remedy = "use sgp, which needs columns alone, or another topology"
-    raise ValueError(
-      f"{kind} {peer} of the weights of topology {topology.name!r}"
-      f"{f', round {round_},' if topology.period > 1 else ''} sums to"
-      f" {sums[round_, peer]:.4g}, not to 1, and so would change the mean over"
-      f" peers: {remedy}"
-    )
-
-
-# Facts.
-
-
-def _product(topology: Topology) -> Matrix:
-  return functools.reduce(lambda a, b: b @ a, topology.matrices)
-
-
-def second_eigenvalue(topology: Topology) -> float:
-  """Returns |lambda_2|, of a round: the second largest modulus of an
-  eigenvalue, of a sequence that of the product, to the power of 1 / T."""
-  moduli = np.sort(np.abs(np.linalg.eigvals(_product(topology))))[::-1]
-  return float(moduli[1] ** (1 / topology.period))
-
-
-def second_singular_value(topology: Topology) -> float:
-  """Returns the same of singular values: how much of a distance to the mean
-  may be left after a round. It is |lambda_2| of symmetric weights."""
-  values = np.linalg.svd(_product(topology), compute_uv=False)
-  return float(values[1] ** (1 / topology.period))
-
-
-def smallest_eigenvalue(topology: Topology) -> float:
-  """Returns the smallest eigenvalue of symmetric weights, over all rounds."""
-  return float(np.linalg.eigvalsh(topology.matrices).min())
-
-
-def two_colours(topology: Topology) -> list[int] | None:
-  """Returns a colour for each peer, 0 or 1, such that none is linked to one of
-  its own; None if there is no such colouring. Those of colour 0 may ask while
-  those of colour 1 answer, and none waits for one that waits."""
-  links = topology.union | topology.union.T
-  colour = np.full(topology.workers, -1)
-  colour[0], waiting = 0, [0]
-  while waiting:
-    peer = waiting.pop()
-    for other in np.flatnonzero(links[peer]):
-      if colour[other] == colour[peer]:
-        return None
-      if colour[other] < 0:
-        colour[other] = 1 - colour[peer]
-        waiting.append(int(other))
-  return [int(c) for c in colour]

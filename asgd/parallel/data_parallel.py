@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, compression, names, transforms
 from asgd import losses as losses_lib
-from asgd.parallel import meshes, precision
+from asgd.parallel import meshes, precision, searching
 from asgd.parallel import zero as zero_lib
 
 # A loop over pieces is written out up to here: XLA's CPU backend runs
@@ -166,7 +166,7 @@ def make_step(
   if reducer is not None:
     check_reducer(mesh, zero, form)
   if searches:
-    _check_search(
+    searching.check(
       mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
     )
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
@@ -400,7 +400,7 @@ def _shard_map_step(program):
     value, grads, stats, each = gradient(sent, *rest)
     value_fn = None
     if program.searches:
-      value_fn = _function_of(
+      value_fn = searching.function_of(
         lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
       )
     # Each device updates its part; `settle` gathers those of the others.
@@ -417,20 +417,6 @@ def _shard_map_step(program):
     lambda state: meshes.whole(state.params, mesh),
     functools.partial(meshes.place_batch, mesh=mesh),
   )
-
-
-def _function_of(value_and_grad):
-  """Returns the value as a function that JAX may differentiate."""
-
-  @jax.custom_vjp
-  def value_fn(weights):
-    return value_and_grad(weights)[0]
-
-  def backward(grads, cotangent):
-    return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
-
-  value_fn.defvjp(value_and_grad, backward)
-  return value_fn
 
 
 def _pmap_step(program):
@@ -500,22 +486,6 @@ def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
       f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"
       f" and the form 'shard_map', not for {tuple(mesh.axis_names)}, zero="
       f"{zero!r} and {form!r}"
-    )
-
-
-def _check_search(mesh, **options):
-  """A search decides by numbers that each device computes from the whole."""
-  wanted = {"form": "shard_map", "zero": 0}
-  for name, value in options.items():
-    if value != wanted.get(name):
-      raise ValueError(
-        "an optimizer that searches along a line (lbfgs) needs"
-        f" {name}={wanted.get(name)!r}, not {value!r}"
-      )
-  if tuple(mesh.axis_names) != (_AXIS,):
-    raise ValueError(
-      "an optimizer that searches along a line (lbfgs) needs a mesh of the axis"
-      f" {_AXIS!r} alone, not of {tuple(mesh.axis_names)}"
     )
 
 

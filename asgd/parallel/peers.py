@@ -120,6 +120,11 @@ class Rounds(NamedTuple):
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
 
 
+def _code(peer, state):
+  """A message, for its shapes."""
+  return peer.put(state, jnp.float32(1), jax.random.key(0))[1]
+
+
 def message_bytes(
   how: gossip.Gossip, server: base.Server, params: base.Params
 ) -> int:
@@ -131,13 +136,84 @@ def message_bytes(
     params: of which shapes are read only.
   """
   peer = gossip.make_peer(server, how.rule, how.topology.slots)
-  code = jax.eval_shape(
-    lambda x: peer.put(peer.init(x), jnp.float32(1), jax.random.key(0))[1],
-    params,
-  )
+  code = jax.eval_shape(lambda x: _code(peer, peer.init(x)), params)
   return sum(
     np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code)
   )
+
+
+class _Device(NamedTuple):
+  """What a device does in a round, inside shard_map."""
+
+  how: gossip.Gossip
+  peer: gossip.Peer
+  worker: base.Worker
+  axis: str
+
+  def put(self, phase, state, root, k):
+    """Puts the message of round k; returns (state, code)."""
+    i = jax.lax.axis_index(self.axis)
+    keep = jnp.asarray(turns(self.how.topology, phase).keep)[i]
+    return self.peer.put(state, keep, gossip.message_key(root, i, k))
+
+  def mix(self, phase, state, code):
+    """Hears the messages of a round, and mixes them; None: there are none."""
+    if phase is None:
+      return self.peer.mix(state, (), jnp.zeros(0), jnp.zeros(0, jnp.int32))
+    i, some = jax.lax.axis_index(self.axis), turns(self.how.topology, phase)
+    codes = tuple(
+      jax.tree.map(
+        lambda x, p=pairs: jax.lax.ppermute(x, self.axis, p), code
+      )
+      for pairs in some.pairs
+    )
+    weights, slots = jnp.asarray(some.weights)[i], jnp.asarray(some.slots)[i]
+    return self.peer.mix(state, codes, weights, slots)
+
+  def round(self, phases, state, batch, root, k):
+    """Does round k; `phases` say which round's links it puts and takes on."""
+    (putting, taking), how, peer = phases, self.how, self.peer
+    state, batch = jax.tree.map(lambda x: x[0], (state, batch))
+    own, i = state.peers, jax.lax.axis_index(self.axis)
+    job = peer.send(own, i)
+    if how.put_first:
+      own, code = self.put(putting, own, root, k)
+    n = how.topology.workers
+    key = worker_lib.job_key(root, i, k * n + i)
+    workers, message, metrics = self.worker.work(
+      state.workers, job.ticket, batch, key
+    )
+    own, report = peer.receive(own, job, message)
+    if not how.put_first:
+      own, code = self.put(putting, own, root, k)
+    arriving, *waiting = (*state.codes, code)
+    before = own.server.params
+    own = self.mix(taking, own, arriving)
+    mixed = server_lib.gap(own.server.params, before)
+    whole = own.server.version, report.staleness, report.accepted
+    real = report.gap, report.message_norm, report.update_norm, mixed
+    told = RoundMetrics(
+      metrics.loss,
+      jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
+      jnp.stack([x.astype(jnp.float32) for x in real]),
+      code if how.compressed else (),
+    )
+    after = RoundState(own, workers, tuple(waiting))
+    return jax.tree.map(lambda x: x[None], (after, told))
+
+
+def _check(how, mesh, axis):
+  n = how.topology.workers
+  if how.order != gossip.ROUNDS:
+    raise ValueError(
+      "peers that meet in pairs have no rounds, and a program on a mesh is in"
+      " step: use engine simulate, or another recipe"
+    )
+  if meshes.size(mesh, axis) != n:
+    raise ValueError(
+      f"{n} peers need {n} devices on the axis {axis!r}, which has"
+      f" {meshes.size(mesh, axis)}"
+    )
 
 
 def make_rounds(
@@ -165,89 +241,27 @@ def make_rounds(
     ValueError: for pairs, which wait for nobody and so are no program, or an
       axis of another size.
   """
+  _check(how, mesh, axis)
   n = how.topology.workers
-  if how.order != gossip.ROUNDS:
-    raise ValueError(
-      "peers that meet in pairs have no rounds, and a program on a mesh is in"
-      " step: use engine simulate, or another recipe"
-    )
-  if meshes.size(mesh, axis) != n:
-    raise ValueError(
-      f"{n} peers need {n} devices on the axis {axis!r}, which has"
-      f" {meshes.size(mesh, axis)}"
-    )
   # A slot more, for turns in which a peer hears nobody.
   peer = gossip.make_peer(server, how.rule, how.topology.slots + 1)
-  rows, nowhere = NamedSharding(mesh, P(axis)), P()
+  device = _Device(how, peer, worker, axis)
+  rows = NamedSharding(mesh, P(axis))
 
   def first(params):
     state = peer.init(params)
-    code = jax.eval_shape(_put_shape, state)
+    code = jax.eval_shape(lambda: _code(peer, state))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), code)
-    one = RoundState(state, worker.init(state.server.params),
-      (zeros,) * how.overlap)
+    began = worker.init(state.server.params)
+    one = RoundState(state, began, (zeros,) * how.overlap)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), one)
-
-  def _put_shape(state):
-    return peer.put(state, jnp.float32(1), jax.random.key(0))[1]
-
-  def hear(code, some):
-    return [
-      jax.tree.map(lambda x, p=pairs: jax.lax.ppermute(x, axis, p), code)
-      for pairs in some.pairs
-    ]
-
-  def on_device(phases, state, batch, root, k):
-    putting, taking = phases
-    state, batch = jax.tree.map(lambda x: x[0], (state, batch))
-    own, i = state.peers, jax.lax.axis_index(axis)
-
-    def put(own):
-      keep = jnp.asarray(turns(how.topology, putting).keep)[i]
-      return peer.put(own, keep, gossip.message_key(root, i, k))
-
-    job = peer.send(own, i)
-    if how.put_first:
-      own, code = put(own)
-    key = worker_lib.job_key(root, i, k * n + i)
-    workers, message, metrics = worker.work(
-      state.workers, job.ticket, batch, key
-    )
-    own, report = peer.receive(own, job, message)
-    if not how.put_first:
-      own, code = put(own)
-    *codes, code = (*state.codes, code)
-    codes = (*codes[1:], code) if how.overlap else ()
-    arriving = state.codes[0] if how.overlap else code
-    before = own.server.params
-    if taking is None:
-      own = peer.mix(own, (), jnp.zeros(0), jnp.zeros(0, jnp.int32))
-    else:
-      some = turns(how.topology, taking)
-      own = peer.mix(
-        own,
-        tuple(hear(arriving, some)),
-        jnp.asarray(some.weights)[i],
-        jnp.asarray(some.slots)[i],
-      )
-    mixed = server_lib.gap(own.server.params, before)
-    whole = own.server.version, report.staleness, report.accepted
-    real = report.gap, report.message_norm, report.update_norm, mixed
-    told = RoundMetrics(
-      metrics.loss,
-      jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
-      jnp.stack([x.astype(jnp.float32) for x in real]),
-      code if how.compressed else (),
-    )
-    after = RoundState(own, workers, codes)
-    return jax.tree.map(lambda x: x[None], (after, told))
 
   @partial(jax.jit, static_argnums=0, donate_argnums=1)
   def program(phases, state, batch, root, k):
     return jax.shard_map(
-      partial(on_device, phases),
+      partial(device.round, phases),
       mesh=mesh,
-      in_specs=(P(axis), P(axis), nowhere, nowhere),
+      in_specs=(P(axis), P(axis), P(), P()),
       out_specs=P(axis),
       check_vma=False,
     )(state, batch, root, k)

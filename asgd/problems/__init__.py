@@ -8,6 +8,7 @@ else of either.
 from asgd.problems.problem import (
   Batches,
   Evaluation,
+  Keyed,
   Pieces,
   Problem,
   dtype_of,

@@ -36,6 +36,18 @@ class Pieces(NamedTuple):
   criterion: Callable[..., jax.Array]  # (output of the last, batch) -> float[]
 
 
+class Keyed(NamedTuple):
+  """Which rows of the parameters a batch needs: of problems whose leaves are
+  tables, their leading axes keys.
+
+  The loss of (rows of those keys, localise(batch, keys)) is that of (all rows,
+  batch); rows beyond them may follow.
+  """
+
+  keys: Callable[[base.Batch], Any]  # like the parameters, int64[n] ascending
+  localise: Callable[[base.Batch, Any], base.Batch]
+
+
 class Problem(NamedTuple):
   """Something to train, for one batch size.
 
@@ -53,6 +65,7 @@ class Problem(NamedTuple):
   rebatch: Callable[[int], "Problem"] | None = None  # batch size -> Problem
   guess: float = float("nan")  # loss of the best constant answer, if known
   statistics_decay: float = models.DECAY  # as of `transforms.own_statistics`
+  keyed: Keyed | None = None  # None: a batch needs all rows
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.

@@ -137,24 +137,28 @@ class VectorShard:
         is another than was said by that number, or that is forgotten.
     """
     check(command)
+    if command.number < self.number:
+      return self._answer_again(command)
+    if command.number > self.number:
+      raise ValueError(
+        f"command {command.format()!r} comes before its turn: {self.number} is"
+        " next"
+      )
+    answer = self._apply(self._alive(), command)
+    self._journal.append((command, answer))
+    if self.number - self._image.number >= _IMAGE_EVERY:
+      self.image()
+    return answer
+
+  def _answer_again(self, command):
     number, line = command.number, command.format()
     if number < self._first:
       raise ValueError(
         f"command {line!r} is forgotten: the journal starts at {self._first}"
       )
-    if number > self.number:
-      raise ValueError(
-        f"command {line!r} comes before its turn: {self.number} is next"
-      )
-    if number < self.number:
-      before, answer = self._journal[number - self._first]
-      if before != command:
-        raise ValueError(f"command {line!r} was {before.format()!r} before")
-      return answer
-    answer = self._apply(self._alive(), command)
-    self._journal.append((command, answer))
-    if self.number - self._image.number >= _IMAGE_EVERY:
-      self.image()
+    before, answer = self._journal[number - self._first]
+    if before != command:
+      raise ValueError(f"command {line!r} was {before.format()!r} before")
     return answer
 
   def _apply(self, vectors, command):

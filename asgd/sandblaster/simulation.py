@@ -11,18 +11,17 @@ again, bit by bit.
 """
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from asgd import base, sharding, simulator
 from asgd.orders.durations import Durations
-from asgd.orders.trace import NO_SEQ, Event, events, from_events
+from asgd.orders.trace import NO_SEQ, Event
+from asgd.sandblaster.book import Book, Iterate, Lengths
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
   Begin,
@@ -31,73 +30,57 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
+from asgd.sandblaster.places import Place, Ticket
 from asgd.sandblaster.portions import Jobs
-from asgd.sandblaster.settings import COORDINATOR, SHARD, Settings
+from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards, dot
 
 # (parameters, portion) -> (float, gradient)
 Work = Callable[[base.Params, int], tuple[Any, base.Params]]
-_RETURN = "return"  # of a killed worker
+_RETURN, _FINISH = "return", "finish"  # of a killed worker, and of a job
 
 
-class Iterate(NamedTuple):
-  """A point that the coordinator has come to."""
+class _Agenda:
+  """What is to come, in the order of time."""
 
-  iteration: int  # 0 is the start
-  time: float  # simulated
-  evaluations: int  # of the whole batch
-  loss: float  # of the whole batch, with the weight decay
-  norm: float  # of the gradient
-  step: float  # a
-  fallback: int  # times so far that the history was forgotten
+  def __init__(self):
+    self.now = 0.0
+    self._heap: list[tuple[float, int, str, int]] = []
+    self._pushed = 0
 
+  def push(self, time: float, what: str, index: int) -> None:
+    heapq.heappush(self._heap, (time, self._pushed, what, index))
+    self._pushed += 1
 
-class _Ticket(NamedTuple):
-  """A job that a worker has started."""
-
-  evaluation: int
-  job: int
-  seq: int
-  finish: float  # when it will be done
-  fresh: bool  # the parameters were fetched for it
-  loss: float = math.nan  # what a copy of it came to
-
-
-class _Place:
-  """A worker."""
-
-  def __init__(self, stream: Iterator[float]):
-    self.stream = stream
-    self.drawn = 0  # durations so far
-    self.fetched = -1  # the evaluation whose parameters it has
-    self.seq = 0  # of the next job
-    self.holder = 0  # how many came before it in this place
-    self.alive = True
-    self.ticket: _Ticket | None = None
-    self.ready: dict[int, float] = {}  # job -> when its data are here
-    self.loader = 0.0  # when all that it loads is here
-
-  def draw(self, count: int) -> float:
-    """The time of so many portions."""
-    self.drawn += count
-    return sum(itertools.islice(self.stream, count))
+  def pop(self) -> tuple[float, str, int]:
+    """Goes to the next time; returns it, what happens then, and to whom."""
+    time, _, what, index = heapq.heappop(self._heap)
+    self.now = max(time, self.now)
+    return time, what, index
 
   def pack(self) -> list[Any]:
-    ready = list(self.ready.items())
-    ticket = list(self.ticket) if self.ticket else None
-    who = self.fetched, self.seq, self.holder, self.alive
-    return [self.drawn, *who, ticket, ready, self.loader]
+    return [self.now, self._pushed, [list(each) for each in self._heap]]
 
   def unpack(self, packed: Sequence[Any]) -> None:
-    drawn, *who, ticket, ready, self.loader = packed
-    self.fetched, self.seq, self.holder, self.alive = who
-    self.draw(drawn)
-    self.ticket = _Ticket(*ticket) if ticket else None
-    self.ready = dict(ready)
+    self.now, self._pushed, heap = packed
+    self._heap = [(time, n, what, index) for time, n, what, index in heap]
 
-  def killed(self) -> None:
-    self.alive, self.ticket, self.fetched = False, None, -1
-    self.ready, self.loader = {}, 0.0
+
+class _Evaluation:
+  """What the workers are at."""
+
+  def __init__(self, number: int = -1, params: Any = None):
+    self.number = number  # of the evaluation
+    self.params = params  # on the device
+    self.losses: dict[int, float] = {}  # job -> its, once it is known
+
+
+class Counts(NamedTuple):
+  """What happened, over all evaluations."""
+
+  copies: int = 0  # backup tasks
+  first: int = 0  # of these, that came first
+  recoveries: int = 0  # of shards
 
 
 class Saved(NamedTuple):
@@ -125,9 +108,9 @@ class Simulation:
     ... )
     >>> run.advance(until=14)
     14
-    >>> [(each.time, each.loss) for each in run.iterates]
+    >>> [(each.time, each.loss) for each in run.book.iterates]
     [(5.0, 87.5), (10.0, 56.0)]
-    >>> run.records().worker[:6].tolist()  # of 7, one is a late copy
+    >>> run.book.records().worker[:6].tolist()  # of 7, one is a late copy
     [0, 0, 1, 0, 0, 0]
   """
 
@@ -145,27 +128,18 @@ class Simulation:
     saved. `work` is the loss and the gradient of a portion, a mean."""
     self._settings, self._work = settings, work
     self._like = params
-    self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    self._places = [_Place(durations.stream(i)) for i in range(workers)]
+    self._places = [Place(durations.stream(i)) for i in range(workers)]
     self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
-    self.now = 0.0
-    self.rows: list[Event] = []
-    self.iterates: list[Iterate] = []
-    self.news: list[str] = []
-    self._recovered = 0  # before what was saved
-    self.copies = self.won = 0  # backup tasks, and those that came first
-    self._messages: list[tuple[Any, ...]] = []  # the rows of `records`
-    self._losses: dict[int, float] = {}  # job -> of this evaluation
-    self._evaluation = -1  # that the workers work on
-    self._params: Any = None  # of this evaluation, on the device
-    self._heap: list[tuple[float, int, str, int]] = []  # what is to come
-    self._pushed = 0
+    self.book = Book()
+    self.counts = Counts()
+    self._agenda = _Agenda()
+    self._current = _Evaluation()
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
       self._coordinator = Coordinator(settings)
       self._jobs = Jobs(settings.jobs, settings.backup)
       for failure in settings.failures:
-        self._push(failure.time, failure.what, failure.index)
+        self._agenda.push(failure.time, failure.what, failure.index)
     else:
       self._unpack(saved)
     self._saved = self._pack()
@@ -175,7 +149,12 @@ class Simulation:
   @property
   def received(self) -> int:
     """Messages."""
-    return len(self._messages)
+    return len(self.book.messages)
+
+  @property
+  def now(self) -> float:
+    """The simulated time."""
+    return self._agenda.now
 
   @property
   def state(self) -> State:
@@ -190,23 +169,11 @@ class Simulation:
   @property
   def recoveries(self) -> int:
     """How often a shard came back."""
-    return self._recovered + self._shards.recoveries
+    return self.counts.recoveries + self._shards.recoveries
 
   def params(self) -> base.Params:
     """Returns the last iterate."""
     return self._shards.read("point")
-
-  def records(self, start: int = 0) -> base.Records:
-    """Returns a row for each message, from message `start`; the update is the
-    iteration, the staleness evaluations."""
-    columns = zip(*self._messages[start:], strict=True)
-    dtypes = (
-      *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
-      *(np.float32, np.bool_, np.float32, np.float32),
-      *(np.int64, np.int64, np.float32),
-    )
-    empty = [()] * len(dtypes)
-    return base.Records(*map(np.array, list(columns) or empty, dtypes))
 
   # Running.
 
@@ -219,8 +186,8 @@ class Simulation:
         self._answer(self._shards.obey(request))
       elif isinstance(request, Begin):
         self._begin(request.evaluation)
-      elif request.job in self._losses:
-        self._answer(self._losses[request.job])
+      elif request.job in self._current.losses:
+        self._answer(self._current.losses[request.job])
       elif self.received >= until:
         break
       else:
@@ -231,11 +198,11 @@ class Simulation:
     coordinator = self._coordinator
     before = coordinator.state.iteration
     coordinator.answer(value)
-    self.news += coordinator.news
+    self.book.news += coordinator.news
     coordinator.news.clear()
     state = coordinator.state
     if state.iteration > before:
-      self.iterates.append(
+      self.book.iterates.append(
         Iterate(
           *(state.iteration, self.now, state.evaluations, state.loss),
           *(state.norm, state.step, state.fallbacks),
@@ -245,11 +212,11 @@ class Simulation:
   def _begin(self, evaluation):
     """Workers that are idle start on new parameters; one that asks for an
     evaluation again, as it was killed, is told that it has begun."""
-    if evaluation > self._evaluation:
+    if evaluation > self._current.number:
       self._saved = self._pack()
       self._shards.forget(self._shards.number)
-      self._evaluation, self._losses = evaluation, {}
-      self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
+      trial = jax.tree.map(jnp.asarray, self._shards.read("trial"))
+      self._current = _Evaluation(evaluation, trial)
       self._jobs.begin()
       for worker, place in enumerate(self._places):
         if place.alive and place.ticket is None:
@@ -262,29 +229,24 @@ class Simulation:
     job = jobs.take(worker)
     if job is None:
       return
-    self.copies += len(jobs.workers(job)) > 1
-    fresh = place.fetched != self._evaluation
-    place.fetched = self._evaluation
+    copies = self.counts.copies + (len(jobs.workers(job)) > 1)
+    self.counts = self.counts._replace(copies=copies)
+    fresh = place.fetched != self._current.number
+    place.fetched = self._current.number
     begin = max(self.now, self._load(place, job))
     if settings.prefetch and (coming := jobs.peek(worker)) is not None:
       self._load(place, coming)
     finish = begin + place.draw(len(settings.portions_of(job)))
-    place.ticket = _Ticket(self._evaluation, job, place.seq, finish, fresh)
+    place.ticket = Ticket(self._current.number, job, place.seq, finish, fresh)
     self._write(worker, base.SEND if fresh else base.KEEP)
     place.seq += 1
-    self._push(finish, "", worker)
+    self._agenda.push(finish, _FINISH, worker)
 
   def _load(self, place, job):
-    """Returns when the data of a job are with a worker, which keeps them."""
-    if job not in place.ready:
-      needs = self._settings.loading * len(self._settings.portions_of(job))
-      place.loader = max(self.now, place.loader) + needs
-      place.ready[job] = place.loader
-    return place.ready[job]
-
-  def _push(self, time, what, index):
-    heapq.heappush(self._heap, (time, self._pushed, what, index))
-    self._pushed += 1
+    """Returns when the data of a job are with a worker."""
+    settings = self._settings
+    needs = settings.loading * len(settings.portions_of(job))
+    return place.load(job, needs, self.now)
 
   def _write(self, worker, action):
     place = self._places[worker]
@@ -292,12 +254,11 @@ class Simulation:
     if place.ticket is not None:
       evaluation, job, seq, *_ = place.ticket
       job += evaluation * self._settings.jobs
-    self.rows.append(Event(self.now, worker, seq, job, action))
+    self.book.rows.append(Event(self.now, worker, seq, job, action))
 
   def _happen(self):
     """The next thing in time happens."""
-    time, _, what, index = heapq.heappop(self._heap)
-    self.now = max(time, self.now)
+    time, what, index = self._agenda.pop()
     if what == SHARD:
       self._shards.lose(index)
     elif what == COORDINATOR:
@@ -305,7 +266,7 @@ class Simulation:
       self._coordinator = _coordinator(self._settings, self._saved[1])
     elif what == _RETURN:
       self._return(index)
-    elif what:
+    elif what == WORKER:
       self._kill(index)
     elif (ticket := self._places[index].ticket) and ticket.finish == time:
       self._receive(index, ticket)
@@ -316,12 +277,12 @@ class Simulation:
       return
     if ticket is not None:
       self._write(worker, base.LOST)
-      if ticket.evaluation == self._evaluation:
+      if ticket.evaluation == self._current.number:
         self._jobs.lose(worker, ticket.job)
-    place.killed()
+    place.kill()
     self._write(worker, base.LEAVE)
     place.holder += 1
-    self._push(self.now + self._settings.restart, _RETURN, worker)
+    self._agenda.push(self.now + self._settings.restart, _RETURN, worker)
     # Somebody who was idle may do what it did.
     for other, its_place in enumerate(self._places):
       if its_place.alive and its_place.ticket is None:
@@ -333,28 +294,30 @@ class Simulation:
     self._start(worker)
 
   def _receive(self, worker, ticket):
-    place, current = self._places[worker], self._evaluation
+    place, current = self._places[worker], self._current.number
     late, job, loss = current - ticket.evaluation, ticket.job, ticket.loss
-    first = self._jobs.workers(job)[:1] if not late else ()
+    others = self._jobs.workers(job) if not late else ()
     accepted = not late and self._jobs.finish(worker, job)
     count, norm = len(self._settings.portions_of(job)), 0.0
     if accepted:
-      self.won += first != (worker,)
+      first = self.counts.first + (others[0] != worker)
+      self.counts = self.counts._replace(first=first)
       loss, message = self._compute(job)
       size = sum(leaf.size for leaf in jax.tree.leaves(message))
       norm = math.sqrt(dot(message, message) / max(size, 1)) / count
-      self._losses[job] = loss
+      self._current.losses[job] = loss
       self._shards.put(message_name(current, job), message)
-      for other in self._places:  # a copy of it comes to the same loss
-        if other.ticket is not None and other.ticket[:2] == ticket[:2]:
-          other.ticket = other.ticket._replace(loss=loss)
+      for other in others:  # a copy of it comes to the same loss
+        copy = self._places[other].ticket
+        self._places[other].ticket = copy._replace(loss=loss)
     self._write(worker, base.RECEIVE)
-    place.ticket = None
-    self._messages.append(
+    place.ticket, row = None, self.book.rows[-1]
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
+    self.book.messages.append(
       (
-        *(max(self.state.iteration, 0), self.now, worker, self.rows[-1].job),
+        *(max(self.state.iteration, 0), self.now, worker, row.job),
         *(late, 0.0, loss / count, accepted, norm, 0.0),
-        *(self._bytes, self._bytes * ticket.fresh, 0.0),
+        *(nbytes, nbytes * ticket.fresh, 0.0),
       )
     )
     self._start(worker)
@@ -364,7 +327,7 @@ class Simulation:
     in their order."""
     loss, gradient = 0.0, None
     for portion in self._settings.portions_of(job):
-      value, part = self._work(self._params, portion)
+      value, part = self._work(self._current.params, portion)
       loss += float(value)
       gradient = part if gradient is None else self._add(gradient, part)
     return loss, simulator.fetch(gradient)
@@ -373,54 +336,40 @@ class Simulation:
 
   def save(self) -> Saved:
     """Returns what it was when the last evaluation began."""
-    images, notes, (messages, rows, iterates) = self._saved
-    reals = np.array(self.iterates[:iterates], np.float64)
-    arrays = {
-      "vectors": [image.vectors for image in images],
-      "records": base.Records(*(x[:messages] for x in self.records())),
-      "trace": from_events(self.rows[:rows]),
-      "iterates": reals.reshape(-1, len(Iterate._fields)),
-    }
-    return Saved(notes["evaluation"] + 1, arrays, notes)
+    images, notes, lengths = self._saved
+    vectors = {"vectors": [image.vectors for image in images]}
+    number = notes["evaluation"] + 1
+    return Saved(number, {**vectors, **self.book.arrays(lengths)}, notes)
 
-  def _pack(self) -> tuple[list[Image], dict[str, Any], tuple[int, int, int]]:
-    """Returns images of the shards, notes, and how many messages, rows and
-    iterates there are."""
+  def _pack(self) -> tuple[list[Image], dict[str, Any], Lengths]:
+    """Returns images of the shards, notes, and how far the book is written."""
     images, coordinator = self._shards.images(), self._coordinator
     notes = {
       "vectors": sorted(images[0].vectors),
       "number": self._shards.number,
       "state": coordinator.state._asdict(),
       "answers": list(coordinator.answers),
-      "now": self.now,
-      "heap": [list(each) for each in self._heap],
-      "pushed": self._pushed,
-      "evaluation": self._evaluation,
+      "agenda": self._agenda.pack(),
+      "evaluation": self._current.number,
       "places": [place.pack() for place in self._places],
       "owners": list(self._jobs.owners.items()),
-      "counts": [self.copies, self.won, self.recoveries],
+      "counts": list(self.counts._replace(recoveries=self.recoveries)),
     }
-    return images, notes, (self.received, len(self.rows), len(self.iterates))
+    return images, notes, self.book.lengths
 
   def _unpack(self, saved):
-    arrays, notes, settings = saved.arrays, saved.notes, self._settings
-    images = [Image(notes["number"], dict(v)) for v in arrays["vectors"]]
+    notes, settings = saved.notes, self._settings
+    vectors = saved.arrays["vectors"]
+    images = [Image(notes["number"], dict(each)) for each in vectors]
     self._shards = Shards(self._like, settings.shards, images)
     self._coordinator = _coordinator(settings, notes)
     self._jobs = Jobs(settings.jobs, settings.backup, dict(notes["owners"]))
-    self.now, self._pushed = notes["now"], notes["pushed"]
-    self._evaluation = notes["evaluation"]
-    self._heap = [(t, n, what, index) for t, n, what, index in notes["heap"]]
+    self._agenda.unpack(notes["agenda"])
+    self._current = _Evaluation(notes["evaluation"])
     for place, packed in zip(self._places, notes["places"], strict=True):
       place.unpack(packed)
-    self.copies, self.won, self._recovered = notes["counts"]
-    self.rows = list(events(arrays["trace"]))
-    columns = (column.tolist() for column in arrays["records"])
-    self._messages = list(zip(*columns, strict=True))
-    self.iterates = [
-      Iterate(int(i), t, int(e), *real, int(fallbacks))
-      for i, t, e, *real, fallbacks in arrays["iterates"].tolist()
-    ]
+    self.counts = Counts(*notes["counts"])
+    self.book.read(saved.arrays)
 
 
 def template(
@@ -431,9 +380,7 @@ def template(
   parts = sharding.split(sharding.make_plan(params, settings.shards), params)
   return {
     "vectors": [dict.fromkeys(notes["vectors"], part) for part in parts],
-    "records": simulator.concatenate([]),
-    "trace": from_events([]),
-    "iterates": np.zeros((0, len(Iterate._fields))),
+    **Book().arrays(Lengths(0, 0, 0)),
   }
 
 

@@ -57,14 +57,20 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
     return state, observation
 
   def put(state, keep, root, worker, seq):
-    return peer.put(state, keep, gossip.message_key(root, worker, seq))
+    key = None if peer.refers else gossip.message_key(root, worker, seq)
+    return peer.put(state, keep, key)
 
   def mix(state, codes, weights, slots):
     after = peer.mix(state, codes, weights, slots)
     return after, server_lib.gap(after.server.params, state.server.params)
 
-  compiled = map(jax.jit, (peer.send, receive, put, mix, peer.lend, peer.adopt))
-  return PeerSteps(compile_work(worker), *compiled)
+  return PeerSteps(
+    compile_work(worker),
+    peer.send if peer.sends_current else jax.jit(peer.send),
+    jax.jit(receive),
+    put if peer.refers else jax.jit(put),
+    *map(jax.jit, (mix, peer.lend, peer.adopt)),
+  )
 
 
 class PeerRecords(NamedTuple):

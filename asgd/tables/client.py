@@ -199,8 +199,7 @@ class Client:
       if not keys.size:
         break
       copy, own = (rows.read(keys, name) for name in ("copy", "own"))
-      seen = copy + copy.dtype.type(self.factor) * own
-      verdict = each(seen, own, rng)
+      verdict = each(copy, own, rng)
       dropped = 0
       if verdict.drop is not None and verdict.drop.any():
         gone, dropped = keys[verdict.drop], int(verdict.drop.sum())

@@ -20,7 +20,7 @@ class Verdict(NamedTuple):
   drop: np.ndarray | None = None  # bool[n]; None: none
 
 
-# (rows as the worker reads them [n, ...], values to be pushed [n, ...],
+# (the worker's copies of the rows [n, ...], values to be pushed [n, ...],
 # generator) -> Verdict
 Filter = Callable[[Any, Any, np.random.Generator], Verdict]
 

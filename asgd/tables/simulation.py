@@ -140,13 +140,13 @@ class Simulation:
       range(workers),
       codec=codec,
     )
-    key = jax.random.key(seed)
+    key = None if codec is None else jax.random.key(seed)
     self._clients = [
       Client(
         *(worker, self.server.specs, settings.rules),
         filters=settings.filters,
         codec=codec,
-        key=jax.random.fold_in(key, worker),
+        key=key if key is None else jax.random.fold_in(key, worker),
         seed=seed,
       )
       for worker in range(workers)
@@ -201,19 +201,25 @@ class Simulation:
       self._begun = True
       for worker in range(len(self._places)):
         self._try(worker)
-    while self.received < min(until, self.total):
-      time, number, worker = heapq.heappop(self._heap)
-      self.now = time
-      try:
-        self._end(worker)
-      except ValueError:
-        heapq.heappush(self._heap, (time, number, worker))
-        raise
-      self._try(worker)
-      for other, place in enumerate(self._places):
-        if place.waits:
-          self._try(other)
+    # What overflows is refused by the client, with its key.
+    with np.errstate(over="ignore", invalid="ignore"):
+      while self.received < min(until, self.total):
+        self._happen()
     return self.received
+
+  def _happen(self):
+    """The next job ends, and what may start starts."""
+    time, number, worker = heapq.heappop(self._heap)
+    self.now = time
+    try:
+      self._end(worker)
+    except ValueError:
+      heapq.heappush(self._heap, (time, number, worker))
+      raise
+    self._try(worker)
+    for other, place in enumerate(self._places):
+      if place.waits:
+        self._try(other)
 
   def obey(self, trace: base.Trace) -> None:
     """Obeys a recorded order in the place of durations.
@@ -421,6 +427,26 @@ class Simulation:
       "differentials": sorted(self.differentials.items()),
     }
     return arrays, notes
+
+  def template(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of the structure that was packed with some notes, of a run
+    that has not begun; shapes differ."""
+    arrays, _ = self.pack()
+    for client, each in zip(arrays["clients"], notes["clients"], strict=True):
+      client["cached"] = dict.fromkeys(each["cached"], 0)
+    server, server_notes = arrays["server"], notes["server"]
+    server["cached"] = [dict.fromkeys(x, 0) for x in server_notes["cached"]]
+    server["deferred"] = [
+      {name: [0, 0] for name in names}
+      for *_, names in server_notes["deferred"]
+    ]
+    rows = dict.fromkeys(self.server.tables, 0)
+    arrays["tickets"] = {
+      f"{i}": {"keys": rows, "values": rows}
+      for i, numbers in enumerate(notes["tickets"])
+      if numbers is not None
+    }
+    return arrays
 
   def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Takes over what a run like this one, which has not begun, has packed."""

@@ -177,7 +177,7 @@ class EngineKind(NamedTuple):
   elsewhere: bool = False  # its work is done in processes of its own
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
-  coordinated: Sequence[str] = ()  # recipes of sandblaster.RECIPES that it runs
+  served: Sequence[str] = ()  # recipes of schema.SERVED that it runs
 
 
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:

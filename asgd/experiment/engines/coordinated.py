@@ -84,7 +84,7 @@ _REFUSED = (
   ("optimizer", "L-BFGS is the optimizer"),
   ("clip_norm", "a clipped gradient is not that of the loss"),
   ("compress", "a coded gradient is not that of the loss"),
-  ("compress_down", "its parameters change by what a line search finds"),
+  ("compress_down", "its loss is that of the parameters as they are"),
 )
 
 
@@ -162,8 +162,8 @@ class CoordinatedEngine(engines.Engine):
     simulation, first = self._simulation, self.done
     self.done = simulation.advance(min(first + self._pace.begin(), until))
     self._pace.end()
-    part = simulation.records(first)
-    news, simulation.news = simulation.news, []
+    part = simulation.book.records(first)
+    news, simulation.book.news = simulation.book.news, []
     broken, reason = None, simulation.state.reason
     if reason.startswith("not finite"):
       broken = f"{self._name}: {reason}"
@@ -183,12 +183,12 @@ class CoordinatedEngine(engines.Engine):
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
-    return self._simulation.records()
+    return self._simulation.book.records()
 
   def course(self) -> np.ndarray:
     """Returns the losses of the iterates: those at steps that were tried and
     not taken say nothing about training."""
-    losses = [each.loss for each in self._simulation.iterates]
+    losses = [each.loss for each in self._simulation.book.iterates]
     return np.array(losses or [self._simulation.state.loss], np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
@@ -209,16 +209,18 @@ class CoordinatedEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     simulation, settings = self._simulation, self._plan.settings
-    state = simulation.state
+    state, records = simulation.state, self.records()
     return {
       "order": self._plan.run.recipe,
       "messages": self.done,
       "updates": max(state.iteration, 0),
       "portions": settings.portions,
-      "backup_started": simulation.copies,
-      "backup_first": simulation.won,
+      "backup_started": simulation.counts.copies,
+      "backup_first": simulation.counts.first,
       "fallbacks": state.fallbacks,
       "shard_recoveries": simulation.recoveries,
+      "bytes_up": int(records.bytes_up.sum()),
+      "bytes_down": int(records.bytes_down.sum()),
       "reason": state.reason or "the end of config.epochs",
       **self.summary(0, self.done),
       "simulated_time": simulation.now,
@@ -233,8 +235,8 @@ class CoordinatedEngine(engines.Engine):
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(sandblaster.Iterate._fields)
-    rows.writerows(self._simulation.iterates)
-    table = trace.from_events(self._simulation.rows)
+    rows.writerows(self._simulation.book.iterates)
+    table = trace.from_events(self._simulation.book.rows)
     return {"trace.csv": orders.dump(table), "iterates.csv": text.getvalue()}
 
 

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, sandblaster, simulator
+from asgd import tables as tables_lib
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   coordinated,
   parameter_server,
   peers,
+  tables,
   traffic,
 )
 
@@ -170,16 +172,20 @@ def _unpack(saved, template):
 
 
 def _plan(experiment: Any, run: Any, workers: int) -> Any:
-  """Builds the plan of a run, by what drives it: a coordinator, or orders of
-  a server or of peers."""
+  """Builds the plan of a run, by what drives it: a coordinator, tables, or
+  orders of a server or of peers."""
   if run.recipe in sandblaster.RECIPES:
     return coordinated.plan(experiment, run, workers)
+  if run.recipe in tables_lib.RECIPES:
+    return tables.plan(experiment, run, workers)
   return parameter_server.plan(experiment, run, workers, peers.PeerPlan)
 
 
 def _start(context: engines.Context) -> engines.Engine:
   if isinstance(context.plan, coordinated.CoordinatedPlan):
     return coordinated.CoordinatedEngine(context)
+  if isinstance(context.plan, tables.TablePlan):
+    return tables.TableEngine(context)
   if context.plan.recipe.gossip is not None:
     return peers.PeerEngine(context)
   return SimulationEngine(context)
@@ -188,6 +194,8 @@ def _start(context: engines.Context) -> engines.Engine:
 def _describe(result: Mapping[str, Any]) -> str:
   if result["recipe"] in sandblaster.RECIPES:
     return coordinated.describe(result)
+  if result["recipe"] in tables_lib.RECIPES:
+    return tables.describe(result)
   if peers.has_peers(result):
     return peers.describe(result)
   return parameter_server.describe(result)
@@ -203,5 +211,5 @@ SIMULATE = engines.EngineKind(
   start=_start,
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
   describe=_describe,
-  coordinated=tuple(sandblaster.RECIPES),
+  served=(*sandblaster.RECIPES, *tables_lib.RECIPES),
 )

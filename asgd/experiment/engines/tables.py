@@ -1,0 +1,351 @@
+"""Runs of the engine `simulate` whose parameters are tables of keyed rows.
+
+What a cell computes is a function of its config and its seed, as of all
+simulated runs. Who waits for whom depends on which rows workers have, so the
+trace is an outcome, `trace.csv`, as is `staleness.csv`: how many rows were read
+at each clock differential.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import base, names, optimizers, orders, problems, tables
+from asgd import worker as worker_lib
+from asgd.checks import line_of
+from asgd.experiment import checkpoint, checks, engines
+from asgd.experiment.engines import parameter_server, traffic
+from asgd.experiment.schema import Run
+from asgd.losses import as_loss
+from asgd.orders import durations, trace
+from asgd.tables import functions
+
+_SECONDS = 0.25  # between two looks at clocks and signals
+_FIRST = 16  # messages of the first call of `advance`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+class TablePlan:
+  """What the cells of a run with one number of workers share."""
+
+  run: Run
+  workers: int
+  problem: problems.Problem
+  settings: tables.Settings
+  like: Any  # shapes of the parameters
+  messages: int  # received in one cell
+  learning_rate: float  # the peak
+  schedule: Any  # float, or clock -> learning rate
+  batches: int = 1  # in one message
+  curvature_limit: float = math.nan  # not known
+
+  @functools.cached_property
+  def names(self) -> list[str]:
+    """Of the tables: where the leaves are."""
+    paths = jax.tree_util.tree_flatten_with_path(self.like)[0]
+    place = functools.partial(
+      jax.tree_util.keystr, simple=True, separator="/"
+    )
+    return [place(path) or "params" for path, _ in paths]
+
+  def split(self, params: base.Params) -> dict[str, np.ndarray]:
+    """Returns the leaves as tables; one without axes is a row."""
+    leaves = jax.tree.leaves(params)
+    return {
+      name: np.asarray(leaf).reshape(np.shape(leaf) or (1,))
+      for name, leaf in zip(self.names, leaves, strict=True)
+    }
+
+  def join(self, rows: Mapping[str, Any]) -> base.Params:
+    """Returns parameters of whole tables."""
+    leaves, structure = jax.tree.flatten(self.like)
+    return jax.tree.unflatten(
+      structure,
+      [
+        rows[name].reshape(leaf.shape)
+        for name, leaf in zip(self.names, leaves, strict=True)
+      ],
+    )
+
+  @functools.cached_property
+  def _gradient(self) -> Any:
+    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
+    loss = as_loss(self.problem.loss)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+  @functools.cached_property
+  def _every_key(self) -> dict[str, np.ndarray]:
+    return {
+      name: np.arange(len(rows))
+      for name, rows in self.split(
+        jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
+      ).items()
+    }
+
+  def work(self, seed: int, root: jax.Array) -> tables.Work:
+    """Returns what workers compute."""
+    batches = self.problem.batches(seed, self.workers)
+    keyed = self.problem.keyed
+
+    @functools.lru_cache(maxsize=4 * self.workers)
+    def batch(worker, job):
+      try:
+        return batches(worker, job)
+      except ValueError:
+        raise
+      except Exception as error:  # whatever somebody's function raises
+        raise ValueError(
+          f"the batch of worker {worker}, job {job} cannot be made"
+          f" ({line_of(error, 250)})"
+        ) from error
+
+    def keys(batch):
+      if keyed is None:
+        return self._every_key
+      found = jax.tree.leaves(keyed.keys(batch))
+      return dict(zip(self.names, found, strict=True))
+
+    def gradient(rows, batch, keys, worker, job):
+      key = worker_lib.job_key(root, np.int32(worker), np.int32(job))
+      if keyed is None:
+        params = self.join(rows)
+      else:
+        whole = [
+          functions.padded(rows[name], functions.bucket(len(rows[name])))
+          for name in self.names
+        ]
+        structure = jax.tree.structure(self.like)
+        params = jax.tree.unflatten(structure, whole)
+        order = [keys[name] for name in self.names]
+        batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
+      (loss, _), out = self._gradient(params, batch, key)
+      return float(loss), {
+        name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
+          : len(rows[name])
+        ]
+        for name, leaf in zip(self.names, jax.tree.leaves(out), strict=True)
+      }
+
+    return tables.Work(batch, keys, gradient)
+
+  def simulation(
+    self, seed: int, params: base.Params, root: jax.Array
+  ) -> tables.Simulation:
+    """Returns a cell that has not begun."""
+    section = {"seed": seed, **self.run.config["durations"]}
+    return tables.Simulation(
+      *(self.settings, self.split(params), self.work(seed, root)),
+      durations.build(**section),
+      workers=self.workers,
+      messages=self.messages,
+      seed=seed,
+    )
+
+
+_REFUSED = (
+  ("clip_norm", None, "a worker knows the rows of its batch alone"),
+  ("compress_down", None, "rows are sent as they are"),
+)
+
+
+def _refuse(run: Run) -> None:
+  for key, default, why in _REFUSED:
+    if run.config[key] != default:
+      raise ValueError(
+        f"config.{key} {run.config[key]!r} is not for the recipe {run.recipe}"
+        f" (config.runs.{run.label}): {why}; drop it"
+      )
+  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
+    value = run.config[section].get(key)
+    if value is not None:
+      raise ValueError(
+        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
+        f" (config.runs.{run.label}): its consistency says who waits; drop it"
+      )
+
+
+def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
+  """Builds what the cells of a run with so many workers share, checking it."""
+  problem, config = experiment.problem_of(run), run.config
+  _refuse(run)
+  like = jax.eval_shape(problem.init, jax.random.key(0))
+  if isinstance(like, base.Variables):
+    raise ValueError(
+      f"config.runs.{run.label}: the recipe {run.recipe} has no place for"
+      " statistics of batches (BatchNorm): use a model without them, or another"
+      " recipe"
+    )
+  options, peak = dict(run.options), float(config["learning_rate"])
+  clock_every = options.get("clock_every", 1)
+  rate = parameter_server.schedule(
+    *(run, problem),
+    peak=peak,
+    batches=workers * (clock_every if type(clock_every) is int else 1),
+    start=peak / workers,
+  )
+  if config["optimizer"] is not None:
+    options["optimizer"] = optimizers.named(config["optimizer"])
+  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    settings = names.call(
+      *("recipe", run.recipe, tables.RECIPES[run.recipe]),
+      {"learning_rate": rate, "workers": workers, **options},
+    )
+  if config["compress"] is not None:
+    settings = settings._replace(codec=tuple(config["compress"].items()))
+    with checks.blame("compress"):
+      settings.make_codec()
+  count = parameter_server.passes(run, problem)
+  messages = max(round(count) // workers, 1) * workers
+  if messages > checks.MOST_COUNT:
+    raise ValueError(
+      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
+      f" cell; use at most {checks.MOST_COUNT:.0e}"
+    )
+  for seed in config["seeds"]:
+    problem.batches(seed, workers)
+  return TablePlan(
+    *(run, workers, problem, settings, like, messages, peak, rate)
+  )
+
+
+class TableEngine(engines.Engine):
+  """A cell of tables in simulated time."""
+
+  def __init__(self, context: engines.Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    seed = context.cell.seed
+    self._plan = plan = context.plan
+    self._name = context.cell.name
+    init_key, root = jax.random.split(jax.random.key(seed))
+    params = jax.device_get(plan.problem.init(init_key))
+
+    def unpack(saved):
+      simulation = plan.simulation(seed, params, root)
+      tree = saved.tree(checkpoint.any_shapes(simulation.template(saved.notes)))
+      simulation.unpack(tree, saved.notes)
+      return simulation
+
+    restored = context.restore(unpack)
+    self._simulation = restored or plan.simulation(seed, params, root)
+    self._broken: str | None = None
+    self.total, self.done = plan.messages, self._simulation.received
+    self._pace = engines.Pace(_SECONDS, _FIRST)
+
+  @property
+  def ended(self) -> bool:
+    """Whether nothing can follow: an update was not finite."""
+    return self._broken is not None
+
+  def advance(self, until: int) -> engines.Progress:
+    """Goes on, not past message `until`."""
+    simulation, first = self._simulation, self.done
+    end = min(first + self._pace.begin(), until)
+    try:
+      simulation.advance(end)
+    except ValueError as error:
+      if "is not finite" not in str(error):
+        raise
+      self._broken = parameter_server.not_finite(
+        self._plan, f"{error}, at message {simulation.received + 1}", self._name
+      )
+    self._pace.end()
+    self.done = simulation.received
+    part = simulation.records(first)
+    return engines.Progress(
+      loss=part.loss,
+      staleness=engines.mean(part.staleness),
+      gap=engines.mean(part.gap),
+      broken=self._broken,
+    )
+
+  def snapshot(self) -> engines.Snapshot:
+    """Returns the server's rows, at the simulated time."""
+    simulation = self._simulation
+    clock = {
+      "time": simulation.now,
+      "megabytes": traffic.megabytes([simulation.records()]),
+    }
+    params = self._plan.join(simulation.tables())
+    return engines.Snapshot(
+      params, self.done, simulation.server.slowest, clock
+    )
+
+  def records(self) -> base.Records:
+    """Returns a row for each message."""
+    return self._simulation.records()
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns staleness, gap and losses of some messages."""
+    part = base.Records(*(column[start:end] for column in self.records()))
+    return parameter_server.summary(part)
+
+  def columns(self) -> dict[str, Any]:
+    """Returns what the cell came to."""
+    simulation, records = self._simulation, self.records()
+    rules = self._plan.settings.rules
+    profile = simulation.differentials
+    count = max(sum(profile.values()), 1)
+    back, dropped = simulation.held
+    summary = parameter_server.summary(records)
+    del summary["train_loss"]  # that of the last evaluation stands
+    return {
+      "order": rules.consistency.value,
+      "bound": rules.bound,
+      "messages": self.done,
+      "updates": simulation.server.slowest,
+      "differential_mean": sum(d * n for d, n in profile.items()) / count,
+      "differential_least": min(profile, default=0),
+      "fresh_reads": profile.get(-1, 0) / count,
+      "rows_held_back": back,
+      "rows_dropped": dropped,
+      "ranges_moved": simulation.moved,
+      "bytes_up": int(records.bytes_up.sum()),
+      "bytes_down": int(records.bytes_down.sum()),
+      **summary,
+      "simulated_time": simulation.now,
+    }
+
+  def save(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns tables, copies of the workers, what is in flight, and records."""
+    arrays, notes = self._simulation.pack()
+    return self.done, arrays, notes
+
+  def extras(self) -> dict[str, str]:
+    """Returns the trace, and the profile of staleness."""
+    simulation = self._simulation
+    profile = sorted(simulation.differentials.items())
+    lines = ["differential,rows", *(f"{d},{n}" for d, n in profile), ""]
+    return {
+      "trace.csv": orders.dump(trace.from_events(simulation.rows)),
+      "staleness.csv": "\n".join(lines),
+    }
+
+
+COLUMNS = (
+  engines.Column("clocks", "updates", 1, "{:.0f}"),
+  engines.Column("differential", "differential_mean"),
+  engines.Column("MB up", "bytes_up", 1e-6),
+  engines.Column("MB down", "bytes_down", 1e-6),
+)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns what a cell came to in a few words."""
+  words = (
+    "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
+    " {differential_mean:.2f} (least {differential_least}), time"
+    " {simulated_time:.4g}"
+  ).format_map(result)
+  megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
+  words += f", {megabytes:.3g} MB"
+  if result["rows_held_back"] or result["rows_dropped"]:
+    words += (
+      f", filters held back {result['rows_held_back']:,} rows and dropped"
+      f" {result['rows_dropped']:,}"
+    )
+  return words

@@ -1,0 +1,162 @@
+"""Matrix factorisation: ratings as products of rows of two tables.
+
+  config.problem = dict(
+    name="asgd.problems.factorisation:matrix_factorisation", rank=8
+  )
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, checks
+from asgd import losses as losses_lib
+from asgd.data import ratings as ratings_lib
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Keyed, Problem
+
+_SIDES = "users", "items"
+_AT_ONCE = 100_000  # ratings evaluated
+_NAMED = {
+  "generated": ratings_lib.generated,
+  "movielens": ratings_lib.movielens,
+}
+
+
+@functools.lru_cache(maxsize=4)
+def _load(name, test, options):
+  if name in _NAMED:
+    if test is not None:
+      raise ValueError(
+        f"ratings {name!r} have a test part: drop test_ratings"
+      )
+    return _NAMED[name](**dict(options))
+  if options:
+    raise ValueError(
+      f"{options[0][0]} is an option of ratings='generated' only; drop it"
+    )
+  return ratings_lib.read(name, test)
+
+
+def matrix_factorisation(
+  batch_size: int,
+  *,
+  ratings: str = "generated",
+  test_ratings: str | None = None,
+  rank: int = 8,
+  l2: float = 0.0,
+  scale: float = 0.3,
+  partition: str = "shared",
+  generate: dict[str, Any] | None = None,
+) -> Problem:
+  """Predicts ratings by products of rows of two tables.
+
+    f = mean over a batch of (r_ij - m - u_i . v_j)^2 + l2 (|u_i|^2 + |v_j|^2)
+
+  with m the mean training rating. Its evaluations have the mean squared error
+  of the test ratings as their loss, and R^2 as their measure.
+
+  Args:
+    batch_size: B, ratings of a batch.
+    ratings: "generated", "movielens" (of an installed package), or a file of
+      users, items and ratings.
+    test_ratings: a file; None: a tenth of the ratings.
+    rank: k, columns of the tables.
+    l2: 0 or more.
+    scale: standard deviation of the first u and v.
+    partition: "shared" or "sharded", as of `data.make_batches`.
+    generate: arguments of `data.ratings.generated`.
+
+  Returns:
+    A Problem with parameters {"users": float32[users, k], "items": ...}, whose
+    batches are (int32[B, 2], float32[B]) and tell which rows they need.
+
+  Raises:
+    ValueError: for a value out of its range, and for ratings that cannot be
+      used.
+
+  Source:
+    Dai et al., "High-performance distributed ML at scale through parameter
+    server consistency models", AAAI 2015, arXiv:1410.8043, which trains it by
+    SGD on two tables.
+
+  Example:
+    >>> from asgd.problems import factorisation
+    >>> problem = factorisation.matrix_factorisation(4, rank=2)
+    >>> batch = problem.batches(0, 1)(0, 0)
+    >>> keys = problem.keyed.keys(batch)
+    >>> {name: len(each) for name, each in keys.items()}
+    {'users': 4, 'items': 4}
+  """
+  checks.whole("rank", rank, most=10**5)
+  checks.nonnegative("l2", l2)
+  checks.positive("scale", scale)
+  options = tuple(sorted((generate or {}).items()))
+  data = _load(ratings, test_ratings, options)
+  sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
+  middle = np.float32(data.values.mean())
+
+  def init(key):
+    keys = jax.random.split(key)
+    return {
+      name: scale * jax.random.normal(key, (size, rank))
+      for key, (name, size) in zip(keys, sizes.items(), strict=True)
+    }
+
+  def rows(params, pairs):
+    return params["users"][pairs[:, 0]], params["items"][pairs[:, 1]]
+
+  def loss(params, batch, key):
+    del key
+    pairs, values = batch
+    u, v = rows(params, pairs)
+    errors = (u * v).sum(1) - (values - middle)
+    total = jnp.square(errors).sum()
+    if l2:
+      total += l2 * (jnp.square(u).sum() + jnp.square(v).sum())
+    return total / len(values), losses_lib.Aux(())
+
+  @jax.jit
+  def square_errors(params, pairs, values):
+    u, v = rows(params, pairs)
+    return jnp.square((u * v).sum(1) - (values - middle)).sum()
+
+  spread = float(np.square(data.test_values - middle, dtype=float).sum())
+
+  def evaluate(params):
+    total = 0.0
+    for start in range(0, len(data.test_values), _AT_ONCE):
+      part = slice(start, start + _AT_ONCE)
+      batch = data.test_pairs[part], data.test_values[part]
+      total += float(square_errors(params, *batch))
+    measure = 1 - total / spread if spread else float("nan")
+    return Evaluation(total / len(data.test_values), measure=measure)
+
+  data_of = lib.examples_of(data.pairs, data.values, partition)
+
+  def rebatch(size):
+    return Problem(
+      *(init, loss, evaluate, *data_of(size), None, rebatch),
+      guess=float(data.values.var()),
+      keyed=Keyed(_keys, _localise),
+    )
+
+  return rebatch(batch_size)
+
+
+def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+  """The rows of each table that a batch of ratings needs."""
+  pairs = batch[0].astype(np.int64)
+  return {name: np.unique(pairs[:, i]) for i, name in enumerate(_SIDES)}
+
+
+def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
+  """The batch for tables of those rows alone."""
+  pairs, values = batch
+  local = [
+    np.searchsorted(keys[name], pairs[:, i]) for i, name in enumerate(_SIDES)
+  ]
+  return np.stack(local, 1).astype(np.int32), values

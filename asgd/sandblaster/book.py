@@ -1,0 +1,79 @@
+"""What a simulated run writes down: trace, messages and iterates."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import base
+from asgd.orders.trace import Event, events, from_events
+
+
+class Iterate(NamedTuple):
+  """A point that the coordinator has come to."""
+
+  iteration: int  # 0 is the start
+  time: float  # simulated
+  evaluations: int  # of the whole batch
+  loss: float  # of the whole batch, with the weight decay
+  norm: float  # of the gradient
+  step: float  # a
+  fallback: int  # times so far that the history was forgotten
+
+
+class Lengths(NamedTuple):
+  """How far a book is written."""
+
+  rows: int
+  messages: int
+  iterates: int
+
+
+_DTYPES = (
+  *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
+  *(np.float32, np.bool_, np.float32, np.float32),
+  *(np.int64, np.int64, np.float32),
+)  # of base.Records
+
+
+class Book:
+  """The outcome of a run, row by row."""
+
+  def __init__(self):
+    self.rows: list[Event] = []  # of the trace
+    self.messages: list[tuple[Any, ...]] = []  # rows of base.Records
+    self.iterates: list[Iterate] = []
+    self.news: list[str] = []  # what the user should be told
+
+  @property
+  def lengths(self) -> Lengths:
+    """How far it is written."""
+    return Lengths(len(self.rows), len(self.messages), len(self.iterates))
+
+  def records(self, start: int = 0, end: int | None = None) -> base.Records:
+    """Returns a row for each message, from `start` to `end`; the update is the
+    iteration, the staleness is in evaluations."""
+    columns = list(zip(*self.messages[start:end], strict=True))
+    columns = columns or [()] * len(_DTYPES)
+    return base.Records(*map(np.array, columns, _DTYPES))
+
+  def arrays(self, lengths: Lengths) -> dict[str, Any]:
+    """Returns its beginning, as arrays."""
+    reals = np.array(self.iterates[: lengths.iterates], np.float64)
+    return {
+      "records": self.records(0, lengths.messages),
+      "trace": from_events(self.rows[: lengths.rows]),
+      "iterates": reals.reshape(-1, len(Iterate._fields)),
+    }
+
+  def read(self, arrays: dict[str, Sequence[Any]]) -> None:
+    """Becomes what the arrays say."""
+    self.rows = list(events(base.Trace(*arrays["trace"])))
+    columns = (column.tolist() for column in arrays["records"])
+    self.messages = list(zip(*columns, strict=True))
+    self.iterates = [
+      Iterate(int(i), time, int(count), *reals, int(fallbacks))
+      for i, time, count, *reals, fallbacks in np.asarray(
+        arrays["iterates"]
+      ).tolist()
+    ]

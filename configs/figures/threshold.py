@@ -1,0 +1,184 @@
+"""Threshold compression: traffic down a hundred times, at what accuracy.
+
+Every worker sends plus or minus tau for the elements of its gradient whose
+residual has grown beyond it, and keeps the rest (Strom, "Scalable distributed
+DNN training using commodity GPU cloud computing", Interspeech 2015). A small
+CNN on Fashion-MNIST, 4 and 8 asynchronous workers, several tau, with and
+without the residual; bytes are those of packed messages.
+
+  asgd reproduce threshold
+  python -m launch.train --config=configs/figures/threshold.py
+
+110 cells; --quick, on handwritten digits, in three minutes on two cores.
+"""
+
+import ml_collections
+
+WORKERS = 4, 8
+TAUS = 0.005, 0.02, 0.08, 0.2
+MIDDLE, LARGE = 0.08, 0.2
+PAPER = (
+  "Strom: Scalable distributed DNN training using commodity GPU cloud"
+  " computing, Interspeech 2015"
+)
+
+
+def label(tau, residual=True):
+  return f"t{tau * 1000:g}" + ("" if residual else "-none")
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="fashion")
+  config.model = dict(name="cnn", features=(16, 32), hidden=64)
+  nag = dict(recipe="asgd", momentum=0.9)
+  runs = dict(dense=dict(nag, title="dense"))
+  for tau in TAUS:
+    for residual in (True, False):
+      codec = dict(name="threshold", tau=tau)
+      if not residual:
+        codec["error_feedback"] = False
+      runs[label(tau, residual)] = dict(
+        nag,
+        title=f"tau {tau:g}" + ("" if residual else ", no residual"),
+        compress=codec,
+      )
+  runs["dgc"] = dict(
+    recipe="asgd", title="DGC", compress=dict(name="dgc", density=0.001)
+  )
+  runs["dgc-warm"] = dict(
+    recipe="asgd",
+    title="DGC with a warm-up",
+    compress=dict(name="dgc", density=0.001, warm_up=60),
+  )
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.workers = WORKERS
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 64
+  config.epochs = 2.0
+  config.learning_rate = 0.004
+  config.learning_rate_schedule = dict(warmup_epochs=0.2, decay_epochs=(1.5,))
+  config.evaluations = 8
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()
+
+
+def claims_at(count):
+  """Claims about the cells of so many workers."""
+  kept = [f"{label(tau)}@{count}" for tau in TAUS]
+  dense, large = f"dense@{count}", f"{label(LARGE)}@{count}"
+  return [
+    dict(
+      name=f"two orders of magnitude, {count} workers",
+      says="the largest tau sends a hundredth of the bytes, or less",
+      kind="bound",
+      column="compression_up",
+      of=[large],
+      above=100.0,
+    ),
+    dict(
+      name=f"traffic falls with tau, {count} workers",
+      says="a larger tau sends fewer bytes",
+      kind="ordering",
+      column="bytes_up",
+      statistic="t",
+      order="falls",
+      runs=[dense, *kept],
+    ),
+    dict(
+      name=f"little is lost, {count} workers",
+      says=f"at tau {MIDDLE} accuracy is within three points of dense messages",
+      kind="difference",
+      column="test_accuracy",
+      of=[f"{label(MIDDLE)}@{count}"],
+      to=[dense],
+      above=-0.03,
+    ),
+    dict(
+      name=f"worse without the residual, {count} workers",
+      says="without the residual the largest tau loses accuracy",
+      kind="difference",
+      column="test_accuracy",
+      of=[f"{label(LARGE, residual=False)}@{count}"],
+      to=[large],
+      below=0.0,
+    ),
+    dict(
+      name=f"slower at first, {count} workers",
+      says="the largest tau takes longer to the first falling of the loss",
+      kind="ratio",
+      column="begins",
+      of=[large],
+      to=[dense],
+      above=1.0,
+    ),
+    dict(
+      name=f"a warm-up cures that, {count} workers",
+      says="with denser messages at first DGC begins sooner",
+      kind="ratio",
+      column="begins",
+      of=[f"dgc-warm@{count}"],
+      to=[f"dgc@{count}"],
+      below=1.0,
+    ),
+  ]
+
+
+def along(workers):
+  """Points of a panel: their x is a column, these are their order."""
+  return {
+    "with residual": [(t, f"{label(t)}@{workers}") for t in TAUS],
+    "without residual": [
+      (t, f"{label(t, residual=False)}@{workers}") for t in TAUS
+    ],
+    "dense": [(0.001, f"dense@{workers}")],
+    "DGC": [(1, f"dgc@{workers}")],
+    "DGC with a warm-up": [(1, f"dgc-warm@{workers}")],
+  }
+
+
+def get_figure():
+  panel = dict(
+    column="test_accuracy",
+    scale=100.0,
+    xlabel="bytes up, times fewer than dense",
+    ylabel="accuracy (%)",
+    xcolumn="compression_up",
+  )
+  begins = dict(
+    column="begins",
+    xlabel="bytes up, times fewer than dense",
+    ylabel="time to a loss of 1.2",
+    xcolumn="compression_up",
+  )
+  return dict(
+    title="Threshold compression: traffic and accuracy",
+    paper=PAPER,
+    about=(
+      "Messages of asynchronous workers go through Strom's threshold, with and"
+      " without a residual, and are packed; bytes are counted on the packets."
+    ),
+    columns={"begins": dict(kind="reach", loss=1.2)},
+    claims=[claim for count in WORKERS for claim in claims_at(count)],
+    panels=[
+      *(
+        dict(panel, title=f"accuracy, {count} workers", series=along(count))
+        for count in WORKERS
+      ),
+      *(
+        dict(begins, title=f"beginning, {count} workers", series=along(count))
+        for count in WORKERS
+      ),
+    ],
+    quick={
+      "data.name": "digits",
+      "model": {"name": "mlp", "hidden": (64, 64)},
+      "batch_size": 16,
+      "epochs": 6.0,
+      "learning_rate": 0.005,
+      "learning_rate_schedule.decay_epochs": (4.0,),
+      "evaluations": 1,
+      "seeds": (0, 1, 2),
+    },
+  )

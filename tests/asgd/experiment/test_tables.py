@@ -1,0 +1,144 @@
+"""Runs of tables from a config: the reference, stopped and gone on, refused."""
+
+import csv
+import signal
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import base, experiment, orders
+from asgd.experiment import cell_files, folder, loop
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FACTORISATION = {
+  "name": "asgd.problems.factorisation:matrix_factorisation",
+  "rank": 2,
+  "generate": {"users": 40, "items": 30, "rank": 2, "ratings": 800},
+}
+CONFIG = {
+  "problem": FACTORISATION,
+  "workers": (3,),
+  "batch_size": 48,
+  "epochs": 12.0,
+  "learning_rate": 2.0,
+  "evaluations": 3,
+  "curvature_checks": 0,
+}
+
+
+def build(config=None, **runs):
+  runs = {label: {"recipe": "table", **run} for label, run in runs.items()}
+  config = {**CONFIG, "runs": runs, **(config or {})}
+  return experiment.build(config, engines=experiment.ENGINES)
+
+
+def train(exp, workdir=None, index=0, **options):
+  kept = []
+  loop.train(
+    *(exp, exp.cells[index], workdir),
+    bar=Silent(),
+    ended=lambda *what: kept.extend(what),
+    **options,
+  )
+  return kept
+
+
+def test_one_worker_is_plain_sgd_on_whole_tables():
+  exp = build(
+    {"workers": (1,)},
+    sgd={"recipe": "asgd"},
+    table={"consistency": "ssp", "shards": 3},
+  )
+  plain, table = train(exp), train(exp, index=1)
+  kit.close(table[1], plain[1], rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(table[0].loss, plain[0].loss, rtol=1e-3)
+
+
+def test_a_model_whose_batches_need_all_rows_is_trained_too():
+  config = {k: v for k, v in kit.TINY_RUN.items() if k != "runs"}
+  config |= {"problem": {"name": None}, "workers": (1,)}
+  exp = build(
+    config, sgd={"recipe": "asgd", "momentum": 0.0}, table={"shards": 2}
+  )
+  kit.close(train(exp)[1], train(exp, index=1)[1], rtol=1e-3, atol=1e-5)
+
+
+def test_all_models_end_where_one_worker_ends():
+  longer = {"epochs": 24.0, "evaluations": 1, "learning_rate": 4.0}
+  exp = build(
+    longer,
+    sgd={"recipe": "asgd", "workers": (1,)},
+    bsp={"consistency": "bulk_synchronous", "clock_every": 2},
+    essp={"consistency": "essp", "compress": "int8"},
+  )
+  ends = [
+    train(exp, index=i)[2][-1]["test_measure"] for i in range(len(exp.cells))
+  ]
+  assert min(ends) > 0.93
+  assert max(ends) - min(ends) < 0.05
+
+
+class _StopAfter:
+  """Signals that arrive at the so manieth look."""
+
+  def __init__(self, looks):
+    self._left = looks
+
+  @property
+  def received(self):
+    self._left -= 1
+    return signal.SIGTERM if self._left < 0 else 0
+
+
+def test_a_stopped_cell_goes_on_to_the_same_and_leaves_its_profile(tmp_path):
+  exp = build(run={"consistency": "essp", "bound": 2, "clock_every": 2})
+  straight = train(exp)
+  with pytest.raises(Stopped):
+    train(exp, tmp_path, signals=_StopAfter(1))
+  on = train(exp, tmp_path)
+  for a, b in zip(on[0], straight[0], strict=True):
+    assert a.tobytes() == b.tobytes()
+  place = tmp_path / "cells" / exp.cells[0].name
+  result = folder.finished_result(place)
+  assert (result["order"], result["bound"]) == ("essp", 2)
+  assert result["bytes_down"] > 0
+  texts = {
+    name: cell_files.read_file(place, name).decode()
+    for name in ("staleness.csv", "trace.csv")
+  }
+  rows = list(csv.DictReader(texts["staleness.csv"].splitlines()))
+  total = sum(int(row["rows"]) for row in rows)
+  fresh = sum(int(r["rows"]) for r in rows if r["differential"] == "-1")
+  assert result["fresh_reads"] == pytest.approx(fresh / total)
+  trace = orders.load(texts["trace.csv"].splitlines(keepends=True))
+  assert orders.check(trace) == 3
+  assert (trace.action == base.RECEIVE).sum() == result["messages"]
+
+
+def test_what_is_not_finite_is_recorded():
+  exp = build({"learning_rate": 1e6, "on_nan": "record"}, run={})
+  *_, rows = train(exp)
+  assert rows[-1]["diverged"]
+
+
+@pytest.mark.parametrize(
+  ("run", "wrong"),
+  [
+    ({"engine": "threads"}, "has tables in the place of a server's update"),
+    ({"consistency": "sspp"}, "unknown consistency 'sspp'; did you mean 'ssp'"),
+    ({"bound": -1}, "runs.run.bound must be .*, 0 or more, not -1"),
+    ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe table"),
+    ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
+    ({"compress": "dgc"}, "keeps what it does not send itself"),
+    ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
+  ],
+)
+def test_what_does_not_fit_is_one_line(run, wrong):
+  with pytest.raises(ValueError, match=wrong) as error:
+    exp = build(run=run)
+    exp.plan(exp.cells[0])
+  assert "\n" not in str(error.value)

@@ -1,0 +1,175 @@
+"""Runs of tables: what is held back, compressed, moved or saved."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from asgd import orders, tables
+
+ROWS, WORKERS, MESSAGES = 12, 3, 36
+
+
+def work(value=None):
+  """Least squares: rows go to their keys."""
+
+  def keys(job):
+    return {"w": np.arange(job % 5, ROWS, 2 + job % 2)}
+
+  def gradient(rows, job, keys, worker, number):
+    error = rows["w"] - keys["w"][:, None]
+    if number == value:
+      error[1, 0] = np.nan
+    return float(np.square(error).mean()), {"w": error}
+
+  return tables.Work(lambda worker, job: job, keys, gradient)
+
+
+def run_of(messages=MESSAGES, bad=None, codec=None, **options):
+  options = {"consistency": "ssp", **options}
+  settings = tables.table(0.2, WORKERS, clock_every=2, **options)
+  if codec:
+    settings = settings._replace(codec=tuple(codec.items()))
+  return tables.Simulation(
+    settings,
+    {"w": np.zeros((ROWS, 2), np.float32)},
+    work(bad),
+    orders.durations.gamma(seed=3, variation=0.5),
+    workers=WORKERS,
+    messages=messages,
+  )
+
+
+def finished(**options):
+  run = run_of(**options)
+  run.advance(MESSAGES)
+  return run
+
+
+def test_shards_and_moves_change_no_bit():
+  one = finished()
+  many = finished(shards=4, rebalance_every=2)
+  assert many.moved > 0
+  assert many.tables()["w"].tobytes() == one.tables()["w"].tobytes()
+
+
+def test_what_filters_hold_back_is_sent_later():
+  for each in (
+    dict(name="random_skip", probability=0.5),
+    dict(name="significantly_modified", threshold=0.5),
+  ):
+    run = finished(filters=(each,))
+    assert run.held[0] > 0
+    assert run.held[1] == 0
+    for client in run._clients:  # at the end nothing is left
+      assert client.residual() == 0
+    assert (run.tables()["w"][2:] != 0).all()
+
+
+def test_what_a_codec_leaves_out_is_sent_later():
+  dense = finished()
+  coded = finished(codec=dict(name="top_k", density=0.2))
+  assert coded.records().residual_norm.max() > 0
+  whole, few = (np.abs(r.tables()["w"] - np.arange(ROWS)[:, None]).mean()
+    for r in (dense, coded))
+  assert few < 2 * whole + 1
+
+
+def test_the_kkt_filter_drops_gradients_of_zeros():
+  run = finished(
+    ftrl=dict(learning_rate=0.5, l1=4.0), filters=(dict(name="kkt", l1=4.0),)
+  )
+  assert run.held[1] > 0
+  assert not run.tables()["w"][:3].any()
+  assert run.tables()["w"][8:].all()
+  with pytest.raises(ValueError, match="kkt is for gradients"):
+    tables.table(0.1, 2, filters=(dict(name="kkt", l1=1.0),))
+
+
+def test_lists_of_keys_are_sent_once():
+  few, many = run_of(12), run_of(36)
+  few.advance(12)
+  many.advance(36)
+  first = few.records().bytes_up.sum()
+  assert many.records().bytes_up.sum() < 3 * first
+
+
+@pytest.mark.parametrize("bad", [0, 17])
+def test_a_row_that_is_not_finite_ends_its_job_only(bad):
+  run = run_of(bad=bad)
+  with pytest.raises(ValueError, match=r"w: the update of key \d+ is not fin"):
+    run.advance(MESSAGES)
+  assert np.isfinite(run.tables()["w"]).all()
+  received = run.received
+  with pytest.raises(ValueError, match="is not finite"):  # and again
+    run.advance(MESSAGES)
+  assert run.received == received
+  assert len(run.records().loss) == received
+
+
+def test_a_message_of_a_strange_table_is_refused():
+  server = run_of().server
+  sender = tables.KeyCache()
+  keys = sender.pack(np.array([1]))
+  push = tables.Push(1, 1, {"v": tables.RowValues(keys, np.zeros((1, 2)))})
+  with pytest.raises(ValueError, match="worker 1, clock 1: there is no table"):
+    server.receive(push)
+  far = tables.RowValues(sender.pack(np.array([99])), np.zeros((1, 2)))
+  with pytest.raises(ValueError, match="clock 1: w: key 99 is out of range"):
+    server.receive(tables.Push(1, 1, {"w": far}))
+  assert server.slowest == 0
+  assert not server.tables["w"].whole().any()
+
+
+OPTIONS = (
+  dict(consistency="bulk_synchronous"),
+  dict(consistency="essp", bound=2, shards=2, rebalance_every=1),
+  dict(consistency="managed", bound=2, budget=3),
+  dict(
+    consistency="value_bounded",
+    threshold=0.5,
+    filters=(dict(name="random_skip", probability=0.5),),
+  ),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["consistency"])
+def test_a_run_goes_on_from_what_was_saved_with_the_same_bits(options):
+  straight = finished(**options)
+  first = run_of(**options)
+  first.advance(16)
+  arrays, notes = first.pack()
+  notes = json.loads(json.dumps(notes))
+  second = run_of(**options)
+  structure = second.template(notes)
+  assert jax.tree.structure(structure) == jax.tree.structure(arrays)
+  second.unpack(arrays, notes)
+  second.advance(MESSAGES)
+  assert second.rows == straight.rows
+  assert second.tables()["w"].tobytes() == straight.tables()["w"].tobytes()
+  for a, b in zip(second.records(), straight.records(), strict=True):
+    assert a.tobytes() == b.tobytes()
+  assert second.differentials == straight.differentials
+
+
+def test_managed_sends_no_more_than_its_budget():
+  sent = []
+  run = run_of(consistency="managed", bound=2, budget=3)
+  at_clock = run.server.at_clock
+
+  def watched():
+    out = at_clock()
+    sent.extend(
+      len(keys) for rows in out.values() for keys, _ in rows.tables.values()
+    )
+    return out
+
+  run.server.at_clock = watched
+  run.advance(MESSAGES)
+  assert max(sent) == 3
+
+
+def test_messages_must_be_as_many_for_each_worker():
+  with pytest.raises(ValueError, match="10 messages are not the same number"):
+    run_of(10)
