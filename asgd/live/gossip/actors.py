@@ -137,6 +137,7 @@ class RayPeers(cluster.PeerCluster):
     self._resources = resources or {"num_cpus": 0}
     self._patience = cluster.patience(setup.ladder)
     self._actors: dict[int, Any] = {}
+    self._hung: set[int] = set()
     self._prepared: dict[int, Any] = {}  # refs
     self._runs: dict[int, Any] = {}  # refs, that end as peers do
     self._numbers = None
@@ -153,6 +154,7 @@ class RayPeers(cluster.PeerCluster):
     calls = _CALLS + self.gossip.topology.workers
     actor_class = self._ray.remote(PeerActor)
     actor_class = actor_class.options(max_concurrency=calls, **self._resources)
+    self._hung.discard(peer)
     self._actors[peer] = actor = actor_class.remote(
       peer, self._site, time.time() - self._clock()
     )
@@ -205,10 +207,12 @@ class RayPeers(cluster.PeerCluster):
       if answer is None or peer in self.lives:
         # Ray may only have lost the way to it: it would write on.
         self._ray.kill(self._actors[peer])
-        ended.append((peer, answer[0] if answer else "died"))
+        how = answer[0] if answer else "died"
+        ended.append((peer, "hung" if peer in self._hung else how))
     return ended
 
   def _kill(self, peer):
+    self._hung.add(peer)
     self._ray.kill(self._actors[peer])
 
   def _give_back(self, number):
