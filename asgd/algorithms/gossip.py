@@ -93,6 +93,7 @@ def d2(
   workers,
   *,
   topology: _Topology = _RING,
+  lazy: bool = True,
   momentum: float = 0.0,
   weight_decay: float = 0.0,
   optimizer: _Optimizer = None,
@@ -107,8 +108,10 @@ def d2(
   Args:
     learning_rate: eta, positive, or a schedule over a peer's updates.
     workers: N, the peers, from 2.
-    topology: undirected, and constant; the smallest eigenvalue of W must be
-      above -1/3.
+    topology: undirected, and constant.
+    lazy: has (W + I) / 2 in the place of W, which is stable on every graph.
+      Without it the smallest eigenvalue of W must be above -1/3, which it is
+      not on a ring of an even number of peers.
     momentum: gamma, in [0, 1).
     weight_decay: 0 or more.
     optimizer: of a peer, instead of SGD; g stands for what it makes of a
@@ -133,24 +136,24 @@ def d2(
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
-  recipe = _with_peers(
-    Recipe(base.as_algorithm(corrected)), rules.average(), topology, workers
-  )
-  built = recipe.gossip.topology
+  built = topologies.build(topology, workers)
   if built.period > 1 or not built.symmetric:
     raise ValueError(
       f"d2 needs weights that are symmetric and the same in all rounds, and"
       f" those of topology {built.name!r} are not: use ring, or d_psgd"
     )
+  if lazy:
+    built = topologies.lazy(built)
   smallest = topologies.smallest_eigenvalue(built)
   if smallest <= -1 / 3 + 1e-9:
     raise ValueError(
       f"d2 is stable if the smallest eigenvalue of W is above -1/3, and that of"
       f" topology {built.name!r} of {workers} peers is {smallest:.3f}: use"
-      " another topology or number of peers, or name='matrix' with weights (W +"
-      " I) / 2"
+      " lazy=True, or another topology or number of peers"
     )
-  return recipe
+  return _with_peers(
+    Recipe(base.as_algorithm(corrected)), rules.average(), built, workers
+  )
 
 
 def ad_psgd(

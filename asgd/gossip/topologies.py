@@ -35,6 +35,7 @@ from asgd.gossip.topology import (
   reaches,
 )
 from asgd.gossip.topology import check_sums as check_sums
+from asgd.gossip.topology import lazy as lazy
 from asgd.gossip.topology import second_eigenvalue as second_eigenvalue
 from asgd.gossip.topology import second_singular_value as second_singular_value
 from asgd.gossip.topology import smallest_eigenvalue as smallest_eigenvalue

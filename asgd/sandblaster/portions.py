@@ -54,12 +54,11 @@ class Jobs:
     """Whose job it would get, and whether that is the owner's last one."""
     waiting = self._waiting
     for owner in (worker, None):
-      if waiting.get(owner):
+      if owner in waiting:
         return owner, False
-    others = [owner for owner in waiting if waiting[owner]]
-    if not others:
+    if not waiting:
       return None
-    return max(others, key=lambda owner: (len(waiting[owner]), owner)), True
+    return max(waiting, key=lambda owner: (len(waiting[owner]), owner)), True
 
   def peek(self, worker: int) -> int | None:
     """Returns the job that a worker would get if it asked now; no copy."""
@@ -76,6 +75,8 @@ class Jobs:
       owner, last = source
       queue = self._waiting[owner]
       job = queue.pop() if last else queue.popleft()
+      if not queue:
+        del self._waiting[owner]
       self._running[job] = [worker]
       return job
     for job, workers in self._running.items():

@@ -296,20 +296,20 @@ class Simulation:
   def _receive(self, worker, ticket):
     place, current = self._places[worker], self._current.number
     late, job, loss = current - ticket.evaluation, ticket.job, ticket.loss
-    first = self._jobs.workers(job)[:1] if not late else ()
+    others = self._jobs.workers(job) if not late else ()
     accepted = not late and self._jobs.finish(worker, job)
     count, norm = len(self._settings.portions_of(job)), 0.0
     if accepted:
-      won = self.counts.first + (first != (worker,))
-      self.counts = self.counts._replace(first=won)
+      first = self.counts.first + (others[0] != worker)
+      self.counts = self.counts._replace(first=first)
       loss, message = self._compute(job)
       size = sum(leaf.size for leaf in jax.tree.leaves(message))
       norm = math.sqrt(dot(message, message) / max(size, 1)) / count
       self._current.losses[job] = loss
       self._shards.put(message_name(current, job), message)
-      for other in self._places:  # a copy of it comes to the same loss
-        if other.ticket is not None and other.ticket[:2] == ticket[:2]:
-          other.ticket = other.ticket._replace(loss=loss)
+      for other in others:  # a copy of it comes to the same loss
+        copy = self._places[other].ticket
+        self._places[other].ticket = copy._replace(loss=loss)
     self._write(worker, base.RECEIVE)
     place.ticket, row = None, self.book.rows[-1]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))

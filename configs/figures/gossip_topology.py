@@ -7,7 +7,7 @@ have the same batch for each peer, the same learning rate and as many epochs.
   python -m launch.reproduce gossip_topology
   python -m launch.train --config=configs/figures/gossip_topology.py
 
-80 cells, about 15 minutes on two cores; --quick in two.
+80 cells, about 10 minutes on two cores; --quick in one.
 """
 
 import ml_collections

@@ -116,7 +116,7 @@ class LivePeerEngine(engines.Engine):
     self._snapshot: engines.Snapshot | None = None
     self._views: dict[int, View] = {}  # that were evaluated last
     self._cuts: list[list[int]] = []
-    self._stopped = False
+    self._stopped: bool | None = None  # whether all came to rest in time
     with contextlib.ExitStack() as stack:
       stack.callback(self._memory.close)
       self._start(make_cluster, begun, stack)
@@ -374,7 +374,9 @@ class LivePeerEngine(engines.Engine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns all peers, as they are when all have ended the same round, or the
-    job they are at."""
+    job they are at; None if they did not come to rest to stop."""
+    if self._stopped is False:
+      return None
     with self._watched():
       if not self._stopped:
         self.cluster.pause()

@@ -55,6 +55,11 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
   # What a mesh has no keys of, as it is where nobody sets it.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
+  if jax.process_count() > 1:
+    raise ValueError(
+      f"config.runs.{run.label}.recipe {run.recipe!r} is of peers, whose mesh"
+      " is of one process: drop --num_processes, or use engine ray"
+    )
   here = len(jax.devices())
   if here < workers:
     raise ValueError(

@@ -258,7 +258,10 @@ class PeerCluster(abc.ABC):
         continue
       self._news.append(self._told(peer, how))
       if not self.lives:
-        raise AllDied(f"all peers died, the last was peer {peer}")
+        last = f"the last was peer {peer}"
+        if how == REJECTED:
+          raise NotFinite(f"what all peers computed was not finite, {last}")
+        raise AllDied(f"all peers died, {last}")
       if self._refill:
         self.replaced["peer"] += 1
         self._new(peer)
@@ -294,7 +297,7 @@ class PeerCluster(abc.ABC):
         if round not in rounds and links[peer, dead]:
           frame = self._tell(having[0], "message_of", dead, round)
           if frame is not None:
-            self._tell(peer, "_hear", frame)
+            self._tell(peer, "take_over", frame)
 
   def _end_hanging(self, statuses: dict[int, Status]):
     """Kills who has been at a job for too long; `check` then replaces it."""

@@ -23,6 +23,7 @@ class Rounds(PeerLoop):
     self._phase = _IDLE
     self._messages: dict[tuple[int, int], Frame] = {}  # by sender and round
     self._first: dict[int, int] = {}  # round of a newcomer; others have 0
+    self._dying: set[int] = set()  # of whom nothing more is heard
     self.kept: dict[int, View] = {}  # by rounds ended
 
   @property
@@ -70,8 +71,14 @@ class Rounds(PeerLoop):
       for peer in self._hears(self.index, round)
     )
 
+  def gone(self, peer):
+    """See the base."""
+    super().gone(peer)
+    self._dying.discard(peer)
+
   def _heard(self, frame):
-    self._messages.setdefault((frame.sender, frame.round), frame)
+    if frame.sender not in self._dying:
+      self.take_over(frame)
 
   def _tell_all(self):
     frame, topology = self.rows.put(self.rounds), self.duty.gossip.topology
@@ -131,12 +138,18 @@ class Rounds(PeerLoop):
   # What a dead peer has put comes to all that hear it, or to none.
 
   def heard_of(self, peer: int) -> list[int]:
-    """Returns the rounds of which the messages of a peer have come."""
+    """Returns the rounds of which the messages of a peer have come; no more is
+    heard of it itself."""
+    self._dying.add(peer)
     return [round for sender, round in self._messages if sender == peer]
 
   def message_of(self, peer: int, round: int) -> Frame | None:
     """Returns such a message."""
     return self._messages.get((peer, round))
+
+  def take_over(self, frame: Frame) -> None:
+    """Takes a message, which has come to another."""
+    self._messages.setdefault((frame.sender, frame.round), frame)
 
   def image(self):
     """See the base; with what has come and is not mixed."""

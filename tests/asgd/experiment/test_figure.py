@@ -56,6 +56,16 @@ def test_clocks_are_called_what_they_are():
     assert panel.ylabel == "time (mean batches)"
 
 
+def test_runs_with_codecs_are_drawn_against_their_traffic():
+  rows = [{**row, "codec": "onebit", "bytes_up": 5} for row in SWEPT[:1]]
+  labels = {p.name: p.xlabel for p in figure.panels(rows)}
+  assert labels["test_accuracy_by_megabytes"] == "traffic (MB)"
+  panels = {p.name: (p.x, p.y) for p in figure.panels(rows + SWEPT[1:])}
+  assert panels["accuracy_by_megabytes"] == ("megabytes", "test_accuracy")
+  assert panels["megabytes"] == ("workers", "bytes_up")
+  assert "megabytes" not in {p.name for p in figure.panels(SWEPT)}
+
+
 def test_runs_of_several_engines_are_compared_on_each_clock():
   simulated = result("A", 8, 0.5, 1.0)
   mesh = {

@@ -98,6 +98,14 @@ def test_slots_count_the_neighbours_that_a_peer_ever_hears():
   assert [topology.slot(0, j) for j in (4, 6, 7)] == [0, 1, 2]
 
 
+def test_lazy_weights_have_no_negative_eigenvalue():
+  ring = topologies.ring(8)
+  assert topologies.smallest_eigenvalue(ring) == pytest.approx(-1 / 3)
+  lazy = topologies.lazy(ring)
+  assert topologies.smallest_eigenvalue(lazy) == pytest.approx(1 / 3)
+  topologies.check_sums(lazy, columns=False)
+
+
 def test_two_colours():
   assert topologies.two_colours(topologies.ring(4)) == [0, 1, 0, 1]
   assert topologies.two_colours(topologies.ring(5)) is None

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from asgd import algorithms, base, orders, sharding, simulator
+from asgd import (
+  algorithms,
+  base,
+  compression,
+  orders,
+  sharding,
+  simulator,
+)
 from asgd import worker as worker_lib
 from asgd.live import processes
 from asgd.live.clusters.actors import RayCluster
@@ -75,15 +82,23 @@ def loss(params, batch, key):
 
 
 def make_recipe(name):
-  return algorithms.build(name, 0.002, WORKERS)
+  return algorithms.build(name.partition("+")[0], 0.002, WORKERS)
+
+
+def codec_of(name):
+  """The codec of RECIPE+CODEC."""
+  codec = name.partition("+")[2]
+  return compression.named(codec) if codec else None
 
 
 def make_server(name):
-  return make_recipe(name).server()
+  server, codec = make_recipe(name).server(), codec_of(name)
+  return compression.decoding(server, codec) if codec else server
 
 
-def make_worker(name):
-  return make_recipe(name).make_worker(loss)
+def make_worker(name, plan=None):
+  worker, codec = make_recipe(name).make_worker(loss), codec_of(name)
+  return compression.compressed(worker, codec, plan) if codec else worker
 
 
 def batch(folder, held, worker, job):
@@ -95,11 +110,15 @@ def batch(folder, held, worker, job):
 
 
 def make_duty(name, setup, batch):
-  worker, params = make_worker(name), first_params()
+  params, plan = first_params(), None
+  if setup.shards > 1:
+    plan = sharding.make_plan(params, setup.shards)
+  worker = make_worker(name, plan)
   return Duty(
-    *(simulator.compile_work(worker), worker.init, batch, ROOT, params),
-    sharding.make_plan(params, setup.shards) if setup.shards > 1 else None,
-    **dict(consistent=setup.consistent, depth=setup.rules.depth),
+    *(simulator.compile_work(worker), worker.init, batch, ROOT, params, plan),
+    consistent=setup.consistent,
+    depth=setup.rules.depth,
+    codec=codec_of(name),
   )
 
 
@@ -235,7 +254,10 @@ class Live:
 
   def replay(self):
     """Returns the parameters, and the records of each shard."""
-    server, worker = make_server(self.name), make_worker(self.name)
+    plan = None
+    if self.setup.shards > 1:
+      plan = sharding.make_plan(first_params(), self.setup.shards)
+    server, worker = make_server(self.name), make_worker(self.name, plan)
     common = dict(batch=self.batch, root=ROOT)
     journals = [self.events(index) for index in range(self.setup.shards)]
     traces = [from_events(events) for events in journals]
@@ -296,8 +318,9 @@ def live(session, tmp_path):
     ("dana_zero", 1, 1, {"sockets": False}),  # as on several machines
     ("nag_asgd", 1, 2, {}),
     ("dana_zero", 1, 2, {"consistent": True}),
+    ("nag_asgd+onebit", 1, 2, {"sockets": False}),
   ],
-  ids=["one", "one-far", "two", "two-consistent"],
+  ids=["one", "one-far", "two", "two-consistent", "two-far-packed"],
 )
 def test_a_worker_and_all_shards_are_killed(
   live, name, workers, shards, options

@@ -300,3 +300,45 @@ def test_spans_of_peers_follow_each_other(tmp_path):
     assert names == ["fetch", "compute", "push"] * (len(mine) // 3)
     for before, after in itertools.pairwise(mine):
       assert before.start <= before.end <= after.start
+
+
+def test_what_all_compute_that_is_not_finite_ends_the_run(tmp_path):
+  run = Run(tmp_path, rounds=4)
+  with pytest.raises(cluster.NotFinite, match="all peers computed"):
+    run.run(faults=[Fault(i, 2, "nan") for i in range(PEERS)], refill=False)
+
+
+def test_a_message_of_a_dead_peer_that_came_to_one_comes_to_all(tmp_path):
+  run = Run(tmp_path, "threshold_sharing", rounds=10)
+  peers = run.cluster(refill=False)
+  held = []
+  deliver = peers._deliver
+
+  def lose(peer, frame):
+    """What peer 1 says last comes to peer 0 alone, before it dies."""
+    if (frame.sender, frame.round) == (1, 4) and peer != 0:
+      held.append((peer, frame))
+    else:
+      deliver(peer, frame)
+
+  peers._deliver = lose
+  peers.start()
+  try:
+    end = time.monotonic() + 300.0
+    while len(held) < PEERS - 2:
+      assert time.monotonic() < end
+      time.sleep(0.001)
+    peers._kill(1)
+    while peers._threads[1].alive:
+      time.sleep(0.001)
+    peers.check(0)
+    for peer, frame in held:  # too late
+      deliver(peer, frame)
+    run.watch(peers)
+    run.views = peers.views()
+  finally:
+    peers.close()
+  run.check()
+  trace = run.trace()
+  of = (trace.action == base.TAKE) & (trace.job == 1)
+  assert np.bincount(trace.seq[of]).tolist() == [PEERS - 1] * 5
