@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asgd import data, experiment, simulator
+from asgd.experiment import schema
 from pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +85,7 @@ def simulated(exp):
     (exp.plan(cell), cell.seed)
     for label, cell in cells.items()
     if exp.runs[label].engine == "simulate"
+    and exp.runs[label].recipe not in schema.SERVED
   ]
 
 
@@ -117,6 +119,11 @@ def test_the_config_builds_and_simulations_can_make_a_step(path, arg):
     )
     assert after == before
     assert loss.dtype == np.float32
+  for cell in exp.cells:
+    if exp.runs[cell.label].recipe == "table" and not cell.seed:
+      plan, key = exp.plan(cell), jax.random.key(0)
+      params = jax.device_get(plan.problem.init(key))
+      assert plan.simulation(0, params, key).advance(1) == 1
 
 
 def one_message(plan, key, batch):

@@ -153,7 +153,7 @@ def check_what_all_keep(world, run, reads):
       assert jobs <= past(world, run, read.row).ended
 
 
-MANY = settings(max_examples=15, deadline=None)
+MANY = settings(max_examples=10, deadline=None)
 
 
 @MANY
