@@ -43,7 +43,7 @@ def get_config():
         )
   config.runs = runs
   config.workers = (8,)
-  config.seeds = (0, 1, 2, 3)
+  config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 200
   config.epochs = 16.0
   config.durations = dict(name="gamma", variation=0.1)
@@ -180,7 +180,7 @@ def get_figure():
       ),
     ],
     quick={
-      "seeds": (0, 1),
+      "seeds": (0, 1, 2, 3, 4),
       "only": [
         "bsp-stable",
         *labels("ssp", "stable", (0, 3, 10)),
