@@ -119,8 +119,9 @@ def test_a_stopped_cell_goes_on_to_the_same_and_leaves_its_profile(tmp_path):
   assert (trace.action == base.RECEIVE).sum() == result["messages"]
 
 
-def test_what_is_not_finite_is_recorded():
-  exp = build({"learning_rate": 1e6, "on_nan": "record"}, run={})
+@pytest.mark.parametrize("rate", [1e6, 1e38])  # late, and at once
+def test_what_is_not_finite_is_recorded(rate):
+  exp = build({"learning_rate": rate, "on_nan": "record"}, run={})
   *_, rows = train(exp)
   assert rows[-1]["diverged"]
 
