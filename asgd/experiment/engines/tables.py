@@ -282,7 +282,15 @@ class TableEngine(engines.Engine):
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages."""
     part = base.Records(*(column[start:end] for column in self.records()))
-    return parameter_server.summary(part)
+    return self._summary(part)
+
+  def _summary(self, part):
+    """What some messages say; there may be none, if the next one was not
+    finite."""
+    if not part.loss.size:
+      part = base.Records(*(np.zeros(1, column.dtype) for column in part))
+    out = parameter_server.summary(part)
+    return {**out, "train_loss": math.nan} if self.ended else out
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
@@ -291,7 +299,7 @@ class TableEngine(engines.Engine):
     profile = simulation.differentials
     count = max(sum(profile.values()), 1)
     back, dropped = simulation.held
-    summary = parameter_server.summary(records)
+    summary = self._summary(records)
     del summary["train_loss"]  # that of the last evaluation stands
     return {
       "order": rules.consistency.value,

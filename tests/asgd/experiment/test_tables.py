@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from asgd import base, experiment, orders
-from asgd.experiment import cell_files, folder, loop
+from asgd.experiment import cell_files, engines, folder, loop
+from asgd.experiment.engines import tables
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
@@ -119,10 +120,23 @@ def test_a_stopped_cell_goes_on_to_the_same_and_leaves_its_profile(tmp_path):
   assert (trace.action == base.RECEIVE).sum() == result["messages"]
 
 
-def test_what_is_not_finite_is_recorded():
-  exp = build({"learning_rate": 1e6, "on_nan": "record"}, run={})
+@pytest.mark.parametrize("rate", [1e6, 1e30])
+def test_what_is_not_finite_is_recorded(rate):
+  exp = build({"learning_rate": rate, "on_nan": "record"}, run={})
   *_, rows = train(exp)
   assert rows[-1]["diverged"]
+  assert np.isnan(rows[-1]["train_loss"])
+
+
+def test_a_stretch_without_messages_is_summed_up():
+  exp = build(run={})
+  plan = exp.plan(exp.cells[0])
+  engine = tables.TableEngine(
+    engines.Context(
+      *(exp, exp.cells[0], plan, None, None, lambda unpack: None, (), None)
+    )
+  )
+  assert engine.summary(0, 0)["staleness_max"] == 0
 
 
 @pytest.mark.parametrize(
