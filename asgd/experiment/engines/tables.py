@@ -181,20 +181,23 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
       " recipe"
     )
   options, peak = dict(run.options), float(config["learning_rate"])
-  clock_every = options.get("clock_every", 1)
+  if config["optimizer"] is not None:
+    options["optimizer"] = optimizers.named(config["optimizer"])
+
+  def settings_of(rate):
+    with checks.blame(f"runs.{run.label}", tuple(run.options)):
+      return names.call(
+        *("recipe", run.recipe, tables.RECIPES[run.recipe]),
+        {"learning_rate": rate, "workers": workers, **options},
+      )
+
   rate = parameter_server.schedule(
     *(run, problem),
     peak=peak,
-    batches=workers * (clock_every if type(clock_every) is int else 1),
+    batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
-  if config["optimizer"] is not None:
-    options["optimizer"] = optimizers.named(config["optimizer"])
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    settings = names.call(
-      *("recipe", run.recipe, tables.RECIPES[run.recipe]),
-      {"learning_rate": rate, "workers": workers, **options},
-    )
+  settings = settings_of(rate)
   if config["compress"] is not None:
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):

@@ -144,6 +144,7 @@ def test_a_stretch_without_messages_is_summed_up():
   [
     ({"engine": "threads"}, "has tables in the place of a server's update"),
     ({"consistency": "sspp"}, "unknown consistency 'sspp'; did you mean 'ssp'"),
+    ({"clock_every": 0}, "runs.run.clock_every must be a positive .*not 0"),
     ({"bound": -1}, "runs.run.bound must be .*, 0 or more, not -1"),
     ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe table"),
     ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
