@@ -74,6 +74,25 @@ class _Place:
     self.drawn += 1
     return next(self.stream)
 
+  def pack(self) -> tuple[list[Any], list[int] | None]:
+    """Returns its numbers, and those of its ticket, as JSON."""
+    numbers = [self.drawn, self.started, self.done]
+    numbers += [self.waits, self.up, self.down]
+    ticket = self.ticket
+    return numbers, ticket and [ticket.job, ticket.oldest, ticket.version]
+
+  def unpack(self, numbers, of_ticket, arrays) -> None:
+    """Takes over what was packed; `arrays` are the ticket's rows."""
+    self.drawn, self.started, self.done, *rest = numbers
+    self.waits, self.up, self.down = rest
+    collections.deque(itertools.islice(self.stream, self.drawn), maxlen=0)
+    if of_ticket is not None:
+      keys, values = (
+        {name: np.array(x) for name, x in arrays[part].items()}
+        for part in ("keys", "values")
+      )
+      self.ticket = _Ticket(of_ticket[0], keys, values, *of_ticket[1:])
+
 
 class Simulation:
   """A run of tables.
@@ -329,7 +348,7 @@ class Simulation:
     place.done += 1
     after = place.done // settings.clock_every
     last = place.done == self._jobs
-    gap = self._gap(ticket)
+    gap = _gap(self.server, ticket)
     change = 0.0
     if after > clock or last or settings.rules.by_value:
       # With its last job a worker has no more clocks to wait for.
@@ -348,15 +367,6 @@ class Simulation:
       )
     )
     place.up = place.down = 0
-
-  def _gap(self, ticket):
-    """RMS over the elements read of what the server has now minus then."""
-    square = count = 0.0
-    for name, keys in ticket.keys.items():
-      table = np.asarray(self.server.tables[name].peek(keys), float)
-      square += float(np.square(table - ticket.values[name]).sum())
-      count += table.size
-    return np.sqrt(square / max(count, 1))
 
   def _flush(self, worker, clock, last):
     """Sends a worker's updates; returns the RMS of what the server changed."""
@@ -408,14 +418,7 @@ class Simulation:
       "records": self.records(),
       "trace": from_events(self.rows),
     }
-    places = [
-      [p.drawn, p.started, p.done, p.waits, p.up, p.down]
-      for p in self._places
-    ]
-    numbers = [
-      p.ticket and [p.ticket.job, p.ticket.oldest, p.ticket.version]
-      for p in self._places
-    ]
+    places, numbers = zip(*(p.pack() for p in self._places), strict=True)
     notes = {
       "server": server_notes,
       "clients": [each for _, each in clients],
@@ -428,26 +431,6 @@ class Simulation:
     }
     return arrays, notes
 
-  def template(self, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tree of the structure that was packed with some notes, of a run
-    that has not begun; shapes differ."""
-    arrays, _ = self.pack()
-    for client, each in zip(arrays["clients"], notes["clients"], strict=True):
-      client["cached"] = dict.fromkeys(each["cached"], 0)
-    server, server_notes = arrays["server"], notes["server"]
-    server["cached"] = [dict.fromkeys(x, 0) for x in server_notes["cached"]]
-    server["deferred"] = [
-      {name: [0, 0] for name in names}
-      for *_, names in server_notes["deferred"]
-    ]
-    rows = dict.fromkeys(self.server.tables, 0)
-    arrays["tickets"] = {
-      f"{i}": {"keys": rows, "values": rows}
-      for i, numbers in enumerate(notes["tickets"])
-      if numbers is not None
-    }
-    return arrays
-
   def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Takes over what a run like this one, which has not begun, has packed."""
     self.server.unpack(arrays["server"], notes["server"])
@@ -455,21 +438,10 @@ class Simulation:
       self._clients, arrays["clients"], notes["clients"], strict=True
     ):
       client.unpack(packed, each)
-    for i, (place, packed) in enumerate(
-      zip(self._places, notes["places"], strict=True)
-    ):
-      drawn, place.started, place.done, place.waits, place.up, place.down = (
-        packed
-      )
-      collections.deque(itertools.islice(place.stream, drawn), maxlen=0)
-      place.drawn, numbers = drawn, notes["tickets"][i]
-      if numbers is not None:
-        ticket = arrays["tickets"][f"{i}"]
-        keys, values = (
-          {k: np.array(x) for k, x in ticket[part].items()}
-          for part in ("keys", "values")
-        )
-        place.ticket = _Ticket(numbers[0], keys, values, *numbers[1:])
+    numbers = zip(notes["places"], notes["tickets"], strict=True)
+    each = zip(self._places, numbers, strict=True)
+    for i, (place, packed) in enumerate(each):
+      place.unpack(*packed, arrays["tickets"].get(f"{i}"))
     self.now = notes["now"]
     self._heap = [(t, n, w) for t, n, w in notes["heap"]]
     self._pushed, self._begun, self.moved = notes["counts"]
@@ -478,3 +450,36 @@ class Simulation:
     self._ledger.rows, self._ledger.time = len(self.rows), self.now
     columns = (column.tolist() for column in arrays["records"])
     self._messages = list(zip(*columns, strict=True))
+
+
+def _gap(server, ticket):
+  """RMS over the elements read of what the server has now minus then."""
+  square = count = 0.0
+  for name, keys in ticket.keys.items():
+    table = np.asarray(server.tables[name].peek(keys), float)
+    square += float(np.square(table - ticket.values[name]).sum())
+    count += table.size
+  return np.sqrt(square / max(count, 1))
+
+
+def template(
+  simulation: Simulation, notes: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns a tree of the structure that was packed with some notes, of this
+  run, which has not begun; shapes differ."""
+  arrays, _ = simulation.pack()
+  for client, each in zip(arrays["clients"], notes["clients"], strict=True):
+    client["cached"] = dict.fromkeys(each["cached"], 0)
+  server, server_notes = arrays["server"], notes["server"]
+  server["cached"] = [dict.fromkeys(x, 0) for x in server_notes["cached"]]
+  server["deferred"] = [
+    {name: [0, 0] for name in names}
+    for *_, names in server_notes["deferred"]
+  ]
+  rows = dict.fromkeys(simulation.server.tables, 0)
+  arrays["tickets"] = {
+    f"{i}": {"keys": rows, "values": rows}
+    for i, numbers in enumerate(notes["tickets"])
+    if numbers is not None
+  }
+  return arrays

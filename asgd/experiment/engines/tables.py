@@ -229,7 +229,8 @@ class TableEngine(engines.Engine):
 
     def unpack(saved):
       simulation = plan.simulation(seed, params, root)
-      tree = saved.tree(checkpoint.any_shapes(simulation.template(saved.notes)))
+      like = tables.template(simulation, saved.notes)
+      tree = saved.tree(checkpoint.any_shapes(like))
       simulation.unpack(tree, saved.notes)
       return simulation
 

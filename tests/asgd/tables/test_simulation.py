@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_what_was_saved_with_the_same_bits(options):
   arrays, notes = first.pack()
   notes = json.loads(json.dumps(notes))
   second = run_of(**options)
-  structure = second.template(notes)
+  structure = tables.template(second, notes)
   assert jax.tree.structure(structure) == jax.tree.structure(arrays)
   second.unpack(arrays, notes)
   second.advance(MESSAGES)
