@@ -64,6 +64,7 @@ def float64():
 def quick_compilation():
   """What runs for a moment is not optimised, here and in processes of tests."""
   jax.config.update("jax_disable_most_optimizations", True)
+  jax.clear_caches()  # or processes of tests have other programs
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     yield

@@ -155,7 +155,8 @@ def test_it_finds_a_record_that_is_not_there_or_not_true(cell, messages):
   path.unlink()
   records.FileSink(path).append(rows)
   assert wrong(cell) == {"records": "NOT those of the replay"}
-  path.write_bytes(content[:100] + b"?" + content[101:])
+  byte = 2 * records.RECORD.itemsize + 10
+  path.write_bytes(content[:byte] + b"?" + content[byte + 1 :])
   assert f"{path}, record 2 was changed" in wrong(cell)["files"]
 
 
