@@ -187,7 +187,7 @@ def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
   assert bar.lines == [
     "fine-n2-s0: a process died; it begins again, as there is no checkpoint yet"
   ] * 2
-  machine = Machine(faults=faults.parse("kill:0:1"))
+  machine = Machine(faults=[faults.parse("kill:0:1")])
   cell = mortal(exp, [0, 0, 0, 0])
   words = "The faults of --fault happen again each time .*: leave them out and"
   with pytest.raises(ValueError, match=words):
