@@ -29,7 +29,7 @@ def refused(run):
 
 
 def test_a_journal_that_is_gone_is_named(run):
-  assert orders.check(files.read_trace(run, 3)) == 9
+  assert len(files.read_trace(run, 3).time) > 9
   path = journal_path(run, 2)
   path.rename(run / "kept")
   assert refused(run) == (
