@@ -1,8 +1,9 @@
 """Checks of arguments; their errors show the name and the value."""
 
+import contextlib
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 _MOST_SHOWN = 120  # characters of a value
@@ -25,6 +26,18 @@ def text_of(error: BaseException, most: int = 300) -> str:
 def line_of(error: BaseException, most: int = 300) -> str:
   """Returns an error's kind, and what it says, on one line."""
   return f"{type(error).__name__}: {text_of(error, most)}"
+
+
+@contextlib.contextmanager
+def below(key: str, keys: Collection[str]) -> Iterator[None]:
+  """Puts the name of a dict before that of one of its keys with which an error
+  begins: "density must be ..." becomes "codec.density must be ..."."""
+  try:
+    yield
+  except ValueError as error:
+    if str(error).split(" ")[0].rstrip(":") not in keys:
+      raise
+    raise ValueError(f"{key}.{error}") from error
 
 
 def shown(value: Any) -> str:

@@ -235,7 +235,13 @@ def replay(
   if loss is None:
     loss, params, data, recipe = _imported(folder, was)
   built = was.get("build") or {}
-  recipe = read_recipe(recipe, built.get("workers"))
+  count, asked = built.get("workers"), getattr(recipe, "workers", None)
+  if None not in (count, asked) and count != asked:
+    raise ValueError(
+      f"{folder} is of {count} workers, and the recipe is for {asked}: build it"
+      f" with workers={count}"
+    )
+  recipe = read_recipe(recipe, count)
   with in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),

@@ -32,6 +32,8 @@ def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
   made = gossip.Gossip(rule, built, **how)
   if made.order == gossip.PAIRS:
     check_pairs(built)
+  else:
+    topologies.check_agrees(built)
   return recipe._replace(gossip=made, order=made.order)
 
 
@@ -419,7 +421,8 @@ def _codec(codec: Any, **options: Any) -> compression.Codec:
         f"codec must have a name, and {checks.shown(dict(codec))} has none:"
         f" use one of {', '.join(sorted(compression.CODECS))}"
       )
-    return compression.named(**{**options, **codec})
+    with checks.below("codec", codec):
+      return compression.named(**{**options, **codec})
   if not isinstance(codec, compression.Codec):
     raise ValueError(
       "codec must be the name of one, a dict of a name and options, or a"

@@ -68,8 +68,8 @@ def named(
   known = [x for x in REDUCERS if x not in CODECS]
   if name in known:
     raise ValueError(
-      f"{name} is for devices that are in step (engine mesh): an asynchronous"
-      f" server needs another codec; known: {', '.join(sorted(CODECS))}"
+      f"{name} is for devices that are in step (engine mesh): workers and peers"
+      f" need another codec; known: {', '.join(sorted(CODECS))}"
     )
   codec = names.call(
     "codec", name, names.resolve("codec", name, CODECS), options

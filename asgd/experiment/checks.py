@@ -118,5 +118,5 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     message = str(error)
     if message.startswith("config."):
       raise
-    mark = "." if message.split(" ")[0] in keys else ": "
+    mark = "." if message.split(" ")[0].split(".")[0] in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error

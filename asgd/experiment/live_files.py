@@ -58,8 +58,10 @@ def read_description(folder: Path) -> dict[str, Any]:
 def has_peers(folder: Path, description: Mapping[str, Any]) -> bool:
   """Whether a live cell is of peers, without a server: each of them has a
   journal, where otherwise each shard has one."""
-  shards = description["config"]["server"]["shards"]
-  return shards == 1 and journal_path(folder, 1).exists()
+  if description["config"]["server"]["shards"] > 1:
+    return False
+  first = journal_path(folder, 0)
+  return any(path != first for path in folder.glob("trace-*.csv"))
 
 
 def read_traces(

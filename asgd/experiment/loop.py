@@ -217,10 +217,26 @@ def train(
         deaths, before = 0, attempt.start
       deaths += 1
       if deaths == _DEATHS:
-        message = f"{cell.name}: {error}; {GO_ON} from what was saved"
-        raise ValueError(message) from error
+        message = f"{cell.name}: {error}"
+        raise ValueError(message + _remedy(attempt, machine)) from error
       bar.skip(-attempt.counted)
-      bar.line(f"{cell.name}: {error}; on from the last checkpoint")
+      where = "on from the last checkpoint"
+      if not attempt.has_saved:
+        where = "it begins again, as there is no checkpoint yet"
+      bar.line(f"{cell.name}: {error}; {where}")
+
+
+def _remedy(attempt, machine):
+  """What to do about a cell whose processes died again and again."""
+  saved = "from what was saved"
+  if not attempt.has_saved:
+    saved = "from the beginning, as nothing was saved"
+  if machine.faults:
+    return (
+      ". The faults of --fault happen again each time that it goes on from"
+      f" before them: leave them out and {GO_ON} {saved}"
+    )
+  return f"; {GO_ON} {saved}"
 
 
 class _Attempt(contextlib.ExitStack):
@@ -236,6 +252,13 @@ class _Attempt(contextlib.ExitStack):
     self.start, self.counted = -1, 0  # messages: before it, and by it
     self._checkpoints, self._log = None, None
     self._rows, self._diverged = [], False  # of the attempts before
+
+  @property
+  def has_saved(self) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    if self._place is None:
+      return self.start > 0
+    return any((self._place / "checkpoints").glob("[0-9]*"))
 
   def run(self, ended):
     began = time.monotonic()

@@ -258,11 +258,15 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
       for other in waiting.pop(event.key, ()):
         offer(other)
     offer(index)
-  for queue in queues:
-    if queue:
-      raise ValueError(
-        "the traces of peers do not belong together:"
-        f" {queue[0].format()} ({trace_lib.HEADER}) takes a message that nobody"
-        " put"
-      )
+  heads = [queue[0] for queue in queues if queue]
+  if heads:
+    left = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
+    # Others wait for those that wait for what is not there.
+    lacks = [event for event in heads if (event.job, event.seq) not in left]
+    event = (lacks or heads)[0]
+    raise ValueError(
+      "the traces of peers do not belong together: peer"
+      f" {event.worker} takes message {event.seq} of peer {event.job}, which"
+      f" that one did not put, at {event.format()} ({trace_lib.HEADER})"
+    )
   return trace_lib.from_events(rows)

@@ -34,6 +34,7 @@ from asgd.gossip.topology import (
   of_matrices,
   reaches,
 )
+from asgd.gossip.topology import check_agrees as check_agrees
 from asgd.gossip.topology import check_sums as check_sums
 from asgd.gossip.topology import lazy as lazy
 from asgd.gossip.topology import second_eigenvalue as second_eigenvalue
@@ -202,18 +203,21 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
 
 
 def random_regular(
-  workers: int, *, degree: int = 3, seed: int = 0
+  workers: int, *, degree: int | None = None, seed: int = 0
 ) -> Topology:
   """A connected graph, drawn among those in which all have as many neighbours.
 
   Args:
     workers: n, from 3.
-    degree: neighbours of each, from 2 to n - 1; n times it is even.
+    degree: neighbours of each, from 2 to n - 1; n times it is even. None is 3,
+      and 2 if n is odd.
     seed: of the draw.
 
   Raises:
     ValueError: for a degree that no such graph has.
   """
+  if degree is None:
+    degree = 2 if workers % 2 else 3
   checks.whole("degree", degree, 2, workers - 1)
   checks.whole("seed", seed, 0)
   if workers * degree % 2:
@@ -306,7 +310,7 @@ def hierarchical(
 
 
 def random_digraph(
-  workers: int, *, degree: int = 2, seed: int = 0
+  workers: int, *, degree: int | None = None, seed: int = 0
 ) -> Topology:
   """A directed graph, drawn, in which peers tell differently many: irregular.
 
@@ -315,10 +319,13 @@ def random_digraph(
 
   Args:
     workers: n, from 2.
-    degree: the largest number that a peer tells, from 1.
+    degree: the largest number that a peer tells, from 1; None is 2, or 1 of
+      two peers.
     seed: of the draw.
   """
-  most = checks.whole("degree", degree, 1, max(workers - 1, 1))
+  most = max(workers - 1, 1)
+  degree = min(2, most) if degree is None else degree
+  most = checks.whole("degree", degree, 1, most)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
   links = _circulant(workers, [1])
   for sender in range(workers):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from asgd import checks
 
+_ALIKE = 1e-9  # how far from 1 a modulus of an eigenvalue is 1
 _SUM = 1e-6  # how far from 1 rows and columns may sum
 WEIGHTS = "metropolis", "uniform"
 
@@ -175,6 +176,23 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
       f" {sums[round_, peer]:.4g}, not to 1, and so would change the mean over"
       f" peers: {remedy}"
     )
+
+
+def check_agrees(topology: Topology) -> None:
+  """Raises ValueError if peers that are linked never come to one mean: if the
+  second largest eigenvalue of the product of all rounds has the modulus 1."""
+  # With a weight of its own at each peer, any that is connected agrees.
+  own = np.diagonal(topology.matrices, axis1=1, axis2=2)
+  if topology.workers < 2 or (own > 0).all():
+    return
+  if second_eigenvalue(topology) < 1 - _ALIKE:
+    return
+  peer = int(np.argwhere(own <= 0)[0, 1])
+  raise ValueError(
+    f"peers never agree by the weights of topology {topology.name!r}:"
+    " |lambda_2| is 1, as where two swap all that they have. Give each peer a"
+    f" positive weight of its own (peer {peer} has 0), as (W + I) / 2 does"
+  )
 
 
 # Facts.

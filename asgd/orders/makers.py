@@ -301,6 +301,11 @@ _PROTOCOLS = {
 }
 
 
+def check_name(name: str) -> None:
+  """Raises ValueError, with the nearest name, unless `build` knows it."""
+  names.check("order", name, _PROTOCOLS)
+
+
 def build(
   name: str, durations: Durations, *, workers: int, messages: int, **kwargs
 ) -> base.Trace:

@@ -130,7 +130,8 @@ def table(
       "the filter kkt is for gradients, and increments are pushed: use it with"
       " ftrl, or with an optimizer"
     )
-  settings.make_codec()
+  with checks.below("codec", codec or ()):
+    settings.make_codec()
   return settings
 
 

@@ -8,6 +8,7 @@ left who has seen it.
 
 import contextlib
 import functools
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,7 @@ class LivePeerEngine(engines.Engine):
 
   def _go_back(self, images):
     """Drops what was written after the checkpoint, or all without one."""
+    aside = "" if images else self._keep_aside()
     cuts = self._cuts if images else [[0, 0]] * len(self._places)
     dropped = 0
     for peer, (rows, records) in enumerate(cuts):
@@ -186,7 +188,22 @@ class LivePeerEngine(engines.Engine):
       dropped += len(self._journal(peer)) - rows
       files.cut(self._folder, peer, rows, records)
     where = "the checkpoint" if images else "the beginning: no checkpoint"
-    self._news.append(f"going on from {where}; {dropped} rows are dropped")
+    self._news.append(
+      f"going on from {where}; {dropped} rows are dropped{aside}"
+    )
+
+  def _keep_aside(self):
+    """Copies what peers wrote to where a damaged checkpoint of it is kept;
+    returns words that say so."""
+    damaged = sorted(self._folder.glob("damaged-*"))
+    if not damaged or journal_path(damaged[-1], 0).exists():
+      return ""
+    for peer in self._places:
+      for path_of in (journal_path, records_path):
+        path = path_of(self._folder, peer)
+        if path.exists():
+          shutil.copy2(path, path_of(damaged[-1], peer))
+    return f", and kept in {damaged[-1]}"
 
   def _check_length(self, peer, rows, records):
     """Refuses files that lost what a checkpoint is of."""

@@ -28,7 +28,7 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations, traffic
+from asgd.experiment.engines import Column, allocations, traffic, unused
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -218,6 +218,7 @@ def _order(run, recipe) -> dict[str, Any]:
   """A recipe made for a protocol of its own keeps it, and so does one with
   workers that do several jobs on a ticket."""
   if recipe.order != "asynchronous":
+    unused.check_order(run, recipe.order)
     return {"name": recipe.order}
   order = run.config["order"]
   if recipe.fetch_every == 1:
@@ -345,7 +346,11 @@ def plan(
       " mesh"
     )
   if first.gossip is not None:
-    traffic.refuse(run, "peers have a codec as an option of their recipe")
+    traffic.refuse(
+      run,
+      "of the recipes of peers, choco_sgd and threshold_sharing alone have a"
+      " codec, as their own option codec=",
+    )
   # All peers make an update of their own from so many batches.
   every = workers if first.gossip is not None else first.every
   batches, start = every * first.steps, peak / workers

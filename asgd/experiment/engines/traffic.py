@@ -11,7 +11,7 @@ import jax
 from asgd import algorithms, base, compression, wire
 from asgd.checks import shown
 from asgd.experiment import checks
-from asgd.experiment.engines import Column
+from asgd.experiment.engines import Column, unused
 from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders.trace import Event
 
@@ -73,9 +73,8 @@ def refuse(run: Run, what: str) -> None:
   for key in SECTIONS:
     if run.config[key] is not None:
       raise ValueError(
-        f"config.{key}: {what} (config.runs.{run.label}.recipe {run.recipe!r});"
-        " leave it out, or set it in the entries of other runs alone,"
-        f" config.runs.LABEL.{key}"
+        f"config.{key} is not for {unused.recipe_of(run)}: {what}; leave it"
+        f" out{unused.others(run)}"
       )
 
 

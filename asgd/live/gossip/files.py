@@ -53,9 +53,21 @@ def read_trace(run: Path, peers: int) -> base.Trace:
   for index in range(peers):
     path = journal_path(run, index)
     journals.append(read_journal(path))
-    if not journals[-1]:
-      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
-  trace = gossip.orders.merge(journals)
+    if journals[-1]:
+      continue
+    if (run / "result.json").exists():
+      raise ValueError(
+        f"{path} is gone or empty, and the run has a result: put it back as the"
+        " run wrote it"
+      )
+    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  try:
+    trace = gossip.orders.merge(journals)
+  except ValueError as error:
+    raise ValueError(
+      f"{run}: {error}: trace-K.csv of one of these two peers was cut or"
+      " changed; put it back as the run wrote it"
+    ) from error
   try:
     orders.check(trace)
   except orders.trace.TraceError as error:

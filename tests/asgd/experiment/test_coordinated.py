@@ -137,6 +137,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
     ({"clip_norm": 1.0}, {}, "config.clip_norm 1.0 is not for the recipe"),
     ({}, {"compress": "sign"}, "config.compress .* a coded gradient is not"),
     ({"gate": {"max_staleness": 3}}, {}, "config.gate.max_staleness 3 is not"),
+    ({}, {"order": {"name": "nosuch"}}, "config.order: unknown order 'nosuch'"),
     ({"histroy": 3}, {}, "did you mean 'history'"),
     ({"history": 0}, {}, "config.runs.run.history must be a positive whole"),
     ({"shards": 10**6}, {}, "config.runs.run.shards must be at most"),

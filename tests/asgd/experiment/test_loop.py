@@ -12,6 +12,7 @@ from asgd.experiment.engines import Died, NotFinite, due
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import GO_ON, Stopped
+from asgd.live import faults
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -179,9 +180,18 @@ def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
 def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
   exp = exploding(only=("fine",))
   cell = mortal(exp, [0, 0, 0, 0])
-  words = "^fine-n2-s0: a process died; run the same command again to go on"
+  words = "^fine-n2-s0: a process died; run .* to go on from the beginning, as"
+  bar = Lines()
   with pytest.raises(ValueError, match=words):
-    loop.train(exp, cell, tmp_path, bar=Silent())
+    loop.train(exp, cell, tmp_path, bar=bar)
+  assert bar.lines == [
+    "fine-n2-s0: a process died; it begins again, as there is no checkpoint yet"
+  ] * 2
+  machine = Machine(faults=[faults.parse("kill:0:1")])
+  cell = mortal(exp, [0, 0, 0, 0])
+  words = "The faults of --fault happen again each time .*: leave them out and"
+  with pytest.raises(ValueError, match=words):
+    loop.train(exp, cell, tmp_path, bar=Silent(), machine=machine)
 
 
 # Shares of the cells.

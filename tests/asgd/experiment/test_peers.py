@@ -24,6 +24,7 @@ RUNS = {
   "late": {"recipe": "sgp", "overlap": 1},
   "late-mesh": {"recipe": "sgp", "overlap": 1, "engine": "mesh"},
 }
+SWAPS = [[[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]]
 
 
 def build(*labels, **config):
@@ -163,7 +164,28 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"compress": "top_k"},
-      "config.compress: peers have a codec as an option of their recipe",
+      "config.compress is not for the recipe 'd_psgd' (config.runs.ring): of",
+    ),
+    ("ring", {"order": {"name": "nosuch"}}, "config.order: unknown order"),
+    (
+      "ring",
+      {"order": {"name": "fixed_delay"}, "engine": "threads"},
+      "config.order.name 'fixed_delay' is not for the recipe 'd_psgd'",
+    ),
+    (
+      "ring",
+      {"order": {"name": "asynchronous", "depth": 3}},
+      "config.order.depth 3 is not for the recipe 'd_psgd' (config.runs.ring)",
+    ),
+    (
+      "ring",
+      {"topology": {"name": "matrix", "weights": SWAPS}},
+      "config.runs.ring: peers never agree by the weights of topology",
+    ),
+    (
+      "ring",
+      {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
+      "config.runs.ring.codec.density must be positive, not 0",
     ),
     (
       "ring",

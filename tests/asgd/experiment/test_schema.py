@@ -507,6 +507,11 @@ MISTAKES = {
     {"runs": {"a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}}},
     "runs.a.fetch_every must be a multiple of push_every",
   ),
+  "own order": (
+    {"runs": {"a": {"recipe": "ssgd"}}, "order": {**STALE, "bound": 2}},
+    "^config.order.bound 2 is not for the recipe 'ssgd' .config.runs.a., which"
+    " has an order of its own .bulk_synchronous.: leave it out, or set it in",
+  ),
   "cache": (
     {"order": {**STALE, "cache": "yes"}},
     "^config.order.cache must be True or False, not 'yes'",

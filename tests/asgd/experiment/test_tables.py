@@ -150,6 +150,8 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
     ({"compress": "dgc"}, "keeps what it does not send itself"),
     ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
+    ({"order": {"name": "fixed_delay"}}, "config.order.name 'fixed_delay' is"),
+    ({"codec": {"name": "qsgd", "levels": 0}}, "runs.run.codec.levels must be"),
   ],
 )
 def test_what_does_not_fit_is_one_line(run, wrong):

@@ -55,7 +55,7 @@ def build(**config):
     ),
     (
       {"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
-      "config.compress: peers have a codec as an option of their recipe",
+      "config.compress is not for the recipe .*: of the recipes of peers",
     ),
     (
       {"compress": {"name": "onebit_adam", "warm_up": 3}},

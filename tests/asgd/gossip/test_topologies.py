@@ -175,6 +175,26 @@ def test_rows_that_do_not_sum_to_one_are_refused():
     topologies.check_sums(topology, columns=True)
 
 
+def test_weights_by_which_peers_only_swap_are_refused():
+  swap, half = [[0, 1], [1, 0]], [[0.5, 0.5], [0.5, 0.5]]
+  matrix = {"name": "matrix"}
+  swaps = topologies.build({**matrix, "weights": swap}, 2)
+  with pytest.raises(ValueError, match=r"never agree .*peer 0 has 0.*as \(W"):
+    topologies.check_agrees(swaps)
+  # One round of two that mixes is enough, and so are paths of other lengths.
+  sequence = topologies.build({**matrix, "weights": [swap, half]}, 2)
+  topologies.check_agrees(sequence)
+  triangle = (np.ones((3, 3)) - np.eye(3)) / 2
+  topologies.check_agrees(topologies.build({**matrix, "weights": triangle}, 3))
+
+
+@pytest.mark.parametrize(
+  ("name", "n"), [("random_digraph", 2), ("random_regular", 3)]
+)
+def test_a_default_degree_is_one_that_few_peers_can_have(name, n):
+  assert topologies.build(name, n).workers == n
+
+
 def test_uniform_weights_of_an_irregular_graph_are_for_push_sum():
   star = topologies.build({"name": "star", "weights": "uniform"}, 4)
   topologies.check_sums(star, columns=True)

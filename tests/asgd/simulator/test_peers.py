@@ -526,7 +526,7 @@ def test_rows_between_peers_are_checked(row, why):
 
 def test_traces_that_do_not_belong_together_are_refused():
   rows = [e for e in trace_lib.events(rows_of(LEAVES)) if e.worker != 1]
-  with pytest.raises(ValueError, match="takes a message that nobody put"):
+  with pytest.raises(ValueError, match="of peer 1, which that one did not"):
     gossip.orders.merge([rows])
 
 
