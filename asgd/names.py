@@ -147,6 +147,10 @@ def check_arguments(
   named = [key for key in kinds if kinds[key] not in rest]
   for key in given:
     if key not in named and rest[1] not in kinds.values():
+      if not named:
+        raise ValueError(
+          f"{kind} {name!r} takes no argument {key!r}: it takes no options"
+        )
       raise ValueError(
         f"{kind} {name!r} takes no argument {key!r}; {nearest(key, named)}"
       )

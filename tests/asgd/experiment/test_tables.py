@@ -149,6 +149,10 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe table"),
     ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
     ({"compress": "dgc"}, "keeps what it does not send itself"),
+    ({"compress": "sign", "codec": "int8"}, "codec 'int8' and config.compress"),
+    ({"codec": {}}, "runs.run.codec must be the name of one or a dict .* {};"),
+    ({"filters": "nosuch"}, "unknown filter 'nosuch'"),
+    ({"shards": 10**6}, "runs.run.shards must be at most"),
     ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
   ],
 )
