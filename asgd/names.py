@@ -147,7 +147,7 @@ def check_arguments(
   named = [key for key in kinds if kinds[key] not in rest]
   for key in given:
     if key not in named and rest[1] not in kinds.values():
-      hint = nearest(key, named) if named else "it takes none"
+      hint = nearest(key, named) if named else "it takes no options"
       raise ValueError(f"{kind} {name!r} takes no argument {key!r}; {hint}")
   for key in named:
     if parameters[key].default is inspect.Parameter.empty and key not in given:

@@ -427,7 +427,10 @@ def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
       elif key in options:
-        own[key] = _option(plain(value, where), options[key], where)
+        own[key] = plain(value, where)
+        # What is served by itself says which whole numbers it takes.
+        if recipe not in SERVED or type(options[key]) is not int:
+          own[key] = _option(own[key], options[key], where)
       elif key in of_engine:
         section = kind.settings
         node = keys_of(kind.sections[section])

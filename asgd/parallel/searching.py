@@ -17,13 +17,20 @@ def check(mesh: Mesh, **options: Any) -> None:
     if value != wanted.get(name):
       raise ValueError(
         "an optimizer that searches along a line (lbfgs) needs"
-        f" {name}={wanted.get(name)!r}, not {value!r}"
+        f" {name}={wanted.get(name)!r}, not {_shown(value)}"
       )
   if tuple(mesh.axis_names) != (meshes.DATA,):
     raise ValueError(
       "an optimizer that searches along a line (lbfgs) needs a mesh of the axis"
       f" {meshes.DATA!r} alone, not of {tuple(mesh.axis_names)}"
     )
+
+
+def _shown(value):
+  """A value of plain data; of anything else, what it is."""
+  if isinstance(value, str | int | float):
+    return repr(value)
+  return f"a {type(value).__name__}"
 
 
 def function_of(

@@ -26,6 +26,8 @@ from asgd import checks, names
 # Of optax.lbfgs.
 DEFAULTS: Mapping[str, Any] = {"max_linesearch_steps": 20}
 _NOT = "initial_guess_strategy", "verbose"
+_OR_NONE = "max_learning_rate", "approx_dec_rtol"
+_FRACTIONS = "slope_rtol", "curv_rtol"  # c1 and c2 of the Wolfe conditions
 
 
 class Tried(NamedTuple):
@@ -71,10 +73,24 @@ def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
   for name, value in options.items():
     if name == "max_linesearch_steps":
       options[name] = checks.whole(name, value, most=1000)
-    elif value is not None:
-      checks.nonnegative(name, value)
+    elif value is not None or name not in _OR_NONE:
+      _check(name, value)
       options[name] = float(value)
   return tuple(options.items())
+
+
+def _check(name, value):
+  if name in _FRACTIONS:
+    checks.fraction(name, value)
+    return
+  if name == "max_learning_rate":
+    checks.positive(name, value)
+  checks.nonnegative(name, value)
+  if name == "increase_factor" and value <= 1:
+    raise ValueError(
+      f"increase_factor must be more than 1, not {checks.shown(value)}: steps"
+      " are multiplied by it until one is long enough"
+    )
 
 
 def _index(step, table):

@@ -50,8 +50,8 @@ def table(
   clock_every: int = 1,
   shards: int = 1,
   rebalance_every: int = 0,
-  filters: Sequence[str | Mapping[str, Any]] = (),
-  codec: Mapping[str, Any] | None = None,
+  filters: str | Sequence[str | Mapping[str, Any]] = (),
+  codec: str | Mapping[str, Any] | None = None,
   ftrl: Mapping[str, float] | None = None,
   optimizer: Any = None,
 ) -> Settings:
@@ -75,8 +75,10 @@ def table(
       job all the same.
     shards: over which the rows of each table are divided.
     rebalance_every: clocks after which keys are divided anew by load; 0 never.
-    filters: of messages, names or dicts of a `name` and options (`FILTERS`).
-    codec: of values, a dict of a `name` and options (`compression.CODECS`).
+    filters: of messages, names or dicts of a `name` and options (`FILTERS`);
+      one alone is a list of one.
+    codec: of values, a name of `compression.CODECS`, or a dict of a `name` and
+      options; None is none.
     ftrl: options of `ftrl_proximal`, which is then the function at the server.
     optimizer: an `optimizers.Optimizer` by row at the server; None adds.
 
@@ -99,6 +101,8 @@ def table(
     (10, True)
   """
   checks.whole("workers", workers)
+  if isinstance(filters, str | Mapping):
+    filters = (filters,)
   with_bound = consistency in ("ssp", "essp", "managed")
   if bound is None and with_bound:
     bound = 3
@@ -123,7 +127,7 @@ def table(
     checks.whole("shards", shards),
     checks.whole("rebalance_every", rebalance_every, 0),
     tuple(map(filters_lib.named, filters)),
-    tuple((codec or {}).items()),
+    _codec_options(codec),
   )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(
@@ -133,6 +137,19 @@ def table(
   with checks.below("codec", codec or ()):
     settings.make_codec()
   return settings
+
+
+def _codec_options(codec):
+  """The options of a codec, with its name; () for none."""
+  if codec is None:
+    return ()
+  options = {"name": codec} if isinstance(codec, str) else codec
+  if not isinstance(options, Mapping) or "name" not in options:
+    raise ValueError(
+      "codec must be the name of one or a dict of a name and options, as"
+      f" dict(name='int8'), not {checks.shown(codec)}; None is no codec"
+    )
+  return tuple(options.items())
 
 
 def _is_kkt(value):

@@ -68,6 +68,12 @@ def test_call_of_an_unknown_argument_names_the_nearest(maker, calls):
   assert not calls
 
 
+def test_call_of_what_takes_nothing_says_so():
+  words = "^codec 'onebit' takes no argument 'x': it takes no options$"
+  with pytest.raises(ValueError, match=words):
+    names.call("codec", "onebit", lambda: None, {"x": 1})
+
+
 def test_call_names_a_missing_argument(maker, calls):
   words = "^model 'net' needs the argument 'width'$"
   with pytest.raises(ValueError, match=words):

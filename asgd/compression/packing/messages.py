@@ -129,7 +129,14 @@ def unpack(layout: Layout, data: Any) -> Any:
     BadCode: for anything else. Nothing larger than the leaves of the layout is
       allocated, whatever the bytes claim.
   """
-  view = memoryview(data)
+  try:
+    view = memoryview(data)
+  except (TypeError, ValueError, BufferError):
+    raise BadCode(
+      f"a packed code is bytes, not of the type {type(data).__name__}"
+    ) from None
+  if not view.c_contiguous:
+    raise BadCode("a packed code is bytes without gaps, not a strided buffer")
   if view.nbytes < HEADER_NBYTES:
     raise BadCode(
       f"a packed code has {HEADER_NBYTES} bytes or more, not {view.nbytes}"

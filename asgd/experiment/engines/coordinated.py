@@ -106,6 +106,12 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
         " whose gradients are never stale; drop it"
       )
   unused.check_order(run, "its portions")
+  if "learning_rate" in experiment.config["runs"].get(run.label, {}):
+    raise ValueError(
+      f"config.runs.{run.label}.learning_rate {config['learning_rate']!r} is"
+      f" not for the recipe {run.recipe}: the line search finds the steps; drop"
+      " it"
+    )
   maker = sandblaster.RECIPES[run.recipe]
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     settings = names.call(
@@ -123,13 +129,37 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   if not settings.portions:
     settings = settings._replace(portions=problem.batches_per_epoch)
   batches = parameter_server.passes(run, problem)
-  messages = max(round(batches / settings.push_every), settings.jobs)
+  messages = round(batches / settings.push_every)
+  _check_budget(run, problem, settings, workers, messages)
   if messages > checks.MOST_COUNT:
     raise ValueError(
       f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
       f" cell; use at most {checks.MOST_COUNT:.0e}"
     )
   return CoordinatedPlan(run, workers, problem, settings, messages)
+
+
+def _check_budget(run, problem, settings, workers, messages):
+  """Raises ValueError if the batch might not be evaluated once."""
+  jobs = settings.jobs
+  others = workers - 1  # one is idle when a copy is started
+  copies = min(settings.backup, others) * min(jobs, others)
+  least = jobs + copies
+  if messages >= least:
+    return
+  key = "epochs" if run.config["examples"] is None else "examples"
+  wanted = least * settings.push_every  # batches
+  if key == "epochs":
+    wanted = math.ceil(100 * wanted / problem.batches_per_epoch) / 100
+  else:
+    wanted *= run.config["batch_size"]
+  raise ValueError(
+    f"config.{key} {run.config[key]:g} is {messages} messages in one cell, and"
+    f" one evaluation of the whole batch (config.runs.{run.label}) takes up to"
+    f" {least}: {jobs} for its {settings.portions} portions, and {copies} for"
+    f" copies of the last ones (backup tasks). Use config.{key} {wanted:g} or"
+    " more; each iteration takes another evaluation at least"
+  )
 
 
 class CoordinatedEngine(engines.Engine):
@@ -190,7 +220,7 @@ class CoordinatedEngine(engines.Engine):
     """Returns the losses of the iterates: those at steps that were tried and
     not taken say nothing about training."""
     losses = [each.loss for each in self._simulation.book.iterates]
-    return np.array(losses or [self._simulation.state.loss], np.float64)
+    return np.array(losses, np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns what was computed so far, and which messages came late."""

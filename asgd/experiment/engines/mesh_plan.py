@@ -202,6 +202,12 @@ def _reducer(run, mesh) -> compression.Reducer | None:
   section = run.config["compress"]
   if section is None:
     return None
+  if optimizers.searches(run.config["optimizer"]):
+    raise ValueError(
+      f"config.compress {section['name']!r} is not for config.optimizer"
+      " 'lbfgs', which searches along a line with the exact gradient: drop"
+      " config.compress, or use another optimizer"
+    )
   with checks.blame("compress", tuple(section)):
     data_parallel.check_reducer(
       mesh, run.config["mesh"]["zero"], run.config["mesh"]["form"]

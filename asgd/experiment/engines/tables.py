@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, names, optimizers, orders, problems, tables
+from asgd import base, names, optimizers, orders, problems, sharding, tables
 from asgd import worker as worker_lib
 from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
@@ -199,7 +199,15 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     start=peak / workers,
   )
   settings = settings_of(rate)
+  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:
+    if settings.codec:
+      raise ValueError(
+        f"config.runs.{run.label}.codec {dict(settings.codec)['name']!r} and"
+        f" config.compress {config['compress']['name']!r} are both the codec of"
+        " messages: drop one"
+      )
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()

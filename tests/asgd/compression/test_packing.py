@@ -400,6 +400,22 @@ def test_a_byte_that_was_changed_is_noticed():
       refused(data)
 
 
+@pytest.mark.parametrize(
+  ("data", "words"),
+  [
+    (None, "a packed code is bytes, not of the type NoneType"),
+    ("text", "not of the type str"),
+    ([1, 2], "not of the type list"),
+    (memoryview(DATA + DATA)[::2], "a strided buffer"),
+    (np.zeros((40, 2), np.uint8)[:, 0], "a strided buffer"),
+    (np.zeros(9, "datetime64[s]"), "not of the type ndarray"),
+    (np.full(40, None), None),
+  ],
+)
+def test_what_is_no_run_of_bytes_is_refused(data, words):
+  refused(data, words)
+
+
 def test_what_was_cut_or_has_grown_is_refused():
   for size in range(len(DATA)):
     refused(DATA[:size])

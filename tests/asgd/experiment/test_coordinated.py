@@ -111,6 +111,19 @@ def test_it_ends_by_itself_and_says_why(tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ("backup", "examples"), [(0, 16 * 6), (1, 16 * 8), (9, 16 * 8)]
+)
+def test_the_least_budget_is_one_evaluation(tmp_path, backup, examples):
+  exp = build({"backup": backup}, examples=examples, evaluations=1)
+  result, _ = train(exp, tmp_path)
+  assert result["evaluations_of_batch"] >= 1
+  assert np.isfinite(result["gradient_norm"])
+  assert not result["diverged"]
+  with pytest.raises(ValueError, match=f"Use config.examples {examples} or"):
+    build({"backup": backup}, examples=examples - 32)
+
+
 @pytest.mark.parametrize("on_nan", ["stop", "record"])
 def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
   exp = build(on_nan=on_nan)
@@ -142,6 +155,14 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
     ({"history": 0}, {}, "config.runs.run.history must be a positive whole"),
     ({"shards": 10**6}, {}, "config.runs.run.shards must be at most"),
     ({"line_search": {"c2": 1}}, {}, "takes no argument 'c2'"),
+    ({"history": True}, {}, "history must be a positive whole .*, not True"),
+    ({"learning_rate": 0.1}, {}, "runs.run.learning_rate 0.1 is not for"),
+    ({}, {"examples": 96}, "takes up to 4: 3 .* Use config.examples 128 or"),
+    (
+      {"portions": None, "push_every": 1},
+      {"examples": None, "epochs": 1.0},
+      r"takes up to 90: 89 for its 89 portions, .* Use config.epochs 1.02 or",
+    ),
     ({}, {"engine": "threads"}, "simulated so far: use engine='simulate'"),
     ({}, {"engine": "mesh"}, "simulated so far: use engine='simulate'"),
   ],

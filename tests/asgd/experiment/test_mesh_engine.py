@@ -500,6 +500,10 @@ MISTAKES = {
   ),
   "model": ({"model.name": "gpd"}, "config.model: .*did you mean 'gpt'"),
   "model and data": ({"model.name": "mlp"}, "'mlp' does not fit .*'pydoc'"),
+  "a searching optimizer": (
+    {"compress": "int8", "optimizer": "lbfgs"},
+    "config.compress 'int8' is not for config.optimizer 'lbfgs', .* drop",
+  ),
   "codec": ({"compress": "treshold"}, "config.compress: .*did you mean 'thres"),
   "codec's value": (
     {"compress": {"name": "top_k", "density": 2}},
