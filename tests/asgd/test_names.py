@@ -69,7 +69,7 @@ def test_call_of_an_unknown_argument_names_the_nearest(maker, calls):
 
 
 def test_call_of_what_takes_nothing_says_so():
-  words = "^codec 'onebit' takes no argument 'x': it takes no options$"
+  words = "^codec 'onebit' takes no argument 'x'; it takes no options$"
   with pytest.raises(ValueError, match=words):
     names.call("codec", "onebit", lambda: None, {"x": 1})
 
