@@ -1,6 +1,6 @@
 """Settings that the recipe of a run has no use for."""
 
-from asgd import orders
+from asgd import names, orders
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.schema import Run
@@ -26,7 +26,7 @@ def check_order(run: Run, own: str) -> None:
   made for one of its own."""
   order = run.config["order"]
   with checks.blame("order", ("name",)):
-    orders.makers.check_name(order["name"])
+    names.check("order", order["name"], orders.makers.NAMES)
   given = {key: value for key, value in order.items() if key != "name"}
   if not given and order["name"] in ("asynchronous", own):
     return
