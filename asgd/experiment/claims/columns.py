@@ -6,7 +6,7 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
   dict(kind="reach", loss=0.3)       time until the training loss, a mean over a
                                      fortieth of the run, is 0.3 for the first
                                      time: simulated, or seconds of a live run
-  dict(kind="until", column=C, above=0.9)  time of the first evaluation at which C
+  dict(kind="until", column=C, above=0.9)  time of the first evaluation whose C
                                      is above (or `below`) that: the more
                                      evaluations, the finer
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
