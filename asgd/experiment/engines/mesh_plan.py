@@ -14,7 +14,13 @@ from asgd.experiment import checks
 from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
-from asgd.parallel import data_parallel, hybrid, meshes, precision
+from asgd.parallel import (
+  data_parallel,
+  hybrid,
+  meshes,
+  precision,
+  step_checks,
+)
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
@@ -209,7 +215,7 @@ def _reducer(run, mesh) -> compression.Reducer | None:
       " config.compress, or use another optimizer"
     )
   with checks.blame("compress", tuple(section)):
-    data_parallel.check_reducer(
+    step_checks.check_reducer(
       mesh, run.config["mesh"]["zero"], run.config["mesh"]["form"]
     )
     return compression.named_reducer(**section)
