@@ -66,9 +66,9 @@ def get_config():
   config.workers = WORKERS
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
-  config.epochs = 2.0
+  config.epochs = 1.0
   config.learning_rate = 0.004
-  config.learning_rate_schedule = dict(warmup_epochs=0.2, decay_epochs=(1.5,))
+  config.learning_rate_schedule = dict(warmup_epochs=0.2, decay_epochs=(0.75,))
   config.evaluations = 8
   config.curvature_checks = 0
   config.on_nan = "record"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from asgd import wire
 from asgd.compression.codec import Symbols, Values
 from asgd.compression.packing import bits
 
@@ -120,14 +121,7 @@ def _is_leaf(x):
 
 
 def _field(path, x, kind, levels=0, coded=True):
-  x = x if hasattr(x, "dtype") else np.asarray(x)
-  is_number = jnp.issubdtype(x.dtype, jnp.number)
-  if not is_number and not jnp.issubdtype(x.dtype, jnp.bool_):
-    raise ValueError(
-      f"the leaf {path} is of {x.dtype}, which is no number; send a key as"
-      " jax.random.key_data(key)"
-    )
-  dtype = np.dtype(x.dtype).newbyteorder("=")
+  shape, dtype = wire.shape_and_dtype(path, x)
   if kind == SYMBOLS:
     if not jnp.issubdtype(dtype, jnp.signedinteger) or dtype.itemsize > 4:
       raise ValueError(f"{path} must be int8, int16 or int32, not {dtype}")
@@ -143,7 +137,7 @@ def _field(path, x, kind, levels=0, coded=True):
       f"{path} must be floats of 16, 32 or 64 bits, not {dtype}; left out of"
       " Values, they are sent as they are"
     )
-  return Field(path, tuple(x.shape), dtype, kind, int(levels), bool(coded))
+  return Field(path, shape, dtype, kind, int(levels), bool(coded))
 
 
 def _streams(fields):
