@@ -16,8 +16,15 @@ import numpy as np
 
 from asgd import base, orders, problems, sharding, simulator
 from asgd.checks import shown
-from asgd.experiment import cells, code, live_files, report, storage
-from asgd.experiment.engines import allocations, live, live_clusters
+from asgd.experiment import (
+  cell_files,
+  cells,
+  code,
+  live_files,
+  report,
+  storage,
+)
+from asgd.experiment.engines import allocations, live, live_clusters, simulate
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.gossip import files
 from asgd.orders.trace import from_events
@@ -74,7 +81,11 @@ def load(
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   code.make_importable(description["modules"])
-  engines = {"threads": live.THREADS, "ray": live.RAY}
+  engines = {
+    "threads": live.THREADS,
+    "ray": live.RAY,
+    "simulate": simulate.SIMULATE,
+  }
   was = description.get("dataset")
   if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
@@ -180,8 +191,12 @@ def replay(
         " computed (yet)"
       )
   experiment, cell = load(folder, data_dir=data_dir, given=given)
-  plan = plan_of(experiment, cell, folder)
-  group = live_clusters.group(plan)
+  if "live" in experiment.runs[cell.label].config:
+    plan = plan_of(experiment, cell, folder)
+    group = live_clusters.group(plan)
+  else:
+    plan = experiment.plan(cell).of_seed(cell.seed)
+    group = simulator.WorkerDevices()
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
   parts = traces[0], records, final
@@ -229,6 +244,9 @@ def _read_result(folder):
   """Returns what result.json says, nothing if there is none."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
+  packed = storage.read_archive(folder / cell_files.CELL, path.name)
+  if result is None and packed:
+    return storage.json_object(packed[path.name]) or {}
   if result is None and path.exists():
     raise ValueError(
       f"{path} cannot be read or was changed: put it back as the run wrote it,"

@@ -181,6 +181,6 @@ class ServerReplay:
     self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 
-  def records(self) -> base.Records:
-    """Returns the records of the messages received."""
-    return records(self._messages, self._observations)
+  def records(self, start: int = 0) -> base.Records:
+    """Returns the records of the messages received, from one on."""
+    return records(self._messages[start:], self._observations[start:])

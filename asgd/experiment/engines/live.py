@@ -62,12 +62,6 @@ def _resources(value: Any, key: str) -> dict[str, float]:
 
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
-  "server": {
-    "shards": Setting(1, checks.whole(1, 256)),
-    "consistent": Setting(False, checks.flag),  # one order for all shards
-    "log": Setting(16, checks.whole(0, 10_000)),  # messages kept for recovery
-    "wire": Setting("float32", checks.choice("float32", "bfloat16")),
-  },
   "live": {
     # Factors on the time of workers 0, 1, ...; () is none.
     "slowdown": Setting((), checks.several(checks.number(1, 1e4))),
@@ -86,6 +80,8 @@ SECTIONS: dict[str, Any] = {
     "devices": Setting(1, checks.whole(1, 256)),  # of each worker
     "parallel": Setting("data", checks.choice("data", "tensor")),
     "spans": Setting(False, checks.flag),  # write what workers do when
+    # Workers fetch, compute and push in threads; needs order.depth.
+    "overlap": Setting(False, checks.flag),
   },
 }
 
@@ -103,6 +99,11 @@ def check(run: Run) -> None:
       " parameters, not updates; leave it out, or use engine 'simulate'"
     )
   server, live = config["server"], config["live"]
+  if server["delays"] is not None:
+    raise ValueError(
+      f"config.server.delays is not for engine {run.engine!r}, whose shards"
+      " hear of a message when it comes; leave it out, or use engine 'simulate'"
+    )
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(
       "config.server.consistent needs a log, or shards that come back would"
@@ -124,7 +125,12 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   if peers.of_peers(run):
     live_peers.check_plan(result)
     return result
-  result.rules()
+  depth = result.rules().depth
+  if run.config["live"]["overlap"] and depth < 2:
+    raise ValueError(
+      f"config.live.overlap needs config.order.depth=2 or more, not {depth}:"
+      " tickets that workers hold while they compute"
+    )
   if run.config["server"]["shards"] > 1:
     live_clusters.needs_totals(result)
   return result
@@ -338,7 +344,7 @@ class LiveEngine(engines.Engine):
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
     parts = [records.read_records(path) for path in self._sinks]
-    return live_clusters.combine(parts, self._live)
+    return live_clusters.combine(parts, self._live.split, self._live.params)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""

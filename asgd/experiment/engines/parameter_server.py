@@ -47,6 +47,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **server_orders.SECTIONS,
   **traffic.SECTIONS,
 }
 
@@ -116,6 +117,18 @@ class ServerPlan:
       workers=self.workers,
       messages=self.messages if messages is None else messages,
       **self.order,
+    )
+
+  def traces(self, seed: int) -> list[base.Trace]:
+    """Returns the order of each shard of a cell whose server is in shards that
+    are out of step."""
+    return orders.shards.out_of_step(
+      self.rules(),
+      self._durations(seed),
+      server_orders.delays(self.run, seed),
+      workers=self.workers,
+      messages=self.messages,
+      shards=self.run.config["server"]["shards"],
     )
 
   def _durations(self, seed):
