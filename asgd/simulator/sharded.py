@@ -107,12 +107,13 @@ class _Run:
     if event is None:
       return False
     key, row, message = event.key, shard.ledger.rows, None
-    if event.action == base.RECEIVE and key in shard.tickets:
+    done = base.RECEIVE, base.DROP  # the worker's state is of both
+    if event.action in done and key in shard.tickets:
       message = self.message(key, event.job)
       if message is None:
         return False
     ticket = shard.obey(event)
-    if message is not None:
+    if message is not None and event.action == base.RECEIVE:
       parts, loss = message
       sums = None if totals is None else totals[row]
       shard.receive(event, (ticket, parts[index], loss), sums)

@@ -94,10 +94,12 @@ def make_host(
       ticket, w, job = replay.obey(event), event.worker, event.job
       if event.action == base.JOIN:
         workers[w] = worker.init(replay.state.params)
-      elif event.action == base.RECEIVE:
+      elif event.action in (base.RECEIVE, base.DROP):
         workers[w], message, metrics = steps.work(
           workers[w], ticket, batch(w, job), root, np.int32(job)
         )
+        if event.action == base.DROP:
+          continue  # the worker has done it, and nobody takes it
         loss = metrics.loss
         if group.devices > 1:
           message, loss = fetch((message, loss))

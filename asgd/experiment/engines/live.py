@@ -43,7 +43,7 @@ from asgd.live.links.base import Disconnected
 from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
 from asgd.live.slots import check_room, slots_nbytes
-from asgd.orders.trace import follow
+from asgd.orders.trace import follow, from_events
 
 _LOOK = 0.1  # seconds between two looks at the cluster
 _SECONDS = checks.number(most=MOST_SECONDS, above=True)
@@ -371,7 +371,8 @@ class LiveEngine(engines.Engine):
       count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._live.plan, self.records()
-    row = parameter_server.columns(plan, rows, int(images[0][0].version))
+    version, trace = int(images[0][0].version), from_events(journals[0])
+    row = parameter_server.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
       sent = live_clusters.sent_params(self._live, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy

@@ -208,7 +208,8 @@ def build_recipe(
 ) -> algorithms.Recipe:
   """Builds the recipe of a run, as its config's order wants it."""
   order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
-  if recipe.order == "asynchronous" and order["name"] == "backup_workers":
+  rounds = "backup_workers", "backup_tasks"
+  if recipe.order == "asynchronous" and order["name"] in rounds:
     # An update takes the messages of a round, without those of the slowest.
     every = max(workers - order.get("backup", 0), 1)
     recipe = recipe._replace(every=every)
@@ -323,13 +324,20 @@ def summary(records: base.Records) -> dict[str, float]:
 
 
 def columns(
-  plan: ServerPlan, records: base.Records, update: int
+  plan: ServerPlan,
+  records: base.Records,
+  update: int,
+  trace: base.Trace | None = None,
 ) -> dict[str, Any]:
-  """Returns the columns of a result that simulated and live runs have."""
+  """Returns the columns of a result that simulated and live runs have; the
+  trace, if there is one, tells of backup tasks."""
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
+  if trace is not None and plan.order["name"] == "backup_tasks":
+    started, first = orders.count_backups(trace)
+    row |= {"backup_started": started, "backup_first": first}
   return row | traffic.columns(plan, records)
 
 
@@ -388,6 +396,11 @@ def describe(result: Mapping[str, Any]) -> str:
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
     words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+  if result.get("backup_started"):
+    words += (
+      f", {result['backup_first']} of {result['backup_started']} backup tasks"
+      " came first"
+    )
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
   if "codec" in result or "codec_down" in result:

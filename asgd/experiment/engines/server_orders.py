@@ -116,7 +116,7 @@ def rules(
   name = options.pop("name")
   if name == "bulk_synchronous":
     return protocol.Rules(round=every) if every > 1 else protocol.Rules(bound=0)
-  if name == "backup_workers":
+  if name in ("backup_workers", "backup_tasks"):
     return protocol.Rules(round=every, **options)
   if name in ("asynchronous", "stale_synchronous"):
     in_rounds = options.get("bound") == 0 and every == workers > 1
@@ -126,7 +126,7 @@ def rules(
   raise ValueError(
     f"config.order.name {name!r} is kept by simulations only: a live worker"
     " takes the time it takes; use asynchronous, stale_synchronous,"
-    " bulk_synchronous or backup_workers"
+    " bulk_synchronous, backup_tasks or backup_workers"
   )
 
 

@@ -99,7 +99,8 @@ class SimulationEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     state, records, plan = self._simulation.server, self.records(), self._plan
-    row = parameter_server.columns(plan, records, int(state.version))
+    version = int(state.version)
+    row = parameter_server.columns(plan, records, version, self._trace)
     row["simulated_time"] = float(records.time[-1])
     if not plan.server.sends_current and plan.run.given is None:
       sent = plan.server.send(state, jnp.int32(0)).params
