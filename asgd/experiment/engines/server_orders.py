@@ -148,6 +148,7 @@ def check(plan: Any) -> None:
   """Raises ValueError for an order that a plan's recipe, codec or length does
   not go with."""
   _check_pushes(plan)
+  _check_backups(plan)
   _check_fetches(plan)
   _check_warm_start(plan)
 
@@ -164,6 +165,18 @@ def _check_pushes(plan):
     f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
     f" {key} out"
   )
+
+
+def _check_backups(plan):
+  """A backup task is done by another worker, on the same data."""
+  config = plan.run.config
+  if plan.order["name"] != "backup_tasks":
+    return
+  if config["data"]["partition"] == "sharded":
+    raise ValueError(
+      "config.order.name 'backup_tasks' hands a worker's job to another, which"
+      " has other data: use config.data.partition='shared'"
+    )
 
 
 def _check_fetches(plan):

@@ -159,7 +159,7 @@ def model_on(shape, *, problem=None, **options):
 MISTAKES = {
   "axes": (
     lambda: model_on({"data": 2, "rows": 2, "tensor": 2}),
-    r"data, and tensor and pipe, or rows; not \('data', 'rows', 'tensor'\)",
+    r"data, and tensor and pipe, or rows and columns; not \('data', 'rows', 'tensor'\)",
   ),
   "no pieces": (
     lambda: model_on(
@@ -175,7 +175,7 @@ MISTAKES = {
   ),
   "rows": (
     lambda: model_on({"data": 2, "rows": 2}),
-    "a Embed cannot be split by rows",
+    "a Embed cannot be split into tiles",
   ),
   "heads": (
     lambda: model_on({"data": 1, "tensor": 8}),
