@@ -518,7 +518,7 @@ MISTAKES = {
     {"order": {"warm_start_epochs": 0.1, "warm_start": 2}},
     "^config.order.warm_start and .warm_start_epochs say the same thing",
   ),
-  "late": (
+  "late factor": (
     {"order": {"name": "backup_tasks", "late": 0.5}},
     "^config.order.late must be a number, 1 or more, not 0.5",
   ),

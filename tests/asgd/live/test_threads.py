@@ -344,6 +344,29 @@ def test_a_live_warm_start_is_one_worker_alone():
   assert starts.sum() == JOBS
 
 
+def test_a_late_job_is_another_workers_too():
+  slow, rest = threading.Event(), threading.Event()
+
+  def batch(worker, job):
+    if job >= 6:
+      assert rest.wait(LONG)
+    elif worker == 2:
+      assert slow.wait(LONG)
+    return kit("ssgd").batch(worker, job)
+
+  rules = Rules(round=WORKERS, late=2.0)
+  with live(kit("ssgd"), rules, batch=batch) as run:
+    until(lambda: run.lead.state.received >= 3, "a round without worker 2")
+    slow.set()
+    until(lambda: run.count(base.DROP), "that worker 2 comes too late")
+    rest.set()
+    drive(run.cluster)
+  run.check()
+  started, first = orders.count_backups(run.trace())
+  assert started >= first >= 1
+  assert run.count(base.LOST) == run.count(base.REJECT) == 0
+
+
 def test_workers_in_three_threads_replay_to_the_same_bits():
   run = finished(kit("dana_slim"), Rules(depth=3), overlap=True)
   run.check()
