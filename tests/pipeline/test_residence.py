@@ -116,7 +116,8 @@ def test_with_room_for_all_each_byte_is_fetched_once():
 
 
 def test_what_an_instruction_needs():
-  run = ONE_DEVICE | {"recipe": "ssgd", "microbatches": 4, "stages": 2, "chunks": 2}
+  shape = dict(microbatches=4, stages=2, chunks=2)
+  run = ONE_DEVICE | {"recipe": "ssgd", **shape}
   table = plan_of(build_pipelines(config=small_config(x=run))).table
   program = instructions.write(table, analyze.versions(table, "latest"))
   needed = [residence.needs(op, 4) for op in program.lanes[0]]
