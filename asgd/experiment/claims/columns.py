@@ -34,8 +34,10 @@ from asgd.experiment.claims.fields import FieldCheck
 
 OF_PEERS = "consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"
 OF_PEERS += ("bytes_per_link",)
+OF_TABLES = "differential_mean", "differential_least", "fresh_reads"
 RESULTS = (
   *OF_PEERS,
+  *OF_TABLES,
   *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
   *("messages", "updates", "examples", "epoch", "learning_rate"),
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
