@@ -32,8 +32,8 @@ from asgd.tables.settings import Settings as Settings
 from asgd.tables.settings import table as table
 from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
-from asgd.tables.simulation import Work as Work
 from asgd.tables.simulation import template as template
 from asgd.tables.table import Table as Table
+from asgd.tables.work import Work as Work
 
 RECIPES = {"table": table}  # that tables serve
