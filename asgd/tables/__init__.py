@@ -8,6 +8,7 @@ simulated time. See docs/tables.md.
 from asgd.tables import filters as filters
 from asgd.tables import functions as functions
 from asgd.tables import keys as keys
+from asgd.tables import replay as replay
 from asgd.tables.client import Client as Client
 from asgd.tables.client import TableSpec as TableSpec
 from asgd.tables.consistency import Consistency as Consistency

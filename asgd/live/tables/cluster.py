@@ -296,6 +296,13 @@ class TableCluster:
     died."""
     return self._ask_all("rows")
 
+  def held(self) -> tuple[int, int]:
+    """(rows that filters held back for later, rows that they dropped), of the
+    workers that are there and have ended."""
+    ended = [each.host for each in self._workers.values() if each.ended]
+    both = [host.call("held").result() for host in ended]
+    return sum(a for a, _ in both), sum(b for _, b in both)
+
   def counts(self) -> list[tuple[int, int]]:
     """Returns (messages applied, the slowest clock) of each shard. Raises Gone
     if one has died."""
