@@ -74,7 +74,10 @@ class TablePlan:
 
   @functools.cached_property
   def _gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
+    """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
+    once."""
+    if self.problem.updates is not None:
+      return jax.jit(self.problem.updates)
     loss = as_loss(self.problem.loss)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -170,6 +173,33 @@ def _refuse(run: Run) -> None:
   unused.check_order(run, "its consistency")
 
 
+def _check_updates(run, problem, settings):
+  """Returns the settings for what a problem's workers compute; ValueError where
+  that is not for the function at the server."""
+  where, name = f"config.runs.{run.label}", settings.function.name
+  if problem.updates is None:
+    if name == functions.PROXIMAL:
+      raise ValueError(
+        f"{where}.proximal is for problems whose workers compute gradients and"
+        " curvatures by feature: drop it, or use ftrl or an optimizer"
+      )
+    return settings
+  if name != problem.function:
+    remedy = "drop optimizer, ftrl and proximal"
+    if problem.function == functions.PROXIMAL:
+      remedy = "give the run proximal=dict(l1=...)"
+    raise ValueError(
+      f"{where}: the problem's updates are for the function"
+      f" {problem.function!r} at the server, not for {name!r}: {remedy}"
+    )
+  if run.config["curvature_checks"]:
+    raise ValueError(
+      f"config.curvature_checks {run.config['curvature_checks']} is for"
+      " gradients, which this problem has not: set it to 0"
+    )
+  return settings._replace(direct=True)
+
+
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
@@ -198,7 +228,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
-  settings = settings_of(rate)
+  settings = _check_updates(run, problem, settings_of(rate))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:
