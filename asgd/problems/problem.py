@@ -72,9 +72,9 @@ class Problem(NamedTuple):
   # In the place of the gradient, for the recipe `table` alone; None: there is
   # a gradient of the loss.
   updates: Updates | None = None
-  # The name of the function at the server (`tables.RowFunction.name`) that
-  # takes the updates.
-  function: str = "add"
+  # The function at the server (`tables.RowFunction.name`) that takes the
+  # updates, and its options.
+  function: tuple[str, Mapping[str, Any]] = ("add", {})
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.

@@ -154,7 +154,7 @@ def table(
   function = functions.add()
   if proximal is not None:
     function = _proximal(proximal, learning_rate, workers * clock_every)
-    filters = [_of_weights(each) for each in filters]
+    filters = [_of_weights(each, proximal["l1"]) for each in filters]
   elif ftrl is not None:
     tx = functions.ftrl_proximal(**{"learning_rate": learning_rate, **ftrl})
     function = functions.by_row(tx)
@@ -203,12 +203,12 @@ def _proximal(options, learning_rate, messages):
   return names.call("function", "proximal", functions.proximal, options)
 
 
-def _of_weights(value):
+def _of_weights(value, l1):
   """A filter for rows of `functions.proximal`, (weight, curvature)."""
   if not _is_kkt(value):
     return value
   options = {"name": value} if isinstance(value, str) else dict(value)
-  return {"column": 0, **options}
+  return {"column": 0, "l1": l1, **options}
 
 
 def _is_kkt(value):

@@ -173,6 +173,21 @@ def _refuse(run: Run) -> None:
   unused.check_order(run, "its consistency")
 
 
+def _add_function(run, problem, options):
+  """Adds the function at the server that a problem needs, with its options."""
+  name, needed = problem.function
+  if name == functions.ADD:
+    return
+  given = dict(options.get(name) or {})
+  twice = [key for key in needed if key in given]
+  if twice:
+    raise ValueError(
+      f"config.runs.{run.label}.{name}.{twice[0]} follows from config.problem:"
+      " drop it"
+    )
+  options[name] = {**needed, **given}
+
+
 def _check_updates(run, problem, settings):
   """Returns the settings for what a problem's workers compute; ValueError where
   that is not for the function at the server."""
@@ -184,13 +199,11 @@ def _check_updates(run, problem, settings):
         " curvatures by feature: drop it, or use ftrl or an optimizer"
       )
     return settings
-  if name != problem.function:
-    remedy = "drop optimizer, ftrl and proximal"
-    if problem.function == functions.PROXIMAL:
-      remedy = "give the run proximal=dict(l1=...)"
+  wanted, _ = problem.function
+  if name != wanted:
     raise ValueError(
-      f"{where}: the problem's updates are for the function"
-      f" {problem.function!r} at the server, not for {name!r}: {remedy}"
+      f"{where}: the problem's updates are for the function {wanted!r} at the"
+      f" server, not for {name!r}: drop optimizer, ftrl and proximal"
     )
   if run.config["curvature_checks"]:
     raise ValueError(
@@ -214,6 +227,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   options, peak = dict(run.options), float(config["learning_rate"])
   if config["optimizer"] is not None:
     options["optimizer"] = optimizers.named(config["optimizer"])
+  _add_function(run, problem, options)
 
   def settings_of(rate):
     with checks.blame(f"runs.{run.label}", tuple(run.options)):
