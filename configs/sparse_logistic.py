@@ -28,9 +28,14 @@ def get_config(arg=None):
   )
   delayed = dict(recipe="table", consistency="delay_bounded", shards=2)
   config.runs = dict(
-    bsp=dict(recipe="table", consistency="bulk_synchronous", title="BSP"),
+    bsp=dict(
+      recipe="table",
+      consistency="bulk_synchronous",
+      title="BSP",
+      learning_rate=3.0,
+    ),
     tau2=dict(delayed, bound=2, title="delay 2"),
-    tau8=dict(delayed, bound=8, title="delay 8", learning_rate=0.35),
+    tau4=dict(delayed, bound=4, title="delay 4", learning_rate=0.8),
     kkt=dict(
       delayed,
       bound=2,
@@ -41,8 +46,8 @@ def get_config(arg=None):
   config.workers = (4,)
   config.seeds = (0,)
   config.batch_size = 400
-  config.epochs = 400.0
-  config.learning_rate = 0.7
+  config.epochs = 600.0
+  config.learning_rate = 1.5
   config.evaluations = 10
   config.curvature_checks = 0
   if arg is not None:
