@@ -182,9 +182,10 @@ def from_texts(
   number = {word: i for i, word in enumerate(vocabulary)}
   coded = [[number[w] for w in words if w in number] for words in pieces]
   kept = [np.array(each, np.int32) for each in coded if each]
+  made = _parted(name, source, kept, vocabulary)
   if len(kept) < len(coded):
     source += f", {len(coded) - len(kept)} without a known word left out"
-  return _parted(name, source, kept, vocabulary)
+  return made._replace(source=source)
 
 
 def _vocabulary(pieces, source, least, most):
@@ -221,8 +222,9 @@ def _parted(name, source, documents, vocabulary) -> Documents:
   longest = max(map(len, documents))
   arrays = []
   for part in (False, True):
-    rows = [d for d, is_test in zip(documents, test, strict=True)
-            if is_test == part]
+    rows = [
+      d for d, held in zip(documents, test, strict=True) if held == part
+    ]
     words = np.zeros((len(rows), longest), np.int32)
     for row, each in zip(words, rows, strict=True):
       row[: len(each)] = each

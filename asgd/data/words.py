@@ -77,9 +77,9 @@ def from_string(
   common = [word for word, count in ordered if count >= least][:most]
   if len(common) < 2:
     raise ValueError(
-      f"the vocabulary of {source} has {len(common) or 'no'} word"
-      f"{'' if common else 's'}: of {len(counted)} different words so many are"
-      f" there {least} times or more; lower least, or give a longer text"
+      f"the vocabulary of {source} has {len(common) or 'no'} word: of"
+      f" {len(counted)} different ones so many are there {least} times or more;"
+      " lower least, or give a longer text"
     )
   number = {word: i for i, word in enumerate(common)}
   parts = [

@@ -20,22 +20,22 @@ def test_drawn_documents_have_words_of_their_bars():
 
 def test_a_file_has_a_document_a_line(tmp_path):
   path = tmp_path / "documents"
-  lines = [f"Tree{'s' if i % 2 else ''} and leaf leaf {i}" for i in range(20)]
+  lines = ["Tree trunk and leaf leaf", "Trees TRUNKS and leaf"] * 10
   lines[3] = "Unknown words alone"
   path.write_text("\n".join(lines) + "\n")
-  read = documents.load("file", data_dir=str(path), least=2, longest=2)
+  read = documents.load("file", data_dir=str(path), least=2)
   # `leaf` is in more than half of the documents; `and` is a stop word.
-  assert read.vocabulary == ("tree", "trees")
-  assert "left out" in read.source
-  assert set(read.train_lengths) == {1}
+  assert read.vocabulary == ("tree", "trees", "trunk", "trunks")
+  assert read.source.endswith("documents, 1 without a known word left out")
+  assert read.train_words[:3].tolist() == [[0, 2], [1, 3], [0, 2]]
 
 
 def test_long_documents_are_cut_and_a_tenth_is_held_out():
   text = " ".join(["wood leaf branch"] * 10)
-  texts = [text] * 10 + ["stone rock cliff"] * 20
+  texts = [text] * 10 + ["stone rock cliff"] * 50
   made = documents.from_texts(texts, longest=6)
-  assert made.train_words.shape == (63, 6)
-  assert len(made.test_lengths) == 7
+  assert made.train_words.shape == (90, 6)
+  assert len(made.test_lengths) == 10
   assert (made.test_lengths > 1).all()
 
 

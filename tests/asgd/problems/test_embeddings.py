@@ -66,8 +66,8 @@ def test_stale_workers_end_where_plain_sgd_ends(text):
   stale = ends["ssp"][1]
   assert stale["test_loss"] == pytest.approx(row["test_loss"], rel=0.05)
   assert stale["test_loss"] < 0.9 * problem.guess
-  # Of a negative of the same kind nothing is known: half of them, half right.
-  assert stale["test_accuracy"] > 0.7
+  # Nothing is known of a negative of the same kind, which each other one is.
+  assert stale["test_accuracy"] > 0.6
 
 
 def test_the_loss_on_the_rows_of_a_batch_is_the_loss(text):

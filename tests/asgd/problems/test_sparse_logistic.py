@@ -119,7 +119,6 @@ def test_a_step_is_taken_once_all_workers_have_sent():
     ({"recipe": "asgd"}, "compute no gradient, for the recipe 'asgd'"),
     ({"ftrl": {"l1": 0.1}}, "ftrl and proximal are both the function"),
     ({"proximal": {"l1": 0.1}}, "proximal.l1 follows from config.problem"),
-    ({"learning_rate": 0.0}, "learning_rate must be positive"),
   ],
 )
 def test_runs_that_do_not_fit_are_refused(run, wrong):
