@@ -19,6 +19,12 @@ from asgd.sandblaster.coordinator import (
 )
 from asgd.sandblaster.settings import Failure, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
-from asgd.sandblaster.simulation import Saved, Simulation, Work, template
+from asgd.sandblaster.simulation import (
+  Saved,
+  Simulation,
+  coordinator_from,
+  template,
+)
+from asgd.sandblaster.sums import Work, make_sums, message_norm
 
 RECIPES = {"sandblaster": sandblaster}  # that a coordinator drives
