@@ -24,7 +24,7 @@ import optax
 from asgd import algorithms, base, models, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
 from pipeline import analyze, cut, schedules
 from pipeline import table as table_lib
@@ -189,7 +189,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
       f" backward, too: set config.runs.{run.label}.weights='stash'"
     )
   peak = float(run.config["learning_rate"]) * table.every
-  rate = parameter_server.schedule(
+  rate = learning_rates.schedule(
     run, problem, peak=peak, batches=table.every, start=_START * peak
   )
   with checks.blame("pipeline.cuts"):
@@ -215,7 +215,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
 def _total(run, problem) -> int:
   """Microbatches of a cell: whole updates of a synchronous schedule."""
   each = run.config["pipeline"]["microbatches"]
-  count = parameter_server.passes(run, problem)
+  count = learning_rates.passes(run, problem)
   total = max(int(round(count)) // each, 1) * each
   if total > _MOST_MICROBATCHES:
     raise ValueError(

@@ -58,6 +58,18 @@ def average() -> Rule:
   return Rule(lambda params, slots: params, put, mix, refers=True)
 
 
+def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
+  """Of `push_sum`: an own update of x = w z as one of z, z + u / w."""
+  before = base.weights_of(state.server.params)
+  scaled = jax.tree.map(
+    lambda a, b: b + (a - b) / state.own.astype(b.dtype),
+    *(base.weights_of(params), before),
+  )
+  # While all have weight 1, not even a rounding error.
+  weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
+  return base.with_weights(params, weights)
+
+
 def push_sum() -> Rule:
   """Push-sum: peers give parts of their mass away, along a directed graph.
 
@@ -81,16 +93,6 @@ def push_sum() -> Rule:
     del slots
     leaf = jax.tree.leaves(params)[0]
     return jnp.ones([], leaf.dtype)
-
-  def step(state: PeerState, params: base.Params) -> base.Params:
-    before = base.weights_of(state.server.params)
-    scaled = jax.tree.map(
-      lambda a, b: b + (a - b) / state.own.astype(b.dtype),
-      *(base.weights_of(params), before),
-    )
-    # While all have weight 1, not even a rounding error.
-    weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
-    return base.with_weights(params, weights)
 
   def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
     del key
@@ -135,7 +137,7 @@ def push_sum() -> Rule:
     put,
     mix,
     weight=lambda state: state.own,
-    step=step,
+    step=_step_of_mass,
     lend=lend,
     adopt=adopt,
     columns=True,

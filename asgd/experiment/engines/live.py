@@ -379,12 +379,7 @@ class LiveEngine(engines.Engine):
     }
 
   def _replaced(self) -> dict[str, int]:
-    """How many processes were replaced since the cell began."""
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self.cluster.replaced.items()
-    }
+    return self._memory.replaced_since(self.cluster.replaced)
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is

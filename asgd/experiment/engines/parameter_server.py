@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from asgd import (
   algorithms,
   base,
@@ -18,7 +20,6 @@ from asgd import (
   optimizers,
   orders,
   problems,
-  rates,
   sharding,
   simulator,
   stacking,
@@ -26,9 +27,15 @@ from asgd import (
 from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.checks import line_of, shown
+from asgd.checks import shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations, traffic, unused
+from asgd.experiment.engines import (
+  Column,
+  allocations,
+  learning_rates,
+  traffic,
+  unused,
+)
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -144,15 +151,8 @@ class ServerPlan:
     batches = self._job_batches(seed)
 
     def batch(worker, job):
-      try:
+      with checks.batch_of(f"worker {worker}, job {job}"):
         return batches(worker, job)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of worker {worker}, job {job} cannot be made"
-          f" ({line_of(error, 250)})"
-        ) from error
 
     return batch
 
@@ -255,79 +255,6 @@ def _worker(run, recipe, loss) -> base.Worker:
   return _weighted(worker, run.config["batch_size"])
 
 
-def passes(run: Run, problem: problems.Problem) -> float:
-  """Returns the batches of the whole budget of a cell."""
-  examples = run.config["examples"]
-  if examples is not None:
-    return examples / run.config["batch_size"]
-  return run.config["epochs"] * problem.batches_per_epoch
-
-
-def schedule(
-  run: Run,
-  problem: problems.Problem,
-  *,
-  peak: float,
-  batches: int,
-  start: float,
-  steps: int = 1,
-) -> Any:
-  """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is made of so many `batches`, a message of
-  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
-  key."""
-  section = run.config["learning_rate_schedule"]
-  per_epoch = problem.batches_per_epoch / batches
-  per_example = 1 / (run.config["batch_size"] * batches)
-  own = run.given and run.given.made and run.given.made.learning_rate
-  if callable(own):
-    factor = peak / float(run.config["learning_rate"])
-    return own if factor == 1 else lambda update: factor * own(update)
-  with checks.blame("learning_rate_schedule"):
-    for name in ("warmup", "decay"):
-      if section[f"{name}_epochs"] and section[f"{name}_examples"]:
-        raise ValueError(
-          f"{name}_epochs and {name}_examples say the same thing; drop one"
-        )
-    drops = [round(e * per_epoch) for e in section["decay_epochs"]]
-    drops += [round(e * per_example) for e in section["decay_examples"]]
-    warmup = round(section["warmup_epochs"] * per_epoch)
-    warmup += round(section["warmup_examples"] * per_example)
-    most = max([warmup, *drops])
-    if most > checks.MOST_INTEGER:
-      raise ValueError(f"{most:.3g} updates are more than can be counted")
-    if section["name"] != rates.STEPS:
-      if drops:
-        raise ValueError(
-          f"decay_epochs and decay_examples are of the schedule"
-          f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
-        )
-      units = {
-        "epochs": per_epoch,
-        "messages": steps / batches,
-        "updates": 1.0,
-      }
-      updates = max(round(passes(run, problem) / batches) - warmup, 1)
-      made = rates.named(
-        *(section["name"], peak),
-        updates=updates,
-        unit=units[section["count"]],
-        options={
-          key: section[key]
-          for key in rates.arguments(section["name"])
-          if key in section
-        },
-      )
-      return rates.after_warmup(made, made(0), warmup=warmup, start=start)
-    return rates.warmup_steps(
-      peak,
-      warmup=warmup,
-      start=start,
-      boundaries=drops,
-      factor=float(section["decay_factor"]),
-    )
-
-
 def plan(
   experiment: Any,
   run: Run,
@@ -354,7 +281,7 @@ def plan(
   # All peers make an update of their own from so many batches.
   every = workers if first.gossip is not None else first.every
   batches, start = every * first.steps, peak / workers
-  rate = schedule(
+  rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=batches,
@@ -365,13 +292,9 @@ def plan(
     rate = peak = math.nan  # it has its own, which is not known
   recipe = traffic.downward(run, build_recipe(run, workers, rate))
   order = _order(run, recipe)
-  count = passes(run, problem)
+  count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
-      f" one cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(run.config, messages)
   make = ServerPlan if first.gossip is None else of_peers or ServerPlan
   result = make(
     run=run,
@@ -449,6 +372,27 @@ def columns(
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
   return row | traffic.columns(plan, records)
+
+
+def broken(
+  plan: ServerPlan, part: Any, done: int, cell: str, which: str
+) -> str | None:
+  """Says what is not finite in the latest records of a cell, if anything.
+
+  Args:
+    part: records of the latest messages, of a server or of peers.
+    done: messages of the cell so far.
+    which: what else is said of the message, with names of columns in braces.
+  """
+  finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
+  if finite.all():
+    return None
+  first = int(np.argmin(finite))
+  row = {name: column[first] for name, column in part._asdict().items()}
+  message = done - len(finite) + first + 1
+  words = "the loss is {loss} and the update {update_norm}".format_map(row)
+  words += f" at message {message}, {which.format_map(row)}"
+  return not_finite(plan, words, cell)
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
