@@ -456,10 +456,13 @@ def options_of(recipe: str) -> dict[str, Any]:
 
 def _check_engine(recipe, kind):
   if recipe in SERVED and recipe not in kind.served:
-    what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
+    if recipe in sandblaster.RECIPES:
+      what, others = "a coordinator", "'simulate', 'threads' or 'ray'"
+    else:
+      what, others = "tables", "'simulate'"
     raise ValueError(
       f"the recipe {recipe!r} has {what} in the place of a server's update,"
-      " which is simulated so far: use engine='simulate'"
+      f" which this engine does not run: use engine={others}"
     )
 
 

@@ -1,6 +1,7 @@
 """What a live run writes down as it goes: a journal and records, as a server's
 lead does."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,12 @@ import numpy as np
 from asgd import base
 from asgd.live.append_only import PUT_BACK
 from asgd.live.journal import FileJournal, journal_path, read_journal
-from asgd.live.records import FileSink, count_records, read_records, records_path
+from asgd.live.records import (
+  FileSink,
+  count_records,
+  read_records,
+  records_path,
+)
 from asgd.orders.trace import Event
 from asgd.sandblaster.book import Book, Lengths
 
@@ -59,7 +65,7 @@ def _cut_journal(path, rows):
     )
   if there > rows:
     with path.open("rb") as file:
-      kept = sum(len(line) for line, _ in zip(file, range(rows + 1)))
+      kept = sum(map(len, itertools.islice(file, rows + 1)))
     with path.open("r+b") as file:
       file.truncate(kept)
 

@@ -7,6 +7,7 @@ one begins the evaluation again that was under way: shards answer commands of
 before as they did, and what workers have pushed stays.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from asgd.live.deadlines import DEAD, Deadlines, Ladder
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveBook, first_ticket
-from asgd.live.sandblaster.shards import LiveShards, MakeShard
+from asgd.live.sandblaster.shards import LiveShards
 from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.sandblaster import (
   Await,
@@ -93,21 +94,23 @@ class Driver:
     settings: Settings,
     params: base.Params,
     hosts: Hosts,
-    make_shard: MakeShard,
+    make_shard: Callable[[int, int, Image, bool], Make],
     make_worker: Callable[[int], Make],
     book: LiveBook,
     *,
     workers: int,
     clock: Callable[[], float],
-    options: Options = Options(),
+    options: Options | None = None,
     saved: SavedRun | None = None,
     note_down: Callable[[dict[str, Any]], None] = lambda notes: None,
   ):
     """Prepares; `start` begins with parameters, NumPy's, or goes on from what
-    was saved. `clock` has the seconds since the run began; `note_down` is told
-    when an evaluation begins what the next driver needs."""
+    was saved. `make_shard` is given an evaluation, the shard, its image, and
+    whether it begins anew; `clock` has the seconds since the run began;
+    `note_down` is told when an evaluation begins what the next driver needs."""
     self._settings, self._like, self._hosts = settings, params, hosts
-    self._make_worker, self._clock, self._options = make_worker, clock, options
+    self._make_worker, self._clock = make_worker, clock
+    self._options = options = options or Options()
     self._note_down = note_down
     self.book = book
     self.counts = Counts()
@@ -136,7 +139,7 @@ class Driver:
       self._jobs.begin(settings.jobs)
     self._shards = LiveShards(
       sharding.make_plan(params, settings.shards),
-      *(hosts, make_shard),
+      *(hosts, functools.partial(make_shard, self._current)),
       patience=DEAD * options.ladder.start,
       number=notes.get("number", 0),
     )
@@ -204,8 +207,8 @@ class Driver:
           late = [i for i, place in enumerate(self._places) if place.made]
           raise ValueError(
             f"workers {late} took more than"
-            f" {DEAD * self._options.ladder.start:g} seconds to start: give them"
-            " more with config.live.start_seconds"
+            f" {DEAD * self._options.ladder.start:g} seconds to start: give"
+            " them more with config.live.start_seconds"
           )
 
   def _leave_behind(self):
@@ -242,7 +245,8 @@ class Driver:
       elif self.received >= until or time.monotonic() >= end:
         break
       else:
-        self._listen(min(_LOOK, max(end - time.monotonic(), 0.0)))
+        left = max(end - time.monotonic(), 0.0)
+        self._listen(min(_LOOK, left), until)
     self.book.news += self._shards.news
     self._shards.news.clear()
     self.replaced["shard"] = self._shards.replaced
@@ -315,8 +319,9 @@ class Driver:
 
   # What happens.
 
-  def _listen(self, seconds):
-    """Waits for the next thing to happen, so long at most."""
+  def _listen(self, seconds, until=math.inf):
+    """Waits for the next things to happen, so long at most; not for more
+    messages than are to be received."""
     while self._failures and self._failures[0].time <= self.now:
       self._fail(self._failures.pop(0))
     waiting = {}
@@ -331,7 +336,7 @@ class Driver:
       )
     ended = self._hosts.wait(list(waiting.values()), seconds)
     for worker, call in waiting.items():
-      if call in ended:
+      if call in ended and self.received < until:
         self._hear(worker)
     self._bury_idle()
     self._end_hanging()
