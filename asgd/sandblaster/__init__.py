@@ -8,6 +8,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
+from asgd.sandblaster.again import Recomputed, recompute
 from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (

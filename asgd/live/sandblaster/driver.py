@@ -272,6 +272,7 @@ class Driver:
     """Workers that are idle start on new parameters; one that asks for an
     evaluation again is told that it has begun."""
     if evaluation > self._current:
+      self._shards.flush()
       self._begun = self._notes()
       self._note_down(self._begun)
       self._shards.begin(evaluation)
