@@ -456,13 +456,11 @@ def options_of(recipe: str) -> dict[str, Any]:
 
 def _check_engine(recipe, kind):
   if recipe in SERVED and recipe not in kind.served:
-    if recipe in sandblaster.RECIPES:
-      what, others = "a coordinator", "'simulate', 'threads' or 'ray'"
-    else:
-      what, others = "tables", "'simulate'"
+    what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
     raise ValueError(
       f"the recipe {recipe!r} has {what} in the place of a server's update,"
-      f" which this engine does not run: use engine={others}"
+      " which this engine does not run: use engine='simulate', 'threads' or"
+      " 'ray'"
     )
 
 

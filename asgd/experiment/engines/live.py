@@ -2,7 +2,7 @@
 
 What is common to them: their sections of a config, the checks of a machine, and
 which driver has the workers, by the recipe of a run: `live_server` of a server,
-`live_peers` of peers, `live_batches` of a coordinator.
+`live_peers` of peers, `live_batches` of a coordinator, `live_tables` of tables.
 """
 
 import functools
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import sandblaster
+from asgd import tables as tables_lib
 from asgd.checks import shown
 from asgd.experiment import checks, engines, live_files
 from asgd.experiment import live_memory as memory_lib
@@ -23,9 +24,11 @@ from asgd.experiment.engines import (
   live_clusters,
   live_peers,
   live_server,
+  live_tables,
   parameter_server,
   peer_clusters,
   peers,
+  table_clusters,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.ray_runtime import check as check_ray
@@ -157,7 +160,11 @@ def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
   memory_lib.forget(folder)
-  if live_files.has_peers(folder, live_files.read_description(folder)):
+  description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    live_tables.check_files(folder, description)
+    return
+  if live_files.has_peers(folder, description):
     live_peers.check_files(folder)
     return
   live_files.read(folder)
@@ -174,6 +181,11 @@ def _start(context: engines.Context, *, ray: bool) -> engines.Engine:
 def _start_batches(context: engines.Context, *, ray: bool) -> engines.Engine:
   make = live_batches.ray_hosts if ray else live_batches.thread_hosts
   return live_batches.LiveBatchEngine(context, make)
+
+
+def _start_tables(context: engines.Context, *, ray: bool) -> engines.Engine:
+  make = table_clusters.ray_tables if ray else table_clusters.thread_tables
+  return live_tables.LiveTableEngine(context, make)
 
 
 def _describe(result: Mapping[str, Any]) -> str:
@@ -205,7 +217,17 @@ _COORDINATOR = _Driver(
 _ORDER = _Driver(  # of messages to a server, or between peers
   _check, _plan, live_peers.check_faults, _start, _describe
 )
-_DRIVERS = dict.fromkeys(sandblaster.RECIPES, _COORDINATOR)
+_TABLES = _Driver(
+  live_tables.check,
+  live_tables.plan,
+  live_tables.check_faults,
+  _start_tables,
+  live_tables.describe,
+)
+_DRIVERS = {
+  **dict.fromkeys(sandblaster.RECIPES, _COORDINATOR),
+  **dict.fromkeys(tables_lib.RECIPES, _TABLES),
+}
 
 
 def _driver(recipe: str) -> _Driver:

@@ -279,11 +279,7 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
         raise FileGone(path)
 
   def _replaced(self) -> dict[str, int]:
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self._simulation.replaced.items()
-    }
+    return self._memory.replaced_since(self._simulation.replaced)
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""

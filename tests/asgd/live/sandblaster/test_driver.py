@@ -69,7 +69,7 @@ class Run:
   def note(self, notes):
     self.notes = notes
 
-  def drive(self, saved=None, **options):
+  def drive(self, saved=None, late=60.0, **options):
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     book = LiveBook(self.folder, lengths)
     began = time.monotonic() - last_time(book.rows)
@@ -78,7 +78,7 @@ class Run:
       *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
       workers=3,
       clock=lambda: time.monotonic() - began,
-      options=Options(Ladder(floor=0.1, start=60.0), **options),
+      options=Options(Ladder(floor=late, start=60.0), **options),
       saved=saved,
       note_down=self.note,
     )
@@ -114,21 +114,26 @@ def check(driver, deaths=0):
   )
 
 
-@pytest.mark.parametrize(
-  ("faults", "deaths"),
-  [
-    ((), 0),
-    ((Fault(0, 1, "kill"), Fault(1, 0, "kill"), Fault(0, 2, "kill")), 3),
-    ((Fault(2, 2, "hang"), Fault(1, 1, "nan"), Fault(0, 2, "slow", 0.01)), 1),
-  ],
-  ids=["undisturbed", "killed", "hung"],
-)
-def test_workers_that_die_or_hang(tmp_path, faults, deaths):
+KILLS = Fault(0, 1, "kill"), Fault(1, 0, "kill"), Fault(0, 2, "kill")
+
+
+@pytest.mark.parametrize("faults", [(), KILLS], ids=["undisturbed", "killed"])
+def test_workers_that_die(tmp_path, faults):
   for driver in Run(tmp_path, faults).drive():
     finish(driver)
     assert driver.received == 40
+    check(driver, len(faults))
+    assert driver.replaced == {"worker": len(faults), "shard": 0}
+
+
+def test_a_worker_that_hangs_is_replaced(tmp_path):
+  faults = Fault(2, 2, "hang"), Fault(1, 1, "nan"), Fault(0, 2, "slow", 0.01)
+  for driver in Run(tmp_path, faults).drive(late=0.1):
+    finish(driver)
+    # On a busy machine others may seem to hang.
+    deaths = driver.replaced["worker"]
+    assert deaths >= 1
     check(driver, deaths)
-    assert driver.replaced == {"worker": deaths, "shard": 0}
 
 
 def test_all_sorts_of_processes_are_killed(tmp_path):
