@@ -28,6 +28,7 @@ from asgd.tables.settings import Settings
 from asgd.tables.table import Table
 from asgd.tables.work import Values, Work
 
+
 class Read(NamedTuple):
   """A job's read, told to an observer: what tests of a model look at."""
 

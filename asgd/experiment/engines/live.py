@@ -32,7 +32,6 @@ from asgd.experiment.engines import (
   peer_clusters,
   peers,
   table_clusters,
-  tables,
   traffic,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
