@@ -4,8 +4,8 @@
   compute          | compute 1  | compute 2 ...
   push                          | push 1 ...
 
-"Three weakly synchronised threads" (Dean et al., "Large scale distributed deep
-networks", NIPS 2012, section 4.1). Jobs pass the stages in their order. What
+They are the three weakly synchronised threads of Dean et al., "Large scale
+distributed deep networks", NIPS 2012. Jobs pass the stages in their order. What
 is fetched ahead is a ticket of its own (`Rules.depth`), of the version that it
 was sent with, so that the staleness which this costs is counted.
 """

@@ -43,8 +43,8 @@ def backup_tasks(
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, as to
-    Sandblaster's portions; the median is ours. Dean, Ghemawat, "MapReduce",
-    OSDI 2004, section 3.6.
+    Sandblaster's portions, and Dean, Ghemawat, "MapReduce", OSDI 2004; that
+    the median decides is our own choice.
 
   Example:
     At 2 the jobs of workers 0 and 1 have taken 1, and worker 2's is late.
