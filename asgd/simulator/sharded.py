@@ -190,19 +190,31 @@ class Sharded:
 
   def until(self, messages: int | None = None) -> None:
     """Obeys rows, the earliest first, until the lead has received so many
-    messages in all; None is all rows of all shards."""
-    lead = self._shards[0]
-    while messages is None or len(lead.ledger.received) < messages:
-      shards = enumerate(self._shards)
-      following = [(s.next.time, i) for i, s in shards if s.next]
-      if not following:
-        return
-      if not any(self._obey(index) for _, index in sorted(following)):
-        rows = {i: self._shards[i].next.format() for _, i in following}
-        raise ValueError(
-          f"the shards' traces do not belong together: no row of {rows}"
-          f" ({trace_lib.HEADER}) can be obeyed"
-        )
+    messages in all, and the other shards what they have by then; None is all
+    rows of all shards."""
+    while following := sorted(self._following(messages)):
+      if any(self._obey(index) for _, index in following):
+        continue
+      rows = {i: self._shards[i].next.format() for _, i in following}
+      raise ValueError(
+        f"the shards' traces do not belong together: no row of {rows}"
+        f" ({trace_lib.HEADER}) can be obeyed"
+      )
+
+  def _following(self, messages):
+    """Yields (time, shard) of the rows that are next, until the lead has so
+    many messages."""
+    lead = self._shards[0].ledger
+    ends = messages is not None and len(lead.received) >= messages
+    for index, shard in enumerate(self._shards):
+      event = shard.next
+      if event is None:
+        continue
+      if ends:
+        behind = index and len(shard.ledger.received) < messages
+        if event.time > lead.time or (event.time == lead.time and not behind):
+          continue
+      yield event.time, index
 
   def _obey(self, index):
     return self._run.obey(index, self._totals and self._totals[index])

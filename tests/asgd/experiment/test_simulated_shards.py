@@ -1,7 +1,6 @@
-"""Simulated servers in shards: the same as one in step, replayed out of it."""
+"""Simulated servers in shards that are out of step: replayed and resumed."""
 
 import kit
-import numpy as np
 import pytest
 
 import asgd
@@ -16,19 +15,6 @@ CONFIG = {
 OUT = {"shards": 3, "delays": {"name": "gamma", "mean": 0.8}}
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def test_shards_in_step_are_one_server(tmp_path):
-  one = kit.train_live(tmp_path / "one", **CONFIG)[1]
-  place, result, _ = kit.train_live(
-    tmp_path / "three", **CONFIG, server={"shards": 3}
-  )
-  assert result["shards"], result["spread_mean"] == (3, 0.0)
-  for key in ("test_accuracy", "staleness_mean", "simulated_time", "updates"):
-    assert result[key] == one[key]
-  for key in ("test_loss", "gap_mean", "effective_rate"):
-    np.testing.assert_allclose(result[key], one[key], rtol=1e-5)
-  assert len({(place / f"trace-{i}.csv").read_text() for i in range(3)}) == 1
 
 
 def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):

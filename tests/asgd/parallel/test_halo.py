@@ -98,24 +98,6 @@ def problem(name):
   return layers, kit.parameters(layers, x), x, labels
 
 
-@pytest.mark.parametrize("name", ["wide", "local"])
-def test_a_model_of_rows_has_the_loss_and_gradients_of_the_whole(name):
-  layers, params, x, labels = problem(name)
-
-  def whole(params, x):
-    return cross_entropy(models.apply(layers, params, x)[0], labels)
-
-  def part(params, x):
-    x = halo.tile(x)
-    return cross_entropy(halo.apply(layers, params, x)[0], labels)
-
-  specs = halo.partition(params)
-  run = split(jax.value_and_grad(part), 4, (specs, P()), (P(), specs))
-  kit.close(
-    run(params, x), jax.jit(jax.value_and_grad(whole))(params, x), rtol=1e-12
-  )
-
-
 TILES = {"rows": 2, "columns": 2}
 
 
@@ -136,7 +118,12 @@ def test_a_tile_has_the_corners_of_its_neighbours():
 
 @pytest.mark.parametrize(
   ("name", "axes"),
-  [("wide", TILES), ("local", TILES), ("local", {"columns": 2})],
+  [
+    ("wide", {"rows": 4}),
+    ("wide", TILES),
+    ("local", {"columns": 2}),
+    ("local", TILES),
+  ],
 )
 def test_a_model_of_tiles_has_the_loss_and_gradients_of_the_whole(name, axes):
   layers = MODELS[name]
