@@ -396,6 +396,10 @@ def describe(result: Mapping[str, Any]) -> str:
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
     words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+  if "spread_mean" in result:
+    words += (
+      f", {result['shards']} shards {result['spread_mean']:.2g} messages apart"
+    )
   if result.get("backup_started"):
     words += (
       f", {result['backup_first']} of {result['backup_started']} backup tasks"
