@@ -140,7 +140,7 @@ def test_counts_of_different_ages_may_be_below_zero():
   ("run", "wrong"),
   [
     ({"codec": "int8"}, "codec 'int8' is for floats, and .* whole numbers"),
-    ({"optimizer": "adagrad"}, "are for the function 'add' at the server, not"),
+    ({"optimizer": "adagrad"}, "are for the function 'add' at the server,"),
     ({"recipe": "dana_slim"}, "compute no gradient, for the recipe 'dana_slim'"),
   ],
 )
