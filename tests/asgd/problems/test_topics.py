@@ -141,7 +141,7 @@ def test_counts_of_different_ages_may_be_below_zero():
   [
     ({"codec": "int8"}, "codec 'int8' is for floats, and .* whole numbers"),
     ({"optimizer": "adagrad"}, "are for the function 'add' at the server,"),
-    ({"recipe": "dana_slim"}, "compute no gradient, for the recipe 'dana_slim'"),
+    ({"recipe": "dana_slim"}, "no gradient, for the recipe 'dana_slim'"),
   ],
 )
 def test_runs_that_counts_are_not_for_are_refused(run, wrong):
