@@ -175,7 +175,7 @@ class Driver:
     seconds = DEAD * self._options.ladder.start
     end = time.monotonic() + seconds
     while self._options.together and self._places.coming:
-      self._listen(_LOOK)
+      self._listen(_LOOK, self.received)
       if time.monotonic() > end:
         raise ValueError(
           f"workers {self._places.coming} took more than {seconds:g} seconds to"
@@ -278,7 +278,9 @@ class Driver:
       )
     ended = self._hosts.wait(list(waiting.values()), seconds)
     for worker, call in waiting.items():
-      if call in ended and self.received < until:
+      if call not in ended:
+        continue
+      if self._places[worker].made or self.received < until:
         self._hear(worker)
     self._bury_idle()
     self._end_hanging()
@@ -370,7 +372,10 @@ class Driver:
     """Kills who has been at a job for too long; its call then ends."""
     now = self._clock()
     for worker, place in enumerate(self._places.all):
-      if place.job and now - place.job.began > self._deadlines.dead:
+      job = place.job
+      if job is None or now - job.began <= self._deadlines.dead:
+        continue
+      if not job.call.done():  # or it was not listened to
         self._hosts.kill(WORKER, worker)
         self.book.news.append(f"worker {worker} hung")
 
