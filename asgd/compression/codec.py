@@ -150,8 +150,7 @@ def error_feedback(codec: Codec) -> Codec:
     )
 
   def init(like: base.Params) -> Residual:
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return Residual(zeros, codec.init(like))
+    return Residual(zeros(like), codec.init(like))
 
   def encode(
     state: Residual, tree: optax.Updates, key: jax.Array
@@ -205,6 +204,12 @@ def clip(codec: Codec, norm: float) -> Codec:
     return codec.encode(state, clipped(tree, norm), key)
 
   return codec._replace(encode=encode, unbiased=False)
+
+
+def zeros(like: Any) -> Any:
+  """Returns a tree of zeros, with the shapes and dtypes of another, which may
+  be known by these alone."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def in_words(codec: Codec) -> Codec:

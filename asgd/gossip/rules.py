@@ -246,7 +246,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
   """Keeps updates back, for `share` to put them."""
 
   def init(params: base.Params) -> Pending:
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = optax.tree.zeros_like(params)
     return Pending(algorithm.init(params), zeros)
 
   def update(
@@ -256,7 +256,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
     **extra: Any,
   ) -> tuple[optax.Updates, Pending]:
     updates, inner = algorithm.update(message, state.inner, params, **extra)
-    zeros = jax.tree.map(jnp.zeros_like, updates)
+    zeros = optax.tree.zeros_like(updates)
     return zeros, Pending(inner, optax.tree.add(state.update, updates))
 
   return base.Algorithm(init, update)
@@ -291,7 +291,7 @@ def share(codec: Any) -> Rule:
 
   def init(params: base.Params, slots: int) -> Share:
     del slots
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = optax.tree.zeros_like(params)
     return Share(codec.init(params), zeros)
 
   def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
@@ -300,7 +300,7 @@ def share(codec: Any) -> Rule:
     total = _add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )
-    zeros = jax.tree.map(jnp.zeros_like, pending.update)
+    zeros = optax.tree.zeros_like(pending.update)
     server = state.server._replace(opt_state=pending._replace(update=zeros))
     return state._replace(server=server, own=Share(inner, total)), code
 
@@ -311,7 +311,7 @@ def share(codec: Any) -> Rule:
     sent = [codec.decode(code) for code in codes]
     total = _add_weighted(state.own.total, sent, weights)
     params = optax.tree.add(state.server.params, total)
-    zeros = jax.tree.map(jnp.zeros_like, total)
+    zeros = optax.tree.zeros_like(total)
     return with_params(state, params)._replace(
       own=state.own._replace(total=zeros)
     )

@@ -33,8 +33,8 @@ from asgd.experiment.engines import (
   Column,
   allocations,
   learning_rates,
+  server_orders,
   traffic,
-  unused,
 )
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
@@ -94,7 +94,10 @@ class ServerPlan:
     peak learning rate; NaN if that is not known."""
     if self.run.given is not None:
       return math.nan
-    start, rate = self.trace(0, messages=40 * self.workers), self.learning_rate
+    # After a warm start, if there is one.
+    order = {key: v for key, v in self.order.items() if key != "warm_start"}
+    all_at_work = dataclasses.replace(self, order=order)
+    start, rate = all_at_work.trace(0, 40 * self.workers), self.learning_rate
     # It is measured with workers that send one gradient for each ticket; of
     # others nothing is known.
     if self.recipe.worker is not None or (start.action == base.KEEP).any():
@@ -169,22 +172,7 @@ class ServerPlan:
 
   def rules(self) -> protocol.Rules:
     """Returns the protocol of a live run; refuses others with ValueError."""
-    options = dict(self.order)
-    name, every = options.pop("name"), self.recipe.every
-    if name == "bulk_synchronous":
-      rules = {"round": every} if every > 1 else {"bound": 0}
-      return protocol.Rules(**rules)
-    if name == "backup_workers":
-      return protocol.Rules(round=every, **options)
-    if name in ("asynchronous", "stale_synchronous"):
-      if options.get("bound") == 0 and every == self.workers > 1:
-        return protocol.Rules(round=every)
-      return protocol.check_rules(protocol.Rules(**options))
-    raise ValueError(
-      f"config.order.name {name!r} is kept by simulations only: a live worker"
-      " takes the time it takes; use asynchronous, stale_synchronous,"
-      " bulk_synchronous or backup_workers"
-    )
+    return server_orders.rules(self.order, self.recipe.every, self.workers)
 
 
 def check(run: Run) -> None:
@@ -212,23 +200,6 @@ def build_recipe(
     every = max(workers - order.get("backup", 0), 1)
     recipe = recipe._replace(every=every)
   return recipe
-
-
-def _order(run, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it, and so does one with
-  workers that do several jobs on a ticket."""
-  if recipe.order != "asynchronous":
-    unused.check_order(run, recipe.order)
-    return {"name": recipe.order}
-  order = run.config["order"]
-  if recipe.fetch_every == 1:
-    return order
-  if "fetch_every" in order:
-    raise ValueError(
-      f"config.order.fetch_every is {order['fetch_every']}, but the recipe has"
-      f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
-    )
-  return {**order, "fetch_every": recipe.fetch_every}
 
 
 def _server(run, problem, recipe, order) -> base.Server:
@@ -279,7 +250,8 @@ def plan(
       " codec, as their own option codec=",
     )
   # All peers make an update of their own from so many batches.
-  every = workers if first.gossip is not None else first.every
+  every = first.every * first.push_every
+  every = workers if first.gossip is not None else every
   batches, start = every * first.steps, peak / workers
   rate = learning_rates.schedule(
     *(run, problem),
@@ -291,7 +263,7 @@ def plan(
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
   recipe = traffic.downward(run, build_recipe(run, workers, rate))
-  order = _order(run, recipe)
+  order = server_orders.of_run(run, problem, recipe)
   count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
   checks.few_messages(run.config, messages)
@@ -312,45 +284,19 @@ def plan(
     messages=messages,
     allocation=allocations.given(run, recipe, problem, workers),
   )
-  _check_length(result, round(count))
+  server_orders.check_length(result, round(count))
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
       result.of_seed(seed).trace(seed, messages=workers)
-  _check_fetches(result)
+  server_orders.check(result)
   return result
-
-
-def _check_length(plan, count):
-  """A round of long jobs may be more than was asked for."""
-  run, steps, workers = plan.run, plan.recipe.steps, plan.workers
-  if steps > 1 and steps * workers > count:
-    raise ValueError(
-      f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
-      f" message from each of {workers} workers takes {steps * workers}, as a"
-      f" job of config.runs.{run.label} has {steps}; use more epochs, fewer"
-      " workers or shorter jobs (steps, push_every)"
-    )
-
-
-def _check_fetches(plan):
-  """A ticket kept for longer than there are jobs is the first and the last."""
-  fetch_every = plan.order.get("fetch_every", 1)
-  jobs = plan.messages // plan.workers
-  if fetch_every <= max(jobs, 1):
-    return
-  of_order = "fetch_every" in plan.run.config["order"]
-  key = f"{'order' if of_order else f'runs.{plan.run.label}'}.fetch_every"
-  raise ValueError(
-    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
-    f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
-    " again; make it smaller, or config.epochs larger"
-  )
 
 
 def summary(records: base.Records) -> dict[str, float]:
   """Returns what a stretch of records says, as columns of an evaluation."""
   messages = float(records.message_norm.sum())
+  accepted = records.accepted[records.accepted | (records.message_norm != 0)]
   return {
     "train_loss": float(records.loss.mean()),
     "staleness_mean": float(records.staleness.mean()),
@@ -359,7 +305,7 @@ def summary(records: base.Records) -> dict[str, float]:
     "gap_max": float(records.gap.max()),
     # Parameter change per unit of message: plain SGD's learning rate.
     "effective_rate": float(records.update_norm.sum()) / max(messages, 1e-30),
-    "accepted": float(records.accepted.mean()),
+    "accepted": float(accepted.mean()) if accepted.size else 1.0,
   }
 
 

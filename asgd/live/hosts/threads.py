@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import SHARD, Call, Gone, Host, Hosts, Inside, Make
 
 
 class ThreadHost(Host):
@@ -34,6 +34,7 @@ class ThreadHost(Host):
     self._end = threading.Event()
     self._lock = threading.Lock()
     self._open: set[Future[Any]] = set()  # calls that are not answered
+    self._tells = kill is None  # who raised; a process is told by its caller
     self._inside = Inside(kill or self._die, self._wait, clock)
     self.made: Future[Any] = self._new_call()
     name = f"{kind}-{index}"
@@ -118,7 +119,7 @@ class ThreadHost(Host):
     try:
       return do()
     except Exception as error:
-      if not isinstance(error, Gone):
+      if self._tells and not isinstance(error, Gone):
         error.add_note(f"in {self.kind} {self.index}")
       self._answer(call, error=error)
       return None
@@ -140,7 +141,12 @@ class ThreadHosts(Hosts):
     self._threads: list[threading.Thread] = []  # of those before them, too
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base."""
+    """See the base. Of a shard that was killed, the method is waited for that
+    it is in: it writes to the files that the next one opens."""
+    before = self._hosts.get((kind, index))
+    if kind == SHARD and before is not None:
+      before.end()
+      before.thread.join()
     host = ThreadHost(kind, index, make, self._clock)
     self._hosts[kind, index] = host
     self._threads.append(host.thread)

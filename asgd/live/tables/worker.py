@@ -205,8 +205,8 @@ class WorkerHost:
     self._span(worker, Span("fetch", self._free, began, seq, job))
     out = self._work.gradient(rows, batch, keys, worker, job)
     now = self._inside.clock()
-    if self._slowdown > 1:
-      self._inside.wait((self._slowdown - 1) * (now - began))
+    # Who was killed meanwhile sends nothing.
+    self._inside.wait(max(self._slowdown - 1, 0) * (now - began))
     self._free = self._inside.clock()
     self._span(worker, Span("compute", began, self._free, seq, job))
     return out
