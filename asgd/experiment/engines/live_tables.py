@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from asgd import base
-from asgd import tables as tables_lib
 from asgd.experiment import (
   checkpoint,
   checks,
@@ -81,11 +80,6 @@ def check_faults(plan: tables.TablePlan, machine: Any) -> None:
         " tables asks is asked again until it is answered; use kill, hang, slow"
         " or nan"
       )
-
-
-def is_of(run: Run) -> bool:
-  """Whether a run is one of tables."""
-  return run.recipe in tables_lib.RECIPES
 
 
 def plan(experiment: Any, run: Run, workers: int) -> tables.TablePlan:
