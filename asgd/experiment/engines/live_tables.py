@@ -31,6 +31,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.engines.table_clusters import LiveTables
 from asgd.experiment.schema import Run
+from asgd.live import processes
 from asgd.live.append_only import PUT_BACK, FileGone
 from asgd.live.gossip.files import cut_journal
 from asgd.live.hosts import Gone
@@ -125,6 +126,8 @@ class LiveTableEngine(engines.Engine):
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
+    if begun:  # what a driver left that was killed writes no more
+      processes.end_all(self._memory.memory)
     self._news: list[str] = []
     self._there: set[Path] = set()  # files, as it saw last
     self._snapshot: engines.Snapshot | None = None

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from asgd import experiment
-from asgd.experiment import live_files, loop, replay
+from asgd.experiment import audit, live_files, loop, replay
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -35,8 +35,12 @@ TINY = {
 }
 
 
+def build(**config):
+  return experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+
+
 def train(workdir, machine=None, signals=None, **config):
-  exp = experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+  exp = build(**config)
   (cell,) = exp.cells
   more = {} if signals is None else {"signals": signals}
   machine = machine or Machine(grace_seconds=60.0)
@@ -93,6 +97,13 @@ def test_a_cell_without_a_checkpoint_begins_again_and_a_worker_dies(tmp_path):
   result, place = train(tmp_path, machine)
   assert result["replaced"] == {"worker": 1, "shard": 0}
   assert result["done_again"] == 2
+  failure = audit.Failure("worker", place.name, 1, ((1, 0),), 0, 10**9)
+  plan = build().plan(build().cells[0])
+  found = list(audit.findings(plan, place, [failure]))
+  assert all(finding.well for finding in found), found
+  assert {"jobs", "updates", "deaths", "replay", "records"} <= {
+    finding.what for finding in found
+  }
   assert (result["messages"], result["missed"]) == (40, 0)
   replayed = replay.replay(place)
   assert replayed.recorded == replayed.digest
