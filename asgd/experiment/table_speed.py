@@ -152,9 +152,19 @@ def _canonical(rows, keys, stack) -> Contestant:
 
 
 @contextlib.contextmanager
+def running() -> Iterator[None]:
+  """Has Ray."""
+  ray_runtime.start(None, memory=4 * 2**30)
+  try:
+    yield
+  finally:
+    ray_runtime.stop()
+
+
+@contextlib.contextmanager
 def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
-  """Starts Ray, and yields who does so many jobs, by name, each of which pulls
-  and pushes 1,000 rows of 64 float32 of a table of `rows`."""
+  """Yields who does ten jobs, by name, each of which pulls and pushes 1,000
+  rows of 64 float32 of a table of `rows`; Ray is running."""
   rng = np.random.default_rng(1)
   sparse = [
     np.sort(rng.choice(rows, ROWS, replace=False)) for _ in range(_DRAWN)
@@ -163,8 +173,6 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
   dense = [np.arange(start, start + ROWS) for start in starts]
   with contextlib.ExitStack() as stack:
     run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    ray_runtime.start(None, memory=4 * 2**30)
-    stack.callback(ray_runtime.stop)
     yield {
       "sparse": _ours(rows, sparse, stack, run / "sparse"),
       "dense, as many bytes": _ours(rows, dense, stack, run / "dense"),
@@ -177,7 +185,8 @@ def ratings_per_second(
   workers: int, *, epochs: float = 8.0, batch_size: int = 2000
 ) -> float:
   """Returns how many ratings live workers learn from in a second, of matrix
-  factorisation by SSP on two shards, after the first quarter of the jobs."""
+  factorisation by SSP on two shards, after the first quarter of the jobs; Ray
+  is running."""
   config = {
     "problem": dict(
       name="asgd.problems.factorisation:matrix_factorisation",

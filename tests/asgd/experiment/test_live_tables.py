@@ -1,15 +1,18 @@
 """Cells of live tables: trained, stopped, gone on with, replayed."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
 from asgd import experiment
-from asgd.experiment import audit, live_files, loop, replay
+from asgd.experiment import audit, live_files, live_memory, loop, replay
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
+from asgd.live import processes
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path
 from asgd.live.tables import files
@@ -131,3 +134,42 @@ def test_faults_of_links_are_refused(tmp_path):
     experiment.THREADS.check_machine(
       exp, [exp.plan(exp.cells[0])], machine
     )
+
+
+class KillShard:
+  """Kills shard 1 of a cell once some jobs are received, as a signal that never
+  comes."""
+
+  def __init__(self, folder):
+    self._folder, self.killed = folder, False
+
+  @property
+  def received(self):
+    if not self.killed and self._jobs() > 8:
+      pids = processes.pids(live_memory.read(self._folder).memory)
+      os.kill(pids["shard"][1], signal.SIGKILL)
+      self.killed = True
+    return 0
+
+  def _jobs(self):
+    return sum(len(files.read_table_records(self._folder, w).loss)
+      for w in range(4))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
+  pytest.importorskip("ray")
+  killer = KillShard(tmp_path / "cells" / "run-n4-s0")
+  machine = Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")])
+  try:
+    result, place = train(
+      tmp_path, machine, killer, engine="ray", workers=(4,)
+    )
+  finally:
+    machine.close()
+  assert killer.killed
+  assert result["replaced"] == {"worker": 1, "shard": 1}
+  assert (result["messages"], result["missed"]) == (40, 0)
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
