@@ -268,7 +268,6 @@ class LiveTableEngine(engines.Engine):
     return engines.Progress(
       loss=new.loss,
       staleness=engines.mean(new.staleness),
-      gap=engines.mean(new.gap),
       news=news,
       figures=figures,
     )

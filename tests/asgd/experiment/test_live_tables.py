@@ -161,7 +161,9 @@ class KillShard:
 def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
   pytest.importorskip("ray")
   killer = KillShard(tmp_path / "cells" / "run-n4-s0")
-  machine = Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")])
+  # One is slow, and the others wait for it: there is time to kill a shard.
+  faults = [Fault(1, 5, "kill"), Fault(0, 6, "slow", 5.0)]
+  machine = Machine(grace_seconds=60.0, faults=faults)
   try:
     result, place = train(
       tmp_path, machine, killer, engine="ray", workers=(4,)
