@@ -227,3 +227,14 @@ def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
   (tmp_path / "messages").write_bytes(data[:-1])
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
+
+
+def test_tasks_of_a_table_in_a_host():
+  hosts = ThreadHosts(began=time.monotonic())
+  host = hosts.start("shard", 0, lambda inside: tables.Table(np.zeros((4, 1))))
+  tasks = tables.Tasks(host.call, delay=1)
+  for key in (0, 1, 2):
+    tasks.push([key], np.ones((1, 1)))
+  rows = tasks.pull([0, 1, 2, 3], after=[2])
+  assert tasks.result(rows).tolist() == [[1.0], [1.0], [1.0], [0.0]]
+  hosts.close()
