@@ -266,7 +266,8 @@ def _check_updates(problem, params, batch):
   try:
     (loss, _), values = jax.eval_shape(problem.updates, params, batch, key)
   except Exception as error:
-    raise ValueError(f"updates(params, batch, key): {line_of(error)}") from error
+    said = f"updates(params, batch, key): {line_of(error)}"
+    raise ValueError(said) from error
   wanted, given = (
     jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     for tree in (params, values)

@@ -104,8 +104,8 @@ def claims():
       to=["dense"],
       above=-0.02,
       note=(
-        "After one epoch 1 bit is 1.8 points behind and the threshold 3.7, whose"
-        " tau was chosen on digits; the others are not."
+        "After one epoch 1 bit is 1.8 points behind, and the threshold, whose"
+        " tau was chosen on digits, 3.7; the others are not."
       ),
     ),
     dict(
