@@ -15,7 +15,12 @@ def get_config():
   config = ml_collections.ConfigDict()
   config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
   config.runs = dict(
-    one=dict(recipe="table", title="one worker", workers=(1,)),
+    one=dict(
+      recipe="table",
+      consistency="bulk_synchronous",
+      title="one worker",
+      workers=(1,),
+    ),
     ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
     essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
   )

@@ -35,7 +35,12 @@ def get_config(arg=None):
     name="asgd.problems.topics:lda", topics=10, alpha=0.3
   )
   config.runs = dict(
-    one=dict(recipe="table", title="one worker", workers=(1,)),
+    one=dict(
+      recipe="table",
+      consistency="bulk_synchronous",
+      title="one worker",
+      workers=(1,),
+    ),
     ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
     essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
   )

@@ -266,7 +266,9 @@ def _load_file(data_dir):
   except OSError as error:
     raise DataError(f"{path} cannot be read: {error.strerror}") from None
   except ValueError as error:
-    raise ValueError(f"{path} has no lines of KEY:VALUE: {error}") from None
+    raise ValueError(
+      f"{path} cannot be read as lines of a label and KEY:VALUE: {error}"
+    ) from None
   classes = np.unique(labels)
   if len(classes) != 2:
     raise ValueError(f"{path} has {len(classes)} different labels: it needs 2")

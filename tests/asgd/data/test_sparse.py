@@ -40,9 +40,9 @@ def test_a_file_of_pairs_is_read(tmp_path):
 @pytest.mark.parametrize(
   ("line", "wrong"),
   [
-    ("1 3:1 3:2", "has no lines of KEY:VALUE: .*sorted and unique"),
+    ("1 3:1 3:2", "as lines of a label and KEY:VALUE: .*sorted and unique"),
     ("1 3:nan", "example 11 of .* has the value nan of feature 3: leave"),
-    ("1 word", "has no lines of KEY:VALUE"),
+    ("1 word", "as lines of a label and KEY:VALUE"),
     ("2 1:1", "has 3 different labels: it needs 2"),
   ],
 )
