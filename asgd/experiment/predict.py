@@ -9,7 +9,6 @@ wrote its spans). The same protocol is then played with these durations. Clocks
 start with the message by which every worker has handed one in.
 """
 
-import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,9 @@ from asgd import base
 from asgd.experiment import live_files
 from asgd.experiment.live_files import Journal, Spans
 from asgd.orders import protocol
-from asgd.orders.trace import Event, Ledger, from_events
+from asgd.orders.network import Network
+from asgd.orders.play import Play, Sizes
+from asgd.orders.trace import Event, Ledger
 
 _LEAST = 1e-9  # seconds that a job takes
 SHORT = "the run is too short to be measured; use a larger --config.epochs"
@@ -126,28 +127,18 @@ def play(
   streams: Sequence[Iterator[float]],
   comes: Sequence[float],
   messages: int,
+  *,
+  network: Network | None = None,
+  sizes: Sizes | None = None,
 ) -> base.Trace:
   """Plays the protocol of a live run until so many messages are received;
-  `streams` gives the times of each worker's jobs, `comes` when it joins."""
-  rows: list[Event] = []
-  dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
-  # Heap of (time, number, worker, seq): a job's number is 0 or more.
-  coming = [(t, w - len(comes), w, -1) for w, t in enumerate(comes)]
-  heapq.heapify(coming)
-  free = list(comes)  # when each worker has done all that it was given
-  while not dispatcher.finished:
-    now, number, worker, seq = heapq.heappop(coming)
-    if number < 0:
-      dispatcher.join(worker, now)
-      if coming and coming[0][0] == now and coming[0][1] < 0:
-        continue  # workers that join together get tickets together
-    else:
-      dispatcher.arrive(worker, seq)
-    dispatcher.deliver(now)
-    for worker, seq, job, _ in dispatcher.grants(now):
-      free[worker] = max(now, free[worker]) + next(streams[worker])
-      heapq.heappush(coming, (free[worker], job, worker, seq))
-  return from_events(rows)
+  `streams` gives the times of each worker's jobs, `comes` when it joins,
+  `network` what messages of these `sizes` pass, in seconds."""
+  order = Play(
+    *(rules, streams, comes), jobs=messages, network=network, sizes=sizes
+  )
+  order.until(messages)
+  return order.trace()
 
 
 class Curve(NamedTuple):

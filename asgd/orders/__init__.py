@@ -1,6 +1,6 @@
 """Orders: which worker sends and receives when, as data."""
 
-from asgd.orders import durations, makers, protocol, trace
+from asgd.orders import durations, makers, network, play, protocol, trace
 from asgd.orders.makers import (
   asynchronous,
   backup_workers,
@@ -8,5 +8,6 @@ from asgd.orders.makers import (
   bulk_synchronous,
   fixed_delay,
   stale_synchronous,
+  start,
 )
 from asgd.orders.trace import HEADER, check, dump, load, staleness
