@@ -132,6 +132,10 @@ class Play:
     """Messages that were received."""
     return self._dispatcher.received
 
+  def job(self, worker: int, seq: int) -> int:
+    """Returns the number of a job that is open."""
+    return self._jobs[worker, seq].number
+
   def until(self, messages: int) -> None:
     """Goes on until so many messages are received in all."""
     while self.received < messages:

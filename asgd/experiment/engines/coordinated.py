@@ -21,7 +21,7 @@ from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
 from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, unused
+from asgd.experiment.engines import networks, parameter_server, unused
 from asgd.experiment.schema import Run
 from asgd.losses import as_loss
 from asgd.orders import durations, trace
@@ -105,6 +105,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
         f" (config.runs.{run.label}), whose workers take what comes next and"
         " whose gradients are never stale; drop it"
       )
+  networks.refuse(run, "the operations of its coordinator take no time")
   unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(

@@ -28,9 +28,16 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import line_of, shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations, traffic, unused
+from asgd.experiment.engines import (
+  Column,
+  allocations,
+  networks,
+  traffic,
+  unused,
+)
 from asgd.experiment.schema import Open, Run, Setting
-from asgd.orders import durations, protocol
+from asgd.orders import durations, play, protocol
+from asgd.orders import network as network_lib
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
@@ -40,6 +47,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **networks.SECTIONS,
   **traffic.SECTIONS,
 }
 
@@ -85,7 +93,8 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
-    if self.run.given is not None:
+    measured = self.network is None or not networks.coded(self)
+    if self.run.given is not None or not measured:
       return math.nan
     start, rate = self.trace(0, messages=40 * self.workers), self.learning_rate
     # It is measured with workers that send one gradient for each ticket; of
@@ -100,11 +109,32 @@ class ServerPlan:
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, a function of config and seed; `messages`
-    are those received in it, None all."""
+    are those received in it, None all. Over a network, messages and tickets
+    have the sizes that they have without codecs."""
+    count = self.messages if messages is None else messages
+    if self.network is not None:
+      order = self.over_network(seed, networks.dense(self))
+      order.until(count)
+      return order.trace()
     return orders.build(
       durations=self._durations(seed),
       workers=self.workers,
-      messages=self.messages if messages is None else messages,
+      messages=count,
+      **self.order,
+    )
+
+  @functools.cached_property
+  def network(self) -> network_lib.Network | None:
+    """What messages pass, None if they take no time."""
+    return networks.network_of(self.run)
+
+  def over_network(self, seed: int, sizes: play.Sizes) -> play.Play:
+    """Returns the order of a cell over its network, before its first event."""
+    return orders.start(
+      durations=self._durations(seed),
+      workers=self.workers,
+      network=self.network,
+      sizes=sizes,
       **self.order,
     )
 
@@ -346,6 +376,7 @@ def plan(
       " mesh"
     )
   if first.gossip is not None:
+    networks.refuse(run, "peers have links to each other, not to a server")
     traffic.refuse(
       run,
       "of the recipes of peers, choco_sgd and threshold_sharing alone have a"
@@ -494,6 +525,7 @@ def describe(result: Mapping[str, Any]) -> str:
     )
   if "codec_down" in result:
     words += f" ({result['compression_down']:.3g} times less)"
+  words += networks.describe(result)
   if result.get("residual_lost"):
     words += (
       f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"

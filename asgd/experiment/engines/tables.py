@@ -19,7 +19,12 @@ from asgd import base, names, optimizers, orders, problems, sharding, tables
 from asgd import worker as worker_lib
 from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, traffic, unused
+from asgd.experiment.engines import (
+  networks,
+  parameter_server,
+  traffic,
+  unused,
+)
 from asgd.experiment.schema import Run
 from asgd.losses import as_loss
 from asgd.orders import durations, trace
@@ -167,6 +172,7 @@ def _refuse(run: Run) -> None:
         f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
         f" (config.runs.{run.label}): its consistency says who waits; drop it"
       )
+  networks.refuse(run, "pulls and pushes of its rows take no time")
   unused.check_order(run, "its consistency")
 
 
