@@ -4,6 +4,10 @@ There are two simulations. In one, the jobs of a worker take what they took, one
 after the other: that is the run again, and says whether the simulator does what
 the runtime does. In the other, times are drawn from those of each worker: a
 prediction from how they are distributed alone.
+
+Where the links of a run took time (config.network), the jobs of a worker take
+what it worked, and messages and tickets, of the bytes that were counted, pass
+the same network in simulated time.
 """
 
 import itertools
@@ -38,9 +42,9 @@ class LiveComparison(NamedTuple):
   parts: dict[str, float] | None  # where the time of a live job goes
 
 
-def _streams(cell, read, other, durations_of):
+def _streams(cell, read, other, durations_of, measure=predict.jobs):
   """Returns the times of the jobs of each worker, by simulation."""
-  jobs = predict.jobs(other.journals[0], other.spans)
+  jobs = measure(other.journals[0], other.spans)
   if not jobs:
     raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
   measured_at = 1 + max(job.worker for job in jobs)
@@ -54,6 +58,18 @@ def _streams(cell, read, other, durations_of):
       itertools.chain(rows[w % measured_at], again.stream(w)) for w in numbers
     ],
     _DRAWN: [drawn.stream(w) for w in numbers],
+  }
+
+
+def _network(plan, read):
+  """What the messages of a live run pass: its network, with what its shards
+  need themselves for a message, and the bytes that were counted."""
+  network = plan.network._replace(shards=len(read.records))
+  nbytes = float(read.records[0].bytes_down.max(initial=0))
+  own = predict.own_time(read.journals[0], read.spans, network, nbytes)
+  return {
+    "network": network._replace(service=network.service + own),
+    "sizes": predict.sizes_of(read.records, plan.workers),
   }
 
 
@@ -80,9 +96,12 @@ def compare(
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, accuracy)}
   comes = predict.joins(journal, cell.workers)
-  streams_of = _streams(cell, read, other, durations_of or folder)
+  over, measure = {}, predict.jobs
+  if plan.network is not None:
+    over, measure = _network(plan, read), predict.computed
+  streams_of = _streams(cell, read, other, durations_of or folder, measure)
   for kind, streams in streams_of.items():
-    trace = predict.play(plan.rules(), streams, comes, messages)
+    trace = predict.play(plan.rules(), streams, comes, messages, **over)
     params, simulated = replay.obey(plan, cell.seed, [trace])
     accuracy = plan.problem.evaluate(params).accuracy
     began = float(trace.time[0])

@@ -81,6 +81,78 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   return out
 
 
+def computed(journal: Journal, spans: Spans) -> list[MeasuredJob]:
+  """Returns the same jobs, but with the time that their workers worked: from
+  the last part of the ticket, or the job before, until the message was said.
+  ValueError of a run without spans."""
+  kinds = ("compute", "push")
+  began, said = (live_files.spans_by_job(spans, kind) for kind in kinds)
+  if not began:
+    raise ValueError(
+      "the links of this run take time, and how long its workers computed is"
+      " not known: train it with --config.live.spans=True"
+    )
+  new, free, out = set(), {}, []
+  for event in journal:
+    worker, key = event.worker, event.key
+    if event.action == base.JOIN:
+      new.add(worker)
+    elif event.action == base.RECEIVE and key in began and key in said:
+      start = max(began[key].start, free.get(worker, 0.0))
+      free[worker] = end = said[key].end
+      first = worker in new
+      out.append(MeasuredJob(worker, start, end, event.time, first))
+      new.discard(worker)
+  return out
+
+
+def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
+  """Returns the bytes that messages and tickets of each shard had, by the
+  number of the job at its worker; the mean of those beyond."""
+
+  def of(name):
+    columns = [getattr(part, name).astype(float) for part in records]
+    mean = [float(column.mean()) for column in columns]
+    rows = [
+      [
+        column[part.worker == w].tolist()
+        for column, part in zip(columns, records, strict=True)
+      ]
+      for w in range(workers)
+    ]
+
+    def size(worker, seq):
+      shards = rows[worker]
+      if seq >= min(map(len, shards)):
+        return mean
+      return [column[seq] for column in shards]
+
+    return size
+
+  return Sizes(of("bytes_up"), of("bytes_down"))
+
+
+_UNHINDERED = 0.1  # share of the tickets that nothing waited for
+
+
+def own_time(
+  journal: Journal, spans: Spans, network: Network, nbytes: float
+) -> float:
+  """Returns the seconds in which a shard takes a message and a ticket is heard
+  of beyond what the network takes for a ticket of so many bytes: those of the
+  tickets that waited least."""
+  heard = live_files.spans_by_job(spans, "fetch")
+  times = [
+    heard[event.key].start - event.time
+    for event in journal
+    if event.action == base.SEND and event.key in heard
+  ]
+  if not times:
+    return 0.0
+  alone = network.latency + nbytes / min(network.port, network.down)
+  return max(float(np.quantile(times, _UNHINDERED)) - alone, 0.0)
+
+
 def all_there(worker: np.ndarray, workers: int) -> int:
   """Returns how many messages it took until each worker had handed one in;
   ValueError if one of them never did."""

@@ -160,6 +160,7 @@ class Hop(NamedTuple):
   length: float  # time that it takes there alone
   after: float = 0.0  # latency to the next
   whole: bool = False  # begins when the last byte has come, not the first
+  own: bool = False  # of a worker: parts wait for each other, and nobody else
 
 
 class Part:
@@ -167,7 +168,7 @@ class Part:
 
   Attributes:
     key: what the caller knows it by.
-    waited: time that it spent in queues so far.
+    waited: time that it spent in queues of shards so far.
   """
 
   def __init__(self, key: Any, hops: Sequence[Hop]):
@@ -192,7 +193,7 @@ class LinkUse(NamedTuple):
 
   utilisation: float  # share of the time that the busiest port was busy, one way
   service: float  # the same, of the shard that is busiest taking messages
-  waited: float  # mean time that a message and its ticket spent in queues
+  waited: float  # mean time of a message and its ticket in queues of shards
 
 
 class Links:
@@ -211,12 +212,12 @@ class Links:
     >>> from asgd.orders.network import Links, Network
     >>> links = Links(Network(latency=1.0, port=4.0), workers=2)
     >>> for worker in range(2):
-    ...   for part in links.up("message", worker, [8]):
-    ...     happenings = links.advance(0.0, part)
-    ...     while not part.arrived:
-    ...       (time, part, line), = happenings
-    ...       happenings = links.advance(time, part, line)
-    ...     print(time, part.waited)
+    ...   part = links.up("message", worker, shard=0, nbytes=8)
+    ...   happenings = links.advance(0.0, part)
+    ...   while not part.arrived:
+    ...     (time, part, line), = happenings
+    ...     happenings = links.advance(time, part, line)
+    ...   print(happenings[0][0], part.waited)
     3.0 0.0
     5.0 2.0
   """
@@ -231,30 +232,24 @@ class Links:
     self._service = [Line() for _ in shards]
     self._waited, self._messages = 0.0, 0
 
-  def up(self, key: Any, worker: int, sizes: Sequence[float]) -> list[Part]:
-    """Returns the parts of a message, of so many bytes for each shard, in the
-    order in which they leave the worker: the lead's is the last."""
-    net, parts = self.network, []
-    for shard in reversed(range(net.shards)):
-      nbytes = sizes[shard]
-      hops = (
-        Hop(self._up[worker], nbytes / net.up, net.latency),
-        Hop(self._in[shard], nbytes / net.port),
-        Hop(self._service[shard], net.service, whole=True),
-      )
-      parts.append(Part((key, shard), hops))
-    return parts
+  def up(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+    """Returns the part of a message for a shard, of so many bytes."""
+    net = self.network
+    hops = (
+      Hop(self._up[worker], nbytes / net.up, net.latency, own=True),
+      Hop(self._in[shard], nbytes / net.port),
+      Hop(self._service[shard], net.service, whole=True),
+    )
+    return Part(key, hops)
 
-  def down(self, key: Any, worker: int, sizes: Sequence[float]) -> list[Part]:
-    """Returns the parts of a ticket, of so many bytes from each shard."""
-    net, parts = self.network, []
-    for shard, nbytes in enumerate(sizes):
-      hops = (
-        Hop(self._out[shard], nbytes / net.port, net.latency),
-        Hop(self._down[worker], nbytes / net.down),
-      )
-      parts.append(Part((key, shard), hops))
-    return parts
+  def down(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+    """Returns the part of a ticket from a shard, of so many bytes."""
+    net = self.network
+    hops = (
+      Hop(self._out[shard], nbytes / net.port, net.latency),
+      Hop(self._down[worker], nbytes / net.down, own=True),
+    )
+    return Part(key, hops)
 
   def advance(
     self, now: float, part: Part | None, line: Any = None
@@ -272,13 +267,13 @@ class Links:
     return out + self._tell(line)
 
   def _enter(self, now, part):
-    line, length, _, _ = part._hops[part._next]
+    line, length, _, _, own = part._hops[part._next]
     part._ready = ready = part._ready if part._next else now
     if isinstance(line, SharedLine):
       line.join(now, length, part)
       return self._tell(line)
     begin = line.take(ready, length)
-    part.waited += begin - ready
+    part.waited += 0.0 if own else begin - ready
     return [self._leave(now, part, begin, begin + length)]
 
   def _tell(self, line):

@@ -175,10 +175,11 @@ class Play:
         self._fetched(job)
         continue
       sizes = self._nothing if keep else self._sizes.down(worker, seq)
-      self._set_out(job, self.links.down(job, worker, sizes))
+      self._set_out(job, self.links.down, range(len(sizes)), sizes)
 
-  def _set_out(self, job, parts):
+  def _set_out(self, job, way, shards, sizes):
     """Parts of a job's ticket, or of its message, begin their way."""
+    parts = [way(job, job.worker, shard, sizes[shard]) for shard in shards]
     job.parts += parts
     job.left = len(parts)
     for part in parts:
@@ -187,10 +188,10 @@ class Play:
   def _move(self, what):
     part, line = what
     if line is None and part.arrived:
-      self._arrive(part.key[0])
+      self._arrive(part.key)
       return
     for time, following, line in self.links.advance(self.now, part, line):
-      number = following.key[0].number
+      number = following.key.number
       self._put(time, number, self._move, (following, line))
 
   def _arrive(self, job):
@@ -223,4 +224,5 @@ class Play:
       self._arrived(job)
       return
     sizes = self._sizes.up(job.worker, job.seq)
-    self._set_out(job, self.links.up(job, job.worker, sizes))
+    # The lead's part is the last to leave.
+    self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)

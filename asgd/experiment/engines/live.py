@@ -26,6 +26,7 @@ from asgd.experiment.engines import (
   live_clusters,
   live_news,
   live_peers,
+  networks,
   parameter_server,
   peer_clusters,
   peers,
@@ -96,6 +97,7 @@ def check(run: Run) -> None:
     live_peers.check(run)
     return
   parameter_server.check(run)
+  networks.check_live(run)
   config = run.config
   if config["compress_down"] is not None:
     raise ValueError(

@@ -24,6 +24,7 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty
+from asgd.orders.network import Network
 
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
@@ -137,6 +138,12 @@ def prepare(
     message = compression.blank(plan.server.codec, piece)
     jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
   return live
+
+
+def network_of(live: LiveRun) -> Network | None:
+  """Returns the network whose time frames take, None if they take none."""
+  network = live.plan.network
+  return network and network._replace(shards=live.setup.shards)
 
 
 def parts(live: LiveRun) -> list[Any]:
@@ -279,6 +286,7 @@ def thread_cluster(
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
+    network=network_of(live),
   )
 
   def duty_of(allocation):

@@ -41,15 +41,34 @@ def network_of(run: Run) -> Network | None:
   return None if network.is_instant else network
 
 
-def refuse(run: Run, what: str, instead: str = "") -> None:
+def refuse(run: Run, what: str) -> None:
   """Raises ValueError if a config has a network that a run has no use for."""
   for key, value in run.config.get("network", {}).items():
     if value != SECTIONS["network"][key].default:
       raise ValueError(
         f"config.network.{key} {shown(value)} is not for"
-        f" {unused.recipe_of(run)}: {what}; leave it out{instead}"
-        f"{unused.others(run)}"
+        f" {unused.recipe_of(run)}: {what}; leave it out{unused.others(run)}"
       )
+
+
+def check_live(run: Run) -> None:
+  """Raises ValueError for a network that a live run cannot have."""
+  if run.engine != "threads":
+    refuse(run, f"messages of engine {run.engine!r} take the time they take")
+  shards = run.config["network"]["shards"]
+  if shards != 1:
+    raise ValueError(
+      f"config.network.shards {shards} is of simulations: a live server has"
+      " config.server.shards"
+    )
+  server = run.config["server"]
+  several = server["shards"] > 1 and not server["consistent"]
+  if several and network_of(run) is not None:
+    raise ValueError(
+      f"config.network with {server['shards']} live shards needs one order for"
+      " all of them, as a simulation has it: set config.server.consistent=True,"
+      " or config.server.shards=1"
+    )
 
 
 def shares(plan: Any, shards: int) -> list[int]:
