@@ -9,6 +9,8 @@ wrote its spans). The same protocol is then played with these durations. Clocks
 start with the message by which every worker has handed one in.
 """
 
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,10 +19,11 @@ import numpy as np
 from asgd import base
 from asgd.experiment import live_files
 from asgd.experiment.live_files import Journal, Spans
+from asgd.live.links.throttled import Throttle
 from asgd.orders import protocol
 from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes
-from asgd.orders.trace import Event, Ledger
+from asgd.orders.trace import STARTS, Event, Ledger
 
 _LEAST = 1e-9  # seconds that a job takes
 SHORT = "the run is too short to be measured; use a larger --config.epochs"
@@ -81,27 +84,68 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   return out
 
 
-def computed(journal: Journal, spans: Spans) -> list[MeasuredJob]:
-  """Returns the same jobs, but with the time that their workers worked: from
-  the last part of the ticket, or the job before, until the message was said.
-  ValueError of a run without spans."""
-  kinds = ("compute", "push")
-  began, said = (live_files.spans_by_job(spans, kind) for kind in kinds)
-  if not began:
+def _carried(marks, network, workers):
+  """Returns when messages and tickets came that were said at some times, rows
+  (time, way, key, sizes), by (way, key)."""
+  now, came = 0.0, {}
+  throttle = Throttle(network, workers, clock=lambda: now)
+
+  def deliver(name):
+    came[name] = throttle.time  # the last part's
+
+  for time, way, key, sizes in sorted(marks):
+    now = time
+    carry = throttle.up if way == "up" else throttle.down
+    for shard, nbytes in enumerate(sizes):
+      carry(key[0], shard, nbytes, functools.partial(deliver, (way, key)))
+  now = math.inf
+  throttle.deliver_due()
+  return came
+
+
+def off_network(
+  journal: Journal,
+  spans: Spans,
+  network: Network,
+  sizes: Sizes,
+  workers: int,
+) -> list[MeasuredJob]:
+  """Returns the same jobs without the time that their tickets and messages were
+  on their way, and in its queues, over a network. What is left is that of the
+  worker, of the shard, and of waking both up. ValueError without spans."""
+  kinds = ("fetch", "push")
+  fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
+  if not pushed:
     raise ValueError(
-      "the links of this run take time, and how long its workers computed is"
-      " not known: train it with --config.live.spans=True"
+      "the links of this run take time, and what else its jobs took is not"
+      " known: train it with --config.live.spans=True"
     )
+  marks, groups = [], {}
+  for event in journal:
+    key = event.key
+    if key not in pushed or key not in fetched:
+      continue
+    if event.action in STARTS:
+      nbytes = sizes.down(*key)
+      marks.append((event.time, "down", key, nbytes))
+      marks.append((pushed[key].end, "up", key, sizes.up(*key)))
+    elif event.action == base.RECEIVE:
+      groups.setdefault(event.time, []).append(key)
+  came = _carried(marks, network, workers)
   new, free, out = set(), {}, []
   for event in journal:
-    worker, key = event.worker, event.key
+    worker, key = event.key[0], event.key
     if event.action == base.JOIN:
       new.add(worker)
-    elif event.action == base.RECEIVE and key in began and key in said:
-      start = max(began[key].start, free.get(worker, 0.0))
-      free[worker] = end = said[key].end
+    elif event.action == base.RECEIVE and ("up", key) in came:
+      # Those of a round are received together, after the last has come.
+      last = max(came.get(("up", each), 0.0) for each in groups[event.time])
+      late = max(fetched[key].end - came["down", key], 0.0)
+      late += max(event.time - last, 0.0)
+      start = max(fetched[key].end, free.get(worker, 0.0))
+      free[worker] = end = pushed[key].end
       first = worker in new
-      out.append(MeasuredJob(worker, start, end, event.time, first))
+      out.append(MeasuredJob(worker, start, end + late, event.time, first))
       new.discard(worker)
   return out
 
@@ -130,27 +174,6 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
     return size
 
   return Sizes(of("bytes_up"), of("bytes_down"))
-
-
-_UNHINDERED = 0.1  # share of the tickets that nothing waited for
-
-
-def own_time(
-  journal: Journal, spans: Spans, network: Network, nbytes: float
-) -> float:
-  """Returns the seconds in which a shard takes a message and a ticket is heard
-  of beyond what the network takes for a ticket of so many bytes: those of the
-  tickets that waited least."""
-  heard = live_files.spans_by_job(spans, "fetch")
-  times = [
-    heard[event.key].start - event.time
-    for event in journal
-    if event.action == base.SEND and event.key in heard
-  ]
-  if not times:
-    return 0.0
-  alone = network.latency + nbytes / min(network.port, network.down)
-  return max(float(np.quantile(times, _UNHINDERED)) - alone, 0.0)
 
 
 def all_there(worker: np.ndarray, workers: int) -> int:

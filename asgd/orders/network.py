@@ -191,7 +191,7 @@ Happening = tuple[float, Part | None, Any]
 class LinkUse(NamedTuple):
   """What a network bore until a time."""
 
-  utilisation: float  # share of the time that the busiest port was busy, one way
+  utilisation: float  # share of the time that the busiest port was busy
   service: float  # the same, of the shard that is busiest taking messages
   waited: float  # mean time of a message and its ticket in queues of shards
 

@@ -190,9 +190,8 @@ class Play:
     if line is None and part.arrived:
       self._arrive(part.key)
       return
-    for time, following, line in self.links.advance(self.now, part, line):
-      number = following.key.number
-      self._put(time, number, self._move, (following, line))
+    for time, following, on in self.links.advance(self.now, part, line):
+      self._put(time, following.key.number, self._move, (following, on))
 
   def _arrive(self, job):
     """A part of a job has come to its worker, or to its shard."""

@@ -21,7 +21,12 @@ from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
 from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import networks, parameter_server, unused
+from asgd.experiment.engines import (
+  clocks,
+  networks,
+  parameter_server,
+  unused,
+)
 from asgd.experiment.schema import Run
 from asgd.losses import as_loss
 from asgd.orders import durations, trace
@@ -77,7 +82,7 @@ class CoordinatedPlan:
   def durations(self, seed: int) -> durations.Durations:
     """Returns how long portions take."""
     section = self.run.config["durations"]
-    return durations.build(**{"seed": seed, **section})
+    return clocks.build(**{"seed": seed, **section})
 
 
 _REFUSED = (

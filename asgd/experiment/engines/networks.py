@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from asgd import compression, sharding, wire
+from asgd import sharding, wire
 from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import Column, unused
@@ -34,7 +34,12 @@ SECTIONS = {
 
 def network_of(run: Run) -> Network | None:
   """Returns the network of a run, None if its messages take no time."""
-  section = dict(run.config["network"])
+  return from_section(run.config["network"])
+
+
+def from_section(section: Mapping[str, Any]) -> Network | None:
+  """Returns the network that a section says, None if it takes no time."""
+  section = dict(section)
   for key in _BANDWIDTHS:
     section[key] = math.inf if section[key] is None else float(section[key])
   network = Network(**section)

@@ -31,6 +31,7 @@ from asgd.experiment import checks, storage
 from asgd.experiment.engines import (
   Column,
   allocations,
+  clocks,
   networks,
   traffic,
   unused,
@@ -141,7 +142,7 @@ class ServerPlan:
   def _durations(self, seed):
     """How long a job takes: the time of its batches, one after the other, each
     by its examples."""
-    times = durations.build(**{"seed": seed, **self.run.config["durations"]})
+    times = clocks.build(**{"seed": seed, **self.run.config["durations"]})
     steps, given = self.recipe.steps, self.allocation
     if steps == 1 and given is None:
       return times
@@ -226,7 +227,7 @@ def check(run: Run) -> None:
       f" workers, not {shown(backup)}"
     )
   with checks.blame("durations", tuple(run.config["durations"])):
-    times = durations.build(**run.config["durations"])
+    times = clocks.build(**run.config["durations"])
     for worker in range(max(run.config["workers"])):
       if not 0 <= next(times.stream(worker)) <= checks.MOST_NUMBER:
         raise ValueError(f"a job may take at most {checks.MOST_NUMBER:g}")

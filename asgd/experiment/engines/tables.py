@@ -20,6 +20,7 @@ from asgd import worker as worker_lib
 from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
+  clocks,
   networks,
   parameter_server,
   traffic,
@@ -27,7 +28,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.schema import Run
 from asgd.losses import as_loss
-from asgd.orders import durations, trace
+from asgd.orders import trace
 from asgd.tables import functions
 
 _SECONDS = 0.25  # between two looks at clocks and signals
@@ -145,7 +146,7 @@ class TablePlan:
     section = {"seed": seed, **self.run.config["durations"]}
     return tables.Simulation(
       *(self.settings, self.split(params), self.work(seed, root)),
-      durations.build(**section),
+      clocks.build(**section),
       workers=self.workers,
       messages=self.messages,
       seed=seed,

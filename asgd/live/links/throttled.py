@@ -39,6 +39,7 @@ class Throttle:
   ):
     """The clock tells seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
+    self.time = 0.0  # at which what is being delivered has come
     self._heap: list[tuple[float, int, Part | None, Any]] = []
     self._count = 0
     self._orders: dict[Any, collections.deque[_Parcel]] = (
@@ -97,7 +98,7 @@ class Throttle:
   def _move(self, now, part, line):
     if line is None and part.arrived:
       order, parcel = part.key
-      parcel.there = True
+      parcel.there, self.time = True, now
       while order and order[0].there:
         order.popleft().deliver()
       return

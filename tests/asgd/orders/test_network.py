@@ -290,7 +290,7 @@ def test_a_network_out_of_range_is_refused(change, said):
 
 
 def test_an_order_without_times_is_refused():
-  with pytest.raises(ValueError, match="'fixed_delay' is an order without time"):
+  with pytest.raises(ValueError, match="'fixed_delay' is an order without"):
     orders.start("fixed_delay", durations.constant(), workers=2)
   with pytest.raises(ValueError, match=re.escape("unknown order 'sync'")):
     orders.start("sync", durations.constant(), workers=2)
