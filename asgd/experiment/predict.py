@@ -86,14 +86,14 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
 
 def _carried(marks, network, workers):
   """Returns when messages and tickets came that were said at some times, rows
-  (time, way, key, sizes), by (way, key)."""
+  (time, job, way, key, sizes), by (way, key)."""
   now, came = 0.0, {}
   throttle = Throttle(network, workers, clock=lambda: now)
 
   def deliver(name):
     came[name] = throttle.time  # the last part's
 
-  for time, way, key, sizes in sorted(marks):
+  for time, _, way, key, sizes in sorted(marks):
     now = time
     carry = throttle.up if way == "up" else throttle.down
     for shard, nbytes in enumerate(sizes):
@@ -126,9 +126,9 @@ def off_network(
     if key not in pushed or key not in fetched:
       continue
     if event.action in STARTS:
-      nbytes = sizes.down(*key)
-      marks.append((event.time, "down", key, nbytes))
-      marks.append((pushed[key].end, "up", key, sizes.up(*key)))
+      end, job = pushed[key].end, event.job
+      marks.append((event.time, job, "down", key, sizes.down(*key)))
+      marks.append((end, job, "up", key, sizes.up(*key)))
     elif event.action == base.RECEIVE:
       groups.setdefault(event.time, []).append(key)
   came = _carried(marks, network, workers)
