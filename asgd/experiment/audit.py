@@ -17,13 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base
+from asgd import base, orders
 from asgd.experiment import replay as replay_lib
 from asgd.experiment import storage
+from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.engines.tables import TablePlan
 from asgd.live.deadlines import DEAD
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
+from asgd.live.tables import files as table_files
 from asgd.orders import trace
 
 
@@ -188,8 +191,57 @@ def _replay(folder, result, records, data_dir) -> Iterator[Finding]:
   yield Finding(name, text, well)
 
 
+def _of_coordinator(
+  folder, events, records, result, data_dir
+) -> Iterator[Finding]:
+  """Of a run of a coordinator: each job counts once, whoever did copies of it;
+  the driver that goes on drops rows, so deaths cannot be counted."""
+  received = sum(event.action == base.RECEIVE for event in events)
+  counted = records.job[records.accepted]
+  twice = len(counted) - len(np.unique(counted))
+  text = f"{received} received, {len(counted)} counted, {twice} twice"
+  yield Finding("jobs", text, not twice and received == len(records.loss))
+  try:
+    orders.check(events)
+  except ValueError as error:
+    yield Finding("order", str(error), False)
+  else:
+    yield Finding("order", "obeys the protocol", True)
+  try:
+    yield from _replay(folder, result, None, data_dir)
+  except ValueError as error:
+    yield Finding("replay", str(error), False)
+
+
+def _of_tables(folder, plan, result, failures, data_dir):
+  """Of tables, whose shards have orders of their own (`asgd.live.tables`)."""
+  try:
+    events = [*trace.events(table_files.read_trace(folder, plan.workers))]
+    parts = [
+      table_files.read_table_records(folder, w) for w in range(plan.workers)
+    ]
+  except (ValueError, OSError) as error:
+    yield Finding("files", str(error), False)
+    return
+  yield from _jobs([events], plan.messages, False)
+  received = sum(event.action == base.RECEIVE for event in events)
+  records = table_files.by_time(parts).plain
+  lives = sum(event.action == base.LEAVE for event in events)
+  text = f"{received} received, {len(records.loss)} records"
+  # A worker may die between a row and its record.
+  well = received - lives <= len(records.loss) <= received
+  yield Finding("updates", text, well)
+  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  yield from _deaths(events, failures, plan.settings.clock_every, slow)
+  try:
+    records = records if len(records.loss) == received else None
+    yield from _replay(folder, result, records, data_dir)
+  except ValueError as error:
+    yield Finding("replay", str(error), False)
+
+
 def findings(
-  plan: ServerPlan,
+  plan: ServerPlan | CoordinatedPlan | TablePlan,
   folder: Path,
   failures: Sequence[Failure] = (),
   *,
@@ -201,7 +253,10 @@ def findings(
     yield Finding("result", f"{folder} has no result.json", False)
     return
   config = plan.run.config
-  server, rules = config["server"], plan.rules()
+  if isinstance(plan, TablePlan):
+    yield from _of_tables(folder, plan, result, failures, data_dir)
+    return
+  server = config["server"]
   try:
     # As they are: what is wrong with them is for the findings to say.
     shards = range(server["shards"])
@@ -210,6 +265,10 @@ def findings(
   except (ValueError, OSError) as error:
     yield Finding("files", str(error), False)
     return
+  if isinstance(plan, CoordinatedPlan):
+    yield from _of_coordinator(folder, journals[0], sinks[0], result, data_dir)
+    return
+  rules = plan.rules()
   consistent = server["consistent"] and server["shards"] > 1
   yield from _jobs(journals, plan.messages, consistent)
   every, log = plan.recipe.every, server["log"]
@@ -223,7 +282,7 @@ def findings(
     # shards may still hold what the lead has closed.
     depth = len(events) if index or rules.round else rules.depth
     try:
-      trace.check(events, depth=depth)
+      orders.check(events, depth=depth)
     except ValueError as error:
       wrong.append(f"shard {index}: {error}")
   yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)

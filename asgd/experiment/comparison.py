@@ -79,9 +79,7 @@ def _over(files):
   bytes that were counted."""
   description, records = files.description, files.records
   section = description["config"].get("network")
-  network = section and networks.from_section(section)
-  if network is not None:
-    network = network._replace(shards=len(records))
+  network = section and networks.from_section(section, len(records))
   sizes = predict.sizes_of(records, description["cell"]["workers"])
   return {"network": network, "sizes": sizes}
 

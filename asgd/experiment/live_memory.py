@@ -27,8 +27,10 @@ _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths in a memory: folders end with a slash.
 _HELD = re.compile(
-  r"owner\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
-  r"|shard-\d+/(params|messages|snapshots|snapshot\.(json|tmp)|adopted|lock)?"
+  r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
+  r"|shard-\d+/(params|messages|snapshots|snapshot\.(json|tmp)|adopted|lock"
+  r"|commands|commands\.tmp|image\.(json|tmp)"
+  r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
 _SECONDS = 10.0  # to wait for the process before to end
 
@@ -139,6 +141,13 @@ class LiveMemory:
     self._token = _owner(self.memory)[1] or uuid.uuid4().hex
     owner = {"cell": str(cell), "token": self._token}
     storage.write_json(self.memory / _OWNER, owner)
+
+  def replaced_since(self, now: Mapping[str, int]) -> dict[str, int]:
+    """Returns how many processes were replaced since the cell began, of which
+    this process has replaced `now`, by kind."""
+    return {
+      kind: self.replaced.get(kind, 0) + count for kind, count in now.items()
+    }
 
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""

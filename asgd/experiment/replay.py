@@ -14,12 +14,36 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, orders, problems, sharding, simulator
+from asgd import (
+  base,
+  orders,
+  problems,
+  sandblaster,
+  sharding,
+  simulator,
+  tables,
+)
 from asgd.checks import shown
-from asgd.experiment import cells, code, live_files, report, storage
-from asgd.experiment.engines import allocations, live, live_clusters
+from asgd.experiment import (
+  cell_files,
+  cells,
+  code,
+  live_files,
+  report,
+  storage,
+)
+from asgd.experiment.engines import (
+  allocations,
+  live,
+  live_clusters,
+  simulate,
+  table_clusters,
+)
+from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.gossip import files
+from asgd.live.records import read_records, records_path
+from asgd.live.tables import files as table_files
 from asgd.orders.trace import from_events
 from asgd.problems import own
 
@@ -59,6 +83,8 @@ def trained(folder: str | Path) -> dict[str, Any]:
 def trace_of(folder: Path) -> base.Trace:
   """Returns the order of a live cell, as its lead has it."""
   description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    return table_files.read_trace(folder, description["cell"]["workers"])
   if live_files.has_peers(folder, description):
     return files.read_trace(folder, description["cell"]["workers"])
   ((_, events), *_) = live_files.read_traces(folder, description)
@@ -74,7 +100,11 @@ def load(
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   code.make_importable(description["modules"])
-  engines = {"threads": live.THREADS, "ray": live.RAY}
+  engines = {
+    "threads": live.THREADS,
+    "ray": live.RAY,
+    "simulate": simulate.SIMULATE,
+  }
   was = description.get("dataset")
   if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
@@ -167,6 +197,8 @@ def replay(
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    return _replay_tables(folder, description, data_dir, given)
   if live_files.has_peers(folder, description):
     return _replay_peers(folder, description, data_dir, given)
   traces, totals = [], []
@@ -180,12 +212,30 @@ def replay(
         " computed (yet)"
       )
   experiment, cell = load(folder, data_dir=data_dir, given=given)
-  plan = plan_of(experiment, cell, folder)
-  group = live_clusters.group(plan)
+  if isinstance(experiment.plan(cell), CoordinatedPlan):
+    parts = _recompute(folder, experiment.plan(cell), cell, traces[0])
+    return _replayed(folder, description, cell, experiment.plan(cell), parts)
+  if "live" in experiment.runs[cell.label].config:
+    plan = plan_of(experiment, cell, folder)
+    group = live_clusters.group(plan)
+  else:
+    plan = experiment.plan(cell).of_seed(cell.seed)
+    group = simulator.WorkerDevices()
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
   parts = traces[0], records, final
   return _replayed(folder, description, cell, plan, parts)
+
+
+def _recompute(folder, plan, cell, trace):
+  """Runs of a coordinator: which jobs were received says it all, and who did
+  them changes nothing."""
+  init_key, root = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(plan.problem.init(init_key))
+  work = plan.work(cell.seed, root)
+  jobs = set(trace.job[trace.action == base.RECEIVE].tolist())
+  final = sandblaster.recompute(plan.settings, params, work, jobs).params
+  return trace, read_records(records_path(folder, 0)), final
 
 
 def _replayed(folder, description, cell, plan, parts) -> Replay:
@@ -225,10 +275,35 @@ def _replay_peers(folder, description, data_dir, given) -> Replay:
   return replayed
 
 
+def _replay_tables(folder, description, data_dir, given) -> Replay:
+  """A replay of tables, in the orders of shards and of workers."""
+  workers = description["cell"]["workers"]
+  trace = table_files.read_trace(folder, workers)
+  experiment, cell = load(folder, data_dir=data_dir, given=given)
+  plan = experiment.plan(cell)
+  _, root = jax.random.split(jax.random.key(cell.seed))
+  replayed = tables.replay.replay(
+    plan.settings,
+    table_clusters.first_tables(plan, cell.seed),
+    table_clusters.division_of(plan),
+    plan.work(cell.seed, root),
+    table_files.read_orders(folder, plan.settings.shards, workers),
+    jobs=plan.messages // workers,
+    seed=cell.seed,
+  )
+  parts = [table_files.columns(rows) for rows in replayed.records]
+  records = table_files.by_time(parts).plain
+  final = plan.join(replayed.tables)
+  return _replayed(folder, description, cell, plan, (trace, records, final))
+
+
 def _read_result(folder):
   """Returns what result.json says, nothing if there is none."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
+  packed = storage.read_archive(folder / cell_files.CELL, path.name)
+  if result is None and packed:
+    return storage.json_object(packed[path.name]) or {}
   if result is None and path.exists():
     raise ValueError(
       f"{path} cannot be read or was changed: put it back as the run wrote it,"

@@ -1,6 +1,17 @@
 """Orders: which worker sends and receives when, as data."""
 
-from asgd.orders import durations, makers, network, play, protocol, trace
+from asgd.orders import (
+  checking,
+  durations,
+  makers,
+  network,
+  play,
+  protocol,
+  shards,
+  trace,
+)
+from asgd.orders.backups import backup_tasks, count_backups
+from asgd.orders.checking import check
 from asgd.orders.makers import (
   asynchronous,
   backup_workers,
@@ -10,4 +21,4 @@ from asgd.orders.makers import (
   stale_synchronous,
   start,
 )
-from asgd.orders.trace import HEADER, check, dump, load, staleness
+from asgd.orders.trace import HEADER, dump, load, staleness

@@ -13,6 +13,7 @@ is one pass in total over all workers.
 
 from asgd import base, checks, names
 from asgd.orders import protocol
+from asgd.orders.backups import backup_tasks
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes
@@ -44,6 +45,7 @@ def stale_synchronous(
   cache: bool = False,
   depth: int = 1,
   fetch_every: int = 1,
+  warm_start: int = 0,
 ) -> base.Trace:
   """Stale synchronous parallel: nobody is further ahead than a bound.
 
@@ -63,6 +65,7 @@ def stale_synchronous(
       before each job (eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
+    warm_start: as of `asynchronous`; clocks are equal after it.
 
   Returns:
     A Trace, its times in the unit of the durations.
@@ -99,13 +102,23 @@ def stale_synchronous(
     [0, 0, 2, 0]
   """
   rules = protocol.Rules(
-    bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
+    bound=bound,
+    cache=cache,
+    depth=depth,
+    fetch_every=fetch_every,
+    warm_start=warm_start,
   )
   return _play(rules, durations, workers, messages)
 
 
 def asynchronous(
-  durations: Durations, *, workers: int, messages: int, depth=1, fetch_every=1
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  depth: int = 1,
+  fetch_every: int = 1,
+  warm_start: int = 0,
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received.
 
@@ -117,6 +130,8 @@ def asynchronous(
     messages: RECEIVE rows. Up to N depth - 1 tickets are open at the end.
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
+    warm_start: messages that are of one worker alone, which holds one ticket,
+      before all of them start on the parameters of that moment.
 
   Returns:
     A Trace, its times in the unit of the durations.
@@ -126,7 +141,8 @@ def asynchronous(
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, where
-    workers do not wait for each other.
+    workers do not wait for each other, and a warm start "almost eliminates"
+    stability trouble.
 
   Example:
     >>> from asgd import orders
@@ -144,7 +160,9 @@ def asynchronous(
     >>> orders.staleness(trace).tolist()
     [0, 1, 1]
   """
-  rules = protocol.Rules(depth=depth, fetch_every=fetch_every)
+  rules = protocol.Rules(
+    depth=depth, fetch_every=fetch_every, warm_start=warm_start
+  )
   return _play(rules, durations, workers, messages)
 
 
@@ -288,6 +306,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
 _PROTOCOLS = {
   "asynchronous": asynchronous,
+  "backup_tasks": backup_tasks,
   "backup_workers": backup_workers,
   "bulk_synchronous": bulk_synchronous,
   "stale_synchronous": stale_synchronous,
@@ -304,8 +323,8 @@ def build(
   """Builds a trace by the name of its protocol.
 
   Args:
-    name: "asynchronous", "backup_workers", "bulk_synchronous",
-      "stale_synchronous" or "fixed_delay".
+    name: "asynchronous", "backup_tasks", "backup_workers",
+      "bulk_synchronous", "stale_synchronous" or "fixed_delay".
     durations: how long each job of the N workers takes; a fixed delay needs
       none.
     workers: N; the fixed delay is N - 1.
@@ -338,16 +357,28 @@ def build(
   return names.call("order", name, maker, kwargs)
 
 
-def _asynchronous_rules(workers, *, depth=1, fetch_every=1):
-  del workers
-  return protocol.Rules(depth=depth, fetch_every=fetch_every)
-
-
-def _stale_rules(workers, *, bound, cache=False, depth=1, fetch_every=1):
+def _asynchronous_rules(workers, *, depth=1, fetch_every=1, warm_start=0):
   del workers
   return protocol.Rules(
-    bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
+    depth=depth, fetch_every=fetch_every, warm_start=warm_start
   )
+
+
+def _stale_rules(
+  workers, *, bound, cache=False, depth=1, fetch_every=1, warm_start=0
+):
+  del workers
+  return protocol.Rules(
+    bound=bound,
+    cache=cache,
+    depth=depth,
+    fetch_every=fetch_every,
+    warm_start=warm_start,
+  )
+
+
+def _backup_task_rules(workers, *, late):
+  return protocol.Rules(round=workers, late=late)
 
 
 def _bulk_rules(workers):
@@ -357,6 +388,7 @@ def _bulk_rules(workers):
 
 _RULES = {
   "asynchronous": _asynchronous_rules,
+  "backup_tasks": _backup_task_rules,
   "backup_workers": _backup_rules,
   "bulk_synchronous": _bulk_rules,
   "stale_synchronous": _stale_rules,
@@ -377,8 +409,8 @@ def start(
   With a network that takes no time its rows are those of `build`.
 
   Args:
-    name: "asynchronous", "backup_workers", "bulk_synchronous" or
-      "stale_synchronous".
+    name: "asynchronous", "backup_tasks", "backup_workers",
+      "bulk_synchronous" or "stale_synchronous".
     durations: how long each job of the N workers takes.
     workers: N.
     network: what messages pass, in the unit of the durations.

@@ -10,6 +10,7 @@ without parameters: it takes the latency. All shards keep one order, the lead's.
 
 import collections
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ class Play:
     nothing = [0.0] * self.links.network.shards
     self._sizes = sizes or fixed(nothing, nothing)
     self._nothing, self._instant = nothing, self.links.network.is_instant
-    self._streams = streams
+    self._streams, self._late = streams, rules.late < math.inf
     self._dispatcher = protocol.Dispatcher(
       rules, jobs=jobs, log=self.rows.append
     )
@@ -117,7 +118,7 @@ class Play:
     self._jobs: dict[tuple[int, int], _Job] = {}
     self._heap: list[tuple[float, int, int, Callable, Any]] = []
     self._count = 0  # of what was put there: ties of one job go by it
-    self._waits = bool(comes)  # nothing is sent yet
+    self._may_send = not comes  # what has happened may start something
     if comes is None:
       for worker in range(workers):
         self._dispatcher.join(worker, 0.0)
@@ -147,7 +148,12 @@ class Play:
 
   def advance(self) -> None:
     """Sends what may be sent, and lets the next thing happen."""
-    self._send()
+    if self._may_send:
+      self._send()
+    due = self._dispatcher.next_late() if self._late else math.inf
+    if due < self._heap[0][0]:
+      self.now, self._may_send = due, True
+      return
     self.now, _, _, call, what = heapq.heappop(self._heap)
     call(what)
 
@@ -158,14 +164,13 @@ class Play:
   def _join(self, worker):
     self._dispatcher.join(worker, self.now)
     following = self._heap[0] if self._heap else None
-    if following and following[0] == self.now and following[1] < 0:
-      self._waits = True  # workers that join together get tickets together
+    together = following and following[0] == self.now and following[1] < 0
+    # Workers that join together get tickets together.
+    self._may_send = not together
 
   def _send(self):
     """Starts what may start now."""
-    if self._waits:
-      self._waits = False
-      return
+    self._may_send = False
     for grant in self._dispatcher.grants(self.now):
       worker, seq, _, keep = grant
       job = _Job(grant, next(self._streams[worker]))
@@ -201,7 +206,8 @@ class Play:
 
   def _arrived(self, job):
     """All shards have taken a job's message."""
-    self._dispatcher.arrive(job.worker, job.seq)
+    self._may_send = True
+    self._dispatcher.arrive(job.worker, job.seq, self.now)
     for worker, seq, _ in self._dispatcher.deliver(self.now):
       self.links.received(self._jobs.pop((worker, seq)).parts)
 

@@ -136,6 +136,7 @@ class HostRun:
     # Messages before their RECEIVE rows, in the order of each worker's jobs:
     # seq -> (state of the worker after it, message, loss)
     self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
+    self._told = 0  # messages whose records were given out
 
   def obey(self, event: trace_lib.Event) -> None:
     """Obeys the next row; raises TraceError if it has no meaning."""
@@ -143,11 +144,13 @@ class HostRun:
     ticket, w = replay.obey(event), event.worker
     if event.action == base.JOIN:
       self._states[w] = self._worker.init(replay.state.params)
-    elif event.action == base.RECEIVE:
+    elif event.action in (base.RECEIVE, base.DROP):
       done = self._ahead[w].pop(event.seq, None)
       done = done or self._work(w, self._states[w], ticket, event.job)
       self._states[w], message, loss = done
-      replay.receive(event, (ticket, message, loss))
+      if event.action == base.RECEIVE:
+        replay.receive(event, (ticket, message, loss))
+      # Else the worker has done it, and nobody takes it.
 
   def _work(self, worker, state, ticket, job):
     state, message, metrics = self._steps.work(
@@ -189,7 +192,9 @@ class HostRun:
       replay.marks,
       replay.traffic.sent,
     )
-    return after, replay.records()
+    records = replay.records(self._told)
+    self._told += len(records.loss)
+    return after, records
 
 
 def run_whole(
@@ -272,8 +277,6 @@ class ServerReplay:
     self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 
-  def records(self) -> base.Records:
-    """Returns the records of the messages received since the last call."""
-    messages, observations = self._messages, self._observations
-    self._messages, self._observations = [], []
-    return records(messages, observations)
+  def records(self, start: int = 0) -> base.Records:
+    """Returns the records of the messages received, from one on."""
+    return records(self._messages[start:], self._observations[start:])

@@ -4,11 +4,13 @@ It knows no order of its own: a runtime gives it messages one by one, asks
 whether a worker may be answered, and takes what it has to send.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from asgd.tables import keys as keys_lib
 from asgd.tables.client import TableSpec
 from asgd.tables.consistency import Consistency, Rules
 from asgd.tables.keys import Keys
@@ -52,6 +54,7 @@ class Server:
     self.tables, self.rules = dict(tables), rules
     self.workers = list(workers)
     self._codec = codec
+    self._aggregates = any(t.function.aggregates for t in tables.values())
     self.clocks = {
       name: RangeClocks(workers, 0, _LAST if t.stop is None else t.stop)
       for name, t in tables.items()
@@ -121,7 +124,7 @@ class Server:
         message is applied then.
     """
     before, values = self.slowest, self._values(push)
-    if self.rules.deferred:
+    if self.rules.deferred or self._aggregates:
       self._deferred.append((push.clock, push.worker, values))
     else:
       self._apply(push.worker, values)
@@ -131,12 +134,35 @@ class Server:
     self._apply_deferred(after)
     return after - before
 
+  def keys_of(self, push: Push) -> dict[str, Keys]:
+    """Returns the keys of a message, by table, before it is received."""
+    lists = self._receivers[push.worker].lists
+    return {
+      name: lists[sent.keys.digest] if sent.keys.keys is None
+      else sent.keys.keys
+      for name, sent in push.tables.items()
+    }
+
+  def skip(self, push: Push) -> None:
+    """Takes note of the keys of a message that is not to be applied: those to
+    come may be told by their digests."""
+    for sent in push.tables.values():
+      self._receivers[push.worker].unpack(sent.keys)
+
   def _apply_deferred(self, clock):
     """Applies what is of a clock that all have finished, in the order of the
-    workers: no bit depends on who came first."""
+    workers: no bit depends on who came first. What is for functions that
+    aggregate is summed up before."""
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
-    for _, worker, values in sorted(due, key=lambda each: each[:2]):
+    due.sort(key=lambda each: each[:2])
+    if self._aggregates:
+      for _, group in itertools.groupby(due, key=lambda each: each[0]):
+        sent = [(worker, values) for _, worker, values in group]
+        # Nobody's copy has what came of it: the sender stands for no worker.
+        self._apply(sent[0][0], _summed([values for _, values in sent]))
+      return
+    for _, worker, values in due:
       self._apply(worker, values)
 
   def _values(self, push) -> _Values:
@@ -184,6 +210,27 @@ class Server:
         copies[name].add(keys[has], "lacks", change[has])
         copies[name].write(keys[has], "changed", True)
 
+  # Workers that come and go.
+
+  def join(self, worker: int) -> None:
+    """Another takes a worker's place: it has no rows, and knows no keys. The
+    clocks of the place stay."""
+    self._copies[worker] = self._no_copies()
+    self._receivers[worker] = KeyCache()
+
+  def leave(self, worker: int) -> int:
+    """A worker goes for good, of several: nobody waits for it any more. Returns
+    by how much the slowest clock has advanced."""
+    before = self.slowest
+    self.workers.remove(worker)
+    for table in (self._copies, self._receivers):
+      del table[worker]
+    for clocks in self.clocks.values():
+      clocks.leave(worker)
+    after = self.slowest
+    self._apply_deferred(after)
+    return after - before
+
   # Sending.
 
   def at_clock(self) -> dict[int, Rows]:
@@ -230,6 +277,8 @@ class Server:
     there are any."""
     limit, tables = self.rules.limit(clock), {}
     for name, copies in self._copies[worker].items():
+      if not len(copies):
+        continue
       lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
       keys = copies.keys[lacks.max(1, initial=0) > limit]
       if keys.size:
@@ -268,6 +317,7 @@ class Server:
         for clock, worker, values in self._deferred
       ],
       "cached": [list(each) for each in cached],
+      "workers": self.workers,
       "version": self.version,
     }
     return arrays, notes
@@ -276,6 +326,8 @@ class Server:
     """Takes over what a server like this one has packed."""
     for name, table in self.tables.items():
       table.unpack(arrays["tables"][name])
+    for worker in set(self.workers) - set(notes["workers"]):
+      self.leave(worker)
     for worker, each in zip(self.workers, arrays["copies"], strict=True):
       for name, packed in each.items():
         columns = {k: np.array(x) for k, x in packed.items()}
@@ -296,3 +348,14 @@ class Server:
       name: RangeClocks.unpack(each) for name, each in notes["clocks"].items()
     }
     self.version = notes["version"]
+
+
+def _summed(messages: list[_Values]) -> _Values:
+  """Adds up the values of several messages by key."""
+  names = sorted({name for values in messages for name in values})
+  out = {}
+  for name in names:
+    parts = [values[name] for values in messages if name in values]
+    keys, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    out[name] = keys_lib.add_up(keys, values)
+  return out

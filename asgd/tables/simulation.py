@@ -26,17 +26,7 @@ from asgd.tables.keys import Keys
 from asgd.tables.server import Server
 from asgd.tables.settings import Settings
 from asgd.tables.table import Table
-
-Values = Mapping[str, Any]  # table -> [n, ...]
-
-
-class Work(NamedTuple):
-  """What workers compute, as functions of plain arrays."""
-
-  batch: Callable[[int, int], base.Batch]  # (worker, job)
-  keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows it needs
-  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row)
-  gradient: Callable[..., tuple[float, Values]]
+from asgd.tables.work import Values, Work
 
 
 class Read(NamedTuple):
@@ -341,10 +331,8 @@ class Simulation:
       ticket.values, batch, keys, worker, job
     )
     clock = place.done // settings.clock_every
-    if settings.function.additive:
-      rate = settings.rate(clock)
-      gradient = {k: x * x.dtype.type(-rate) for k, x in gradient.items()}
-    client.write({name: (keys[name], gradient[name]) for name in keys})
+    written = settings.written(clock, keys, gradient)
+    client.write(written)
     place.done += 1
     after = place.done // settings.clock_every
     last = place.done == self._jobs
@@ -356,9 +344,9 @@ class Simulation:
       change = self._flush(worker, after, last)
     place.ticket = None
     self._write(worker, job, base.RECEIVE)
-    size = sum(x.size for x in gradient.values())
-    square = sum(float(np.square(x, dtype=float).sum()) for x in
-      gradient.values())
+    every = [values for _, values in written.values()]
+    size = sum(x.size for x in every)
+    square = sum(float(np.square(x, dtype=float).sum()) for x in every)
     self._messages.append(
       (
         *(self.server.version, self.now, worker, job, ticket.oldest, gap),

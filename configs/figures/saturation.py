@@ -34,7 +34,9 @@ def get_config():
   runs = {}
   for shards, label in SHARDS.items():
     runs[label] = dict(
-      recipe="asgd", title=TITLES[shards], network=dict(shards=shards)
+      recipe="asgd",
+      title=TITLES[shards],
+      server=dict(shards=shards, consistent=True),
     )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.network = dict(latency=LATENCY, port=PORT)

@@ -1,14 +1,14 @@
-"""Runs of the engine `simulate` that a coordinator drives: Sandblaster L-BFGS.
+"""Runs that a coordinator drives: Sandblaster L-BFGS, in simulated time.
 
 What a cell computes is a function of its config and its seed, as of all
 simulated runs. Its order is not known before it: how often the batch is
 evaluated is up to the line search. So the trace is an outcome, `trace.csv`, as
-is `iterates.csv`, with the simulated time at which each loss was reached.
+is `iterates.csv`, with the time at which each loss was reached. `live_batches`
+has the same in real time.
 """
 
 import csv
 import dataclasses
-import functools
 import io
 import math
 from collections.abc import Mapping
@@ -19,24 +19,22 @@ import numpy as np
 
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
-from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
-  clocks,
+  learning_rates,
   networks,
-  parameter_server,
+  outcomes,
   unused,
 )
 from asgd.experiment.schema import Run
-from asgd.losses import as_loss
-from asgd.orders import durations, trace
+from asgd.orders import trace
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class CoordinatedPlan:
+class CoordinatedPlan(outcomes.OutcomePlan):
   """What the cells of a run with one number of workers share."""
 
   run: Run
@@ -53,63 +51,39 @@ class CoordinatedPlan:
     """Batches in one message."""
     return self.settings.push_every
 
-  @functools.cached_property
-  def gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
-    loss = as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-  def work(self, seed: int, root: jax.Array) -> sandblaster.Work:
-    """Returns the loss and the gradient of a portion, whoever computes it."""
-    batches = self.problem.batches(seed, 1)
+  def work(
+    self, seed: int, root: jax.Array, batches: problems.Batches | None = None
+  ) -> sandblaster.Work:
+    """Returns the loss and the gradient of a portion, whoever computes it;
+    `batches` are those of the seed, perhaps made before."""
+    batches = batches or self.problem.batches(seed, 1)
 
     def work(params, portion):
-      try:
+      with checks.batch_of(f"portion {portion}"):
         batch = batches(0, portion)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of portion {portion} cannot be made"
-          f" ({line_of(error, 250)})"
-        ) from error
       key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
 
     return work
 
-  def durations(self, seed: int) -> durations.Durations:
-    """Returns how long portions take."""
-    section = self.run.config["durations"]
-    return clocks.build(**{"seed": seed, **section})
 
-
-_REFUSED = (
-  ("optimizer", "L-BFGS is the optimizer"),
-  ("clip_norm", "a clipped gradient is not that of the loss"),
-  ("compress", "a coded gradient is not that of the loss"),
-  ("compress_down", "its loss is that of the parameters as they are"),
+_REFUSED = {
+  "optimizer": "L-BFGS is the optimizer",
+  "clip_norm": "a clipped gradient is not that of the loss",
+  "compress": "a coded gradient is not that of the loss",
+  "compress_down": "its loss is that of the parameters as they are",
+}
+_NEVER_STALE = (
+  "its workers take what comes next and its gradients are never stale"
 )
 
 
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  for key, why in _REFUSED:
-    if config[key] is not None:
-      raise ValueError(
-        f"config.{key} {config[key]!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): {why}; drop it"
-      )
-  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
-    value = config[section].get(key)
-    if value is not None:
-      raise ValueError(
-        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}), whose workers take what comes next and"
-        " whose gradients are never stale; drop it"
-      )
+  unused.refuse(run, _REFUSED)
+  unused.refuse_gates(run, _NEVER_STALE)
   networks.refuse(run, "the operations of its coordinator take no time")
   unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
@@ -134,14 +108,10 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
     )
   if not settings.portions:
     settings = settings._replace(portions=problem.batches_per_epoch)
-  batches = parameter_server.passes(run, problem)
+  batches = learning_rates.passes(run, problem)
   messages = round(batches / settings.push_every)
   _check_budget(run, problem, settings, workers, messages)
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
-      f" cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(config, messages)
   return CoordinatedPlan(run, workers, problem, settings, messages)
 
 
@@ -171,6 +141,9 @@ def _check_budget(run, problem, settings, workers, messages):
 class CoordinatedEngine(engines.Engine):
   """A cell of Sandblaster L-BFGS in simulated time."""
 
+  _clock = "time"  # of evaluations
+  _end = "simulated_time"  # of the result
+
   def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
     seed = context.cell.seed
@@ -196,9 +169,14 @@ class CoordinatedEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Goes on, not past message `until`."""
-    simulation, first = self._simulation, self.done
-    self.done = simulation.advance(min(first + self._pace.begin(), until))
+    first = self.done
+    self.done = self._simulation.advance(min(first + self._pace.begin(), until))
     self._pace.end()
+    return self._progress(first)
+
+  def _progress(self, first):
+    """What happened since so many messages were received."""
+    simulation = self._simulation
     part = simulation.book.records(first)
     news, simulation.book.news = simulation.book.news, []
     broken, reason = None, simulation.state.reason
@@ -213,9 +191,10 @@ class CoordinatedEngine(engines.Engine):
     )
 
   def snapshot(self) -> engines.Snapshot:
-    """Returns the last iterate, at the simulated time."""
+    """Returns the last iterate, and the time."""
     simulation = self._simulation
-    clock, update = {"time": simulation.now}, max(simulation.state.iteration, 0)
+    clock = {self._clock: simulation.now}
+    update = max(simulation.state.iteration, 0)
     return engines.Snapshot(simulation.params(), self.done, update, clock)
 
   def records(self) -> base.Records:
@@ -260,7 +239,7 @@ class CoordinatedEngine(engines.Engine):
       "bytes_down": int(records.bytes_down.sum()),
       "reason": state.reason or "the end of config.epochs",
       **self.summary(0, self.done),
-      "simulated_time": simulation.now,
+      self._end: simulation.now,
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
@@ -299,9 +278,10 @@ def describe(result: Mapping[str, Any]) -> str:
   """Returns iterations, evaluations and what ended a cell in a few words."""
   words = (
     "{updates} iterations, {evaluations_of_batch} evaluations of {portions}"
-    " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g} at"
-    " time {simulated_time:.4g}"
+    " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g}"
   ).format_map(result)
+  if "simulated_time" in result:
+    words += f" at time {result['simulated_time']:.4g}"
   if result["backup_started"]:
     words += (
       f"; {result['backup_first']} of {result['backup_started']} backup tasks"

@@ -24,7 +24,6 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 from asgd.live.worker import Duty
-from asgd.orders.network import Network
 
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
@@ -96,7 +95,7 @@ def needs_totals(plan: ServerPlan) -> bool:
       " config.server.shards=1"
     )
   gated = plan.run.config["gate"]["max_staleness"] is not None
-  if recipe.every > 1 or gated:
+  if recipe.every > 1 or recipe.push_every > 1 or gated:
     raise ValueError(
       f"{label} needs a norm over all shards, which works where each message is"
       " an update: without rounds, gate or averaging, or with"
@@ -140,12 +139,6 @@ def prepare(
   return live
 
 
-def network_of(live: LiveRun) -> Network | None:
-  """Returns the network whose time frames take, None if they take none."""
-  network = live.plan.network
-  return network and network._replace(shards=live.setup.shards)
-
-
 def parts(live: LiveRun) -> list[Any]:
   """Returns the parameters of each shard, before the first message."""
   split = live.split
@@ -168,6 +161,7 @@ def make_duty(live: LiveRun) -> Duty:
     setup.rules.depth,
     tuple(plan.run.config["live"]["slowdown"]),
     codec=plan.server.codec,
+    overlap=plan.run.config["live"]["overlap"],
   )
 
 
@@ -187,10 +181,12 @@ def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
 
 
-def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
+def combine(
+  parts: Sequence[base.Records], split: sharding.ShardPlan | None, params: Any
+) -> base.Records:
   """Makes one table of the shards' records: that of the lead, with the norms of
   the whole where every shard has received the message."""
-  lead, split = parts[0], live.split
+  lead = parts[0]
   if split is None or not len(lead.loss):
     return lead
   rows = []  # of each shard: (worker, job) -> row
@@ -206,7 +202,7 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
 
   reports = zip(*map(of_all, base.Report._fields), strict=True)
   reports = [base.Report(*columns) for columns in reports]
-  sizes = sharding.trained_sizes(split, live.params)
+  sizes = sharding.trained_sizes(split, params)
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
@@ -286,7 +282,7 @@ def thread_cluster(
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
-    network=network_of(live),
+    network=live.plan.network,
   )
 
   def duty_of(allocation):

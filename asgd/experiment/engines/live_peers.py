@@ -68,16 +68,15 @@ def check_plan(plan: peers.PeerPlan) -> None:
     )
 
 
-def check_faults(plans: Any, machine: Any) -> None:
+def check_faults(plan: Any, machine: Any) -> None:
   """Refuses faults that cannot happen between peers."""
-  for plan in plans:
-    for fault in machine.faults:
-      if peers.of_peers(plan.run) and fault.kind in _OF_LINKS:
-        raise ValueError(
-          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: a message of"
-          " peers is told once, over a link that loses none; use kill, hang,"
-          " slow or nan"
-        )
+  for fault in machine.faults:
+    if peers.of_peers(plan.run) and fault.kind in _OF_LINKS:
+      raise ValueError(
+        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: a message of peers"
+        " is told once, over a link that loses none; use kill, hang, slow or"
+        " nan"
+      )
 
 
 def check_files(folder: Path) -> None:
@@ -357,7 +356,7 @@ class LivePeerEngine(engines.Engine):
     updates = round(np.mean([v.version for v in self._views.values()]))
     row = parameter_server.columns(plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= peers.of_links(plan.gossip, self._traffic())
+    row |= peers.of_links(plan.gossip, self._traffic)
     return {
       **row,
       "peers_sha256": storage.digest([v.params for v in self._seen()[0]]),
@@ -367,8 +366,10 @@ class LivePeerEngine(engines.Engine):
       "took_part": len(np.unique(records.worker)),
     }
 
+  @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
-    """What went over each link, as far as it was taken."""
+    """What went over each link, as far as it was taken; asked for when the cell
+    has come to its end."""
     n = len(self._places)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._places:
@@ -380,14 +381,10 @@ class LivePeerEngine(engines.Engine):
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
-    return {"links.csv": peers.links_table(self._traffic())}
+    return {"links.csv": peers.links_table(self._traffic)}
 
   def _replaced(self) -> dict[str, int]:
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self.cluster.replaced.items()
-    }
+    return self._memory.replaced_since(self.cluster.replaced)
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns all peers, as they are when all have ended the same round, or the

@@ -26,7 +26,6 @@ SECTIONS = {
     "down": Setting(None, _BANDWIDTH),
     "port": Setting(None, _BANDWIDTH),  # of a shard, each way
     "service": Setting(0.0, checks.number()),  # in which it takes a message
-    "shards": Setting(1, checks.whole(1, 256)),  # of a simulated server
     "incast": Setting("queue", checks.choice(*INCAST)),
   }
 }
@@ -34,15 +33,17 @@ SECTIONS = {
 
 def network_of(run: Run) -> Network | None:
   """Returns the network of a run, None if its messages take no time."""
-  return from_section(run.config["network"])
+  config = run.config
+  return from_section(config["network"], config["server"]["shards"])
 
 
-def from_section(section: Mapping[str, Any]) -> Network | None:
-  """Returns the network that a section says, None if it takes no time."""
+def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
+  """Returns the network that a section says, with so many shards, None if it
+  takes no time."""
   section = dict(section)
   for key in _BANDWIDTHS:
     section[key] = math.inf if section[key] is None else float(section[key])
-  network = Network(**section)
+  network = Network(**section, shards=shards)
   return None if network.is_instant else network
 
 
@@ -56,23 +57,16 @@ def refuse(run: Run, what: str) -> None:
       )
 
 
-def check_live(run: Run) -> None:
-  """Raises ValueError for a network that a live run cannot have."""
-  if run.engine != "threads":
+def check(run: Run) -> None:
+  """Raises ValueError for a network that a run cannot have."""
+  if run.engine == "ray":
     refuse(run, f"messages of engine {run.engine!r} take the time they take")
-  shards = run.config["network"]["shards"]
-  if shards != 1:
-    raise ValueError(
-      f"config.network.shards {shards} is of simulations: a live server has"
-      " config.server.shards"
-    )
   server = run.config["server"]
   several = server["shards"] > 1 and not server["consistent"]
   if several and network_of(run) is not None:
     raise ValueError(
-      f"config.network with {server['shards']} live shards needs one order for"
-      " all of them, as a simulation has it: set config.server.consistent=True,"
-      " or config.server.shards=1"
+      f"config.network with {server['shards']} shards needs one order for all"
+      " of them: set config.server.consistent=True, or config.server.shards=1"
     )
 
 
@@ -80,7 +74,7 @@ def shares(plan: Any, shards: int) -> list[int]:
   """Returns the bytes of the parameters at each of S shards, as they travel.
   Raises ValueError, naming the key, if they cannot be split."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  with checks.blame("network", ("shards",)):
+  with checks.blame("server", ("shards",)):
     split = sharding.make_plan(params, shards)
   return [wire.layout(part).nbytes for part in sharding.split(split, params)]
 

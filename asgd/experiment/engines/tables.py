@@ -17,17 +17,16 @@ import numpy as np
 
 from asgd import base, names, optimizers, orders, problems, sharding, tables
 from asgd import worker as worker_lib
-from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
-  clocks,
+  learning_rates,
   networks,
+  outcomes,
   parameter_server,
   traffic,
   unused,
 )
 from asgd.experiment.schema import Run
-from asgd.losses import as_loss
 from asgd.orders import trace
 from asgd.tables import functions
 
@@ -36,7 +35,7 @@ _FIRST = 16  # messages of the first call of `advance`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class TablePlan:
+class TablePlan(outcomes.OutcomePlan):
   """What the cells of a run with one number of workers share."""
 
   run: Run
@@ -47,6 +46,7 @@ class TablePlan:
   messages: int  # received in one cell
   learning_rate: float  # the peak
   schedule: Any  # float, or clock -> learning rate
+  dataset: Any = None
   batches: int = 1  # in one message
   curvature_limit: float = math.nan  # not known
 
@@ -79,12 +79,6 @@ class TablePlan:
     )
 
   @functools.cached_property
-  def _gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
-    loss = as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-  @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
     return {
       name: np.arange(len(rows))
@@ -100,15 +94,8 @@ class TablePlan:
 
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
-      try:
+      with checks.batch_of(f"worker {worker}, job {job}"):
         return batches(worker, job)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of worker {worker}, job {job} cannot be made"
-          f" ({line_of(error, 250)})"
-        ) from error
 
     def keys(batch):
       if keyed is None:
@@ -129,7 +116,7 @@ class TablePlan:
         params = jax.tree.unflatten(structure, whole)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      (loss, _), out = self._gradient(params, batch, key)
+      (loss, _), out = self.gradient(params, batch, key)
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -143,44 +130,78 @@ class TablePlan:
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.Simulation:
     """Returns a cell that has not begun."""
-    section = {"seed": seed, **self.run.config["durations"]}
     return tables.Simulation(
       *(self.settings, self.split(params), self.work(seed, root)),
-      clocks.build(**section),
+      self.durations(seed),
       workers=self.workers,
       messages=self.messages,
       seed=seed,
     )
 
 
-_REFUSED = (
-  ("clip_norm", None, "a worker knows the rows of its batch alone"),
-  ("compress_down", None, "rows are sent as they are"),
-)
+_REFUSED = {
+  "clip_norm": "a worker knows the rows of its batch alone",
+  "compress_down": "rows are sent as they are",
+}
 
 
-def _refuse(run: Run) -> None:
-  for key, default, why in _REFUSED:
-    if run.config[key] != default:
+def _add_function(run, problem, options):
+  """Adds the function at the server that a problem needs, with its options."""
+  name, needed = problem.function
+  if name == functions.ADD:
+    return
+  given = dict(options.get(name) or {})
+  twice = [key for key in needed if key in given]
+  if twice:
+    raise ValueError(
+      f"config.runs.{run.label}.{name}.{twice[0]} follows from config.problem:"
+      " drop it"
+    )
+  options[name] = {**needed, **given}
+
+
+def _check_updates(run, problem, settings):
+  """Returns the settings for what a problem's workers compute; ValueError where
+  that is not for the function at the server."""
+  where, name = f"config.runs.{run.label}", settings.function.name
+  if problem.updates is None:
+    if name == functions.PROXIMAL:
       raise ValueError(
-        f"config.{key} {run.config[key]!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): {why}; drop it"
+        f"{where}.proximal is for problems whose workers compute gradients and"
+        " curvatures by feature: drop it, or use ftrl or an optimizer"
       )
-  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
-    value = run.config[section].get(key)
-    if value is not None:
-      raise ValueError(
-        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): its consistency says who waits; drop it"
-      )
-  networks.refuse(run, "pulls and pushes of its rows take no time")
-  unused.check_order(run, "its consistency")
+    return settings
+  wanted, _ = problem.function
+  if name != wanted:
+    raise ValueError(
+      f"{where}: the problem's updates are for the function {wanted!r} at the"
+      f" server, not for {name!r}: drop optimizer, ftrl and proximal"
+    )
+  if run.config["curvature_checks"]:
+    raise ValueError(
+      f"config.curvature_checks {run.config['curvature_checks']} is for"
+      " gradients, which this problem has not: set it to 0"
+    )
+  return settings._replace(direct=True)
+
+
+def _check_codec(run, settings, like):
+  """Refuses codecs, which are of floats, for tables of whole numbers."""
+  whole = any(np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like))
+  if settings.codec and whole:
+    raise ValueError(
+      f"config.runs.{run.label}: the codec {dict(settings.codec)['name']!r} is"
+      " for floats, and the problem has tables of whole numbers: drop it"
+    )
 
 
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  _refuse(run)
+  unused.refuse(run, _REFUSED)
+  unused.refuse_gates(run, "its consistency says who waits")
+  networks.refuse(run, "pulls and pushes of its rows take no time")
+  unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
     raise ValueError(
@@ -191,6 +212,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   options, peak = dict(run.options), float(config["learning_rate"])
   if config["optimizer"] is not None:
     options["optimizer"] = optimizers.named(config["optimizer"])
+  _add_function(run, problem, options)
 
   def settings_of(rate):
     with checks.blame(f"runs.{run.label}", tuple(run.options)):
@@ -199,13 +221,13 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
         {"learning_rate": rate, "workers": workers, **options},
       )
 
-  rate = parameter_server.schedule(
+  rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
-  settings = settings_of(rate)
+  settings = _check_updates(run, problem, settings_of(rate))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:
@@ -218,17 +240,15 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()
-  count = parameter_server.passes(run, problem)
+  _check_codec(run, settings, like)
+  count = learning_rates.passes(run, problem)
   messages = max(round(count) // workers, 1) * workers
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
-      f" cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(config, messages)
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(
-    *(run, workers, problem, settings, like, messages, peak, rate)
+    *(run, workers, problem, settings, like, messages, peak, rate),
+    experiment.dataset,
   )
 
 

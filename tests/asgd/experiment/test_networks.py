@@ -51,10 +51,11 @@ def trained(**config):
 def test_a_network_without_limits_changes_no_bit():
   plain = trained()
   for network in (  # so wide that it adds nothing, but all lines are passed
-    {"up": 1e30, "down": 1e30, "port": 1e30, "shards": 2},
+    {"up": 1e30, "down": 1e30, "port": 1e30},
     {"port": 1e30, "incast": "share"},
   ):
-    run = trained(network=network)
+    server = {"shards": 2, "consistent": True}
+    run = trained(network=network, server=server)
     kit.same(run.records(), plain.records())
     kit.same(run.snapshot().params, plain.snapshot().params)
   wide = trained(network={"up": 1e30}, compress=TOP_K, compress_down="onebit")
@@ -100,7 +101,8 @@ def test_codes_take_the_time_of_their_own_bytes():
 
 def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
   config = {
-    "network": {**NETWORK, "shards": 2},
+    "network": NETWORK,
+    "server": {"shards": 2, "consistent": True},
     "compress": {"name": "qsgd", "levels": 3, "error_feedback": True},
     "compress_down": TOP_K,
     "workers": (3,),
@@ -150,8 +152,8 @@ PEERS = {"a": {"recipe": "d_psgd"}}
     ({"network": {"incast": "drop"}}, "config.network.incast must be 'queue'"),
     ({"network": {"bandwidth": 1.0}}, "unknown config key 'network.bandwidth'"),
     (
-      {"network": {**NETWORK, "shards": 99}},
-      "config.network.*shards must be at most 90, .* not 99",
+      {"network": NETWORK, "server": {"shards": 99, "consistent": True}},
+      "config.server.shards must be at most 90, .* not 99",
     ),
     (
       {"network": NETWORK, "order": {"name": "fixed_delay"}},
@@ -174,12 +176,12 @@ PEERS = {"a": {"recipe": "d_psgd"}}
       "config.network.latency .* messages of engine 'ray' take the time",
     ),
     (
-      {"network": {"shards": 2}, "engine": "threads"},
-      "config.network.shards 2 is of simulations: .* config.server.shards",
+      {"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
+      "config.network with 2 shards needs one order for all of them",
     ),
     (
-      {"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
-      "config.network with 2 live shards needs one order for all of them",
+      {"network": NETWORK, "server": {"shards": 2}},
+      "config.network with 2 shards needs one order for all of them",
     ),
     (
       {"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},

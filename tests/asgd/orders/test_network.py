@@ -189,6 +189,8 @@ def test_a_port_that_is_saturated_is_always_busy():
     ("stale_synchronous", {"bound": 1, "cache": True}),
     ("bulk_synchronous", {}),
     ("backup_workers", {"backup": 2}),
+    ("backup_tasks", {"late": 1.2}),
+    ("asynchronous", {"warm_start": 7}),
   ],
 )
 def test_a_network_without_limits_changes_no_bit(name, options, incast):
