@@ -76,6 +76,12 @@ class Traffic:
     sent.seen[worker] = sent.total
     sent.tickets[worker, seq] = min(since, self._dense)
 
+  def sent_bytes(self, worker: int, seq: int) -> int:
+    """Returns the bytes of a ticket that is open, and new."""
+    if self._updates is None:
+      return self._dense
+    return self.sent.tickets[worker, seq]
+
   def join(self, worker: int) -> None:
     """A place has a new worker, which has no parameters."""
     self.sent.seen.pop(worker, None)

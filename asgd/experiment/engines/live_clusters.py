@@ -282,6 +282,7 @@ def thread_cluster(
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
+    network=live.plan.network,
   )
 
   def duty_of(allocation):
