@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd import base, compression, simulator
+from asgd import base, simulator
 from asgd.checks import shown
 from asgd.experiment import checks, engines, live_figures, live_files
 from asgd.experiment import live_memory as memory_lib
@@ -42,6 +42,7 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
+from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow
 
@@ -97,12 +98,13 @@ def check(run: Run) -> None:
     return
   parameter_server.check(run)
   config = run.config
-  if config["compress_down"] is not None:
-    raise ValueError(
-      f"config.compress_down: workers of engine {run.engine!r} are sent"
-      " parameters, not updates; leave it out, or use engine 'simulate'"
-    )
   server, live = config["server"], config["live"]
+  if config["compress_down"] is not None and server["wire"] != "float32":
+    raise ValueError(
+      f"config.compress_down: with config.server.wire {server['wire']!r} workers"
+      " get rounded parameters, and those that they rebuild from updates would"
+      " not be the server's; leave one of the two out"
+    )
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(
       "config.server.consistent needs a log, or shards that come back would"
@@ -211,7 +213,8 @@ class LiveEngine(engines.Engine):
     compress = live_clusters.dtype_on_wire(plan.run.config)
     if not self._memory.kept:
       # Of several shards each has its part: about as much in all.
-      like = live.params, compression.layout(plan.server.codec, live.params)
+      down = traffic.codec_of(plan.run, "compress_down") is not None
+      like = contents(plan.server.codec, live.params, updates=down)
       nbytes = slots_nbytes(counts, like, compress=compress)
       check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0

@@ -11,7 +11,7 @@ import pytest
 from kit import bits
 
 import asgd
-from asgd import base, compression, sharding, simulator
+from asgd import base, compression, sharding, simulator, wire
 from asgd.live.clusters import base as clusters
 from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
@@ -45,16 +45,21 @@ class Run:
   """A run of gradient workers in threads, with files and memory as a real one
   has them."""
 
-  def __init__(self, folder, codec, params, *, faults=(), **setup):
+  def __init__(
+    self, folder, codec, params, *, down=None, faults=(), log=8, **setup
+  ):
     self.params, self.folder = params, folder
     self.setup = Setup(
       Rules(), WORKERS, JOBS, ladder=Ladder(floor=LONG), together=True,
-      log=8, **setup,
+      log=log, **setup,
     )
     shards, plan = self.setup.shards, None
     if shards > 1:
       plan = sharding.make_plan(params, shards)
     recipe = asgd.asgd(0.05, workers=WORKERS)
+    if down:
+      algorithm = compression.compressed_updates(recipe.algorithm, down)
+      recipe = recipe._replace(algorithm=algorithm)
     self.plan, self.server = plan, compression.decoding(recipe.server(), codec)
     self.worker = compression.compressed(
       recipe.make_worker(coding.loss), codec, plan
@@ -66,6 +71,7 @@ class Run:
       *(steps.work, self.worker.init, self.batch, coding.ROOT, params, plan),
       consistent=self.setup.consistent,
       codec=codec,
+      codec_down=down,
     )
     parts = [params] if plan is None else sharding.split(plan, params)
     states = [simulator.start(self.server, part) for part in parts]
@@ -248,3 +254,18 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
   assert len(refused) == 1
   assert "damaged: its CRC-32 is another" in refused[0]
   assert "\n" not in refused[0]
+
+
+# Downward: workers are sent packed updates.
+
+
+def test_updates_by_every_codec_replay_to_the_same_bits(tmp_path):
+  codec = coding.every_codec()
+  with live(tmp_path, codec, coding.PARAMS, down=codec) as run:
+    run.drive()
+    (records,) = run.check()
+  dense = wire.layout(coding.PARAMS).nbytes
+  first = {w: records.job[records.worker == w][0] for w in range(WORKERS)}
+  news = [i for i, job in enumerate(records.job) if job in first.values()]
+  assert set(records.bytes_down[news]) == {dense}  # of a worker that is new
+  assert np.delete(records.bytes_down, news).max() < dense
