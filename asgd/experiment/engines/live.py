@@ -454,6 +454,8 @@ def _describe(result: Mapping[str, Any]) -> str:
     words = peers.describe(result)
     if missed := result["missed"]:
       words += f", {missed} messages missed while peers were gone"
+    if lost := result.get("residual_lost"):
+      words += f", RMS {lost:.2g} that codecs had kept back lost with peers"
     return words
   return parameter_server.describe(result)
 

@@ -97,7 +97,8 @@ class ShardState:
   def _start(self, event):
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
-      ticket, _, slot, _ = self.kept[worker]
+      kept = self.kept[worker]
+      ticket, slot = kept.ticket, kept.params
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._numbers[worker])

@@ -46,8 +46,12 @@ def build(**config):
       "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
     ),
     (
-      {"compress_down": "onebit", "engine": "threads"},
-      "config.compress_down: workers of engine 'threads' are sent parameters",
+      {
+        "compress_down": "onebit",
+        "engine": "threads",
+        "server": {"wire": "bfloat16"},
+      },
+      "config.compress_down: with config.server.wire 'bfloat16' workers get",
     ),
     (
       {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
