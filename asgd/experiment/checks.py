@@ -118,5 +118,6 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     message = str(error)
     if message.startswith("config."):
       raise
-    mark = "." if message.split(" ")[0].split(".")[0] in keys else ": "
+    first = message.split(" ")[0].split(".")[0].rstrip(":")
+    mark = "." if first in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error

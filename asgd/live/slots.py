@@ -1,8 +1,8 @@
 """Memory that a shard and its workers share, in numbered slots.
 
 There are slots of parameters that were sent, of messages that came in, and two
-of snapshots of the shard. A shard whose workers are sent updates has those of a
-ticket in a slot by the number of its message's. All are mapped files, which live in the
+of snapshots of the shard. If workers are sent updates, those of a ticket lie in
+a slot by the number of its message's. All are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 
@@ -150,11 +150,11 @@ class SharedMemory:
   ):
     """Opens the files, making those that are not there, in a folder that is
     best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
-    what lies in params, message and, the last, snapshot slots (shapes and
-    dtypes, or for messages a `packing.Layout`; None: it is a worker's), with
-    how many bytes updates are at most before the last, if they are sent;
-    `compress` is of the first two, as in `wire.layout`. Raises ValueError if there is no room, or the files hold
-    something else."""
+    what lies in slots of params and of messages (shapes and dtypes, or of these
+    a `packing.Layout`), how many bytes updates are at most, if they are sent,
+    and, the last, what a snapshot is; None: it is a worker's. `compress` is of
+    the first two, as in `wire.layout`. Raises ValueError if there is no room,
+    or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.

@@ -44,7 +44,13 @@ class Updates(simulator.Traffic):
     self._nbytes = 0
 
   def write(
-    self, memory: Any, slot: int, key: tuple[int, int], params: Any, *, new: bool
+    self,
+    memory: Any,
+    slot: int,
+    key: tuple[int, int],
+    params: Any,
+    *,
+    new: bool,
   ) -> int:
     """Sends a ticket, of the parameters of now, with its updates in a slot of
     their own; in a recovery they lie there already. Returns the version that
@@ -56,7 +62,6 @@ class Updates(simulator.Traffic):
     while codes:
       packets.insert(0, self._packets[-1 - len(packets)])
       codes -= len(packets[0])
-    base_version = self.sent.version - len(packets)
     if new:
       data = [np.frombuffer(packet, np.uint8) for packet in packets]
       if packets and self.stats.nbytes:
@@ -65,7 +70,7 @@ class Updates(simulator.Traffic):
         wire.write(self.stats, stats, data[-1])
       content = np.concatenate([np.empty(0, np.uint8), *data])
       memory.write(UPDATES, slot, content, message_stamp(*key))
-    return base_version
+    return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
     """Counts open tickets, of these message slots, by what lies in memory."""

@@ -51,7 +51,7 @@ def build(**config):
         "engine": "threads",
         "server": {"wire": "bfloat16"},
       },
-      "config.compress_down: with config.server.wire 'bfloat16' workers get",
+      "config.compress_down: with config.server.wire 'bfloat16' workers",
     ),
     (
       {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
