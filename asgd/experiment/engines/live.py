@@ -102,7 +102,7 @@ def check(run: Run) -> None:
   if config["compress_down"] is not None and server["wire"] != "float32":
     raise ValueError(
       f"config.compress_down: with config.server.wire {server['wire']!r}"
-      " workers get rounded parameters, and those that they rebuild from updates"
+      " workers get rounded parameters, and those that they rebuild of updates"
       " would not be the server's; leave one of the two out"
     )
   if server["consistent"] and server["shards"] > 1 and not server["log"]:

@@ -151,7 +151,8 @@ class ServerPlan:
       except Exception as error:  # whatever somebody's function raises
         raise ValueError(
           f"the batch of worker {worker}, job {job} cannot be made"
-          f" ({line_of(error, 250)})"
+          f" ({line_of(error, 250)}): mend the data, or the function that makes"
+          " batches, and run the same command again"
         ) from error
 
     return batch

@@ -80,7 +80,8 @@ class Case(NamedTuple):
   owned: bool = False  # jobs belong to places
   wire: str | None = None  # dtype of what travels
   tau: float | None = None  # of the threshold of a codec; None: there is none
-  down: float | None = None  # the same, of the updates that workers are sent
+  # The same, of updates, of which workers rebuild the parameters.
+  down: float | None = None
 
 
 CASES = (
@@ -101,21 +102,20 @@ CASES = (
   Case("dana_slim", Rules(depth=2), shards=2),
   Case("easgd", shards=2, consistent=True, kills=False),
   Case("downpour", Rules(fetch_every=2), shards=2, kills=False),
-  Case("downpour", Rules(bound=2, cache=True), slowdown=(1.0, 1.0, 3.0)),
+  Case(
+    *("downpour", Rules(bound=2, cache=True)),
+    slowdown=(1.0, 1.0, 3.0),
+    down=0.02,
+  ),
   Case("asgd", Rules(bound=1), owned=True, kills=False),
-  Case("asgd", shards=2, log=0),
+  Case("asgd", shards=2, log=0, down=0.02),
   Case("dana_zero", Rules(depth=2), log=0),
   Case("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
   # Of these, messages are packed, and a worker keeps a residual.
   Case("dana_zero", Rules(depth=2), log=4, tau=0.05),
   Case("asgd", shards=2, wire="bfloat16", tau=0.05),
-  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02),
-  # Of these, workers rebuild parameters from the updates that they are sent.
-  Case("asgd", log=4, tau=0.05, down=0.02),
-  Case("asgd", Rules(depth=2), shards=2, log=4, down=0.02),
-  Case("asgd", shards=2, log=0, kills=False, tau=0.05, down=0.02),
-  Case("downpour", Rules(bound=2, cache=True), shards=2, log=4, down=0.02),
-  Case("ssgd", Rules(round=3), shards=2, consistent=True, log=4, down=0.02),
+  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02, down=0.02),
+  Case("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
 )
 # Options of recipes: jobs of two batches.
 _OPTIONS = {
