@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import compression, wire
+from asgd import base, compression, wire
 from asgd.compression import packing
 from asgd.live import frames
 from asgd.live.frames import Frame
@@ -96,9 +96,10 @@ class _Packets:
   """How updates of a shard's parameters are packed."""
 
   def __init__(self, codec, part):
+    weights = base.weights_of(part)  # codes are of these alone
     self._part = part
-    self._layout = compression.layout(codec, part)
-    self._code = functools.partial(compression.blank, codec, part)
+    self._layout = compression.layout(codec, weights)
+    self._code = functools.partial(compression.blank, codec, weights)
     stats = getattr(part, "stats", ())
     self._stats = wire.layout(stats) if jax.tree.leaves(stats) else None
 
