@@ -7,19 +7,17 @@ and checkpoints. So it can be stopped and called again, and replayed.
 
 import contextlib
 import os
-import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
 import numpy as np
-import optax
 
-from asgd import algorithms, base, checks, compression
+from asgd import algorithms, base, calls, checks, compression
 from asgd.experiment import (
   cell_files,
   cells,
@@ -120,9 +118,9 @@ def simulate(
     >>> print(result.params.round(2), result.records.staleness.mean().round())
     [1. 1. 1.] 3.0
   """
-  recipe = read_recipe(recipe, workers)
-  codecs, config = _codecs_of(config)
-  with in_words_of_calls():
+  recipe = calls.read_recipe(recipe, workers)
+  codecs, config = calls.codecs_of(config)
+  with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=batch_size,
@@ -173,9 +171,9 @@ def train_live(
       live={"slowdown": (1, 3)}.
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
-  recipe = read_recipe(recipe, workers)
-  codecs, config = _codecs_of(config)
-  with in_words_of_calls():
+  recipe = calls.read_recipe(recipe, workers)
+  codecs, config = calls.codecs_of(config)
+  with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=batch_size,
@@ -243,9 +241,9 @@ def replay(
       f"{folder} is of {count} workers, and the recipe is for {asked}: build it"
       f" with workers={count}"
     )
-  recipe = read_recipe(recipe, count)
+  recipe = calls.read_recipe(recipe, count)
   codecs = {"compress": compress, "compress_down": compress_down}
-  with in_words_of_calls():
+  with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=was.get("batch_size"),
@@ -269,76 +267,6 @@ def _imported(folder, was):
   build = dict(was["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
-
-
-def _codecs_of(config):
-  """Returns (codecs, config) of a call whose codecs may be objects, which stand
-  in a config as given."""
-  codecs = {
-    key: value
-    for key, value in config.items()
-    if isinstance(value, compression.Codec)
-  }
-  return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
-
-
-# What the functions above share with that of pipelines.
-
-
-def read_recipe(recipe: Any, workers: int | None = None) -> algorithms.Recipe:
-  """Returns a recipe for so many workers, from what a caller gave as one."""
-  if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
-    send = getattr(recipe, "send", base.send_current)
-    recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
-  if not isinstance(recipe, algorithms.Recipe):
-    asked = "such as asgd.dana_zero(0.01, workers=8)"
-    raise ValueError(
-      f"the recipe must be one of asgd, {asked}, an asgd.Recipe or an optax"
-      f" transform, not {checks.shown(recipe)}"
-    )
-  if workers is None and recipe.workers is None:
-    raise ValueError("the recipe does not say how many workers: give workers=")
-  if workers is not None:
-    checks.whole("workers", workers)
-    if recipe.workers not in (None, workers):
-      raise ValueError(
-        f"workers={workers}, and the recipe is for {recipe.workers}: drop"
-        " workers=, or build the recipe with as many"
-      )
-    recipe = recipe._replace(workers=workers)
-  return recipe
-
-
-@contextlib.contextmanager
-def in_words_of_calls() -> Iterator[None]:
-  """Turns errors in the words of commands into those of calls."""
-  try:
-    yield
-  except ValueError as error:
-    text = _reworded(error)
-    plain = type(error).__init__ is ValueError.__init__
-    if text == str(error) or not plain:
-      raise
-    raise type(error)(text) from error.__cause__
-
-
-# They are used from first to last.
-_WORDS = (
-  ("choose another folder with --workdir", "choose another folder"),
-  ("--workdir=", "folder="),
-  ("--workdir", "folder"),
-  ("dataset.sha256", "the checksum of params and data"),
-  ("dataset.", ""),
-  ("--config.", ""),
-  ("run the same command again", "make the same call again"),
-)
-
-
-def _reworded(error):
-  text = str(error)
-  for old, new in _WORDS:
-    text = text.replace(old, new)
-  return re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
 
 
 def _label(made) -> str:
@@ -383,6 +311,9 @@ def _config(given, name, config, known, numbers) -> dict[str, Any]:
   }
 
 
+# What the functions above share with that of pipelines.
+
+
 def train(
   given: own.Objects,
   engine: tuple[str, EngineKind],
@@ -419,7 +350,7 @@ def train(
   plan = experiment.plan(cell)
   experiment.check_machine(machine)
   if name == "ray" or machine.processes:
-    check_travels(given)
+    calls.check_travels(given)
   kept: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
@@ -505,28 +436,6 @@ def _trace(plan, cell, workdir):
   if not hasattr(plan, "trace"):
     return None
   return plan.of_seed(cell.seed).trace(cell.seed)
-
-
-def check_travels(given: own.Objects) -> None:
-  """Raises ValueError for what no other process can be given."""
-  from ray import cloudpickle
-
-  state = given.__getstate__()
-  parts = {
-    "the loss": [state["_loss"], state["_pieces"]],
-    "params": state["_init"],
-    "data": state["_stream"],
-    "the recipe": state["recipe"],
-  }
-  for what, part in parts.items():
-    try:
-      cloudpickle.dumps(part)
-    except Exception as error:  # whatever somebody's object raises
-      raise ValueError(
-        f"{what} cannot be sent to other processes"
-        f" ({checks.line_of(error, 200)}): make what it holds (locks, files,"
-        " generators) inside of the function, or use runtime='threads'"
-      ) from error
 
 
 __all__ = ["Result", "replay", "simulate", "train_live"]

@@ -102,6 +102,35 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
   return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
 
 
+def pushed(gate: Gate = accept_all) -> Gate:
+  """A gate that drops the messages of jobs that pushed nothing: zeros.
+
+  A worker that accrues over several jobs (`asgd.worker.local_worker`) hands in
+  zeros for each of them but the last, which are no update of the server.
+
+  Args:
+    gate: that the others have to pass as well.
+
+  Returns:
+    A gate, (delay, message) -> bool[].
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.server import pushed
+    >>> for message in ([0.0, 0.0], [0.0, -1.0]):
+    ...   print(pushed()(None, jnp.array(message)))
+    False
+    True
+  """
+
+  def carries(delay: base.Delay, message: optax.Updates) -> jax.Array:
+    leaves = jax.tree.leaves(base.weights_of(message))
+    some = jnp.stack([(x != 0).any() for x in leaves]).any()
+    return some & gate(delay, message)
+
+  return carries
+
+
 class Inbox(NamedTuple):
   """Messages that wait for an update."""
 

@@ -7,6 +7,7 @@ reading is none.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,19 +59,42 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
   fields, end = [], 0
   for path, x in leaves:
     name = jax.tree_util.keystr(path)
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    shape, dtype = tuple(x.shape), x.dtype
-    if not _is_number(dtype):
-      raise ValueError(
-        f"the leaf {name} is of {dtype}, which is no number; send a key as"
-        " jax.random.key_data(key)"
-      )
-    dtype = stored = np.dtype(dtype).newbyteorder("=")
+    shape, dtype = shape_and_dtype(name, x)
+    stored = dtype
     if compress and dtype in (np.float32, np.float64):
       stored = np.dtype(jnp.bfloat16)
     fields.append(Field(name, end, shape, dtype, stored))
     end = -(-fields[-1].stop // ALIGNMENT) * ALIGNMENT
   return Layout(structure, tuple(fields), end)
+
+
+def shape_and_dtype(path: str, x: Any) -> tuple[tuple[int, ...], np.dtype]:
+  """Returns what a layout says of a leaf, its dtype in the machine's own byte
+  order. Raises ValueError, naming its path, for one that is not of numbers."""
+  x = x if hasattr(x, "dtype") else np.asarray(x)
+  # Keys have dtypes that NumPy does not know; numbers of 16 bits and less have
+  # some that NumPy takes for no numbers.
+  is_number = jnp.issubdtype(x.dtype, jnp.number)
+  if not is_number and not jnp.issubdtype(x.dtype, jnp.bool_):
+    raise ValueError(
+      f"the leaf {path} is of {x.dtype}, which is no number; send a key as"
+      " jax.random.key_data(key)"
+    )
+  return tuple(x.shape), np.dtype(x.dtype).newbyteorder("=")
+
+
+def fitting(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+  """Returns leaves as arrays, of NumPy or jax. Raises ValueError for one that
+  has not the shape and dtype of its field."""
+  # With `write`'s, these loops take most of the time of a message of a few MB.
+  leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+  for field, x in zip(fields, leaves, strict=True):
+    if x.shape != field.shape or x.dtype != field.dtype:
+      raise ValueError(
+        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
+        f" {field.dtype}{list(field.shape)}"
+      )
+  return leaves
 
 
 def write(layout: Layout, tree: Any, buffer: Any) -> None:
@@ -82,14 +106,7 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
   leaves, structure = jax.tree.flatten(tree)
   if structure != layout.structure:
     raise ValueError(_difference(layout, tree, structure))
-  # These loops are most of the time that a message of a few MB takes.
-  leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
-  for field, x in zip(layout.fields, leaves, strict=True):
-    if x.shape != field.shape or x.dtype != field.dtype:
-      raise ValueError(
-        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
-        f" {field.dtype}{list(field.shape)}"
-      )
+  leaves = fitting(layout.fields, leaves)
   data = _bytes(layout, buffer)
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
@@ -134,12 +151,6 @@ def _difference(layout, tree, structure):
     f" {', '.join(missing) or 'nothing'}, only the tree has"
     f" {', '.join(more) or 'nothing'}"
   )
-
-
-def _is_number(dtype):
-  # Keys have dtypes that NumPy does not know; numbers of 16 bits and less have
-  # some that NumPy takes for no numbers.
-  return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _elsewhere(x):

@@ -309,6 +309,8 @@ class LocalState(NamedTuple):
 
   inner: optax.OptState  # of the local optimizer; () if it starts anew
   local: optax.Params  # like weights, where the worker stopped
+  accrued: Any = ()  # like weights, not pushed yet; () if each job pushes
+  jobs: Any = ()  # int32[], of which `accrued` is the sum
 
 
 MESSAGES = ("displacement", "gradients")
@@ -321,6 +323,7 @@ def local_worker(
   steps: int,
   message: str,
   keep_state: bool = True,
+  push_every: int = 1,
 ) -> base.Worker:
   """A worker that takes `steps` optimizer steps of its own between messages.
 
@@ -341,6 +344,9 @@ def local_worker(
       the end. Or "gradients", their sum on the way: Downpour's `accrued`
       without the learning rate, which the server multiplies in, once.
     keep_state: of `tx`, from job to job; otherwise each starts with a new one.
+    push_every: jobs whose gradients are one message, the last one's; those
+      before it hand in zeros (`asgd.server.pushed`). A fetch in between sets
+      the worker's parameters, and leaves what it has accrued.
 
   Returns:
     A Worker. Its message has the structure of the parameters. The loss and the
@@ -348,8 +354,9 @@ def local_worker(
     where the worker was by then.
 
   Raises:
-    ValueError: for steps that are no positive whole number, an unknown message,
-      and, when it is traced, a job of another number of batches.
+    ValueError: for steps or jobs that are no positive whole number, an unknown
+      message, displacements of several jobs, and, when it is traced, a job of
+      another number of batches.
     LossError: as `as_loss`.
 
   Example:
@@ -373,12 +380,21 @@ def local_worker(
   checks.one_of("message", message, MESSAGES)
   tx = optax.with_extra_args_support(tx)
   sum_gradients = message == "gradients"
+  checks.whole("push_every", push_every)
+  if push_every > 1 and not sum_gradients:
+    raise ValueError(
+      f"push_every {push_every} is of gradients, which are summed over jobs; a"
+      " displacement is of one job"
+    )
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=sum_gradients)
 
   def init(params: base.Params) -> LocalState:
     weights = base.weights_of(params)
     inner = tx.init(weights) if keep_state else ()
-    return LocalState(inner, optax.tree.zeros_like(weights))
+    zeros = optax.tree.zeros_like(weights)
+    if push_every == 1:
+      return LocalState(inner, zeros)
+    return LocalState(inner, zeros, zeros, jnp.int32(0))
 
   def work(
     state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
@@ -388,7 +404,14 @@ def local_worker(
     inner = state.inner if keep_state else tx.init(start)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
     out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
-    state = LocalState(inner if keep_state else (), end)
+    inner, accrued, jobs = inner if keep_state else (), (), ()
+    if push_every > 1:
+      jobs = (state.jobs + 1) % push_every
+      total = optax.tree.add(state.accrued, out)
+      none = optax.tree.zeros_like(out)
+      out = optax.tree.where(jobs == 0, total, none)
+      accrued = optax.tree.where(jobs == 0, none, total)
+    state = LocalState(inner, end, accrued, jobs)
     return state, _message(ticket, out, sums.stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work)

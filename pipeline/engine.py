@@ -26,7 +26,16 @@ import numpy as np
 from asgd import simulator
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
 from asgd.experiment.engines import Column, mean
-from pipeline import analyze, cut, executor, processes, run_plan, spans, table
+from pipeline import (
+  analyze,
+  cut,
+  executor,
+  processes,
+  residence,
+  run_plan,
+  spans,
+  table,
+)
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
 from pipeline.lanes import PipelineError
@@ -54,6 +63,7 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
     "weights": plan.weights,
     "recompute": plan.recompute,
     "together": plan.together,
+    "room": plan.room,
     "clock": clock,
   }
 
@@ -114,6 +124,12 @@ def check_machine(
   count = machine.processes
   if count < 0:
     raise ValueError(f"--processes must be 0 or more, not {count}")
+  held = [plan for plan in plans if plan.room is not None]
+  if count and held:
+    raise ValueError(
+      f"config.runs.{held[0].run.label}.device_megabytes is for stages in one"
+      f" process: drop it, or --processes={count}"
+    )
   gpus = machine.gpus_per_process
   if not 0 <= gpus < math.inf:
     raise ValueError(f"--gpus_per_process must be 0 or more, not {gpus:g}")
@@ -164,7 +180,7 @@ class PipelineEngine(engines.Engine):
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
-    self._seconds = 0.0
+    self._seconds, self._moved = 0.0, residence.Traffic()
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -195,6 +211,8 @@ class PipelineEngine(engines.Engine):
     until = None if self._plan.table.flush else self._slot_of(updates)
     state = self._executor.fetch(self._state)
     self._executor.run(self._executor.start(), until)
+    if self._plan.room is not None:
+      self._executor.count_anew(self._moved)
     self._state = self._executor.place(state)
 
   def _update(self):
@@ -304,6 +322,16 @@ class PipelineEngine(engines.Engine):
       "stage_peak_bytes": facts.peak_activations.tolist(),
       "bubble_predicted": facts.bubble_of_total if costs else float("nan"),
       "bubble_measured": self._log.bubble(),
+      **self._traffic(),
+    }
+
+  def _traffic(self):
+    """Bytes between devices and the host, where devices do not hold all."""
+    if self._plan.room is None:
+      return {}
+    moved = self._executor.traffic()
+    return {
+      f"weights_{name}_bytes": value for name, value in moved._asdict().items()
     }
 
   def _identity(self):
@@ -334,6 +362,7 @@ class PipelineEngine(engines.Engine):
       "leaves": len(leaves),
       "state": on_its_way,
       "seconds": self._seconds,
+      "moved": list(self._traffic().values()),
     }
     return passes * schedule.slots + state.slot, tree, notes
 
@@ -358,12 +387,13 @@ class PipelineEngine(engines.Engine):
       state = PipelineState(
         *notes["at"], servers, messages, *state_lib.with_keys(rest)
       )
-      return state, tree["loss"], tree["records"], notes["seconds"]
+      moved = residence.Traffic(*notes["moved"])
+      return state, tree["loss"], tree["records"], notes["seconds"], moved
 
     restored = context.restore(unpack)
     if restored is None:
       return first
-    state, loss, records, self._seconds = restored
+    state, loss, records, self._seconds, self._moved = restored
     self._loss, self._pieces = np.array(loss), [[rows] for rows in records]
     return self._executor.place(state)
 
@@ -411,13 +441,18 @@ def _percent(share):
 
 
 def _describe_result(result: Mapping[str, Any]) -> str:
+  moved = ""
+  if "weights_fetched_bytes" in result:
+    names = ("fetched", "written", "peak")
+    sizes = (result[f"weights_{name}_bytes"] / 1e6 for name in names)
+    moved = ", {:.3g} MB fetched, {:.3g} written, {:.3g} held".format(*sizes)
   return (
     f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s, staleness"
     f" of stages {' '.join(map(str, result['stage_staleness']))}, versions"
     f" {' '.join(map(str, result['weight_versions']))}, activations"
     f" {result['peak_bytes'] / 2**20:.3g} MiB, bubble"
     f" {_percent(result['bubble_measured'])} (predicted"
-    f" {_percent(result['bubble_predicted'])})"
+    f" {_percent(result['bubble_predicted'])}){moved}"
   )
 
 

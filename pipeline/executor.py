@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from asgd import base, simulator
-from pipeline import analyze, instructions, validate
+from pipeline import analyze, instructions, residence, validate
 from pipeline import lanes as lanes_lib
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
@@ -93,6 +93,7 @@ class Executor:
     own: dict[str, Callable[[int], Any]] | None = None,
     clock: Callable[[], float] | None = None,
     elsewhere: dict[int, Any] | None = None,
+    room: int | None = None,
   ):
     """Compiles the stages.
 
@@ -114,6 +115,9 @@ class Executor:
       elsewhere: lanes that another process has -> their queues: `put` takes
         (key, value). What these lanes make for a lane that is here is to be
         put into its queue in `inboxes`. None is that all are here.
+      room: bytes of weights, optimizer states and sums of gradients that a
+        device holds at once; the rest is in the host's memory
+        (`pipeline.residence`). None is that all are on the devices.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
@@ -134,11 +138,14 @@ class Executor:
     self.places = program.places
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = _compile_parts(self.parts, extra, here)
+    self._memories, self._before = {}, residence.Traffic()
+    if room is not None:
+      self._memories = _memories(program, self.parts, self.devices, room)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
     waits = clock is not None or on_cpu
     placed = program, self.compiled, self.devices, queues
     self._compiled = lanes_lib.CompiledProgram(
-      *placed, extra, own, recompute, clock, waits
+      *placed, extra, own, recompute, clock, waits, self._memories
     )
 
   def start(self) -> PipelineState:
@@ -148,7 +155,7 @@ class Executor:
     for stage, home in compiled.homes().items():
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)
-      servers[stage] = jax.device_put(state, home)
+      servers[stage] = self._put(stage, state, home)
       transform = compiled.parts[stage].at_worker
       for replica, _ in enumerate(self.places[stage] if transform else ()):
         weights = base.weights_of(state.params)
@@ -180,13 +187,34 @@ class Executor:
     for field, here in fields.items():
       for key, value in getattr(state, field).items():
         lane = state_lib.lane_of(compiled.program, field, key)
-        if lane in self.devices:
+        if lane in self._memories and field in ("tickets", "sums"):
+          here[key] = self._memories[lane].to_host(value)
+        elif lane in self.devices:
           here[key] = jax.device_put(value, self.devices[lane])
     servers = [None] * len(self.parts)
     for stage, home in compiled.homes().items():
-      server = jax.device_put(state.servers[stage], home)
-      servers[stage] = jax.tree.map(jnp.copy, server)  # they are donated
+      servers[stage] = self._put(stage, state.servers[stage], home)
     return state._replace(servers=tuple(servers), **fields)
+
+  def _put(self, stage, server, home):
+    """A copy of a server's state, where it is kept."""
+    memory = self._memories.get(self.places[stage][0])
+    if memory is not None:
+      return memory.to_host(server)
+    # A copy, as they are donated.
+    return jax.tree.map(jnp.copy, jax.device_put(server, home))
+
+  def traffic(self) -> residence.Traffic:
+    """Returns what all lanes have moved between their devices and the host,
+    and the most that one held; 0 where devices hold all."""
+    all_lanes = [memory.traffic for memory in self._memories.values()]
+    return residence.add_up([self._before, *all_lanes])
+
+  def count_anew(self, before: residence.Traffic) -> None:
+    """Has `traffic` begin with what was moved before."""
+    self._before = before
+    for memory in self._memories.values():
+      memory.traffic = residence.Traffic()
 
   def _with_first_tickets(self, microbatch, servers, messages):
     """A state with what is read of the weights as they are now. Tickets for
@@ -232,6 +260,27 @@ class Executor:
       for replica, _ in enumerate(self.places[stage])
     }
     state_lib.check(state, self._compiled.program, messages)
+
+
+def _memories(program, parts, devices, room):
+  """What lanes hold that do not hold all."""
+  schedule = program.schedule
+  if len(devices) < schedule.devices:
+    raise ValueError(
+      "a part of the weights can be held by devices of one process only"
+    )
+  if program.together:
+    raise ValueError(
+      "updates that are made together, by a norm of all stages, need all"
+      " weights at once: leave the clipping by a norm out"
+    )
+  residence.check(schedule, parts, room)
+  return {
+    lane: residence.DeviceMemory(
+      program.lanes[lane], schedule.every, room, device
+    )
+    for lane, device in devices.items()
+  }
 
 
 def _check_parts(schedule, parts, own):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from asgd import checks, facade, models, problems
+from asgd import calls, checks, facade, models, problems
 from asgd.experiment.machine import Machine
 from asgd.problems import own, streams
 from pipeline.engine import PIPELINE
@@ -123,8 +123,8 @@ def train(
     jax.config.update(
       "jax_num_cpu_devices", max(stages, jax.config.jax_num_cpu_devices)
     )
-  with facade.in_words_of_calls():
-    recipe = facade.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
+  with calls.in_words_of_calls():
+    recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
     first = streams.read_data(data, batch_size).first
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion

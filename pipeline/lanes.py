@@ -9,6 +9,7 @@ what has come and was not needed yet.
 import functools
 import queue
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from asgd import server as server_lib
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
 from pipeline.instructions import UPDATE, Program, TicketKey
+from pipeline.residence import STATE, SUM, WEIGHTS, DeviceMemory
 from pipeline.spans import TaskSpan
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -53,6 +55,8 @@ class CompiledProgram(NamedTuple):
   # Whether a lane waits for what it has started: its own core does the work, or
   # the time of the work is taken.
   waits: bool
+  # Of lanes whose device does not hold all weights of its stages.
+  memories: Mapping[int, DeviceMemory] = types.MappingProxyType({})
 
   def now(self, slot: int = 0) -> float:
     """Returns the time; without a clock it is that of the slot."""
@@ -76,7 +80,7 @@ class CompiledProgram(NamedTuple):
     for replica in self.program.readers.get((stage, version), ()):
       ticket = self.parts[stage].steps.send(server, jnp.int32(replica))
       lane = self.program.places[stage][replica]
-      if lane in self.devices:
+      if lane in self.devices and lane not in self.memories:
         ticket = jax.device_put(ticket, self.devices[lane])
       yield (stage, version, replica), lane, ticket
 
@@ -184,6 +188,8 @@ class LaneRun:
     copies = {field: dict(getattr(state, field)) for field in changed}
     copies |= {"tickets": {}, "on_their_way": {}}
     self._state = state._replace(servers=list(state.servers), **copies)
+    for lane, memory in compiled.memories.items():
+      self._adopt(lane, memory)
     self._until, self._losses, self._spans = until, {}, []
     self._failures: list[PipelineError] = []
     self._mail = _Mail(compiled, state)
@@ -213,10 +219,11 @@ class LaneRun:
       lane.join()
     if self._failures:
       raise self._failures[0]
+    rest = self._mail.rest()
+    for lane, memory in self._compiled.memories.items():
+      self._give_back(lane, memory, rest["tickets"])
     servers = tuple(self._state.servers)
-    state = self._state._replace(
-      slot=self._until, servers=servers, **self._mail.rest()
-    )
+    state = self._state._replace(slot=self._until, servers=servers, **rest)
     records = tuple(
       simulator.records(
         [simulator.Received(*row[:3]) for row in rows], [row[3] for row in rows]
@@ -226,11 +233,48 @@ class LaneRun:
     spans = tuple(sorted(self._spans, key=lambda span: span.start))
     return PipelineResult(state, self._losses, records, spans)
 
+  def _stages_of(self, lane):
+    return [s for s, at in enumerate(self._program.places) if at[0] == lane]
+
+  def _adopt(self, lane, memory):
+    """Has a lane's memory begin with what the state has of its stages."""
+    for stage in self._stages_of(lane):
+      server = self._state.servers[stage]
+      memory.adopt((stage, WEIGHTS), server.params)
+      memory.adopt((stage, STATE), server._replace(params=()))
+      memory.drop((stage, SUM))
+      if stage in self._state.sums:
+        total, oldest = self._state.sums[stage]
+        memory.adopt((stage, SUM), total)
+        self._state.sums[stage] = None, oldest
+
+  def _give_back(self, lane, memory, tickets):
+    """Puts what is in the host's memory into the state."""
+    for stage in self._stages_of(lane):
+      params = memory.host((stage, WEIGHTS))
+      server = memory.host((stage, STATE))
+      self._state.servers[stage] = server._replace(params=params)
+      if stage in self._state.sums:
+        oldest = self._state.sums[stage][1]
+        self._state.sums[stage] = memory.host((stage, SUM)), oldest
+      for key, ticket in tickets.items():
+        if key[0] == stage:
+          tickets[key] = ticket._replace(params=params)
+
+  def _params(self, lane, op, *, backward=False):
+    """The weights that a forward or a backward reads."""
+    ticket = self._mail.ticket(lane, op, backward=backward)
+    if lane in self._compiled.memories:
+      return self._compiled.memories[lane].get((op.stage, WEIGHTS))
+    return ticket.params
+
   def _obey(self, lane, x64):
-    op = None
+    op, memory = None, self._compiled.memories.get(lane)
     try:
       with jax.enable_x64(x64):
         for op in self._program.of_lane(lane, self._state.slot, self._until):
+          if memory is not None:
+            memory.begin(op)
           start = self._does.get(op.kind, self._own)(lane, op)
           if self._compiled.clock:
             span = lane, op.stage, op.microbatch, op.kind, start
@@ -258,10 +302,10 @@ class LaneRun:
   def _forward(self, lane, op):
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
     x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
-    ticket = self._mail.ticket(lane, op)
+    params = self._params(lane, op)
     extra = compiled.extra(stage, self._state.microbatch + number)
     start = self._compiled.now()
-    y, aux, kept = compiled.parts[stage].stage.forward(ticket.params, x, extra)
+    y, aux, kept = compiled.parts[stage].stage.forward(params, x, extra)
     if compiled.recompute:
       kept = x, extra
     self._state.kept[stage, number] = kept, aux
@@ -274,11 +318,11 @@ class LaneRun:
 
   def _weight(self, lane, op):
     at = op.stage, op.microbatch
-    ticket = self._mail.ticket(lane, op, backward=True)
+    params = self._params(lane, op, backward=True)
     (kept, aux), half = self._state.kept.pop(at), self._state.halves.pop(at)
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
-    self._hand_in(lane, op, stage.weight(ticket.params, kept, half), aux)
+    self._hand_in(lane, op, stage.weight(params, kept, half), aux)
     return start
 
   def _backward(self, lane, op):
@@ -289,7 +333,7 @@ class LaneRun:
       gy = [np.ones((), compiled.y.dtype)]
     else:
       gy = self._mail.wait(lane, ("g", stage, number))
-    params = self._mail.ticket(lane, op, backward=True).params
+    params = self._params(lane, op, backward=True)
     kept, aux = self._state.kept[at]
     start = self._compiled.now()
     if op.kind == INPUT:
@@ -329,7 +373,7 @@ class LaneRun:
     ]
     start = self._compiled.now(op.slot)
     arguments = [
-      self._arguments(each, *message)
+      self._arguments(lane, each, *message)
       for each, message in zip(ops, messages, strict=True)
     ]
     if arguments[0] is None:  # there are more to come
@@ -339,19 +383,25 @@ class LaneRun:
     else:
       results = [parts[op.stage].steps.receive(*arguments[0])]
     for each, (server, row) in zip(ops, results, strict=True):
-      self._publish(each, server, row)
+      self._publish(lane, each, server, row)
     return start
 
-  def _arguments(self, op, message, ticket):
+  def _arguments(self, lane, op, message, ticket):
     """What a server is to receive; None before all of an update are there."""
     stage, every = op.stage, self._compiled.program.schedule.every
+    memory = self._compiled.memories.get(lane)
     if every > 1:
       if stage in self._state.sums:
         total, oldest = self._state.sums.pop(stage)
+        if memory is not None:
+          total = memory.take((stage, SUM))
         message, ticket = server_lib.gather(
           total, oldest, message, ticket, add=_add
         )
       if not op.last:
+        if memory is not None:
+          memory.keep((stage, SUM), message)
+          message = None
         self._state.sums[stage] = message, ticket
         return None
       message = _mean(message, every)
@@ -367,7 +417,12 @@ class LaneRun:
         sent_params=params,
       )
       message = base.with_weights(message, weights)
-    return self._state.servers[stage], ticket, message, np.float32(0)
+    server = self._state.servers[stage]
+    if memory is not None:
+      params = memory.get((stage, WEIGHTS))
+      server = memory.take((stage, STATE))._replace(params=params)
+      ticket = ticket._replace(params=params)
+    return server, ticket, message, np.float32(0)
 
   def _receive_together(self, lane, ops, arguments):
     """Receives what stages of several lanes have to add up to know."""
@@ -394,9 +449,14 @@ class LaneRun:
       ordered = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(ordered),)
 
-  def _publish(self, op, server, row):
+  def _publish(self, lane, op, server, row):
     """Keeps a new version, and sends it to the lanes that read it."""
     self._compiled.settle(server.params)
+    if lane in self._compiled.memories:
+      memory, params = self._compiled.memories[lane], server.params
+      server = server._replace(params=())  # they are kept apart
+      memory.keep((op.stage, WEIGHTS), params)
+      memory.keep((op.stage, STATE), server)
     self._state.servers[op.stage] = server
     time, version = self._compiled.now(op.slot), op.group + 1
     self._rows[op.stage].append((time, op.replica, op.group, row))

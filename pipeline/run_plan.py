@@ -24,9 +24,9 @@ import optax
 from asgd import algorithms, base, models, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
-from pipeline import analyze, cut, schedules
+from pipeline import analyze, cut, residence, schedules
 from pipeline import table as table_lib
 from pipeline.partition import graph, mixed_pipe, pipedream, placement
 from pipeline.stage import Part
@@ -78,6 +78,9 @@ SECTIONS: dict[str, Any] = {
       # Send weights rolled forward by the stage's staleness.
       "predict": Setting(False, checks.flag),
       "recompute": Setting(False, checks.flag),  # keep inputs only
+      # MB of weights, optimizer states and sums of gradients that a device
+      # holds; the rest is in the host's memory. None: all.
+      "device_megabytes": Setting(None, checks.optional(checks.positive)),
       # What cuts and places stages; then `stages` are the devices.
       "partition": Setting(
         None, checks.optional(checks.choice("pipedream", "mixed_pipe"))
@@ -120,6 +123,11 @@ class PipelinePlan(NamedTuple):
   measurements: dict[str, Any]  # of the experiment
   batches: int = 1  # in one message
   curvature_limit: float = math.nan
+
+  @property
+  def room(self) -> int | None:
+    """Bytes of weights that a device holds; None: all."""
+    return _room(self.run)
 
   @property
   def updates(self) -> int:
@@ -189,12 +197,15 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
       f" backward, too: set config.runs.{run.label}.weights='stash'"
     )
   peak = float(run.config["learning_rate"]) * table.every
-  rate = parameter_server.schedule(
+  rate = learning_rates.schedule(
     run, problem, peak=peak, batches=table.every, start=_START * peak
   )
   with checks.blame("pipeline.cuts"):
     at = _cuts(experiment, section, table.stages, problem, shapes)
   parts = _parts(experiment, run, section, table, weights, rate, at, shapes)
+  together = table.flush and run.config["clip_norm"] is not None
+  if section["device_megabytes"] is not None:
+    _check_room(run, table, parts, together)
   return PipelinePlan(
     run=run,
     dataset=experiment.dataset,
@@ -207,15 +218,30 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     messages=total,
     parts=tuple(parts),
     cuts=tuple(at),
-    together=table.flush and run.config["clip_norm"] is not None,
+    together=together,
     measurements=experiment.measurements,
   )
+
+
+def _room(run):
+  megabytes = run.config["pipeline"]["device_megabytes"]
+  return None if megabytes is None else int(1e6 * megabytes)
+
+
+def _check_room(run, table, parts, together):
+  if together:
+    raise ValueError(
+      f"config.runs.{run.label}.device_megabytes: config.clip_norm needs the"
+      " gradients of all stages at once: drop one of them"
+    )
+  with checks.blame(f"runs.{run.label}.device_megabytes"):
+    residence.check(table, parts, _room(run))
 
 
 def _total(run, problem) -> int:
   """Microbatches of a cell: whole updates of a synchronous schedule."""
   each = run.config["pipeline"]["microbatches"]
-  count = parameter_server.passes(run, problem)
+  count = learning_rates.passes(run, problem)
   total = max(int(round(count)) // each, 1) * each
   if total > _MOST_MICROBATCHES:
     raise ValueError(

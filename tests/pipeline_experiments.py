@@ -28,6 +28,13 @@ CASES = {
     "momentum": 0.9,
   },
   "synchronous": {"schedule": "zb_v", "recipe": "dana_slim"},
+  "in_part": {
+    "schedule": "breadth_first",
+    "chunks": STAGES,
+    "recipe": "ssgd",
+    "momentum": 0.9,
+    "device_megabytes": 0.007,
+  },
   "replicas": {
     "schedule": "pipedream",
     "replicas": (1, 1, 1, 2),

@@ -45,6 +45,7 @@ RANKS = {
   "live": 4,
   "parallel": 4,
   "experiment": 5,
+  "calls": 5.5,
   "facade": 6,
   "train_state": 0,
   "__init__": 7,

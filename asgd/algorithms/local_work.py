@@ -6,6 +6,8 @@ a job runs at the rate that was in force when its ticket was sent. `steps` is H,
 the batches in a job.
 """
 
+import math
+
 import numpy as np
 import optax
 
@@ -56,19 +58,26 @@ def downpour(
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
-    worker: x <- x - eta_local g;   d <- d + g,   for n_push batches;   send d
+    worker: if t mod n_fetch = 0:   x <- params
+            x <- x - eta_local g;   d <- d + g;   t <- t + 1
+            if t mod n_push = 0:   send d;   d <- 0
     server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
 
-  The worker's x is set to the server's parameters every n_fetch batches, which
-  discards its own steps. With 1 and 1, the default, Downpour is ASGD with
+  t counts the batches of a worker. A fetch discards the worker's own steps, and
+  keeps what it has accrued. With 1 and 1, the default, Downpour is ASGD with
   Adagrad at the server.
+
+  A job is as many batches as divide both n_fetch and n_push. If that is fewer
+  than n_push, the jobs between two pushes hand in zeros, which are neither an
+  update nor bytes; the staleness of a push is that of its last ticket. What a
+  worker has accrued when it leaves, or when the run ends, is lost.
 
   Args:
     learning_rate: eta, the server's, positive, or a schedule over its updates.
       Adagrad's first update moves each parameter by it, whatever the gradient.
     workers: N; the algorithm is the same for any.
     weight_decay: 0 or more, at the server, of each of the gradients in a push.
-    fetch_every: n_fetch, in batches, a multiple of n_push; None is n_push.
+    fetch_every: n_fetch, in batches; None is n_push.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       else a tenth of it, as Adagrad's is too large.
@@ -76,15 +85,15 @@ def downpour(
       an epsilon nor an initial value of the accumulator S.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are n_push batches.
+    A Recipe for the asynchronous order, whose jobs are gcd(n_fetch, n_push)
+    batches.
 
   Raises:
-    ValueError: for a value out of its range, or an n_fetch that is no multiple
-      of n_push.
+    ValueError: for a value out of its range.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, the section
-    on Downpour SGD.
+    on Downpour SGD, and algorithm 1.1 of its appendix.
 
   Example:
     A worker pushes gradients of 4 and 2, then of 5 and 3.
@@ -108,13 +117,7 @@ def downpour(
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
   checks.whole("fetch_every", fetch_every)
-  if fetch_every % push_every:
-    above = fetch_every + push_every - fetch_every % push_every
-    raise ValueError(
-      f"fetch_every must be a multiple of push_every ({push_every}), not"
-      f" {fetch_every}: a push is computed against one ticket, and a fetch in"
-      f" the middle would give it two; use {above}"
-    )
+  steps = math.gcd(fetch_every, push_every)
   plain = optimizer and optimizers.momentum_of(optimizer) is not None
   fraction = 0.1 if local_rate is None and not plain else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
@@ -127,10 +130,14 @@ def downpour(
   return Recipe(
     base.as_algorithm(server),
     worker=lambda loss: worker_lib.local_worker(
-      loss, tx, steps=push_every, message="gradients"
+      *(loss, tx),
+      steps=steps,
+      message="gradients",
+      push_every=push_every // steps,
     ),
-    steps=push_every,
-    fetch_every=fetch_every // push_every,
+    steps=steps,
+    fetch_every=fetch_every // steps,
+    push_every=push_every // steps,
   )
 
 

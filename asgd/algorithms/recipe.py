@@ -56,6 +56,7 @@ class Recipe(NamedTuple):
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
+  push_every: int = 1  # jobs that are one message; the others push nothing
   mixes: bool = False  # messages are models, which do not count as examples
   # Peers talk to each other; None: to a server.
   gossip: gossip_lib.Gossip | None = None
@@ -125,6 +126,8 @@ class Recipe(NamedTuple):
         " asgd.as_algorithm(tx)"
       )
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
+    if self.push_every > 1:
+      gate = server_lib.pushed(gate)
     if self.gossip is not None:
       algorithm = self.gossip.rule.wrap(algorithm)
     return server_lib.make_server(

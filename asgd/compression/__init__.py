@@ -11,6 +11,7 @@ from asgd.compression.codec import Values as Values
 from asgd.compression.codec import clip as clip
 from asgd.compression.codec import error_feedback as error_feedback
 from asgd.compression.codec import identity as identity
+from asgd.compression.codec import in_words as in_words
 from asgd.compression.demo import demo as demo
 from asgd.compression.dgc import dgc as dgc
 from asgd.compression.floats import bf16 as bf16

@@ -15,7 +15,7 @@ import optax
 
 from asgd import base, checks
 from asgd.compression import leaves, selection
-from asgd.compression.codec import OWN, Code, Codec, Values, power_below
+from asgd.compression.codec import OWN, Code, Codec, Values, power_below, zeros
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -96,9 +96,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
 def _init(like: base.Params) -> DeMoState:
   leaves.check(like)
-  return DeMoState(
-    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-  )
+  return DeMoState(zeros(like))
 
 
 def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:

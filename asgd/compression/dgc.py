@@ -13,7 +13,7 @@ import optax
 
 from asgd import base, checks
 from asgd.compression import leaves
-from asgd.compression.codec import OWN, Code, Codec, Values, clipped
+from asgd.compression.codec import OWN, Code, Codec, Values, clipped, zeros
 from asgd.compression.sparse import check_density, count_of, kept, largest
 
 _STAGES = 4  # of a warm-up
@@ -136,10 +136,7 @@ def dgc(
 
 def _init(like: base.Params) -> DGCState:
   leaves.check(like)
-  zeros = [
-    jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like) for _ in range(2)
-  ]
-  return DGCState(jnp.int32(0), *zeros)
+  return DGCState(jnp.int32(0), zeros(like), zeros(like))
 
 
 def _decode(code: Code) -> optax.Updates:

@@ -35,6 +35,7 @@ def named(
   *,
   error_feedback: bool | None = None,
   clip: float | None = None,
+  entropy_coding: bool = True,
   **options: Any,
 ) -> Codec:
   """Builds one of CODECS, or a codec of one's own, by name.
@@ -45,6 +46,7 @@ def named(
       codec needs it.
     clip: largest L2 norm of a message, which is clipped before what was left of
       others is added; None: any.
+    entropy_coding: False: positions are words of 4 bytes (`in_words`).
     **options: of the codec.
 
   Returns:
@@ -100,7 +102,12 @@ def named(
   if clip is not None:
     checks.positive("clip", clip)
     codec = codec_lib.clip(codec, clip)
-  return codec
+  if entropy_coding not in (True, False):
+    raise ValueError(
+      "entropy_coding must be True or False, not"
+      f" {checks.shown(entropy_coding)}"
+    )
+  return codec if entropy_coding else codec_lib.in_words(codec)
 
 
 def named_reducer(name: str, **options: Any) -> Reducer:

@@ -13,6 +13,7 @@ import optax
 
 from asgd import base, checks
 from asgd.compression import leaves
+from asgd.compression.codec import zeros
 from asgd.compression.reducers import Reducer
 from asgd.compression.signs import scale_of
 
@@ -94,11 +95,7 @@ def onebit_adam(
 
   def init(like: base.Params) -> OnebitAdamState:
     leaves.check(like)
-    zeros = [
-      jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-      for _ in range(4)
-    ]
-    return OnebitAdamState(jnp.int32(0), *zeros)
+    return OnebitAdamState(jnp.int32(0), *(zeros(like) for _ in range(4)))
 
   def warm(state, tree, axis):
     g = jax.lax.pmean(tree, axis)

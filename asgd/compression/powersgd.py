@@ -17,7 +17,13 @@ import jax.numpy as jnp
 
 from asgd import checks
 from asgd.compression import leaves
-from asgd.compression.codec import NEEDED, Codec, Residual, power_below
+from asgd.compression.codec import (
+  NEEDED,
+  Codec,
+  Residual,
+  error_feedback,
+  power_below,
+)
 from asgd.compression.reducers import Reducer
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -120,11 +126,7 @@ def powersgd_reducer(rank: int = 2) -> Reducer:
     >>> print(jnp.round(mean[0, 0], 4), jnp.round(state.residual[1, 0], 4))
     [2. 2. 2.] [1. 1. 1.]
   """
-  codec = powersgd(rank)
-
-  def init(like: Any) -> Any:
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return Residual(zeros, codec.init(like))
+  init = error_feedback(powersgd(rank)).init
 
   def reduce(state: Any, tree: Any, key: jax.Array, axis: str) -> Any:
     del key

@@ -1,6 +1,6 @@
 """One bit an element: signs with one number for a leaf, or two for a column."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols, power_below
 
 SCALES = "one", "mean", "rms"
+_WIDE = 32  # columns from which on rows are added up one after the other
 
 
 def scale_of(x: jax.Array, scale: str) -> jax.Array:
@@ -120,6 +121,14 @@ def onebit() -> Codec:
   return leaves.make_codec(_encode_columns, _decode_columns, feedback=NEEDED)
 
 
+class _Sums(NamedTuple):
+  """Of columns."""
+
+  above: jax.Array  # float32[C], of what is 0 or more
+  below: jax.Array  # float32[C], of the rest
+  count: jax.Array  # int32[C], of what is 0 or more
+
+
 def _columns(leaf: Any) -> int:
   return leaf.shape[-1] if len(leaf.shape) > 1 else 1
 
@@ -129,16 +138,34 @@ def _encode_columns(
 ) -> tuple[Symbols, Any]:
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
-  positive = matrix >= 0
   # Divided by a power of 2 before they are added up, so that no sum overflows.
   share = 1 / leaves.power_at_least(len(matrix))
-  count = positive.sum(axis=0, dtype=jnp.int32)
+
+  def split(x: jax.Array) -> tuple[_Sums, jax.Array]:
+    positive = x >= 0
+    above, below = (
+      jnp.where(side, x * share, 0.0) for side in (positive, ~positive)
+    )
+    symbols = jnp.where(positive, 1, -1).astype(jnp.int8)
+    return _Sums(above, below, positive.astype(jnp.int32)), symbols
+
+  if matrix.shape[1] < _WIDE:
+    parts, symbols = split(matrix)
+    sums = jax.tree.map(lambda x: x.sum(axis=0), parts)
+  else:  # one pass over memory; on CPU a reduction of columns takes three
+
+    def add(sums: _Sums, row: jax.Array) -> tuple[_Sums, jax.Array]:
+      part, symbols = split(row)
+      return jax.tree.map(jnp.add, sums, part), symbols
+
+    zeros = jnp.zeros(matrix.shape[1], jnp.float32)
+    first = _Sums(zeros, zeros, zeros.astype(jnp.int32))
+    sums, symbols = jax.lax.scan(add, first, matrix)
   means = []
-  for side, number in ((positive, count), (~positive, len(matrix) - count)):
-    total = jnp.where(side, matrix * share, 0.0).sum(axis=0)
-    part = number.astype(jnp.float32) * share
+  counts = sums.count, len(matrix) - sums.count
+  for total, count in zip((sums.above, sums.below), counts, strict=True):
+    part = count.astype(jnp.float32) * share
     means.append(leaves.saturated(leaves.divide(total, part)))
-  symbols = jnp.where(positive, 1, -1).astype(jnp.int8)
   return Symbols(symbols.reshape(-1), jnp.concatenate(means), 1), state
 
 

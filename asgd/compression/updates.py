@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base
-from asgd.compression.codec import Codec
+from asgd.compression.codec import Codec, zeros
 from asgd.compression.messages import Coded, all_finite, residual_norm, shapes
 
 _SEED = 0x646F776E  # of what codecs draw at a server
@@ -79,7 +79,7 @@ def compressed_updates(
   def init(params: base.Params) -> CompressedUpdates:
     weights = base.weights_of(params)
     blank = shapes(codec, weights)
-    coded = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+    coded = zeros(blank)
     count = jnp.zeros([], jnp.int32)
     inner = algorithm.init(params)
     return CompressedUpdates(inner, codec.init(weights), coded, count)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base
+from asgd import base, orders
 from asgd.experiment import replay as replay_lib
 from asgd.experiment import storage
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -223,7 +223,7 @@ def findings(
     # shards may still hold what the lead has closed.
     depth = len(events) if index or rules.round else rules.depth
     try:
-      trace.check(events, depth=depth)
+      orders.check(events, depth=depth)
     except ValueError as error:
       wrong.append(f"shard {index}: {error}")
   yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)

@@ -5,11 +5,11 @@ with the key, the value and what it should be.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asgd import names
-from asgd.checks import shown, text_of
+from asgd.checks import line_of, shown, text_of
 
 Check = Callable[[Any, str], Any]
 
@@ -121,3 +121,29 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     first = message.split(" ")[0].split(".")[0].rstrip(":")
     mark = "." if first in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error
+
+
+@contextlib.contextmanager
+def batch_of(whose: str) -> Iterator[None]:
+  """Says whose batch it is in errors of what makes it, which may be anybody's
+  function and raise anything: they become ValueErrors, and those that are pass
+  as they are."""
+  try:
+    yield
+  except ValueError:
+    raise
+  except Exception as error:
+    raise ValueError(
+      f"the batch of {whose} cannot be made ({line_of(error, 250)}): mend the"
+      " data, or the function that makes batches"
+    ) from error
+
+
+def few_messages(config: Mapping[str, Any], messages: int) -> None:
+  """Raises ValueError if the budget of a cell is more messages than are
+  counted."""
+  if messages > MOST_COUNT:
+    raise ValueError(
+      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
+      f" cell; use at most {MOST_COUNT:.0e}"
+    )

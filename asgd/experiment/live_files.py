@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import base
+from asgd import base, tables
 from asgd.experiment import checks, storage
 from asgd.experiment.folder import check_own, only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
@@ -64,6 +64,18 @@ def has_peers(folder: Path, description: Mapping[str, Any]) -> bool:
   return any(path != first for path in folder.glob("trace-*.csv"))
 
 
+def has_tables(description: Mapping[str, Any]) -> bool:
+  """Whether a live cell is of tables of keyed rows, whose shards have orders of
+  their own (`asgd.live.tables`)."""
+  runs = description["config"]["runs"]
+  return any(run.get("recipe") in tables.RECIPES for run in runs.values())
+
+
+def table_shards(folder: Path) -> int:
+  """Returns the number of shards of a cell of tables, by its files."""
+  return len([*folder.glob("shard-*.csv")])
+
+
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> Iterator[tuple[Path, list[Event]]]:
@@ -80,6 +92,11 @@ def read(folder: Path) -> LiveFiles:
   """Reads what a live cell wrote so far; ValueError if some of it is gone."""
   folder = only_cell(folder)
   description = read_description(folder)
+  if has_tables(description):
+    raise ValueError(
+      f"{folder} is of tables, whose shards have orders of their own: see its"
+      " staleness.csv and report, or compute it again with asgd replay"
+    )
   if has_peers(folder, description):
     raise ValueError(
       f"{folder} is of peers, which have no server: see its links.csv and"

@@ -141,6 +141,13 @@ class LiveMemory:
     owner = {"cell": str(cell), "token": self._token}
     storage.write_json(self.memory / _OWNER, owner)
 
+  def replaced_since(self, now: Mapping[str, int]) -> dict[str, int]:
+    """Returns how many processes were replaced since the cell began, of which
+    this process has replaced `now`, by kind."""
+    return {
+      kind: self.replaced.get(kind, 0) + count for kind, count in now.items()
+    }
+
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""
     fields = os.getpid(), str(self.memory), self._token, dict(replaced)

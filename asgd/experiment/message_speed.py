@@ -19,6 +19,7 @@ from asgd.experiment.turns import Contestant
 
 _RATE = 0.01  # of the update that a message ends in
 _FIRST = 10  # messages that are not counted
+FAR = "far"  # resource of the worker's node
 Options = Mapping[str, Any]  # of `compression.named`, with the name
 
 
@@ -196,22 +197,25 @@ class _Worker:
 def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   """Returns how fast a server takes messages from a worker.
 
-  Each is in a call of Ray, as those from another machine are; the network is
-  left out. The worker has the message on its device, and the server makes an
-  update of it. Without a codec the elements are sent; with one the worker
-  encodes and packs, and the server unpacks, and decodes in the update. The next
-  code is made while a message is on its way, as by a worker of two tickets.
+  Each is in a call of Ray between two nodes on this machine, which share no
+  memory: what is sent goes through sockets, as between machines, but as fast
+  as this machine copies. The worker has the message on its device, and the
+  server makes an update of it. Without a codec the elements are sent; with one
+  the worker encodes and packs, and the server unpacks, and decodes in the
+  update. The next code is made while a message is on its way, as by a worker of
+  two tickets.
 
   Args:
     like: the message, a tree of float32 arrays of NumPy.
     options: the codec; None: dense.
-    seconds: how long is measured. Ray has been started.
+    seconds: how long is measured. Ray has been started, and a node of it has
+      the resource FAR.
   """
   import ray
 
-  # Each has a core, as on machines of their own.
+  # Each has a core and a node, as on machines of their own.
   server = ray.remote(num_cpus=0)(_Server).remote(like, options)
-  worker = ray.remote(num_cpus=0)(_Worker).remote()
+  worker = ray.remote(num_cpus=0, resources={FAR: 1})(_Worker).remote()
   try:
     return ray.get(worker.rate.remote(server, like, options, seconds))
   finally:

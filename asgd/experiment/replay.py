@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, orders, problems, sharding, simulator
+from asgd import base, orders, problems, sharding, simulator, tables
 from asgd.checks import shown
 from asgd.experiment import cells, code, live_files, report, storage
-from asgd.experiment.engines import allocations, live, live_clusters
+from asgd.experiment.engines import (
+  allocations,
+  live,
+  live_clusters,
+  table_clusters,
+)
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.gossip import files
+from asgd.live.tables import files as table_files
 from asgd.orders.trace import from_events
 from asgd.problems import own
 
@@ -59,6 +65,8 @@ def trained(folder: str | Path) -> dict[str, Any]:
 def trace_of(folder: Path) -> base.Trace:
   """Returns the order of a live cell, as its lead has it."""
   description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    return table_files.read_trace(folder, description["cell"]["workers"])
   if live_files.has_peers(folder, description):
     return files.read_trace(folder, description["cell"]["workers"])
   ((_, events), *_) = live_files.read_traces(folder, description)
@@ -167,6 +175,8 @@ def replay(
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    return _replay_tables(folder, description, data_dir, given)
   if live_files.has_peers(folder, description):
     return _replay_peers(folder, description, data_dir, given)
   traces, totals = [], []
@@ -223,6 +233,28 @@ def _replay_peers(folder, description, data_dir, given) -> Replay:
       " parameters of single ones"
     )
   return replayed
+
+
+def _replay_tables(folder, description, data_dir, given) -> Replay:
+  """A replay of tables, in the orders of shards and of workers."""
+  workers = description["cell"]["workers"]
+  trace = table_files.read_trace(folder, workers)
+  experiment, cell = load(folder, data_dir=data_dir, given=given)
+  plan = experiment.plan(cell)
+  _, root = jax.random.split(jax.random.key(cell.seed))
+  replayed = tables.replay.replay(
+    plan.settings,
+    table_clusters.first_tables(plan, cell.seed),
+    table_clusters.division_of(plan),
+    plan.work(cell.seed, root),
+    table_files.read_orders(folder, plan.settings.shards, workers),
+    jobs=plan.messages // workers,
+    seed=cell.seed,
+  )
+  parts = [table_files.columns(rows) for rows in replayed.records]
+  records = table_files.by_time(parts).plain
+  final = plan.join(replayed.tables)
+  return _replayed(folder, description, cell, plan, (trace, records, final))
 
 
 def _read_result(folder):

@@ -42,7 +42,7 @@ def correct_variance() -> base.Transform:
   """
 
   def init(params: base.Params) -> Before:
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = optax.tree.zeros_like(params)
     return Before(zeros, zeros, jnp.zeros([], bool))
 
   def update(

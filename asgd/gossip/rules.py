@@ -59,6 +59,18 @@ def average() -> Rule:
   return Rule(lambda params, slots: params, put, mix, refers=True)
 
 
+def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
+  """Of `push_sum`: an own update of x = w z as one of z, z + u / w."""
+  before = base.weights_of(state.server.params)
+  scaled = jax.tree.map(
+    lambda a, b: b + (a - b) / state.own.astype(b.dtype),
+    *(base.weights_of(params), before),
+  )
+  # While all have weight 1, not even a rounding error.
+  weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
+  return base.with_weights(params, weights)
+
+
 def push_sum() -> Rule:
   """Push-sum: peers give parts of their mass away, along a directed graph.
 
@@ -82,16 +94,6 @@ def push_sum() -> Rule:
     del slots
     leaf = jax.tree.leaves(params)[0]
     return jnp.ones([], leaf.dtype)
-
-  def step(state: PeerState, params: base.Params) -> base.Params:
-    before = base.weights_of(state.server.params)
-    scaled = jax.tree.map(
-      lambda a, b: b + (a - b) / state.own.astype(b.dtype),
-      *(base.weights_of(params), before),
-    )
-    # While all have weight 1, not even a rounding error.
-    weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
-    return base.with_weights(params, weights)
 
   def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
     del key
@@ -136,7 +138,7 @@ def push_sum() -> Rule:
     put,
     mix,
     weight=lambda state: state.own,
-    step=step,
+    step=_step_of_mass,
     lend=lend,
     adopt=adopt,
     columns=True,
@@ -255,7 +257,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
   """Keeps updates back, for `share` to put them."""
 
   def init(params: base.Params) -> Pending:
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = optax.tree.zeros_like(params)
     return Pending(algorithm.init(params), zeros)
 
   def update(
@@ -265,7 +267,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
     **extra: Any,
   ) -> tuple[optax.Updates, Pending]:
     updates, inner = algorithm.update(message, state.inner, params, **extra)
-    zeros = jax.tree.map(jnp.zeros_like, updates)
+    zeros = optax.tree.zeros_like(updates)
     return zeros, Pending(inner, optax.tree.add(state.update, updates))
 
   return base.Algorithm(init, update)
@@ -300,7 +302,7 @@ def share(codec: Any) -> Rule:
 
   def init(params: base.Params, slots: int) -> Share:
     del slots
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = optax.tree.zeros_like(params)
     return Share(codec.init(params), zeros)
 
   def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
@@ -309,7 +311,7 @@ def share(codec: Any) -> Rule:
     total = _add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )
-    zeros = jax.tree.map(jnp.zeros_like, pending.update)
+    zeros = optax.tree.zeros_like(pending.update)
     server = state.server._replace(opt_state=pending._replace(update=zeros))
     return state._replace(server=server, own=Share(inner, total)), code
 
@@ -320,7 +322,7 @@ def share(codec: Any) -> Rule:
     sent = [codec.decode(code) for code in codes]
     total = _add_weighted(state.own.total, sent, weights)
     params = optax.tree.add(state.server.params, total)
-    zeros = jax.tree.map(jnp.zeros_like, total)
+    zeros = optax.tree.zeros_like(total)
     return with_params(state, params)._replace(
       own=state.own._replace(total=zeros)
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asgd import orders
 from asgd.live.append_only import PUT_BACK, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
@@ -52,7 +53,7 @@ def check_journal(path: Path | str, events: Sequence[Event]) -> None:
   """Checks that a journal is one that a shard wrote. Raises ValueError naming
   the file and the first line that is wrong, and why."""
   try:
-    trace.check(events, depth=math.inf, path=path)
+    orders.check(events, depth=math.inf, path=path)
   except ValueError as error:
     raise ValueError(
       f"{error}. The file was changed: put it back as the run wrote it"

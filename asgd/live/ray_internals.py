@@ -37,6 +37,39 @@ def keeping_to_loopback() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def second_node(resource: str, memory: int) -> Iterator[None]:
+  """Adds to the cluster of this process another node on this machine, which
+  keeps to loopback too: what goes to it and comes from it passes through
+  sockets, as between machines, and not through memory that is shared.
+
+  Args:
+    resource: which this node alone has, 1 of it.
+    memory: bytes of its object store.
+  """
+  params = internals.find("ray._private.parameter.RayParams")(
+    gcs_address=node().gcs_address,
+    node_ip_address="127.0.0.1",
+    num_cpus=1,
+    num_gpus=0,
+    object_store_memory=memory,
+    resources={resource: 1},
+    min_worker_port=0,
+    max_worker_port=0,
+    node_manager_port=0,
+    include_log_monitor=False,
+  )
+  params.dashboard_agent_listen_port = None
+  with keeping_to_loopback():
+    second = internals.find("ray._private.node.Node")(
+      params, head=False, shutdown_at_exit=True, spawn_reaper=True
+    )
+  try:
+    yield
+  finally:
+    second.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
 def read_environment() -> None:
   """Has the part of Ray that is loaded already look at it again."""
   internals.find("ray._raylet.Config").initialize("")

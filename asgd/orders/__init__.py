@@ -1,6 +1,7 @@
 """Orders: which worker sends and receives when, as data."""
 
-from asgd.orders import durations, makers, protocol, trace
+from asgd.orders import checking, durations, makers, protocol, trace
+from asgd.orders.checking import check
 from asgd.orders.makers import (
   asynchronous,
   backup_workers,
@@ -9,4 +10,4 @@ from asgd.orders.makers import (
   fixed_delay,
   stale_synchronous,
 )
-from asgd.orders.trace import HEADER, check, dump, load, staleness
+from asgd.orders.trace import HEADER, dump, load, staleness

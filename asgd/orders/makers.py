@@ -54,6 +54,7 @@ def stale_synchronous(
   cache: bool = False,
   depth: int = 1,
   fetch_every: int = 1,
+  warm_start: int = 0,
 ) -> base.Trace:
   """Stale synchronous parallel: nobody is further ahead than a bound.
 
@@ -73,6 +74,7 @@ def stale_synchronous(
       before each job (eager SSP, Dai et al. 2015).
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
+    warm_start: as of `asynchronous`; clocks are equal after it.
 
   Returns:
     A Trace, its times in the unit of the durations.
@@ -109,13 +111,23 @@ def stale_synchronous(
     [0, 0, 2, 0]
   """
   rules = protocol.Rules(
-    bound=bound, cache=cache, depth=depth, fetch_every=fetch_every
+    bound=bound,
+    cache=cache,
+    depth=depth,
+    fetch_every=fetch_every,
+    warm_start=warm_start,
   )
   return _play(rules, durations, workers, messages)
 
 
 def asynchronous(
-  durations: Durations, *, workers: int, messages: int, depth=1, fetch_every=1
+  durations: Durations,
+  *,
+  workers: int,
+  messages: int,
+  depth: int = 1,
+  fetch_every: int = 1,
+  warm_start: int = 0,
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received.
 
@@ -127,6 +139,8 @@ def asynchronous(
     messages: RECEIVE rows. Up to N depth - 1 tickets are open at the end.
     depth: tickets that a worker may hold; 2 fetches while it computes.
     fetch_every: jobs done on one ticket (Downpour's n_fetch).
+    warm_start: messages that are of one worker alone, which holds one ticket,
+      before all of them start on the parameters of that moment.
 
   Returns:
     A Trace, its times in the unit of the durations.
@@ -136,7 +150,8 @@ def asynchronous(
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, where
-    workers do not wait for each other.
+    workers do not wait for each other, and a warm start "almost eliminates"
+    stability trouble.
 
   Example:
     >>> from asgd import orders
@@ -154,7 +169,9 @@ def asynchronous(
     >>> orders.staleness(trace).tolist()
     [0, 1, 1]
   """
-  rules = protocol.Rules(depth=depth, fetch_every=fetch_every)
+  rules = protocol.Rules(
+    depth=depth, fetch_every=fetch_every, warm_start=warm_start
+  )
   return _play(rules, durations, workers, messages)
 
 

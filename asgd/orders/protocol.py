@@ -14,6 +14,8 @@ made by driving it with drawn durations, live runs by driving it with real ones.
   Rules(round=n)                 bulk synchronous, n messages an update
   Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
   Rules(depth=2)                 fetch the next ticket while computing
+  Rules(warm_start=n)            one worker alone for the first n messages (Dean
+                                 et al. 2012)
 """
 
 import collections
@@ -43,6 +45,7 @@ class Rules(NamedTuple):
   depth: int = 1  # tickets that a worker may hold at once
   fetch_every: int = 1  # jobs that a worker does on one ticket
   cache: bool = False  # keep a ticket for as long as `bound` allows it
+  warm_start: int = 0  # messages of one worker, before the others start
 
 
 # Each ticket that may be open is a slot of a live run's memory.
@@ -65,6 +68,7 @@ def check_rules(rules: Rules) -> Rules:
   whole("round", rules.round, 0)
   whole("backup", rules.backup, 0)
   whole("fetch_every", rules.fetch_every)
+  whole("warm_start", rules.warm_start, 0)
   whole("depth", rules.depth, most=MOST_DEPTH)
   if not isinstance(rules.cache, bool):
     raise ValueError(f"cache must be True or False, not {shown(rules.cache)}")
@@ -72,6 +76,11 @@ def check_rules(rules: Rules) -> Rules:
     raise ValueError("backup workers need rounds: set the messages of a round")
   if rules.cache and rules.bound == math.inf:
     raise ValueError("a cache needs a finite bound, or it is never refreshed")
+  if rules.round and rules.warm_start:
+    raise ValueError(
+      f"warm_start {rules.warm_start} is for workers that do not wait for each"
+      " other: a synchronous round needs all of them"
+    )
   if rules.round and (rules.depth > 1 or rules.cache or rules.fetch_every > 1):
     raise ValueError(
       "a synchronous round sends every worker the new parameters: use depth=1,"
@@ -244,7 +253,7 @@ class Dispatcher:
     while True:
       before = len(out)
       slowest = self.slowest() if self.rules.bound < math.inf else 0
-      for worker in self.workers:
+      for worker in self._starters():
         job = self._take_job(worker)
         if job is None or not self._may_start(worker, slowest):
           continue
@@ -255,8 +264,25 @@ class Dispatcher:
       if len(out) == before:
         return out
 
+  @property
+  def _alone(self):
+    """Whether one worker works alone, in a warm start."""
+    return self.received < self.rules.warm_start
+
+  def _starters(self):
+    """Workers that may start something: all, or the one of a warm start, which
+    is the one that has begun, or the first."""
+    if not self._alone:
+      return self.workers
+    busy = [worker for worker in self.workers if self._ledger.open[worker]]
+    free = [w for w in self.workers if not self._places[w].paused]
+    return (busy or free)[:1]
+
   def slowest(self) -> int:
-    """The clock of the slowest worker that is there and has something to do."""
+    """The clock of the slowest worker that is there and has something to do; in
+    a warm start, of the one that works."""
+    if self._alone:
+      return max((p.finished for p in self._places.values()), default=0)
     clocks = (
       self._places[worker].finished
       for worker in self._ledger.present
@@ -269,7 +295,8 @@ class Dispatcher:
     busy = len(tickets)
     if rules.round:  # what has come waits for its round, not its worker
       busy = sum((worker, seq) not in self._arrived for seq in tickets)
-    if busy >= rules.depth or self._places[worker].paused:
+    depth = 1 if self._alone else rules.depth
+    if busy >= depth or self._places[worker].paused:
       return False
     if rules.round:
       return self._granted < rules.round + rules.backup
@@ -284,7 +311,8 @@ class Dispatcher:
     if not place.on_ticket:
       return False
     if rules.cache:
-      return self._clock(worker) - place.slowest <= rules.bound
+      ahead = self._clock(worker) - place.slowest
+      return not self._alone and ahead <= rules.bound
     return place.on_ticket < rules.fetch_every
 
   def _lost_jobs(self, worker):
@@ -339,6 +367,8 @@ class Dispatcher:
     if event.action == base.RECEIVE:
       self._places[event.worker].finished += 1
       self.received += 1
+      if self.received == self.rules.warm_start:
+        self._level()
       self._in_round += current
       if self._in_round == self.rules.round:
         self._round += 1
@@ -348,6 +378,13 @@ class Dispatcher:
     self._granted -= current
     self._arrived.pop((event.worker, event.seq), None)
     heapq.heappush(self._lost_jobs(event.worker), ticket.job)
+
+  def _level(self):
+    """The warm start is over: all clocks are that of the one that worked, and
+    all fetch."""
+    most = max(place.finished for place in self._places.values())
+    for place in self._places.values():
+      place.finished, place.on_ticket = most, 0
 
   @property
   def rows(self) -> int:

@@ -41,7 +41,7 @@ from jax.sharding import PartitionSpec as P
 
 from asgd import base, checks, compression, names, transforms
 from asgd import losses as losses_lib
-from asgd.parallel import meshes, precision, searching
+from asgd.parallel import meshes, precision, searching, step_checks
 from asgd.parallel import zero as zero_lib
 
 # A loop over pieces is written out up to here: XLA's CPU backend runs
@@ -162,9 +162,9 @@ def make_step(
   if loss_scale is not None:
     precision.check_dynamic(loss_scale)
   if form == "pmap":
-    _check_pmap(mesh, zero, specs)
+    step_checks.check_pmap(mesh, zero, specs)
   if reducer is not None:
-    check_reducer(mesh, zero, form)
+    step_checks.check_reducer(mesh, zero, form)
   if searches:
     searching.check(
       mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
@@ -381,7 +381,7 @@ def _shard_map_step(program):
     return jax.jit(lambda params: program.settle(program.begin(params)))(placed)
 
   def step(state, batch, key):
-    _check_batch(batch, program.pieces)
+    step_checks.check_batch(batch, program.pieces)
     kept, parts = program.layouts(state.params)
     sent, grad_specs = program.sent(state), base.weights_of(parts)
     weights = base.weights_of(state.params)
@@ -449,7 +449,7 @@ def _pmap_step(program):
     return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))
 
   def place(batch):
-    _check_batch(batch, program.pieces)
+    step_checks.check_batch(batch, program.pieces)
     return jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
 
   def params(state):
@@ -459,47 +459,3 @@ def _pmap_step(program):
 
 
 FORMS = {"shard_map": _shard_map_step, "pmap": _pmap_step}
-
-
-def _check_pmap(mesh, zero, specs):
-  if tuple(mesh.axis_names) != (_AXIS,):
-    raise ValueError(
-      f"the form 'pmap' is for a mesh of the axis {_AXIS!r} alone, not of"
-      f" {tuple(mesh.axis_names)}; use 'shard_map'"
-    )
-  if zero or specs is not zero_lib.replicated:
-    raise ValueError(
-      "the form 'pmap' keeps everything whole on each device; use 'shard_map'"
-      f" for zero={zero!r} or parameters that are divided"
-    )
-  if jax.process_count() > 1:
-    raise ValueError(
-      f"the form 'pmap' is for one process, not {jax.process_count()}; use"
-      " 'shard_map'"
-    )
-
-
-def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
-  """Raises ValueError for a step that takes no reducer."""
-  if tuple(mesh.axis_names) != (_AXIS,) or zero or form != "shard_map":
-    raise ValueError(
-      f"compressed gradients are for a mesh of the axis {_AXIS!r} alone, zero=0"
-      f" and the form 'shard_map', not for {tuple(mesh.axis_names)}, zero="
-      f"{zero!r} and {form!r}"
-    )
-
-
-def _check_batch(batch, pieces):
-  shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
-  lengths = {shape[:1] for shape in shapes}
-  if len(lengths) != 1 or () in lengths:
-    raise ValueError(
-      "all arrays of a batch must have one leading axis, of examples; not"
-      f" {sorted(shapes)}"
-    )
-  ((length,),) = lengths
-  if length % pieces or not length:
-    raise ValueError(
-      f"a batch of {length} examples cannot be divided into {pieces} pieces"
-      " (devices of the data axis times accumulate): use a multiple"
-    )

@@ -35,6 +35,8 @@ def records(
   real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
   version, staleness, accepted = whole
   gap, loss, message_norm, update_norm = real
+  # What pushes nothing is not sent (`server.pushed`).
+  sent = accepted.astype(bool) | (message_norm != 0)
   return base.Records(
     version,
     np.array(time, np.float64),
@@ -46,7 +48,7 @@ def records(
     accepted.astype(bool),
     message_norm,
     update_norm,
-    np.array(bytes_up, np.int64),
+    np.where(sent, np.array(bytes_up, np.int64), 0),
     np.array(bytes_down, np.int64),
     np.array(residual_norm, np.float32),
   )

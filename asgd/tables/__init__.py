@@ -8,6 +8,7 @@ simulated time. See docs/tables.md.
 from asgd.tables import filters as filters
 from asgd.tables import functions as functions
 from asgd.tables import keys as keys
+from asgd.tables import replay as replay
 from asgd.tables.client import Client as Client
 from asgd.tables.client import TableSpec as TableSpec
 from asgd.tables.consistency import Consistency as Consistency
@@ -32,8 +33,8 @@ from asgd.tables.settings import Settings as Settings
 from asgd.tables.settings import table as table
 from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
-from asgd.tables.simulation import Work as Work
 from asgd.tables.simulation import template as template
 from asgd.tables.table import Table as Table
+from asgd.tables.work import Work as Work
 
 RECIPES = {"table": table}  # that tables serve

@@ -21,6 +21,10 @@ from asgd.tables.rows import KeyedRows
 _NEVER = -1  # the clock of a row that was never read
 
 
+class RowNotFinite(ValueError):
+  """An update of a row is NaN or infinite."""
+
+
 class TableSpec(NamedTuple):
   """What a client knows of a table."""
 
@@ -88,6 +92,8 @@ class Client:
     self.sender = KeyCache()
     self.held = Held(0, 0)
     self.flushes = 0
+    # What its last message changed of its copies: table -> (keys, changes).
+    self._flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
   def _empty(self, spec):
     none = np.zeros((0, *spec.shape), spec.dtype)
@@ -152,6 +158,16 @@ class Client:
         known[rows.positions(old)] = False
       clock[known] = message.clock
 
+  def take_behind(self, message: Rows) -> None:
+    """Takes rows that the server sent before it had this worker's last message,
+    which they are then brought up to."""
+    self.take(message)
+    for name, (keys, _) in message.tables.items():
+      sent, changes = self._flight.get(name, (keys[:0], None))
+      mine = np.isin(sent, keys)
+      if mine.any():
+        self._rows[name].add(sent[mine], "copy", changes[mine])
+
   def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
     """Returns rows, with its own updates; they must not be stale."""
     out = {}
@@ -164,12 +180,12 @@ class Client:
   # Writing.
 
   def write(self, values: Mapping[str, tuple[Keys, Any]]) -> None:
-    """Takes updates of its own, for rows that it has read. ValueError for a row
-    that is not finite; nothing is written then."""
+    """Takes updates of its own, for rows that it has read. RowNotFinite for a
+    row that is; nothing is written then."""
     for name, (keys, more) in values.items():
       bad = ~np.isfinite(np.asarray(more)).reshape(len(keys), -1).all(1)
       if bad.any():
-        raise ValueError(
+        raise RowNotFinite(
           f"{name}: the update of key {keys[np.argmax(bad)]} is not finite"
           f" ({int(bad.sum())} of {len(keys)} rows)"
         )
@@ -183,13 +199,13 @@ class Client:
     """Returns its message with so many clocks finished; with `everything` it is
     not filtered."""
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
-    out = {}
+    out, self._flight = {}, {}
     for number, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
         keys = self._filter(rows, keys, rng)
       if keys.size:
-        out[name] = self._send(rows, keys, number)
+        out[name] = self._send(name, keys, number)
     self.flushes += 1
     return Push(self.worker, clock, out)
 
@@ -211,9 +227,10 @@ class Client:
       keys = keys[verdict.send]
     return keys
 
-  def _send(self, rows, keys, number):
+  def _send(self, name, keys, number):
     """Returns the updates of some rows as they travel. What the codec leaves
     out stays its own."""
+    rows = self._rows[name]
     own = values = rows.read(keys, "own")
     if self._codec is not None:
       key = jax.random.fold_in(self._key, self.flushes)
@@ -225,7 +242,9 @@ class Client:
     rows.write(keys, "own", own - sent)
     left = (own != sent).reshape(len(keys), -1).any(1)
     rows.write(keys, "written", left)
-    rows.add(keys, "copy", sent.dtype.type(self.factor) * sent)
+    change = sent.dtype.type(self.factor) * sent
+    rows.add(keys, "copy", change)
+    self._flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
 
   def residual(self) -> float:

@@ -131,6 +131,21 @@ class Server:
     self._apply_deferred(after)
     return after - before
 
+  def keys_of(self, push: Push) -> dict[str, Keys]:
+    """Returns the keys of a message, by table, before it is received."""
+    lists = self._receivers[push.worker].lists
+    return {
+      name: lists[sent.keys.digest] if sent.keys.keys is None
+      else sent.keys.keys
+      for name, sent in push.tables.items()
+    }
+
+  def skip(self, push: Push) -> None:
+    """Takes note of the keys of a message that is not to be applied: those to
+    come may be told by their digests."""
+    for sent in push.tables.values():
+      self._receivers[push.worker].unpack(sent.keys)
+
   def _apply_deferred(self, clock):
     """Applies what is of a clock that all have finished, in the order of the
     workers: no bit depends on who came first."""
@@ -184,6 +199,27 @@ class Server:
         copies[name].add(keys[has], "lacks", change[has])
         copies[name].write(keys[has], "changed", True)
 
+  # Workers that come and go.
+
+  def join(self, worker: int) -> None:
+    """Another takes a worker's place: it has no rows, and knows no keys. The
+    clocks of the place stay."""
+    self._copies[worker] = self._no_copies()
+    self._receivers[worker] = KeyCache()
+
+  def leave(self, worker: int) -> int:
+    """A worker goes for good, of several: nobody waits for it any more. Returns
+    by how much the slowest clock has advanced."""
+    before = self.slowest
+    self.workers.remove(worker)
+    for table in (self._copies, self._receivers):
+      del table[worker]
+    for clocks in self.clocks.values():
+      clocks.leave(worker)
+    after = self.slowest
+    self._apply_deferred(after)
+    return after - before
+
   # Sending.
 
   def at_clock(self) -> dict[int, Rows]:
@@ -230,6 +266,8 @@ class Server:
     there are any."""
     limit, tables = self.rules.limit(clock), {}
     for name, copies in self._copies[worker].items():
+      if not len(copies):
+        continue
       lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
       keys = copies.keys[lacks.max(1, initial=0) > limit]
       if keys.size:
@@ -268,6 +306,7 @@ class Server:
         for clock, worker, values in self._deferred
       ],
       "cached": [list(each) for each in cached],
+      "workers": self.workers,
       "version": self.version,
     }
     return arrays, notes
@@ -276,6 +315,8 @@ class Server:
     """Takes over what a server like this one has packed."""
     for name, table in self.tables.items():
       table.unpack(arrays["tables"][name])
+    for worker in set(self.workers) - set(notes["workers"]):
+      self.leave(worker)
     for worker, each in zip(self.workers, arrays["copies"], strict=True):
       for name, packed in each.items():
         columns = {k: np.array(x) for k, x in packed.items()}

@@ -26,18 +26,7 @@ from asgd.tables.keys import Keys
 from asgd.tables.server import Server
 from asgd.tables.settings import Settings
 from asgd.tables.table import Table
-
-Values = Mapping[str, Any]  # table -> [n, ...]
-
-
-class Work(NamedTuple):
-  """What workers compute, as functions of plain arrays."""
-
-  batch: Callable[[int, int], base.Batch]  # (worker, job)
-  keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows it needs
-  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row)
-  gradient: Callable[..., tuple[float, Values]]
-
+from asgd.tables.work import Values, Work
 
 class Read(NamedTuple):
   """A job's read, told to an observer: what tests of a model look at."""

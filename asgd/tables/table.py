@@ -21,8 +21,9 @@ _LAST = np.iinfo(np.int64).max
 class Table:
   """Rows by key.
 
-  A dense table has the keys 0 to K - 1. A sparse one has any keys from 0 on,
-  and makes a row when its key is first pulled or pushed.
+  A dense table has the keys 0 to K - 1, or K others in a row if it is a part of
+  one. A sparse one has any keys from 0 on, and makes a row when its key is
+  first pulled or pushed.
 
   A push is done as a whole or, if anything is wrong with it, not at all.
 
@@ -46,6 +47,7 @@ class Table:
     *,
     shards: int = 1,
     load: Any = None,
+    start: int = 0,
     name: str = "table",
   ):
     """Takes the rows [K, ...] of a dense table, which are copied.
@@ -55,6 +57,7 @@ class Table:
       function: of a push; None adds.
       shards: S, at most K.
       load: float[K], by which keys are divided; None: as many to each shard.
+      start: the first key; of a part of a table it is not 0.
       name: for errors.
     """
     if np.ndim(values) < 1 or not len(values):
@@ -65,13 +68,14 @@ class Table:
       values = np.array(values)
     self._set(functions.add() if function is None else function, name, None)
     self._dtype, self._shape = values.dtype, values.shape[1:]
-    self._stop = count = len(values)
+    count, self._start = len(values), start
+    self._stop = start + count
     load = np.ones(count) if load is None else load
-    self.ranges = ranges_lib.by_load(load, shards)
+    self.ranges = ranges_lib.by_load(load, shards, start=start)
     cuts = self.ranges.cuts
     self._shards = [
-      self._make(np.arange(start, stop), values[start:stop])
-      for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+      self._make(np.arange(low, high), values[low - start : high - start])
+      for low, high in zip(cuts[:-1], cuts[1:], strict=True)
     ]
 
   def _set(self, function, name, init):
@@ -104,6 +108,7 @@ class Table:
     zeros = lambda keys: np.zeros((len(keys), *shape), dtype)  # noqa: E731
     self._set(function or functions.add(), name, init or zeros)
     self._dtype, self._shape, self._stop = np.dtype(dtype), tuple(shape), None
+    self._start = 0
     self.ranges = ranges or ranges_lib.Ranges((0, _LAST))
     none = np.zeros(0, np.int64)
     self._shards = [
@@ -143,7 +148,7 @@ class Table:
   def read_keys(self, keys: Any) -> Keys:
     """Returns keys of the table, as `tables.keys.read`."""
     try:
-      return keys_lib.read(keys, stop=self._stop)
+      return keys_lib.read(keys, start=self._start, stop=self._stop)
     except ValueError as error:
       raise ValueError(f"{self.name}: {error}") from None
 
@@ -243,7 +248,7 @@ class Table:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
     load = np.concatenate([rows.columns[_LOAD] for rows in self._shards])
     before = self.ranges
-    after = ranges_lib.by_load(load, before.shards)
+    after = ranges_lib.by_load(load, before.shards, start=self._start)
     out = ranges_lib.moves(before, after)
     # Taken out before anything is put in: a range may go through a shard.
     parts = [self._shards[move.source].cut(*move[:2]) for move in out]
@@ -284,6 +289,7 @@ class Table:
     """Takes over what a table like this one has packed."""
     packed = dict(packed)
     cuts = packed.pop("cuts").tolist()
+    first = self._start
     self.ranges = ranges_lib.Ranges(tuple(cuts))
     jaxed = isinstance(self._shards[0].columns[_VALUES], jax.Array)
 
@@ -295,7 +301,10 @@ class Table:
     self._shards = [
       KeyedRows(
         np.arange(start, stop),
-        {name: column(name, x[start:stop]) for name, x in packed.items()},
+        {
+          name: column(name, x[start - first : stop - first])
+          for name, x in packed.items()
+        },
       )
       for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
     ]

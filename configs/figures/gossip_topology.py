@@ -49,6 +49,10 @@ def get_config():
 
 
 def claims():
+  return [*accuracy_claims(), *distance_claims(), *traffic_claims()]
+
+
+def accuracy_claims():
   return [
     dict(
       name="accuracy, exponential",
@@ -72,6 +76,11 @@ def claims():
       above=-0.02,
       below=0.02,
     ),
+  ]
+
+
+def distance_claims():
+  return [
     dict(
       name="distance",
       says=(
@@ -91,6 +100,11 @@ def claims():
       column="consensus",
       runs="ring",
     ),
+  ]
+
+
+def traffic_claims():
+  return [
     dict(
       name="traffic, ring",
       says=(

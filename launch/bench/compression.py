@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from asgd.experiment import message_speed, ray_runtime, turns
+from asgd.live import ray_internals
 
 _CODECS = {  # label -> options; normal numbers, of which 3.29 leaves 0.1 %
   "threshold, 0.1 %": dict(name="threshold", tau=3.29),
@@ -92,9 +93,11 @@ def run(seconds: float, rounds: int = 9) -> None:
   _coder(rounds)
   if cores:
     os.sched_setaffinity(0, cores)
-  print("from a worker to a server, each in a process, by calls of Ray\n")
-  ray_runtime.start(None, memory=2**30)
+  print("from a worker to a server, each on a node of Ray, on one machine\n")
+  memory = 2**29
+  ray_runtime.start(None, memory=memory)
   try:
-    _way(like, seconds)
+    with ray_internals.second_node(message_speed.FAR, memory):
+      _way(like, seconds)
   finally:
     ray_runtime.stop()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from asgd import wire
 from asgd.compression.codec import Symbols, Values
 from asgd.compression.packing import bits
 
@@ -27,6 +28,7 @@ class Field(NamedTuple):
   dtype: np.dtype
   kind: str  # RAW, SYMBOLS or VALUES
   levels: int = 0  # of SYMBOLS
+  coded: bool = True  # whether positions are in an entropy code
 
   @property
   def count(self) -> int:
@@ -41,6 +43,7 @@ class Stream(NamedTuple):
   kind: str
   dtype: np.dtype
   levels: int
+  coded: bool
   fields: tuple[int, ...]  # numbers
   count: int  # elements of all
 
@@ -91,18 +94,18 @@ def layout(code: Any) -> Layout:
   """
   fields = []
   for path, leaf in jax.tree.leaves_with_path(code, is_leaf=_is_leaf):
-    kind, levels = RAW, 0
+    how = (RAW,)
     if isinstance(leaf, Symbols):
-      kind, levels = SYMBOLS, leaf.levels
+      how = SYMBOLS, leaf.levels, leaf.coded
     elif isinstance(leaf, Values):
-      kind = VALUES
+      how = VALUES, 0, leaf.coded
     for rest, x in jax.tree.leaves_with_path(leaf):
       name = jax.tree_util.keystr(path + rest)
-      fields.append(_field(name, x, kind, levels))
-      kind, levels = RAW, 0  # scales
+      fields.append(_field(name, x, *how))
+      how = (RAW,)  # scales
   lines = (
-    f"{path} {shape} {dtype.name} {kind} {levels}"
-    for path, shape, dtype, kind, levels in fields
+    f"{path} {shape} {dtype.name} {kind} {levels}" + " words" * (not coded)
+    for path, shape, dtype, kind, levels, coded in fields
   )
   checksum = zlib.crc32("\n".join(lines).encode())
   streams = _streams(fields)
@@ -117,15 +120,8 @@ def _is_leaf(x):
   return isinstance(x, Symbols | Values)
 
 
-def _field(path, x, kind, levels):
-  x = x if hasattr(x, "dtype") else np.asarray(x)
-  is_number = jnp.issubdtype(x.dtype, jnp.number)
-  if not is_number and not jnp.issubdtype(x.dtype, jnp.bool_):
-    raise ValueError(
-      f"the leaf {path} is of {x.dtype}, which is no number; send a key as"
-      " jax.random.key_data(key)"
-    )
-  dtype = np.dtype(x.dtype).newbyteorder("=")
+def _field(path, x, kind, levels=0, coded=True):
+  shape, dtype = wire.shape_and_dtype(path, x)
   if kind == SYMBOLS:
     if not jnp.issubdtype(dtype, jnp.signedinteger) or dtype.itemsize > 4:
       raise ValueError(f"{path} must be int8, int16 or int32, not {dtype}")
@@ -141,16 +137,17 @@ def _field(path, x, kind, levels):
       f"{path} must be floats of 16, 32 or 64 bits, not {dtype}; left out of"
       " Values, they are sent as they are"
     )
-  return Field(path, tuple(x.shape), dtype, kind, int(levels))
+  return Field(path, shape, dtype, kind, int(levels), bool(coded))
 
 
 def _streams(fields):
-  groups = {}  # kind, dtype, levels, and what is in a stream of its own
+  groups = {}  # kind, dtype, levels, coded, what is in a stream of its own
   for i, field in enumerate(fields):
     alone = field.kind == RAW or field.count >= LARGE
-    key = field.kind, field.dtype, field.levels, i if alone else None
+    how = field.kind, field.dtype, field.levels, field.coded
+    key = *how, i if alone else None
     groups.setdefault(key, []).append(i)
   return tuple(
-    Stream(*key[:3], tuple(numbers), sum(fields[i].count for i in numbers))
+    Stream(*key[:4], tuple(numbers), sum(fields[i].count for i in numbers))
     for key, numbers in groups.items()
   )

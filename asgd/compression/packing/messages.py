@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import checks
+from asgd import checks, wire
 from asgd.compression.packing import streams
 from asgd.compression.packing.errors import BadCode
 from asgd.compression.packing.layouts import HEADER_NBYTES, Layout
@@ -99,13 +99,7 @@ def _arrays(layout, code):
       f"the layout is of {checks.shown(layout.structure)}, not of"
       f" {checks.shown(structure)}"
     )
-  arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in arrays]
-  for field, x in zip(layout.fields, arrays, strict=True):
-    if x.shape != field.shape or x.dtype != field.dtype:
-      raise ValueError(
-        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
-        f" {field.dtype}{list(field.shape)}"
-      )
+  arrays = wire.fitting(layout.fields, arrays)
   return [np.ascontiguousarray(x) for x in jax.device_get(arrays)]
 
 

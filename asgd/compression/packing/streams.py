@@ -9,7 +9,8 @@
 
 A stream of values or symbols starts with a byte, its form. In that of a sparse
 one is k of the code of its positions; two numbers follow, how many there are
-and how many bytes are unary.
+and how many bytes are unary. Where a codec asks for no entropy code, positions
+are words of 4 bytes instead, after how many there are.
 """
 
 import numpy as np
@@ -18,7 +19,8 @@ from asgd.compression.packing import bits, gaps
 from asgd.compression.packing.errors import BadCode
 from asgd.compression.packing.layouts import RAW, VALUES, Stream
 
-_DENSE, _SIGNS, _SPARSE = 0, 1, 64  # forms; _SPARSE + k
+_DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
+_MOST_WORDS = 2**32  # elements of a stream whose positions are words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _THIRDS = np.uint8([1, 3, 9, 27, 81])  # of 5 ternary digits
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
@@ -41,11 +43,12 @@ def _form(number, *counts):
 
 def _pack_values(stream, values):
   words = values.view(_UNSIGNED[stream.dtype.itemsize])  # a -0.0 is not 0
-  sparse = _sparse(words, stream.dense_nbytes, 8 * stream.dtype.itemsize)
+  width = 8 * stream.dtype.itemsize
+  sparse = _sparse(stream, words, stream.dense_nbytes, width)
   if sparse is None:
     return [_form(_DENSE), words]
-  form, coded = sparse
-  return [form, *gaps.encode(coded), words[coded.positions]]
+  parts, positions = sparse
+  return [*parts, words[positions]]
 
 
 def _pack_symbols(stream, symbols):
@@ -53,7 +56,7 @@ def _pack_symbols(stream, symbols):
   width = _width(levels)
   signs = levels == 1 and np.count_nonzero(words) == words.size
   dense = bits.nbytes(words.size, 1) if signs else stream.dense_nbytes
-  sparse = _sparse(words, dense, width)
+  sparse = _sparse(stream, words, dense, width)
   if sparse is None:
     _check_levels(stream, symbols)
     if signs:
@@ -62,13 +65,13 @@ def _pack_symbols(stream, symbols):
       return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
     digits = (symbols + symbols.dtype.type(levels)).view(words.dtype)
     return [_form(_DENSE), *bits.pack(digits, stream.width)]
-  form, coded = sparse
-  numbers = symbols[coded.positions]
+  parts, positions = sparse
+  numbers = symbols[positions]
   _check_levels(stream, numbers)
   digits = abs(numbers).view(words.dtype) - words.dtype.type(1)
   digits *= words.dtype.type(2)
   digits |= numbers < 0
-  return [form, *gaps.encode(coded), *bits.pack(digits, width)]
+  return [*parts, *bits.pack(digits, width)]
 
 
 def _width(levels):
@@ -86,9 +89,16 @@ def _check_levels(stream, symbols):
       )
 
 
-def _sparse(words, dense, width):
-  """(form, coded positions) if it takes fewer bytes than `dense` to send what
-  is not 0 with so many bits each; or None."""
+def _sparse(stream, words, dense, width):
+  """(arrays that say the positions, positions) if it takes fewer bytes than
+  `dense` to send what is not 0 with so many bits each; or None."""
+  if not stream.coded and stream.count <= _MOST_WORDS:
+    positions = _positions(words)
+    form = _form(_WORDS, positions.size)
+    nbytes = form.size + 4 * positions.size + bits.nbytes(positions.size, width)
+    if nbytes >= 1 + dense:
+      return None
+    return [form, positions.astype(np.uint32)], positions
   count = int(np.count_nonzero(words))
   if 16 * count > words.size:  # first what is quickly known
     values = bits.nbytes(count, width)
@@ -99,7 +109,9 @@ def _sparse(words, dense, width):
   coded = gaps.measure(_positions(words))
   form = _form(_SPARSE + coded.k, count, coded.unary)
   nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
-  return (form, coded) if nbytes < 1 + dense else None
+  if nbytes >= 1 + dense:
+    return None
+  return [form, *gaps.encode(coded)], coded.positions
 
 
 def _last(words):
@@ -196,8 +208,11 @@ def unpack(stream: Stream, reader: Reader) -> np.ndarray:
     if dtype == np.bool_ and count and x.view(np.uint8).max() > 1:
       raise BadCode("a truth value is neither 0 nor 1")
     return x
+  if form == _WORDS and not stream.coded:
+    return _unpack_rest(stream, _unpack_words(stream, reader), reader)
   if form >= _SPARSE:
-    return _unpack_sparse(stream, form - _SPARSE, reader)
+    positions = _unpack_gaps(stream, form - _SPARSE, reader)
+    return _unpack_rest(stream, positions, reader)
   if stream.kind == VALUES or form > _SIGNS or form and stream.levels > 1:
     raise BadCode(f"{form} is no form of a stream of {stream.kind}")
   if form == _SIGNS:
@@ -236,15 +251,33 @@ def _unpack_ternary(data, count, dtype):
   return symbols.astype(dtype, copy=False)
 
 
-def _unpack_sparse(stream, k, reader):
+def _unpack_words(stream, reader):
+  count = reader.number()
+  if count > stream.count:
+    raise BadCode(f"{count} elements are claimed of {stream.count}")
+  positions = reader.array(count, np.dtype(np.uint32)).astype(np.int64)
+  if (np.diff(positions) <= 0).any():
+    raise BadCode("positions do not ascend")
+  if count and positions[-1] >= stream.count:
+    raise BadCode(
+      f"positions are beyond the {stream.count} elements of the leaf"
+    )
+  return positions
+
+
+def _unpack_gaps(stream, k, reader):
   if k > gaps.MOST_BITS:
     raise BadCode(f"{_SPARSE + k} is no form of a stream of {stream.kind}")
   count, unary = reader.number(), reader.number()
   if count > stream.count:
     raise BadCode(f"{count} elements are claimed of {stream.count}")
   data = reader.take(unary + bits.nbytes(count, k))
-  positions = gaps.decode(data, count, k, unary, stream.count)
-  unsigned = _UNSIGNED[stream.dtype.itemsize]
+  return gaps.decode(data, count, k, unary, stream.count)
+
+
+def _unpack_rest(stream, positions, reader):
+  """The elements, of which those at these positions are not 0."""
+  count, unsigned = positions.size, _UNSIGNED[stream.dtype.itemsize]
   if stream.kind == VALUES:
     numbers = reader.array(count, unsigned)
     if not numbers.all():

@@ -6,6 +6,9 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
   dict(kind="reach", loss=0.3)       time until the training loss, a mean over a
                                      fortieth of the run, is 0.3 for the first
                                      time: simulated, or seconds of a live run
+  dict(kind="until", column=C, above=0.9)  time of the first evaluation whose C
+                                     is above (or `below`) that: the more
+                                     evaluations, the finer
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
                                      C of the one at that share of the run,
@@ -31,8 +34,10 @@ from asgd.experiment.claims.fields import FieldCheck
 
 OF_PEERS = "consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"
 OF_PEERS += ("bytes_per_link",)
+OF_TABLES = "differential_mean", "differential_least", "fresh_reads"
 RESULTS = (
   *OF_PEERS,
+  *OF_TABLES,
   *("test_accuracy", "test_loss", "train_loss", "sent_accuracy", "diverged"),
   *("messages", "updates", "examples", "epoch", "learning_rate"),
   *("staleness_mean", "staleness_max", "gap_mean", "gap_max"),
@@ -41,15 +46,19 @@ RESULTS = (
   "compression_down",
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
+EVALUATED = "test_accuracy", "test_loss", "train_loss"
+_SIDES = {
+  side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
+}
 _KINDS: Mapping[str, fields.Table] = {
   "reach": {"loss": FieldCheck(fields.number, "which is to be reached")},
+  "until": {
+    "column": FieldCheck(fields.named(EVALUATED), "which is evaluated"),
+    **_SIDES,
+  },
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
-  "first": {
-    "column": _RESULT,
-    "below": FieldCheck(fields.bound(fields.number)),
-    "above": FieldCheck(fields.bound(fields.number)),
-  },
+  "first": {"column": _RESULT, **_SIDES},
 }
 Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made
 
@@ -66,7 +75,7 @@ def check(made: Made) -> None:
     names.check(f"kind of {where}:", kind, _KINDS)
     kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
-    if kind == "first" and len({"below", "above"} & set(how)) != 1:
+    if kind in ("first", "until") and len(_SIDES.keys() & set(how)) != 1:
       raise ValueError(f"{where} needs 'below' or 'above', and not both")
 
 
@@ -133,11 +142,9 @@ class CellTable:
 
   def _first(self, column, label, seed):
     how = self._made[column]
-    low, high = how.get("below", -math.inf), how.get("above", math.inf)
     own = [key for key in self._cells if key[0] == label and key[2] == seed]
     for key in sorted(own):
-      value = self._value(how["column"], key)
-      if value < low or value > high:
+      if _is_beyond(how, self._value(how["column"], key)):
         return float(key[1])
     return math.inf
 
@@ -154,6 +161,8 @@ class CellTable:
     match how["kind"]:
       case "reach":
         return _reach(done, how["loss"])
+      case "until":
+        return _until(done, how)
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
       case "quotient":
@@ -176,6 +185,19 @@ def _reach(done, loss):
   run = predict.Outcome(began, records, math.nan)
   time = predict.curve(run, 0).reaches(loss)
   return math.inf if math.isnan(time) else time
+
+
+def _is_beyond(how, value):
+  """Whether a value is below, or above, what a column's kind says."""
+  below, above = how.get("below", -math.inf), how.get("above", math.inf)
+  return value < below or value > above
+
+
+def _until(done, how):
+  for row in folder.read_rows(done.place):
+    if _is_beyond(how, _number(row.get(how["column"]))):
+      return _number(row.get("time", row.get("seconds")))
+  return math.inf
 
 
 def _change(done, column, since):

@@ -8,7 +8,6 @@ is `iterates.csv`, with the simulated time at which each loss was reached.
 
 import csv
 import dataclasses
-import functools
 import io
 import math
 from collections.abc import Mapping
@@ -19,19 +18,17 @@ import numpy as np
 
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
-from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, unused
+from asgd.experiment.engines import learning_rates, outcomes, unused
 from asgd.experiment.schema import Run
-from asgd.losses import as_loss
-from asgd.orders import durations, trace
+from asgd.orders import trace
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class CoordinatedPlan:
+class CoordinatedPlan(outcomes.OutcomePlan):
   """What the cells of a run with one number of workers share."""
 
   run: Run
@@ -48,63 +45,36 @@ class CoordinatedPlan:
     """Batches in one message."""
     return self.settings.push_every
 
-  @functools.cached_property
-  def gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
-    loss = as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
   def work(self, seed: int, root: jax.Array) -> sandblaster.Work:
     """Returns the loss and the gradient of a portion, whoever computes it."""
     batches = self.problem.batches(seed, 1)
 
     def work(params, portion):
-      try:
+      with checks.batch_of(f"portion {portion}"):
         batch = batches(0, portion)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of portion {portion} cannot be made"
-          f" ({line_of(error, 250)})"
-        ) from error
       key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
 
     return work
 
-  def durations(self, seed: int) -> durations.Durations:
-    """Returns how long portions take."""
-    section = self.run.config["durations"]
-    return durations.build(**{"seed": seed, **section})
 
-
-_REFUSED = (
-  ("optimizer", "L-BFGS is the optimizer"),
-  ("clip_norm", "a clipped gradient is not that of the loss"),
-  ("compress", "a coded gradient is not that of the loss"),
-  ("compress_down", "its loss is that of the parameters as they are"),
+_REFUSED = {
+  "optimizer": "L-BFGS is the optimizer",
+  "clip_norm": "a clipped gradient is not that of the loss",
+  "compress": "a coded gradient is not that of the loss",
+  "compress_down": "its loss is that of the parameters as they are",
+}
+_NEVER_STALE = (
+  "its workers take what comes next and its gradients are never stale"
 )
 
 
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  for key, why in _REFUSED:
-    if config[key] is not None:
-      raise ValueError(
-        f"config.{key} {config[key]!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): {why}; drop it"
-      )
-  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
-    value = config[section].get(key)
-    if value is not None:
-      raise ValueError(
-        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}), whose workers take what comes next and"
-        " whose gradients are never stale; drop it"
-      )
+  unused.refuse(run, _REFUSED)
+  unused.refuse_gates(run, _NEVER_STALE)
   unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
@@ -128,14 +98,10 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
     )
   if not settings.portions:
     settings = settings._replace(portions=problem.batches_per_epoch)
-  batches = parameter_server.passes(run, problem)
+  batches = learning_rates.passes(run, problem)
   messages = round(batches / settings.push_every)
   _check_budget(run, problem, settings, workers, messages)
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
-      f" cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(config, messages)
   return CoordinatedPlan(run, workers, problem, settings, messages)
 
 

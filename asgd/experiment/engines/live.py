@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from asgd import base, simulator
+from asgd import tables as tables_lib
 from asgd.checks import shown
 from asgd.experiment import checks, engines, live_figures, live_files
 from asgd.experiment import live_memory as memory_lib
@@ -26,9 +27,12 @@ from asgd.experiment.engines import (
   live_clusters,
   live_news,
   live_peers,
+  live_tables,
   parameter_server,
   peer_clusters,
   peers,
+  table_clusters,
+  tables,
   traffic,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -96,6 +100,9 @@ def check(run: Run) -> None:
   if peers.of_peers(run):
     live_peers.check(run)
     return
+  if live_tables.is_of(run):
+    live_tables.check(run)
+    return
   parameter_server.check(run)
   config = run.config
   server, live = config["server"], config["live"]
@@ -122,6 +129,8 @@ def check(run: Run) -> None:
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   """As `parameter_server.plan`; refuses an order that only a simulation can
   keep, and what cannot be split into shards."""
+  if live_tables.is_of(run):
+    return live_tables.plan(experiment, run, workers)
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if peers.of_peers(run):
     live_peers.check_plan(result)
@@ -139,6 +148,8 @@ def check_machine(
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
+    if live_tables.is_of(plan.run):
+      live_tables.check_faults(plan, machine)
   live_peers.check_faults(plans, machine)
   grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
@@ -170,7 +181,11 @@ def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell; ValueError if a trace, its records
   or spans were changed since."""
   memory_lib.forget(folder)
-  if live_files.has_peers(folder, live_files.read_description(folder)):
+  description = live_files.read_description(folder)
+  if live_files.has_tables(description):
+    live_tables.check_files(folder, description)
+    return
+  if live_files.has_peers(folder, description):
     live_peers.check_files(folder)
     return
   live_files.read(folder)
@@ -382,12 +397,7 @@ class LiveEngine(engines.Engine):
     }
 
   def _replaced(self) -> dict[str, int]:
-    """How many processes were replaced since the cell began."""
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self.cluster.replaced.items()
-    }
+    return self._memory.replaced_since(self.cluster.replaced)
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is
@@ -450,6 +460,8 @@ class LiveEngine(engines.Engine):
 
 
 def _describe(result: Mapping[str, Any]) -> str:
+  if result["recipe"] in tables_lib.RECIPES:
+    return live_tables.describe(result)
   if peers.has_peers(result):
     words = peers.describe(result)
     if missed := result["missed"]:
@@ -463,12 +475,15 @@ def _describe(result: Mapping[str, Any]) -> str:
 def _kind(
   make_cluster: Callable[..., Any],
   make_peers: Callable[..., Any],
+  make_tables: Callable[..., Any],
   *,
   ray: bool,
 ) -> engines.EngineKind:
   def start(context):
     if peers.of_peers(context.plan.run):
       return live_peers.LivePeerEngine(context, make_peers)
+    if live_tables.is_of(context.plan.run):
+      return live_tables.LiveTableEngine(context, make_tables)
     return LiveEngine(context, make_cluster)
 
   return engines.EngineKind(
@@ -486,10 +501,19 @@ def _kind(
     elsewhere=ray,
     journaled=True,
     clean=_clean,
+    served=(*tables_lib.RECIPES,),
   )
 
 
 THREADS = _kind(
-  live_clusters.thread_cluster, peer_clusters.thread_peers, ray=False
+  live_clusters.thread_cluster,
+  peer_clusters.thread_peers,
+  table_clusters.thread_tables,
+  ray=False,
 )
-RAY = _kind(live_clusters.ray_cluster, peer_clusters.ray_peers, ray=True)
+RAY = _kind(
+  live_clusters.ray_cluster,
+  peer_clusters.ray_peers,
+  table_clusters.ray_tables,
+  ray=True,
+)

@@ -97,7 +97,7 @@ def needs_totals(plan: ServerPlan) -> bool:
       " config.server.shards=1"
     )
   gated = plan.run.config["gate"]["max_staleness"] is not None
-  if recipe.every > 1 or gated:
+  if recipe.every > 1 or recipe.push_every > 1 or gated:
     raise ValueError(
       f"{label} needs a norm over all shards, which works where each message is"
       " an update: without rounds, gate or averaging, or with"

@@ -358,7 +358,7 @@ class LivePeerEngine(engines.Engine):
     updates = round(np.mean([v.version for v in self._views.values()]))
     row = parameter_server.columns(plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= peers.of_links(plan.gossip, self._traffic())
+    row |= peers.of_links(plan.gossip, self._traffic)
     return {
       **row,
       "peers_sha256": storage.digest([v.params for v in self._seen()[0]]),
@@ -380,8 +380,10 @@ class LivePeerEngine(engines.Engine):
         squares += norm**2 if event.time < end else 0.0
     return {"residual_lost": math.sqrt(squares)}
 
+  @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
-    """What went over each link, as far as it was taken."""
+    """What went over each link, as far as it was taken; asked for when the cell
+    has come to its end."""
     n = len(self._places)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._places:
@@ -393,14 +395,10 @@ class LivePeerEngine(engines.Engine):
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
-    return {"links.csv": peers.links_table(self._traffic())}
+    return {"links.csv": peers.links_table(self._traffic)}
 
   def _replaced(self) -> dict[str, int]:
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self.cluster.replaced.items()
-    }
+    return self._memory.replaced_since(self.cluster.replaced)
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns all peers, as they are when all have ended the same round, or the

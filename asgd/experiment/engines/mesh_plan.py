@@ -11,10 +11,16 @@ import jax.numpy as jnp
 from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
 from asgd.experiment import checks
-from asgd.experiment.engines import parameter_server, traffic
+from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
-from asgd.parallel import data_parallel, hybrid, meshes, precision
+from asgd.parallel import (
+  data_parallel,
+  hybrid,
+  meshes,
+  precision,
+  step_checks,
+)
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
@@ -209,7 +215,7 @@ def _reducer(run, mesh) -> compression.Reducer | None:
       " config.compress, or use another optimizer"
     )
   with checks.blame("compress", tuple(section)):
-    data_parallel.check_reducer(
+    step_checks.check_reducer(
       mesh, run.config["mesh"]["zero"], run.config["mesh"]["form"]
     )
     return compression.named_reducer(**section)
@@ -222,7 +228,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   mesh = _make_mesh(run)
   _check_batch(run, mesh.shape)
   peak = float(run.config["learning_rate"])
-  rate = parameter_server.schedule(
+  rate = learning_rates.schedule(
     run, problem, peak=peak, batches=1, start=_START * peak
   )
   policy, scale = section["precision"], section["loss_scale"]
@@ -250,7 +256,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   with _naming_mesh(run, mesh):
     state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
     jax.eval_shape(step.step, state, step.place(batch), key)
-  updates = max(round(parameter_server.passes(run, problem)), 1)
+  updates = max(round(learning_rates.passes(run, problem)), 1)
   return MeshPlan(run, problem, mesh, step, peak, rate, updates)
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from asgd import (
   algorithms,
   base,
@@ -18,7 +20,6 @@ from asgd import (
   optimizers,
   orders,
   problems,
-  rates,
   sharding,
   simulator,
   stacking,
@@ -26,9 +27,15 @@ from asgd import (
 from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.checks import line_of, shown
+from asgd.checks import shown
 from asgd.experiment import checks, storage
-from asgd.experiment.engines import Column, allocations, traffic, unused
+from asgd.experiment.engines import (
+  Column,
+  allocations,
+  learning_rates,
+  server_orders,
+  traffic,
+)
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, protocol
 
@@ -87,7 +94,10 @@ class ServerPlan:
     peak learning rate; NaN if that is not known."""
     if self.run.given is not None:
       return math.nan
-    start, rate = self.trace(0, messages=40 * self.workers), self.learning_rate
+    # After a warm start, if there is one.
+    order = {key: v for key, v in self.order.items() if key != "warm_start"}
+    all_at_work = dataclasses.replace(self, order=order)
+    start, rate = all_at_work.trace(0, 40 * self.workers), self.learning_rate
     # It is measured with workers that send one gradient for each ticket; of
     # others nothing is known.
     if self.recipe.worker is not None or (start.action == base.KEEP).any():
@@ -144,16 +154,8 @@ class ServerPlan:
     batches = self._job_batches(seed)
 
     def batch(worker, job):
-      try:
+      with checks.batch_of(f"worker {worker}, job {job}"):
         return batches(worker, job)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of worker {worker}, job {job} cannot be made"
-          f" ({line_of(error, 250)}): mend the data, or the function that makes"
-          " batches, and run the same command again"
-        ) from error
 
     return batch
 
@@ -170,22 +172,7 @@ class ServerPlan:
 
   def rules(self) -> protocol.Rules:
     """Returns the protocol of a live run; refuses others with ValueError."""
-    options = dict(self.order)
-    name, every = options.pop("name"), self.recipe.every
-    if name == "bulk_synchronous":
-      rules = {"round": every} if every > 1 else {"bound": 0}
-      return protocol.Rules(**rules)
-    if name == "backup_workers":
-      return protocol.Rules(round=every, **options)
-    if name in ("asynchronous", "stale_synchronous"):
-      if options.get("bound") == 0 and every == self.workers > 1:
-        return protocol.Rules(round=every)
-      return protocol.check_rules(protocol.Rules(**options))
-    raise ValueError(
-      f"config.order.name {name!r} is kept by simulations only: a live worker"
-      " takes the time it takes; use asynchronous, stale_synchronous,"
-      " bulk_synchronous or backup_workers"
-    )
+    return server_orders.rules(self.order, self.recipe.every, self.workers)
 
 
 def check(run: Run) -> None:
@@ -215,23 +202,6 @@ def build_recipe(
   return recipe
 
 
-def _order(run, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it, and so does one with
-  workers that do several jobs on a ticket."""
-  if recipe.order != "asynchronous":
-    unused.check_order(run, recipe.order)
-    return {"name": recipe.order}
-  order = run.config["order"]
-  if recipe.fetch_every == 1:
-    return order
-  if "fetch_every" in order:
-    raise ValueError(
-      f"config.order.fetch_every is {order['fetch_every']}, but the recipe has"
-      f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
-    )
-  return {**order, "fetch_every": recipe.fetch_every}
-
-
 def _server(run, problem, recipe, order) -> base.Server:
   backup = order["name"] == "backup_workers"  # drops all that is late
   bound = 0 if backup else run.config["gate"]["max_staleness"]
@@ -254,79 +224,6 @@ def _worker(run, recipe, loss) -> base.Worker:
   if recipe.mixes or not allocations.changes_batches(run):
     return worker
   return _weighted(worker, run.config["batch_size"])
-
-
-def passes(run: Run, problem: problems.Problem) -> float:
-  """Returns the batches of the whole budget of a cell."""
-  examples = run.config["examples"]
-  if examples is not None:
-    return examples / run.config["batch_size"]
-  return run.config["epochs"] * problem.batches_per_epoch
-
-
-def schedule(
-  run: Run,
-  problem: problems.Problem,
-  *,
-  peak: float,
-  batches: int,
-  start: float,
-  steps: int = 1,
-) -> Any:
-  """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is made of so many `batches`, a message of
-  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
-  key."""
-  section = run.config["learning_rate_schedule"]
-  per_epoch = problem.batches_per_epoch / batches
-  per_example = 1 / (run.config["batch_size"] * batches)
-  own = run.given and run.given.made and run.given.made.learning_rate
-  if callable(own):
-    factor = peak / float(run.config["learning_rate"])
-    return own if factor == 1 else lambda update: factor * own(update)
-  with checks.blame("learning_rate_schedule"):
-    for name in ("warmup", "decay"):
-      if section[f"{name}_epochs"] and section[f"{name}_examples"]:
-        raise ValueError(
-          f"{name}_epochs and {name}_examples say the same thing; drop one"
-        )
-    drops = [round(e * per_epoch) for e in section["decay_epochs"]]
-    drops += [round(e * per_example) for e in section["decay_examples"]]
-    warmup = round(section["warmup_epochs"] * per_epoch)
-    warmup += round(section["warmup_examples"] * per_example)
-    most = max([warmup, *drops])
-    if most > checks.MOST_INTEGER:
-      raise ValueError(f"{most:.3g} updates are more than can be counted")
-    if section["name"] != rates.STEPS:
-      if drops:
-        raise ValueError(
-          f"decay_epochs and decay_examples are of the schedule"
-          f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
-        )
-      units = {
-        "epochs": per_epoch,
-        "messages": steps / batches,
-        "updates": 1.0,
-      }
-      updates = max(round(passes(run, problem) / batches) - warmup, 1)
-      made = rates.named(
-        *(section["name"], peak),
-        updates=updates,
-        unit=units[section["count"]],
-        options={
-          key: section[key]
-          for key in rates.arguments(section["name"])
-          if key in section
-        },
-      )
-      return rates.after_warmup(made, made(0), warmup=warmup, start=start)
-    return rates.warmup_steps(
-      peak,
-      warmup=warmup,
-      start=start,
-      boundaries=drops,
-      factor=float(section["decay_factor"]),
-    )
 
 
 def plan(
@@ -353,9 +250,10 @@ def plan(
       " codec, as their own option codec=",
     )
   # All peers make an update of their own from so many batches.
-  every = workers if first.gossip is not None else first.every
+  every = first.every * first.push_every
+  every = workers if first.gossip is not None else every
   batches, start = every * first.steps, peak / workers
-  rate = schedule(
+  rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=batches,
@@ -365,14 +263,10 @@ def plan(
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
   recipe = traffic.downward(run, build_recipe(run, workers, rate))
-  order = _order(run, recipe)
-  count = passes(run, problem)
+  order = server_orders.of_run(run, problem, recipe)
+  count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {run.config['epochs']:g} is {messages:.3g} messages in"
-      f" one cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(run.config, messages)
   make = ServerPlan if first.gossip is None else of_peers or ServerPlan
   result = make(
     run=run,
@@ -390,45 +284,19 @@ def plan(
     messages=messages,
     allocation=allocations.given(run, recipe, problem, workers),
   )
-  _check_length(result, round(count))
+  server_orders.check_length(result, round(count))
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
       result.of_seed(seed).trace(seed, messages=workers)
-  _check_fetches(result)
+  server_orders.check(result)
   return result
-
-
-def _check_length(plan, count):
-  """A round of long jobs may be more than was asked for."""
-  run, steps, workers = plan.run, plan.recipe.steps, plan.workers
-  if steps > 1 and steps * workers > count:
-    raise ValueError(
-      f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
-      f" message from each of {workers} workers takes {steps * workers}, as a"
-      f" job of config.runs.{run.label} has {steps}; use more epochs, fewer"
-      " workers or shorter jobs (steps, push_every)"
-    )
-
-
-def _check_fetches(plan):
-  """A ticket kept for longer than there are jobs is the first and the last."""
-  fetch_every = plan.order.get("fetch_every", 1)
-  jobs = plan.messages // plan.workers
-  if fetch_every <= max(jobs, 1):
-    return
-  of_order = "fetch_every" in plan.run.config["order"]
-  key = f"{'order' if of_order else f'runs.{plan.run.label}'}.fetch_every"
-  raise ValueError(
-    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
-    f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
-    " again; make it smaller, or config.epochs larger"
-  )
 
 
 def summary(records: base.Records) -> dict[str, float]:
   """Returns what a stretch of records says, as columns of an evaluation."""
   messages = float(records.message_norm.sum())
+  accepted = records.accepted[records.accepted | (records.message_norm != 0)]
   return {
     "train_loss": float(records.loss.mean()),
     "staleness_mean": float(records.staleness.mean()),
@@ -437,7 +305,7 @@ def summary(records: base.Records) -> dict[str, float]:
     "gap_max": float(records.gap.max()),
     # Parameter change per unit of message: plain SGD's learning rate.
     "effective_rate": float(records.update_norm.sum()) / max(messages, 1e-30),
-    "accepted": float(records.accepted.mean()),
+    "accepted": float(accepted.mean()) if accepted.size else 1.0,
   }
 
 
@@ -450,6 +318,27 @@ def columns(
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
   return row | traffic.columns(plan, records)
+
+
+def broken(
+  plan: ServerPlan, part: Any, done: int, cell: str, which: str
+) -> str | None:
+  """Says what is not finite in the latest records of a cell, if anything.
+
+  Args:
+    part: records of the latest messages, of a server or of peers.
+    done: messages of the cell so far.
+    which: what else is said of the message, with names of columns in braces.
+  """
+  finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
+  if finite.all():
+    return None
+  first = int(np.argmin(finite))
+  row = {name: column[first] for name, column in part._asdict().items()}
+  message = done - len(finite) + first + 1
+  words = "the loss is {loss} and the update {update_norm}".format_map(row)
+  words += f" at message {message}, {which.format_map(row)}"
+  return not_finite(plan, words, cell)
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:

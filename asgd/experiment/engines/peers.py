@@ -186,16 +186,8 @@ def broken(
   plan: PeerPlan, part: simulator.PeerRecords, done: int, cell: str
 ) -> str | None:
   """Says what is not finite in the latest records of a cell, if anything."""
-  finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
-  if finite.all():
-    return None
-  first = int(np.argmin(finite))
-  message = done - len(finite) + first + 1
-  what = (
-    f"the loss is {part.loss[first]} and the update {part.update_norm[first]}"
-    f" at message {message}, of peer {part.worker[first]}"
-  )
-  return parameter_server.not_finite(plan, what, cell)
+  which = "of peer {worker}"
+  return parameter_server.broken(plan, part, done, cell, which)
 
 
 # What all engines of peers say of them.

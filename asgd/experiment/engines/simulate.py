@@ -4,8 +4,9 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from asgd.experiment.engines import (
   tables,
   traffic,
 )
+from asgd.experiment.schema import Run
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
@@ -67,17 +69,9 @@ class SimulationEngine(engines.Engine):
     )
 
   def _broken(self, part):
-    finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
-    if finite.all():
-      return None
-    first = int(np.argmin(finite))
-    message = self.done - len(finite) + first + 1
-    what = (
-      f"the loss is {part.loss[first]} and the update"
-      f" {part.update_norm[first]} at message {message}, staleness"
-      f" {part.staleness[first]}"
+    return parameter_server.broken(
+      self._plan, part, self.done, self._name, "staleness {staleness}"
     )
-    return parameter_server.not_finite(self._plan, what, self._name)
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
@@ -171,34 +165,43 @@ def _unpack(saved, template):
   return simulation, records
 
 
-def _plan(experiment: Any, run: Any, workers: int) -> Any:
-  """Builds the plan of a run, by what drives it: a coordinator, tables, or
-  orders of a server or of peers."""
-  if run.recipe in sandblaster.RECIPES:
-    return coordinated.plan(experiment, run, workers)
-  if run.recipe in tables_lib.RECIPES:
-    return tables.plan(experiment, run, workers)
-  return parameter_server.plan(experiment, run, workers, peers.PeerPlan)
+class _Driver(NamedTuple):
+  """What drives the workers of a cell, by the recipe of its run."""
+
+  plan: Callable[[Any, Run, int], Any]  # experiment, run, workers
+  start: Callable[[engines.Context], engines.Engine]
+  describe: Callable[[Mapping[str, Any]], str]
 
 
 def _start(context: engines.Context) -> engines.Engine:
-  if isinstance(context.plan, coordinated.CoordinatedPlan):
-    return coordinated.CoordinatedEngine(context)
-  if isinstance(context.plan, tables.TablePlan):
-    return tables.TableEngine(context)
   if context.plan.recipe.gossip is not None:
     return peers.PeerEngine(context)
   return SimulationEngine(context)
 
 
 def _describe(result: Mapping[str, Any]) -> str:
-  if result["recipe"] in sandblaster.RECIPES:
-    return coordinated.describe(result)
-  if result["recipe"] in tables_lib.RECIPES:
-    return tables.describe(result)
   if peers.has_peers(result):
     return peers.describe(result)
   return parameter_server.describe(result)
+
+
+_COORDINATOR = _Driver(
+  coordinated.plan, coordinated.CoordinatedEngine, coordinated.describe
+)
+_TABLES = _Driver(tables.plan, tables.TableEngine, tables.describe)
+_ORDER = _Driver(  # of messages to a server, or between peers
+  functools.partial(parameter_server.plan, of_peers=peers.PeerPlan),
+  _start,
+  _describe,
+)
+_DRIVERS = {
+  **dict.fromkeys(sandblaster.RECIPES, _COORDINATOR),
+  **dict.fromkeys(tables_lib.RECIPES, _TABLES),
+}
+
+
+def _driver(recipe: str) -> _Driver:
+  return _DRIVERS.get(recipe, _ORDER)
 
 
 SIMULATE = engines.EngineKind(
@@ -207,9 +210,11 @@ SIMULATE = engines.EngineKind(
   workers=lambda run: run.config["workers"],
   check=parameter_server.check,
   devices=lambda run: 1,
-  plan=_plan,
-  start=_start,
+  plan=lambda experiment, run, workers: _driver(run.recipe).plan(
+    experiment, run, workers
+  ),
+  start=lambda context: _driver(context.plan.run.recipe).start(context),
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
-  describe=_describe,
-  served=(*sandblaster.RECIPES, *tables_lib.RECIPES),
+  describe=lambda result: _driver(result["recipe"]).describe(result),
+  served=tuple(_DRIVERS),
 )

@@ -17,12 +17,16 @@ import numpy as np
 
 from asgd import base, names, optimizers, orders, problems, sharding, tables
 from asgd import worker as worker_lib
-from asgd.checks import line_of
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, traffic, unused
+from asgd.experiment.engines import (
+  learning_rates,
+  outcomes,
+  parameter_server,
+  traffic,
+  unused,
+)
 from asgd.experiment.schema import Run
-from asgd.losses import as_loss
-from asgd.orders import durations, trace
+from asgd.orders import trace
 from asgd.tables import functions
 
 _SECONDS = 0.25  # between two looks at clocks and signals
@@ -30,7 +34,7 @@ _FIRST = 16  # messages of the first call of `advance`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class TablePlan:
+class TablePlan(outcomes.OutcomePlan):
   """What the cells of a run with one number of workers share."""
 
   run: Run
@@ -73,12 +77,6 @@ class TablePlan:
     )
 
   @functools.cached_property
-  def _gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
-    loss = as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-  @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
     return {
       name: np.arange(len(rows))
@@ -94,15 +92,8 @@ class TablePlan:
 
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
-      try:
+      with checks.batch_of(f"worker {worker}, job {job}"):
         return batches(worker, job)
-      except ValueError:
-        raise
-      except Exception as error:  # whatever somebody's function raises
-        raise ValueError(
-          f"the batch of worker {worker}, job {job} cannot be made"
-          f" ({line_of(error, 250)})"
-        ) from error
 
     def keys(batch):
       if keyed is None:
@@ -123,7 +114,7 @@ class TablePlan:
         params = jax.tree.unflatten(structure, whole)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      (loss, _), out = self._gradient(params, batch, key)
+      (loss, _), out = self.gradient(params, batch, key)
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -137,43 +128,27 @@ class TablePlan:
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.Simulation:
     """Returns a cell that has not begun."""
-    section = {"seed": seed, **self.run.config["durations"]}
     return tables.Simulation(
       *(self.settings, self.split(params), self.work(seed, root)),
-      durations.build(**section),
+      self.durations(seed),
       workers=self.workers,
       messages=self.messages,
       seed=seed,
     )
 
 
-_REFUSED = (
-  ("clip_norm", None, "a worker knows the rows of its batch alone"),
-  ("compress_down", None, "rows are sent as they are"),
-)
-
-
-def _refuse(run: Run) -> None:
-  for key, default, why in _REFUSED:
-    if run.config[key] != default:
-      raise ValueError(
-        f"config.{key} {run.config[key]!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): {why}; drop it"
-      )
-  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
-    value = run.config[section].get(key)
-    if value is not None:
-      raise ValueError(
-        f"config.{section}.{key} {value!r} is not for the recipe {run.recipe}"
-        f" (config.runs.{run.label}): its consistency says who waits; drop it"
-      )
-  unused.check_order(run, "its consistency")
+_REFUSED = {
+  "clip_norm": "a worker knows the rows of its batch alone",
+  "compress_down": "rows are sent as they are",
+}
 
 
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  _refuse(run)
+  unused.refuse(run, _REFUSED)
+  unused.refuse_gates(run, "its consistency says who waits")
+  unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
     raise ValueError(
@@ -192,7 +167,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
         {"learning_rate": rate, "workers": workers, **options},
       )
 
-  rate = parameter_server.schedule(
+  rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=workers * settings_of(peak).clock_every,
@@ -211,13 +186,9 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()
-  count = parameter_server.passes(run, problem)
+  count = learning_rates.passes(run, problem)
   messages = max(round(count) // workers, 1) * workers
-  if messages > checks.MOST_COUNT:
-    raise ValueError(
-      f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"
-      f" cell; use at most {checks.MOST_COUNT:.0e}"
-    )
+  checks.few_messages(config, messages)
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(

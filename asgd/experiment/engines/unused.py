@@ -1,5 +1,8 @@
 """Settings that the recipe of a run has no use for."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from asgd import names, orders
 from asgd.checks import shown
 from asgd.experiment import checks
@@ -19,6 +22,28 @@ def others(run: Run) -> str:
   if run.given is not None:
     return ""
   return ", or set it in the entries of other runs alone"
+
+
+def refuse(run: Run, reasons: Mapping[str, str]) -> None:
+  """Raises ValueError for settings that a config names and a recipe has no use
+  for: `reasons` says of each key why."""
+  for key, why in reasons.items():
+    _refuse(run, key, run.config[key], why)
+
+
+def refuse_gates(run: Run, why: str) -> None:
+  """The same, of staleness that is refused and of work by speed, which are of
+  messages of gradients to a server."""
+  for section, key in (("gate", "max_staleness"), ("allocation", "name")):
+    _refuse(run, f"{section}.{key}", run.config[section].get(key), why)
+
+
+def _refuse(run: Run, key: str, value: Any, why: str) -> None:
+  if value is not None:
+    raise ValueError(
+      f"config.{key} {value!r} is not for the recipe {run.recipe}"
+      f" (config.runs.{run.label}): {why}; drop it"
+    )
 
 
 def check_order(run: Run, own: str) -> None:

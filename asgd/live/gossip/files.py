@@ -130,12 +130,16 @@ def leave(run: Path, index: int, now: float) -> list[int]:
   return [event.job for event in lost.values()]
 
 
-def cut(run: Path, index: int, rows: int, records: int) -> None:
-  """Drops what a peer wrote after so many rows and records."""
-  path = journal_path(run, index)
+def cut_journal(path: Path, rows: int) -> None:
+  """Drops all but the first rows of a journal."""
   if path.exists():
     with path.open("rb") as file:
       kept = b"".join(itertools.islice(file, rows + 1))
     with path.open("r+b") as file:
       file.truncate(len(kept))
+
+
+def cut(run: Path, index: int, rows: int, records: int) -> None:
+  """Drops what a peer wrote after so many rows and records."""
+  cut_journal(journal_path(run, index), rows)
   FileSink(records_path(run, index), dtype=RECORD).truncate(records)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, orders, simulator
 from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
@@ -68,7 +68,7 @@ def _check_order(journals, training, case):
     free = index or case.rules.round
     depth = math.inf if free else case.rules.depth
     try:
-      trace.check(events, depth=depth)
+      orders.check(events, depth=depth)
       if not index:
         jobs = {"jobs": training.setup.jobs, "owned": case.owned}
         reference.check_protocol(events, case.rules, **jobs)

@@ -73,7 +73,7 @@ def some_symbols(draw):
   rng = np.random.default_rng(draw(st.integers(0, 2**32)))
   code = drawn(rng, draw(COUNTS), draw(DENSITIES), levels, dtype)
   scales = rng.random(draw(st.integers(0, 3)), np.float32)
-  return Symbols(code.symbols, scales, levels)
+  return Symbols(code.symbols, scales, levels, draw(st.booleans()))
 
 
 @st.composite
@@ -88,7 +88,8 @@ def some_floats(draw):
   x[rng.random(count) >= draw(DENSITIES)] = 0
   if count % 2 == 0:
     x = x.reshape(2, -1)
-  return draw(st.sampled_from([Values, lambda x: x]))(x)
+  bare = lambda x: Values(x, coded=False)  # noqa: E731
+  return draw(st.sampled_from([Values, bare, lambda x: x]))(x)
 
 
 @settings(max_examples=200, deadline=None)
@@ -183,6 +184,20 @@ def test_sparse_symbols_are_gaps_signs_and_sizes():
     *(digits[0] % 4 | digits[1] % 4 << 2, digits[0] // 4 | digits[1] // 4 << 1),
     *SCALE,
   ]
+
+
+def test_positions_without_an_entropy_code_are_words():
+  numbers = np.zeros(20_000, np.int8)
+  numbers[[5, 606]] = [-1, 1]
+  code = Symbols(numbers, ONE, 1, coded=False)
+  words = [5, 0, 0, 0, 606 % 256, 606 // 256, 0, 0]
+  assert payload(code) == [2, 2, *words, 0b01, *SCALE]
+  assert len(packed(symbols(numbers))) < len(packed(code))
+  x = np.zeros(300, np.float32)
+  x[200] = 1
+  assert payload(Values(x, coded=False)) == [2, 1, 200, 0, 0, 0, *SCALE]
+  # Where dense is smaller, that is sent.
+  assert payload(Values(np.float16([1, 0, 1]), coded=False))[0] == 0
 
 
 def test_values_are_positions_and_elements():
@@ -490,6 +505,11 @@ def test_what_is_no_form_is_refused():
   refuse(ternary, [64, 1, 1, 1, 2], "bits that belong to no number")
   refuse(ternary, [64, 0, 0, 0], "1 bytes follow the last leaf")
   refuse(ternary, [64, *[255] * 6, 0], "a count takes more than 6 bytes")
+  words = Symbols(ternary.symbols, bare, 1, coded=False)
+  refuse(words, [2, 7, 0, 0, 0, 0, 0], "7 elements are claimed of 6")
+  refuse(words, [2, 1, 6, 0, 0, 0, 0], "beyond the 6 elements")
+  refuse(words, [2, 2, *[3, 0, 0, 0] * 2, 0], "positions do not ascend")
+  refuse(words, [2, 1, 0, 0, 0], "4 bytes are needed where 3 are left")
   three = Symbols(ternary.symbols, bare, 3)
   refuse(three, [1, 0], "1 is no form")
   refuse(three, [0, 255, 15, 63], "a symbol is beyond the 3 levels")

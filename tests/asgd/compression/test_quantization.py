@@ -105,6 +105,12 @@ def test_a_column_has_the_means_of_its_signs():
   )
   code, sent = encoded(compression.onebit(), np.float32([1, -2, 3]))
   np.testing.assert_array_equal(sent, np.float32([2, -2, 2]))
+  wide = np.tile(x, 20)  # rows are added up one after the other
+  code, sent = encoded(compression.onebit(), wide)
+  np.testing.assert_array_equal(
+    code.scales.reshape(2, 20, 3)[:, 7], np.float32([[2, 2, 5], [-6, -2, 0]])
+  )
+  np.testing.assert_array_equal(sent > 0, wide >= 0)
   kernel = np.float32(kit.normal(2, 3, 4, 5))  # of a convolution: 5 columns
   assert encoded(compression.onebit(), kernel)[0].scales.shape == (10,)
 

@@ -504,8 +504,23 @@ MISTAKES = {
     "'fixed_delay' takes no argument 'fetch_every'",
   ),
   "push": (
-    {"runs": {"a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}}},
-    "runs.a.fetch_every must be a multiple of push_every",
+    {
+      "runs": {"a": {"recipe": "downpour", "push_every": 2, "fetch_every": 3}},
+      "compress": {"name": "sign"},
+    },
+    "^config.compress is not for config.runs.a, .*: 1 of 2 jobs push nothing",
+  ),
+  "warm start": (
+    {"order": {"name": "asynchronous", "warm_start_epochs": 2}},
+    "^config.order.warm_start_epochs 2 is 90 messages .* a cell has 40 in all",
+  ),
+  "warm start twice": (
+    {"order": {"warm_start_epochs": 0.1, "warm_start": 2}},
+    "^config.order.warm_start and .warm_start_epochs say the same thing",
+  ),
+  "warm order": (
+    {"order": {"name": "fixed_delay", "warm_start": 2}},
+    "'fixed_delay' takes no argument 'warm_start'",
   ),
   "own order": (
     {"runs": {"a": {"recipe": "ssgd"}}, "order": {**STALE, "bound": 2}},

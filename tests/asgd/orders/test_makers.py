@@ -545,6 +545,24 @@ def test_depth_2_in_an_order_by_hand():
     orders.check(trace)
 
 
+def test_a_warm_start_in_an_order_by_hand():
+  trace = orders.asynchronous(
+    durations.constant(slowdown=(1, 2)), workers=2, messages=4, warm_start=2
+  )
+  assert kit.rows(trace) == [
+    "0.0,0,0,send",
+    "1.0,0,0,receive",
+    "1.0,0,1,send",
+    "2.0,0,1,receive",
+    "2.0,0,2,send",
+    "2.0,1,3,send",
+    "3.0,0,2,receive",
+    "3.0,0,4,send",
+    "4.0,1,3,receive",
+  ]
+  assert orders.staleness(trace).tolist() == [0, 0, 0, 1]
+
+
 def test_fetch_every_in_an_order_by_hand():
   trace = orders.asynchronous(
     durations.constant(slowdown=(1, 2)), workers=2, messages=5, fetch_every=2

@@ -142,6 +142,27 @@ def test_a_ticket_is_kept_for_so_many_jobs():
   assert run.it.grants(0.0) == [Grant(worker=0, seq=4, job=4, keep=True)]
 
 
+def test_a_warm_start_is_one_worker_alone():
+  run = Run(Rules(warm_start=2, bound=0, depth=2), workers=3)
+  assert run.go() == ["send 0:0"]
+  assert run.end(0, 0) == ["receive 0:0", "send 0:1"]
+  rows = run.end(0, 1)  # all clocks are 2 now, so that no bound holds worker 0
+  assert rows == ["receive 0:1", "send 0:2", "send 1:3", "send 2:4"]
+
+
+def test_a_warm_start_goes_on_with_another_worker():
+  run = Run(Rules(warm_start=2, bound=3, cache=True), workers=2)
+  assert run.go() == ["send 0:0"]
+  run.it.leave(0, 0.0)
+  assert run.go() == ["lost 0:0", "leave 0:0", "send 1:0"]
+  run.it.join(0, 0.0)  # worker 1 is at it, and nobody else before its end
+  assert run.go() == ["join 0:1"]
+  assert run.end(1, 0) == ["receive 1:0", "send 0:1"]
+  assert run.end(0, 1) == ["receive 0:1", "send 0:2", "send 1:3"]
+  again = Dispatcher(run.it.rules).obey(run.rows)
+  assert [again.slowest(), again.received] == [run.it.slowest(), 2]
+
+
 def test_depth_2_hands_out_the_next_ticket_while_one_is_worked_on():
   run = Run(Rules(depth=2), workers=2)
   assert run.go() == ["send 0:0", "send 1:1", "send 0:2", "send 1:3"]
@@ -630,6 +651,8 @@ def test_what_happens_between_two_decisions_may_be_much(rules, happenings):
     (Rules(bound=1, cache=1), "cache must be True or False, not 1"),
     (Rules(bound=1, cache="no"), "cache must be True or False, not 'no'"),
     (Rules(fetch_every=0), "fetch_every must be a positive whole number"),
+    (Rules(warm_start=-1), "warm_start must be a whole number, 0 or more"),
+    (Rules(round=2, warm_start=3), "warm_start 3 is for workers that do not"),
     (Rules(backup=1), "backup workers need rounds"),
     (Rules(cache=True), "a cache needs a finite bound"),
     (Rules(round=2, depth=2), "a synchronous round sends every worker"),

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from asgd import algorithms, orders, problems, simulator
+from asgd import algorithms, base, orders, problems, simulator
 from asgd import worker as worker_lib
+from asgd.losses import as_loss
 from asgd.orders import durations
 from asgd.simulator import steps
 
@@ -33,6 +35,48 @@ def make(name="asgd", workers=3, messages=12):
     )
 
   return trace, start, run
+
+
+def test_a_warm_start_is_plain_sgd_to_the_bit():
+  recipe, warm = algorithms.build("asgd", 0.1, 3), 5
+  worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
+  host = simulator.make_host(recipe.server(), worker)
+  trace = orders.stale_synchronous(
+    durations.homogeneous(),
+    **dict(workers=3, messages=12, bound=4, depth=2, warm_start=warm),
+  )
+  batch, root = PROBLEM.batches(0, 3), jax.random.key(0)
+  params = PROBLEM.init(root)
+  start = int(simulator.end_of_message(trace)[warm - 1])
+  simulation, records = host.run(
+    host.init(params, 3), trace, start, batch=batch, root=root
+  )
+  assert records.staleness.tolist() == [0] * warm
+  assert records.worker.tolist() == [0] * warm
+
+  tx = optax.sgd(0.1)
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, batch, key):
+    grads = jax.grad(lambda p: as_loss(PROBLEM.loss)(p, batch, key)[0])(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for job in range(warm):
+    key = worker_lib.job_key(root, 0, job)
+    params, state = step(params, state, batch(0, job), key)
+  np.testing.assert_array_equal(simulation.server.params, params)
+  # The others, and it, go on from there.
+  kept = simulation.server.params
+  starts = np.flatnonzero(trace.action[start:] == base.RECEIVE)[0]
+  simulation, _ = host.run(
+    simulation, trace, start + int(starts), batch=batch, root=root
+  )
+  assert {w for w, held in enumerate(simulation.tickets) if held} == {0, 1, 2}
+  for held in simulation.tickets:
+    for ticket in held.values():
+      assert ticket.params is kept
 
 
 def test_tickets_that_do_not_look_ahead_are_references():

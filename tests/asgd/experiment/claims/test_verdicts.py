@@ -304,6 +304,7 @@ def test_numbers_of_numpy_are_numbers_and_texts_one_line():
 
 
 CHANGE = {"kind": "change", "column": "train_loss"}
+UNTIL = {"kind": "until", "column": "test_accuracy"}
 FIRST = {"kind": "first", "column": "test_accuracy"}
 
 
@@ -312,6 +313,9 @@ FIRST = {"kind": "first", "column": "test_accuracy"}
   [
     ({"kind": "reech"}, "did you mean 'reach'"),
     ({"kind": "reach"}, "column 'x' needs 'loss'"),
+    ({"kind": "until", "column": "test_loss"}, "needs 'below' or 'above'"),
+    (UNTIL | {"below": 0.1, "above": 0.2}, "and not both"),
+    ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
     ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
     (
       {"kind": "quotient", "of": "nope", "by": "messages"},

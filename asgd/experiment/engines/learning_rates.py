@@ -1,0 +1,84 @@
+"""The budget of a cell in batches, and its learning rate in updates.
+
+Epochs and examples of a config become updates here, by what an update of the
+engine is made of.
+"""
+
+from typing import Any
+
+from asgd import problems, rates
+from asgd.experiment import checks
+from asgd.experiment.schema import Run
+
+
+def passes(run: Run, problem: problems.Problem) -> float:
+  """Returns the batches of the whole budget of a cell."""
+  examples = run.config["examples"]
+  if examples is not None:
+    return examples / run.config["batch_size"]
+  return run.config["epochs"] * problem.batches_per_epoch
+
+
+def schedule(
+  run: Run,
+  problem: problems.Problem,
+  *,
+  peak: float,
+  batches: int,
+  start: float,
+  steps: int = 1,
+) -> Any:
+  """Returns the learning rate of a run, float or update -> float, from `start`
+  to `peak` in the warm-up; an update is made of so many `batches`, a message of
+  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
+  key."""
+  section = run.config["learning_rate_schedule"]
+  per_epoch = problem.batches_per_epoch / batches
+  per_example = 1 / (run.config["batch_size"] * batches)
+  own = run.given and run.given.made and run.given.made.learning_rate
+  if callable(own):
+    factor = peak / float(run.config["learning_rate"])
+    return own if factor == 1 else lambda update: factor * own(update)
+  with checks.blame("learning_rate_schedule"):
+    for name in ("warmup", "decay"):
+      if section[f"{name}_epochs"] and section[f"{name}_examples"]:
+        raise ValueError(
+          f"{name}_epochs and {name}_examples say the same thing; drop one"
+        )
+    drops = [round(e * per_epoch) for e in section["decay_epochs"]]
+    drops += [round(e * per_example) for e in section["decay_examples"]]
+    warmup = round(section["warmup_epochs"] * per_epoch)
+    warmup += round(section["warmup_examples"] * per_example)
+    most = max([warmup, *drops])
+    if most > checks.MOST_INTEGER:
+      raise ValueError(f"{most:.3g} updates are more than can be counted")
+    if section["name"] != rates.STEPS:
+      if drops:
+        raise ValueError(
+          f"decay_epochs and decay_examples are of the schedule"
+          f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
+        )
+      units = {
+        "epochs": per_epoch,
+        "messages": steps / batches,
+        "updates": 1.0,
+      }
+      updates = max(round(passes(run, problem) / batches) - warmup, 1)
+      made = rates.named(
+        *(section["name"], peak),
+        updates=updates,
+        unit=units[section["count"]],
+        options={
+          key: section[key]
+          for key in rates.arguments(section["name"])
+          if key in section
+        },
+      )
+      return rates.after_warmup(made, made(0), warmup=warmup, start=start)
+    return rates.warmup_steps(
+      peak,
+      warmup=warmup,
+      start=start,
+      boundaries=drops,
+      factor=float(section["decay_factor"]),
+    )

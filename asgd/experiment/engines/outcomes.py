@@ -1,0 +1,32 @@
+"""What plans share whose order is an outcome: of tables, of a coordinator.
+
+They have workers that compute gradients in simulated time, and no server of
+`asgd.server`, so that a `ServerPlan` says nothing of them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+from asgd import losses, problems
+from asgd.experiment.schema import Run
+from asgd.orders import durations
+
+
+class OutcomePlan:
+  """A plan's gradient, and how long jobs take."""
+
+  run: Run
+  problem: problems.Problem
+
+  @functools.cached_property
+  def gradient(self) -> Any:
+    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
+    loss = losses.as_loss(self.problem.loss)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+  def durations(self, seed: int) -> durations.Durations:
+    """Returns how long jobs take."""
+    section = self.run.config["durations"]
+    return durations.build(**{"seed": seed, **section})

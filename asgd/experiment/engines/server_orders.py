@@ -1,0 +1,142 @@
+"""The order of a run with a server: its protocol, and whether it fits.
+
+The protocol is that of `config.order`, unless the recipe was made for another;
+`asgd.orders` draws an order of it, a live run keeps its rules.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asgd import algorithms, problems
+from asgd.experiment import checks
+from asgd.experiment.engines import unused
+from asgd.experiment.schema import Run
+from asgd.orders import protocol
+
+_WARM_EPOCHS = "warm_start_epochs"  # of config.order: warm_start, in epochs
+
+
+def of_run(
+  run: Run, problem: problems.Problem, recipe: algorithms.Recipe
+) -> dict[str, Any]:
+  """Returns name and options of a run's protocol: that of its config or, of a
+  recipe made for one of its own, of the recipe. A warm start of some epochs is
+  one of as many messages. ValueError names the key that does not fit."""
+  order = _of_recipe(run, recipe)
+  if _WARM_EPOCHS not in order:
+    return order
+  order = dict(order)
+  value = order.pop(_WARM_EPOCHS)
+  epochs = checks.number(most=1e9)(value, f"order.{_WARM_EPOCHS}")
+  if "warm_start" in order:
+    raise ValueError(
+      f"config.order.warm_start and .{_WARM_EPOCHS} say the same thing; drop"
+      " one"
+    )
+  messages = round(epochs * problem.batches_per_epoch / recipe.steps)
+  return {**order, "warm_start": messages}
+
+
+def _of_recipe(run, recipe) -> dict[str, Any]:
+  """A recipe made for a protocol of its own keeps it, and so does one with
+  workers that do several jobs on a ticket."""
+  if recipe.order != "asynchronous":
+    unused.check_order(run, recipe.order)
+    return {"name": recipe.order}
+  order = run.config["order"]
+  if recipe.fetch_every == 1:
+    return order
+  if "fetch_every" in order:
+    raise ValueError(
+      f"config.order.fetch_every is {order['fetch_every']}, but the recipe has"
+      f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
+    )
+  return {**order, "fetch_every": recipe.fetch_every}
+
+
+def rules(
+  order: Mapping[str, Any], every: int, workers: int
+) -> protocol.Rules:
+  """Returns the protocol of a live run with this order, whose updates are of
+  `every` messages; refuses others with ValueError."""
+  options = dict(order)
+  name = options.pop("name")
+  if name == "bulk_synchronous":
+    return protocol.Rules(round=every) if every > 1 else protocol.Rules(bound=0)
+  if name == "backup_workers":
+    return protocol.Rules(round=every, **options)
+  if name in ("asynchronous", "stale_synchronous"):
+    in_rounds = options.get("bound") == 0 and every == workers > 1
+    if in_rounds and not options.get("warm_start"):
+      return protocol.Rules(round=every)
+    return protocol.check_rules(protocol.Rules(**options))
+  raise ValueError(
+    f"config.order.name {name!r} is kept by simulations only: a live worker"
+    " takes the time it takes; use asynchronous, stale_synchronous,"
+    " bulk_synchronous or backup_workers"
+  )
+
+
+def check_length(plan: Any, count: int) -> None:
+  """Raises ValueError if a round of a plan's messages is more than the so many
+  batches that were asked for."""
+  run, recipe, workers = plan.run, plan.recipe, plan.workers
+  steps = recipe.steps * recipe.push_every
+  if steps > 1 and steps * workers > count:
+    raise ValueError(
+      f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
+      f" message from each of {workers} workers takes {steps * workers}, as"
+      f" one of config.runs.{run.label} is of {steps}; use more epochs, fewer"
+      " workers or shorter jobs (steps, push_every)"
+    )
+
+
+def check(plan: Any) -> None:
+  """Raises ValueError for an order that a plan's recipe, codec or length does
+  not go with."""
+  _check_pushes(plan)
+  _check_fetches(plan)
+  _check_warm_start(plan)
+
+
+def _check_pushes(plan):
+  """Jobs that push nothing fit neither rounds nor a codec's residual."""
+  run, recipe = plan.run, plan.recipe
+  key = "compress" if plan.server.codec is not None else "order.name"
+  if recipe.push_every == 1 or (key != "compress" and recipe.every == 1):
+    return
+  raise ValueError(
+    f"config.{key} is not for config.runs.{run.label}, whose fetch_every is no"
+    f" multiple of its push_every: {recipe.push_every - 1} of"
+    f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
+    f" {key} out"
+  )
+
+
+def _check_fetches(plan):
+  """A ticket kept for longer than there are jobs is the first and the last."""
+  fetch_every = plan.order.get("fetch_every", 1)
+  jobs = plan.messages // plan.workers
+  if fetch_every <= max(jobs, 1):
+    return
+  of_order = "fetch_every" in plan.run.config["order"]
+  key = f"{'order' if of_order else f'runs.{plan.run.label}'}.fetch_every"
+  raise ValueError(
+    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
+    f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
+    " again; make it smaller, or config.epochs larger"
+  )
+
+
+def _check_warm_start(plan):
+  """A warm start that takes the whole run leaves the others without a job."""
+  messages = plan.order.get("warm_start", 0)
+  if not messages or messages < plan.messages:
+    return
+  order = plan.run.config["order"]
+  key = _WARM_EPOCHS if _WARM_EPOCHS in order else "warm_start"
+  raise ValueError(
+    f"config.order.{key} {order[key]} is {messages} messages of one worker, and"
+    f" a cell has {plan.messages} in all, so that the others would never start;"
+    " make it smaller, or config.epochs larger"
+  )

@@ -1,0 +1,198 @@
+"""Hosts that are processes: actors of Ray.
+
+Arguments and answers are brought from process to process by Ray; arrays that
+come so are views of its memory, which cannot be written to.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asgd.live import processes, ray_waits
+from asgd.live.clusters.actors import process_failure
+from asgd.live.clusters.ray_processes import Site, node_id, prepare_process
+from asgd.live.hosts.base import SHARD, WORKER, Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.threads import ThreadHost
+
+_SECONDS = 60.0  # to fetch what is there
+_LEAVE_SECONDS = 5.0  # to close objects at the end
+_CALLS = 16  # that an object may be at, or has put off
+
+
+class HostActor:
+  """A host in a process of its own, which has a thread for the object."""
+
+  def __init__(self, kind: str, index: int, site: Site, began: float):
+    """`began` is what `time.time()` was when the run began, for machines other
+    than the driver's."""
+    prepare_process(site, worker=kind == WORKER)
+    self._kind, self._index, self._clock = kind, index, site.clock
+    if node_id() == site.machine:
+      processes.write_pid(Path(site.memory), kind, index)
+    else:
+      self._clock = lambda: time.time() - began
+    self._there, self._over = threading.Event(), threading.Event()
+
+  def make(self, make: Make) -> None:
+    """Makes the object."""
+
+    def kill():
+      os.kill(os.getpid(), signal.SIGKILL)
+
+    self._host = ThreadHost(self._kind, self._index, make, self._clock, kill)
+    self._there.set()
+    self._host.made.result()
+
+  def call(self, method: str, args: Sequence[Any]) -> Any:
+    """Calls a method of the object."""
+    self._there.wait()
+    return self._host.call(method, *args).result()
+
+  def serve(self) -> None:
+    """Ends with the host."""
+    self._over.wait()
+
+  def end(self) -> None:
+    """Has the object closed."""
+    if self._there.is_set():
+      self._host.end()
+      self._host.thread.join()
+    self._over.set()
+
+
+class ActorCall(Call):
+  """What an actor was asked."""
+
+  def __init__(self, ref: Any, kind: str, index: int, what: str = "failed"):
+    self.ref, self._who, self._what = ref, (kind, index), what
+
+  def done(self) -> bool:
+    """See the base."""
+    return bool(ray_waits.wait([self.ref], timeout=0)[0])
+
+  def result(self) -> Any:
+    """See the base. Raises ValueError in one line for one of the object's, and
+    RayDied if Ray has."""
+    import ray
+
+    while not ray_waits.wait([self.ref])[0]:
+      pass
+    try:
+      return ray.get(self.ref, timeout=_SECONDS)
+    except ray.exceptions.RayTaskError as error:
+      if isinstance(error.cause, Gone):
+        raise error.cause from None
+      text = "{} {} {}".format(*self._who, self._what)
+      raise process_failure(text, error) from error
+    except ray.exceptions.RayError as error:
+      if getattr(error, "actor_init_failed", False):
+        text = "{} {} cannot start".format(*self._who)
+        raise process_failure(text, error) from error
+      raise Gone(*self._who) from error
+
+
+class ActorHost(Host):
+  """A handle of an actor, in any process."""
+
+  def __init__(self, kind: str, index: int, actor: Any):
+    self.kind, self.index, self.actor = kind, index, actor
+
+  def call(self, method: str, *args: Any) -> ActorCall:
+    """See the base."""
+    ref = self.actor.call.remote(method, args)
+    return ActorCall(ref, self.kind, self.index)
+
+
+class ActorHosts(Hosts):
+  """Hosts as actors; those of shards are on the driver's machine, where their
+  files are."""
+
+  def __init__(
+    self,
+    site: Site,
+    *,
+    resources: Mapping[str, Any] | None = None,
+    calls: int = _CALLS,
+  ):
+    """`ray.init` has been called. `resources` are what Ray is asked for each
+    worker; so many calls may be with an object, or be put off by it, before
+    others have to wait."""
+    import ray
+
+    self._ray, self._calls = ray, calls
+    self._site = site._replace(machine=node_id())
+    self._resources = resources or {"num_cpus": 0}
+    self._hosts: dict[tuple[str, int], ActorHost] = {}
+    self._made: dict[tuple[str, int], ActorCall] = {}
+    self._serves: dict[tuple[str, int], Any] = {}  # refs, that end as they do
+    memory = Path(site.memory)
+    memory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    processes.end_all(memory)
+
+  def start(self, kind: str, index: int, make: Make) -> ActorHost:
+    """See the base."""
+    if (kind, index) in self._hosts:
+      # Ray may only have lost the way to it: it would hold its files.
+      self._ray.kill(self._hosts[kind, index].actor)
+    actor_class = self._ray.remote(HostActor)
+    # One serves, one makes, one ends.
+    options = {"max_concurrency": self._calls + 3, **self._place(kind)}
+    began = time.time() - self._site.clock()
+    actor = actor_class.options(**options).remote(
+      kind, index, self._site, began
+    )
+    self._serves[kind, index] = actor.serve.remote()
+    self._made[kind, index] = ActorCall(
+      actor.make.remote(make), kind, index, "cannot start"
+    )
+    self._hosts[kind, index] = host = ActorHost(kind, index, actor)
+    return host
+
+  def _place(self, kind):
+    if kind != SHARD:
+      return self._resources
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(self._site.machine, soft=False)
+    return {"scheduling_strategy": here, "num_cpus": 0}
+
+  def made(self, kind: str, index: int) -> ActorCall:
+    """See the base."""
+    return self._made[kind, index]
+
+  def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+    """See the base. Raises RayDied if Ray has."""
+    refs = [call.ref for call in calls]
+    done, _ = ray_waits.wait(refs, count=1, timeout=seconds)
+    # There may be more of them.
+    more, _ = ray_waits.wait(refs, timeout=0) if done else ([], [])
+    return [call for call in calls if call.ref in (*done, *more)]
+
+  def gone(self) -> list[tuple[str, int]]:
+    """See the base."""
+    refs = {ref: key for key, ref in self._serves.items()}
+    done, _ = ray_waits.wait(list(refs), timeout=0)
+    return [refs[ref] for ref in done]
+
+  def kill(self, kind: str, index: int) -> None:
+    """See the base."""
+    self._ray.kill(self._hosts[kind, index].actor)
+
+  def close(self) -> None:
+    """Ends all processes."""
+    hosts, self._hosts = self._hosts, {}
+    try:
+      ray_waits.check()
+    except ray_waits.RayDied:
+      processes.end_all(Path(self._site.memory))
+      return
+    refs = [host.actor.end.remote() for host in hosts.values()]
+    with contextlib.suppress(ray_waits.RayDied):
+      ray_waits.wait(refs, timeout=_LEAVE_SECONDS)
+    for host in hosts.values():
+      self._ray.kill(host.actor)

@@ -1,0 +1,108 @@
+"""What a host is: one object that lives elsewhere and is called by method."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+SHARD, WORKER = "shard", "worker"  # kinds of hosts
+KINDS = SHARD, WORKER
+
+
+class Gone(Exception):
+  """A host has died, with its object."""
+
+  def __init__(self, kind: str, index: int):
+    super().__init__(kind, index)
+    self.kind, self.index = kind, index
+
+  def __str__(self):
+    return f"{self.kind} {self.index} is gone"
+
+
+class Inside(NamedTuple):
+  """What an object is told of its host."""
+
+  kill: Callable[[], None]  # ends the host at once; does not return
+  wait: Callable[[float], None]  # lets seconds go by
+  clock: Callable[[], float]  # seconds since the run began
+
+
+# Makes the object, in its host. Its `close`, if it has one, is called when the
+# host ends, unless its process is killed.
+Make = Callable[[Inside], Any]
+
+
+class Call(Protocol):
+  """A call of a method, which goes on elsewhere."""
+
+  def done(self) -> bool:
+    """Whether it has ended."""
+
+  def result(self) -> Any:
+    """Returns the answer, once it is there. Raises Gone if the host has died,
+    and what the method raised: Gone of another host as it is."""
+
+
+class Host(abc.ABC):
+  """A handle, which may be given to other objects in calls."""
+
+  kind: str  # one of KINDS
+  index: int
+
+  @abc.abstractmethod
+  def call(self, method: str, *args: Any) -> Call:
+    """Calls a method of the object, once it is made; calls that nobody has
+    waited for are made in any order. Calls are made one after the other; one
+    that returns a `concurrent.futures.Future` is answered when that is done,
+    and the next may be made before."""
+
+
+class Hosts(abc.ABC):
+  """The hosts of a run, of those who start and end them.
+
+  Example:
+    >>> import time
+    >>> from asgd.live.hosts.threads import ThreadHosts
+    >>> hosts = ThreadHosts(began=time.monotonic())
+    >>> host = hosts.start("shard", 0, lambda inside: [3, 1, 2])
+    >>> host.call("sort").result()
+    >>> host.call("index", 3).result()
+    2
+    >>> hosts.kill("shard", 0)
+    >>> hosts.gone()
+    [('shard', 0)]
+    >>> host.call("index", 3).result()
+    Traceback (most recent call last):
+    ...
+    asgd.live.hosts.base.Gone: shard 0 is gone
+    >>> hosts.close()
+  """
+
+  @abc.abstractmethod
+  def start(self, kind: str, index: int, make: Make) -> Host:
+    """Begins to make an object, in a new host, which takes the place of the
+    last one of that kind and index. What `make` raises is raised by `made` and
+    by all calls."""
+
+  @abc.abstractmethod
+  def made(self, kind: str, index: int) -> Call:
+    """Returns the call that makes the object."""
+
+  @abc.abstractmethod
+  def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+    """Returns those of some calls that have ended, once there is one or the
+    time is over."""
+
+  @abc.abstractmethod
+  def gone(self) -> list[tuple[str, int]]:
+    """Returns (kind, index) of the hosts that have died and were not replaced,
+    and raises nothing that made them end."""
+
+  @abc.abstractmethod
+  def kill(self, kind: str, index: int) -> None:
+    """Ends a host at once, whatever it does; its object is not closed in a
+    process, and in a thread when the method that is called ends."""
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Ends all hosts; may be called twice."""

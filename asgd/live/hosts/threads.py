@@ -1,0 +1,172 @@
+"""Hosts that are threads of this process, and give each other references.
+
+A thread cannot be killed. One that is to be is not heard any more: its calls
+raise Gone at once, and it ends when the method that it is in waits or returns.
+"""
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from asgd.live.faults import Killed
+from asgd.live.hosts.base import Call, Gone, Host, Hosts, Inside, Make
+
+
+class ThreadHost(Host):
+  """An object, and the thread that calls its methods."""
+
+  def __init__(
+    self,
+    kind: str,
+    index: int,
+    make: Make,
+    clock: Callable[[], float],
+    kill: Callable[[], None] | None = None,
+  ):
+    """`kill` is what ends the host from inside; None: the thread ends."""
+    self.kind, self.index = kind, index
+    self._box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._end = threading.Event()
+    self._lock = threading.Lock()
+    self._open: set[Future[Any]] = set()  # calls that are not answered
+    self._inside = Inside(kill or self._die, self._wait, clock)
+    self.made: Future[Any] = self._new_call()
+    name = f"{kind}-{index}"
+    args = (make,)
+    self.thread = threading.Thread(
+      target=self._run, args=args, name=name, daemon=True
+    )
+    self.thread.start()
+
+  @property
+  def alive(self) -> bool:
+    """Whether it answers."""
+    return not self._end.is_set()
+
+  def call(self, method: str, *args: Any) -> Call:
+    """See the base."""
+    call = self._new_call()
+    if not call.done():
+      self._box.put((call, method, args))
+    return call
+
+  def end(self) -> None:
+    """Has the thread end; whoever waits for it hears that it is gone."""
+    with self._lock:
+      self._end.set()
+      waiting, self._open = self._open, set()
+    for call in waiting:
+      call.set_exception(Gone(self.kind, self.index))
+    self._box.put(None)
+
+  def _new_call(self):
+    call: Future[Any] = Future()
+    with self._lock:
+      if self.alive:
+        self._open.add(call)
+        return call
+    call.set_exception(Gone(self.kind, self.index))
+    return call
+
+  def _die(self):
+    raise Killed
+
+  def _wait(self, seconds):
+    if self._end.wait(seconds):
+      raise Killed
+
+  def _answer(self, call, value=None, error=None):
+    with self._lock:
+      if call not in self._open:  # it was killed meanwhile
+        return
+      self._open.remove(call)
+    if error is None:
+      call.set_result(value)
+    else:
+      call.set_exception(error)
+
+  def _run(self, make):
+    held = None
+    try:
+      held = self._do(self.made, lambda: make(self._inside))
+      self._answer(self.made)
+      failure = self.made.exception()
+      while self.alive and (item := self._box.get()) is not None:
+        call, method, args = item
+        if failure is not None:
+          self._answer(call, error=failure)
+          continue
+        value = self._do(call, lambda: getattr(held, method)(*args))  # noqa: B023
+        if isinstance(value, Future):
+          value.add_done_callback(lambda f, call=call: self._later(call, f))
+        else:
+          self._answer(call, value)
+    except Killed:
+      pass
+    finally:
+      self.end()
+      if hasattr(held, "close"):
+        held.close()
+
+  def _do(self, call, do):
+    """Returns what is done; what that raises is the answer, but Killed."""
+    try:
+      return do()
+    except Exception as error:
+      if not isinstance(error, Gone):
+        error.add_note(f"in {self.kind} {self.index}")
+      self._answer(call, error=error)
+      return None
+
+  def _later(self, call, future):
+    with contextlib.suppress(concurrent.futures.CancelledError):
+      error = future.exception()
+      value = None if error else future.result()
+      self._answer(call, value, error)
+
+
+class ThreadHosts(Hosts):
+  """Hosts as threads."""
+
+  def __init__(self, *, began: float):
+    """`began` is `time.monotonic()` when the run began, or would have."""
+    self._clock = lambda: time.monotonic() - began
+    self._hosts: dict[tuple[str, int], ThreadHost] = {}
+    self._threads: list[threading.Thread] = []  # of those before them, too
+
+  def start(self, kind: str, index: int, make: Make) -> ThreadHost:
+    """See the base."""
+    host = ThreadHost(kind, index, make, self._clock)
+    self._hosts[kind, index] = host
+    self._threads.append(host.thread)
+    return host
+
+  def made(self, kind: str, index: int) -> Call:
+    """See the base."""
+    return self._hosts[kind, index].made
+
+  def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
+    """See the base."""
+    first = concurrent.futures.FIRST_COMPLETED
+    done, _ = concurrent.futures.wait(calls, seconds, first)
+    return [call for call in calls if call in done]
+
+  def gone(self) -> list[tuple[str, int]]:
+    """See the base."""
+    return [key for key, host in self._hosts.items() if not host.alive]
+
+  def kill(self, kind: str, index: int) -> None:
+    """See the base."""
+    self._hosts[kind, index].end()
+
+  def close(self) -> None:
+    """Ends all threads, and waits for them."""
+    for host in self._hosts.values():
+      host.end()
+    for thread in self._threads:
+      thread.join()

@@ -1,0 +1,313 @@
+"""The driver's part: watches, replaces the dead, and has all rest at once.
+
+It sees no message. Shards and workers are in hosts (`asgd.live.hosts`), threads
+or actors of Ray, of which it is told when they die.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd.live.deadlines import Deadlines, Ladder
+from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.base import SHARD, WORKER
+from asgd.live.tables import files
+from asgd.live.tables.worker import ENDED, EXPELLED, HALTED, LOST, REJECTED
+
+_LOOK = 0.01  # seconds between two looks whether all are at rest
+_TRIES = 3  # for each place: updates that may be refused before a run ends
+_DEATHS = 5  # for each place: workers that may die before another job ends
+
+
+class AllDied(RuntimeError):
+  """No worker is left."""
+
+
+class NotFinite(ValueError):
+  """Workers compute NaN or infinity over and over."""
+
+
+class WorkersDie(ValueError):
+  """Workers die one after the other, and no job ends."""
+
+
+class Images(NamedTuple):
+  """All of a run at rest."""
+
+  shards: list[tuple[int, bytes]]  # rows of the order, image
+  workers: dict[int, tuple[int, int, bytes]]  # rows, records, image
+
+
+class Places(NamedTuple):
+  """How hosts are made: each returns what is called in the host."""
+
+  shard: Callable[[int, bytes | None], Make]  # (index, image)
+  # (index, hosts of shards, image)
+  worker: Callable[[int, Mapping[int, Host], bytes | None], Make]
+
+
+class _Worker:
+  """A worker, as the driver knows it."""
+
+  def __init__(self, host: Host, finds: list[int]):
+    self.host, self.finds = host, finds  # generations of shards that it knows
+    self.run: Call | None = None
+    self.lost: int | None = None  # a shard that it waits for
+    self.halted = self.ended = False
+
+
+class TableCluster:
+  """Shards and workers of a run: `start` begins, and `check` is to be called
+  again and again until `finished`."""
+
+  def __init__(
+    self,
+    hosts: Hosts,
+    places: Places,
+    run: Path,
+    *,
+    shards: int,
+    workers: int,
+    ladder: Ladder,
+    refill: bool,
+    clock: Callable[[], float],
+  ):
+    """`refill`: put a new worker in the place of one that died; without it
+    nobody waits for the place any more."""
+    self._hosts, self._places, self._run = hosts, places, run
+    self._count, self._refill, self._clock = workers, refill, clock
+    self._deadlines = Deadlines(ladder)
+    self._shards: list[Host] = []
+    self._generations = [0] * shards
+    self._workers: dict[int, _Worker] = {}
+    self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
+    self._limit: int | None = None
+    self.replaced = {"worker": 0, "shard": 0}
+    self.lost_jobs = 0  # that had begun, and had to be done again
+    self._refused = self._deaths = self._received = 0
+    self._news: list[str] = []
+
+  # A run.
+
+  def start(self, images: Images | None = None) -> None:
+    """Starts all shards and workers, or those of images."""
+    for index in range(len(self._generations)):
+      image = images.shards[index][1] if images else None
+      make = self._places.shard(index, image)
+      self._shards.append(self._hosts.start(SHARD, index, make))
+    for index in range(len(self._shards)):
+      self._hosts.made(SHARD, index).result()
+    for worker in range(self._count):
+      packed = images.workers.get(worker) if images else None
+      if images and packed is None and not self._refill:
+        continue  # it had left
+      self._add(worker, packed and packed[2])
+
+  def _add(self, worker, image=None):
+    shards = dict(enumerate(self._shards))
+    make = self._places.worker(worker, shards, image)
+    host = self._hosts.start(WORKER, worker, make)
+    self._workers[worker] = _Worker(host, [*self._generations])
+    self._seen.pop(worker, None)
+    self._call_run(worker)
+
+  def _call_run(self, worker):
+    mine = self._workers[worker]
+    mine.run, mine.lost = mine.host.call("run", self._limit), None
+    mine.halted = False
+
+  @property
+  def finished(self) -> bool:
+    """Whether all jobs of those who are there are done."""
+    workers = self._workers.values()
+    return bool(self._workers) and all(each.ended for each in workers)
+
+  def check(self, received: int) -> list[str]:
+    """Looks at the cluster, of which so many jobs were received; returns what
+    to tell. Raises AllDied, NotFinite and WorkersDie, and what would end those
+    that follow, too."""
+    if received > self._received:
+      self._received, self._refused, self._deaths = received, 0, 0
+    for kind, index in self._hosts.gone():
+      if kind == SHARD:
+        self._restart(index)
+    for worker in [*self._workers]:
+      self._look_at(worker)
+    self._end_hanging()
+    news, self._news = self._news, []
+    return news
+
+  def _restart(self, index):
+    """Has a shard come back from its image and what it did since."""
+    make = self._places.shard(index, None)
+    self._shards[index] = self._hosts.start(SHARD, index, make)
+    self._hosts.made(SHARD, index).result()
+    self._generations[index] += 1
+    self.replaced["shard"] += 1
+    self._news.append(f"shard {index} died; it comes back")
+    if self._limit is not None and not index:
+      self._tell(0, "allow", self._limit)
+
+  def _look_at(self, worker):
+    mine = self._workers[worker]
+    if mine.lost is not None:
+      shard = mine.lost
+      if self._generations[shard] > mine.finds[shard]:
+        mine.finds[shard] = self._generations[shard]
+        mine.host.call("find", shard, self._shards[shard])
+        self._call_run(worker)
+    elif mine.run is not None and mine.run.done():
+      try:
+        how, shard = mine.run.result()
+      except Gone:
+        self._bury(worker, "died")
+        return
+      mine.run = None
+      if how == LOST:
+        mine.lost = shard
+        self._look_at(worker)
+      elif how in (ENDED, HALTED):
+        mine.halted, mine.ended = how == HALTED, how == ENDED
+        if self._limit is None and mine.halted:  # a pause is over since
+          self._call_run(worker)
+      else:
+        self._bury(worker, how)
+
+  def _bury(self, worker, how):
+    """Deals with a worker that has ended before its jobs."""
+    del self._workers[worker]
+    self._hosts.kill(WORKER, worker)
+    self.lost_jobs += files.leave(self._run, worker, self._clock())
+    self._refused += how == REJECTED
+    self._deaths += 1
+    if how == EXPELLED:  # another has its place: it hung
+      how = "hung"
+    if self._refused > _TRIES * self._count:
+      raise NotFinite(
+        f"{self._refused} updates in a row were not finite, the last of worker"
+        f" {worker}"
+      )
+    if self._deaths > _DEATHS * self._count:
+      raise WorkersDie(
+        f"{self._deaths} workers ended, one after the other, before a job was"
+        f" received (the last: worker {worker} {how}): look for what ends them"
+        " in the data, in the loss, and in the memory of the machine"
+      )
+    if self._refill:
+      self.replaced["worker"] += 1
+      self._news.append(f"worker {worker} {how}; another takes its place")
+      self._add(worker)
+      return
+    self._news.append(f"worker {worker} {how}; nobody waits for it any more")
+    if not self._workers:
+      raise AllDied(f"all workers died, the last was worker {worker}")
+    for shard in range(len(self._shards)):
+      while not self._tell(shard, "leave", worker):
+        self._look_for_shards()
+
+  def _tell(self, shard, method, *args) -> bool:
+    """Calls a shard; False if it has died."""
+    with contextlib.suppress(Gone):
+      self._shards[shard].call(method, *args).result()
+      return True
+    return False
+
+  def _look_for_shards(self):
+    time.sleep(_LOOK)
+    for kind, index in self._hosts.gone():
+      if kind == SHARD:
+        self._restart(index)
+
+  def _ask_all(self, method) -> list[Any]:
+    """Returns what all shards answer. Raises Gone if one has died."""
+    calls = [shard.call(method) for shard in self._shards]
+    return [call.result() for call in calls]
+
+  def _statuses(self):
+    """Returns what all shards say, None if one has died."""
+    with contextlib.suppress(Gone):
+      return self._ask_all("status")
+    return None
+
+  def _end_hanging(self):
+    """Kills who has been at a job for too long; `check` then replaces it."""
+    statuses, now = self._statuses(), self._clock()
+    if statuses is None:
+      self._seen.clear()
+      return
+    idle = set().union(*(status.waiting for status in statuses))
+    for worker, mine in self._workers.items():
+      done = statuses[0].done[worker]
+      if mine.run is None or worker in idle:
+        self._seen.pop(worker, None)
+        continue
+      before, since = self._seen.setdefault(worker, (done, now))
+      if done > before:
+        self._deadlines.ended(now - since)
+        self._seen[worker] = done, now
+      elif now - since > self._deadlines.dead:
+        self._hosts.kill(WORKER, worker)
+        self._seen.pop(worker)
+
+  # All at once.
+
+  def pause(self, seconds: float = math.inf) -> bool:
+    """Has all workers end the same clock, and waits for it, so many seconds at
+    most; whether they have. Raises as `check`."""
+    end = time.monotonic() + seconds
+    while self._limit is None:
+      with contextlib.suppress(Gone):
+        self._limit = self._shards[0].call("halt").result()
+        break
+      self._look_for_shards()
+    while not self._rests():
+      if time.monotonic() > end:
+        return False
+      time.sleep(_LOOK)
+      news = self.check(self._received)
+      self._news = news + self._news
+    return True
+
+  def _rests(self):
+    workers = self._workers.values()
+    return all(mine.ended or mine.halted for mine in workers)
+
+  def go_on(self) -> None:
+    """Ends a pause."""
+    self._limit = None
+    self._tell(0, "allow", None)  # one that died comes back without a limit
+    for worker, mine in self._workers.items():
+      if mine.halted:
+        self._call_run(worker)
+
+  def images(self) -> Images:
+    """Returns all there is, at a pause. Raises Gone if one has died."""
+    calls = {w: each.host.call("image") for w, each in self._workers.items()}
+    shards = self._ask_all("image")
+    return Images(shards, {w: call.result() for w, call in calls.items()})
+
+  def rows(self) -> list[dict[str, np.ndarray]]:
+    """Returns the rows of each shard, as they are. Raises Gone if one has
+    died."""
+    return self._ask_all("rows")
+
+  def held(self) -> tuple[int, int]:
+    """(rows that filters held back for later, rows that they dropped), of the
+    workers that are there and have ended."""
+    ended = [each.host for each in self._workers.values() if each.ended]
+    both = [host.call("held").result() for host in ended]
+    return sum(a for a, _ in both), sum(b for _, b in both)
+
+  def counts(self) -> list[tuple[int, int]]:
+    """Returns (messages applied, the slowest clock) of each shard. Raises Gone
+    if one has died."""
+    return self._ask_all("counts")
+
+  def close(self) -> None:
+    """Ends all; what they wrote stays."""
+    self._hosts.close()

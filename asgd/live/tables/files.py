@@ -1,0 +1,201 @@
+"""The files of a run of tables; see the room's docstring."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import base, orders
+from asgd.live.append_only import AppendOnlyFile
+from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.records import RECORD, FileSink, read_rows, records_path
+from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
+from asgd.tables.replay import Orders
+from asgd.tables.worker import BINS, JobRecord
+
+JOB_RECORD = np.dtype(
+  [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]
+)
+_HEAD = 8  # bytes before a request in a log: its length, its CRC-32
+
+
+class TableRecords(NamedTuple):
+  """Records of jobs, as columns."""
+
+  update: np.ndarray
+  time: np.ndarray
+  worker: np.ndarray
+  job: np.ndarray
+  staleness: np.ndarray
+  gap: np.ndarray
+  loss: np.ndarray
+  accepted: np.ndarray
+  message_norm: np.ndarray
+  update_norm: np.ndarray
+  bytes_up: np.ndarray
+  bytes_down: np.ndarray
+  residual_norm: np.ndarray
+  reads: np.ndarray  # int[m, BINS]
+
+  @property
+  def plain(self) -> base.Records:
+    """Without the reads."""
+    return base.Records(*self[:-1])
+
+
+def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
+  """Returns (time, record) as columns, in the types of a file."""
+  table = np.zeros(len(rows), JOB_RECORD)
+  for row, (time, record) in zip(table, rows, strict=True):
+    row["time"] = time
+    for name, value in record._asdict().items():
+      row[name] = value
+  return TableRecords(*(table[name].copy() for name in TableRecords._fields))
+
+
+def order_path(run: Path, index: int) -> Path:
+  """The file of a shard's order."""
+  return Path(run) / f"shard-{index}.csv"
+
+
+def open_files(run: Path, worker: int) -> tuple[FileJournal, FileSink]:
+  """Opens, or makes, the journal and the records of a worker."""
+  journal = FileJournal(journal_path(run, worker))
+  return journal, FileSink(records_path(run, worker), dtype=JOB_RECORD)
+
+
+def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
+  """Returns the records of a worker, from one on."""
+  rows = read_rows(records_path(run, worker), JOB_RECORD, start)
+  return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
+
+
+def by_time(parts: Sequence[TableRecords]) -> TableRecords:
+  """Joins records of workers, in the order of their times."""
+  joined = TableRecords(
+    *(np.concatenate(column) for column in zip(*parts, strict=True))
+  )
+  order = np.argsort(joined.time, kind="stable")
+  return TableRecords(*(column[order] for column in joined))
+
+
+def read_orders(run: Path, shards: int, workers: int) -> Orders:
+  """Returns what a run wrote down; ValueError if some of it is empty."""
+  paths = [order_path(run, s) for s in range(shards)]
+  paths += [journal_path(run, w) for w in range(workers)]
+  rows = [read_journal(path) for path in paths]
+  for path, events in zip(paths, rows, strict=True):
+    if events:
+      continue
+    if (run / "result.json").exists():
+      raise ValueError(
+        f"{path} is gone or empty, and the run has a result: put it back as the"
+        " run wrote it"
+      )
+    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  return Orders(rows[:shards], rows[shards:])
+
+
+def read_trace(run: Path, workers: int) -> base.Trace:
+  """Returns the jobs of all workers as one trace, by their times. ValueError if
+  they are not what workers wrote."""
+  rows = [e for w in range(workers) for e in read_journal(journal_path(run, w))]
+  trace = from_events(sorted(rows, key=lambda event: event.time))
+  try:
+    orders.check(trace, depth=len(rows))
+  except orders.trace.TraceError as error:
+    raise ValueError(
+      f"the journals of {run} cannot be obeyed together, at {error}: one of"
+      " them was changed; put it back as the run wrote it"
+    ) from error
+  return trace
+
+
+def lives_of(events: Sequence[Event]) -> int:
+  """Returns how many holders a place has had."""
+  return sum(event.action == base.JOIN for event in events)
+
+
+def open_jobs(events: Sequence[Event]) -> list[Event]:
+  """Returns the rows that began jobs which have not ended, of the last
+  holder."""
+  begun: dict[int, Event] = {}
+  for event in events:
+    if event.action in STARTS:
+      begun[event.seq] = event
+    elif event.action in ENDS:
+      begun.pop(event.seq, None)
+  return list(begun.values())
+
+
+def leave(run: Path, worker: int, now: float) -> int:
+  """Writes that a worker has died; returns how many jobs were lost with it,
+  which another has to do again."""
+  journal = FileJournal(journal_path(run, worker))
+  events = journal.events()
+  lost = open_jobs(events)
+  now = max([now, *(event.time for event in events[-1:])])
+  for event in lost:
+    journal.append(Event(now, worker, event.seq, event.job, base.LOST))
+  life = lives_of(events) - 1
+  if life >= 0:
+    journal.append(Event(now, worker, NO_SEQ, life, base.LEAVE))
+  return len(lost)
+
+
+class RequestLog(AppendOnlyFile):
+  """The requests that a shard did since its image."""
+
+  def __init__(self, path: Path):
+    """Opens or makes the file; what a kill cut short is dropped."""
+    self.requests: list[bytes] = []
+    data = Path(path).read_bytes() if Path(path).exists() else b""
+    at = 0
+    while at + _HEAD <= len(data):
+      size = int.from_bytes(data[at : at + 4], "little")
+      request = data[at + _HEAD : at + _HEAD + size]
+      crc32 = int.from_bytes(data[at + 4 : at + _HEAD], "little")
+      if len(request) < size or zlib.crc32(request) != crc32:
+        break
+      self.requests.append(request)
+      at += _HEAD + size
+    super().__init__(path)
+    self._cut(at)
+
+  @property
+  def size(self) -> int:
+    """In bytes."""
+    return self._size
+
+  def append(self, request: bytes) -> None:
+    """Writes a request so that no kill of the process loses it."""
+    head = len(request).to_bytes(4, "little")
+    head += zlib.crc32(request).to_bytes(4, "little")
+    self._add(head + request)
+
+  def clear(self) -> None:
+    """Drops them all: an image has what they did."""
+    self.requests = []
+    self._cut(0)
+
+
+def write_image(folder: Path, data: bytes, rows: int) -> None:
+  """Writes an image of a shard, of so many rows of its order, in the place of
+  the last one."""
+  temporary = folder / "snapshot.tmp"
+  temporary.write_bytes(rows.to_bytes(8, "little") + data)
+  os.replace(temporary, folder / "snapshots")
+
+
+def read_image(folder: Path) -> tuple[int, bytes] | None:
+  """Returns (rows of the order, image), None if there is none."""
+  path = folder / "snapshots"
+  if not path.exists():
+    return None
+  data = path.read_bytes()
+  return int.from_bytes(data[:8], "little"), data[8:]
+
+

@@ -1,0 +1,109 @@
+"""Whether a trace can be obeyed: what a protocol forbids beyond what a row
+means."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from asgd import base
+from asgd.orders.trace import (
+  BEGUN,
+  ENDS,
+  LATEST,
+  NO_SEQ,
+  PUTS,
+  STARTS,
+  TAKES,
+  Event,
+  Ledger,
+  events,
+)
+
+_MOST = np.iinfo(np.int32).max
+
+
+def check(
+  trace: base.Trace | Iterable[Event],
+  depth: float = 1,
+  *,
+  path: object = None,
+) -> int:
+  """Checks that a trace can be obeyed and returns its number of workers.
+
+  Args:
+    trace: columns, or rows.
+    depth: tickets that a worker may hold at once.
+    path: of the file that the rows are of, for the text of an error.
+
+  Returns:
+    N.
+
+  Raises:
+    TraceError: for the first row that is wrong, naming it (of a file, its
+      line).
+
+  Example:
+    >>> from asgd import orders
+    >>> trace = orders.fixed_delay(delay=1, messages=3)
+    >>> orders.check(trace)
+    2
+    >>> try:
+    ...   orders.check(trace._replace(worker=trace.worker * 0))
+    ... except orders.trace.TraceError as error:
+    ...   print(f"row {error.row}: {error.why}")
+    row 1: the worker has begun that number (seq) before
+  """
+  ledger: Ledger[Event] = Ledger(path=path)
+  workers = 0
+  for event in events(trace) if isinstance(trace, base.Trace) else trace:
+    why = _forbidden(ledger, event, depth)
+    if why:
+      ledger.refuse(event, why)
+    ledger.obey(event)
+    workers = max(workers, event.worker + 1)
+  return workers
+
+
+def _forbidden(
+  ledger: Ledger[Event], event: Event, depth: float
+) -> str | None:
+  """Says what a protocol does not allow although the row has a meaning."""
+  time, worker, seq, job, action, *_ = event
+  tickets = ledger.open[worker]
+  if not 0 <= time <= LATEST:
+    return f"time must be finite, 0 or more and at most {LATEST:g}"
+  if not (0 <= worker <= _MOST and 0 <= job <= _MOST):
+    return f"worker and job must be from 0 to {_MOST}"
+  if time < ledger.time:
+    return f"time goes back from {ledger.time}"
+  if action in STARTS:
+    if worker in ledger.ended:
+      return "the worker is gone and did not join again"
+    if seq < ledger.next_seq.get(worker, 0):
+      return BEGUN
+    if len(tickets) >= depth:
+      return "the worker holds a ticket already"
+  elif action in ENDS and seq in tickets:
+    if tickets[seq].job != job:
+      return "that job was not sent to the worker"
+    first = next(iter(tickets))
+    if action == base.RECEIVE and (seq != first or worker in ledger.ended):
+      return "the worker's jobs end in their order"
+  elif action in (base.JOIN, base.LEAVE) and tickets:
+    return "the worker still holds a ticket"
+  elif action in (*PUTS, *TAKES, base.MIX):
+    return _forbidden_of_peers(ledger, event)
+  return None
+
+
+def _forbidden_of_peers(ledger: Ledger[Event], event: Event) -> str | None:
+  """The same, of rows between peers."""
+  worker, other = event.worker, event.job
+  if worker in ledger.ended:
+    return "the peer is gone and did not join again"
+  if event.action in TAKES:
+    if other == worker:
+      return "a peer is not its own neighbour"
+    if event.seq <= ledger.taken.get((worker, other), NO_SEQ):
+      return "the peer has taken that message, or a later one, before"
+  return None

@@ -1,0 +1,228 @@
+"""A live run of tables obeyed again, from the orders of its shards and workers.
+
+No order of all of it is known, as shards and workers are in different places;
+none is needed. Each shard obeys its own rows, each holder of a worker's place
+does its own jobs on what it had taken when they began, and both wait for what
+the other has to make first.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import base
+from asgd.orders.trace import STARTS, Event
+from asgd.tables import requests
+from asgd.tables.client import RowNotFinite
+from asgd.tables.division import Division
+from asgd.tables.requests import Request
+from asgd.tables.settings import Settings
+from asgd.tables.shard import ACTIONS, TableShard
+from asgd.tables.work import Work
+from asgd.tables.worker import JobRecord, TableWorker
+
+
+class Orders(NamedTuple):
+  """What a live run wrote down."""
+
+  shards: Sequence[Sequence[Event]]  # S, see `tables.shard`
+  workers: Sequence[Sequence[Event]]  # N, see `tables.worker`
+
+
+class Replayed(NamedTuple):
+  """What a run came to."""
+
+  tables: dict[str, np.ndarray]  # whole
+  records: list[list[tuple[float, JobRecord]]]  # of each worker: (time, record)
+
+
+def lives(events: Sequence[Event]) -> list[list[Event]]:
+  """Returns a worker's rows by the holders of its place, each without its JOIN.
+
+  Raises:
+    ValueError: for a row before the first JOIN.
+  """
+  out: list[list[Event]] = []
+  for event in events:
+    if event.action == base.JOIN:
+      out.append([])
+    elif out:
+      out[-1].append(event)
+    else:
+      raise ValueError(f"a worker's rows begin with join, not {event.format()}")
+  return out
+
+
+class _Holder:
+  """A holder of a place, and its rows."""
+
+  def __init__(self, worker: TableWorker, events: Sequence[Event]):
+    self.worker = worker
+    self._starts = [e for e in events if e.action in STARTS]
+    self._ends = [e for e in events if e.action == base.RECEIVE]
+    self.asks: dict[int, Request] = {}  # by shard: not answered yet
+    self.records: list[tuple[float, JobRecord]] = []
+    self._steps = worker.join()
+    self._go_on()
+
+  def _go_on(self):
+    """Goes to the next request, or to the end of a job."""
+    try:
+      asks = next(self._steps, None)
+    except RowNotFinite:  # the holder ended
+      self._steps, self._starts = None, []
+      return
+    if asks is None:
+      self._steps = None
+    else:
+      self.asks = {s: requests.load_request(x) for s, x in asks.items()}
+
+  def advance(self, shards: Sequence[TableShard]) -> bool:
+    """Does what can be done; whether it did something."""
+    worker = self.worker
+    for number, shard in enumerate(shards):
+      if shard.life(worker.worker) == worker.life:
+        rows = shard.unsent(worker.worker, worker.taken[number])
+        worker.hear_rows(number, rows)
+    if self._steps is not None:
+      if self.asks or any(map(worker.lacks, range(len(shards)))):
+        return False
+      self._go_on()
+      return True
+    if not self._starts or worker.next is None:
+      return False
+    event = self._starts[0]
+    upto = [int(number) for number in event.totals]
+    if any(worker.there(s) < end for s, end in enumerate(upto)):
+      return False
+    if event.job != worker.next:
+      raise ValueError(
+        f"{event.format()} is not the next job of worker {worker.worker}, which"
+        f" is {worker.next}"
+      )
+    for s, end in enumerate(upto):
+      worker.take(s, end)
+    self._starts.pop(0)
+
+    def begun(action):
+      if action != event.action:
+        raise ValueError(f"{event.format()} was {base.ACTIONS[action]}")
+
+    self._steps = worker.job(begun, self._record)
+    self._go_on()
+    return True
+
+  def _record(self, record):
+    if self._ends:
+      event = self._ends.pop(0)
+      self.records.append((event.time, record))
+
+  @property
+  def complete(self) -> bool:
+    """Whether all that its rows say has been done."""
+    return not self._ends
+
+
+def _obey(shard, number, event, holders) -> bool:
+  """Obeys a shard's next row; False if its request is not there yet."""
+  if event.action == base.LEAVE:
+    shard.leave(event.worker)
+    return True
+  joins = event.action == base.JOIN
+  life = event.job if joins else shard.life(event.worker)
+  holder = holders.get((event.worker, life))
+  request = holder.asks.get(number) if holder else None
+  if request is None or ACTIONS[request.kind] != event.action:
+    return False
+  if not joins and request.number != event.seq:
+    return False
+  if shard.waits(request):
+    raise ValueError(
+      f"{event.format()} answers worker {event.worker} before its consistency"
+      " model allows it"
+    )
+  shard.obey(request)
+  del holder.asks[number]
+  holder.worker.hear(number, shard.reply(request))
+  return True
+
+
+def replay(
+  settings: Settings,
+  tables: Mapping[str, Any],
+  division: Division,
+  work: Work,
+  orders: Orders,
+  *,
+  jobs: int,
+  seed: int = 0,
+) -> Replayed:
+  """Computes again what a live run computed.
+
+  Args:
+    settings: of the run.
+    tables: whole, [K, ...] by name, as they were at first.
+    division: of them over shards.
+    work: what workers compute.
+    orders: what was written down.
+    jobs: of each worker.
+    seed: of filters and codecs.
+
+  Raises:
+    ValueError: for rows that do not belong together.
+  """
+  workers = len(orders.workers)
+  shards = [
+    TableShard(s, division.server(s, tables, settings, workers))
+    for s in range(division.shards)
+  ]
+  holders = {
+    (w, life): _Holder(
+      TableWorker(
+        *(w, life, settings, division, work),
+        workers=workers,
+        jobs=jobs,
+        seed=seed,
+      ),
+      rows,
+    )
+    for w, events in enumerate(orders.workers)
+    for life, rows in enumerate(lives(events))
+  }
+  at = [0 for _ in shards]
+  moved = True
+  while moved:
+    moved = False
+    for s, shard in enumerate(shards):
+      events = orders.shards[s]
+      while at[s] < len(events) and _obey(shard, s, events[at[s]], holders):
+        at[s] += 1
+        moved = True
+    for holder in holders.values():
+      while holder.advance(shards):
+        moved = True
+  for s, events in enumerate(orders.shards):
+    if at[s] < len(events):
+      raise ValueError(
+        f"the orders do not belong together: row {at[s]} of shard {s}"
+        f" ({events[at[s]].format()}) cannot be obeyed"
+      )
+  for (w, life), holder in holders.items():
+    if not holder.complete:
+      raise ValueError(
+        "the orders do not belong together: holder"
+        f" {life} of worker {w} received a job that no shard has"
+      )
+  whole = division.join(
+    [
+      {name: table.whole() for name, table in shard.server.tables.items()}
+      for shard in shards
+    ]
+  )
+  records = [
+    [row for (w, _), h in sorted(holders.items()) if w == worker
+      for row in h.records]
+    for worker in range(workers)
+  ]
+  return Replayed(whole, records)

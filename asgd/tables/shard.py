@@ -1,0 +1,206 @@
+"""A shard of tables that orders what it is asked by itself: no clock, no files.
+
+The order of what it did is its record: a row for each JOIN (another holder has
+the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
+with the worker, and with the number of the request in the place of `seq`. Given
+the same requests in the same order, it comes to the same bits: so it is built
+again, after it was killed, from an image and the requests since, and the whole
+run by a replay (`tables.replay`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asgd import base
+from asgd.orders.trace import NO_SEQ, Event
+from asgd.tables import requests
+from asgd.tables.messages import Rows
+from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
+from asgd.tables.server import Server
+
+ACTIONS = {JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE}
+EXPELLED = Reply(-1, [])  # told one whose place another holder has
+
+
+class _Place:
+  """What a shard knows of a worker's place."""
+
+  def __init__(self, life: int = -1, done: int = 0):
+    self.life = life  # of its holder; -1: there was none
+    self.done = done  # jobs whose updates are here
+    self.number = -1  # of the last request
+    self.sent = 0  # rows that the holder was sent
+    self.rows: dict[int, bytes] = {}  # those that it may not have
+    self.upto = 0
+    self.change = (0.0, 0)  # by the last push: sum of squares, elements
+    self.gone = False  # for good
+
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    rows = [
+      [number, np.frombuffer(data, np.uint8)]
+      for number, data in self.rows.items()
+    ]
+    return {**vars(self), "rows": rows}
+
+  @classmethod
+  def unpack(cls, tree: Mapping[str, Any]) -> "_Place":
+    """Returns what was packed."""
+    place = cls()
+    vars(place).update(tree)
+    place.rows = {n: data.tobytes() for n, data in tree["rows"]}
+    place.change = tuple(tree["change"])
+    return place
+
+
+class TableShard:
+  """A server of some rows, and what it said to whom.
+
+  Whoever runs it asks `waits` of each request, has `obey` do it once it need
+  not wait, and sends the `reply`.
+  """
+
+  def __init__(self, index: int, server: Server):
+    """Takes a server over, of all places."""
+    self.index, self.server = index, server
+    self._places = {worker: _Place() for worker in server.workers}
+
+  # Deciding.
+
+  def is_old(self, request: Request) -> bool:
+    """Whether it is of one who has lost the place."""
+    place = self._places[request.worker]
+    return place.gone or request.life < place.life
+
+  def is_done(self, request: Request) -> bool:
+    """Whether it was done before."""
+    place = self._places[request.worker]
+    return request.life == place.life and request.number <= place.number
+
+  def waits(self, request: Request) -> bool:
+    """Whether it must wait until others have finished a clock."""
+    if request.kind != PULL:
+      return False
+    return self.server.slowest < self.server.rules.need(request.clock)
+
+  def event(self, request: Request, time: float) -> Event:
+    """Returns the row that records a request."""
+    kind, worker, life, number, *_ = request
+    of_life = kind == JOIN
+    return Event(
+      *(time, worker, NO_SEQ if of_life else number),
+      life if of_life else request.done,
+      ACTIONS[kind],
+      self.server.version,
+    )
+
+  # Obeying.
+
+  def obey(self, request: Request) -> None:
+    """Does what is asked, the next request of its holder."""
+    place = self._places[request.worker]
+    if request.kind == JOIN:
+      place = _Place(request.life, place.done)
+      self._places[request.worker] = place
+      self.server.join(request.worker)
+    place.number = request.number
+    self._forget(request)
+    if request.kind == PULL:
+      self._pull(request)
+    elif request.kind == PUSH:
+      self._push(place, request)
+
+  def leave(self, worker: int) -> None:
+    """A worker goes for good: nobody waits for it."""
+    done = self._places[worker].done
+    self._places[worker] = place = _Place(self._places[worker].life, done)
+    place.gone = True
+    if len(self.server.workers) > 1 and self.server.leave(worker):
+      self._tell_changes()
+
+  def _forget(self, request):
+    """What the holder has taken need not be sent again."""
+    rows = self._places[request.worker].rows
+    for number in [n for n in rows if n < request.taken]:
+      del rows[number]
+
+  def _put(self, worker, rows: Rows):
+    place = self._places[worker]
+    if place.life >= 0 and not place.gone:
+      place.rows[place.sent] = requests.dump_rows(rows)
+      place.sent += 1
+
+  def _pull(self, request):
+    worker, server = request.worker, self.server
+    self._put(worker, server.pull(worker, request.tables))
+    if server.rules.by_value:
+      rows = server.by_value(worker, request.clock)
+      if rows is not None:
+        self._put(worker, rows)
+    self._places[worker].upto = self._places[worker].sent
+
+  def _push(self, place, request):
+    push = request.push
+    place.upto = place.sent
+    if request.done <= place.done:  # of a holder that died after it
+      self.server.skip(push)
+      place.change = 0.0, 0
+      return
+    known = self.server.keys_of(push)
+    before = self._peek(known)
+    advanced = self.server.receive(push)
+    place.done = request.done
+    after = self._peek(known)
+    pairs = zip(before, after, strict=True)
+    squares = sum(float(np.square(b - a).sum()) for a, b in pairs)
+    place.change = squares, sum(x.size for x in after)
+    if advanced:
+      self._tell_changes()
+
+  def _peek(self, keys):
+    tables = self.server.tables
+    return [np.array(tables[name].peek(k), float) for name, k in keys.items()]
+
+  def _tell_changes(self):
+    for worker, rows in self.server.at_clock().items():
+      self._put(worker, rows)
+
+  # Answering.
+
+  def unsent(self, worker: int, start: int) -> list[tuple[int, bytes]]:
+    """Returns the rows for a place's holder, from a number on."""
+    rows = self._places[worker].rows.items()
+    return [(number, data) for number, data in rows if number >= start]
+
+  def life(self, worker: int) -> int:
+    """The number of a place's holder, -1 before there was one."""
+    return self._places[worker].life
+
+  def done(self) -> dict[int, int]:
+    """Returns the jobs of each place whose updates are here."""
+    return {worker: place.done for worker, place in self._places.items()}
+
+  def reply(self, request: Request, start: int = 0) -> Reply:
+    """Returns the answer to the last request of a holder, with rows from a
+    number on."""
+    place = self._places[request.worker]
+    rows = self.unsent(request.worker, max(start, request.taken))
+    return Reply(
+      *(place.number, rows, place.upto, place.done, self.server.version),
+      *place.change,
+    )
+
+  # Images.
+
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    arrays, notes = self.server.pack()
+    places = [[w, place.pack()] for w, place in self._places.items()]
+    return {"arrays": arrays, "notes": notes, "places": places}
+
+  def unpack(self, tree: Mapping[str, Any]) -> None:
+    """Takes over what one like it has packed."""
+    self.server.unpack(tree["arrays"], tree["notes"])
+    self._places = {w: _Place.unpack(place) for w, place in tree["places"]}

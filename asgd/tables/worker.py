@@ -1,0 +1,355 @@
+"""A holder of a worker's place, between shards that order by themselves: no
+clock, no files.
+
+It has a client for each shard. What happens to it is decided by when rows that
+it was sent are there as a job begins: that number, for each shard, is what its
+record has of a job (the column `totals` of SEND and KEEP rows), which is written
+before anybody is asked for anything. All that follows, which rows it asks for
+among it, is a function of that.
+"""
+
+import collections
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base
+from asgd.tables import requests
+from asgd.tables.client import Client
+from asgd.tables.division import Division, Parts
+from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
+from asgd.tables.settings import Settings
+from asgd.tables.work import Work
+
+BINS = 32  # of clock differentials in a record: -1, -2, ..., -32 or less
+_NOT_KNOWN = float("nan")
+
+# What a holder yields: requests that must be answered before it goes on.
+Asks = dict[int, bytes]
+Steps = Generator[Asks, None, None]
+
+
+class JobRecord(NamedTuple):
+  """What is recorded of a job, beside its time; as `base.Records`."""
+
+  update: int  # messages that the first shard had applied, as it said last
+  worker: int
+  job: int
+  staleness: int  # clocks that the oldest row lacked
+  gap: float  # not known: no shard knows what a worker has
+  loss: float
+  accepted: bool
+  message_norm: float
+  update_norm: float
+  bytes_up: int
+  bytes_down: int
+  residual_norm: float
+  reads: np.ndarray  # int[BINS], rows read at each clock differential
+
+
+class TableWorker:
+  """One holder's clients, and what it does.
+
+  Whoever runs it goes through the steps of `join`, and then of one `job` after
+  the other: has each request answered, and tells it of the replies (`hear`).
+  """
+
+  def __init__(
+    self,
+    worker: int,
+    life: int,
+    settings: Settings,
+    division: Division,
+    work: Work,
+    *,
+    workers: int,
+    jobs: int,
+    seed: int = 0,
+  ):
+    """Starts without rows.
+
+    Args:
+      worker: its place.
+      life: holders of the place before it.
+      settings: of the run.
+      division: of its tables.
+      work: what is computed.
+      workers: N.
+      jobs: of this place.
+      seed: of filters and codecs.
+    """
+    self.worker, self.life, self.jobs = worker, life, jobs
+    self._settings, self._division, self._work = settings, division, work
+    self._workers = workers
+    shards = range(division.shards)
+    codec = settings.make_codec()
+    key = None
+    if codec is not None:
+      key = jax.random.fold_in(jax.random.key(seed), worker)
+    self._clients = [
+      Client(
+        *(worker, division.of_shard(shard), settings.rules),
+        filters=settings.filters,
+        codec=codec,
+        key=key if key is None else jax.random.fold_in(key, shard),
+        seed=seed * division.shards + shard,
+      )
+      for shard in shards
+    ]
+    self.done = 0  # jobs
+    self.taken = [0 for _ in shards]  # rows that it was sent
+    self._inbox: list[dict[int, bytes]] = [{} for _ in shards]
+    self._clocks = [0 for _ in shards]  # the slowest worker's, as it knows
+    self._numbers = [0 for _ in shards]  # of the next request
+    self._replies: list[Reply] = []
+    self._up = self._down = 0  # bytes since the last record
+    self._records: list[JobRecord] = []  # of jobs that no shard has
+
+  # Hearing.
+
+  def hear(self, shard: int, reply: Reply) -> None:
+    """Takes the reply to its last request to a shard."""
+    self._replies[shard] = reply
+    self.hear_rows(shard, reply.rows)
+
+  def hear_rows(self, shard: int, rows: Sequence[tuple[int, bytes]]) -> None:
+    """Keeps rows until they are taken; those that it has had are dropped."""
+    for number, data in rows:
+      if number >= self.taken[shard]:
+        self._inbox[shard][number] = data
+
+  def lacks(self, shard: int) -> bool:
+    """Whether rows are still to come that a reply of a shard speaks of."""
+    return self.there(shard) < self._replies[shard].upto
+
+  def there(self, shard: int) -> int:
+    """Returns the number up to which rows of a shard could be taken."""
+    end = self.taken[shard]
+    while end in self._inbox[shard]:
+      end += 1
+    return end
+
+  def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
+    """Takes the rows of a shard before a number; they must be there. Those that
+    are `behind` were sent before the shard had its last message."""
+    for number in range(self.taken[shard], upto):
+      data = self._inbox[shard].pop(number)
+      rows = requests.load_rows(data)
+      client = self._clients[shard]
+      (client.take_behind if behind else client.take)(rows)
+      self._clocks[shard] = rows.clock
+      self._down += len(data)
+      self.taken[shard] = number + 1
+
+  # Asking.
+
+  def _ask(self, shard, kind, clock=0, done=0, tables=None) -> bytes:
+    number = self._numbers[shard]
+    self._numbers[shard] += 1
+    taken = self.taken[shard]
+    data = requests.dump_request(
+      Request(
+        *(kind, self.worker, self.life, number, taken, clock, done),
+        tables or {},
+      )
+    )
+    self._up += len(data)
+    return data
+
+  def _answered(self, shards):
+    """Takes what answers the pulls of some shards."""
+    for shard in shards:
+      self.take(shard, self._replies[shard].upto)
+
+  def join(self) -> Steps:
+    """Takes the place, and goes on after the last message that all shards have
+    of it."""
+    shards = range(self._division.shards)
+    self._replies = [Reply(0, []) for _ in shards]
+    yield {shard: self._ask(shard, JOIN) for shard in shards}
+    self.done = min(reply.done for reply in self._replies)
+
+  @property
+  def next(self) -> int | None:
+    """The job that it does next, None if it has done all."""
+    if self.done >= self.jobs:
+      return None
+    return self.done * self._workers + self.worker
+
+  def job(
+    self,
+    begun: Callable[[int], None],
+    done: Callable[[JobRecord], None],
+    change: Callable[[Any], Any] = lambda gradient: gradient,
+  ) -> Steps:
+    """Does the next job.
+
+    Args:
+      begun: is told whether rows have to be asked for: SEND or KEEP.
+      done: is told of the record of each job whose updates all shards have.
+      change: what becomes of a gradient; faults are there.
+
+    Raises:
+      ValueError: for an update that is not finite; nothing is sent then.
+    """
+    job, settings = self.next, self._settings
+    batch = self._work.batch(self.worker, job)
+    keys = self._work.keys(batch)
+    parts = self._division.split(keys)
+    clock = self.done // settings.clock_every
+    for client in self._clients:
+      client.factor = settings.factor(clock)
+    asks = self._stale(parts, clock)
+    begun(base.SEND if asks else base.KEEP)
+    late = self._late(asks, clock)
+    if late:
+      # What they lack was changed before the clock advances: it is sent then.
+      yield {shard: self._ask(shard, PULL, clock) for shard in late}
+      self._answered(late)
+      asks = self._stale(parts, clock)
+    if settings.rules.by_value:
+      asks = {shard: asks.get(shard, {}) for shard in range(len(parts))}
+    if asks:
+      yield {
+        shard: self._ask(shard, PULL, clock, tables=tables)
+        for shard, tables in asks.items()
+      }
+      self._answered(asks)
+    values, reads, oldest = self._read(keys, parts, clock)
+    loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
+    size = self._write(parts, change(gradient), clock)
+    self.done += 1
+    pushes = self._pushes(clock)
+    record = JobRecord(
+      *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
+      *(size, 0.0, 0, 0, self._residual(), reads),
+    )
+    if pushes:
+      yield pushes
+      for shard in pushes:
+        self.take(shard, self._replies[shard].upto, behind=True)
+      record = record._replace(
+        update=self._version, update_norm=self._change()
+      )
+    record = record._replace(bytes_up=self._up, bytes_down=self._down)
+    self._up = self._down = 0
+    self._records.append(record)
+    if pushes:
+      for each in self._records:
+        done(each)
+      self._records = []
+
+  @property
+  def _version(self):
+    return self._replies[0].version
+
+  def _stale(self, parts: Sequence[Parts], clock):
+    """Returns the keys to be asked for, of the shards that have some."""
+    asks = {}
+    for shard, part in enumerate(parts):
+      keys = {name: each for name, (_, each) in part.items()}
+      if stale := self._clients[shard].stale(keys, clock):
+        asks[shard] = stale
+    return asks
+
+  def _late(self, asks, clock):
+    """The shards that will send what was changed, if they are waited for."""
+    rules = self._settings.rules
+    if not rules.by_clock:
+      return []
+    return [s for s in asks if self._clocks[s] < rules.need(clock)]
+
+  def _read(self, keys, parts, clock):
+    values = {
+      name: np.empty((len(each), *spec.shape), spec.dtype)
+      for name, each in keys.items()
+      for spec in [self._division.specs[name]]
+    }
+    oldest, counts = clock, collections.Counter()
+    for client, part in zip(self._clients, parts, strict=True):
+      mine = {name: each for name, (_, each) in part.items()}
+      for name, rows in client.read(mine).items():
+        values[name][part[name][0]] = rows
+        clocks = client.clocks(name, mine[name])
+        oldest = min(oldest, int(clocks.min()))
+        counts.update(clocks.tolist())
+    reads = np.zeros(BINS, np.int64)
+    for each, count in counts.items():
+      reads[min(max(clock - each, 0), BINS - 1)] += count
+    return values, reads, clock - oldest
+
+  def _write(self, parts, gradient, clock):
+    """Keeps updates as its own; returns the RMS of the gradient."""
+    square = sum(float(np.square(g, dtype=float).sum())
+      for g in gradient.values())
+    size = sum(g.size for g in gradient.values())
+    if self._settings.function.additive:
+      rate = self._settings.rate(clock)
+      gradient = {k: g * g.dtype.type(-rate) for k, g in gradient.items()}
+    for client, part in zip(self._clients, parts, strict=True):
+      client.write(
+        {name: (mine, gradient[name][at]) for name, (at, mine) in part.items()}
+      )
+    return float(np.sqrt(square / max(size, 1)))
+
+  def _pushes(self, clock) -> Asks:
+    """Returns the messages at the end of a clock, or of a job."""
+    settings = self._settings
+    after, last = self.done // settings.clock_every, self.done == self.jobs
+    if not (after > clock or last or settings.rules.by_value):
+      return {}
+    # With its last job a worker has no more clocks to wait for.
+    after += last and after == clock
+    out = {}
+    for shard, client in enumerate(self._clients):
+      push = client.flush(after, everything=last)
+      out[shard] = self._ask(shard, PUSH, after, self.done, push.tables)
+    return out
+
+  def _change(self):
+    squares = sum(reply.squares for reply in self._replies)
+    size = sum(reply.size for reply in self._replies)
+    return float(np.sqrt(squares / max(size, 1)))
+
+  def _residual(self):
+    squares = [client.residual() ** 2 for client in self._clients]
+    return float(np.sqrt(np.mean(squares)))
+
+  def held(self) -> tuple[int, int]:
+    """(rows that filters held back for later, rows that they dropped)."""
+    both = [client.held for client in self._clients]
+    return sum(h.back for h in both), sum(h.dropped for h in both)
+
+  # Images, between two jobs of different clocks.
+
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    return {
+      "clients": [client.pack() for client in self._clients],
+      "life": self.life,
+      "done": self.done,
+      "taken": self.taken,
+      "clocks": self._clocks,
+      "numbers": self._numbers,
+      "replies": [reply._replace(rows=[]) for reply in self._replies],
+      "inbox": [
+        [[n, np.frombuffer(data, np.uint8)] for n, data in rows.items()]
+        for rows in self._inbox
+      ],
+      "bytes": [self._up, self._down],
+    }
+
+  def unpack(self, tree: Mapping[str, Any]) -> None:
+    """Takes over what one like it has packed."""
+    for client, packed in zip(self._clients, tree["clients"], strict=True):
+      client.unpack(*packed)
+    self.life, self.done = tree["life"], tree["done"]
+    self.taken, self._clocks = list(tree["taken"]), list(tree["clocks"])
+    self._numbers = list(tree["numbers"])
+    self._replies = [Reply(*reply) for reply in tree["replies"]]
+    self._inbox = [
+      {n: data.tobytes() for n, data in rows} for rows in tree["inbox"]
+    ]
+    self._up, self._down = tree["bytes"]

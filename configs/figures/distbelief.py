@@ -1,0 +1,140 @@
+"""Figure 4 of DistBelief, in simulated time: who reaches a test loss when.
+
+Stochastic gradients of one worker, Downpour with 20 workers and a fixed rate,
+the same with Adagrad, Sandblaster L-BFGS, and Downpour with Adagrad and 200
+workers (Dean et al., "Large scale distributed deep networks", NIPS 2012), on
+handwritten digits instead of speech.
+
+  asgd reproduce distbelief
+  python -m launch.train --config=configs/figures/distbelief.py
+
+25 cells, about 5 minutes on two cores; --quick in one.
+"""
+
+import ml_collections
+
+LOSS = 0.3  # to be reached
+RUNS = {  # label -> title, workers, entry; from slow to fast in the paper
+  "sgd": ("SGD", 1, dict(recipe="asgd", learning_rate=0.2)),
+  "downpour": (
+    "Downpour, 20",
+    20,
+    dict(recipe="downpour", optimizer="sgd", learning_rate=0.02),
+  ),
+  "adagrad": (
+    "Downpour with Adagrad, 20",
+    20,
+    dict(recipe="downpour", learning_rate=0.01),
+  ),
+  "sandblaster": (
+    "Sandblaster L-BFGS, 100",
+    100,
+    dict(recipe="sandblaster", shards=2, weight_decay=1e-4),
+  ),
+  "adagrad-200": (
+    "Downpour with Adagrad, 200",
+    200,
+    dict(recipe="downpour", learning_rate=0.002),
+  ),
+}
+LABELS = list(RUNS)
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(64, 64))
+  runs = {
+    label: dict(entry, title=title, workers=(workers,))
+    for label, (title, workers, entry) in RUNS.items()
+  }
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.workers = (1,)
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 16
+  config.epochs = 80.0
+  config.durations = dict(name="gamma", variation=0.2)
+  config.evaluations = 320
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()
+
+
+def faster(name, says, slow, fast):
+  return dict(
+    name=name,
+    says=says,
+    kind="ratio",
+    column="time to loss",
+    of=[slow],
+    to=[fast],
+    above=1.0,
+  )
+
+
+def get_figure():
+  panel = dict(
+    xlabel="workers",
+    series={
+      title: [(workers, label)] for label, (title, workers, _) in RUNS.items()
+    },
+    xlog=True,
+  )
+  return dict(
+    title="DistBelief: Downpour and Sandblaster in simulated time",
+    paper=(
+      "Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, figure 4:"
+      " speech, up to 200 model replicas and 2,000 of Sandblaster"
+    ),
+    about=(
+      "The simulated time to a test loss of 0.3, in batches of one worker;"
+      " messages and the coordinator's commands take none. 1,437 images are 90"
+      " portions for Sandblaster's workers, so that more of them would be idle."
+    ),
+    columns={
+      "time to loss": dict(kind="until", column="test_loss", below=LOSS)
+    },
+    claims=[
+      faster(
+        "Downpour",
+        "Downpour with 20 workers is ahead of SGD",
+        *("sgd", "downpour"),
+      ),
+      faster(
+        "Adagrad",
+        "with Adagrad it is ahead of itself with a fixed rate",
+        *("downpour", "adagrad"),
+      ),
+      faster(
+        "Sandblaster",
+        "Sandblaster L-BFGS is ahead of Downpour with Adagrad and 20 workers",
+        *("adagrad", "sandblaster"),
+      ),
+      faster(
+        "Adagrad, 200 workers",
+        "Downpour with Adagrad and 200 workers is ahead of Sandblaster",
+        *("sandblaster", "adagrad-200"),
+      ),
+    ],
+    panels=[
+      dict(
+        panel,
+        title="time to the loss",
+        column="time to loss",
+        ylabel=f"time to test loss {LOSS} (batches)",
+        yscale="log",
+      ),
+      dict(
+        panel,
+        title="accuracy in the end",
+        column="test_accuracy",
+        ylabel="accuracy (%)",
+        scale=100.0,
+      ),
+    ],
+    quick={"epochs": 40.0, "evaluations": 160},
+    tuned=(
+      "rates on seed 100: of 0.02 to 0.2 for SGD, 0.005 to 0.02 for Downpour,"
+      " 0.002 to 0.01 with 200 workers"
+    ),
+  )

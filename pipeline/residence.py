@@ -1,0 +1,331 @@
+"""Weights larger than a device: what a device holds, and when it is moved.
+
+Weights, optimizer states and sums of gradients of stages are in the host's
+memory (a memory kind of JAX); a lane's device holds as many of them as it has
+room for. As the table says in which order they are used, what is used last is
+what gives way (Belady 1966), and what the next instruction needs is fetched
+while this one computes (Cui et al., "GeePS: scalable deep learning on
+distributed GPUs with a GPU-specialized parameter server", EuroSys 2016).
+
+  weights  of a stage: read by its forwards, backwards and updates
+  state    of its optimizer: read and replaced by its updates
+  sum      of gradients of an update of several microbatches
+"""
+
+import bisect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from asgd import base
+from pipeline.instructions import UPDATE, Instruction
+from pipeline.stage import Part
+from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+
+WEIGHTS, STATE, SUM = "weights", "state", "sum"
+HOST = "pinned_host"  # the memory kind behind a device's own
+
+Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
+
+
+class Traffic(NamedTuple):
+  """Of a device."""
+
+  fetched: int = 0  # bytes from the host
+  written: int = 0  # bytes to the host
+  used: int = 0  # bytes that instructions have needed
+  peak: int = 0  # bytes held at once
+
+
+def add_up(parts: Sequence[Traffic]) -> Traffic:
+  """Returns the traffic of several devices, and the largest of their peaks.
+
+  Example:
+    >>> add_up([Traffic(fetched=2, peak=3), Traffic(fetched=1, peak=1)])
+    Traffic(fetched=3, written=0, used=0, peak=3)
+  """
+  sums = map(sum, zip(*(each[:3] for each in parts), strict=True))
+  return Traffic(*sums, max(each.peak for each in parts))
+
+
+def needs(op: Instruction, every: int) -> tuple[Block, ...]:
+  """Returns the blocks that an instruction needs.
+
+  Args:
+    op: of a synchronous schedule.
+    every: microbatches of an update.
+
+  Example:
+    >>> from pipeline.instructions import Instruction
+    >>> needs(Instruction(3, "update", 1, 0, 0, last=True), every=1)
+    ((1, 'weights'), (1, 'state'))
+  """
+  if op.kind in (FORWARD, BACKWARD, INPUT, WEIGHT):
+    return ((op.stage, WEIGHTS),)
+  if op.kind != UPDATE:
+    return ()
+  blocks = []
+  if every > 1:
+    blocks.append((op.stage, SUM))
+  if op.last:
+    blocks += [(op.stage, WEIGHTS), (op.stage, STATE)]
+  return tuple(blocks)
+
+
+def sizes_of(part: Part) -> dict[str, int]:
+  """Returns the bytes of a stage's blocks, by kind; shapes are enough."""
+  state = jax.eval_shape(part.server.init, part.params)
+  return {
+    WEIGHTS: _nbytes(state.params),
+    STATE: _nbytes(state._replace(params=())),
+    SUM: _nbytes(base.weights_of(part.params)),
+  }
+
+
+def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
+  """Raises ValueError where devices cannot hold a part of their stages' weights
+  only: for a schedule, a stage or a room that is not fit for it.
+
+  Args:
+    schedule: the table.
+    parts: the stages; shapes of parameters are enough.
+    room: bytes of each device.
+  """
+  if not schedule.flush:
+    raise ValueError(
+      f"the schedule {schedule.name} keeps several versions of weights; use one"
+      " that is synchronous, such as breadth_first"
+    )
+  for stage, (part, places) in enumerate(
+    zip(parts, schedule.places(), strict=True)
+  ):
+    if len(places) > 1:
+      raise ValueError(
+        f"stage {stage} has {len(places)} replicas; give each stage one device"
+      )
+    if part.at_worker or not part.server.sends_current:
+      raise ValueError(
+        "the recipe keeps a state at workers, or sends other parameters than"
+        " the server's, which would be held too: use another, such as ssgd"
+      )
+    sizes, every = sizes_of(part), schedule.every
+    least = sum(sizes.values()) if every > 1 else sizes[WEIGHTS] + sizes[STATE]
+    if least > room:
+      raise ValueError(
+        f"the update of stage {stage} needs {least / 1e6:.6g} MB at once, and"
+        f" there is room for {room / 1e6:.6g}: give more, or cut the model into"
+        " more stages"
+      )
+
+
+class Memory:
+  """Which blocks a device holds: what is to be moved, and nothing is moved.
+
+  Instructions are obeyed in their order, over and over.
+  """
+
+  def __init__(self, uses: Sequence[Sequence[Block]], room: int):
+    """Starts empty.
+
+    Args:
+      uses: blocks that each instruction needs.
+      room: bytes.
+    """
+    self.uses, self._room = uses, room
+    self._at: dict[Block, list[int]] = {}
+    for at, blocks in enumerate(uses):
+      for block in blocks:
+        self._at.setdefault(block, []).append(at)
+    self.held: dict[Block, int] = {}  # bytes of each
+
+  def bytes(self) -> int:
+    """Returns what is held."""
+    return sum(self.held.values())
+
+  def next_use(self, block: Block, at: int) -> int:
+    """Returns at which instruction, `at` or later, a block is next needed; one
+    of the next pass has the number of instructions added."""
+    places = self._at.get(block)
+    if not places:
+      return 2 * len(self.uses)
+    found = bisect.bisect_left(places, at)
+    if found < len(places):
+      return places[found]
+    return places[0] + len(self.uses)
+
+  def admit(self, block: Block, size: int, at: int) -> list[Block]:
+    """Makes room for a block that instruction `at` needs, and holds it.
+
+    Returns:
+      The blocks that gave way.
+
+    Raises:
+      ValueError: if the room is too small for what the instruction needs.
+    """
+    gone = []
+    kept = {*self.uses[at], block}
+    while self.bytes() + size > self._room:
+      others = [each for each in self.held if each not in kept]
+      if not others:
+        raise ValueError(
+          f"instruction {at} needs {self.bytes() + size} bytes at once, and"
+          f" there is room for {self._room}"
+        )
+      last = max(others, key=lambda each: (self.next_use(each, at + 1), each))
+      gone.append(last)
+      del self.held[last]
+    self.held[block] = size
+    return gone
+
+  def ahead(self, at: int, sizes: Callable[[Block], int]) -> list[Block]:
+    """Returns the blocks of the next instruction after `at` that needs others,
+    if there is room for them beside what is used before them."""
+    count = len(self.uses)
+    for step in range(1, count):
+      blocks = self.uses[(at + step) % count]
+      wanted = [
+        block for block in blocks if block not in self.held and sizes(block)
+      ]
+      if not wanted:
+        continue
+      stay = {*self.uses[at], *blocks}
+      stay.update(
+        block
+        for between in range(1, step)
+        for block in self.uses[(at + between) % count]
+      )
+      size = sum(sizes(block) for block in wanted)
+      size += sum(self.held.get(block, 0) for block in stay)
+      return wanted if size <= self._room else []
+    return []
+
+
+class DeviceMemory:
+  """A lane's device, and the host's memory behind it."""
+
+  def __init__(
+    self,
+    ops: Sequence[Instruction],
+    every: int,
+    room: int,
+    device: jax.Device,
+  ):
+    """Starts empty.
+
+    Args:
+      ops: the lane's instructions, of one batch.
+      every: microbatches of an update.
+      room: bytes.
+      device: that of the lane.
+
+    Raises:
+      ValueError: if the device has no memory of the host behind it.
+    """
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+      raise ValueError(
+        f"{device} has memories {', '.join(kinds)} and no {HOST}: leave"
+        " device_megabytes out"
+      )
+    self._index = {_name(op): at for at, op in enumerate(ops)}
+    self._memory = Memory([needs(op, every) for op in ops], room)
+    self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
+    self._here = jax.sharding.SingleDeviceSharding(device)
+    self._host: dict[Block, Any] = {}  # None: newer on the device
+    self._device: dict[Block, Any] = {}
+    self._sizes: dict[Block, int] = {}
+    self._at = 0
+    self.traffic = Traffic()
+
+  def to_host(self, tree: Any) -> Any:
+    """Returns a copy of arrays in the host's memory."""
+    return jax.device_put(tree, self._host_of, may_alias=False)
+
+  def adopt(self, block: Block, tree: Any) -> None:
+    """Begins with a block that is in the host's memory (`to_host`); what the
+    device has of the same arrays stays there."""
+    known = jax.tree.leaves(self._host.get(block))
+    leaves = jax.tree.leaves(tree)
+    if len(known) == len(leaves) and all(map(operator.is_, known, leaves)):
+      return
+    self.drop(block)
+    self._host[block], self._sizes[block] = tree, _nbytes(tree)
+
+  def begin(self, op: Instruction) -> None:
+    """Fetches what an instruction needs, and begins to fetch what comes after
+    it."""
+    self._at = self._index[_name(op)]
+    for block in self._memory.uses[self._at]:
+      if block in self._sizes:  # no sum has been begun otherwise
+        self._fetch(block, self._at)
+        used = self.traffic.used + self._sizes[block]
+        self.traffic = self.traffic._replace(used=used)
+    sizes = lambda block: self._sizes.get(block, 0)  # noqa: E731
+    for block in self._memory.ahead(self._at, sizes):
+      self._fetch(block, self._at)
+
+  def get(self, block: Block) -> Any:
+    """Returns a block that the present instruction needs, on the device."""
+    return self._device[block]
+
+  def take(self, block: Block) -> Any:
+    """Returns a block, whose memory the caller gives to something else."""
+    tree = self._device.pop(block)
+    del self._memory.held[block], self._sizes[block]
+    self._host.pop(block)
+    return tree
+
+  def keep(self, block: Block, tree: Any) -> None:
+    """Holds what the present instruction has made of a block; the host has it
+    once it gives way or is asked for (`host`)."""
+    self._memory.held.pop(block, None)
+    self._host[block], self._sizes[block] = None, _nbytes(tree)
+    self._admit(block)
+    self._device[block] = tree
+
+  def host(self, block: Block) -> Any:
+    """Returns a block as it is in the host's memory."""
+    if self._host[block] is None:
+      self._write(block)
+    return self._host[block]
+
+  def drop(self, block: Block) -> None:
+    """Forgets a block."""
+    for table in (self._host, self._device, self._sizes, self._memory.held):
+      table.pop(block, None)
+
+  def _fetch(self, block, at):
+    if block in self._memory.held:
+      return
+    self._admit(block)
+    self._device[block] = jax.device_put(
+      self._host[block], self._here, may_alias=False
+    )
+    fetched = self.traffic.fetched + self._sizes[block]
+    self.traffic = self.traffic._replace(fetched=fetched)
+
+  def _admit(self, block):
+    for gone in self._memory.admit(block, self._sizes[block], self._at):
+      self.host(gone)  # written, if it is newer here
+      del self._device[gone]
+    peak = max(self.traffic.peak, self._memory.bytes())
+    self.traffic = self.traffic._replace(peak=peak)
+
+  def _write(self, block):
+    self._host[block] = jax.device_put(
+      self._device[block], self._host_of, may_alias=False
+    )
+    written = self.traffic.written + self._sizes[block]
+    self.traffic = self.traffic._replace(written=written)
+
+
+def _name(op):
+  return op.slot, op.kind, op.stage, op.microbatch
+
+
+def _nbytes(tree):
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

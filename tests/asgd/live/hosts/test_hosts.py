@@ -1,0 +1,117 @@
+"""Hosts that are threads: calls, deaths and successors."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from asgd.live.hosts import Gone
+from asgd.live.hosts.threads import ThreadHosts
+
+
+class Counter:
+  """Counts, and can be killed or hang on the way."""
+
+  def __init__(self, inside, events=None):
+    self.inside, self.count, self.later = inside, 0, Future()
+    self.events = events if events is not None else []
+
+  def add(self, number=1):
+    self.count += number
+    return self.count
+
+  def fail(self):
+    raise ValueError("not so")
+
+  def put_off(self):
+    return self.later
+
+  def do_it(self):
+    self.later.set_result("late")
+
+  def die(self):
+    self.inside.kill()
+
+  def hang(self, entered):
+    entered.set()
+    self.inside.wait(3600.0)
+
+  def of(self, other):
+    return other.call("add").result()
+
+  def close(self):
+    self.events.append("closed")
+
+
+@pytest.fixture
+def hosts():
+  hosts = ThreadHosts(began=time.monotonic())
+  yield hosts
+  hosts.close()
+  assert not [t for t in threading.enumerate() if t.name == "shard-0"]
+
+
+def test_calls_are_made_one_after_the_other(hosts):
+  host = hosts.start("shard", 0, Counter)
+  calls = [host.call("add") for _ in range(100)]
+  assert [call.result() for call in calls] == list(range(1, 101))
+  assert hosts.made("shard", 0).result() is None
+  assert hosts.gone() == []
+
+
+def test_an_answer_may_be_put_off(hosts):
+  host = hosts.start("shard", 0, Counter)
+  late = host.call("put_off")
+  assert host.call("add").result() == 1
+  assert not late.done()
+  host.call("do_it").result()
+  assert late.result() == "late"
+
+
+def test_what_a_method_raises_is_the_answer_and_ends_nothing(hosts):
+  host = hosts.start("worker", 3, Counter)
+  with pytest.raises(ValueError, match="not so") as told:
+    host.call("fail").result()
+  assert told.value.__notes__ == ["in worker 3"]
+  assert host.call("add").result() == 1
+
+
+def test_what_making_raises_is_the_answer_to_all(hosts):
+  def make(inside):
+    raise ValueError("no such folder")
+
+  host = hosts.start("shard", 0, make)
+  for call in (hosts.made("shard", 0), host.call("add")):
+    with pytest.raises(ValueError, match="no such folder"):
+      call.result()
+
+
+@pytest.mark.parametrize("how", ["itself", "killed"])
+def test_one_that_died_is_gone_for_all_and_another_takes_its_place(hosts, how):
+  events = []
+  host = hosts.start("shard", 0, lambda inside: Counter(inside, events))
+  entered = threading.Event()
+  other = hosts.start("worker", 0, Counter)
+  assert other.call("of", host).result() == 1
+  call = host.call("die") if how == "itself" else host.call("hang", entered)
+  if how == "killed":
+    entered.wait()
+    hosts.kill("shard", 0)
+  waiting = host.call("add")
+  for each in (call, waiting, other.call("of", host)):
+    with pytest.raises(Gone, match="shard 0 is gone"):
+      each.result()
+  assert hosts.gone() == [("shard", 0)]
+  host.thread.join()
+  assert events == ["closed"]
+  again = hosts.start("shard", 0, Counter)
+  assert other.call("of", again).result() == 1
+  assert hosts.gone() == []
+
+
+def test_waiting_ends_with_the_first(hosts):
+  host = hosts.start("worker", 0, Counter)
+  late, soon = host.call("put_off"), host.call("add")
+  assert hosts.wait([late, soon], 60.0) == [soon]
+  assert hosts.wait([late], 0.0) == []

@@ -1,0 +1,203 @@
+"""Shards and workers that order by themselves, in any order: what each model
+promises holds, nothing is lost or done twice, and a replay comes to the same."""
+
+import random
+
+import numpy as np
+import pytest
+
+from asgd import base, tables
+from asgd.orders.trace import NO_SEQ, Event
+from asgd.tables import division as division_lib
+from asgd.tables import replay, requests, wire
+from asgd.tables.shard import TableShard
+from asgd.tables.worker import TableWorker
+
+ROWS, WORKERS, JOBS = 7, 3, 6
+MODELS = {
+  "bulk_synchronous": {},
+  "ssp": dict(bound=1),
+  "essp": dict(bound=1),
+  "managed": dict(bound=2, budget=1),
+  "value_bounded": dict(threshold=3.0),
+  "delay_bounded": dict(bound=1),
+  "asynchronous": {},
+}
+
+
+def work():
+  """Job j adds 2^j to each row that it reads."""
+
+  def keys(job):
+    return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
+
+  def gradient(rows, job, keys, *_):
+    ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
+    return float(job), ones
+
+  return tables.Work(lambda worker, job: job, keys, gradient)
+
+
+def first():
+  return {"v": np.zeros((ROWS, 2)), "w": np.zeros((2, 1))}
+
+
+class World:
+  """Shards and workers, of which a drawn one does something."""
+
+  def __init__(self, seed, consistency, shards=2, **options):
+    self.draw = random.Random(seed)
+    self.settings = tables.table(
+      1.0, WORKERS, consistency=consistency, clock_every=2, **options
+    )
+    self.division = division_lib.divide(first(), shards)
+    self.shards = [self.shard(s) for s in range(shards)]
+    self.orders = [[] for _ in range(shards)]
+    self.images = [wire.dump(shard.pack()) for shard in self.shards]
+    self.log = [[] for _ in range(shards)]
+    self.journals = [[] for _ in range(WORKERS)]
+    self.records = [[] for _ in range(WORKERS)]
+    self.workers = [self.worker(w, 0) for w in range(WORKERS)]
+    self.steps = [None] * WORKERS
+    self.asks = [{} for _ in range(WORKERS)]
+    for w in range(WORKERS):
+      self.begin(w, self.workers[w].join())
+
+  def shard(self, s):
+    server = self.division.server(s, first(), self.settings, WORKERS)
+    return TableShard(s, server)
+
+  def worker(self, w, life):
+    self.journals[w].append(Event(0.0, w, NO_SEQ, life, base.JOIN))
+    return TableWorker(
+      *(w, life, self.settings, self.division, work()),
+      workers=WORKERS,
+      jobs=JOBS,
+    )
+
+  def begin(self, w, steps):
+    self.steps[w] = steps
+    self.go_on(w)
+
+  def go_on(self, w):
+    asks = next(self.steps[w], None)
+    self.asks[w] = asks or {}
+    if asks is None:
+      self.steps[w] = None
+
+  def ask(self, w):
+    """A shard does one request of a worker; False if it has to wait."""
+    s = self.draw.choice(list(self.asks[w]))
+    shard = self.shards[s]
+    request = requests.load_request(self.asks[w][s])
+    if shard.waits(request):
+      return False
+    self.orders[s].append(shard.event(request, 0.0))
+    self.log[s].append(self.asks[w][s])
+    shard.obey(request)
+    self.workers[w].hear(s, shard.reply(request))
+    del self.asks[w][s]
+    return True
+
+  def move(self, w):
+    """A worker does what it can; False if that is nothing."""
+    worker = self.workers[w]
+    if self.asks[w]:
+      return self.ask(w)
+    if self.steps[w] is not None:
+      self.go_on(w)
+      return True
+    if worker.next is None:
+      return False
+    for s, shard in enumerate(self.shards):
+      if self.draw.random() < 0.5:  # it has come, or not yet
+        worker.hear_rows(s, shard.unsent(w, worker.taken[s]))
+      worker.take(s, worker.there(s))
+    taken = tuple(map(float, worker.taken))
+
+    def begun(action):
+      row = Event(0.0, w, 0, worker.next, action, totals=taken)
+      self.journals[w].append(row)
+
+    def done(record):
+      row = Event(0.0, w, 0, record.job, base.RECEIVE)
+      self.journals[w].append(row)
+      self.records[w].append(record)
+
+    self.begin(w, worker.job(begun, done))
+    return True
+
+  def kill_worker(self, w):
+    self.workers[w] = self.worker(w, self.workers[w].life + 1)
+    self.begin(w, self.workers[w].join())
+
+  def kill_shard(self, s):
+    """It comes back from its image and the requests since."""
+    self.shards[s] = self.shard(s)
+    self.shards[s].unpack(wire.load(self.images[s]))
+    for data in self.log[s]:
+      self.shards[s].obey(requests.load_request(data))
+
+  def run(self, kills=()):
+    step = 0
+    while any(x is not None for x in self.steps) or any(
+      w.next is not None for w in self.workers
+    ):
+      step += 1
+      for kind, index, at in kills:
+        if at == step:
+          getattr(self, f"kill_{kind}")(index)
+      if step % 9 == 0:
+        s = self.draw.randrange(len(self.shards))
+        self.images[s], self.log[s] = wire.dump(self.shards[s].pack()), []
+      order = self.draw.sample(range(WORKERS), WORKERS)
+      assert any(self.move(w) for w in order), "nobody can do anything"
+    return self
+
+  def tables(self):
+    return self.division.join(
+      [
+        {name: t.whole() for name, t in shard.server.tables.items()}
+        for shard in self.shards
+      ]
+    )
+
+
+def whole():
+  out = first()
+  for job in range(WORKERS * JOBS):
+    for name, keys in work().keys(job).items():
+      out[name][keys] += 2.0**job
+  return out
+
+
+def same(one, two):
+  return all(one[name].tobytes() == two[name].tobytes() for name in one)
+
+
+def check_replay(world):
+  orders = replay.Orders(world.orders, world.journals)
+  again = replay.replay(
+    world.settings, first(), world.division, work(), orders, jobs=JOBS
+  )
+  assert same(again.tables, world.tables())
+  for mine, theirs in zip(world.records, again.records, strict=True):
+    for record, (_, other) in zip(mine, theirs, strict=True):
+      for a, b in zip(record, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+KILLS = [("worker", 1, 14), ("shard", 0, 25), ("shard", 1, 40)]
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("kills", [(), KILLS])
+def test_each_update_is_there_once_and_a_replay_is_the_same(which, kills):
+  for seed in range(4):
+    world = World(seed, which, **MODELS[which]).run(kills)
+    assert same(world.tables(), whole())
+    check_replay(world)
+    bound = MODELS[which].get("bound")
+    for record in [r for mine in world.records for r in mine]:
+      if bound is not None:
+        assert record.staleness <= bound

@@ -1,0 +1,147 @@
+"""A device that holds a part of the weights: the same bits, less memory."""
+
+import kit
+import pytest
+from pipeline_experiments import (
+  build_pipelines,
+  host_leaves,
+  plan_of,
+  small_config,
+  start_engine,
+)
+
+from asgd.experiment.machine import Machine
+from pipeline import analyze, instructions, residence
+from pipeline.residence import STATE, SUM, WEIGHTS, Memory
+
+pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+
+A, B, C = [(stage, WEIGHTS) for stage in range(3)]
+ONE_DEVICE = dict(
+  schedule="breadth_first", stages=4, chunks=4, microbatches=2, momentum=0.9
+)
+
+
+def obey(uses, room, passes=1):
+  """Returns what is fetched, of blocks of one byte, without looking ahead."""
+  memory, fetched = Memory(uses, room), []
+  for _ in range(passes):
+    for at, blocks in enumerate(uses):
+      for block in blocks:
+        if block not in memory.held:
+          fetched.append(block)
+          memory.admit(block, 1, at)
+      assert memory.bytes() <= room
+  return fetched
+
+
+def test_what_is_used_last_gives_way():
+  # A B C B A: with room for two, C takes the place of A, whose next use comes
+  # after that of B.
+  uses = [[A], [B], [C], [B], [A]]
+  assert obey(uses, 2) == [A, B, C, A]
+  assert obey(uses, 3) == [A, B, C]
+  assert obey(uses, 1) == [A, B, C, B, A]
+  # Over and over: at the last A it is C that is used later, in the next pass.
+  assert obey(uses, 2, passes=2) == [A, B, C, A, C, A]
+
+
+def test_what_comes_next_is_fetched_if_it_is_not_in_the_way():
+  memory = Memory([[A], [B], [C], [B], [A]], 2)
+  memory.admit(A, 1, 0)
+  assert memory.ahead(0, lambda block: 1) == [B]
+  memory.admit(B, 1, 0)
+  assert memory.ahead(0, lambda block: 1) == []  # A and B are needed before C
+  assert memory.ahead(1, lambda block: 1) == [C]  # in the place of A
+  assert memory.admit(C, 1, 1) == [A]
+
+
+def test_an_instruction_that_needs_more_than_there_is_room_for():
+  memory = Memory([[A, B]], 1)
+  memory.admit(A, 1, 0)
+  with pytest.raises(ValueError, match="needs 2 bytes at once"):
+    memory.admit(B, 1, 0)
+
+
+def trained(**changes):
+  config = small_config(x=ONE_DEVICE | {"recipe": "ssgd", **changes})
+  config["model"]["hidden"] = (32, 32, 32)
+  experiment = build_pipelines(config=config)
+  engine = start_engine(experiment, "x", machine=Machine())
+  while engine.done < engine.total:
+    engine.advance(engine.total)
+  return engine, plan_of(experiment)
+
+
+def outcome(engine):
+  return host_leaves(engine.snapshot().params), engine.records().loss
+
+
+# MB: all that is trained is 0.1 MB, with momentum twice as much.
+@pytest.mark.parametrize("megabytes", [0.1, 0.06])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_part_of_the_weights_trains_to_the_same_bits(megabytes, microbatches):
+  every = {"microbatches": microbatches}
+  whole, _ = trained(**every)
+  part, _ = trained(**every, device_megabytes=megabytes)
+  kit.same(outcome(whole), outcome(part))
+  columns = part.columns()
+  assert "weights_peak_bytes" not in whole.columns()
+  assert columns["weights_peak_bytes"] <= 1e6 * megabytes
+  assert 0 < columns["weights_fetched_bytes"] < columns["weights_used_bytes"]
+
+
+def test_a_batch_may_stop_before_any_slot():
+  engine, _ = trained(microbatches=2, device_megabytes=0.06)
+  executor = engine._executor
+  whole = executor.run(executor.start()).state
+  state = executor.start()
+  for slot in range(1, executor.schedule.slots + 1):
+    state = executor.place(executor.run(state, slot).state)
+  kit.same(executor.params(whole), executor.params(state))
+
+
+def test_with_room_for_all_each_byte_is_fetched_once():
+  engine, plan = trained(microbatches=1, device_megabytes=1)
+  sizes = [residence.sizes_of(part) for part in plan.parts]
+  total = sum(each[WEIGHTS] + each[STATE] for each in sizes)
+  columns = engine.columns()
+  assert columns["weights_fetched_bytes"] == total
+  assert columns["weights_peak_bytes"] == total
+  # What an update makes is written, so that a checkpoint has it.
+  assert columns["weights_written_bytes"] == plan.updates * total
+  # A forward and a backward read the weights, an update the state too.
+  used = sum(3 * each[WEIGHTS] + each[STATE] for each in sizes)
+  assert columns["weights_used_bytes"] == plan.updates * used
+
+
+def test_what_an_instruction_needs():
+  shape = dict(microbatches=4, stages=2, chunks=2)
+  run = ONE_DEVICE | {"recipe": "ssgd", **shape}
+  table = plan_of(build_pipelines(config=small_config(x=run))).table
+  program = instructions.write(table, analyze.versions(table, "latest"))
+  needed = [residence.needs(op, 4) for op in program.lanes[0]]
+  # Breadth first: four forwards of a stage, four of the next, and back.
+  assert needed[:8] == [(A,)] * 4 + [(B,)] * 4
+  backward = [(B,), ((1, SUM),)] * 3 + [(B,), ((1, SUM), B, (1, STATE))]
+  assert needed[8:16] == backward
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"device_megabytes": 0.001}, "MB at once, and there is room for 0.001"),
+    ({"device_megabytes": -1}, "device_megabytes must be"),
+    (
+      {"device_megabytes": 1, "schedule": "pipedream", "chunks": None},
+      "keeps several versions of weights",
+    ),
+    ({"device_megabytes": 1, "recipe": "dana_slim"}, "a state at workers"),
+    ({"device_megabytes": 1, "clip_norm": 1.0}, "config.clip_norm needs"),
+  ],
+)
+def test_what_cannot_be_held_in_part_is_refused(changes, message):
+  run = {**ONE_DEVICE, "recipe": "ssgd", **changes}
+  run = {key: value for key, value in run.items() if value is not None}
+  with pytest.raises(ValueError, match=message):
+    plan_of(build_pipelines(config=small_config(x=run)))
