@@ -32,7 +32,7 @@ _NOT += ("sophia",)
 _NEEDS_VALUE = (
   "optimizer 'lbfgs' searches along a line, for which it needs the loss of a"
   " batch as a function of the parameters, and a server is sent gradients"
-  " alone: use engine='mesh', or the recipe 'sandblaster' of engine='simulate'"
+  " alone: use engine='mesh', or the recipe 'sandblaster'"
 )
 
 

@@ -6,6 +6,8 @@ import runpy
 import kit
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture
 def run(capsys):

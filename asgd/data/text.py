@@ -68,9 +68,13 @@ def load(
     >>> text.classes < 110, len(text.train) > 9 * len(text.test) - 10
     (True, True)
   """
-  loader = names.lookup("text", name, _LOADERS)
-  source, characters = loader(data_dir)
+  source, characters = read(name, data_dir=data_dir)
   return from_string(characters, name, source, tokenizer=tokenizer)
+
+
+def read(name: str, *, data_dir: str | None = None) -> tuple[str, str]:
+  """Returns where a text was found, and its characters; see `load`."""
+  return names.lookup("text", name, _LOADERS)(data_dir)
 
 
 def from_string(

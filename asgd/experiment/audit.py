@@ -20,6 +20,7 @@ import numpy as np
 from asgd import base, orders
 from asgd.experiment import replay as replay_lib
 from asgd.experiment import storage
+from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.live.deadlines import DEAD
 from asgd.live.journal import journal_path, read_journal
@@ -188,8 +189,30 @@ def _replay(folder, result, records, data_dir) -> Iterator[Finding]:
   yield Finding(name, text, well)
 
 
+def _of_coordinator(
+  folder, events, records, result, data_dir
+) -> Iterator[Finding]:
+  """Of a run of a coordinator: each job counts once, whoever did copies of it;
+  the driver that goes on drops rows, so deaths cannot be counted."""
+  received = sum(event.action == base.RECEIVE for event in events)
+  counted = records.job[records.accepted]
+  twice = len(counted) - len(np.unique(counted))
+  text = f"{received} received, {len(counted)} counted, {twice} twice"
+  yield Finding("jobs", text, not twice and received == len(records.loss))
+  try:
+    orders.check(events)
+  except ValueError as error:
+    yield Finding("order", str(error), False)
+  else:
+    yield Finding("order", "obeys the protocol", True)
+  try:
+    yield from _replay(folder, result, None, data_dir)
+  except ValueError as error:
+    yield Finding("replay", str(error), False)
+
+
 def findings(
-  plan: ServerPlan,
+  plan: ServerPlan | CoordinatedPlan,
   folder: Path,
   failures: Sequence[Failure] = (),
   *,
@@ -201,7 +224,7 @@ def findings(
     yield Finding("result", f"{folder} has no result.json", False)
     return
   config = plan.run.config
-  server, rules = config["server"], plan.rules()
+  server = config["server"]
   try:
     # As they are: what is wrong with them is for the findings to say.
     shards = range(server["shards"])
@@ -210,6 +233,10 @@ def findings(
   except (ValueError, OSError) as error:
     yield Finding("files", str(error), False)
     return
+  if isinstance(plan, CoordinatedPlan):
+    yield from _of_coordinator(folder, journals[0], sinks[0], result, data_dir)
+    return
+  rules = plan.rules()
   consistent = server["consistent"] and server["shards"] > 1
   yield from _jobs(journals, plan.messages, consistent)
   every, log = plan.recipe.every, server["log"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from asgd import diagnosis, problems
+from asgd import diagnosis, problems, tables
 from asgd.experiment import checks, problem, schema, storage
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
@@ -155,6 +155,8 @@ def build(
     dataset, shared = problem.load(
       resolved, data_dir=data_dir, dataset=dataset
     )
+  for run in runs.values():
+    _check_updates(run, shared)
   experiment = Experiment(
     resolved, engines, runs, dataset, shared, measurements
   )
@@ -173,6 +175,15 @@ def _check_codec(run, config, engines):
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
+
+
+def _check_updates(run, shared):
+  """Raises ValueError for a recipe of gradients where there are none."""
+  if shared.updates is not None and run.recipe not in tables.RECIPES:
+    raise ValueError(
+      f"config.problem: its workers compute no gradient, for the recipe"
+      f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
+    )
 
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:

@@ -193,7 +193,10 @@ def _code(modules, undo) -> str:
 
 
 def _stay_on_loopback(ray, options) -> None:
-  with ray_internals.keeping_to_loopback():
+  with (
+    ray_internals.keeping_to_loopback(),
+    ray_internals.without_unused_processes(),
+  ):
     ray.init(_node_ip_address="127.0.0.1", **options)
   if ray.util.get_node_ip_address() != "127.0.0.1":
     ray.shutdown()

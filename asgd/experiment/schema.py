@@ -460,7 +460,8 @@ def _check_engine(recipe, kind):
     what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
     raise ValueError(
       f"the recipe {recipe!r} has {what} in the place of a server's update,"
-      " which is simulated so far: use engine='simulate'"
+      " which this engine does not run: use engine='simulate', 'threads' or"
+      " 'ray'"
     )
 
 

@@ -70,6 +70,24 @@ def second_node(resource: str, memory: int) -> Iterator[None]:
     second.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
+# Of a node: the processes that serve an autoscaler, a dashboard, and a driver
+# that prints what workers print. Each imports Ray, on the cores of the run.
+_UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
+
+
+@contextlib.contextmanager
+def without_unused_processes() -> Iterator[None]:
+  """Has Ray start a cluster that runs tasks and does nothing else: without
+  three processes, for which `ray.init` would wait."""
+  node = internals.find("ray._private.node.Node")
+  with contextlib.ExitStack() as stack:
+    for name in _UNUSED:
+      if hasattr(node, name):
+        nothing = mock.patch.object(node, name, lambda self, **options: None)
+        stack.enter_context(nothing)
+    yield
+
+
 def read_environment() -> None:
   """Has the part of Ray that is loaded already look at it again."""
   internals.find("ray._raylet.Config").initialize("")

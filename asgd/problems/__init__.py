@@ -11,6 +11,7 @@ from asgd.problems.problem import (
   Keyed,
   Pieces,
   Problem,
+  Updates,
   dtype_of,
   whole_loss,
 )

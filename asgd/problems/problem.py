@@ -11,6 +11,9 @@ from asgd import base, data, models
 from asgd import losses as losses_lib
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
+# What a worker pushes that computes no gradient: (parameters, batch, key) ->
+# ((float[], Aux), values like the parameters). A row of zeros is not pushed.
+Updates = Callable[..., tuple[tuple[jax.Array, losses_lib.Aux], Any]]
 
 _PROBE = 256  # training examples on which curvature is estimated
 
@@ -66,6 +69,12 @@ class Problem(NamedTuple):
   guess: float = float("nan")  # loss of the best constant answer, if known
   statistics_decay: float = models.DECAY  # as of `transforms.own_statistics`
   keyed: Keyed | None = None  # None: a batch needs all rows
+  # In the place of the gradient, for the recipe `table` alone; None: there is
+  # a gradient of the loss.
+  updates: Updates | None = None
+  # The function at the server (`tables.RowFunction.name`) that takes the
+  # updates, and its options.
+  function: tuple[str, Mapping[str, Any]] = ("add", {})
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.

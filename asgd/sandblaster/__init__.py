@@ -8,6 +8,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
+from asgd.sandblaster.again import Recomputed, recompute
 from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (
@@ -19,6 +20,12 @@ from asgd.sandblaster.coordinator import (
 )
 from asgd.sandblaster.settings import Failure, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
-from asgd.sandblaster.simulation import Saved, Simulation, Work, template
+from asgd.sandblaster.simulation import (
+  Saved,
+  Simulation,
+  coordinator_from,
+  template,
+)
+from asgd.sandblaster.sums import Work, make_sums, message_norm
 
 RECIPES = {"sandblaster": sandblaster}  # that a coordinator drives

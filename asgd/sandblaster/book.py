@@ -1,4 +1,4 @@
-"""What a simulated run writes down: trace, messages and iterates."""
+"""What a run writes down: trace, messages and iterates."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ class Iterate(NamedTuple):
   """A point that the coordinator has come to."""
 
   iteration: int  # 0 is the start
-  time: float  # simulated
+  time: float  # simulated, or seconds of a live run
   evaluations: int  # of the whole batch
   loss: float  # of the whole batch, with the weight decay
   norm: float  # of the gradient
@@ -49,6 +49,14 @@ class Book:
   def lengths(self) -> Lengths:
     """How far it is written."""
     return Lengths(len(self.rows), len(self.messages), len(self.iterates))
+
+  def write(self, row: Event) -> None:
+    """Adds a row of the trace."""
+    self.rows.append(row)
+
+  def receive(self, *message: float) -> None:
+    """Adds a message, in the order of base.Records."""
+    self.messages.append(message)
 
   def records(self, start: int = 0, end: int | None = None) -> base.Records:
     """Returns a row for each message, from `start` to `end`; the update is the

@@ -42,12 +42,13 @@ class Jobs:
     self._running: dict[int, list[int]] = {}
     self._done: set[int] = set()
 
-  def begin(self) -> None:
-    """Starts the next evaluation: every job is to be done."""
+  def begin(self, first: int = 0) -> None:
+    """Starts the next evaluation: every job is to be done, or those from
+    `first` on."""
     self._waiting = collections.defaultdict(collections.deque)
     self._running.clear()
-    self._done.clear()
-    for job in range(self._count):
+    self._done = set(range(first))
+    for job in range(first, self._count):
       self._waiting[self.owners.get(job)].append(job)
 
   def _source(self, worker: int) -> tuple[int | None, bool] | None:

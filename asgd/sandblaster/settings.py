@@ -12,9 +12,9 @@ _MOST_PORTIONS = 10**7
 
 
 class Failure(NamedTuple):
-  """A process that is killed in a simulation."""
+  """A process that is killed on purpose."""
 
-  time: float  # when, in the unit of the durations
+  time: float  # when, in the unit of the durations; live, in seconds
   what: str  # one of FAILURES
   index: int  # which worker or shard; of the coordinator, 0
 
@@ -84,12 +84,13 @@ def sandblaster(
     weight_decay: 0 or more; weight_decay |x|^2 / 2 is added to the loss.
     tolerance: norm of the gradient at which the run ends.
     loading: time that the data of a portion take until they are with a worker,
-      which keeps them; in the unit of the durations.
+      which keeps them; in the unit of the durations, and of simulations only.
     prefetch: load the data of the next job while computing.
-    restart: time until a killed worker is back.
+    restart: time until a killed worker is back, of simulations only.
     line_search: arguments of `optax.scale_by_zoom_linesearch`.
     failures: (time, "worker", "shard" or "coordinator", index) of processes
-      that are killed; no iterate is changed by it.
+      that are killed, live in seconds after the first job; no iterate is
+      changed by it.
 
   Returns:
     Settings, with `portions` 0 for None.

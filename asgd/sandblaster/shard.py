@@ -145,10 +145,13 @@ class VectorShard:
         " next"
       )
     answer = self._apply(self._alive(), command)
-    self._journal.append((command, answer))
+    self._note(command, answer)
     if self.number - self._image.number >= _IMAGE_EVERY:
       self.image()
     return answer
+
+  def _note(self, command: Command, answer: float | None) -> None:
+    self._journal.append((command, answer))
 
   def _answer_again(self, command):
     number, line = command.number, command.format()

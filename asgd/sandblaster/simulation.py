@@ -11,14 +11,13 @@ again, bit by bit.
 """
 
 import heapq
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from asgd import base, sharding, simulator
+from asgd import base, sharding
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event
 from asgd.sandblaster.book import Book, Iterate, Lengths
@@ -33,10 +32,9 @@ from asgd.sandblaster.coordinator import (
 from asgd.sandblaster.places import Place, Ticket
 from asgd.sandblaster.portions import Jobs
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
-from asgd.sandblaster.shard import Image, Shards, dot
+from asgd.sandblaster.shard import Image, Shards
+from asgd.sandblaster.sums import Work, make_sums, message_norm
 
-# (parameters, portion) -> (float, gradient)
-Work = Callable[[base.Params, int], tuple[Any, base.Params]]
 _RETURN, _FINISH = "return", "finish"  # of a killed worker, and of a job
 
 
@@ -126,10 +124,9 @@ class Simulation:
   ):
     """Starts from parameters, which are NumPy's, or goes on from what was
     saved. `work` is the loss and the gradient of a portion, a mean."""
-    self._settings, self._work = settings, work
+    self._settings, self._add_up = settings, make_sums(work)
     self._like = params
     self._places = [Place(durations.stream(i)) for i in range(workers)]
-    self._add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
     self.book = Book()
     self.counts = Counts()
     self._agenda = _Agenda()
@@ -254,7 +251,7 @@ class Simulation:
     if place.ticket is not None:
       evaluation, job, seq, *_ = place.ticket
       job += evaluation * self._settings.jobs
-    self.book.rows.append(Event(self.now, worker, seq, job, action))
+    self.book.write(Event(self.now, worker, seq, job, action))
 
   def _happen(self):
     """The next thing in time happens."""
@@ -263,7 +260,7 @@ class Simulation:
       self._shards.lose(index)
     elif what == COORDINATOR:
       # Its journal is that of the beginning of this evaluation.
-      self._coordinator = _coordinator(self._settings, self._saved[1])
+      self._coordinator = coordinator_from(self._settings, self._saved[1])
     elif what == _RETURN:
       self._return(index)
     elif what == WORKER:
@@ -302,9 +299,9 @@ class Simulation:
     if accepted:
       first = self.counts.first + (others[0] != worker)
       self.counts = self.counts._replace(first=first)
-      loss, message = self._compute(job)
-      size = sum(leaf.size for leaf in jax.tree.leaves(message))
-      norm = math.sqrt(dot(message, message) / max(size, 1)) / count
+      portions = self._settings.portions_of(job)
+      loss, message = self._add_up(self._current.params, portions)
+      norm = message_norm(message, count)
       self._current.losses[job] = loss
       self._shards.put(message_name(current, job), message)
       for other in others:  # a copy of it comes to the same loss
@@ -313,24 +310,12 @@ class Simulation:
     self._write(worker, base.RECEIVE)
     place.ticket, row = None, self.book.rows[-1]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
-    self.book.messages.append(
-      (
-        *(max(self.state.iteration, 0), self.now, worker, row.job),
-        *(late, 0.0, loss / count, accepted, norm, 0.0),
-        *(nbytes, nbytes * ticket.fresh, 0.0),
-      )
+    self.book.receive(
+      *(max(self.state.iteration, 0), self.now, worker, row.job),
+      *(late, 0.0, loss / count, accepted, norm, 0.0),
+      *(nbytes, nbytes * ticket.fresh, 0.0),
     )
     self._start(worker)
-
-  def _compute(self, job):
-    """Returns the sums of losses and of gradients over the portions of a job,
-    in their order."""
-    loss, gradient = 0.0, None
-    for portion in self._settings.portions_of(job):
-      value, part = self._work(self._current.params, portion)
-      loss += float(value)
-      gradient = part if gradient is None else self._add(gradient, part)
-    return loss, simulator.fetch(gradient)
 
   # Checkpoints.
 
@@ -362,7 +347,7 @@ class Simulation:
     vectors = saved.arrays["vectors"]
     images = [Image(notes["number"], dict(each)) for each in vectors]
     self._shards = Shards(self._like, settings.shards, images)
-    self._coordinator = _coordinator(settings, notes)
+    self._coordinator = coordinator_from(settings, notes)
     self._jobs = Jobs(settings.jobs, settings.backup, dict(notes["owners"]))
     self._agenda.unpack(notes["agenda"])
     self._current = _Evaluation(notes["evaluation"])
@@ -384,8 +369,10 @@ def template(
   }
 
 
-def _coordinator(settings: Settings, notes: Mapping[str, Any]) -> Coordinator:
-  """The coordinator of some notes, from its journal."""
+def coordinator_from(
+  settings: Settings, notes: Mapping[str, Any]
+) -> Coordinator:
+  """Returns the coordinator whose `state` and `answers` were noted."""
   state = State(**notes["state"])
   pairs = tuple(Pair(*pair) for pair in state.pairs)
   state = state._replace(pairs=pairs)

@@ -103,18 +103,24 @@ def random_skip(probability: float) -> Filter:
   return apply
 
 
-def kkt(l1: float, *, slack: float = 0.0) -> Filter:
+def kkt(
+  l1: float, *, slack: float = 0.0, column: int | None = None
+) -> Filter:
   """Drops gradients that L1 would not let change a row of zeros.
 
     dropped if w = 0 and max_i |g_i| <= l1 - slack
 
   A weight of 0 is optimal where its gradient is not above the penalty
   (Karush-Kuhn-Tucker). It is for gradients, and a server whose function has
-  that penalty, as `ftrl_proximal`.
+  that penalty, as `ftrl_proximal` and `proximal`. What is dropped is a part
+  of the gradient, of one worker's examples, that stands for all of it: the
+  more slack, the less often a weight that should move stays at 0.
 
   Args:
     l1: the penalty, positive, in the unit of a gradient.
     slack: from 0, below `l1`: how near to it gradients are sent.
+    column: of rows and values that have more than weights and gradients: where
+      these are; None: all are.
 
   Returns:
     A Filter, which drops.
@@ -137,6 +143,8 @@ def kkt(l1: float, *, slack: float = 0.0) -> Filter:
   """
   checks.positive("l1", l1)
   checks.nonnegative("slack", slack)
+  if column is not None:
+    checks.whole("column", column, 0)
   if slack >= l1:
     raise ValueError(
       f"slack {slack} must be below l1, {l1}: nothing would be dropped"
@@ -144,6 +152,8 @@ def kkt(l1: float, *, slack: float = 0.0) -> Filter:
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng
+    if column is not None:
+      rows, values = rows[:, column], values[:, column]
     drop = (_largest(rows) == 0) & (_largest(values) <= l1 - slack)
     return Verdict(~drop, drop)
 

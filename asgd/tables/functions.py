@@ -16,6 +16,8 @@ import optax
 
 from asgd import checks
 
+ADD, PROXIMAL = "add", "proximal"  # names of functions
+
 
 class RowFunction(NamedTuple):
   """A user's function at the server; both are pure.
@@ -27,6 +29,9 @@ class RowFunction(NamedTuple):
   init: Callable[[Any], Any]  # rows [n, ...] -> state
   apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
   additive: bool = False  # rows + values: a worker knows what its push does
+  name: str = "by_row"  # for the problems that need a certain one
+  # Applied once a clock, to the sums of what all workers have pushed of it.
+  aggregates: bool = False
 
 
 def add() -> RowFunction:
@@ -45,7 +50,10 @@ def add() -> RowFunction:
     (1.5, ())
   """
   return RowFunction(
-    lambda rows: (), lambda rows, state, values: (rows + values, state), True
+    lambda rows: (),
+    lambda rows, state, values: (rows + values, state),
+    additive=True,
+    name=ADD,
   )
 
 
@@ -108,6 +116,62 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
 
   return RowFunction(
     functools.partial(on_padded, start), functools.partial(on_padded, update)
+  )
+
+
+def proximal(
+  learning_rate: float = 1.0, *, l1: float, messages: int = 1
+) -> RowFunction:
+  """Delayed block proximal steps: descent along the gradient of a block of
+  features, scaled by its curvature, and zeros by L1.
+
+    g, u = sums of a clock's values / messages
+    x = w - a g / u;   w <- sign(x) max(|x| - a l1 / u, 0)
+
+  which minimises g y + (y - w)^2 u / (2 a) + l1 |y|. Rows are (w, u), float[2],
+  with u that of the last step; values are (g, u). Rows for which nothing was
+  pushed, and those with u = 0, stay as they are.
+
+  Args:
+    learning_rate: a, positive; 1 where u bounds the curvature and nothing is
+      delayed, less with delay: 1 / (L_var + tau L_cov) at most.
+    l1: the penalty of |w|, 0 or more.
+    messages: values that are summed up in a clock, if each was of a mean.
+
+  Returns:
+    A RowFunction that is applied once a clock, to what all workers have pushed.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Li et al., "Communication efficient distributed machine learning with the
+    parameter server", NIPS 2014, algorithm 3 and equation 3: the generalized
+    proximal operator with a diagonal U.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import tables
+    >>> function = tables.functions.proximal(l1=0.5)
+    >>> rows, values = np.zeros((2, 2)), np.array([[-3.0, 2.0], [0.4, 1.0]])
+    >>> function.apply(rows, (), values)[0].tolist()  # (3 - 0.5) / 2; |g| < l1
+    [[1.25, 2.0], [0.0, 1.0]]
+  """
+  checks.positive("learning_rate", learning_rate)
+  checks.nonnegative("l1", l1)
+  checks.whole("messages", messages)
+
+  def apply(rows: Any, state: Any, values: Any) -> tuple[Any, Any]:
+    xp = jnp if isinstance(rows, jax.Array) else np
+    w, g, u = rows[:, 0], values[:, 0] / messages, values[:, 1] / messages
+    step = learning_rate / xp.where(u > 0, u, 1)
+    x = w - step * g
+    new = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0)
+    after = xp.stack([new, u], 1).astype(rows.dtype)
+    return xp.where(u[:, None] > 0, after, rows), state
+
+  return RowFunction(
+    lambda rows: (), apply, name=PROXIMAL, aggregates=True
   )
 
 

@@ -4,11 +4,13 @@ It knows no order of its own: a runtime gives it messages one by one, asks
 whether a worker may be answered, and takes what it has to send.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from asgd.tables import keys as keys_lib
 from asgd.tables.client import TableSpec
 from asgd.tables.consistency import Consistency, Rules
 from asgd.tables.keys import Keys
@@ -52,6 +54,7 @@ class Server:
     self.tables, self.rules = dict(tables), rules
     self.workers = list(workers)
     self._codec = codec
+    self._aggregates = any(t.function.aggregates for t in tables.values())
     self.clocks = {
       name: RangeClocks(workers, 0, _LAST if t.stop is None else t.stop)
       for name, t in tables.items()
@@ -121,7 +124,7 @@ class Server:
         message is applied then.
     """
     before, values = self.slowest, self._values(push)
-    if self.rules.deferred:
+    if self.rules.deferred or self._aggregates:
       self._deferred.append((push.clock, push.worker, values))
     else:
       self._apply(push.worker, values)
@@ -148,10 +151,18 @@ class Server:
 
   def _apply_deferred(self, clock):
     """Applies what is of a clock that all have finished, in the order of the
-    workers: no bit depends on who came first."""
+    workers: no bit depends on who came first. What is for functions that
+    aggregate is summed up before."""
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
-    for _, worker, values in sorted(due, key=lambda each: each[:2]):
+    due.sort(key=lambda each: each[:2])
+    if self._aggregates:
+      for _, group in itertools.groupby(due, key=lambda each: each[0]):
+        sent = [(worker, values) for _, worker, values in group]
+        # Nobody's copy has what came of it: the sender stands for no worker.
+        self._apply(sent[0][0], _summed([values for _, values in sent]))
+      return
+    for _, worker, values in due:
       self._apply(worker, values)
 
   def _values(self, push) -> _Values:
@@ -337,3 +348,14 @@ class Server:
       name: RangeClocks.unpack(each) for name, each in notes["clocks"].items()
     }
     self.version = notes["version"]
+
+
+def _summed(messages: list[_Values]) -> _Values:
+  """Adds up the values of several messages by key."""
+  names = sorted({name for values in messages for name in values})
+  out = {}
+  for name in names:
+    parts = [values[name] for values in messages if name in values]
+    keys, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    out[name] = keys_lib.add_up(keys, values)
+  return out

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import optax
 
-from asgd import checks
+from asgd import checks, names
 from asgd.tables import consistency as consistency_lib
 from asgd.tables import filters as filters_lib
 from asgd.tables import functions
+from asgd.tables.keys import Keys
 from asgd.tables.messages import ValueCodec
 
 
@@ -23,6 +24,8 @@ class Settings(NamedTuple):
   rebalance_every: int = 0
   filters: tuple[filters_lib.Filter, ...] = ()
   codec: tuple[tuple[str, Any], ...] = ()
+  # Workers compute what is pushed (`Problem.updates`), and not a gradient.
+  direct: bool = False
 
   def rate(self, clock: int) -> float:
     """Returns the learning rate at a clock."""
@@ -31,8 +34,36 @@ class Settings(NamedTuple):
 
   def factor(self, clock: int) -> float:
     """Returns what a read shows of a value that a worker is to push: all of an
-    increment, and of a gradient a step of gradient descent."""
+    increment, of a gradient a step of gradient descent, and nothing where
+    others' values are needed to know."""
+    if self.function.aggregates:
+      return 0.0
     return 1.0 if self.function.additive else -self.rate(clock)
+
+  def written(
+    self, clock: int, keys: Mapping[str, Keys], values: Mapping[str, Any]
+  ) -> dict[str, tuple[Keys, Any]]:
+    """Returns what a worker writes of a job, by table.
+
+    Where the function adds, a gradient g becomes the increment -a g. Of what a
+    problem computes itself, which is written as it is, rows of zeros are left
+    out.
+
+    Args:
+      clock: of the worker.
+      keys: of the rows that the job was done on.
+      values: [n, ...], of `Work.gradient`.
+    """
+    if self.direct:
+      out = {}
+      for name, each in values.items():
+        some = each.reshape(len(each), -1).any(1)
+        out[name] = keys[name][some], each[some]
+      return out
+    if self.function.additive:
+      rate = self.rate(clock)
+      values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
+    return {name: (keys[name], each) for name, each in values.items()}
 
   def make_codec(self) -> ValueCodec | None:
     """Returns the codec of messages, if there is one."""
@@ -53,6 +84,7 @@ def table(
   filters: str | Sequence[str | Mapping[str, Any]] = (),
   codec: str | Mapping[str, Any] | None = None,
   ftrl: Mapping[str, float] | None = None,
+  proximal: Mapping[str, float] | None = None,
   optimizer: Any = None,
 ) -> Settings:
   """A parameter server of keyed rows, under a consistency model.
@@ -80,6 +112,9 @@ def table(
     codec: of values, a name of `compression.CODECS`, or a dict of a `name` and
       options; None is none.
     ftrl: options of `ftrl_proximal`, which is then the function at the server.
+    proximal: options of `functions.proximal`, the same; its learning rate is
+      the run's, and a problem is needed that computes its values, as
+      `sparse_logistic.sparse_logistic_regression`.
     optimizer: an `optimizers.Optimizer` by row at the server; None adds.
 
   Returns:
@@ -101,6 +136,7 @@ def table(
     (10, True)
   """
   checks.whole("workers", workers)
+  clock_every = checks.whole("clock_every", clock_every, most=10**6)
   if isinstance(filters, str | Mapping):
     filters = (filters,)
   with_bound = consistency in ("ssp", "essp", "managed")
@@ -109,12 +145,17 @@ def table(
   rules = consistency_lib.rules(
     consistency, bound=bound, threshold=threshold, budget=budget
   )
-  if ftrl is not None and optimizer is not None:
+  given = {"ftrl": ftrl, "proximal": proximal, "the optimizer": optimizer}
+  given = [name for name, value in given.items() if value is not None]
+  if len(given) > 1:
     raise ValueError(
-      "ftrl and the optimizer are both the function at the server: drop one"
+      f"{' and '.join(given)} are both the function at the server: drop one"
     )
   function = functions.add()
-  if ftrl is not None:
+  if proximal is not None:
+    function = _proximal(proximal, learning_rate, workers * clock_every)
+    filters = [_of_weights(each, proximal["l1"]) for each in filters]
+  elif ftrl is not None:
     tx = functions.ftrl_proximal(**{"learning_rate": learning_rate, **ftrl})
     function = functions.by_row(tx)
   elif optimizer is not None:
@@ -123,7 +164,7 @@ def table(
     rules,
     function,
     learning_rate,
-    checks.whole("clock_every", clock_every, most=10**6),
+    clock_every,
     checks.whole("shards", shards),
     checks.whole("rebalance_every", rebalance_every, 0),
     tuple(map(filters_lib.named, filters)),
@@ -132,7 +173,7 @@ def table(
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(
       "the filter kkt is for gradients, and increments are pushed: use it with"
-      " ftrl, or with an optimizer"
+      " ftrl, proximal or an optimizer"
     )
   with checks.below("codec", codec or ()):
     settings.make_codec()
@@ -150,6 +191,24 @@ def _codec_options(codec):
       f" dict(name='int8'), not {checks.shown(codec)}; None is no codec"
     )
   return tuple(options.items())
+
+
+def _proximal(options, learning_rate, messages):
+  """The function at the server for options of a config."""
+  if callable(learning_rate):
+    raise ValueError(
+      "proximal has no schedule of its learning rate: use a constant one"
+    )
+  options = {"learning_rate": learning_rate, **options, "messages": messages}
+  return names.call("function", "proximal", functions.proximal, options)
+
+
+def _of_weights(value, l1):
+  """A filter for rows of `functions.proximal`, (weight, curvature)."""
+  if not _is_kkt(value):
+    return value
+  options = {"name": value} if isinstance(value, str) else dict(value)
+  return {"column": 0, "l1": l1, **options}
 
 
 def _is_kkt(value):

@@ -28,6 +28,7 @@ from asgd.tables.settings import Settings
 from asgd.tables.table import Table
 from asgd.tables.work import Values, Work
 
+
 class Read(NamedTuple):
   """A job's read, told to an observer: what tests of a model look at."""
 
@@ -330,10 +331,8 @@ class Simulation:
       ticket.values, batch, keys, worker, job
     )
     clock = place.done // settings.clock_every
-    if settings.function.additive:
-      rate = settings.rate(clock)
-      gradient = {k: x * x.dtype.type(-rate) for k, x in gradient.items()}
-    client.write({name: (keys[name], gradient[name]) for name in keys})
+    written = settings.written(clock, keys, gradient)
+    client.write(written)
     place.done += 1
     after = place.done // settings.clock_every
     last = place.done == self._jobs
@@ -345,9 +344,9 @@ class Simulation:
       change = self._flush(worker, after, last)
     place.ticket = None
     self._write(worker, job, base.RECEIVE)
-    size = sum(x.size for x in gradient.values())
-    square = sum(float(np.square(x, dtype=float).sum()) for x in
-      gradient.values())
+    every = [values for _, values in written.values()]
+    size = sum(x.size for x in every)
+    square = sum(float(np.square(x, dtype=float).sum()) for x in every)
     self._messages.append(
       (
         *(self.server.version, self.now, worker, job, ticket.oldest, gap),

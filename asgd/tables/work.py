@@ -14,5 +14,6 @@ class Work(NamedTuple):
 
   batch: Callable[[int, int], base.Batch]  # (worker, job)
   keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows it needs
-  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row)
+  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row, or what
+  # is pushed to it: `Settings.direct`)
   gradient: Callable[..., tuple[float, Values]]

@@ -219,7 +219,7 @@ class TableWorker:
       self._answered(asks)
     values, reads, oldest = self._read(keys, parts, clock)
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
-    size = self._write(parts, change(gradient), clock)
+    size = self._write(keys, change(gradient), clock)
     self.done += 1
     pushes = self._pushes(clock)
     record = JobRecord(
@@ -280,17 +280,19 @@ class TableWorker:
       reads[min(max(clock - each, 0), BINS - 1)] += count
     return values, reads, clock - oldest
 
-  def _write(self, parts, gradient, clock):
+  def _write(self, keys, gradient, clock):
     """Keeps updates as its own; returns the RMS of the gradient."""
     square = sum(float(np.square(g, dtype=float).sum())
       for g in gradient.values())
     size = sum(g.size for g in gradient.values())
-    if self._settings.function.additive:
-      rate = self._settings.rate(clock)
-      gradient = {k: g * g.dtype.type(-rate) for k, g in gradient.items()}
+    written = self._settings.written(clock, keys, gradient)
+    parts = self._division.split({k: mine for k, (mine, _) in written.items()})
     for client, part in zip(self._clients, parts, strict=True):
       client.write(
-        {name: (mine, gradient[name][at]) for name, (at, mine) in part.items()}
+        {
+          name: (mine, written[name][1][at])
+          for name, (at, mine) in part.items()
+        }
       )
     return float(np.sqrt(square / max(size, 1)))
 

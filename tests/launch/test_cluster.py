@@ -11,7 +11,10 @@ import pytest
 from asgd.base import RECEIVE
 from asgd.experiment import live_files, storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = [
+  *(pytest.mark.slow, pytest.mark.process),
+  pytest.mark.usefixtures("quick_compilation"),
+]
 
 AHEAD = 1e6  # seconds, of the clock of the second node
 MODULE = f'''

@@ -22,7 +22,8 @@ from asgd.experiment import cell_files, folder, progress, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("commands_as_here", "no_pictures"),
+  pytest.mark.usefixtures("quick_compilation", "commands_as_here"),
+  pytest.mark.usefixtures("no_pictures"),
   # Threads that read a damaged checkpoint for Orbax may end after its loop.
   pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -46,6 +47,8 @@ LONG = (
   "--config.epochs=6",
   "--config.checkpoint_seconds=0",
 )
+# The same, which is not to be stopped.
+WHOLE = (*LONG, "--config.checkpoint_seconds=1e9")
 
 
 def finish(*arguments):
@@ -66,7 +69,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("undisturbed") / "out"
-  finish(*LONG, *ONE, f"--workdir={workdir}")
+  finish(*WHOLE, *ONE, f"--workdir={workdir}")
   return workdir
 
 
@@ -372,7 +375,7 @@ def test_a_damaged_checkpoint_is_not_used_and_it_says_so(
   (cell,) = cells(workdir)
   step = newest_checkpoint(cell)
   damage(step)
-  result = finish(*LONG, *ONE, f"--workdir={workdir}")
+  result = finish(*WHOLE, *ONE, f"--workdir={workdir}")
   assert f"checkpoint {step} is damaged and is not used" in result.stderr
   assert (cell / f"damaged-{step.name}").is_dir()
   assert_same(workdir, undisturbed)

@@ -320,9 +320,9 @@ def test_a_killed_command_goes_on_to_the_bit(
     "only": "pipedream",
     "seeds": 0,
     "pipeline.stages": 2,
-    "examples": 2560,
+    "examples": 1536,
     "checkpoint_seconds": 0,
-    "evaluations": 20,
+    "evaluations": 12,
     "on_nan": "stop",
   }
   workdir = tmp_path / "out"

@@ -1,9 +1,10 @@
-"""Runs of the engine `simulate` that a coordinator drives: Sandblaster L-BFGS.
+"""Runs that a coordinator drives: Sandblaster L-BFGS, in simulated time.
 
 What a cell computes is a function of its config and its seed, as of all
 simulated runs. Its order is not known before it: how often the batch is
 evaluated is up to the line search. So the trace is an outcome, `trace.csv`, as
-is `iterates.csv`, with the simulated time at which each loss was reached.
+is `iterates.csv`, with the time at which each loss was reached. `live_batches`
+has the same in real time.
 """
 
 import csv
@@ -45,9 +46,12 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     """Batches in one message."""
     return self.settings.push_every
 
-  def work(self, seed: int, root: jax.Array) -> sandblaster.Work:
-    """Returns the loss and the gradient of a portion, whoever computes it."""
-    batches = self.problem.batches(seed, 1)
+  def work(
+    self, seed: int, root: jax.Array, batches: problems.Batches | None = None
+  ) -> sandblaster.Work:
+    """Returns the loss and the gradient of a portion, whoever computes it;
+    `batches` are those of the seed, perhaps made before."""
+    batches = batches or self.problem.batches(seed, 1)
 
     def work(params, portion):
       with checks.batch_of(f"portion {portion}"):
@@ -131,6 +135,9 @@ def _check_budget(run, problem, settings, workers, messages):
 class CoordinatedEngine(engines.Engine):
   """A cell of Sandblaster L-BFGS in simulated time."""
 
+  _clock = "time"  # of evaluations
+  _end = "simulated_time"  # of the result
+
   def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
     seed = context.cell.seed
@@ -156,9 +163,14 @@ class CoordinatedEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Goes on, not past message `until`."""
-    simulation, first = self._simulation, self.done
-    self.done = simulation.advance(min(first + self._pace.begin(), until))
+    first = self.done
+    self.done = self._simulation.advance(min(first + self._pace.begin(), until))
     self._pace.end()
+    return self._progress(first)
+
+  def _progress(self, first):
+    """What happened since so many messages were received."""
+    simulation = self._simulation
     part = simulation.book.records(first)
     news, simulation.book.news = simulation.book.news, []
     broken, reason = None, simulation.state.reason
@@ -173,9 +185,10 @@ class CoordinatedEngine(engines.Engine):
     )
 
   def snapshot(self) -> engines.Snapshot:
-    """Returns the last iterate, at the simulated time."""
+    """Returns the last iterate, and the time."""
     simulation = self._simulation
-    clock, update = {"time": simulation.now}, max(simulation.state.iteration, 0)
+    clock = {self._clock: simulation.now}
+    update = max(simulation.state.iteration, 0)
     return engines.Snapshot(simulation.params(), self.done, update, clock)
 
   def records(self) -> base.Records:
@@ -220,7 +233,7 @@ class CoordinatedEngine(engines.Engine):
       "bytes_down": int(records.bytes_down.sum()),
       "reason": state.reason or "the end of config.epochs",
       **self.summary(0, self.done),
-      "simulated_time": simulation.now,
+      self._end: simulation.now,
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
@@ -259,9 +272,10 @@ def describe(result: Mapping[str, Any]) -> str:
   """Returns iterations, evaluations and what ended a cell in a few words."""
   words = (
     "{updates} iterations, {evaluations_of_batch} evaluations of {portions}"
-    " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g} at"
-    " time {simulated_time:.4g}"
+    " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g}"
   ).format_map(result)
+  if "simulated_time" in result:
+    words += f" at time {result['simulated_time']:.4g}"
   if result["backup_started"]:
     words += (
       f"; {result['backup_first']} of {result['backup_started']} backup tasks"

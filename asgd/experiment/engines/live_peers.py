@@ -69,16 +69,15 @@ def check_plan(plan: peers.PeerPlan) -> None:
     )
 
 
-def check_faults(plans: Any, machine: Any) -> None:
+def check_faults(plan: Any, machine: Any) -> None:
   """Refuses faults that cannot happen between peers."""
-  for plan in plans:
-    for fault in machine.faults:
-      if peers.of_peers(plan.run) and fault.kind in _OF_LINKS:
-        raise ValueError(
-          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: a message of"
-          " peers is told once, over a link that loses none; use kill, hang,"
-          " slow or nan"
-        )
+  for fault in machine.faults:
+    if peers.of_peers(plan.run) and fault.kind in _OF_LINKS:
+      raise ValueError(
+        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: a message of peers"
+        " is told once, over a link that loses none; use kill, hang, slow or"
+        " nan"
+      )
 
 
 def check_files(folder: Path) -> None:

@@ -22,7 +22,10 @@ class OutcomePlan:
 
   @functools.cached_property
   def gradient(self) -> Any:
-    """(params, batch, key) -> ((loss, Aux), gradient), compiled once."""
+    """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
+    once."""
+    if self.problem.updates is not None:
+      return jax.jit(self.problem.updates)
     loss = losses.as_loss(self.problem.loss)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 

@@ -143,6 +143,46 @@ _REFUSED = {
 }
 
 
+def _add_function(run, problem, options):
+  """Adds the function at the server that a problem needs, with its options."""
+  name, needed = problem.function
+  if name == functions.ADD:
+    return
+  given = dict(options.get(name) or {})
+  twice = [key for key in needed if key in given]
+  if twice:
+    raise ValueError(
+      f"config.runs.{run.label}.{name}.{twice[0]} follows from config.problem:"
+      " drop it"
+    )
+  options[name] = {**needed, **given}
+
+
+def _check_updates(run, problem, settings):
+  """Returns the settings for what a problem's workers compute; ValueError where
+  that is not for the function at the server."""
+  where, name = f"config.runs.{run.label}", settings.function.name
+  if problem.updates is None:
+    if name == functions.PROXIMAL:
+      raise ValueError(
+        f"{where}.proximal is for problems whose workers compute gradients and"
+        " curvatures by feature: drop it, or use ftrl or an optimizer"
+      )
+    return settings
+  wanted, _ = problem.function
+  if name != wanted:
+    raise ValueError(
+      f"{where}: the problem's updates are for the function {wanted!r} at the"
+      f" server, not for {name!r}: drop optimizer, ftrl and proximal"
+    )
+  if run.config["curvature_checks"]:
+    raise ValueError(
+      f"config.curvature_checks {run.config['curvature_checks']} is for"
+      " gradients, which this problem has not: set it to 0"
+    )
+  return settings._replace(direct=True)
+
+
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
@@ -159,6 +199,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   options, peak = dict(run.options), float(config["learning_rate"])
   if config["optimizer"] is not None:
     options["optimizer"] = optimizers.named(config["optimizer"])
+  _add_function(run, problem, options)
 
   def settings_of(rate):
     with checks.blame(f"runs.{run.label}", tuple(run.options)):
@@ -173,7 +214,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
-  settings = settings_of(rate)
+  settings = _check_updates(run, problem, settings_of(rate))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:

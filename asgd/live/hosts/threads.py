@@ -34,6 +34,7 @@ class ThreadHost(Host):
     self._end = threading.Event()
     self._lock = threading.Lock()
     self._open: set[Future[Any]] = set()  # calls that are not answered
+    self._tells = kill is None  # who raised; a process is told by its caller
     self._inside = Inside(kill or self._die, self._wait, clock)
     self.made: Future[Any] = self._new_call()
     name = f"{kind}-{index}"
@@ -118,7 +119,7 @@ class ThreadHost(Host):
     try:
       return do()
     except Exception as error:
-      if not isinstance(error, Gone):
+      if self._tells and not isinstance(error, Gone):
         error.add_note(f"in {self.kind} {self.index}")
       self._answer(call, error=error)
       return None

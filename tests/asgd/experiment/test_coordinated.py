@@ -13,6 +13,8 @@ from asgd.experiment.engines import NotFinite
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RUN = {"recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2}
 
 
@@ -163,8 +165,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
       {"examples": None, "epochs": 1.0},
       r"takes up to 90: 89 for its 89 portions, .* Use config.epochs 1.02 or",
     ),
-    ({}, {"engine": "threads"}, "simulated so far: use engine='simulate'"),
-    ({}, {"engine": "mesh"}, "simulated so far: use engine='simulate'"),
+    ({}, {"engine": "mesh"}, "use engine='simulate', 'threads' or 'ray'"),
   ],
 )
 def test_one_line_for_what_it_cannot_do(run, config, why):

@@ -11,6 +11,7 @@ import kit
 import pytest
 
 from asgd.experiment import jobs, ray_runtime, signals
+from asgd.live import ray_internals
 
 ray = pytest.importorskip("ray")
 # Ray ends processes of its own without waiting for them.
@@ -177,6 +178,11 @@ def cluster():
 def test_workers_have_the_priority_of_the_driver(cluster):
   task = ray.remote(num_cpus=0)(lambda: os.nice(0))
   assert ray.get(task.remote()) == os.nice(0)
+
+
+def test_what_a_run_has_no_use_for_is_not_started(cluster):
+  live = ray_internals.node().live_processes()
+  assert {kind for kind, _ in live} == {"gcs_server", "raylet"}
 
 
 JOIN = """

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Settings of cells; a replay comes to their parameters, to the bit.
 CELLS = {
-  "stopped on the way": {"stop": (20,), "examples": 5760},
+  "stopped on the way": {
+    "stop": (20,),
+    "examples": 1152,
+    "live": {"slowdown": (40, 40, 40)},  # they wait most of their time
+  },
   "two shards, rounded on the wire": {
     "server": {"shards": 2, "wire": "bfloat16"}
   },

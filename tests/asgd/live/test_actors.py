@@ -41,7 +41,10 @@ from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+  *(pytest.mark.process, pytest.mark.slow),
+  pytest.mark.usefixtures("quick_compilation"),
+]
 
 LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
 WORKERS = 2

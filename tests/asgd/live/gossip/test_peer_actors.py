@@ -23,7 +23,10 @@ from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+  *(pytest.mark.process, pytest.mark.slow),
+  pytest.mark.usefixtures("quick_compilation"),
+]
 
 LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
 PEERS, ROUNDS, HELD = 2, 12, 8

@@ -26,6 +26,8 @@ from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.orders.protocol import Rules
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Followers that obey the lead.
 
 

@@ -15,7 +15,7 @@ from asgd.live.world import explore, scenario
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Dispatcher
 
-SEEDS = 200
+SEEDS = 120
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,276 @@
+"""Documents as words: generated from known topics, of a package, or a file.
+
+Index letters used in shape comments:
+  n, m  documents of the training and the test part
+  L     words of the longest document
+  V     words of the vocabulary
+  T     topics
+"""
+
+import collections
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import checks, names
+from asgd.data import text
+from asgd.data.download import DataError
+
+_EVERY = 10  # one document of so many is of the test part
+_WORD = re.compile(r"[a-z]{3,}")
+_COMMON = 0.5  # words that are in a larger part of the documents are left out
+
+
+class Documents(NamedTuple):
+  """Documents of words 0 to V - 1, of which positions beyond a length are 0.
+  Each has a word, those of the test part two."""
+
+  name: str
+  source: str  # where they were found, or how they were drawn
+  train_words: np.ndarray  # int32[n, L]
+  train_lengths: np.ndarray  # int32[n]
+  test_words: np.ndarray  # int32[m, L]
+  test_lengths: np.ndarray  # int32[m]
+  vocabulary: tuple[str, ...]  # [V]
+  topics: np.ndarray | None = None  # float[T, V] of which they were drawn
+
+
+def generated(
+  documents: int = 400,
+  *,
+  side: int = 5,
+  length: int = 60,
+  concentration: float = 0.3,
+  seed: int = 0,
+) -> Documents:
+  """Draws documents of topics that are bars of a grid of words.
+
+  Words are the places of a grid; each topic is a row or a column of it, whose
+  words are equally frequent. A document's topics are drawn by Dirichlet.
+
+  Args:
+    documents: n + m, of which a tenth is the test part.
+    side: of the grid: V = side^2, T = 2 side; 2 or more.
+    length: L, words of each document; 2 or more.
+    concentration: of the Dirichlet distribution, positive.
+    seed: of all that is drawn.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Griffiths and Steyvers, "Finding scientific topics", PNAS 2004, figure 1.
+
+  Example:
+    >>> from asgd.data import documents
+    >>> drawn = documents.generated(20, side=3, length=8)
+    >>> drawn.train_words.shape, drawn.topics.shape
+    ((18, 8), (6, 9))
+  """
+  for key, value, least in (
+    ("documents", documents, _EVERY), ("side", side, 2), ("length", length, 2)
+  ):
+    checks.whole(key, value, least, most=10**7)
+  checks.positive("concentration", concentration)
+  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  grid = np.arange(side * side).reshape(side, side)
+  topics = np.zeros((2 * side, side * side))
+  for i in range(side):
+    topics[i, grid[i]] = topics[side + i, grid[:, i]] = 1 / side
+  shares = rng.dirichlet([concentration] * len(topics), documents)
+  drawn = [
+    rng.choice(side * side, length, p=share @ topics) for share in shares
+  ]
+  words = tuple(f"{i}.{j}" for i in range(side) for j in range(side))
+  source = f"generated: {documents} documents of {length} words, seed {seed}"
+  return _parted("generated", source, drawn, words)._replace(topics=topics)
+
+
+def load(
+  name: str = "generated",
+  *,
+  data_dir: str | os.PathLike | None = None,
+  least: int = 3,
+  most: int = 5000,
+  longest: int = 100,
+  **options: Any,
+) -> Documents:
+  """Loads documents; each tenth is of the test part.
+
+    generated   documents of known topics; see `generated`
+    pydoc       pages of the Python language reference, which is in Python
+                itself: about 450 pieces of pages (they vary with Python)
+    newsgroups  20 newsgroups, where scikit-learn has it on disk, in `data_dir`
+                or its own folder
+    file        the file `data_dir`, UTF-8, a document a line
+
+  Words are of three letters or more, in small letters, without the stop words
+  of scikit-learn. A document that has no word of the vocabulary is left out,
+  and counted in `source`.
+
+  Args:
+    name: one of these.
+    data_dir: see there.
+    least: documents in which a word must be.
+    most: words of the vocabulary: the most frequent.
+    longest: words at which a document is cut into several.
+    **options: of `generated`.
+
+  Raises:
+    ValueError: for a value out of its range, an unknown name, a line without a
+      word, and a vocabulary of no words.
+    DataError: for what cannot be read, or is not there.
+  """
+  loader = names.lookup("documents", name, _LOADERS)
+  if name == "generated":
+    if data_dir is not None:
+      raise ValueError(
+        f"documents {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
+      )
+    return names.call("documents", name, generated, options)
+  if options:
+    key = next(iter(options))
+    raise ValueError(f"{key} is an option of documents 'generated'; drop it")
+  checks.whole("least", least)
+  checks.whole("most", most)
+  checks.whole("longest", longest, 2)
+  source, texts = loader(data_dir)
+  return from_texts(
+    texts, name, source, least=least, most=most, longest=longest
+  )
+
+
+def from_texts(
+  texts: Sequence[str],
+  name: str = "documents",
+  source: str = "strings",
+  *,
+  least: int = 3,
+  most: int = 5000,
+  longest: int = 100,
+) -> Documents:
+  """Makes Documents of strings; see `load`.
+
+  Raises:
+    ValueError: for a string without a word, with its number from 1, and where
+      no word is left.
+
+  Example:
+    >>> from asgd.data import documents
+    >>> made = documents.from_texts(["tree leaf", "leaf wood"] * 6, least=2)
+    >>> made.vocabulary, made.train_words[1].tolist()
+    (('leaf', 'tree', 'wood'), [0, 2])
+    >>> documents.from_texts(["tree leaf", "?!"])
+    Traceback (most recent call last):
+    ValueError: document 2 of strings is empty: it has no word; leave it out
+  """
+  stop = _stop_words()
+  pieces = []
+  for number, each in enumerate(texts, 1):
+    words = _WORD.findall(each.lower())
+    if not words:
+      raise ValueError(
+        f"document {number} of {source} is empty: it has no word; leave it out"
+      )
+    words = [word for word in words if word not in stop]
+    cuts = range(0, max(len(words), 1), longest)
+    pieces += [words[start : start + longest] for start in cuts]
+  vocabulary = _vocabulary(pieces, source, least, most)
+  number = {word: i for i, word in enumerate(vocabulary)}
+  coded = [[number[w] for w in words if w in number] for words in pieces]
+  kept = [np.array(each, np.int32) for each in coded if each]
+  made = _parted(name, source, kept, vocabulary)
+  if len(kept) < len(coded):
+    source += f", {len(coded) - len(kept)} without a known word left out"
+  return made._replace(source=source)
+
+
+def _vocabulary(pieces, source, least, most):
+  """The words that are neither rare nor everywhere, in alphabetical order."""
+  counts = collections.Counter(w for words in pieces for w in set(words))
+  limit = max(_COMMON * len(pieces), least)
+  common = [w for w, n in counts.most_common() if least <= n <= limit]
+  if not common:
+    raise ValueError(
+      f"the vocabulary of {source} has no word: none of {len(counts)} words is"
+      f" in {least} or more of {len(pieces)} documents, and in half of them at"
+      " most; lower least, or give more documents"
+    )
+  return tuple(sorted(common[:most]))
+
+
+def _stop_words():
+  from sklearn.feature_extraction import text as of_text
+
+  return of_text.ENGLISH_STOP_WORDS
+
+
+def _parted(name, source, documents, vocabulary) -> Documents:
+  """Takes each tenth document as the test part, if it has two words."""
+  test = [
+    i % _EVERY == _EVERY - 1 and len(each) > 1
+    for i, each in enumerate(documents)
+  ]
+  if not any(test) or all(test):
+    raise ValueError(
+      f"{source} has {len(documents)} documents: give {_EVERY} or more, of two"
+      " words or more"
+    )
+  longest = max(map(len, documents))
+  arrays = []
+  for part in (False, True):
+    rows = [
+      d for d, held in zip(documents, test, strict=True) if held == part
+    ]
+    words = np.zeros((len(rows), longest), np.int32)
+    for row, each in zip(words, rows, strict=True):
+      row[: len(each)] = each
+    arrays += [words, np.array([len(each) for each in rows], np.int32)]
+  for array in arrays:
+    array.setflags(write=False)  # every worker reads the same memory
+  return Documents(name, source, *arrays, vocabulary)
+
+
+def _load_pydoc(data_dir):
+  source, characters = text.read("pydoc", data_dir=data_dir)
+  paragraphs = re.split(r"\n\s*\n", characters)
+  # A page is of several paragraphs; pieces of it are documents.
+  pages = [" ".join(paragraphs[i : i + 8]) for i in range(
+    0, len(paragraphs), 8
+  )]
+  return source, [page for page in pages if _WORD.search(page.lower())]
+
+
+def _load_newsgroups(data_dir):
+  from sklearn import datasets
+
+  remove = "headers", "footers", "quotes"
+  home = None if data_dir is None else os.fspath(data_dir)
+  try:
+    found = datasets.fetch_20newsgroups(
+      data_home=home, subset="all", remove=remove, download_if_missing=False
+    )
+  except OSError as error:
+    raise DataError(
+      f"20 newsgroups is not on disk ({error}): fetch it once by"
+      " sklearn.datasets.fetch_20newsgroups(), or use documents='pydoc'"
+    ) from None
+  # Of some messages only the parts that are removed had words.
+  texts = [each for each in found.data if _WORD.search(each.lower())]
+  return "scikit-learn (on disk)", texts
+
+
+def _load_file(data_dir):
+  source, characters = text.read("file", data_dir=data_dir)
+  return source, characters.rstrip("\n").split("\n")
+
+
+_LOADERS: dict[str, Callable] = {
+  "generated": generated,
+  "pydoc": _load_pydoc,
+  "newsgroups": _load_newsgroups,
+  "file": _load_file,
+}

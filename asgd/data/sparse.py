@@ -1,0 +1,286 @@
+"""Examples of few features out of many, of two classes.
+
+Index letters used in shape comments:
+  n, m  examples of the training and the test part
+  Z     features of the example that has most
+  K     features
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asgd import checks, names
+from asgd.data import sentences
+from asgd.data.download import DataError
+
+_EVERY = 5  # one example of so many is of the test part
+_BINS = 8  # of a number
+_SPECIAL = 4  # words of `sentences` that are none
+_CONTEXT = 64  # words of a sentence
+
+
+class Sparse(NamedTuple):
+  """Examples as keys and values of their features; where an example has fewer
+  than Z, values are 0. Feature 0 is 1 in each: the bias."""
+
+  name: str
+  source: str  # where they were found, or how they were drawn
+  train_keys: np.ndarray  # int32[n, Z]
+  train_values: np.ndarray  # float32[n, Z]
+  train_labels: np.ndarray  # int32[n], 0 or 1
+  test_keys: np.ndarray  # int32[m, Z]
+  test_values: np.ndarray  # float32[m, Z]
+  test_labels: np.ndarray  # int32[m]
+  features: int  # K
+
+
+def generated(
+  examples: int = 2000,
+  features: int = 1000,
+  *,
+  nonzeros: int = 20,
+  relevant: int = 50,
+  seed: int = 0,
+) -> Sparse:
+  """Draws examples of a logistic model with few weights, as those of clicks:
+  some features are in many examples, most in few.
+
+  Args:
+    examples: n + m, of which a fifth is the test part.
+    features: K, with the bias.
+    nonzeros: features of an example, beside the bias.
+    relevant: features with a weight, drawn from N(0, 2^2), of the most
+      frequent ones.
+    seed: of all that is drawn.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Example:
+    >>> from asgd.data import sparse
+    >>> drawn = sparse.generated(100, 50, nonzeros=5, relevant=10)
+    >>> drawn.train_keys.shape, drawn.features
+    ((80, 6), 50)
+  """
+  checks.whole("examples", examples, _EVERY, most=10**8)
+  checks.whole("features", features, 2, most=10**9)
+  checks.whole("nonzeros", nonzeros, most=features - 1)
+  checks.whole("relevant", relevant, most=features - 1)
+  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  # The smallest of independent exponential times: without replacement.
+  rates = 1 / np.arange(1, features)
+  times = rng.exponential(size=(examples, features - 1)) / rates
+  keys = 1 + np.argpartition(times, nonzeros - 1, 1)[:, :nonzeros]
+  weights = np.zeros(features)
+  weights[1 : relevant + 1] = rng.normal(0, 2, relevant)
+  logits = weights[keys].sum(1)
+  labels = rng.random(examples) < 1 / (1 + np.exp(logits.mean() - logits))
+  source = (
+    f"generated: {examples} examples of {nonzeros} of {features} features, seed"
+    f" {seed}"
+  )
+  values = np.ones(keys.shape)
+  rows = list(zip(keys, values, strict=True))
+  return from_rows(rows, labels, "generated", source, features=features)
+
+
+def load(
+  name: str = "generated",
+  *,
+  data_dir: str | os.PathLike | None = None,
+  **options: Any,
+) -> Sparse:
+  """Loads examples; each fifth is of the test part, of sst2 its own.
+
+    generated      see `generated`
+    breast_cancer  569 examples, embedded in scikit-learn: which eighth of the
+                   30 numbers, and of each pair of the 10 means, it is in;
+                   3,121 features
+    sst2           the different words of sentences of SST-2, in `data_dir`, as
+                   of `data.sentences.load`
+    file           the file `data_dir`, lines of a label and KEY:VALUE pairs
+                   (libsvm), keys from 1; feature 0 is added
+
+  Args:
+    name: one of these.
+    data_dir: see there.
+    **options: of `generated`.
+
+  Raises:
+    ValueError: for an unknown name, a file that is not given, and what
+      `from_rows` refuses.
+    DataError: for a file that cannot be read.
+  """
+  loader = names.lookup("sparse examples", name, _LOADERS)
+  if name == "generated":
+    if data_dir is not None:
+      raise ValueError(
+        f"examples {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
+      )
+    return names.call("sparse examples", name, generated, options)
+  if options:
+    key = next(iter(options))
+    raise ValueError(f"{key} is an option of data 'generated'; drop it")
+  return loader(data_dir)
+
+
+def from_rows(
+  rows: list[tuple[Any, Any]],
+  labels: Any,
+  name: str = "examples",
+  source: str = "arrays",
+  *,
+  features: int | None = None,
+  test: Any = None,
+) -> Sparse:
+  """Makes Sparse of the keys and values of each example, adding the bias.
+
+  Args:
+    rows: (whole numbers from 1, floats of as many) of each example.
+    labels: 0 or 1 of each.
+    name: for people.
+    source: the same.
+    features: K, above all keys; None: as few as there may be.
+    test: bool of each example; None: one of five is for tests.
+
+  Raises:
+    ValueError: for a key out of range, one that an example has twice, a value
+      that is not finite, and a label that is neither 0 nor 1; with the number
+      of the example, from 1.
+
+  Example:
+    >>> from asgd.data import sparse
+    >>> rows = [([1, 3], [1.0, 2.0]), ([2], [0.5])] * 3
+    >>> made = sparse.from_rows(rows, [1, 0] * 3)
+    >>> made.train_keys[0].tolist(), made.train_values[1].tolist()
+    ([0, 1, 3], [1.0, 0.5, 0.0])
+    >>> sparse.from_rows([([1, 1], [1.0, 2.0])], [1])
+    Traceback (most recent call last):
+    ValueError: example 1 of arrays has feature 1 twice: add up its values
+  """
+  rows = [(np.asarray(k), np.asarray(v, np.float64)) for k, v in rows]
+  labels = np.asarray(labels).astype(np.float64)
+  if features is None:
+    features = 1 + max((int(k.max(initial=0)) for k, _ in rows), default=0)
+  for number, ((keys, values), label) in enumerate(
+    zip(rows, labels, strict=True), 1
+  ):
+    wrong = _wrong(keys, values, label, features)
+    if wrong:
+      raise ValueError(f"example {number} of {source} {wrong}")
+  most = 1 + max((len(k) for k, _ in rows), default=0)
+  both = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most))
+  both[1][:, 0] = 1
+  for i, (keys, values) in enumerate(rows):
+    both[0][i, 1 : 1 + len(keys)], both[1][i, 1 : 1 + len(keys)] = keys, values
+  if test is None:
+    test = np.arange(len(rows)) % _EVERY == _EVERY - 1
+  if not test.any():
+    raise ValueError(
+      f"{source} has {len(rows)} examples: give {_EVERY} or more"
+    )
+  if len(np.unique(labels[~test])) < 2:
+    raise ValueError(
+      f"the training part of {source} has no two classes: give examples of both"
+    )
+  arrays = []
+  for part in (~test, test):
+    arrays += [both[0][part], both[1][part].astype(np.float32)]
+    arrays.append(labels[part].astype(np.int32))
+  for array in arrays:
+    array.setflags(write=False)  # every worker reads the same memory
+  return Sparse(name, source, *arrays, features)
+
+
+def _wrong(keys, values, label, features) -> str | None:
+  """What is wrong with an example."""
+  if keys.shape != values.shape or keys.ndim != 1:
+    return f"has {keys.size} keys and {values.size} values"
+  out = (keys < 1) | (keys >= features)
+  if out.any():
+    key = keys[np.argmax(out)]
+    return f"has feature {key}, out of range: there are 1 to {features - 1}"
+  ordered = np.sort(keys)
+  twice = ordered[1:] == ordered[:-1]
+  if twice.any():
+    key = ordered[1:][np.argmax(twice)]
+    return f"has feature {key} twice: add up its values"
+  bad = ~np.isfinite(values)
+  if bad.any():
+    i = np.argmax(bad)
+    return f"has the value {values[i]} of feature {keys[i]}: leave it out"
+  return None if label in (0, 1) else f"has the label {label:g}: use 0 or 1"
+
+
+def _load_breast_cancer(data_dir):
+  if data_dir is not None:
+    raise ValueError(
+      "breast_cancer is embedded in scikit-learn and takes no data_dir, got"
+      f" {str(data_dir)!r}"
+    )
+  from sklearn import datasets
+
+  numbers, labels = datasets.load_breast_cancer(return_X_y=True)
+  train = np.arange(len(labels)) % _EVERY != _EVERY - 1
+  inner = np.arange(1, _BINS) / _BINS
+  bins = np.stack(
+    [np.searchsorted(np.quantile(x[train], inner), x) for x in numbers.T], 1
+  )
+  count = numbers.shape[1]
+  keys = [1 + _BINS * np.arange(count) + bins]
+  first, left = 1 + _BINS * count, bins[:, :10]
+  for i in range(10):
+    for j in range(i):
+      keys.append((first + _BINS * left[:, i] + left[:, j])[:, None])
+      first += _BINS * _BINS
+  keys = np.concatenate(keys, 1)
+  rows = list(zip(keys, np.ones(keys.shape), strict=True))
+  source = "scikit-learn (embedded)"
+  return from_rows(rows, labels, "breast_cancer", source, features=first)
+
+
+def _load_sst2(data_dir):
+  task = sentences.load("sst2", context=_CONTEXT, data_dir=data_dir)
+  tokens = np.concatenate([task.train_tokens, task.test_tokens])[:, 0]
+  words = [np.unique(each[each >= _SPECIAL]) for each in tokens]
+  rows = [(1 + each - _SPECIAL, np.ones(len(each))) for each in words]
+  labels = np.concatenate([task.train_labels, task.test_labels])
+  test = np.arange(len(labels)) >= len(task.train_labels)
+  features = 1 + task.vocabulary - _SPECIAL
+  return from_rows(
+    rows, labels, "sst2", task.source, features=features, test=test
+  )
+
+
+def _load_file(data_dir):
+  if data_dir is None:
+    raise ValueError("the data 'file' need data_dir, the path of a file")
+  from sklearn import datasets
+
+  path = os.path.expanduser(data_dir)
+  try:
+    matrix, labels = datasets.load_svmlight_file(path, zero_based=False)
+  except OSError as error:
+    raise DataError(f"{path} cannot be read: {error.strerror}") from None
+  except ValueError as error:
+    raise ValueError(f"{path} has no lines of KEY:VALUE: {error}") from None
+  classes = np.unique(labels)
+  if len(classes) != 2:
+    raise ValueError(f"{path} has {len(classes)} different labels: it needs 2")
+  ends = matrix.indptr
+  rows = [
+    (matrix.indices[start:stop].astype(np.int64) + 1, matrix.data[start:stop])
+    for start, stop in zip(ends[:-1], ends[1:], strict=True)
+  ]
+  return from_rows(rows, labels == classes[1], os.path.basename(path), path)
+
+
+_LOADERS: dict[str, Callable] = {
+  "generated": generated,
+  "breast_cancer": _load_breast_cancer,
+  "sst2": _load_sst2,
+  "file": _load_file,
+}

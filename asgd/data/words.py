@@ -1,0 +1,92 @@
+"""A text as words: those of Python's manual, or of a file.
+
+Index letters used in shape comments:
+  n, m  words of the training and the test part
+  V     different words
+"""
+
+import collections
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import checks
+from asgd.data import text
+
+_TEST = 0.1  # the last part of a text, held out
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+
+
+class Words(NamedTuple):
+  """A text, cut into a training and a test part. Words that are rare are left
+  out, and those around them are neighbours."""
+
+  name: str
+  source: str
+  train: np.ndarray  # int32[n]
+  test: np.ndarray  # int32[m]
+  vocabulary: tuple[str, ...]  # [V], the most frequent first
+  counts: np.ndarray  # int64[V], of the training part
+
+
+def load(
+  name: str = "pydoc",
+  *,
+  data_dir: str | None = None,
+  least: int = 5,
+  most: int = 20_000,
+) -> Words:
+  """Loads a text as words, in small letters; its last tenth is the test part.
+
+  Args:
+    name: of `data.text.load`: "pydoc", or "file".
+    data_dir: the file.
+    least: times that a word must be in the training part.
+    most: words of the vocabulary: the most frequent.
+
+  Raises:
+    ValueError: for a value out of its range, and a vocabulary of no words.
+    DataError: for a file that cannot be read.
+
+  Example:
+    >>> from asgd.data import words
+    >>> text = words.load(most=50)
+    >>> text.vocabulary[0], len(text.vocabulary)
+    ('the', 50)
+  """
+  source, characters = text.read(name, data_dir=data_dir)
+  return from_string(characters, name, source, least=least, most=most)
+
+
+def from_string(
+  characters: str,
+  name: str = "text",
+  source: str = "a string",
+  *,
+  least: int = 5,
+  most: int = 20_000,
+) -> Words:
+  """Makes Words of a string; see `load`."""
+  checks.whole("least", least)
+  checks.whole("most", most, 2)
+  words = _WORD.findall(characters.lower())
+  cut = len(words) - int(len(words) * _TEST)
+  counted = collections.Counter(words[:cut])
+  ordered = sorted(counted.items(), key=lambda pair: (-pair[1], pair[0]))
+  common = [word for word, count in ordered if count >= least][:most]
+  if len(common) < 2:
+    raise ValueError(
+      f"the vocabulary of {source} has {len(common) or 'no'} word: of"
+      f" {len(counted)} different ones so many are there {least} times or more;"
+      " lower least, or give a longer text"
+    )
+  number = {word: i for i, word in enumerate(common)}
+  parts = [
+    np.array([number[w] for w in part if w in number], np.int32)
+    for part in (words[:cut], words[cut:])
+  ]
+  for part in parts:
+    part.setflags(write=False)  # every worker reads the same memory
+  counts = np.bincount(parts[0], minlength=len(common))
+  return Words(name, source, *parts, tuple(common), counts)

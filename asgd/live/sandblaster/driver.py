@@ -1,0 +1,482 @@
+"""The driver of a live run: it has the coordinator, and calls shards and
+workers. No parameters or gradients come to it, but for evaluations and
+checkpoints.
+
+Of a worker that dies the job goes to another. If the driver is killed, the next
+one begins the evaluation again that was under way: shards answer commands of
+before as they did, and what workers have pushed stays.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, sharding
+from asgd.live.clusters.base import WorkersDie
+from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.base import WORKER
+from asgd.live.sandblaster.book import LiveBook, first_ticket
+from asgd.live.sandblaster.shards import LiveShards
+from asgd.orders.trace import NO_SEQ, Event, follow
+from asgd.sandblaster import (
+  Await,
+  Begin,
+  Command,
+  Image,
+  Iterate,
+  Settings,
+  State,
+  coordinator_from,
+)
+from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.settings import COORDINATOR, SHARD
+from asgd.sandblaster.simulation import Counts
+
+_LOOK = 0.05  # seconds between two looks at deadlines
+_DEATHS = 5  # of workers, for each place, before another message comes
+
+
+class SavedRun(NamedTuple):
+  """From which a run goes on."""
+
+  notes: dict[str, Any]  # JSON
+  images: Sequence[Image] | None  # of the shards; None: they have their files
+
+
+class _Job(NamedTuple):
+  """What a worker is at."""
+
+  evaluation: int
+  job: int
+  seq: int
+  fresh: bool  # the parameters are fetched for it
+  began: float
+  call: Call
+  shards: Sequence[Host]  # as they were when it was called
+  loss: float = math.nan  # what a copy of it came to
+
+
+class _Place:
+  """The place of a worker, and who holds it."""
+
+  def __init__(self):
+    self.handle: Host | None = None  # None: nobody does
+    self.made: Call | None = None  # while the holder is being made
+    self.present = True  # as the trace has it
+    self.fetched = -1  # the evaluation whose parameters it has
+    self.seq = self.holder = 0
+    self.job: _Job | None = None
+
+  @property
+  def idle(self) -> bool:
+    return self.handle is not None and self.made is None and self.job is None
+
+
+class Options(NamedTuple):
+  """How a run is watched over."""
+
+  ladder: Ladder = Ladder()
+  refill: bool = True  # put another in the place of a worker that died
+  together: bool = True  # the first job waits until all workers are there
+
+
+class Driver:
+  """A live run of Sandblaster; it has what `sandblaster.Simulation` has."""
+
+  def __init__(
+    self,
+    settings: Settings,
+    params: base.Params,
+    hosts: Hosts,
+    make_shard: Callable[[int, int, Image, bool], Make],
+    make_worker: Callable[[int], Make],
+    book: LiveBook,
+    *,
+    workers: int,
+    clock: Callable[[], float],
+    options: Options | None = None,
+    saved: SavedRun | None = None,
+    note_down: Callable[[dict[str, Any]], None] = lambda notes: None,
+  ):
+    """Prepares; `start` begins with parameters, NumPy's, or goes on from what
+    was saved. `make_shard` is given an evaluation, the shard, its image, and
+    whether it begins anew; `clock` has the seconds since the run began;
+    `note_down` is told when an evaluation begins what the next driver needs."""
+    self._settings, self._like, self._hosts = settings, params, hosts
+    self._make_worker, self._clock = make_worker, clock
+    self._options = options = options or Options()
+    self._note_down = note_down
+    self.book = book
+    self.counts = Counts()
+    self.replaced = {"worker": 0, "shard": 0}
+    self._deadlines = Deadlines(options.ladder)
+    self._deaths = 0  # of workers, since a message came
+    self._places = [_Place() for _ in range(workers)]
+    self._failures = sorted(settings.failures)
+    self._current, self._losses = -1, {}  # the evaluation; job -> its loss
+    self._first = first_ticket(book.rows)
+    notes: dict[str, Any] = {"state": State()._asdict(), "answers": []}
+    if saved is not None:
+      notes = saved.notes
+      self._current = notes["evaluation"]
+      self.counts = Counts(*notes["counts"])
+      book.iterates = [Iterate(*each) for each in notes["iterates"]]
+      self._failures = self._failures[notes["failed"] :]
+    self._begun = notes
+    self._coordinator = coordinator_from(settings, notes)
+    self._jobs = Jobs(
+      settings.jobs, settings.backup, dict(notes.get("owners", ()))
+    )
+    if isinstance(self.request, Await):  # in the middle of an evaluation
+      self._jobs.begin(self.request.job)
+    elif self.request is None:
+      self._jobs.begin(settings.jobs)
+    self._shards = LiveShards(
+      sharding.make_plan(params, settings.shards),
+      *(hosts, functools.partial(make_shard, self._current)),
+      patience=DEAD * options.ladder.start,
+      number=notes.get("number", 0),
+    )
+    self._images, self._anew = self._start_images(saved)
+
+  def _start_images(self, saved):
+    """Returns images for the shards to start with, and whether they do."""
+    if saved is not None and saved.images is not None:
+      return saved.images, True
+    parts = sharding.split(self._shards.plan, self._like)
+    images = [Image(0, {"point": jax.tree.map(np.array, x)}) for x in parts]
+    return images, saved is None
+
+  # Reading.
+
+  @property
+  def request(self) -> Any:
+    """What the coordinator asks for."""
+    return self._coordinator.request
+
+  @property
+  def received(self) -> int:
+    """Messages."""
+    return len(self.book.messages)
+
+  @property
+  def now(self) -> float:
+    """Seconds since the first job began."""
+    return self._clock() - self._first if self._first == self._first else 0.0
+
+  @property
+  def state(self) -> State:
+    """What the coordinator knows of the last iterate."""
+    return self._coordinator.state
+
+  @property
+  def ended(self) -> bool:
+    """Whether the coordinator has nothing more to ask for."""
+    return self.request is None
+
+  @property
+  def recoveries(self) -> int:
+    """How often a shard came back."""
+    return self.counts.recoveries + self._shards.replaced
+
+  def params(self) -> base.Params:
+    """Returns the last iterate."""
+    return self._shards.read("point")
+
+  # Running.
+
+  def start(self) -> None:
+    """Starts all shards and workers. Raises ValueError for what keeps them from
+    it."""
+    self._shards.start(self._images, anew=self._anew)
+    self._images = []
+    self._leave_behind()
+    for worker in range(len(self._places)):
+      self._fill(worker)
+    if self._options.together:
+      end = time.monotonic() + DEAD * self._options.ladder.start
+      while any(place.made for place in self._places):
+        self._listen(_LOOK)
+        if time.monotonic() > end:
+          late = [i for i, place in enumerate(self._places) if place.made]
+          raise ValueError(
+            f"workers {late} took more than"
+            f" {DEAD * self._options.ladder.start:g} seconds to start: give"
+            " them more with config.live.start_seconds"
+          )
+
+  def _leave_behind(self):
+    """Of a run that goes on: those who were there are gone, with their jobs."""
+    ledger = follow(self.book.rows)
+    now = max(ledger.time, 0.0)
+    leaves = [row for row in self.book.rows if row.action == base.LEAVE]
+    for worker, place in enumerate(self._places):
+      place.seq = ledger.next_seq.get(worker, 0)
+      place.holder = sum(row.worker == worker for row in leaves)
+      place.present = not self.book.rows
+      for row in ledger.open[worker].values():
+        self.book.write(Event(now, worker, row.seq, row.job, base.LOST))
+      if worker not in ledger.present and worker in ledger.ended:
+        continue
+      if self.book.rows:
+        row = Event(now, worker, NO_SEQ, place.holder, base.LEAVE)
+        self.book.write(row)
+        place.holder += 1
+
+  def advance(self, until: int, seconds: float) -> int:
+    """Goes on until so many messages are received, the coordinator ends, or
+    the time is over; returns how many are received. Raises WorkersDie,
+    ShardsDie, and ValueError for what ends a worker or a shard."""
+    end = time.monotonic() + seconds
+    while not self.ended:
+      request = self.request
+      if isinstance(request, Command):
+        self._answer(self._shards.obey(request))
+      elif isinstance(request, Begin):
+        self._begin(request.evaluation)
+      elif request.job in self._losses:
+        self._answer(self._losses[request.job])
+      elif self.received >= until or time.monotonic() >= end:
+        break
+      else:
+        left = max(end - time.monotonic(), 0.0)
+        self._listen(min(_LOOK, left), until)
+    self.book.news += self._shards.news
+    self._shards.news.clear()
+    self.replaced["shard"] = self._shards.replaced
+    return self.received
+
+  def _answer(self, value):
+    coordinator = self._coordinator
+    before = coordinator.state.iteration
+    coordinator.answer(value)
+    self.book.news += coordinator.news
+    coordinator.news.clear()
+    state = coordinator.state
+    known = self.book.iterates[-1].iteration if self.book.iterates else -1
+    if state.iteration > max(before, known):
+      self.book.iterates.append(
+        Iterate(
+          *(state.iteration, self.now, state.evaluations, state.loss),
+          *(state.norm, state.step, state.fallbacks),
+        )
+      )
+
+  def _begin(self, evaluation):
+    """Workers that are idle start on new parameters; one that asks for an
+    evaluation again is told that it has begun."""
+    if evaluation > self._current:
+      self._shards.flush()
+      self._begun = self._notes()
+      self._note_down(self._begun)
+      self._shards.begin(evaluation)
+      self._current, self._losses = evaluation, {}
+      self._jobs.begin()
+      self._start_idle()
+    self._answer(None)
+
+  def _start_idle(self):
+    for worker, place in enumerate(self._places):
+      if place.idle:
+        self._start(worker)
+
+  def _start(self, worker):
+    """Gives an idle worker a job, if there is one."""
+    place, jobs = self._places[worker], self._jobs
+    job = jobs.take(worker)
+    if job is None:
+      return
+    copies = self.counts.copies + (len(jobs.workers(job)) > 1)
+    self.counts = self.counts._replace(copies=copies)
+    fresh = place.fetched != self._current
+    place.fetched = self._current
+    place.job = self._call(place, self._current, job, place.seq, fresh)
+    place.seq += 1
+    self._write(worker, base.SEND if fresh else base.KEEP)
+    if self._first != self._first:  # NaN
+      self._first = self.book.rows[-1].time
+
+  def _call(self, place, evaluation, job, seq, fresh):
+    worker = self._places.index(place)
+    shards = list(self._shards.handles)
+    coming = self._jobs.peek(worker)
+    call = place.handle.call("work", evaluation, job, seq, shards, coming)
+    began = self._clock()
+    return _Job(evaluation, job, seq, fresh, began, call, shards)
+
+  def _write(self, worker, action):
+    place = self._places[worker]
+    seq, job = NO_SEQ, place.holder
+    if place.job is not None:
+      evaluation, job, seq, *_ = place.job
+      job += evaluation * self._settings.jobs
+    self.book.write(Event(self._clock(), worker, seq, job, action))
+
+  # What happens.
+
+  def _listen(self, seconds, until=math.inf):
+    """Waits for the next things to happen, so long at most; not for more
+    messages than are to be received."""
+    while self._failures and self._failures[0].time <= self.now:
+      self._fail(self._failures.pop(0))
+    waiting = {}
+    for worker, place in enumerate(self._places):
+      call = place.made or (place.job and place.job.call)
+      if call is not None:
+        waiting[worker] = call
+    if not waiting and not any(place.handle for place in self._places):
+      raise WorkersDie(
+        "all workers died, and none takes their place: set"
+        " config.live.refill=True"
+      )
+    ended = self._hosts.wait(list(waiting.values()), seconds)
+    for worker, call in waiting.items():
+      if call in ended and self.received < until:
+        self._hear(worker)
+    self._bury_idle()
+    self._end_hanging()
+
+  def _fail(self, failure):
+    """Kills what is to be killed."""
+    if failure.what == SHARD:
+      self._shards.lose(failure.index)
+    elif failure.what == COORDINATOR:
+      self._coordinator = coordinator_from(self._settings, self._begun)
+    elif self._places[failure.index].handle is not None:
+      self._hosts.kill(WORKER, failure.index)
+
+  def _hear(self, worker):
+    """A call of a worker has ended."""
+    place = self._places[worker]
+    try:
+      if place.made is not None:
+        place.made.result()
+        place.made = None
+        self._join(worker)
+        return
+      assert place.job is not None
+      result = place.job.call.result()
+    except Gone as gone:
+      if gone.kind == WORKER:
+        self._bury(worker)
+      else:  # it pushes again what it has computed
+        job = place.job
+        self._shards.replace(gone.index, job.shards[gone.index])
+        place.job = self._call(place, *job[:4])._replace(
+          began=job.began, loss=job.loss
+        )
+      return
+    self._receive(worker, result)
+    self._start(worker)
+
+  def _join(self, worker):
+    place = self._places[worker]
+    if not place.present:
+      place.present = True
+      self._write(worker, base.JOIN)
+    if self._current >= 0:
+      self._start(worker)
+
+  def _receive(self, worker, result):
+    place, jobs, current = self._places[worker], self._jobs, self._current
+    job = place.job
+    late = current - job.evaluation
+    others = jobs.workers(job.job) if not late else ()
+    accepted = not late and jobs.finish(worker, job.job)
+    loss, norm = job.loss if result.late else result.loss, 0.0
+    if accepted:
+      first = self.counts.first + (others[0] != worker)
+      self.counts = self.counts._replace(first=first)
+      self._losses[job.job], norm = loss, result.norm
+      for other in others:  # a copy of it comes to the same loss
+        copy = self._places[other].job
+        self._places[other].job = copy._replace(loss=loss)
+    self._deadlines.ended(self._clock() - job.began)
+    self._deaths = 0
+    self._shards.message_came()
+    self._write(worker, base.RECEIVE)
+    row, place.job = self.book.rows[-1], None
+    count = len(self._settings.portions_of(job.job))
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
+    self.book.receive(
+      *(max(self.state.iteration, 0), row.time, worker, row.job),
+      *(late, 0.0, loss / count, accepted, norm, 0.0),
+      *(nbytes, nbytes * job.fresh, 0.0),
+    )
+
+  # Deaths.
+
+  def _bury_idle(self):
+    for kind, index in self._hosts.gone():
+      if kind == WORKER and self._places[index].idle:
+        self._bury(index)
+
+  def _bury(self, worker):
+    """A worker has died: another gets its job, and another takes its place."""
+    place, job = self._places[worker], self._places[worker].job
+    place.handle = place.made = None
+    if job is not None:
+      self._write(worker, base.LOST)
+      if job.evaluation == self._current:
+        self._jobs.lose(worker, job.job)
+    place.job, place.fetched = None, -1
+    if place.present:
+      place.present = False
+      self._write(worker, base.LEAVE)
+      place.holder += 1
+    self._deaths += 1
+    if self._deaths > _DEATHS * len(self._places):
+      raise WorkersDie(
+        f"{self._deaths} workers ended, one after the other, before a message"
+        f" came (the last: worker {worker}): look for what ends them in the"
+        " data, in the loss, and in the memory of the machine"
+      )
+    words = f"worker {worker} died"
+    if self._options.refill:
+      self.replaced["worker"] += 1
+      self._fill(worker)
+      words += "; another takes its place"
+    self.book.news.append(words)
+    if self._current >= 0:
+      self._start_idle()  # somebody who was idle may do what it did
+
+  def _fill(self, worker):
+    place = self._places[worker]
+    place.handle = self._hosts.start(WORKER, worker, self._make_worker(worker))
+    place.made = self._hosts.made(WORKER, worker)
+
+  def _end_hanging(self):
+    """Kills who has been at a job for too long; its call then ends."""
+    now = self._clock()
+    for worker, place in enumerate(self._places):
+      if place.job and now - place.job.began > self._deadlines.dead:
+        self._hosts.kill(WORKER, worker)
+        self.book.news.append(f"worker {worker} hung")
+
+  # Going on.
+
+  def _notes(self) -> dict[str, Any]:
+    """What the next driver needs, as JSON."""
+    coordinator, lengths = self._coordinator, self.book.lengths
+    counts = self.counts._replace(recoveries=self.recoveries)
+    return {
+      "number": self._shards.number,
+      "state": coordinator.state._asdict(),
+      "answers": list(coordinator.answers),
+      "evaluation": self._current,
+      "owners": list(self._jobs.owners.items()),
+      "counts": list(counts),
+      "iterates": [list(each) for each in self.book.iterates],
+      "failed": len(self._settings.failures) - len(self._failures),
+      "lengths": list(lengths),
+    }
+
+  def save(self) -> SavedRun:
+    """Returns the run as it is now."""
+    return SavedRun(self._notes(), self._shards.images())

@@ -1,0 +1,146 @@
+"""All shards of a run, as its driver sees them: none of them dies for it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asgd import base, sharding
+from asgd.live.hosts import Gone, Host, Hosts, Make
+from asgd.live.hosts.base import SHARD
+from asgd.sandblaster import Command, Image
+
+_LOOK = 0.5  # seconds between two looks whether a shard answers
+_DEATHS = 5  # of a shard, before the next message comes
+# (shard, its image, whether it begins anew) -> what makes it
+MakeShard = Callable[[int, Image, bool], Make]
+
+
+class ShardsDie(ValueError):
+  """A shard dies over and over."""
+
+
+class LiveShards:
+  """Shards in hosts. One that dies is started again, from its files, and is
+  asked again: commands are obeyed once."""
+
+  def __init__(
+    self,
+    plan: sharding.ShardPlan,
+    hosts: Hosts,
+    make: MakeShard,
+    *,
+    patience: float,
+    number: int = 0,
+  ):
+    """`number` is that of the next command; a shard that says nothing for
+    `patience` seconds is killed."""
+    self.plan, self._hosts, self._make = plan, hosts, make
+    self._patience = patience
+    self.number = number
+    self._pending: list[Command] = []  # that nobody needs the answers to
+    self.handles: list[Host] = []
+    self._images: list[Image] = []
+    self._deaths = 0
+    self.replaced = 0
+    self.news: list[str] = []  # what the user should be told
+
+  def start(self, images: Sequence[Image], *, anew: bool) -> None:
+    """Starts them with images, which are taken where a shard has no files, or
+    if they begin anew."""
+    for shard, image in enumerate(images):
+      make = self._make(shard, image, anew)
+      self.handles.append(self._hosts.start(SHARD, shard, make))
+    # Their files have it from now on; shapes and dtypes are needed again.
+    self._images = [
+      Image(image.number, {"point": image.vectors["point"]})
+      for image in images
+    ]
+    for shard in range(self.plan.shards):
+      self._of_shard(shard, None)
+
+  # Asking.
+
+  def obey(self, command: Command) -> float | None:
+    """Has every shard obey, now or with the next command whose answer is a
+    number; returns the total of their answers."""
+    self._pending.append(command)
+    self.number = max(self.number, command.number + 1)
+    if command.operation != "dot":
+      return None
+    return float(sharding.add_up([each[-1] for each in self.flush()]))
+
+  def flush(self) -> list[list[float | None]]:
+    """Has every shard obey what is waiting; returns each one's answers."""
+    commands, self._pending = self._pending, []
+    return self._of_all("obey_all", commands) if commands else []
+
+  def begin(self, evaluation: int) -> None:
+    """Workers are about to fetch `trial`."""
+    self.flush()
+    self._of_all("begin", evaluation, self.number)
+
+  def read(self, name: str) -> base.Params:
+    """Returns a whole vector."""
+    self.flush()
+    return sharding.join(self.plan, self._of_all("read", name))
+
+  def images(self) -> list[Image]:
+    """Returns an image of each shard, all of the same command."""
+    self.flush()
+    return self._of_all("image_at", self.number)
+
+  def _of_all(self, method: str, *args: Any) -> list[Any]:
+    calls = [handle.call(method, *args) for handle in self.handles]
+    return [
+      self._of_shard(shard, call, method, *args)
+      for shard, call in enumerate(calls)
+    ]
+
+  def _of_shard(self, shard, call, *question):
+    """Returns the answer to a call, or to another one of the same question;
+    None: to that of making the shard."""
+    while True:
+      handle = self.handles[shard]
+      if call is None:
+        call = self._hosts.made(SHARD, shard)
+        if question:
+          call = handle.call(*question)
+      try:
+        self._await(shard, call)
+        return call.result()
+      except Gone:
+        self.replace(shard, handle)
+        call = None
+
+  def _await(self, shard, call):
+    end = time.monotonic() + self._patience
+    while not self._hosts.wait([call], _LOOK):
+      if time.monotonic() > end:
+        self._hosts.kill(SHARD, shard)
+        return
+
+  # Deaths.
+
+  def replace(self, shard: int, handle: Host) -> None:
+    """Starts a shard again, unless another has the place by now. Raises
+    ShardsDie if that happens over and over."""
+    if self.handles[shard] is not handle:
+      return
+    self.replaced += 1
+    self._deaths += 1
+    if self._deaths > _DEATHS:
+      raise ShardsDie(
+        f"shards ended {self._deaths} times before a message came, the last was"
+        f" shard {shard}: look for what ends them in the memory of the machine"
+      )
+    make = self._make(shard, self._images[shard], False)
+    self.handles[shard] = self._hosts.start(SHARD, shard, make)
+    self.news.append(f"shard {shard} died; another takes over")
+
+  def lose(self, shard: int) -> None:
+    """Kills one."""
+    self._hosts.kill(SHARD, shard)
+
+  def message_came(self) -> None:
+    """Deaths before this one do not count together with those after it."""
+    self._deaths = 0

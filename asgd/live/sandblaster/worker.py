@@ -1,0 +1,198 @@
+"""A worker of Sandblaster in a host: it does a job when it is called.
+
+It fetches the parameters from the shards when their evaluation is another than
+that of its last job, computes the sum of the gradients of its job's portions,
+and pushes to each shard its rows of it. The caller gets the loss.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, sharding
+from asgd.live.faults import Fault, Script
+from asgd.live.hosts import Host, Inside
+from asgd.live.spans import Span
+from asgd.sandblaster import Settings, Work, make_sums, message_norm
+
+Batch = Callable[[int, int], Any]  # (0, portion) -> batch
+
+
+class Task(NamedTuple):
+  """What the workers of a run compute."""
+
+  settings: Settings
+  params: base.Params  # before the first step, NumPy's
+  batch: Batch
+  work: Callable[[Batch], Work]  # of batches that it makes, or has made
+  keep: int  # batches that a worker keeps
+  slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
+
+
+class Result(NamedTuple):
+  """What came of a job."""
+
+  loss: float  # sum over its portions
+  norm: float  # root mean square of the mean gradient
+  late: bool = False  # its evaluation is over: nothing was computed
+
+
+class PortionLoader:
+  """Batches of portions, made once and ahead; the oldest are dropped."""
+
+  def __init__(self, batch: Batch, most: int):
+    """Keeps so many of them."""
+    self._batch, self._most = batch, most
+    self._batches: collections.OrderedDict[int, Future[Any]] = (
+      collections.OrderedDict()
+    )
+    self._pool = ThreadPoolExecutor(1, "portions")
+
+  def load(self, portion: int) -> Future[Any]:
+    """Begins to make a batch, unless it is there."""
+    if portion in self._batches:
+      self._batches.move_to_end(portion)
+      return self._batches[portion]
+    future = self._pool.submit(self._batch, 0, portion)
+    self._batches[portion] = future
+    while len(self._batches) > self._most:
+      self._batches.popitem(last=False)
+    return future
+
+  def __call__(self, worker: int, portion: int) -> Any:
+    """Returns a batch; raises what keeps it from being made."""
+    del worker
+    try:
+      return self.load(portion).result()
+    except BaseException:
+      self._batches.pop(portion, None)
+      raise
+
+  def close(self) -> None:
+    """Ends its thread."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class LiveWorker:
+  """One holder of a worker's place."""
+
+  def __init__(
+    self,
+    inside: Inside,
+    index: int,
+    make_task: Callable[[], Task],
+    *,
+    faults: Sequence[Fault],
+    tell: Callable[[Fault], None],
+    span: Callable[[Span], None] | None,
+  ):
+    """Compiles what it computes; `tell` is called with each fault before it
+    happens, `span` is told of stretches of time."""
+    self._inside, self._index = inside, index
+    self._task = task = make_task()
+    self._span = span or (lambda span: None)
+    self._faults = Script(faults, kill=inside.kill, wait=inside.wait, tell=tell)
+    self._plan = sharding.make_plan(task.params, task.settings.shards)
+    self._loader = PortionLoader(task.batch, task.keep)
+    self._sums = make_sums(task.work(self._loader))
+    self._fetched = -1  # the evaluation whose parameters it has
+    self._params = jax.tree.map(jnp.asarray, task.params)
+    self._ready: tuple[tuple[int, int], Any, Result] | None = None
+    self._free = inside.clock()
+    self._sums(self._params, (0, 0))
+
+  def work(
+    self,
+    evaluation: int,
+    job: int,
+    seq: int,
+    shards: Sequence[Host],
+    coming: int | None,
+  ) -> Result:
+    """Does a job, the seq-th of its place, and loads the data of one that may
+    come. Raises Gone of a shard that has died; asked again, it only pushes what
+    it has computed."""
+    if self._ready is None or self._ready[0] != (evaluation, job):
+      done = self._compute(evaluation, job, seq, shards, coming)
+      if done is None:
+        return Result(float("nan"), float("nan"), late=True)
+      self._ready = (evaluation, job), *done
+    _, message, result = self._ready
+    began = self._inside.clock()
+    parts = sharding.split(self._plan, message)
+    calls = [
+      shard.call("push", evaluation, job, rows)
+      for shard, rows in zip(shards, parts, strict=True)
+    ]
+    for call in calls:
+      call.result()
+    self._ready, self._free = None, self._inside.clock()
+    self._tell_span("push", began, self._free, seq, evaluation, job)
+    return result
+
+  def _compute(self, evaluation, job, seq, shards, coming):
+    """Returns (message, result); None if the evaluation is over."""
+    clock, settings = self._inside.clock, self._task.settings
+    self._faults.before_work(self._index, seq)
+    if evaluation != self._fetched:
+      calls = [shard.call("fetch", evaluation) for shard in shards]
+      parts = [call.result() for call in calls]
+      if any(part is None for part in parts):
+        return None
+      whole = sharding.join(self._plan, parts)
+      self._params = jax.tree.map(jnp.asarray, whole)
+      self._fetched = evaluation
+    portions = settings.portions_of(job)
+    for portion in portions:
+      self._loader.load(portion)
+    if settings.prefetch and coming is not None:
+      for portion in settings.portions_of(coming):
+        self._loader.load(portion)
+    began = clock()
+    self._tell_span("fetch", self._free, began, seq, evaluation, job)
+    loss, message = self._sums(self._params, portions)
+    message = self._faults.message(self._index, seq, message)
+    if not _is_finite(message):  # unless it is damaged, it is so again
+      loss, message = self._sums(self._params, portions)
+    factor = (self._task.slowdown[self._index : self._index + 1] or (1.0,))[0]
+    if factor > 1:
+      self._inside.wait((factor - 1) * (clock() - began))
+    self._tell_span("compute", began, clock(), seq, evaluation, job)
+    return message, Result(loss, message_norm(message, len(portions)))
+
+  def _tell_span(self, name, start, end, seq, evaluation, job):
+    number = evaluation * self._task.settings.jobs + job
+    self._span(Span(name, start, end, seq, number))
+
+  def close(self) -> None:
+    """Ends its thread."""
+    self._loader.close()
+
+
+def _is_finite(tree) -> bool:
+  return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+
+
+def make(
+  index: int,
+  make_task: Callable[[], Task],
+  *,
+  faults: Sequence[Fault] = (),
+  tell: Callable[[Fault], None] = lambda fault: None,
+  span: Callable[[Span], None] | None = None,
+) -> Any:
+  """Returns what makes a worker in a host; see `LiveWorker`."""
+  return functools.partial(
+    LiveWorker,
+    index=index,
+    make_task=make_task,
+    faults=tuple(faults),
+    tell=tell,
+    span=span,
+  )

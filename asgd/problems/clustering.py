@@ -1,0 +1,149 @@
+"""k-means on tables: sums of examples, and their number, by cluster.
+
+  config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, checks, data
+from asgd import losses as losses_lib
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
+
+_AT_ONCE = 2000  # examples evaluated
+
+
+def k_means(
+  batch_size: int,
+  *,
+  clusters: int = 10,
+  dataset: str = "digits",
+  data_dir: str | None = None,
+  partition: str = "shared",
+) -> Problem:
+  """Mini-batch k-means: a centre is the mean of all examples given to it.
+
+    c = argmin_k |x - s_k / n_k|^2;   s_c <- s_c + x;   n_c <- n_c + 1
+
+  which is Sculley's step of the rate 1 / n_c, as increments: they commute, so
+  that workers may send them in any order. A centre begins as one example.
+
+  Its evaluations have the mean squared distance of the test examples to their
+  centres as the loss, `inertia` is the same of the training examples, and the
+  measure the share of the test part's variance that the centres explain.
+
+  Args:
+    batch_size: B, examples of a batch.
+    clusters: k, 2 or more, at most the training examples.
+    dataset: a name of `data.DATASETS`; examples are flattened.
+    data_dir: where its files are.
+    partition: "shared" or "sharded", as of `data.make_batches`.
+
+  Returns:
+    A Problem with parameters float32[k, d + 1], sums and number of each
+    cluster. Its workers compute updates, for the recipe `table`.
+
+  Raises:
+    ValueError: for a value out of its range, and for an example that is not
+      finite, with its number.
+
+  Source:
+    Sculley, "Web-scale k-means clustering", WWW 2010, algorithm 1.
+
+  Example:
+    >>> import jax
+    >>> from asgd.problems import clustering
+    >>> problem = clustering.k_means(8, clusters=3)
+    >>> params = problem.init(jax.random.key(0))
+    >>> batch = problem.batches(0, 1)(0, 0)
+    >>> _, updates = problem.updates(params, batch, None)
+    >>> int(updates[:, -1].sum())  # each example counts once
+    8
+  """
+  source = data.load(dataset, data_dir=data_dir)
+  train, test = (
+    np.asarray(x, np.float32).reshape(len(x), -1)
+    for x in (source.train_images, source.test_images)
+  )
+  checks.whole("clusters", clusters, 2, most=len(train))
+  for part, examples in (("training", train), ("test", test)):
+    _check_finite(part, examples)
+
+  def init(key):
+    first = jax.random.choice(key, len(train), (clusters,), replace=False)
+    return jnp.pad(jnp.asarray(train)[first], [(0, 0), (0, 1)]).at[:, -1].set(1)
+
+  spread = float(np.square(test - test.mean(0), dtype=float).sum())
+
+  def evaluate(params):
+    loss = _distance(params, test)
+    measure = 1 - loss * len(test) / spread if spread else float("nan")
+    inertia = _distance(params, train)
+    return Evaluation(loss, measure=measure, more={"inertia": inertia})
+
+  data_of = lib.examples_of(train, source.train_labels, partition)
+  guess = float(np.square(train - train.mean(0), dtype=float).sum(1).mean())
+
+  def rebatch(size):
+    return Problem(
+      *(init, _loss, evaluate, *data_of(size), None, rebatch),
+      guess=guess,
+      updates=_updates,
+    )
+
+  return rebatch(batch_size)
+
+
+def _check_finite(part, examples):
+  bad = ~np.isfinite(examples).all(1)
+  if bad.any():
+    raise ValueError(
+      f"example {int(np.argmax(bad))} of the {part} part is not finite"
+      f" ({int(bad.sum())} of {len(examples)}): leave it out"
+    )
+
+
+def centres(params: jax.Array) -> jax.Array:
+  """Returns the means [k, d] of clusters, of sums and numbers [k, d + 1]."""
+  return params[:, :-1] / params[:, -1:]
+
+
+def _squares(params, examples):
+  """The squared distance of each example to each centre, float[B, k]."""
+  means = centres(params)
+  cross = examples @ means.T
+  return (
+    jnp.square(examples).sum(1)[:, None] - 2 * cross + jnp.square(means).sum(1)
+  )
+
+
+@jax.jit
+def _total(params, examples):
+  return _squares(params, examples).min(1).sum()
+
+
+def _distance(params, examples) -> float:
+  """The mean squared distance to the nearest centre."""
+  total = 0.0
+  for start in range(0, len(examples), _AT_ONCE):
+    total += float(_total(params, examples[start : start + _AT_ONCE]))
+  return total / len(examples)
+
+
+def _loss(params, batch: base.Batch, key):
+  del key
+  squares = _squares(params, jnp.asarray(batch[0], params.dtype))
+  return squares.min(1).mean(), losses_lib.Aux(())
+
+
+def _updates(params, batch: base.Batch, key):
+  """The examples of each cluster, summed up, and their number."""
+  del key
+  examples = jnp.asarray(batch[0], params.dtype)
+  squares = _squares(params, examples)
+  nearest = jax.nn.one_hot(squares.argmin(1), len(params), dtype=params.dtype)
+  ones = jnp.ones((len(examples), 1), params.dtype)
+  increments = nearest.T @ jnp.concatenate([examples, ones], 1)
+  return (squares.min(1).mean(), losses_lib.Aux(())), increments

@@ -1,0 +1,180 @@
+"""Word embeddings: skip-gram with negative sampling on two tables.
+
+  config.problem = dict(name="asgd.problems.embeddings:skip_gram", dimension=32)
+
+Index letters used in shape comments:
+  n  words of a text; B pairs of a batch
+  V  different words
+  N  negatives of a pair
+  d  numbers of a word
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, checks
+from asgd import losses as losses_lib
+from asgd.data import words as words_lib
+from asgd.problems.problem import Evaluation, Keyed, Problem
+
+_TESTED = 4000  # pairs of the test part
+_PROBE = 256  # pairs
+_PROBE_SEED, _TEST_SEED = 2**32 - 1, 2**32 - 2
+
+
+def skip_gram(
+  batch_size: int,
+  *,
+  dimension: int = 32,
+  window: int = 3,
+  negatives: int = 5,
+  power: float = 0.75,
+  text: str = "pydoc",
+  data_dir: str | None = None,
+  least: int = 5,
+  most: int = 20_000,
+) -> Problem:
+  """Predicts the words around a word, told from words drawn at random.
+
+    f = mean over pairs (c, o) of -log s(u_c . v_o) - sum_i log s(-u_c . v_i)
+
+  with s the logistic function and the words i drawn in proportion to their
+  count^power. A pair is a word and one that is `window` words away from it at
+  most. Its evaluations have f of pairs of the test part as the loss, with the
+  same negatives each time, and as the accuracy the share of pairs whose product
+  is above that of their first negative.
+
+  Args:
+    batch_size: B, pairs of a batch.
+    dimension: d.
+    window: words to each side, 1 or more.
+    negatives: N, 1 or more.
+    power: 0 or more.
+    text: "pydoc" or "file".
+    data_dir: the file.
+    least: times that a word is in the text; rarer ones are left out.
+    most: words of the vocabulary.
+
+  Returns:
+    A Problem with parameters {"inner": float32[V, d], "outer": ...}, u and v,
+    whose batches are (int32[B] words, int32[B, 1 + N] the one beside it and
+    negatives) and tell which rows they need.
+
+  Raises:
+    ValueError: for a value out of its range, a text too short for the window,
+      and one without words.
+
+  Source:
+    Mikolov et al., "Distributed representations of words and phrases and their
+    compositionality", NIPS 2013, equation 4.
+
+  Example:
+    >>> from asgd.problems import embeddings
+    >>> problem = embeddings.skip_gram(4, negatives=2, most=100)
+    >>> inner, outer = problem.batches(0, 1)(0, 0)
+    >>> inner.shape, outer.shape
+    ((4,), (4, 3))
+  """
+  for key, value in (
+    ("dimension", dimension), ("window", window), ("negatives", negatives)
+  ):
+    checks.whole(key, value, most=10**6)
+  checks.nonnegative("power", power)
+  data = words_lib.load(text, data_dir=data_dir, least=least, most=most)
+  shortest = min(len(data.train), len(data.test))
+  if shortest <= 2 * window:
+    raise ValueError(
+      f"a part of {data.source} has {shortest} known words, too few for a"
+      f" window of {window}: use a longer text, or a smaller window"
+    )
+  size = len(data.vocabulary)
+  shares = data.counts.astype(float) ** power
+  below = np.cumsum(shares / shares.sum())
+
+  def pairs(tokens, count, rng):
+    at = rng.integers(window, len(tokens) - window, count)
+    away = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
+    drawn = np.searchsorted(below, rng.random((count, negatives)))
+    drawn = drawn.clip(max=size - 1)  # where the sum is a little below 1
+    outer = np.concatenate([tokens[at + away][:, None], drawn], 1)
+    return tokens[at], outer.astype(np.int32)
+
+  test = pairs(data.test, _TESTED, np.random.default_rng(_TEST_SEED))
+
+  def init(key):
+    # As in word2vec: the first products are 0.
+    inner = jax.random.uniform(key, (size, dimension), minval=-0.5, maxval=0.5)
+    return {
+      "inner": inner / dimension,
+      "outer": jnp.zeros((size, dimension), inner.dtype),
+    }
+
+  def evaluate(params):
+    return Evaluation(*map(float, _score(params, test)))
+
+  def rebatch(batch_size):
+    checks.whole("batch_size", batch_size, most=len(data.train))
+
+    def batches(seed, workers):
+      del workers
+
+      def batch(worker, job):
+        del worker
+        rng = np.random.default_rng((seed, int(job)))
+        return pairs(data.train, batch_size, rng)
+
+      return batch
+
+    probe = pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
+    return Problem(
+      *(init, _loss, evaluate, batches, probe),
+      batches_per_epoch=max(len(data.train) // batch_size, 1),
+      rebatch=rebatch,
+      guess=float((1 + negatives) * np.log(2)),  # of products that are 0
+      keyed=Keyed(_keys, _localise),
+    )
+
+  return rebatch(batch_size)
+
+
+def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+  """The rows of each table that a batch of pairs needs."""
+  return {
+    name: np.unique(words).astype(np.int64)
+    for name, words in zip(("inner", "outer"), batch, strict=True)
+  }
+
+
+def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
+  """The batch for tables of those rows alone."""
+  inner, outer = (
+    np.searchsorted(keys[name], words).astype(np.int32)
+    for name, words in zip(("inner", "outer"), batch, strict=True)
+  )
+  return inner, outer
+
+
+def _products(params, batch):
+  """u_c . v_o and u_c . v_i of each pair, float[B, 1 + N]."""
+  inner, outer = batch
+  u, v = params["inner"][inner], params["outer"][outer]
+  return jnp.einsum("bd,bnd->bn", u, v)
+
+
+def _mean(products):
+  true, drawn = products[:, 0], products[:, 1:]
+  losses = jax.nn.softplus(-true) + jax.nn.softplus(drawn).sum(1)
+  return losses.mean()
+
+
+def _loss(params, batch: base.Batch, key):
+  del key
+  return _mean(_products(params, batch)), losses_lib.Aux(())
+
+
+@jax.jit
+def _score(params, batch):
+  """Returns (loss, share of pairs that are above their first negative)."""
+  products = _products(params, batch)
+  return _mean(products), (products[:, 0] > products[:, 1]).mean()

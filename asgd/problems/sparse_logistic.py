@@ -1,0 +1,217 @@
+"""Sparse logistic regression with L1, by delayed block proximal steps.
+
+  config.problem = dict(
+    name="asgd.problems.sparse_logistic:sparse_logistic_regression", l1=0.002
+  )
+
+Index letters used in shape comments:
+  n  examples; B of a batch
+  Z  features of an example
+  K  features
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, checks
+from asgd import losses as losses_lib
+from asgd.data import sparse
+from asgd.problems.problem import Evaluation, Keyed, Problem, spread
+
+_PROBE = 256  # examples
+_TABLE = "weights"
+
+
+def sparse_logistic_regression(
+  batch_size: int,
+  *,
+  l1: float = 0.002,
+  blocks: int = 4,
+  examples: str = "generated",
+  data_dir: str | None = None,
+  generate: dict[str, Any] | None = None,
+) -> Problem:
+  """Logistic regression with an L1 penalty, features in blocks.
+
+    F(w) = mean over n examples of log(1 + exp(-y w.x)) + l1 |w|_1,  y = 1, -1
+
+  A worker has a fixed part of the examples. A job is of one block of features
+  (those of equal key modulo the blocks), and computes of its batch, for each
+  feature i of the block that is in it, the gradient g_i and a bound of the
+  curvature,
+
+    u_i = 1/4 mean |x_i| sum of |x_j| over the block,
+
+  with which the sum of u_i d_i^2 / 2 bounds the second order term of any step d
+  of the block. The server takes the step of `tables.functions.proximal` once
+  the batches of all workers have come; a worker goes on before that by the
+  delay that `consistency` allows.
+
+  An evaluation has the log loss and the accuracy of the test examples,
+  `objective`, F of the training examples, and `nonzero`, the number of weights
+  that are not 0.
+
+  Args:
+    batch_size: B. Worker i of N has the examples i, i + N, ..., in ceil(n / (N
+      B)) batches: with as many jobs in a clock (`clock_every`), steps are of
+      whole gradients, and end at the minimum of F.
+    l1: the penalty, positive; that of the function at the server follows.
+    blocks: of features, 1 or more.
+    examples: a name of `data.sparse.load`.
+    data_dir: where these are.
+    generate: arguments of `data.sparse.generated`.
+
+  Returns:
+    A Problem with parameters {"weights": float32[K, 2]}, the weight of each
+    feature and its curvature in the last step; batches tell which rows they
+    need. Its workers compute updates, for the recipe `table`.
+
+  Raises:
+    ValueError: for a value out of its range, and for examples that cannot be
+      used.
+
+  Source:
+    Li et al., "Communication efficient distributed machine learning with the
+    parameter server", NIPS 2014, algorithm 3; "Scaling distributed machine
+    learning with the parameter server", OSDI 2014, section 5.1.
+
+  Example:
+    >>> import jax
+    >>> from asgd.problems import sparse_logistic
+    >>> problem = sparse_logistic.sparse_logistic_regression(100, blocks=2)
+    >>> batch = problem.batches(0, 4)(0, 0)
+    >>> keys = problem.keyed.keys(batch)["weights"]
+    >>> len(keys) < problem.init(jax.random.key(0))["weights"].shape[0]
+    True
+  """
+  checks.positive("l1", l1)
+  data = sparse.load(examples, data_dir=data_dir, **(generate or {}))
+  checks.whole("blocks", blocks, most=data.features)
+
+  def init(key):
+    del key
+    return {_TABLE: jnp.zeros((data.features, 2), jnp.float32)}
+
+  positive = float(data.train_labels.mean())
+  entropy = -sum(p * np.log(p) for p in (positive, 1 - positive))
+
+  def rebatch(size):
+    return Problem(
+      *(init, _loss, functools.partial(_evaluate, data, l1)),
+      *_batches(data, blocks, size),
+      rebatch=rebatch,
+      guess=float(entropy),
+      keyed=Keyed(_keys, _localise),
+      updates=_updates,
+      function=("proximal", {"l1": l1}),
+    )
+
+  return rebatch(batch_size)
+
+
+def _batches(data, blocks, size):
+  """What a Problem has of batches: (int32[B, Z] keys, float32[B, Z] values,
+  int32[B] labels, float32[B] weights, bool[B, Z] whether a feature is of the
+  block). Beyond the examples of a worker weights are 0; their mean over all
+  batches is 1."""
+  n = len(data.train_labels)
+  checks.whole("batch_size", size, most=n)
+
+  def of(rows, block, weight):
+    rows, real = np.resize(rows, size), np.arange(size) < len(rows)
+    keys, values = data.train_keys[rows], data.train_values[rows]
+    values = np.where(real[:, None], values, 0)
+    weights = np.where(real, weight, 0).astype(np.float32)
+    inside = (values != 0) & (keys % blocks == block)
+    return keys, values, data.train_labels[rows], weights, inside
+
+  def batches(seed, workers):
+    if workers > n:
+      raise ValueError(
+        f"workers {workers} is more than the {n} training examples; use at most"
+        f" {n}"
+      )
+    jobs = -(-n // (workers * size))  # of a worker in a pass
+    weight = workers * jobs * size / n
+
+    def batch(worker, job):
+      del worker  # job j is that of worker j modulo N
+      turn, owner = divmod(int(job), workers)
+      number, part = divmod(turn, jobs)
+      cycle, at = divmod(number, blocks)
+      order = np.random.default_rng((seed, cycle)).permutation(blocks)
+      own = np.arange(owner, n, workers)[part * size : (part + 1) * size]
+      return of(own, order[at], weight)
+
+    return batch
+
+  probe = of(spread(n, min(_PROBE, size)), 0, 1.0)
+  return batches, probe, max(n // size, 1)
+
+
+def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+  """The features of a batch."""
+  keys, values, *_ = batch
+  return {_TABLE: np.unique(keys[values != 0]).astype(np.int64)}
+
+
+def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
+  """The batch for a table of those features alone."""
+  features, values, *rest = batch
+  at = np.where(values != 0, np.searchsorted(keys[_TABLE], features), 0)
+  return at.astype(np.int32), values, *rest
+
+
+def _logits(params, keys, values):
+  return (params[_TABLE][:, 0][keys] * values).sum(1)
+
+
+def _loss(params, batch: base.Batch, key):
+  """The mean log loss of a batch, without the penalty."""
+  del key
+  keys, values, labels, weights, _ = batch
+  logits = _logits(params, keys, values)
+  losses = jax.nn.softplus(logits) - labels * logits
+  return (weights * losses).mean(), losses_lib.Aux(())
+
+
+def _updates(params, batch: base.Batch, key):
+  """The gradient of each feature of the block, and its curvature."""
+  keys, values, labels, weights, inside = batch
+  logits = _logits(params, keys, values)
+  slopes = weights * (jax.nn.sigmoid(logits) - labels)
+  values = values * inside
+  sizes = jnp.abs(values)
+  bounds = weights[:, None] * sizes * sizes.sum(1, keepdims=True) / 4
+  both = jnp.stack([slopes[:, None] * values, bounds], -1) / len(labels)
+  out = jnp.zeros_like(params[_TABLE]).at[keys].add(both)
+  return _loss(params, batch, key), {_TABLE: out}
+
+
+@jax.jit
+def _score(params, keys, values, labels):
+  """Returns (mean log loss, share of hits)."""
+  logits = _logits(params, keys, values)
+  losses = jax.nn.softplus(logits) - labels * logits
+  return losses.mean(), ((logits > 0) == labels).mean()
+
+
+def _evaluate(data, l1, params) -> Evaluation:
+  """How good weights are on test examples, and F on the training examples."""
+  weights = np.asarray(params[_TABLE])[:, 0]
+  loss, accuracy = _score(
+    params, data.test_keys, data.test_values, data.test_labels
+  )
+  train, _ = _score(
+    params, data.train_keys, data.train_values, data.train_labels
+  )
+  penalty = l1 * float(np.abs(weights, dtype=np.float64).sum())
+  more = {
+    "objective": float(train) + penalty,
+    "nonzero": int(np.count_nonzero(weights)),
+  }
+  return Evaluation(float(loss), float(accuracy), more=more)

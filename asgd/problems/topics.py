@@ -1,0 +1,295 @@
+"""Topics of documents: LDA by collapsed Gibbs sampling on tables of counts.
+
+  config.problem = dict(name="asgd.problems.topics:lda", topics=10)
+
+Index letters used in shape comments:
+  n  documents; B of a batch
+  L  words of the longest document
+  V  words of the vocabulary
+  T  topics
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize
+
+from asgd import base, checks
+from asgd import losses as losses_lib
+from asgd.data import documents as documents_lib
+from asgd.problems.problem import Evaluation, Keyed, Problem, spread
+
+_PROBE = 64  # documents
+_AT_ONCE = 500  # documents evaluated
+_FOLDS = 50  # steps in which the topics of a test document are found
+
+
+def lda(
+  batch_size: int,
+  *,
+  topics: int = 10,
+  alpha: float = 0.1,
+  beta: float = 0.05,
+  documents: str = "generated",
+  data_dir: str | None = None,
+  words: dict[str, Any] | None = None,
+) -> Problem:
+  """Latent Dirichlet allocation, sampled on counts that others change too.
+
+    p(z = k) ~ (n_dk + alpha) (n_wk + beta) / (n_k + V beta)
+
+  with the counts of all other words. A job samples each word of its documents
+  once, one after the other, on the counts that its worker has; what it pushes
+  is by how much they changed. The topic of each word is in a table too, in the
+  rows of its documents, which one worker alone reads and writes: it travels
+  with the counts in one message, so that these always are the sums of topics
+  that the server has, and a worker that is lost loses no count.
+
+  An evaluation finds the topics of test documents by every other word, and has
+  the mean loss of the rest, in nats, `perplexity`, and of documents of known
+  topics as its measure the share that the topics found have in common with
+  them, in the best order.
+
+  Args:
+    batch_size: B, documents of a job. Worker i of N has the documents i, i + N,
+      ..., and goes round them: a pass over all takes N ceil(n / (N B)) jobs.
+    topics: T, 2 or more.
+    alpha: of the Dirichlet prior of a document's topics, positive.
+    beta: of that of a topic's words, positive.
+    documents: a name of `data.documents.load`.
+    data_dir: where these are.
+    words: further arguments of `data.documents.load`.
+
+  Returns:
+    A Problem with parameters {"assignments": int32[n, L], "totals": int32[1,
+    T], "words": int32[V, T]}. Its workers compute updates, for the recipe
+    `table`.
+
+  Raises:
+    ValueError: for a value out of its range, and for documents that cannot be
+      used.
+
+  Source:
+    Griffiths and Steyvers, "Finding scientific topics", PNAS 2004, equation 5;
+    Smola and Narayanamurthy, "An architecture for parallel topic models", VLDB
+    2010, and Li et al., OSDI 2014, who sample with stale counts.
+
+  Example:
+    >>> import jax
+    >>> from asgd.problems import topics
+    >>> problem = topics.lda(4, topics=3, words=dict(documents=40))
+    >>> params = problem.init(jax.random.key(0))
+    >>> params["words"].shape, int(params["totals"].sum())
+    ((25, 3), 2160)
+  """
+  checks.whole("topics", topics, 2, most=10**5)
+  checks.positive("alpha", alpha)
+  checks.positive("beta", beta)
+  data = documents_lib.load(documents, data_dir=data_dir, **(words or {}))
+  size = len(data.vocabulary)
+  model = _Model(topics, size, alpha, beta)
+  valid = np.arange(data.train_words.shape[1]) < data.train_lengths[:, None]
+
+  def init(key):
+    shape = data.train_words.shape
+    z = jax.random.randint(key, shape, 0, topics, np.int32) * valid
+    counts = jnp.zeros((size, topics), np.int32)
+    counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
+    return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
+
+  def rebatch(batch_size):
+    return Problem(
+      *(init, model.loss, functools.partial(_evaluate, model, data)),
+      *_batches(data, batch_size),
+      rebatch=rebatch,
+      guess=float(np.log(size)),
+      keyed=Keyed(_keys, _localise),
+      updates=model.updates,
+    )
+
+  return rebatch(batch_size)
+
+
+def _batches(data, batch_size):
+  """What a Problem has of batches: (int32[B] documents, int32[B, L] words,
+  int32[B] lengths), padded with documents of length 0."""
+  n = len(data.train_lengths)
+  checks.whole("batch_size", batch_size, most=n)
+
+  def of(rows):
+    docs = np.resize(rows, batch_size).astype(np.int32)
+    lengths = data.train_lengths[docs] * (np.arange(batch_size) < len(rows))
+    return docs, data.train_words[docs], lengths
+
+  def batches(seed, workers):
+    del seed  # the order of documents matters little
+    if workers > n:
+      raise ValueError(
+        f"workers {workers} is more than the {n} documents; use at most {n}"
+      )
+    jobs = -(-n // (workers * batch_size))  # of a worker in a pass
+
+    def batch(worker, job):
+      del worker  # job j is that of worker j modulo N
+      turn, owner = divmod(int(job), workers)
+      start = (turn % jobs) * batch_size
+      own = np.arange(owner, n, workers)
+      return of(own[start : start + batch_size])
+
+    return batch
+
+  rows = spread(n, _PROBE)
+  probe = rows.astype(np.int32), data.train_words[rows]
+  return batches, (*probe, data.train_lengths[rows]), max(n // batch_size, 1)
+
+
+def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+  """The rows of each table that a batch of documents needs."""
+  docs, words, lengths = batch
+  valid = np.arange(words.shape[1]) < lengths[:, None]
+  return {
+    "assignments": np.unique(docs[lengths > 0]).astype(np.int64),
+    "totals": np.zeros(1, np.int64),
+    "words": np.unique(words[valid]).astype(np.int64),
+  }
+
+
+def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
+  """The batch for tables of those rows alone; what is no word is word 0."""
+  docs, words, lengths = batch
+  valid = np.arange(words.shape[1]) < lengths[:, None]
+  docs = np.where(lengths > 0, np.searchsorted(keys["assignments"], docs), 0)
+  words = np.where(valid, np.searchsorted(keys["words"], words), 0)
+  return docs.astype(np.int32), words.astype(np.int32), lengths
+
+
+class _Model:
+  """The functions of LDA, of its sizes and priors."""
+
+  def __init__(self, topics, size, alpha, beta):
+    self._topics, self._size = topics, size
+    self._alpha, self._beta = alpha, beta
+
+  def shares(self, words, totals):
+    """Returns how frequent words are in topics, float[..., T]. Counts that are
+    of different ages may come to less than 0."""
+    words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
+    return (words + self._beta) / (totals + self._size * self._beta)
+
+  def _nats(self, params, batch):
+    """The mean loss of words, given the topics of their documents."""
+    docs, words, lengths = batch
+    of_docs, valid = self._of_docs(params["assignments"][docs], lengths)
+    of_docs += self._alpha
+    theta = of_docs / of_docs.sum(1, keepdims=True)
+    phi = self.shares(params["words"][words], params["totals"][0])
+    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
+    return losses.sum() / valid.sum()
+
+  def _of_docs(self, z, lengths):
+    """The topics of documents, float[B, T], and which places are words."""
+    valid = jnp.arange(z.shape[1]) < lengths[:, None]
+    ones = jax.nn.one_hot(z, self._topics) * valid[..., None]
+    return ones.sum(1), valid
+
+  def loss(self, params, batch: base.Batch, key):
+    """The loss of a Problem, of topics as they are."""
+    del key
+    return self._nats(params, batch), losses_lib.Aux(())
+
+  def updates(self, params, batch: base.Batch, key):
+    """Samples the topic of each word once; returns what that changes."""
+    docs, words, lengths = batch
+    old = params["assignments"][docs]
+    of_docs, valid = self._of_docs(old, lengths)
+    rows = jnp.broadcast_to(jnp.arange(len(docs))[:, None], words.shape)
+    uniform = jax.random.uniform(key, words.shape)
+    counts = of_docs, params["words"], params["totals"][0]
+    places = rows, words, old, valid, uniform
+    (_, counts, totals), new = jax.lax.scan(
+      self._sample, counts, jax.tree.map(jnp.ravel, places)
+    )
+    change = new.reshape(old.shape) - old
+    updates = {
+      "assignments": jnp.zeros_like(params["assignments"]).at[docs].add(change),
+      "totals": (totals - params["totals"][0])[None],
+      "words": counts - params["words"],
+    }
+    after = jax.tree.map(jnp.add, params, updates)
+    return self.loss(after, batch, key), updates
+
+  def _sample(self, counts, place):
+    """Draws the topic of a word, on the counts of all others."""
+    of_docs, words, totals = counts
+    row, word, old, valid, uniform = place
+    one = valid.astype(words.dtype)
+    of_docs = of_docs.at[row, old].add(-one)
+    words, totals = words.at[word, old].add(-one), totals.at[old].add(-one)
+    weights = (of_docs[row] + self._alpha) * self.shares(words[word], totals)
+    below = jnp.cumsum(weights)
+    drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
+    new = jnp.where(valid, drawn, old).astype(old.dtype)
+    of_docs = of_docs.at[row, new].add(one)
+    words, totals = words.at[word, new].add(one), totals.at[new].add(one)
+    return (of_docs, words, totals), new
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def completion(self, phi, words, lengths):
+    """Returns (summed loss, number) of every other word of documents, whose
+    topics are found by the rest; phi is float[V, T]."""
+    places = jnp.arange(words.shape[1])
+    valid = places < lengths[:, None]
+    read = (valid & (places % 2 == 0))[..., None]
+    of_words = phi[words]  # [B, L, T]
+
+    def step(_, theta):
+      shares = theta[:, None] * of_words
+      shares = shares / shares.sum(2, keepdims=True) * read
+      theta = shares.sum(1) + self._alpha
+      return theta / theta.sum(1, keepdims=True)
+
+    start = jnp.full((len(words), self._topics), 1 / self._topics)
+    theta = jax.lax.fori_loop(0, _FOLDS, step, start)
+    rest = valid & (places % 2 == 1)
+    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, of_words))
+    return (losses * rest).sum(), rest.sum()
+
+
+def _evaluate(model, data, params) -> Evaluation:
+  """The loss of test documents, and the topics that were found."""
+  phi = model.shares(params["words"], params["totals"][0])
+  total = count = 0.0
+  for start in range(0, len(data.test_lengths), _AT_ONCE):
+    part = slice(start, start + _AT_ONCE)
+    sums = model.completion(phi, data.test_words[part], data.test_lengths[part])
+    total, count = total + float(sums[0]), count + float(sums[1])
+  loss = total / count
+  measure = float("nan")
+  if data.topics is not None:
+    measure = in_common(np.asarray(phi).T, data.topics)
+  more = {"perplexity": float(np.exp(loss))}
+  return Evaluation(loss, measure=measure, more=more)
+
+
+def in_common(found: np.ndarray, known: np.ndarray) -> float:
+  """Returns the share that topics have in common, in the best order of them.
+
+  Args:
+    found: float[T', V], rows that sum to 1.
+    known: float[T, V], the same.
+
+  Returns:
+    The mean over the known topics of sum_w min(found, known), from 0 to 1.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.problems import topics
+    >>> topics.in_common(np.eye(3)[[2, 0, 1]], np.eye(3))
+    1.0
+  """
+  both = np.minimum(found[:, None], known[None]).sum(2)
+  rows, columns = optimize.linear_sum_assignment(-both)
+  return float(both[rows, columns].sum() / len(known))

@@ -1,0 +1,69 @@
+"""Computes again what a run came to, from the jobs that were received."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asgd import base
+from asgd.sandblaster.commands import Command
+from asgd.sandblaster.coordinator import (
+  Await,
+  Begin,
+  Coordinator,
+  State,
+  message_name,
+)
+from asgd.sandblaster.settings import Settings
+from asgd.sandblaster.shard import Shards
+from asgd.sandblaster.sums import Work, make_sums
+
+
+class Recomputed(NamedTuple):
+  """What it came to."""
+
+  state: State  # of the coordinator
+  params: base.Params  # the last iterate
+
+
+def recompute(
+  settings: Settings, params: base.Params, work: Work, jobs: Collection[int]
+) -> Recomputed:
+  """Runs L-BFGS as far as it comes with some jobs, in one place.
+
+  Args:
+    settings: of the run.
+    params: before the first step, NumPy's.
+    work: the loss and the gradient of a portion, a mean.
+    jobs: those whose messages were received, by the numbers of a trace: the
+      evaluation times the jobs of one, plus the job.
+
+  Example:
+    >>> import jax
+    >>> import numpy as np
+    >>> from asgd.sandblaster import Settings
+    >>> work = jax.value_and_grad(lambda x, p: (p + 1) * (x**2).sum())
+    >>> settings = Settings(portions=2)
+    >>> again = recompute(settings, np.float32([3.0, 4.0]), work, range(4))
+    >>> again.state.iteration, again.state.loss
+    (1, 24.0)
+  """
+  sums, sent = make_sums(work), params
+  shards = Shards(params, settings.shards, start={"point": params})
+  coordinator = Coordinator(settings)
+  while (request := coordinator.request) is not None:
+    answer = None
+    if isinstance(request, Command):
+      answer = shards.obey(request)
+    elif isinstance(request, Begin):
+      shards.forget(shards.number)
+      sent = jax.tree.map(jnp.asarray, shards.read("trial"))
+    else:
+      assert isinstance(request, Await)
+      if request.evaluation * settings.jobs + request.job not in jobs:
+        break
+      answer, message = sums(sent, settings.portions_of(request.job))
+      shards.put(message_name(*request), message)
+    coordinator.answer(answer)
+  return Recomputed(coordinator.state, shards.read("point"))

@@ -1,0 +1,36 @@
+"""Word embeddings on a parameter server: rows of the words of a batch.
+
+Skip-gram with negative sampling on words of Python's manual: 4 simulated
+workers pull the rows of their pairs and of the negatives, SSP and ESSP beside
+one worker with plain SGD, where all end. Another text, as --data_dir, with the
+argument `file`.
+
+  python -m launch.train --config=configs/embeddings.py
+  python -m launch.train --config=configs/embeddings.py:file --data_dir=FILE
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.problem = dict(
+    name="asgd.problems.embeddings:skip_gram", dimension=32
+  )
+  config.runs = dict(
+    sgd=dict(recipe="asgd", title="one worker, SGD", workers=(1,)),
+    ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
+    essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
+  )
+  config.workers = (4,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 256
+  config.epochs = 10.0
+  config.learning_rate = 8.0
+  config.evaluations = 10
+  config.curvature_checks = 0
+  if arg is not None:
+    if arg != "file":
+      raise ValueError(f"unknown variant {arg!r}; known: file")
+    config.problem.text = "file"
+  return config.lock()

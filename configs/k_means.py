@@ -1,0 +1,28 @@
+"""k-means on a parameter server: centres as rows, digits, 4 workers.
+
+Clusters of scikit-learn's digits as sums and numbers of examples, to which 4
+simulated workers add theirs, reading centres that are up to 3 clocks old: it
+ends where one worker ends, and where scikit-learn's MiniBatchKMeans ends from
+the same centres.
+
+  python -m launch.train --config=configs/k_means.py
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
+  config.runs = dict(
+    one=dict(recipe="table", title="one worker", workers=(1,)),
+    ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
+    essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
+  )
+  config.workers = (4,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 64
+  config.epochs = 10.0
+  config.evaluations = 10
+  config.curvature_checks = 0
+  return config.lock()

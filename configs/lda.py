@@ -1,0 +1,46 @@
+"""Topics of documents on a parameter server: LDA by Gibbs sampling.
+
+Counts of words by topic are a table, which 4 simulated workers sample with
+counts that are up to 3 clocks old. Documents are generated from ten known
+topics, the rows and columns of a grid of words, which all runs find; or pages
+of Python's manual with the argument `pydoc`, and 20 newsgroups, where
+scikit-learn has it on disk, with `newsgroups`.
+
+  python -m launch.train --config=configs/lda.py
+  python -m launch.train --config=configs/lda.py:pydoc
+"""
+
+import ml_collections
+
+DATA = {
+  "pydoc": dict(
+    problem=dict(documents="pydoc", topics=20, words=dict(most=2000)),
+    seeds=(0,),
+  ),
+  "newsgroups": dict(
+    problem=dict(documents="newsgroups", topics=20, words=dict(least=20)),
+    seeds=(0,),
+    batch_size=200,
+  ),
+}
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.problem = dict(name="asgd.problems.topics:lda", topics=10)
+  config.runs = dict(
+    one=dict(recipe="table", title="one worker", workers=(1,)),
+    ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
+    essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
+  )
+  config.workers = (4,)
+  config.seeds = (0, 1, 2)
+  config.batch_size = 15
+  config.epochs = 60.0
+  config.evaluations = 10
+  config.curvature_checks = 0
+  if arg is not None:
+    if arg not in DATA:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
+    config.update(DATA[arg])
+  return config.lock()

@@ -1,0 +1,40 @@
+"""Sandblaster L-BFGS live: 4 workers and 2 shards, each a process of Ray.
+
+The same run twice, on handwritten digits (scikit-learn): `whole` is not
+disturbed; of `killed` a worker and a shard are killed on the way. Both have the
+same loss at each iteration, to the bit (iterates.csv of the two cells), which
+is that of engine `simulate` too:
+
+  python -m launch.train --config=configs/sandblaster_live.py
+  python -m launch.train --config=configs/sandblaster_live.py \
+    --config.engine=threads
+"""
+
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="mlp", hidden=(64, 64))
+  batch = dict(
+    recipe="sandblaster", push_every=4, shards=2, weight_decay=1e-3
+  )
+  runs = dict(
+    whole=dict(title="Sandblaster L-BFGS", **batch),
+    killed=dict(
+      title="with a worker and a shard killed",
+      failures=((1.0, "worker", 1), (2.0, "shard", 1)),  # after so many seconds
+      **batch,
+    ),
+  )
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.engine = "ray"
+  config.workers = (4,)
+  config.seeds = (0,)
+  config.batch_size = 16
+  config.epochs = 30.0
+  config.evaluations = 5
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  return config.lock()

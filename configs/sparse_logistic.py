@@ -1,0 +1,57 @@
+"""Sparse logistic regression with L1 on a parameter server, by its delay.
+
+4 simulated workers compute gradients of blocks of features on their examples,
+and the server takes proximal steps; workers go on before that by up to tau
+steps. All end at the objective of scikit-learn's solver, with the same weights
+at 0. Examples are generated (1,600 of 20 of 1,000 features); scikit-learn's
+breast cancer data in bins and pairs of bins, 3,121 features, with the argument
+`breast_cancer`, and words of SST-2 in --data_dir with `sst2`.
+
+  python -m launch.train --config=configs/sparse_logistic.py
+  python -m launch.train --config=configs/sparse_logistic.py:breast_cancer
+"""
+
+import ml_collections
+
+DATA = {
+  "breast_cancer": dict(
+    problem=dict(examples="breast_cancer", l1=0.005), batch_size=114
+  ),
+  "sst2": dict(problem=dict(examples="sst2", l1=0.0005), batch_size=16837),
+}
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.problem = dict(
+    name="asgd.problems.sparse_logistic:sparse_logistic_regression", l1=0.002
+  )
+  delayed = dict(recipe="table", consistency="delay_bounded", shards=2)
+  config.runs = dict(
+    bsp=dict(
+      recipe="table",
+      consistency="bulk_synchronous",
+      title="BSP",
+      learning_rate=3.0,
+    ),
+    tau2=dict(delayed, bound=2, title="delay 2"),
+    tau4=dict(delayed, bound=4, title="delay 4", learning_rate=0.8),
+    kkt=dict(
+      delayed,
+      bound=2,
+      filters=(dict(name="kkt", slack=0.001),),
+      title="delay 2, KKT filter",
+    ),
+  )
+  config.workers = (4,)
+  config.seeds = (0,)
+  config.batch_size = 400
+  config.epochs = 600.0
+  config.learning_rate = 1.5
+  config.evaluations = 10
+  config.curvature_checks = 0
+  if arg is not None:
+    if arg not in DATA:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
+    config.update(DATA[arg])
+  return config.lock()

@@ -1,0 +1,185 @@
+"""The driver of a live run, in threads: deaths change no iterate."""
+
+import time
+
+import jax
+import kit
+import numpy as np
+import pytest
+
+from asgd import base, orders
+from asgd.live.clusters.base import WorkersDie
+from asgd.live.deadlines import Ladder
+from asgd.live.faults import Fault
+from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.sandblaster import shard, worker
+from asgd.live.sandblaster.book import LiveBook, last_time
+from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.orders.trace import from_events
+from asgd.sandblaster import Failure, Settings, recompute
+from asgd.sandblaster.book import Lengths
+
+PORTIONS = 6
+DATA = kit.normal(PORTIONS, 5, 4).astype(np.float32)
+PARAMS = {
+  "v": kit.normal(3, seed=2).astype(np.float32),
+  "w": kit.normal(4, 3, seed=3).astype(np.float32),
+}
+SETTINGS = Settings(portions=PORTIONS, push_every=2, shards=2, history=4)
+
+
+@jax.jit
+def gradient(params, x):
+  def loss(params):
+    guess = jax.numpy.tanh(x @ params["w"]) @ params["v"]
+    return ((guess - x[:, 0]) ** 2).mean()
+
+  return jax.value_and_grad(loss)(params)
+
+
+def work(params, portion):
+  return gradient(params, DATA[portion])
+
+
+def batch(worker, portion):
+  return DATA[portion]
+
+
+class Run:
+  """A run in a folder, of which drivers come and go."""
+
+  def __init__(self, folder, faults=(), **settings):
+    self.folder, self.faults = folder, faults
+    self.settings = SETTINGS._replace(**settings)
+    self.notes = None
+
+  def make_shard(self, evaluation, index, image, anew):
+    folder = self.folder / f"shard-{index}"
+    return shard.make(str(folder), image, evaluation, anew=anew)
+
+  def make_worker(self, index):
+    task = worker.Task(
+      *(self.settings, PARAMS, batch),
+      lambda batches: lambda params, p: gradient(params, batches(0, p)),
+      keep=3,
+    )
+    mine = [fault for fault in self.faults if fault.worker == index]
+    return worker.make(index, lambda: task, faults=mine)
+
+  def note(self, notes):
+    self.notes = notes
+
+  def drive(self, saved=None, late=60.0, **options):
+    lengths = Lengths(*saved.notes["lengths"]) if saved else None
+    book = LiveBook(self.folder, lengths)
+    began = time.monotonic() - last_time(book.rows)
+    hosts = ThreadHosts(began=began)
+    driver = Driver(
+      *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
+      workers=3,
+      clock=lambda: time.monotonic() - began,
+      options=Options(Ladder(floor=late, start=60.0), **options),
+      saved=saved,
+      note_down=self.note,
+    )
+    try:
+      driver.start()
+      yield driver
+    finally:
+      hosts.close()
+
+
+def finish(driver, until=40):
+  while driver.advance(until, 60.0) < until and not driver.ended:
+    pass
+
+
+def check(driver, deaths=0):
+  """What it came to is what its jobs come to in one place."""
+  records = driver.book.records()
+  again = recompute(
+    driver._settings, PARAMS, work, set(records.job.tolist())
+  )
+  assert again.state == driver.state
+  kit.same(again.params, driver.params())
+  jobs = records.job[records.accepted].tolist()
+  assert len(set(jobs)) == len(jobs)  # each counts once
+  trace = from_events(driver.book.rows)
+  assert orders.check(trace) == 3
+  assert (trace.action == base.LEAVE).sum() == deaths
+  times = [each.time for each in driver.book.iterates]
+  assert times == sorted(times)
+  assert [each.iteration for each in driver.book.iterates] == list(
+    range(driver.state.iteration + 1)
+  )
+
+
+KILLS = Fault(0, 1, "kill"), Fault(1, 0, "kill"), Fault(0, 2, "kill")
+
+
+@pytest.mark.parametrize("faults", [(), KILLS], ids=["undisturbed", "killed"])
+def test_workers_that_die(tmp_path, faults):
+  for driver in Run(tmp_path, faults).drive():
+    finish(driver)
+    assert driver.received == 40
+    check(driver, len(faults))
+    assert driver.replaced == {"worker": len(faults), "shard": 0}
+
+
+def test_a_worker_that_hangs_is_replaced(tmp_path):
+  faults = Fault(2, 2, "hang"), Fault(1, 1, "nan"), Fault(0, 2, "slow", 0.01)
+  for driver in Run(tmp_path, faults).drive(late=0.1):
+    finish(driver)
+    # On a busy machine others may seem to hang.
+    deaths = driver.replaced["worker"]
+    assert deaths >= 1
+    check(driver, deaths)
+
+
+def test_all_sorts_of_processes_are_killed(tmp_path):
+  failures = [(0.0, "shard", 1), (0.0, "worker", 2), (0.0, "coordinator", 0)]
+  run = Run(tmp_path, failures=tuple(Failure(*each) for each in failures))
+  for driver in run.drive():
+    finish(driver)
+    check(driver, deaths=1)
+    assert driver.replaced == {"worker": 1, "shard": 1}
+    assert driver.recoveries == 1
+
+
+@pytest.mark.parametrize("how", ["memory", "image"])
+def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
+  run, saved, rows = Run(tmp_path), None, 0
+  for until in (4, 11, 23, 40):
+    for driver in run.drive(saved):
+      assert len(driver.book.rows) >= rows
+      finish(driver, until)
+      if how == "image":
+        saved = driver.save()
+      else:  # as if the process was killed
+        saved = SavedRun(run.notes, None)
+      rows = saved.notes["lengths"][0]
+      last = driver.state, driver.params()
+      records = driver.book.records()
+  again = recompute(SETTINGS, PARAMS, work, set(records.job.tolist()))
+  assert last[0] == again.state
+  kit.same(last[1], again.params)
+  assert orders.check(from_events(LiveBook(tmp_path, Lengths(rows, 0, 0)).rows))
+
+
+def test_without_anybody_left_it_says_so(tmp_path):
+  faults = [Fault(worker, 0, "kill") for worker in range(3)]
+  for driver in Run(tmp_path, faults).drive(refill=False):
+    with pytest.raises(WorkersDie, match="config.live.refill=True"):
+      finish(driver)
+
+
+def test_what_a_job_raises_ends_the_run(tmp_path, monkeypatch):
+  def broken(worker, portion):
+    if portion:
+      raise ValueError("no such portion")
+    return DATA[portion]
+
+  monkeypatch.setitem(globals(), "batch", broken)
+  for driver in Run(tmp_path).drive():
+    with pytest.raises(ValueError, match="no such portion"):
+      finish(driver)
