@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd.tables import wire
-from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyList, Push, Rows, RowValues
 
 JOIN, PULL, PUSH = "join", "pull", "push"

@@ -1,11 +1,11 @@
 """A holder of a worker's place, between shards that order by themselves: no
 clock, no files.
 
-It has a client for each shard. What happens to it is decided by when rows that
-it was sent are there as a job begins: that number, for each shard, is what its
-record has of a job (the column `totals` of SEND and KEEP rows), which is written
-before anybody is asked for anything. All that follows, which rows it asks for
-among it, is a function of that.
+It has a client for each shard. What happens to it is decided by which of the
+rows that shards send are there as a job begins: their number, for each shard,
+is what its record has of a job (the column `totals` of SEND and KEEP rows),
+written before anybody is asked for anything. All that follows, which rows it
+asks for among it, is a function of that.
 """
 
 import collections

@@ -132,6 +132,7 @@ class LiveTableEngine(engines.Engine):
       self._folder, context.machine.memory_dir, resume=begun
     )
     self._news: list[str] = []
+    self._there: set[Path] = set()  # files, as it saw last
     self._snapshot: engines.Snapshot | None = None
     self._counts_seen: list[tuple[int, int]] = []
     self._cuts: dict[str, Any] = {}
@@ -222,8 +223,8 @@ class LiveTableEngine(engines.Engine):
   def _check_length(self, path, there, least):
     if there < least:
       raise ValueError(
-        f"{path} has {there} rows where the checkpoint is of {least}: it was cut"
-        f" short. {PUT_BACK}"
+        f"{path} has {there} rows where the checkpoint is of {least}: it was"
+        f" cut short. {PUT_BACK}"
       )
 
   @contextlib.contextmanager
@@ -252,9 +253,10 @@ class LiveTableEngine(engines.Engine):
     if self._replaced() != before:
       self._memory.note(self._replaced())
     news, self._news = self._news, []
-    for path in self._written():
-      if not path.exists():
-        raise FileGone(path)
+    there = {path for path in self._written() if path.exists()}
+    for path in self._there - there:
+      raise FileGone(path)
+    self._there = there
     new = self._read()
     self._received += len(new.loss)
     now = time.monotonic()

@@ -45,6 +45,7 @@ class TablePlan(outcomes.OutcomePlan):
   messages: int  # received in one cell
   learning_rate: float  # the peak
   schedule: Any  # float, or clock -> learning rate
+  dataset: Any = None
   batches: int = 1  # in one message
   curvature_limit: float = math.nan  # not known
 
@@ -233,7 +234,8 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(
-    *(run, workers, problem, settings, like, messages, peak, rate)
+    *(run, workers, problem, settings, like, messages, peak, rate),
+    experiment.dataset,
   )
 
 

@@ -139,7 +139,8 @@ class WorkerHost:
 
   def _go_on(self, steps):
     asks = next(steps, None)
-    self._steps, self._asks = (None, {}) if asks is None else (steps, dict(asks))
+    self._steps = None if asks is None else steps
+    self._asks = dict(asks or {})
 
   def _answer(self) -> bool:
     """Has all that it asks answered; False if another has its place."""

@@ -1,5 +1,5 @@
-"""Shards and workers that order by themselves, in any order: what each model
-promises holds, nothing is lost or done twice, and a replay comes to the same."""
+"""Shards and workers that order by themselves, in any order, with deaths: no
+update is lost or applied twice, and a replay comes to the same bits."""
 
 import random
 
