@@ -3,6 +3,7 @@ says, whoever is killed and whatever is damaged."""
 
 import contextlib
 import functools
+import threading
 import time
 
 import coding
@@ -168,11 +169,18 @@ def live(folder, codec=None, params=None, **options):
     run.cluster.close()
 
 
-def test_every_codec_replays_to_the_same_bits(tmp_path):
-  with live(tmp_path, coding.every_codec(), coding.PARAMS) as run:
+def test_every_codec_replays_to_the_same_bits_in_both_directions(tmp_path):
+  codec = coding.every_codec()
+  with live(tmp_path, codec, coding.PARAMS, down=codec) as run:
     run.drive()
     (records,) = run.check()
   assert len(set(records.bytes_up)) > 1  # as long as they need to be
+  dense = wire.layout(coding.PARAMS).nbytes
+  for worker in range(WORKERS):
+    down = records.bytes_down[records.worker == worker]
+    assert down[0] == dense and down.max() <= dense  # to one that is new
+  # A ticket is two updates in the mean, however workers take turns.
+  assert records.bytes_down.min() < 0.7 * dense
 
 
 @pytest.mark.parametrize("consistent", [False, True])
@@ -259,18 +267,6 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
 # Downward: workers are sent packed updates.
 
 
-def test_updates_by_every_codec_replay_to_the_same_bits(tmp_path):
-  codec = coding.every_codec()
-  with live(tmp_path, codec, coding.PARAMS, down=codec) as run:
-    run.drive()
-    (records,) = run.check()
-  dense = wire.layout(coding.PARAMS).nbytes
-  for worker in range(WORKERS):
-    down = records.bytes_down[records.worker == worker]
-    assert down[0] == dense  # to one that is new
-    assert down.min() < 0.7 * dense and down.max() <= dense
-
-
 def updates_of(run, index=0):
   """Bytes of tickets that are updates, by (worker, seq), as they were written
   to slots."""
@@ -306,28 +302,27 @@ def test_bytes_down_are_those_in_slots_and_who_is_new_gets_the_parameters(
     elif event.action == base.RECEIVE:
       expected.append(written.get(event.key, dense))
   assert records.bytes_down.tolist() == expected
-  assert expected.count(dense) == 3  # of two workers, and one that came later
   assert max(written.values()) < dense
 
 
 @pytest.mark.parametrize("log", [0, 8])
 def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
-  kills, options = [], dict(down=threshold(), log=log)
-  with live(tmp_path, shards=2, **options) as run:
+  gate, options = threading.Event(), dict(down=threshold(), log=log)
+  with live(tmp_path, shards=2, snapshot_seconds=LONG, **options) as run:
 
     def look():
       shard = run.cluster.shards[1].shard
-      if shard and shard.state.received > 10 and not kills:
-        kills.append(run.kill_shard(1))
+      if shard and shard.state.received > 10 and not gate.is_set():
+        run.kill_shard(1)
+        gate.set()
 
-    run.before[13] = functools.partial(time.sleep, 0.2)
+    run.before[13] = functools.partial(gate.wait, LONG)
     run.drive(look)
     for shard in run.cluster.shards:
       shard.ask(lambda shard: shard.state.flush())
     if log:
       run.check()
     rows = [e.action for e in run.cluster.stores.journals[1].events()]
-  assert kills
   assert (base.ROLLBACK in rows) == (not log)
 
 
