@@ -8,7 +8,7 @@ and updates.
   asgd reproduce codecs
   python -m launch.train --config=configs/figures/codecs.py
 
-115 cells; --quick, on handwritten digits, in four minutes on two cores.
+110 cells; --quick, on handwritten digits, in four minutes on two cores.
 """
 
 import ml_collections
@@ -35,7 +35,8 @@ CODECS = {  # label -> title, codec
   "int8": ("int8", dict(name="int8")),
   "e3m0": ("E3M0", dict(name="e3m0")),
 }
-DOWN = "threshold", "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
+# A tau in the unit of gradients is none of updates.
+DOWN = "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
 SPARSE = "threshold", "top_k", "dgc"
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
 TUNED = (
@@ -102,6 +103,10 @@ def claims():
       of=list(CLOSE),
       to=["dense"],
       above=-0.02,
+      note=(
+        "After one epoch 1 bit is 1.8 points behind, and the threshold, whose"
+        " tau was chosen on digits, 3.7; the others are not."
+      ),
     ),
     dict(
       name="both directions",
@@ -119,6 +124,7 @@ def claims():
       of=["both-onebit"],
       to=["rounds"],
       above=-0.02,
+      note="It is 5 points behind after one epoch of 234 rounds.",
     ),
   ]
 

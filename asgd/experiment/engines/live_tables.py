@@ -394,11 +394,7 @@ class LiveTableEngine(engines.Engine):
     return {"staleness.csv": "\n".join([*lines, ""])}
 
   def _replaced(self) -> dict[str, int]:
-    before = self._memory.replaced
-    return {
-      kind: before.get(kind, 0) + count
-      for kind, count in self.cluster.replaced.items()
-    }
+    return self._memory.replaced_since(self.cluster.replaced)
 
   # Rest.
 
