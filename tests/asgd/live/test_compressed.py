@@ -208,9 +208,9 @@ def test_what_a_killed_worker_had_kept_is_lost_and_said(tmp_path):
     "worker 1 has left, and with it what its codec had kept to send later (RMS"
     f" {lost:.3g})"
   ]
-  # Whoever took the place began with nothing kept.
-  after = records.residual_norm[records.worker == 1][len(before)]
-  assert after < lost
+  # Whoever took the place, if it had a job, began with nothing kept.
+  after = records.residual_norm[records.worker == 1][len(before) :]
+  assert (after[:1] < lost).all()
 
 
 @pytest.mark.parametrize("index", [0, 1])
