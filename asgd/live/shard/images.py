@@ -17,7 +17,7 @@ def snapshot(state: ShardState) -> None:
   tickets = *state.tickets.values(), *state.kept.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
   memory, first = state.slots.memory, state.slots.counts.messages
-  if memory.sends_updates:
+  if state.updates.are_sent:
     meta["packets"] = state.updates.save(memory, first, state.rows)
   state.slots.save(state.server, meta, params)
 
@@ -43,7 +43,7 @@ def describe(state: ShardState) -> dict[str, Any]:
 
 
 def _describe_updates(state):
-  if not state.slots.memory.sends_updates:
+  if not state.updates.are_sent:
     return {}
   bases = sorted((*key, t.base) for key, t in state.tickets.items())
   return {"bases": bases, **state.updates.describe()}
@@ -79,7 +79,7 @@ def restore(
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
   _open_tickets(state, ledger, intact, meta["without_params"])
-  if slots.memory.sends_updates:
+  if state.updates.are_sent:
     state.updates.load(meta, slots.memory, slots.counts.messages)
     for worker, seq, after in meta["bases"]:
       ticket = state.tickets[worker, seq]._replace(base=after)

@@ -31,6 +31,11 @@ class Updates(simulator.Traffic):
     self._nbytes = 0  # of them
     self._turn = 0  # of the slots beside snapshots, that to be written next
 
+  @property
+  def are_sent(self) -> bool:
+    """Whether workers are sent updates; or it is parameters with each ticket."""
+    return self._updates is not None
+
   def _keep(self, packet: bytes) -> None:
     self._packets.append(packet)
     self._nbytes += len(packet)
