@@ -33,7 +33,7 @@ class Updates(simulator.Traffic):
 
   @property
   def are_sent(self) -> bool:
-    """Whether workers are sent updates; or it is parameters with each ticket."""
+    """Whether workers are sent updates, not parameters with each ticket."""
     return self._updates is not None
 
   def _keep(self, packet: bytes) -> None:
