@@ -193,9 +193,11 @@ TAKE = 9  # the peer takes message `seq` of peer `job`, for its next mix
 MIX = 10  # the peer mixes what it has taken, in round `job`
 LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
 ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
+# Of a job that two workers did (`asgd.orders.backups`).
+DROP = 13  # the job's message is not used: another worker's came first
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
-  *("rollback", "put", "take", "mix", "lend", "adopt"),
+  *("rollback", "put", "take", "mix", "lend", "adopt", "drop"),
 )
 
 

@@ -14,11 +14,15 @@ import ml_collections
 
 DATA = {
   "pydoc": dict(
-    problem=dict(documents="pydoc", topics=20, words=dict(most=2000)),
+    problem=dict(
+      documents="pydoc", topics=20, alpha=0.1, words=dict(most=2000)
+    ),
     seeds=(0,),
   ),
   "newsgroups": dict(
-    problem=dict(documents="newsgroups", topics=20, words=dict(least=20)),
+    problem=dict(
+      documents="newsgroups", topics=20, alpha=0.1, words=dict(least=20)
+    ),
     seeds=(0,),
     batch_size=200,
   ),
@@ -27,7 +31,9 @@ DATA = {
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
-  config.problem = dict(name="asgd.problems.topics:lda", topics=10)
+  config.problem = dict(
+    name="asgd.problems.topics:lda", topics=10, alpha=0.3
+  )
   config.runs = dict(
     one=dict(recipe="table", title="one worker", workers=(1,)),
     ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),

@@ -35,7 +35,6 @@ def get_config(arg=None):
       learning_rate=3.0,
     ),
     tau2=dict(delayed, bound=2, title="delay 2"),
-    tau4=dict(delayed, bound=4, title="delay 4", learning_rate=0.8),
     kkt=dict(
       delayed,
       bound=2,
@@ -46,7 +45,7 @@ def get_config(arg=None):
   config.workers = (4,)
   config.seeds = (0,)
   config.batch_size = 400
-  config.epochs = 600.0
+  config.epochs = 400.0
   config.learning_rate = 1.5
   config.evaluations = 10
   config.curvature_checks = 0

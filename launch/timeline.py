@@ -26,6 +26,7 @@ _ENDS = {
   base.RECEIVE: "job",
   base.LOST: "job, lost",
   base.REJECT: "job, rejected",
+  base.DROP: "job, dropped",
 }
 
 

@@ -64,6 +64,7 @@ EXPERIMENT_RANKS = {
   "ray_runtime": 0,
   "turns": 0,
   "message_speed": 1,
+  "table_speed": 9,
   "schema": 1,
   "overrides": 2,
   "checkpoint": 1,

@@ -93,7 +93,7 @@ def downpour(
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, the section
-    on Downpour SGD, and algorithm 1.1 of its appendix.
+    on Downpour SGD, and the pseudo-code of its appendix.
 
   Example:
     A worker pushes gradients of 4 and 2, then of 5 and 3.

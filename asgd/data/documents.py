@@ -160,9 +160,9 @@ def from_texts(
 
   Example:
     >>> from asgd.data import documents
-    >>> made = documents.from_texts(["tree leaf", "leaf wood"] * 6, least=2)
-    >>> made.vocabulary, made.train_words[1].tolist()
-    (('leaf', 'tree', 'wood'), [0, 2])
+    >>> made = documents.from_texts(["tree leaf", "rock wood"] * 6)
+    >>> made.vocabulary, made.train_words[0].tolist()
+    (('leaf', 'rock', 'tree', 'wood'), [2, 0])
     >>> documents.from_texts(["tree leaf", "?!"])
     Traceback (most recent call last):
     ValueError: document 2 of strings is empty: it has no word; leave it out

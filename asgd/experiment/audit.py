@@ -22,9 +22,11 @@ from asgd.experiment import replay as replay_lib
 from asgd.experiment import storage
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.engines.tables import TablePlan
 from asgd.live.deadlines import DEAD
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
+from asgd.live.tables import files as table_files
 from asgd.orders import trace
 
 
@@ -211,8 +213,35 @@ def _of_coordinator(
     yield Finding("replay", str(error), False)
 
 
+def _of_tables(folder, plan, result, failures, data_dir):
+  """Of tables, whose shards have orders of their own (`asgd.live.tables`)."""
+  try:
+    events = [*trace.events(table_files.read_trace(folder, plan.workers))]
+    parts = [
+      table_files.read_table_records(folder, w) for w in range(plan.workers)
+    ]
+  except (ValueError, OSError) as error:
+    yield Finding("files", str(error), False)
+    return
+  yield from _jobs([events], plan.messages, False)
+  received = sum(event.action == base.RECEIVE for event in events)
+  records = table_files.by_time(parts).plain
+  lives = sum(event.action == base.LEAVE for event in events)
+  text = f"{received} received, {len(records.loss)} records"
+  # A worker may die between a row and its record.
+  well = received - lives <= len(records.loss) <= received
+  yield Finding("updates", text, well)
+  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  yield from _deaths(events, failures, plan.settings.clock_every, slow)
+  try:
+    records = records if len(records.loss) == received else None
+    yield from _replay(folder, result, records, data_dir)
+  except ValueError as error:
+    yield Finding("replay", str(error), False)
+
+
 def findings(
-  plan: ServerPlan | CoordinatedPlan,
+  plan: ServerPlan | CoordinatedPlan | TablePlan,
   folder: Path,
   failures: Sequence[Failure] = (),
   *,
@@ -224,6 +253,9 @@ def findings(
     yield Finding("result", f"{folder} has no result.json", False)
     return
   config = plan.run.config
+  if isinstance(plan, TablePlan):
+    yield from _of_tables(folder, plan, result, failures, data_dir)
+    return
   server = config["server"]
   try:
     # As they are: what is wrong with them is for the findings to say.

@@ -17,6 +17,7 @@ from asgd import base
 from asgd.experiment import audit, live_memory
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
+from asgd.live.tables import files as table_files
 from asgd.orders.trace import Event, follow
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
@@ -87,7 +88,10 @@ class Victim:
     return pids
 
   def _events(self, cell: str) -> list[Event]:
-    return read_journal(journal_path(self._out / "cells" / cell, 0))
+    folder = self._out / "cells" / cell
+    if table_files.order_path(folder, 0).exists():
+      return table_files.read_rows_of_workers(folder)
+    return read_journal(journal_path(folder, 0))
 
   def working(self) -> bool:
     """Whether messages have come since this driver began with this cell."""

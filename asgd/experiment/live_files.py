@@ -38,10 +38,11 @@ def read_description(folder: Path) -> dict[str, Any]:
   """Returns what cell.json says of a live cell; ValueError for any other."""
   description = read_cell(folder)
   engine = description.get("engine")
-  if isinstance(engine, str) and engine not in ("threads", "ray"):
+  traced = engine in ("threads", "ray") or journal_path(folder, 1).exists()
+  if isinstance(engine, str) and not traced:
     raise ValueError(
       f"{folder} was made by engine {engine!r}: only live runs (threads, ray)"
-      " leave a trace"
+      " and simulated shards leave a trace"
     )
   try:
     shards = description["config"]["server"]["shards"]

@@ -256,6 +256,27 @@ def _check_problem(problem) -> None:
       "Aux.stats of the loss must be like the stats of the parameters: () but"
       " for base.Variables"
     )
+  if problem.updates is not None:
+    _check_updates(problem, params, batch)
+
+
+def _check_updates(problem, params, batch):
+  """Raises ValueError for updates that are not like the parameters."""
+  key = jax.random.key(0)
+  try:
+    (loss, _), values = jax.eval_shape(problem.updates, params, batch, key)
+  except Exception as error:
+    said = f"updates(params, batch, key): {line_of(error)}"
+    raise ValueError(said) from error
+  wanted, given = (
+    jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    for tree in (params, values)
+  )
+  if loss.shape != () or wanted != given:
+    raise ValueError(
+      "updates(params, batch, key) must return ((loss, Aux), values like the"
+      f" parameters, {shown(wanted)}), not {shown(given)}"
+    )
 
 
 def _check_model(kind, model):

@@ -52,7 +52,9 @@ class ProgressBar:
     self._done += progress.count
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:
-      state += f" staleness {progress.staleness:.1f} gap {progress.gap:.2g}"
+      state += f" staleness {progress.staleness:.1f}"
+    if progress.gap is not None:
+      state += f" gap {progress.gap:.2g}"
     if self._bar is not None:
       state += f" {live_figures.short(figures)}" if figures is not None else ""
       self._bar.set_description_str(cell.name, refresh=False)

@@ -24,11 +24,19 @@ from asgd import (
   tables,
 )
 from asgd.checks import shown
-from asgd.experiment import cells, code, live_files, report, storage
+from asgd.experiment import (
+  cell_files,
+  cells,
+  code,
+  live_files,
+  report,
+  storage,
+)
 from asgd.experiment.engines import (
   allocations,
   live,
   live_clusters,
+  simulate,
   table_clusters,
 )
 from asgd.experiment.engines.coordinated import CoordinatedPlan
@@ -92,7 +100,11 @@ def load(
   """Builds the experiment of a live cell alone; ValueError for other data."""
   description = live_files.read_description(folder)
   code.make_importable(description["modules"])
-  engines = {"threads": live.THREADS, "ray": live.RAY}
+  engines = {
+    "threads": live.THREADS,
+    "ray": live.RAY,
+    "simulate": simulate.SIMULATE,
+  }
   was = description.get("dataset")
   if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
@@ -203,8 +215,12 @@ def replay(
   if isinstance(experiment.plan(cell), CoordinatedPlan):
     parts = _recompute(folder, experiment.plan(cell), cell, traces[0])
     return _replayed(folder, description, cell, experiment.plan(cell), parts)
-  plan = plan_of(experiment, cell, folder)
-  group = live_clusters.group(plan)
+  if "live" in experiment.runs[cell.label].config:
+    plan = plan_of(experiment, cell, folder)
+    group = live_clusters.group(plan)
+  else:
+    plan = experiment.plan(cell).of_seed(cell.seed)
+    group = simulator.WorkerDevices()
   totals = totals if any(map(any, totals)) else None
   final, records = obey(plan, cell.seed, traces, totals, group=group)
   parts = traces[0], records, final
@@ -285,6 +301,9 @@ def _read_result(folder):
   """Returns what result.json says, nothing if there is none."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
+  packed = storage.read_archive(folder / cell_files.CELL, path.name)
+  if result is None and packed:
+    return storage.json_object(packed[path.name]) or {}
   if result is None and path.exists():
     raise ValueError(
       f"{path} cannot be read or was changed: put it back as the run wrote it,"

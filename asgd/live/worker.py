@@ -2,8 +2,9 @@
 
 The loop is the same in a thread and in a process of its own; a `WorkerLink`
 carries its frames. With more than one ticket (`Rules.depth`) the next job is
-started before the message of the last is handed in, so that fetching, computing
-and pushing overlap.
+started before the message of the last is handed in. With `Duty.overlap` the
+loop fetches, and two threads beside it compute and write messages
+(`asgd.live.overlap`).
 """
 
 import collections
@@ -25,6 +26,7 @@ from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.held import HeldParams, OutOfStep
 from asgd.live.links.base import Disconnected, WorkerLink
+from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
 
@@ -48,6 +50,7 @@ class Duty(NamedTuple):
   codec: compression.Codec | None = None  # that the work ends with
   # Of updates that the worker is sent; None: it is sent parameters.
   codec_down: compression.Codec | None = None
+  overlap: bool = False  # compute and write messages in threads of their own
 
   def parts(self) -> list[Any]:
     """Returns each shard's part of the parameters."""
@@ -154,6 +157,7 @@ class _OpenJob:
     self.kept = int(frame.flag == frames.KEPT)
     self.tickets: dict[int, Frame] = {}  # by shard
     self.began = self.started = now
+    self.computed: float | None = None
     self.result = None
 
 
@@ -231,6 +235,7 @@ class WorkerLoop:
     self._drain_said = False
     self._shards = range(len(memories))
     self._tenure = _Tenure(len(memories), duty.hold())
+    self._stages: Stages | None = None
 
   def drain(self) -> None:
     """Asks the loop to end after what it has begun."""
@@ -246,6 +251,13 @@ class WorkerLoop:
     """Works until there is no more to do. Returns "stopped" when all jobs are
     received, "left" if it was drained, "replaced" if another worker took its
     place."""
+    if not self._duty.overlap:
+      return self._run()
+    stages = Stages(self._compute, self._write_message, self._link.wake)
+    with stages as self._stages:
+      return self._run()
+
+  def _run(self):
     self._say(0, self._hello())
     while not self._lease.revoked:
       if self.draining and not self._drain_said:
@@ -259,7 +271,8 @@ class WorkerLoop:
         return "left"
       heard = None
       try:
-        heard = self._link.hear(0.0 if running else self._patience)
+        ready = self._stages.ready if self._stages else bool(running)
+        heard = self._link.hear(0.0 if ready else self._patience)
       except Disconnected as error:
         self._reconnect(error.shard)
       if heard:
@@ -269,9 +282,9 @@ class WorkerLoop:
         if frame.kind == frames.EXPEL and frame.flag:
           return "replaced"
         self._handle(shard, frame)
-      elif running:
-        self._finish(running.popleft())
-      elif not self.draining or self._drain_said:
+      elif ready:
+        self._finish()
+      elif not running and (not self.draining or self._drain_said):
         self._repeat(self._shards)
     return "replaced"
 
@@ -403,11 +416,18 @@ class WorkerLoop:
     worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
     ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
     batch = duty.batch(self._worker, job.job)
+    tenure.running.append(job)
+    if self._stages:
+      self._stages.begin((tenure, job, ticket, batch))
+    else:
+      self._work(tenure, job, ticket, batch)
+
+  def _work(self, tenure, job, ticket, batch):
+    duty = self._duty
     tenure.state, message, metrics = duty.work(
       tenure.state, ticket, batch, duty.root, np.int32(job.job)
     )
     job.result = message, metrics.loss
-    tenure.running.append(job)
 
   def _parts(self, job):
     """Returns each shard's part of a ticket, None if it cannot be had."""
@@ -428,36 +448,68 @@ class WorkerLoop:
         return None
     return parts
 
-  def _finish(self, job):
-    """Waits for a job's message and hands it in, to the lead last: what the
-    lead has, all have. In a consistent run the lead asks whether they do; else
-    it gets the message once all others have acknowledged theirs."""
+  def _compute(self, task):
+    """The second stage: does a job, in its thread."""
+    _, job, _, _ = task
+    job.started = self._clock()
+    with self._duty.on_device(self._worker):
+      self._work(*task)
+    jax.block_until_ready(job.result)
+    self._slow_down(job)
+
+  def _slow_down(self, job):
+    """Makes a job take as long as a slow worker's does, from its start."""
+    if self._slowdown > 1:
+      self._wait((self._slowdown - 1) * (self._clock() - job.started))
+    job.computed = self._clock()
+
+  def _finish(self):
+    """Hands in the message of the job that is next."""
+    tenure = self._tenure
+    if self._stages:
+      (begun, job, *_), said = self._stages.take()
+      if begun is not tenure:
+        return  # another holder's
+      tenure.running.remove(job)
+    else:
+      job = tenure.running.popleft()
+      said = self._write_message((tenure, job))
+    self._span(Span("compute", job.started, job.computed, job.seq, job.job))
+    if said:
+      self._hand_in(job, said)
+
+  def _write_message(self, task) -> Frame | None:
+    """The third stage: waits for a job's message and writes it to its slots;
+    returns what is to be said of it, None if its tickets have died."""
+    tenure, job, *_ = task
     message, loss = job.result
     message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
-    if self._slowdown > 1:
-      self._wait((self._slowdown - 1) * (self._clock() - job.started))
-    computed = self._clock()
-    self._span(Span("compute", job.started, computed, job.seq, job.job))
-    if self._tenure.held is None and any(
+    if job.computed is None:
+      self._slow_down(job)
+    if tenure.held is None and any(
       memory.stamp(PARAMS, ticket.params) != int(ticket.value)
       for memory, ticket in self._slots_of(job)
     ):
-      return  # it has died meanwhile, and other parameters came into its slot
+      return None  # and other parameters came into its slot
     finite = is_finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
     said = said._replace(flag=int(finite))
-    if not self._write(job, message):
-      return
+    return said if self._write(job, message) else None
+
+  def _hand_in(self, job, said):
+    """Tells of a message, the lead last: what the lead has, all have. In a
+    consistent run the lead asks whether they do; else it gets the message once
+    all others have acknowledged theirs."""
     # What is not finite is refused by all shards: nothing is lost of it.
-    last = finite and not self._duty.consistent and len(self._shards) > 1
+    last = said.flag and not self._duty.consistent and len(self._shards) > 1
     for shard in reversed(self._shards):
       frame = said._replace(message=job.tickets[shard].message)
       if shard or not last:
         self._push(shard, frame)
       else:
         self._tenure.for_lead[job.seq] = frame
-    self._span(Span("push", computed, self._clock(), job.seq, job.job))
+    self._span(Span("push", job.computed, self._clock(), job.seq, job.job))
 
   def _slots_of(self, job):
     return zip(

@@ -1,6 +1,7 @@
 """Orders: which worker sends and receives when, as data."""
 
-from asgd.orders import checking, durations, makers, protocol, trace
+from asgd.orders import checking, durations, makers, protocol, shards, trace
+from asgd.orders.backups import backup_tasks, count_backups
 from asgd.orders.checking import check
 from asgd.orders.makers import (
   asynchronous,

@@ -15,6 +15,7 @@ import heapq
 
 from asgd import base, checks, names
 from asgd.orders import protocol
+from asgd.orders.backups import backup_tasks
 from asgd.orders.durations import Durations
 from asgd.orders.trace import Event, from_events
 
@@ -311,6 +312,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
 _PROTOCOLS = {
   "asynchronous": asynchronous,
+  "backup_tasks": backup_tasks,
   "backup_workers": backup_workers,
   "bulk_synchronous": bulk_synchronous,
   "stale_synchronous": stale_synchronous,
@@ -327,8 +329,8 @@ def build(
   """Builds a trace by the name of its protocol.
 
   Args:
-    name: "asynchronous", "backup_workers", "bulk_synchronous",
-      "stale_synchronous" or "fixed_delay".
+    name: "asynchronous", "backup_tasks", "backup_workers",
+      "bulk_synchronous", "stale_synchronous" or "fixed_delay".
     durations: how long each job of the N workers takes; a fixed delay needs
       none.
     workers: N; the fixed delay is N - 1.

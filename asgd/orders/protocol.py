@@ -13,6 +13,9 @@ made by driving it with drawn durations, live runs by driving it with real ones.
                                  the bound allows it
   Rules(round=n)                 bulk synchronous, n messages an update
   Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
+  Rules(round=n, late=f)         the same, and a job that takes f times as long
+                                 as those of its worker's peers is handed to an
+                                 idle worker, too; the first result counts
   Rules(depth=2)                 fetch the next ticket while computing
   Rules(warm_start=n)            one worker alone for the first n messages (Dean
                                  et al. 2012)
@@ -22,6 +25,7 @@ import collections
 import heapq
 import math
 import numbers
+import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -46,6 +50,9 @@ class Rules(NamedTuple):
   fetch_every: int = 1  # jobs that a worker does on one ticket
   cache: bool = False  # keep a ticket for as long as `bound` allows it
   warm_start: int = 0  # messages of one worker, before the others start
+  # Times of its worker's peers, their median, after which a job of a round is
+  # another worker's, too.
+  late: float = math.inf
 
 
 # Each ticket that may be open is a slot of a live run's memory.
@@ -61,10 +68,12 @@ def check_rules(rules: Rules) -> Rules:
   Raises:
     ValueError: if they cannot be obeyed.
   """
-  bound = rules.bound
-  real = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
-  if not real or not bound >= 0:
-    raise ValueError(f"bound must be a number, 0 or more, not {shown(bound)}")
+  for name, least in (("bound", 0), ("late", 1)):
+    value = getattr(rules, name)
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not value >= least:
+      wanted = f"a number, {least} or more"
+      raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
   whole("round", rules.round, 0)
   whole("backup", rules.backup, 0)
   whole("fetch_every", rules.fetch_every)
@@ -74,6 +83,11 @@ def check_rules(rules: Rules) -> Rules:
     raise ValueError(f"cache must be True or False, not {shown(rules.cache)}")
   if rules.backup and not rules.round:
     raise ValueError("backup workers need rounds: set the messages of a round")
+  if rules.late < math.inf and (not rules.round or rules.backup):
+    raise ValueError(
+      f"late {rules.late:g} is for the jobs of rounds without backup workers:"
+      " no worker is idle otherwise"
+    )
   if rules.cache and rules.bound == math.inf:
     raise ValueError("a cache needs a finite bound, or it is never refreshed")
   if rules.round and rules.warm_start:
@@ -161,6 +175,10 @@ class Dispatcher:
     self.received = 0  # jobs
     self.lost = 0  # tickets that died, rejected ones among them
     self._round = self._granted = self._in_round = 0
+    self._tickets: dict[int, list[tuple[int, int]]] = {}  # open ones, by job
+    # Open ones of jobs of which another message was received.
+    self._superseded: set[tuple[int, int]] = set()
+    self._took: dict[int, float] = {}  # worker -> time of its latest job
 
   def join(self, worker: int, now: float) -> int:
     """A new holder takes a free place; returns how many held it before."""
@@ -191,12 +209,17 @@ class Dispatcher:
     """Starts nothing new at a worker that is about to leave."""
     self._places[worker].paused = True
 
-  def arrive(self, worker: int, seq: int) -> bool:
-    """Takes a message; False if its ticket is closed (a duplicate, or late)."""
-    key = worker, seq
-    if seq not in self._ledger.open[worker] or key in self._arrived:
+  def arrive(
+    self, worker: int, seq: int, now: float | None = None
+  ) -> bool:
+    """Takes a message; False if its ticket is closed (a duplicate, or late).
+    The time tells how long the job took, if that matters (`Rules.late`)."""
+    key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
+    if ticket is None or key in self._arrived:
       return False
     self._arrived[key] = None
+    if now is not None:
+      self._took[worker] = now - ticket.time
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
@@ -206,12 +229,24 @@ class Dispatcher:
     that a sum over them does not depend on which came first.
     """
     out = []
+    for worker, seq in self._beaten():
+      job = self._ledger.open[worker][seq].job
+      self._write(now, worker, seq, job, base.DROP)
     while ready := self._ready():
       for worker, seq in ready:
         job = self._ledger.open[worker][seq].job
-        del self._arrived[worker, seq]
         self._write(now, worker, seq, job, base.RECEIVE)
         out.append((worker, seq, job))
+    return out
+
+  def _beaten(self):
+    """Returns the (worker, seq) that have come after another of their job."""
+    out, jobs = [], set()
+    for worker, seq in self._arrived:
+      job = self._ledger.open[worker][seq].job
+      if (worker, seq) in self._superseded or job in jobs:
+        out.append((worker, seq))
+      jobs.add(job)
     return out
 
   def _ready(self):
@@ -244,7 +279,11 @@ class Dispatcher:
       self.jobs is None
       or self._next_job < self.jobs
       or any(self._again.values())
-      or sum(map(len, self._ledger.open.values())) > len(self._arrived)
+      or any(
+        self._arrived.keys().isdisjoint(keys)
+        and not self._superseded.issuperset(keys)
+        for keys in self._tickets.values()
+      )
     )
 
   def grants(self, now: float) -> list[Grant]:
@@ -262,7 +301,54 @@ class Dispatcher:
         self._write(now, worker, seq, job, base.KEEP if keep else base.SEND)
         out.append(Grant(worker, seq, job, keep))
       if len(out) == before:
-        return out
+        return out + self._hand_out_late(now)
+
+  def _hand_out_late(self, now):
+    """Starts late jobs at idle workers, too."""
+    out = []
+    for due, worker, job in sorted(self._to_be_late()):
+      idle = [other for other in self._idle() if other != worker]
+      if due > now or not idle:
+        break
+      seq = self._ledger.next_seq.get(idle[0], 0)
+      self._write(now, idle[0], seq, job, base.SEND)
+      out.append(Grant(idle[0], seq, job, keep=False))
+    return out
+
+  def next_late(self) -> float:
+    """Returns when `grants` has more to start because a job is late by then;
+    infinite if nothing is to be expected of waiting."""
+    idle = self._idle()
+    return min(
+      (due for due, worker, _ in self._to_be_late() if {*idle} - {worker}),
+      default=math.inf,
+    )
+
+  def _idle(self):
+    """Workers that have done all that they were given, and get nothing."""
+    if self.rules.late == math.inf or self._granted < self.rules.round:
+      return []
+    return [
+      worker
+      for worker in self.workers
+      if not self._places[worker].paused
+      and all((worker, seq) in self._arrived for seq in self.open(worker))
+    ]
+
+  def _to_be_late(self):
+    """Yields (when it is late, worker, job) of the jobs of this round that one
+    worker alone does."""
+    for keys in self._tickets.values() if self.rules.late < math.inf else ():
+      worker, seq = keys[0]
+      ticket = self._ledger.open[worker][seq]
+      if len(keys) > 1 or ticket.round != self._round or (
+        keys[0] in self._arrived or keys[0] in self._superseded
+      ):
+        continue
+      peers = [took for peer, took in self._took.items() if peer != worker]
+      if peers:
+        usual = statistics.median(peers)
+        yield ticket.time + self.rules.late * usual, worker, ticket.job
 
   @property
   def _alone(self):
@@ -359,12 +445,24 @@ class Dispatcher:
     if event.action == base.SEND:
       place.on_ticket, place.slowest = 0, self.slowest()
     place.on_ticket += 1
-    self._granted += 1
+    keys = self._tickets.setdefault(job, [])
+    self._granted += not keys
+    keys.append(event.key)
     return StartedJob(job, self._round, event.time)
 
   def _end(self, event, ticket):
     current = ticket.round == self._round
+    others = self._tickets[ticket.job]
+    others.remove(event.key)
+    if not others:
+      del self._tickets[ticket.job]
+    superseded = event.key in self._superseded
+    self._superseded.discard(event.key)
+    self._arrived.pop(event.key, None)
+    if event.action == base.DROP:
+      return
     if event.action == base.RECEIVE:
+      self._superseded.update(others)
       self._places[event.worker].finished += 1
       self.received += 1
       if self.received == self.rules.warm_start:
@@ -375,8 +473,9 @@ class Dispatcher:
         self._granted = self._in_round = 0
       return
     self.lost += 1
+    if others or superseded:
+      return  # another worker does it, or has done it
     self._granted -= current
-    self._arrived.pop((event.worker, event.seq), None)
     heapq.heappush(self._lost_jobs(event.worker), ticket.job)
 
   def _level(self):

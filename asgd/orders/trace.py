@@ -30,7 +30,7 @@ from asgd import base
 
 T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
-ENDS = base.RECEIVE, base.LOST, base.REJECT
+ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP
 PUTS = base.PUT, base.LEND  # make a message for other peers
 TAKES = base.TAKE, base.ADOPT  # take one
 NO_SEQ = -1  # of rows that are about no message
@@ -310,7 +310,7 @@ class Ledger(Generic[T]):
         self.refuse(event, "that job was not sent to the worker")
       if action == base.RECEIVE:
         self.received.append(self.rows)
-      else:
+      elif action != base.DROP:
         self.ended.add(worker)
     elif action == base.JOIN:
       self.holders[worker] = job

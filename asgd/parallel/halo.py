@@ -1,26 +1,29 @@
-"""Images split by rows: what neighbours need of one another, and no more.
+"""Images in tiles: what neighbours need of one another, and no more.
 
-Each device of an axis holds some rows of every image, from the first layer to
-the last. A convolution reads a row or two beyond its own (the halo): they come
-from the neighbours by `ppermute`, zeros at the image's border. GroupNorm adds
-up its moments over the axis, the head its mean. Everything else of a ResNet is
-at one pixel.
+Each device of the axes "rows" and "columns", or of one of them, holds a tile of
+every image, from the first layer to the last. A convolution reads a row or two
+beyond its own (the halo), and columns: they come from the neighbours by
+`ppermute`, zeros at the image's border. Columns are sent with their halo of
+rows, and so the corners of the diagonal neighbours come without a message of
+their own. GroupNorm adds up its moments over the axes, the head its mean.
+Everything else of a ResNet is at one pixel.
 
 Layers are not written again. While `apply` runs, flax hands each call of a
 convolution or a norm inside of `asgd.models`' layers to this module
-(`nn.intercept_methods`), which runs the same module on more rows. So the
+(`nn.intercept_methods`), which runs the same module on more pixels. So the
 parameters, too, are those of the whole model.
 
 In DistBelief's models the pixels of an image do not share their weights
-(`locally_connected`): the rows of a device have weights that no other device
+(`locally_connected`): the tile of a device has weights that no other device
 holds, and all that is ever sent, forward and backward, is the boundary.
 
 Index letters:
   B  examples
   H  rows of the image, of which a device has H / r
-  W  columns
+  W  columns, of which it has W / c
   C  channels
-  r  devices of the axis "rows"
+  r  devices of the axis "rows", 1 without it
+  c  the same of the axis "columns"
 
 References:
   Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3.
@@ -40,42 +43,56 @@ from jax.sharding import PartitionSpec as P
 from asgd import base, checks, models
 from asgd.parallel import meshes
 
-_AXIS = meshes.ROWS
-_ROWS = 1  # the dimension of [B, H, W, C]
+AXES = meshes.ROWS, meshes.COLUMNS
+_DIMS = {meshes.ROWS: 1, meshes.COLUMNS: 2}  # of [B, H, W, C]
 
 
-def exchange(x: jax.Array, before: int, after: int) -> jax.Array:
-  """Adds the neighbours' nearest rows to this device's.
+def _axes() -> tuple[str, ...]:
+  """Those of the axes that the mesh has, inside shard_map."""
+  there = jax.sharding.get_abstract_mesh().axis_names
+  return tuple(axis for axis in AXES if axis in there)
 
-  float[B, H / r, W, C] -> float[B, before + H / r + after, W, C], with zeros
-  beyond the image; ValueError if neighbours have fewer rows than are needed.
+
+def exchange(
+  x: jax.Array, before: int, after: int, axis: str = meshes.ROWS
+) -> jax.Array:
+  """Adds the neighbours' nearest rows, or columns, to this device's.
+
+  float[B, H / r, W / c, C] -> float[B, before + H / r + after, W / c, C], or as
+  much for columns, with zeros beyond the image; ValueError if neighbours have
+  fewer than are needed.
   """
-  size, rows = jax.lax.axis_size(_AXIS), x.shape[_ROWS]
-  if max(before, after) > rows:
+  dim = _DIMS[axis]
+  size, here = jax.lax.axis_size(axis), x.shape[dim]
+  if max(before, after) > here:
     raise ValueError(
-      f"a device of the axis {_AXIS!r} has {rows} rows, and its neighbour needs"
-      f" {max(before, after)} of them: use fewer devices or larger images"
+      f"a device of the axis {axis!r} has {here} {axis}, and its neighbour"
+      f" needs {max(before, after)} of them: use fewer devices or larger images"
     )
-  down = [(i, i + 1) for i in range(size - 1)]
+  onward = [(i, i + 1) for i in range(size - 1)]
   parts = [x]
   if before:
-    parts.insert(0, jax.lax.ppermute(x[:, rows - before :], _AXIS, down))
+    last = jax.lax.slice_in_dim(x, here - before, here, axis=dim)
+    parts.insert(0, jax.lax.ppermute(last, axis, onward))
   if after:
-    up = [(b, a) for a, b in down]
-    parts.append(jax.lax.ppermute(x[:, :after], _AXIS, up))
-  return jnp.concatenate(parts, axis=_ROWS)
+    back = [(b, a) for a, b in onward]
+    first = jax.lax.slice_in_dim(x, 0, after, axis=dim)
+    parts.append(jax.lax.ppermute(first, axis, back))
+  return jnp.concatenate(parts, axis=dim)
 
 
-def rows(x: jax.Array) -> jax.Array:
-  """Returns this device's rows of whole images, float[B, H, W, C] ->
-  float[B, H / r, W, C]; ValueError if the axis does not divide them."""
-  size = jax.lax.axis_size(_AXIS)
-  if x.ndim != 4 or x.shape[_ROWS] % size:
-    raise ValueError(
-      f"images [B, H, W, C] of shape {x.shape} have no rows that can be divided"
-      f" among the {size} devices of the axis {_AXIS!r}"
-    )
-  return meshes.part(x, _AXIS, _ROWS)
+def tile(x: jax.Array) -> jax.Array:
+  """Returns this device's tile of whole images, float[B, H, W, C] ->
+  float[B, H / r, W / c, C]; ValueError if the axes do not divide them."""
+  for axis in _axes():
+    size, dim = jax.lax.axis_size(axis), _DIMS[axis]
+    if x.ndim != 4 or x.shape[dim] % size:
+      raise ValueError(
+        f"images [B, H, W, C] of shape {x.shape} have no {axis} that can be"
+        f" divided among the {size} devices of the axis {axis!r}"
+      )
+    x = meshes.part(x, axis, dim)
+  return x
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -83,16 +100,16 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
-  """Runs a convolution on this device's rows, as if they were all there.
+  """Runs a convolution on this device's tile, as if all of them were there.
 
   ValueError for other than two dimensions, dilation, a padding that is not of
-  zeros, or where the rows that come out are not the same share as those that
-  went in.
+  zeros, or where the rows or columns that come out are not the same share as
+  those that went in.
   """
   kernel = tuple(module.kernel_size)
   stride = tuple(n or 1 for n in _pair(module.strides))
-  here, columns = x.shape[1:3]
-  whole = here * jax.lax.axis_size(_AXIS)
+  sizes = {axis: jax.lax.axis_size(axis) for axis in _axes()}
+  whole = [x.shape[dim] * sizes.get(axis, 1) for axis, dim in _DIMS.items()]
   if (
     len(kernel) != 2
     or module.padding in ("CIRCULAR", "REFLECT", "CAUSAL")
@@ -100,26 +117,29 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   ):
     raise ValueError(
       "only convolutions of images without dilation, and padded with zeros, can"
-      f" be split by rows; not {module}"
+      f" be split into tiles; not {module}"
     )
   padding = module.padding
   if isinstance(padding, str):
-    padding = jax.lax.padtype_to_pads((whole, columns), kernel, stride, padding)
-  (low, high), across = map(_pair, _pair(padding))
-  k, s = kernel[0], stride[0]
-  out = (whole + low + high - k) // s + 1  # rows
-  if here % s or out != whole // s:
-    raise ValueError(
-      f"a convolution with a kernel of {k} rows, stride {s} and padding"
-      f" {(low, high)} makes {out} rows of {whole}, which cannot be divided as"
-      f" {here} on each device of the axis {_AXIS!r}: use fewer devices, or"
-      " images with more rows"
-    )
-  x = exchange(x, low, max(k - s - low, 0))
-  return _rerun(module, x, padding=((0, 0), across))
+    padding = jax.lax.padtype_to_pads(whole, kernel, stride, padding)
+  pads = [_pair(pair) for pair in _pair(padding)]
+  for axis in sizes:
+    dim = _DIMS[axis] - 1
+    k, s, length, (low, high) = kernel[dim], stride[dim], whole[dim], pads[dim]
+    here, out = length // sizes[axis], (length + low + high - k) // s + 1
+    if here % s or out != length // s:
+      raise ValueError(
+        f"a convolution with a kernel of {k} {axis}, stride {s} and padding"
+        f" {(low, high)} makes {out} {axis} of {length}, which cannot be"
+        f" divided as {here} on each device of the axis {axis!r}: use fewer"
+        f" devices, or images with more {axis}"
+      )
+    x = exchange(x, low, max(k - s - low, 0), axis)
+    pads[dim] = 0, 0
+  return _rerun(module, x, padding=tuple(pads))
 
 
-_DONE = "rows"  # the name of modules that see to their rows already
+_DONE = "tile"  # the name of modules that see to their halo already
 
 
 def _rerun(module, x, **changes):
@@ -134,14 +154,14 @@ def _intercept(method, args, kwargs, context):
   if isinstance(module, nn.Conv | nn.ConvLocal):
     return convolve(module, *args)
   if isinstance(module, nn.GroupNorm):
-    return _rerun(module, *args, axis_name=_AXIS)
+    return _rerun(module, *args, axis_name=_axes())
   if isinstance(module, nn.BatchNorm):
     raise ValueError(
-      "the statistics of BatchNorm are not kept by rows; use norm='group'"
+      "the statistics of BatchNorm are not kept by tiles; use norm='group'"
     )
   if isinstance(module, nn.Dense) and isinstance(module.parent, models.Head):
-    # What comes is the mean over this device's rows.
-    return method(jax.lax.pmean(args[0], _AXIS), **kwargs)
+    # What comes is the mean over this device's tile.
+    return method(jax.lax.pmean(args[0], _axes()), **kwargs)
   return method(*args, **kwargs)
 
 
@@ -191,12 +211,13 @@ _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)
 
 
 def check(layers: models.Layers) -> None:
-  """Raises ValueError for a layer that cannot be split by rows."""
+  """Raises ValueError for a layer that cannot be split into tiles."""
   kinds = ", ".join(kind.__name__ for kind in _LAYERS)
   for layer in layers:
     if not isinstance(layer, _LAYERS):
       raise ValueError(
-        f"a {type(layer).__name__} cannot be split by rows; these can: {kinds}"
+        f"a {type(layer).__name__} cannot be split into tiles; these can:"
+        f" {kinds}"
       )
 
 
@@ -208,23 +229,27 @@ def apply(
   train: bool = False,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, optax.Params]:
-  """`models.apply`, on this device's rows, float[B, H / r, W, C].
+  """`models.apply`, on this device's tile, float[B, H / r, W / c, C].
 
   For use inside shard_map. Parameters are those of the whole model, of a Local
   this device's part (`partition`). What the Head gives is the same on all
-  devices. ValueError for a layer that cannot be split, or too few rows.
+  devices. ValueError for a layer that cannot be split, or too small a tile.
   """
   check(layers)
   with nn.intercept_methods(_intercept):
     return models.apply(layers, params, x, train=train, key=key)
 
 
-def partition(params: optax.Params) -> Any:
-  """Returns the PartitionSpecs of a model's parameters: those of locally
-  connected layers are split by rows, and nothing else."""
+def partition(
+  params: optax.Params, axes: Sequence[str] = (meshes.ROWS,)
+) -> Any:
+  """Returns the PartitionSpecs of a model's parameters, on a mesh with these
+  axes: those of locally connected layers are split as the images are, and
+  nothing else."""
+  spec_of_tile = P(*(axis if axis in axes else None for axis in AXES))
 
   def spec(path, _):
     names = {getattr(entry, "key", None) for entry in path}
-    return P(_AXIS) if "local" in names else P()
+    return spec_of_tile if "local" in names else P()
 
   return jax.tree_util.tree_map_with_path(spec, base.weights_of(params))

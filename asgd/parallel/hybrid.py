@@ -6,6 +6,7 @@ A mesh names its axes, and each name says what its devices share:
   tensor  every matrix of a GPT: `asgd.parallel.tensor`
   pipe    the blocks of a GPT: `asgd.parallel.circular`
   rows    the images of a ResNet: `asgd.parallel.halo`
+  columns the same, beside rows or alone
 
 A MeshModel is a model made for a mesh: a loss for use inside shard_map, where
 each parameter lies, and the way from whole parameters and back. Its step gives
@@ -18,6 +19,7 @@ References:
   clusters using Megatron-LM", SC 2021, section 3.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -178,24 +180,26 @@ def _unstack(params, count):
   return first, *blocks, last
 
 
-def images(pieces: problems.Pieces) -> MeshModel:
-  """A ResNet, or a locally connected model, on the axis "rows".
+def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
+  """A ResNet, or a locally connected model, on the axes "rows" and "columns",
+  as far as the mesh has them.
 
   Every device prepares the whole images of its replica (augmentation moves
-  rows about), and goes on with its own rows. ValueError for layers that
-  `halo.check` refuses; when it is called, for rows that the axis does not
-  divide, down to the smallest image inside the model.
+  pixels about), and goes on with its own tile. ValueError for layers that
+  `halo.check` refuses; when it is called, for rows or columns that an axis does
+  not divide, down to the smallest image inside the model.
   """
   halo.check(pieces.layers)
 
   def loss(params, batch, key):
     prepare_key, model_key = jax.random.split(key)
     dtype = problems.dtype_of(params)
-    x = halo.rows(pieces.prepare(batch, prepare_key, dtype))
+    x = halo.tile(pieces.prepare(batch, prepare_key, dtype))
     logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
     return pieces.criterion(logits, batch), losses_lib.Aux(())
 
-  return MeshModel(loss, halo.partition)
+  axes = tuple(mesh.axis_names)
+  return MeshModel(loss, functools.partial(halo.partition, axes=axes))
 
 
 def mesh_model(
@@ -203,16 +207,16 @@ def mesh_model(
 ) -> MeshModel:
   """Makes a problem ready for a mesh, by the names of its axes.
 
-  A problem of images is for the axis "rows", one with a GPT for "tensor" and
-  "pipe", any for "data" alone; options are those of `language`. ValueError for
-  axes that do not go together, a problem that has no pieces, and as `language`
-  and `images`.
+  A problem of images is for "rows" and "columns", one with a GPT for "tensor"
+  and "pipe", any for "data" alone; options are those of `language`. ValueError
+  for axes that do not go together, a problem that has no pieces, and as
+  `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
-  if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {meshes.ROWS}):
+  if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {*halo.AXES}):
     raise ValueError(
-      "the axes of a mesh are data, and tensor and pipe, or rows; not"
-      f" {tuple(mesh.axis_names)}"
+      "the axes of a mesh are data, and tensor and pipe, or rows and columns;"
+      f" not {tuple(mesh.axis_names)}"
     )
   if axes and problem.pieces is None:
     raise ValueError(
@@ -221,8 +225,8 @@ def mesh_model(
     )
   if not axes:
     return MeshModel(problem.loss)
-  if meshes.ROWS in axes:
-    return images(problem.pieces)
+  if axes <= {*halo.AXES}:
+    return images(problem.pieces, mesh)
   return language(problem.pieces.layers, mesh, **options)
 
 

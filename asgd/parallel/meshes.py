@@ -1,9 +1,9 @@
 """Meshes of devices, and where arrays lie on them.
 
 A mesh is a grid of devices with named axes: "data" for replicas, "tensor" for
-the parts of a layer, "rows" for the parts of an image, "pipe" for stages. What
-is placed here may belong to several processes: each of them calls the same
-functions, and gives the devices it has what they need.
+the parts of a layer, "rows" and "columns" for the parts of an image, "pipe" for
+stages. What is placed here may belong to several processes: each of them calls
+the same functions, and gives the devices it has what they need.
 
 Inside shard_map, JAX knows of each value over which axes it varies from device
 to device (with check_vma, the default). Where a value that does not vary meets
@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from asgd import checks
 
-DATA, TENSOR, ROWS, PIPE = "data", "tensor", "rows", "pipe"
+DATA, TENSOR, PIPE = "data", "tensor", "pipe"
+ROWS, COLUMNS = "rows", "columns"
 
 
 def find_devices() -> None:

@@ -82,24 +82,7 @@ def skip_gram(
     checks.whole(key, value, most=10**6)
   checks.nonnegative("power", power)
   data = words_lib.load(text, data_dir=data_dir, least=least, most=most)
-  shortest = min(len(data.train), len(data.test))
-  if shortest <= 2 * window:
-    raise ValueError(
-      f"a part of {data.source} has {shortest} known words, too few for a"
-      f" window of {window}: use a longer text, or a smaller window"
-    )
-  size = len(data.vocabulary)
-  shares = data.counts.astype(float) ** power
-  below = np.cumsum(shares / shares.sum())
-
-  def pairs(tokens, count, rng):
-    at = rng.integers(window, len(tokens) - window, count)
-    away = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
-    drawn = np.searchsorted(below, rng.random((count, negatives)))
-    drawn = drawn.clip(max=size - 1)  # where the sum is a little below 1
-    outer = np.concatenate([tokens[at + away][:, None], drawn], 1)
-    return tokens[at], outer.astype(np.int32)
-
+  size, pairs = len(data.vocabulary), _drawing(data, window, negatives, power)
   test = pairs(data.test, _TESTED, np.random.default_rng(_TEST_SEED))
 
   def init(key):
@@ -136,6 +119,29 @@ def skip_gram(
     )
 
   return rebatch(batch_size)
+
+
+def _drawing(data, window, negatives, power):
+  """Returns (tokens, count, generator) -> pairs, and negatives, drawn of some
+  part of a text."""
+  shortest = min(len(data.train), len(data.test))
+  if shortest <= 2 * window:
+    raise ValueError(
+      f"a part of {data.source} has {shortest} known words, too few for a"
+      f" window of {window}: use a longer text, or a smaller window"
+    )
+  shares = data.counts.astype(float) ** power
+  below = np.cumsum(shares / shares.sum())
+
+  def pairs(tokens, count, rng):
+    at = rng.integers(window, len(tokens) - window, count)
+    away = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
+    drawn = np.searchsorted(below, rng.random((count, negatives)))
+    drawn = drawn.clip(max=len(below) - 1)  # where the sum is a little below 1
+    outer = np.concatenate([tokens[at + away][:, None], drawn], 1)
+    return tokens[at], outer.astype(np.int32)
+
+  return pairs
 
 
 def _keys(batch: base.Batch) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import fetch
 from asgd.simulator.stepwise import ServerReplay
+from asgd.simulator.traffic import Sent
 
 _Key = tuple[int, int]  # (worker, seq), which names a message
 
@@ -39,6 +40,23 @@ class _Shard(ServerReplay):
     # dead may yet have handed in its part elsewhere.
     self.tickets: dict[_Key, base.Ticket] = {}
 
+  def go_to(self, rows: int, tickets: Sequence[Any]) -> None:
+    """Goes to where so many rows were obeyed, with these tickets: (worker, seq,
+    version, fresh, params), where seq is None of a worker's latest."""
+    past, ledger = trace_lib.follow(self.events[:rows]), self.ledger
+    for name in ("rows", "time", "next_seq", "holders", "present", "ended"):
+      setattr(ledger, name, getattr(past, name))
+    ledger.received = past.received
+    for worker, seq, version, fresh, params in tickets:
+      numbers = jnp.int32(worker), jnp.int32(version)
+      ticket = base.Ticket(*numbers, params, np.bool_(fresh))
+      if seq is None:
+        ledger.latest[worker] = ticket
+        continue
+      self.tickets[worker, seq] = ticket
+      if seq in past.open[worker]:
+        ledger.open[worker][seq] = ticket
+
   @property
   def next(self) -> Event | None:
     """The row that is to be obeyed next, None after the last."""
@@ -53,30 +71,34 @@ class _Run:
     self._worker, self._params, self._plan = worker, params, plan
     self._work = work  # (state, ticket, worker, job) -> as Worker.work
     self._shards: list[_Shard] = shards
-    self._states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
-    self._holder: dict[_Key, int] = {}  # of each message
-    self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
-    self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
+    self.states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
+    self.holder: dict[_Key, int] = {}  # of each message
+    self.messages: dict[_Key, tuple] = {}  # S parts, and the loss
+    self.ends: dict[_Key, int] = {}  # at how many shards a job has ended
+
+  def new_worker(self) -> Any:
+    """Returns the state of a worker that has just come."""
+    return self._worker.init(self._params)
 
   def message(self, key: _Key, job: int) -> tuple | None:
     """Returns a message, computing it if all shards have sent; else None."""
-    if key in self._messages:
-      return self._messages[key]
+    if key in self.messages:
+      return self.messages[key]
     tickets = [shard.tickets.get(key) for shard in self._shards]
     if any(ticket is None for ticket in tickets):
       return None
     ticket = tickets[0]._replace(
       params=sharding.join(self._plan, [ticket.params for ticket in tickets])
     )
-    place = key[0], self._holder[key]
-    if place not in self._states:
-      self._states[place] = self._worker.init(self._params)
-    self._states[place], message, metrics = self._work(
-      self._states[place], ticket, key[0], job
+    place = key[0], self.holder[key]
+    if place not in self.states:
+      self.states[place] = self.new_worker()
+    self.states[place], message, metrics = self._work(
+      self.states[place], ticket, key[0], job
     )
     message, loss = fetch((message, metrics.loss))
-    self._messages[key] = compression.split(self._plan, message), loss
-    return self._messages[key]
+    self.messages[key] = compression.split(self._plan, message), loss
+    return self.messages[key]
 
   def obey(self, index: int, totals: Sequence[Any] | None) -> bool:
     """Obeys a shard's next row; False if it has to wait for other shards."""
@@ -85,12 +107,13 @@ class _Run:
     if event is None:
       return False
     key, row, message = event.key, shard.ledger.rows, None
-    if event.action == base.RECEIVE and key in shard.tickets:
+    done = base.RECEIVE, base.DROP  # the worker's state is of both
+    if event.action in done and key in shard.tickets:
       message = self.message(key, event.job)
       if message is None:
         return False
     ticket = shard.obey(event)
-    if message is not None:
+    if message is not None and event.action == base.RECEIVE:
       parts, loss = message
       sums = None if totals is None else totals[row]
       shard.receive(event, (ticket, parts[index], loss), sums)
@@ -99,33 +122,20 @@ class _Run:
     elif event.action in trace_lib.STARTS:
       shard.tickets[key] = ticket
       if index == 0:
-        self._holder[key] = shard.ledger.holders.get(event.worker, 0)
+        self.holder[key] = shard.ledger.holders.get(event.worker, 0)
     return True
 
   def _end(self, key):
-    self._ends[key] = self._ends.get(key, 0) + 1
-    if self._ends[key] == len(self._shards):
+    self.ends[key] = self.ends.get(key, 0) + 1
+    if self.ends[key] == len(self._shards):
       for shard in self._shards:
         shard.tickets.pop(key, None)
-      for table in (self._messages, self._ends, self._holder):
+      for table in (self.messages, self.ends, self.holder):
         table.pop(key, None)
 
 
-def run_sharded(
-  server: base.Server,
-  worker: base.Worker,
-  params: Any,
-  traces: Sequence[base.Trace],
-  *,
-  workers: int,
-  batch: Callable[[int, int], base.Batch],
-  root: jax.Array,
-  wire: str | None = None,
-  totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
-  group: steps_lib.WorkerDevices = steps_lib.ALONE,
-  plan: sharding.ShardPlan | None = None,
-) -> ShardedRun:
-  """Replays a run whose server was in shards.
+class Sharded:
+  """A run whose server is in shards, obeyed as far as is asked for.
 
   Args:
     server: the pure server that each shard runs on its part.
@@ -141,33 +151,157 @@ def run_sharded(
     plan: what each shard holds; None is `sharding.make_plan`. With the stages
       of a pipeline as shards and their traces (`pipeline.analyze.traces`), the
       delays are those of the pipeline.
+
+  Attributes:
+    plan: what each shard holds.
   """
-  plan = sharding.make_plan(params, len(traces)) if plan is None else plan
-  steps = steps_lib.compile_steps(
-    server, worker, wire=wire, group=group, keeps_messages=True
-  )
-  numbers = [jnp.int32(w) for w in range(workers)]
-  shards = [
-    _Shard(steps_lib.start(server, part), steps, trace, numbers)
-    for part, trace in zip(sharding.split(plan, params), traces, strict=True)
-  ]
 
-  def work(state, ticket, w, job):
-    return steps.work(state, ticket, batch(w, job), root, np.int32(job))
+  def __init__(
+    self,
+    server: base.Server,
+    worker: base.Worker,
+    params: Any,
+    traces: Sequence[base.Trace],
+    *,
+    workers: int,
+    batch: Callable[[int, int], base.Batch],
+    root: jax.Array,
+    wire: str | None = None,
+    totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
+    group: steps_lib.WorkerDevices = steps_lib.ALONE,
+    plan: sharding.ShardPlan | None = None,
+  ):
+    plan = sharding.make_plan(params, len(traces)) if plan is None else plan
+    steps = steps_lib.compile_steps(
+      server, worker, wire=wire, group=group, keeps_messages=True
+    )
+    numbers = [jnp.int32(w) for w in range(workers)]
+    shards = [
+      _Shard(steps_lib.start(server, part), steps, trace, numbers)
+      for part, trace in zip(sharding.split(plan, params), traces, strict=True)
+    ]
 
-  run = _Run(worker, params, plan, shards, work)
-  while any(shard.next for shard in shards):
-    before = sum(shard.ledger.rows for shard in shards)
-    for index in range(len(shards)):
-      while run.obey(index, totals and totals[index]):
-        pass
-    if before == sum(shard.ledger.rows for shard in shards):
-      stuck = {i: s.next.format() for i, s in enumerate(shards) if s.next}
+    def work(state, ticket, w, job):
+      return steps.work(state, ticket, batch(w, job), root, np.int32(job))
+
+    self.plan, self._shards, self._totals = plan, shards, totals
+    self._steps = steps
+    self._run = _Run(worker, params, plan, shards, work)
+
+  def until(self, messages: int | None = None) -> None:
+    """Obeys rows, the earliest first, until the lead has received so many
+    messages in all, and the other shards what they have by then; None is all
+    rows of all shards."""
+    while following := sorted(self._following(messages)):
+      if any(self._obey(index) for _, index in following):
+        continue
+      rows = {i: self._shards[i].next.format() for _, i in following}
       raise ValueError(
-        f"the shards' traces do not belong together: no row of {stuck}"
+        f"the shards' traces do not belong together: no row of {rows}"
         f" ({trace_lib.HEADER}) can be obeyed"
       )
-  return ShardedRun(
-    tuple(shard.state for shard in shards),
-    tuple(shard.records() for shard in shards),
-  )
+
+  def _following(self, messages):
+    """Yields (time, shard) of the rows that are next, until the lead has so
+    many messages."""
+    lead = self._shards[0].ledger
+    ends = messages is not None and len(lead.received) >= messages
+    for index, shard in enumerate(self._shards):
+      event = shard.next
+      if event is None:
+        continue
+      if ends:
+        behind = index and len(shard.ledger.received) < messages
+        if event.time > lead.time or (event.time == lead.time and not behind):
+          continue
+      yield event.time, index
+
+  def _obey(self, index):
+    return self._run.obey(index, self._totals and self._totals[index])
+
+  @property
+  def states(self) -> tuple[base.ServerState, ...]:
+    """The shards' states, S."""
+    return tuple(shard.state for shard in self._shards)
+
+  @property
+  def params(self) -> Any:
+    """The parameters of all shards, as NumPy arrays."""
+    parts = [fetch(state.params) for state in self.states]
+    return sharding.join(self.plan, parts)
+
+  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns where the run is, without records: a tree of arrays and JSON, for
+    `unpack` of a run of the same arguments."""
+    run, sent = self._run, []
+    tree: dict[str, Any] = {"servers": list(self.states), "sent": sent}
+    notes: dict[str, Any] = {"shards": []}
+    for index, shard in enumerate(self._shards):
+      latest = {(w, None): t for w, t in shard.ledger.latest.items()}
+      tickets = []
+      for (worker, seq), ticket in (shard.tickets | latest).items():
+        version, fresh = int(ticket.version), bool(ticket.fresh)
+        tickets.append((worker, seq, version, fresh))
+        sent.append((index, ticket.params))
+      total, version, seen, nbytes = shard.traffic.sent
+      codes = [total, version, list(seen.items())]
+      codes.append([(*key, number) for key, number in nbytes.items()])
+      notes["shards"].append([shard.ledger.rows, tickets, codes])
+    notes["parts"] = [index for index, _ in sent]
+    sent[:] = [params for _, params in sent]
+    tree["workers"] = list(run.states.values())
+    tree["messages"] = [list(parts) for parts, _ in run.messages.values()]
+    losses = [loss for _, loss in run.messages.values()]
+    tree["losses"] = np.array(losses, np.float64)
+    for name in ("states", "messages"):
+      notes[name] = list(getattr(run, name))
+    for name in ("holder", "ends"):
+      notes[name] = [(*key, n) for key, n in getattr(run, name).items()]
+    return tree, notes
+
+  def like(self, notes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tree of the shapes of one that `pack` made beside notes."""
+    parts = [state.params for state in self.states]
+    codec = self._steps.codec
+    count = len(notes["messages"])
+    return {
+      "servers": list(self.states),
+      "sent": [parts[index] for index in notes["parts"]],
+      "workers": [self._run.new_worker() for _ in notes["states"]],
+      "messages": [[compression.blank(codec, p) for p in parts]] * count,
+      "losses": np.zeros(count),
+    }
+
+  def unpack(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
+    """Goes to where a run was; the arrays are given away."""
+    run, sent = self._run, iter(tree["sent"])
+    for shard, state, note in zip(
+      self._shards, tree["servers"], notes["shards"], strict=True
+    ):
+      rows, tickets, (total, version, seen, nbytes) = note
+      shard.state = state
+      shard.traffic.sent = Sent(
+        *(total, version, dict(seen)), {(w, seq): n for w, seq, n in nbytes}
+      )
+      shard.go_to(rows, [(*ticket, next(sent)) for ticket in tickets])
+    keys = [tuple(key) for key in notes["states"]]
+    run.states.update(zip(keys, tree["workers"], strict=True))
+    keys = [tuple(key) for key in notes["messages"]]
+    losses = tree["losses"].astype(np.float32)
+    values = zip(tree["messages"], losses, strict=True)
+    run.messages.update(zip(keys, values, strict=True))
+    for name in ("holder", "ends"):
+      for worker, seq, number in notes[name]:
+        getattr(run, name)[worker, seq] = number
+
+  def records(self, start: int = 0) -> tuple[base.Records, ...]:
+    """Returns the records of each shard's messages, from one on; S."""
+    return tuple(shard.records(start) for shard in self._shards)
+
+
+def run_sharded(*args: Any, **options: Any) -> ShardedRun:
+  """Replays a whole run whose server was in shards; arguments and errors are
+  those of `Sharded`."""
+  run = Sharded(*args, **options)
+  run.until()
+  return ShardedRun(run.states, run.records())

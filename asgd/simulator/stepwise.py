@@ -94,10 +94,12 @@ def make_host(
       ticket, w, job = replay.obey(event), event.worker, event.job
       if event.action == base.JOIN:
         workers[w] = worker.init(replay.state.params)
-      elif event.action == base.RECEIVE:
+      elif event.action in (base.RECEIVE, base.DROP):
         workers[w], message, metrics = steps.work(
           workers[w], ticket, batch(w, job), root, np.int32(job)
         )
+        if event.action == base.DROP:
+          continue  # the worker has done it, and nobody takes it
         loss = metrics.loss
         if group.devices > 1:
           message, loss = fetch((message, loss))
@@ -184,6 +186,6 @@ class ServerReplay:
     self._messages.append(Received(*name, up, down, residual_norm))
     self._observations.append(observation)
 
-  def records(self) -> base.Records:
-    """Returns the records of the messages received."""
-    return records(self._messages, self._observations)
+  def records(self, start: int = 0) -> base.Records:
+    """Returns the records of the messages received, from one on."""
+    return records(self._messages[start:], self._observations[start:])

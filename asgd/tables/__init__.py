@@ -9,6 +9,7 @@ from asgd.tables import filters as filters
 from asgd.tables import functions as functions
 from asgd.tables import keys as keys
 from asgd.tables import replay as replay
+from asgd.tables import tasks as tasks
 from asgd.tables.client import Client as Client
 from asgd.tables.client import TableSpec as TableSpec
 from asgd.tables.consistency import Consistency as Consistency
@@ -35,6 +36,7 @@ from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
 from asgd.tables.simulation import template as template
 from asgd.tables.table import Table as Table
+from asgd.tables.tasks import Tasks as Tasks
 from asgd.tables.work import Work as Work
 
 RECIPES = {"table": table}  # that tables serve

@@ -206,6 +206,8 @@ class Client:
         keys = self._filter(rows, keys, rng)
       if keys.size:
         out[name] = self._send(name, keys, number)
+      if self.rules.anew:  # copies are not read again
+        rows.keep(rows.columns["written"])
     self.flushes += 1
     return Push(self.worker, clock, out)
 

@@ -166,7 +166,8 @@ def proximal(
     w, g, u = rows[:, 0], values[:, 0] / messages, values[:, 1] / messages
     step = learning_rate / xp.where(u > 0, u, 1)
     x = w - step * g
-    new = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0)
+    # Zeros without a sign, so that equal rows are equal bits.
+    new = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0) + 0.0
     after = xp.stack([new, u], 1).astype(rows.dtype)
     return xp.where(u[:, None] > 0, after, rows), state
 

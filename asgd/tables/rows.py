@@ -122,6 +122,12 @@ class KeyedRows:
     self._index()
     return part
 
+  def keep(self, which: np.ndarray) -> None:
+    """Drops all rows but some, bool[K]."""
+    self.keys = self.keys[which]
+    self.columns = {name: x[which] for name, x in self.columns.items()}
+    self._index()
+
   def join(self, part: "KeyedRows") -> None:
     """Takes rows in that `cut` has taken out elsewhere."""
     self.insert(part.keys, lambda keys: part.columns)

@@ -34,6 +34,7 @@ class _Place:
     self.sent = 0  # rows that the holder was sent
     self.rows: dict[int, bytes] = {}  # those that it may not have
     self.upto = 0
+    self.version = 0  # of the server, as the last request was done
     self.change = (0.0, 0)  # by the last push: sum of squares, elements
     self.gone = False  # for good
 
@@ -111,6 +112,7 @@ class TableShard:
       self._pull(request)
     elif request.kind == PUSH:
       self._push(place, request)
+    place.version = self.server.version
 
   def leave(self, worker: int) -> None:
     """A worker goes for good: nobody waits for it."""
@@ -188,7 +190,7 @@ class TableShard:
     place = self._places[request.worker]
     rows = self.unsent(request.worker, max(start, request.taken))
     return Reply(
-      *(place.number, rows, place.upto, place.done, self.server.version),
+      *(place.number, rows, place.upto, place.done, place.version),
       *place.change,
     )
 

@@ -187,7 +187,7 @@ def codec_sources() -> str:
 
 
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
-_ORDERS += "backup_workers", "fixed_delay"
+_ORDERS += "backup_workers", "backup_tasks", "fixed_delay"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
 
 TABLES: dict[str, Callable[[], str]] = {

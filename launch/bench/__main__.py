@@ -5,6 +5,7 @@
   asgd bench pipeline
   asgd bench parallel
   asgd bench compression
+  asgd bench tables
 
 Machines are noisy, so each contestant takes turns with its baseline in short
 blocks, and what is printed is the median over rounds of its speed over the
@@ -14,7 +15,7 @@ baseline's. A row is printed as soon as it is measured.
 from asgd import names
 
 from .. import flags
-from . import compression, parallel, pipeline, server, simulator
+from . import compression, parallel, pipeline, server, simulator, tables
 
 _BENCHMARKS = {  # name -> what runs it, its flags
   "simulator": (simulator.run, ("rounds", "block", "batch_size")),
@@ -22,10 +23,11 @@ _BENCHMARKS = {  # name -> what runs it, its flags
   "pipeline": (pipeline.run, ("rounds", "peer")),
   "parallel": (parallel.run, ("rounds",)),
   "compression": (compression.run, ("rounds", "seconds")),
+  "tables": (tables.run, ("rounds",)),
 }
 _F = flags.define(
   {
-    "rounds": (int, None, "Turns. Default: 9, 3 (pipeline), 5 (parallel)."),
+    "rounds": (int, None, "Turns. Default: 9, 3 (pipeline), else 5 or 9."),
     "block": (int, 24, "Updates of a turn (simulator)."),
     "batch_size": (int, 64, "Images in a batch (simulator)."),
     "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),

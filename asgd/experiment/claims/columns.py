@@ -9,6 +9,7 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
   dict(kind="until", column=C, above=0.9)  time of the first evaluation whose C
                                      is above (or `below`) that: the more
                                      evaluations, the finer
+  dict(kind="last", column=C)        C of the last evaluation
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
                                      C of the one at that share of the run,
@@ -46,7 +47,7 @@ RESULTS = (
   "compression_down",
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
-EVALUATED = "test_accuracy", "test_loss", "train_loss"
+EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
@@ -56,6 +57,7 @@ _KINDS: Mapping[str, fields.Table] = {
     "column": FieldCheck(fields.named(EVALUATED), "which is evaluated"),
     **_SIDES,
   },
+  "last": {"column": FieldCheck(fields.named(EVALUATED), "which is evaluated")},
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
   "first": {"column": _RESULT, **_SIDES},
@@ -163,6 +165,9 @@ class CellTable:
         return _reach(done, how["loss"])
       case "until":
         return _until(done, how)
+      case "last":
+        rows = folder.read_rows(done.place)
+        return _number(rows[-1].get(how["column"]))
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
       case "quotient":

@@ -52,12 +52,6 @@ def _resources(value: Any, key: str) -> dict[str, float]:
 
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
-  "server": {
-    "shards": Setting(1, checks.whole(1, 256)),
-    "consistent": Setting(False, checks.flag),  # one order for all shards
-    "log": Setting(16, checks.whole(0, 10_000)),  # messages kept for recovery
-    "wire": Setting("float32", checks.choice("float32", "bfloat16")),
-  },
   "live": {
     # Factors on the time of workers 0, 1, ...; () is none.
     "slowdown": Setting((), checks.several(checks.number(1, 1e4))),
@@ -76,6 +70,8 @@ SECTIONS: dict[str, Any] = {
     "devices": Setting(1, checks.whole(1, 256)),  # of each worker
     "parallel": Setting("data", checks.choice("data", "tensor")),
     "spans": Setting(False, checks.flag),  # write what workers do when
+    # Workers fetch, compute and push in threads; needs order.depth.
+    "overlap": Setting(False, checks.flag),
   },
 }
 
@@ -94,6 +90,11 @@ def _check(run: Run) -> None:
       f"config.compress_down: with config.server.wire {server['wire']!r}"
       " workers get rounded parameters, and those that they rebuild of updates"
       " would not be the server's; leave one of the two out"
+    )
+  if server["delays"] is not None:
+    raise ValueError(
+      f"config.server.delays is not for engine {run.engine!r}, whose shards"
+      " hear of a message when it comes; leave it out, or use engine 'simulate'"
     )
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(
@@ -116,7 +117,12 @@ def _plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   if peers.of_peers(run):
     live_peers.check_plan(result)
     return result
-  result.rules()
+  depth = result.rules().depth
+  if run.config["live"]["overlap"] and depth < 2:
+    raise ValueError(
+      f"config.live.overlap needs config.order.depth=2 or more, not {depth}:"
+      " tickets that workers hold while they compute"
+    )
   if run.config["server"]["shards"] > 1:
     live_clusters.needs_totals(result)
   return result

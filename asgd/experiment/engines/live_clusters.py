@@ -164,6 +164,7 @@ def make_duty(live: LiveRun) -> Duty:
     tuple(plan.run.config["live"]["slowdown"]),
     codec=plan.server.codec,
     codec_down=traffic.codec_of(plan.run, "compress_down"),
+    overlap=plan.run.config["live"]["overlap"],
   )
 
 
@@ -183,10 +184,12 @@ def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
 
 
-def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
+def combine(
+  parts: Sequence[base.Records], split: sharding.ShardPlan | None, params: Any
+) -> base.Records:
   """Makes one table of the shards' records: that of the lead, with the norms of
   the whole where every shard has received the message."""
-  lead, split = parts[0], live.split
+  lead = parts[0]
   if split is None or not len(lead.loss):
     return lead
   rows = []  # of each shard: (worker, job) -> row
@@ -202,7 +205,7 @@ def combine(parts: Sequence[base.Records], live: LiveRun) -> base.Records:
 
   reports = zip(*map(of_all, base.Report._fields), strict=True)
   reports = [base.Report(*columns) for columns in reports]
-  sizes = sharding.trained_sizes(split, live.params)
+  sizes = sharding.trained_sizes(split, params)
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():

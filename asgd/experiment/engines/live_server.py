@@ -32,7 +32,7 @@ from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
 from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
-from asgd.orders.trace import follow
+from asgd.orders.trace import follow, from_events
 
 _LOOK = 0.1  # seconds between two looks at the cluster
 
@@ -202,7 +202,7 @@ class LiveEngine(engines.Engine):
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
     parts = [records.read_records(path) for path in self._sinks]
-    return live_clusters.combine(parts, self._live)
+    return live_clusters.combine(parts, self._live.split, self._live.params)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
@@ -229,7 +229,8 @@ class LiveEngine(engines.Engine):
       count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._live.plan, self.records()
-    row = parameter_server.columns(plan, rows, int(images[0][0].version))
+    version, trace = int(images[0][0].version), from_events(journals[0])
+    row = parameter_server.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
       sent = live_clusters.sent_params(self._live, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy

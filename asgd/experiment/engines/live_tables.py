@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from asgd import base
-from asgd import tables as tables_lib
 from asgd.experiment import (
   checkpoint,
   checks,
@@ -32,6 +31,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.engines.table_clusters import LiveTables
 from asgd.experiment.schema import Run
+from asgd.live import processes
 from asgd.live.append_only import PUT_BACK, FileGone
 from asgd.live.gossip.files import cut_journal
 from asgd.live.hosts import Gone
@@ -83,11 +83,6 @@ def check_faults(plan: tables.TablePlan, machine: Any) -> None:
       )
 
 
-def is_of(run: Run) -> bool:
-  """Whether a run is one of tables."""
-  return run.recipe in tables_lib.RECIPES
-
-
 def plan(experiment: Any, run: Run, workers: int) -> tables.TablePlan:
   """As `tables.plan`; refuses more shards than there can be live."""
   result = tables.plan(experiment, run, workers)
@@ -131,6 +126,8 @@ class LiveTableEngine(engines.Engine):
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
+    if begun:  # what a driver left that was killed writes no more
+      processes.end_all(self._memory.memory)
     self._news: list[str] = []
     self._there: set[Path] = set()  # files, as it saw last
     self._snapshot: engines.Snapshot | None = None
@@ -271,7 +268,6 @@ class LiveTableEngine(engines.Engine):
     return engines.Progress(
       loss=new.loss,
       staleness=engines.mean(new.staleness),
-      gap=engines.mean(new.gap),
       news=news,
       figures=figures,
     )

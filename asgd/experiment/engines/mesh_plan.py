@@ -23,7 +23,8 @@ from asgd.parallel import (
 )
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
-_AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.TENSOR  # outermost first
+# Outermost first.
+_AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.COLUMNS, meshes.TENSOR
 _MOST_DEVICES = 4096
 _START = 0.1  # of the peak, where a warm-up begins
 

@@ -47,6 +47,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **server_orders.SECTIONS,
   **traffic.SECTIONS,
 }
 
@@ -116,6 +117,18 @@ class ServerPlan:
       workers=self.workers,
       messages=self.messages if messages is None else messages,
       **self.order,
+    )
+
+  def traces(self, seed: int) -> list[base.Trace]:
+    """Returns the order of each shard of a cell whose server is in shards that
+    are out of step."""
+    return orders.shards.out_of_step(
+      self.rules(),
+      self._durations(seed),
+      server_orders.delays(self.run, seed),
+      workers=self.workers,
+      messages=self.messages,
+      shards=self.run.config["server"]["shards"],
     )
 
   def _durations(self, seed):
@@ -195,7 +208,8 @@ def build_recipe(
 ) -> algorithms.Recipe:
   """Builds the recipe of a run, as its config's order wants it."""
   order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
-  if recipe.order == "asynchronous" and order["name"] == "backup_workers":
+  rounds = "backup_workers", "backup_tasks"
+  if recipe.order == "asynchronous" and order["name"] in rounds:
     # An update takes the messages of a round, without those of the slowest.
     every = max(workers - order.get("backup", 0), 1)
     recipe = recipe._replace(every=every)
@@ -310,13 +324,20 @@ def summary(records: base.Records) -> dict[str, float]:
 
 
 def columns(
-  plan: ServerPlan, records: base.Records, update: int
+  plan: ServerPlan,
+  records: base.Records,
+  update: int,
+  trace: base.Trace | None = None,
 ) -> dict[str, Any]:
-  """Returns the columns of a result that simulated and live runs have."""
+  """Returns the columns of a result that simulated and live runs have; the
+  trace, if there is one, tells of backup tasks."""
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
+  if trace is not None and plan.order["name"] == "backup_tasks":
+    started, first = orders.count_backups(trace)
+    row |= {"backup_started": started, "backup_first": first}
   return row | traffic.columns(plan, records)
 
 
@@ -375,6 +396,11 @@ def describe(result: Mapping[str, Any]) -> str:
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
     words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+  if result.get("backup_started"):
+    words += (
+      f", {result['backup_first']} of {result['backup_started']} backup tasks"
+      " came first"
+    )
   if result["accepted"] < 1:
     words += f", {100 * result['accepted']:.1f} % of the messages accepted"
   if "codec" in result or "codec_down" in result:

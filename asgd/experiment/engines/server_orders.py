@@ -8,12 +8,65 @@ from collections.abc import Mapping
 from typing import Any
 
 from asgd import algorithms, problems
+from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import unused
-from asgd.experiment.schema import Run
-from asgd.orders import protocol
+from asgd.experiment.schema import Run, Setting
+from asgd.orders import durations, protocol
 
+
+def _delays(value: Any, key: str) -> dict[str, Any] | None:
+  """Reads durations: a name, or a dict of it and its options."""
+  if value is None:
+    return None
+  value = {"name": value} if isinstance(value, str) else value
+  if not isinstance(value, Mapping):
+    raise ValueError(
+      f"config.{key} must be a name or a dict of a name and options, as"
+      f" config.durations is, not {shown(value)}"
+    )
+  with checks.blame(key, tuple(value)):
+    durations.build(**{"name": "constant", **value})
+  return dict(value)
+
+
+SECTIONS: dict[str, Any] = {
+  "server": {
+    "shards": Setting(1, checks.whole(1, 256)),
+    "consistent": Setting(False, checks.flag),  # one order for all shards
+    # Of simulated shards with an order of their own: how long it takes until
+    # one hears of a ticket or a message, as `durations`; None is no time.
+    "delays": Setting(None, _delays),
+    "log": Setting(16, checks.whole(0, 10_000)),  # messages kept for recovery
+    "wire": Setting("float32", checks.choice("float32", "bfloat16")),
+  },
+}
+_OF_DELAYS = 2**32  # seeds of runs are below it
 _WARM_EPOCHS = "warm_start_epochs"  # of config.order: warm_start, in epochs
+
+
+def out_of_step(run: Run) -> bool:
+  """Whether a run's server is in shards that have orders of their own."""
+  server = run.config["server"]
+  return server["shards"] > 1 and not server["consistent"]
+
+
+def check_delays(run: Run) -> None:
+  """Raises ValueError for delays of a run whose shards keep one order."""
+  if run.config["server"]["delays"] is not None and not out_of_step(run):
+    raise ValueError(
+      "config.server.delays is for shards that are out of step: set"
+      " config.server.shards=2 or more and consistent=False, or leave it out"
+    )
+
+
+def delays(run: Run, seed: int) -> durations.Durations | None:
+  """Returns how long it takes until a shard hears of something; None is no
+  time. They are drawn independently of the times of jobs."""
+  section = run.config["server"]["delays"]
+  if section is None:
+    return None
+  return durations.build(**{"seed": _OF_DELAYS + seed, **section})
 
 
 def of_run(
@@ -63,7 +116,7 @@ def rules(
   name = options.pop("name")
   if name == "bulk_synchronous":
     return protocol.Rules(round=every) if every > 1 else protocol.Rules(bound=0)
-  if name == "backup_workers":
+  if name in ("backup_workers", "backup_tasks"):
     return protocol.Rules(round=every, **options)
   if name in ("asynchronous", "stale_synchronous"):
     in_rounds = options.get("bound") == 0 and every == workers > 1
@@ -73,7 +126,7 @@ def rules(
   raise ValueError(
     f"config.order.name {name!r} is kept by simulations only: a live worker"
     " takes the time it takes; use asynchronous, stale_synchronous,"
-    " bulk_synchronous or backup_workers"
+    " bulk_synchronous, backup_tasks or backup_workers"
   )
 
 
@@ -95,6 +148,7 @@ def check(plan: Any) -> None:
   """Raises ValueError for an order that a plan's recipe, codec or length does
   not go with."""
   _check_pushes(plan)
+  _check_backups(plan)
   _check_fetches(plan)
   _check_warm_start(plan)
 
@@ -111,6 +165,18 @@ def _check_pushes(plan):
     f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
     f" {key} out"
   )
+
+
+def _check_backups(plan):
+  """A backup task is done by another worker, on the same data."""
+  config = plan.run.config
+  if plan.order["name"] != "backup_tasks":
+    return
+  if config["data"]["partition"] == "sharded":
+    raise ValueError(
+      "config.order.name 'backup_tasks' hands a worker's job to another, which"
+      " has other data: use config.data.partition='shared'"
+    )
 
 
 def _check_fetches(plan):

@@ -4,7 +4,6 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +16,11 @@ from asgd import tables as tables_lib
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   coordinated,
+  live_clusters,
   parameter_server,
   peers,
+  server_orders,
+  simulated_shards,
   tables,
   traffic,
 )
@@ -97,7 +99,8 @@ class SimulationEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     state, records, plan = self._simulation.server, self.records(), self._plan
-    row = parameter_server.columns(plan, records, int(state.version))
+    version = int(state.version)
+    row = parameter_server.columns(plan, records, version, self._trace)
     row["simulated_time"] = float(records.time[-1])
     if not plan.server.sends_current and plan.run.given is None:
       sent = plan.server.send(state, jnp.int32(0)).params
@@ -173,9 +176,23 @@ class _Driver(NamedTuple):
   describe: Callable[[Mapping[str, Any]], str]
 
 
+def _plan(experiment: Any, run: Run, workers: int) -> Any:
+  plan = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
+  if plan.recipe.gossip is None and server_orders.out_of_step(run):
+    live_clusters.needs_totals(plan)  # or it is refused
+  return plan
+
+
+def _check(run: Run) -> None:
+  parameter_server.check(run)
+  server_orders.check_delays(run)
+
+
 def _start(context: engines.Context) -> engines.Engine:
   if context.plan.recipe.gossip is not None:
     return peers.PeerEngine(context)
+  if server_orders.out_of_step(context.plan.run):
+    return simulated_shards.ShardedEngine(context)
   return SimulationEngine(context)
 
 
@@ -190,7 +207,7 @@ _COORDINATOR = _Driver(
 )
 _TABLES = _Driver(tables.plan, tables.TableEngine, tables.describe)
 _ORDER = _Driver(  # of messages to a server, or between peers
-  functools.partial(parameter_server.plan, of_peers=peers.PeerPlan),
+  _plan,
   _start,
   _describe,
 )
@@ -208,7 +225,7 @@ SIMULATE = engines.EngineKind(
   sections=parameter_server.SECTIONS,
   settings=None,
   workers=lambda run: run.config["workers"],
-  check=parameter_server.check,
+  check=_check,
   devices=lambda run: 1,
   plan=lambda experiment, run, workers: _driver(run.recipe).plan(
     experiment, run, workers

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import SHARD, Call, Gone, Host, Hosts, Inside, Make
 
 
 class ThreadHost(Host):
@@ -141,7 +141,12 @@ class ThreadHosts(Hosts):
     self._threads: list[threading.Thread] = []  # of those before them, too
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base."""
+    """See the base. Of a shard that was killed, the method is waited for that
+    it is in: it writes to the files that the next one opens."""
+    before = self._hosts.get((kind, index))
+    if kind == SHARD and before is not None:
+      before.end()
+      before.thread.join()
     host = ThreadHost(kind, index, make, self._clock)
     self._hosts[kind, index] = host
     self._threads.append(host.thread)

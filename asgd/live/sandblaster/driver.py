@@ -19,11 +19,11 @@ import numpy as np
 from asgd import base, sharding
 from asgd.live.clusters.base import WorkersDie
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
-from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveBook, first_ticket
+from asgd.live.sandblaster.places import LiveJob, LivePlaces
 from asgd.live.sandblaster.shards import LiveShards
-from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.sandblaster import (
   Await,
   Begin,
@@ -47,35 +47,6 @@ class SavedRun(NamedTuple):
 
   notes: dict[str, Any]  # JSON
   images: Sequence[Image] | None  # of the shards; None: they have their files
-
-
-class _Job(NamedTuple):
-  """What a worker is at."""
-
-  evaluation: int
-  job: int
-  seq: int
-  fresh: bool  # the parameters are fetched for it
-  began: float
-  call: Call
-  shards: Sequence[Host]  # as they were when it was called
-  loss: float = math.nan  # what a copy of it came to
-
-
-class _Place:
-  """The place of a worker, and who holds it."""
-
-  def __init__(self):
-    self.handle: Host | None = None  # None: nobody does
-    self.made: Call | None = None  # while the holder is being made
-    self.present = True  # as the trace has it
-    self.fetched = -1  # the evaluation whose parameters it has
-    self.seq = self.holder = 0
-    self.job: _Job | None = None
-
-  @property
-  def idle(self) -> bool:
-    return self.handle is not None and self.made is None and self.job is None
 
 
 class Options(NamedTuple):
@@ -109,7 +80,7 @@ class Driver:
     whether it begins anew; `clock` has the seconds since the run began;
     `note_down` is told when an evaluation begins what the next driver needs."""
     self._settings, self._like, self._hosts = settings, params, hosts
-    self._make_worker, self._clock = make_worker, clock
+    self._clock = clock
     self._options = options = options or Options()
     self._note_down = note_down
     self.book = book
@@ -117,7 +88,9 @@ class Driver:
     self.replaced = {"worker": 0, "shard": 0}
     self._deadlines = Deadlines(options.ladder)
     self._deaths = 0  # of workers, since a message came
-    self._places = [_Place() for _ in range(workers)]
+    self._places = LivePlaces(
+      *(workers, settings.jobs, hosts, make_worker, book, clock)
+    )
     self._failures = sorted(settings.failures)
     self._current, self._losses = -1, {}  # the evaluation; job -> its loss
     self._first = first_ticket(book.rows)
@@ -168,7 +141,7 @@ class Driver:
   @property
   def now(self) -> float:
     """Seconds since the first job began."""
-    return self._clock() - self._first if self._first == self._first else 0.0
+    return 0.0 if math.isnan(self._first) else self._clock() - self._first
 
   @property
   def state(self) -> State:
@@ -196,38 +169,18 @@ class Driver:
     it."""
     self._shards.start(self._images, anew=self._anew)
     self._images = []
-    self._leave_behind()
-    for worker in range(len(self._places)):
-      self._fill(worker)
-    if self._options.together:
-      end = time.monotonic() + DEAD * self._options.ladder.start
-      while any(place.made for place in self._places):
-        self._listen(_LOOK)
-        if time.monotonic() > end:
-          late = [i for i, place in enumerate(self._places) if place.made]
-          raise ValueError(
-            f"workers {late} took more than"
-            f" {DEAD * self._options.ladder.start:g} seconds to start: give"
-            " them more with config.live.start_seconds"
-          )
-
-  def _leave_behind(self):
-    """Of a run that goes on: those who were there are gone, with their jobs."""
-    ledger = follow(self.book.rows)
-    now = max(ledger.time, 0.0)
-    leaves = [row for row in self.book.rows if row.action == base.LEAVE]
-    for worker, place in enumerate(self._places):
-      place.seq = ledger.next_seq.get(worker, 0)
-      place.holder = sum(row.worker == worker for row in leaves)
-      place.present = not self.book.rows
-      for row in ledger.open[worker].values():
-        self.book.write(Event(now, worker, row.seq, row.job, base.LOST))
-      if worker not in ledger.present and worker in ledger.ended:
-        continue
-      if self.book.rows:
-        row = Event(now, worker, NO_SEQ, place.holder, base.LEAVE)
-        self.book.write(row)
-        place.holder += 1
+    self._places.go_on()
+    for worker in range(len(self._places.all)):
+      self._places.fill(worker)
+    seconds = DEAD * self._options.ladder.start
+    end = time.monotonic() + seconds
+    while self._options.together and self._places.coming:
+      self._listen(_LOOK, self.received)
+      if time.monotonic() > end:
+        raise ValueError(
+          f"workers {self._places.coming} took more than {seconds:g} seconds to"
+          " start: give them more with config.live.start_seconds"
+        )
 
   def advance(self, until: int, seconds: float) -> int:
     """Goes on until so many messages are received, the coordinator ends, or
@@ -282,9 +235,8 @@ class Driver:
     self._answer(None)
 
   def _start_idle(self):
-    for worker, place in enumerate(self._places):
-      if place.idle:
-        self._start(worker)
+    for worker in self._places.idle:
+      self._start(worker)
 
   def _start(self, worker):
     """Gives an idle worker a job, if there is one."""
@@ -296,48 +248,39 @@ class Driver:
     self.counts = self.counts._replace(copies=copies)
     fresh = place.fetched != self._current
     place.fetched = self._current
-    place.job = self._call(place, self._current, job, place.seq, fresh)
+    place.job = self._call(worker, self._current, job, place.seq, fresh)
     place.seq += 1
-    self._write(worker, base.SEND if fresh else base.KEEP)
-    if self._first != self._first:  # NaN
-      self._first = self.book.rows[-1].time
+    row = self._places.write(worker, base.SEND if fresh else base.KEEP)
+    if math.isnan(self._first):
+      self._first = row.time
 
-  def _call(self, place, evaluation, job, seq, fresh):
-    worker = self._places.index(place)
+  def _call(self, worker, evaluation, job, seq, fresh):
     shards = list(self._shards.handles)
-    coming = self._jobs.peek(worker)
-    call = place.handle.call("work", evaluation, job, seq, shards, coming)
+    call = self._places[worker].handle.call(
+      "work", evaluation, job, seq, shards, self._jobs.peek(worker)
+    )
     began = self._clock()
-    return _Job(evaluation, job, seq, fresh, began, call, shards)
-
-  def _write(self, worker, action):
-    place = self._places[worker]
-    seq, job = NO_SEQ, place.holder
-    if place.job is not None:
-      evaluation, job, seq, *_ = place.job
-      job += evaluation * self._settings.jobs
-    self.book.write(Event(self._clock(), worker, seq, job, action))
+    return LiveJob(evaluation, job, seq, fresh, began, call, shards)
 
   # What happens.
 
   def _listen(self, seconds, until=math.inf):
     """Waits for the next things to happen, so long at most; not for more
     messages than are to be received."""
-    while self._failures and self._failures[0].time <= self.now:
-      self._fail(self._failures.pop(0))
-    waiting = {}
-    for worker, place in enumerate(self._places):
-      call = place.made or (place.job and place.job.call)
-      if call is not None:
-        waiting[worker] = call
-    if not waiting and not any(place.handle for place in self._places):
+    if not math.isnan(self._first):
+      while self._failures and self._failures[0].time <= self.now:
+        self._fail(self._failures.pop(0))
+    waiting = self._places.calls()
+    if not waiting and not any(place.handle for place in self._places.all):
       raise WorkersDie(
         "all workers died, and none takes their place: set"
         " config.live.refill=True"
       )
     ended = self._hosts.wait(list(waiting.values()), seconds)
     for worker, call in waiting.items():
-      if call in ended and self.received < until:
+      if call not in ended:
+        continue
+      if self._places[worker].made or self.received < until:
         self._hear(worker)
     self._bury_idle()
     self._end_hanging()
@@ -356,30 +299,18 @@ class Driver:
     place = self._places[worker]
     try:
       if place.made is not None:
-        place.made.result()
-        place.made = None
-        self._join(worker)
-        return
-      assert place.job is not None
-      result = place.job.call.result()
+        self._places.join(worker)
+      else:
+        self._receive(worker, place.job.call.result())
     except Gone as gone:
       if gone.kind == WORKER:
         self._bury(worker)
       else:  # it pushes again what it has computed
         job = place.job
         self._shards.replace(gone.index, job.shards[gone.index])
-        place.job = self._call(place, *job[:4])._replace(
-          began=job.began, loss=job.loss
-        )
+        again = self._call(worker, *job[:4])
+        place.job = again._replace(began=job.began, loss=job.loss)
       return
-    self._receive(worker, result)
-    self._start(worker)
-
-  def _join(self, worker):
-    place = self._places[worker]
-    if not place.present:
-      place.present = True
-      self._write(worker, base.JOIN)
     if self._current >= 0:
       self._start(worker)
 
@@ -400,8 +331,7 @@ class Driver:
     self._deadlines.ended(self._clock() - job.began)
     self._deaths = 0
     self._shards.message_came()
-    self._write(worker, base.RECEIVE)
-    row, place.job = self.book.rows[-1], None
+    row, place.job = self._places.write(worker, base.RECEIVE), None
     count = len(self._settings.portions_of(job.job))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
     self.book.receive(
@@ -419,19 +349,11 @@ class Driver:
 
   def _bury(self, worker):
     """A worker has died: another gets its job, and another takes its place."""
-    place, job = self._places[worker], self._places[worker].job
-    place.handle = place.made = None
-    if job is not None:
-      self._write(worker, base.LOST)
-      if job.evaluation == self._current:
-        self._jobs.lose(worker, job.job)
-    place.job, place.fetched = None, -1
-    if place.present:
-      place.present = False
-      self._write(worker, base.LEAVE)
-      place.holder += 1
+    job = self._places.empty(worker)
+    if job is not None and job.evaluation == self._current:
+      self._jobs.lose(worker, job.job)
     self._deaths += 1
-    if self._deaths > _DEATHS * len(self._places):
+    if self._deaths > _DEATHS * len(self._places.all):
       raise WorkersDie(
         f"{self._deaths} workers ended, one after the other, before a message"
         f" came (the last: worker {worker}): look for what ends them in the"
@@ -440,22 +362,20 @@ class Driver:
     words = f"worker {worker} died"
     if self._options.refill:
       self.replaced["worker"] += 1
-      self._fill(worker)
+      self._places.fill(worker)
       words += "; another takes its place"
     self.book.news.append(words)
     if self._current >= 0:
       self._start_idle()  # somebody who was idle may do what it did
 
-  def _fill(self, worker):
-    place = self._places[worker]
-    place.handle = self._hosts.start(WORKER, worker, self._make_worker(worker))
-    place.made = self._hosts.made(WORKER, worker)
-
   def _end_hanging(self):
     """Kills who has been at a job for too long; its call then ends."""
     now = self._clock()
-    for worker, place in enumerate(self._places):
-      if place.job and now - place.job.began > self._deadlines.dead:
+    for worker, place in enumerate(self._places.all):
+      job = place.job
+      if job is None or now - job.began <= self._deadlines.dead:
+        continue
+      if not job.call.done():  # or it was not listened to
         self._hosts.kill(WORKER, worker)
         self.book.news.append(f"worker {worker} hung")
 

@@ -65,7 +65,7 @@ class Follower(Role):
     while self._ordered:
       event = self._ordered.popleft()
       key = event.key
-      if event.action in (base.LOST, base.REJECT):
+      if event.action in (base.LOST, base.REJECT, base.DROP):
         self._totals.pop(key, None)
         event = event._replace(message=state.dead_slot(key))
       elif event.action == base.RECEIVE:

@@ -1,6 +1,7 @@
 """The lead (shard 0): decides which worker starts and what is received."""
 
 import collections
+import math
 
 from asgd import base
 from asgd.live import frames
@@ -109,7 +110,7 @@ class Lead(Role):
     if self._totals:
       self._totals.add(key)
     else:
-      self.dispatcher.arrive(*key)
+      self.dispatcher.arrive(*key, self.time)
 
   def advance(self) -> None:
     """Receives what has arrived, and starts what may start."""
@@ -152,9 +153,9 @@ class Lead(Role):
     """Returns the workers that are to be taken for dead."""
     if self.stopped:
       return []
-    if not self.state.seqs:
+    if not self.state.seqs or self.setup.rules.late < math.inf:
       self.time = max(now, self.time)
-      self.advance()  # those that wait for others may have waited long enough
+      self.advance()  # those that wait may have waited long enough
     begun = {
       worker: [
         ticket.time

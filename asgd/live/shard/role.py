@@ -58,7 +58,7 @@ class Role:
         say(frame)
     if starts:
       self.say(event.worker, state.ticket_frame(key))
-    elif event.action == base.RECEIVE:
+    elif event.action in (base.RECEIVE, base.DROP):
       self.say(event.worker, Frame(frames.ACK, *key))
     self.committed(state.rows)
 

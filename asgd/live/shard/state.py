@@ -76,7 +76,7 @@ class ShardState:
       self._start(event)
     elif action == base.RECEIVE:
       self._receive(event)
-    elif action in (base.LOST, base.REJECT):
+    elif action in (base.LOST, base.REJECT, base.DROP):
       self._lose(event)
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:

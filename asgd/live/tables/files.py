@@ -99,11 +99,23 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
   return Orders(rows[:shards], rows[shards:])
 
 
+def read_rows_of_workers(run: Path) -> list[Event]:
+  """Returns the rows of all workers, by their times."""
+  paths = sorted(Path(run).glob("trace-*.csv"))
+  rows = [event for path in paths for event in read_journal(path)]
+  return sorted(rows, key=lambda event: event.time)
+
+
 def read_trace(run: Path, workers: int) -> base.Trace:
   """Returns the jobs of all workers as one trace, by their times. ValueError if
   they are not what workers wrote."""
-  rows = [e for w in range(workers) for e in read_journal(journal_path(run, w))]
-  trace = from_events(sorted(rows, key=lambda event: event.time))
+  for worker in range(workers):
+    if not journal_path(run, worker).exists():
+      raise ValueError(
+        f"{journal_path(run, worker)} is gone: put it back as the run wrote it"
+      )
+  rows = read_rows_of_workers(run)
+  trace = from_events(rows)
   try:
     orders.check(trace, depth=len(rows))
   except orders.trace.TraceError as error:

@@ -148,14 +148,21 @@ class WorkerHost:
       shard: self._shards[shard].call("hear", data)
       for shard, data in self._asks.items()
     }
+    gone: Gone | None = None
     for shard, call in calls.items():
-      reply = call.result()
+      try:
+        reply = call.result()
+      except Gone as error:  # what the others say is said once
+        gone = error
+        continue
       if reply.number < 0:
         return False
       self._worker.hear(shard, reply)
       del self._asks[shard]
       if shard == 0:
         self._limit = reply.limit
+    if gone is not None:
+      raise gone
     for shard in self._shards:
       while self._worker.lacks(shard):
         self._listen(shard)
@@ -198,8 +205,8 @@ class WorkerHost:
     self._span(worker, Span("fetch", self._free, began, seq, job))
     out = self._work.gradient(rows, batch, keys, worker, job)
     now = self._inside.clock()
-    if self._slowdown > 1:
-      self._inside.wait((self._slowdown - 1) * (now - began))
+    # Who was killed meanwhile sends nothing.
+    self._inside.wait(max(self._slowdown - 1, 0) * (now - began))
     self._free = self._inside.clock()
     self._span(worker, Span("compute", began, self._free, seq, job))
     return out

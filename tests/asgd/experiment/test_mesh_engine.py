@@ -453,7 +453,7 @@ MISTAKES = {
     "config.mesh.axes .*1 microbatches are fewer than the 2 stages",
   ),
   "axes": ({AXES: "data:2,rows:2,tensor:2"}, "data, and tensor and pipe, or"),
-  "rows of a text": ({AXES: "rows:2"}, "a Embed cannot be split by rows"),
+  "rows of a text": ({AXES: "rows:2"}, "a Embed cannot be split into tiles"),
   "positions": (
     {AXES: "tensor:8", "mesh.sequence": True, "data.context": 9},
     "9 positions cannot be divided among the 8",

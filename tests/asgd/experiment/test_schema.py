@@ -512,11 +512,30 @@ MISTAKES = {
   ),
   "warm start": (
     {"order": {"name": "asynchronous", "warm_start_epochs": 2}},
-    "^config.order.warm_start_epochs 2 is 90 messages .* a cell has 40 in all",
+    "^config.order.warm_start_epochs 2 is 88 messages .* a cell has 40 in all",
   ),
   "warm start twice": (
     {"order": {"warm_start_epochs": 0.1, "warm_start": 2}},
     "^config.order.warm_start and .warm_start_epochs say the same thing",
+  ),
+  "late factor": (
+    {"order": {"name": "backup_tasks", "late": 0.5}},
+    "^config.order.late must be a number, 1 or more, not 0.5",
+  ),
+  "late without": (
+    {"order": {"name": "backup_tasks"}},
+    "^config.order: .*'backup_tasks' needs .*'late'",
+  ),
+  "late of another": (
+    {
+      "order": {"name": "backup_tasks", "late": 2},
+      "data": {"name": "digits", "partition": "sharded"},
+    },
+    "^config.order.name 'backup_tasks' hands a worker's job to another",
+  ),
+  "overlap": (
+    {"engine": "threads", "live": {"overlap": True}},
+    "^config.live.overlap needs config.order.depth=2 or more, not 1",
   ),
   "warm order": (
     {"order": {"name": "fixed_delay", "warm_start": 2}},

@@ -161,7 +161,17 @@ class Gate:
 class Live:
   """A run."""
 
-  def __init__(self, kit, rules, jobs, setup, batch, stores=None, **options):
+  def __init__(
+    self,
+    kit,
+    rules,
+    jobs,
+    setup,
+    batch,
+    stores=None,
+    overlap=False,
+    **options,
+  ):
     self.kit = kit
     self.setup = Setup(rules, WORKERS, jobs, **setup)
     parts, self.plan = [kit.params], None
@@ -171,6 +181,7 @@ class Live:
     duty = Duty(
       *(kit.steps.work, kit.worker.init, batch, ROOT, kit.params, self.plan),
       **dict(consistent=self.setup.consistent, depth=rules.depth),
+      overlap=overlap,
     )
     self.spans = []  # (worker, Span)
     self.cluster = ThreadCluster(
@@ -303,7 +314,6 @@ def finished(kit, *args, **kwargs):
     ("downpour", dict(push_every=2, fetch_every=6), Rules(fetch_every=3)),
     ("downpour", dict(push_every=3, fetch_every=2), Rules(fetch_every=2)),
     ("easgd", dict(steps=2), Rules(depth=2)),
-    ("dana_zero", {}, Rules(warm_start=4, bound=2)),
     ("ssgd", {}, Rules(round=3)),
     ("ssgd", dict(every=2, drop_late=True), Rules(round=2, backup=1)),
   ],
@@ -321,6 +331,50 @@ def test_a_live_run_replays_to_the_same_bits(name, options, rules):
   assert run.count(base.LOST) == run.count(base.REJECT) == 0
   assert run.cluster.replaced == {"worker": 0, "shard": 0}
   assert (np.diff(trace.time) >= 0).all()
+
+
+def test_a_live_warm_start_is_one_worker_alone():
+  with live(kit("dana_zero"), Rules(warm_start=4, bound=2)) as run:
+    drive(run.cluster)
+  (records,) = run.check()
+  assert records.staleness[:4].tolist() == [0] * 4
+  assert len(set(records.worker[:4].tolist())) == 1
+  trace = run.trace()
+  starts = trace.action == base.SEND
+  (alone, *_) = np.flatnonzero(np.cumsum(trace.action == base.RECEIVE) == 4)
+  assert len(set(trace.worker[:alone][starts[:alone]].tolist())) == 1
+  assert starts.sum() == JOBS
+
+
+def test_a_late_job_is_another_workers_too():
+  slow, rest = threading.Event(), threading.Event()
+
+  def batch(worker, job):
+    if job >= 6:
+      assert rest.wait(LONG)
+    elif worker == 2:
+      assert slow.wait(LONG)
+    return kit("ssgd").batch(worker, job)
+
+  rules = Rules(round=WORKERS, late=2.0)
+  with live(kit("ssgd"), rules, batch=batch) as run:
+    until(lambda: run.lead.state.received >= 3, "a round without worker 2")
+    slow.set()
+    until(lambda: run.count(base.DROP), "that worker 2 comes too late")
+    rest.set()
+    drive(run.cluster)
+  run.check()
+  started, first = orders.count_backups(run.trace())
+  assert started >= first >= 1
+  assert run.count(base.LOST) == run.count(base.REJECT) == 0
+
+
+def test_workers_in_three_threads_replay_to_the_same_bits():
+  run = finished(kit("dana_slim"), Rules(depth=3), overlap=True)
+  run.check()
+  orders.check(run.trace(), depth=3)
+  assert run.lead.state.received == JOBS
+  assert run.count(base.LOST) == run.count(base.REJECT) == 0
 
 
 def test_records_tell_the_staleness_of_the_trace():

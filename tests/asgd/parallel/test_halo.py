@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
 
 
 def split(function, devices, in_specs, out_specs):
-  """Runs a function on rows of what it is given."""
-  mesh = meshes.make({"rows": devices})
+  """Runs a function on rows of what it is given, or on tiles."""
+  shape = devices if isinstance(devices, dict) else {"rows": devices}
+  mesh = meshes.make(shape)
   return jax.jit(
     jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
   )
@@ -97,19 +98,46 @@ def problem(name):
   return layers, kit.parameters(layers, x), x, labels
 
 
-@pytest.mark.parametrize("name", ["wide", "local"])
-def test_a_model_of_rows_has_the_loss_and_gradients_of_the_whole(name):
-  layers, params, x, labels = problem(name)
+TILES = {"rows": 2, "columns": 2}
+
+
+def test_a_tile_has_the_corners_of_its_neighbours():
+  x = jnp.arange(1, 17).reshape(1, 4, 4, 1)
+
+  def ask(x):
+    return halo.exchange(halo.exchange(x, 1, 0), 1, 1, "columns")
+
+  spec = P(None, "rows", "columns")
+  found = split(ask, TILES, spec, spec)(x)[0, :, :, 0]
+  assert found[3:, 4:].tolist() == [  # of rows 2 and 3, columns 2 and 3
+    [6, 7, 8, 0],
+    [10, 11, 12, 0],
+    [14, 15, 16, 0],
+  ]
+
+
+@pytest.mark.parametrize(
+  ("name", "axes"),
+  [
+    ("wide", {"rows": 4}),
+    ("wide", TILES),
+    ("local", {"columns": 2}),
+    ("local", TILES),
+  ],
+)
+def test_a_model_of_tiles_has_the_loss_and_gradients_of_the_whole(name, axes):
+  layers = MODELS[name]
+  x, labels = kit.normal(4, 8, 4, 3), np.arange(4) % 3
+  params = kit.parameters(layers, x)
 
   def whole(params, x):
     return cross_entropy(models.apply(layers, params, x)[0], labels)
 
   def part(params, x):
-    x = halo.rows(x)
-    return cross_entropy(halo.apply(layers, params, x)[0], labels)
+    return cross_entropy(halo.apply(layers, params, halo.tile(x))[0], labels)
 
-  specs = halo.partition(params)
-  run = split(jax.value_and_grad(part), 4, (specs, P()), (P(), specs))
+  specs = halo.partition(params, tuple(axes))
+  run = split(jax.value_and_grad(part), axes, (specs, P()), (P(), specs))
   kit.close(
     run(params, x), jax.jit(jax.value_and_grad(whole))(params, x), rtol=1e-12
   )
@@ -142,7 +170,7 @@ def apply_by_rows(layers, x, devices=4):
   params = kit.parameters(layers, x)
 
   def part(params, x):
-    return halo.apply(layers, params, halo.rows(x))[0]
+    return halo.apply(layers, params, halo.tile(x))[0]
 
   return split(part, devices, (P(), P()), P())(params, x)
 
@@ -151,6 +179,10 @@ MISTAKES = {
   "rows": (
     lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 6, 6, 3)),
     r"shape \(1, 6, 6, 3\) have no rows that can be divided among the 4",
+  ),
+  "columns": (
+    lambda: apply_by_rows(MODELS["local"], kit.normal(1, 4, 5, 3), TILES),
+    r"shape \(1, 2, 5, 3\) have no columns that can be divided among the 2",
   ),
   "stride": (
     lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 12, 6, 3)),
@@ -164,11 +196,11 @@ MISTAKES = {
   ),
   "layer": (
     lambda: apply_by_rows(models.mlp(3), kit.normal(1, 8, 8, 3)),
-    "a Flatten cannot be split by rows; these can: Stem, BasicBlock",
+    "a Flatten cannot be split into tiles; these can: Stem, BasicBlock",
   ),
   "norm": (
     lambda: apply_by_rows((models.Stem(2, "batch"),), kit.normal(1, 8, 8, 3)),
-    "BatchNorm are not kept by rows; use norm='group'",
+    "BatchNorm are not kept by tiles; use norm='group'",
   ),
   "dilation": (
     lambda: split(

@@ -114,7 +114,8 @@ def test_images_on_any_mesh():
   problem = image_problem(IMAGE_LAYERS)
   params = kit.parameters(IMAGE_LAYERS, pictures(0)[0])
   wanted = train_on(problem, {"data": 2}, params, pictures)
-  found = train_on(problem, {"data": 2, "rows": 4}, params, pictures, zero=2)
+  tiles = {"data": 2, "rows": 2, "columns": 2}
+  found = train_on(problem, tiles, params, pictures, zero=2)
   kit.close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
@@ -159,7 +160,7 @@ def model_on(shape, *, problem=None, **options):
 MISTAKES = {
   "axes": (
     lambda: model_on({"data": 2, "rows": 2, "tensor": 2}),
-    r"data, and tensor and pipe, or rows; not \('data', 'rows', 'tensor'\)",
+    r"and pipe, or rows and columns; not \('data', 'rows', 'tensor'\)",
   ),
   "no pieces": (
     lambda: model_on(
@@ -175,7 +176,7 @@ MISTAKES = {
   ),
   "rows": (
     lambda: model_on({"data": 2, "rows": 2}),
-    "a Embed cannot be split by rows",
+    "a Embed cannot be split into tiles",
   ),
   "heads": (
     lambda: model_on({"data": 1, "tensor": 8}),

@@ -137,6 +137,19 @@ def test_counts_of_different_ages_may_be_below_zero():
 
 
 @pytest.mark.parametrize(
+  ("run", "wrong"),
+  [
+    ({"codec": "int8"}, "codec 'int8' is for floats, and .* whole numbers"),
+    ({"optimizer": "adagrad"}, "are for the function 'add' at the server,"),
+    ({"recipe": "dana_slim"}, "no gradient, for the recipe 'dana_slim'"),
+  ],
+)
+def test_runs_that_counts_are_not_for_are_refused(run, wrong):
+  with pytest.raises(ValueError, match=wrong):
+    table_kit.build(PROBLEM, {"run": run}, batch_size=9)
+
+
+@pytest.mark.parametrize(
   ("options", "wrong"),
   [
     ({"topics": 1}, "topics must be .*2.*not 1"),

@@ -1,0 +1,140 @@
+"""The places of workers in a live run: who holds them, and what the trace says
+of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from asgd import base
+from asgd.live.hosts import Call, Host, Hosts, Make
+from asgd.live.hosts.base import WORKER
+from asgd.live.sandblaster.book import LiveBook
+from asgd.orders.trace import NO_SEQ, Event, follow
+
+
+class LiveJob(NamedTuple):
+  """What a worker is at."""
+
+  evaluation: int
+  job: int
+  seq: int
+  fresh: bool  # the parameters are fetched for it
+  began: float
+  call: Call
+  shards: Sequence[Host]  # as they were when it was called
+  loss: float = math.nan  # what a copy of it came to
+
+
+class LivePlace:
+  """The place of a worker."""
+
+  def __init__(self):
+    self.handle: Host | None = None  # None: nobody holds it
+    self.made: Call | None = None  # while the holder is being made
+    self.present = True  # as the trace has it
+    self.fetched = -1  # the evaluation whose parameters it has
+    self.seq = 0  # of the next job
+    self.holder = 0  # how many came before it in this place
+    self.job: LiveJob | None = None
+
+  @property
+  def idle(self) -> bool:
+    """Whether it waits for a job."""
+    return self.handle is not None and self.made is None and self.job is None
+
+  @property
+  def call(self) -> Call | None:
+    """What is waited for."""
+    return self.made or (self.job and self.job.call)
+
+
+class LivePlaces:
+  """All places of a run."""
+
+  def __init__(
+    self,
+    count: int,
+    jobs: int,
+    hosts: Hosts,
+    make: Callable[[int], Make],
+    book: LiveBook,
+    clock: Callable[[], float],
+  ):
+    """`jobs` are those of an evaluation; `make` returns what makes a worker."""
+    self.all = [LivePlace() for _ in range(count)]
+    self._jobs, self._hosts, self._make = jobs, hosts, make
+    self._book, self._clock = book, clock
+
+  def __getitem__(self, worker: int) -> LivePlace:
+    return self.all[worker]
+
+  @property
+  def idle(self) -> list[int]:
+    """The workers that wait for a job."""
+    return [worker for worker, place in enumerate(self.all) if place.idle]
+
+  @property
+  def coming(self) -> list[int]:
+    """The workers that are being made."""
+    return [worker for worker, place in enumerate(self.all) if place.made]
+
+  def calls(self) -> dict[int, Call]:
+    """Returns what is waited for, by worker."""
+    calls = {worker: place.call for worker, place in enumerate(self.all)}
+    return {k: call for k, call in calls.items() if call is not None}
+
+  def write(self, worker: int, action: int) -> Event:
+    """Writes a row of a worker, and returns it."""
+    place = self.all[worker]
+    seq, job = NO_SEQ, place.holder
+    if place.job is not None:
+      evaluation, job, seq, *_ = place.job
+      job += evaluation * self._jobs
+    row = Event(self._clock(), worker, seq, job, action)
+    self._book.write(row)
+    return row
+
+  def go_on(self) -> None:
+    """Of a run that was begun: those who were there are gone, with their
+    jobs."""
+    begun, ledger = bool(self._book.rows), follow(self._book.rows)
+    leaves = [e.worker for e in self._book.rows if e.action == base.LEAVE]
+    for worker, place in enumerate(self.all):
+      place.seq = ledger.next_seq.get(worker, 0)
+      place.holder, place.present = leaves.count(worker), not begun
+      for row in ledger.open[worker].values():
+        lost = Event(ledger.time, worker, row.seq, row.job, base.LOST)
+        self._book.write(lost)
+      if begun and (worker in ledger.present or worker not in ledger.ended):
+        left = Event(ledger.time, worker, NO_SEQ, place.holder, base.LEAVE)
+        self._book.write(left)
+        place.holder += 1
+
+  def fill(self, worker: int) -> None:
+    """Begins to make the next holder of a place."""
+    place = self.all[worker]
+    place.handle = self._hosts.start(WORKER, worker, self._make(worker))
+    place.made = self._hosts.made(WORKER, worker)
+
+  def join(self, worker: int) -> None:
+    """The holder is made. Raises Gone, or what kept it from it."""
+    place = self.all[worker]
+    assert place.made is not None
+    place.made.result()
+    place.made = None
+    if not place.present:
+      place.present = True
+      self.write(worker, base.JOIN)
+
+  def empty(self, worker: int) -> LiveJob | None:
+    """The holder has died; returns the job that it was at."""
+    place = self.all[worker]
+    job, place.handle, place.made = place.job, None, None
+    if job is not None:
+      self.write(worker, base.LOST)
+    place.job, place.fetched = None, -1
+    if place.present:
+      place.present = False
+      self.write(worker, base.LEAVE)
+      place.holder += 1
+    return job

@@ -1,0 +1,166 @@
+"""Orders of a server in shards that are out of step: a trace for each shard.
+
+  lead      send ----------------------------- receive ...
+  shard 1        send ---------------- receive
+              |     |     compute    |    |    |
+            grant  its tickets     its message
+
+Shard 0, the lead, decides which job starts. The worker asks each other shard
+for its part of the ticket, computes when it has all of them, and tells every
+shard of its message; each of these takes the delay of its way. So a shard sends
+and receives when it hears of it: a ticket mixes versions, and shards receive
+messages in different orders. What one worker says to one shard comes in order.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import base, checks
+from asgd.orders import protocol
+from asgd.orders.durations import Durations
+from asgd.orders.trace import STARTS, Event, events, from_events
+
+
+class _Ways:
+  """From workers to shards: when what is said comes."""
+
+  def __init__(self, delays: Durations | None, workers: int, shards: int):
+    count, self._shards = workers * shards, shards
+    self._last = [0.0] * count  # when what was said last comes
+    self._delays: list[Iterator[float]] = (
+      [delays.stream(way) for way in range(count)] if delays else []
+    )
+
+  def come(self, now: float, worker: int, shard: int) -> float:
+    """Returns when that comes which is said now."""
+    way = worker * self._shards + shard
+    delay = next(self._delays[way]) if self._delays else 0.0
+    self._last[way] = max(self._last[way], now + delay)
+    return self._last[way]
+
+
+def out_of_step(
+  rules: protocol.Rules,
+  durations: Durations,
+  delays: Durations | None = None,
+  *,
+  workers: int,
+  messages: int,
+  shards: int,
+) -> list[base.Trace]:
+  """Plays a protocol whose server is in shards, each with an order of its own.
+
+  Args:
+    rules: the protocol, without rounds.
+    durations: how long each job of the N workers takes to compute.
+    delays: how long it takes until a shard hears of a ticket or a message, in
+      the same unit: of worker i and shard s the stream i S + s. None is no
+      time: each trace is that of one server.
+    workers: N.
+    messages: RECEIVE rows of the lead, and in the end of each other shard.
+    shards: S.
+
+  Returns:
+    S traces, of which the first is the lead's. (worker, seq) names the same
+    message in all of them.
+
+  Raises:
+    ValueError: for a count out of its range, rules that cannot be obeyed, or
+      rounds, of which the shards would make different ones.
+
+  Source:
+    Dean et al., "Large scale distributed deep networks", NIPS 2012: shards of
+    the parameter server run independently of one another.
+
+  Example:
+    The lead hears of all after 1, the other shard after 2.
+
+    >>> from asgd import orders
+    >>> from asgd.orders import protocol, shards
+    >>> ways = orders.durations.constant(slowdown=[1, 2])
+    >>> lead, other = shards.out_of_step(
+    ...   *(protocol.Rules(), orders.durations.constant(), ways),
+    ...   workers=1, messages=2, shards=2,
+    ... )
+    >>> lead.time.tolist(), other.time.tolist()
+    ([0.0, 4.0, 4.0, 8.0], [2.0, 5.0, 6.0, 9.0])
+  """
+  checks.whole("workers", workers)
+  checks.whole("messages", messages)
+  checks.whole("shards", shards)
+  if rules.round:
+    raise ValueError(
+      f"rounds of {rules.round} messages are not for shards that are out of"
+      " step, each of which would make other rounds; use shards=1"
+    )
+  ways = _Ways(delays, workers, shards)
+  streams = [durations.stream(worker) for worker in range(workers)]
+  free = [0.0] * workers  # when each worker has done all it was given
+  # Of each shard; a row goes by its time and, of the same time, by when the
+  # lead came to it.
+  rows: list[list[Event]] = [[] for _ in range(shards)]
+  dispatcher = protocol.Dispatcher(rules, log=rows[0].append)
+  for worker in range(workers):
+    dispatcher.join(worker, 0.0)
+  rows[0].clear()  # workers present at time 0 get no JOIN row
+  # Heap of (end, job, worker, seq, None), then of (arrival at the lead, ...,
+  # arrival at each shard).
+  running: list[Any] = []
+  now = 0.0
+  while dispatcher.received < messages:
+    for worker, seq, job, keep in dispatcher.grants(now):
+      ready, action = now, base.KEEP if keep else base.SEND
+      for shard in range(1, shards):
+        time = ways.come(now, worker, shard)
+        rows[shard].append(Event(time, worker, seq, job, action))
+        ready = max(ready, time)
+      free[worker] = max(ready, free[worker]) + next(streams[worker])
+      heapq.heappush(running, (free[worker], job, worker, seq, None))
+    now, job, worker, seq, times = heapq.heappop(running)
+    if times is None:  # it is computed, and said to all
+      times = [ways.come(now, worker, shard) for shard in range(shards)]
+      heapq.heappush(running, (times[0], job, worker, seq, times))
+      continue
+    for shard in range(1, shards):
+      event = Event(times[shard], worker, seq, job, base.RECEIVE)
+      rows[shard].append(event)
+    dispatcher.arrive(worker, seq)
+    dispatcher.deliver(now)
+  return [from_events(sorted(own, key=lambda row: row.time)) for own in rows]
+
+
+def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
+  """Counts how far the shards were apart in what they sent for each message.
+
+    spread = most - least messages that a shard had received before it sent
+
+  Args:
+    traces: of S shards, as `out_of_step` makes them.
+
+  Returns:
+    int32[U], of the lead's messages in their order; 0 where the parts of the
+    ticket are of one version.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import orders
+    >>> from asgd.orders import shards
+    >>> trace = orders.fixed_delay(delay=1, messages=3)
+    >>> shards.spreads([trace, trace]).tolist()
+    [0, 0, 0]
+  """
+  versions = []
+  for trace in traces:
+    received, sent = 0, {}
+    for event in events(trace):
+      received += event.action == base.RECEIVE
+      if event.action in STARTS:
+        sent[event.key] = received
+    versions.append(sent)
+  keys = [e.key for e in events(traces[0]) if e.action == base.RECEIVE]
+  table = np.array([[sent[key] for sent in versions] for key in keys], np.int32)
+  return np.ptp(table.reshape(len(keys), len(versions)), axis=1)

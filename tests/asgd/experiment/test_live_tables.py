@@ -1,0 +1,177 @@
+"""Cells of live tables: trained, stopped, gone on with, replayed."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+from asgd import experiment
+from asgd.experiment import audit, live_files, live_memory, loop, replay
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+from asgd.experiment.signals import Stopped
+from asgd.live import processes
+from asgd.live.faults import Fault
+from asgd.live.journal import journal_path
+from asgd.live.tables import files
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RUN = dict(recipe="table", bound=2, clock_every=2, shards=2)
+TINY = {
+  "problem": dict(
+    name="asgd.problems.factorisation:matrix_factorisation",
+    rank=2,
+    generate=dict(users=20, items=12, ratings=200),
+  ),
+  "runs": {"run": RUN},
+  "engine": "threads",
+  "workers": (2,),
+  "seeds": (0,),
+  "batch_size": 9,
+  "epochs": 2.0,  # 40 jobs
+  "learning_rate": 0.5,
+  "evaluations": 2,
+  "curvature_checks": 0,
+}
+
+
+def build(**config):
+  return experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+
+
+def train(workdir, machine=None, signals=None, **config):
+  exp = build(**config)
+  (cell,) = exp.cells
+  more = {} if signals is None else {"signals": signals}
+  machine = machine or Machine(grace_seconds=60.0)
+  result = loop.train(
+    exp, cell, workdir, bar=Silent(), machine=machine, **more
+  )
+  return result, workdir / "cells" / cell.name
+
+
+class Stop:
+  """A signal that comes at the first look."""
+
+  def __init__(self):
+    self._left = 1
+
+  @property
+  def received(self):
+    self._left -= 1
+    return 15 if self._left == 0 else 0
+
+
+def stop(workdir):
+  with pytest.raises(Stopped, match="stopped in"):
+    train(workdir, signals=Stop())
+  return workdir / "cells" / "run-n2-s0"
+
+
+def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
+  place = stop(tmp_path)
+  lines = journal_path(place, 1).read_text().splitlines(keepends=True)
+  result, _ = train(tmp_path)
+  assert journal_path(place, 1).read_text().startswith("".join(lines))
+  assert (result["messages"], result["missed"]) == (40, 0)
+  rows = (place / "metrics.jsonl").read_text().splitlines()
+  assert json.loads(rows[-1])["message"] == 40
+  assert result["differential_least"] >= -3
+  assert (place / "staleness.csv").read_text().startswith("differential,rows")
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
+  # It is finished, and its files are what it wrote.
+  again, _ = train(tmp_path)
+  assert again["params_sha256"] == result["params_sha256"]
+  with pytest.raises(ValueError, match="is of tables, whose shards"):
+    live_files.read(place)
+  order = files.order_path(place, 1)
+  order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
+  with pytest.raises(ValueError, match="do not belong together|no shard has"):
+    replay.replay(place)
+
+
+def test_a_cell_without_a_checkpoint_begins_again_and_a_worker_dies(tmp_path):
+  shutil.rmtree(stop(tmp_path) / "checkpoints")
+  machine = Machine(faults=[Fault(1, 5, "kill")])
+  result, place = train(tmp_path, machine)
+  assert result["replaced"] == {"worker": 1, "shard": 0}
+  assert result["done_again"] == 2
+  failure = audit.Failure("worker", place.name, 1, ((1, 0),), 0, 10**9)
+  plan = build().plan(build().cells[0])
+  found = list(audit.findings(plan, place, [failure]))
+  assert all(finding.well for finding in found), found
+  assert {"jobs", "updates", "deaths", "replay", "records"} <= {
+    finding.what for finding in found
+  }
+  assert (result["messages"], result["missed"]) == (40, 0)
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
+
+
+@pytest.mark.parametrize(
+  ("config", "match"),
+  [
+    ({"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
+    ({"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat16' is n"),
+    ({"runs": {"run": {**RUN, "rebalance_every": 3}}}, "keep their ranges"),
+    ({"runs": {"run": {**RUN, "shards": 21}}}, r"run\.shards must be at most"),
+  ],
+)
+def test_what_live_tables_do_not_have_is_refused(config, match):
+  with pytest.raises(ValueError, match=match):
+    exp = experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+    exp.plan(exp.cells[0])
+
+
+def test_faults_of_links_are_refused(tmp_path):
+  exp = experiment.build(TINY, engines=experiment.ENGINES)
+  machine = Machine(faults=[Fault(0, 1, "lose")])
+  with pytest.raises(ValueError, match="fault=lose:0:1: what a worker of"):
+    experiment.THREADS.check_machine(
+      exp, [exp.plan(exp.cells[0])], machine
+    )
+
+
+class KillShard:
+  """Kills shard 1 of a cell once some jobs are received, as a signal that never
+  comes."""
+
+  def __init__(self, folder):
+    self._folder, self.killed = folder, False
+
+  @property
+  def received(self):
+    if not self.killed and self._jobs() > 8:
+      pids = processes.pids(live_memory.read(self._folder).memory)
+      os.kill(pids["shard"][1], signal.SIGKILL)
+      self.killed = True
+    return 0
+
+  def _jobs(self):
+    return sum(len(files.read_table_records(self._folder, w).loss)
+      for w in range(4))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
+  pytest.importorskip("ray")
+  killer = KillShard(tmp_path / "cells" / "run-n4-s0")
+  # One is slow, and the others wait for it: there is time to kill a shard.
+  faults = [Fault(1, 5, "kill"), Fault(0, 6, "slow", 5.0)]
+  machine = Machine(grace_seconds=60.0, faults=faults)
+  try:
+    result, place = train(
+      tmp_path, machine, killer, engine="ray", workers=(4,)
+    )
+  finally:
+    machine.close()
+  assert killer.killed
+  assert result["replaced"] == {"worker": 1, "shard": 1}
+  assert (result["messages"], result["missed"]) == (40, 0)
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest

@@ -1,0 +1,240 @@
+"""Live tables in threads: deaths of workers and shards lose no update, and what
+was written down is obeyed again to the same bits."""
+
+import time
+
+import numpy as np
+import pytest
+
+from asgd import base, tables
+from asgd.live.deadlines import Ladder
+from asgd.live.faults import Fault, Script
+from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.tables import cluster as cluster_lib
+from asgd.live.tables import files
+from asgd.live.tables.shard import ShardHost
+from asgd.live.tables.worker import WorkerHost
+from asgd.tables import division as division_lib
+from asgd.tables import replay
+from asgd.tables.shard import TableShard
+from asgd.tables.worker import TableWorker
+
+ROWS, WORKERS, JOBS, SHARDS = 7, 3, 6, 2
+SSP = dict(consistency="ssp", bound=1)
+QUICK = Ladder(floor=0.2, start=0.2)
+
+
+def first():
+  return {"v": np.zeros((ROWS, 2)), "w": np.zeros((2, 1))}
+
+
+def keys(job):
+  return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
+
+
+def whole(jobs=range(WORKERS * JOBS)):
+  out = first()
+  for job in jobs:
+    for name, mine in keys(job).items():
+      out[name][mine] += 2.0**job
+  return out
+
+
+class Run:
+  """A cluster of threads, and what is done to it when a job is computed."""
+
+  def __init__(self, folder, model, do=None, **options):
+    self.folder, self.do = folder, dict(do or {})
+    self.faults = options.pop("faults", ())
+    self.settings = tables.table(1.0, WORKERS, clock_every=2, **model)
+    self.division = division_lib.divide(first(), SHARDS)
+    began = time.monotonic()
+    self.hosts = ThreadHosts(began=began)
+    options = {"ladder": Ladder(), "refill": True, **options}
+    self.cluster = cluster_lib.TableCluster(
+      self.hosts,
+      cluster_lib.Places(self.shard, self.worker),
+      folder,
+      shards=SHARDS,
+      workers=WORKERS,
+      clock=lambda: time.monotonic() - began,
+      **options,
+    )
+
+  def gradient(self, rows, job, keys, *_):
+    if job in self.do:  # once
+      self.do.pop(job)(self)
+    ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
+    return float(job), ones
+
+  @property
+  def work(self):
+    return tables.Work(lambda worker, job: job, keys, self.gradient)
+
+  def shard(self, index, image):
+    def make():
+      server = self.division.server(index, first(), self.settings, WORKERS)
+      return TableShard(index, server)
+
+    return lambda inside: ShardHost(
+      inside, make, self.folder, self.folder, index, every=2, image=image
+    )
+
+  def worker(self, index, shards, image):
+    def make(life, work):
+      return TableWorker(
+        *(index, life, self.settings, self.division, work),
+        workers=WORKERS,
+        jobs=JOBS,
+      )
+
+    def start(inside):
+      mine = [fault for fault in self.faults if fault.worker == index]
+      return WorkerHost(
+        *(inside, make, self.work, self.folder, index),
+        shards=shards,
+        script=Script(mine, kill=inside.kill, wait=inside.wait),
+        listens=self.settings.rules.by_clock,
+        image=image,
+      )
+
+    return start
+
+  def records(self):
+    parts = [files.read_table_records(self.folder, w) for w in range(WORKERS)]
+    return files.by_time(parts)
+
+  def train(self):
+    self.cluster.start()
+    return self.finish()
+
+  def finish(self):
+    news = []
+    while not self.cluster.finished:
+      news += self.cluster.check(len(self.records().loss))
+      time.sleep(0.002)
+    self.tables = self.division.join(self.cluster.rows())
+    self.news = news
+    return self
+
+  def check_replay(self):
+    """That orders lead to the same tables, and to the same records."""
+    again = replay.replay(
+      *(self.settings, first(), self.division, self.work),
+      files.read_orders(self.folder, SHARDS, WORKERS),
+      jobs=JOBS,
+    )
+    for name, rows in self.tables.items():
+      assert rows.tobytes() == again.tables[name].tobytes()
+    parts = [files.columns(rows) for rows in again.records]
+    pairs = zip(files.by_time(parts), self.records(), strict=True)
+    for mine, theirs in pairs:
+      np.testing.assert_array_equal(mine, theirs)
+    files.read_trace(self.folder, WORKERS)
+
+
+@pytest.fixture
+def run_of(tmp_path):
+  runs = []
+
+  def make(*args, **options):
+    runs.append(Run(tmp_path, *args, **options))
+    return runs[-1]
+
+  yield make
+  for run in runs:
+    run.cluster.close()
+
+
+def check_whole(run):
+  for name, rows in whole().items():
+    np.testing.assert_array_equal(run.tables[name], rows)
+
+
+def kill(kind, index):
+  return lambda run: run.hosts.kill(kind, index)
+
+
+@pytest.mark.parametrize(
+  "model",
+  [
+    dict(consistency="bulk_synchronous"),
+    SSP,
+    dict(consistency="essp", bound=1),
+    dict(consistency="managed", bound=2, budget=2),
+    dict(consistency="value_bounded", threshold=3.0),
+    dict(consistency="asynchronous"),
+  ],
+  ids=lambda model: model["consistency"],
+)
+def test_a_shard_and_a_worker_die_and_nothing_is_lost(run_of, model):
+  at = {7: kill("shard", 1), 10: kill("shard", 0), 11: kill("worker", 2)}
+  run = run_of(model, at).train()
+  assert run.cluster.replaced == {"worker": 1, "shard": 2}
+  assert any("worker 2 died; another" in line for line in run.news)
+  check_whole(run)
+  run.check_replay()
+  bound = model.get("bound", 99)
+  assert run.records().staleness.max() <= bound
+
+
+def test_an_update_that_is_not_finite_is_made_again(run_of):
+  run = run_of(SSP, faults=[Fault(1, 3, "nan")]).train()
+  assert run.cluster.replaced["worker"] == 1
+  actions = files.read_trace(run.folder, WORKERS).action
+  assert (actions == base.REJECT).sum() == 1
+  check_whole(run)
+  run.check_replay()
+
+
+def test_a_worker_that_hangs_is_replaced(run_of):
+  run = run_of(SSP, faults=[Fault(0, 3, "hang")], ladder=QUICK).train()
+  assert run.cluster.replaced["worker"] >= 1
+  check_whole(run)
+  run.check_replay()
+
+
+def test_nobody_waits_for_one_who_is_not_replaced(run_of):
+  run = run_of(SSP, {4: kill("worker", 1)}, refill=False).train()
+  done = set(run.records().job.tolist())
+  # Of its first clock, no shard has anything.
+  assert done == {j for j in range(WORKERS * JOBS) if j % WORKERS != 1}
+  for name, rows in whole(done).items():
+    np.testing.assert_array_equal(run.tables[name], rows)
+  run.check_replay()
+
+
+def test_a_run_at_rest_goes_on_from_images(run_of):
+  one = run_of(dict(consistency="essp", bound=1))
+  one.cluster.start()
+  assert one.cluster.pause()
+  done = len(one.records().loss)
+  assert done % 2 == 0  # all have ended the same clock
+  images = one.cluster.images()
+  one.cluster.close()
+  two = run_of(dict(consistency="essp", bound=1))
+  two.cluster.start(images)
+  two.finish()
+  check_whole(two)
+  two.check_replay()
+
+
+def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
+  log = files.RequestLog(tmp_path / "messages")
+  log.append(b"one")
+  log.append(b"two")
+  data = (tmp_path / "messages").read_bytes()
+  (tmp_path / "messages").write_bytes(data[:-1])
+  assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
+  assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
+
+
+def test_tasks_of_a_table_in_a_host():
+  hosts = ThreadHosts(began=time.monotonic())
+  host = hosts.start("shard", 0, lambda inside: tables.Table(np.zeros((4, 1))))
+  tasks = tables.Tasks(host.call, delay=1)
+  for key in (0, 1, 2):
+    tasks.push([key], np.ones((1, 1)))
+  rows = tasks.pull([0, 1, 2, 3], after=[2])
+  assert tasks.result(rows).tolist() == [[1.0], [1.0], [1.0], [0.0]]
+  hosts.close()

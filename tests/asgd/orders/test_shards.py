@@ -1,0 +1,79 @@
+"""Orders of shards that are out of step."""
+
+import kit
+import numpy as np
+import pytest
+
+from asgd import base, orders
+from asgd.orders import durations, protocol, shards
+
+IN_STEP = {
+  "asynchronous": ("asynchronous", {}),
+  "ahead": ("stale_synchronous", {"bound": 2, "cache": True, "depth": 2}),
+  "kept": ("asynchronous", {"fetch_every": 3, "warm_start": 4}),
+}
+
+
+@pytest.mark.parametrize("label", IN_STEP)
+def test_shards_in_step_have_the_order_of_one_server(label):
+  name, options = IN_STEP[label]
+  clock = durations.constant(slowdown=(1, 1, 2))  # with ties
+  counts = {"workers": 4, "messages": 25}
+  one = orders.build(name, clock, **counts, **options)
+  rules = protocol.Rules(**options)
+  for trace in shards.out_of_step(rules, clock, **counts, shards=3):
+    assert kit.rows(trace) == kit.rows(one)
+
+
+def test_shards_out_of_step_by_hand():
+  # Worker 0 is heard after 0 and 3, worker 1 after 1 and 0.
+  ways = durations.Durations(lambda way: iter([[0.0, 3, 1, 0][way]] * 9))
+  lead, other = shards.out_of_step(
+    *(protocol.Rules(), durations.constant(), ways),
+    **dict(workers=2, messages=3, shards=2),
+  )
+  assert kit.rows(lead) == [
+    "0.0,0,0,send",
+    "0.0,1,1,send",
+    "2.0,1,1,receive",  # its ticket was there at once; its way is 1
+    "2.0,1,2,send",
+    "4.0,0,0,receive",  # its ticket came at 3
+    "4.0,0,3,send",
+    "4.0,1,2,receive",
+  ]
+  assert kit.rows(other) == [
+    "0.0,1,1,send",
+    "1.0,1,1,receive",
+    "2.0,1,2,send",
+    "3.0,0,0,send",  # of one version more than at the lead
+    "3.0,1,2,receive",
+    "7.0,0,0,receive",
+    "7.0,0,3,send",
+  ]
+  assert shards.spreads([lead, other]).tolist() == [0, 1, 0]
+
+
+def test_what_shards_out_of_step_do_can_be_obeyed():
+  rules = protocol.Rules(depth=2, fetch_every=2)
+  ways = durations.heterogeneous(0.7, seed=5)
+  traces = shards.out_of_step(
+    *(rules, durations.homogeneous(), ways),
+    **dict(workers=3, messages=40, shards=4),
+  )
+  sets = []
+  for trace in traces:
+    assert orders.check(trace, depth=2) == 3
+    ends = trace.action == base.RECEIVE
+    assert ends.sum() == 40
+    sets.append(set(zip(trace.worker[ends], trace.seq[ends], strict=True)))
+  assert all(keys == sets[0] for keys in sets)
+  assert shards.spreads(traces).max() > 0
+  assert not np.array_equal(traces[0].worker, traces[1].worker)
+
+
+def test_rounds_are_not_for_shards_out_of_step():
+  with pytest.raises(ValueError, match="rounds of 2 messages are not for"):
+    shards.out_of_step(
+      *(protocol.Rules(round=2), durations.constant()),
+      **dict(workers=2, messages=4, shards=2),
+    )
