@@ -254,8 +254,11 @@ class ServerReplay:
     ticket = self.ledger.obey(event)
     if event.action == base.JOIN:
       self.traffic.join(event.worker)
+    if event.action in (base.LOST, base.REJECT):
+      self.traffic.lose(*event.key)
     if event.action == base.ROLLBACK:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])
+      self.traffic.roll_back(self.state)
     return ticket
 
   def receive(self, event: trace_lib.Event, message, totals=None) -> None:
