@@ -370,7 +370,12 @@ class WorkerLoop:
   def _begin_anew(self):
     """Asks for the place as another holder, without what this one knew."""
     attempt = self._tenure.attempt + 1
-    self._tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
+    tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
+
+    def change():
+      self._tenure = tenure
+
+    self._lease.use(change)  # no thread of it writes to a slot any more
     self._say(0, self._hello())
 
   def _ticket(self, shard, frame):
@@ -495,7 +500,7 @@ class WorkerLoop:
     finite = is_finite(message, loss)
     said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
     said = said._replace(flag=int(finite))
-    return said if self._write(job, message) else None
+    return said if self._write(tenure, job, message) else None
 
   def _hand_in(self, job, said):
     """Tells of a message, the lead last: what the lead has, all have. In a
@@ -516,14 +521,17 @@ class WorkerLoop:
       self._memories, (job.tickets[s] for s in self._shards), strict=True
     )
 
-  def _write(self, job, message) -> bool:
-    """Writes a message to its slots; False if they are another worker's."""
+  def _write(self, tenure, job, message) -> bool:
+    """Writes a message to its slots; False if they are another holder's."""
     plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
     parts = compression.split(plan, message)
 
     def write():
+      # After `_begin_anew` the slots may be given to another.
       for shard, memory in enumerate(self._memories):
-        memory.write(MESSAGES, job.tickets[shard].message, parts[shard], stamp)
+        if tenure is self._tenure:
+          slot = job.tickets[shard].message
+          memory.write(MESSAGES, slot, parts[shard], stamp)
 
     return self._lease.use(write)
 

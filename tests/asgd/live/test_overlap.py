@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asgd.live import frames
+from asgd.live import worker as worker_lib
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.overlap import Stages
@@ -131,6 +132,24 @@ def test_a_job_is_computed_while_others_are_fetched_and_pushed():
   for seq in range(3):  # and the worker's state goes from job to job
     message, _ = memory[MESSAGES, seq]
     np.testing.assert_array_equal(message["w"], np.full(2, 11.0 * seq))
+
+
+def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
+  memory, link = Memory(Events()), Link()
+  params = memory[PARAMS, 0][0]
+  duty = Duty(None, lambda params: 0, None, None, params, None, overlap=True)
+  script = Script((), kill=lambda: None, wait=lambda seconds: None)
+  loop = WorkerLoop(
+    *(0, duty, link, [memory]), clock=lambda: 0.0, faults=script
+  )
+  job = worker_lib._OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
+  job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
+  before = loop._tenure
+  loop._begin_anew()
+  loop._write(before, job, params)
+  assert (MESSAGES, 1) not in memory
+  loop._write(loop._tenure, job, params)
+  assert (MESSAGES, 1) in memory
 
 
 def test_what_fails_in_a_thread_ends_the_worker():
