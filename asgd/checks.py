@@ -31,13 +31,17 @@ def line_of(error: BaseException, most: int = 300) -> str:
 @contextlib.contextmanager
 def below(key: str, keys: Collection[str]) -> Iterator[None]:
   """Puts the name of a dict before that of one of its keys with which an error
-  begins: "density must be ..." becomes "codec.density must be ..."."""
+  begins: "density must be ..." becomes "codec.density must be ..."; and before
+  that its own name is unknown: "codec: unknown codec 'x'; ..."."""
   try:
     yield
   except ValueError as error:
-    if str(error).split(" ")[0].rstrip(":") not in keys:
+    message = str(error)
+    if message.startswith(f"unknown {key} "):
+      raise ValueError(f"{key}: {message}") from error
+    if message.split(" ")[0].rstrip(":") not in keys:
       raise
-    raise ValueError(f"{key}.{error}") from error
+    raise ValueError(f"{key}.{message}") from error
 
 
 def shown(value: Any) -> str:

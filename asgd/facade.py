@@ -99,7 +99,7 @@ def simulate(
       durations={...}, gate={"max_staleness": 8}, clip_norm=1.0,
       allocation={"batch_size": "speed"} (see asgd.allocation), or compress: a
       codec of messages (asgd.compression), its name, or a dict of its name and
-      options.
+      options; compress_down the same, of the server's updates.
 
   Raises ValueError for whatever does not fit, before anything runs.
 
@@ -202,6 +202,7 @@ def replay(
   recipe: Any = None,
   *,
   compress: compression.Codec | None = None,
+  compress_down: compression.Codec | None = None,
   data_dir: str | None = None,
 ) -> replay_lib.Replay:
   """Computes again what a live run computed, from its traces.
@@ -212,7 +213,8 @@ def replay(
     loss, params, data, recipe: of a run of `train_live` as they were given to
       it. They may be left out if all three are functions of modules that can be
       imported, and the recipe is a name's with plain options.
-    compress: the codec, of a run that was given one as an object.
+    compress, compress_down: the codecs, of a run that was given some as
+      objects.
     data_dir: of a run of asgd train: where the dataset's files are.
 
   Returns:
@@ -240,11 +242,12 @@ def replay(
       f" with workers={count}"
     )
   recipe = calls.read_recipe(recipe, count)
+  codecs = {"compress": compress, "compress_down": compress_down}
   with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=was.get("batch_size"),
-      codecs=compress and {"compress": compress},
+      codecs={key: codec for key, codec in codecs.items() if codec},
     )
     replayed = replay_lib.replay(Path(folder), given=given)
   return replayed._replace(params=given.outward(replayed.params))

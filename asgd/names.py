@@ -19,8 +19,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
   valid = sorted(set(valid))
   words = {each: each.split("_") for each in valid if "_" in each}
   close = [k for k, v in words.items() if "".join(w[:1] for w in v) == name]
-  if not close:
-    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.55)
+  if not close and isinstance(name, str):
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.55)
   hint = f"did you mean {close[0]!r}? " if close else ""
   return f"{hint}known: {', '.join(valid)}"
 

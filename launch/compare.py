@@ -76,6 +76,7 @@ def _compare_cell(place, out):
     out.mkdir(parents=True, exist_ok=True)
     storage.write_csv(out / "compare.csv", comparison.points(both))
     storage.write_csv(out / "compare-table.csv", rows)
+    storage.write_csv(out / "durations.csv", both.jobs)
     print(comparison.describe(both, rows, other))
     _draw(comparison.draw, both, stem)
   return both

@@ -121,7 +121,7 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
       )
 
 
-class Memory:
+class BlockMemory:
   """Which blocks a device holds: what is to be moved, and nothing is moved.
 
   Instructions are obeyed in their order, over and over.
@@ -231,7 +231,7 @@ class DeviceMemory:
         " device_megabytes out"
       )
     self._index = {_name(op): at for at, op in enumerate(ops)}
-    self._memory = Memory([needs(op, every) for op in ops], room)
+    self._memory = BlockMemory([needs(op, every) for op in ops], room)
     self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
     self._here = jax.sharding.SingleDeviceSharding(device)
     self._host: dict[Block, Any] = {}  # None: newer on the device

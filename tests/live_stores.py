@@ -12,6 +12,7 @@ class Memory:
   """Slots that hold references, in place of a `SharedMemory`."""
 
   name = "memory"
+  sends_updates = False
 
   def __init__(self):
     self.fresh = False  # it is never lost while the journal is in memory

@@ -47,3 +47,4 @@ from asgd.compression.thresholds import adaptive_threshold as adaptive_threshold
 from asgd.compression.thresholds import threshold as threshold
 from asgd.compression.updates import compressed_updates as compressed_updates
 from asgd.compression.updates import last_update as last_update
+from asgd.compression.updates import rebuild as rebuild

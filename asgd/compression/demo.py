@@ -76,7 +76,8 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
   """
   checks.whole("k", k)
   checks.whole("chunk", chunk)
-  if not (isinstance(decay, int | float) and 0 <= decay <= 1):
+  number = isinstance(decay, int | float) and not isinstance(decay, bool)
+  if not (number and 0 <= decay <= 1):
     raise ValueError(f"decay must be in [0, 1], not {checks.shown(decay)}")
 
   def encode(

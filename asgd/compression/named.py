@@ -67,6 +67,11 @@ def named(
     >>> codec.unbiased, compression.named("qsgd", levels=3).unbiased
     (False, True)
   """
+  if name is None:
+    raise ValueError(
+      "a codec needs a name, not None: leave it out where messages are to be"
+      f" dense, or use one of {', '.join(sorted(CODECS))}"
+    )
   known = [x for x in REDUCERS if x not in CODECS]
   if name in known:
     raise ValueError(

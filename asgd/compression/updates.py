@@ -1,4 +1,4 @@
-"""The server's updates as codes, so that workers could rebuild parameters.
+"""The server's updates as codes, of which workers rebuild its parameters.
 
 Parameters change by decoded updates alone. What an update lost in its codec is
 kept at the server and added to the next (with `error_feedback`), as workers do
@@ -23,7 +23,9 @@ class CompressedUpdates(NamedTuple):
 
   inner: optax.OptState  # of the algorithm
   codec: Any  # its state, such as the residual
-  coded: Coded  # the last update, as it is sent; zeros before the first
+  # The last update, as it is sent; zeros before the first. Its residual is NaN
+  # where the update was not encoded.
+  coded: Coded
   count: jax.Array  # int32[], updates so far
 
 
@@ -36,7 +38,8 @@ def compressed_updates(
       params <- params + decode(code)
 
   With `compression.compressed` workers it is compression in both directions.
-  An update that is not finite is not encoded, and goes through as it is.
+  An update that is not finite is not encoded, and goes through as it is; then
+  workers have to be sent the parameters.
 
   Args:
     algorithm: one that sends the parameters as they are: predicted ones cannot
@@ -94,13 +97,41 @@ def compressed_updates(
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
     code, after = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
-    coded = Coded(code, None, residual_norm(after))
-    weights = optax.tree.where(finite, codec.decode(code), weights)
+    norm = jnp.where(finite, residual_norm(after), jnp.nan)
+    coded = Coded(code, None, norm)
+    weights = optax.tree.where(finite, _decoded(codec, code), weights)
     after = optax.tree.where(finite, after, state.codec)
     state = CompressedUpdates(inner, after, coded, state.count + 1)
     return base.with_weights(updates, weights), state
 
   return base.Algorithm(init, update)
+
+
+def _decoded(codec, code):
+  """Behind a barrier: a server and its workers round the same numbers once."""
+  return jax.lax.optimization_barrier(codec.decode(code))
+
+
+def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
+  """Returns the parameters after one more update, as a worker makes them; the
+  same bits as the server's.
+
+  Args:
+    codec: of `compressed_updates`.
+    params: before the update. Statistics of BatchNorm stay as they are: they
+      are sent beside the codes.
+    code: of the update, `last_update(...).code`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> codec = compression.identity()
+    >>> print(compression.rebuild(codec, jnp.float32(8.0), jnp.float32(-2.0)))
+    6.0
+  """
+  weights = base.weights_of(params)
+  weights = optax.apply_updates(weights, _decoded(codec, code))
+  return base.with_weights(params, weights)
 
 
 def last_update(opt_state: optax.OptState) -> Coded | None:

@@ -167,7 +167,7 @@ def build(
 
 def _check_codec(run, config, engines):
   """Raises ValueError for a run that would be dense, where all are to be
-  compressed."""
+  compressed, or without a network, where all are to have one."""
   for key in ("compress", "compress_down"):
     if config.get(key) and key not in engines[run.engine].sections:
       raise ValueError(
@@ -175,6 +175,12 @@ def _check_codec(run, config, engines):
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
+  if config.get("network") and "network" not in engines[run.engine].sections:
+    raise ValueError(
+      f"config.network: engine {run.engine!r} of config.runs.{run.label} has no"
+      " links whose time could be set: use engine simulate or threads, or set"
+      " config.runs.LABEL.network in the entries of other runs alone"
+    )
 
 
 def _check_updates(run, shared):

@@ -118,7 +118,8 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     message = str(error)
     if message.startswith("config."):
       raise
-    mark = "." if message.split(" ")[0].split(".")[0] in keys else ": "
+    first = message.split(" ")[0].split(".")[0].rstrip(":")
+    mark = "." if first in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error
 
 
@@ -133,7 +134,8 @@ def batch_of(whose: str) -> Iterator[None]:
     raise
   except Exception as error:
     raise ValueError(
-      f"the batch of {whose} cannot be made ({line_of(error, 250)})"
+      f"the batch of {whose} cannot be made ({line_of(error, 250)}): mend the"
+      " data, or the function that makes batches"
     ) from error
 
 

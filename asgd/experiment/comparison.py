@@ -4,6 +4,10 @@ There are two simulations. In one, the jobs of a worker take what they took, one
 after the other: that is the run again, and says whether the simulator does what
 the runtime does. In the other, times are drawn from those of each worker: a
 prediction from how they are distributed alone.
+
+Where the links of a run took time (config.network), jobs take what they took
+without that, and messages and tickets, of the bytes that were counted, pass the
+same network in simulated time.
 """
 
 import itertools
@@ -17,6 +21,7 @@ from asgd import text_table
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
 from asgd.experiment import live_files, predict, replay, storage
+from asgd.experiment.engines import networks
 from asgd.orders import durations
 
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
@@ -36,11 +41,23 @@ class LiveComparison(NamedTuple):
   runs: dict[str, predict.Outcome]  # by kind
   zero: int  # the message with which clocks start
   parts: dict[str, float] | None  # where the time of a live job goes
+  # What its jobs took, as `durations` of a config takes it (durations.csv).
+  jobs: Sequence[dict[str, float]] = ()
+
+
+def _measured(files):
+  """Returns the jobs of a live run, without the time of its network."""
+  journal, spans = files.journals[0], files.spans
+  over = _over(files)
+  if over["network"] is None:
+    return predict.jobs(journal, spans)
+  workers = files.description["cell"]["workers"]
+  return predict.off_network(journal, spans, **over, workers=workers)
 
 
 def _streams(cell, read, other, durations_of):
   """Returns the times of the jobs of each worker, by simulation."""
-  jobs = predict.jobs(other.journals[0], other.spans)
+  jobs = _measured(other)
   if not jobs:
     raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
   measured_at = 1 + max(job.worker for job in jobs)
@@ -55,6 +72,16 @@ def _streams(cell, read, other, durations_of):
     ],
     _DRAWN: [drawn.stream(w) for w in numbers],
   }
+
+
+def _over(files):
+  """What the messages of a live run pass, None if that takes no time, and the
+  bytes that were counted."""
+  description, records = files.description, files.records
+  section = description["config"].get("network")
+  network = section and networks.from_section(section, len(records))
+  sizes = predict.sizes_of(records, description["cell"]["workers"])
+  return {"network": network, "sizes": sizes}
 
 
 def compare(
@@ -82,7 +109,7 @@ def compare(
   comes = predict.joins(journal, cell.workers)
   streams_of = _streams(cell, read, other, durations_of or folder)
   for kind, streams in streams_of.items():
-    trace = predict.play(plan.rules(), streams, comes, messages)
+    trace = predict.play(plan.rules(), streams, comes, messages, **_over(read))
     params, simulated = replay.obey(plan, cell.seed, [trace])
     accuracy = plan.problem.evaluate(params).accuracy
     began = float(trace.time[0])
@@ -91,7 +118,11 @@ def compare(
   zero = max(predict.all_there(column, cell.workers) for column in workers)
   began = float(records.time[there - 1])
   parts = predict.where_time_goes(journal, read.spans, began)
-  return LiveComparison(cell.name, runs, zero, parts)
+  jobs = [
+    {"worker": job.worker, "seconds": job.end - job.start}
+    for job in _measured(read)
+  ]
+  return LiveComparison(cell.name, runs, zero, parts, jobs)
 
 
 def _curves(both, zero):

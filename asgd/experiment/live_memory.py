@@ -28,8 +28,8 @@ _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths in a memory: folders end with a slash.
 _HELD = re.compile(
   r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
-  r"|shard-\d+/(params|messages|snapshots|snapshot\.(json|tmp)|adopted|lock"
-  r"|commands|commands\.tmp|image\.(json|tmp)"
+  r"|shard-\d+/(params|messages|updates|snapshots|snapshot\.(json|tmp)|adopted"
+  r"|lock|commands|commands\.tmp|image\.(json|tmp)"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
 _SECONDS = 10.0  # to wait for the process before to end

@@ -9,7 +9,8 @@ wrote its spans). The same protocol is then played with these durations. Clocks
 start with the message by which every worker has handed one in.
 """
 
-import heapq
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,11 @@ import numpy as np
 from asgd import base
 from asgd.experiment import live_files
 from asgd.experiment.live_files import Journal, Spans
+from asgd.live.links.throttled import Throttle
 from asgd.orders import protocol
-from asgd.orders.trace import Event, Ledger, from_events
+from asgd.orders.network import Network
+from asgd.orders.play import Play, Sizes
+from asgd.orders.trace import STARTS, Event, Ledger
 
 _LEAST = 1e-9  # seconds that a job takes
 SHORT = "the run is too short to be measured; use a larger --config.epochs"
@@ -80,6 +84,98 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   return out
 
 
+def _carried(marks, network, workers):
+  """Returns when messages and tickets came that were said at some times, rows
+  (time, job, way, key, sizes), by (way, key)."""
+  now, came = 0.0, {}
+  throttle = Throttle(network, workers, clock=lambda: now)
+
+  def deliver(name):
+    came[name] = throttle.time  # the last part's
+
+  for time, _, way, key, sizes in sorted(marks):
+    now = time
+    carry = throttle.up if way == "up" else throttle.down
+    for shard, nbytes in enumerate(sizes):
+      carry(key[0], shard, nbytes, functools.partial(deliver, (way, key)))
+  now = math.inf
+  throttle.deliver_due()
+  return came
+
+
+def off_network(
+  journal: Journal,
+  spans: Spans,
+  network: Network,
+  sizes: Sizes,
+  workers: int,
+) -> list[MeasuredJob]:
+  """Returns the same jobs without the time that their tickets and messages were
+  on their way, and in its queues, over a network. What is left is that of the
+  worker, of the shard, and of waking both up. ValueError without spans."""
+  kinds = ("fetch", "push")
+  fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
+  if not pushed:
+    raise ValueError(
+      "the links of this run take time, and what else its jobs took is not"
+      " known: train it with --config.live.spans=True"
+    )
+  marks, groups = [], {}
+  for event in journal:
+    key = event.key
+    if key not in pushed or key not in fetched:
+      continue
+    if event.action in STARTS:
+      end, job = pushed[key].end, event.job
+      marks.append((event.time, job, "down", key, sizes.down(*key)))
+      marks.append((end, job, "up", key, sizes.up(*key)))
+    elif event.action == base.RECEIVE:
+      groups.setdefault(event.time, []).append(key)
+  came = _carried(marks, network, workers)
+  new, free, out = set(), {}, []
+  for event in journal:
+    worker, key = event.key[0], event.key
+    if event.action == base.JOIN:
+      new.add(worker)
+    elif event.action == base.RECEIVE and ("up", key) in came:
+      # Those of a round are received together, after the last has come.
+      last = max(came.get(("up", each), 0.0) for each in groups[event.time])
+      late = max(fetched[key].end - came["down", key], 0.0)
+      late += max(event.time - last, 0.0)
+      start = max(fetched[key].end, free.get(worker, 0.0))
+      free[worker] = end = pushed[key].end
+      first = worker in new
+      out.append(MeasuredJob(worker, start, end + late, event.time, first))
+      new.discard(worker)
+  return out
+
+
+def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
+  """Returns the bytes that messages and tickets of each shard had, by the
+  number of the job at its worker; the mean of those beyond."""
+
+  def of(name):
+    columns = [getattr(part, name).astype(float) for part in records]
+    mean = [float(column.mean()) for column in columns]
+    rows = [
+      [
+        column[part.worker == w].tolist()
+        for column, part in zip(columns, records, strict=True)
+      ]
+      for w in range(workers)
+    ]
+
+    def size(worker, seq):
+      shards = rows[worker]
+      if seq >= min(map(len, shards)):
+        return mean
+      return [column[seq] for column in shards]
+
+    return size
+
+  return Sizes(of("bytes_up"), of("bytes_down"))
+
+
 def all_there(worker: np.ndarray, workers: int) -> int:
   """Returns how many messages it took until each worker had handed one in;
   ValueError if one of them never did."""
@@ -126,28 +222,18 @@ def play(
   streams: Sequence[Iterator[float]],
   comes: Sequence[float],
   messages: int,
+  *,
+  network: Network | None = None,
+  sizes: Sizes | None = None,
 ) -> base.Trace:
   """Plays the protocol of a live run until so many messages are received;
-  `streams` gives the times of each worker's jobs, `comes` when it joins."""
-  rows: list[Event] = []
-  dispatcher = protocol.Dispatcher(rules, jobs=messages, log=rows.append)
-  # Heap of (time, number, worker, seq): a job's number is 0 or more.
-  coming = [(t, w - len(comes), w, -1) for w, t in enumerate(comes)]
-  heapq.heapify(coming)
-  free = list(comes)  # when each worker has done all that it was given
-  while not dispatcher.finished:
-    now, number, worker, seq = heapq.heappop(coming)
-    if number < 0:
-      dispatcher.join(worker, now)
-      if coming and coming[0][0] == now and coming[0][1] < 0:
-        continue  # workers that join together get tickets together
-    else:
-      dispatcher.arrive(worker, seq)
-    dispatcher.deliver(now)
-    for worker, seq, job, _ in dispatcher.grants(now):
-      free[worker] = max(now, free[worker]) + next(streams[worker])
-      heapq.heappush(coming, (free[worker], job, worker, seq))
-  return from_events(rows)
+  `streams` gives the times of each worker's jobs, `comes` when it joins,
+  `network` what messages of these `sizes` pass, in seconds."""
+  order = Play(
+    *(rules, streams, comes), jobs=messages, network=network, sizes=sizes
+  )
+  order.until(messages)
+  return order.trace()
 
 
 class Curve(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from asgd import text_table
 from asgd.experiment import boards, figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import Column, peers, traffic
+from asgd.experiment.engines import Column, networks, peers, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
@@ -140,6 +140,8 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   if any("codec" in row or "codec_down" in row for row in results):
     shown += traffic.COLUMNS
+  if any("link_utilisation" in row for row in results):
+    shown += networks.COLUMNS
   if any("consensus" in row for row in results):
     shown += peers.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):

@@ -12,6 +12,7 @@ a command line.
 import copy
 import functools
 import inspect
+import math
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -476,6 +477,9 @@ def _merge(node, below, value):
 
 def _option(value, default, key):
   """An option of a recipe, which the recipe checks further."""
+  real = type(value) is int or type(value) is float and math.isfinite(value)
+  if type(default) is int and not real:
+    raise ValueError(f"config.{key} must be a whole number, not {shown(value)}")
   if type(default) in (int, float) or type(value) in (int, float):
     most = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
     checks.number(-most, most)(value, key)

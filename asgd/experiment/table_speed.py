@@ -182,7 +182,7 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
 
 
 def ratings_per_second(
-  workers: int, *, epochs: float = 8.0, batch_size: int = 2000
+  workers: int, *, epochs: float = 24.0, batch_size: int = 2000
 ) -> float:
   """Returns how many ratings live workers learn from in a second, of matrix
   factorisation by SSP on two shards, after the first quarter of the jobs; Ray

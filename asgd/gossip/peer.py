@@ -87,6 +87,16 @@ class Job(NamedTuple):
   mixes: jax.Array  # int32[], the state's at that time
 
 
+def nothing_kept(state: PeerState) -> jax.Array:
+  """Returns 0: without a codec all is told.
+
+  Args:
+    state: not looked at.
+  """
+  del state
+  return jnp.zeros([], jnp.float32)
+
+
 class Rule(NamedTuple):
   """How parameters of others come into a peer; see `asgd.gossip.rules`.
 
@@ -119,6 +129,8 @@ class Rule(NamedTuple):
   ] = lambda state, params, loan, slot, first: with_params(
     state, optax.tree.where(first, params, state.server.params)
   )
+  # state -> float32[], RMS of what the peer has not told yet, by its codec
+  residual: Callable[[PeerState], jax.Array] = nothing_kept
   introduces: bool = False  # a newcomer's neighbours adopt what it lends them
   refers: bool = False  # put computes nothing: what it returns was there
   columns: bool = False  # keeps the mean by columns of W that sum to 1: what a
@@ -149,6 +161,8 @@ class Peer(NamedTuple):
   # Whether send and put compute nothing, and need not be compiled.
   sends_current: bool = False
   refers: bool = False
+  # state -> float32[], RMS of what the peer has not told yet, by its codec
+  residual: Callable[[PeerState], jax.Array] = nothing_kept
 
 
 def message_key(root: jax.Array, worker: Any, seq: Any) -> jax.Array:
@@ -255,5 +269,5 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
 
   return Peer(
     *(init, send, receive, rule.put, mix, rule.weight, lend, adopt),
-    *(server.sends_current, rule.refers),
+    *(server.sends_current, rule.refers, rule.residual),
   )

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, checks
+from asgd import base, checks, compression
 from asgd.gossip.peer import PeerState, Rule, with_params
+from asgd.server import rms
 
 
 def _add_weighted(
@@ -232,7 +233,17 @@ def choco(codec: Any, gamma: float) -> Rule:
     own = state.own._replace(public=public, copies=copies)
     return with_params(state, params)._replace(own=own)
 
-  return Rule(init, put, mix, lend=lend, adopt=adopt, introduces=True)
+  def residual(state: PeerState) -> jax.Array:
+    missing = optax.tree.sub(state.server.params, state.own.public)
+    return rms(base.weights_of(missing))
+
+  return Rule(
+    *(init, put, mix),
+    lend=lend,
+    adopt=adopt,
+    residual=residual,
+    introduces=True,
+  )
 
 
 class Pending(NamedTuple):
@@ -316,4 +327,7 @@ def share(codec: Any) -> Rule:
       own=state.own._replace(total=zeros)
     )
 
-  return Rule(init, put, mix, wrap=_hold)
+  def residual(state: PeerState) -> jax.Array:
+    return compression.residual_norm(state.own.codec)
+
+  return Rule(init, put, mix, wrap=_hold, residual=residual)

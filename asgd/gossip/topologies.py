@@ -450,7 +450,8 @@ def build(
     name = options.pop("name", None)
     maker = names.lookup("topology", name, TOPOLOGIES)
     options["workers"] = workers
-    topology = names.call("topology", name, maker, options)
+    with checks.below("topology", options):
+      topology = names.call("topology", name, maker, options)
   if not isinstance(topology, Topology):
     raise ValueError(
       "topology must be a name, a dict of a name and options, or a Topology,"

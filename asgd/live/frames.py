@@ -27,6 +27,7 @@ from typing import NamedTuple
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
 FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = OF_SHARDS = range(10, 16)
+WHOLE, KEPT, UPDATES = range(3)  # what a TICKET's parameters are
 
 
 class Frame(NamedTuple):
@@ -39,12 +40,14 @@ class Frame(NamedTuple):
   # TICKET: of params; ROW: its number; ASK: totals known; HELLO, WELCOME: how
   # often the loop began anew
   version: int = 0
-  # TICKET: kept; PUSH: finite; PREPARED: it is refused; ROW: action; EXPEL:
-  # replaced; HELLO: I live, and wait for another shard
+  # TICKET: WHOLE, KEPT or UPDATES; PUSH: finite; PREPARED: it is refused; ROW:
+  # action; EXPEL: replaced; HELLO: I live, and wait for another shard; BYE:
+  # updates of shard `version` cannot be read
   flag: int = 0
   params: int = -1  # slot
   message: int = -1  # slot
-  # TICKET: stamp of the params; PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  # TICKET: stamp of the params, or the version that its updates are added to;
+  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
   value: float = 0.0
   loss: float = 0.0  # ROW
 

@@ -1,10 +1,10 @@
-"""What lies in a slot: a tree as its bytes, or a code that is packed."""
+"""What lies in a slot: a tree as its bytes, a code that is packed, or bytes."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import wire
+from asgd import compression, wire
 from asgd.compression import packing
 
 
@@ -66,13 +66,45 @@ class Packed(NamedTuple):
     return packing.unpack(self.layout, data)
 
 
-Format = Dense | Packed
+class Raw(NamedTuple):
+  """Bytes, as many as there are, `nbytes` at most."""
+
+  nbytes: int
+
+  def write(self, data: np.ndarray, slot: np.ndarray) -> int:
+    """Copies uint8[n] into a slot; returns n."""
+    slot[: data.size] = data
+    return data.size
+
+  def length(self, written: int) -> int:
+    """Returns the bytes of a content, of which so many are said to be: not more
+    than a slot has."""
+    return min(max(written, 0), self.nbytes)
+
+  def read(self, data: np.ndarray) -> np.ndarray:
+    """Returns a copy of a slot's bytes."""
+    return data.copy()
+
+
+Format = Dense | Packed | Raw
 
 
 def slot_format(like: Any, *, compress: str | None = None) -> Format:
   """Returns what slots hold: trees like one of shapes and dtypes, whose
-  numbers are stored as `wire.layout` has `compress`; or packed codes, if that
-  is a `packing.Layout`."""
+  numbers are stored as `wire.layout` has `compress`; packed codes, if that is a
+  `packing.Layout`; or bytes, if it is how many they are at most."""
   if isinstance(like, packing.Layout):
     return Packed(like)
+  if isinstance(like, int):
+    return Raw(like)
   return Dense(wire.layout(like, compress=compress))
+
+
+def contents(
+  codec: compression.Codec | None, params: Any, *, updates: bool
+) -> tuple[Any, ...]:
+  """Returns what slots of params, messages and, if workers are sent these,
+  updates hold, in the forms that `slots.SharedMemory` takes; the parameters are
+  those of a shard, their shapes and dtypes are enough."""
+  like = params, compression.layout(codec, params)
+  return (*like, wire.layout(params).nbytes) if updates else like

@@ -1,7 +1,8 @@
 """Memory that a shard and its workers share, in numbered slots.
 
-There are three kinds of slots: parameters that were sent, messages that came
-in, and two snapshots of the shard. They are mapped files, which live in the
+There are slots of parameters that were sent, of messages that came in, and two
+of snapshots of the shard. If workers are sent updates, those of a ticket lie in
+a slot by the number of its message's. All are mapped files, which live in the
 kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
 them the log of a shard.
 
@@ -26,7 +27,8 @@ from asgd import wire
 from asgd.live.append_only import GO_ON
 from asgd.live.slot_formats import slot_format
 
-PARAMS, MESSAGES = 0, 1  # kinds of slots
+PARAMS, MESSAGES, UPDATES = range(3)  # kinds of slots
+_NAMES = "params", "messages", "updates"
 
 
 class DamagedSnapshot(ValueError):
@@ -38,7 +40,7 @@ class WrongSlot(ValueError):
 
   def __init__(self, memory: str, kind: int, slot: int):
     super().__init__(
-      f"{SlotCounts._fields[kind]} slot {slot} in {memory} does not hold what"
+      f"{_NAMES[kind]} slot {slot} in {memory} does not hold what"
       " was written there: the shared memory was removed or changed while the"
       f" run used it; {GO_ON} from the last checkpoint"
     )
@@ -49,6 +51,12 @@ class SlotCounts(NamedTuple):
 
   params: int
   messages: int
+
+  @property
+  def of_kinds(self) -> tuple[int, int, int]:
+    """Those of each kind: of updates one for each message, and two that belong
+    to the snapshots."""
+    return self.params, self.messages, self.messages + 2
 
 
 _ADOPTED = "adopted"  # a file
@@ -70,13 +78,14 @@ def _stride(nbytes: int) -> int:
 
 
 def slots_nbytes(
-  counts: SlotCounts, like: tuple[Any, Any], *, compress: str | None = None
+  counts: SlotCounts, like: tuple[Any, ...], *, compress: str | None = None
 ) -> int:
   """Returns the bytes that a shard's slots take, those of snapshots left out;
-  `like` are what lies in slots of params and messages, as `SharedMemory` has
-  it."""
+  `like` are what lies in slots of params, messages and updates, as
+  `SharedMemory` has it."""
   strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
-  return sum(n * stride for n, stride in zip(counts, strides, strict=True))
+  each = zip(counts.of_kinds, strides, strict=False)
+  return sum(n * stride for n, stride in each)
 
 
 def check_room(folder: Path | str, nbytes: int) -> None:
@@ -135,16 +144,17 @@ class SharedMemory:
     self,
     folder: Path,
     counts: SlotCounts,
-    like: tuple[Any, Any, Any],
+    like: tuple[Any, ...],
     *,
     compress: str | None = None,
   ):
     """Opens the files, making those that are not there, in a folder that is
     best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
-    what lies in params, message and snapshot slots (shapes and dtypes, or for
-    messages a `packing.Layout`), and `compress` is of the first two, as in
-    `wire.layout`. Raises ValueError if there is no room, or the files hold
-    something else."""
+    what lies in slots of params and of messages (shapes and dtypes, or of these
+    a `packing.Layout`), how many bytes updates are at most, if they are sent,
+    and, the last, what a snapshot is; None: it is a worker's. `compress` is of
+    the first two, as in `wire.layout`. Raises ValueError if there is no room,
+    or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.
@@ -155,7 +165,7 @@ class SharedMemory:
     self._files: dict[Path, int] = {}  # their numbers on the disk
     self._formats = [slot_format(x, compress=compress) for x in kinds]
     self._image = None if snapshot is None else wire.layout(snapshot)
-    kinds = zip(SlotCounts._fields, self._formats, counts, strict=True)
+    kinds = zip(_NAMES, self._formats, counts.of_kinds, strict=False)
     rows = [self._map(name, x.nbytes, count) for name, x, count in kinds]
     self._slots = [slots for slots, _ in rows]
     self._lengths = [trailers["length"] for _, trailers in rows]
@@ -196,6 +206,11 @@ class SharedMemory:
     rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
     trailers = rows[:, -_TRAILER.itemsize :].view(_TRAILER)[:, 0]
     return [row[:nbytes] for row in rows], trailers
+
+  @property
+  def sends_updates(self) -> bool:
+    """Whether there are slots of updates."""
+    return len(self._formats) > UPDATES
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
     """Copies a tree into a slot, and sets its stamp; a packed slot takes a

@@ -20,9 +20,11 @@ import jax
 import numpy as np
 
 from asgd import base, compression, sharding, simulator
-from asgd.live import frames
+from asgd.compression.packing import BadCode
+from asgd.live import frames, slot_formats
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
+from asgd.live.held import HeldParams, OutOfStep
 from asgd.live.links.base import Disconnected, WorkerLink
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
@@ -46,15 +48,31 @@ class Duty(NamedTuple):
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
   devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
   codec: compression.Codec | None = None  # that the work ends with
+  # Of updates that the worker is sent; None: it is sent parameters.
+  codec_down: compression.Codec | None = None
   overlap: bool = False  # compute and write messages in threads of their own
 
-  def shares(self) -> list[tuple[Any, Any]]:
-    """Returns what slots of each shard hold: (params, messages), in the forms
-    that `slots.SharedMemory` takes."""
-    parts = [self.params]
-    if self.plan is not None:
-      parts = sharding.split(self.plan, self.params)
-    return [(part, compression.layout(self.codec, part)) for part in parts]
+  def parts(self) -> list[Any]:
+    """Returns each shard's part of the parameters."""
+    if self.plan is None:
+      return [self.params]
+    return sharding.split(self.plan, self.params)
+
+  def shares(self) -> list[tuple[Any, ...]]:
+    """Returns what slots of each shard hold: (params, messages), and updates
+    if they are sent, in the forms that `slots.SharedMemory` takes."""
+    updates = self.codec_down is not None
+    return [
+      slot_formats.contents(self.codec, part, updates=updates)
+      for part in self.parts()
+    ]
+
+  def hold(self) -> HeldParams | None:
+    """Returns what a holder of a place has of the parameters; None if it holds
+    none, as it is sent them with each ticket."""
+    if self.codec_down is None:
+      return None
+    return HeldParams(self.codec_down, self.parts())
 
   def on_device(self, worker: int) -> contextlib.AbstractContextManager:
     """Has this thread compute on a worker's device: of n, worker i has i mod
@@ -68,6 +86,8 @@ class Duty(NamedTuple):
     what it computes is dropped."""
     batch = self.batch(worker, 0) if batch is None else batch
     self._try(worker, self._first(worker), batch)
+    if held := self.hold():
+      held.warm_up()
 
   def _first(self, worker):
     """The state of a worker that was sent zeros, and its ticket."""
@@ -133,7 +153,8 @@ class _OpenJob:
   """A job that is under way."""
 
   def __init__(self, frame: Frame, now: float):
-    self.seq, self.job, self.kept = frame.seq, frame.job, frame.flag
+    self.seq, self.job = frame.seq, frame.job
+    self.kept = int(frame.flag == frames.KEPT)
     self.tickets: dict[int, Frame] = {}  # by shard
     self.began = self.started = now
     self.computed: float | None = None
@@ -143,8 +164,9 @@ class _OpenJob:
 class _Tenure:
   """What one holder of a place knows; the next one starts with another."""
 
-  def __init__(self, shards: int, attempt: int = 0):
+  def __init__(self, shards: int, held: HeldParams | None, attempt: int = 0):
     self.attempt = attempt  # counts the holders that this loop was
+    self.held = held  # None: it is sent the parameters with each ticket
     self.number = -1  # of the holder; the lead gives it
     self.state = None  # the worker's
     self.jobs: dict[int, _OpenJob] = {}  # by seq, not started yet
@@ -212,7 +234,7 @@ class WorkerLoop:
     self._lease = Lease()
     self._drain_said = False
     self._shards = range(len(memories))
-    self._tenure = _Tenure(len(memories))
+    self._tenure = _Tenure(len(memories), duty.hold())
     self._stages: Stages | None = None
 
   def drain(self) -> None:
@@ -332,9 +354,24 @@ class WorkerLoop:
       if tenure.number < 0:
         return  # it means the holder before; the HELLO of this one is coming
       if shard:  # it has lost what it knew of us: begin anew everywhere
-        self._say(0, Frame(frames.BYE, self._worker))
-      self._tenure = _Tenure(len(self._shards), tenure.attempt + 1)
-      self._say(0, self._hello())
+        self._leave_lead(Frame(frames.BYE, self._worker))
+      self._begin_anew()
+
+  def _leave_lead(self, bye):
+    """Says BYE to the lead, once more if the way to it had to be opened anew:
+    it would take what follows for the same holder's."""
+    while not self._lease.revoked:
+      try:
+        self._link.say(0, bye)
+        return
+      except Disconnected:
+        self._reconnect(0)
+
+  def _begin_anew(self):
+    """Asks for the place as another holder, without what this one knew."""
+    attempt = self._tenure.attempt + 1
+    self._tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
+    self._say(0, self._hello())
 
   def _ticket(self, shard, frame):
     tenure = self._tenure
@@ -362,21 +399,20 @@ class WorkerLoop:
       del tenure.jobs[seq]
       tenure.started.add(seq)
       self._begin(job)
+      if self._tenure is not tenure:  # it has begun anew
+        return
 
   def _begin(self, job):
     tenure, duty = self._tenure, self._duty
     self._faults.before_work(self._worker, job.seq)
     job.started = self._clock()
     self._span(Span("fetch", job.began, job.started, job.seq, job.job))
-    try:
-      params, *others = (
-        memory.read(PARAMS, ticket.params, int(ticket.value))
-        for memory, ticket in self._slots_of(job)
-      )
-    except WrongSlot:  # the ticket has died: the frame that says so is coming
+    parts = self._parts(job)
+    if parts is None:
       return
+    params, *_ = parts
     if duty.plan is not None:
-      params = sharding.join(duty.plan, [params, *others])
+      params = sharding.join(duty.plan, parts)
     worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
     ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
     batch = duty.batch(self._worker, job.job)
@@ -392,6 +428,25 @@ class WorkerLoop:
       tenure.state, ticket, batch, duty.root, np.int32(job.job)
     )
     job.result = message, metrics.loss
+
+  def _parts(self, job):
+    """Returns each shard's part of a ticket, None if it cannot be had."""
+    held, parts = self._tenure.held, []
+    for shard, (memory, ticket) in enumerate(self._slots_of(job)):
+      try:
+        if held is not None:
+          parts.append(held.take(shard, memory, ticket))
+        else:
+          stamp = int(ticket.value)
+          parts.append(memory.read(PARAMS, ticket.params, stamp))
+      except WrongSlot:  # it has died: the frame that says so is coming
+        return None
+      except (BadCode, OutOfStep):
+        bye = Frame(frames.BYE, self._worker, version=shard, flag=1)
+        self._leave_lead(bye)
+        self._begin_anew()
+        return None
+    return parts
 
   def _compute(self, task):
     """The second stage: does a job, in its thread."""
@@ -426,13 +481,13 @@ class WorkerLoop:
   def _write_message(self, task) -> Frame | None:
     """The third stage: waits for a job's message and writes it to its slots;
     returns what is to be said of it, None if its tickets have died."""
-    _, job, *_ = task
+    tenure, job, *_ = task
     message, loss = job.result
     message = self._faults.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if job.computed is None:
       self._slow_down(job)
-    if any(
+    if tenure.held is None and any(
       memory.stamp(PARAMS, ticket.params) != int(ticket.value)
       for memory, ticket in self._slots_of(job)
     ):

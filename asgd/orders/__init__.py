@@ -1,6 +1,15 @@
 """Orders: which worker sends and receives when, as data."""
 
-from asgd.orders import checking, durations, makers, protocol, shards, trace
+from asgd.orders import (
+  checking,
+  durations,
+  makers,
+  network,
+  play,
+  protocol,
+  shards,
+  trace,
+)
 from asgd.orders.backups import backup_tasks, count_backups
 from asgd.orders.checking import check
 from asgd.orders.makers import (
@@ -10,5 +19,6 @@ from asgd.orders.makers import (
   bulk_synchronous,
   fixed_delay,
   stale_synchronous,
+  start,
 )
 from asgd.orders.trace import HEADER, dump, load, staleness

@@ -176,6 +176,118 @@ def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
   return gamma(mean, seed=seed, machine_variation=0.6)
 
 
+def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
+  """Batch times with a heavy tail: now and then one takes very long.
+
+    P(time > t) = (m / t)^alpha  for t > m,   m = mean (alpha - 1) / alpha
+
+  Each is at least m; the smaller alpha, the heavier the tail. At 2 or less the
+  variance is infinite.
+
+  Args:
+    mean: positive, in any unit of time.
+    seed: 0 or more; the times of a worker are a function of it and the worker.
+    tail: alpha, above 1.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    none of its own: the distribution of Pareto, of the first kind.
+
+  Example:
+    Of 10,000 batches the slowest takes many times as long as the median.
+
+    >>> import itertools
+    >>> import statistics
+    >>> from asgd.orders import durations
+    >>> times = list(
+    ...   itertools.islice(durations.pareto(tail=2.0).stream(0), 10_000)
+    ... )
+    >>> f"{statistics.median(times):.2f} {min(times):.2f}"
+    '0.71 0.50'
+    >>> max(times) > 20
+    True
+  """
+  checks.positive("mean", mean)
+  checks.whole("seed", seed, 0)
+  checks.positive("tail", tail)
+  if tail <= 1:
+    raise ValueError(f"tail must be above 1, or there is no mean, not {tail!r}")
+
+  def stream(worker):
+    rng = np.random.default_rng((seed, worker))
+    least = mean * (tail - 1) / tail
+    while True:
+      yield from (least * (1 + rng.pareto(tail, _BLOCK))).tolist()
+
+  return Durations(stream)
+
+
+def bursts(
+  mean: float = 1.0,
+  *,
+  seed: int = 0,
+  variation: float = 0.1,
+  slowdown: float = 5.0,
+  every: float = 100.0,
+  length: float = 10.0,
+) -> Durations:
+  """Transient stragglers: each worker is slow for a few batches now and then.
+
+    time = slowdown^b x,   x as of `gamma`,   b in {0, 1} a Markov chain:
+    P(0 -> 1) = 1 / every,   P(1 -> 0) = 1 / length
+
+  The mean of all is mean (every + slowdown length) / (every + length).
+
+  Args:
+    mean: positive, of a batch that is not slow, in any unit of time.
+    seed: 0 or more; the times of a worker are a function of it and the worker.
+    variation: V of a batch, positive.
+    slowdown: factor on the time of slow batches, 1 or more.
+    every: mean number of batches between two bursts, 1 or more.
+    length: mean number of batches in a burst, 1 or more.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Gilbert, "Capacity of a burst-noise channel", Bell System Technical Journal
+    39, 1960, for the chain of two states.
+
+  Example:
+    >>> import itertools
+    >>> from asgd.orders import durations
+    >>> clock = durations.bursts(every=100, length=25, slowdown=4)
+    >>> times = list(itertools.islice(clock.stream(0), 100_000))
+    >>> f"{sum(time > 2 for time in times) / len(times):.1f}"
+    '0.2'
+  """
+  checks.positive("mean", mean)
+  checks.positive("variation", variation)
+  factors = {"slowdown": slowdown, "every": every, "length": length}
+  for name, value in factors.items():
+    checks.positive(name, value)
+    if value < 1:
+      raise ValueError(f"{name} must be 1 or more, not {value!r}")
+  quick = gamma(mean, seed=seed, variation=variation)
+
+  def stream(worker):
+    # Of its own, so that the batches that are not slow are those of `gamma`.
+    rng, slow = np.random.default_rng((seed, worker, 1)), False
+    for time in quick.stream(worker):
+      slow = rng.random() < (1 - 1 / length if slow else 1 / every)
+      yield time * slowdown if slow else time
+
+  return Durations(stream)
+
+
 def measured(
   samples: Sequence[Sequence[float]], *, resample: bool = False, seed: int = 0
 ) -> Durations:
@@ -232,7 +344,10 @@ def measured(
 
 _MAKERS = {
   maker.__name__: maker
-  for maker in (constant, gamma, homogeneous, heterogeneous, measured)
+  for maker in (
+    *(constant, gamma, homogeneous, heterogeneous, measured),
+    *(pareto, bursts),
+  )
 }
 
 
@@ -240,7 +355,8 @@ def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
   """Builds durations by name.
 
   Args:
-    name: "constant", "gamma", "homogeneous", "heterogeneous" or "measured".
+    name: "constant", "gamma", "homogeneous", "heterogeneous", "measured",
+      "pareto" or "bursts".
     seed: 0 or more; it reaches those that draw.
     **kwargs: options of the maker.
 

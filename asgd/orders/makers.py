@@ -11,12 +11,12 @@ in the order of the sends: every arrival consumes the next batch, and an epoch
 is one pass in total over all workers.
 """
 
-import heapq
-
 from asgd import base, checks, names
 from asgd.orders import protocol
 from asgd.orders.backups import backup_tasks
 from asgd.orders.durations import Durations
+from asgd.orders.network import Network
+from asgd.orders.play import Play, Sizes
 from asgd.orders.trace import Event, from_events
 
 
@@ -24,26 +24,16 @@ def _play(
   rules: protocol.Rules, durations: Durations, workers: int, messages: int
 ) -> base.Trace:
   """Drives a protocol with durations, until so many messages are received."""
-  checks.whole("workers", workers)
   checks.whole("messages", messages)
+  play = _begin(rules, durations, workers)
+  play.until(messages)
+  return play.trace()
+
+
+def _begin(rules, durations, workers, **options) -> Play:
+  workers = checks.whole("workers", workers)
   streams = [durations.stream(worker) for worker in range(workers)]
-  free = [0.0] * workers  # when each worker has done all it was given
-  running = []  # heap of (finish time, job, worker, seq); ties go by job
-  rows: list[Event] = []
-  dispatcher = protocol.Dispatcher(rules, log=rows.append)
-  for worker in range(workers):
-    dispatcher.join(worker, 0.0)
-  rows.clear()  # workers present at time 0 get no JOIN row
-  now = 0.0
-  while dispatcher.received < messages:
-    for grant in dispatcher.grants(now):
-      worker = grant.worker
-      free[worker] = max(now, free[worker]) + next(streams[worker])
-      heapq.heappush(running, (free[worker], grant.job, worker, grant.seq))
-    now, _, worker, seq = heapq.heappop(running)
-    dispatcher.arrive(worker, seq)
-    dispatcher.deliver(now)
-  return from_events(rows)
+  return Play(rules, streams, **options)
 
 
 def stale_synchronous(
@@ -220,12 +210,16 @@ def backup_workers(
     4.0 0
     4.0 1
   """
+  rules = _backup_rules(workers, backup)
+  return _play(rules, durations, workers, messages)
+
+
+def _backup_rules(workers, backup) -> protocol.Rules:
   checks.whole("workers", workers)
   if checks.whole("backup", backup, 0) >= workers:
     most = f"at most {workers - 1}, of {workers} workers"
     raise ValueError(f"backup must be {most}, not {backup!r}")
-  rules = protocol.Rules(round=workers - backup, backup=backup)
-  return _play(rules, durations, workers, messages)
+  return protocol.Rules(round=workers - backup, backup=backup)
 
 
 def bulk_synchronous(
@@ -361,3 +355,105 @@ def build(
     common = {"delay": workers - 1}
   kwargs = {"messages": messages, **common, **kwargs}
   return names.call("order", name, maker, kwargs)
+
+
+def _asynchronous_rules(workers, *, depth=1, fetch_every=1, warm_start=0):
+  del workers
+  return protocol.Rules(
+    depth=depth, fetch_every=fetch_every, warm_start=warm_start
+  )
+
+
+def _stale_rules(
+  workers, *, bound, cache=False, depth=1, fetch_every=1, warm_start=0
+):
+  del workers
+  return protocol.Rules(
+    bound=bound,
+    cache=cache,
+    depth=depth,
+    fetch_every=fetch_every,
+    warm_start=warm_start,
+  )
+
+
+def _backup_task_rules(workers, *, late):
+  return protocol.Rules(round=workers, late=late)
+
+
+def _bulk_rules(workers):
+  del workers
+  return protocol.Rules(bound=0)
+
+
+_RULES = {
+  "asynchronous": _asynchronous_rules,
+  "backup_tasks": _backup_task_rules,
+  "backup_workers": _backup_rules,
+  "bulk_synchronous": _bulk_rules,
+  "stale_synchronous": _stale_rules,
+}
+
+
+def start(
+  name: str,
+  durations: Durations,
+  *,
+  workers: int,
+  network: Network | None = None,
+  sizes: Sizes | None = None,
+  **kwargs,
+) -> Play:
+  """Starts the order of a protocol over a network, to be made event by event.
+
+  With a network that takes no time its rows are those of `build`.
+
+  Args:
+    name: "asynchronous", "backup_tasks", "backup_workers",
+      "bulk_synchronous" or "stale_synchronous".
+    durations: how long each job of the N workers takes.
+    workers: N.
+    network: what messages pass, in the unit of the durations.
+    sizes: of messages and tickets, in bytes.
+    **kwargs: options of the maker.
+
+  Returns:
+    A Play; `until` makes its rows, `trace` returns them, and `links.use` says
+    what the network bore.
+
+  Raises:
+    ValueError: for an unknown name or option, with the nearest known one, or a
+      network or an option out of range. A fixed delay takes no time of its own,
+      and is refused.
+
+  Source:
+    none: it plays the protocols of the other makers.
+
+  Example:
+    Two workers compute for 1. Their messages of 8 bytes meet at a port that
+    takes 4 bytes a unit of time: the second is received 2 later.
+
+    >>> from asgd import orders
+    >>> from asgd.orders import network, play
+    >>> order = orders.start(
+    ...   "asynchronous",
+    ...   orders.durations.constant(),
+    ...   workers=2,
+    ...   network=network.Network(port=4.0),
+    ...   sizes=play.fixed([8.0], [0.0]),
+    ... )
+    >>> order.until(2)
+    >>> [row.time for row in order.rows if row.action == 1]  # base.RECEIVE
+    [3.0, 5.0]
+    >>> order.links.use(order.now)
+    LinkUse(utilisation=0.8, service=0.0, waited=1.0)
+  """
+  if name == "fixed_delay":
+    raise ValueError(
+      "name 'fixed_delay' is an order without times, which a network cannot"
+      " delay; use asynchronous, or leave the network out"
+    )
+  maker = names.lookup("order", name, _RULES)
+  checks.whole("workers", workers)
+  rules = names.call("order", name, maker, {"workers": workers, **kwargs})
+  return _begin(rules, durations, workers, network=network, sizes=sizes)

@@ -25,12 +25,12 @@ import collections
 import heapq
 import math
 import numbers
-import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from asgd import base
 from asgd.checks import shown, whole
+from asgd.orders.copies import Copies
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
 
@@ -175,10 +175,7 @@ class Dispatcher:
     self.received = 0  # jobs
     self.lost = 0  # tickets that died, rejected ones among them
     self._round = self._granted = self._in_round = 0
-    self._tickets: dict[int, list[tuple[int, int]]] = {}  # open ones, by job
-    # Open ones of jobs of which another message was received.
-    self._superseded: set[tuple[int, int]] = set()
-    self._took: dict[int, float] = {}  # worker -> time of its latest job
+    self._copies = Copies()
 
   def join(self, worker: int, now: float) -> int:
     """A new holder takes a free place; returns how many held it before."""
@@ -219,7 +216,7 @@ class Dispatcher:
       return False
     self._arrived[key] = None
     if now is not None:
-      self._took[worker] = now - ticket.time
+      self._copies.took[worker] = now - ticket.time
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
@@ -229,24 +226,14 @@ class Dispatcher:
     that a sum over them does not depend on which came first.
     """
     out = []
-    for worker, seq in self._beaten():
-      job = self._ledger.open[worker][seq].job
-      self._write(now, worker, seq, job, base.DROP)
+    arrived = {(w, s): self._ledger.open[w][s].job for w, s in self._arrived}
+    for worker, seq in self._copies.beaten(arrived):
+      self._write(now, worker, seq, arrived[worker, seq], base.DROP)
     while ready := self._ready():
       for worker, seq in ready:
         job = self._ledger.open[worker][seq].job
         self._write(now, worker, seq, job, base.RECEIVE)
         out.append((worker, seq, job))
-    return out
-
-  def _beaten(self):
-    """Returns the (worker, seq) that have come after another of their job."""
-    out, jobs = [], set()
-    for worker, seq in self._arrived:
-      job = self._ledger.open[worker][seq].job
-      if (worker, seq) in self._superseded or job in jobs:
-        out.append((worker, seq))
-      jobs.add(job)
     return out
 
   def _ready(self):
@@ -279,11 +266,7 @@ class Dispatcher:
       self.jobs is None
       or self._next_job < self.jobs
       or any(self._again.values())
-      or any(
-        self._arrived.keys().isdisjoint(keys)
-        and not self._superseded.issuperset(keys)
-        for keys in self._tickets.values()
-      )
+      or self._copies.awaited(self._arrived)
     )
 
   def grants(self, now: float) -> list[Grant]:
@@ -305,7 +288,9 @@ class Dispatcher:
 
   def _hand_out_late(self, now):
     """Starts late jobs at idle workers, too."""
-    out = []
+    out: list[Grant] = []
+    if self.rules.late == math.inf:
+      return out
     for due, worker, job in sorted(self._to_be_late()):
       idle = [other for other in self._idle() if other != worker]
       if due > now or not idle:
@@ -338,16 +323,9 @@ class Dispatcher:
   def _to_be_late(self):
     """Yields (when it is late, worker, job) of the jobs of this round that one
     worker alone does."""
-    for keys in self._tickets.values() if self.rules.late < math.inf else ():
-      worker, seq = keys[0]
-      ticket = self._ledger.open[worker][seq]
-      if len(keys) > 1 or ticket.round != self._round or (
-        keys[0] in self._arrived or keys[0] in self._superseded
-      ):
-        continue
-      peers = [took for peer, took in self._took.items() if peer != worker]
-      if peers:
-        usual = statistics.median(peers)
+    for worker, seq in self._copies.single(self._arrived):
+      ticket, usual = self._ledger.open[worker][seq], self._copies.usual(worker)
+      if ticket.round == self._round and usual is not None:
         yield ticket.time + self.rules.late * usual, worker, ticket.job
 
   @property
@@ -445,24 +423,17 @@ class Dispatcher:
     if event.action == base.SEND:
       place.on_ticket, place.slowest = 0, self.slowest()
     place.on_ticket += 1
-    keys = self._tickets.setdefault(job, [])
-    self._granted += not keys
-    keys.append(event.key)
+    self._granted += self._copies.start(job, event.key)
     return StartedJob(job, self._round, event.time)
 
   def _end(self, event, ticket):
     current = ticket.round == self._round
-    others = self._tickets[ticket.job]
-    others.remove(event.key)
-    if not others:
-      del self._tickets[ticket.job]
-    superseded = event.key in self._superseded
-    self._superseded.discard(event.key)
+    counts = event.action == base.RECEIVE
+    lost = self._copies.end(ticket.job, event.key, counts=counts)
     self._arrived.pop(event.key, None)
     if event.action == base.DROP:
       return
-    if event.action == base.RECEIVE:
-      self._superseded.update(others)
+    if counts:
       self._places[event.worker].finished += 1
       self.received += 1
       if self.received == self.rules.warm_start:
@@ -473,7 +444,7 @@ class Dispatcher:
         self._granted = self._in_round = 0
       return
     self.lost += 1
-    if others or superseded:
+    if not lost:
       return  # another worker does it, or has done it
     self._granted -= current
     heapq.heappush(self._lost_jobs(event.worker), ticket.job)

@@ -106,7 +106,8 @@ class RoundMetrics(NamedTuple):
 
   loss: jax.Array  # float[n]
   whole: jax.Array  # int32[n, 3], version, staleness, accepted
-  # float32[n, 4], gap, message_norm, update_norm, mix_norm
+  # float32[n, 5], gap, message_norm, update_norm, mix_norm, and the RMS of what
+  # the codec had kept back of all before
   real: jax.Array
   codes: Any  # [n, ...], what was put, if it is compressed; else ()
 
@@ -183,6 +184,7 @@ class _Device(NamedTuple):
     workers, message, metrics = self.worker.work(
       state.workers, job.ticket, batch, key
     )
+    kept = peer.residual(own)
     own, report = peer.receive(own, job, message)
     if not how.put_first:
       own, code = self.put(putting, own, root, k)
@@ -191,7 +193,7 @@ class _Device(NamedTuple):
     own = self.mix(taking, own, arriving)
     mixed = server_lib.gap(own.server.params, before)
     whole = own.server.version, report.staleness, report.accepted
-    real = report.gap, report.message_norm, report.update_norm, mixed
+    real = report.gap, report.message_norm, report.update_norm, mixed, kept
     told = RoundMetrics(
       metrics.loss,
       jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),

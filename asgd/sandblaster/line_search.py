@@ -68,14 +68,15 @@ def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
   maker, options = optax.scale_by_zoom_linesearch, {**DEFAULTS, **given}
   for name in _NOT:
     if name in options:
-      raise ValueError(f"line_search: {name!r} cannot be set; drop it")
+      raise ValueError(f"line_search.{name} cannot be set; drop it")
   names.check_arguments("line_search", "zoom", maker, options)
-  for name, value in options.items():
-    if name == "max_linesearch_steps":
-      options[name] = checks.whole(name, value, most=1000)
-    elif value is not None or name not in _OR_NONE:
-      _check(name, value)
-      options[name] = float(value)
+  with checks.below("line_search", options):
+    for name, value in options.items():
+      if name == "max_linesearch_steps":
+        options[name] = checks.whole(name, value, most=1000)
+      elif value is not None or name not in _OR_NONE:
+        _check(name, value)
+        options[name] = float(value)
   return tuple(options.items())
 
 

@@ -23,5 +23,11 @@ from asgd.simulator.steps import (
   compile_work,
   start,
 )
-from asgd.simulator.stepwise import Host, Simulation, make_host, run_whole
+from asgd.simulator.stepwise import (
+  Host,
+  HostRun,
+  Simulation,
+  make_host,
+  run_whole,
+)
 from asgd.simulator.traffic import Received, Sent, Traffic

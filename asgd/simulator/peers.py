@@ -40,6 +40,7 @@ class PeerSteps(NamedTuple):
   mix: Callable
   lend: Callable  # (PeerState, slot) -> (PeerState, loan)
   adopt: Callable  # (PeerState, loan, slot, first) -> PeerState
+  residual: Callable  # PeerState -> float32[], RMS of what it has not told yet
 
 
 @functools.lru_cache(maxsize=32)
@@ -69,7 +70,7 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
     peer.send if peer.sends_current else jax.jit(peer.send),
     jax.jit(receive),
     put if peer.refers else jax.jit(put),
-    *map(jax.jit, (mix, peer.lend, peer.adopt)),
+    *map(jax.jit, (mix, peer.lend, peer.adopt, peer.residual)),
   )
 
 
@@ -91,7 +92,8 @@ class PeerRecords(NamedTuple):
   # Since the peer's row before:
   bytes_up: npt.NDArray[np.int64]  # [U], of what it put, each message once
   bytes_down: npt.NDArray[np.int64]  # [U], of what it took
-  residual_norm: npt.NDArray[np.float32]  # [U], 0
+  # RMS of what its codec had kept back of all before
+  residual_norm: npt.NDArray[np.float32]  # [U]
   mix_norm: npt.NDArray[np.float32]  # [U], RMS of changes by mixing, their sum
 
 
@@ -100,9 +102,15 @@ def peer_records(
   observations: Sequence[Observation],
   mixes: Sequence[Sequence[Any]],
 ) -> PeerRecords:
-  """Fetches, once for all, what `PeerSteps.receive` returned of each message;
-  `mixes` are what `PeerSteps.mix` returned since the one before."""
-  rows = records_lib.records(list(messages), list(observations))
+  """Fetches, once for all, what `PeerSteps.receive` returned of each message,
+  and what `residual` did before; `mixes` are what `PeerSteps.mix` returned
+  since the one before."""
+  kept = records_lib.fetch([message.residual_norm for message in messages])
+  messages = [
+    message._replace(residual_norm=float(norm))
+    for message, norm in zip(messages, kept, strict=True)
+  ]
+  rows = records_lib.records(messages, list(observations))
   norms = [
     math.fsum(map(float, records_lib.fetch(list(some)))) for some in mixes
   ]
@@ -237,12 +245,15 @@ class Peers:
       self._root,
       np.int32(event.job),
     )
+    kept: Any = 0.0
+    if self.gossip.compressed:
+      kept = self._steps.residual(self.states[i])
     self.states[i], observation = self._steps.receive(
       self.states[i], job, message, metrics.loss
     )
     up, down, norms = self._since[i]
     self._since[i] = 0, 0, []
-    self._messages.append(Received(event.time, i, event.job, up, down, 0.0))
+    self._messages.append(Received(event.time, i, event.job, up, down, kept))
     self._observations.append(observation)
     self._norms.append(norms)
 

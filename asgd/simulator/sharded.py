@@ -17,7 +17,7 @@ from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import fetch
-from asgd.simulator.stepwise import ServerReplay
+from asgd.simulator.stepwise import ServerReplay, needs_of
 from asgd.simulator.traffic import Sent
 
 _Key = tuple[int, int]  # (worker, seq), which names a message
@@ -34,7 +34,7 @@ class _Shard(ServerReplay):
   """One shard, its trace and how far it is."""
 
   def __init__(self, state, steps, trace, numbers):
-    super().__init__(state, steps, trace, numbers)
+    super().__init__(state, steps, numbers, **needs_of(trace))
     self.events = list(trace_lib.events(trace))
     # Until the job has ended at all shards: a worker that the lead took for
     # dead may yet have handed in its part elsewhere.

@@ -6,7 +6,7 @@ parameters, not a copy: memory is (distinct versions in flight) x parameters,
 and sending costs nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ class Host(NamedTuple):
 
   init: Callable[[Any, int], Simulation]  # (params, workers)
   run: Callable[..., tuple[Simulation, base.Records]]
+  begin: Callable[..., "HostRun"]  # as `run`, but row by row
 
 
 def make_host(
@@ -59,6 +60,8 @@ def make_host(
   from which `worker.job_key` derives those of the work. It consumes the
   simulation it is given: buffers that no ticket may refer to are donated. It
   raises TraceError for a row that cannot be obeyed.
+  `begin(simulation, *, batch, root)` starts a HostRun, for an order that is
+  made while it is obeyed.
   """
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
 
@@ -73,6 +76,16 @@ def make_host(
     tickets = tuple({} for _ in range(workers))
     return Simulation(0, state, states, tickets, (None,) * workers, {})
 
+  def begin(simulation, *, batch, root, keeps=True, returns=()):
+    return HostRun(
+      (worker, steps, group),
+      simulation,
+      batch=batch,
+      root=root,
+      keeps=keeps,
+      returns=returns,
+    )
+
   def run(simulation, trace, end, *, batch, root):
     most = int(trace.worker[simulation.event : end].max(initial=-1))
     if most >= len(simulation.workers):
@@ -80,42 +93,108 @@ def make_host(
         f"the trace has a worker {most}, the simulation only"
         f" {len(simulation.workers)} workers, counted from 0"
       )
-    workers = list(simulation.workers)
-    numbers = [jnp.int32(w) for w in range(len(workers))]
-    replay = ServerReplay(
-      simulation.server, steps, trace, numbers, sent=simulation.sent
+    going = begin(
+      simulation,
+      batch=batch,
+      root=root,
+      **needs_of(trace),
+    )
+    for event in trace_lib.events(trace, simulation.event, end):
+      going.obey(event)
+    return going.pause()
+
+  return Host(init, run, begin)
+
+
+class HostRun:
+  """A simulation that obeys rows one by one, as they are made.
+
+  A message may be asked for before its RECEIVE row: an order over a network
+  depends on how many bytes it has.
+  """
+
+  def __init__(
+    self, parts, simulation, *, batch, root, keeps=True, returns=()
+  ):
+    """Goes on with a Simulation, which is consumed; `parts` are worker, steps
+    and group, `keeps` and `returns` as of `needs_of`."""
+    self._worker, self._steps, self._group = parts
+    self._batch, self._root = batch, root
+    self._states = list(simulation.workers)
+    numbers = [jnp.int32(w) for w in range(len(self._states))]
+    self._replay = replay = ServerReplay(
+      *(simulation.server, self._steps, numbers),
+      sent=simulation.sent,
+      keeps=keeps,
+      returns=returns,
     )
     replay.marks |= simulation.marks
     ledger = replay.ledger
     ledger.rows = simulation.event
     ledger.open.update(enumerate(map(dict, simulation.tickets)))
     ledger.latest |= {w: t for w, t in enumerate(simulation.kept) if t}
-    for event in trace_lib.events(trace, ledger.rows, end):
-      ticket, w, job = replay.obey(event), event.worker, event.job
-      if event.action == base.JOIN:
-        workers[w] = worker.init(replay.state.params)
-      elif event.action in (base.RECEIVE, base.DROP):
-        workers[w], message, metrics = steps.work(
-          workers[w], ticket, batch(w, job), root, np.int32(job)
-        )
-        if event.action == base.DROP:
-          continue  # the worker has done it, and nobody takes it
-        loss = metrics.loss
-        if group.devices > 1:
-          message, loss = fetch((message, loss))
+    # Messages before their RECEIVE rows, in the order of each worker's jobs:
+    # seq -> (state of the worker after it, message, loss)
+    self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
+    self._told = 0  # messages whose records were given out
+
+  def obey(self, event: trace_lib.Event) -> None:
+    """Obeys the next row; raises TraceError if it has no meaning."""
+    replay = self._replay
+    ticket, w = replay.obey(event), event.worker
+    if event.action == base.JOIN:
+      self._states[w] = self._worker.init(replay.state.params)
+    elif event.action in (base.RECEIVE, base.DROP):
+      done = self._ahead[w].pop(event.seq, None)
+      done = done or self._work(w, self._states[w], ticket, event.job)
+      self._states[w], message, loss = done
+      if event.action == base.RECEIVE:
         replay.receive(event, (ticket, message, loss))
+      # Else the worker has done it, and nobody takes it.
+
+  def _work(self, worker, state, ticket, job):
+    state, message, metrics = self._steps.work(
+      state, ticket, self._batch(worker, job), self._root, np.int32(job)
+    )
+    loss = metrics.loss
+    if self._group.devices > 1:
+      message, loss = fetch((message, loss))
+    return state, message, loss
+
+  def bytes_up(self, worker: int, seq: int, job: int) -> int:
+    """Returns the bytes of a message whose ticket is open, and keeps it until
+    it is received; those before it of its worker have been asked for."""
+    replay, ahead = self._replay, self._ahead[worker]
+    state = self._states[worker]
+    if ahead:
+      state = next(reversed(ahead.values()))[0]
+    ticket = replay.ledger.open[worker][seq]
+    state, message, loss = self._work(worker, state, ticket, job)
+    if self._steps.codec is not None:
+      message = fetch(message)  # to be packed
+    ahead[seq] = state, message, loss
+    return replay.traffic.up(message)[0]
+
+  def bytes_down(self, worker: int, seq: int) -> int:
+    """Returns the bytes of a ticket that was sent, and is open."""
+    return self._replay.traffic.sent_bytes(worker, seq)
+
+  def pause(self) -> tuple[Simulation, base.Records]:
+    """Returns the simulation, and the records since the last pause. What was
+    asked for ahead is no part of it, and is computed again by another."""
+    replay, workers = self._replay, range(len(self._states))
     after = Simulation(
-      ledger.rows,
+      replay.ledger.rows,
       replay.state,
-      tuple(workers),
-      tuple(ledger.open[w] for w in range(len(workers))),
-      tuple(ledger.latest.get(w) for w in range(len(workers))),
+      tuple(self._states),
+      tuple(replay.ledger.open[w] for w in workers),
+      tuple(replay.ledger.latest.get(w) for w in workers),
       replay.marks,
       replay.traffic.sent,
     )
-    return after, replay.records()
-
-  return Host(init, run)
+    records = replay.records(self._told)
+    self._told += len(records.loss)
+    return after, records
 
 
 def run_whole(
@@ -130,18 +209,33 @@ def run_whole(
   return simulation, concatenate(parts)
 
 
+def needs_of(trace: base.Trace) -> dict[str, Any]:
+  """Returns what has to be kept for the rows of a trace: the last tickets if
+  jobs `keeps` them, and the states before the rows to which it `returns`."""
+  return {
+    "keeps": bool((trace.action == base.KEEP).any()),
+    "returns": trace.job[trace.action == base.ROLLBACK].tolist(),
+  }
+
+
 class ServerReplay:
   """A server that obeys the rows of a trace."""
 
   def __init__(
-    self, state, steps: Steps, trace: base.Trace, numbers, sent=NOTHING_SENT
+    self,
+    state,
+    steps: Steps,
+    numbers,
+    *,
+    sent=NOTHING_SENT,
+    keeps: bool = True,
+    returns: Iterable[int] = (),
   ):
-    """Starts with a ServerState; `numbers` are the workers', on the device, and
-    `sent` is as of `Traffic`."""
+    """Starts with a ServerState; `numbers` are the workers', on the device,
+    `sent` is as of `Traffic`, `keeps` and `returns` as of `needs_of`."""
     self.state, self._steps, self._numbers = state, steps, numbers
-    self._returns = set(trace.job[trace.action == base.ROLLBACK].tolist())
+    self._returns = set(returns)
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
-    keeps = bool((trace.action == base.KEEP).any())
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
     self.traffic = Traffic(steps, state, sent)
     self._messages: list[Received] = []
@@ -160,8 +254,11 @@ class ServerReplay:
     ticket = self.ledger.obey(event)
     if event.action == base.JOIN:
       self.traffic.join(event.worker)
+    if event.action in (base.LOST, base.REJECT):
+      self.traffic.lose(*event.key)
     if event.action == base.ROLLBACK:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])
+      self.traffic.roll_back(self.state)
     return ticket
 
   def receive(self, event: trace_lib.Event, message, totals=None) -> None:

@@ -3,7 +3,7 @@
 Without a codec, parameters and messages are the bytes of their layout
 (`asgd.wire`); a code is packed, and its packet is counted. Of a server whose
 updates are codes, a ticket is the updates since the one before of its worker,
-or the parameters if those are fewer bytes, as for a worker that is new.
+or the parameters if those are not more bytes, as for a worker that is new.
 """
 
 from typing import Any, NamedTuple
@@ -48,15 +48,19 @@ class Traffic:
     """Reads shapes and dtypes of a server's state only; `sent` is what was
     before, if its updates are codes."""
     params = state.params
-    self._dense = wire.layout(params, compress=steps.wire).nbytes
+    self.dense = wire.layout(params, compress=steps.wire).nbytes
     self._packing = self._updates = None
+    self.stats = wire.layout(getattr(params, "stats", ()))  # as they are
     if steps.codec is not None:
       self._packing = compression.layout(steps.codec, params)
     update = compression.last_update(state.opt_state)
     if update is not None:
       self._updates = packing.layout(update)
-      stats = getattr(params, "stats", ())  # they are sent as they are
-      self._stats = wire.layout(stats).nbytes
+    self.sent = NOTHING_SENT
+    self.resume(sent)
+
+  def resume(self, sent: Sent) -> None:
+    """Goes on from what was sent before."""
     total, version, seen, tickets = sent
     self.sent = Sent(total, version, dict(seen), dict(tickets))
 
@@ -64,27 +68,40 @@ class Traffic:
     """Returns (bytes, residual norm) of a message, whose code is of NumPy
     arrays."""
     if self._packing is None:
-      return self._dense, 0.0
+      return self.dense, 0.0
     return len(packing.pack(self._packing, message)), float(message.residual)
 
-  def send(self, worker: int, seq: int) -> None:
-    """A ticket is sent for a job, with parameters that are new."""
+  def send(self, worker: int, seq: int) -> int | None:
+    """A ticket is sent for a job, with parameters that are new. Returns how
+    many bytes of codes it is; None: it is the parameters."""
     if self._updates is None:
-      return
+      return None
     sent = self.sent
-    since = sent.total - sent.seen.get(worker, -self._dense)
+    codes = sent.total - sent.seen.get(worker, -self.dense)
+    size = codes + (self.stats.nbytes if codes else 0)
     sent.seen[worker] = sent.total
-    sent.tickets[worker, seq] = min(since, self._dense)
+    sent.tickets[worker, seq] = min(size, self.dense)
+    return codes if size < self.dense else None
+
+  def sent_bytes(self, worker: int, seq: int) -> int:
+    """Returns the bytes of a ticket that is open, and new."""
+    if self._updates is None:
+      return self._dense
+    return self.sent.tickets[worker, seq]
 
   def join(self, worker: int) -> None:
     """A place has a new worker, which has no parameters."""
     self.sent.seen.pop(worker, None)
 
+  def lose(self, worker: int, seq: int) -> None:
+    """A ticket has died."""
+    self.sent.tickets.pop((worker, seq), None)
+
   def end(self, worker: int, seq: int, ticket: base.Ticket) -> int:
     """A ticket is closed; returns the bytes that it was sent with."""
     if self._updates is not None:
       return self.sent.tickets.pop((worker, seq), 0)
-    return self._dense if ticket.fresh else 0
+    return self.dense if ticket.fresh else 0
 
   def update(self, state: base.ServerState) -> None:
     """A message was received; an update may have been made."""
@@ -93,6 +110,20 @@ class Traffic:
     code = compression.last_update(state.opt_state)
     # Copied: the server's state is given up to the next update.
     code = jax.tree.map(np.array, code)
-    more = len(packing.pack(self._updates, code)) + self._stats
-    total = self.sent.total + more
-    self.sent = self.sent._replace(total=total, version=int(state.version))
+    if not np.isfinite(code.residual):  # nor was it encoded
+      self.roll_back(state)
+      return
+    packet = packing.pack(self._updates, code)
+    self.sent = self.sent._replace(
+      total=self.sent.total + len(packet), version=int(state.version)
+    )
+    self._keep(packet)
+
+  def roll_back(self, state: base.ServerState) -> None:
+    """The server is at parameters that its updates do not lead to: workers will
+    be sent these."""
+    self.sent.seen.clear()
+    self.sent = self.sent._replace(version=int(state.version))
+
+  def _keep(self, packet: bytes) -> None:
+    """Takes a new packet, for those who really send it."""

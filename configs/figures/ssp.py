@@ -169,8 +169,43 @@ def series(side):
   }
 
 
-def get_figure():
+def panels():
   of_bound = dict(xlabel="bound s (clocks)")
+  stable = dict(of_bound, series=series("stable"))
+  return [
+    *(
+      dict(
+        of_bound,
+        title=f"square loss, rate {rate:g} ({side})",
+        column="train_loss",
+        ylabel="mean squared error",
+        series=series(side),
+        yscale="log",
+      )
+      for side, rate in RATES.items()
+    ),
+    dict(
+      stable,
+      title="simulated time",
+      column="simulated_time",
+      ylabel="mean batch times",
+    ),
+    dict(
+      stable,
+      title="clocks that the oldest row lacks",
+      column="staleness_mean",
+      ylabel="mean over messages",
+    ),
+    dict(
+      stable,
+      title="clock differential of rows read",
+      column="differential_mean",
+      ylabel="mean over rows",
+    ),
+  ]
+
+
+def get_figure():
   return dict(
     title="Matrix factorisation under SSP and ESSP",
     paper=PAPER,
@@ -182,40 +217,7 @@ def get_figure():
     ),
     columns={},
     claims=claims(),
-    panels=[
-      *(
-        dict(
-          of_bound,
-          title=f"square loss, rate {rate:g} ({side})",
-          column="train_loss",
-          ylabel="mean squared error",
-          series=series(side),
-          yscale="log",
-        )
-        for side, rate in RATES.items()
-      ),
-      dict(
-        of_bound,
-        title="simulated time",
-        column="simulated_time",
-        ylabel="mean batch times",
-        series=series("stable"),
-      ),
-      dict(
-        of_bound,
-        title="clocks that the oldest row lacks",
-        column="staleness_mean",
-        ylabel="mean over messages",
-        series=series("stable"),
-      ),
-      dict(
-        of_bound,
-        title="clock differential of rows read",
-        column="differential_mean",
-        ylabel="mean over rows",
-        series=series("stable"),
-      ),
-    ],
+    panels=panels(),
     quick={
       "seeds": (0, 1, 2, 3, 4),
       "only": [

@@ -77,6 +77,10 @@ def get_config():
 
 def claims_at(count):
   """Claims about the cells of so many workers."""
+  return [*traffic_at(count), *losses_at(count), *beginnings_at(count)]
+
+
+def traffic_at(count):
   kept = [f"{label(tau)}@{count}" for tau in TAUS]
   dense, large = f"dense@{count}", f"{label(LARGE)}@{count}"
   return [
@@ -98,6 +102,21 @@ def claims_at(count):
       runs=[dense, *kept],
     ),
     dict(
+      name=f"entropy coding, {count} workers",
+      says=f"at tau {MIDDLE} positions as words take more than twice the bytes",
+      kind="ratio",
+      column="bytes_up",
+      of=[f"words@{count}"],
+      to=[f"{label(MIDDLE)}@{count}"],
+      above=2.0,
+    ),
+  ]
+
+
+def losses_at(count):
+  dense, large = f"dense@{count}", f"{label(LARGE)}@{count}"
+  return [
+    dict(
       name=f"little is lost, {count} workers",
       says=f"at tau {MIDDLE} accuracy is within three points of dense messages",
       kind="difference",
@@ -115,15 +134,12 @@ def claims_at(count):
       to=[large],
       below=0.0,
     ),
-    dict(
-      name=f"entropy coding, {count} workers",
-      says=f"at tau {MIDDLE} positions as words take more than twice the bytes",
-      kind="ratio",
-      column="bytes_up",
-      of=[f"words@{count}"],
-      to=[f"{label(MIDDLE)}@{count}"],
-      above=2.0,
-    ),
+  ]
+
+
+def beginnings_at(count):
+  dense, large = f"dense@{count}", f"{label(LARGE)}@{count}"
+  return [
     dict(
       name=f"slower at first, {count} workers",
       says="the largest tau takes longer to the first falling of the loss",

@@ -189,6 +189,7 @@ def codec_sources() -> str:
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
 _ORDERS += "backup_workers", "backup_tasks", "fixed_delay"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
+_DURATIONS += "pareto", "bursts"
 
 TABLES: dict[str, Callable[[], str]] = {
   "recipes": recipes,

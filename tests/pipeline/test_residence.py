@@ -12,7 +12,7 @@ from pipeline_experiments import (
 
 from asgd.experiment.machine import Machine
 from pipeline import analyze, instructions, residence
-from pipeline.residence import STATE, SUM, WEIGHTS, Memory
+from pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
 
 pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
 
@@ -24,7 +24,7 @@ ONE_DEVICE = dict(
 
 def obey(uses, room, passes=1):
   """Returns what is fetched, of blocks of one byte, without looking ahead."""
-  memory, fetched = Memory(uses, room), []
+  memory, fetched = BlockMemory(uses, room), []
   for _ in range(passes):
     for at, blocks in enumerate(uses):
       for block in blocks:
@@ -47,7 +47,7 @@ def test_what_is_used_last_gives_way():
 
 
 def test_what_comes_next_is_fetched_if_it_is_not_in_the_way():
-  memory = Memory([[A], [B], [C], [B], [A]], 2)
+  memory = BlockMemory([[A], [B], [C], [B], [A]], 2)
   memory.admit(A, 1, 0)
   assert memory.ahead(0, lambda block: 1) == [B]
   memory.admit(B, 1, 0)
@@ -57,7 +57,7 @@ def test_what_comes_next_is_fetched_if_it_is_not_in_the_way():
 
 
 def test_an_instruction_that_needs_more_than_there_is_room_for():
-  memory = Memory([[A, B]], 1)
+  memory = BlockMemory([[A, B]], 1)
   memory.admit(A, 1, 0)
   with pytest.raises(ValueError, match="needs 2 bytes at once"):
     memory.admit(B, 1, 0)

@@ -8,5 +8,6 @@ each leaf in the smallest of its forms.
 from asgd.compression.packing.errors import BadCode as BadCode
 from asgd.compression.packing.layouts import Layout as Layout
 from asgd.compression.packing.layouts import layout as layout
+from asgd.compression.packing.messages import first_length as first_length
 from asgd.compression.packing.messages import pack as pack
 from asgd.compression.packing.messages import unpack as unpack

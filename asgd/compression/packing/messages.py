@@ -155,6 +155,38 @@ def unpack(layout: Layout, data: Any) -> Any:
   return layout.structure.unflatten(arrays)
 
 
+def first_length(data: Any) -> int:
+  """Returns how many bytes the first of several packed codes has, which lie one
+  after the other.
+
+  Args:
+    data: all of them: uint8[n], or bytes.
+
+  Raises:
+    BadCode: for a length that is not there. The code itself is not looked at.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.compression import packing
+    >>> code = np.zeros(2, np.float32)
+    >>> data = 2 * packing.pack(packing.layout(code), code)
+    >>> len(data), packing.first_length(data)
+    (64, 32)
+  """
+  there = len(data)
+  if there < HEADER_NBYTES:
+    raise BadCode(
+      f"a packed code has {HEADER_NBYTES} bytes or more, not {there}"
+    )
+  *_, size = _FORMAT.unpack_from(data)
+  if size > there - HEADER_NBYTES:
+    raise BadCode(
+      f"a packed code of {size} bytes after its header, of which there are"
+      f" {there - HEADER_NBYTES}"
+    )
+  return HEADER_NBYTES + size
+
+
 def _check_header(layout, data):
   magic, version, zero, checksum, size = _FORMAT.unpack_from(data)
   if magic != _MAGIC or zero:

@@ -45,6 +45,7 @@ RESULTS = (
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
   *("bytes_up", "bytes_down", "compression_up"),
   "compression_down",
+  *("throughput", "link_utilisation", "service_utilisation", "queue_wait"),
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"

@@ -20,7 +20,12 @@ import numpy as np
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import learning_rates, outcomes, unused
+from asgd.experiment.engines import (
+  learning_rates,
+  networks,
+  outcomes,
+  unused,
+)
 from asgd.experiment.schema import Run
 from asgd.orders import trace
 
@@ -79,6 +84,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   problem, config = experiment.problem_of(run), run.config
   unused.refuse(run, _REFUSED)
   unused.refuse_gates(run, _NEVER_STALE)
+  networks.refuse(run, "the operations of its coordinator take no time")
   unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(

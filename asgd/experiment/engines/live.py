@@ -84,12 +84,13 @@ def _check(run: Run) -> None:
     return
   parameter_server.check(run)
   config = run.config
-  if config["compress_down"] is not None:
-    raise ValueError(
-      f"config.compress_down: workers of engine {run.engine!r} are sent"
-      " parameters, not updates; leave it out, or use engine 'simulate'"
-    )
   server, live = config["server"], config["live"]
+  if config["compress_down"] is not None and server["wire"] != "float32":
+    raise ValueError(
+      f"config.compress_down: with config.server.wire {server['wire']!r}"
+      " workers get rounded parameters, and those that they rebuild of updates"
+      " would not be the server's; leave one of the two out"
+    )
   if server["delays"] is not None:
     raise ValueError(
       f"config.server.delays is not for engine {run.engine!r}, whose shards"
@@ -199,6 +200,8 @@ def _describe(result: Mapping[str, Any]) -> str:
     words = peers.describe(result)
     if missed := result["missed"]:
       words += f", {missed} messages missed while peers were gone"
+    if lost := result.get("residual_lost"):
+      words += f", RMS {lost:.2g} that codecs had kept back lost with peers"
     return words
   return parameter_server.describe(result)
 

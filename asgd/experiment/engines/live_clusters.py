@@ -14,8 +14,8 @@ import numpy as np
 from asgd import base, compression, sharding, simulator, transforms
 from asgd.checks import shortened
 from asgd.experiment.checks import blame
-from asgd.experiment.engines import allocations
-from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.engines import allocations, traffic
+from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.journal import FileJournal, journal_path
@@ -68,7 +68,9 @@ def needs_totals(plan: ServerPlan) -> bool:
   """Returns whether an algorithm, on shards, needs numbers of all of them; what
   cannot be split into shards is refused with ValueError."""
   server, rules = plan.run.config["server"], plan.rules()
-  label, recipe = plan.run.label, plan.recipe
+  # Not with the codec of updates: each shard has one of its own, of its part.
+  recipe = build_recipe(plan.run, plan.workers, plan.schedule)
+  label = plan.run.label
   if rules.round and not server["consistent"]:
     raise ValueError(
       f"{label} works in rounds, of which shards with an order of their own"
@@ -161,6 +163,7 @@ def make_duty(live: LiveRun) -> Duty:
     setup.rules.depth,
     tuple(plan.run.config["live"]["slowdown"]),
     codec=plan.server.codec,
+    codec_down=traffic.codec_of(plan.run, "compress_down"),
     overlap=plan.run.config["live"]["overlap"],
   )
 
@@ -282,6 +285,7 @@ def thread_cluster(
     resumed=resumed,
     began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
+    network=live.plan.network,
   )
 
   def duty_of(allocation):

@@ -8,6 +8,7 @@ left who has seen it.
 
 import contextlib
 import functools
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -362,9 +363,21 @@ class LivePeerEngine(engines.Engine):
       "peers_sha256": storage.digest([v.params for v in self._seen()[0]]),
       "seconds": float(records.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
+      **self._residual_lost(records),
       "missed": self.total - len(records.loss),
       "took_part": len(np.unique(records.worker)),
     }
+
+  def _residual_lost(self, records):
+    """As `traffic.lost`, of peers that left while others went on."""
+    if not self._plan.gossip.compressed:
+      return {}
+    end, squares = records.time[-1], 0.0
+    for peer in self._places:
+      own = files.read_peer_records(self._folder, peer)
+      for event, norm in files.residuals_lost(self._journal(peer), own):
+        squares += norm**2 if event.time < end else 0.0
+    return {"residual_lost": math.sqrt(squares)}
 
   @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd import base, compression, simulator
+from asgd import base, simulator
 from asgd.experiment import engines, live_figures, live_files
 from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import (
@@ -30,6 +30,7 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
+from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events
 
@@ -73,7 +74,8 @@ class LiveEngine(engines.Engine):
     compress = live_clusters.dtype_on_wire(plan.run.config)
     if not self._memory.kept:
       # Of several shards each has its part: about as much in all.
-      like = live.params, compression.layout(plan.server.codec, live.params)
+      down = traffic.codec_of(plan.run, "compress_down") is not None
+      like = contents(plan.server.codec, live.params, updates=down)
       nbytes = slots_nbytes(counts, like, compress=compress)
       check_room(context.machine.memory_dir, nbytes)
     images, before = None, 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from asgd import losses, problems
+from asgd.experiment.engines import clocks
 from asgd.experiment.schema import Run
 from asgd.orders import durations
 
@@ -32,4 +33,4 @@ class OutcomePlan:
   def durations(self, seed: int) -> durations.Durations:
     """Returns how long jobs take."""
     section = self.run.config["durations"]
-    return durations.build(**{"seed": seed, **section})
+    return clocks.build(**{"seed": seed, **section})

@@ -32,12 +32,15 @@ from asgd.experiment import checks, storage
 from asgd.experiment.engines import (
   Column,
   allocations,
+  clocks,
   learning_rates,
+  networks,
   server_orders,
   traffic,
 )
 from asgd.experiment.schema import Open, Run, Setting
-from asgd.orders import durations, protocol
+from asgd.orders import durations, play, protocol
+from asgd.orders import network as network_lib
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
@@ -47,6 +50,7 @@ SECTIONS: dict[str, Any] = {
   # Messages that are staler are dropped.
   "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
   "allocation": allocations.SECTION,
+  **networks.SECTIONS,
   **server_orders.SECTIONS,
   **traffic.SECTIONS,
 }
@@ -93,7 +97,8 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
-    if self.run.given is not None:
+    measured = self.network is None or not networks.coded(self)
+    if self.run.given is not None or not measured:
       return math.nan
     # After a warm start, if there is one.
     order = {key: v for key, v in self.order.items() if key != "warm_start"}
@@ -111,11 +116,32 @@ class ServerPlan:
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, a function of config and seed; `messages`
-    are those received in it, None all."""
+    are those received in it, None all. Over a network, messages and tickets
+    have the sizes that they have without codecs."""
+    count = self.messages if messages is None else messages
+    if self.network is not None:
+      order = self.over_network(seed, networks.dense(self))
+      order.until(count)
+      return order.trace()
     return orders.build(
       durations=self._durations(seed),
       workers=self.workers,
-      messages=self.messages if messages is None else messages,
+      messages=count,
+      **self.order,
+    )
+
+  @functools.cached_property
+  def network(self) -> network_lib.Network | None:
+    """What messages pass, None if they take no time."""
+    return networks.network_of(self.run)
+
+  def over_network(self, seed: int, sizes: play.Sizes) -> play.Play:
+    """Returns the order of a cell over its network, before its first event."""
+    return orders.start(
+      durations=self._durations(seed),
+      workers=self.workers,
+      network=self.network,
+      sizes=sizes,
       **self.order,
     )
 
@@ -134,7 +160,7 @@ class ServerPlan:
   def _durations(self, seed):
     """How long a job takes: the time of its batches, one after the other, each
     by its examples."""
-    times = durations.build(**{"seed": seed, **self.run.config["durations"]})
+    times = clocks.build(**{"seed": seed, **self.run.config["durations"]})
     steps, given = self.recipe.steps, self.allocation
     if steps == 1 and given is None:
       return times
@@ -196,8 +222,9 @@ def check(run: Run) -> None:
       "config.order.backup must be a whole number from 0, below the number of"
       f" workers, not {shown(backup)}"
     )
+  networks.check(run)
   with checks.blame("durations", tuple(run.config["durations"])):
-    times = durations.build(**run.config["durations"])
+    times = clocks.build(**run.config["durations"])
     for worker in range(max(run.config["workers"])):
       if not 0 <= next(times.stream(worker)) <= checks.MOST_NUMBER:
         raise ValueError(f"a job may take at most {checks.MOST_NUMBER:g}")
@@ -258,6 +285,7 @@ def plan(
       " mesh"
     )
   if first.gossip is not None:
+    networks.refuse(run, "peers have links to each other, not to a server")
     traffic.refuse(
       run,
       "of the recipes of peers, choco_sgd and threshold_sharing alone have a"
@@ -396,6 +424,10 @@ def describe(result: Mapping[str, Any]) -> str:
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
     words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+  if "spread_mean" in result:
+    words += (
+      f", {result['shards']} shards {result['spread_mean']:.2g} messages apart"
+    )
   if result.get("backup_started"):
     words += (
       f", {result['backup_first']} of {result['backup_started']} backup tasks"
@@ -410,6 +442,7 @@ def describe(result: Mapping[str, Any]) -> str:
     )
   if "codec_down" in result:
     words += f" ({result['compression_down']:.3g} times less)"
+  words += networks.describe(result)
   if result.get("residual_lost"):
     words += (
       f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"

@@ -189,7 +189,7 @@ class PeerMeshEngine(engines.Engine):
       heard = links * sent
       self._links += np.stack([links, heard])
     version, staleness, accepted = metrics.whole.T
-    gap, message_norm, update_norm, mix_norm = metrics.real.T
+    gap, message_norm, update_norm, mix_norm, kept = metrics.real.T
     up, down, mixed = self._before
     self._before = put, heard.sum(1), mix_norm
     up = put if how.put_first else up
@@ -198,7 +198,7 @@ class PeerMeshEngine(engines.Engine):
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
       *(accepted.astype(bool), message_norm, update_norm),
-      *(up, down, np.zeros(n, np.float32), mixed),
+      *(up, down, kept, mixed),
     )
 
   def _states(self):

@@ -17,9 +17,11 @@ from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   coordinated,
   live_clusters,
+  networks,
   parameter_server,
   peers,
   server_orders,
+  simulated_orders,
   simulated_shards,
   tables,
   traffic,
@@ -38,14 +40,15 @@ class SimulationEngine(engines.Engine):
     seed = context.cell.seed
     self._plan = plan = context.plan.of_seed(seed)
     self._name = context.cell.name
-    self._trace = plan.trace(seed)
-    self._ends = simulator.end_of_message(self._trace)
-    self._batch = plan.job_batches(seed)
-    init_key, self._root = jax.random.split(jax.random.key(seed))
+    batch = plan.job_batches(seed)
+    init_key, root = jax.random.split(jax.random.key(seed))
     simulation = plan.host.init(plan.problem.init(init_key), plan.workers)
     restored = context.restore(lambda saved: _unpack(saved, simulation))
-    new = simulation, simulator.concatenate([])
-    self._simulation, records = restored or new
+    new = simulation, simulator.concatenate([]), None
+    self._simulation, records, sizes = restored or new
+    self._order = simulated_orders.order_of(
+      *(plan, seed, batch, root), saved=sizes, rows=self._simulation.event
+    )
     self._parts = [records]
     self.total, self.done = plan.messages, len(records.loss)
     self._pace = engines.Pace(_SECONDS, _FIRST)
@@ -53,13 +56,7 @@ class SimulationEngine(engines.Engine):
   def advance(self, until: int) -> engines.Progress:
     """Obeys the trace, not past message `until`."""
     end = min(self.done + self._pace.begin(), until)
-    self._simulation, part = self._plan.host.run(
-      self._simulation,
-      self._trace,
-      int(self._ends[end - 1]),
-      batch=self._batch,
-      root=self._root,
-    )
+    self._simulation, part = self._order.obey(self._simulation, self.done, end)
     self._pace.end()
     self._parts.append(part)
     self.done = end
@@ -77,9 +74,9 @@ class SimulationEngine(engines.Engine):
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
-    server, last = self._simulation.server, self._ends[self.done - 1] - 1
+    server = self._simulation.server
     clock = {
-      "time": float(self._trace.time[last]),
+      "time": float(self._parts[-1].time[-1]),
       "megabytes": traffic.megabytes(self._parts),
     }
     return engines.Snapshot(
@@ -99,9 +96,12 @@ class SimulationEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     state, records, plan = self._simulation.server, self.records(), self._plan
-    version = int(state.version)
-    row = parameter_server.columns(plan, records, version, self._trace)
-    row["simulated_time"] = float(records.time[-1])
+    version, trace = int(state.version), self._order.trace
+    row = parameter_server.columns(plan, records, version, trace)
+    row["simulated_time"] = time = float(records.time[-1])
+    use = self._order.use()
+    if use is not None:
+      row |= networks.columns(use, len(records.loss), time)
     if not plan.server.sends_current and plan.run.given is None:
       sent = plan.server.send(state, jnp.int32(0)).params
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
@@ -110,6 +110,7 @@ class SimulationEngine(engines.Engine):
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
     tree, notes = _pack(self._simulation)
+    notes["sizes"] = self._order.save()
     return self._simulation.event, {**tree, "records": self.records()}, notes
 
 
@@ -137,8 +138,8 @@ def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _unpack(saved, template):
-  """Returns (simulation, records) of a checkpoint; `template` is a simulation
-  of the same structure."""
+  """Returns (simulation, records, sizes) of a checkpoint; `template` is a
+  simulation of the same structure."""
   rows, server = saved.notes["tickets"], template.server
   trees = len({row[3] for row in rows})
   tree = {"server": server, "workers": template.workers}
@@ -165,7 +166,7 @@ def _unpack(saved, template):
   simulation = simulator.Simulation(
     event, server, workers, tickets, tuple(kept), {}, sent
   )
-  return simulation, records
+  return simulation, records, saved.notes.get("sizes")
 
 
 class _Driver(NamedTuple):

@@ -20,6 +20,7 @@ from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   learning_rates,
+  networks,
   outcomes,
   parameter_server,
   traffic,
@@ -199,6 +200,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   problem, config = experiment.problem_of(run), run.config
   unused.refuse(run, _REFUSED)
   unused.refuse_gates(run, "its consistency says who waits")
+  networks.refuse(run, "pulls and pushes of its rows take no time")
   unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):

@@ -39,7 +39,7 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
 SECTIONS = {
   # Of `asgd.compression`, of messages: a name, or a dict of it and options.
   "compress": Setting(None, _codec),
-  # The same, of the server's updates; simulated only.
+  # The same, of the server's updates, which workers are sent.
   "compress_down": Setting(None, _codec),
 }
 

@@ -27,7 +27,15 @@ import numpy as np
 from asgd import base, compression, sharding, simulator
 from asgd.compression.packing import BadCode
 from asgd.live import faults as faults_lib
-from asgd.live import frames, journal, processes, records, slots, spans
+from asgd.live import (
+  frames,
+  journal,
+  processes,
+  records,
+  slot_formats,
+  slots,
+  spans,
+)
 from asgd.live.links.notes import FarNotes
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
@@ -161,11 +169,11 @@ class ShardActor:
       received = steps.receive(state, ticket, message, np.float32(0.0))
       jax.block_until_ready(received)
     state = simulator.start(server, params)
+    updates = compression.last_update(state.opt_state) is not None
+    like = slot_formats.contents(server.codec, params, updates=updates)
     shard = Shard(
       *(index, setup, steps, state),
-      site.open_memory(
-        *(index, params, compression.layout(server.codec, params), state)
-      ),
+      site.open_memory(index, *like, state),
       journal.FileJournal(journal.journal_path(site.run, index)),
       records.FileSink(records.records_path(site.run, index)),
       now=site.clock(),
@@ -295,7 +303,7 @@ class WorkerActor:
     # deadline is that of workers that have compiled.
     duty.warm_up(self._worker)
     sockets = [site.socket(index) for index in shards]
-    messages = [message for _, message in shares]
+    messages = [message for _, message, *_ in shares]
     link = SocketLink(sockets) if self._near else RayLink(site, messages)
     for shard in shards:
       while not link.connect(shard):

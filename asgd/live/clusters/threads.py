@@ -18,13 +18,15 @@ import jax.numpy as jnp
 
 from asgd import base, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import journal, records, slots, spans
+from asgd.live import frames, journal, records, slots, spans
 from asgd.live.clusters.base import LiveCluster
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
+from asgd.live.links.throttled import Throttle
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 from asgd.live.worker import Duty, WorkerLoop
+from asgd.orders.network import Network
 
 
 class Stores(NamedTuple):
@@ -61,13 +63,15 @@ class ThreadCluster(LiveCluster):
     patience: float = 5.0,
     resumed: bool = False,
     span: Callable[[int, spans.Span], None] | None = None,
+    network: Network | None = None,
   ):
     """Prepares; `start` begins. Raises ValueError for impossible faults.
 
     The states are those of each shard before the first message. `began` is
     `time.monotonic()` when the run began, or would have; of a run that is
     resumed the journals hold the beginning. Workers are patient for so many
-    seconds; `span` is told (worker, stretch of time).
+    seconds; `span` is told (worker, stretch of time); frames take the time of
+    a `network`, in seconds.
     """
     faults_lib.check(faults, setup.workers, setup.jobs)
     super().__init__(setup, duty.plan, refill=refill)
@@ -76,6 +80,7 @@ class ThreadCluster(LiveCluster):
     self.script = faults_lib.Script(faults, kill=self._kill, wait=self._wait)
     self._clock = lambda: time.monotonic() - began  # seconds of the run
     self._span, self._duty = span, duty
+    self._throttle = network and Throttle(network, setup.workers)
     self._make_loop = functools.partial(
       WorkerLoop,
       memories=self.stores.memories,
@@ -132,6 +137,8 @@ class ThreadCluster(LiveCluster):
 
   def start(self) -> None:
     """Starts all threads."""
+    if self._throttle:
+      self._throttle.start()
     for thread in self.shards:
       thread.start()
     for worker in range(self.setup.workers):
@@ -139,7 +146,7 @@ class ThreadCluster(LiveCluster):
 
   def add_worker(self, worker: int) -> None:
     """Has a new worker take a place."""
-    link = ThreadLink(worker, self.shards, self._end.is_set)
+    link = ThreadLink(worker, self.shards, self._end.is_set, **self._ways())
     span = functools.partial(self._span, worker) if self._span else None
     life = self._next_life(worker)
     loop = self._make_loop(
@@ -149,6 +156,26 @@ class ThreadCluster(LiveCluster):
     thread = threading.Thread(target=self._work, args=args, daemon=True)
     self.workers[worker] = WorkerThread(thread, link, loop)
     thread.start()
+
+  def _ways(self):
+    """How frames are carried, over a network."""
+    throttle, memories = self._throttle, self.stores.memories
+    if throttle is None:
+      return {}
+
+    def up(worker, shard, frame, deliver):
+      nbytes = 0
+      if frame.kind == frames.PUSH:
+        nbytes = memories[shard].length(slots.MESSAGES, frame.message)
+      throttle.up(worker, shard, nbytes, deliver)
+
+    def down(worker, shard, frame, deliver):
+      nbytes = 0
+      if frame.kind == frames.TICKET and not frame.flag:
+        nbytes = memories[shard].length(slots.PARAMS, frame.params)
+      throttle.down(worker, shard, nbytes, deliver)
+
+    return {"up": up, "down": down}
 
   def _work(self, worker, loop, link):
     try:
@@ -205,3 +232,5 @@ class ThreadCluster(LiveCluster):
         thread.stop()
     for holder in self.workers.values():
       holder.thread.join()
+    if self._throttle:
+      self._throttle.close()

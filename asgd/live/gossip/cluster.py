@@ -241,11 +241,13 @@ class PeerCluster(abc.ABC):
   def _bury(self):
     """Deals with those that have ended."""
     for peer, how in self._gone():
+      residual = 0.0
       if peer in self._coming:  # before it had joined
         del self._coming[peer]
       elif peer in self.lives:
         del self.lives[peer]
         lost = files.leave(self._run, peer, self._clock())
+        residual = files.last_residual_lost(self._run, peer)
         if self.gossip.order == gossip.PAIRS:
           for number in lost:
             self._give_back(number)
@@ -256,7 +258,7 @@ class PeerCluster(abc.ABC):
       self._deaths += 1
       if self._finished:
         continue
-      self._news.append(self._told(peer, how))
+      self._news.append(self._told(peer, how, residual))
       if not self.lives:
         last = f"the last was peer {peer}"
         if how == REJECTED:
@@ -266,7 +268,7 @@ class PeerCluster(abc.ABC):
         self.replaced["peer"] += 1
         self._new(peer)
 
-  def _told(self, peer, how):
+  def _told(self, peer, how, residual):
     places = self.gossip.topology.workers
     if self._refused > _TRIES * places:
       raise NotFinite(
@@ -279,10 +281,12 @@ class PeerCluster(abc.ABC):
         f" came (the last: peer {peer} {how}): look for what ends them in the"
         " data, in the loss, and in the memory of the machine"
       )
-    left = "; the others go on"
-    return f"peer {peer} {how}{left}" + (
-      ", another takes its place" if self._refill else ""
-    )
+    told = f"peer {peer} {how}; the others go on"
+    if self._refill:
+      told += ", another takes its place"
+    if residual:
+      told += f"; what its codec had kept back is lost (RMS {residual:.3g})"
+    return told
 
   def _pass_on(self, dead):
     """Brings what a dead peer has put to all that hear it, if to any."""

@@ -83,6 +83,30 @@ def lives_of(events: Sequence[Event]) -> int:
   return sum(event.action == base.LEAVE for event in events)
 
 
+def residuals_lost(
+  events: Sequence[Event], records: simulator.PeerRecords
+) -> list[tuple[Event, float]]:
+  """Returns the LEAVE rows of a peer's journal, and of each the RMS of what the
+  codec of who left had kept back, as its last record says; 0 without one."""
+  jobs, norms = records.job.tolist(), records.residual_norm.tolist()
+  known = dict(zip(jobs, norms, strict=True))
+  lost, kept = [], 0.0
+  for event in events:
+    if event.action == base.RECEIVE:
+      kept = known.get(event.job, kept)
+    elif event.action == base.LEAVE:
+      lost.append((event, kept))
+      kept = 0.0
+  return lost
+
+
+def last_residual_lost(run: Path, index: int) -> float:
+  """Returns the last of `residuals_lost`, of a peer that has left."""
+  events = read_journal(journal_path(run, index))
+  ((_, kept),) = residuals_lost(events, read_peer_records(run, index))[-1:]
+  return kept
+
+
 def leave(run: Path, index: int, now: float) -> list[int]:
   """Writes that a peer has died, if it did not write so itself; returns the
   job that was lost with it, if there was one."""

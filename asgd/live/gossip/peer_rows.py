@@ -56,6 +56,7 @@ class PeerDuty(NamedTuple):
       self.worker.init(self.params),
       *(job.ticket, self.batch(index, 0), self.root, zero),
     )
+    jax.block_until_ready(steps.residual(state))
     state, _ = steps.receive(state, job, message, metrics.loss)
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
@@ -157,11 +158,14 @@ class PeerRows:
     loss = float(work.loss)
     event = self._write(seq, number, base.RECEIVE, loss=loss)
     self.worker = work.state
+    kept = 0.0
+    if self.duty.gossip.compressed:
+      kept = float(self._steps.residual(self.state))
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
     row = simulator.Received(
-      event.time, self.index, number, self._bytes_up, self._bytes, 0.0
+      event.time, self.index, number, self._bytes_up, self._bytes, kept
     )
     records = simulator.peer_records([row], [observation], [self._norms])
     self._sink.append(records)

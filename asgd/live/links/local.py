@@ -89,6 +89,18 @@ def connect_follower(
   shard.role.follow(to_lead)
 
 
+# (worker, shard, frame, deliver): calls `deliver` when the frame has come
+Carry = Callable[[int, int, Frame, Callable[[], None]], None]
+
+
+def at_once(
+  worker: int, shard: int, frame: Frame, deliver: Callable[[], None]
+) -> None:
+  """Carries a frame in no time."""
+  del worker, shard, frame
+  deliver()
+
+
 class ThreadLink:
   """A worker's way to the shards of its process; see `base.WorkerLink`."""
 
@@ -97,10 +109,15 @@ class ThreadLink:
     worker: int,
     shards: Sequence[ShardThread],
     over: Callable[[], bool] = lambda: False,
+    *,
+    up: Carry = at_once,
+    down: Carry = at_once,
   ):
     """Connects to all shards, of the list in which the cluster replaces those
-    that died; `over`: the run has ended, and none will be replaced."""
+    that died; `over`: the run has ended, and none will be replaced; `up` and
+    `down` carry what is said to a shard and by one."""
     self._worker, self._shards, self._over = worker, shards, over
+    self._up, self._down = up, down
     self._box: queue.SimpleQueue = queue.SimpleQueue()
     self._threads = list(shards)
     # One object a connection: shards tell holders of a place by it.
@@ -108,7 +125,8 @@ class ThreadLink:
 
   def _way(self, shard):
     def way(frame):
-      self._box.put((shard, way, frame))
+      heard = shard, way, frame
+      self._down(self._worker, shard, frame, lambda: self._box.put(heard))
 
     return way
 
@@ -118,7 +136,11 @@ class ThreadLink:
     if not thread.alive:
       raise Disconnected(shard)
     way = self._ways[shard]
-    thread.put(lambda shard, now: shard.handle(frame, way, now))
+
+    def deliver():
+      thread.put(lambda shard, now: shard.handle(frame, way, now))
+
+    self._up(self._worker, shard, frame, deliver)
 
   def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
     """Returns the next (shard, frame). Raises Disconnected."""

@@ -3,8 +3,8 @@
 A worker that is not on its shards' machine sees neither their sockets nor
 their memory. It opens a session with each shard's actor, tells it frames, and
 listens for what is said; a PUSH brings its message along and a TICKET its
-parameters, as NumPy arrays in Ray's own serialization; a message of a codec as
-its packed bytes, and no more of them than there are. That costs about a
+parameters, as NumPy arrays in Ray's own serialization; a message of a codec, or
+updates, as packed bytes, and no more of them than there are. That costs about a
 millisecond a frame; all else is as on one machine.
 """
 
@@ -26,6 +26,7 @@ from asgd.live.links.base import Disconnected
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
+  UPDATES,
   WrongSlot,
   message_stamp,
 )
@@ -53,11 +54,15 @@ class Session:
     self.worker = frame.worker
 
   def say(self, frame: Frame) -> None:
-    """Has a frame, and the parameters it tells of, fetched by the worker."""
-    ticket = frame.kind == frames.TICKET
-    params = None
-    if ticket:
-      params = self._memory.read_copy(PARAMS, frame.params)
+    """Has a frame, and the parameters or updates it tells of, fetched by the
+    worker."""
+    memory, params = self._memory, None
+    if frame.kind == frames.TICKET:
+      if frame.flag == frames.UPDATES:
+        stamp = message_stamp(frame.worker, frame.seq)
+        params = memory.read(UPDATES, frame.message, stamp)
+      elif frame.flag == frames.WHOLE or not memory.sends_updates:
+        params = memory.read_copy(PARAMS, frame.params)
     self._out.put((frames.pack(frame), params))
 
   def listen(self) -> list[tuple[bytes, Any]]:
@@ -163,8 +168,11 @@ class RayLink:
     self._listen(shard)
     for data, params in said:
       frame = frames.unpack(data)
-      if params is not None:
-        memory = self.memories[shard]
+      memory = self.memories[shard]
+      if params is not None and frame.flag == frames.UPDATES:
+        stamp = message_stamp(frame.worker, frame.seq)
+        memory.write(UPDATES, frame.message, params, stamp)
+      elif params is not None:
         memory.write(PARAMS, frame.params, params, int(frame.value))
       self._inbox.append((shard, frame))
 

@@ -15,8 +15,11 @@ def snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory, in place of the log before it."""
   state.flush()
   tickets = *state.tickets.values(), *state.kept.values()
-  params = [ticket.params for ticket in tickets]
-  state.slots.save(state.server, describe(state), params)
+  params, meta = [ticket.params for ticket in tickets], describe(state)
+  memory, first = state.slots.memory, state.slots.counts.messages
+  if state.updates.are_sent:
+    meta["packets"] = state.updates.save(memory, first, state.rows)
+  state.slots.save(state.server, meta, params)
 
 
 def describe(state: ShardState) -> dict[str, Any]:
@@ -35,7 +38,15 @@ def describe(state: ShardState) -> dict[str, Any]:
     "dead": sorted(slots.dead.items()),
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
+    **_describe_updates(state),
   }
+
+
+def _describe_updates(state):
+  if not state.updates.are_sent:
+    return {}
+  bases = sorted((*key, t.base) for key, t in state.tickets.items())
+  return {"bases": bases, **state.updates.describe()}
 
 
 def _open_tickets(state, ledger, intact, without_params=()):
@@ -68,6 +79,11 @@ def restore(
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
   _open_tickets(state, ledger, intact, meta["without_params"])
+  if state.updates.are_sent:
+    state.updates.load(meta, slots.memory, slots.counts.messages)
+    for worker, seq, after in meta["bases"]:
+      ticket = state.tickets[worker, seq]._replace(base=after)
+      state.tickets[worker, seq] = ticket
   for worker, messages in meta["dead"]:
     for slot in messages:
       slots.bury(worker, slots.take_message(slot))
@@ -89,13 +105,22 @@ def reopen(
   """Takes over the tickets that are open where the journal ends, after the rows
   since the image that `restore` took, without the messages that were received
   since: returns whether there are any."""
-  before = state.received
+  before, tickets = state.received, state.tickets
   _open_tickets(state, ledger, intact)
+  for key in tickets.keys() & state.tickets.keys():
+    ticket = state.tickets[key]._replace(base=tickets[key].base)
+    state.tickets[key] = ticket
   for event in events:
+    key = event.key
     if event.action == base.JOIN:
       state.slots.dead.pop(event.worker, None)
-    elif event.action in (base.LOST, base.REJECT) and event.message >= 0:
-      state.slots.bury(event.worker, event.message)
+      state.updates.join(event.worker)
+    elif event.action == base.SEND and key in state.tickets:
+      state.tickets[key] = state.with_updates(event, state.tickets[key])
+    elif event.action in (base.LOST, base.REJECT):
+      state.updates.lose(*key)
+      if event.message >= 0:
+        state.slots.bury(event.worker, event.message)
   state.slots.recount(
     [t.params for t in (*state.tickets.values(), *state.kept.values())],
     [t.message for t in state.tickets.values()],

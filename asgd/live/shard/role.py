@@ -49,7 +49,7 @@ class Role:
       images.snapshot(state)
     state.obey(event)
     if starts:
-      ticket, _, params, message = state.tickets[key]
+      ticket, _, params, message, _ = state.tickets[key]
       version = int(ticket.version)
       event = event._replace(version=version, params=params, message=message)
     self.journal.append(event)

@@ -101,6 +101,11 @@ class Shard:
     elif kind == frames.DRAIN:
       role.pause(worker)
     elif kind == frames.BYE:
+      if frame.flag:
+        self._news.append(
+          f"worker {worker} cannot read the updates that shard {frame.version}"
+          " sent it: it begins anew, with the whole parameters"
+        )
       self._leave(worker)
     role.advance()
 

@@ -16,7 +16,7 @@ class SlotTable:
   """
 
   def __init__(self, memory: Any, counts: SlotCounts):
-    self.memory, self._counts = memory, counts
+    self.memory, self.counts = memory, counts
     self.uses: collections.Counter[int] = collections.Counter()  # of params
     self.published: tuple[Any, int] | None = None  # (params, their slot)
     self.pinned: list[int] = []  # params slots that the snapshot refers to
@@ -93,6 +93,6 @@ class SlotTable:
     self.uses.clear()
     self.uses.update(params)
     self.uses.update(self.pinned)
-    taken, counts = set(messages).union(*self.dead.values()), self._counts
+    taken, counts = set(messages).union(*self.dead.values()), self.counts
     self.free_params = [s for s in range(counts.params) if not self.uses[s]]
     self.free_messages = [s for s in range(counts.messages) if s not in taken]

@@ -14,6 +14,7 @@ from asgd.live.frames import Frame
 from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
+from asgd.live.shard.updates import WHOLE, Updates
 from asgd.live.slots import MESSAGES, PARAMS, message_stamp
 from asgd.orders.trace import STARTS, Event
 
@@ -26,7 +27,8 @@ class OpenTicket(NamedTuple):
   ticket: base.Ticket
   job: int
   params: int  # slot
-  message: int  # slot
+  message: int  # slot, and that of the updates
+  base: int = WHOLE  # the version that its updates are added to
 
 
 class ShardState:
@@ -58,7 +60,7 @@ class ShardState:
     self._residuals: dict[int, float] = {}
     # Those of workers that have left while there was something to do.
     self.lost: list[tuple[int, float]] = []
-    self._traffic = simulator.Traffic(steps, server)
+    self.updates = Updates(steps, server)
     self.rows = 0  # obeyed
     self.received = 0  # messages
     self.kept_params: dict[int, Any] = {}  # received count -> parameters
@@ -80,22 +82,31 @@ class ShardState:
       if action == base.JOIN:
         self.slots.exhume(worker)
         self.joined[worker] = event.job
+        self.updates.join(worker)
       self._drop_kept(worker)
       lost = self._residuals.pop(worker, 0.0)
       if lost and self.received < self.setup.jobs:  # it would have sent it
         self.lost.append((worker, lost))
-    # The effect of a ROLLBACK is the snapshot that was read before it.
+    elif action == base.ROLLBACK:  # the snapshot was read before it
+      self.updates.roll_back(self.server)
+      slots = {key: ticket.message for key, ticket in self.tickets.items()}
+      self.updates.recount(self.slots.memory, slots)
+      for key, ticket in self.tickets.items():  # of updates that are undone
+        self.tickets[key] = ticket._replace(base=WHOLE)
 
   def _start(self, event):
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
-      ticket, _, slot, _ = self.kept[worker]
+      kept = self.kept[worker]
+      ticket, slot = kept.ticket, kept.params
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._numbers[worker])
       slot = slots.publish(ticket.params, self.rows, event.params)
     message = slots.take_message(event.message)
     open_ticket = OpenTicket(ticket, event.job, slot, message)
+    if event.action == base.SEND:
+      open_ticket = self.with_updates(event, open_ticket)
     self.tickets[event.key] = open_ticket
     self.seqs[worker] = event.seq + 1
     if self.keeps and event.action == base.SEND:
@@ -104,6 +115,15 @@ class ShardState:
       ticket = ticket._replace(fresh=np.False_)
       self.kept[worker] = open_ticket._replace(ticket=ticket)
 
+  def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
+    """Returns the ticket of a SEND, with the updates that it is sent as; of an
+    event that is in the journal they lie in their slot."""
+    memory, params = self.slots.memory, ticket.ticket.params
+    after = self.updates.write(
+      memory, ticket.message, event.key, params, new=event.message < 0
+    )
+    return ticket._replace(base=after)
+
   def _receive(self, event):
     key, slots = event.key, self.slots
     received = self._received(event)
@@ -111,6 +131,7 @@ class ShardState:
       self.server, row = self.stage(key, event.loss, event.totals).result
     else:
       self.server, row = self.steps.receive(*self._arguments(key, event.loss))
+    self.updates.update(self.server)
     open_ticket = self.tickets.pop(key)
     slots.release(open_ticket.params)
     if self.setup.log:
@@ -136,7 +157,7 @@ class ShardState:
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
       self._residuals[event.worker] = norm
-    down = self._traffic.end(*event.key, open_ticket.ticket)
+    down = self.updates.end(*event.key, open_ticket.ticket)
     name = event.time, event.worker, event.job
     return simulator.Received(*name, up, down, norm)
 
@@ -146,6 +167,7 @@ class ShardState:
 
   def _lose(self, event):
     open_ticket = self.tickets.pop(event.key)
+    self.updates.lose(*event.key)
     self.slots.release(open_ticket.params)
     if event.message < 0:  # it had come: the worker writes there no more
       self.slots.free_messages.append(open_ticket.message)
@@ -200,10 +222,14 @@ class ShardState:
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns what tells a worker of an open ticket."""
-    ticket, job, params, message = self.tickets[key]
+    ticket, job, params, message, after = self.tickets[key]
+    how, number = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
+    if not ticket.fresh:
+      how = frames.KEPT
+    elif after != WHOLE:
+      how, number = frames.UPDATES, after
     frame = Frame(frames.TICKET, *key, job, int(ticket.version))
-    kept, stamp = int(not ticket.fresh), self.slots.memory.stamp(PARAMS, params)
-    frame = frame._replace(flag=kept, value=float(stamp))
+    frame = frame._replace(flag=how, value=float(number))
     return frame._replace(params=params, message=message)
 
   def accepts(self, frame: Frame) -> bool:

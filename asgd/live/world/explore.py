@@ -222,7 +222,8 @@ class _Run:
     return True
 
   def _spoil_message(self, fault):
-    if self._scenario.case.tau is None:
+    case = self._scenario.case
+    if case.tau is None and case.down is None:
       return False  # nobody could tell
     self._world.disk.spoils.append(fault.which)
     return True

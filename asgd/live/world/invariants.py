@@ -169,7 +169,7 @@ def _check_replay(training, journals, recorded, shards):
 def _check_slots(shard):
   state = shard.state
   slots, tickets = state.slots, state.tickets.values()
-  counts = slots._counts
+  counts = slots.counts
   messages = [
     *slots.free_messages,
     *slots.logged,

@@ -80,6 +80,8 @@ class Case(NamedTuple):
   owned: bool = False  # jobs belong to places
   wire: str | None = None  # dtype of what travels
   tau: float | None = None  # of the threshold of a codec; None: there is none
+  # The same, of updates, of which workers rebuild the parameters.
+  down: float | None = None
 
 
 CASES = (
@@ -100,15 +102,20 @@ CASES = (
   Case("dana_slim", Rules(depth=2), shards=2),
   Case("easgd", shards=2, consistent=True, kills=False),
   Case("downpour", Rules(fetch_every=2), shards=2, kills=False),
-  Case("downpour", Rules(bound=2, cache=True), slowdown=(1.0, 1.0, 3.0)),
+  Case(
+    *("downpour", Rules(bound=2, cache=True)),
+    slowdown=(1.0, 1.0, 3.0),
+    down=0.02,
+  ),
   Case("asgd", Rules(bound=1), owned=True, kills=False),
-  Case("asgd", shards=2, log=0),
+  Case("asgd", shards=2, log=0, down=0.02),
   Case("dana_zero", Rules(depth=2), log=0),
   Case("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
   # Of these, messages are packed, and a worker keeps a residual.
   Case("dana_zero", Rules(depth=2), log=4, tau=0.05),
   Case("asgd", shards=2, wire="bfloat16", tau=0.05),
-  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02),
+  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02, down=0.02),
+  Case("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
 )
 # Options of recipes: jobs of two batches.
 _OPTIONS = {
@@ -170,6 +177,11 @@ class CompiledRecipe(NamedTuple):
 
 
 @functools.cache
+def _codec(tau: float) -> compression.Codec:
+  return compression.named("threshold", tau=tau)
+
+
+@functools.cache
 def recipe(
   name: str,
   clip: bool,
@@ -177,12 +189,16 @@ def recipe(
   shards: int,
   wire: str | None,
   tau: float | None,
+  down: float | None,
 ) -> CompiledRecipe:
   """Returns a recipe of `asgd.algorithms` for a small network."""
   made = algorithms.build(name, 0.05, WORKERS, **_OPTIONS.get(name, {}))
   for norm in (0.5, 0.3) if clip else ():  # two totals
     clipping = sharding.clip_by_global_norm(norm)
     algorithm = transforms.precede(made.algorithm, clipping)
+    made = made._replace(algorithm=algorithm)
+  if down is not None:
+    algorithm = compression.compressed_updates(made.algorithm, _codec(down))
     made = made._replace(algorithm=algorithm)
   made = made._replace(every=max(rules.round, 1))
   gate = max_staleness(0) if rules.backup else accept_all
@@ -194,7 +210,7 @@ def recipe(
   }
   plan = sharding.make_plan(params, shards) if shards > 1 else None
   if tau is not None:
-    codec = compression.named("threshold", tau=tau)
+    codec = _codec(tau)
     server = compression.decoding(server, codec)
     worker = compression.compressed(worker, codec, plan)
   options = {"wire": wire, "keeps_messages": True}
@@ -209,7 +225,7 @@ def training(case: Case, pause) -> Training:
   # Without a codec, work is the same for all numbers of shards.
   shards = case.shards if case.tau is not None else 1
   server, worker, steps, plan, params, batches = recipe(
-    case.recipe, case.clip, of_rounds, shards, case.wire, case.tau
+    case.recipe, case.clip, of_rounds, shards, case.wire, case.tau, case.down
   )
   if case.shards > shards:
     plan = sharding.make_plan(params, case.shards)
@@ -233,6 +249,7 @@ def training(case: Case, pause) -> Training:
     depth=case.rules.depth,
     slowdown=case.slowdown,
     codec=server.codec,
+    codec_down=None if case.down is None else _codec(case.down),
   )
   return Training(
     *(setup, server, worker, steps, params, plan, duty),

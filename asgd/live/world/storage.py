@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live.shard import Shard
-from asgd.live.slots import MESSAGES, SharedMemory, message_stamp
+from asgd.live.slot_formats import Dense
+from asgd.live.slots import SharedMemory, message_stamp
 from asgd.live.world.scheduler import Scheduler
 
 
@@ -25,7 +26,8 @@ class Disk:
     # Writes to come in the middle of which a process is killed: how many are
     # left alone before, and what a row has in it; nothing is any write.
     self.tears: list[tuple[int, bytes]] = []
-    # Packed messages to come of which a byte is changed, at that part of it.
+    # Packed messages or updates to come of which a byte is changed, at that
+    # part of it.
     self.spoils: list[float] = []
 
   def write(self, file: int, data: Any) -> int:
@@ -70,8 +72,10 @@ class Memory(SharedMemory):
       self._check_owner(shard, slot, stamp)
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
-    if kind == MESSAGES and self._disk.spoils:
-      at = self._disk.spoils.pop() * (self.length(kind, slot) - 1)
+    length = self.length(kind, slot)
+    packed = not isinstance(self._formats[kind], Dense)
+    if packed and length and self._disk.spoils:
+      at = self._disk.spoils.pop() * (length - 1)
       self._slots[kind][slot][int(at)] ^= 0x10
     self._scheduler.point()
 

@@ -12,6 +12,7 @@ from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from asgd.live.faults import Fault
+from asgd.live.gossip import files
 from asgd.live.journal import journal_path
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -98,6 +99,9 @@ def test_a_cell_replays_with_a_peer_that_died(tmp_path):
   result, place = train(tmp_path, CODED, machine)
   assert result["replaced"] == {"peer": 1}
   assert result["missed"] > 0  # rounds in which it was not there
+  one = files.read_peer_records(place, 1)
+  lost = one.residual_norm[one.job.tolist().index(5)]  # the last before it died
+  assert result["residual_lost"] == pytest.approx(lost) and lost > 0
   assert replay.replay(place).recorded is not None
   assert replay.replay(place).same
 

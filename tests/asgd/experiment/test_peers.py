@@ -163,6 +163,16 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     ("ring", {"topology": 3}, "config.runs.ring.topology must be"),
     (
       "ring",
+      {"topology": {"name": "torus", "rows": True}},
+      "config.runs.ring.topology.rows must be a positive whole number, not",
+    ),
+    (
+      "ring",
+      {"recipe": "choco_sgd", "codec": "topk"},
+      "config.runs.ring.codec: unknown codec 'topk'; did you mean 'top_k'",
+    ),
+    (
+      "ring",
       {"compress": "top_k"},
       "config.compress is not for the recipe 'd_psgd' (config.runs.ring): of",
     ),

@@ -635,6 +635,10 @@ MISTAKES = {
     {"learning_rate_schedule": {"warmup_epochs": 1e300}},
     "^config.learning_rate_schedule.warmup_epochs must be a number from 0 to",
   ),
+  "whole option": (
+    {"runs": {"a": {"recipe": "downpour", "push_every": True}}},
+    "^config.runs.a.push_every must be a whole number, not True",
+  ),
   "own rate": (
     {"runs": {"a": {"recipe": "asgd", "learning_rate": 10**50}}},
     "^config.runs.a.learning_rate must be .* to 1e.30",

@@ -46,8 +46,12 @@ def build(**config):
       "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
     ),
     (
-      {"compress_down": "onebit", "engine": "threads"},
-      "config.compress_down: workers of engine 'threads' are sent parameters",
+      {
+        "compress_down": "onebit",
+        "engine": "threads",
+        "server": {"wire": "bfloat16"},
+      },
+      "config.compress_down: with config.server.wire 'bfloat16' workers",
     ),
     (
       {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
@@ -148,13 +152,19 @@ def test_a_ticket_is_the_updates_since_the_last_or_the_parameters():
 
 def test_a_live_cell_is_compressed_and_replays(tmp_path):
   place, result, told = kit.train_live(
-    tmp_path, stop=(40,), compress=THRESHOLD, server={"shards": 2, "log": 4}
+    tmp_path,
+    stop=(40,),
+    runs={"a": {"recipe": "asgd", "momentum": 0.9}},
+    compress=THRESHOLD,
+    compress_down="onebit",
+    server={"shards": 2, "log": 4},
   )
-  assert result["codec"] == "threshold"
-  assert result["compression_up"] > 4
+  assert (result["codec"], result["codec_down"]) == ("threshold", "onebit")
+  assert result["compression_up"] > 4 and result["compression_down"] > 2
   assert replay.replay(place).same
   records = base.Records(**cell_files.read_records(place))
   assert records.bytes_up.sum() == result["bytes_up"]
+  assert records.bytes_down.sum() == result["bytes_down"]
   rows = folder.read_rows(place)
   sent = result["bytes_up"] + result["bytes_down"]
   assert rows[-1]["megabytes"] == pytest.approx(sent / 1e6)

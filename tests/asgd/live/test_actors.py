@@ -88,14 +88,19 @@ def make_recipe(name):
   return algorithms.build(name.partition("+")[0], 0.002, WORKERS)
 
 
-def codec_of(name):
-  """The codec of RECIPE+CODEC."""
-  codec = name.partition("+")[2]
-  return compression.named(codec) if codec else None
+def codec_of(name, way=1):
+  """A codec of RECIPE+CODEC or RECIPE+CODEC+CODEC: that of messages, or with 2
+  that of updates."""
+  codecs = name.split("+")
+  return compression.named(codecs[way]) if len(codecs) > way else None
 
 
 def make_server(name):
-  server, codec = make_recipe(name).server(), codec_of(name)
+  recipe, codec, down = make_recipe(name), codec_of(name), codec_of(name, 2)
+  if down:
+    algorithm = compression.compressed_updates(recipe.algorithm, down)
+    recipe = recipe._replace(algorithm=algorithm)
+  server = recipe.server()
   return compression.decoding(server, codec) if codec else server
 
 
@@ -122,6 +127,7 @@ def make_duty(name, setup, batch):
     consistent=setup.consistent,
     depth=setup.rules.depth,
     codec=codec_of(name),
+    codec_down=codec_of(name, 2),
   )
 
 
@@ -321,7 +327,7 @@ def live(session, tmp_path):
     ("dana_zero", 1, 1, {"sockets": False}),  # as on several machines
     ("nag_asgd", 1, 2, {}),
     ("dana_zero", 1, 2, {"consistent": True}),
-    ("nag_asgd+onebit", 1, 2, {"sockets": False}),
+    ("asgd+onebit+onebit", 1, 2, {"sockets": False}),
   ],
   ids=["one", "one-far", "two", "two-consistent", "two-far-packed"],
 )

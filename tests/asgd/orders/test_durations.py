@@ -2,6 +2,7 @@
 the seed and the worker."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -102,6 +103,8 @@ RANDOM = {
   "homogeneous": durations.homogeneous,
   "heterogeneous": durations.heterogeneous,
   "measured": lambda seed: durations.measured(ROWS, resample=True, seed=seed),
+  "pareto": durations.pareto,
+  "bursts": lambda seed: durations.bursts(every=3.0, length=2.0, seed=seed),
 }
 
 
@@ -232,4 +235,44 @@ def test_errors_show_the_value_and_the_remedy(name, kwargs, words):
 )
 def test_times_must_be_finite(name, kwargs):
   with pytest.raises(ValueError, match="not (inf|nan)"):
+    getattr(durations, name)(**kwargs)
+
+
+# Transient stragglers.
+
+
+def test_a_heavy_tail_is_that_of_pareto():
+  times = np.array(take(durations.pareto(3.0, tail=2.5, seed=1), 0, 20_000))
+  least = 3.0 * 1.5 / 2.5
+  assert times.min() >= least
+  assert times.mean() == pytest.approx(3.0, rel=0.03)
+  for factor in (2.0, 4.0):
+    share = (times > factor * least).mean()
+    assert share == pytest.approx(factor**-2.5, rel=0.1)
+
+
+def test_bursts_are_slow_for_a_while():
+  options = {"slowdown": 4.0, "every": 20.0, "length": 5.0}
+  times = np.array(take(durations.bursts(2.0, seed=1, **options), 1, 20_000))
+  plain = np.array(take(durations.gamma(2.0, seed=1), 1, 20_000))
+  slow = times != plain
+  assert times[slow].tolist() == (4.0 * plain[slow]).tolist()
+  assert slow.mean() == pytest.approx(5 / 25, rel=0.1)
+  # A burst ends with one chance in five, and begins with one in twenty.
+  ends = slow[:-1] & ~slow[1:]
+  assert ends.sum() / slow[:-1].sum() == pytest.approx(1 / 5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+  ("name", "kwargs", "said"),
+  [
+    ("pareto", {"tail": 1.0}, "tail must be above 1, .* not 1.0"),
+    ("pareto", {"tail": math.nan}, "tail must be positive, not nan"),
+    ("bursts", {"slowdown": 0.5}, "slowdown must be 1 or more, not 0.5"),
+    ("bursts", {"every": -1}, "every must be positive, not -1"),
+    ("bursts", {"length": 0.1}, "length must be 1 or more, not 0.1"),
+  ],
+)
+def test_stragglers_out_of_range_are_refused(name, kwargs, said):
+  with pytest.raises(ValueError, match=said):
     getattr(durations, name)(**kwargs)

@@ -55,17 +55,19 @@ def test_a_mesh_comes_to_what_the_simulator_comes_to(recipe):
     recipe.gossip, recipe.server(), worker, meshes.make({"data": N})
   )
   state = rounds.init(start)
-  losses = []
+  losses, kept = [], []
   for k in range(ROUNDS):
     batches = stacking.stack([batch(i, k * N + i) for i in range(N)])
     state, told = rounds.round(state, rounds.place(batches), root, k)
     losses.append(told.loss)
+    kept.append(told.real[:, -1])
   for i, expected in enumerate(simulated.states):
     mine = jax.tree.map(lambda x, i=i: x[i], state.peers)
     kit.close(mine.server, expected.server, atol=1e-14)
     assert mine.mixes == expected.mixes
-  by_job = rows.loss[np.argsort(rows.job)].reshape(ROUNDS, N)
-  np.testing.assert_allclose(np.array(losses), by_job, rtol=1e-6)
+  for mine, column in (losses, rows.loss), (kept, rows.residual_norm):
+    by_job = column[np.argsort(rows.job)].reshape(ROUNDS, N)
+    np.testing.assert_allclose(np.array(mine), by_job, rtol=1e-6)
   size = peers.message_bytes(recipe.gossip, recipe.server(), start)
   if not recipe.gossip.compressed:
     assert simulated.traffic.nbytes.sum() == (

@@ -377,6 +377,27 @@ def test_what_was_shared_and_what_is_left_is_the_sum_of_updates():
     assert_all(moved * 4, np.round(moved * 4), atol=1e-12)
 
 
+CODEC = {"name": "top_k", "density": 0.3}
+
+
+@pytest.mark.parametrize("name", ["choco_sgd", "threshold_sharing"])
+def test_records_have_what_was_kept_back_of_all_before(name):
+  recipe = getattr(asgd, name)(0.1, workers=N, codec=CODEC)
+  trace = trace_of(recipe, rounds=3)
+  result = peers(recipe, trace)
+  for row in np.flatnonzero(trace.action == base.RECEIVE).tolist():
+    result.run(row)
+    state = result.states[trace.worker[row]]
+    kept = flat(state.server.params)
+    if name == "choco_sgd":
+      kept = kept - flat(state.own.public)
+    else:
+      kept = flat(state.own.codec.residual)
+    (norm,) = result.run(row + 1).residual_norm
+    np.testing.assert_allclose(norm, np.sqrt(np.mean(kept**2)), rtol=1e-6)
+  assert norm > 0
+
+
 # Traces.
 
 RECIPES = {

@@ -1,0 +1,127 @@
+"""The section `network` of a config, and what a cell's network bore."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from asgd import sharding, wire
+from asgd.checks import shown
+from asgd.experiment import checks
+from asgd.experiment.engines import Column, unused
+from asgd.experiment.schema import Run, Setting
+from asgd.orders.network import INCAST, LinkUse, Network
+from asgd.orders.play import Sizes, fixed
+
+_BANDWIDTHS = "up", "down", "port"
+_BANDWIDTH = checks.optional(checks.positive)  # None: no limit
+
+# In the unit of the durations, seconds of live threads; see
+# `asgd.orders.network`.
+SECTIONS = {
+  "network": {
+    "latency": Setting(0.0, checks.number()),  # one way
+    "up": Setting(None, _BANDWIDTH),  # of a worker's link, in bytes a unit
+    "down": Setting(None, _BANDWIDTH),
+    "port": Setting(None, _BANDWIDTH),  # of a shard, each way
+    "service": Setting(0.0, checks.number()),  # in which it takes a message
+    "incast": Setting("queue", checks.choice(*INCAST)),
+  }
+}
+
+
+def network_of(run: Run) -> Network | None:
+  """Returns the network of a run, None if its messages take no time."""
+  config = run.config
+  return from_section(config["network"], config["server"]["shards"])
+
+
+def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
+  """Returns the network that a section says, with so many shards, None if it
+  takes no time."""
+  section = dict(section)
+  for key in _BANDWIDTHS:
+    section[key] = math.inf if section[key] is None else float(section[key])
+  network = Network(**section, shards=shards)
+  return None if network.is_instant else network
+
+
+def refuse(run: Run, what: str) -> None:
+  """Raises ValueError if a config has a network that a run has no use for."""
+  for key, value in run.config.get("network", {}).items():
+    if value != SECTIONS["network"][key].default:
+      raise ValueError(
+        f"config.network.{key} {shown(value)} is not for"
+        f" {unused.recipe_of(run)}: {what}; leave it out{unused.others(run)}"
+      )
+
+
+def check(run: Run) -> None:
+  """Raises ValueError for a network that a run cannot have."""
+  if run.engine == "ray":
+    refuse(run, f"messages of engine {run.engine!r} take the time they take")
+  server = run.config["server"]
+  several = server["shards"] > 1 and not server["consistent"]
+  if several and network_of(run) is not None:
+    raise ValueError(
+      f"config.network with {server['shards']} shards needs one order for all"
+      " of them: set config.server.consistent=True, or config.server.shards=1"
+    )
+
+
+def shares(plan: Any, shards: int) -> list[int]:
+  """Returns the bytes of the parameters at each of S shards, as they travel.
+  Raises ValueError, naming the key, if they cannot be split."""
+  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  with checks.blame("server", ("shards",)):
+    split = sharding.make_plan(params, shards)
+  return [wire.layout(part).nbytes for part in sharding.split(split, params)]
+
+
+def dense(plan: Any) -> Sizes:
+  """Returns the sizes of messages and tickets that no codec makes smaller."""
+  each = shares(plan, plan.network.shards)
+  return fixed(each, each)
+
+
+def coded(plan: Any) -> bool:
+  """Whether sizes depend on what is sent, and are known once it is."""
+  config = plan.run.config
+  return bool(config["compress"] or config["compress_down"])
+
+
+def divided(nbytes: float, each: Sequence[float]) -> list[float]:
+  """Returns the parts of a packet of so many bytes, as `each` is of a whole."""
+  total = sum(each)
+  return [nbytes * part / total for part in each]
+
+
+def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:
+  """Returns the columns of a result that tell of its network."""
+  return {
+    "throughput": messages / time,
+    "link_utilisation": use.utilisation,
+    "service_utilisation": use.service,
+    "queue_wait": use.waited,
+  }
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Says in a few words what the network of a cell bore."""
+  if "link_utilisation" not in result:
+    return ""
+  return (
+    f", {result['throughput']:.3g} messages a unit of time, the busiest port"
+    f" busy {100 * result['link_utilisation']:.0f} % of it, queues"
+    f" {result['queue_wait']:.2g} a message"
+  )
+
+
+# Of tables in which a cell has a network.
+COLUMNS = (
+  Column("messages/time", "throughput"),
+  Column("port busy %", "link_utilisation", 100, "{:.1f}"),
+  Column("shard busy %", "service_utilisation", 100, "{:.1f}"),
+  Column("queued", "queue_wait"),
+)

@@ -1,0 +1,144 @@
+"""The order of a simulated cell: made before it, or while it is obeyed.
+
+Over a network an order depends on how many bytes messages and tickets have. If
+a codec makes them, that depends on what is in them, so that the order is made
+as far as messages are known, and no further.
+"""
+
+from typing import Any
+
+import jax
+
+from asgd import base, simulator
+from asgd.experiment.engines import networks
+from asgd.orders import play
+from asgd.orders.network import LinkUse
+from asgd.orders.trace import from_events
+
+Sizes = dict[str, list[list[float]]]  # "up", "down": rows (worker, seq, bytes)
+
+
+class MadeOrder:
+  """An order that is known before the first message."""
+
+  def __init__(self, plan: Any, seed: int, batch: Any, root: jax.Array):
+    """Makes the order of a cell; `batch` and `root` are what it is done on."""
+    self._plan, self._data = plan, {"batch": batch, "root": root}
+    self._order = None
+    if plan.network is None:
+      self.trace: base.Trace = plan.trace(seed)
+    else:
+      self._order = plan.over_network(seed, networks.dense(plan))
+      self._order.until(plan.messages)
+      self.trace = self._order.trace()
+    self._ends = simulator.end_of_message(self.trace)
+
+  def obey(
+    self, simulation: simulator.Simulation, done: int, end: int
+  ) -> tuple[simulator.Simulation, base.Records]:
+    """Goes on from message `done` to message `end`."""
+    del done
+    row = int(self._ends[end - 1])
+    return self._plan.host.run(simulation, self.trace, row, **self._data)
+
+  def use(self) -> LinkUse | None:
+    """Returns what the network bore by the end, None without one."""
+    return self._order and self._order.links.use(self._order.now)
+
+  def save(self) -> Sizes | None:
+    """Returns what `GrownOrder` needs to be made again."""
+    return None
+
+
+class GrownOrder:
+  """An order over a network that is made while it is obeyed."""
+
+  def __init__(
+    self,
+    plan: Any,
+    seed: int,
+    batch: Any,
+    root: jax.Array,
+    *,
+    saved: Sizes | None = None,
+    rows: int = 0,
+  ):
+    """Starts it, or makes again its first `rows` from the sizes `saved`."""
+    self._plan, self._data = plan, {"batch": batch, "root": root}
+    self._each = networks.shares(plan, plan.network.shards)
+    self._known = {
+      way: {(w, seq): size for w, seq, size in (saved or {}).get(way, ())}
+      for way in ("up", "down")
+    }
+    self._going: simulator.HostRun | None = None
+    self._next = 0  # row that is to be obeyed
+    sizes = play.Sizes(self._up, self._down)
+    self._order = plan.over_network(seed, sizes)
+    while len(self._order.rows) < rows:
+      self._order.advance()
+    self._next = rows
+
+  @property
+  def trace(self) -> base.Trace:
+    """The rows that were obeyed."""
+    return from_events(self._order.rows[: self._next])
+
+  def obey(
+    self, simulation: simulator.Simulation, done: int, end: int
+  ) -> tuple[simulator.Simulation, base.Records]:
+    """Goes on from message `done` to message `end`."""
+    if self._going is None:
+      self._going = self._plan.host.begin(simulation, **self._data)
+    while done < end:
+      if self._next == len(self._order.rows):
+        self._order.advance()
+        continue
+      done += self._obey_row()
+    return self._going.pause()
+
+  def _obey_row(self):
+    event = self._order.rows[self._next]
+    self._going.obey(event)
+    self._next += 1
+    return event.action == base.RECEIVE
+
+  def _ask(self, way, worker, seq, ask):
+    known = self._known[way]
+    if (worker, seq) not in known:
+      while self._next < len(self._order.rows):  # tickets that were just sent
+        self._obey_row()
+      known[worker, seq] = ask()
+    return networks.divided(known[worker, seq], self._each)
+
+  def _up(self, worker, seq):
+    job = self._order.job(worker, seq)
+    return self._ask(
+      *("up", worker, seq),
+      lambda: self._going.bytes_up(worker, seq, job),
+    )
+
+  def _down(self, worker, seq):
+    return self._ask(
+      *("down", worker, seq), lambda: self._going.bytes_down(worker, seq)
+    )
+
+  def use(self) -> LinkUse:
+    """Returns what the network bore by the last message."""
+    time = self._order.rows[self._next - 1].time
+    return self._order.links.use(time)
+
+  def save(self) -> Sizes:
+    """Returns the sizes that were known, as plain data."""
+    return {
+      way: [[*key, size] for key, size in known.items()]
+      for way, known in self._known.items()
+    }
+
+
+def order_of(
+  plan: Any, seed: int, batch: Any, root: jax.Array, **saved: Any
+) -> MadeOrder | GrownOrder:
+  """Returns the order of a cell; `saved` as `GrownOrder` takes it."""
+  if plan.network is not None and networks.coded(plan):
+    return GrownOrder(plan, seed, batch, root, **saved)
+  return MadeOrder(plan, seed, batch, root)

@@ -1,0 +1,115 @@
+"""Links of threads that take the time of a network.
+
+Threads of one process hand slots of memory to each other, which takes no time.
+Over a network a frame is handed over when it, and the bytes in its slot, would
+have come: what a message really has, dense or packed. The lines that they pass
+are those of a simulation (`asgd.orders.network`), by a real clock.
+"""
+
+import collections
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from asgd.orders.network import Links, Network, Part
+
+
+class _Parcel:
+  """A frame on its way."""
+
+  def __init__(self, deliver: Callable[[], Any]):
+    self.deliver, self.there = deliver, False
+
+
+class Throttle:
+  """All links between the workers and the shards of a run.
+
+  `up` and `down` may be called by any thread, and what they carry is delivered
+  by one of them or by the thread that `start` begins: it must not block.
+  Between one worker and one shard nothing overtakes.
+  """
+
+  def __init__(
+    self,
+    network: Network,
+    workers: int,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """The clock tells seconds, the unit of the network's times."""
+    self._links, self._clock = Links(network, workers), clock
+    self.time = 0.0  # at which what is being delivered has come
+    self._heap: list[tuple[float, int, Part | None, Any]] = []
+    self._count = 0
+    self._orders: dict[Any, collections.deque[_Parcel]] = (
+      collections.defaultdict(collections.deque)
+    )
+    self._changed = threading.Condition()
+    self._ended = False
+    self._thread = threading.Thread(target=self._run, daemon=True)
+
+  def start(self) -> None:
+    """Begins to deliver."""
+    self._thread.start()
+
+  def close(self) -> None:
+    """Ends: what is on its way is lost."""
+    with self._changed:
+      self._ended = True
+      self._changed.notify()
+    if self._thread.is_alive():
+      self._thread.join()
+
+  def up(
+    self, worker: int, shard: int, nbytes: int, deliver: Callable[[], Any]
+  ) -> None:
+    """Carries so many bytes from a worker to a shard."""
+    self._carry(self._links.up, worker, shard, nbytes, deliver)
+
+  def down(
+    self, worker: int, shard: int, nbytes: int, deliver: Callable[[], Any]
+  ) -> None:
+    """Carries so many bytes from a shard to a worker."""
+    self._carry(self._links.down, worker, shard, nbytes, deliver)
+
+  def _carry(self, way, worker, shard, nbytes, deliver):
+    parcel = _Parcel(deliver)
+    with self._changed:
+      order = self._orders[way.__name__, worker, shard]
+      now = self._clock()
+      self._deliver_due(now)
+      order.append(parcel)
+      key = order, parcel
+      self._move(now, way(key, worker, shard, nbytes), None)
+      self._changed.notify()
+
+  def deliver_due(self) -> float | None:
+    """Delivers what has come by now; returns when more may be due."""
+    with self._changed:
+      self._deliver_due(self._clock())
+      return self._heap[0][0] if self._heap else None
+
+  def _deliver_due(self, now):
+    while self._heap and self._heap[0][0] <= now:
+      due, _, part, line = heapq.heappop(self._heap)
+      self._move(due, part, line)
+
+  def _move(self, now, part, line):
+    if line is None and part.arrived:
+      order, parcel = part.key
+      parcel.there, self.time = True, now
+      while order and order[0].there:
+        order.popleft().deliver()
+      return
+    for when, following, on in self._links.advance(now, part, line):
+      self._count += 1
+      heapq.heappush(self._heap, (when, self._count, following, on))
+
+  def _run(self):
+    with self._changed:
+      while not self._ended:
+        now = self._clock()
+        self._deliver_due(now)
+        due = self._heap[0][0] if self._heap else None
+        self._changed.wait(None if due is None else max(due - now, 0.0))

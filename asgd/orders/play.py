@@ -1,0 +1,233 @@
+"""A protocol played with durations and a network: an order, event by event.
+
+  grant --> ticket on its way --> compute --> message on its way --> receive
+
+A ticket is of the version at which it was granted, and that is the time of its
+SEND row; the time of a RECEIVE row is that at which the last shard has taken
+its part. A job on a ticket that the worker keeps is granted by a message
+without parameters: it takes the latency. All shards keep one order, the lead's.
+"""
+
+import collections
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from asgd import base
+from asgd.orders import protocol
+from asgd.orders.network import Links, Network, Part
+from asgd.orders.trace import Event, from_events
+
+
+class Sizes(NamedTuple):
+  """Bytes of messages and tickets, for each of S shards.
+
+  Both are asked once for each job: `up` when its message is computed, `down`
+  when its ticket has been sent (the last row), so that they may depend on what
+  is in them. A ticket that is kept has none.
+  """
+
+  up: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
+  down: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
+
+
+def fixed(up: Sequence[float], down: Sequence[float]) -> Sizes:
+  """Returns the sizes of messages, and of tickets, that are all the same.
+
+  Args:
+    up: bytes of a message for each of S shards.
+    down: bytes of a ticket from each of them.
+
+  Example:
+    >>> from asgd.orders import play
+    >>> play.fixed([8.0], [4.0]).up(0, 0)
+    [8.0]
+  """
+  return Sizes(lambda worker, seq: up, lambda worker, seq: down)
+
+
+class _Job:
+  """A job from its grant until its message is received."""
+
+  def __init__(self, grant: protocol.Grant, length: float):
+    self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
+    self.length = length  # time that it takes to compute
+    self.parts: list[Part] = []  # of its ticket, then of its message, too
+    self.left = 0  # of those that are on their way
+    self.computed = False
+
+
+class Play:
+  """A protocol that goes on event by event.
+
+  Args:
+    rules: the protocol.
+    streams: times of each worker's jobs, N.
+    comes: when each worker joins; those that are there at time 0 get no row.
+    jobs: how many there are; None is no end.
+    network: what messages pass; None takes no time.
+    sizes: of messages and tickets; None is nothing.
+
+  Attributes:
+    rows: of the trace so far.
+    now: time of the last event.
+
+  Raises:
+    ValueError: for rules or a network that cannot be obeyed.
+
+  Example:
+    One worker, and a job of 3: 1 for the ticket's way, 1 for the message's.
+
+    >>> import itertools
+    >>> from asgd.orders import network, play, protocol
+    >>> wire = network.Network(latency=1.0)
+    >>> streams = [itertools.repeat(3.0)]
+    >>> play = play.Play(protocol.Rules(), streams, network=wire)
+    >>> play.until(2)
+    >>> [row.time for row in play.rows]
+    [0.0, 5.0, 5.0, 10.0]
+  """
+
+  def __init__(
+    self,
+    rules: protocol.Rules,
+    streams: Sequence[Iterator[float]],
+    comes: Sequence[float] | None = None,
+    *,
+    jobs: int | None = None,
+    network: Network | None = None,
+    sizes: Sizes | None = None,
+  ):
+    workers = len(streams)
+    self.rows: list[Event] = []
+    self.now = 0.0
+    self.links = Links(network or Network(), workers)
+    nothing = [0.0] * self.links.network.shards
+    self._sizes = sizes or fixed(nothing, nothing)
+    self._nothing, self._instant = nothing, self.links.network.is_instant
+    self._streams, self._late = streams, rules.late < math.inf
+    self._dispatcher = protocol.Dispatcher(
+      rules, jobs=jobs, log=self.rows.append
+    )
+    self._free = list(comes or [0.0] * workers)  # has done all it was given
+    # Granted to each worker and not begun: jobs begin in their order.
+    self._granted: list[collections.deque[_Job]] = [
+      collections.deque() for _ in range(workers)
+    ]
+    self._jobs: dict[tuple[int, int], _Job] = {}
+    self._heap: list[tuple[float, int, int, Callable, Any]] = []
+    self._count = 0  # of what was put there: ties of one job go by it
+    self._may_send = not comes  # what has happened may start something
+    if comes is None:
+      for worker in range(workers):
+        self._dispatcher.join(worker, 0.0)
+      self.rows.clear()
+    else:
+      # Before all jobs of that time, of which 0 is the first.
+      for worker, time in enumerate(comes):
+        self._put(time, worker - workers, self._join, worker)
+
+  @property
+  def received(self) -> int:
+    """Messages that were received."""
+    return self._dispatcher.received
+
+  def job(self, worker: int, seq: int) -> int:
+    """Returns the number of a job that is open."""
+    return self._jobs[worker, seq].number
+
+  def until(self, messages: int) -> None:
+    """Goes on until so many messages are received in all."""
+    while self.received < messages:
+      self.advance()
+
+  def trace(self) -> base.Trace:
+    """Returns the rows so far."""
+    return from_events(self.rows)
+
+  def advance(self) -> None:
+    """Sends what may be sent, and lets the next thing happen."""
+    if self._may_send:
+      self._send()
+    due = self._dispatcher.next_late() if self._late else math.inf
+    if due < self._heap[0][0]:
+      self.now, self._may_send = due, True
+      return
+    self.now, _, _, call, what = heapq.heappop(self._heap)
+    call(what)
+
+  def _put(self, time, number, call, what):
+    self._count += 1
+    heapq.heappush(self._heap, (time, number, self._count, call, what))
+
+  def _join(self, worker):
+    self._dispatcher.join(worker, self.now)
+    following = self._heap[0] if self._heap else None
+    together = following and following[0] == self.now and following[1] < 0
+    # Workers that join together get tickets together.
+    self._may_send = not together
+
+  def _send(self):
+    """Starts what may start now."""
+    self._may_send = False
+    for grant in self._dispatcher.grants(self.now):
+      worker, seq, _, keep = grant
+      job = _Job(grant, next(self._streams[worker]))
+      self._jobs[worker, seq] = job
+      self._granted[worker].append(job)
+      if self._instant:
+        self._fetched(job)
+        continue
+      sizes = self._nothing if keep else self._sizes.down(worker, seq)
+      self._set_out(job, self.links.down, range(len(sizes)), sizes)
+
+  def _set_out(self, job, way, shards, sizes):
+    """Parts of a job's ticket, or of its message, begin their way."""
+    parts = [way(job, job.worker, shard, sizes[shard]) for shard in shards]
+    job.parts += parts
+    job.left = len(parts)
+    for part in parts:
+      self._move((part, None))
+
+  def _move(self, what):
+    part, line = what
+    if line is None and part.arrived:
+      self._arrive(part.key)
+      return
+    for time, following, on in self.links.advance(self.now, part, line):
+      self._put(time, following.key.number, self._move, (following, on))
+
+  def _arrive(self, job):
+    """A part of a job has come to its worker, or to its shard."""
+    job.left -= 1
+    if not job.left:
+      (self._arrived if job.computed else self._fetched)(job)
+
+  def _arrived(self, job):
+    """All shards have taken a job's message."""
+    self._may_send = True
+    self._dispatcher.arrive(job.worker, job.seq, self.now)
+    for worker, seq, _ in self._dispatcher.deliver(self.now):
+      self.links.received(self._jobs.pop((worker, seq)).parts)
+
+  def _fetched(self, job):
+    """A job's ticket has come; those that it waited for may have, too."""
+    waiting = self._granted[job.worker]
+    while waiting and not waiting[0].left:
+      self._begin(waiting.popleft())
+
+  def _begin(self, job):
+    worker = job.worker
+    self._free[worker] = max(self.now, self._free[worker]) + job.length
+    self._put(self._free[worker], job.number, self._compute, job)
+
+  def _compute(self, job):
+    """A job's message is computed."""
+    job.computed = True
+    if self._instant:
+      self._arrived(job)
+      return
+    sizes = self._sizes.up(job.worker, job.seq)
+    # The lead's part is the last to leave.
+    self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)

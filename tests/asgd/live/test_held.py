@@ -1,0 +1,101 @@
+"""Parameters that a worker rebuilds from what a shard sends."""
+
+import jax
+import numpy as np
+import pytest
+from kit import bits
+
+import asgd
+from asgd import base, compression, simulator
+from asgd.compression.packing import BadCode
+from asgd.live import frames
+from asgd.live.frames import Frame
+from asgd.live.held import HeldParams, OutOfStep
+from asgd.live.shard.updates import WHOLE, Updates
+from asgd.live.slots import PARAMS, UPDATES
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CODEC = compression.named("threshold", tau=0.1)
+PARAMS_AND_STATS = base.Variables(
+  {"w": np.ones((20, 20), np.float32)}, {"mean": np.zeros(3, np.float32)}
+)
+
+
+class Memory(dict):
+  """Slots by (kind, slot), whatever their stamps."""
+
+  def write(self, kind, slot, tree, stamp):
+    self[kind, slot] = tree
+
+  def read(self, kind, slot, stamp):
+    return self[kind, slot]
+
+  def stamp(self, kind, slot):
+    return 0
+
+
+class Shard:
+  """A server whose updates are codes, and what it sends to worker 0."""
+
+  def __init__(self):
+    recipe = asgd.asgd(0.5, workers=1)
+    algorithm = compression.compressed_updates(recipe.algorithm, CODEC)
+    self.server = recipe._replace(algorithm=algorithm).server()
+    steps = simulator.compile_steps(self.server, None)
+    self.state = simulator.start(self.server, PARAMS_AND_STATS)
+    self.updates, self.memory = Updates(steps, self.state), Memory()
+    self.receive, self.seq = jax.jit(self.server.receive), 0
+
+  def send(self):
+    """Returns the frame of a ticket."""
+    key, params = (0, self.seq), jax.device_get(self.state.params)
+    after = self.updates.write(self.memory, 0, key, params, new=True)
+    self.memory.write(PARAMS, 0, params, 0)
+    self.seq += 1
+    frame = Frame(frames.TICKET, *key, version=int(self.state.version))
+    frame = frame._replace(params=0, message=0)
+    if after == WHOLE:
+      return frame._replace(flag=frames.WHOLE)
+    return frame._replace(flag=frames.UPDATES, value=float(after))
+
+  def update(self, number=1.0):
+    """Receives a message; a new object for the statistics."""
+    message = jax.tree.map(lambda x: number + 0 * x, PARAMS_AND_STATS)
+    ticket = self.server.send(self.state, np.int32(0))
+    self.state, _ = self.receive(self.state, ticket, message)
+    self.updates.update(self.state)
+
+
+def test_it_comes_to_the_bits_of_the_shard_and_to_its_statistics():
+  shard = Shard()
+  held, flags = HeldParams(CODEC, [PARAMS_AND_STATS]), []
+  for updates in (0, 1, 0, 3):
+    for number in range(updates):
+      shard.update(number + 0.5)
+    frame = shard.send()
+    flags.append(frame.flag)
+    assert bits(held.take(0, shard.memory, frame)) == bits(shard.state.params)
+  assert flags == [frames.WHOLE, *[frames.UPDATES] * 3]
+  kept = shard.send()._replace(flag=frames.KEPT)
+  assert bits(held.take(0, shard.memory, kept)) == bits(shard.state.params)
+  # An update that is not finite is no code: the parameters are sent.
+  shard.update(np.nan)
+  assert shard.send().flag == frames.WHOLE
+
+
+def test_what_does_not_follow_or_unpack_is_refused_and_changes_nothing():
+  shard = Shard()
+  held, new = (HeldParams(CODEC, [PARAMS_AND_STATS]) for _ in range(2))
+  held.take(0, shard.memory, shard.send())
+  shard.update()
+  frame = shard.send()
+  with pytest.raises(OutOfStep):
+    new.take(0, shard.memory, frame)
+  there = shard.memory[UPDATES, 0]
+  for spoilt in (there[:30], there[:-1], there ^ 1):
+    shard.memory[UPDATES, 0] = spoilt
+    with pytest.raises(BadCode):
+      held.take(0, shard.memory, frame)
+  shard.memory[UPDATES, 0] = there
+  assert bits(held.take(0, shard.memory, frame)) == bits(shard.state.params)
