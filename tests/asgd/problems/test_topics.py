@@ -79,7 +79,7 @@ def test_stale_samplers_end_where_one_process_and_scikit_learn_end():
     counts = {"words": words, "totals": words.sum(0)[None]}
     return evaluate(counts).more["perplexity"]
 
-  references = [perplexity(gibbs(data, SWEEPS, seed)) for seed in (0, 1)]
+  references = [perplexity(gibbs(data, SWEEPS, seed=0))]
   matrix = np.stack(
     [np.bincount(row, minlength=9) for row in data.train_words]
   )
