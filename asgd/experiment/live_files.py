@@ -68,7 +68,7 @@ def has_peers(folder: Path, description: Mapping[str, Any]) -> bool:
 def has_tables(description: Mapping[str, Any]) -> bool:
   """Whether a live cell is of tables of keyed rows, whose shards have orders of
   their own (`asgd.live.tables`)."""
-  runs = description["config"]["runs"]
+  runs = description["config"].get("runs", {})
   return any(run.get("recipe") in tables.RECIPES for run in runs.values())
 
 

@@ -173,12 +173,13 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     self._context, self._folder = context, context.folder
     self._plan = plan = context.plan
     self._name, self.total = context.cell.name, plan.messages
+    self.done = 0
     begun = journal_path(self._folder, 0).exists()
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
     with contextlib.ExitStack() as stack:
-      stack.callback(self._memory.close)
+      stack.callback(self._release)
       self._start(make_hosts, begun, stack)
       self._open = stack.pop_all()
 
@@ -302,8 +303,13 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     memory_lib.forget(self._folder)
 
   def close(self) -> None:
-    """Ends all hosts."""
+    """Ends all hosts, and lets go of the memory."""
     self._open.close()
+
+  def _release(self):
+    if not self._memory.kept and not self.done:
+      self._memory.remove()  # there is nothing to go on with
+    self._memory.close()
 
 
 def describe(result: Mapping[str, Any]) -> str:
