@@ -142,7 +142,6 @@ def test_a_stretch_without_messages_is_summed_up():
 @pytest.mark.parametrize(
   ("run", "wrong"),
   [
-    ({"engine": "threads"}, "has tables in the place of a server's update"),
     ({"consistency": "sspp"}, "unknown consistency 'sspp'; did you mean 'ssp'"),
     ({"clock_every": 0}, "runs.run.clock_every must be a positive .*not 0"),
     ({"bound": -1}, "runs.run.bound must be .*, 0 or more, not -1"),
