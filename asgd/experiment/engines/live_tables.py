@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from asgd import base
@@ -37,6 +38,7 @@ from asgd.live.gossip.files import cut_journal
 from asgd.live.hosts import Gone
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import FileSink, records_path
+from asgd.live.slots import check_room
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 from asgd.orders.trace import STARTS
@@ -123,11 +125,16 @@ class LiveTableEngine(engines.Engine):
     self._places = range(plan.workers)
     self._orders = range(plan.settings.shards)
     begun = any(path.exists() for path in self._written())
+    if not begun:  # an image, the requests since, and the next image
+      leaves = jax.tree.leaves(plan.like)
+      nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
+      check_room(context.machine.memory_dir, 3 * nbytes)
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
     if begun:  # what a driver left that was killed writes no more
       processes.end_all(self._memory.memory)
+    self._received = 0
     self._news: list[str] = []
     self._there: set[Path] = set()  # files, as it saw last
     self._snapshot: engines.Snapshot | None = None
@@ -135,9 +142,14 @@ class LiveTableEngine(engines.Engine):
     self._cuts: dict[str, Any] = {}
     self._stopped: bool | None = None  # whether all came to rest in time
     with contextlib.ExitStack() as stack:
-      stack.callback(self._memory.close)
+      stack.callback(self._release)
       self._start(make_cluster, begun, stack)
       self._open = stack.pop_all()
+
+  def _release(self):
+    if not self._memory.kept and not self._received:
+      self._memory.remove()  # there is nothing to go on with
+    self._memory.close()
 
   def _written(self):
     """The files that shards and workers write."""
