@@ -22,8 +22,8 @@ from asgd import algorithms, base, orders, simulator
 from asgd.experiment import ray_runtime, turns
 from asgd.live.clusters.actors import RayCluster
 from asgd.live.clusters.ray_processes import Site
+from asgd.live.duty import Duty
 from asgd.live.setup import Setup
-from asgd.live.worker import Duty
 
 _WORKERS = 2
 _LEAVES = 4

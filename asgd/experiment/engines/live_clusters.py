@@ -18,12 +18,12 @@ from asgd.experiment.engines import allocations, traffic
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
+from asgd.live.duty import Duty
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
-from asgd.live.worker import Duty
 
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 

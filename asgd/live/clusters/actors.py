@@ -20,9 +20,9 @@ from asgd.live import deadlines, processes, ray_waits
 from asgd.live import faults as faults_lib
 from asgd.live.clusters import ray_processes
 from asgd.live.clusters.base import LiveCluster
+from asgd.live.duty import Duty
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
-from asgd.live.worker import Duty
 
 _SECONDS = 60.0  # to fetch what is there
 _LOOK = 1.0  # seconds between two looks at a cluster that grows

@@ -36,13 +36,14 @@ from asgd.live import (
   slots,
   spans,
 )
+from asgd.live.duty import Duty
 from asgd.live.links.notes import FarNotes
 from asgd.live.links.remote import RayLink, Session
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.profile import Profile
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.worker import Duty, WorkerLoop
+from asgd.live.worker import WorkerLoop
 
 # Of a GPU's memory; the second is its former name. XLA reads them when JAX is
 # used first.

@@ -20,12 +20,13 @@ from asgd import base, simulator
 from asgd.live import faults as faults_lib
 from asgd.live import frames, journal, records, slots, spans
 from asgd.live.clusters.base import LiveCluster
+from asgd.live.duty import Duty
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ShardThread, ThreadLink, connect_follower
 from asgd.live.links.throttled import Throttle
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.worker import Duty, WorkerLoop
+from asgd.live.worker import WorkerLoop
 from asgd.orders.network import Network
 
 

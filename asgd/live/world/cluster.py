@@ -15,12 +15,13 @@ import jax
 from asgd import base, sharding, simulator
 from asgd.live import faults, journal, records
 from asgd.live.clusters.base import LiveCluster
+from asgd.live.duty import Duty
 from asgd.live.links.base import Disconnected
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.resume import agree
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.worker import Duty, WorkerLoop
+from asgd.live.worker import WorkerLoop
 from asgd.live.world.network import SimulatedNetwork
 from asgd.live.world.scheduler import Process, Scheduler, Stuck
 from asgd.live.world.storage import Disk, Memory

@@ -20,8 +20,8 @@ from asgd import (
 )
 from asgd import losses as losses_lib
 from asgd.live.deadlines import Ladder
+from asgd.live.duty import Duty
 from asgd.live.setup import Setup
-from asgd.live.worker import Duty
 from asgd.live.world.cluster import Training
 from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness

@@ -31,12 +31,12 @@ from asgd.live.clusters.actors import RayCluster
 from asgd.live.clusters.base import finished
 from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
+from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.records import read_records, records_path
 from asgd.live.setup import Setup
-from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 

@@ -16,13 +16,13 @@ from asgd import base, compression, sharding, simulator, wire
 from asgd.live.clusters import base as clusters
 from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
+from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.links.local import connect_follower
 from asgd.live.records import FileSink, read_records, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
-from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 

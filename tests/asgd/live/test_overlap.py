@@ -10,11 +10,12 @@ import pytest
 
 from asgd.live import frames
 from asgd.live import worker as worker_lib
+from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS
-from asgd.live.worker import Duty, WorkerLoop
+from asgd.live.worker import WorkerLoop
 
 LONG = 60.0  # seconds until what must happen is taken not to
 

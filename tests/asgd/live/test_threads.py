@@ -29,12 +29,12 @@ from asgd.live import frames
 from asgd.live.clusters import base as clusters
 from asgd.live.clusters.threads import ThreadCluster
 from asgd.live.deadlines import Ladder
+from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ThreadLink, connect_follower
 from asgd.live.setup import Setup
-from asgd.live.worker import Duty
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 from asgd.simulator import steps as steps_lib

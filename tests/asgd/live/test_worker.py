@@ -8,10 +8,11 @@ import pytest
 
 from asgd import sharding
 from asgd.live import frames
+from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
-from asgd.live.worker import Duty, WorkerLoop
+from asgd.live.worker import WorkerLoop
 
 ROOT = jax.random.key(0)
 

@@ -1,0 +1,116 @@
+"""What a live worker does, wherever it runs."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, compression, sharding
+from asgd.live import slot_formats
+from asgd.live.held import HeldParams
+
+_MEASURED = 1.0  # seconds that jobs take, to be timed
+
+
+class Duty(NamedTuple):
+  """The work of each worker of a run."""
+
+  work: Callable  # of `simulator.compile_steps`
+  init: Callable[[Any], Any]  # parameters (shapes) -> the worker's state
+  batch: Callable[[int, int], base.Batch]
+  root: jax.Array  # key
+  params: Any  # shapes and dtypes of all parameters
+  plan: sharding.ShardPlan | None  # how they are split; None: one shard
+  consistent: bool = False
+  depth: int = 1
+  slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
+  devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
+  codec: compression.Codec | None = None  # that the work ends with
+  # Of updates that the worker is sent; None: it is sent parameters.
+  codec_down: compression.Codec | None = None
+  overlap: bool = False  # compute and write messages in threads of their own
+
+  def parts(self) -> list[Any]:
+    """Returns each shard's part of the parameters."""
+    if self.plan is None:
+      return [self.params]
+    return sharding.split(self.plan, self.params)
+
+  def shares(self) -> list[tuple[Any, ...]]:
+    """Returns what slots of each shard hold: (params, messages), and updates
+    if they are sent, in the forms that `slots.SharedMemory` takes."""
+    updates = self.codec_down is not None
+    return [
+      slot_formats.contents(self.codec, part, updates=updates)
+      for part in self.parts()
+    ]
+
+  def hold(self) -> HeldParams | None:
+    """Returns what a holder of a place has of the parameters; None if it holds
+    none, as it is sent them with each ticket."""
+    if self.codec_down is None:
+      return None
+    return HeldParams(self.codec_down, self.parts())
+
+  def on_device(self, worker: int) -> contextlib.AbstractContextManager:
+    """Has this thread compute on a worker's device: of n, worker i has i mod
+    n."""
+    if not self.devices:
+      return contextlib.nullcontext()
+    return jax.default_device(self.devices[worker % len(self.devices)])
+
+  def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
+    """Compiles the work, for a batch like a worker's first unless one is given;
+    what it computes is dropped."""
+    batch = self.batch(worker, 0) if batch is None else batch
+    self._try(worker, self._first(worker), batch)
+    if held := self.hold():
+      held.warm_up()
+
+  def _first(self, worker):
+    """The state of a worker that was sent zeros, and its ticket."""
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
+    ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
+    with self.on_device(worker):
+      return self.init(params), ticket
+
+  def _try(self, worker, first, batch):
+    """Does a job and drops what it computes."""
+    with self.on_device(worker):
+      out = self.work(*first, batch, self.root, np.int32(0))
+    jax.block_until_ready(out)
+
+  def warm_up_all(self, workers: int) -> None:
+    """Compiles the work of each of N workers."""
+    done = []
+    for worker in range(workers):
+      batch = self.batch(worker, 0)
+      device = worker % max(len(self.devices), 1)
+      program = device, [leaf.shape for leaf in jax.tree.leaves(batch)]
+      if program not in done:
+        done.append(program)
+        self.warm_up(worker, batch)
+
+  def measure(
+    self, worker: int, jobs: int, wait: Callable[[float], None]
+  ) -> float:
+    """Returns the seconds that a job takes a worker: the median of so many, or
+    of more, until they took a second. What they compute is dropped. `warm_up`
+    has compiled them, and the other workers are measured at the same time;
+    `wait` lets seconds go by."""
+    times, first = [], self._first(worker)
+    while len(times) < jobs or math.fsum(times) < _MEASURED:
+      began = time.perf_counter()
+      self._try(worker, first, self.batch(worker, len(times)))
+      wait((self.factor(worker) - 1) * (time.perf_counter() - began))
+      times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+  def factor(self, worker: int) -> float:
+    """On the time of a worker that is to be slow; 1 of others."""
+    return (self.slowdown[worker : worker + 1] or (1.0,))[0]
