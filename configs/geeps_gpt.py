@@ -7,8 +7,8 @@ learning on distributed GPUs with a GPU-specialized parameter server", EuroSys
 
   python -m launch.train --config=configs/geeps_gpt.py
 
-40 updates of 8 microbatches; MB that instructions needed, that were fetched
-from the host and written to it, and the most that the device held:
+40 updates of 8 microbatches; MB that instructions needed, that came here of
+the host's memory and that went there, and the most that the device held:
 
                       needed  fetched  written  held
   all on the device                             3.8
