@@ -47,14 +47,21 @@ def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
   return None if network.is_instant else network
 
 
+def set_in(config: Mapping[str, Any]) -> list[str]:
+  """Returns the keys of a config's section `network` that are set, which are
+  none where messages take no time."""
+  keys = SECTIONS["network"]
+  section = config.get("network") or {}
+  return [key for key, value in section.items() if value != keys[key].default]
+
+
 def refuse(run: Run, what: str) -> None:
   """Raises ValueError if a config has a network that a run has no use for."""
-  for key, value in run.config.get("network", {}).items():
-    if value != SECTIONS["network"][key].default:
-      raise ValueError(
-        f"config.network.{key} {shown(value)} is not for"
-        f" {unused.recipe_of(run)}: {what}; leave it out{unused.others(run)}"
-      )
+  for key in set_in(run.config):
+    raise ValueError(
+      f"config.network.{key} {shown(run.config['network'][key])} is not for"
+      f" {unused.recipe_of(run)}: {what}; leave it out{unused.others(run)}"
+    )
 
 
 def check(run: Run) -> None:
