@@ -36,6 +36,8 @@ from asgd.experiment.claims.fields import FieldCheck
 OF_PEERS = "consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"
 OF_PEERS += ("bytes_per_link",)
 OF_TABLES = "differential_mean", "differential_least", "fresh_reads"
+OF_NETWORKS = "throughput", "link_utilisation", "service_utilisation"
+OF_NETWORKS += ("queue_wait",)
 RESULTS = (
   *OF_PEERS,
   *OF_TABLES,
@@ -45,7 +47,7 @@ RESULTS = (
   *("effective_rate", "accepted", "simulated_time", "seconds", "wall_seconds"),
   *("bytes_up", "bytes_down", "compression_up"),
   "compression_down",
-  *("throughput", "link_utilisation", "service_utilisation", "queue_wait"),
+  *OF_NETWORKS,
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"

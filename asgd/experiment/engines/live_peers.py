@@ -213,9 +213,10 @@ class LivePeerEngine(engines.Engine):
       (records_path(self._folder, peer), there, records),
     ):
       if count < least:
+        has = f"has {count} rows" if path.exists() else "is missing"
         raise ValueError(
-          f"{path} has {count} rows where the checkpoint is of {least}: it was"
-          f" cut short. {PUT_BACK}"
+          f"{path} {has} where the checkpoint is of {least} rows: it was cut"
+          f" short or removed. {PUT_BACK}"
         )
 
   @contextlib.contextmanager

@@ -62,7 +62,8 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
   again = json.loads((place / "delayed_edge.json").read_text())
   assert again["claims"] == data["claims"]
   known = folder.finished_result(results[0].parent)
-  others = {"seconds", *columns.OF_PEERS}
+  others = {"seconds", *columns.OF_PEERS, *columns.OF_TABLES}
+  others |= set(columns.OF_NETWORKS)
   assert set(columns.RESULTS) - others <= set(known)
   # The whole figure is another experiment.
   whole = reproduce.load(path, experiment.ENGINES)
