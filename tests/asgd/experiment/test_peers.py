@@ -195,7 +195,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
-      "config.runs.ring.codec.density must be positive, not 0",
+      "config.runs.ring.codec.density must be a positive finite number, not 0",
     ),
     (
       "ring",
