@@ -29,37 +29,34 @@ def _naming(what: str, function: str) -> Iterator[None]:
     ) from error
 
 
-def _structs(tree):
-  """Shapes and dtypes of leaves, by their paths."""
+def _text(struct):
+  return f"{struct.dtype}{[*struct.shape]}"
+
+
+def _leaves(tree):
+  """Leaves by their paths."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): x for path, x in leaves}
-
-
-def _text(struct):
-  return "missing" if struct is None else f"{struct.dtype}{[*struct.shape]}"
 
 
 def _check_like(what, result, found, like, wanted):
   """Raises ValueError, naming the first leaf that differs, unless a tree has
   the structure, the shapes and the dtypes of another."""
-  ours, theirs = _structs(found), _structs(wanted)
-  differs = ""
-  for path in (*theirs, *ours):
-    one, other = _text(ours.get(path)), _text(theirs.get(path))
-    if one != other:
-      leaf = f"leaf {path}" if path else "it"
-      differs = f"{leaf} is {one}, and there {other}"
-      break
-  else:
-    trees = jax.tree.structure(found), jax.tree.structure(wanted)
-    if trees[0] != trees[1]:
-      shown = [checks.shortened(str(tree), 100) for tree in trees]
-      differs = f"it is {shown[0]}, and there {shown[1]}"
-  if differs:
-    raise ValueError(
-      f"codec {what}: {result} must have the structure, shapes and dtypes of"
-      f" {like}: {differs}"
-    )
+  texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
+  ours, theirs = map(_leaves, texts)
+  differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]
+  if not differs and jax.tree.structure(found) == jax.tree.structure(wanted):
+    return
+  where = differs[0] if differs else ""
+  if where:
+    shown = [leaves.get(where, "missing") for leaves in (ours, theirs)]
+  else:  # a leaf alone, or other nodes
+    shown = [checks.shown(text).replace("'", "") for text in texts]
+  raise ValueError(
+    f"codec {what}: {result} must have the structure, shapes and dtypes of"
+    f" {like}; {f'leaf {where}' if where else 'it'} is {shown[0]}, and"
+    f" should be {shown[1]}"
+  )
 
 
 def checked(codec: Codec, what: str) -> Codec:
@@ -84,8 +81,8 @@ def checked(codec: Codec, what: str) -> Codec:
     >>> codec.encode(codec.init(x), x, jax.random.key(0))
     Traceback (most recent call last):
     ValueError: codec 'mine:make': what decode returns must have the \
-structure, shapes and dtypes of the message: it is float32[2], and there \
-float32[3]
+structure, shapes and dtypes of the message; it is float32[2], and should \
+be float32[3]
   """
 
   def init(like: base.Params) -> Any:

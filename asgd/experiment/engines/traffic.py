@@ -97,13 +97,17 @@ def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
   return compression.decoding(server, codec)
 
 
-def downward(run: Run, recipe: algorithms.Recipe) -> algorithms.Recipe:
+def downward(
+  run: Run, recipe: algorithms.Recipe, problem: Any
+) -> algorithms.Recipe:
   """Returns a recipe whose updates are codes, if the config says so. Raises
   ValueError, naming the key, if they cannot be."""
   codec = codec_of(run, "compress_down")
   if codec is None:
     return recipe
-  with checks.blame("compress_down", ("name",)):
+  params = jax.eval_shape(problem.init, jax.random.key(0))
+  with checks.blame("compress_down", tuple(run.config["compress_down"])):
+    compression.layout(codec, base.weights_of(params))
     algorithm = compression.compressed_updates(recipe.algorithm, codec)
   return recipe._replace(algorithm=algorithm)
 

@@ -203,7 +203,7 @@ def faulty(fault):
 @pytest.mark.parametrize(
   ("fault", "words"),
   [
-    ("decode", "leaf ['w'] is missing, and there float32[3]"),
+    ("decode", "leaf ['w'] is missing, and should be float32[3]"),
     ("shape", "leaf ['w'] is missing"),
     ("fails", "decode fails (AttributeError: 'dict' object has no attribute"),
     ("zero", "encode fails (ZeroDivisionError: "),

@@ -75,6 +75,10 @@ def build(**config):
       {"compress": f"{__name__}:halves"},
       "config.compress: codec '.*:halves': what decode returns must have the",
     ),
+    (
+      {"compress_down": f"{__name__}:halves"},
+      "config.compress_down: codec '.*:halves': what decode returns must have",
+    ),
   ],
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
