@@ -31,7 +31,7 @@ def get_config():
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
   nag = dict(recipe="asgd", momentum=0.9)
-  config.runs = dict(
+  runs = dict(
     dense=dict(**nag, title="dense"),
     threshold=dict(**nag, title="threshold", compress=THRESHOLD),
     no_residual=dict(
@@ -53,6 +53,7 @@ def get_config():
       learning_rate=0.02,
     ),
   )
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # in order
   config.workers = (4,)
   config.seeds = (0, 1, 2)
   config.batch_size = 16

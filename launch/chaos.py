@@ -183,6 +183,7 @@ def main() -> None:
     engines=flags.ENGINES,
     data_dir=_TRAINING["data_dir"].value,
   )
+  chaos.check(exp.runs)
   out, command = flags.training_command("chaos")
   victim = chaos.Victim(out, command)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
@@ -192,10 +193,8 @@ def main() -> None:
     raise flags.Failed(f"chaos: {error}") from error
   finally:
     victim.end()
-  if victim.process.returncode:
-    raise flags.Failed(
-      f"chaos: asgd train ended with status {victim.process.returncode}"
-    )
+  if status := victim.process.returncode:
+    raise flags.Failed(f"chaos: asgd train ended with status {status}")
   if not _report(exp, out, victim, kinds):
     raise flags.Failed("chaos: the audit failed")
   if not victim.failures:

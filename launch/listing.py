@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asgd import data, models
+from asgd import compression, data, models
 from asgd.data import sentences
 from asgd.experiment import problem, schema
-from asgd.gossip import topologies
+from asgd.gossip.topologies import TOPOLOGIES
 from pipeline import schedules
 
 
@@ -57,9 +57,8 @@ def text(engines: Mapping[str, Any]) -> str:
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
     "recipes (recipe of a run)": _entries(schema.RECIPES, schema.options_of),
-    "topologies (topology of a recipe of peers)": _entries(
-      topologies.TOPOLOGIES
-    ),
+    "topologies (topology of a recipe of peers)": _entries(TOPOLOGIES),
+    "codecs (name of config.compress)": _entries(compression.CODECS),
     "schedules (schedule of a run of engine pipeline)": _entries(
       schedules.SCHEDULES, lambda name: schedules.describe(name).options
     ),

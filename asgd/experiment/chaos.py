@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from asgd import base
+from asgd import algorithms, base
 from asgd.experiment import audit, live_memory
+from asgd.experiment.schema import Run
 from asgd.live import processes
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files as table_files
@@ -28,6 +29,21 @@ _ENDING = 20.0  # seconds for processes to end
 
 class Hung(Exception):
   """Nothing happens any more."""
+
+
+def check(runs: Mapping[str, Run]) -> None:
+  """Raises ValueError for runs that cannot be audited afterwards."""
+  for run in runs.values():
+    if run.recipe in algorithms.PEER_RECIPES:
+      raise ValueError(
+        f"config.runs.{run.label}: the recipe {run.recipe} is of peers, whose"
+        " runs chaos cannot audit; name others with --config.only, and kill a"
+        " peer with asgd train --fault=kill:PEER:MESSAGES"
+      )
+
+
+def _leave(*_):
+  raise SystemExit(128 + signal.SIGTERM)
 
 
 def say(text: str) -> None:
@@ -64,6 +80,8 @@ class Victim:
     self._moved = time.monotonic()
     self._run: tuple[int, str] | None = None  # driver, cell
     self._rows, self._works = 0, False  # before it; a message has come since
+    # So that `end` is called, or the run would go on without this process.
+    signal.signal(signal.SIGTERM, _leave)
     self._start()
 
   def _start(self):

@@ -117,7 +117,7 @@ class LiveMemory:
     running = read(cell_folder) if resume else None
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
     self.memory = Path(memory_dir).resolve() / f"asgd-{os.getuid()}-{number}"
-    self.replaced = {}
+    self.replaced, self._begun = {}, False
     if running is not None:
       self.replaced = dict(running.replaced)
       if running.memory.is_dir() and _is_of(running.memory, running, cell):
@@ -151,6 +151,7 @@ class LiveMemory:
 
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json, with so many processes that were replaced."""
+    self._begun = True
     fields = os.getpid(), str(self.memory), self._token, dict(replaced)
     running = Running(*fields)._asdict()
     storage.write_json(self._folder / RUNNING, storage.sealed(running))
@@ -161,7 +162,9 @@ class LiveMemory:
     (self._folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
-    """Lets go of it."""
+    """Lets go of it, and leaves nothing of a run that was refused."""
+    if not self.kept and not self._begun:
+      shutil.rmtree(self.memory, ignore_errors=True)
     os.close(self._lock)
 
 

@@ -7,7 +7,7 @@ divides its sums among them).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from asgd.experiment import (
   code,
   live_files,
   report,
+  schema,
   storage,
 )
 from asgd.experiment.engines import (
@@ -106,6 +107,14 @@ def load(
     "simulate": simulate.SIMULATE,
   }
   was = description.get("dataset")
+  for key in given.codecs if given is not None else ():
+    section = description["config"].get(key)
+    name = section["name"] if isinstance(section, Mapping) else section
+    if name != schema.GIVEN:
+      raise ValueError(
+        f"{folder} had {key}={shown(section)}, which was no object: leave {key}"
+        " out"
+      )
   if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
       f"{folder} is of asgd.train_live, which was given functions: call"

@@ -297,7 +297,7 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
     f" {seeds}, {_minutes(data['seconds'])} of training, of all cells together,"
     f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",
-    f"Tuned: {data['tuned'] or 'nothing'}.\n",
+    f"Tuned: {(data['tuned'] or 'nothing').rstrip('.')}.\n",
     _table(
       ["verdict", "claim", "what decides", "why"], list(map(_short, claims))
     ),
