@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 _MOST_SHOWN = 120  # characters of a value
 
 
@@ -45,8 +47,12 @@ def below(key: str, keys: Collection[str]) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-  """Returns a value as errors show it: a long one without its middle."""
-  return shortened(repr(value), _MOST_SHOWN)
+  """Returns a value as errors show it: on one line, a long one without its
+  middle."""
+  text = repr(value)
+  if "\n" in text:  # an array
+    text = " ".join(text.split())
+  return shortened(text, _MOST_SHOWN)
 
 
 def whole(
@@ -86,6 +92,15 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
     )
 
 
+def flag(name: str, value: bool | None, *, none: str | None = None) -> None:
+  """Raises ValueError unless `value` is True or False, or, where `none` says
+  what that means, None."""
+  if isinstance(value, bool | np.bool_) or (value is None and none is not None):
+    return
+  kinds = "True or False" if none is None else f"True, False or None ({none})"
+  raise ValueError(f"{name} must be {kinds}, not {shown(value)}")
+
+
 def _require(
   holds: Callable[[Any], bool], name: str, value: Any, kind: str
 ) -> None:
@@ -106,7 +121,7 @@ def fraction(name: str, value: float) -> None:
 
 def positive(name: str, value: float) -> None:
   """Raises ValueError unless `value` is positive and finite."""
-  _require(lambda x: x > 0, name, value, "positive")
+  _require(lambda x: x > 0, name, value, "a positive finite number")
 
 
 def nonnegative(name: str, value: float) -> None:

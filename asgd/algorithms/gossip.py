@@ -82,6 +82,7 @@ def d_psgd(
     >>> recipe.order, recipe.gossip.topology.neighbours(0)
     ('rounds', [4, 6, 7])
   """
+  checks.flag("adapt_first", adapt_first)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   return _with_peers(
     Recipe(algorithm),
@@ -135,6 +136,7 @@ def d2(
     >>> asgd.d2(0.1, workers=5).order
     'rounds'
   """
+  checks.flag("lazy", lazy)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())

@@ -5,6 +5,7 @@ from typing import Any
 
 from asgd import checks, names
 from asgd.compression import codec as codec_lib
+from asgd.compression import own
 from asgd.compression.codec import Codec, identity
 from asgd.compression.demo import demo
 from asgd.compression.dgc import dgc
@@ -86,11 +87,9 @@ def named(
       f"codec {name!r} must return a compression.Codec, not"
       f" {checks.shown(codec)}"
     )
-  if error_feedback not in (None, True, False):
-    raise ValueError(
-      "error_feedback must be True, False or None (where the codec needs it),"
-      f" not {checks.shown(error_feedback)}"
-    )
+  if names.is_import(name):
+    codec = own.checked(codec, checks.shown(name))
+  checks.flag("error_feedback", error_feedback, none="where the codec needs it")
   if error_feedback is None:
     error_feedback = codec.feedback == codec_lib.NEEDED
   if error_feedback:
@@ -102,11 +101,7 @@ def named(
   if clip is not None:
     checks.positive("clip", clip)
     codec = codec_lib.clip(codec, clip)
-  if entropy_coding not in (True, False):
-    raise ValueError(
-      "entropy_coding must be True or False, not"
-      f" {checks.shown(entropy_coding)}"
-    )
+  checks.flag("entropy_coding", entropy_coding)
   return codec if entropy_coding else codec_lib.in_words(codec)
 
 

@@ -18,6 +18,7 @@ How fast gossip averages is said by |lambda_2|, the second largest modulus of an
 eigenvalue of W: the distance to the mean falls by that factor a round.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +194,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
   Raises:
     ValueError: for an n that is no power of 2.
   """
+  checks.flag("one_peer", one_peer)
   ranks, dimensions = np.arange(workers), _dimensions(workers)
   rounds = np.zeros((dimensions, workers, workers), bool)
   for k in range(dimensions):
@@ -214,8 +216,13 @@ def random_regular(
     seed: of the draw.
 
   Raises:
-    ValueError: for a degree that no such graph has.
+    ValueError: for a degree that no such graph has, or less than 3 peers.
   """
+  if workers < 3:
+    raise ValueError(
+      f"a random_regular graph needs at least 3 peers, not {workers}: use ring,"
+      " or more peers"
+    )
   if degree is None:
     degree = 2 if workers % 2 else 3
   checks.whole("degree", degree, 2, workers - 1)
@@ -340,7 +347,7 @@ def random_digraph(
 def graph(
   workers: int,
   *,
-  edges: Sequence[Sequence[int]] = (),
+  edges: Sequence[Sequence[int]] | np.ndarray = (),
   directed: bool = False,
   weights: str | None = None,
 ) -> Topology:
@@ -348,16 +355,23 @@ def graph(
 
   Args:
     workers: n, from 2.
-    edges: pairs (i, j); i tells j, and if not `directed` also j tells i.
+    edges: pairs (i, j), or whole numbers [E, 2]; i tells j, and if not
+      `directed` also j tells i.
     directed: whether links have one direction.
     weights: one of WEIGHTS.
 
   Raises:
     ValueError: for an edge that is no pair of two different peers.
   """
+  checks.flag("directed", directed)
+  if isinstance(edges, np.ndarray):
+    edges = edges.tolist()
+  if isinstance(edges, str) or not isinstance(edges, Sequence):
+    raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
   links = np.zeros((workers, workers), bool)
   for edge in edges:
-    pair = list(edge) if isinstance(edge, Sequence) else [edge]
+    paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
+    pair = list(edge) if paired else [edge]
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:
@@ -379,16 +393,22 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
 
   Args:
     workers: n.
-    weights: [n][n] or [T][n][n], none negative; [i][j] is what peer i gives
-      what j tells it, [i][i] what it gives itself.
+    weights: [n][n] or [T][n][n], none negative, whose columns sum to 1; [i][j]
+      is what peer i gives what j tells it, [i][i] what it gives itself.
 
   Raises:
-    ValueError: for weights of another shape or sign.
+    ValueError: for weights of another shape, sign or sum, or no real numbers.
   """
   try:
-    matrices = np.asarray(weights, np.float64)
-  except (TypeError, ValueError):
+    matrices = np.asarray(weights)
+  except ValueError:  # rows of different lengths
     matrices = np.zeros(0)
+  if matrices.dtype.kind not in "biuf":
+    raise ValueError(
+      "weights must be a matrix of real numbers, or several, not"
+      f" {checks.shown(weights)}"
+    )
+  matrices = matrices.astype(np.float64)
   if matrices.ndim == 2:
     matrices = matrices[None]
   if matrices.ndim != 3 or matrices.shape[1:] != (workers, workers):
@@ -396,11 +416,16 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
       f"weights must be a matrix of {workers} rows and columns, one for each"
       f" peer, or several, not {checks.shown(weights)}"
     )
+  if not np.isfinite(matrices).all():
+    bad = matrices[~np.isfinite(matrices)][0]
+    raise ValueError(f"weights must be finite, and one is {bad:g}: use 0 to 1")
   if not len(matrices) or not (matrices >= 0).all():
     raise ValueError(
       f"weights must be 0 or more, not {checks.shown(weights)}"
     )
-  return of_matrices("matrix", matrices)
+  topology = of_matrices("matrix", matrices)
+  check_sums(topology, columns=True)  # no rule can do with others
+  return topology
 
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
@@ -449,9 +474,14 @@ def build(
     options = dict(topology)
     name = options.pop("name", None)
     maker = names.lookup("topology", name, TOPOLOGIES)
-    options["workers"] = workers
+    if "workers" in options:
+      raise ValueError(
+        f"topology has workers {checks.shown(options['workers'])}, and is of"
+        f" all {workers} workers: leave workers out of the topology"
+      )
+    make = functools.partial(maker, workers)
     with checks.below("topology", options):
-      topology = names.call("topology", name, maker, options)
+      topology = names.call("topology", name, make, options)
   if not isinstance(topology, Topology):
     raise ValueError(
       "topology must be a name, a dict of a name and options, or a Topology,"

@@ -160,12 +160,12 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
   """
   kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
   for kind, axis in kinds:
-    sums = topology.matrices.sum(axis)
-    wrong = np.argwhere(np.abs(sums - 1) > _SUM)
+    sums = _sums(topology.matrices, axis)
+    wrong = np.argwhere(~_one(sums))
     if not len(wrong):
       continue
     round_, peer = wrong[0]
-    remedy = "divide by the sum"
+    remedy = _remedy(topology.matrices, axis)
     if topology.name != "matrix":
       remedy = "use weights='metropolis', or sgp, which needs columns alone"
       if (topology.union != topology.union.T).any():
@@ -176,6 +176,33 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
       f" {sums[round_, peer]:.4g}, not to 1, and so would change the mean over"
       f" peers: {remedy}"
     )
+
+
+def _sums(matrices, axis):
+  with np.errstate(over="ignore", invalid="ignore"):
+    return matrices.sum(axis)
+
+
+def _one(sums):
+  return np.abs(sums - 1) <= _SUM  # not of NaN
+
+
+def _remedy(matrices, axis):
+  """What makes rows (axis 2) or columns (1) of one's own weights sum to 1
+  without harm to the others."""
+  sums = _sums(matrices, axis)
+  if not np.isfinite(sums).all():
+    return "use finite weights, from 0 to 1"
+  if not sums.all():
+    return "give each peer a weight of its own, on the diagonal"
+  divided = matrices / np.expand_dims(sums, axis)
+  if all(_one(divided.sum(each)).all() for each in (1, 2)):
+    return "divide by the sum"
+  return (
+    "use symmetric weights, such as those of topology 'graph', as rows and"
+    " columns must both sum to 1; or sgp, which needs columns alone: divide"
+    " each column by its sum"
+  )
 
 
 def check_agrees(topology: Topology) -> None:

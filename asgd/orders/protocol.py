@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from asgd import base
-from asgd.checks import shown, whole
+from asgd.checks import flag, shown, whole
 from asgd.orders.copies import Copies
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
@@ -79,8 +79,7 @@ def check_rules(rules: Rules) -> Rules:
   whole("fetch_every", rules.fetch_every)
   whole("warm_start", rules.warm_start, 0)
   whole("depth", rules.depth, most=MOST_DEPTH)
-  if not isinstance(rules.cache, bool):
-    raise ValueError(f"cache must be True or False, not {shown(rules.cache)}")
+  flag("cache", rules.cache)
   if rules.backup and not rules.round:
     raise ValueError("backup workers need rounds: set the messages of a round")
   if rules.late < math.inf and (not rules.round or rules.backup):

@@ -118,10 +118,7 @@ def sandblaster(
     *(("loading", loading), ("restart", restart)),
   ):
     checks.nonnegative(name, value)
-  if not isinstance(prefetch, bool):
-    raise ValueError(
-      f"prefetch must be True or False, not {checks.shown(prefetch)}"
-    )
+  checks.flag("prefetch", prefetch)
   return Settings(
     checks.whole("history", history, most=1000),
     portions or 0,

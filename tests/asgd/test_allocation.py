@@ -85,8 +85,8 @@ def test_no_other_parts_are_done_sooner(seed):
 @pytest.mark.parametrize(
   "speeds, total, options, what",
   [
-    ([1, 0], 8, {}, "speed must be positive"),
-    ([1, float("nan")], 8, {}, "speed must be positive"),
+    ([1, 0], 8, {}, "speed must be a positive finite number"),
+    ([1, float("nan")], 8, {}, "speed must be a positive finite number"),
     ([1, 1, 1], 2, {}, "2 cannot be divided among 3 workers"),
     ([1, 1], 8, {"most": 3}, "8 cannot be divided among 2 workers"),
     ([1, 1], 9, {"unit": 2}, "9 total are not a whole number of units of 2"),

@@ -31,6 +31,19 @@ def test_a_whole_number_may_have_a_largest():
     checks.whole("depth", 10, most=9)
 
 
+@pytest.mark.parametrize("value", ["no", 1, 0, None, np.ones(2)], ids=repr)
+def test_a_flag_is_true_or_false(value):
+  checks.flag("wide", True)
+  checks.flag("wide", np.False_)
+  checks.flag("wide", None, none="as it comes")
+  with pytest.raises(ValueError, match="^wide must be True or False, not "):
+    checks.flag("wide", value)
+
+
+def test_an_array_is_shown_on_one_line():
+  assert checks.shown(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
+
+
 def test_a_long_value_is_shown_without_its_middle():
   assert checks.shown([1, 2]) == "[1, 2]"
   text = checks.shown("a" * 5000 + "z")

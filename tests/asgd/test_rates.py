@@ -102,15 +102,15 @@ def test_is_the_same_under_jit():
 @pytest.mark.parametrize(
   ("kwargs", "words"),
   [
-    (dict(peak=0), "learning_rate must be positive, not 0"),
-    (dict(peak=np.nan), "learning_rate must be positive, not nan"),
+    (dict(peak=0), "learning_rate must be a positive finite number, not 0"),
+    (dict(peak=np.nan), "learning_rate must be a positive .*not nan"),
     (dict(peak=1, warmup=-2), r"0 or more updates \(not -2\)"),
     (dict(peak=1, warmup=2, start=1.5), r"the peak 1 \(not at 1.5\)"),
     (dict(peak=1, warmup=2, start=-0.5), r"between 0 .* \(not at -0.5\)"),
-    (dict(peak=1, boundaries=(3,), factor=0), "factor .* positive, not 0"),
+    (dict(peak=1, boundaries=(3,), factor=0), "factor .* positive .*not 0"),
     (
       dict(peak=1, boundaries=(3,), factor=np.nan),
-      "factor .* positive, not nan",
+      "factor .* positive finite number, not nan",
     ),
     (
       dict(peak=1, warmup=5, boundaries=(4, 8)),

@@ -304,7 +304,7 @@ def plan(
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # it has its own, which is not known
-  recipe = traffic.downward(run, build_recipe(run, workers, rate))
+  recipe = traffic.downward(run, build_recipe(run, workers, rate), problem)
   order = server_orders.of_run(run, problem, recipe)
   count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
@@ -332,6 +332,8 @@ def plan(
       problem.batches(seed, workers)
       result.of_seed(seed).trace(seed, messages=workers)
   server_orders.check(result)
+  if first.gossip is not None and of_peers is not None:
+    result.check_codec()
   return result
 
 

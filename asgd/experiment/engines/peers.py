@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from asgd import algorithms, base, gossip, names, problems, simulator
-from asgd.experiment import checkpoint, engines
+from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
 from asgd.gossip import topologies
+from asgd.live.gossip import frames
 from asgd.orders import protocol
 
 _SECONDS = 0.25  # between two looks at clocks and signals
@@ -70,6 +71,14 @@ class PeerPlan(ServerPlan):
     raise ValueError(
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
+
+  def check_codec(self) -> None:
+    """Raises ValueError, naming the key, if the parameters cannot be encoded
+    by the recipe's codec."""
+    if self.gossip.compressed:
+      params = jax.eval_shape(self.problem.init, jax.random.key(0))
+      with checks.blame(f"runs.{self.run.label}.codec"):
+        frames.packed_wire(self.peer, params)
 
   def peers(
     self, seed: int, trace: base.Trace | None = None

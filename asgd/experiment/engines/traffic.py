@@ -10,6 +10,7 @@ import jax
 
 from asgd import algorithms, base, compression, wire
 from asgd.checks import shown
+from asgd.compression import own
 from asgd.experiment import checks
 from asgd.experiment.engines import Column, unused
 from asgd.experiment.schema import GIVEN, Run, Setting
@@ -27,12 +28,12 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be the name of a codec, a dict with its name and"
       f" options, or None, not {shown(value)}"
     )
-  name, make = value["name"], compression.named
-  if name != GIVEN:
+  name = value["name"]
+  # Reducers are of engine mesh alone, which makes them; others refuse them.
+  reducers = [x for x in compression.REDUCERS if x not in compression.CODECS]
+  if name != GIVEN and name not in reducers:
     with checks.blame(key, tuple(value)):
-      if name in compression.REDUCERS and name not in compression.CODECS:
-        make = compression.named_reducer  # of engine mesh alone
-      make(**value)
+      compression.named(**value)
   return dict(value)
 
 
@@ -50,6 +51,12 @@ def _named_codec(section: str) -> compression.Codec:
   return compression.named(**json.loads(section))
 
 
+# One for all cells that have it, as of a name.
+@functools.lru_cache(maxsize=32)
+def _given_codec(codec: compression.Codec, key: str) -> compression.Codec:
+  return own.checked(codec, f"given as {key}")
+
+
 def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
   """Returns the codec of a run's messages, or with "compress_down" of its
   updates, None if they are dense. Raises ValueError for one that was given to a
@@ -65,7 +72,7 @@ def codec_of(run: Run, key: str = "compress") -> compression.Codec | None:
       f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
       f" as asgd.simulate(..., {key}=codec): give it again, or name one"
     )
-  return run.codecs[key]
+  return _given_codec(run.codecs[key], key)
 
 
 def refuse(run: Run, what: str) -> None:
@@ -90,13 +97,17 @@ def compressed(run: Run, server: base.Server, problem: Any) -> base.Server:
   return compression.decoding(server, codec)
 
 
-def downward(run: Run, recipe: algorithms.Recipe) -> algorithms.Recipe:
+def downward(
+  run: Run, recipe: algorithms.Recipe, problem: Any
+) -> algorithms.Recipe:
   """Returns a recipe whose updates are codes, if the config says so. Raises
   ValueError, naming the key, if they cannot be."""
   codec = codec_of(run, "compress_down")
   if codec is None:
     return recipe
-  with checks.blame("compress_down", ("name",)):
+  params = jax.eval_shape(problem.init, jax.random.key(0))
+  with checks.blame("compress_down", tuple(run.config["compress_down"])):
+    compression.layout(codec, base.weights_of(params))
     algorithm = compression.compressed_updates(recipe.algorithm, codec)
   return recipe._replace(algorithm=algorithm)
 

@@ -398,7 +398,7 @@ def test_workers_must_be_a_positive_whole_number(workers):
 @pytest.mark.parametrize(
   ("name", "kwargs", "message"),
   [
-    ("asgd", {"learning_rate": 0.0}, "learning_rate must be positive"),
+    ("asgd", {"learning_rate": 0.0}, "learning_rate must be a positive"),
     ("asgd", {"momentum": 1.0}, "momentum must be in"),
     ("dana_zero", {"momentum": -0.1}, "momentum must be in"),
     ("nag_asgd", {"momentum": 1.5}, "momentum must be in"),
@@ -408,6 +408,8 @@ def test_workers_must_be_a_positive_whole_number(workers):
     ("asgd", {"weight_decay": -1.0}, "weight_decay must be"),
     ("dc_asgd_c", {"strength": -1.0}, "strength"),
     ("dc_asgd_a", {"decay": 1.0}, "decay must be in"),
+    ("d_psgd", {"adapt_first": "yes"}, "adapt_first must be True or False"),
+    ("d2", {"lazy": 3}, "lazy must be True or False, not 3"),
     ("dc_asgd_a", {"scope": "shard"}, "scope must be"),
     ("staleness_aware", {"splits": 5}, "splits must be from 1 to the 2"),
   ],

@@ -130,14 +130,14 @@ def test_a_codec_says_whether_it_is_unbiased():
 def test_what_a_codec_cannot_be_is_said_in_a_line():
   for name, options, words in [
     ("treshold", {}, "did you mean 'threshold'? known: adaptive_threshold,"),
-    ("threshold", {"tau": 0}, "tau must be positive, not 0"),
+    ("threshold", {"tau": 0}, "tau must be a positive finite number, not 0"),
     ("threshold", {}, "needs the argument 'tau'"),
     ("threshold", {"tau": 1e-50}, "tau must be from"),
     ("threshold", {"tau": 1.0, "residual_clip": 0.5}, "must be at least 1"),
-    ("threshold", {"tau": "x"}, "tau must be positive, not 'x'"),
+    ("threshold", {"tau": "x"}, "a positive finite number, not 'x'"),
     ("adaptive_threshold", {"least": 0.5, "most": 0.1}, "exchange them"),
     ("adaptive_threshold", {"decay": 1}, "decay must be in [0, 1)"),
-    ("top_k", {"density": 0}, "density must be positive, not 0"),
+    ("top_k", {"density": 0}, "a positive finite number, not 0"),
     ("top_k", {"density": 1.5}, "density must be in (0, 1], not 1.5"),
     ("top_k", {"sparsity": 0.9}, "takes no argument 'sparsity'"),
     ("dgc", {"momentum": 1}, "momentum must be in [0, 1), not 1"),
@@ -145,7 +145,7 @@ def test_what_a_codec_cannot_be_is_said_in_a_line():
     ("dgc", {"error_feedback": 1.5}, "must be True, False or None"),
     ("qsgd", {"levels": 0}, "levels must be a positive whole number, not 0"),
     ("qsgd", {"levels": 2**15}, "levels must be at most 32767"),
-    ("terngrad", {"sigmas": -1}, "sigmas must be positive, not -1"),
+    ("terngrad", {"sigmas": -1}, "a positive finite number, not -1"),
     ("sign", {"scale": "sum"}, "scale must be one of one, mean, rms"),
     ("powersgd", {"rank": 0}, "rank must be a positive whole number"),
     ("demo", {"decay": 1.5}, "decay must be in [0, 1], not 1.5"),
@@ -153,7 +153,8 @@ def test_what_a_codec_cannot_be_is_said_in_a_line():
     (None, {}, "a codec needs a name, not None: leave it out where"),
     (3, {}, "unknown codec 3; known: adaptive_threshold"),
     ("int8", {"block": 0}, "block must be a positive whole number"),
-    ("top_k", {"clip": 0}, "clip must be positive, not 0"),
+    ("bf16", {"entropy_coding": 0}, "must be True or False, not 0"),
+    ("top_k", {"clip": 0}, "clip must be a positive finite number, not 0"),
     ("onebit_adam", {"warm_up": 3}, "engine mesh"),
     ("kit:normal", {}, "must return a compression.Codec, not array("),
   ]:
@@ -183,6 +184,44 @@ def test_a_codec_of_ones_own_is_named_by_its_function():
   x = jnp.array([3.0])
   code, state = codec.encode(codec.init(x), x, KEY)
   assert (float(codec.decode(code)[0]), float(state.residual[0])) == (2.0, 1.0)
+
+
+def faulty(fault):
+  """Codecs of one's own that go wrong."""
+  right = compression.identity()
+  return right._replace(**{
+    "decode": {"decode": lambda code: (code, code)},
+    "shape": {"decode": lambda code: code["w"]},
+    "fails": {"decode": lambda code: code.nosuch},
+    "zero": {"encode": lambda state, tree, key: 1 // 0},
+    "alone": {"encode": lambda state, tree, key: tree},
+    "state": {"encode": lambda state, tree, key: (tree, tree)},
+    "init": {"init": lambda like: like["nosuch"]},
+  }[fault])
+
+
+@pytest.mark.parametrize(
+  ("fault", "words"),
+  [
+    ("decode", "leaf ['w'] is missing, and should be float32[3]"),
+    ("shape", "leaf ['w'] is missing"),
+    ("fails", "decode fails (AttributeError: 'dict' object has no attribute"),
+    ("zero", "encode fails (ZeroDivisionError: "),
+    ("zero", "; encode takes (state, message, key) and returns (code, state)"),
+    ("alone", "encode fails (ValueError: not enough values to unpack"),
+    ("state", "the state of encode must have the structure"),
+    ("init", "init fails (KeyError: 'nosuch'); init takes"),
+  ],
+)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_faulty_codec_of_ones_own_is_named(fault, words, feedback):
+  name = f"{__name__}:faulty"
+  codec = compression.named(name, fault=fault, error_feedback=feedback)
+  with pytest.raises(ValueError) as info:
+    compression.shapes(codec, {"w": np.zeros(3, np.float32)})
+  text = str(info.value)
+  assert text.startswith(f"codec '{name}': ") and words in text
+  assert "\n" not in text and len(text) < 600
 
 
 def test_a_message_is_clipped_before_the_residual_is_added():

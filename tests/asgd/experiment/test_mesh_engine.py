@@ -521,6 +521,10 @@ MISTAKES = {
     {"compress": {"name": "onebit_adam", "warmup": 3}},
     "config.compress: .*'warmup'; did you mean 'warm_up'",
   ),
+  "reducer's value": (
+    {"compress": "onebit_adam"},
+    "config.compress: .*needs the argument 'warm_up'",
+  ),
   "on_nan": ({"on_nan": "go"}, "config.on_nan must be 'stop' or 'record'"),
 }
 

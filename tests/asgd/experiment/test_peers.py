@@ -7,7 +7,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd import experiment, orders
+from asgd import compression, experiment, orders
 from asgd.experiment import cell_files, folder, loop, report
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -195,7 +195,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
-      "config.runs.ring.codec.density must be positive, not 0",
+      "config.runs.ring.codec.density must be a positive finite number, not 0",
     ),
     (
       "ring",
@@ -210,6 +210,11 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     ),
     ("mesh", {"zero": 1}, "config.mesh.zero 1 is of one model on all devices"),
     ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh are as"),
+    (
+      "ring",
+      {"recipe": "choco_sgd", "codec": f"{__name__}:halves"},
+      "test_peers:halves': what decode returns must have the structure",
+    ),
     ("ring", {"workers": (1,)}, "config.runs.ring: gossip is between peers"),
   ],
 )
@@ -221,6 +226,11 @@ def test_mistakes_are_told_in_one_line(label, config, why):
     )
   text = str(error.value)
   assert why in text and "\n" not in text and len(text) < 600
+
+
+def halves():
+  """A codec of one's own that decodes half of a message."""
+  return compression.identity()._replace(decode=lambda code: code[:1])
 
 
 def test_a_topology_given_as_plain_data_is_the_same():

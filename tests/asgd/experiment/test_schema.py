@@ -629,7 +629,7 @@ MISTAKES = {
   ),
   "mean": (
     {"durations": {"name": "gamma", "mean": -1}},
-    "^config.durations.mean must be positive",
+    "^config.durations.mean must be a positive finite number",
   ),
   "warm-up": (
     {"learning_rate_schedule": {"warmup_epochs": 1e300}},

@@ -24,6 +24,11 @@ def quickly(quick_compilation):
   """What is compiled is compiled quickly."""
 
 
+def halves():
+  """A codec of one's own that decodes half of a message."""
+  return compression.identity()._replace(decode=lambda code: code[:1])
+
+
 def build(**config):
   return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
 
@@ -64,6 +69,15 @@ def build(**config):
     (
       {"compress": {"name": "onebit_adam", "warm_up": 3}},
       "config.compress.*is for devices that are in step",
+    ),
+    ({"compress": "onebit_adam"}, "config.compress.*devices that are in step"),
+    (
+      {"compress": f"{__name__}:halves"},
+      "config.compress: codec '.*:halves': what decode returns must have the",
+    ),
+    (
+      {"compress_down": f"{__name__}:halves"},
+      "config.compress_down: codec '.*:halves': what decode returns must have",
     ),
   ],
 )

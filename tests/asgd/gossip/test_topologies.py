@@ -15,6 +15,8 @@ GAPS = {
   "ring": {8: 0.8047, 16: 0.9493, 32: 0.9872, 64: 0.9968},
   "exponential": {8: 0.500, 16: 0.600, 32: 2 / 3, 64: 0.7143},
 }
+HALF = np.full((2, 2), 0.5)
+ROWS = [[0.5, 0.5], [1.0, 0.0]]  # that sum to 1; columns do not
 UNDIRECTED = ("ring", "torus", "star", "full", "hypercube", "random_regular")
 UNDIRECTED += ("erdos_renyi", "hierarchical")
 
@@ -153,6 +155,20 @@ def test_two_colours():
     ({"name": "matrix", "weights": [[1, 0]]}, 2, "a matrix of 2 rows and"),
     ({"name": "matrix", "weights": [[2, -1], [-1, 2]]}, 2, "0 or more, not"),
     ({"name": "matrix", "weights": "W"}, 2, "must be a"),
+    ({"name": "matrix", "weights": HALF + 0j}, 2, "a matrix of real numbers"),
+    ({"name": "matrix", "weights": HALF * np.inf}, 2, "finite, and one is"),
+    ({"name": "matrix", "weights": HALF + 1.5e308}, 2, "use finite weights"),
+    ({"name": "matrix", "weights": HALF * 3}, 2, "to 3, not to 1, and so"),
+    ({"name": "matrix", "weights": HALF}, 3, "not array([[0.5, 0.5], [0.5"),
+    ({"name": "matrix", "weights": ROWS}, 2, "use symmetric weights, such as"),
+    ({"name": "graph", "edges": np.eye(2)}, 3, "whole number, 0 or more, not"),
+    ({"name": "graph", "edges": np.ones(2)}, 3, "edges must be pairs, not 1.0"),
+    ({"name": "graph", "edges": "01"}, 3, "edges must be pairs, not '01'"),
+    ({"name": "graph", "directed": "no"}, 3, "directed must be True or False"),
+    ({"name": "hypercube", "one_peer": 1}, 4, "one_peer must be True or False"),
+    ("random_regular", 2, "needs at least 3 peers, not 2: use ring"),
+    ({"name": "ring", "workers": 3}, 8, "workers 3, and is of all 8 workers"),
+    ({"name": "ring", "worker": 3}, 8, "no argument 'worker'; known: weights"),
     (5, 4, "must be a name, a dict of a name and options, or a Topology"),
     (topologies.ring(3), 4, "has 3 peers, and there are 4 workers"),
   ],
@@ -164,13 +180,23 @@ def test_what_is_no_topology_is_refused_in_one_line(topology, n, why):
   assert why in text and "\n" not in text and len(text) < 600
 
 
+def test_edges_may_be_an_array():
+  edges = [(0, 1), (1, 2)]
+  for given in np.array(edges), list(np.array(edges)):
+    topology = topologies.graph(3, edges=given)
+    expected = topologies.graph(3, edges=edges).matrices
+    np.testing.assert_array_equal(topology.matrices, expected)
+
+
 def test_rows_that_do_not_sum_to_one_are_refused():
-  weights = [[0.5, 0.4], [0.5, 0.5]]
-  topology = topologies.build({"name": "matrix", "weights": weights}, 2)
+  topology = topologies.of_matrices("matrix", [[0.45, 0.45], [0.5, 0.5]])
   with pytest.raises(ValueError, match="row 0 .* sums to 0.9, .* divide by"):
     topologies.check_sums(topology, columns=False)
+  topology = topologies.of_matrices("matrix", [[1.0, np.nan], [0, 1]])
+  with pytest.raises(ValueError, match="sums to nan, .*: use finite"):
+    topologies.check_sums(topology, columns=False)
   weights = [[[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0.5, 0.5]]]
-  topology = topologies.build({"name": "matrix", "weights": weights}, 2)
+  topology = topologies.of_matrices("matrix", weights)
   with pytest.raises(ValueError, match="column 0 .*, round 1, sums to 1.5"):
     topologies.check_sums(topology, columns=True)
 

@@ -397,7 +397,7 @@ MISTAKES = {
   "depth": ({"depth": 0}, "depth must be"),
   "heads": ({"heads": 3}, "3 does not divide 8"),
   "pooling": ({"pooling": "max"}, "unknown pooling 'max'"),
-  "epsilon": ({"epsilon": 0}, "epsilon must be positive, not 0"),
+  "epsilon": ({"epsilon": 0}, "must be a positive finite number, not 0"),
   "dropout": ({"dropout": 1}, "dropout must be in"),
   "deep": ({"depth": 10**9}, "depth must be at most 200, not 1000000000"),
   "wide": ({"width": 10**9}, "width must be at most 1000000, not 1000000000"),
@@ -405,7 +405,7 @@ MISTAKES = {
   "words": ({"vocabulary": 10**9}, "vocabulary must be at most 1000000, not"),
   "kinds": ({"kinds": 10**9}, "kinds must be at most 1000000, not"),
   "long": ({"context": 10**9}, "context must be at most 1000000, not"),
-  "text": ({"epsilon": "1"}, "epsilon must be positive, not '1'"),
+  "text": ({"epsilon": "1"}, "must be a positive finite number, not '1'"),
   "context": ({"context": 8}, "9 positions do not fit into a context of 8"),
 }
 

@@ -201,11 +201,11 @@ def test_build_names_the_nearest_clock_and_argument():
 @pytest.mark.parametrize(
   ("name", "kwargs", "words"),
   [
-    ("constant", dict(mean=0), "^mean must be positive.* not 0"),
-    ("constant", dict(mean=np.nan), "^mean must be positive.* not nan"),
+    ("constant", dict(mean=0), "^mean must be a positive.* not 0"),
+    ("constant", dict(mean=np.nan), "^mean must be a positive.* not nan"),
     ("constant", dict(slowdown=(1, -2)), "^slowdown must be .* not -2"),
-    ("gamma", dict(mean=-1.0), "^mean must be positive.* not -1.0"),
-    ("gamma", dict(variation=0), "^variation must be positive.* not 0"),
+    ("gamma", dict(mean=-1.0), "^mean must be a positive.* not -1.0"),
+    ("gamma", dict(variation=0), "^variation must be a positive.* not 0"),
     (
       *("gamma", dict(machine_variation=-0.5)),
       r"must be 0 or more, not -0.5",
@@ -267,9 +267,9 @@ def test_bursts_are_slow_for_a_while():
   ("name", "kwargs", "said"),
   [
     ("pareto", {"tail": 1.0}, "tail must be above 1, .* not 1.0"),
-    ("pareto", {"tail": math.nan}, "tail must be positive, not nan"),
+    ("pareto", {"tail": math.nan}, "tail must be a positive .*not nan"),
     ("bursts", {"slowdown": 0.5}, "slowdown must be 1 or more, not 0.5"),
-    ("bursts", {"every": -1}, "every must be positive, not -1"),
+    ("bursts", {"every": -1}, "every must be a positive finite number, not -1"),
     ("bursts", {"length": 0.1}, "length must be 1 or more, not 0.1"),
   ],
 )

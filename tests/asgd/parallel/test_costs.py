@@ -74,7 +74,7 @@ def test_poseidons_rule():
 
 
 MISTAKES = {
-  "bandwidth": (lambda: costs.link(0), "bandwidth must be positive"),
+  "bandwidth": (lambda: costs.link(0), "bandwidth must be a positive finite"),
   "latency": (lambda: costs.link(1, -1), "latency must be 0 or more"),
   "devices": (lambda: costs.ring(8, 0), "devices must be a positive whole"),
   "bytes": (lambda: costs.ring(-1, 2), "bytes must be 0 or more"),

@@ -153,7 +153,7 @@ def test_runs_that_counts_are_not_for_are_refused(run, wrong):
   ("options", "wrong"),
   [
     ({"topics": 1}, "topics must be .*2.*not 1"),
-    ({"alpha": 0.0}, "alpha must be positive"),
+    ({"alpha": 0.0}, "alpha must be a positive finite number"),
     ({"documents": "pydocs"}, "did you mean 'pydoc'"),
     ({"words": {"side": 1}}, "side must be"),
     ({"documents": "pydoc", "words": {"side": 3}}, "side is an option of"),

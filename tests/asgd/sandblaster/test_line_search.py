@@ -84,7 +84,7 @@ def test_steps_out_of_the_domain_are_no_steps_to_take(bad):
     ({"slope_rtol": 1.0}, r"slope_rtol must be in \[0, 1\), not 1.0"),
     ({"increase_factor": 1}, "^line_search.increase_factor must be more"),
     ({"increase_factor": None}, "increase_factor must be 0 or more, not None"),
-    ({"max_learning_rate": 0}, "max_learning_rate must be positive, not 0"),
+    ({"max_learning_rate": 0}, "max_learning_rate must be a positive .*not 0"),
     ({"max_linesearch_steps": 0}, "must be a positive whole number, not 0"),
   ],
 )

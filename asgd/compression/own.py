@@ -1,0 +1,108 @@
+"""What a codec of one's own must return, and errors that name it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+from asgd import base, checks, sharding
+from asgd.compression.codec import Code, Codec
+
+_CONTRACT = {
+  "init": "takes the parameters' shapes and returns a state",
+  "encode": "takes (state, message, key) and returns (code, state)",
+  "decode": "takes the code alone and returns a tree like the message",
+}
+
+
+@contextlib.contextmanager
+def _naming(what: str, function: str) -> Iterator[None]:
+  """Puts a codec's name and what its function must do before an error."""
+  try:
+    yield
+  except Exception as error:  # whatever a user's function raises
+    raise ValueError(
+      f"codec {what}: {function} fails ({checks.line_of(error, 200)});"
+      f" {function} {_CONTRACT[function]}"
+    ) from error
+
+
+def _text(struct):
+  return f"{struct.dtype}{[*struct.shape]}"
+
+
+def _leaves(tree):
+  """Leaves by their paths."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def _check_like(what, result, found, like, wanted):
+  """Raises ValueError, naming the first leaf that differs, unless a tree has
+  the structure, the shapes and the dtypes of another."""
+  texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
+  ours, theirs = map(_leaves, texts)
+  differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]
+  if not differs and jax.tree.structure(found) == jax.tree.structure(wanted):
+    return
+  where = differs[0] if differs else ""
+  if where:
+    shown = [leaves.get(where, "missing") for leaves in (ours, theirs)]
+  else:  # a leaf alone, or other nodes
+    shown = [checks.shown(text).replace("'", "") for text in texts]
+  raise ValueError(
+    f"codec {what}: {result} must have the structure, shapes and dtypes of"
+    f" {like}; {f'leaf {where}' if where else 'it'} is {shown[0]}, and"
+    f" should be {shown[1]}"
+  )
+
+
+def checked(codec: Codec, what: str) -> Codec:
+  """Has a codec say by its name what it does wrong, where it is traced.
+
+  Args:
+    codec: of a caller, with any functions.
+    what: how errors name it.
+
+  Returns:
+    A Codec that computes the same. It raises ValueError, of one line, if a
+    function of the codec fails, if `encode` returns another kind of state than
+    it was given, and if `decode` does not return a tree like the message.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from asgd import compression
+    >>> from asgd.compression import own
+    >>> wrong = compression.identity()._replace(decode=lambda code: code[:2])
+    >>> codec, x = own.checked(wrong, "'mine:make'"), jnp.zeros(3)
+    >>> codec.encode(codec.init(x), x, jax.random.key(0))
+    Traceback (most recent call last):
+    ValueError: codec 'mine:make': what decode returns must have the \
+structure, shapes and dtypes of the message; it is float32[2], and should \
+be float32[3]
+  """
+
+  def init(like: base.Params) -> Any:
+    with _naming(what, "init"):
+      return codec.init(like)
+
+  def encode(
+    state: Any, tree: optax.Updates, key: jax.Array
+  ) -> tuple[Code, Any]:
+    with _naming(what, "encode"):
+      code, after = codec.encode(state, tree, key)
+      structs = jax.tree.map(sharding.shape_of, (code, after, state, tree))
+    with _naming(what, "decode"):
+      decoded = jax.eval_shape(codec.decode, structs[0])
+    _check_like(
+      *(what, "what decode returns", decoded, "the message", structs[3])
+    )
+    _check_like(
+      *(what, "the state of encode", structs[1], "that of init", structs[2])
+    )
+    return code, after
+
+  return codec._replace(init=init, encode=encode)
