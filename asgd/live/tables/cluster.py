@@ -265,13 +265,14 @@ class TableCluster:
         self._limit = self._shards[0].call("halt").result()
         break
       self._look_for_shards()
-    while not self._rests():
+    while True:
+      news = self.check(self._received)  # also at rest a shard may have died
+      self._news = news + self._news
+      if self._rests():
+        return True
       if time.monotonic() > end:
         return False
       time.sleep(_LOOK)
-      news = self.check(self._received)
-      self._news = news + self._news
-    return True
 
   def _rests(self):
     workers = self._workers.values()

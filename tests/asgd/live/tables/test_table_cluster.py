@@ -9,6 +9,7 @@ import pytest
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault, Script
+from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
@@ -217,6 +218,22 @@ def test_a_run_at_rest_goes_on_from_images(run_of):
   two.finish()
   check_whole(two)
   two.check_replay()
+
+
+def test_a_shard_that_dies_at_rest_comes_back(run_of):
+  one = run_of(SSP)
+  one.cluster.start()
+  assert one.cluster.pause()
+  one.hosts.kill("shard", 1)
+  with pytest.raises(Gone):
+    one.cluster.images()
+  assert one.cluster.pause()  # which looks who has died
+  one.cluster.images()
+  one.cluster.go_on()
+  one.finish()
+  assert one.cluster.replaced == {"worker": 0, "shard": 1}
+  check_whole(one)
+  one.check_replay()
 
 
 def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
