@@ -282,6 +282,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
   std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
   for stream in (sys.stdout, sys.stderr):
     if stream is not None:
-      stream.reconfigure(errors="replace")
+      # Lines of both are in order where both go to one place.
+      stream.reconfigure(errors="replace", line_buffering=True)
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   app.run(guarded, flags_parser=_parse)

@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ([], "which figure? a NAME (codecs, dana, delayed_edge, gossip_"),
+    ([], "which figure? a NAME (bounded_delay, codecs, dana, delayed_"),
     (["dano"], "unknown figure 'dano'; did you mean 'dana'"),
     (["no/file.py"], "no/file.py: there is no such file"),
     (["dana", "--all"], "which figure?"),
