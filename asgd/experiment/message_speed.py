@@ -20,6 +20,7 @@ from asgd.experiment.turns import Contestant
 _RATE = 0.01  # of the update that a message ends in
 _FIRST = 10  # messages that are not counted
 FAR = "far"  # resource of the worker's node
+_NEAR = "node:__internal_head__"  # that Ray gives to the first node
 Options = Mapping[str, Any]  # of `compression.named`, with the name
 
 
@@ -214,8 +215,9 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   import ray
 
   # Each has a core and a node, as on machines of their own.
-  server = ray.remote(num_cpus=0)(_Server).remote(like, options)
-  worker = ray.remote(num_cpus=0, resources={FAR: 1})(_Worker).remote()
+  near, far = {_NEAR: 0.001}, {FAR: 1}
+  server = ray.remote(num_cpus=0, resources=near)(_Server).remote(like, options)
+  worker = ray.remote(num_cpus=0, resources=far)(_Worker).remote()
   try:
     return ray.get(worker.rate.remote(server, like, options, seconds))
   finally:
