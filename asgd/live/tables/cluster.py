@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd.live.deadlines import Deadlines, Ladder
+from asgd.live.failures import AllDied, NotFinite, WorkersDie
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.tables import files
@@ -22,18 +23,6 @@ from asgd.live.tables.worker import ENDED, EXPELLED, HALTED, LOST, REJECTED
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _TRIES = 3  # for each place: updates that may be refused before a run ends
 _DEATHS = 5  # for each place: workers that may die before another job ends
-
-
-class AllDied(RuntimeError):
-  """No worker is left."""
-
-
-class NotFinite(ValueError):
-  """Workers compute NaN or infinity over and over."""
-
-
-class WorkersDie(ValueError):
-  """Workers die one after the other, and no job ends."""
 
 
 class Images(NamedTuple):
@@ -117,8 +106,16 @@ class TableCluster:
     self._call_run(worker)
 
   def _call_run(self, worker):
+    """Has a worker work, with the shards that came back since the last time:
+    two calls may be made in any order."""
     mine = self._workers[worker]
-    mine.run, mine.lost = mine.host.call("run", self._limit), None
+    back = {
+      index: self._shards[index]
+      for index, generation in enumerate(self._generations)
+      if generation > mine.finds[index]
+    }
+    mine.finds = [*self._generations]
+    mine.run, mine.lost = mine.host.call("run", self._limit, back), None
     mine.halted = False
 
   @property
@@ -158,8 +155,6 @@ class TableCluster:
     if mine.lost is not None:
       shard = mine.lost
       if self._generations[shard] > mine.finds[shard]:
-        mine.finds[shard] = self._generations[shard]
-        mine.host.call("find", shard, self._shards[shard])
         self._call_run(worker)
     elif mine.run is not None and mine.run.done():
       try:

@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base, orders
+from asgd import base
 from asgd.live.append_only import AppendOnlyFile
-from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.journal import (
+  FileJournal,
+  check_together,
+  journal_path,
+  read_begun,
+  read_journal,
+)
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.replay import Orders
@@ -86,16 +92,7 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns what a run wrote down; ValueError if some of it is empty."""
   paths = [order_path(run, s) for s in range(shards)]
   paths += [journal_path(run, w) for w in range(workers)]
-  rows = [read_journal(path) for path in paths]
-  for path, events in zip(paths, rows, strict=True):
-    if events:
-      continue
-    if (run / "result.json").exists():
-      raise ValueError(
-        f"{path} is gone or empty, and the run has a result: put it back as the"
-        " run wrote it"
-      )
-    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  rows = [read_begun(run, path) for path in paths]
   return Orders(rows[:shards], rows[shards:])
 
 
@@ -116,13 +113,7 @@ def read_trace(run: Path, workers: int) -> base.Trace:
       )
   rows = read_rows_of_workers(run)
   trace = from_events(rows)
-  try:
-    orders.check(trace, depth=len(rows))
-  except orders.trace.TraceError as error:
-    raise ValueError(
-      f"the journals of {run} cannot be obeyed together, at {error}: one of"
-      " them was changed; put it back as the run wrote it"
-    ) from error
+  check_together(run, trace, depth=len(rows))
   return trace
 
 

@@ -1,7 +1,7 @@
 """A worker in its host: its jobs, its files, and its ways to shards.
 
 It works as long as it can, in one call (`run`), which ends when a shard is
-gone: the driver then says where that one is (`find`), and calls again.
+gone: the driver then says where that one is, and calls again.
 """
 
 from collections.abc import Callable, Mapping
@@ -91,14 +91,15 @@ class WorkerHost:
 
   # What the driver calls.
 
-  def find(self, shard: int, host: Host) -> None:
-    """Takes note of where a shard is."""
-    self._shards[shard] = host
-    self._calls.pop(shard, None)
-
-  def run(self, limit: int | None) -> tuple[str, int]:
-    """Works until all jobs are done, or so many, or it cannot go on; returns
-    how it ended, and which shard is gone."""
+  def run(
+    self, limit: int | None, back: Mapping[int, Host]
+  ) -> tuple[str, int]:
+    """Works until all jobs are done, or so many, or it cannot go on; `back` is
+    where shards are now that were gone. Returns how it ended, and which shard
+    is gone."""
+    for shard, host in back.items():
+      self._shards[shard] = host
+      self._calls.pop(shard, None)
     self._limit = limit
     try:
       return self._run(), 0
