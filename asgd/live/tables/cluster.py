@@ -90,7 +90,6 @@ class TableCluster:
     self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
     self._limit: int | None = None
     self.replaced = {"worker": 0, "shard": 0}
-    self.lost_jobs = 0  # that had begun, and had to be done again
     self._refused = self._deaths = self._received = 0
     self._news: list[str] = []
 
@@ -184,7 +183,7 @@ class TableCluster:
     """Deals with a worker that has ended before its jobs."""
     del self._workers[worker]
     self._hosts.kill(WORKER, worker)
-    self.lost_jobs += files.leave(self._run, worker, self._clock())
+    files.leave(self._run, worker, self._clock())
     self._refused += how == REJECTED
     self._deaths += 1
     if how == EXPELLED:  # another has its place: it hung

@@ -150,19 +150,27 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
   return list(begun.values())
 
 
-def leave(run: Path, worker: int, now: float) -> int:
-  """Writes that a worker has died; returns how many jobs were lost with it,
-  which another has to do again."""
+def done_again(run: Path, workers: int) -> int:
+  """Returns how many jobs that had begun were done again: those that were lost,
+  but for those whose message was there (its row has no `totals`)."""
+  count = 0
+  for worker in range(workers):
+    for event in read_journal(journal_path(run, worker)):
+      count += event.action in (base.LOST, base.REJECT)
+      count -= event.action in STARTS and not event.totals
+  return count
+
+
+def leave(run: Path, worker: int, now: float) -> None:
+  """Writes that a worker has died, and with it the jobs that it was at."""
   journal = FileJournal(journal_path(run, worker))
   events = journal.events()
-  lost = open_jobs(events)
   now = max([now, *(event.time for event in events[-1:])])
-  for event in lost:
+  for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
   life = lives_of(events) - 1
   if life >= 0:
     journal.append(Event(now, worker, NO_SEQ, life, base.LEAVE))
-  return len(lost)
 
 
 class Outbox:
