@@ -225,7 +225,7 @@ class LiveTableEngine(watched.WatchedEngine):
       **summary,
       "seconds": float(records.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
-      "done_again": self.cluster.lost_jobs,
+      "done_again": files.done_again(self._folder, plan.workers),
       "missed": self.total - len(records.loss),
       "took_part": len(np.unique(records.worker)),
     }
