@@ -26,6 +26,7 @@ from asgd.tables.messages import Push as Push
 from asgd.tables.messages import Rows as Rows
 from asgd.tables.messages import RowValues as RowValues
 from asgd.tables.messages import ValueCodec as ValueCodec
+from asgd.tables.over_network import OverNetwork as OverNetwork
 from asgd.tables.ranges import Move as Move
 from asgd.tables.ranges import RangeClocks as RangeClocks
 from asgd.tables.ranges import Ranges as Ranges
