@@ -19,7 +19,7 @@ from asgd import base
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Division, Parts
-from asgd.tables.jobs import BINS, JobRecord, Message
+from asgd.tables.job_records import BINS, JobRecord, Message
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
 from asgd.tables.settings import Settings
