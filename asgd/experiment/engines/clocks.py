@@ -137,7 +137,7 @@ def partitioned(
   checks.positive("bandwidth", bandwidth)
   checks.whole("batch_size", batch_size)
   for size in inputs:
-    checks.whole("each of inputs", size)
+    checks.whole("inputs", size)
   if "name" not in model:
     raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
   options = {key: value for key, value in model.items() if key != "name"}
