@@ -253,7 +253,7 @@ class Client:
     """Returns the tables of its last message with all keys, for one who knows
     none."""
     return {
-      name: RowValues(keys._replace(keys=self._flight[name][0]), values)
+      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
       for name, (keys, values) in push.tables.items()
     }
 
