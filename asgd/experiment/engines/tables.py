@@ -104,7 +104,7 @@ class TablePlan(outcomes.OutcomePlan):
       return dict(zip(self.names, found, strict=True))
 
     def gradient(rows, batch, keys, worker, job):
-      key = worker_lib.job_key(root, np.int32(worker), np.int32(job))
+      key = worker_lib.compiled_job_key(root, np.int32(worker), np.int32(job))
       if keyed is None:
         params = self.join(rows)
       else:
