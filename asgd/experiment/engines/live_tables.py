@@ -7,6 +7,7 @@ killed goes on from its last checkpoint; what was written after that is dropped.
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -67,11 +68,6 @@ def check(run: Run) -> None:
         f" (config.runs.{run.label}), whose tables have shards of their own:"
         f" {instead}"
       )
-  if run.options.get("rebalance_every"):
-    raise ValueError(
-      f"config.runs.{run.label}.rebalance_every: live shards keep their ranges;"
-      " leave it out, or use engine='simulate'"
-    )
 
 
 def check_faults(plan: tables.TablePlan, machine: Any) -> None:
@@ -254,7 +250,7 @@ class LiveTableEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Looks at the cluster once, a moment after the last time."""
-    time.sleep(max(self._next_look - time.monotonic(), 0))
+    self.cluster.wait(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + _LOOK
     before = self._replaced()
     with self._watched():
@@ -385,6 +381,7 @@ class LiveTableEngine(engines.Engine):
       "fresh_reads": profile.get(-1, 0) / count,
       "rows_held_back": back,
       "rows_dropped": dropped,
+      **self._moved(),
       "bytes_up": int(records.bytes_up.sum()),
       "bytes_down": int(records.bytes_down.sum()),
       **summary,
@@ -394,6 +391,18 @@ class LiveTableEngine(engines.Engine):
       "missed": self.total - len(records.loss),
       "took_part": len(np.unique(records.worker)),
     }
+
+  def _moved(self):
+    """Ranges that went to another shard, and what workers waited for it."""
+    plan = self._plan
+    first = table_clusters.division_of(plan)
+    divisions = files.read_divisions(self._folder, first)
+    moved = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
+    settings, rest = plan.settings, 0.0
+    if len(divisions) > 1:
+      jobs = settings.rebalance_every * settings.clock_every
+      rest = files.rest_seconds(self._folder, plan.workers, jobs)
+    return {"ranges_moved": sum(moved), "rest_seconds": rest}
 
   def extras(self) -> dict[str, str]:
     """Returns the profile of staleness."""

@@ -17,7 +17,15 @@ from asgd.live.deadlines import Deadlines, Ladder
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.tables import files
-from asgd.live.tables.worker import ENDED, EXPELLED, HALTED, LOST, REJECTED
+from asgd.live.tables.worker import (
+  ENDED,
+  EXPELLED,
+  HALTED,
+  LOST,
+  REJECTED,
+  RESTS,
+)
+from asgd.tables import division, requests
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _TRIES = 3  # for each place: updates that may be refused before a run ends
@@ -58,7 +66,7 @@ class _Worker:
     self.host, self.finds = host, finds  # generations of shards that it knows
     self.run: Call | None = None
     self.lost: int | None = None  # a shard that it waits for
-    self.halted = self.ended = False
+    self.halted = self.rests = self.ended = False
 
 
 class TableCluster:
@@ -119,7 +127,7 @@ class TableCluster:
   def _call_run(self, worker):
     mine = self._workers[worker]
     mine.run, mine.lost = mine.host.call("run", self._limit), None
-    mine.halted = False
+    mine.halted = mine.rests = False
 
   @property
   def finished(self) -> bool:
@@ -139,6 +147,8 @@ class TableCluster:
     for worker in [*self._workers]:
       self._look_at(worker)
     self._end_hanging()
+    if self._limit is None and self._waits_for_ranges():
+      self._divide()
     news, self._news = self._news, []
     return news
 
@@ -171,8 +181,9 @@ class TableCluster:
       if how == LOST:
         mine.lost = shard
         self._look_at(worker)
-      elif how in (ENDED, HALTED):
+      elif how in (ENDED, HALTED, RESTS):
         mine.halted, mine.ended = how == HALTED, how == ENDED
+        mine.rests = how == RESTS
         if self._limit is None and mine.halted:  # a pause is over since
           self._call_run(worker)
       else:
@@ -223,9 +234,9 @@ class TableCluster:
       if kind == SHARD:
         self._restart(index)
 
-  def _ask_all(self, method) -> list[Any]:
+  def _ask_all(self, method, *args) -> list[Any]:
     """Returns what all shards answer. Raises Gone if one has died."""
-    calls = [shard.call(method) for shard in self._shards]
+    calls = [shard.call(method, *args) for shard in self._shards]
     return [call.result() for call in calls]
 
   def _statuses(self):
@@ -254,6 +265,51 @@ class TableCluster:
         self._hosts.kill(WORKER, worker)
         self._seen.pop(worker)
 
+  # Moving ranges.
+
+  def wait(self, seconds: float) -> None:
+    """Waits until a worker has ended or rests, so many seconds at most."""
+    workers = self._workers.values()
+    runs = [mine.run for mine in workers if mine.run is not None]
+    if runs:
+      self._hosts.wait(runs, seconds)
+    else:
+      time.sleep(seconds)
+
+  def _waits_for_ranges(self):
+    workers = self._workers.values()
+    return bool(self._workers) and all(mine.rests for mine in workers)
+
+  def _divide(self):
+    """Divides tables anew, by what was pulled and pushed of each row since the
+    last time, and lets workers go on. All of them rest, so nothing changes
+    until then, and a shard that dies comes back as it was: asked again, it
+    says the same."""
+    loads = self._ask_until_all("load")
+    cuts = division.by_load([load for _, load in loads])
+    given = self._ask_until_all("give", cuts)
+    version = loads[0][0] + 1
+    for shard in range(len(self._shards)):
+      parts = [mine.parts[shard] for mine in given if shard in mine.parts]
+      data = requests.dump_move(version, cuts, parts)
+      while not self._tell(shard, "move", data):
+        self._look_for_shards()
+    for worker, mine in [*self._workers.items()]:
+      rows = [each.rows[worker] for each in given]
+      try:
+        mine.host.call("divide", cuts, rows).result()
+      except Gone:  # as it was at rest
+        self._bury(worker, "died")
+      else:
+        self._call_run(worker)
+
+  def _ask_until_all(self, method, *args):
+    """Returns what all shards answer, at rest."""
+    while True:
+      with contextlib.suppress(Gone):
+        return self._ask_all(method, *args)
+      self._look_for_shards()
+
   # All at once.
 
   def pause(self, seconds: float = math.inf) -> bool:
@@ -276,7 +332,7 @@ class TableCluster:
 
   def _rests(self):
     workers = self._workers.values()
-    return all(mine.ended or mine.halted for mine in workers)
+    return all(each.ended or each.halted or each.rests for each in workers)
 
   def go_on(self) -> None:
     """Ends a pause."""

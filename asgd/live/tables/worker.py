@@ -4,7 +4,7 @@ It works as long as it can, in one call (`run`), which ends when a shard is
 gone: the driver then says where that one is (`find`), and calls again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
+from asgd.tables.division import Cuts
 from asgd.tables.work import Work
 from asgd.tables.worker import JobRecord, TableWorker
 
-# How `run` ends; LOST with the number of a shard, HALTED at a limit.
-ENDED, HALTED, LOST = "ended", "halted", "lost"
+# How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as
+# tables are to be divided anew.
+ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
+Rows = Sequence[tuple[int, bytes]]  # (number, Rows)
 
 
 class WorkerHost:
@@ -121,10 +124,19 @@ class WorkerHost:
       worker = self._worker
       if worker.next is None:
         return ENDED
+      if worker.rests:
+        return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       self._take()
       self._go_on(worker.job(self._begun, self._received, self._spoil))
+
+  def divide(self, cuts: Cuts, rows: Sequence[Rows]) -> None:
+    """Goes on with other ranges; `rows` are those of each shard that it may not
+    have yet."""
+    for shard, mine in enumerate(rows):
+      self._worker.hear_rows(shard, mine)
+    self._worker.divide(cuts)
 
   def image(self) -> tuple[int, int, bytes]:
     """Returns (rows of its journal, records, it as bytes), between clocks."""
