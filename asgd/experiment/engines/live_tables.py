@@ -483,6 +483,8 @@ def describe(result: Mapping[str, Any]) -> str:
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
   words += f", {megabytes:.3g} MB"
+  if moved := result.get("ranges_moved"):
+    words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
     words += f", {again} jobs done again as workers died"
   if missed := result["missed"]:

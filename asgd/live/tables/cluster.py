@@ -1,7 +1,8 @@
 """The driver's part: watches, replaces the dead, and has all rest at once.
 
-It sees no message. Shards and workers are in hosts (`asgd.live.hosts`), threads
-or actors of Ray, of which it is told when they die.
+It sees no message, but rows that go to another shard. Shards and workers are in
+hosts (`asgd.live.hosts`), threads or actors of Ray, of which it is told when
+they die.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from asgd.live.tables.worker import (
   LOST,
   REJECTED,
   RESTS,
+  Ranges,
 )
 from asgd.tables import division, requests
 
@@ -124,9 +126,9 @@ class TableCluster:
     self._seen.pop(worker, None)
     self._call_run(worker)
 
-  def _call_run(self, worker):
+  def _call_run(self, worker, *ranges):
     mine = self._workers[worker]
-    mine.run, mine.lost = mine.host.call("run", self._limit), None
+    mine.run, mine.lost = mine.host.call("run", self._limit, *ranges), None
     mine.halted = mine.rests = False
 
   @property
@@ -294,14 +296,8 @@ class TableCluster:
       data = requests.dump_move(version, cuts, parts)
       while not self._tell(shard, "move", data):
         self._look_for_shards()
-    for worker, mine in [*self._workers.items()]:
-      rows = [each.rows[worker] for each in given]
-      try:
-        mine.host.call("divide", cuts, rows).result()
-      except Gone:  # as it was at rest
-        self._bury(worker, "died")
-      else:
-        self._call_run(worker)
+    for worker in self._workers:
+      self._call_run(worker, Ranges(cuts, [x.rows[worker] for x in given]))
 
   def _ask_until_all(self, method, *args):
     """Returns what all shards answer, at rest."""

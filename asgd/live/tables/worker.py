@@ -6,7 +6,7 @@ gone: the driver then says where that one is (`find`), and calls again.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.live.faults import Script
@@ -24,7 +24,14 @@ from asgd.tables.worker import JobRecord, TableWorker
 # tables are to be divided anew.
 ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
-Rows = Sequence[tuple[int, bytes]]  # (number, Rows)
+
+
+class Ranges(NamedTuple):
+  """What a worker that rests is told as ranges have moved."""
+
+  cuts: Cuts
+  # Of each shard: (number, Rows) that it may not have yet.
+  rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
 class WorkerHost:
@@ -99,10 +106,17 @@ class WorkerHost:
     self._shards[shard] = host
     self._calls.pop(shard, None)
 
-  def run(self, limit: int | None) -> tuple[str, int]:
+  def run(
+    self, limit: int | None, ranges: Ranges | None = None
+  ) -> tuple[str, int]:
     """Works until all jobs are done, or so many, or it cannot go on; returns
-    how it ended, and which shard is gone."""
+    how it ended, and which shard is gone. It has rested before if there are
+    other ranges."""
     self._limit = limit
+    if ranges is not None:
+      for shard, rows in enumerate(ranges.rows):
+        self._worker.hear_rows(shard, rows)
+      self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
     except Gone as gone:
@@ -130,13 +144,6 @@ class WorkerHost:
         return HALTED
       self._take()
       self._go_on(worker.job(self._begun, self._received, self._spoil))
-
-  def divide(self, cuts: Cuts, rows: Sequence[Rows]) -> None:
-    """Goes on with other ranges; `rows` are those of each shard that it may not
-    have yet."""
-    for shard, mine in enumerate(rows):
-      self._worker.hear_rows(shard, mine)
-    self._worker.divide(cuts)
 
   def image(self) -> tuple[int, int, bytes]:
     """Returns (rows of its journal, records, it as bytes), between clocks."""

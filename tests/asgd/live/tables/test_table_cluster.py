@@ -278,7 +278,7 @@ def test_ranges_move_and_who_dies_comes_back_with_them(run_of, model, at):
   run = run_of({**model, "rebalance_every": 1}, do, hot=4)
   kill_before(run, at)
   run.train()
-  assert run.division.ranges["v"].cuts == (0, 4, 7)
+  assert run.division.ranges["v"].cuts == (0, 3, 7)
   first, second = run.cuts()
   assert first["v"] == second["v"] == [0, 2, 7]  # rows 0 to 3 are hot
   died = [kind for kind, _ in at.values()]
