@@ -95,7 +95,8 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
 
 
 def test_ranges_move_and_a_cell_that_was_stopped_goes_on_with_them(tmp_path):
-  moving = {"runs": {"run": {**RUN, "rebalance_every": 2}}}
+  run = dict(recipe="table", clock_every=2, shards=2, rebalance_every=2)
+  moving = {"runs": {"run": {**run, "consistency": "bulk_synchronous"}}}
   with pytest.raises(Stopped, match="stopped in"):
     train(tmp_path, signals=Stop(), **moving)
   result, place = train(tmp_path, **moving)
@@ -182,12 +183,16 @@ def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
   machine = Machine(grace_seconds=60.0, faults=faults)
   try:
     result, place = train(
-      tmp_path, machine, killer, engine="ray", workers=(4,)
+      *(tmp_path, machine, killer),
+      engine="ray",
+      workers=(4,),
+      runs={"run": {**RUN, "rebalance_every": 2}},
     )
   finally:
     machine.close()
   assert killer.killed
   assert result["replaced"] == {"worker": 1, "shard": 1}
+  assert result["rest_seconds"] > 0  # after 4 and 8 of 10 jobs
   assert (result["messages"], result["missed"]) == (40, 0)
   replayed = replay.replay(place)
   assert replayed.recorded == replayed.digest
