@@ -28,6 +28,7 @@ _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths in a memory: folders end with a slash.
 _HELD = re.compile(
   r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
+  r"|worker-\d+-\d+\.(message|tmp)"
   r"|shard-\d+/(params|messages|updates|snapshots|snapshot\.(json|tmp)|adopted"
   r"|lock|commands|commands\.tmp|image\.(json|tmp)"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
