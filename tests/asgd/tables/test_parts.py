@@ -300,8 +300,13 @@ def test_a_message_that_some_shards_have_comes_to_the_others(which):
     check_replay(world)
 
 
-def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies():
-  which, shards = "bulk_synchronous", dict(rebalance_every=1, shards=2)
+@pytest.mark.parametrize("function", [{}, {"ftrl": {"l1": 0.01}}])
+def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies(
+  function,
+):
+  # A row whose state did not move with it would go on otherwise.
+  shards = dict(rebalance_every=1, shards=2, **function)
+  which = "bulk_synchronous"
   simulation = tables.Simulation(
     tables.table(1.0, WORKERS, consistency=which, clock_every=2, **shards),
     first(),
