@@ -16,7 +16,7 @@ from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts, Division
-from asgd.tables.jobs import JobRecord, Message
+from asgd.tables.job_records import JobRecord, Message
 from asgd.tables.requests import Request
 from asgd.tables.settings import Settings
 from asgd.tables.shard import ACTIONS, TableShard

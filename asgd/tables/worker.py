@@ -20,7 +20,7 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.jobs import BINS, JobRecord, Message
+from asgd.tables.job_records import BINS, JobRecord, Message
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
 from asgd.tables.settings import Settings

@@ -21,7 +21,7 @@ from asgd.live.journal import (
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division
-from asgd.tables.jobs import (
+from asgd.tables.job_records import (
   BINS,
   JobRecord,
   Message,

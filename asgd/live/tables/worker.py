@@ -17,7 +17,7 @@ from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts
-from asgd.tables.jobs import JobRecord, Message
+from asgd.tables.job_records import JobRecord, Message
 from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
