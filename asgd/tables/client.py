@@ -249,6 +249,22 @@ class Client:
     self.flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
 
+  def with_keys(self, push: Push) -> dict[str, RowValues]:
+    """Returns the tables of its last message with all keys, for one who knows
+    none."""
+    return {
+      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
+      for name, (keys, values) in push.tables.items()
+    }
+
+  def again(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
+    """Returns the tables of a message of another client, which come with all
+    keys, as this one sends them."""
+    return {
+      name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
+      for name, sent in tables.items()
+    }
+
   def residual(self) -> float:
     """Returns the RMS of its updates that are not sent, over elements of rows
     that it has."""

@@ -16,11 +16,12 @@ from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Division
+from asgd.tables.job_records import JobRecord, Message
 from asgd.tables.requests import Request
 from asgd.tables.settings import Settings
 from asgd.tables.shard import ACTIONS, TableShard
 from asgd.tables.work import Work
-from asgd.tables.worker import JobRecord, TableWorker
+from asgd.tables.worker import TableWorker
 
 
 class Orders(NamedTuple):
@@ -57,14 +58,43 @@ def lives(events: Sequence[Event]) -> list[list[Event]]:
 class _Holder:
   """A holder of a place, and its rows."""
 
-  def __init__(self, worker: TableWorker, events: Sequence[Event]):
-    self.worker = worker
-    self._starts = [e for e in events if e.action in STARTS]
+  def __init__(
+    self,
+    worker: TableWorker,
+    events: Sequence[Event],
+    before: Sequence["_Holder"],
+  ):
+    """`before` are those who had the place, in their order."""
+    self.worker, self._before = worker, before
+    starts = [e for e in events if e.action in STARTS]
+    self._starts = [e for e in starts if e.totals]
+    # Jobs of a holder before it, whose message it sends again.
+    self._again = {e.job for e in starts if not e.totals}
+    self._messages: dict[int, Message] = {}  # the last two, by jobs done
     self._ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard: not answered yet
     self.records: list[tuple[float, JobRecord]] = []
-    self._steps = worker.join()
+    self._steps = worker.join(self._left, done=self._record)
     self._go_on()
+
+  def _left(self, done):
+    """The message that it sends again, if its rows say so."""
+    if not self._again:
+      return None
+    for holder in reversed(self._before):
+      if message := holder._messages.get(done):
+        self._keep(message)
+        mine = [r for r in message.records if r.job in self._again]
+        return message._replace(records=mine)
+    raise ValueError(
+      f"the orders do not belong together: holder {self.worker.life} of worker"
+      f" {self.worker.worker} sends a message again that nobody made"
+    )
+
+  def _keep(self, message):
+    self._messages[message.done] = message
+    if len(self._messages) > 2:  # the last may not have been sent
+      del self._messages[min(self._messages)]
 
   def _go_on(self):
     """Goes to the next request, or to the end of a job."""
@@ -109,7 +139,7 @@ class _Holder:
       if action != event.action:
         raise ValueError(f"{event.format()} was {base.ACTIONS[action]}")
 
-    self._steps = worker.job(begun, self._record)
+    self._steps = worker.job(begun, self._record, sends=self._keep)
     self._go_on()
     return True
 
@@ -177,19 +207,18 @@ def replay(
     TableShard(s, division.server(s, tables, settings, workers))
     for s in range(division.shards)
   ]
-  holders = {
-    (w, life): _Holder(
-      TableWorker(
+  holders: dict[tuple[int, int], _Holder] = {}
+  for w, events in enumerate(orders.workers):
+    before: list[_Holder] = []
+    for life, rows in enumerate(lives(events)):
+      worker = TableWorker(
         *(w, life, settings, division, work),
         workers=workers,
         jobs=jobs,
         seed=seed,
-      ),
-      rows,
-    )
-    for w, events in enumerate(orders.workers)
-    for life, rows in enumerate(lives(events))
-  }
+      )
+      holders[w, life] = _Holder(worker, rows, [*before])
+      before.append(holders[w, life])
   at = [0 for _ in shards]
   moved = True
   while moved:

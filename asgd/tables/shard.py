@@ -103,7 +103,8 @@ class TableShard:
     """Does what is asked, the next request of its holder."""
     place = self._places[request.worker]
     if request.kind == JOIN:
-      place = _Place(request.life, place.done)
+      before, place = place, _Place(request.life, place.done)
+      place.change = before.change
       self._places[request.worker] = place
       self.server.join(request.worker)
     place.number = request.number

@@ -10,7 +10,7 @@ asks for among it, is a function of that.
 
 import collections
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,34 +19,17 @@ from asgd import base
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Division, Parts
+from asgd.tables.job_records import BINS, JobRecord, Message
+from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
 from asgd.tables.settings import Settings
 from asgd.tables.work import Work
 
-BINS = 32  # of clock differentials in a record: -1, -2, ..., -32 or less
 _NOT_KNOWN = float("nan")
 
 # What a holder yields: requests that must be answered before it goes on.
 Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
-
-
-class JobRecord(NamedTuple):
-  """What is recorded of a job, beside its time; as `base.Records`."""
-
-  update: int  # messages that the first shard had applied, as it said last
-  worker: int
-  job: int
-  staleness: int  # clocks that the oldest row lacked
-  gap: float  # not known: no shard knows what a worker has
-  loss: float
-  accepted: bool
-  message_norm: float
-  update_norm: float
-  bytes_up: int
-  bytes_down: int
-  residual_norm: float
-  reads: np.ndarray  # int[BINS], rows read at each clock differential
 
 
 class TableWorker:
@@ -163,13 +146,45 @@ class TableWorker:
     for shard in shards:
       self.take(shard, self._replies[shard].upto)
 
-  def join(self) -> Steps:
+  def join(
+    self,
+    left: Callable[[int], Message | None] = lambda done: None,
+    begun: Callable[[JobRecord], None] = lambda record: None,
+    done: Callable[[JobRecord], None] = lambda record: None,
+  ) -> Steps:
     """Takes the place, and goes on after the last message that all shards have
-    of it."""
+    of it; or that some have, if it is there to be sent to the others.
+
+    Args:
+      left: returns the message of a holder before with which so many jobs are
+        done, with the records of those jobs that were not received by all, one
+        at least; None if there is no such message.
+      begun: is told of each of these jobs before anything is sent.
+      done: is told of the record of each once all shards have its updates.
+    """
     shards = range(self._division.shards)
     self._replies = [Reply(0, []) for _ in shards]
     yield {shard: self._ask(shard, JOIN) for shard in shards}
-    self.done = min(reply.done for reply in self._replies)
+    has = [reply.done for reply in self._replies]
+    message = left(max(has))
+    if message is None:
+      self.done = min(has)
+      return
+    self.done = message.done
+    for record in message.records:
+      begun(record)
+    asks = {
+      shard: self._ask(
+        *(shard, PUSH, message.clock, message.done),
+        self._clients[shard].again(message.shards[shard]),
+      )
+      for shard in shards
+      if has[shard] < message.done
+    }
+    if asks:
+      yield asks
+    for record in self._answered_push(message.records, asks):
+      done(record)
 
   @property
   def next(self) -> int | None:
@@ -183,6 +198,7 @@ class TableWorker:
     begun: Callable[[int], None],
     done: Callable[[JobRecord], None],
     change: Callable[[Any], Any] = lambda gradient: gradient,
+    sends: Callable[[Message], None] = lambda message: None,
   ) -> Steps:
     """Does the next job.
 
@@ -190,6 +206,7 @@ class TableWorker:
       begun: is told whether rows have to be asked for: SEND or KEEP.
       done: is told of the record of each job whose updates all shards have.
       change: what becomes of a gradient; faults are there.
+      sends: is told of each message before any shard is.
 
     Raises:
       ValueError: for an update that is not finite; nothing is sent then.
@@ -221,25 +238,44 @@ class TableWorker:
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
     size = self._write(keys, change(gradient), clock)
     self.done += 1
-    pushes = self._pushes(clock)
     record = JobRecord(
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
-      *(size, 0.0, 0, 0, self._residual(), reads),
+      *(size, 0.0, 0, 0, 0.0, reads),
     )
-    if pushes:
-      yield pushes
-      for shard in pushes:
-        self.take(shard, self._replies[shard].upto, behind=True)
-      record = record._replace(
-        update=self._version, update_norm=self._change()
-      )
-    record = record._replace(bytes_up=self._up, bytes_down=self._down)
+    pushes = self._flush(clock)
+    record = record._replace(residual_norm=self._residual())
+    if pushes is None:
+      self._records.append(self._with_bytes(record))
+      return
+    asks = {
+      shard: self._ask(shard, PUSH, push.clock, self.done, push.tables)
+      for shard, push in enumerate(pushes)
+    }
+    records = [*self._records, self._with_bytes(record)]
+    self._records = []
+    shards = [
+      client.with_keys(push)
+      for client, push in zip(self._clients, pushes, strict=True)
+    ]
+    sends(Message(pushes[0].clock, self.done, shards, records))
+    yield asks
+    for each in self._answered_push(records, asks):
+      done(each)
+
+  def _with_bytes(self, record):
+    """A record with what has been sent and taken since the last one."""
+    up, down = record.bytes_up + self._up, record.bytes_down + self._down
     self._up = self._down = 0
-    self._records.append(record)
-    if pushes:
-      for each in self._records:
-        done(each)
-      self._records = []
+    return record._replace(bytes_up=up, bytes_down=down)
+
+  def _answered_push(self, records, shards):
+    """Takes what came with the answers of some shards to a push; returns its
+    records, of which the last is told of what it changed."""
+    for shard in shards:
+      self.take(shard, self._replies[shard].upto, behind=True)
+    *before, last = records
+    last = last._replace(update=self._version, update_norm=self._change())
+    return [*before, self._with_bytes(last)]
 
   @property
   def _version(self):
@@ -296,19 +332,16 @@ class TableWorker:
       )
     return float(np.sqrt(square / max(size, 1)))
 
-  def _pushes(self, clock) -> Asks:
-    """Returns the messages at the end of a clock, or of a job."""
+  def _flush(self, clock) -> list[Push] | None:
+    """Returns the message at the end of a clock, or of a job, by shard; None if
+    it is not the end."""
     settings = self._settings
     after, last = self.done // settings.clock_every, self.done == self.jobs
     if not (after > clock or last or settings.rules.by_value):
-      return {}
+      return None
     # With its last job a worker has no more clocks to wait for.
     after += last and after == clock
-    out = {}
-    for shard, client in enumerate(self._clients):
-      push = client.flush(after, everything=last)
-      out[shard] = self._ask(shard, PUSH, after, self.done, push.tables)
-    return out
+    return [client.flush(after, everything=last) for client in self._clients]
 
   def _change(self):
     squares = sum(reply.squares for reply in self._replies)

@@ -19,6 +19,8 @@ There is no order of all shards, as a pull from several is not atomic: a replay
 In the memory of the run, per shard: an image, and the requests since, each
 written before its row. A shard that is killed comes back from both to the same
 bits; what it had not written is asked again. A worker that is killed is
-replaced: another takes its place without rows, and does the jobs again whose
-updates a shard lacks; a shard that has them keeps those it has.
+replaced: another takes its place without rows. The last message of a worker is
+in the memory of the run, too, before any shard has it: where some shards lack
+it, the next holder sends it to them (its rows of these jobs have no `totals`),
+and jobs that no shard has are done again.
 """

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd.live.deadlines import Deadlines, Ladder
+from asgd.live.failures import AllDied, NotFinite, WorkersDie
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.tables import files
@@ -22,18 +23,6 @@ from asgd.live.tables.worker import ENDED, EXPELLED, HALTED, LOST, REJECTED
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _TRIES = 3  # for each place: updates that may be refused before a run ends
 _DEATHS = 5  # for each place: workers that may die before another job ends
-
-
-class AllDied(RuntimeError):
-  """No worker is left."""
-
-
-class NotFinite(ValueError):
-  """Workers compute NaN or infinity over and over."""
-
-
-class WorkersDie(ValueError):
-  """Workers die one after the other, and no job ends."""
 
 
 class Images(NamedTuple):
@@ -59,6 +48,8 @@ class _Worker:
     self.run: Call | None = None
     self.lost: int | None = None  # a shard that it waits for
     self.halted = self.ended = False
+    self.proven = False  # it has done a job, for which it had to compile
+    self.hung = False  # it was killed, as it took too long
 
 
 class TableCluster:
@@ -81,14 +72,13 @@ class TableCluster:
     nobody waits for the place any more."""
     self._hosts, self._places, self._run = hosts, places, run
     self._count, self._refill, self._clock = workers, refill, clock
-    self._deadlines = Deadlines(ladder)
+    self._deadlines, self._start_seconds = Deadlines(ladder), ladder.start
     self._shards: list[Host] = []
     self._generations = [0] * shards
     self._workers: dict[int, _Worker] = {}
     self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
     self._limit: int | None = None
     self.replaced = {"worker": 0, "shard": 0}
-    self.lost_jobs = 0  # that had begun, and had to be done again
     self._refused = self._deaths = self._received = 0
     self._news: list[str] = []
 
@@ -116,10 +106,11 @@ class TableCluster:
     self._seen.pop(worker, None)
     self._call_run(worker)
 
-  def _call_run(self, worker):
+  def _call_run(self, worker, found=()):
+    """Has a worker work, which is told where some shards are now."""
     mine = self._workers[worker]
-    mine.run, mine.lost = mine.host.call("run", self._limit), None
-    mine.halted = False
+    mine.run = mine.host.call("run", self._limit, dict(found))
+    mine.lost, mine.halted = None, False
 
   @property
   def finished(self) -> bool:
@@ -159,13 +150,12 @@ class TableCluster:
       shard = mine.lost
       if self._generations[shard] > mine.finds[shard]:
         mine.finds[shard] = self._generations[shard]
-        mine.host.call("find", shard, self._shards[shard])
-        self._call_run(worker)
+        self._call_run(worker, {shard: self._shards[shard]})
     elif mine.run is not None and mine.run.done():
       try:
         how, shard = mine.run.result()
       except Gone:
-        self._bury(worker, "died")
+        self._bury(worker, "hung" if mine.hung else "died")
         return
       mine.run = None
       if how == LOST:
@@ -182,7 +172,7 @@ class TableCluster:
     """Deals with a worker that has ended before its jobs."""
     del self._workers[worker]
     self._hosts.kill(WORKER, worker)
-    self.lost_jobs += files.leave(self._run, worker, self._clock())
+    files.leave(self._run, worker, self._clock())
     self._refused += how == REJECTED
     self._deaths += 1
     if how == EXPELLED:  # another has its place: it hung
@@ -235,7 +225,8 @@ class TableCluster:
     return None
 
   def _end_hanging(self):
-    """Kills who has been at a job for too long; `check` then replaces it."""
+    """Kills who has been at a job for too long, or has not done one since it
+    was started; `check` then replaces it."""
     statuses, now = self._statuses(), self._clock()
     if statuses is None:
       self._seen.clear()
@@ -247,10 +238,15 @@ class TableCluster:
         self._seen.pop(worker, None)
         continue
       before, since = self._seen.setdefault(worker, (done, now))
+      limit = self._deadlines.dead
+      if not mine.proven:  # it has to start, and to compile
+        limit = max(limit, self._start_seconds)
       if done > before:
         self._deadlines.ended(now - since)
         self._seen[worker] = done, now
-      elif now - since > self._deadlines.dead:
+        mine.proven = True
+      elif now - since > limit:
+        mine.hung = True
         self._hosts.kill(WORKER, worker)
         self._seen.pop(worker)
 

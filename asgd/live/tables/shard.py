@@ -72,8 +72,9 @@ class ShardHost:
     events = self._journal.events()
     self._rows = len(events)
     self._time = events[-1].time if events else 0.0
-    if image is not None:
+    if image is not None or not events:  # what is there is of a run before
       self._forget_memory()
+    if image is not None:
       files.write_image(self._folder, image, self._rows)
     self._shard = make()
     self._recover(events)

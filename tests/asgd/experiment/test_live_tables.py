@@ -5,15 +5,19 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
 from asgd import experiment
+from asgd.data import documents
 from asgd.experiment import audit, live_files, live_memory, loop, replay
+from asgd.experiment.engines import table_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from asgd.live import processes
 from asgd.live.faults import Fault
+from asgd.live.hosts import threads
 from asgd.live.journal import journal_path
 from asgd.live.tables import files
 
@@ -146,14 +150,57 @@ class KillShard:
   @property
   def received(self):
     if not self.killed and self._jobs() > 8:
-      pids = processes.pids(live_memory.read(self._folder).memory)
-      os.kill(pids["shard"][1], signal.SIGKILL)
+      self.kill()
       self.killed = True
     return 0
 
+  def kill(self):
+    pids = processes.pids(live_memory.read(self._folder).memory)
+    os.kill(pids["shard"][1], signal.SIGKILL)
+
   def _jobs(self):
-    return sum(len(files.read_table_records(self._folder, w).loss)
-      for w in range(4))
+    paths = self._folder.glob("records-*.bin")
+    places = [int(path.stem.removeprefix("records-")) for path in paths]
+    return sum(
+      len(files.read_table_records(self._folder, w).loss) for w in places
+    )
+
+
+def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
+  hosts, params = [], []
+
+  def make(**options):
+    hosts.append(threads.ThreadHosts(**options))
+    return hosts[0]
+
+  monkeypatch.setattr(table_clusters, "ThreadHosts", make)
+  words = {"documents": 60, "side": 3, "length": 20}
+  exp = build(
+    problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
+    batch_size=3,
+    epochs=4.0,
+  )
+  (cell,) = exp.cells
+  killer = KillShard(tmp_path / "cells" / cell.name)
+  killer.kill = lambda: hosts[0].kill("shard", 1)
+  result = loop.train(
+    *(exp, cell, tmp_path),
+    bar=Silent(),
+    machine=Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")]),
+    signals=killer,
+    ended=lambda _, trained, __: params.append(trained),
+  )
+  assert result["replaced"] == {"worker": 1, "shard": 1}
+  (params,) = params
+  data, counted = documents.generated(**words), np.zeros((9, 4), int)
+  rows = zip(
+    *(data.train_words, params["assignments"], data.train_lengths), strict=True
+  )
+  for words, of, length in rows:
+    np.add.at(counted, (words[:length], of[:length]), 1)
+  np.testing.assert_array_equal(params["words"], counted)
+  np.testing.assert_array_equal(params["totals"][0], counted.sum(0))
+  assert params["words"].sum() == data.train_lengths.sum()
 
 
 @pytest.mark.process

@@ -1,6 +1,7 @@
 """Shards and workers that order by themselves, in any order, with deaths: no
 update is lost or applied twice, and a replay comes to the same bits."""
 
+import functools
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from asgd import base, orders, tables
 from asgd.orders.trace import NO_SEQ, Event
 from asgd.tables import division as division_lib
 from asgd.tables import replay, requests, wire
+from asgd.tables.requests import PUSH
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
@@ -26,12 +28,18 @@ MODELS = {
 
 
 def work(exact=True):
-  """Job j adds 2^j to each row that it reads, or what depends on it."""
+  """Job j adds 2^j to each row that it reads, or what depends on it; with None
+  a whole number that depends on all it reads, to all rows."""
 
   def keys(job):
+    if exact is None:
+      return {"v": np.arange(ROWS), "w": np.arange(2)}
     return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
 
   def gradient(rows, job, keys, *_):
+    if exact is None:
+      number = -(sum(x.sum() for x in rows.values()) % 9973 + job)
+      return 0.0, {k: np.full_like(x, number) for k, x in rows.items()}
     if not exact:
       return 0.0, {k: 0.3 * x + np.sin(job) for k, x in rows.items()}
     ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
@@ -49,6 +57,7 @@ class World:
 
   def __init__(self, seed, consistency, shards=2, exact=True, **options):
     self.draw, self.work = random.Random(seed), work(exact)
+    self.messages = [None] * WORKERS  # the last one of each place
     self.settings = tables.table(
       1.0, WORKERS, consistency=consistency, clock_every=2, **options
     )
@@ -63,7 +72,36 @@ class World:
     self.steps = [None] * WORKERS
     self.asks = [{} for _ in range(WORKERS)]
     for w in range(WORKERS):
-      self.begin(w, self.workers[w].join())
+      self.join(w)
+
+  def join(self, w):
+    def left(done):
+      message = self.messages[w]
+      if message is None or message.done != done:
+        return None
+      received = {record.job for record in self.records[w]}
+      mine = [r for r in message.records if r.job not in received]
+      return message._replace(records=mine) if mine else None
+
+    def begun(record):
+      row = Event(0.0, w, 0, record.job, base.SEND)
+      self.journals[w].append(row)
+
+    join = self.workers[w].join(left, begun, functools.partial(self.done, w))
+    self.begin(w, join)
+
+  def done(self, w, record):
+    row = Event(0.0, w, 0, record.job, base.RECEIVE)
+    self.journals[w].append(row)
+    self.records[w].append(record)
+
+  def sends(self, w, message):
+    self.messages[w] = message
+
+  def partly(self, w):
+    """Whether one of the shards has its message, and the other has not."""
+    asks = [requests.load_request(x) for x in self.asks[w].values()]
+    return [request.kind for request in asks] == [PUSH]
 
   def shard(self, s):
     server = self.division.server(s, first(), self.settings, WORKERS)
@@ -83,7 +121,7 @@ class World:
 
   def go_on(self, w):
     asks = next(self.steps[w], None)
-    self.asks[w] = asks or {}
+    self.asks[w] = dict(asks or {})
     if asks is None:
       self.steps[w] = None
 
@@ -121,17 +159,14 @@ class World:
       row = Event(0.0, w, 0, worker.next, action, totals=taken)
       self.journals[w].append(row)
 
-    def done(record):
-      row = Event(0.0, w, 0, record.job, base.RECEIVE)
-      self.journals[w].append(row)
-      self.records[w].append(record)
-
-    self.begin(w, worker.job(begun, done))
+    done = functools.partial(self.done, w)
+    sends = functools.partial(self.sends, w)
+    self.begin(w, worker.job(begun, done, sends=sends))
     return True
 
   def kill_worker(self, w):
     self.workers[w] = self.worker(w, self.workers[w].life + 1)
-    self.begin(w, self.workers[w].join())
+    self.join(w)
 
   def kill_shard(self, s):
     """It comes back from its image and the requests since."""
@@ -141,13 +176,15 @@ class World:
       self.shards[s].obey(requests.load_request(data))
 
   def run(self, kills=()):
-    step = 0
+    step, kills = 0, [*kills]
     while any(x is not None for x in self.steps) or any(
       w.next is not None for w in self.workers
     ):
       step += 1
-      for kind, index, at in kills:
-        if at == step:
+      for kill in [*kills]:
+        kind, index, at = kill
+        if at == step or (at < 0 and self.partly(index)):
+          kills.remove(kill)
           getattr(self, f"kill_{kind}")(index)
       if step % 9 == 0:
         s = self.draw.randrange(len(self.shards))
@@ -179,7 +216,7 @@ def same(one, two):
 
 def check_replay(world):
   again = replay.replay(
-    *(world.settings, first(), world.division, work()),
+    *(world.settings, first(), world.division, world.work),
     replay.Orders(world.orders, world.journals),
     jobs=JOBS,
   )
@@ -204,6 +241,21 @@ def test_each_update_is_there_once_and_a_replay_is_the_same(which, kills):
     for record in [r for mine in world.records for r in mine]:
       if bound is not None:
         assert record.staleness <= bound
+
+
+@pytest.mark.parametrize("which", ["ssp", "essp", "asynchronous"])
+def test_a_message_that_some_shards_have_comes_to_the_others(which):
+  options = dict(exact=None, **MODELS[which])
+  kills = [("worker", 1, -1), ("worker", 0, -1), ("worker", 1, -1)]
+  for seed in range(3):
+    world = World(seed, which, **options).run([*kills, ("shard", 1, 60)])
+    # Shards that had updates of two attempts would differ in these.
+    rows = world.tables()["v"]
+    assert (rows == rows[0]).all() and rows[0, 0]
+    again = [e for events in world.journals for e in events if not e.totals]
+    assert sum(e.action == base.SEND for e in again) == 6  # jobs of 3 messages
+    assert len({r.job for mine in world.records for r in mine}) == 18
+    check_replay(world)
 
 
 def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies():

@@ -1,7 +1,9 @@
 """Live tables in threads: deaths of workers and shards lose no update, and what
 was written down is obeyed again to the same bits."""
 
+import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from asgd.live.tables import files
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
 from asgd.tables import division as division_lib
-from asgd.tables import replay
+from asgd.tables import replay, requests
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
@@ -51,14 +53,18 @@ class Run:
     self.division = division_lib.divide(first(), SHARDS)
     began = time.monotonic()
     self.hosts = ThreadHosts(began=began)
-    options = {"ladder": Ladder(), "refill": True, **options}
+    options = {
+      "ladder": Ladder(),
+      "refill": True,
+      "clock": lambda: time.monotonic() - began,
+      **options,
+    }
     self.cluster = cluster_lib.TableCluster(
       self.hosts,
       cluster_lib.Places(self.shard, self.worker),
       folder,
       shards=SHARDS,
       workers=WORKERS,
-      clock=lambda: time.monotonic() - began,
       **options,
     )
 
@@ -77,9 +83,11 @@ class Run:
       server = self.division.server(index, first(), self.settings, WORKERS)
       return TableShard(index, server)
 
-    return lambda inside: ShardHost(
+    return lambda inside: self.shard_host(
       inside, make, self.folder, self.folder, index, every=2, image=image
     )
+
+  shard_host = ShardHost
 
   def worker(self, index, shards, image):
     def make(life, work):
@@ -96,6 +104,7 @@ class Run:
         shards=shards,
         script=Script(mine, kill=inside.kill, wait=inside.wait),
         listens=self.settings.rules.by_clock,
+        memory=self.folder,
         image=image,
       )
 
@@ -108,6 +117,11 @@ class Run:
   def train(self):
     self.cluster.start()
     return self.finish()
+
+  def wait(self, event):
+    """Looks at the cluster until something has happened."""
+    while not event.wait(0.002):
+      self.cluster.check(len(self.records().loss))
 
   def finish(self):
     news = []
@@ -193,6 +207,100 @@ def test_a_worker_that_hangs_is_replaced(run_of):
   assert run.cluster.replaced["worker"] >= 1
   check_whole(run)
   run.check_replay()
+
+
+def test_one_that_takes_a_place_has_time_to_start(run_of):
+  clock, begins, ends = [0.0], threading.Event(), threading.Event()
+
+  def start(run):  # the first job of the next holder
+    begins.set()
+    ends.wait()
+
+  def die(run):
+    run.do[8] = start
+    run.hosts.kill("worker", 2)
+
+  ladder = Ladder(start=100.0)
+  run = run_of(SSP, {8: die}, ladder=ladder, clock=lambda: clock[0])
+  run.cluster.start()
+  run.wait(begins)
+  while not all(run.cluster._workers[w].ended for w in (0, 1)):
+    run.cluster.check(len(run.records().loss))
+  for now in (50.0, 99.0):  # others have done their jobs in no time
+    clock[0] = now
+    run.cluster.check(len(run.records().loss))
+    run.cluster.check(len(run.records().loss))
+  assert run.cluster.replaced["worker"] == 1
+  clock[0] = 101.0
+  run.cluster.check(len(run.records().loss))
+  ends.set()
+  run.finish()
+  assert "worker 2 hung; another takes its place" in run.news
+  check_whole(run)
+
+
+class DeafShard(ShardHost):
+  """Shard 1 does not hear a message of worker 2 that shard 0 has; the worker
+  dies."""
+
+  def hear(self, data):
+    request, run = requests.load_request(data), self.run
+    ours = request.kind == requests.PUSH and request.worker == 2
+    if not ours or self._shard.index == 0 or request.done != 4 or run.heard:
+      return super().hear(data)
+    run.heard = True
+    while run.lead.status().done[2] < 4:
+      time.sleep(0.001)
+    run.hosts.kill("worker", 2)
+    return Future()  # nobody hears it
+
+
+class Deaf(Run):
+  """A run of it, in which updates depend on the rows that were read."""
+
+  heard = False
+
+  def shard_host(self, *args, **options):
+    host = DeafShard(*args, **options)
+    host.run = self
+    if host._shard.index == 0:
+      self.lead = host
+    return host
+
+  def gradient(self, rows, job, keys, *_):
+    number = -(sum(x.sum() for x in rows.values()) % 9973 + job)
+    return 0.0, {name: np.full_like(x, number) for name, x in rows.items()}
+
+  @property
+  def work(self):
+    all_keys = {"v": np.arange(ROWS), "w": np.arange(2)}
+    return tables.Work(
+      lambda worker, job: job, lambda job: all_keys, self.gradient
+    )
+
+
+@pytest.mark.parametrize("which", [SSP, dict(consistency="essp", bound=1)])
+def test_a_message_that_one_shard_has_comes_to_the_other(tmp_path, which):
+  run = Deaf(tmp_path, which)
+  try:
+    run.train()
+    assert run.heard and run.cluster.replaced["worker"] == 1
+    rows = run.tables["v"]
+    assert (rows == rows[0]).all() and rows[0, 0]
+    assert sorted(run.records().job) == list(range(WORKERS * JOBS))
+    run.check_replay()
+  finally:
+    run.cluster.close()
+
+
+def test_a_run_that_begins_again_begins_without_what_shards_kept(run_of):
+  one = run_of(SSP, {7: kill("shard", 1)}).train()  # which made an image
+  one.cluster.close()
+  for path in [*one.folder.glob("*.csv"), *one.folder.glob("*.bin")]:
+    path.unlink()
+  two = run_of(SSP).train()
+  check_whole(two)
+  two.check_replay()
 
 
 def test_nobody_waits_for_one_who_is_not_replaced(run_of):
