@@ -237,6 +237,7 @@ def test_one_that_takes_a_place_has_time_to_start(run_of):
   run.wait(begins)
   while not all(run.cluster._workers[w].ended for w in (0, 1)):
     run.cluster.check(len(run.records().loss))
+  run.cluster.check(len(run.records().loss))  # it sees it at its job at 0.0
   for now in (50.0, 99.0):  # others have done their jobs in no time
     clock[0] = now
     run.cluster.check(len(run.records().loss))
