@@ -1,5 +1,8 @@
 """The points of a figure: at numbers of their own, or at a column."""
 
+import pytest
+
+from asgd.experiment import folder
 from asgd.experiment.claims import columns, drawing, figure_file
 
 
@@ -39,3 +42,35 @@ def test_the_x_of_a_cell_is_given_or_the_mean_of_a_column():
   rows = made(xcolumn="bytes_up", xscale=1e-6)
   assert [row["x"] for row in rows] == [2.0] * 3
   assert [row["value"] for row in rows] == [1.0, 2.0, 3.0]
+
+
+def test_a_run_is_a_curve_along_its_evaluations(monkeypatch):
+  """Seed 2 has diverged after one of them; places are seeds here."""
+
+  def read_rows(place):
+    del place
+    seed = next(seeds)
+    return [
+      {"time": i + seed / 2, "test_loss": 10.0 * i + seed}
+      for i in range(1 if seed == 2 else 2)
+    ]
+
+  seeds = iter(range(3))
+  monkeypatch.setattr(folder, "read_rows", read_rows)
+  rows = made(along="time", scale=2.0)
+  assert [(row["x"], row["seed"], row["value"]) for row in rows] == [
+    *((0.5, seed, 2.0 * seed) for seed in range(3)),
+    *((1.25, seed, 2.0 * (10 + seed)) for seed in range(2)),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("panel", "wrong"),
+  [
+    ({"along": "clock"}, "unknown along: 'clock'; known: epoch, time"),
+    ({"along": "time", "xcolumn": "bytes_up"}, "has xcolumn 'bytes_up': drop"),
+  ],
+)
+def test_a_curve_that_cannot_be_drawn_is_refused(panel, wrong):
+  with pytest.raises(ValueError, match=wrong):
+    made(**panel)
