@@ -18,7 +18,6 @@ import ml_collections
 BOUNDS = 0, 2, 3, 5, 10
 EAGER = 0, 10
 RATES = {"stable": 1.5, "edge": 8.0}
-EPOCHS = {"stable": 12.0, "edge": 8.0}
 LEVELS = {"stable": 0.8, "edge": 0.2}  # of the test loss, 1.04 at the mean
 NETWORK = dict(latency=0.25, port=4e5)
 
@@ -36,7 +35,6 @@ def get_config():
           recipe="table",
           clock_every=2,
           learning_rate=rate,
-          epochs=EPOCHS[side],
           consistency=which,
           bound=bound,
           title=f"{which.upper()} {bound}, {side}",
@@ -46,6 +44,7 @@ def get_config():
   config.workers = (8,)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 200
+  config.epochs = 12.0
   config.durations = dict(name="gamma", variation=0.4)
   config.evaluations = 36
   config.curvature_checks = 0

@@ -154,23 +154,20 @@ class CellTable:
   def curve(
     self, column: str, along: str, label: str, workers: int | None
   ) -> list[tuple[float, dict[int, float]]]:
-    """Returns the evaluations of a run: (mean over seeds of the column along
-    which they are, seed -> value), as many as all seeds have."""
+    """Returns the evaluations of a run: (mean of the column along which they
+    are, seed -> value), of the seeds that have so many."""
     rows = {
       key[2]: folder.read_rows(done.place)
       for key, done in self._cells.items()
       if key[:2] == (label, workers)
     }
-    return [
-      (
-        sum(_number(row.get(along)) for row in each) / len(each),
-        {
-          seed: _number(row.get(column))
-          for seed, row in zip(rows, each, strict=True)
-        },
-      )
-      for each in zip(*rows.values(), strict=False)
-    ]
+    out = []
+    for i in range(max(map(len, rows.values()), default=0)):
+      own = {seed: each[i] for seed, each in rows.items() if i < len(each)}
+      xs = [_number(row.get(along)) for row in own.values()]
+      values = {seed: _number(row.get(column)) for seed, row in own.items()}
+      out.append((sum(xs) / len(xs), values))
+    return out
 
   def profiles(
     self, name: str, label: str, workers: int
