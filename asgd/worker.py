@@ -56,6 +56,9 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
   return jax.random.fold_in(jax.random.fold_in(root, worker), job)
 
 
+compiled_job_key = jax.jit(job_key)  # for a caller that is not
+
+
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:

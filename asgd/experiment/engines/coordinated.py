@@ -61,7 +61,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     def work(params, portion):
       with checks.batch_of(f"portion {portion}"):
         batch = batches(0, portion)
-      key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
+      key = worker_lib.compiled_job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
-from asgd.live.clusters.base import WorkersDie
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveBook, first_ticket

@@ -9,12 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base, orders
+from asgd import base
 from asgd.live.append_only import AppendOnlyFile
-from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.journal import (
+  FileJournal,
+  check_together,
+  journal_path,
+  read_begun,
+  read_journal,
+)
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
-from asgd.tables.jobs import (
+from asgd.tables.division import Division
+from asgd.tables.job_records import (
   BINS,
   JobRecord,
   Message,
@@ -80,6 +87,31 @@ def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
   return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
 
 
+def read_divisions(run: Path, first: Division) -> list[Division]:
+  """Returns the divisions of tables of a run, with the first."""
+  out = [first]
+  for event in read_journal(order_path(run, 0)):
+    if event.action == base.MOVE:
+      out.append(out[-1].next(first.cuts_of(event.totals)))
+  return out
+
+
+def rest_seconds(run: Path, workers: int, jobs: int) -> float:
+  """Returns how long workers waited for ranges to move: the mean over workers
+  of the seconds between their last job before a move and the next one, summed
+  over moves, which there are after every so many jobs of each."""
+  total = 0.0
+  for worker in range(workers):
+    ended: dict[int, float] = {}  # jobs done -> when
+    for event in read_journal(journal_path(run, worker)):
+      done = event.job // workers
+      if event.action == base.RECEIVE:
+        ended[done + 1] = event.time
+      elif event.action in STARTS and done % jobs == 0 and done in ended:
+        total += event.time - ended.pop(done)
+  return total / workers
+
+
 def by_time(parts: Sequence[TableRecords]) -> TableRecords:
   """Joins records of workers, in the order of their times."""
   joined = TableRecords(
@@ -93,16 +125,7 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns what a run wrote down; ValueError if some of it is empty."""
   paths = [order_path(run, s) for s in range(shards)]
   paths += [journal_path(run, w) for w in range(workers)]
-  rows = [read_journal(path) for path in paths]
-  for path, events in zip(paths, rows, strict=True):
-    if events:
-      continue
-    if (run / "result.json").exists():
-      raise ValueError(
-        f"{path} is gone or empty, and the run has a result: put it back as the"
-        " run wrote it"
-      )
-    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  rows = [read_begun(run, path) for path in paths]
   return Orders(rows[:shards], rows[shards:])
 
 
@@ -123,13 +146,7 @@ def read_trace(run: Path, workers: int) -> base.Trace:
       )
   rows = read_rows_of_workers(run)
   trace = from_events(rows)
-  try:
-    orders.check(trace, depth=len(rows))
-  except orders.trace.TraceError as error:
-    raise ValueError(
-      f"the journals of {run} cannot be obeyed together, at {error}: one of"
-      " them was changed; put it back as the run wrote it"
-    ) from error
+  check_together(run, trace, depth=len(rows))
   return trace
 
 
