@@ -51,6 +51,7 @@ RESULTS = (
 )
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
+ALONG = "time", "epoch"  # what evaluations are drawn along
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
@@ -144,6 +145,27 @@ class CellTable:
     return {
       key[2]: self._value(column, key) for key in own if key[1] == workers
     }
+
+  def curve(
+    self, column: str, along: str, label: str, workers: int | None
+  ) -> list[tuple[float, dict[int, float]]]:
+    """Returns the evaluations of a run: (mean over seeds of the column along
+    which they are, seed -> value), as many as all seeds have."""
+    rows = {
+      key[2]: folder.read_rows(done.place)
+      for key, done in self._cells.items()
+      if key[:2] == (label, workers)
+    }
+    return [
+      (
+        sum(_number(row.get(along)) for row in each) / len(each),
+        {
+          seed: _number(row.get(column))
+          for seed, row in zip(rows, each, strict=True)
+        },
+      )
+      for each in zip(*rows.values(), strict=False)
+    ]
 
   def _first(self, column, label, seed):
     how = self._made[column]

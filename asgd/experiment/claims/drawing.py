@@ -28,6 +28,9 @@ def points(
     for series, places in panel.series.items():
       for x, spot in places:
         label, workers = figure_file.cell_of(spot, counts) or ("", None)
+        if panel.along:
+          rows += _curve(panel, series, spot, table, (label, workers))
+          continue
         if panel.xcolumn and label:
           own = table.values(panel.xcolumn, label, workers).values()
           x = panel.xscale * float(np.mean([*own])) if own else x
@@ -45,6 +48,22 @@ def points(
         row |= {"value": y, "source": known["source"]}
         rows.append(row)
   return rows
+
+
+def _curve(panel, series, spot, table, cell):
+  """The rows of a run whose evaluations are drawn."""
+  base = {"panel": panel.title, "series": series, "cell": spot}
+  return [
+    {
+      **base,
+      "x": panel.xscale * x,
+      "seed": seed,
+      "value": panel.scale * value,
+      "diverged": False,
+    }
+    for x, values in table.curve(panel.column, panel.along, *cell)
+    for seed, value in values.items()
+  ]
 
 
 def _values(panel, spot, table, counts):
@@ -94,6 +113,8 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
   axis.grid(True)
   for name, style in styles.items():
     own = [row for row in rows if row["series"] == name and "seed" in row]
+    if panel.along:
+      style = {**style, "markersize": 2.5, "markevery": 0.15}
     if own:
       _draw_series(axis, panel, own, {**style, "label": name})
   for known in panel.published:
@@ -135,6 +156,8 @@ def _draw_series(axis, panel, rows, style):
   kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
   label = figure_lib.plain_text(style["label"])
   axis.plot(list(kept), list(kept.values()), **{**style, "label": label})
+  if panel.along:
+    return
   color = style["color"]
   shapes = {False: {"marker": ".", "s": 6}, True: {"marker": "x", "s": 14}}
   for diverged, shape in shapes.items():

@@ -1,9 +1,10 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
 A call of an actor of Ray goes through several threads of both processes; one
-through a socket has two. A connection is for one call at a time, so that an
-answer that is put off, or that nobody fetches, is in no other's way. Objects
-are pickled: a socket's folder must be readable by its owner alone.
+through a socket is made in the thread that reads it. A connection is for one
+call at a time, so that an answer that is put off, or that nobody fetches, is in
+no other's way. Objects are pickled: a socket's folder must be readable by its
+owner alone.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live.clusters.actors import process_failure
+from asgd.live.faults import Killed
 from asgd.live.hosts.base import Call, Gone, Host
+from asgd.live.hosts.threads import ThreadHost
 
 _WAITING = 128  # connections that are not accepted yet
 
@@ -24,7 +27,7 @@ _WAITING = 128  # connections that are not accepted yet
 class HostServer:
   """Answers calls of a host, each connection in a thread of its own."""
 
-  def __init__(self, host: Host, path: Path):
+  def __init__(self, host: ThreadHost, path: Path):
     """Listens at a path. Raises OSError, as for a path of over 107
     characters."""
     self._host, self._path = host, path
@@ -46,7 +49,7 @@ class HostServer:
         ).start()
 
   def _serve(self, connection):
-    with contextlib.suppress(EOFError, OSError), connection:
+    with contextlib.suppress(EOFError, OSError, Killed), connection:
       while True:
         method, args = connection.recv()
         connection.send(self._answer(method, args))
@@ -55,7 +58,7 @@ class HostServer:
   def _answer(self, method, args):
     """Returns (what the method returned, None) or (None, what it raised)."""
     try:
-      return self._host.call(method, *args).result(), None
+      return self._host.do(method, *args), None
     except Gone as gone:
       return None, gone
     except Exception as error:

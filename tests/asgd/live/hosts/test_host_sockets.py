@@ -53,10 +53,11 @@ def folder():
 @pytest.fixture
 def served(folder):
 
-  def die():
+  def die():  # as when a process is killed
+    server.close()
     raise Killed
 
-  host = ThreadHost("shard", 3, Rows, time.monotonic, die)  # as in a process
+  host = ThreadHost("shard", 3, Rows, time.monotonic, die)
   server = HostServer(host, folder / "a.sock")
   yield SocketHost("shard", 3, folder / "a.sock"), host
   host.end()
