@@ -62,13 +62,14 @@ def _streams(cell, read, other, durations_of):
     raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
   measured_at = 1 + max(job.worker for job in jobs)
   settled = predict.settled(jobs, measured_at)
-  rows = settled if other is not read else predict.in_order(jobs, measured_at)
-  again = durations.measured(settled)  # a worker may do more than it did
+  # A worker may do more than it did.
+  again = durations.measured(predict.shifted(settled, cell.workers))
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
+  did = predict.in_order(jobs, measured_at) if other is read else [[]]
   numbers = range(cell.workers)
   return {
     _ORDER: [
-      itertools.chain(rows[w % measured_at], again.stream(w)) for w in numbers
+      itertools.chain(did[w % len(did)], again.stream(w)) for w in numbers
     ],
     _DRAWN: [drawn.stream(w) for w in numbers],
   }

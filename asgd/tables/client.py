@@ -253,7 +253,7 @@ class Client:
     """Returns the tables of its last message with all keys, for one who knows
     none."""
     return {
-      name: RowValues(keys._replace(keys=self._flight[name][0]), values)
+      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
       for name, (keys, values) in push.tables.items()
     }
 
@@ -272,6 +272,16 @@ class Client:
     count = sum(x.size for x in own)
     square = sum(float(np.square(x, dtype=np.float64).sum()) for x in own)
     return float(np.sqrt(square / max(count, 1)))
+
+  # Another division of tables, between two messages.
+
+  def cut(self, name: str, start: int, stop: int) -> KeyedRows:
+    """Takes out what it has of the rows start <= key < stop."""
+    return self._rows[name].cut(start, stop)
+
+  def join(self, name: str, part: KeyedRows) -> None:
+    """Takes in what was taken out of the client of another shard."""
+    self._rows[name].join(part)
 
   # Checkpoints.
 

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from asgd import base
+from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
-from asgd.tables.division import Division, Parts
+from asgd.tables.division import Cuts, Division, Parts
 from asgd.tables.job_records import BINS, JobRecord, Message
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
@@ -165,6 +166,7 @@ class TableWorker:
     shards = range(self._division.shards)
     self._replies = [Reply(0, []) for _ in shards]
     yield {shard: self._ask(shard, JOIN) for shard in shards}
+    self._set_division(*self._replies[0].division)
     has = [reply.done for reply in self._replies]
     message = left(max(has))
     if message is None:
@@ -192,6 +194,41 @@ class TableWorker:
     if self.done >= self.jobs:
       return None
     return self.done * self._workers + self.worker
+
+  # Other ranges.
+
+  @property
+  def rests(self) -> bool:
+    """Whether it waits for the next division of the tables: it has ended the
+    clock after which they are divided anew."""
+    settings, division = self._settings, self._division
+    every = settings.rebalance_every * settings.clock_every
+    if not every or division.shards == 1 or self.next is None:
+      return False
+    return self.done >= (division.version + 1) * every
+
+  def divide(self, cuts: Cuts) -> None:
+    """Goes on with other ranges of keys, all rows that shards sent having come:
+    they are taken, and what it has of rows goes with them to the clients of
+    their shards."""
+    for shard in range(self._division.shards):
+      self.take(shard, self.there(shard))
+    before, self._division = self._division, self._division.next(cuts)
+    for name, after in self._division.ranges.items():
+      moves = ranges_lib.moves(before.ranges[name], after)
+      # Taken out before anything is put in: a range may go through a shard.
+      parts = [self._clients[move.source].cut(name, *move[:2])
+        for move in moves]
+      for move, part in zip(moves, parts, strict=True):
+        self._clients[move.target].join(name, part)
+
+  def _set_division(self, version, cuts):
+    """Begins with a division that others have made."""
+    if version:
+      division = self._division.next(cuts)
+      self._division = division._replace(version=version)
+
+  # Jobs.
 
   def job(
     self,
@@ -374,6 +411,10 @@ class TableWorker:
         for rows in self._inbox
       ],
       "bytes": [self._up, self._down],
+      "division": [
+        self._division.version,
+        {name: each.cuts for name, each in self._division.ranges.items()},
+      ],
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
@@ -388,3 +429,4 @@ class TableWorker:
       {n: data.tobytes() for n, data in rows} for rows in tree["inbox"]
     ]
     self._up, self._down = tree["bytes"]
+    self._set_division(*tree["division"])

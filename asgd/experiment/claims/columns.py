@@ -56,6 +56,7 @@ RESULTS = (
 PROFILES = ("staleness.csv",)  # of tables: rows read at each differential
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
+ALONG = "time", "epoch"  # what evaluations are drawn along
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
@@ -149,6 +150,24 @@ class CellTable:
     return {
       key[2]: self._value(column, key) for key in own if key[1] == workers
     }
+
+  def curve(
+    self, column: str, along: str, label: str, workers: int | None
+  ) -> list[tuple[float, dict[int, float]]]:
+    """Returns the evaluations of a run: (mean of the column along which they
+    are, seed -> value), of the seeds that have so many."""
+    rows = {
+      key[2]: folder.read_rows(done.place)
+      for key, done in self._cells.items()
+      if key[:2] == (label, workers)
+    }
+    out = []
+    for i in range(max(map(len, rows.values()), default=0)):
+      own = {seed: each[i] for seed, each in rows.items() if i < len(each)}
+      xs = [_number(row.get(along)) for row in own.values()]
+      values = {seed: _number(row.get(column)) for seed, row in own.items()}
+      out.append((sum(xs) / len(xs), values))
+    return out
 
   def profiles(
     self, name: str, label: str, workers: int

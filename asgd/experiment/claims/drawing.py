@@ -54,6 +54,11 @@ def _seeds(panel, x, cell, table):
       for value, share in shares.items():
         yield seed, x + value, share
     return
+  if panel.along:
+    for along, values in table.curve(panel.column, panel.along, *cell):
+      for seed, value in values.items():
+        yield seed, panel.xscale * along, value
+    return
   if panel.xcolumn:
     own = table.values(panel.xcolumn, label, workers).values()
     x = panel.xscale * float(np.mean([*own])) if own else x
@@ -108,6 +113,8 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
   axis.grid(True)
   for name, style in styles.items():
     own = [row for row in rows if row["series"] == name and "seed" in row]
+    if panel.along:
+      style = {**style, "markersize": 2.5, "markevery": 0.15}
     if own:
       _draw_series(axis, panel, own, {**style, "label": name})
   for known in panel.published:
@@ -152,6 +159,8 @@ def _draw_series(axis, panel, rows, style):
     kept = {min(kept) - 1: 0.0, **kept, max(kept) + 1: 0.0}
     style |= {"ds": "steps-mid", "marker": ""}
   axis.plot(list(kept), list(kept.values()), **style)
+  if panel.along:
+    return
   color = style["color"]
   shapes = {False: {"marker": ".", "s": 6}, True: {"marker": "x", "s": 14}}
   for diverged, shape in shapes.items():

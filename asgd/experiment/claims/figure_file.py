@@ -97,6 +97,9 @@ class PanelSpec(NamedTuple):
   # known.
   xcolumn: str | None = None
   xscale: float = 1.0
+  # A column of evaluations, "time" or "epoch": a cell is a curve along it, and
+  # the x beside it is not drawn.
+  along: str | None = None
   yscale: str = "linear"  # or "log", "symlog"
   ylim: Sequence[float] | None = None
 
@@ -223,6 +226,7 @@ _PANEL = {
   "minus": FieldCheck(checks.optional(fields.text)),
   **dict.fromkeys(("scale", "xscale"), _FACTOR),
   "xcolumn": FieldCheck(checks.optional(fields.text)),
+  "along": FieldCheck(fields.named(columns_lib.ALONG)),
   "xlog": FieldCheck(checks.flag),
   "yscale": FieldCheck(fields.named(_SCALES)),
   "ylim": FieldCheck(fields.must(_is_range, "a pair (low, high) of numbers")),
@@ -302,6 +306,18 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   _check_profile(where, panel)
   if panel.xcolumn is not None:
     names.check(f"xcolumn of {where}:", panel.xcolumn, known)
+  if panel.along is not None:
+    names.check(
+      f"column of {where} along {panel.along!r}:",
+      panel.column,
+      columns_lib.EVALUATED,
+    )
+    for key in ("xcolumn", "minus"):
+      if getattr(panel, key) is not None:
+        raise ValueError(
+          f"{where} is along {panel.along!r} and has {key}"
+          f" {shown(getattr(panel, key))}: drop one"
+        )
   places = fields.pairs("(x, cell)", fields.number, fields.text)
   series = dict.fromkeys(panel.series, FieldCheck(places))
   fields.check(f"series of {where}", panel.series, series)

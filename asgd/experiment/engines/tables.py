@@ -87,6 +87,18 @@ class TablePlan(outcomes.OutcomePlan):
       ).items()
     }
 
+  @functools.cached_property
+  def _step(self):
+    """(params, batch, root, worker, job) -> (loss, gradient), compiled once,
+    with the job's key: an operation more for each job would take as long."""
+
+    def step(params, batch, root, worker, job):
+      key = worker_lib.job_key(root, worker, job)
+      (loss, _), out = self.gradient(params, batch, key)
+      return loss, out
+
+    return jax.jit(step)
+
   def work(self, seed: int, root: jax.Array) -> tables.Work:
     """Returns what workers compute."""
     batches = self.problem.batches(seed, self.workers)
@@ -104,7 +116,6 @@ class TablePlan(outcomes.OutcomePlan):
       return dict(zip(self.names, found, strict=True))
 
     def gradient(rows, batch, keys, worker, job):
-      key = worker_lib.job_key(root, np.int32(worker), np.int32(job))
       if keyed is None:
         params = self.join(rows)
       else:
@@ -116,7 +127,8 @@ class TablePlan(outcomes.OutcomePlan):
         params = jax.tree.unflatten(structure, whole)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      (loss, _), out = self.gradient(params, batch, key)
+      place = np.int32(worker), np.int32(job)
+      loss, out = jax.device_get(self._step(params, batch, root, *place))
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])

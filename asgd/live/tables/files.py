@@ -20,6 +20,7 @@ from asgd.live.journal import (
 )
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
+from asgd.tables.division import Division
 from asgd.tables.job_records import (
   BINS,
   JobRecord,
@@ -84,6 +85,31 @@ def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
   """Returns the records of a worker, from one on."""
   rows = read_rows(records_path(run, worker), JOB_RECORD, start)
   return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
+
+
+def read_divisions(run: Path, first: Division) -> list[Division]:
+  """Returns the divisions of tables of a run, with the first."""
+  out = [first]
+  for event in read_journal(order_path(run, 0)):
+    if event.action == base.MOVE:
+      out.append(out[-1].next(first.cuts_of(event.totals)))
+  return out
+
+
+def rest_seconds(run: Path, workers: int, jobs: int) -> float:
+  """Returns how long workers waited for ranges to move: the mean over workers
+  of the seconds between their last job before a move and the next one, summed
+  over moves, which there are after every so many jobs of each."""
+  total = 0.0
+  for worker in range(workers):
+    ended: dict[int, float] = {}  # jobs done -> when
+    for event in read_journal(journal_path(run, worker)):
+      done = event.job // workers
+      if event.action == base.RECEIVE:
+        ended[done + 1] = event.time
+      elif event.action in STARTS and done % jobs == 0 and done in ended:
+        total += event.time - ended.pop(done)
+  return total / workers
 
 
 def by_time(parts: Sequence[TableRecords]) -> TableRecords:

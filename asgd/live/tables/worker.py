@@ -4,9 +4,9 @@ It works as long as it can, in one call (`run`), which ends when a shard is
 gone: the driver then calls again, and says where that one is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.live.faults import Script
@@ -16,13 +16,23 @@ from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
+from asgd.tables.division import Cuts
 from asgd.tables.job_records import JobRecord, Message
 from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
-# How `run` ends; LOST with the number of a shard, HALTED at a limit.
-ENDED, HALTED, LOST = "ended", "halted", "lost"
+# How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as
+# tables are to be divided anew.
+ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
+
+
+class Ranges(NamedTuple):
+  """What a worker that rests is told as ranges have moved."""
+
+  cuts: Cuts
+  # Of each shard: (number, Rows) that it may not have yet.
+  rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
 class WorkerHost:
@@ -97,16 +107,23 @@ class WorkerHost:
   # What the driver calls.
 
   def run(
-    self, limit: int | None, found: Mapping[int, Host] | None = None
+    self,
+    limit: int | None,
+    found: Mapping[int, Host] | None = None,
+    ranges: Ranges | None = None,
   ) -> tuple[str, int]:
     """Works until all jobs are done, or so many, or it cannot go on; returns
     how it ended, and which shard is gone. `found` has the shards that were
     started again, where they are now: they come with the call, as calls may be
-    made in another order."""
+    made in another order. So do other ranges, for which it has rested."""
     self._limit = limit
     for shard, host in (found or {}).items():
       self._shards[shard] = host
       self._calls.pop(shard, None)
+    if ranges is not None:
+      for shard, rows in enumerate(ranges.rows):
+        self._worker.hear_rows(shard, rows)
+      self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
     except Gone as gone:
@@ -128,6 +145,8 @@ class WorkerHost:
       worker = self._worker
       if worker.next is None:
         return ENDED
+      if worker.rests:
+        return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       self._take()

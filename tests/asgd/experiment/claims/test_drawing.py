@@ -2,6 +2,7 @@
 
 import pytest
 
+from asgd.experiment import folder
 from asgd.experiment.claims import columns, drawing, figure_file
 
 
@@ -57,3 +58,35 @@ def test_a_histogram_has_the_shares_of_what_each_cell_counted(tmp_path):
   for key, value in {"minus": "a", "xcolumn": "bytes_up"}.items():
     with pytest.raises(ValueError, match=f"{key} '{value}' is not for"):
       made(places, column="staleness.csv", **{key: value})
+
+
+def test_a_run_is_a_curve_along_its_evaluations(monkeypatch):
+  """Seed 2 has diverged after one of them; places are seeds here."""
+
+  def read_rows(place):
+    del place
+    seed = next(seeds)
+    return [
+      {"time": i + seed / 2, "test_loss": 10.0 * i + seed}
+      for i in range(1 if seed == 2 else 2)
+    ]
+
+  seeds = iter(range(3))
+  monkeypatch.setattr(folder, "read_rows", read_rows)
+  rows = made(along="time", scale=2.0)
+  assert [(row["x"], row["seed"], row["value"]) for row in rows] == [
+    *((0.5, seed, 2.0 * seed) for seed in range(3)),
+    *((1.25, seed, 2.0 * (10 + seed)) for seed in range(2)),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("panel", "wrong"),
+  [
+    ({"along": "clock"}, "unknown along: 'clock'; known: epoch, time"),
+    ({"along": "time", "xcolumn": "bytes_up"}, "has xcolumn 'bytes_up': drop"),
+  ],
+)
+def test_a_curve_that_cannot_be_drawn_is_refused(panel, wrong):
+  with pytest.raises(ValueError, match=wrong):
+    made(**panel)
