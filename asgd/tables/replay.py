@@ -16,7 +16,7 @@ from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts, Division
-from asgd.tables.job_records import JobRecord, Message
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.requests import Request
 from asgd.tables.settings import Settings
 from asgd.tables.shard import ACTIONS, TableShard
@@ -70,7 +70,7 @@ class _Holder:
     self._starts = [e for e in starts if e.totals]
     # Jobs of a holder before it, whose message it sends again.
     self._again = {e.job for e in starts if not e.totals}
-    self._messages: dict[int, Message] = {}  # the last two, by jobs done
+    self._messages: dict[int, ClockMessage] = {}  # the last two, by jobs done
     self._ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard: not answered yet
     self.records: list[tuple[float, JobRecord]] = []

@@ -20,7 +20,7 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.job_records import BINS, JobRecord, Message
+from asgd.tables.job_records import BINS, ClockMessage, JobRecord
 from asgd.tables.mail import Mail
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH
@@ -104,7 +104,7 @@ class TableWorker:
 
   def join(
     self,
-    left: Callable[[int], Message | None] = lambda done: None,
+    left: Callable[[int], ClockMessage | None] = lambda done: None,
     begun: Callable[[JobRecord], None] = lambda record: None,
     done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
@@ -189,7 +189,7 @@ class TableWorker:
     begun: Callable[[int], None],
     done: Callable[[JobRecord], None],
     change: Callable[[Any], Any] = lambda gradient: gradient,
-    sends: Callable[[Message], None] = lambda message: None,
+    sends: Callable[[ClockMessage], None] = lambda message: None,
   ) -> Steps:
     """Does the next job.
 
@@ -248,7 +248,7 @@ class TableWorker:
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(Message(pushes[0].clock, self.done, shards, records))
+    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
     yield asks
     for each in self._answered_push(records, asks):
       done(each)

@@ -17,7 +17,7 @@ from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts
-from asgd.tables.job_records import JobRecord, Message
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
@@ -27,7 +27,7 @@ ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
 
 
-class Ranges(NamedTuple):
+class Moved(NamedTuple):
   """What a worker that rests is told as ranges have moved."""
 
   cuts: Cuts
@@ -110,7 +110,7 @@ class WorkerHost:
     self,
     limit: int | None,
     found: Mapping[int, Host] | None = None,
-    ranges: Ranges | None = None,
+    ranges: Moved | None = None,
   ) -> tuple[str, int]:
     """Works until all jobs are done, or so many, or it cannot go on; returns
     how it ended, and which shard is gone. `found` has the shards that were
@@ -246,13 +246,13 @@ class WorkerHost:
     seq, _ = self._open[-1]
     return self._script.message(self._index, seq, gradient)
 
-  def _sends(self, message: Message):
+  def _sends(self, message: ClockMessage):
     if self._outbox:
       self._outbox.write(self._row, message)
 
   # Of the holder before.
 
-  def _left(self, done: int) -> Message | None:
+  def _left(self, done: int) -> ClockMessage | None:
     """Its message with which so many jobs are done, if that is there and was
     not received by all."""
     events = self._journal.events()
