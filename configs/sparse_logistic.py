@@ -15,7 +15,11 @@ import ml_collections
 
 DATA = {
   "breast_cancer": dict(
-    problem=dict(examples="breast_cancer", l1=0.005), batch_size=114
+    problem=dict(examples="breast_cancer", l1=0.005),
+    runs=dict(bsp=dict(learning_rate=8.0)),
+    batch_size=114,
+    epochs=1200.0,
+    learning_rate=4.0,
   ),
   "sst2": dict(problem=dict(examples="sst2", l1=0.0005), batch_size=16837),
 }
