@@ -31,6 +31,7 @@ from asgd.experiment import (
 from asgd.experiment.engines import live, simulate
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.live import ray_internals
 
 _ENGINES = {
   "simulate": simulate.SIMULATE,
@@ -274,8 +275,9 @@ def machines(seconds: float) -> Iterator[Machines]:
     ValueError: where no network namespace can be made, with the reason.
   """
   with namespaces.wire() as wire:
-    # Which no other machine reaches: only the other end of the wire.
-    ray_runtime.start(None, allow_network=True, memory=_MEMORY)
+    # No other machine reaches it: only the other end of the wire does.
+    with ray_internals.without_unused_processes():
+      ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
       with namespaces.far_node(wire, FAR, _MEMORY):
         yield Machines(seconds, wire)
