@@ -9,11 +9,10 @@ it is the live run whose links are as slow.
 
 import contextlib
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from asgd.experiment import (
 from asgd.experiment.engines import live, simulate
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.live import ray_internals
 
 _ENGINES = {
   "simulate": simulate.SIMULATE,
@@ -45,9 +45,6 @@ FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
 _JOBS = 40  # of a worker that meets nobody, in a live run
-_NAP = 0.02  # seconds between two looks at whether a process is held up
-_TRIES = 4  # at what other programs disturb
-_T = TypeVar("_T")
 _LEAST = 12  # of one that does; first ones do not count
 
 
@@ -278,8 +275,9 @@ def machines(seconds: float) -> Iterator[Machines]:
     ValueError: where no network namespace can be made, with the reason.
   """
   with namespaces.wire() as wire:
-    # Which no other machine reaches: only the other end of the wire.
-    ray_runtime.start(None, allow_network=True, memory=_MEMORY)
+    # No other machine reaches it: only the other end of the wire does.
+    with ray_internals.without_unused_processes():
+      ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
       with namespaces.far_node(wire, FAR, _MEMORY):
         yield Machines(seconds, wire)
@@ -294,64 +292,21 @@ RUNTIMES: dict[str, Callable[[float], Any]] = {
 }
 
 
-class _Watch(threading.Thread):
-  """How much of the time other programs kept this process from its cores: a
-  thread sleeps over and over, and wakes up late."""
-
-  def __init__(self):
-    super().__init__(daemon=True)
-    self._ended, self._late = threading.Event(), 0.0
-
-  def run(self):
-    """Sleeps until the end."""
-    began = now = time.monotonic()
-    while not self._ended.wait(_NAP):
-      woke = time.monotonic()
-      self._late += max(woke - now - _NAP, 0.0)
-      now = woke
-    self._of = time.monotonic() - began
-
-  def end(self) -> float:
-    """Returns the share of the time by which it was late."""
-    self._ended.set()
-    self.join()
-    return self._late / self._of
-
-
-def undisturbed(call: Callable[[], _T], most: float = 0.03) -> tuple[float, _T]:
-  """Does something again, a few times, while other programs hold it up by more
-  than a share of its time; returns that share and what came of it, where it was
-  smallest."""
-  best = None
-  for _ in range(_TRIES):
-    watch = _Watch()
-    watch.start()
-    out = call()
-    share = watch.end()
-    if best is None or share < best[0]:
-      best = share, out
-    if share <= most:
-      break
-  return best
-
-
 class Turn(NamedTuple):
   """What came of a live run, and what had been predicted."""
 
   bound: float  # messages a second that workers and ports allow, at most
   live: float
   simulated: float
-  held_up: float  # share of the time in which other programs had the cores
 
 
 def turn(runtime: Threads, workers: int, shards: int, seed: int) -> Turn:
   """Measures one worker over fast links, simulates N over slow ones, and has N
   live workers run over these."""
   links = runtime.links
-  before, times = undisturbed(lambda: runtime.measured(_JOBS))
+  times = runtime.measured(_JOBS)
   bound = links.bound(workers, shards, float(np.mean(times)))
   each = links.bound(workers, shards) / links.bound(1, 1) / workers
   size = workers, shards, workers * max(round(_JOBS * each), _LEAST)
   predicted = simulated(links, *size, times, seed)
-  after, live = undisturbed(lambda: runtime.rate(*size))
-  return Turn(bound, live, predicted, max(before, after))
+  return Turn(bound, runtime.rate(*size), predicted)

@@ -16,7 +16,7 @@ from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts, Division
-from asgd.tables.job_records import JobRecord, Message
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.requests import Request
 from asgd.tables.settings import Settings
 from asgd.tables.shard import ACTIONS, TableShard
@@ -70,7 +70,7 @@ class _Holder:
     self._starts = [e for e in starts if e.totals]
     # Jobs of a holder before it, whose message it sends again.
     self._again = {e.job for e in starts if not e.totals}
-    self._messages: dict[int, Message] = {}  # the last two, by jobs done
+    self._messages: dict[int, ClockMessage] = {}  # the last two, by jobs done
     self._ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard: not answered yet
     self.records: list[tuple[float, JobRecord]] = []
@@ -87,8 +87,8 @@ class _Holder:
         mine = [r for r in message.records if r.job in self._again]
         return message._replace(records=mine)
     raise ValueError(
-      f"the orders do not belong together: holder {self.worker.life} of worker"
-      f" {self.worker.worker} sends a message again that nobody made"
+      f"the orders do not belong together: holder {self.worker.mail.life} of"
+      f" worker {self.worker.worker} sends a message again that nobody made"
     )
 
   def _keep(self, message):
@@ -113,7 +113,7 @@ class _Holder:
     worker = self.worker
     self._hear(shards)
     if self._steps is not None:
-      if self.asks or any(map(worker.lacks, range(len(shards)))):
+      if self.asks or any(map(worker.mail.lacks, range(len(shards)))):
         return False
       self._go_on()
       return True
@@ -121,7 +121,7 @@ class _Holder:
       return False
     event = self._starts[0]
     upto = [int(number) for number in event.totals]
-    if any(worker.there(s) < end for s, end in enumerate(upto)):
+    if any(worker.mail.there(s) < end for s, end in enumerate(upto)):
       return False
     if event.job != worker.next:
       raise ValueError(
@@ -143,9 +143,9 @@ class _Holder:
   def _hear(self, shards):
     worker = self.worker
     for number, shard in enumerate(shards):
-      if shard.life(worker.worker) == worker.life:
-        rows = shard.unsent(worker.worker, worker.taken[number])
-        worker.hear_rows(number, rows)
+      if shard.life(worker.worker) == worker.mail.life:
+        rows = shard.unsent(worker.worker, worker.mail.taken[number])
+        worker.mail.hear_rows(number, rows)
 
   @property
   def rests(self) -> bool:
@@ -190,7 +190,7 @@ def _obey(shard, number, event, holders) -> bool:
     )
   shard.obey(request)
   del holder.asks[number]
-  holder.worker.hear(number, shard.reply(request))
+  holder.worker.mail.hear(number, shard.reply(request))
   return True
 
 

@@ -131,6 +131,8 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
+    following = [*ticks[1:], math.inf]  # labels that would meet are left out
+    ticks = [x for x, y in zip(ticks, following, strict=True) if y > 1.3 * x]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":

@@ -26,7 +26,7 @@ from asgd.live.tables.worker import (
   LOST,
   REJECTED,
   RESTS,
-  Ranges,
+  Moved,
 )
 from asgd.tables import division, requests
 
@@ -320,7 +320,7 @@ class TableCluster:
         self._look_for_shards()
     for worker in self._workers:
       rows = [each.rows[worker] for each in given]
-      self._call_run(worker, ranges=Ranges(cuts, rows))
+      self._call_run(worker, ranges=Moved(cuts, rows))
 
   def _ask_until_all(self, method, *args):
     """Returns what all shards answer, at rest."""

@@ -23,8 +23,8 @@ from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division
 from asgd.tables.job_records import (
   BINS,
+  ClockMessage,
   JobRecord,
-  Message,
   dump_message,
   load_message,
 )
@@ -209,7 +209,7 @@ class Outbox:
     lives = (path.stem.removeprefix(self._name) for path in paths)
     return sorted(int(life) for life in lives if life.isdecimal())
 
-  def write(self, row: Event, message: Message) -> None:
+  def write(self, row: Event, message: ClockMessage) -> None:
     """Keeps a message. If it cannot, the next holder does its jobs again."""
     if not self._folder.is_dir():
       return
@@ -222,7 +222,7 @@ class Outbox:
         if life < self._life:
           self._path(life).unlink()
 
-  def read(self, events: Sequence[Event]) -> tuple[Event, Message] | None:
+  def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
     """Returns (row, message) that the holders before have left, whose rows are
     these; None if there is none of them."""
     lives = [life for life in self._lives() if life < self._life]
