@@ -78,7 +78,7 @@ class Links(NamedTuple):
       >>> from asgd.experiment.network_speed import Links
       >>> links = Links(job=1.0, latency=0.5, port=4.0, nbytes=8)
       >>> links.bound(2, 1), links.bound(2, 2), links.bound(16, 2)
-      (0.3333333333333333, 0.6666666666666666, 1.0)
+      (0.3333333333333333, 0.5, 1.0)
     """
     job, port = job or self.job, self.nbytes / shards / self.port
     return min(workers / (job + 2 * (self.latency + port)), 1 / port)

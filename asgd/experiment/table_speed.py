@@ -103,7 +103,7 @@ def _ours(rows, keys, stack, folder) -> Contestant:
   make = functools.partial(_shard, rows, folder, memory)
   host = hosts.start(SHARD, 0, make)
   hosts.made(SHARD, 0).result()
-  worker, done = _worker(rows, folder, host, keys, site.clock), 0
+  worker, done = _worker(rows, folder, host.near(), keys, site.clock), 0
 
   def once():
     nonlocal done
@@ -176,7 +176,7 @@ def ratings_per_second(
   config = {
     "problem": dict(
       name="asgd.problems.factorisation:matrix_factorisation",
-      rank=16,
+      rank=64,
       generate=dict(users=1000, items=500, ratings=100_000),
     ),
     "runs": {

@@ -31,6 +31,7 @@ from asgd.orders import trace
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
+_job_key = jax.jit(worker_lib.job_key)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -61,7 +62,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     def work(params, portion):
       with checks.batch_of(f"portion {portion}"):
         batch = batches(0, portion)
-      key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
+      key = _job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
 
