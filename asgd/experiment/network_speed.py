@@ -9,7 +9,6 @@ it is the live run whose links are as slow.
 
 import contextlib
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from asgd.experiment import (
 from asgd.experiment.engines import live, simulate
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.live import ray_internals
 
 _ENGINES = {
   "simulate": simulate.SIMULATE,
@@ -45,8 +45,7 @@ FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
 _JOBS = 40  # of a worker that meets nobody, in a live run
-_NAP = 0.02  # seconds between two looks at whether a process is held up
-_TRIES = 4  # at what other programs disturb
+_MUCH, _TRIES = 0.05, 5  # how late is taken again, and how often
 _T = TypeVar("_T")
 _LEAST = 12  # of one that does; first ones do not count
 
@@ -85,6 +84,12 @@ class Links(NamedTuple):
     return min(workers / (job + 2 * (self.latency + port)), 1 / port)
 
 
+def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
+  """Returns how long a job waits, `seconds` in the mean."""
+  rng = np.random.default_rng((seed, worker, job))
+  return seconds * rng.uniform(1 - _SPREAD, 1 + _SPREAD)
+
+
 def waiting(
   batch_size: int, *, seconds: float = 0.0, nbytes: int = 409_600
 ) -> problems.Problem:
@@ -106,9 +111,8 @@ def waiting(
     del workers
 
     def batch(worker, job):
-      rng = np.random.default_rng((seed, worker, job))
       if seconds:
-        time.sleep(seconds * rng.uniform(1 - _SPREAD, 1 + _SPREAD))
+        time.sleep(_waits(seconds, seed, worker, job))
       return nothing
 
     return batch
@@ -171,6 +175,27 @@ def _train(
     return kept[0], read(Path(folder) / "cells" / cell.name)
 
 
+def _late(files: live_files.LiveFiles, seconds: float) -> float:
+  """Returns by what share of their mean the jobs of a live run took longer than
+  they were to wait: other programs had the cores."""
+  late = [
+    span.end - span.start - _waits(seconds, 0, worker, span.job)
+    for worker, spans in files.spans.items()
+    for span in spans
+    if span.name == "compute"
+  ]
+  return float(np.mean(late)) / seconds
+
+
+def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
+  """Does something again, a few times, as long as other programs disturb it
+  much; returns what came of it, and by how much, where that was least."""
+  tries = []
+  while len(tries) < _TRIES and (not tries or tries[-1][1] > _MUCH):
+    tries.append(call())
+  return min(tries, key=lambda result: result[1])
+
+
 def _rate(records: base.Records, workers: int) -> float:
   """Messages a second, once each worker has handed one in."""
   zero = predict.all_there(records.worker, workers)
@@ -227,23 +252,29 @@ class Threads:
   def _fast(self) -> dict[str, Any]:
     return {}
 
-  def measured(self, messages: int) -> list[float]:
+  def _live(self, *size: int, **config: Any) -> Any:
+    """Returns records and files of a live run, and how late its jobs were."""
+    live = {"spans": True, **config.pop("live", {})}
+    read, links = live_files.read, self.links
+    records, files = _train(
+      links, self._engine, *size, read, live=live, **config
+    )
+    return records, files, _late(files, links.job)
+
+  def measured(self, messages: int) -> tuple[list[float], float]:
     """Returns the seconds that the jobs of one worker take, over links that are
-    as fast as they can be."""
+    as fast as they can be, and how late they were."""
+    _, files, late = self._live(1, 1, messages, **self._fast())
+    jobs = predict.jobs(files.journals[0], files.spans)
+    return predict.settled(jobs, 1)[0], late
 
-    def read(place):
-      files = live_files.read(place)
-      jobs = predict.jobs(files.journals[0], files.spans)
-      return predict.settled(jobs, 1)[0]
-
-    size, config = (1, 1, messages), self._fast()
-    return _train(self.links, self._engine, *size, read, **config)[1]
-
-  def rate(self, workers: int, shards: int, messages: int) -> float:
-    """Returns the messages a second of N workers over slow links."""
-    size, config = (workers, shards, messages), self._slow()
-    records, _ = _train(self.links, self._engine, *size, **config)
-    return _rate(records, workers)
+  def rate(
+    self, workers: int, shards: int, messages: int
+  ) -> tuple[float, float]:
+    """Returns the messages a second of N workers over slow links, and how late
+    their jobs were."""
+    records, _, late = self._live(workers, shards, messages, **self._slow())
+    return _rate(records, workers), late
 
 
 class Machines(Threads):
@@ -278,8 +309,9 @@ def machines(seconds: float) -> Iterator[Machines]:
     ValueError: where no network namespace can be made, with the reason.
   """
   with namespaces.wire() as wire:
-    # Which no other machine reaches: only the other end of the wire.
-    ray_runtime.start(None, allow_network=True, memory=_MEMORY)
+    # No other machine reaches it: only the other end of the wire does.
+    with ray_internals.without_unused_processes():
+      ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
       with namespaces.far_node(wire, FAR, _MEMORY):
         yield Machines(seconds, wire)
@@ -294,64 +326,23 @@ RUNTIMES: dict[str, Callable[[float], Any]] = {
 }
 
 
-class _Watch(threading.Thread):
-  """How much of the time other programs kept this process from its cores: a
-  thread sleeps over and over, and wakes up late."""
-
-  def __init__(self):
-    super().__init__(daemon=True)
-    self._ended, self._late = threading.Event(), 0.0
-
-  def run(self):
-    """Sleeps until the end."""
-    began = now = time.monotonic()
-    while not self._ended.wait(_NAP):
-      woke = time.monotonic()
-      self._late += max(woke - now - _NAP, 0.0)
-      now = woke
-    self._of = time.monotonic() - began
-
-  def end(self) -> float:
-    """Returns the share of the time by which it was late."""
-    self._ended.set()
-    self.join()
-    return self._late / self._of
-
-
-def undisturbed(call: Callable[[], _T], most: float = 0.03) -> tuple[float, _T]:
-  """Does something again, a few times, while other programs hold it up by more
-  than a share of its time; returns that share and what came of it, where it was
-  smallest."""
-  best = None
-  for _ in range(_TRIES):
-    watch = _Watch()
-    watch.start()
-    out = call()
-    share = watch.end()
-    if best is None or share < best[0]:
-      best = share, out
-    if share <= most:
-      break
-  return best
-
-
 class Turn(NamedTuple):
   """What came of a live run, and what had been predicted."""
 
   bound: float  # messages a second that workers and ports allow, at most
   live: float
   simulated: float
-  held_up: float  # share of the time in which other programs had the cores
+  late: float  # share by which jobs took longer than they were to
 
 
 def turn(runtime: Threads, workers: int, shards: int, seed: int) -> Turn:
   """Measures one worker over fast links, simulates N over slow ones, and has N
   live workers run over these."""
   links = runtime.links
-  before, times = undisturbed(lambda: runtime.measured(_JOBS))
+  times, before = undisturbed(lambda: runtime.measured(_JOBS))
   bound = links.bound(workers, shards, float(np.mean(times)))
   each = links.bound(workers, shards) / links.bound(1, 1) / workers
   size = workers, shards, workers * max(round(_JOBS * each), _LEAST)
   predicted = simulated(links, *size, times, seed)
-  after, live = undisturbed(lambda: runtime.rate(*size))
+  live, after = undisturbed(lambda: runtime.rate(*size))
   return Turn(bound, live, predicted, max(before, after))
