@@ -77,7 +77,9 @@ def text(engines: Mapping[str, Any]) -> str:
     "consistency (of a run of tables)": [
       _entry(", ".join(model.value for model in Consistency), "")
     ],
-    "filters (of a run of tables)": _entries(FILTERS),
+    "filters (of a run of tables)": _entries(
+      FILTERS, lambda name: inspect.signature(FILTERS[name]).parameters
+    ),
     "topologies (topology of a recipe of peers)": _entries(TOPOLOGIES),
     "codecs (name of config.compress)": _entries(compression.CODECS),
     "schedules (schedule of a run of engine pipeline)": _entries(
