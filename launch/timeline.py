@@ -35,13 +35,20 @@ def _track(tracks, worker, lane=0) -> int:
   return tracks.tid(_WORKERS, name, 100 * worker + lane)
 
 
+def _has_tables(cell) -> bool:
+  """Whether jobs are what workers wrote down, and not the first shard."""
+  return cell.jobs is not cell.journals[0]
+
+
 def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
   """Yields (start, end, worker, job, pieces of time) of each job."""
   for worker, spans in cell.spans.items():
     of_job = collections.defaultdict(list)
     for name, start, end, seq, job in spans:
-      of_job[seq, job].append((name, start, end))
-    for (_, job), pieces in of_job.items():
+      # Of tables, jobs of a clock are pushed one after the other at its end.
+      alone = name if _has_tables(cell) else ""
+      of_job[seq, job, alone].append((name, start, end))
+    for (_, job, _), pieces in of_job.items():
       yield pieces[0][1], pieces[-1][2], worker, job, pieces
   for start, end in live_files.ended_jobs(cell.jobs):
     if end.worker not in cell.spans:
@@ -63,7 +70,7 @@ def _work(cell, tracks):
 def _decisions(cell, shard, tracks):
   """Yields what a shard did: its rows, and what they brought about."""
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
-  spans = {} if cell.jobs is not cell.journals[0] else cell.spans
+  spans = {} if _has_tables(cell) else cell.spans
   for start, end in live_files.served(cell.journals[shard], spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   records = cell.records[shard]

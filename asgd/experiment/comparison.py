@@ -95,7 +95,7 @@ def compare(
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
-  if cell.run.recipe in sandblaster.RECIPES:
+  if experiment.runs[cell.label].recipe in sandblaster.RECIPES:
     raise ValueError(
       f"{folder} is of Sandblaster, whose coordinator hands out jobs as workers"
       " come: its iterates do not depend on that. See its iterates.csv, draw it"

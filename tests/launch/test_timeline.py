@@ -201,8 +201,13 @@ def test_jobs_of_tables_are_those_that_workers_wrote_down():
     ("job", 2000000, 3000000),
   ]
   assert set(names(events).values()) == {"worker 0", "worker 1", "shard 0"}
-  of_tables = of_tables._replace(spans=kit.SPANS)
-  assert track(timeline.events(of_tables), "shard 0") == []
+  clock = [("compute", 0), ("compute", 1), ("push", 0), ("push", 1)]
+  spans = [Span(x, i, i + 1, seq, seq) for i, (x, seq) in enumerate(clock)]
+  events = timeline.events(of_tables._replace(spans={0: spans}))
+  assert [name for name, _, _ in track(events, "worker 0")] == [
+    *("compute", "compute", "push", "push")
+  ]
+  assert track(events, "shard 0") == []
 
 
 def test_every_event_is_one_that_viewers_know():

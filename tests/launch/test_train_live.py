@@ -141,7 +141,7 @@ def test_what_was_tampered_with_is_told(finished, tmp_path):
   result["params_sha256"] = result["params_sha256"][::-1]
   storage.write_json(path, storage.sealed(result))
   told = kit.call("replay", only_cell(out), status=1)
-  assert "NOT the parameters of the live run" in told.stdout
+  assert "NOT the parameters of the run" in told.stdout
   assert told.stderr.strip() == "the replay differs from the run"
   path.write_text(path.read_text()[:100])
   told = kit.call("replay", only_cell(out), status=2)

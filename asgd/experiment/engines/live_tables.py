@@ -294,7 +294,7 @@ def describe(result: Mapping[str, Any]) -> str:
     " {differential_mean:.2f} (least {differential_least}), {seconds:.3g} s"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB"
+  words += f", {megabytes:.3g} MB" + tables.held(result)
   if moved := result.get("ranges_moved"):
     words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
