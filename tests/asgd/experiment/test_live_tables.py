@@ -102,6 +102,23 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
     replay.replay(place)
 
 
+@pytest.mark.parametrize("name", ["shard-{}.csv", "records-{}.bin"])
+def test_files_that_are_not_those_of_the_checkpoint_are_refused(
+  tmp_path, name
+):
+  place = stop(tmp_path)
+  one, two = (place / name.format(i) for i in (0, 1))
+  first, second = one.read_bytes(), two.read_bytes()
+  one.write_bytes(second)
+  two.write_bytes(first)
+  with pytest.raises(ValueError, match="0.... is not the file that the chec"):
+    train(tmp_path)
+  assert (one.read_bytes(), two.read_bytes()) == (second, first)
+  one.write_bytes(first)
+  two.write_bytes(second)
+  assert train(tmp_path)[0]["messages"] == 40
+
+
 def test_ranges_move_and_a_cell_that_was_stopped_goes_on_with_them(tmp_path):
   run = dict(recipe="table", clock_every=2, shards=2, rebalance_every=2)
   moving = {"runs": {"run": {**run, "consistency": "bulk_synchronous"}}}

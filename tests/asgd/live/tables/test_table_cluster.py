@@ -20,8 +20,10 @@ from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
+from asgd.orders.trace import Event
 from asgd.tables import division as division_lib
 from asgd.tables import replay, requests
+from asgd.tables.job_records import ClockMessage
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
@@ -493,6 +495,28 @@ def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
   (tmp_path / "messages").write_bytes(data[:-1])
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
+
+
+def test_an_image_that_was_changed_is_refused(tmp_path):
+  files.write_image(tmp_path, b"image", 3)
+  assert files.read_image(tmp_path) == (3, b"image")
+  path = tmp_path / "snapshots"
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="snapshots was changed"):
+    files.read_image(tmp_path)
+
+
+def test_a_message_that_was_changed_is_none(tmp_path):
+  row = Event(0.5, 1, 2, 3, base.SEND)
+  message = ClockMessage(1, 2, [{}], [])
+  files.Outbox(tmp_path, 1, 0).write(row, message)
+  after = files.Outbox(tmp_path, 1, 1)
+  assert after.read([row]) == (row, message)
+  (path,) = tmp_path.glob("*.message")
+  data = path.read_bytes()
+  for changed in (data[:-1], b"", b"\n", b"x" + data):
+    path.write_bytes(changed)
+    assert after.read([row]) is None
 
 
 def test_tasks_of_a_table_in_a_host():
