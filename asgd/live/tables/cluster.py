@@ -152,6 +152,7 @@ class TableCluster:
     self._shards[index] = self._hosts.start(SHARD, index, make)
     self._hosts.made(SHARD, index).result()
     self._generations[index] += 1
+    self._seen.clear()  # workers have waited for it
     self.replaced["shard"] += 1
     self._news.append(f"shard {index} died; it comes back")
     if self._limit is not None and not index:

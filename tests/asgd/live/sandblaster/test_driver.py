@@ -52,10 +52,18 @@ class Run:
     self.folder, self.faults = folder, faults
     self.settings = SETTINGS._replace(**settings)
     self.notes = None
+    self.passed = 0.0  # seconds, beside those of the clock
+    self.to_come_back = 0.0  # seconds, for a shard
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
-    return shard.make(str(folder), image, evaluation, anew=anew)
+    make = shard.make(str(folder), image, evaluation, anew=anew)
+
+    def come_back(inside):
+      self.passed += self.to_come_back
+      return make(inside)
+
+    return make if anew else come_back
 
   def make_worker(self, index):
     task = worker.Task(
@@ -77,7 +85,7 @@ class Run:
     driver = Driver(
       *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
       workers=3,
-      clock=lambda: time.monotonic() - began,
+      clock=lambda: time.monotonic() - began + self.passed,
       options=Options(Ladder(floor=late, start=60.0), **options),
       saved=saved,
       note_down=self.note,
@@ -145,6 +153,16 @@ def test_all_sorts_of_processes_are_killed(tmp_path):
     check(driver, deaths=1)
     assert driver.replaced == {"worker": 1, "shard": 1}
     assert driver.recoveries == 1
+
+
+def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
+  run = Run(tmp_path, failures=(Failure(0.0, "shard", 1),))
+  run.to_come_back = 1000.0
+  for driver in run.drive():
+    finish(driver)
+    assert run.passed == 1000.0
+    check(driver)
+    assert driver.replaced == {"worker": 0, "shard": 1}
 
 
 @pytest.mark.parametrize("how", ["memory", "image"])
