@@ -77,7 +77,7 @@ class Run:
   def note(self, notes):
     self.notes = notes
 
-  def drive(self, saved=None, late=60.0, **options):
+  def drive(self, saved=None, late=60.0, start=60.0, **options):
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     book = LiveBook(self.folder, lengths)
     began = time.monotonic() - last_time(book.rows)
@@ -86,7 +86,7 @@ class Run:
       *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
       workers=3,
       clock=lambda: time.monotonic() - began + self.passed,
-      options=Options(Ladder(floor=late, start=60.0), **options),
+      options=Options(Ladder(floor=late, start=start), **options),
       saved=saved,
       note_down=self.note,
     )
@@ -137,7 +137,7 @@ def test_workers_that_die(tmp_path, faults):
 def test_a_worker_that_hangs_is_replaced(tmp_path):
   faults = Fault(2, 2, "hang"), Fault(1, 1, "nan"), Fault(0, 2, "slow", 0.01)
   # Without copies, which would come first.
-  for driver in Run(tmp_path, faults, backup=0).drive(late=0.1):
+  for driver in Run(tmp_path, faults, backup=0).drive(late=0.1, start=5.0):
     finish(driver)
     # On a busy machine others may seem to hang.
     deaths = driver.replaced["worker"]
