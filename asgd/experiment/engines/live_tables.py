@@ -298,7 +298,7 @@ def describe(result: Mapping[str, Any]) -> str:
   if moved := result.get("ranges_moved"):
     words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
-    words += f", {again} jobs done again as workers died"
+    words += f", {again} job{'s' * (again > 1)} done again as workers died"
   if missed := result["missed"]:
-    words += f", {missed} jobs missed"
+    words += f", {missed} job{'s' * (missed > 1)} missed"
   return words

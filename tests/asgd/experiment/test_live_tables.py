@@ -92,6 +92,10 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   assert again["params_sha256"] == result["params_sha256"]
   with pytest.raises(ValueError, match="is of tables, whose shards"):
     live_files.read(place)
+  drawn = live_files.read_to_draw(place)
+  jobs = [end.job for _, end in live_files.ended_jobs(drawn.jobs)]
+  assert len(jobs) == 40
+  assert len(drawn.journals) == 2
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
   with pytest.raises(ValueError, match="do not belong together|no shard has"):

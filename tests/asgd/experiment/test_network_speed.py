@@ -48,16 +48,26 @@ def test_slower_links_change_the_unit_of_time_alone():
 
 def test_what_one_worker_took_is_what_it_waited_and_more():
   runtime = network_speed.Threads(0.2)
-  times = runtime.measured(4)
+  times, late = runtime.measured(4)
   problem = network_speed.waiting(1, seconds=0.0)
   assert problem.batches(0, 1)(0, 0).shape == (1, 1)
   assert len(times) == 3  # without the first
   assert min(times) > 0.5 * runtime.links.job
+  assert late > 0
 
 
 def test_live_workers_over_slow_links_hand_in_all_messages():
   runtime = network_speed.Threads(0.2)
-  assert runtime.rate(2, 2, 8) > 0
+  rate, late = runtime.rate(2, 2, 8)
+  assert rate > 0
+  assert late > 0
+
+
+def test_what_is_disturbed_is_done_again():
+  tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.01), ("e", 0.0)])
+  assert network_speed.undisturbed(lambda: next(tries)) == ("d", 0.01)
+  tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.4), ("e", 0.9)])
+  assert network_speed.undisturbed(lambda: next(tries)) == ("b", 0.2)
 
 
 def test_workers_that_share_times_do_not_keep_step():

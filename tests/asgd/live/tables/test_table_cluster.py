@@ -11,6 +11,7 @@ import pytest
 
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import ShardsDie
 from asgd.live.faults import Fault, Script
 from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
@@ -233,6 +234,8 @@ def test_one_that_takes_a_place_has_time_to_start(run_of):
 
   ladder = Ladder(start=100.0)
   run = run_of(SSP, {8: die}, ladder=ladder, clock=lambda: clock[0])
+  for _ in range(20):  # it may not see how long enough of the others' took
+    run.cluster._deadlines.ended(0.0)
   run.cluster.start()
   run.wait(begins)
   while not all(run.cluster._workers[w].ended for w in (0, 1)):
@@ -422,6 +425,64 @@ def test_a_shard_that_dies_at_rest_comes_back(run_of):
   assert one.cluster.replaced == {"worker": 0, "shard": 1}
   check_whole(one)
   one.check_replay()
+
+
+def test_a_worker_that_dies_at_rest_is_replaced(run_of):
+  one = run_of(SSP)
+  one.cluster.start()
+  assert one.cluster.pause()
+  one.hosts.kill("worker", 1)
+  with pytest.raises(Gone):
+    one.cluster.images()
+  assert one.cluster.pause()
+  assert set(one.cluster.images().workers) == {0, 1, 2}
+  one.cluster.go_on()
+  one.finish()
+  assert one.cluster.replaced == {"worker": 1, "shard": 0}
+  check_whole(one)
+  one.hosts.kill("worker", 2)  # at the end, which costs what it held back
+  assert one.cluster.held() == (0, 0)
+  one.check_replay()
+
+
+def dying(run, times):
+  """Has the first hosts of shard 1 die as they are made."""
+  left = [True] * times
+
+  def make(inside, make, run_folder, memory, index, **options):
+    if index == 1 and left:
+      left.pop()
+      inside.kill()
+    return ShardHost(inside, make, run_folder, memory, index, **options)
+
+  run.shard_host = make
+
+
+def test_a_shard_that_dies_as_it_comes_back_comes_back_again(run_of):
+  run = run_of(SSP, {7: lambda run: (dying(run, 2), kill("shard", 1)(run))})
+  dying(run, 1)
+  run.train()
+  assert run.cluster.replaced == {"worker": 0, "shard": 4}
+  check_whole(run)
+  run.check_replay()
+
+
+def test_a_shard_that_dies_over_and_over_ends_the_run(run_of):
+  run = run_of(SSP)
+  dying(run, 100)
+  with pytest.raises(ShardsDie, match="shards ended 11 times before a job"):
+    run.train()
+
+
+def test_a_shard_that_says_nothing_is_killed(run_of, monkeypatch):
+  monkeypatch.setattr(cluster_lib, "_PATIENCE", 0.0)
+  monkeypatch.setattr(cluster_lib, "_WAIT", 0.01)
+  run = run_of(SSP, ladder=QUICK)
+  run.cluster.start()
+  mine = run.hosts.start("shard", 1, lambda inside: inside)
+  run.cluster._shards[1] = mine
+  assert not run.cluster._tell(1, "wait", 600.0)
+  assert ("shard", 1) in run.hosts.gone()
 
 
 def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
