@@ -38,6 +38,7 @@ class LiveShards:
     self.handles: list[Host] = []
     self._images: list[Image] = []
     self._deaths = 0
+    self._coming: set[int] = set()  # those that were replaced, until made
     self.replaced = 0
     self.news: list[str] = []  # what the user should be told
 
@@ -132,7 +133,16 @@ class LiveShards:
       )
     make = self._make(shard, self._images[shard], False)
     self.handles[shard] = self._hosts.start(SHARD, shard, make)
+    self._coming.add(shard)
     self.news.append(f"shard {shard} died; another takes over")
+
+  def made_anew(self) -> bool:
+    """Whether a shard that took another's place is being made, for which all
+    who call it wait, or was since this was asked last."""
+    waited = bool(self._coming)
+    made = [s for s in self._coming if self._hosts.made(SHARD, s).done()]
+    self._coming.difference_update(made)
+    return waited
 
   def lose(self, shard: int) -> None:
     """Kills one."""

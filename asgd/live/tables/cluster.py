@@ -164,6 +164,7 @@ class TableCluster:
     make = self._places.shard(index, None)
     self._shards[index] = self._hosts.start(SHARD, index, make)
     self._generations[index] += 1
+    self._seen.clear()  # workers have waited for it
     self.replaced["shard"] += 1
     self._news.append(f"shard {index} died; it comes back")
     with contextlib.suppress(Gone):  # once more, as the next look finds
