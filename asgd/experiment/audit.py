@@ -119,8 +119,10 @@ def _not_seen(failures, counted, killed) -> str:
   return "".join(f"; {count} {text}" for text, count in sorted(why.items()))
 
 
-def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
-  """Killed workers are gone, and workers that are gone were killed or slow."""
+def _deaths(events, failures, depth, slow, before=()) -> Iterator[Finding]:
+  """Killed workers are gone, and workers that are gone were killed or slow; or
+  by failures `before` rows were dropped, in the trace or not."""
+  dropped = collections.Counter(f.index for f in before if f.kind != "shard")
   # By (worker, holder): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.holders}
   coming = {f.coming: f for f in reversed(failures) if f.coming}
@@ -153,6 +155,9 @@ def _deaths(events, failures, depth, slow) -> Iterator[Finding]:
       if failure and row >= failure.before:
         how[failure.kind] += 1
         counted.append(failure)
+      elif excuse.get(worker) is None and dropped[worker]:
+        dropped[worker] -= 1
+        how["before a driver went back"] += 1
       else:
         how[excuse.get(worker, "NOT EXPLAINED")] += 1
   # What was on its way when a worker was killed still comes in.
@@ -232,7 +237,11 @@ def _of_tables(folder, plan, result, failures, data_dir):
   well = received - lives <= len(records.loss) <= received
   yield Finding("updates", text, well)
   slow = DEAD * plan.run.config["live"]["late_seconds"]
-  yield from _deaths(events, failures, plan.settings.clock_every, slow)
+  # The next driver goes back to a checkpoint, and drops the rows after it.
+  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
+  last = drivers[-1] + 1 if drivers else 0
+  parts = failures[last:], plan.settings.clock_every, slow, failures[:last]
+  yield from _deaths(events, *parts)
   try:
     records = records if len(records.loss) == received else None
     yield from _replay(folder, result, records, data_dir)

@@ -133,9 +133,17 @@ class Victim:
     if seen != self._journal:
       self._journal, self._moved = seen, time.monotonic()
     if time.monotonic() - self._moved > patience:
+      cell = self._cell()
+      if cell is None:
+        waited = f"for asgd train to begin a cell in {self._out}"
+      elif not self.working():
+        waited = f"for the first job that workers of {cell[0]} hand in"
+      else:
+        waited = f"for the next row in a trace of {cell[0]}"
       raise Hung(
-        f"nothing has happened for {patience:g} s; the run in {self._out} has"
-        " hung"
+        f"nothing has happened for {patience:g} s: it waited {waited}. If the"
+        " machine is busy, Ray and compilers take long to start: give them more"
+        " with --patience; else the run has hung"
       )
 
   def fail(self, kind: str, rng: random.Random) -> bool:

@@ -27,7 +27,8 @@ _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths in a memory: folders end with a slash.
 _HELD = re.compile(
-  r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|\d+)"
+  r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|sock|\d+)"
+  r"|worker-\d+-\d+\.(message|tmp)"
   r"|shard-\d+/(params|messages|updates|snapshots|snapshot\.(json|tmp)|adopted"
   r"|lock|commands|commands\.tmp|image\.(json|tmp)"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"

@@ -106,7 +106,7 @@ def start(
     _ask_for_token(undo)
     options["_temp_dir"] = _own_folder(undo)
     if allow_network:
-      ray.init(**options)
+      _init(ray, options)
     else:
       _stay_on_loopback(ray, options)
     _undo.push(undo.pop_all())
@@ -192,12 +192,26 @@ def _code(modules, undo) -> str:
   return str(folder)
 
 
+def _init(ray, options) -> None:
+  """Starts a cluster. ValueError if its processes do not come up in time, for
+  which Ray has no narrower exception."""
+  try:
+    ray.init(**options)
+  except Exception as error:
+    if type(error) is not Exception:
+      raise
+    raise ValueError(
+      f"Ray cannot start: {text_of(error)} A busy machine, or one without free"
+      " memory, does that: run the same command again, or use --engine=threads"
+    ) from error
+
+
 def _stay_on_loopback(ray, options) -> None:
   with (
     ray_internals.keeping_to_loopback(),
     ray_internals.without_unused_processes(),
   ):
-    ray.init(_node_ip_address="127.0.0.1", **options)
+    _init(ray, {"_node_ip_address": "127.0.0.1", **options})
   if ray.util.get_node_ip_address() != "127.0.0.1":
     ray.shutdown()
     raise ValueError(

@@ -21,6 +21,7 @@ from asgd.experiment import cells, loop, ray_runtime
 from asgd.experiment.engines import live
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.experiment.server_speed import CanonicalServer
 from asgd.experiment.turns import Contestant
 from asgd.live.clusters.ray_processes import Site
 from asgd.live.faults import Script
@@ -102,7 +103,7 @@ def _ours(rows, keys, stack, folder) -> Contestant:
   make = functools.partial(_shard, rows, folder, memory)
   host = hosts.start(SHARD, 0, make)
   hosts.made(SHARD, 0).result()
-  worker, done = _worker(rows, folder, host, keys, site.clock), 0
+  worker, done = _worker(rows, folder, host.near(), keys, site.clock), 0
 
   def once():
     nonlocal done
@@ -113,27 +114,12 @@ def _ours(rows, keys, stack, folder) -> Contestant:
   return once
 
 
-class _CanonicalServer:
-  """The server of Ray's own parameter-server example, in NumPy."""
-
-  def __init__(self, weights):
-    self._weights = {name: w.copy() for name, w in weights.items()}
-
-  def apply_gradients(self, gradients):
-    for name, gradient in gradients.items():
-      self._weights[name] -= np.float32(_RATE) * gradient
-    return self._weights
-
-  def get_weights(self):
-    return self._weights
-
-
 def _canonical(rows, keys, stack) -> Contestant:
   """The loop of Ray's example: weights come with the answer to a gradient,
   which is of all of them."""
   import ray
 
-  actor_class = ray.remote(_CanonicalServer).options(num_cpus=0)
+  actor_class = ray.remote(CanonicalServer).options(num_cpus=0)
   server = actor_class.remote(_first(rows))
   stack.callback(ray.kill, server)
   weights = ray.get(server.get_weights.remote())
@@ -190,7 +176,7 @@ def ratings_per_second(
   config = {
     "problem": dict(
       name="asgd.problems.factorisation:matrix_factorisation",
-      rank=16,
+      rank=64,
       generate=dict(users=1000, items=500, ratings=100_000),
     ),
     "runs": {

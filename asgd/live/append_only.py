@@ -26,6 +26,16 @@ class FileGone(ValueError):
     )
 
 
+def check_rows(path: Path, there: int, least: int) -> None:
+  """Raises ValueError for a file with fewer rows than what goes on is of."""
+  if there < least:
+    has = f"has {there} rows" if path.exists() else "is missing"
+    raise ValueError(
+      f"{path} {has} where the run goes on from {least}: it was cut short or"
+      f" removed. {PUT_BACK}"
+    )
+
+
 class AppendOnlyFile:
   """A file of one writer."""
 

@@ -1,11 +1,12 @@
 """A shard's journal: the rows of its trace, with all columns of an Event."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asgd import orders
+from asgd import base, orders
 from asgd.live.append_only import PUT_BACK, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
@@ -47,6 +48,41 @@ def read_journal(path: Path) -> list[Event]:
       return trace.read(lines)
     except ValueError as error:
       raise ValueError(f"{path}, {error}. {PUT_BACK}") from error
+
+
+def read_begun(run: Path, path: Path) -> list[Event]:
+  """Reads a journal of a run that holds something; ValueError if it does not,
+  or as `read_journal`."""
+  events = read_journal(path)
+  if events:
+    return events
+  if (run / "result.json").exists():
+    raise ValueError(
+      f"{path} is gone or empty, and the run has a result: put it back as the"
+      " run wrote it"
+    )
+  raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+
+
+def cut_journal(path: Path, rows: int) -> None:
+  """Drops all but the first rows of a journal, which may have no file."""
+  if path.exists():
+    with path.open("rb") as file:
+      kept = b"".join(itertools.islice(file, rows + 1))
+    with path.open("r+b") as file:
+      file.truncate(len(kept))
+
+
+def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
+  """Checks a trace that was made of all journals of a run, as `orders.check`
+  does. Raises ValueError naming the run."""
+  try:
+    orders.check(joined, **options)
+  except trace.TraceError as error:
+    raise ValueError(
+      f"the journals of {run} cannot be obeyed together, at {error}: one of"
+      " them was changed; put it back as the run wrote it"
+    ) from error
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:

@@ -4,6 +4,7 @@ All is imported when it is asked for, as Ray need not be installed.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -37,19 +38,12 @@ def keeping_to_loopback() -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def second_node(resource: str, memory: int) -> Iterator[None]:
-  """Adds to the cluster of this process another node on this machine, which
-  keeps to loopback too: what goes to it and comes from it passes through
-  sockets, as between machines, and not through memory that is shared.
-
-  Args:
-    resource: which this node alone has, 1 of it.
-    memory: bytes of its object store.
-  """
+def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
+  """Starts a node of a cluster on this machine, at an IP address of its own or
+  on loopback, as its processes."""
   params = internals.find("ray._private.parameter.RayParams")(
-    gcs_address=node().gcs_address,
-    node_ip_address="127.0.0.1",
+    gcs_address=cluster,
+    node_ip_address=address,
     num_cpus=1,
     num_gpus=0,
     object_store_memory=memory,
@@ -61,13 +55,35 @@ def second_node(resource: str, memory: int) -> Iterator[None]:
   )
   params.dashboard_agent_listen_port = None
   with keeping_to_loopback():
-    second = internals.find("ray._private.node.Node")(
+    return internals.find("ray._private.node.Node")(
       params, head=False, shutdown_at_exit=True, spawn_reaper=True
     )
+
+
+@contextlib.contextmanager
+def second_node(resource: str, memory: int) -> Iterator[None]:
+  """Adds to the cluster of this process another node on this machine, which
+  keeps to loopback too: what goes to it and comes from it passes through
+  sockets, as between machines, and not through memory that is shared.
+
+  Args:
+    resource: which this node alone has, 1 of it.
+    memory: bytes of its object store.
+  """
+  second = _join(node().gcs_address, "127.0.0.1", resource, memory)
   try:
     yield
   finally:
     second.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def be_node(cluster: str, address: str, resource: str, memory: str) -> None:
+  """Is a node of a cluster, at an IP address, until the standard input ends;
+  says so when it has joined. Arguments are as of `second_node`, in words."""
+  other = _join(cluster, address, resource, int(memory))
+  print("joined", flush=True)
+  sys.stdin.read()
+  other.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 # Of a node: the processes that serve an autoscaler, a dashboard, and a driver

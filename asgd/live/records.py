@@ -102,11 +102,23 @@ def check_records(
   """Checks that a file has a record of each message of a shard's journal; until
   the run has ended (`whole`) some are still to come. Raises ValueError if there
   are too many, or too few that no rollback explains."""
+  lost = trace.follow(events).undone if whole else len(events)
+  check_count(path, count, events, lost)
+
+
+def check_count(
+  path: Path,
+  count: int,
+  events: Sequence[Event],
+  lost: int,
+  what: str = "messages",
+) -> None:
+  """Checks that a file has a record of each message that a journal has, or of
+  so many fewer. Raises ValueError naming it, and what they are called."""
   received = sum(event.action == base.RECEIVE for event in events)
-  least = received - trace.follow(events).undone if whole else 0
-  if not least <= count <= received:
+  if not received - lost <= count <= received:
     raise ValueError(
-      f"{path} has {count} records, and the trace beside it {received}"
-      " messages: one of the two was cut short or changed. Put it back as the"
-      f" run wrote it, {ANEW}"
+      f"{path} has {count} records, and the trace beside it {received} {what}:"
+      " one of the two was cut short or changed. Put it back as the run wrote"
+      f" it, {ANEW}"
     )

@@ -21,7 +21,7 @@ Nothing here looks at a clock: `Links.advance` is told the time, drawn
 import heapq
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import checks
@@ -90,6 +90,9 @@ def check(network: Network) -> Network:
   return network
 
 
+PartOf = Callable[[Any], Any]  # its key, as JSON has it -> Part
+
+
 class Line:
   """Carries one part after the other, first come, first served."""
 
@@ -107,6 +110,14 @@ class Line:
   def busy(self, end: float) -> float:
     """Returns how long it was busy until a time, not before the last part."""
     return self._busy - max(self.free - end, 0.0)
+
+  def pack(self) -> list[Any]:
+    """Returns it as JSON; it knows no parts."""
+    return [self.free, self._busy]
+
+  def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
+    """Takes over what was packed."""
+    self.free, self._busy = packed
 
 
 class SharedLine:
@@ -152,6 +163,16 @@ class SharedLine:
     """Returns how long it was busy until a time, not before the last part."""
     return self._busy + (end - self._at if self._heap else 0.0)
 
+  def pack(self) -> list[Any]:
+    """Returns it as JSON, with the keys of the parts that are on it."""
+    heap = [[until, number, part.key] for until, number, part in self._heap]
+    return [self._served, self._at, self._busy, self._number, heap]
+
+  def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
+    """Takes over what was packed; `part_of` knows parts by their keys."""
+    self._served, self._at, self._busy, self._number, heap = packed
+    self._heap = [(until, n, part_of(key)) for until, n, key in heap]
+
 
 class Hop(NamedTuple):
   """A line that a part passes."""
@@ -181,6 +202,18 @@ class Part:
   def arrived(self) -> bool:
     """Whether it is through."""
     return self._next == len(self._hops)
+
+  def is_on(self, line: Any) -> bool:
+    """Whether a line is the one that it passes, or is to pass next."""
+    return not self.arrived and self._hops[self._next].line is line
+
+  def pack(self) -> list[Any]:
+    """Returns where it is, as JSON."""
+    return [self.waited, self._next, self._ready, self._last_byte]
+
+  def unpack(self, packed: Sequence[Any]) -> None:
+    """Goes to where one like it was."""
+    self.waited, self._next, self._ready, self._last_byte = packed
 
 
 # When it happens, to a part (None: somebody on that shared line is through,
@@ -297,10 +330,11 @@ class Links:
       part._ready = began + hop.after + gap
     return max(part._ready, now), part, None
 
-  def received(self, parts: Sequence[Part]) -> None:
-    """A message has been received whose parts, and its ticket's, were these."""
+  def received(self, waited: float) -> None:
+    """A message has been received whose parts, and its ticket's, have spent so
+    long in queues of shards."""
     self._messages += 1
-    self._waited += sum(part.waited for part in parts)
+    self._waited += waited
 
   def use(self, end: float) -> LinkUse:
     """Returns what was borne until a time, that of the last message.
@@ -312,3 +346,29 @@ class Links:
     service = max(line.busy(end) for line in self._service)
     parts = max(self._messages, 1) * self.network.shards
     return LinkUse(most / end, service / end, self._waited / parts)
+
+  # Checkpoints.
+
+  @property
+  def _lines(self):
+    return [*self._up, *self._down, *self._in, *self._out, *self._service]
+
+  def number_of(self, line: Any) -> int | None:
+    """Returns the number of a line, by which `line_of` finds it; of None it is
+    None."""
+    return None if line is None else list(map(id, self._lines)).index(id(line))
+
+  def line_of(self, number: int | None) -> Any:
+    """Returns the line of a number."""
+    return None if number is None else self._lines[number]
+
+  def pack(self) -> list[Any]:
+    """Returns all lines as JSON, with the keys of the parts on them."""
+    lines = [line.pack() for line in self._lines]
+    return [self._waited, self._messages, lines]
+
+  def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
+    """Takes over what links like these have packed."""
+    self._waited, self._messages, lines = packed
+    for line, each in zip(self._lines, lines, strict=True):
+      line.unpack(each, part_of)

@@ -209,7 +209,8 @@ class Play:
     self._may_send = True
     self._dispatcher.arrive(job.worker, job.seq, self.now)
     for worker, seq, _ in self._dispatcher.deliver(self.now):
-      self.links.received(self._jobs.pop((worker, seq)).parts)
+      parts = self._jobs.pop((worker, seq)).parts
+      self.links.received(sum(part.waited for part in parts))
 
   def _fetched(self, job):
     """A job's ticket has come; those that it waited for may have, too."""

@@ -190,21 +190,27 @@ class Local(nn.Module):
 
 
 def locally_connected(
-  classes: int, *, features: Sequence[int] = (8, 16)
+  classes: int, *, features: Sequence[int] = (8, 16), kernel: int = 3
 ) -> models.Layers:
   """DistBelief's kind of model: locally connected layers, then a head.
 
   All layers but the first halve the image. ValueError for a number that is not
   positive and whole, or no features.
+
+  Args:
+    classes: logits.
+    features: of each layer; in the paper 8 to 36 maps.
+    kernel: pixels on a side that a pixel is connected to; in the paper 10.
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")
   checks.whole("classes", classes)
+  checks.whole("kernel", kernel)
   for width in features:
     checks.whole("each of features", width)
   first, *others = features
-  others = (Local(width, stride=2) for width in others)
-  return (Local(first), *others, models.Head(classes))
+  others = (Local(width, kernel, stride=2) for width in others)
+  return (Local(first, kernel), *others, models.Head(classes))
 
 
 _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)

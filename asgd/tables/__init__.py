@@ -17,12 +17,16 @@ from asgd.tables.consistency import Rules as Rules
 from asgd.tables.consistency import rules as rules
 from asgd.tables.filters import FILTERS as FILTERS
 from asgd.tables.functions import RowFunction as RowFunction
+from asgd.tables.jobs import Jobs as Jobs
+from asgd.tables.jobs import Read as Read
+from asgd.tables.jobs import template as template
 from asgd.tables.messages import KeyCache as KeyCache
 from asgd.tables.messages import KeyList as KeyList
 from asgd.tables.messages import Push as Push
 from asgd.tables.messages import Rows as Rows
 from asgd.tables.messages import RowValues as RowValues
 from asgd.tables.messages import ValueCodec as ValueCodec
+from asgd.tables.over_network import OverNetwork as OverNetwork
 from asgd.tables.ranges import Move as Move
 from asgd.tables.ranges import RangeClocks as RangeClocks
 from asgd.tables.ranges import Ranges as Ranges
@@ -32,9 +36,7 @@ from asgd.tables.rows import KeyedRows as KeyedRows
 from asgd.tables.server import Server as Server
 from asgd.tables.settings import Settings as Settings
 from asgd.tables.settings import table as table
-from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
-from asgd.tables.simulation import template as template
 from asgd.tables.table import Table as Table
 from asgd.tables.tasks import Tasks as Tasks
 from asgd.tables.work import Work as Work

@@ -93,7 +93,7 @@ class Client:
     self.held = Held(0, 0)
     self.flushes = 0
     # What its last message changed of its copies: table -> (keys, changes).
-    self._flight: dict[str, tuple[Keys, np.ndarray]] = {}
+    self.flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
   def _empty(self, spec):
     none = np.zeros((0, *spec.shape), spec.dtype)
@@ -163,7 +163,7 @@ class Client:
     which they are then brought up to."""
     self.take(message)
     for name, (keys, _) in message.tables.items():
-      sent, changes = self._flight.get(name, (keys[:0], None))
+      sent, changes = self.flight.get(name, (keys[:0], None))
       mine = np.isin(sent, keys)
       if mine.any():
         self._rows[name].add(sent[mine], "copy", changes[mine])
@@ -199,7 +199,7 @@ class Client:
     """Returns its message with so many clocks finished; with `everything` it is
     not filtered."""
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
-    out, self._flight = {}, {}
+    out, self.flight = {}, {}
     for number, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
@@ -246,8 +246,24 @@ class Client:
     rows.write(keys, "written", left)
     change = sent.dtype.type(self.factor) * sent
     rows.add(keys, "copy", change)
-    self._flight[name] = keys, change
+    self.flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
+
+  def with_keys(self, push: Push) -> dict[str, RowValues]:
+    """Returns the tables of its last message with all keys, for one who knows
+    none."""
+    return {
+      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
+      for name, (keys, values) in push.tables.items()
+    }
+
+  def again(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
+    """Returns the tables of a message of another client, which come with all
+    keys, as this one sends them."""
+    return {
+      name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
+      for name, sent in tables.items()
+    }
 
   def residual(self) -> float:
     """Returns the RMS of its updates that are not sent, over elements of rows
@@ -256,6 +272,16 @@ class Client:
     count = sum(x.size for x in own)
     square = sum(float(np.square(x, dtype=np.float64).sum()) for x in own)
     return float(np.sqrt(square / max(count, 1)))
+
+  # Another division of tables, between two messages.
+
+  def cut(self, name: str, start: int, stop: int) -> KeyedRows:
+    """Takes out what it has of the rows start <= key < stop."""
+    return self._rows[name].cut(start, stop)
+
+  def join(self, name: str, part: KeyedRows) -> None:
+    """Takes in what was taken out of the client of another shard."""
+    self._rows[name].join(part)
 
   # Checkpoints.
 

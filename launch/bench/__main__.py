@@ -6,6 +6,7 @@
   asgd bench parallel
   asgd bench compression
   asgd bench tables
+  asgd bench network
 
 Machines are noisy, so each contestant takes turns with its baseline in short
 blocks, and what is printed is the median over rounds of its speed over the
@@ -15,7 +16,15 @@ baseline's. A row is printed as soon as it is measured.
 from asgd import names
 
 from .. import flags
-from . import compression, parallel, pipeline, server, simulator, tables
+from . import (
+  compression,
+  network,
+  parallel,
+  pipeline,
+  server,
+  simulator,
+  tables,
+)
 
 _BENCHMARKS = {  # name -> what runs it, its flags
   "simulator": (simulator.run, ("rounds", "block", "batch_size")),
@@ -24,14 +33,16 @@ _BENCHMARKS = {  # name -> what runs it, its flags
   "parallel": (parallel.run, ("rounds",)),
   "compression": (compression.run, ("rounds", "seconds")),
   "tables": (tables.run, ("rounds",)),
+  "network": (network.run, ("rounds", "seconds", "links")),
 }
 _F = flags.define(
   {
-    "rounds": (int, None, "Turns. Default: 9, 3 (pipeline), else 5 or 9."),
+    "rounds": (int, None, "Turns. Default: 3, 5 or 9."),
     "block": (int, 24, "Updates of a turn (simulator)."),
     "batch_size": (int, 64, "Images in a batch (simulator)."),
     "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),
-    "seconds": (float, 3.0, "For each contestant (server, compression)."),
+    "seconds": (float, None, "For each contestant. Default: 3; 8 (network)."),
+    "links": (("threads", "tc"), "threads", "Which are slow (network)."),
     "peer": (str, None, "Python with torch (pipeline). Default: this one."),
   }
 )

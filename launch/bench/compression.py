@@ -82,7 +82,7 @@ def _way(like, seconds):
     table.row(label, f"{speed:.1f}", *share, f"{cpu:.1f}", of_dense)
 
 
-def run(seconds: float, rounds: int = 9) -> None:
+def run(seconds: float = 3.0, rounds: int = 9) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, on one
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""

@@ -1,164 +1,17 @@
-"""The live parameter server against Ray's own, and against memory copies.
+"""The live parameter server against Ray's own, and against memory copies."""
 
-Workers whose gradient costs one pass over the parameters train as fast as the
-server lets them, in processes of their own, with all records on. The peer is
-the asynchronous parameter-server loop that Ray's documentation shows.
-"""
-
-import functools
 import os
-import shutil
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from asgd import algorithms, base, orders, simulator
-from asgd.experiment import ray_runtime, turns
-from asgd.live.clusters.actors import RayCluster
-from asgd.live.clusters.ray_processes import Site
-from asgd.live.duty import Duty
-from asgd.live.setup import Setup
+from asgd.experiment import message_speed, ray_runtime, server_speed, turns
 
-_WORKERS = 2
-_LEAVES = 4
 _MOST = 1e5  # MB
 _TURNS = 2  # of each contestant
-_LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
 
 
-def _params(megabytes: float) -> dict[str, np.ndarray]:
-  """Returns equal matrices, of so many MB together."""
-  rows = max(round(megabytes * 1e6 / 4 / _LEAVES / 256), 1)
-  rng = np.random.default_rng(0)
-  return {
-    f"layer{i}": rng.standard_normal((rows, 256), np.float32)
-    for i in range(_LEAVES)
-  }
-
-
-def _make_server() -> base.Server:
-  return algorithms.build("asgd", _LEARNING_RATE, _WORKERS).server()
-
-
-def _make_duty(params: Any) -> Duty:
-  """Work that costs as little as it can: one pass over the parameters."""
-
-  def work(state, ticket, batch, key):
-    del batch, key
-    message = jax.tree.map(lambda x: _CURVATURE * x, ticket.params)
-    return state, message, base.Metrics(jnp.float32(0.0))
-
-  worker, batch = base.Worker(lambda params: (), work), np.zeros(1, np.float32)
-  step, root = simulator.compile_work(worker), jax.random.key(0)
-  return Duty(step, worker.init, lambda *_: batch, root, params, None)
-
-
-def _ours(params: Any, seconds: float, log: int) -> float:
-  """Updates per second of the Ray runtime."""
-  setup = Setup(orders.protocol.Rules(), _WORKERS, 10**7, log=log)
-  run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
-  site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
-  make_duty = functools.partial(_make_duty, params)
-  cluster = RayCluster(site, _make_server, params, make_duty)
-  try:
-    cluster.start()
-    first = None
-    while True:
-      cluster.check()
-      status = cluster.status()
-      if status and status[0]["received"] > 20:
-        now = time.perf_counter(), status[0]["received"]
-        first = first or now
-        if now[0] - first[0] >= seconds:
-          return (now[1] - first[1]) / (now[0] - first[0])
-      time.sleep(0.05 if first is None else seconds / 4)
-  finally:
-    cluster.close()
-    cluster.remove_memory()
-    shutil.rmtree(run)
-
-
-class _CanonicalServer:
-  """The server of Ray's own parameter-server example, in NumPy."""
-
-  def __init__(self, weights):
-    self._weights = {name: w.copy() for name, w in weights.items()}
-
-  def apply_gradients(self, gradients):
-    for name, gradient in gradients.items():
-      self._weights[name] -= _LEARNING_RATE * gradient
-    return self._weights
-
-  def get_weights(self):
-    return self._weights
-
-
-class _CanonicalWorker:
-  def compute_gradients(self, weights):
-    return {name: np.float32(_CURVATURE) * w for name, w in weights.items()}
-
-
-def _canonical(params: Any, seconds: float) -> float:
-  """Updates per second of the loop that Ray's documentation shows."""
-  import ray
-
-  server = ray.remote(_CanonicalServer).options(num_cpus=0).remote(params)
-  actor = ray.remote(_CanonicalWorker).options(num_cpus=0)
-  weights = server.get_weights.remote()
-  workers = [actor.remote() for _ in range(_WORKERS)]
-  running = {w.compute_gradients.remote(weights): w for w in workers}
-  updates, start = -20, None
-  while True:
-    (ready,), _ = ray.wait(list(running), num_returns=1)
-    worker = running.pop(ready)
-    weights = server.apply_gradients.remote(ready)
-    running[worker.compute_gradients.remote(weights)] = worker
-    updates += 1
-    if updates == 0:
-      ray.get(server.get_weights.remote())
-      start = time.perf_counter()
-    if start and time.perf_counter() - start >= seconds:
-      ray.get(weights)
-      rate = updates / (time.perf_counter() - start)
-      for actor in (server, *workers):
-        ray.kill(actor)
-      return rate
-
-
-def _unavoidable(params: Any) -> turns.Contestant:
-  """Returns the work of an update that no server can do without, in one thread:
-  a message is copied to where the server finds it, the parameters are changed,
-  and copied to where the workers find them."""
-  source, slot, weights, published, scratch = (
-    {name: x.copy() for name, x in params.items()} for _ in range(5)
-  )
-
-  def once():
-    for name in params:
-      np.copyto(slot[name], source[name])
-      np.multiply(slot[name], np.float32(_LEARNING_RATE), out=scratch[name])
-      np.subtract(weights[name], scratch[name], out=weights[name])
-      np.copyto(published[name], weights[name])
-
-  return once
-
-
-def _rate(once: turns.Contestant, seconds: float) -> float:
-  """How often in a second something can be done."""
-  count, start = 0, time.perf_counter()
-  while (took := time.perf_counter() - start) < seconds:
-    once()
-    count += 1
-  return count / took
-
-
-def run(seconds: float, sizes: Sequence[str]) -> None:
+def run(sizes: Sequence[str], seconds: float = 3.0) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
   seconds for each contestant and size. ValueError for what is no size."""
   try:
@@ -169,8 +22,8 @@ def run(seconds: float, sizes: Sequence[str]) -> None:
   if wrong:
     raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
   print(
-    f"{_WORKERS} workers, {os.cpu_count()} cores; floor: message in, update and"
-    " parameters out in one thread of NumPy\n",
+    f"{server_speed.WORKERS} workers, {os.cpu_count()} cores; floor: message"
+    " in, update and parameters out in one thread of NumPy\n",
     flush=True,
   )
   ray_runtime.start(None, memory=4 * 2**30)  # the Ray loop needs it
@@ -179,18 +32,18 @@ def run(seconds: float, sizes: Sequence[str]) -> None:
     header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
     table = turns.Table([*header, "of Ray loop"], first=6)
     for size in megabytes:
-      table.row(*_cells(_params(size), seconds / _TURNS))
+      table.row(*_cells(message_speed.message(size), seconds / _TURNS))
   finally:
     ray_runtime.stop()
 
 
-def _cells(params: Any, seconds: float) -> list[str]:
+def _cells(params: dict[str, np.ndarray], seconds: float) -> list[str]:
   """Has the contestants take turns; returns a row of the table."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
   target, floor_once = (
     {k: x.copy() for k, x in params.items()},
-    _unavoidable(params),
+    server_speed.unavoidable(params),
   )
 
   def copy_all():
@@ -198,11 +51,11 @@ def _cells(params: Any, seconds: float) -> list[str]:
       np.copyto(target[name], x)
 
   contestants = (
-    lambda: _rate(copy_all, seconds / 4),
-    lambda: _rate(floor_once, seconds / 4),
-    lambda: _canonical(params, seconds),
-    lambda: _ours(params, seconds, log),
-    lambda: _ours(params, seconds, 0),
+    lambda: server_speed.rate(copy_all, seconds / 4),
+    lambda: server_speed.rate(floor_once, seconds / 4),
+    lambda: server_speed.canonical(params, seconds),
+    lambda: server_speed.ours(params, seconds, log),
+    lambda: server_speed.ours(params, seconds, 0),
   )
   rates = [[rate() for rate in contestants] for _ in range(_TURNS)]
   copy, floor, theirs, ours, fast = np.median(rates, axis=0)

@@ -82,6 +82,7 @@ class PanelSpec(NamedTuple):
   """One pair of axes: series of cells at an x, beside what others published."""
 
   title: str
+  # Or a file of `columns.PROFILES`: its shares, at its values plus x.
   column: str
   xlabel: str
   ylabel: str
@@ -96,6 +97,9 @@ class PanelSpec(NamedTuple):
   # known.
   xcolumn: str | None = None
   xscale: float = 1.0
+  # A column of evaluations, "time" or "epoch": a cell is a curve along it, and
+  # the x beside it is not drawn.
+  along: str | None = None
   yscale: str = "linear"  # or "log", "symlog"
   ylim: Sequence[float] | None = None
 
@@ -222,6 +226,7 @@ _PANEL = {
   "minus": FieldCheck(checks.optional(fields.text)),
   **dict.fromkeys(("scale", "xscale"), _FACTOR),
   "xcolumn": FieldCheck(checks.optional(fields.text)),
+  "along": FieldCheck(fields.named(columns_lib.ALONG)),
   "xlog": FieldCheck(checks.flag),
   "yscale": FieldCheck(fields.named(_SCALES)),
   "ylim": FieldCheck(fields.must(_is_range, "a pair (low, high) of numbers")),
@@ -295,9 +300,24 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor what is published")
   panel = PanelSpec(**data)
-  names.check(f"column of {where}:", panel.column, known)
+  names.check(
+    f"column of {where}:", panel.column, [*known, *columns_lib.PROFILES]
+  )
+  _check_profile(where, panel)
   if panel.xcolumn is not None:
     names.check(f"xcolumn of {where}:", panel.xcolumn, known)
+  if panel.along is not None:
+    names.check(
+      f"column of {where} along {panel.along!r}:",
+      panel.column,
+      columns_lib.EVALUATED,
+    )
+    for key in ("xcolumn", "minus"):
+      if getattr(panel, key) is not None:
+        raise ValueError(
+          f"{where} is along {panel.along!r} and has {key}"
+          f" {shown(getattr(panel, key))}: drop one"
+        )
   places = fields.pairs("(x, cell)", fields.number, fields.text)
   series = dict.fromkeys(panel.series, FieldCheck(places))
   fields.check(f"series of {where}", panel.series, series)
@@ -314,6 +334,18 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
       f"{where}: ylim {shown(panel.ylim)} has no logarithm; begin above 0"
     )
   return panel
+
+
+def _check_profile(where, panel):
+  """Raises ValueError for what the panel of a histogram cannot have."""
+  if panel.column not in columns_lib.PROFILES:
+    return
+  for key, value in (("minus", panel.minus), ("xcolumn", panel.xcolumn)):
+    if value is not None:
+      raise ValueError(
+        f"{where}: {key} {shown(value)} is not for the histogram"
+        f" {panel.column!r}; leave it out"
+      )
 
 
 def check_name(name: str) -> None:

@@ -1,21 +1,46 @@
-"""The section `durations` of a config: drawn times, or those of a file."""
+"""The section `durations` of a config: drawn times, those of a file, or those
+of a model that is divided among machines."""
 
 import csv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from asgd import checks, names
+import jax
+
+from asgd import checks, models, names
 from asgd.checks import shown
-from asgd.orders import durations
+from asgd.experiment.checks import MOST_NUMBER
+from asgd.orders import durations, phases
+from asgd.orders.network import Network
+from asgd.parallel import partitions
 
 HEADER = ["worker", "seconds"]  # of a file of times
 
 
 def build(name: str, **options) -> durations.Durations:
-  """Returns durations by name: `recorded`, or as `asgd.orders.durations.build`
-  has it, and its errors."""
-  if name != recorded.__name__:
+  """Returns durations by name: `recorded`, `partitioned`, or as
+  `asgd.orders.durations.build` has it, and its errors."""
+  own = {maker.__name__: maker for maker in (recorded, partitioned)}
+  if name not in own:
     return durations.build(name, **options)
-  return names.call("durations", name, recorded, {"seed": 0, **options})
+  return names.call("durations", name, own[name], {"seed": 0, **options})
+
+
+def check(section: Mapping[str, Any], workers: int) -> None:
+  """Raises ValueError for a section that gives no times, or some that are too
+  long: each worker's first, or of `partitioned`, which takes a while to play,
+  all of a step one after the other."""
+  times = build(**section)
+  if section["name"] == partitioned.__name__:
+    return
+  for worker in range(workers):
+    _check_time(next(times.stream(worker)))
+
+
+def _check_time(time):
+  if not 0 <= time <= MOST_NUMBER:
+    raise ValueError(f"a job may take at most {MOST_NUMBER:g}")
 
 
 def recorded(
@@ -68,4 +93,66 @@ def _job(path, line, row):
   raise ValueError(
     f"path {shown(path)}: line {line} must be a worker from 0 and a positive"
     f" time, not {shown(','.join(row))}"
+  )
+
+
+def partitioned(
+  model: Mapping[str, Any],
+  inputs: Sequence[int],
+  classes: int,
+  machines: int,
+  flops: float,
+  bandwidth: float,
+  *,
+  batch_size: int = 100,
+  latency: float = 0.0,
+  service: float = 0.0,
+  mean: float = 1.0,
+  variation: float = 0.1,
+  seed: int = 0,
+) -> durations.Durations:
+  """Times of a replica whose model is divided among machines, 1 on one machine
+  in the mean: `asgd.orders.phases.partitioned`, of the shapes of a model.
+
+  Nothing of the model is computed, so that it may be larger than what is
+  trained, and than this machine.
+
+  Args:
+    model: name and options, as in the section `model`.
+    inputs: shape of an example, as (440,) or (100, 100, 3).
+    classes: logits.
+    machines: of each replica.
+    flops: of a machine, a second.
+    bandwidth: of a machine's link, bytes a second each way.
+    batch_size: examples of a step.
+    latency: seconds of a message, one way.
+    service: seconds in which a machine takes a message, one after the other.
+    mean: of a step on one machine, in any unit of time.
+    variation: V of the time of a machine in a phase.
+    seed: of the draws.
+
+  Raises:
+    ValueError: for a model that cannot be divided, or a value out of range.
+  """
+  checks.positive("bandwidth", bandwidth)
+  checks.whole("batch_size", batch_size)
+  for size in inputs:
+    checks.whole("inputs", size)
+  if "name" not in model:
+    raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
+  options = {key: value for key, value in model.items() if key != "name"}
+  layers = models.build(model["name"], classes, **options)
+  example = jax.ShapeDtypeStruct((batch_size, *inputs), "float32")
+  parts = partitions.phases(layers, example, machines)
+  network = Network(
+    latency=latency, up=bandwidth, port=bandwidth, service=service
+  )
+  _check_time(mean * phases.most_seconds(parts, network, flops=flops))
+  return phases.partitioned(
+    parts,
+    network,
+    flops=flops,
+    mean=mean,
+    variation=variation,
+    seed=seed,
   )

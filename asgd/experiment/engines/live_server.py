@@ -23,7 +23,7 @@ from asgd.experiment.engines import (
   parameter_server,
   traffic,
 )
-from asgd.live import records
+from asgd.live import failures, records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
@@ -137,7 +137,7 @@ class LiveEngine(engines.Engine):
     """The shards' status; NotFinite if nothing finite comes any more."""
     try:
       return self.cluster.status()
-    except clusters.MessagesNotFinite as error:
+    except failures.NotFinite as error:
       plan, cell = self._context.plan, self._context.cell.name
       raise engines.NotFinite(
         parameter_server.not_finite(plan, str(error), cell)

@@ -75,7 +75,9 @@ def _shard(plan, seed, folder, memory, index, image, inside: Inside):
   )
 
 
-def _worker(plan, seed, folder, faults, index, shards, image, inside: Inside):
+def _worker(
+  plan, seed, folder, memory, faults, index, shards, image, inside: Inside
+):
   """Makes a worker in its host."""
   division = division_of(plan)
   settings = plan.run.config["live"]
@@ -106,6 +108,7 @@ def _worker(plan, seed, folder, faults, index, shards, image, inside: Inside):
     listens=plan.settings.rules.by_clock,
     slowdown=(*settings["slowdown"][index : index + 1], 1.0)[0],
     span=SpanWriter(folder) if settings["spans"] else None,
+    memory=memory,
     image=image,
   )
 
@@ -134,7 +137,8 @@ def thread_tables(live: LiveTables, machine: Any) -> TableCluster:
 
   def worker(index, shards, image):
     return functools.partial(
-      _worker, plan, seed, folder, machine.faults, index, dict(shards), image
+      *(_worker, plan, seed, folder, live.memory, machine.faults),
+      *(index, dict(shards), image),
     )
 
   hosts = ThreadHosts(began=live.began)
@@ -150,6 +154,7 @@ def _remote_shard(source, folder, memory, index, image, inside: Inside):
 def _remote_worker(
   source: Any,
   folder: Path,
+  memory: Path,
   faults: Sequence[Fault],
   index: int,
   shards: Mapping[int, Host],
@@ -157,8 +162,8 @@ def _remote_worker(
   inside: Inside,
 ):
   plan = live_clusters.remote_plan(*source)
-  seed = source[-1].seed
-  return _worker(plan, seed, folder, faults, index, shards, image, inside)
+  args = plan, source[-1].seed, folder, memory, faults
+  return _worker(*args, index, shards, image, inside)
 
 
 def ray_tables(live: LiveTables, machine: Any) -> TableCluster:
@@ -178,8 +183,8 @@ def ray_tables(live: LiveTables, machine: Any) -> TableCluster:
 
   def worker(index, shards, image):
     return functools.partial(
-      *(_remote_worker, source, folder, machine.faults, index, dict(shards)),
-      image,
+      *(_remote_worker, source, folder, live.memory, machine.faults),
+      *(index, dict(shards), image),
     )
 
   hosts = ActorHosts(

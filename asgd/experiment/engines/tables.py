@@ -87,6 +87,18 @@ class TablePlan(outcomes.OutcomePlan):
       ).items()
     }
 
+  @functools.cached_property
+  def _step(self):
+    """(params, batch, root, worker, job) -> (loss, gradient), compiled once,
+    with the job's key: an operation more for each job would take as long."""
+
+    def step(params, batch, root, worker, job):
+      key = worker_lib.job_key(root, worker, job)
+      (loss, _), out = self.gradient(params, batch, key)
+      return loss, out
+
+    return jax.jit(step)
+
   def work(self, seed: int, root: jax.Array) -> tables.Work:
     """Returns what workers compute."""
     batches = self.problem.batches(seed, self.workers)
@@ -104,7 +116,6 @@ class TablePlan(outcomes.OutcomePlan):
       return dict(zip(self.names, found, strict=True))
 
     def gradient(rows, batch, keys, worker, job):
-      key = worker_lib.job_key(root, np.int32(worker), np.int32(job))
       if keyed is None:
         params = self.join(rows)
       else:
@@ -116,7 +127,8 @@ class TablePlan(outcomes.OutcomePlan):
         params = jax.tree.unflatten(structure, whole)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      (loss, _), out = self.gradient(params, batch, key)
+      place = np.int32(worker), np.int32(job)
+      loss, out = jax.device_get(self._step(params, batch, root, *place))
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -128,14 +140,21 @@ class TablePlan(outcomes.OutcomePlan):
 
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
-  ) -> tables.Simulation:
+  ) -> tables.Jobs:
     """Returns a cell that has not begun."""
-    return tables.Simulation(
+    kind, options = tables.Simulation, {}
+    network = networks.from_section(
+      self.run.config["network"], self.settings.shards
+    )
+    if network is not None:
+      kind, options = tables.OverNetwork, {"network": network}
+    return kind(
       *(self.settings, self.split(params), self.work(seed, root)),
       self.durations(seed),
       workers=self.workers,
       messages=self.messages,
       seed=seed,
+      **options,
     )
 
 
@@ -200,7 +219,8 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   problem, config = experiment.problem_of(run), run.config
   unused.refuse(run, _REFUSED)
   unused.refuse_gates(run, "its consistency says who waits")
-  networks.refuse(run, "pulls and pushes of its rows take no time")
+  if run.engine != "simulate":
+    networks.refuse(run, f"messages of engine {run.engine!r} take what they do")
   unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
@@ -341,6 +361,9 @@ class TableEngine(engines.Engine):
     back, dropped = simulation.held
     summary = self._summary(records)
     del summary["train_loss"]  # that of the last evaluation stands
+    time = simulation.now
+    if isinstance(simulation, tables.OverNetwork) and time > 0:
+      summary |= networks.columns(simulation.use(), self.done, time)
     return {
       "order": rules.consistency.value,
       "bound": rules.bound,
@@ -355,7 +378,7 @@ class TableEngine(engines.Engine):
       "bytes_up": int(records.bytes_up.sum()),
       "bytes_down": int(records.bytes_down.sum()),
       **summary,
-      "simulated_time": simulation.now,
+      "simulated_time": time,
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
@@ -374,9 +397,10 @@ class TableEngine(engines.Engine):
     }
 
 
+# Of tables of results in which a cell has tables of rows.
 COLUMNS = (
-  engines.Column("clocks", "updates", 1, "{:.0f}"),
-  engines.Column("differential", "differential_mean"),
+  engines.Column("clock diff.", "differential_mean", 1, "{:.2f}"),
+  engines.Column("fresh %", "fresh_reads", 100, "{:.1f}"),
   engines.Column("MB up", "bytes_up", 1e-6),
   engines.Column("MB down", "bytes_down", 1e-6),
 )
@@ -396,4 +420,4 @@ def describe(result: Mapping[str, Any]) -> str:
       f", filters held back {result['rows_held_back']:,} rows and dropped"
       f" {result['rows_dropped']:,}"
     )
-  return words
+  return words + networks.describe(result)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from asgd import sharding
+from asgd.live.failures import NotFinite, WorkersDie
 from asgd.live.links.base import Disconnected
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
@@ -18,14 +19,6 @@ Status = dict[str, Any]  # of a shard, see `Shard.status`
 _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
 _TRIES = 3  # for each place: messages that may be refused before a run ends
 _DEATHS = 5  # for each place: workers that may die before another message
-
-
-class MessagesNotFinite(ValueError):
-  """Workers hand in NaN or infinity over and over: nothing else will come."""
-
-
-class WorkersDie(ValueError):
-  """Workers die one after the other, and no message comes."""
 
 
 def finished(status: Sequence[Status] | None) -> bool:
@@ -115,12 +108,12 @@ class LiveCluster(abc.ABC):
 
   def status(self) -> list[Status] | None:
     """Returns each `Shard.status`, None while a shard is being replaced.
-    Workers that were taken for dead are replaced. Raises MessagesNotFinite for
+    Workers that were taken for dead are replaced. Raises NotFinite for
     more refused messages, in a row or of one job, than three for each place."""
     statuses = self._ask_status()
     if statuses and (lead := statuses[0]):
       if lead["refused"] > _TRIES * self.setup.workers:
-        raise MessagesNotFinite(
+        raise NotFinite(
           f"{lead['refused']} messages, in a row or of one job, were not"
           f" finite, at message {lead['received']}"
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from asgd import gossip
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import AllDied, NotFinite, WorkersDie
 from asgd.live.gossip import files
 from asgd.live.gossip.loop import REJECTED, PeerLoop, Status
 from asgd.live.gossip.pairs import Pairs
@@ -34,18 +35,6 @@ Image = tuple[Any, dict[str, Any]]  # of a peer: a tree of arrays, JSON
 def patience(ladder: Ladder) -> float:
   """Returns the seconds after which a process that says nothing is dead."""
   return DEAD * ladder.start
-
-
-class AllDied(RuntimeError):
-  """No peer is left that knows anything."""
-
-
-class NotFinite(ValueError):
-  """Peers compute NaN or infinity over and over."""
-
-
-class PeersDie(ValueError):
-  """Peers die one after the other, and no message comes."""
 
 
 class JobNumbers:
@@ -212,7 +201,7 @@ class PeerCluster(abc.ABC):
 
   def check(self, messages: int) -> list[str]:
     """Looks at the cluster, of which so many messages were received; returns
-    what to tell. Raises AllDied, NotFinite and PeersDie, and what would end
+    what to tell. Raises AllDied, NotFinite and WorkersDie, and what would end
     newcomers, too."""
     if messages > self._received:
       self._received, self._refused, self._deaths = messages, 0, 0
@@ -276,7 +265,7 @@ class PeerCluster(abc.ABC):
         f" {peer}"
       )
     if self._deaths > _DEATHS * places:
-      raise PeersDie(
+      raise WorkersDie(
         f"{self._deaths} peers ended, one after the other, before a message"
         f" came (the last: peer {peer} {how}): look for what ends them in the"
         " data, in the loss, and in the memory of the machine"

@@ -1,13 +1,18 @@
 """The files of a run of peers: of each a journal and records."""
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from asgd import base, gossip, orders, simulator
-from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd import base, gossip, simulator
+from asgd.live.journal import (
+  FileJournal,
+  check_together,
+  journal_path,
+  read_begun,
+  read_journal,
+)
 from asgd.live.records import FileSink, read_rows, records_path
 from asgd.orders.trace import NO_SEQ, STARTS, Event
 
@@ -51,16 +56,7 @@ def read_trace(run: Path, peers: int) -> base.Trace:
   or one is empty."""
   journals = []
   for index in range(peers):
-    path = journal_path(run, index)
-    journals.append(read_journal(path))
-    if journals[-1]:
-      continue
-    if (run / "result.json").exists():
-      raise ValueError(
-        f"{path} is gone or empty, and the run has a result: put it back as the"
-        " run wrote it"
-      )
-    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+    journals.append(read_begun(run, journal_path(run, index)))
   try:
     trace = gossip.orders.merge(journals)
   except ValueError as error:
@@ -68,13 +64,7 @@ def read_trace(run: Path, peers: int) -> base.Trace:
       f"{run}: {error}: trace-K.csv of one of these two peers was cut or"
       " changed; put it back as the run wrote it"
     ) from error
-  try:
-    orders.check(trace)
-  except orders.trace.TraceError as error:
-    raise ValueError(
-      f"the journals of {run} cannot be obeyed together, at {error}: one of"
-      " them was changed; put it back as the run wrote it"
-    ) from error
+  check_together(run, trace)
   return trace
 
 
@@ -130,16 +120,6 @@ def leave(run: Path, index: int, now: float) -> list[int]:
   return [event.job for event in lost.values()]
 
 
-def cut_journal(path: Path, rows: int) -> None:
-  """Drops all but the first rows of a journal."""
-  if path.exists():
-    with path.open("rb") as file:
-      kept = b"".join(itertools.islice(file, rows + 1))
-    with path.open("r+b") as file:
-      file.truncate(len(kept))
-
-
-def cut(run: Path, index: int, rows: int, records: int) -> None:
-  """Drops what a peer wrote after so many rows and records."""
-  cut_journal(journal_path(run, index), rows)
-  FileSink(records_path(run, index), dtype=RECORD).truncate(records)
+def cut_records(path: Path, records: int) -> None:
+  """Drops what a peer wrote after so many records."""
+  FileSink(path, dtype=RECORD).truncate(records)

@@ -1,7 +1,8 @@
 """Hosts that are processes: actors of Ray.
 
-Arguments and answers are brought from process to process by Ray; arrays that
-come so are views of its memory, which cannot be written to.
+Between the driver and them, arguments and answers are brought by Ray; arrays
+that come so are views of its memory, which cannot be written to. Hosts of one
+machine call each other by sockets.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from asgd.live import processes, ray_waits
 from asgd.live.clusters.actors import process_failure
 from asgd.live.clusters.ray_processes import Site, node_id, prepare_process
 from asgd.live.hosts.base import SHARD, WORKER, Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
 
 _SECONDS = 60.0  # to fetch what is there
@@ -27,10 +29,13 @@ _CALLS = 16  # that an object may be at, or has put off
 class HostActor:
   """A host in a process of its own, which has a thread for the object."""
 
-  def __init__(self, kind: str, index: int, site: Site, began: float):
+  def __init__(
+    self, kind: str, index: int, site: Site, began: float, path: Path
+  ):
     """`began` is what `time.time()` was when the run began, for machines other
-    than the driver's."""
+    than the driver's; `path` is where others of its machine call it."""
     prepare_process(site, worker=kind == WORKER)
+    self._path = path
     self._kind, self._index, self._clock = kind, index, site.clock
     if node_id() == site.machine:
       processes.write_pid(Path(site.memory), kind, index)
@@ -45,6 +50,8 @@ class HostActor:
       os.kill(os.getpid(), signal.SIGKILL)
 
     self._host = ThreadHost(self._kind, self._index, make, self._clock, kill)
+    with contextlib.suppress(OSError):  # others then have Ray call it
+      self._server = HostServer(self._host, self._path)
     self._there.set()
     self._host.made.result()
 
@@ -96,11 +103,27 @@ class ActorCall(Call):
       raise Gone(*self._who) from error
 
 
-class ActorHost(Host):
-  """A handle of an actor, in any process."""
+def host_of(kind: str, index: int, actor: Any, path: Path) -> Host:
+  """Returns the best handle in this process: past Ray, if both are on one
+  machine."""
+  if path.exists():
+    return SocketHost(kind, index, path)
+  return ActorHost(kind, index, actor, path)
 
-  def __init__(self, kind: str, index: int, actor: Any):
-    self.kind, self.index, self.actor = kind, index, actor
+
+class ActorHost(Host):
+  """A handle of an actor, in any process. Those who get it by Ray call past it
+  where they can: see `host_of`."""
+
+  def __init__(self, kind: str, index: int, actor: Any, path: Path):
+    self.kind, self.index, self.actor, self._path = kind, index, actor, path
+
+  def __reduce__(self):
+    return host_of, (self.kind, self.index, self.actor, self._path)
+
+  def near(self) -> Host:
+    """Returns the handle that others in this process would get."""
+    return host_of(self.kind, self.index, self.actor, self._path)
 
   def call(self, method: str, *args: Any) -> ActorCall:
     """See the base."""
@@ -124,7 +147,7 @@ class ActorHosts(Hosts):
     others have to wait."""
     import ray
 
-    self._ray, self._calls = ray, calls
+    self._ray, self._calls, self._started = ray, calls, 0
     self._site = site._replace(machine=node_id())
     self._resources = resources or {"num_cpus": 0}
     self._hosts: dict[tuple[str, int], ActorHost] = {}
@@ -143,14 +166,16 @@ class ActorHosts(Hosts):
     # One serves, one makes, one ends.
     options = {"max_concurrency": self._calls + 3, **self._place(kind)}
     began = time.time() - self._site.clock()
+    self._started += 1  # an old handle calls no successor
+    path = Path(self._site.memory) / f"{kind}-{self._started}.sock"
     actor = actor_class.options(**options).remote(
-      kind, index, self._site, began
+      kind, index, self._site, began, path
     )
     self._serves[kind, index] = actor.serve.remote()
     self._made[kind, index] = ActorCall(
       actor.make.remote(make), kind, index, "cannot start"
     )
-    self._hosts[kind, index] = host = ActorHost(kind, index, actor)
+    self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
 
   def _place(self, kind):

@@ -1,14 +1,18 @@
 """What a live run writes down as it goes: a journal and records, as a server's
 lead does."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
 
 from asgd import base
-from asgd.live.append_only import PUT_BACK
-from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.append_only import check_rows
+from asgd.live.journal import (
+  FileJournal,
+  cut_journal,
+  journal_path,
+  read_journal,
+)
 from asgd.live.records import (
   FileSink,
   count_records,
@@ -27,18 +31,16 @@ class LiveBook(Book):
     drops what comes after them. Raises ValueError if there are fewer."""
     super().__init__()
     rows, messages, _ = lengths or (0, 0, 0)
-    _cut_journal(journal_path(run, 0), rows)
-    self._journal = FileJournal(journal_path(run, 0))
-    there = count_records(records_path(run, 0))
-    if there < messages:
-      raise ValueError(
-        f"{records_path(run, 0)} has {there} records where the run goes on from"
-        f" {messages}: it was cut short. {PUT_BACK}"
-      )
-    self._sink = FileSink(records_path(run, 0))
+    path = journal_path(run, 0)
+    check_rows(path, len(read_journal(path)), rows)
+    cut_journal(path, rows)
+    self._journal = FileJournal(path)
+    path = records_path(run, 0)
+    check_rows(path, count_records(path), messages)
+    self._sink = FileSink(path)
     self._sink.truncate(messages)
     self.rows = self._journal.events()
-    columns = (c.tolist() for c in read_records(records_path(run, 0)))
+    columns = (c.tolist() for c in read_records(path))
     self.messages = list(zip(*columns, strict=True))
 
   def write(self, row: Event) -> None:
@@ -50,24 +52,6 @@ class LiveBook(Book):
     """Adds a message, in the order of base.Records."""
     super().receive(*message)
     self._sink.append(self.records(len(self.messages) - 1))
-
-
-def _cut_journal(path, rows):
-  """Leaves so many rows, of a journal that has as many."""
-  if not path.exists():
-    there = 0
-  else:
-    there = len(read_journal(path))
-  if there < rows:
-    raise ValueError(
-      f"{path} has {there} rows where the run goes on from {rows}: it was cut"
-      f" short. {PUT_BACK}"
-    )
-  if there > rows:
-    with path.open("rb") as file:
-      kept = sum(map(len, itertools.islice(file, rows + 1)))
-    with path.open("r+b") as file:
-      file.truncate(kept)
 
 
 def last_time(events: list[Event]) -> float:

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
-from asgd.live.clusters.base import WorkersDie
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveBook, first_ticket
@@ -332,6 +332,7 @@ class Driver:
     self._deaths = 0
     self._shards.message_came()
     row, place.job = self._places.write(worker, base.RECEIVE), None
+    place.proven = True
     count = len(self._settings.portions_of(job.job))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
     self.book.receive(
@@ -372,8 +373,10 @@ class Driver:
     """Kills who has been at a job for too long; its call then ends."""
     now = self._clock()
     for worker, place in enumerate(self._places.all):
-      job = place.job
-      if job is None or now - job.began <= self._deadlines.dead:
+      job, limit = place.job, self._deadlines.dead
+      if not place.proven:  # it has to compile
+        limit = max(limit, self._options.ladder.start)
+      if job is None or now - job.began <= limit:
         continue
       if not job.call.done():  # or it was not listened to
         self._hosts.kill(WORKER, worker)

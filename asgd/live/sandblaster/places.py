@@ -36,6 +36,7 @@ class LivePlace:
     self.seq = 0  # of the next job
     self.holder = 0  # how many came before it in this place
     self.job: LiveJob | None = None
+    self.proven = False  # the holder has done a job: it has compiled
 
   @property
   def idle(self) -> bool:
@@ -113,6 +114,7 @@ class LivePlaces:
   def fill(self, worker: int) -> None:
     """Begins to make the next holder of a place."""
     place = self.all[worker]
+    place.proven = False
     place.handle = self._hosts.start(WORKER, worker, self._make(worker))
     place.made = self._hosts.made(WORKER, worker)
 

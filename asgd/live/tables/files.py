@@ -1,5 +1,6 @@
 """The files of a run of tables; see the room's docstring."""
 
+import contextlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -8,13 +9,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import base, orders
+from asgd import base
 from asgd.live.append_only import AppendOnlyFile
-from asgd.live.journal import FileJournal, journal_path, read_journal
+from asgd.live.journal import (
+  FileJournal,
+  check_together,
+  journal_path,
+  read_begun,
+  read_journal,
+)
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
+from asgd.tables.division import Division
+from asgd.tables.job_records import (
+  BINS,
+  ClockMessage,
+  JobRecord,
+  dump_message,
+  load_message,
+)
 from asgd.tables.replay import Orders
-from asgd.tables.worker import BINS, JobRecord
 
 JOB_RECORD = np.dtype(
   [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]
@@ -73,6 +87,31 @@ def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
   return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
 
 
+def read_divisions(run: Path, first: Division) -> list[Division]:
+  """Returns the divisions of tables of a run, with the first."""
+  out = [first]
+  for event in read_journal(order_path(run, 0)):
+    if event.action == base.MOVE:
+      out.append(out[-1].next(first.cuts_of(event.totals)))
+  return out
+
+
+def rest_seconds(run: Path, workers: int, jobs: int) -> float:
+  """Returns how long workers waited for ranges to move: the mean over workers
+  of the seconds between their last job before a move and the next one, summed
+  over moves, which there are after every so many jobs of each."""
+  total = 0.0
+  for worker in range(workers):
+    ended: dict[int, float] = {}  # jobs done -> when
+    for event in read_journal(journal_path(run, worker)):
+      done = event.job // workers
+      if event.action == base.RECEIVE:
+        ended[done + 1] = event.time
+      elif event.action in STARTS and done % jobs == 0 and done in ended:
+        total += event.time - ended.pop(done)
+  return total / workers
+
+
 def by_time(parts: Sequence[TableRecords]) -> TableRecords:
   """Joins records of workers, in the order of their times."""
   joined = TableRecords(
@@ -86,16 +125,7 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns what a run wrote down; ValueError if some of it is empty."""
   paths = [order_path(run, s) for s in range(shards)]
   paths += [journal_path(run, w) for w in range(workers)]
-  rows = [read_journal(path) for path in paths]
-  for path, events in zip(paths, rows, strict=True):
-    if events:
-      continue
-    if (run / "result.json").exists():
-      raise ValueError(
-        f"{path} is gone or empty, and the run has a result: put it back as the"
-        " run wrote it"
-      )
-    raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+  rows = [read_begun(run, path) for path in paths]
   return Orders(rows[:shards], rows[shards:])
 
 
@@ -116,13 +146,7 @@ def read_trace(run: Path, workers: int) -> base.Trace:
       )
   rows = read_rows_of_workers(run)
   trace = from_events(rows)
-  try:
-    orders.check(trace, depth=len(rows))
-  except orders.trace.TraceError as error:
-    raise ValueError(
-      f"the journals of {run} cannot be obeyed together, at {error}: one of"
-      " them was changed; put it back as the run wrote it"
-    ) from error
+  check_together(run, trace, depth=len(rows))
   return trace
 
 
@@ -143,19 +167,75 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
   return list(begun.values())
 
 
-def leave(run: Path, worker: int, now: float) -> int:
-  """Writes that a worker has died; returns how many jobs were lost with it,
-  which another has to do again."""
+def done_again(run: Path, workers: int) -> int:
+  """Returns how many jobs that had begun were done again: those that were lost,
+  but for those whose message was there (its row has no `totals`)."""
+  count = 0
+  for worker in range(workers):
+    for event in read_journal(journal_path(run, worker)):
+      count += event.action in (base.LOST, base.REJECT)
+      count -= event.action in STARTS and not event.totals
+  return count
+
+
+def leave(run: Path, worker: int, now: float) -> None:
+  """Writes that a worker has died, and with it the jobs that it was at."""
   journal = FileJournal(journal_path(run, worker))
   events = journal.events()
-  lost = open_jobs(events)
   now = max([now, *(event.time for event in events[-1:])])
-  for event in lost:
+  for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
   life = lives_of(events) - 1
   if life >= 0:
     journal.append(Event(now, worker, NO_SEQ, life, base.LEAVE))
-  return len(lost)
+
+
+class Outbox:
+  """The last message of a worker, kept in the memory of the run before any
+  shard has it, with the row of the journal that began its last job."""
+
+  def __init__(self, memory: Path, worker: int, life: int):
+    """Of a holder of a worker's place; of none, if the memory is on another
+    machine."""
+    self._folder, self._name = Path(memory), f"worker-{worker}-"
+    self._life = life
+
+  def _path(self, life):
+    return self._folder / f"{self._name}{life}.message"
+
+  def _lives(self):
+    """Those of which there is a message."""
+    paths = self._folder.glob(f"{self._name}*.message")
+    lives = (path.stem.removeprefix(self._name) for path in paths)
+    return sorted(int(life) for life in lives if life.isdecimal())
+
+  def write(self, row: Event, message: ClockMessage) -> None:
+    """Keeps a message. If it cannot, the next holder does its jobs again."""
+    if not self._folder.is_dir():
+      return
+    head = f"{row.seq} {row.time!r}\n".encode()
+    temporary = self._path(self._life).with_suffix(".tmp")
+    with contextlib.suppress(OSError):
+      temporary.write_bytes(head + dump_message(message))
+      os.replace(temporary, self._path(self._life))
+      for life in self._lives():
+        if life < self._life:
+          self._path(life).unlink()
+
+  def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
+    """Returns (row, message) that the holders before have left, whose rows are
+    these; None if there is none of them."""
+    lives = [life for life in self._lives() if life < self._life]
+    if not lives:
+      return None
+    head, _, data = self._path(lives[-1]).read_bytes().partition(b"\n")
+    seq, time = head.decode().split()
+    for event in reversed(events):
+      if event.action in STARTS and event.seq == int(seq):
+        # Another run may have left it, or this one before it went back.
+        same = event.time == float(time)
+        return (event, load_message(data)) if same else None
+    return None
 
 
 class RequestLog(AppendOnlyFile):

@@ -1,12 +1,12 @@
 """A worker in its host: its jobs, its files, and its ways to shards.
 
 It works as long as it can, in one call (`run`), which ends when a shard is
-gone: the driver then says where that one is (`find`), and calls again.
+gone: the driver then calls again, and says where that one is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.live.faults import Script
@@ -16,12 +16,23 @@ from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
+from asgd.tables.division import Cuts
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.work import Work
-from asgd.tables.worker import JobRecord, TableWorker
+from asgd.tables.worker import TableWorker
 
-# How `run` ends; LOST with the number of a shard, HALTED at a limit.
-ENDED, HALTED, LOST = "ended", "halted", "lost"
+# How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as
+# tables are to be divided anew.
+ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
+
+
+class Moved(NamedTuple):
+  """What a worker that rests is told as ranges have moved."""
+
+  cuts: Cuts
+  # Of each shard: (number, Rows) that it may not have yet.
+  rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
 class WorkerHost:
@@ -40,6 +51,7 @@ class WorkerHost:
     listens: bool,
     slowdown: float = 1.0,
     span: Callable[[int, Span], None] | None = None,
+    memory: Path | None = None,
     image: bytes | None = None,
   ):
     """Takes a place, or goes on.
@@ -55,6 +67,8 @@ class WorkerHost:
       listens: whether shards send rows that it did not ask for.
       slowdown: factor on the time that a job takes.
       span: is told of stretches of time.
+      memory: the folder of the run's memory; None: if it dies, its last message
+        does.
       image: of a run that goes on.
     """
     self._inside, self._index, self._script = inside, index, script
@@ -68,9 +82,9 @@ class WorkerHost:
     self._work = work
     lives = files.lives_of(events)
     is_new = image is None
-    self._worker = make(
-      lives if is_new else lives - 1, work._replace(gradient=self._gradient)
-    )
+    life = lives if is_new else lives - 1
+    self._worker = make(life, work._replace(gradient=self._gradient))
+    self._outbox = files.Outbox(memory, index, life) if memory else None
     self._steps: Any = None
     self._asks: dict[int, bytes] = {}  # that were not answered
     self._calls: dict[int, Call] = {}  # that listen, by shard
@@ -78,7 +92,8 @@ class WorkerHost:
     self._free = self._inside.clock()
     if is_new:
       self._write(NO_SEQ, lives, base.JOIN)
-      self._go_on(self._worker.join())
+      join = self._worker.join(self._left, self._begun_again, self._received)
+      self._go_on(join)
     else:
       self._worker.unpack(wire.load(image))
 
@@ -91,15 +106,24 @@ class WorkerHost:
 
   # What the driver calls.
 
-  def find(self, shard: int, host: Host) -> None:
-    """Takes note of where a shard is."""
-    self._shards[shard] = host
-    self._calls.pop(shard, None)
-
-  def run(self, limit: int | None) -> tuple[str, int]:
+  def run(
+    self,
+    limit: int | None,
+    found: Mapping[int, Host] | None = None,
+    ranges: Moved | None = None,
+  ) -> tuple[str, int]:
     """Works until all jobs are done, or so many, or it cannot go on; returns
-    how it ended, and which shard is gone."""
+    how it ended, and which shard is gone. `found` has the shards that were
+    started again, where they are now: they come with the call, as calls may be
+    made in another order. So do other ranges, for which it has rested."""
     self._limit = limit
+    for shard, host in (found or {}).items():
+      self._shards[shard] = host
+      self._calls.pop(shard, None)
+    if ranges is not None:
+      for shard, rows in enumerate(ranges.rows):
+        self._worker.mail.hear_rows(shard, rows)
+      self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
     except Gone as gone:
@@ -121,10 +145,13 @@ class WorkerHost:
       worker = self._worker
       if worker.next is None:
         return ENDED
+      if worker.rests:
+        return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       self._take()
-      self._go_on(worker.job(self._begun, self._received, self._spoil))
+      told = self._begun, self._received, self._spoil, self._sends
+      self._go_on(worker.job(*told))
 
   def image(self) -> tuple[int, int, bytes]:
     """Returns (rows of its journal, records, it as bytes), between clocks."""
@@ -157,14 +184,14 @@ class WorkerHost:
         continue
       if reply.number < 0:
         return False
-      self._worker.hear(shard, reply)
+      self._worker.mail.hear(shard, reply)
       del self._asks[shard]
       if shard == 0:
         self._limit = reply.limit
     if gone is not None:
       raise gone
     for shard in self._shards:
-      while self._worker.lacks(shard):
+      while self._worker.mail.lacks(shard):
         self._listen(shard)
         self._hear_rows(shard)
     return True
@@ -172,13 +199,13 @@ class WorkerHost:
   def _listen(self, shard):
     """Has a call at a shard, that ends when there are rows."""
     if shard not in self._calls:
-      have = self._worker.there(shard)
-      asked = self._index, self._worker.life, have
+      have = self._worker.mail.there(shard)
+      asked = self._index, self._worker.mail.life, have
       self._calls[shard] = self._shards[shard].call("listen", *asked)
 
   def _hear_rows(self, shard):
     call = self._calls.pop(shard)
-    self._worker.hear_rows(shard, call.result())
+    self._worker.mail.hear_rows(shard, call.result())
 
   def _take(self):
     """Takes the rows that have come."""
@@ -187,16 +214,20 @@ class WorkerHost:
         if shard in self._calls and self._calls[shard].done():
           self._hear_rows(shard)
         self._listen(shard)
-      self._worker.take(shard, self._worker.there(shard))
+      self._worker.take(shard, self._worker.mail.there(shard))
 
   # A job.
 
   def _begun(self, action):
     worker, seq = self._worker, self._seq
-    job, taken = worker.next, tuple(map(float, worker.taken))
-    self._began = self._write(seq, job, action, totals=taken)
+    job, taken = worker.next, tuple(map(float, worker.mail.taken))
+    self._begin(seq, job, action, totals=taken)
+
+  def _begin(self, seq, job, action, **fields):
+    time = self._write(seq, job, action, **fields)
     self._seq += 1
     self._open.append((seq, job))
+    self._row = Event(time, self._index, seq, job, action)
 
   def _gradient(self, rows, batch, keys, worker, job):
     seq, _ = self._open[-1]
@@ -214,6 +245,30 @@ class WorkerHost:
   def _spoil(self, gradient):
     seq, _ = self._open[-1]
     return self._script.message(self._index, seq, gradient)
+
+  def _sends(self, message: ClockMessage):
+    if self._outbox:
+      self._outbox.write(self._row, message)
+
+  # Of the holder before.
+
+  def _left(self, done: int) -> ClockMessage | None:
+    """Its message with which so many jobs are done, if that is there and was
+    not received by all."""
+    events = self._journal.events()
+    left = self._outbox.read(events) if self._outbox else None
+    if left is None or left[1].done != done:
+      return None
+    row, message = left
+    received = {e.job for e in events if e.action == base.RECEIVE}
+    records = [r for r in message.records if r.job not in received]
+    if not records:
+      return None
+    self._outbox.write(row, message)
+    return message._replace(records=records)
+
+  def _begun_again(self, record: JobRecord):
+    self._begin(self._seq, record.job, base.SEND)
 
   def _received(self, record: JobRecord):
     seq, job = self._open.pop(0)

@@ -71,7 +71,7 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   lines = journal.read_text().splitlines(keepends=True)
   # Rows that the checkpoint has are needed; what came after it is not.
   journal.write_text("".join(lines[:-1]))
-  with pytest.raises(ValueError, match="rows where the checkpoint is of"):
+  with pytest.raises(ValueError, match="rows where the run goes on from"):
     train(tmp_path, CODED)
   journal.write_text("".join([*lines, lines[-1]]))
   result, _ = train(tmp_path, CODED)
@@ -109,9 +109,9 @@ def test_a_cell_replays_with_a_peer_that_died(tmp_path):
 @pytest.mark.parametrize(
   ("config", "match"),
   [
-    ({"server": {"shards": 2}}, "config.server.shards 2 is for workers"),
-    ({"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' is for"),
-    ({"live": {"devices": 2}}, "config.live.devices 2 is for workers"),
+    ({"server": {"shards": 2}}, "config.server.shards 2 is not for the recipe"),
+    ({"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' is not"),
+    ({"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
     ({"allocation": {"batch_size": "speed"}}, "config.allocation follows"),
   ],
 )

@@ -43,6 +43,15 @@ def settings(monkeypatch):
   return given
 
 
+def test_a_ray_that_does_not_come_up_is_one_line(settings, monkeypatch):
+  def init(**options):
+    raise Exception("The current node timed out during startup.")
+
+  monkeypatch.setattr(ray, "init", init)
+  with pytest.raises(ValueError, match=r"timed out .*run the same command ag"):
+    ray_runtime.start(None, allow_network=True)
+
+
 def job_of(runtime_env):
   return json.dumps({"runtime_env": runtime_env})
 

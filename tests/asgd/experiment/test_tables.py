@@ -120,6 +120,27 @@ def test_a_stopped_cell_goes_on_to_the_same_and_leaves_its_profile(tmp_path):
   assert (trace.action == base.RECEIVE).sum() == result["messages"]
 
 
+NETWORK = {"latency": 0.125, "port": 20_000.0, "service": 0.01}
+
+
+def test_a_cell_over_a_network_goes_on_to_the_same(tmp_path):
+  run = {"consistency": "essp", "bound": 2, "shards": 2}
+  exp = build({"network": NETWORK, "epochs": 4.0}, run=run)
+  straight = train(exp)
+  with pytest.raises(Stopped):
+    train(exp, tmp_path, signals=_StopAfter(1))
+  on = train(exp, tmp_path)
+  for a, b in zip(on[0], straight[0], strict=True):
+    assert a.tobytes() == b.tobytes()
+  result = folder.finished_result(tmp_path / "cells" / exp.cells[0].name)
+  assert result["throughput"] == pytest.approx(
+    result["messages"] / result["simulated_time"]
+  )
+  assert 0 < result["link_utilisation"] < 1
+  assert "the busiest port busy" in tables.describe(result)
+  assert on[0].time[-1] > 1.2 * len(on[0].time) / 3  # jobs of 1 in the mean
+
+
 @pytest.mark.parametrize("rate", [1e6, 1e30])
 def test_what_is_not_finite_is_recorded(rate):
   exp = build({"learning_rate": rate, "on_nan": "record"}, run={})
@@ -155,6 +176,10 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
     ({"order": {"name": "fixed_delay"}}, "config.order.name 'fixed_delay' is"),
     ({"codec": {"name": "qsgd", "levels": 0}}, "runs.run.codec.levels must be"),
+    (
+      {"engine": "threads", "network": NETWORK},
+      "config.network.latency 0.125 is not for the recipe 'table'",
+    ),
   ],
 )
 def test_what_does_not_fit_is_one_line(run, wrong):

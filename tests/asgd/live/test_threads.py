@@ -25,7 +25,7 @@ from asgd import (
 )
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.live import frames
+from asgd.live import failures, frames
 from asgd.live.clusters import base as clusters
 from asgd.live.clusters.threads import ThreadCluster
 from asgd.live.deadlines import Ladder
@@ -533,7 +533,7 @@ def test_jobs_that_are_never_finite_end_the_run(spoilt):
     return jax.tree.map(lambda x: x * np.nan if job in spoilt else x, values)
 
   with live(kit("asgd"), batch=batch) as run:
-    with pytest.raises(clusters.MessagesNotFinite) as caught:
+    with pytest.raises(failures.NotFinite) as caught:
       drive(run.cluster)
     assert "messages, in a row or of one job, were not finite" in str(
       caught.value

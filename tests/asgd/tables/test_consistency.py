@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from asgd import base, orders, tables
 from asgd.orders import trace as trace_lib
 from asgd.orders.durations import Durations
+from asgd.orders.network import Network
 from asgd.tables import Consistency
 
 ROWS = 5
+SLOW = Network(latency=0.25, up=80.0, down=60.0, port=50.0, service=0.125)
+NETWORKS = None, SLOW, Network(port=40.0, incast="share")
 
 
 class World(NamedTuple):
@@ -27,6 +30,7 @@ class World(NamedTuple):
   jobs: int  # of each worker
   times: list  # of workers, cycles of times
   keys: list  # of jobs, the rows that they read
+  network: Network | None = None  # None: messages take no time
 
   @property
   def total(self):
@@ -47,7 +51,8 @@ def worlds(draw):
   ]
   some = st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=3)
   keys = draw(st.lists(some, min_size=3, max_size=7))
-  return World(workers, every, jobs, times, [sorted(k) for k in keys])
+  network = draw(st.sampled_from(NETWORKS))
+  return World(workers, every, jobs, times, [sorted(k) for k in keys], network)
 
 
 def work_of(world, value):
@@ -69,8 +74,11 @@ def cycle(times):
 
 
 def simulated(world, value=lambda job: 2.0**job, **options):
-  reads = []
-  run = tables.Simulation(
+  reads, kind, more = [], tables.Simulation, {}
+  if world.network is not None:
+    kind, more = tables.OverNetwork, {"network": world.network}
+    options = {"shards": 2, **options}
+  run = kind(
     tables.table(1.0, world.workers, clock_every=world.every, **options),
     {"w": np.zeros((ROWS, 1))},
     work_of(world, value),
@@ -78,6 +86,7 @@ def simulated(world, value=lambda job: 2.0**job, **options):
     workers=world.workers,
     messages=world.total,
     observe=reads.append,
+    **more,
   )
   run.advance(world.total)
   return run, reads
@@ -182,7 +191,8 @@ def test_stale_synchronous_reads_what_the_bound_wants(world, bound, which):
     }
     for jobs, writers in seen(world, read):
       assert wanted & writers <= jobs
-    if which == "essp":  # all that every worker has finished
+    if which == "essp" and world.network is None:
+      # All that every worker has finished.
       assert (read.clocks["w"] == now.slowest).all()
 
 
@@ -249,6 +259,8 @@ def test_asynchronous_reads_what_the_server_has_and_never_waits(world):
     for jobs, writers in seen(world, read):
       assert jobs == (now.flushed | own(world, run, read)) & writers
   for worker, times in enumerate(world.times):
+    if world.network is not None:
+      break
     ends = [
       e.time
       for e in run.rows
@@ -262,6 +274,8 @@ def test_asynchronous_reads_what_the_server_has_and_never_waits(world):
 @given(worlds(), st.sampled_from(["ssp", "essp", "bulk_synchronous"]))
 def test_an_order_obeyed_again_gives_the_same(world, which):
   bound = None if which == "bulk_synchronous" else 1
+  if which == "essp":  # rows that are sent come when they come
+    world = world._replace(network=None)
   run, reads = simulated(world, consistency=which, bound=bound)
   again = tables.Simulation(
     tables.table(

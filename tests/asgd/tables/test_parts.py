@@ -1,6 +1,7 @@
 """Shards and workers that order by themselves, in any order, with deaths: no
 update is lost or applied twice, and a replay comes to the same bits."""
 
+import functools
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from asgd import base, orders, tables
 from asgd.orders.trace import NO_SEQ, Event
 from asgd.tables import division as division_lib
 from asgd.tables import replay, requests, wire
+from asgd.tables.requests import PUSH
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
@@ -25,13 +27,20 @@ MODELS = {
 }
 
 
-def work(exact=True):
-  """Job j adds 2^j to each row that it reads, or what depends on it."""
+def work(exact=True, hot=ROWS):
+  """Job j adds 2^j to each row that it reads, or what depends on it; with None
+  a whole number that depends on all it reads, to all rows. It reads none of `v`
+  from `hot` on."""
 
   def keys(job):
-    return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
+    if exact is None:
+      return {"v": np.arange(ROWS), "w": np.arange(2)}
+    return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
 
   def gradient(rows, job, keys, *_):
+    if exact is None:
+      number = -(sum(x.sum() for x in rows.values()) % 9973 + job)
+      return 0.0, {k: np.full_like(x, number) for k, x in rows.items()}
     if not exact:
       return 0.0, {k: 0.3 * x + np.sin(job) for k, x in rows.items()}
     ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
@@ -47,8 +56,12 @@ def first():
 class World:
   """Shards and workers, of which a drawn one does something."""
 
-  def __init__(self, seed, consistency, shards=2, exact=True, **options):
-    self.draw, self.work = random.Random(seed), work(exact)
+  def __init__(
+    self, seed, consistency, shards=2, exact=True, hot=ROWS, **options
+  ):
+    self.draw, self.work = random.Random(seed), work(exact, hot)
+    self.messages = [None] * WORKERS  # the last one of each place
+    self.cuts = []
     self.settings = tables.table(
       1.0, WORKERS, consistency=consistency, clock_every=2, **options
     )
@@ -63,7 +76,36 @@ class World:
     self.steps = [None] * WORKERS
     self.asks = [{} for _ in range(WORKERS)]
     for w in range(WORKERS):
-      self.begin(w, self.workers[w].join())
+      self.join(w)
+
+  def join(self, w):
+    def left(done):
+      message = self.messages[w]
+      if message is None or message.done != done:
+        return None
+      received = {record.job for record in self.records[w]}
+      mine = [r for r in message.records if r.job not in received]
+      return message._replace(records=mine) if mine else None
+
+    def begun(record):
+      row = Event(0.0, w, 0, record.job, base.SEND)
+      self.journals[w].append(row)
+
+    join = self.workers[w].join(left, begun, functools.partial(self.done, w))
+    self.begin(w, join)
+
+  def done(self, w, record):
+    row = Event(0.0, w, 0, record.job, base.RECEIVE)
+    self.journals[w].append(row)
+    self.records[w].append(record)
+
+  def sends(self, w, message):
+    self.messages[w] = message
+
+  def partly(self, w):
+    """Whether one of the shards has its message, and the other has not."""
+    asks = [requests.load_request(x) for x in self.asks[w].values()]
+    return [request.kind for request in asks] == [PUSH]
 
   def shard(self, s):
     server = self.division.server(s, first(), self.settings, WORKERS)
@@ -83,7 +125,7 @@ class World:
 
   def go_on(self, w):
     asks = next(self.steps[w], None)
-    self.asks[w] = asks or {}
+    self.asks[w] = dict(asks or {})
     if asks is None:
       self.steps[w] = None
 
@@ -97,8 +139,28 @@ class World:
     self.orders[s].append(shard.event(request, 0.0))
     self.log[s].append(self.asks[w][s])
     shard.obey(request)
-    self.workers[w].hear(s, shard.reply(request))
+    self.workers[w].mail.hear(s, shard.reply(request))
     del self.asks[w][s]
+    return True
+
+  def divide(self):
+    """All wait for other ranges: they get them."""
+    load = [shard.load() for shard in self.shards]
+    cuts = division_lib.by_load(load)
+    self.cuts.append(cuts)
+    given = [shard.give(cuts) for shard in self.shards]
+    version = self.shards[0].version + 1
+    for s, shard in enumerate(self.shards):
+      parts = [mine[s] for mine in given if s in mine]
+      data = requests.dump_move(version, cuts, parts)
+      request = requests.load_request(data)
+      self.orders[s].append(shard.event(request, 0.0))
+      self.log[s].append(data)
+      shard.obey(request)
+    for w, worker in enumerate(self.workers):
+      for s, shard in enumerate(self.shards):
+        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+      worker.divide(cuts)
     return True
 
   def move(self, w):
@@ -109,29 +171,29 @@ class World:
     if self.steps[w] is not None:
       self.go_on(w)
       return True
+    if worker.rests:
+      rest = all(each.rests for each in self.workers)
+      return rest and not any(self.steps) and self.divide()
     if worker.next is None:
       return False
     for s, shard in enumerate(self.shards):
       if self.draw.random() < 0.5:  # it has come, or not yet
-        worker.hear_rows(s, shard.unsent(w, worker.taken[s]))
-      worker.take(s, worker.there(s))
-    taken = tuple(map(float, worker.taken))
+        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+      worker.take(s, worker.mail.there(s))
+    taken = tuple(map(float, worker.mail.taken))
 
     def begun(action):
       row = Event(0.0, w, 0, worker.next, action, totals=taken)
       self.journals[w].append(row)
 
-    def done(record):
-      row = Event(0.0, w, 0, record.job, base.RECEIVE)
-      self.journals[w].append(row)
-      self.records[w].append(record)
-
-    self.begin(w, worker.job(begun, done))
+    done = functools.partial(self.done, w)
+    sends = functools.partial(self.sends, w)
+    self.begin(w, worker.job(begun, done, sends=sends))
     return True
 
   def kill_worker(self, w):
-    self.workers[w] = self.worker(w, self.workers[w].life + 1)
-    self.begin(w, self.workers[w].join())
+    self.workers[w] = self.worker(w, self.workers[w].mail.life + 1)
+    self.join(w)
 
   def kill_shard(self, s):
     """It comes back from its image and the requests since."""
@@ -141,13 +203,15 @@ class World:
       self.shards[s].obey(requests.load_request(data))
 
   def run(self, kills=()):
-    step = 0
+    step, kills = 0, [*kills]
     while any(x is not None for x in self.steps) or any(
       w.next is not None for w in self.workers
     ):
       step += 1
-      for kind, index, at in kills:
-        if at == step:
+      for kill in [*kills]:
+        kind, index, at = kill
+        if at == step or (at < 0 and self.partly(index)):
+          kills.remove(kill)
           getattr(self, f"kill_{kind}")(index)
       if step % 9 == 0:
         s = self.draw.randrange(len(self.shards))
@@ -165,10 +229,10 @@ class World:
     )
 
 
-def whole():
+def whole(hot=ROWS):
   out = first()
   for job in range(WORKERS * JOBS):
-    for name, keys in work().keys(job).items():
+    for name, keys in work(hot=hot).keys(job).items():
       out[name][keys] += 2.0**job
   return out
 
@@ -179,7 +243,7 @@ def same(one, two):
 
 def check_replay(world):
   again = replay.replay(
-    *(world.settings, first(), world.division, work()),
+    *(world.settings, first(), world.division, world.work),
     replay.Orders(world.orders, world.journals),
     jobs=JOBS,
   )
@@ -188,6 +252,11 @@ def check_replay(world):
     for record, (_, other) in zip(mine, theirs, strict=True):
       for a, b in zip(record, other, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def check_bound(world, bound):
+  for record in [r for mine in world.records for r in mine]:
+    assert bound is None or record.staleness <= bound
 
 
 KILLS = [("worker", 1, 14), ("shard", 0, 25), ("shard", 1, 40)]
@@ -200,23 +269,56 @@ def test_each_update_is_there_once_and_a_replay_is_the_same(which, kills):
     world = World(seed, which, **MODELS[which]).run(kills)
     assert same(world.tables(), whole())
     check_replay(world)
-    bound = MODELS[which].get("bound")
-    for record in [r for mine in world.records for r in mine]:
-      if bound is not None:
-        assert record.staleness <= bound
+    check_bound(world, MODELS[which].get("bound"))
 
 
-def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies():
+@pytest.mark.parametrize("which", MODELS)
+def test_ranges_move_and_no_update_is_lost(which):
+  for seed, shards in enumerate((2, 3)):
+    model = dict(MODELS[which], rebalance_every=1, shards=shards, hot=4)
+    world = World(seed, which, **model).run(KILLS)
+    assert len(world.cuts) == 2  # after clocks 1 and 2 of 3
+    assert world.cuts[0]["v"][1] < 4  # the first shard had rows 0 to 3
+    assert same(world.tables(), whole(hot=4))
+    check_replay(world)
+    check_bound(world, MODELS[which].get("bound"))
+
+
+@pytest.mark.parametrize("which", ["ssp", "essp", "asynchronous"])
+def test_a_message_that_some_shards_have_comes_to_the_others(which):
+  options = dict(exact=None, **MODELS[which])
+  kills = [("worker", 1, -1), ("worker", 0, -1), ("worker", 1, -1)]
+  for seed in range(3):
+    world = World(seed, which, **options).run([*kills, ("shard", 1, 60)])
+    # Shards that had updates of two attempts would differ in these.
+    rows = world.tables()["v"]
+    assert (rows == rows[0]).all() and rows[0, 0]
+    again = [e for events in world.journals for e in events if not e.totals]
+    assert sum(e.action == base.SEND for e in again) == 6  # jobs of 3 messages
+    assert len({r.job for mine in world.records for r in mine}) == 18
+    check_replay(world)
+
+
+@pytest.mark.parametrize("function", [{}, {"ftrl": {"l1": 0.01}}])
+def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies(
+  function,
+):
+  # A row whose state did not move with it would go on otherwise.
+  shards = dict(rebalance_every=1, shards=2, **function)
   which = "bulk_synchronous"
   simulation = tables.Simulation(
-    tables.table(1.0, WORKERS, consistency=which, clock_every=2),
+    tables.table(1.0, WORKERS, consistency=which, clock_every=2, **shards),
     first(),
     work(exact=False),
     orders.durations.constant(),
     workers=WORKERS,
     messages=WORKERS * JOBS,
   )
+  simulation.advance(WORKERS * 4)  # two clocks
+  tables_there = simulation.server.tables.items()
+  cuts = {name: list(table.ranges.cuts) for name, table in tables_there}
   simulation.advance(WORKERS * JOBS)
   for seed, kills in ((0, ()), (1, KILLS)):
-    world = World(seed, which, exact=False).run(kills)
+    world = World(seed, which, exact=False, **shards).run(kills)
+    assert kills or world.cuts[-1] == cuts
     assert same(world.tables(), simulation.tables())

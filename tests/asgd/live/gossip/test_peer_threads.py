@@ -16,6 +16,8 @@ from asgd.live.faults import Fault
 from asgd.live.gossip import cluster, files, frames
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.threads import ThreadPeers
+from asgd.live.journal import cut_journal, journal_path
+from asgd.live.records import records_path
 from asgd.orders.trace import Event
 
 PEERS = 4
@@ -184,7 +186,8 @@ def test_a_paused_run_goes_on_from_images(tmp_path):
     cluster.check(0)
   cluster.close()
   for i, (_, notes) in images.items():
-    files.cut(tmp_path, i, notes["rows"], notes["records"])
+    cut_journal(journal_path(tmp_path, i), notes["rows"])
+    files.cut_records(records_path(tmp_path, i), notes["records"])
   again = run.cluster(before=float(run.records().time[-1]))
   again.start(images)
   run.watch(again)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asgd import base, orders
-from asgd.live.clusters.base import WorkersDie
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import WorkersDie
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import shard, worker

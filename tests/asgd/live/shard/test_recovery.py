@@ -20,8 +20,9 @@ from asgd import (
   base,
 )
 from asgd.live import frames
-from asgd.live.clusters.base import LiveCluster, WorkersDie, finished
+from asgd.live.clusters.base import LiveCluster, finished
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import WorkersDie
 from asgd.live.frames import Frame
 from asgd.live.shard import Shard, images
 from asgd.orders.protocol import Rules

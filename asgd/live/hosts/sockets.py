@@ -1,0 +1,147 @@
+"""Calls of a host from other processes of its machine: Unix sockets.
+
+A call of an actor of Ray goes through several threads of both processes; one
+through a socket is made in the thread that reads it. A connection is for one
+call at a time, so that an answer that is put off, or that nobody fetches, is in
+no other's way. Objects are pickled: a socket's folder must be readable by its
+owner alone.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import traceback
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from asgd.live.clusters.actors import process_failure
+from asgd.live.faults import Killed
+from asgd.live.hosts.base import Call, Gone, Host
+from asgd.live.hosts.threads import ThreadHost
+
+_WAITING = 128  # connections that are not accepted yet
+_SECONDS = 1.0  # to end the thread that accepts
+
+
+class HostServer:
+  """Answers calls of a host, each connection in a thread of its own."""
+
+  def __init__(self, host: ThreadHost, path: Path):
+    """Listens at a path. Raises OSError, as for a path of over 107
+    characters."""
+    self._host, self._path = host, path
+    path.unlink(missing_ok=True)
+    self._listener = Listener(str(path), "AF_UNIX", backlog=_WAITING)
+    self._over = False
+    self._open: set[Connection] = set()
+    name = f"{path.name}-accept"
+    self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+    self._thread.start()
+
+  def _accept(self):
+    while not self._over:
+      with contextlib.suppress(OSError):  # it has gone again
+        connection = self._listener.accept()
+        self._open.add(connection)
+        threading.Thread(
+          target=self._serve, args=(connection,), daemon=True
+        ).start()
+
+  def _serve(self, connection):
+    # What is no call ends its connection, and disturbs no other.
+    with contextlib.suppress(Exception, Killed), connection:
+      while True:
+        method, args = connection.recv()
+        answer = self._answer(method, args)
+        try:
+          connection.send(answer)
+        except OSError:
+          raise
+        except Exception as error:  # it cannot be pickled
+          connection.send((None, f"{type(error).__name__}: {error}"))
+    self._open.discard(connection)
+
+  def _answer(self, method, args):
+    """Returns (what the method returned, None) or (None, what it raised)."""
+    try:
+      return self._host.do(method, *args), None
+    except Gone as gone:
+      return None, gone
+    except Exception as error:
+      return None, "".join(traceback.format_exception(error))
+
+  def close(self) -> None:
+    """Ends all connections; who waits for an answer hears that it is gone."""
+    if self._over:
+      return
+    self._over = True
+    with contextlib.suppress(OSError):  # which has `_accept` look
+      Client(str(self._path), "AF_UNIX").close()
+      # If the file is another's by now, it waits on, until the process ends.
+      self._thread.join(_SECONDS)
+    with contextlib.suppress(OSError):  # the file is gone
+      self._listener.close()
+    for connection in [*self._open]:
+      with (
+        contextlib.suppress(OSError),
+        socket.socket(fileno=os.dup(connection.fileno())) as sock,
+      ):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+class SocketCall(Call):
+  """A call that is under way in a connection."""
+
+  def __init__(self, host: "SocketHost", connection: Connection | None):
+    self._host, self._connection = host, connection
+
+  def done(self) -> bool:
+    """See the base."""
+    try:
+      return self._connection is None or self._connection.poll(0)
+    except OSError:
+      return True
+
+  def result(self) -> Any:
+    """See the base; may be called once. What the method raised is told as one
+    line if it is the user's to mend."""
+    connection, self._connection = self._connection, None
+    try:
+      if connection is None:
+        raise EOFError
+      value, error = connection.recv()
+    except (EOFError, OSError):
+      raise Gone(self._host.kind, self._host.index) from None
+    self._host.free.append(connection)
+    if error is None:
+      return value
+    if isinstance(error, Gone):
+      raise error
+    text = f"{self._host.kind} {self._host.index} failed"
+    raise process_failure(text, RuntimeError(error))
+
+
+class SocketHost(Host):
+  """A handle of a host that listens, for one thread."""
+
+  def __init__(self, kind: str, index: int, path: Path):
+    """Connects when it is called."""
+    self.kind, self.index, self._path = kind, index, path
+    self.free: list[Connection] = []  # connections without a call
+
+  def call(self, method: str, *args: Any) -> SocketCall:
+    """See the base."""
+    try:
+      connection = self.free.pop()
+    except IndexError:
+      try:
+        connection = Client(str(self._path), "AF_UNIX")
+      except OSError:
+        return SocketCall(self, None)
+    try:
+      connection.send((method, args))
+    except OSError:
+      return SocketCall(self, None)
+    return SocketCall(self, connection)

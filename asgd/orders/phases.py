@@ -1,0 +1,297 @@
+"""A step of a model that is divided among machines: how long it takes.
+
+A step goes in phases, those of its layers, forward and then backward. In each
+phase a machine computes its part, and then sends others what they need of it:
+
+  compute --> up --> latency --> port of the receiver --> service
+
+It begins the next phase once it has computed this one and has received all that
+it is sent in it; it waits for nobody else. Messages go over the lines of
+`asgd.orders.network`, where each machine has a link to send by, a port to
+receive by, and takes one message after the other.
+
+Index letters:
+  K  phases of a step
+  P  machines
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asgd import checks
+from asgd.orders.durations import Durations
+from asgd.orders.network import Links, Network
+
+
+class Phase(NamedTuple):
+  """What each of P machines does between two of its waits."""
+
+  flops: Sequence[float]  # P, floating point operations of each
+  sends: Sequence[Mapping[int, float]]  # P, of each: receiver -> bytes
+
+
+def check(phases: Sequence[Phase], flops: float) -> int:
+  """Returns the number of machines, P.
+
+  Args:
+    phases: K of them.
+    flops: operations a second of a machine.
+
+  Raises:
+    ValueError: for no phase or machine, phases of different numbers of
+      machines, negative operations or bytes, a receiver that is none of the
+      others, or a speed that is not positive.
+
+  Source:
+    none.
+
+  Example:
+    >>> from asgd.orders import phases
+    >>> phases.check([phases.Phase([2.0, 2.0], [{1: 8.0}, {0: 8.0}])], 1e9)
+    2
+  """
+  checks.positive("flops", flops)
+  count = len(phases[0].flops) if phases else 0
+  if not count:
+    raise ValueError("a step needs a phase at least, and a phase a machine")
+  for number, phase in enumerate(phases):
+    sizes = {len(phase.flops), len(phase.sends)}
+    if sizes != {count}:
+      raise ValueError(
+        f"phase {number} must have operations and messages of {count} machines,"
+        f" as the first has, not of {len(phase.flops)} and {len(phase.sends)}"
+      )
+    for machine, messages in enumerate(phase.sends):
+      checks.nonnegative(f"flops of phase {number}", phase.flops[machine])
+      for receiver, nbytes in messages.items():
+        checks.nonnegative(f"bytes of phase {number}", nbytes)
+        if receiver == machine or receiver not in range(count):
+          raise ValueError(
+            f"phase {number}: machine {machine} of {count} cannot send to"
+            f" {receiver!r}; name another machine, from 0"
+          )
+  return count
+
+
+class _Step:
+  """A step that is played, message by message."""
+
+  def __init__(self, phases, lengths, network):
+    count = len(phases[0].flops)
+    self._phases, self._lengths = phases, lengths
+    self._links = Links(network._replace(shards=count), count)
+    self._at = [0] * count  # phase that each machine is in
+    self._computed = [math.inf] * count  # when its part of that is computed
+    # [phase][machine]: messages that have not come yet, and when the last came.
+    self._missing = [[0] * count for _ in phases]
+    self._came = [[0.0] * count for _ in phases]
+    for missing, phase in zip(self._missing, phases, strict=True):
+      for messages in phase.sends:
+        for receiver in messages:
+          missing[receiver] += 1
+    self._heap, self._count, self._end = [], 0, 0.0
+
+  def run(self) -> float:
+    """Returns when the last machine is through."""
+    for machine in range(len(self._at)):
+      self._begin(machine, 0.0)
+    while self._heap:
+      now, _, part, what = heapq.heappop(self._heap)
+      if part is None:
+        self._compute(what, now)
+      else:
+        self._move(now, part, what)
+    return self._end
+
+  def _begin(self, machine, now):
+    """A machine begins the phase it is in."""
+    length = self._lengths[self._at[machine]][machine]
+    self._put(now + length, None, machine)
+
+  def _put(self, time, part, what):
+    self._count += 1
+    heapq.heappush(self._heap, (time, self._count, part, what))
+
+  def _compute(self, machine, now):
+    """A machine has computed its part of a phase, and sends."""
+    number, count = self._at[machine], len(self._at)
+    messages = self._phases[number].sends[machine]
+    # Each begins with the machine after it, or all would meet at the first.
+    for receiver in sorted(messages, key=lambda to: (to - machine) % count):
+      nbytes = messages[receiver]
+      key = number, receiver
+      self._move(now, self._links.up(key, machine, receiver, nbytes), None)
+    self._computed[machine] = now
+    self._go_on(machine)
+
+  def _move(self, now, part, line):
+    for time, following, on in self._links.advance(now, part, line):
+      if following.arrived and on is None:
+        number, machine = following.key
+        self._missing[number][machine] -= 1
+        self._came[number][machine] = max(self._came[number][machine], time)
+        self._go_on(machine)
+      else:
+        self._put(time, following, on)
+
+  def _go_on(self, machine):
+    """A machine goes on to the next phase once nothing is missing."""
+    number, computed = self._at[machine], self._computed[machine]
+    if computed == math.inf or self._missing[number][machine]:
+      return
+    self._computed[machine] = math.inf
+    self._at[machine] += 1
+    now = max(computed, self._came[number][machine])
+    if self._at[machine] < len(self._phases):
+      self._begin(machine, now)
+    else:
+      self._end = max(self._end, now)
+
+
+def step_seconds(
+  phases: Sequence[Phase],
+  network: Network,
+  *,
+  flops: float,
+  factors: np.ndarray | None = None,
+) -> float:
+  """Returns how long a step takes, until its last machine is through.
+
+  Computing takes factor x operations / flops.
+
+  Args:
+    phases: K phases of P machines.
+    network: in seconds and bytes; `up` is of the link by which a machine sends,
+      `port` of that by which it receives, and `service` the time in which it
+      takes a message. Its number of shards, and `down`, do not matter.
+    flops: operations a second of a machine.
+    factors: float[K, P], by how much each is slower; None: none is.
+
+  Returns:
+    Seconds.
+
+  Raises:
+    ValueError: for phases, a speed or a network that cannot be.
+
+  Source:
+    Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3,
+    divides a model so; the clock is ours.
+
+  Example:
+    Two machines compute for 3 s and swap 8 bytes at 4 bytes a second.
+
+    >>> from asgd.orders import network, phases
+    >>> swap = phases.Phase([6.0, 6.0], [{1: 8.0}, {0: 8.0}])
+    >>> wire = network.Network(latency=0.5, up=4.0, port=4.0)
+    >>> phases.step_seconds([swap], wire, flops=2.0)
+    5.5
+  """
+  check(phases, flops)
+  lengths = np.array([phase.flops for phase in phases], float) / flops
+  if factors is not None:
+    lengths = lengths * factors
+  return _Step(phases, lengths.tolist(), network).run()
+
+
+def most_seconds(
+  phases: Sequence[Phase], network: Network, *, flops: float
+) -> float:
+  """Returns how long a step takes if nothing is done at the same time.
+
+  Args:
+    phases: K phases of P machines.
+    network: in seconds and bytes, as of `step_seconds`.
+    flops: operations a second of a machine.
+
+  Returns:
+    Seconds, which `step_seconds` of the same is never above.
+
+  Raises:
+    ValueError: for phases or a speed that cannot be.
+
+  Source:
+    none: a sum.
+
+  Example:
+    >>> from asgd.orders import network, phases
+    >>> swap = phases.Phase([6.0, 6.0], [{1: 8.0}, {0: 8.0}])
+    >>> wire = network.Network(latency=0.5, up=4.0)
+    >>> phases.most_seconds([swap], wire, flops=2.0)
+    11.0
+  """
+  check(phases, flops)
+  sizes = [n for p in phases for sent in p.sends for n in sent.values()]
+  each = network.latency + network.service
+  return math.fsum(
+    [
+      math.fsum(sum(phase.flops) for phase in phases) / flops,
+      *(each + n / network.up + n / network.port for n in sizes),
+    ]
+  )
+
+
+def partitioned(
+  phases: Sequence[Phase],
+  network: Network,
+  *,
+  flops: float,
+  mean: float = 1.0,
+  variation: float = 0.1,
+  seed: int = 0,
+) -> Durations:
+  """A job takes as long as a step of a model that is divided among machines.
+
+    time = mean T_P / T_1,   T_1 = sum of all operations / flops
+
+  The time that each machine takes for its part of a phase is drawn, so that a
+  phase waits for the slowest of those that send to it.
+
+  Args:
+    phases: K phases of P machines.
+    network: between the machines, as of `step_seconds`.
+    flops: operations a second of a machine.
+    mean: positive, of a step on one machine, in any unit of time.
+    variation: V of the time of a machine in a phase, 0 or more (`gamma`).
+    seed: 0 or more; the times of a worker are a function of it and the worker.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Raises:
+    ValueError: for a value out of its range, or no operations at all.
+
+  Source:
+    none: `step_seconds` with draws as of `asgd.orders.durations.gamma`.
+
+  Example:
+    Half of the computing and as much time for messages: no faster than one.
+
+    >>> from asgd.orders import network, phases
+    >>> swap = phases.Phase([6.0, 6.0], [{1: 6.0}, {0: 6.0}])
+    >>> clock = phases.partitioned(
+    ...   [swap], network.Network(up=2.0), flops=2.0, variation=0.0
+    ... )
+    >>> next(clock.stream(0))
+    1.0
+  """
+  checks.positive("mean", mean)
+  checks.nonnegative("variation", variation)
+  checks.whole("seed", seed, 0)
+  shape = len(phases), check(phases, flops)
+  alone = sum(sum(phase.flops) for phase in phases) / flops
+  if not alone:
+    raise ValueError("the phases have no operations, so nothing takes time")
+
+  def stream(worker: int) -> Iterator[float]:
+    rng, factors = np.random.default_rng((seed, worker)), np.ones(shape)
+    while True:
+      if variation:
+        factors = rng.gamma(1 / variation**2, variation**2, shape)
+      seconds = step_seconds(phases, network, flops=flops, factors=factors)
+      yield mean * seconds / alone
+
+  return Durations(stream)

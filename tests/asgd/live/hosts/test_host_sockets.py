@@ -1,0 +1,177 @@
+"""Hosts that are called through sockets."""
+
+import pickle
+import socket
+import struct
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asgd.live.faults import Killed
+from asgd.live.hosts import Gone
+from asgd.live.hosts.sockets import HostServer, SocketHost
+from asgd.live.hosts.threads import ThreadHost, ThreadHosts
+
+
+class Rows:
+  """Has an array, and answers that are put off."""
+
+  def __init__(self, inside):
+    self.inside, self.later, self.rows = inside, Future(), np.arange(6.0)
+
+  def add(self, more):
+    self.rows += more
+    return self.rows
+
+  def put_off(self):
+    return self.later
+
+  def do_it(self):
+    self.later.set_result(b"late")
+
+  def no_data(self):
+    return lambda: self
+
+  def fail(self):
+    raise ValueError("not so")
+
+  def err(self):
+    raise KeyError("ours")
+
+  def other_is_gone(self):
+    raise Gone("shard", 7)
+
+  def die(self):
+    self.inside.kill()
+
+
+@pytest.fixture
+def folder():
+  with tempfile.TemporaryDirectory() as folder:  # a path that is short
+    yield Path(folder)
+
+
+@pytest.fixture
+def served(folder):
+
+  def die():  # as when a process is killed
+    server.close()
+    raise Killed
+
+  host = ThreadHost("shard", 3, Rows, time.monotonic, die)
+  server = HostServer(host, folder / "a.sock")
+  yield SocketHost("shard", 3, folder / "a.sock"), host
+  host.end()
+  host.thread.join()
+  server.close()
+  server.close()
+  names = [thread.name for thread in threading.enumerate()]
+  assert "a.sock-accept" not in names
+
+
+def test_calls_come_to_what_calls_in_the_process_do(served):
+  near, host = served
+  answers = [near.call("add", np.float32(1.0)).result() for _ in range(3)]
+  assert [answer[0] for answer in answers] == [1.0, 2.0, 3.0]
+  assert answers[-1].tolist() == host.call("add", 0).result().tolist()
+  assert len(near.free) == 1  # a connection goes on to the next call
+
+
+def test_an_answer_that_is_put_off_is_in_no_others_way(served):
+  near, _ = served
+  late = near.call("put_off")
+  assert near.call("add", 1).result()[0] == 1.0
+  assert not late.done()
+  near.call("do_it").result()
+  assert late.result() == b"late"
+  assert len(near.free) == 2
+
+
+@pytest.mark.parametrize(
+  ("method", "error", "says"),
+  [
+    ("fail", ValueError, "^shard 3 failed: not so$"),
+    ("err", RuntimeError, "KeyError: 'ours'"),
+    ("other_is_gone", Gone, "shard 7 is gone"),
+    ("no_data", RuntimeError, "Can't pickle"),
+    ("nobody", RuntimeError, "no attribute 'nobody'"),
+  ],
+)
+def test_what_a_method_raises_is_told_and_ends_nothing(
+  served, method, error, says
+):
+  near, _ = served
+  with pytest.raises(error, match=says):
+    near.call(method).result()
+  assert near.call("add", 1).result()[0] == 1.0
+
+
+@pytest.mark.parametrize(
+  "data",
+  [
+    b"",
+    b"GET / HTTP/1.0\r\n\r\n",
+    struct.pack("!i", 5) + b"hello",
+    struct.pack("!i", -7),
+    struct.pack("!iQ", -1, 2**62),
+    struct.pack("!i", 5) + pickle.dumps(3),
+  ],
+  ids=["nothing", "http", "no pickle", "negative", "huge", "no call"],
+)
+def test_what_is_no_call_disturbs_nobody(served, folder, data):
+  near, _ = served
+  with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect(str(folder / "a.sock"))
+    sock.sendall(data)
+    assert near.call("add", 1).result()[0] == 1.0
+    sock.shutdown(socket.SHUT_WR)
+    assert sock.recv(1) == b""  # it is ended
+  assert near.call("add", 1).result()[0] == 2.0
+
+
+def test_a_server_without_its_file_closes(folder):
+  hosts = ThreadHosts(began=time.monotonic())
+  server = HostServer(hosts.start("shard", 0, Rows), folder / "a.sock")
+  (folder / "a.sock").unlink()
+  server.close()
+  hosts.close()
+
+
+def test_one_that_died_is_gone_and_no_other_is_taken_for_it(served, folder):
+  near, _ = served
+  waiting = near.call("put_off")
+  calls = [near.call("die"), waiting, near.call("add", 1)]
+  for call in calls:
+    with pytest.raises(Gone, match="shard 3 is gone"):
+      call.result()
+  nobody = SocketHost("shard", 3, folder / "b.sock")
+  call = nobody.call("add", 1)
+  assert call.done()
+  with pytest.raises(Gone, match="shard 3 is gone"):
+    call.result()
+
+
+def test_who_waits_for_a_server_that_closes_hears_that_it_is_gone(folder):
+  hosts = ThreadHosts(began=time.monotonic())
+  server = HostServer(hosts.start("shard", 0, Rows), folder / "a.sock")
+  near = SocketHost("shard", 0, folder / "a.sock")
+  near.call("add", 1).result()
+  waiting = near.call("put_off")
+  server.close()
+  with pytest.raises(Gone):
+    waiting.result()
+  with pytest.raises(Gone):
+    near.call("add", 1).result()
+  hosts.close()
+
+
+def test_a_path_that_no_socket_can_have_is_told(folder):
+  hosts = ThreadHosts(began=time.monotonic())
+  with pytest.raises(OSError, match="too long"):
+    HostServer(hosts.start("shard", 0, Rows), folder / ("a" * 120))
+  hosts.close()
