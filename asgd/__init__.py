@@ -19,35 +19,44 @@ simulator of any of them in `asgd.simulator`. Experiments, which have files and
 clocks, are in `asgd.experiment`; it is imported when it is asked for.
 """
 
+import gc
 import importlib
 from importlib import metadata
 from typing import Any
 
-from asgd import algorithms, optimizers, transforms
-from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
-from asgd.base import (
-  Algorithm,
-  Delay,
-  Records,
-  Report,
-  Server,
-  ServerState,
-  Ticket,
-  Trace,
-  Variables,
-  Worker,
-  as_algorithm,
-)
-from asgd.server import make_server
-from asgd.transforms import (
-  adaptive_delay_compensation,
-  delay_compensation,
-  lookahead,
-  per_worker,
-  precede,
-  scale_by_staleness,
-)
-from asgd.worker import elastic_worker, gradient_worker, local_worker
+# What is imported, JAX with it, stays: to look for garbage in it, again and
+# again, would take a quarter of the time.
+_collects = gc.isenabled()
+gc.disable()
+try:
+  from asgd import algorithms, optimizers, transforms
+  from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
+  from asgd.base import (
+    Algorithm,
+    Delay,
+    Records,
+    Report,
+    Server,
+    ServerState,
+    Ticket,
+    Trace,
+    Variables,
+    Worker,
+    as_algorithm,
+  )
+  from asgd.server import make_server
+  from asgd.transforms import (
+    adaptive_delay_compensation,
+    delay_compensation,
+    lookahead,
+    per_worker,
+    precede,
+    scale_by_staleness,
+  )
+  from asgd.worker import elastic_worker, gradient_worker, local_worker
+finally:
+  if _collects:
+    gc.enable()
 
 _FACADE = "Result", "replay", "simulate", "train_live"
 _ROOMS = "compression", "data", "gossip", "models", "orders", "problems"

@@ -195,9 +195,11 @@ LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
 ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
 # Of a job that two workers did (`asgd.orders.backups`).
 DROP = 13  # the job's message is not used: another worker's came first
+# Of shards of tables (`asgd.tables.shard`).
+MOVE = 14  # ranges of keys move to other shards, for the `job`-th time
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
-  *("rollback", "put", "take", "mix", "lend", "adopt", "drop"),
+  *("rollback", "put", "take", "mix", "lend", "adopt", "drop", "move"),
 )
 
 

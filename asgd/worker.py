@@ -56,6 +56,7 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
   return jax.random.fold_in(jax.random.fold_in(root, worker), job)
 
 
+
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:

@@ -1,7 +1,8 @@
 """What all tests share: eight CPU devices, as a pipeline's tests need several
 and JAX makes them once in a process, and how and where programs are compiled.
 
-`XLA_FLAGS= python -m pytest ...` compiles them as XLA does on its own."""
+`XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 python -m pytest ...` compiles them
+as XLA does on its own."""
 
 import gc
 import os
@@ -13,6 +14,9 @@ _COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# What runs for a moment is not optimised, here and in processes of tests: most
+# of compiling was that.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # A process that is killed as it writes leaves half an entry.
 _HALF = "Error reading persistent compilation cache entry"
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_HALF}")
@@ -62,14 +66,7 @@ def float64():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-  """What runs for a moment is not optimised, here and in processes of tests."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  jax.clear_caches()  # or processes of tests have other programs
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    yield
-  jax.config.update("jax_disable_most_optimizations", False)
-  jax.clear_caches()  # of functions that JAX itself has, such as random.normal
+  """What is compiled is not optimised: so it is everywhere, by default."""
 
 
 @pytest.fixture(scope="module")

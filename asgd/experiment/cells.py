@@ -175,22 +175,15 @@ def _check_codec(run, config, engines):
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
-  if _has_network(config, engines) and (
-    "network" not in engines[run.engine].sections
-  ):
+  every = [kind.sections.get("network") or {} for kind in engines.values()]
+  keys = {key: setting for each in every for key, setting in each.items()}
+  unable = "network" not in engines[run.engine].sections
+  if unable and schema.set_in(config.get("network"), keys):
     raise ValueError(
       f"config.network: engine {run.engine!r} of config.runs.{run.label} has no"
       " links whose time could be set: use engine simulate or threads, or set"
       " config.runs.LABEL.network in the entries of other runs alone"
     )
-
-
-def _has_network(config, engines):
-  """Whether a config says what messages take."""
-  every = [kind.sections.get("network") or {} for kind in engines.values()]
-  keys = {key: setting for each in every for key, setting in each.items()}
-  section = config.get("network") or {}
-  return any(value != keys[key].default for key, value in section.items())
 
 
 def _check_updates(run, shared):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import text_table
+from asgd import sandblaster, text_table
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
 from asgd.experiment import live_files, predict, replay, storage
@@ -62,13 +62,14 @@ def _streams(cell, read, other, durations_of):
     raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
   measured_at = 1 + max(job.worker for job in jobs)
   settled = predict.settled(jobs, measured_at)
-  rows = settled if other is not read else predict.in_order(jobs, measured_at)
-  again = durations.measured(settled)  # a worker may do more than it did
+  # A worker may do more than it did.
+  again = durations.measured(predict.shifted(settled, cell.workers))
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
+  did = predict.in_order(jobs, measured_at) if other is read else [[]]
   numbers = range(cell.workers)
   return {
     _ORDER: [
-      itertools.chain(rows[w % measured_at], again.stream(w)) for w in numbers
+      itertools.chain(did[w % len(did)], again.stream(w)) for w in numbers
     ],
     _DRAWN: [drawn.stream(w) for w in numbers],
   }
@@ -94,6 +95,12 @@ def compare(
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
+  if cell.run.recipe in sandblaster.RECIPES:
+    raise ValueError(
+      f"{folder} is of Sandblaster, whose coordinator hands out jobs as workers"
+      " come: its iterates do not depend on that. See its iterates.csv, draw it"
+      " with asgd timeline, or compute it again with asgd replay"
+    )
   plan = replay.plan_of(experiment, cell, live_files.only_cell(folder))
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)

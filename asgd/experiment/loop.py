@@ -22,6 +22,7 @@ from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 
 _DEATHS = 3  # of an engine's processes without progress in between
+_OF_CURVATURE = "sharpness", "rate_x_sharpness"
 _CLEARLY = 1.2  # times the loss at the beginning
 _GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
 # the margin covers noise and class imbalance
@@ -128,8 +129,10 @@ class _Evaluations:
     products = products[:2] or [float("nan")]
     loss, few = engine.course(), max(cell.workers, engine.quantum)
     guess = self._problem.guess
-    of_last = ("examples", "epoch", "test_accuracy", "test_loss")
-    of_last += ("test_measure",) if "test_measure" in last else ()
+    of_last = ["examples", "epoch", "test_accuracy", "test_loss"]
+    # What comes after it is what the problem says of an evaluation.
+    after = list(last)[list(last).index("diverged") + 1 :]
+    of_last += [key for key in after if key not in _OF_CURVATURE]
     return {
       "cell": cell.name,
       "label": cell.label,

@@ -217,6 +217,27 @@ def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   return rows
 
 
+def shifted(
+  rows: Sequence[Sequence[float]], workers: int
+) -> list[list[float]]:
+  """Returns the times of N workers' jobs, of the fewer that were measured: one
+  that has the times of another begins elsewhere in them, or the two would keep
+  step.
+
+  Example:
+    >>> from asgd.experiment import predict
+    >>> predict.shifted([[1.0, 2.0, 3.0, 4.0]], 2)
+    [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]]
+  """
+  each, out = -(-workers // len(rows)), []  # workers that have a row
+  for worker in range(workers):
+    turn, place = divmod(worker, len(rows))
+    row = list(rows[place])
+    at = turn * len(row) // each
+    out.append(row[at:] + row[:at])
+  return out
+
+
 def play(
   rules: protocol.Rules,
   streams: Sequence[Iterator[float]],

@@ -42,6 +42,14 @@ class Setting(NamedTuple):
   check: checks.Check
 
 
+def set_in(
+  section: Mapping[str, Any] | None, keys: Mapping[str, Setting]
+) -> list[str]:
+  """Returns the keys of a section that have not their defaults."""
+  given = (section or {}).items()
+  return [key for key, value in given if value != keys[key].default]
+
+
 class Open(NamedTuple):
   """A section with a `name`; its other keys are arguments of what that is."""
 

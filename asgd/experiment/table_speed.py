@@ -176,7 +176,7 @@ def ratings_per_second(
   config = {
     "problem": dict(
       name="asgd.problems.factorisation:matrix_factorisation",
-      rank=16,
+      rank=64,
       generate=dict(users=1000, items=500, ratings=100_000),
     ),
     "runs": {

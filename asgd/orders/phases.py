@@ -197,6 +197,43 @@ def step_seconds(
   return _Step(phases, lengths.tolist(), network).run()
 
 
+def most_seconds(
+  phases: Sequence[Phase], network: Network, *, flops: float
+) -> float:
+  """Returns how long a step takes if nothing is done at the same time.
+
+  Args:
+    phases: K phases of P machines.
+    network: in seconds and bytes, as of `step_seconds`.
+    flops: operations a second of a machine.
+
+  Returns:
+    Seconds, which `step_seconds` of the same is never above.
+
+  Raises:
+    ValueError: for phases or a speed that cannot be.
+
+  Source:
+    none: a sum.
+
+  Example:
+    >>> from asgd.orders import network, phases
+    >>> swap = phases.Phase([6.0, 6.0], [{1: 8.0}, {0: 8.0}])
+    >>> wire = network.Network(latency=0.5, up=4.0)
+    >>> phases.most_seconds([swap], wire, flops=2.0)
+    11.0
+  """
+  check(phases, flops)
+  sizes = [n for p in phases for sent in p.sends for n in sent.values()]
+  each = network.latency + network.service
+  return math.fsum(
+    [
+      math.fsum(sum(phase.flops) for phase in phases) / flops,
+      *(each + n / network.up + n / network.port for n in sizes),
+    ]
+  )
+
+
 def partitioned(
   phases: Sequence[Phase],
   network: Network,

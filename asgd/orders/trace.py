@@ -333,6 +333,8 @@ class Ledger(Generic[T]):
       self.taken[worker, job] = seq
     elif action == base.MIX:
       pass
+    elif action == base.MOVE:
+      self.refuse(event, "it is a row of a shard of tables")
     else:
       self.refuse(event, f"action must be one of {_NAMES}")
     self.time = event.time

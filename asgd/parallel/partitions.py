@@ -26,6 +26,7 @@ Reference:
   Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -183,6 +184,7 @@ def _check(layers: Any) -> None:
       )
 
 
+@functools.lru_cache(maxsize=64)  # of the layers of a model, traced once
 def _shape_after(
   layer: nn.Module, x: jax.ShapeDtypeStruct
 ) -> jax.ShapeDtypeStruct:

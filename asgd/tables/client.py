@@ -273,6 +273,16 @@ class Client:
     square = sum(float(np.square(x, dtype=np.float64).sum()) for x in own)
     return float(np.sqrt(square / max(count, 1)))
 
+  # Another division of tables, between two messages.
+
+  def cut(self, name: str, start: int, stop: int) -> KeyedRows:
+    """Takes out what it has of the rows start <= key < stop."""
+    return self._rows[name].cut(start, stop)
+
+  def join(self, name: str, part: KeyedRows) -> None:
+    """Takes in what was taken out of the client of another shard."""
+    self._rows[name].join(part)
+
   # Checkpoints.
 
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:

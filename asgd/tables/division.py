@@ -4,7 +4,8 @@ Index letters used in shape comments:
   S  shards
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from asgd.tables.settings import Settings
 from asgd.tables.table import Table
 
 Parts = dict[str, tuple[np.ndarray, Keys]]  # name -> (where they are, keys)
+Cuts = Mapping[str, Sequence[int]]  # name -> int[S + 1], as `Ranges.cuts`
 
 
 class Division(NamedTuple):
@@ -33,6 +35,7 @@ class Division(NamedTuple):
   ranges: Mapping[str, ranges_lib.Ranges]
   specs: Mapping[str, TableSpec]
   shards: int
+  version: int = 0  # divisions before it
 
   def split(self, keys: Mapping[str, Keys]) -> list[Parts]:
     """Returns the keys of each shard, by table, and where they were; tables of
@@ -64,23 +67,43 @@ class Division(NamedTuple):
   ) -> Server:
     """Returns the server of a shard, of whole tables [K, ...]. A budget is
     shared by the number of rows."""
-    parts, mine, total = {}, 0, 0
+    parts, total = {}, 0
     for name, rows in tables.items():
       total += len(rows)
       ranges = self.ranges[name]
       if shard < ranges.shards:
         start, stop = ranges.cuts[shard : shard + 2]
-        mine += stop - start
         parts[name] = Table(
           np.asarray(rows[start:stop]),
           settings.function,
           start=start,
           name=name,
         )
-    rules = settings.rules
-    rules = rules._replace(budget=round(rules.budget * mine / total))
     codec = settings.make_codec()
-    return Server(parts, rules, range(workers), codec=codec)
+    return Server(
+      parts, settings.rules, range(workers), codec=codec, total=total
+    )
+
+  def cuts_of(self, numbers: Sequence[float]) -> Cuts:
+    """Returns the cuts of all tables, which a row of a shard's order has one
+    after the other."""
+    left, cuts = iter(numbers), {}
+    for name, ranges in self.ranges.items():
+      cuts[name] = [int(n) for n in itertools.islice(left, ranges.shards + 1)]
+    return cuts
+
+  def moves_to(self, other: "Division") -> int:
+    """Returns how many ranges go to another shard."""
+    pairs = [(self.ranges[name], other.ranges[name]) for name in self.ranges]
+    return sum(len(ranges_lib.moves(*pair)) for pair in pairs)
+
+  def next(self, cuts: Cuts) -> "Division":
+    """Returns the division that follows, with other cuts."""
+    ranges = {
+      name: ranges_lib.Ranges(tuple(map(int, mine)))
+      for name, mine in cuts.items()
+    }
+    return self._replace(ranges=ranges, version=self.version + 1)
 
   def join(self, parts: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Returns whole tables of those of each shard."""
@@ -112,3 +135,25 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
     for name, rows in tables.items()
   }
   return Division(ranges, specs, shards)
+
+
+def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
+  """Returns where tables are to be cut, so that each shard has as much load.
+
+  Args:
+    loads: of each shard, by table: float[k], of its rows, in their order.
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd.tables import division
+    >>> division.by_load(
+    ...   [{"w": np.array([6.0, 2.0])}, {"w": np.array([2.0, 2.0])}]
+    ... )
+    {'w': [0, 1, 4]}
+  """
+  out = {}
+  for name in loads[0]:
+    parts = [mine[name] for mine in loads if name in mine]
+    ranges = ranges_lib.by_load(np.concatenate(parts), len(parts))
+    out[name] = list(ranges.cuts)
+  return out

@@ -65,9 +65,11 @@ def bucket(count: int) -> int:
 
 def padded(rows: Any, count: int) -> Any:
   """Returns rows [n, ...] with zeros after them, [count, ...]."""
-  xp = jnp if isinstance(rows, jax.Array) else np
-  width = [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1)
-  return xp.pad(rows, width)
+  if isinstance(rows, jax.Array):
+    return jnp.pad(rows, [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1))
+  out = np.zeros((count, *rows.shape[1:]), rows.dtype)
+  out[: len(rows)] = rows
+  return out
 
 
 def by_row(tx: optax.GradientTransformation) -> RowFunction:

@@ -36,7 +36,7 @@ class JobRecord(NamedTuple):
   reads: np.ndarray  # int[BINS], rows read at each clock differential
 
 
-class Message(NamedTuple):
+class ClockMessage(NamedTuple):
   """What a worker sends to all shards at the end of a clock."""
 
   clock: int  # clocks that it has finished with it
@@ -45,7 +45,7 @@ class Message(NamedTuple):
   records: Sequence[JobRecord]  # of its jobs, as they are before any answer
 
 
-def dump_message(message: Message) -> bytes:
+def dump_message(message: ClockMessage) -> bytes:
   """Returns a message as bytes.
 
   Example:
@@ -53,7 +53,8 @@ def dump_message(message: Message) -> bytes:
     >>> from asgd.tables import job_records, messages
     >>> keys = messages.KeyCache().pack(np.arange(2))
     >>> sent = {"w": messages.RowValues(keys, np.ones((2, 1)))}
-    >>> data = job_records.dump_message(job_records.Message(1, 2, [sent], []))
+    >>> message = job_records.ClockMessage(1, 2, [sent], [])
+    >>> data = job_records.dump_message(message)
     >>> again = job_records.load_message(data)
     >>> again.done, again.shards[0]["w"].keys.keys.tolist()
     (2, [0, 1])
@@ -67,11 +68,11 @@ def dump_message(message: Message) -> bytes:
   return wire.dump([clock, done, arrays, records])
 
 
-def load_message(data: bytes) -> Message:
+def load_message(data: bytes) -> ClockMessage:
   """Returns the message that bytes are of."""
   clock, done, arrays, records = wire.load(data)
   pushes = [requests.load_request(array.tobytes()) for array in arrays]
-  return Message(
+  return ClockMessage(
     *(clock, done, [push.tables for push in pushes]),
     [JobRecord(*fields) for fields in records],
   )

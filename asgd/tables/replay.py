@@ -15,8 +15,8 @@ from asgd import base
 from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
-from asgd.tables.division import Division
-from asgd.tables.job_records import JobRecord, Message
+from asgd.tables.division import Cuts, Division
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.requests import Request
 from asgd.tables.settings import Settings
 from asgd.tables.shard import ACTIONS, TableShard
@@ -70,7 +70,7 @@ class _Holder:
     self._starts = [e for e in starts if e.totals]
     # Jobs of a holder before it, whose message it sends again.
     self._again = {e.job for e in starts if not e.totals}
-    self._messages: dict[int, Message] = {}  # the last two, by jobs done
+    self._messages: dict[int, ClockMessage] = {}  # the last two, by jobs done
     self._ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard: not answered yet
     self.records: list[tuple[float, JobRecord]] = []
@@ -87,8 +87,8 @@ class _Holder:
         mine = [r for r in message.records if r.job in self._again]
         return message._replace(records=mine)
     raise ValueError(
-      f"the orders do not belong together: holder {self.worker.life} of worker"
-      f" {self.worker.worker} sends a message again that nobody made"
+      f"the orders do not belong together: holder {self.worker.mail.life} of"
+      f" worker {self.worker.worker} sends a message again that nobody made"
     )
 
   def _keep(self, message):
@@ -111,20 +111,17 @@ class _Holder:
   def advance(self, shards: Sequence[TableShard]) -> bool:
     """Does what can be done; whether it did something."""
     worker = self.worker
-    for number, shard in enumerate(shards):
-      if shard.life(worker.worker) == worker.life:
-        rows = shard.unsent(worker.worker, worker.taken[number])
-        worker.hear_rows(number, rows)
+    self._hear(shards)
     if self._steps is not None:
-      if self.asks or any(map(worker.lacks, range(len(shards)))):
+      if self.asks or any(map(worker.mail.lacks, range(len(shards)))):
         return False
       self._go_on()
       return True
-    if not self._starts or worker.next is None:
+    if not self._starts or worker.next is None or worker.rests:
       return False
     event = self._starts[0]
     upto = [int(number) for number in event.totals]
-    if any(worker.there(s) < end for s, end in enumerate(upto)):
+    if any(worker.mail.there(s) < end for s, end in enumerate(upto)):
       return False
     if event.job != worker.next:
       raise ValueError(
@@ -143,6 +140,23 @@ class _Holder:
     self._go_on()
     return True
 
+  def _hear(self, shards):
+    worker = self.worker
+    for number, shard in enumerate(shards):
+      if shard.life(worker.worker) == worker.mail.life:
+        rows = shard.unsent(worker.worker, worker.mail.taken[number])
+        worker.mail.hear_rows(number, rows)
+
+  @property
+  def rests(self) -> bool:
+    """Whether it waits for another division of the tables."""
+    return self._steps is None and self.worker.rests
+
+  def divide(self, shards: Sequence[TableShard], cuts: Cuts) -> None:
+    """Goes on with other ranges, which shards have."""
+    self._hear(shards)
+    self.worker.divide(cuts)
+
   def _record(self, record):
     if self._ends:
       event = self._ends.pop(0)
@@ -159,6 +173,8 @@ def _obey(shard, number, event, holders) -> bool:
   if event.action == base.LEAVE:
     shard.leave(event.worker)
     return True
+  if event.action == base.MOVE:  # which all shards do together
+    return False
   joins = event.action == base.JOIN
   life = event.job if joins else shard.life(event.worker)
   holder = holders.get((event.worker, life))
@@ -174,7 +190,35 @@ def _obey(shard, number, event, holders) -> bool:
     )
   shard.obey(request)
   del holder.asks[number]
-  holder.worker.hear(number, shard.reply(request))
+  holder.worker.mail.hear(number, shard.reply(request))
+  return True
+
+
+def _move(shards, rows, holders, division) -> bool:
+  """Moves ranges, as a MOVE row says that all shards have next which a run that
+  was cut short has let write it; False if some have another, or a holder of a
+  place does not wait for it."""
+  event = next((row for row in rows if row is not None), None)
+  if event is None or any(
+    row is not None and (row.action, row.totals) != (base.MOVE, event.totals)
+    for row in rows
+  ):
+    return False
+  there = [
+    holder
+    for (worker, life), holder in holders.items()
+    if life == shards[0].holder(worker)
+  ]
+  if event.job != shards[0].version + 1 or not all(x.rests for x in there):
+    return False
+  cuts = division.cuts_of(event.totals)
+  given = [shard.give(cuts) for shard in shards]
+  for number, shard in enumerate(shards):
+    parts = [mine[number] for mine in given if number in mine]
+    data = requests.dump_move(event.job, cuts, parts)
+    shard.obey(requests.load_request(data))
+  for holder in there:
+    holder.divide(shards, cuts)
   return True
 
 
@@ -231,6 +275,13 @@ def replay(
     for holder in holders.values():
       while holder.advance(shards):
         moved = True
+    if not moved:
+      rows = [
+        events[i] if i < len(events) else None
+        for i, events in zip(at, orders.shards, strict=True)
+      ]
+      if moved := _move(shards, rows, holders, division):
+        at = [i + (row is not None) for i, row in zip(at, rows, strict=True)]
   for s, events in enumerate(orders.shards):
     if at[s] < len(events):
       raise ValueError(

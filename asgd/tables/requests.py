@@ -6,29 +6,33 @@ once. A shard numbers the rows that it sends a holder, whether it was asked for
 them or not: they are taken in that order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd.tables import wire
+from asgd.tables.division import Cuts
 from asgd.tables.messages import KeyList, Push, Rows, RowValues
 
 JOIN, PULL, PUSH = "join", "pull", "push"
+MOVE = "move"  # of the driver: to have other ranges of keys
+DRIVER = -1  # in the place of a worker
 
 
 class Request(NamedTuple):
   """What a worker asks of a shard."""
 
-  kind: str  # JOIN, PULL or PUSH
+  kind: str  # JOIN, PULL or PUSH, or MOVE
   worker: int
   life: int  # holders of the place before this one
-  number: int  # of the holder's requests to this shard
+  number: int  # of the holder's requests to this shard; MOVE: of the division
   taken: int  # rows that it was sent, and has
   # PULL: clocks that the worker has finished; PUSH: with this message.
   clock: int = 0
   done: int = 0  # PUSH: jobs that it has finished with this message
-  tables: Mapping[str, Any] = {}  # PULL: Keys; PUSH: RowValues
+  # PULL: Keys; PUSH: RowValues; MOVE: cuts, and parts of other shards.
+  tables: Mapping[str, Any] = {}
 
   @property
   def push(self) -> Push:
@@ -48,13 +52,15 @@ class Reply(NamedTuple):
   squares: float = 0.0  # PUSH: sum over elements of the squared change
   size: int = 0  # PUSH: so many elements
   limit: int | None = None  # jobs that the worker may do before it asks again
+  # JOIN: the division of tables, and its cuts if it is not the first.
+  division: tuple[int, Cuts] | None = None
 
 
 def dump_request(request: Request) -> bytes:
   """Returns a request as it travels."""
   tables: dict[str, Any] = {}
   for name, each in request.tables.items():
-    if request.kind == PULL:
+    if request.kind != PUSH:
       tables[name] = each
       continue
     values = each.values
@@ -64,6 +70,19 @@ def dump_request(request: Request) -> bytes:
     keys = each.keys
     tables[name] = [keys.digest.hex(), keys.keys, packed, values]
   return wire.dump([*request[:-1], tables])
+
+
+def dump_move(version: int, cuts: Cuts, parts: Sequence[bytes]) -> bytes:
+  """Returns the request that a shard has other ranges from now on.
+
+  Args:
+    version: of the division.
+    cuts: of all shards.
+    parts: of other shards, as `TableShard.give` gives them.
+  """
+  arrays = [np.frombuffer(part, np.uint8) for part in parts]
+  tables = {"cuts": dict(cuts), "parts": arrays}
+  return dump_request(Request(MOVE, DRIVER, 0, version, 0, tables=tables))
 
 
 def load_request(data: bytes) -> Request:

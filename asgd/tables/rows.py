@@ -109,13 +109,16 @@ class KeyedRows:
     else:
       column[at] += values
 
+  def between(self, start: int, stop: int) -> "KeyedRows":
+    """Returns the rows with start <= key < stop; arrays may be shared."""
+    left, right = np.searchsorted(self.keys, [start, stop])
+    columns = {k: x[left:right] for k, x in self.columns.items()}
+    return KeyedRows(self.keys[left:right], columns)
+
   def cut(self, start: int, stop: int) -> "KeyedRows":
     """Takes out the rows with start <= key < stop, and returns them."""
+    part = self.between(start, stop)
     left, right = np.searchsorted(self.keys, [start, stop])
-    inside = slice(left, right)
-    part = KeyedRows(
-      self.keys[inside], {k: x[inside] for k, x in self.columns.items()}
-    )
     rest = np.r_[0:left, right : len(self)]
     self.keys = self.keys[rest]
     self.columns = {name: x[rest] for name, x in self.columns.items()}

@@ -49,9 +49,11 @@ class Server:
     workers: Sequence[int],
     *,
     codec: ValueCodec | None = None,
+    total: int | None = None,
   ):
-    """Takes the tables over; `codec` is that of the clients."""
-    self.tables, self.rules = dict(tables), rules
+    """Takes the tables over; `codec` is that of the clients, `total` the rows
+    of all shards, over which a budget is spread; None: it has them all."""
+    self.tables, self.rules, self._total = dict(tables), rules, total
     self.workers = list(workers)
     self._codec = codec
     self._aggregates = any(t.function.aggregates for t in tables.values())
@@ -136,12 +138,15 @@ class Server:
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message, by table, before it is received."""
-    lists = self._receivers[push.worker].lists
-    return {
-      name: lists[sent.keys.digest] if sent.keys.keys is None
-      else sent.keys.keys
-      for name, sent in push.tables.items()
+    lists, out = self._receivers[push.worker].lists, {}
+    told = {  # a list may be of several tables, and told with the first
+      sent.keys.digest: sent.keys.keys for sent in push.tables.values()
+      if sent.keys.keys is not None
     }
+    for name, sent in push.tables.items():
+      digest = sent.keys.digest
+      out[name] = told[digest] if digest in told else lists[digest]
+    return out
 
   def skip(self, push: Push) -> None:
     """Takes note of the keys of a message that is not to be applied: those to
@@ -254,7 +259,7 @@ class Server:
   def _largest(self, name, copies, keys):
     """Returns the keys that the budget is spent on, and the others; a table has
     its part of it by its number of rows."""
-    total = sum(map(len, self.tables.values()))
+    total = self._total or sum(map(len, self.tables.values()))
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
       return keys, keys[:0]
@@ -284,6 +289,32 @@ class Server:
       if keys.size:
         tables[name] = self._sent(worker, name, keys)
     return Rows(self.slowest, tables, asked=False) if tables else None
+
+  # Another range of keys.
+
+  def part(self, name: str, start: int, stop: int) -> dict[str, Any]:
+    """Returns what it knows of the rows start <= key < stop of a table, as a
+    tree of arrays: with their states, and what copies of them lack."""
+    (rows,) = self.tables[name].shard_rows
+    copies = [
+      [worker, _tree(each[name].between(start, stop))]
+      for worker, each in self._copies.items()
+    ]
+    return {"rows": _tree(rows.between(start, stop)), "copies": copies}
+
+  def set_range(
+    self, name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]]
+  ) -> None:
+    """Has the rows start <= key < stop of a table from now on: those that it
+    had before, and `parts` of other shards. All have the same clocks then, and
+    no message is deferred."""
+    rows = [_keyed(part["rows"]) for part in parts]
+    self.tables[name].set_range(start, stop, rows)
+    for each in self._copies.values():
+      keys = each[name].keys
+      each[name].keep((keys >= start) & (keys < stop))
+    for worker, tree in (pair for part in parts for pair in part["copies"]):
+      self._copies[worker][name].join(_keyed(tree))
 
   # Checkpoints.
 
@@ -348,6 +379,18 @@ class Server:
       name: RangeClocks.unpack(each) for name, each in notes["clocks"].items()
     }
     self.version = notes["version"]
+
+
+def _tree(rows: KeyedRows) -> dict[str, np.ndarray]:
+  """Returns rows as a tree of arrays."""
+  columns = {name: np.asarray(x) for name, x in rows.columns.items()}
+  return {"keys": rows.keys, **columns}
+
+
+def _keyed(tree: Mapping[str, np.ndarray]) -> KeyedRows:
+  """Returns the rows that a tree is of."""
+  columns = dict(tree)
+  return KeyedRows(columns.pop("keys"), columns)
 
 
 def _summed(messages: list[_Values]) -> _Values:

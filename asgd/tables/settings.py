@@ -107,6 +107,7 @@ def table(
       job all the same.
     shards: over which the rows of each table are divided.
     rebalance_every: clocks after which keys are divided anew by load; 0 never.
+      Live, workers rest until that is done.
     filters: of messages, names or dicts of a `name` and options (`FILTERS`);
       one alone is a list of one.
     codec: of values, a name of `compression.CODECS`, or a dict of a `name` and

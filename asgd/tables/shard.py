@@ -2,12 +2,14 @@
 
 The order of what it did is its record: a row for each JOIN (another holder has
 the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
-with the worker, and with the number of the request in the place of `seq`. Given
+with the worker, and with the number of the request in the place of `seq`; and
+for each MOVE (ranges of keys went to other shards). Given
 the same requests in the same order, it comes to the same bits: so it is built
 again, after it was killed, from an image and the requests since, and the whole
 run by a replay (`tables.replay`).
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +17,15 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.tables import requests
+from asgd.tables import requests, wire
+from asgd.tables.division import Cuts
 from asgd.tables.messages import Rows
-from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
+from asgd.tables.requests import JOIN, MOVE, PULL, PUSH, Reply, Request
 from asgd.tables.server import Server
 
-ACTIONS = {JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE}
+ACTIONS = {
+  JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
+}
 EXPELLED = Reply(-1, [])  # told one whose place another holder has
 
 
@@ -67,6 +72,7 @@ class TableShard:
     """Takes a server over, of all places."""
     self.index, self.server = index, server
     self._places = {worker: _Place() for worker in server.workers}
+    self._division: tuple[int, Cuts] = 0, {}  # its version, its cuts
 
   # Deciding.
 
@@ -77,6 +83,8 @@ class TableShard:
 
   def is_done(self, request: Request) -> bool:
     """Whether it was done before."""
+    if request.kind == MOVE:
+      return request.number <= self.version
     place = self._places[request.worker]
     return request.life == place.life and request.number <= place.number
 
@@ -89,6 +97,13 @@ class TableShard:
   def event(self, request: Request, time: float) -> Event:
     """Returns the row that records a request."""
     kind, worker, life, number, *_ = request
+    if kind == MOVE:
+      cuts = request.tables["cuts"].values()
+      totals = tuple(float(cut) for mine in cuts for cut in mine)
+      version = self.server.version
+      return Event(
+        *(time, worker, NO_SEQ, number, base.MOVE, version), totals=totals
+      )
     of_life = kind == JOIN
     return Event(
       *(time, worker, NO_SEQ if of_life else number),
@@ -101,6 +116,9 @@ class TableShard:
 
   def obey(self, request: Request) -> None:
     """Does what is asked, the next request of its holder."""
+    if request.kind == MOVE:
+      self._move(request)
+      return
     place = self._places[request.worker]
     if request.kind == JOIN:
       before, place = place, _Place(request.life, place.done)
@@ -170,12 +188,54 @@ class TableShard:
     for worker, rows in self.server.at_clock().items():
       self._put(worker, rows)
 
+  # Moving ranges, when all workers have ended the same clock.
+
+  @property
+  def version(self) -> int:
+    """Of the division of tables: how many there were before."""
+    return self._division[0]
+
+  def load(self) -> dict[str, np.ndarray]:
+    """Returns float[k] by table: how often each row was pulled and pushed since
+    the last division."""
+    tables = self.server.tables.items()
+    return {name: table.load for name, table in tables}
+
+  def give(self, cuts: Cuts) -> dict[int, bytes]:
+    """Returns what other shards are to have of its rows, by their numbers. It
+    has them still."""
+    parts: dict[int, dict[str, Any]] = {}
+    for name, table in self.server.tables.items():
+      before = table.ranges.cuts
+      edges = cuts[name]
+      for other, (low, high) in enumerate(itertools.pairwise(edges)):
+        start, stop = max(low, before[0]), min(high, before[-1])
+        if other != self.index and start < stop:
+          part = self.server.part(name, start, stop)
+          parts.setdefault(other, {})[name] = part
+    return {other: wire.dump(mine) for other, mine in parts.items()}
+
+  def _move(self, request):
+    cuts = request.tables["cuts"]
+    trees = [wire.load(part.tobytes()) for part in request.tables["parts"]]
+    for name in self.server.tables:
+      start, stop = cuts[name][self.index : self.index + 2]
+      mine = [tree[name] for tree in trees if name in tree]
+      self.server.set_range(name, start, stop, mine)
+    self._division = request.number, cuts
+
   # Answering.
 
   def unsent(self, worker: int, start: int) -> list[tuple[int, bytes]]:
     """Returns the rows for a place's holder, from a number on."""
     rows = self._places[worker].rows.items()
     return [(number, data) for number, data in rows if number >= start]
+
+  def holder(self, worker: int) -> int | None:
+    """The number of a place's holder, None before there was one, and when it
+    has gone for good."""
+    place = self._places[worker]
+    return None if place.gone or place.life < 0 else place.life
 
   def life(self, worker: int) -> int:
     """The number of a place's holder, -1 before there was one."""
@@ -193,6 +253,7 @@ class TableShard:
     return Reply(
       *(place.number, rows, place.upto, place.done, place.version),
       *place.change,
+      division=self._division if request.kind == JOIN else None,
     )
 
   # Images.
@@ -201,9 +262,16 @@ class TableShard:
     """Returns it as a tree of arrays and JSON."""
     arrays, notes = self.server.pack()
     places = [[w, place.pack()] for w, place in self._places.items()]
-    return {"arrays": arrays, "notes": notes, "places": places}
+    return {
+      "arrays": arrays,
+      "notes": notes,
+      "places": places,
+      "division": self._division,
+    }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what one like it has packed."""
     self.server.unpack(tree["arrays"], tree["notes"])
     self._places = {w: _Place.unpack(place) for w, place in tree["places"]}
+    version, cuts = tree["division"]
+    self._division = version, cuts

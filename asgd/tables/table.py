@@ -1,6 +1,6 @@
 """A table: rows by key, on the shards of a server, and what a push does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -246,9 +246,8 @@ class Table:
     stop = self._stop
     if stop is None:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
-    load = np.concatenate([rows.columns[_LOAD] for rows in self._shards])
     before = self.ranges
-    after = ranges_lib.by_load(load, before.shards, start=self._start)
+    after = ranges_lib.by_load(self.load, before.shards, start=self._start)
     out = ranges_lib.moves(before, after)
     # Taken out before anything is put in: a range may go through a shard.
     parts = [self._shards[move.source].cut(*move[:2]) for move in out]
@@ -258,6 +257,26 @@ class Table:
       rows.columns[_LOAD][:] = 0
     self.ranges = after
     return out
+
+  @property
+  def load(self) -> np.ndarray:
+    """float[K], how often each row was pulled and pushed since the last
+    time."""
+    return np.concatenate([rows.columns[_LOAD] for rows in self._shards])
+
+  def set_range(
+    self, start: int, stop: int, parts: Sequence[KeyedRows]
+  ) -> None:
+    """Has the keys start <= key < stop from now on, as one shard's part of a
+    dense table: of those it had it keeps these, and takes in the others, which
+    are `parts` of the tables of other shards. Begins to count loads anew."""
+    (rows,) = self._shards
+    rows.keep((rows.keys >= start) & (rows.keys < stop))
+    for part in parts:
+      rows.join(part)
+    rows.columns[_LOAD][:] = 0
+    self._start, self._stop = start, stop
+    self.ranges = ranges_lib.Ranges((start, stop))
 
   def loads(self) -> list[float]:
     """Returns rows pulled and pushed of each shard since the last time."""
@@ -289,7 +308,8 @@ class Table:
     """Takes over what a table like this one has packed."""
     packed = dict(packed)
     cuts = packed.pop("cuts").tolist()
-    first = self._start
+    first, self._stop = cuts[0], cuts[-1]
+    self._start = first
     self.ranges = ranges_lib.Ranges(tuple(cuts))
     jaxed = isinstance(self._shards[0].columns[_VALUES], jax.Array)
 

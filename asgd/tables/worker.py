@@ -16,12 +16,14 @@ import jax
 import numpy as np
 
 from asgd import base
+from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
-from asgd.tables.division import Division, Parts
-from asgd.tables.job_records import BINS, JobRecord, Message
+from asgd.tables.division import Cuts, Division, Parts
+from asgd.tables.job_records import BINS, ClockMessage, JobRecord
+from asgd.tables.mail import Mail
 from asgd.tables.messages import Push
-from asgd.tables.requests import JOIN, PULL, PUSH, Reply, Request
+from asgd.tables.requests import JOIN, PULL, PUSH
 from asgd.tables.settings import Settings
 from asgd.tables.work import Work
 
@@ -36,7 +38,7 @@ class TableWorker:
   """One holder's clients, and what it does.
 
   Whoever runs it goes through the steps of `join`, and then of one `job` after
-  the other: has each request answered, and tells it of the replies (`hear`).
+  the other: has each request answered, and tells its `mail` of the replies.
   """
 
   def __init__(
@@ -63,7 +65,8 @@ class TableWorker:
       jobs: of this place.
       seed: of filters and codecs.
     """
-    self.worker, self.life, self.jobs = worker, life, jobs
+    self.worker, self.jobs = worker, jobs
+    self.mail = Mail(worker, life, division.shards)
     self._settings, self._division, self._work = settings, division, work
     self._workers = workers
     shards = range(division.shards)
@@ -82,73 +85,26 @@ class TableWorker:
       for shard in shards
     ]
     self.done = 0  # jobs
-    self.taken = [0 for _ in shards]  # rows that it was sent
-    self._inbox: list[dict[int, bytes]] = [{} for _ in shards]
     self._clocks = [0 for _ in shards]  # the slowest worker's, as it knows
-    self._numbers = [0 for _ in shards]  # of the next request
-    self._replies: list[Reply] = []
-    self._up = self._down = 0  # bytes since the last record
     self._records: list[JobRecord] = []  # of jobs that no shard has
-
-  # Hearing.
-
-  def hear(self, shard: int, reply: Reply) -> None:
-    """Takes the reply to its last request to a shard."""
-    self._replies[shard] = reply
-    self.hear_rows(shard, reply.rows)
-
-  def hear_rows(self, shard: int, rows: Sequence[tuple[int, bytes]]) -> None:
-    """Keeps rows until they are taken; those that it has had are dropped."""
-    for number, data in rows:
-      if number >= self.taken[shard]:
-        self._inbox[shard][number] = data
-
-  def lacks(self, shard: int) -> bool:
-    """Whether rows are still to come that a reply of a shard speaks of."""
-    return self.there(shard) < self._replies[shard].upto
-
-  def there(self, shard: int) -> int:
-    """Returns the number up to which rows of a shard could be taken."""
-    end = self.taken[shard]
-    while end in self._inbox[shard]:
-      end += 1
-    return end
 
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
     """Takes the rows of a shard before a number; they must be there. Those that
     are `behind` were sent before the shard had its last message."""
-    for number in range(self.taken[shard], upto):
-      data = self._inbox[shard].pop(number)
+    client = self._clients[shard]
+    for data in self.mail.open(shard, upto):
       rows = requests.load_rows(data)
-      client = self._clients[shard]
       (client.take_behind if behind else client.take)(rows)
       self._clocks[shard] = rows.clock
-      self._down += len(data)
-      self.taken[shard] = number + 1
-
-  # Asking.
-
-  def _ask(self, shard, kind, clock=0, done=0, tables=None) -> bytes:
-    number = self._numbers[shard]
-    self._numbers[shard] += 1
-    taken = self.taken[shard]
-    data = requests.dump_request(
-      Request(
-        *(kind, self.worker, self.life, number, taken, clock, done),
-        tables or {},
-      )
-    )
-    self._up += len(data)
-    return data
 
   def _answered(self, shards):
     """Takes what answers the pulls of some shards."""
     for shard in shards:
-      self.take(shard, self._replies[shard].upto)
+      self.take(shard, self.mail.replies[shard].upto)
 
   def join(
     self,
-    left: Callable[[int], Message | None] = lambda done: None,
+    left: Callable[[int], ClockMessage | None] = lambda done: None,
     begun: Callable[[JobRecord], None] = lambda record: None,
     done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
@@ -163,9 +119,9 @@ class TableWorker:
       done: is told of the record of each once all shards have its updates.
     """
     shards = range(self._division.shards)
-    self._replies = [Reply(0, []) for _ in shards]
-    yield {shard: self._ask(shard, JOIN) for shard in shards}
-    has = [reply.done for reply in self._replies]
+    yield {shard: self.mail.ask(shard, JOIN) for shard in shards}
+    self._set_division(*self.mail.replies[0].division)
+    has = [reply.done for reply in self.mail.replies]
     message = left(max(has))
     if message is None:
       self.done = min(has)
@@ -174,7 +130,7 @@ class TableWorker:
     for record in message.records:
       begun(record)
     asks = {
-      shard: self._ask(
+      shard: self.mail.ask(
         *(shard, PUSH, message.clock, message.done),
         self._clients[shard].again(message.shards[shard]),
       )
@@ -193,12 +149,47 @@ class TableWorker:
       return None
     return self.done * self._workers + self.worker
 
+  # Other ranges.
+
+  @property
+  def rests(self) -> bool:
+    """Whether it waits for the next division of the tables: it has ended the
+    clock after which they are divided anew."""
+    settings, division = self._settings, self._division
+    every = settings.rebalance_every * settings.clock_every
+    if not every or division.shards == 1 or self.next is None:
+      return False
+    return self.done >= (division.version + 1) * every
+
+  def divide(self, cuts: Cuts) -> None:
+    """Goes on with other ranges of keys, all rows that shards sent having come:
+    they are taken, and what it has of rows goes with them to the clients of
+    their shards."""
+    for shard in range(self._division.shards):
+      self.take(shard, self.mail.there(shard))
+    before, self._division = self._division, self._division.next(cuts)
+    for name, after in self._division.ranges.items():
+      moves = ranges_lib.moves(before.ranges[name], after)
+      # Taken out before anything is put in: a range may go through a shard.
+      parts = [self._clients[move.source].cut(name, *move[:2])
+        for move in moves]
+      for move, part in zip(moves, parts, strict=True):
+        self._clients[move.target].join(name, part)
+
+  def _set_division(self, version, cuts):
+    """Begins with a division that others have made."""
+    if version:
+      division = self._division.next(cuts)
+      self._division = division._replace(version=version)
+
+  # Jobs.
+
   def job(
     self,
     begun: Callable[[int], None],
     done: Callable[[JobRecord], None],
     change: Callable[[Any], Any] = lambda gradient: gradient,
-    sends: Callable[[Message], None] = lambda message: None,
+    sends: Callable[[ClockMessage], None] = lambda message: None,
   ) -> Steps:
     """Does the next job.
 
@@ -223,14 +214,14 @@ class TableWorker:
     late = self._late(asks, clock)
     if late:
       # What they lack was changed before the clock advances: it is sent then.
-      yield {shard: self._ask(shard, PULL, clock) for shard in late}
+      yield {shard: self.mail.ask(shard, PULL, clock) for shard in late}
       self._answered(late)
       asks = self._stale(parts, clock)
     if settings.rules.by_value:
       asks = {shard: asks.get(shard, {}) for shard in range(len(parts))}
     if asks:
       yield {
-        shard: self._ask(shard, PULL, clock, tables=tables)
+        shard: self.mail.ask(shard, PULL, clock, tables=tables)
         for shard, tables in asks.items()
       }
       self._answered(asks)
@@ -248,7 +239,7 @@ class TableWorker:
       self._records.append(self._with_bytes(record))
       return
     asks = {
-      shard: self._ask(shard, PUSH, push.clock, self.done, push.tables)
+      shard: self.mail.ask(shard, PUSH, push.clock, self.done, push.tables)
       for shard, push in enumerate(pushes)
     }
     records = [*self._records, self._with_bytes(record)]
@@ -257,29 +248,30 @@ class TableWorker:
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(Message(pushes[0].clock, self.done, shards, records))
+    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
     yield asks
     for each in self._answered_push(records, asks):
       done(each)
 
   def _with_bytes(self, record):
     """A record with what has been sent and taken since the last one."""
-    up, down = record.bytes_up + self._up, record.bytes_down + self._down
-    self._up = self._down = 0
-    return record._replace(bytes_up=up, bytes_down=down)
+    up, down = self.mail.count()
+    return record._replace(
+      bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
+    )
 
   def _answered_push(self, records, shards):
     """Takes what came with the answers of some shards to a push; returns its
     records, of which the last is told of what it changed."""
     for shard in shards:
-      self.take(shard, self._replies[shard].upto, behind=True)
+      self.take(shard, self.mail.replies[shard].upto, behind=True)
     *before, last = records
-    last = last._replace(update=self._version, update_norm=self._change())
+    last = last._replace(update=self._version, update_norm=self.mail.change())
     return [*before, self._with_bytes(last)]
 
   @property
   def _version(self):
-    return self._replies[0].version
+    return self.mail.replies[0].version
 
   def _stale(self, parts: Sequence[Parts], clock):
     """Returns the keys to be asked for, of the shards that have some."""
@@ -343,11 +335,6 @@ class TableWorker:
     after += last and after == clock
     return [client.flush(after, everything=last) for client in self._clients]
 
-  def _change(self):
-    squares = sum(reply.squares for reply in self._replies)
-    size = sum(reply.size for reply in self._replies)
-    return float(np.sqrt(squares / max(size, 1)))
-
   def _residual(self):
     squares = [client.residual() ** 2 for client in self._clients]
     return float(np.sqrt(np.mean(squares)))
@@ -363,28 +350,19 @@ class TableWorker:
     """Returns it as a tree of arrays and JSON."""
     return {
       "clients": [client.pack() for client in self._clients],
-      "life": self.life,
+      "mail": self.mail.pack(),
       "done": self.done,
-      "taken": self.taken,
       "clocks": self._clocks,
-      "numbers": self._numbers,
-      "replies": [reply._replace(rows=[]) for reply in self._replies],
-      "inbox": [
-        [[n, np.frombuffer(data, np.uint8)] for n, data in rows.items()]
-        for rows in self._inbox
+      "division": [
+        self._division.version,
+        {name: each.cuts for name, each in self._division.ranges.items()},
       ],
-      "bytes": [self._up, self._down],
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what one like it has packed."""
     for client, packed in zip(self._clients, tree["clients"], strict=True):
       client.unpack(*packed)
-    self.life, self.done = tree["life"], tree["done"]
-    self.taken, self._clocks = list(tree["taken"]), list(tree["clocks"])
-    self._numbers = list(tree["numbers"])
-    self._replies = [Reply(*reply) for reply in tree["replies"]]
-    self._inbox = [
-      {n: data.tobytes() for n, data in rows} for rows in tree["inbox"]
-    ]
-    self._up, self._down = tree["bytes"]
+    self.mail.unpack(tree["mail"])
+    self.done, self._clocks = tree["done"], list(tree["clocks"])
+    self._set_division(*tree["division"])

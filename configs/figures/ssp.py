@@ -202,6 +202,20 @@ def panels():
       column="differential_mean",
       ylabel="mean over rows",
     ),
+    dict(
+      title="how old rows were that were read",
+      column="staleness.csv",
+      xlabel="clock differential",
+      ylabel="share of rows (%)",
+      scale=100.0,
+      series={
+        f"{which.upper()}, s = {bound}": [(0, f"{which}{bound}-stable")]
+        for which, bound in (
+          *(("ssp", bound) for bound in (3, 10)),
+          *(("essp", bound) for bound in EAGER),
+        )
+      },
+    ),
   ]
 
 

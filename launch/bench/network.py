@@ -16,13 +16,14 @@ def run(links: str = "threads", seconds: float = 8.0, rounds: int = 3) -> None:
       flush=True,
     )
     header = ["workers", "shards", "at most/s", "live/s", "simulated/s"]
-    table = turns.Table([*header, "of live", "range"], first=7)
+    table = turns.Table([*header, "of live", "range", "late %"], first=7)
     for workers, shards in runtime.runs:
       taken = [
         network_speed.turn(runtime, workers, shards, seed)
         for seed in range(rounds)
       ]
-      bound, live, simulated = np.transpose(taken)
+      bound, live, simulated, late = np.transpose(taken)
       speeds = [f"{np.median(x):.2f}" for x in (bound, live, simulated)]
       ratio = turns.ratio_cells(simulated / live)
-      table.row(str(workers), str(shards), *speeds, *ratio)
+      late = f"{100 * late.max():.1f}"
+      table.row(str(workers), str(shards), *speeds, *ratio, late)

@@ -129,7 +129,7 @@ def test_its_trace_is_replayed_to_the_same_parameters(finished):
   out, _ = finished
   replayed = assert_replays(out)
   result = kit.call("replay", only_cell(out), status=0)
-  assert "the same parameters as the live run, to the bit" in result.stdout
+  assert "the same parameters as the run, to the bit" in result.stdout
   assert f"{MESSAGES} receive" in result.stdout
   assert f"parameters {replayed.digest[:16]}" in result.stdout
 

@@ -20,8 +20,12 @@ of what the cell recorded, as `get_figure()["columns"]` says by name:
 A column of a diverged cell that has no finite value counts as infinite, and so
 does a loss that is never reached, and "first" if it never is: what diverges is
 late, far and large, and fails at no number of workers that was tried.
+
+Cells may leave histograms, too (PROFILES): files of two columns, a value and
+how often it was met, of which panels have the shares.
 """
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +53,7 @@ RESULTS = (
   "compression_down",
   *OF_NETWORKS,
 )
+PROFILES = ("staleness.csv",)  # of tables: rows read at each differential
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
 ALONG = "time", "epoch"  # what evaluations are drawn along
@@ -164,6 +169,23 @@ class CellTable:
       out.append((sum(xs) / len(xs), values))
     return out
 
+  def profiles(
+    self, name: str, label: str, workers: int
+  ) -> dict[int, dict[float, float]]:
+    """Returns seed -> value -> its share, of a file of PROFILES; a value that
+    another seed has met has a share of 0."""
+    counts = {
+      seed: _read_profile(done.place / name)
+      for (own, count, seed), done in sorted(self._cells.items())
+      if own == label and count == workers
+    }
+    values = sorted({value for each in counts.values() for value in each})
+    return {
+      seed: {v: each.get(v, 0.0) / sum(each.values()) for v in values}
+      for seed, each in counts.items()
+      if each
+    }
+
   def _first(self, column, label, seed):
     how = self._made[column]
     own = [key for key in self._cells if key[0] == label and key[2] == seed]
@@ -212,6 +234,15 @@ def _reach(done, loss):
   run = predict.Outcome(began, records, math.nan)
   time = predict.curve(run, 0).reaches(loss)
   return math.inf if math.isnan(time) else time
+
+
+def _read_profile(path):
+  """What a file of PROFILES counts, value -> number; nothing without one."""
+  if not path.exists():
+    return {}
+  with path.open(newline="") as file:
+    _, *rows = csv.reader(file)
+  return {float(value): float(number) for value, number in rows}
 
 
 def _is_beyond(how, value):

@@ -10,7 +10,7 @@ import numpy as np
 
 from asgd.experiment import figure as figure_lib
 from asgd.experiment.claims import figure_file
-from asgd.experiment.claims.columns import CellTable
+from asgd.experiment.claims.columns import PROFILES, CellTable
 from asgd.experiment.claims.figure_file import Counts, Figure, PanelSpec
 
 _GREY = "#555555"
@@ -26,15 +26,9 @@ def points(
   for panel in figure.panels:
     base = _values(panel, panel.minus, table, counts)
     for series, places in panel.series.items():
-      for x, spot in places:
+      for place, spot in places:
         label, workers = figure_file.cell_of(spot, counts) or ("", None)
-        if panel.along:
-          rows += _curve(panel, series, spot, table, (label, workers))
-          continue
-        if panel.xcolumn and label:
-          own = table.values(panel.xcolumn, label, workers).values()
-          x = panel.xscale * float(np.mean([*own])) if own else x
-        for seed, value in _values(panel, spot, table, counts).items():
+        for seed, x, value in _seeds(panel, place, (label, workers), table):
           less = base.get(seed, math.nan) if panel.minus else 0.0
           row = {"panel": panel.title, "series": series, "x": x, "cell": spot}
           row |= {"seed": seed, "value": panel.scale * (value - less)}
@@ -50,20 +44,26 @@ def points(
   return rows
 
 
-def _curve(panel, series, spot, table, cell):
-  """The rows of a run whose evaluations are drawn."""
-  base = {"panel": panel.title, "series": series, "cell": spot}
-  return [
-    {
-      **base,
-      "x": panel.xscale * x,
-      "seed": seed,
-      "value": panel.scale * value,
-      "diverged": False,
-    }
-    for x, values in table.curve(panel.column, panel.along, *cell)
-    for seed, value in values.items()
-  ]
+def _seeds(panel, x, cell, table):
+  """Yields (seed, x, value) of a cell's points."""
+  label, workers = cell
+  if not label:
+    return
+  if panel.column in PROFILES:
+    for seed, shares in table.profiles(panel.column, label, workers).items():
+      for value, share in shares.items():
+        yield seed, x + value, share
+    return
+  if panel.along:
+    for along, values in table.curve(panel.column, panel.along, *cell):
+      for seed, value in values.items():
+        yield seed, panel.xscale * along, value
+    return
+  if panel.xcolumn:
+    own = table.values(panel.xcolumn, label, workers).values()
+    x = panel.xscale * float(np.mean([*own])) if own else x
+  for seed, value in table.values(panel.column, label, workers).items():
+    yield seed, x, value
 
 
 def _values(panel, spot, table, counts):
@@ -76,8 +76,8 @@ def draw(
 ) -> None:
   """Draws `points` as STEM.png, .svg and .pdf: of each series the seeds as
   points, diverged ones as crosses (at the upper edge if they are infinite), and
-  a line through their medians; published points are hollow. ImportError without
-  the extra viz."""
+  a line through their medians, as bars if it is a histogram; published points
+  are hollow. ImportError without the extra viz."""
   count = len(figure.panels)
   columns = min(count, 2)
   lines = -(-count // columns)
@@ -131,6 +131,8 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
+    following = [*ticks[1:], math.inf]  # labels that would meet are left out
+    ticks = [x for x, y in zip(ticks, following, strict=True) if y > 1.3 * x]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":
@@ -154,8 +156,11 @@ def _draw_series(axis, panel, rows, style):
     by_x.setdefault(row["x"], []).append(row["value"])
   middles = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
   kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
-  label = figure_lib.plain_text(style["label"])
-  axis.plot(list(kept), list(kept.values()), **{**style, "label": label})
+  style = {**style, "label": figure_lib.plain_text(style["label"])}
+  if kept and panel.column in PROFILES:  # bars that stand on nothing
+    kept = {min(kept) - 1: 0.0, **kept, max(kept) + 1: 0.0}
+    style |= {"ds": "steps-mid", "marker": ""}
+  axis.plot(list(kept), list(kept.values()), **style)
   if panel.along:
     return
   color = style["color"]

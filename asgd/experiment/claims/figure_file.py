@@ -82,6 +82,7 @@ class PanelSpec(NamedTuple):
   """One pair of axes: series of cells at an x, beside what others published."""
 
   title: str
+  # Or a file of `columns.PROFILES`: its shares, at its values plus x.
   column: str
   xlabel: str
   ylabel: str
@@ -299,7 +300,10 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor what is published")
   panel = PanelSpec(**data)
-  names.check(f"column of {where}:", panel.column, known)
+  names.check(
+    f"column of {where}:", panel.column, [*known, *columns_lib.PROFILES]
+  )
+  _check_profile(where, panel)
   if panel.xcolumn is not None:
     names.check(f"xcolumn of {where}:", panel.xcolumn, known)
   if panel.along is not None:
@@ -330,6 +334,18 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
       f"{where}: ylim {shown(panel.ylim)} has no logarithm; begin above 0"
     )
   return panel
+
+
+def _check_profile(where, panel):
+  """Raises ValueError for what the panel of a histogram cannot have."""
+  if panel.column not in columns_lib.PROFILES:
+    return
+  for key, value in (("minus", panel.minus), ("xcolumn", panel.xcolumn)):
+    if value is not None:
+      raise ValueError(
+        f"{where}: {key} {shown(value)} is not for the histogram"
+        f" {panel.column!r}; leave it out"
+      )
 
 
 def check_name(name: str) -> None:

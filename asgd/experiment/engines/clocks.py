@@ -4,11 +4,13 @@ of a model that is divided among machines."""
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from asgd import checks, models, names
 from asgd.checks import shown
+from asgd.experiment.checks import MOST_NUMBER
 from asgd.orders import durations, phases
 from asgd.orders.network import Network
 from asgd.parallel import partitions
@@ -23,6 +25,22 @@ def build(name: str, **options) -> durations.Durations:
   if name not in own:
     return durations.build(name, **options)
   return names.call("durations", name, own[name], {"seed": 0, **options})
+
+
+def check(section: Mapping[str, Any], workers: int) -> None:
+  """Raises ValueError for a section that gives no times, or some that are too
+  long: each worker's first, or of `partitioned`, which takes a while to play,
+  all of a step one after the other."""
+  times = build(**section)
+  if section["name"] == partitioned.__name__:
+    return
+  for worker in range(workers):
+    _check_time(next(times.stream(worker)))
+
+
+def _check_time(time):
+  if not 0 <= time <= MOST_NUMBER:
+    raise ValueError(f"a job may take at most {MOST_NUMBER:g}")
 
 
 def recorded(
@@ -79,8 +97,8 @@ def _job(path, line, row):
 
 
 def partitioned(
-  model: Mapping,
-  inputs: Sequence,
+  model: Mapping[str, Any],
+  inputs: Sequence[int],
   classes: int,
   machines: int,
   flops: float,
@@ -119,15 +137,20 @@ def partitioned(
   checks.positive("bandwidth", bandwidth)
   checks.whole("batch_size", batch_size)
   for size in inputs:
-    checks.whole("each of inputs", size)
+    checks.whole("inputs", size)
   if "name" not in model:
     raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
   options = {key: value for key, value in model.items() if key != "name"}
   layers = models.build(model["name"], classes, **options)
   example = jax.ShapeDtypeStruct((batch_size, *inputs), "float32")
+  parts = partitions.phases(layers, example, machines)
+  network = Network(
+    latency=latency, up=bandwidth, port=bandwidth, service=service
+  )
+  _check_time(mean * phases.most_seconds(parts, network, flops=flops))
   return phases.partitioned(
-    partitions.phases(layers, example, machines),
-    Network(latency=latency, up=bandwidth, port=bandwidth, service=service),
+    parts,
+    network,
     flops=flops,
     mean=mean,
     variation=variation,

@@ -31,6 +31,7 @@ from asgd.orders import trace
 
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
+_job_key = jax.jit(worker_lib.job_key)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -61,7 +62,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     def work(params, portion):
       with checks.batch_of(f"portion {portion}"):
         batch = batches(0, portion)
-      key = worker_lib.job_key(root, np.int32(0), np.int32(portion))
+      key = _job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
 
@@ -266,11 +267,11 @@ def _unpack(
   return sandblaster.Saved(0, found.tree(wanted), found.notes)
 
 
+# Of tables in which a cell has a coordinator; iterations are its updates.
 COLUMNS = (
-  engines.Column("iterations", "updates", 1, "{:.0f}"),
-  engines.Column("evaluations", "evaluations_of_batch", 1, "{:.0f}"),
-  engines.Column("loss", "train_loss"),
-  engines.Column("gradient", "gradient_norm"),
+  engines.Column("updates", "updates", 1, "{:.0f}"),
+  engines.Column("batch evaluations", "evaluations_of_batch", 1, "{:.0f}"),
+  engines.Column("gradient norm", "gradient_norm", 1, "{:.2g}"),
 )
 
 

@@ -6,6 +6,7 @@ killed goes on from its last checkpoint; what was written after that is dropped.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,11 +43,6 @@ def check(run: Run) -> None:
   """Checks what needs neither data nor a model."""
   instead = f"write config.runs.{run.label}.shards={{given}}"
   watched.check(run, "whose tables have shards of their own", instead)
-  if run.options.get("rebalance_every"):
-    raise ValueError(
-      f"config.runs.{run.label}.rebalance_every: live shards keep their ranges;"
-      " leave it out, or use engine='simulate'"
-    )
 
 
 def check_faults(plan: tables.TablePlan, machine: Any) -> None:
@@ -140,6 +136,9 @@ class LiveTableEngine(watched.WatchedEngine):
 
   # Training.
 
+  def _wait(self, seconds):
+    self.cluster.wait(seconds)
+
   def _records_of(self, place, start=0):
     return files.read_table_records(self._folder, place, start)
 
@@ -220,6 +219,7 @@ class LiveTableEngine(watched.WatchedEngine):
       "fresh_reads": profile.get(-1, 0) / count,
       "rows_held_back": back,
       "rows_dropped": dropped,
+      **self._moved(),
       "bytes_up": int(records.bytes_up.sum()),
       "bytes_down": int(records.bytes_down.sum()),
       **summary,
@@ -229,6 +229,18 @@ class LiveTableEngine(watched.WatchedEngine):
       "missed": self.total - len(records.loss),
       "took_part": len(np.unique(records.worker)),
     }
+
+  def _moved(self):
+    """Ranges that went to another shard, and what workers waited for it."""
+    plan = self._plan
+    first = table_clusters.division_of(plan)
+    divisions = files.read_divisions(self._folder, first)
+    moved = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
+    settings, rest = plan.settings, 0.0
+    if len(divisions) > 1:
+      jobs = settings.rebalance_every * settings.clock_every
+      rest = files.rest_seconds(self._folder, plan.workers, jobs)
+    return {"ranges_moved": sum(moved), "rest_seconds": rest}
 
   def extras(self) -> dict[str, str]:
     """Returns the profile of staleness."""
@@ -283,8 +295,10 @@ def describe(result: Mapping[str, Any]) -> str:
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
   words += f", {megabytes:.3g} MB"
+  if moved := result.get("ranges_moved"):
+    words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
-    words += f", {again} jobs done again as workers died"
+    words += f", {again} job{'s' * (again > 1)} done again as workers died"
   if missed := result["missed"]:
-    words += f", {missed} jobs missed"
+    words += f", {missed} job{'s' * (missed > 1)} missed"
   return words

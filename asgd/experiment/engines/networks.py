@@ -8,7 +8,7 @@ import jax
 
 from asgd import sharding, wire
 from asgd.checks import shown
-from asgd.experiment import checks
+from asgd.experiment import checks, schema
 from asgd.experiment.engines import Column, unused
 from asgd.experiment.schema import Run, Setting
 from asgd.orders.network import INCAST, LinkUse, Network
@@ -50,9 +50,7 @@ def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
 def set_in(config: Mapping[str, Any]) -> list[str]:
   """Returns the keys of a config's section `network` that are set, which are
   none where messages take no time."""
-  keys = SECTIONS["network"]
-  section = config.get("network") or {}
-  return [key for key, value in section.items() if value != keys[key].default]
+  return schema.set_in(config.get("network"), SECTIONS["network"])
 
 
 def refuse(run: Run, what: str) -> None:
@@ -120,8 +118,8 @@ def describe(result: Mapping[str, Any]) -> str:
     return ""
   return (
     f", {result['throughput']:.3g} messages a unit of time, the busiest port"
-    f" busy {100 * result['link_utilisation']:.0f} % of it, queues"
-    f" {result['queue_wait']:.2g} a message"
+    f" busy {100 * result['link_utilisation']:.0f} % of it, a message queued"
+    f" for {result['queue_wait']:.2g}"
   )
 
 

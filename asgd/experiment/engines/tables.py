@@ -397,9 +397,10 @@ class TableEngine(engines.Engine):
     }
 
 
+# Of tables of results in which a cell has tables of rows.
 COLUMNS = (
-  engines.Column("clocks", "updates", 1, "{:.0f}"),
-  engines.Column("differential", "differential_mean"),
+  engines.Column("clock diff.", "differential_mean", 1, "{:.2f}"),
+  engines.Column("fresh %", "fresh_reads", 100, "{:.1f}"),
   engines.Column("MB up", "bytes_up", 1e-6),
   engines.Column("MB down", "bytes_down", 1e-6),
 )

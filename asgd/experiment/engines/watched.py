@@ -241,9 +241,13 @@ class WatchedEngine(engines.Engine):
     if self._replaced() != before:
       self._memory.note(self._replaced())
 
+  def _wait(self, seconds):
+    """Waits before the next look, no longer than so many seconds."""
+    time.sleep(seconds)
+
   def advance(self, until: int) -> engines.Progress:
     """Looks at the cluster once, a moment after the last time."""
-    time.sleep(max(self._next_look - time.monotonic(), 0))
+    self._wait(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + LOOK
     self._look()
     news, self._news = self._news, []

@@ -1,9 +1,10 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
 A call of an actor of Ray goes through several threads of both processes; one
-through a socket has two. A connection is for one call at a time, so that an
-answer that is put off, or that nobody fetches, is in no other's way. Objects
-are pickled: a socket's folder must be readable by its owner alone.
+through a socket is made in the thread that reads it. A connection is for one
+call at a time, so that an answer that is put off, or that nobody fetches, is in
+no other's way. Objects are pickled: a socket's folder must be readable by its
+owner alone.
 """
 
 import contextlib
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live.clusters.actors import process_failure
+from asgd.live.faults import Killed
 from asgd.live.hosts.base import Call, Gone, Host
+from asgd.live.hosts.threads import ThreadHost
 
 _WAITING = 128  # connections that are not accepted yet
+_SECONDS = 1.0  # to end the thread that accepts
 
 
 class HostServer:
   """Answers calls of a host, each connection in a thread of its own."""
 
-  def __init__(self, host: Host, path: Path):
+  def __init__(self, host: ThreadHost, path: Path):
     """Listens at a path. Raises OSError, as for a path of over 107
     characters."""
     self._host, self._path = host, path
@@ -46,16 +50,23 @@ class HostServer:
         ).start()
 
   def _serve(self, connection):
-    with contextlib.suppress(EOFError, OSError), connection:
+    # What is no call ends its connection, and disturbs no other.
+    with contextlib.suppress(Exception, Killed), connection:
       while True:
         method, args = connection.recv()
-        connection.send(self._answer(method, args))
+        answer = self._answer(method, args)
+        try:
+          connection.send(answer)
+        except OSError:
+          raise
+        except Exception as error:  # it cannot be pickled
+          connection.send((None, f"{type(error).__name__}: {error}"))
     self._open.discard(connection)
 
   def _answer(self, method, args):
     """Returns (what the method returned, None) or (None, what it raised)."""
     try:
-      return self._host.call(method, *args).result(), None
+      return self._host.do(method, *args), None
     except Gone as gone:
       return None, gone
     except Exception as error:
@@ -68,8 +79,10 @@ class HostServer:
     self._over = True
     with contextlib.suppress(OSError):  # which has `_accept` look
       Client(str(self._path), "AF_UNIX").close()
-    self._thread.join()
-    self._listener.close()
+      # If the file is another's by now, it waits on, until the process ends.
+      self._thread.join(_SECONDS)
+    with contextlib.suppress(OSError):  # the file is gone
+      self._listener.close()
     for connection in [*self._open]:
       with (
         contextlib.suppress(OSError),

@@ -34,6 +34,8 @@ class ThreadHost(Host):
     self._end = threading.Event()
     self._lock = threading.Lock()
     self._open: set[Future[Any]] = set()  # calls that are not answered
+    self._turn = threading.Lock()  # of who calls the object
+    self._held: Any = None  # the object
     self._tells = kill is None  # who raised; a process is told by its caller
     self._inside = Inside(kill or self._die, self._wait, clock)
     self.made: Future[Any] = self._new_call()
@@ -55,6 +57,16 @@ class ThreadHost(Host):
     if not call.done():
       self._box.put((call, method, args))
     return call
+
+  def do(self, method: str, *args: Any) -> Any:
+    """Calls a method in the caller's thread, when it is its turn, and returns
+    the answer: no thread has to wake another. Raises as the method, or Gone."""
+    self.made.result()
+    with self._turn:
+      if not self.alive:
+        raise Gone(self.kind, self.index)
+      value = getattr(self._held, method)(*args)
+    return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
     """Has the thread end; whoever waits for it hears that it is gone."""
@@ -92,9 +104,8 @@ class ThreadHost(Host):
       call.set_exception(error)
 
   def _run(self, make):
-    held = None
     try:
-      held = self._do(self.made, lambda: make(self._inside))
+      self._held = self._do(self.made, lambda: make(self._inside))
       self._answer(self.made)
       failure = self.made.exception()
       while self.alive and (item := self._box.get()) is not None:
@@ -102,7 +113,7 @@ class ThreadHost(Host):
         if failure is not None:
           self._answer(call, error=failure)
           continue
-        value = self._do(call, lambda: getattr(held, method)(*args))  # noqa: B023
+        value = self._do(call, lambda: self._call(method, args))  # noqa: B023
         if isinstance(value, Future):
           value.add_done_callback(lambda f, call=call: self._later(call, f))
         else:
@@ -111,8 +122,12 @@ class ThreadHost(Host):
       pass
     finally:
       self.end()
-      if hasattr(held, "close"):
-        held.close()
+      if hasattr(self._held, "close"):
+        self._held.close()
+
+  def _call(self, method, args):
+    with self._turn:
+      return getattr(self._held, method)(*args)
 
   def _do(self, call, do):
     """Returns what is done; what that raises is the answer, but Killed."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asgd import base, sharding
+from asgd.live.failures import ShardsDie
 from asgd.live.hosts import Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD
 from asgd.sandblaster import Command, Image
@@ -13,10 +14,6 @@ _LOOK = 0.5  # seconds between two looks whether a shard answers
 _DEATHS = 5  # of a shard, before the next message comes
 # (shard, its image, whether it begins anew) -> what makes it
 MakeShard = Callable[[int, Image, bool], Make]
-
-
-class ShardsDie(ValueError):
-  """A shard dies over and over."""
 
 
 class LiveShards:

@@ -1,7 +1,8 @@
 """The driver's part: watches, replaces the dead, and has all rest at once.
 
-It sees no message. Shards and workers are in hosts (`asgd.live.hosts`), threads
-or actors of Ray, of which it is told when they die.
+It sees no message, but rows that go to another shard. Shards and workers are in
+hosts (`asgd.live.hosts`), threads or actors of Ray, of which it is told when
+they die.
 """
 
 import contextlib
@@ -13,16 +14,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd.live.deadlines import Deadlines, Ladder
-from asgd.live.failures import AllDied, NotFinite, WorkersDie
+from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import AllDied, NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.tables import files
-from asgd.live.tables.worker import ENDED, EXPELLED, HALTED, LOST, REJECTED
+from asgd.live.tables.worker import (
+  ENDED,
+  EXPELLED,
+  HALTED,
+  LOST,
+  REJECTED,
+  RESTS,
+  Moved,
+)
+from asgd.tables import division, requests
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _TRIES = 3  # for each place: updates that may be refused before a run ends
-_DEATHS = 5  # for each place: workers that may die before another job ends
+_DEATHS = 5  # for each place: those that may die before another job ends
+_WAIT = 0.5  # seconds between two looks whether a shard answers
+_PATIENCE = 60.0  # seconds that a shard may take for an answer, at least
 
 
 class Images(NamedTuple):
@@ -47,7 +59,7 @@ class _Worker:
     self.host, self.finds = host, finds  # generations of shards that it knows
     self.run: Call | None = None
     self.lost: int | None = None  # a shard that it waits for
-    self.halted = self.ended = False
+    self.halted = self.rests = self.ended = False
     self.proven = False  # it has done a job, for which it had to compile
     self.hung = False  # it was killed, as it took too long
 
@@ -79,7 +91,7 @@ class TableCluster:
     self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
     self._limit: int | None = None
     self.replaced = {"worker": 0, "shard": 0}
-    self._refused = self._deaths = self._received = 0
+    self._refused = self._deaths = self._ends = self._received = 0
     self._news: list[str] = []
 
   # A run.
@@ -91,7 +103,8 @@ class TableCluster:
       make = self._places.shard(index, image)
       self._shards.append(self._hosts.start(SHARD, index, make))
     for index in range(len(self._shards)):
-      self._hosts.made(SHARD, index).result()
+      with contextlib.suppress(Gone):  # `check` finds it
+        self._answer(index, self._hosts.made(SHARD, index))
     for worker in range(self._count):
       packed = images.workers.get(worker) if images else None
       if images and packed is None and not self._refill:
@@ -106,11 +119,12 @@ class TableCluster:
     self._seen.pop(worker, None)
     self._call_run(worker)
 
-  def _call_run(self, worker, found=()):
-    """Has a worker work, which is told where some shards are now."""
+  def _call_run(self, worker, found=(), ranges=None):
+    """Has a worker work, which is told where some shards are now, and of other
+    ranges if it rests."""
     mine = self._workers[worker]
-    mine.run = mine.host.call("run", self._limit, dict(found))
-    mine.lost, mine.halted = None, False
+    mine.run = mine.host.call("run", self._limit, dict(found), ranges)
+    mine.lost, mine.halted, mine.rests = None, False, False
 
   @property
   def finished(self) -> bool:
@@ -120,27 +134,40 @@ class TableCluster:
 
   def check(self, received: int) -> list[str]:
     """Looks at the cluster, of which so many jobs were received; returns what
-    to tell. Raises AllDied, NotFinite and WorkersDie, and what would end those
-    that follow, too."""
+    to tell. Raises AllDied, NotFinite, WorkersDie and ShardsDie, and what would
+    end those that follow, too."""
     if received > self._received:
-      self._received, self._refused, self._deaths = received, 0, 0
+      self._received, self._refused = received, 0
+      self._deaths = self._ends = 0
     for kind, index in self._hosts.gone():
       if kind == SHARD:
         self._restart(index)
+      elif (mine := self._workers.get(index)) and (mine.halted or mine.ended):
+        self._bury(index, "died")  # no call says so
     for worker in [*self._workers]:
       self._look_at(worker)
     self._end_hanging()
+    if self._limit is None and self._waits_for_ranges():
+      self._divide()
     news, self._news = self._news, []
     return news
 
   def _restart(self, index):
     """Has a shard come back from its image and what it did since."""
+    self._ends += 1
+    if self._ends > _DEATHS * len(self._shards):
+      raise ShardsDie(
+        f"shards ended {self._ends} times before a job was received, the last"
+        f" was shard {index}: look for what ends them in the memory of the"
+        " machine"
+      )
     make = self._places.shard(index, None)
     self._shards[index] = self._hosts.start(SHARD, index, make)
-    self._hosts.made(SHARD, index).result()
     self._generations[index] += 1
     self.replaced["shard"] += 1
     self._news.append(f"shard {index} died; it comes back")
+    with contextlib.suppress(Gone):  # once more, as the next look finds
+      self._answer(index, self._hosts.made(SHARD, index))
     if self._limit is not None and not index:
       self._tell(0, "allow", self._limit)
 
@@ -161,8 +188,9 @@ class TableCluster:
       if how == LOST:
         mine.lost = shard
         self._look_at(worker)
-      elif how in (ENDED, HALTED):
+      elif how in (ENDED, HALTED, RESTS):
         mine.halted, mine.ended = how == HALTED, how == ENDED
+        mine.rests = how == RESTS
         if self._limit is None and mine.halted:  # a pause is over since
           self._call_run(worker)
       else:
@@ -203,9 +231,20 @@ class TableCluster:
   def _tell(self, shard, method, *args) -> bool:
     """Calls a shard; False if it has died."""
     with contextlib.suppress(Gone):
-      self._shards[shard].call(method, *args).result()
+      self._answer(shard, self._shards[shard].call(method, *args))
       return True
     return False
+
+  def _answer(self, shard, call):
+    """Returns what a shard answers; one that says nothing for too long is
+    killed. Raises Gone if it has died."""
+    patience = max(DEAD * self._start_seconds, _PATIENCE)
+    end = time.monotonic() + patience
+    while not self._hosts.wait([call], _WAIT):
+      if time.monotonic() > end:
+        self._hosts.kill(SHARD, shard)
+        break
+    return call.result()
 
   def _look_for_shards(self):
     time.sleep(_LOOK)
@@ -213,10 +252,10 @@ class TableCluster:
       if kind == SHARD:
         self._restart(index)
 
-  def _ask_all(self, method) -> list[Any]:
+  def _ask_all(self, method, *args) -> list[Any]:
     """Returns what all shards answer. Raises Gone if one has died."""
-    calls = [shard.call(method) for shard in self._shards]
-    return [call.result() for call in calls]
+    calls = [shard.call(method, *args) for shard in self._shards]
+    return [self._answer(shard, call) for shard, call in enumerate(calls)]
 
   def _statuses(self):
     """Returns what all shards say, None if one has died."""
@@ -250,6 +289,46 @@ class TableCluster:
         self._hosts.kill(WORKER, worker)
         self._seen.pop(worker)
 
+  # Moving ranges.
+
+  def wait(self, seconds: float) -> None:
+    """Waits until a worker has ended or rests, so many seconds at most."""
+    workers = self._workers.values()
+    runs = [mine.run for mine in workers if mine.run is not None]
+    if runs:
+      self._hosts.wait(runs, seconds)
+    else:
+      time.sleep(seconds)
+
+  def _waits_for_ranges(self):
+    workers = self._workers.values()
+    return bool(self._workers) and all(mine.rests for mine in workers)
+
+  def _divide(self):
+    """Divides tables anew, by what was pulled and pushed of each row since the
+    last time, and lets workers go on. All of them rest, so nothing changes
+    until then, and a shard that dies comes back as it was: asked again, it
+    says the same."""
+    loads = self._ask_until_all("load")
+    cuts = division.by_load([load for _, load in loads])
+    given = self._ask_until_all("give", cuts)
+    version = loads[0][0] + 1
+    for shard in range(len(self._shards)):
+      parts = [mine.parts[shard] for mine in given if shard in mine.parts]
+      data = requests.dump_move(version, cuts, parts)
+      while not self._tell(shard, "move", data):
+        self._look_for_shards()
+    for worker in self._workers:
+      rows = [each.rows[worker] for each in given]
+      self._call_run(worker, ranges=Moved(cuts, rows))
+
+  def _ask_until_all(self, method, *args):
+    """Returns what all shards answer, at rest."""
+    while True:
+      with contextlib.suppress(Gone):
+        return self._ask_all(method, *args)
+      self._look_for_shards()
+
   # All at once.
 
   def pause(self, seconds: float = math.inf) -> bool:
@@ -258,7 +337,7 @@ class TableCluster:
     end = time.monotonic() + seconds
     while self._limit is None:
       with contextlib.suppress(Gone):
-        self._limit = self._shards[0].call("halt").result()
+        self._limit = self._answer(0, self._shards[0].call("halt"))
         break
       self._look_for_shards()
     while True:
@@ -272,7 +351,7 @@ class TableCluster:
 
   def _rests(self):
     workers = self._workers.values()
-    return all(mine.ended or mine.halted for mine in workers)
+    return all(each.ended or each.halted or each.rests for each in workers)
 
   def go_on(self) -> None:
     """Ends a pause."""
@@ -297,7 +376,10 @@ class TableCluster:
     """(rows that filters held back for later, rows that they dropped), of the
     workers that are there and have ended."""
     ended = [each.host for each in self._workers.values() if each.ended]
-    both = [host.call("held").result() for host in ended]
+    both = []
+    for host in ended:
+      with contextlib.suppress(Gone):
+        both.append(host.call("held").result())
     return sum(a for a, _ in both), sum(b for _, b in both)
 
   def counts(self) -> list[tuple[int, int]]:

@@ -20,10 +20,11 @@ from asgd.live.journal import (
 )
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
+from asgd.tables.division import Division
 from asgd.tables.job_records import (
   BINS,
+  ClockMessage,
   JobRecord,
-  Message,
   dump_message,
   load_message,
 )
@@ -84,6 +85,31 @@ def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
   """Returns the records of a worker, from one on."""
   rows = read_rows(records_path(run, worker), JOB_RECORD, start)
   return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
+
+
+def read_divisions(run: Path, first: Division) -> list[Division]:
+  """Returns the divisions of tables of a run, with the first."""
+  out = [first]
+  for event in read_journal(order_path(run, 0)):
+    if event.action == base.MOVE:
+      out.append(out[-1].next(first.cuts_of(event.totals)))
+  return out
+
+
+def rest_seconds(run: Path, workers: int, jobs: int) -> float:
+  """Returns how long workers waited for ranges to move: the mean over workers
+  of the seconds between their last job before a move and the next one, summed
+  over moves, which there are after every so many jobs of each."""
+  total = 0.0
+  for worker in range(workers):
+    ended: dict[int, float] = {}  # jobs done -> when
+    for event in read_journal(journal_path(run, worker)):
+      done = event.job // workers
+      if event.action == base.RECEIVE:
+        ended[done + 1] = event.time
+      elif event.action in STARTS and done % jobs == 0 and done in ended:
+        total += event.time - ended.pop(done)
+  return total / workers
 
 
 def by_time(parts: Sequence[TableRecords]) -> TableRecords:
@@ -183,7 +209,7 @@ class Outbox:
     lives = (path.stem.removeprefix(self._name) for path in paths)
     return sorted(int(life) for life in lives if life.isdecimal())
 
-  def write(self, row: Event, message: Message) -> None:
+  def write(self, row: Event, message: ClockMessage) -> None:
     """Keeps a message. If it cannot, the next holder does its jobs again."""
     if not self._folder.is_dir():
       return
@@ -196,7 +222,7 @@ class Outbox:
         if life < self._life:
           self._path(life).unlink()
 
-  def read(self, events: Sequence[Event]) -> tuple[Event, Message] | None:
+  def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
     """Returns (row, message) that the holders before have left, whose rows are
     these; None if there is none of them."""
     lives = [life for life in self._lives() if life < self._life]

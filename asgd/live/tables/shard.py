@@ -18,6 +18,7 @@ from asgd.live.journal import FileJournal
 from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, Event
 from asgd.tables import requests, wire
+from asgd.tables.division import Cuts
 from asgd.tables.requests import JOIN, Reply, Request
 from asgd.tables.shard import EXPELLED, TableShard
 
@@ -38,6 +39,13 @@ class Status(NamedTuple):
 
   done: dict[int, int]  # jobs whose updates are here
   waiting: set[int]  # those that wait for others
+
+
+class Given(NamedTuple):
+  """What a shard gives away."""
+
+  parts: dict[int, bytes]  # of its rows, to other shards
+  rows: dict[int, Rows]  # that workers may not have, to these
 
 
 class ShardHost:
@@ -237,6 +245,25 @@ class ShardHost:
     self._write(Event(self._now(), worker, NO_SEQ, life, base.LEAVE))
     self._shard.leave(worker)
     self._wake()
+
+  # Moving ranges, when all workers have ended the same clock.
+
+  def load(self) -> tuple[int, dict[str, np.ndarray]]:
+    """Returns (version of the division, load of each row by table)."""
+    return self._shard.version, self._shard.load()
+
+  def give(self, cuts: Cuts) -> Given:
+    """Returns what others are to have, if tables are cut so."""
+    workers = {
+      worker: self._shard.unsent(worker, 0) for worker in self._shard.done()
+    }
+    return Given(self._shard.give(cuts), workers)
+
+  def move(self, data: bytes) -> None:
+    """Has other ranges from now on, unless it has them already."""
+    request = requests.load_request(data)
+    if not self._shard.is_done(request):
+      self._do(request, data)
 
   # What the driver asks.
 

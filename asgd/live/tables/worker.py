@@ -4,9 +4,9 @@ It works as long as it can, in one call (`run`), which ends when a shard is
 gone: the driver then calls again, and says where that one is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.live.faults import Script
@@ -16,13 +16,23 @@ from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, STARTS, Event
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
-from asgd.tables.job_records import JobRecord, Message
+from asgd.tables.division import Cuts
+from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
-# How `run` ends; LOST with the number of a shard, HALTED at a limit.
-ENDED, HALTED, LOST = "ended", "halted", "lost"
+# How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as
+# tables are to be divided anew.
+ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 REJECTED, EXPELLED = "rejected", "expelled"
+
+
+class Moved(NamedTuple):
+  """What a worker that rests is told as ranges have moved."""
+
+  cuts: Cuts
+  # Of each shard: (number, Rows) that it may not have yet.
+  rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
 class WorkerHost:
@@ -97,16 +107,23 @@ class WorkerHost:
   # What the driver calls.
 
   def run(
-    self, limit: int | None, found: Mapping[int, Host] | None = None
+    self,
+    limit: int | None,
+    found: Mapping[int, Host] | None = None,
+    ranges: Moved | None = None,
   ) -> tuple[str, int]:
     """Works until all jobs are done, or so many, or it cannot go on; returns
     how it ended, and which shard is gone. `found` has the shards that were
     started again, where they are now: they come with the call, as calls may be
-    made in another order."""
+    made in another order. So do other ranges, for which it has rested."""
     self._limit = limit
     for shard, host in (found or {}).items():
       self._shards[shard] = host
       self._calls.pop(shard, None)
+    if ranges is not None:
+      for shard, rows in enumerate(ranges.rows):
+        self._worker.mail.hear_rows(shard, rows)
+      self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
     except Gone as gone:
@@ -128,6 +145,8 @@ class WorkerHost:
       worker = self._worker
       if worker.next is None:
         return ENDED
+      if worker.rests:
+        return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       self._take()
@@ -165,14 +184,14 @@ class WorkerHost:
         continue
       if reply.number < 0:
         return False
-      self._worker.hear(shard, reply)
+      self._worker.mail.hear(shard, reply)
       del self._asks[shard]
       if shard == 0:
         self._limit = reply.limit
     if gone is not None:
       raise gone
     for shard in self._shards:
-      while self._worker.lacks(shard):
+      while self._worker.mail.lacks(shard):
         self._listen(shard)
         self._hear_rows(shard)
     return True
@@ -180,13 +199,13 @@ class WorkerHost:
   def _listen(self, shard):
     """Has a call at a shard, that ends when there are rows."""
     if shard not in self._calls:
-      have = self._worker.there(shard)
-      asked = self._index, self._worker.life, have
+      have = self._worker.mail.there(shard)
+      asked = self._index, self._worker.mail.life, have
       self._calls[shard] = self._shards[shard].call("listen", *asked)
 
   def _hear_rows(self, shard):
     call = self._calls.pop(shard)
-    self._worker.hear_rows(shard, call.result())
+    self._worker.mail.hear_rows(shard, call.result())
 
   def _take(self):
     """Takes the rows that have come."""
@@ -195,13 +214,13 @@ class WorkerHost:
         if shard in self._calls and self._calls[shard].done():
           self._hear_rows(shard)
         self._listen(shard)
-      self._worker.take(shard, self._worker.there(shard))
+      self._worker.take(shard, self._worker.mail.there(shard))
 
   # A job.
 
   def _begun(self, action):
     worker, seq = self._worker, self._seq
-    job, taken = worker.next, tuple(map(float, worker.taken))
+    job, taken = worker.next, tuple(map(float, worker.mail.taken))
     self._begin(seq, job, action, totals=taken)
 
   def _begin(self, seq, job, action, **fields):
@@ -227,13 +246,13 @@ class WorkerHost:
     seq, _ = self._open[-1]
     return self._script.message(self._index, seq, gradient)
 
-  def _sends(self, message: Message):
+  def _sends(self, message: ClockMessage):
     if self._outbox:
       self._outbox.write(self._row, message)
 
   # Of the holder before.
 
-  def _left(self, done: int) -> Message | None:
+  def _left(self, done: int) -> ClockMessage | None:
     """Its message with which so many jobs are done, if that is there and was
     not received by all."""
     events = self._journal.events()

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from asgd import experiment
+from asgd import base, experiment
 from asgd.data import documents
 from asgd.experiment import audit, live_files, live_memory, loop, replay
 from asgd.experiment.engines import table_clusters
@@ -18,7 +18,7 @@ from asgd.experiment.signals import Stopped
 from asgd.live import processes
 from asgd.live.faults import Fault
 from asgd.live.hosts import threads
-from asgd.live.journal import journal_path
+from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -92,10 +92,32 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   assert again["params_sha256"] == result["params_sha256"]
   with pytest.raises(ValueError, match="is of tables, whose shards"):
     live_files.read(place)
+  drawn = live_files.read_to_draw(place)
+  jobs = [end.job for _, end in live_files.ended_jobs(drawn.jobs)]
+  assert len(jobs) == 40
+  assert len(drawn.journals) == 2
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
   with pytest.raises(ValueError, match="do not belong together|no shard has"):
     replay.replay(place)
+
+
+def test_ranges_move_and_a_cell_that_was_stopped_goes_on_with_them(tmp_path):
+  run = dict(recipe="table", clock_every=2, shards=2, rebalance_every=2)
+  moving = {"runs": {"run": {**run, "consistency": "bulk_synchronous"}}}
+  with pytest.raises(Stopped, match="stopped in"):
+    train(tmp_path, signals=Stop(), **moving)
+  result, place = train(tmp_path, **moving)
+  assert (result["messages"], result["missed"]) == (40, 0)
+  rows = read_journal(files.order_path(place, 1))
+  moves = [row for row in rows if row.action == base.MOVE]
+  # Of the 10 clocks of each worker, the last needs no move after it.
+  assert [row.job for row in moves] == [1, 2, 3, 4]
+  assert len({row.totals for row in moves}) > 1
+  assert result["ranges_moved"] > 0
+  assert 0 < result["rest_seconds"] < result["seconds"]
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
 
 
 def test_a_cell_without_a_checkpoint_begins_again_and_a_worker_dies(tmp_path):
@@ -121,7 +143,6 @@ def test_a_cell_without_a_checkpoint_begins_again_and_a_worker_dies(tmp_path):
   [
     ({"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
     ({"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat16' is n"),
-    ({"runs": {"run": {**RUN, "rebalance_every": 3}}}, "keep their ranges"),
     ({"runs": {"run": {**RUN, "shards": 21}}}, r"run\.shards must be at most"),
   ],
 )
@@ -213,12 +234,16 @@ def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
   machine = Machine(grace_seconds=60.0, faults=faults)
   try:
     result, place = train(
-      tmp_path, machine, killer, engine="ray", workers=(4,)
+      *(tmp_path, machine, killer),
+      engine="ray",
+      workers=(4,),
+      runs={"run": {**RUN, "rebalance_every": 2}},
     )
   finally:
     machine.close()
   assert killer.killed
   assert result["replaced"] == {"worker": 1, "shard": 1}
+  assert result["rest_seconds"] > 0  # after 4 and 8 of 10 jobs
   assert (result["messages"], result["missed"]) == (40, 0)
   replayed = replay.replay(place)
   assert replayed.recorded == replayed.digest

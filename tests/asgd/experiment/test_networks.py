@@ -294,3 +294,45 @@ def test_sizes_are_those_that_were_counted():
   sizes = predict.sizes_of([base.Records(**columns)], 2)
   assert [sizes.up(0, 0), sizes.up(0, 1), sizes.up(1, 0)] == [[4], [9], [5]]
   assert sizes.up(1, 1) == [6]  # the mean
+
+
+# Times of replicas that are divided among machines.
+
+# Of 4 hidden units and 2 logits each machine has half: see the example of
+# `asgd.parallel.partitions.phases`.
+DIVIDED = {
+  "name": "partitioned",
+  "model": {"name": "mlp", "hidden": (4,)},
+  "inputs": (3,),
+  "classes": 2,
+  "machines": 2,
+  "batch_size": 1,
+  "flops": 2.0,
+  "bandwidth": 4.0,
+  "variation": 0.0,
+}
+
+
+def test_jobs_take_the_time_of_a_divided_model():
+  # 12, 8, 16 and 12 operations of each machine, and thrice 8 bytes.
+  alone, time = 96 / 2, 48 / 2 + 3 * 8 / 4
+  records = trained(durations=DIVIDED, workers=(1,)).records()
+  np.testing.assert_allclose(records.time[:2], [time / alone, 2 * time / alone])
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"machines": 0}, "config.durations.machines must be a pos"),
+    ({"bandwidth": 0.0}, "config.durations.bandwidth must be a positive"),
+    ({"model": {"hidden": (4,)}}, "config.durations.model needs a name"),
+    ({"model": {"name": "cnn"}, "inputs": (8, 8, 3)}, "layer ConvPool cannot"),
+    ({"inputs": (3, 0)}, "config.durations.inputs must be a positive"),
+    ({"machine": 2}, "did you mean 'machines'"),
+    ({"bandwidth": 1e-40}, "a job may take at most 1e"),
+  ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(change, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    build(durations={**DIVIDED, **change})
+  assert "\n" not in str(caught.value)

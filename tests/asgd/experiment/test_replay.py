@@ -69,7 +69,7 @@ def test_the_folder_of_one_cell_is_as_good_as_the_cell(trained):
   assert replayed.name == "a-n3-s0"
   assert replayed.digest == result["params_sha256"]
   said = replay.describe(replayed)
-  assert "the same parameters as the live run, to the bit" in said
+  assert "the same parameters as the run, to the bit" in said
 
 
 @pytest.mark.process

@@ -58,6 +58,13 @@ def test_slow_machines_by_their_factors():
   assert seconds(swap, last, factors=[[1, 2], [3, 1]]) == 2 + 2.5 + 3
 
 
+def test_a_step_takes_no_longer_than_all_of_it_in_turn():
+  swap, network = Phase([6, 2], [{1: 8}, {0: 16}]), NETWORK._replace(service=1)
+  most = phases.most_seconds([swap, swap], network, flops=2.0)
+  assert most == 2 * (8 / 2 + 2 * 1.5 + 2 * 24 / 4)
+  assert seconds(swap, swap, network=network) < most
+
+
 def clock(**options):
   swap = Phase([6, 2], [{1: 8}, {0: 8}])
   return phases.partitioned([swap], NETWORK, flops=2.0, **options)

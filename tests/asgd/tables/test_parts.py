@@ -27,14 +27,15 @@ MODELS = {
 }
 
 
-def work(exact=True):
+def work(exact=True, hot=ROWS):
   """Job j adds 2^j to each row that it reads, or what depends on it; with None
-  a whole number that depends on all it reads, to all rows."""
+  a whole number that depends on all it reads, to all rows. It reads none of `v`
+  from `hot` on."""
 
   def keys(job):
     if exact is None:
       return {"v": np.arange(ROWS), "w": np.arange(2)}
-    return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
+    return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
 
   def gradient(rows, job, keys, *_):
     if exact is None:
@@ -55,9 +56,12 @@ def first():
 class World:
   """Shards and workers, of which a drawn one does something."""
 
-  def __init__(self, seed, consistency, shards=2, exact=True, **options):
-    self.draw, self.work = random.Random(seed), work(exact)
+  def __init__(
+    self, seed, consistency, shards=2, exact=True, hot=ROWS, **options
+  ):
+    self.draw, self.work = random.Random(seed), work(exact, hot)
     self.messages = [None] * WORKERS  # the last one of each place
+    self.cuts = []
     self.settings = tables.table(
       1.0, WORKERS, consistency=consistency, clock_every=2, **options
     )
@@ -135,8 +139,28 @@ class World:
     self.orders[s].append(shard.event(request, 0.0))
     self.log[s].append(self.asks[w][s])
     shard.obey(request)
-    self.workers[w].hear(s, shard.reply(request))
+    self.workers[w].mail.hear(s, shard.reply(request))
     del self.asks[w][s]
+    return True
+
+  def divide(self):
+    """All wait for other ranges: they get them."""
+    load = [shard.load() for shard in self.shards]
+    cuts = division_lib.by_load(load)
+    self.cuts.append(cuts)
+    given = [shard.give(cuts) for shard in self.shards]
+    version = self.shards[0].version + 1
+    for s, shard in enumerate(self.shards):
+      parts = [mine[s] for mine in given if s in mine]
+      data = requests.dump_move(version, cuts, parts)
+      request = requests.load_request(data)
+      self.orders[s].append(shard.event(request, 0.0))
+      self.log[s].append(data)
+      shard.obey(request)
+    for w, worker in enumerate(self.workers):
+      for s, shard in enumerate(self.shards):
+        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+      worker.divide(cuts)
     return True
 
   def move(self, w):
@@ -147,13 +171,16 @@ class World:
     if self.steps[w] is not None:
       self.go_on(w)
       return True
+    if worker.rests:
+      rest = all(each.rests for each in self.workers)
+      return rest and not any(self.steps) and self.divide()
     if worker.next is None:
       return False
     for s, shard in enumerate(self.shards):
       if self.draw.random() < 0.5:  # it has come, or not yet
-        worker.hear_rows(s, shard.unsent(w, worker.taken[s]))
-      worker.take(s, worker.there(s))
-    taken = tuple(map(float, worker.taken))
+        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+      worker.take(s, worker.mail.there(s))
+    taken = tuple(map(float, worker.mail.taken))
 
     def begun(action):
       row = Event(0.0, w, 0, worker.next, action, totals=taken)
@@ -165,7 +192,7 @@ class World:
     return True
 
   def kill_worker(self, w):
-    self.workers[w] = self.worker(w, self.workers[w].life + 1)
+    self.workers[w] = self.worker(w, self.workers[w].mail.life + 1)
     self.join(w)
 
   def kill_shard(self, s):
@@ -202,10 +229,10 @@ class World:
     )
 
 
-def whole():
+def whole(hot=ROWS):
   out = first()
   for job in range(WORKERS * JOBS):
-    for name, keys in work().keys(job).items():
+    for name, keys in work(hot=hot).keys(job).items():
       out[name][keys] += 2.0**job
   return out
 
@@ -227,6 +254,11 @@ def check_replay(world):
         np.testing.assert_array_equal(a, b)
 
 
+def check_bound(world, bound):
+  for record in [r for mine in world.records for r in mine]:
+    assert bound is None or record.staleness <= bound
+
+
 KILLS = [("worker", 1, 14), ("shard", 0, 25), ("shard", 1, 40)]
 
 
@@ -237,10 +269,19 @@ def test_each_update_is_there_once_and_a_replay_is_the_same(which, kills):
     world = World(seed, which, **MODELS[which]).run(kills)
     assert same(world.tables(), whole())
     check_replay(world)
-    bound = MODELS[which].get("bound")
-    for record in [r for mine in world.records for r in mine]:
-      if bound is not None:
-        assert record.staleness <= bound
+    check_bound(world, MODELS[which].get("bound"))
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_ranges_move_and_no_update_is_lost(which):
+  for seed, shards in enumerate((2, 3)):
+    model = dict(MODELS[which], rebalance_every=1, shards=shards, hot=4)
+    world = World(seed, which, **model).run(KILLS)
+    assert len(world.cuts) == 2  # after clocks 1 and 2 of 3
+    assert world.cuts[0]["v"][1] < 4  # the first shard had rows 0 to 3
+    assert same(world.tables(), whole(hot=4))
+    check_replay(world)
+    check_bound(world, MODELS[which].get("bound"))
 
 
 @pytest.mark.parametrize("which", ["ssp", "essp", "asynchronous"])
@@ -258,17 +299,26 @@ def test_a_message_that_some_shards_have_comes_to_the_others(which):
     check_replay(world)
 
 
-def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies():
+@pytest.mark.parametrize("function", [{}, {"ftrl": {"l1": 0.01}}])
+def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies(
+  function,
+):
+  # A row whose state did not move with it would go on otherwise.
+  shards = dict(rebalance_every=1, shards=2, **function)
   which = "bulk_synchronous"
   simulation = tables.Simulation(
-    tables.table(1.0, WORKERS, consistency=which, clock_every=2),
+    tables.table(1.0, WORKERS, consistency=which, clock_every=2, **shards),
     first(),
     work(exact=False),
     orders.durations.constant(),
     workers=WORKERS,
     messages=WORKERS * JOBS,
   )
+  simulation.advance(WORKERS * 4)  # two clocks
+  tables_there = simulation.server.tables.items()
+  cuts = {name: list(table.ranges.cuts) for name, table in tables_there}
   simulation.advance(WORKERS * JOBS)
   for seed, kills in ((0, ()), (1, KILLS)):
-    world = World(seed, which, exact=False).run(kills)
+    world = World(seed, which, exact=False, **shards).run(kills)
+    assert kills or world.cuts[-1] == cuts
     assert same(world.tables(), simulation.tables())

@@ -1,4 +1,4 @@
-"""The points of a figure: at numbers of their own, or at a column."""
+"""The points of a figure: at numbers of their own, at a column, of a file."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from asgd.experiment import folder
 from asgd.experiment.claims import columns, drawing, figure_file
 
 
-def made(**panel):
+def made(places=(None,) * 3, **panel):
   cells = {
     ("a", 4, seed): columns.CellResult(
       dict(diverged=False, test_loss=seed + 1.0, bytes_up=1e6 * (seed + 1)),
-      None,
+      place,
     )
-    for seed in range(3)
+    for seed, place in enumerate(places)
   }
   figure = figure_file.read(
     "it",
@@ -26,8 +26,8 @@ def made(**panel):
       ],
       "panels": [
         dict(
-          title="p", column="test_loss", xlabel="x", ylabel="y",
-          series={"mine": [(7, "a")]}, **panel,
+          title="p", xlabel="x", ylabel="y", series={"mine": [(7, "a")]},
+          **{"column": "test_loss", **panel},
         )
       ],
     },
@@ -42,6 +42,22 @@ def test_the_x_of_a_cell_is_given_or_the_mean_of_a_column():
   rows = made(xcolumn="bytes_up", xscale=1e-6)
   assert [row["x"] for row in rows] == [2.0] * 3
   assert [row["value"] for row in rows] == [1.0, 2.0, 3.0]
+
+
+def test_a_histogram_has_the_shares_of_what_each_cell_counted(tmp_path):
+  places = [tmp_path / str(seed) for seed in range(3)]
+  counts = "-2,3\n-1,9\n", "-1,5\n"
+  for place, counted in zip(places[:2], counts, strict=True):
+    place.mkdir()
+    (place / "staleness.csv").write_text(f"differential,rows\n{counted}")
+  rows = made(places, column="staleness.csv", scale=100.0)
+  # Of the value that seed 1 has not met there are none; seed 2 has no file.
+  assert [(row["seed"], row["x"], row["value"]) for row in rows] == [
+    *((0, 5, 25), (0, 6, 75), (1, 5, 0), (1, 6, 100)),
+  ]
+  for key, value in {"minus": "a", "xcolumn": "bytes_up"}.items():
+    with pytest.raises(ValueError, match=f"{key} '{value}' is not for"):
+      made(places, column="staleness.csv", **{key: value})
 
 
 def test_a_run_is_a_curve_along_its_evaluations(monkeypatch):

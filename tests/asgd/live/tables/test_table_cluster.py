@@ -1,6 +1,7 @@
 """Live tables in threads: deaths of workers and shards lose no update, and what
 was written down is obeyed again to the same bits."""
 
+import functools
 import threading
 import time
 from concurrent.futures import Future
@@ -10,9 +11,11 @@ import pytest
 
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import ShardsDie
 from asgd.live.faults import Fault, Script
 from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.journal import read_journal
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 from asgd.live.tables.shard import ShardHost
@@ -31,14 +34,15 @@ def first():
   return {"v": np.zeros((ROWS, 2)), "w": np.zeros((2, 1))}
 
 
-def keys(job):
-  return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
+def keys(job, hot=ROWS):
+  """None of `v` from `hot` on."""
+  return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
 
 
-def whole(jobs=range(WORKERS * JOBS)):
+def whole(jobs=range(WORKERS * JOBS), hot=ROWS):
   out = first()
   for job in jobs:
-    for name, mine in keys(job).items():
+    for name, mine in keys(job, hot).items():
       out[name][mine] += 2.0**job
   return out
 
@@ -49,6 +53,7 @@ class Run:
   def __init__(self, folder, model, do=None, **options):
     self.folder, self.do = folder, dict(do or {})
     self.faults = options.pop("faults", ())
+    self.hot = options.pop("hot", ROWS)
     self.settings = tables.table(1.0, WORKERS, clock_every=2, **model)
     self.division = division_lib.divide(first(), SHARDS)
     began = time.monotonic()
@@ -76,7 +81,8 @@ class Run:
 
   @property
   def work(self):
-    return tables.Work(lambda worker, job: job, keys, self.gradient)
+    mine = functools.partial(keys, hot=self.hot)
+    return tables.Work(lambda worker, job: job, mine, self.gradient)
 
   def shard(self, index, image):
     def make():
@@ -109,6 +115,12 @@ class Run:
       )
 
     return start
+
+  def cuts(self):
+    """Of each move, as the first shard's order has them."""
+    rows = read_journal(files.order_path(self.folder, 0))
+    cuts_of = self.division.cuts_of
+    return [cuts_of(row.totals) for row in rows if row.action == base.MOVE]
 
   def records(self):
     parts = [files.read_table_records(self.folder, w) for w in range(WORKERS)]
@@ -162,7 +174,7 @@ def run_of(tmp_path):
 
 
 def check_whole(run):
-  for name, rows in whole().items():
+  for name, rows in whole(hot=run.hot).items():
     np.testing.assert_array_equal(run.tables[name], rows)
 
 
@@ -222,10 +234,13 @@ def test_one_that_takes_a_place_has_time_to_start(run_of):
 
   ladder = Ladder(start=100.0)
   run = run_of(SSP, {8: die}, ladder=ladder, clock=lambda: clock[0])
+  for _ in range(20):  # it may not see how long enough of the others' took
+    run.cluster._deadlines.ended(0.0)
   run.cluster.start()
   run.wait(begins)
   while not all(run.cluster._workers[w].ended for w in (0, 1)):
     run.cluster.check(len(run.records().loss))
+  run.cluster.check(len(run.records().loss))  # it sees it at its job at 0.0
   for now in (50.0, 99.0):  # others have done their jobs in no time
     clock[0] = now
     run.cluster.check(len(run.records().loss))
@@ -313,19 +328,87 @@ def test_nobody_waits_for_one_who_is_not_replaced(run_of):
   run.check_replay()
 
 
-def test_a_run_at_rest_goes_on_from_images(run_of):
-  one = run_of(dict(consistency="essp", bound=1))
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_run_at_rest_goes_on_from_images(run_of, moves):
+  model = dict(consistency="essp", bound=1, rebalance_every=moves)
+  one = run_of(model)
   one.cluster.start()
+  while len(one.cuts()) < moves:
+    one.cluster.check(0)
+    time.sleep(0.002)
   assert one.cluster.pause()
   done = len(one.records().loss)
   assert done % 2 == 0  # all have ended the same clock
   images = one.cluster.images()
   one.cluster.close()
-  two = run_of(dict(consistency="essp", bound=1))
+  two = run_of(model)
   two.cluster.start(images)
   two.finish()
+  assert len(two.cuts()) == 2 * moves
   check_whole(two)
   two.check_replay()
+
+
+def kill_before(run, at):
+  """Has hosts die just before shards are asked something by the driver: `at`
+  is (method, shard or None for all) -> (kind, index)."""
+  tell, ask_all, at = run.cluster._tell, run.cluster._ask_all, dict(at)
+
+  def killed(method, shard):
+    if dead := at.pop((method, shard), None):
+      run.hosts.kill(*dead)
+
+  def first_kill(shard, method, *args):
+    killed(method, shard)
+    return tell(shard, method, *args)
+
+  def first_kill_and_ask_all(method, *args):
+    killed(method, None)
+    return ask_all(method, *args)
+
+  run.cluster._tell = first_kill
+  run.cluster._ask_all = first_kill_and_ask_all
+
+
+@pytest.mark.parametrize(
+  ("model", "at"),
+  [
+    (dict(consistency="bulk_synchronous"), {}),
+    (SSP, {("load", None): ("shard", 1), ("give", None): ("shard", 0)}),
+    (dict(consistency="essp", bound=1), {("move", 1): ("shard", 0)}),
+    # One that has not heard of its rows, and a worker that rests.
+    (
+      dict(consistency="managed", bound=2, budget=2),
+      {("move", 0): ("shard", 1), ("move", 1): ("worker", 1)},
+    ),
+  ],
+  ids=["no one", "before", "after", "between"],
+)
+def test_ranges_move_and_who_dies_comes_back_with_them(run_of, model, at):
+  # After the first move a shard and a worker die as workers go on.
+  do = {6: kill("shard", 1), 8: kill("worker", 2)}
+  run = run_of({**model, "rebalance_every": 1}, do, hot=4)
+  kill_before(run, at)
+  run.train()
+  assert run.division.ranges["v"].cuts == (0, 3, 7)
+  first, second = run.cuts()
+  assert first["v"] == second["v"] == [0, 2, 7]  # rows 0 to 3 are hot
+  died = [kind for kind, _ in at.values()]
+  assert run.cluster.replaced == {
+    kind: 1 + died.count(kind) for kind in ("worker", "shard")
+  }
+  check_whole(run)
+  run.check_replay()
+
+
+def test_ranges_move_without_one_who_is_not_replaced(run_of):
+  do = {4: kill("worker", 1)}
+  run = run_of({**SSP, "rebalance_every": 2}, do, hot=4, refill=False).train()
+  assert len(run.cuts()) == 1
+  done = set(run.records().job.tolist())
+  for name, rows in whole(done, hot=4).items():
+    np.testing.assert_array_equal(run.tables[name], rows)
+  run.check_replay()
 
 
 def test_a_shard_that_dies_at_rest_comes_back(run_of):
@@ -342,6 +425,64 @@ def test_a_shard_that_dies_at_rest_comes_back(run_of):
   assert one.cluster.replaced == {"worker": 0, "shard": 1}
   check_whole(one)
   one.check_replay()
+
+
+def test_a_worker_that_dies_at_rest_is_replaced(run_of):
+  one = run_of(SSP)
+  one.cluster.start()
+  assert one.cluster.pause()
+  one.hosts.kill("worker", 1)
+  with pytest.raises(Gone):
+    one.cluster.images()
+  assert one.cluster.pause()
+  assert set(one.cluster.images().workers) == {0, 1, 2}
+  one.cluster.go_on()
+  one.finish()
+  assert one.cluster.replaced == {"worker": 1, "shard": 0}
+  check_whole(one)
+  one.hosts.kill("worker", 2)  # at the end, which costs what it held back
+  assert one.cluster.held() == (0, 0)
+  one.check_replay()
+
+
+def dying(run, times):
+  """Has the first hosts of shard 1 die as they are made."""
+  left = [True] * times
+
+  def make(inside, make, run_folder, memory, index, **options):
+    if index == 1 and left:
+      left.pop()
+      inside.kill()
+    return ShardHost(inside, make, run_folder, memory, index, **options)
+
+  run.shard_host = make
+
+
+def test_a_shard_that_dies_as_it_comes_back_comes_back_again(run_of):
+  run = run_of(SSP, {7: lambda run: (dying(run, 2), kill("shard", 1)(run))})
+  dying(run, 1)
+  run.train()
+  assert run.cluster.replaced == {"worker": 0, "shard": 4}
+  check_whole(run)
+  run.check_replay()
+
+
+def test_a_shard_that_dies_over_and_over_ends_the_run(run_of):
+  run = run_of(SSP)
+  dying(run, 100)
+  with pytest.raises(ShardsDie, match="shards ended 11 times before a job"):
+    run.train()
+
+
+def test_a_shard_that_says_nothing_is_killed(run_of, monkeypatch):
+  monkeypatch.setattr(cluster_lib, "_PATIENCE", 0.0)
+  monkeypatch.setattr(cluster_lib, "_WAIT", 0.01)
+  run = run_of(SSP, ladder=QUICK)
+  run.cluster.start()
+  mine = run.hosts.start("shard", 1, lambda inside: inside)
+  run.cluster._shards[1] = mine
+  assert not run.cluster._tell(1, "wait", 600.0)
+  assert ("shard", 1) in run.hosts.gone()
 
 
 def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):

@@ -1,0 +1,130 @@
+"""What the benchmark of slow links measures and simulates."""
+
+import numpy as np
+import pytest
+
+from asgd.experiment import namespaces, network_speed, predict
+from asgd.experiment.network_speed import Links
+
+# A job of 1, half a unit each way, and a port that a message of 1,024 float32
+# keeps for a quarter of one.
+LINKS = Links(job=1.0, latency=0.5, port=16_384.0, nbytes=4096)
+EXACT = {"rel": 1e-6}  # of a file, whose times have so many digits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly(quick_compilation):
+  """What is compiled is compiled quickly."""
+
+
+def test_workers_that_do_not_meet_are_as_many_times_as_fast():
+  alone = network_speed.simulated(LINKS, 1, 1, 8, [1.0])
+  assert alone == pytest.approx(1 / (1 + 2 * (0.5 + 0.25)), **EXACT)
+  assert LINKS.bound(1, 1) == pytest.approx(alone, **EXACT)
+  two = network_speed.simulated(LINKS, 1, 2, 8, [1.0])
+  assert two == pytest.approx(1 / (1 + 2 * (0.5 + 0.125)), **EXACT)
+
+
+def test_two_tickets_of_one_port_by_hand():
+  """Both tickets are granted at 0: the second leaves the port after the first,
+  a quarter later, and stays as far behind, so that nobody waits again."""
+  config = {"network": LINKS.section(), "durations": {"name": "constant"}}
+  records, _ = network_speed._train(LINKS, "simulate", 2, 1, 6, **config)
+  first = np.array([2.5, 5.0, 7.5])
+  expected = np.sort(np.concatenate([first, first + 0.25]))
+  np.testing.assert_allclose(records.time, expected, rtol=1e-12)
+
+
+def test_beyond_the_bend_a_port_lets_no_more_through():
+  assert LINKS.bound(16, 1) == 1 / 0.25
+  rate = network_speed.simulated(LINKS, 16, 1, 64, [1.0])
+  assert rate == pytest.approx(1 / 0.25, **EXACT)
+
+
+def test_slower_links_change_the_unit_of_time_alone():
+  slow = LINKS.slower(3.0)
+  assert slow.bound(4, 2) == pytest.approx(LINKS.bound(4, 2) / 3)
+
+
+def test_what_one_worker_took_is_what_it_waited_and_more():
+  runtime = network_speed.Threads(0.2)
+  times, late = runtime.measured(4)
+  problem = network_speed.waiting(1, seconds=0.0)
+  assert problem.batches(0, 1)(0, 0).shape == (1, 1)
+  assert len(times) == 3  # without the first
+  assert min(times) > 0.5 * runtime.links.job
+  assert late > 0
+
+
+def test_live_workers_over_slow_links_hand_in_all_messages():
+  runtime = network_speed.Threads(0.2)
+  rate, late = runtime.rate(2, 2, 8)
+  assert rate > 0
+  assert late > 0
+
+
+def test_what_is_disturbed_is_done_again():
+  tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.01), ("e", 0.0)])
+  assert network_speed.undisturbed(lambda: next(tries)) == ("d", 0.01)
+  tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.4), ("e", 0.9)])
+  assert network_speed.undisturbed(lambda: next(tries)) == ("b", 0.2)
+
+
+def test_workers_that_share_times_do_not_keep_step():
+  rows = predict.shifted([[1.0, 2.0, 3.0], [7.0]], 4)
+  assert rows == [[1.0, 2.0, 3.0], [7.0], [2.0, 3.0, 1.0], [7.0]]
+  assert predict.shifted(rows, 4) == rows
+
+
+# Network namespaces: what is said, and refused.
+
+
+@pytest.fixture
+def told(monkeypatch):
+  """Commands that would have been run, and what they say."""
+  commands, answers = [], {"show": ""}
+
+  def tell(*words):
+    commands.append(" ".join(words))
+    return next((v for k, v in answers.items() if k in words), "")
+
+  monkeypatch.setattr(namespaces, "_tell", tell)
+  return commands, answers
+
+
+def test_both_ends_of_a_wire_let_a_bandwidth_through(told):
+  commands, answers = told
+  wire = namespaces.Wire(7)
+  beyond = "nsenter --net=/proc/7/ns/net"
+  assert commands[1] == "ip link add near type veth peer name far netns 7"
+  assert f"{beyond} ip address add 10.211.0.2/24 dev far" in commands
+  commands.clear()
+  wire.limit(5e6)
+  limit = "root tbf rate 40000000bit burst 10000 latency 50ms"
+  assert commands[1::2] == [
+    f"tc qdisc add dev near {limit}",
+    f"{beyond} tc qdisc add dev far {limit}",
+  ]
+  answers["show"] = "qdisc tbf 8002: root rate 40Mbit"
+  commands.clear()
+  wire.limit(None)
+  assert commands[1::2] == [
+    "tc qdisc del dev near root",
+    f"{beyond} tc qdisc del dev far root",
+  ]
+
+
+def test_the_network_of_a_machine_is_left_alone(told):
+  _, answers = told
+  answers["link"] = '[{"ifname": "lo"}, {"ifname": "eth0"}]'
+  with pytest.raises(ValueError, match="it has eth0.* unshare --net COMMAND"):
+    next(iter(namespaces.wire().gen))
+
+
+def test_a_command_that_fails_is_named():
+  with pytest.raises(ValueError, match="false x failed .it does not say why."):
+    namespaces._tell("false", "x")
+  with pytest.raises(ValueError, match="nosuch cannot be run .*: it needs"):
+    namespaces._tell("nosuch")
+
+
