@@ -112,6 +112,14 @@ def edge_claims():
       *("ssp3", "essp10", "edge"),
     ),
     dict(
+      name="SSP worsens with s, edge",
+      says="what less waiting saves is lost: it is later from s = 0 to 3 to 10",
+      kind="ordering",
+      order="rises",
+      column=f"time to {LEVELS['edge']}",
+      runs=labels("ssp", "edge", (0, 3, 10)),
+    ),
+    dict(
       name="SSP 10 does not get there, edge",
       says="at the edge SSP at s = 10 diverges by time, too",
       kind="bound",
