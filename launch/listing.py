@@ -1,4 +1,5 @@
-"""What there is to choose from: recipes, schedules, engines, models, data."""
+"""What there is to choose from: recipes, schedules, engines, models, data and
+problems."""
 
 import functools
 import inspect
@@ -10,7 +11,23 @@ from asgd import compression, data, models
 from asgd.data import sentences
 from asgd.experiment import problem, schema
 from asgd.gossip.topologies import TOPOLOGIES
+from asgd.problems import (
+  clustering,
+  embeddings,
+  factorisation,
+  sparse_logistic,
+  topics,
+)
+from asgd.tables import FILTERS, Consistency
 from pipeline import schedules
+
+_OF_TABLES = (  # problems that pull rows
+  factorisation.matrix_factorisation,
+  sparse_logistic.sparse_logistic_regression,
+  topics.lda,
+  clustering.k_means,
+  embeddings.skip_gram,
+)
 
 
 def options(maker: Callable, known: Any = None) -> list[str]:
@@ -57,12 +74,21 @@ def text(engines: Mapping[str, Any]) -> str:
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
     "recipes (recipe of a run)": _entries(schema.RECIPES, schema.options_of),
+    "consistency (of a run of tables)": [
+      _entry(", ".join(model.value for model in Consistency), "")
+    ],
+    "filters (of a run of tables)": _entries(
+      FILTERS, lambda name: inspect.signature(FILTERS[name]).parameters
+    ),
     "topologies (topology of a recipe of peers)": _entries(TOPOLOGIES),
     "codecs (name of config.compress)": _entries(compression.CODECS),
     "schedules (schedule of a run of engine pipeline)": _entries(
       schedules.SCHEDULES, lambda name: schedules.describe(name).options
     ),
     "models (config.model.name)": _entries(models.MODELS),
+    "problems (config.problem.name, instead of data and model)": _entries(
+      {f"{make.__module__}:{make.__name__}": make for make in _OF_TABLES}
+    ),
     "datasets (config.data.name)": [
       _entry("images", ", ".join(data.DATASETS)),
       _entry("texts", ", ".join(problem.TEXTS)),

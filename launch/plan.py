@@ -145,7 +145,9 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
   chosen = _options(given, _examples(config))
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
-  name = f"{config['model']['name']} on {dataset.name}"
+  name = dataset.name  # of a problem that is given as it is
+  if problem.pieces is not None:
+    name = f"{config['model']['name']} on {name}"
   return workloads.of_problem(problem, name, chosen), chosen
 
 

@@ -35,15 +35,22 @@ def _track(tracks, worker, lane=0) -> int:
   return tracks.tid(_WORKERS, name, 100 * worker + lane)
 
 
+def _has_tables(cell) -> bool:
+  """Whether jobs are what workers wrote down, and not the first shard."""
+  return cell.jobs is not cell.journals[0]
+
+
 def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
   """Yields (start, end, worker, job, pieces of time) of each job."""
   for worker, spans in cell.spans.items():
     of_job = collections.defaultdict(list)
     for name, start, end, seq, job in spans:
-      of_job[seq, job].append((name, start, end))
-    for (_, job), pieces in of_job.items():
+      # Of tables, jobs of a clock are pushed one after the other at its end.
+      alone = name if _has_tables(cell) else ""
+      of_job[seq, job, alone].append((name, start, end))
+    for (_, job, _), pieces in of_job.items():
       yield pieces[0][1], pieces[-1][2], worker, job, pieces
-  for start, end in live_files.ended_jobs(cell.journals[0]):
+  for start, end in live_files.ended_jobs(cell.jobs):
     if end.worker not in cell.spans:
       pieces = [(_ENDS[end.action], start.time, end.time)]
       yield start.time, end.time, end.worker, end.job, pieces
@@ -63,7 +70,8 @@ def _work(cell, tracks):
 def _decisions(cell, shard, tracks):
   """Yields what a shard did: its rows, and what they brought about."""
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
-  for start, end in live_files.served(cell.journals[shard], cell.spans):
+  spans = {} if _has_tables(cell) else cell.spans
+  for start, end in live_files.served(cell.journals[shard], spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   records = cell.records[shard]
   columns = records.worker, records.job, records.update, records.staleness
@@ -94,7 +102,7 @@ def _decisions(cell, shard, tracks):
 def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
   """Returns the events of a timeline: names first, then by time."""
   tracks = tracks_lib.Tracks({_WORKERS: "workers", _SERVER: "server"})
-  for worker in sorted({row.worker for row in cell.journals[0]}):
+  for worker in sorted({row.worker for row in cell.jobs}):
     _track(tracks, worker)
   out = list(_work(cell, tracks))
   for shard in range(len(cell.journals)):
@@ -114,7 +122,7 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   if out and (path.is_dir() or not path.parent.is_dir()):
     what = "is a folder" if path.is_dir() else "is in no folder that is there"
     raise ValueError(f"--out={path} {what}: name a file in one that is")
-  cell = live_files.read(place)
+  cell = live_files.read_to_draw(place)
   timeline = events(cell)
   document = tracks_lib.document(timeline)
   storage.write_atomically(path, storage.to_json(document))

@@ -480,7 +480,11 @@ PIPELINE = engines.EngineKind(
     Column("versions", "weight_versions"),
     Column("peak MiB", "peak_bytes", 2**-20, "{:.3g}"),
     Column("bubble %", "bubble_measured", 100, "{:.0f}"),
-    Column("predicted", "bubble_predicted", 100, "{:.0f}"),
+    Column("predicted %", "bubble_predicted", 100, "{:.0f}"),
+    # Of runs with device_megabytes.
+    Column("MB fetched", "weights_fetched_bytes", 1e-6),
+    Column("written", "weights_written_bytes", 1e-6),
+    Column("held", "weights_peak_bytes", 1e-6),
   ),
   describe=_describe_result,
   timed=True,

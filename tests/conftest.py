@@ -36,6 +36,18 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Programs that JAX keeps for whom may ask again, a megabyte each.
+_KEPT = 1000
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+_since = {"programs": 0}  # JAX was last made to forget them
+
+
+def _count(event, seconds, **details):
+  _since["programs"] += event == _COMPILE
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
 # Files that take long, so that the last ones are short. Those that wait for
 # processes take turns with those that compute.
 SLOW = (
@@ -55,6 +67,15 @@ def pytest_collection_modifyitems(items):
   """Sorts tests by file, without moving them inside of a file."""
   rank = {name: number for number, name in enumerate(SLOW)}
   items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+  """After a file JAX forgets what it compiled, if that is much by now."""
+  yield
+  if _since["programs"] > _KEPT:
+    jax.clear_caches()
+    _since["programs"] = 0
 
 
 @pytest.fixture

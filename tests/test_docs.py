@@ -55,6 +55,7 @@ def test_every_block_is_tested_here():
   blocks = {page: len(BLOCK.findall(text)) for page, text in PAGES.items()}
   assert {page: count for page, count in blocks.items() if count} == {
     "gossip.md": 3,
+    "tables.md": 2,
     "start.md": 1,
     "concepts.md": 1,
     "howto/own_model.md": 2,
@@ -91,6 +92,13 @@ def test_peers_without_a_server(tmp_path, monkeypatch):
   found = names["topologies"].second_eigenvalue(names["topology"])
   assert found == pytest.approx(0.5)
   assert (tmp_path / "torus.svg").exists()
+
+
+def test_tables_in_python(capsys):
+  exec(block("tables.md", "Table.sparse"), {})
+  assert capsys.readouterr().out == "[[2. 2.]\n [0. 0.]\n [1. 1.]]\n"
+  exec(block("tables.md", "Tasks("), {})
+  assert capsys.readouterr().out == "[[0. 0.]\n [1. 1.]]\n"
 
 
 def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):

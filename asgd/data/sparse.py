@@ -265,7 +265,7 @@ def _load_file(data_dir):
     matrix, labels = datasets.load_svmlight_file(path, zero_based=False)
   except OSError as error:
     raise DataError(f"{path} cannot be read: {error.strerror}") from None
-  except ValueError as error:
+  except (ValueError, OverflowError) as error:
     raise ValueError(
       f"{path} cannot be read as lines of a label and KEY:VALUE: {error}"
     ) from None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import text_table
+from asgd import sandblaster, text_table
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
 from asgd.experiment import live_files, predict, replay, storage
@@ -95,6 +95,12 @@ def compare(
   read = live_files.read(folder)
   other = live_files.read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir)
+  if experiment.runs[cell.label].recipe in sandblaster.RECIPES:
+    raise ValueError(
+      f"{folder} is of Sandblaster, whose coordinator hands out jobs as workers"
+      " come: its iterates do not depend on that. See its iterates.csv, draw it"
+      " with asgd timeline, or compute it again with asgd replay"
+    )
   plan = replay.plan_of(experiment, cell, live_files.only_cell(folder))
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)

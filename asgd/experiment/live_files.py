@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import base, tables
+from asgd import base, simulator, tables
 from asgd.experiment import checks, storage
 from asgd.experiment.folder import check_own, only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
+from asgd.live.tables import files
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
 CHANGED = "cell.json is not what a run wrote: put it back as it was"
@@ -32,6 +33,7 @@ class LiveFiles(NamedTuple):
   journals: list[Journal]  # of each shard
   spans: Spans
   records: list[base.Records]  # of each shard
+  jobs: Journal  # the rows that begin and end jobs
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def read(folder: Path) -> LiveFiles:
   if has_tables(description):
     raise ValueError(
       f"{folder} is of tables, whose shards have orders of their own: see its"
-      " staleness.csv and report, or compute it again with asgd replay"
+      " staleness.csv and report, draw it with asgd timeline, or compute it"
+      " again with asgd replay"
     )
   if has_peers(folder, description):
     raise ValueError(
@@ -121,7 +124,23 @@ def read(folder: Path) -> LiveFiles:
       )
   paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
   spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
-  return LiveFiles(description, journals, spans, records)
+  return LiveFiles(description, journals, spans, records, journals[0])
+
+
+def read_to_draw(folder: Path) -> LiveFiles:
+  """Reads a live cell as `read` does, or one of tables, whose workers write
+  down their jobs and whose shards have no records."""
+  folder = only_cell(folder)
+  description = read_description(folder)
+  if not has_tables(description):
+    return read(folder)
+  shards, workers = table_shards(folder), description["cell"]["workers"]
+  orders = files.read_orders(folder, shards, workers)
+  jobs = files.read_rows_of_workers(folder)
+  paths = {worker: spans_path(folder, worker) for worker in range(workers)}
+  spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
+  none = [simulator.concatenate([])] * shards
+  return LiveFiles(description, list(orders.shards), spans, none, jobs)
 
 
 def read_journals(folder: Path, shards: int) -> list[list[Event]]:

@@ -350,7 +350,7 @@ def describe(replayed: Replay) -> str:
   if replayed.recorded is None:
     lines.append("the run did not finish, or not yet: nothing to compare with")
   elif replayed.recorded == replayed.digest:
-    lines.append("the same parameters as the live run, to the bit")
+    lines.append("the same parameters as the run, to the bit")
   else:
     why, came = "", counts[base.RECEIVE]
     if came < (replayed.messages or 0):
@@ -361,6 +361,6 @@ def describe(replayed: Replay) -> str:
     elif replayed.cpus != os.cpu_count():
       why = f": it had {replayed.cpus} CPU cores, this machine {os.cpu_count()}"
     lines.append(
-      f"NOT the parameters of the live run ({replayed.recorded[:16]}){why}"
+      f"NOT the parameters of the run ({replayed.recorded[:16]}){why}"
     )
   return "\n".join(lines)

@@ -11,7 +11,14 @@ import numpy as np
 from asgd import text_table
 from asgd.experiment import boards, figure, folder, page, schema, storage
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import Column, networks, peers, traffic
+from asgd.experiment.engines import (
+  Column,
+  coordinated,
+  networks,
+  peers,
+  tables,
+  traffic,
+)
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
@@ -137,7 +144,13 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   if any(storage.is_finite(row.get("test_measure")) for row in results):
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
-  shown += kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  # What no run here has says nothing.
+  shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
+  if any("evaluations_of_batch" in row for row in results):
+    shown += coordinated.COLUMNS
+  if any("differential_mean" in row for row in results):
+    shown += tables.COLUMNS
   if any("codec" in row or "codec_down" in row for row in results):
     shown += traffic.COLUMNS
   if any("link_utilisation" in row for row in results):

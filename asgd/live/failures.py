@@ -11,3 +11,7 @@ class NotFinite(ValueError):
 
 class WorkersDie(ValueError):
   """Workers die one after the other, and no message comes."""
+
+
+class ShardsDie(ValueError):
+  """Shards die one after the other, and no message comes."""

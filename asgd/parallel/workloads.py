@@ -150,7 +150,10 @@ def of_problem(
   """Returns the workload of a problem: its model is traced and counted."""
   pieces = problem.pieces
   if pieces is None:
-    raise ValueError(f"{name} has no layers that could be counted")
+    raise ValueError(
+      f"{name} has no layers that could be counted: plans are for models of"
+      " layers; give the size of one instead of the config, as --params=1e9"
+    )
   key = jax.random.key(0)
   params = jax.eval_shape(problem.init, key)
   batch = problem.batches(0, 1)(0, 0)

@@ -130,8 +130,15 @@ def _drawing(data, window, negatives, power):
       f"a part of {data.source} has {shortest} known words, too few for a"
       f" window of {window}: use a longer text, or a smaller window"
     )
-  shares = data.counts.astype(float) ** power
-  below = np.cumsum(shares / shares.sum())
+  with np.errstate(over="ignore"):
+    shares = data.counts.astype(float) ** power
+    total = shares.sum()
+  if not np.isfinite(total):
+    raise ValueError(
+      f"power {power:g} is too large: counts of words to that power are not"
+      " finite; 0.75 is usual"
+    )
+  below = np.cumsum(shares / total)
 
   def pairs(tokens, count, rng):
     at = rng.integers(window, len(tokens) - window, count)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, checks
+from asgd import base, checks, names
 from asgd import losses as losses_lib
 from asgd.data import ratings as ratings_lib
 from asgd.problems import problem as lib
@@ -33,12 +33,18 @@ def _load(name, test, options):
       raise ValueError(
         f"ratings {name!r} have a test part: drop test_ratings"
       )
-    return _NAMED[name](**dict(options))
+    if name != "generated" and options:
+      raise _of_generated(options)
+    return names.call("ratings", name, _NAMED[name], dict(options))
   if options:
-    raise ValueError(
-      f"{options[0][0]} is an option of ratings='generated' only; drop it"
-    )
+    raise _of_generated(options)
   return ratings_lib.read(name, test)
+
+
+def _of_generated(options):
+  return ValueError(
+    f"{options[0][0]} is an option of ratings='generated' only; drop it"
+  )
 
 
 def matrix_factorisation(
@@ -95,6 +101,11 @@ def matrix_factorisation(
   checks.nonnegative("l2", l2)
   checks.positive("scale", scale)
   options = tuple(sorted((generate or {}).items()))
+  for key, value in options:
+    if isinstance(value, list | dict):
+      raise ValueError(
+        f"generate.{key} must be a number, not {checks.shown(value)}"
+      )
   data = _load(ratings, test_ratings, options)
   sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
   middle = np.float32(data.values.mean())

@@ -130,13 +130,12 @@ def _batches(data, batch_size):
       raise ValueError(
         f"workers {workers} is more than the {n} documents; use at most {n}"
       )
-    jobs = -(-n // (workers * batch_size))  # of a worker in a pass
-
     def batch(worker, job):
       del worker  # job j is that of worker j modulo N
       turn, owner = divmod(int(job), workers)
-      start = (turn % jobs) * batch_size
       own = np.arange(owner, n, workers)
+      jobs = -(-len(own) // batch_size)  # in which it goes round them
+      start = (turn % jobs) * batch_size
       return of(own[start : start + batch_size])
 
     return batch

@@ -119,6 +119,11 @@ def sandblaster(
   ):
     checks.nonnegative(name, value)
   checks.flag("prefetch", prefetch)
+  if not isinstance(failures, Sequence):
+    raise ValueError(
+      "failures must be a list of (time, what, index), as [(12.5, 'worker',"
+      f" 0)], not {checks.shown(failures)}"
+    )
   return Settings(
     checks.whole("history", history, most=1000),
     portions or 0,

@@ -5,7 +5,7 @@ and is sent at the end of the run; only `kkt` drops, what can make no
 difference. At the end of a run nothing is held back.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +153,11 @@ def kkt(
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng
     if column is not None:
+      if np.shape(rows)[1:2] <= (column,):
+        raise ValueError(
+          f"column {column} of the filter kkt is out of range: rows are of the"
+          f" shape {np.shape(rows)[1:]}"
+        )
       rows, values = rows[:, column], values[:, column]
     drop = (_largest(rows) == 0) & (_largest(values) <= l1 - slack)
     return Verdict(~drop, drop)
@@ -163,6 +168,19 @@ def kkt(
 FILTERS: dict[str, Callable[..., Filter]] = {
   maker.__name__: maker for maker in (significantly_modified, random_skip, kkt)
 }
+
+
+def check(values: Any) -> tuple[str | Mapping[str, Any], ...]:
+  """Returns filters as a config has them; ValueError if they are no list of
+  names and dicts."""
+  listed = isinstance(values, Sequence) and not isinstance(values, str)
+  if not listed or not all(isinstance(x, str | Mapping) for x in values):
+    raise ValueError(
+      "filters must be a list of names and of dicts of a name and options, as"
+      " dict(name='random_skip', probability=0.5), not"
+      f" {checks.shown(values)}"
+    )
+  return tuple(values)
 
 
 def named(value: str | Mapping[str, Any]) -> Filter:
@@ -176,6 +194,7 @@ def named(value: str | Mapping[str, Any]) -> Filter:
     >>> from asgd import tables
     >>> keep = tables.filters.named(dict(name="random_skip", probability=0.5))
   """
+  (value,) = check([value])
   options = {"name": value} if isinstance(value, str) else dict(value)
   name = options.pop("name", None)
   maker = names.resolve("filter", name, FILTERS)

@@ -44,8 +44,12 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
       raise ValueError(
         f"a range of keys needs an end, and no step, not {checks.shown(keys)}"
       )
-    keys = range(first, last)
+    first = checks.whole("the start of a range", first, _INT64.min)
+    keys = range(first, checks.whole("the end of a range", last, _INT64.min))
   if isinstance(keys, range):
+    for key in (*keys[:1], *keys[-1:]):
+      if key < start or key > _INT64.max or (stop is not None and key >= stop):
+        raise _out_of_range(key, start, stop)
     keys = np.arange(keys.start, keys.stop, keys.step, np.int64)
   array = np.asarray(keys)
   if not array.size and array.ndim == 1:
@@ -68,11 +72,14 @@ def _check_range(keys, start, stop):
   if stop is not None:
     bad |= keys >= stop
   if bad.any():
-    key = keys[np.argmax(bad)]
-    most = "or more" if stop is None else f"to {stop - 1}"
-    raise ValueError(
-      f"key {key} is out of range: the table has the keys {start} {most}"
-    )
+    raise _out_of_range(keys[np.argmax(bad)], start, stop)
+
+
+def _out_of_range(key, start, stop):
+  most = "or more" if stop is None else f"to {stop - 1}"
+  return ValueError(
+    f"key {key} is out of range: the table has the keys {start} {most}"
+  )
 
 
 def _check_doubled(keys):

@@ -12,7 +12,7 @@ divided equally. A request that must wait does so at the shards. All shards have
 one order: a request is answered, and a push applied, when the last of them has
 taken its part. An ack has no bytes, and comes before rows that the push has
 caused to be sent. A worker of a model of server push that lacks changed rows
-waits for these, and asks for rows alone that it has never had.
+waits for these, and asks for others alone.
 
 A row SEND of the trace has the time of the answer, a row RECEIVE that at which
 the push is applied.

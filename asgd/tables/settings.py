@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     if self.direct:
       out = {}
       for name, each in values.items():
-        some = each.reshape(len(each), -1).any(1)
+        some = each.any(tuple(range(1, each.ndim)))
         out[name] = keys[name][some], each[some]
       return out
     if self.function.additive:
@@ -138,8 +138,11 @@ def table(
   """
   checks.whole("workers", workers)
   clock_every = checks.whole("clock_every", clock_every, most=10**6)
+  if not callable(learning_rate):
+    checks.positive("learning_rate", learning_rate)
   if isinstance(filters, str | Mapping):
     filters = (filters,)
+  filters = filters_lib.check(filters)
   with_bound = consistency in ("ssp", "essp", "managed")
   if bound is None and with_bound:
     bound = 3
@@ -157,9 +160,13 @@ def table(
     function = _proximal(proximal, learning_rate, workers * clock_every)
     filters = [_of_weights(each, proximal["l1"]) for each in filters]
   elif ftrl is not None:
-    tx = functions.ftrl_proximal(**{"learning_rate": learning_rate, **ftrl})
-    function = functions.by_row(tx)
+    function = _ftrl(ftrl, learning_rate)
   elif optimizer is not None:
+    if not callable(optimizer):
+      raise ValueError(
+        "optimizer must be an optimizers.Optimizer, as optimizers.named('adam')"
+        f" is, not {checks.shown(optimizer)}"
+      )
     function = functions.by_row(optimizer(learning_rate))
   settings = Settings(
     rules,
@@ -194,14 +201,32 @@ def _codec_options(codec):
   return tuple(options.items())
 
 
+def _options(name, options):
+  if not isinstance(options, Mapping):
+    raise ValueError(
+      f"{name} must be a dict of options, as dict(l1=0.1), not"
+      f" {checks.shown(options)}"
+    )
+  return checks.below(name, ("learning_rate", *options))
+
+
+def _ftrl(options, learning_rate):
+  """The function at the server for options of a config."""
+  with _options("ftrl", options):
+    options = {"learning_rate": learning_rate, **options}
+    make = functions.ftrl_proximal
+    return functions.by_row(names.call("function", "ftrl", make, options))
+
+
 def _proximal(options, learning_rate, messages):
   """The function at the server for options of a config."""
   if callable(learning_rate):
     raise ValueError(
       "proximal has no schedule of its learning rate: use a constant one"
     )
-  options = {"learning_rate": learning_rate, **options, "messages": messages}
-  return names.call("function", "proximal", functions.proximal, options)
+  with _options("proximal", options):
+    options = {"learning_rate": learning_rate, **options, "messages": messages}
+    return names.call("function", "proximal", functions.proximal, options)
 
 
 def _of_weights(value, l1):

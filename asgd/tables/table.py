@@ -66,11 +66,17 @@ class Table:
       )
     if not isinstance(values, jax.Array):
       values = np.array(values)
+    checks.whole("start", start, 0)
     self._set(functions.add() if function is None else function, name, None)
     self._dtype, self._shape = values.dtype, values.shape[1:]
     count, self._start = len(values), start
     self._stop = start + count
-    load = np.ones(count) if load is None else load
+    load = np.ones(count) if load is None else np.asarray(load, np.float64)
+    if np.shape(load) != (count,):
+      raise ValueError(
+        f"load must be a number for each of {count} keys, not of the shape"
+        f" {np.shape(load)}"
+      )
     self.ranges = ranges_lib.by_load(load, shards, start=start)
     cuts = self.ranges.cuts
     self._shards = [
@@ -79,6 +85,11 @@ class Table:
     ]
 
   def _set(self, function, name, init):
+    if not isinstance(function, functions.RowFunction):
+      raise ValueError(
+        "function must be a RowFunction, as functions.by_row(optax.sgd(0.1))"
+        f" is, not {checks.shown(function)}"
+      )
     self.function: functions.RowFunction = function
     self.name: str = name
     self._init: Callable[[Keys], Any] | None = init
@@ -200,7 +211,7 @@ class Table:
         another shape, and for a row with a NaN or an infinity; nothing is
         changed then.
     """
-    keys = self.read_keys(keys)
+    keys, values = self.read_keys(keys), self._read_values(values)
     self.check_values(keys, values)
     for rows, mine in self._routed(keys):
       part = keys[mine]
@@ -210,6 +221,23 @@ class Table:
       else:
         self._apply(rows, part, values[mine])
 
+  def _read_values(self, values):
+    """Returns values as an array of the table's dtype."""
+    array = values if hasattr(values, "dtype") else np.asarray(values)
+    if array.dtype == self._dtype:
+      return array
+    cast = None
+    if array.dtype.kind not in "cmMOSU":
+      with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(self._dtype)  # what overflows is not finite
+    whole = np.dtype(self._dtype).kind in "iu"
+    if cast is None or (whole and not np.array_equal(cast, array)):
+      raise ValueError(
+        f"{self.name}: values of {array.dtype} do not fit into a table of"
+        f" {self._dtype}"
+      )
+    return cast
+
   def check_values(self, keys: Keys, values: Any) -> None:
     """Raises ValueError for values that cannot be pushed."""
     if np.shape(values) != (len(keys), *self._shape):
@@ -218,7 +246,7 @@ class Table:
         f" {(len(keys), *self._shape)}, not {np.shape(values)}"
       )
     finite = np.isfinite(np.asarray(values, np.float64))
-    bad = ~finite.reshape(len(keys), -1).all(1)
+    bad = ~finite.all(tuple(range(1, finite.ndim)))
     if bad.any():
       key = int(keys[np.argmax(bad)])
       raise ValueError(

@@ -11,7 +11,7 @@ quadratic function by the clock of one of them.
   asgd reproduce partitions
   python -m launch.train --config=configs/figures/partitions.py
 
-210 cells, about 4 minutes on two cores; --quick in three.
+210 cells, about 5 minutes on two cores; --quick in four.
 """
 
 import ml_collections
@@ -147,8 +147,8 @@ def dense_claims():
     ),
     claim(
       "what makes it slower",
-      "where a message costs its bytes and the latency alone, it is faster on"
-      " 32 and on 64 than on 8",
+      "where a message takes latency and bandwidth alone, it is faster on 32"
+      " and on 64 machines than on 8",
       *("ratio",),
       of=cells("free", 32, 64),
       to=cells("free", 8),
@@ -177,7 +177,8 @@ def image_claims():
     ),
     claim(
       "locally connected",
-      "with as many parameters as speech, images have more from 32 machines",
+      "with as many parameters, the locally connected model gains a tenth more"
+      " from 32 machines than the fully connected one",
       *("ratio",),
       of=cells("images-8", 32),
       to=cells("speech", 32),
@@ -245,7 +246,7 @@ def get_figure():
       " ask for. The large models are not trained. A machine computes 100"
       " GFLOP/s (assumed), has a link of 100 MB/s each way and 0.25 ms of"
       " latency (Dean, LADIS 2009) and takes a message in 0.1 ms (assumed); a"
-      " step has 100 examples (assumed). The paper gives none of these."
+      " step has 100 examples (assumed). None of these is the paper's."
     ),
     columns={
       "speed-up": dict(kind="quotient", of="messages", by="simulated_time")

@@ -119,4 +119,4 @@ def test_workers_of_another_node_that_comes_late(tmp_path):
     text=True,
     timeout=kit.DEADLINE,
   )
-  assert "the same parameters as the live run, to the bit" in replayed.stdout
+  assert "the same parameters as the run, to the bit" in replayed.stdout

@@ -15,7 +15,8 @@ from launch import timeline
 def records(*rows):
   """(update, worker, job, staleness) of each message."""
   update, worker, job, staleness = (
-    np.array(column, np.int32) for column in zip(*rows, strict=True)
+    np.array(column, np.int32)
+    for column in (zip(*rows, strict=True) if rows else [()] * 4)
   )
   return base.Records(update, *(None,), worker, job, staleness, *[None] * 8)
 
@@ -24,7 +25,7 @@ RECORDS = records((1, 0, 0, 0), (2, 0, 2, 0), (3, 1, 1, 2))
 
 
 def cell(journal=kit.JOURNAL, spans=kit.SPANS, seen=RECORDS):
-  return live_files.LiveFiles({}, [journal], spans, [seen])
+  return live_files.LiveFiles({}, [journal], spans, [seen], journal)
 
 
 def names(events):
@@ -177,7 +178,7 @@ def test_jobs_that_overlap_get_a_track_each():
 def test_two_shards_have_a_track_and_counters_each():
   follower = [row for row in kit.JOURNAL if row.action != base.LEAVE]
   both = live_files.LiveFiles(
-    {}, [kit.JOURNAL, follower], kit.SPANS, [RECORDS] * 2
+    {}, [kit.JOURNAL, follower], kit.SPANS, [RECORDS] * 2, kit.JOURNAL
   )
   events = timeline.events(both)
   assert {"shard 0", "shard 1"} <= set(names(events).values())
@@ -188,6 +189,25 @@ def test_two_shards_have_a_track_and_counters_each():
   }
   joins = [event for event in events if event["name"] == "join"]
   assert len(joins) == 2  # the lead's
+
+
+def test_jobs_of_tables_are_those_that_workers_wrote_down():
+  # A request of a shard has a number of its own, and is no job.
+  order = [kit.row(1.0, 0, 0, base.SEND, 1, 0)]
+  of_tables = live_files.LiveFiles({}, [order], {}, [records()], kit.JOURNAL)
+  events = timeline.events(of_tables)
+  assert track(events, "worker 0") == [
+    ("job", 1000000, 2000000),
+    ("job", 2000000, 3000000),
+  ]
+  assert set(names(events).values()) == {"worker 0", "worker 1", "shard 0"}
+  clock = [("compute", 0), ("compute", 1), ("push", 0), ("push", 1)]
+  spans = [Span(x, i, i + 1, seq, seq) for i, (x, seq) in enumerate(clock)]
+  events = timeline.events(of_tables._replace(spans={0: spans}))
+  assert [name for name, _, _ in track(events, "worker 0")] == [
+    *("compute", "compute", "push", "push")
+  ]
+  assert track(events, "shard 0") == []
 
 
 def test_every_event_is_one_that_viewers_know():

@@ -129,7 +129,7 @@ def test_its_trace_is_replayed_to_the_same_parameters(finished):
   out, _ = finished
   replayed = assert_replays(out)
   result = kit.call("replay", only_cell(out), status=0)
-  assert "the same parameters as the live run, to the bit" in result.stdout
+  assert "the same parameters as the run, to the bit" in result.stdout
   assert f"{MESSAGES} receive" in result.stdout
   assert f"parameters {replayed.digest[:16]}" in result.stdout
 
@@ -141,7 +141,7 @@ def test_what_was_tampered_with_is_told(finished, tmp_path):
   result["params_sha256"] = result["params_sha256"][::-1]
   storage.write_json(path, storage.sealed(result))
   told = kit.call("replay", only_cell(out), status=1)
-  assert "NOT the parameters of the live run" in told.stdout
+  assert "NOT the parameters of the run" in told.stdout
   assert told.stderr.strip() == "the replay differs from the run"
   path.write_text(path.read_text()[:100])
   told = kit.call("replay", only_cell(out), status=2)

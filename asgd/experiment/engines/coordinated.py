@@ -267,11 +267,11 @@ def _unpack(
   return sandblaster.Saved(0, found.tree(wanted), found.notes)
 
 
+# Of tables in which a cell has a coordinator; iterations are its updates.
 COLUMNS = (
-  engines.Column("iterations", "updates", 1, "{:.0f}"),
-  engines.Column("evaluations", "evaluations_of_batch", 1, "{:.0f}"),
-  engines.Column("loss", "train_loss"),
-  engines.Column("gradient", "gradient_norm"),
+  engines.Column("updates", "updates", 1, "{:.0f}"),
+  engines.Column("batch evaluations", "evaluations_of_batch", 1, "{:.0f}"),
+  engines.Column("gradient norm", "gradient_norm", 1, "{:.2g}"),
 )
 
 

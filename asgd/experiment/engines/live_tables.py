@@ -31,9 +31,15 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.engines.table_clusters import LiveTables
 from asgd.experiment.schema import Run
+from asgd.live.append_only import PUT_BACK, check_rows
 from asgd.live.hosts import Gone
-from asgd.live.journal import journal_path
-from asgd.live.records import FileSink, check_count, records_path
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.records import (
+  FileSink,
+  check_count,
+  count_records,
+  records_path,
+)
 from asgd.live.slots import check_room
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
@@ -123,7 +129,32 @@ class LiveTableEngine(watched.WatchedEngine):
     }
     return cluster_lib.Images(shards, workers)
 
+  def _kept(self, notes):
+    """Yields (file, rows) that a checkpoint is of."""
+    yield from zip(self._orders, notes["shards"], strict=True)
+    for worker, (rows, records) in enumerate(notes["files"]):
+      yield journal_path(self._folder, worker), rows
+      yield records_path(self._folder, worker), records
+
+  def _check_kept(self, notes):
+    """Raises ValueError, before anything is dropped, if files are not those
+    that the checkpoint was made with."""
+    for path, rows in self._kept(notes):
+      if path.suffix == ".csv":
+        there = len(read_journal(path))
+      else:
+        there = count_records(path, files.JOB_RECORD)
+      check_rows(path, there, rows)
+      digest = notes.get("digests", {}).get(path.name)
+      if rows and digest not in (None, files.digest(path, rows)):
+        raise ValueError(
+          f"{path} is not the file that the checkpoint was made with: it was"
+          f" changed, or another is in its place. {PUT_BACK}"
+        )
+
   def _go_back(self, images):
+    if images:
+      self._check_kept(self._cuts)
     dropped = 0
     for shard, path in enumerate(self._orders):
       dropped += self._cut(path, images.shards[shard][0] if images else 0)
@@ -275,10 +306,15 @@ class LiveTableEngine(watched.WatchedEngine):
       "shards": [as_array(data) for _, data in images.shards],
       "workers": {str(w): as_array(x[2]) for w, x in images.workers.items()},
     }
-    notes = {
+    notes: dict[str, Any] = {
       "shards": [rows for rows, _ in images.shards],
       "workers": {str(w): list(x[:2]) for w, x in images.workers.items()},
       "files": written,
+    }
+    notes["digests"] = {
+      path.name: files.digest(path, rows)
+      for path, rows in self._kept(notes)
+      if rows
     }
     return step, tree, notes
 
@@ -294,11 +330,11 @@ def describe(result: Mapping[str, Any]) -> str:
     " {differential_mean:.2f} (least {differential_least}), {seconds:.3g} s"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB"
+  words += f", {megabytes:.3g} MB" + tables.held(result)
   if moved := result.get("ranges_moved"):
     words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
-    words += f", {again} jobs done again as workers died"
+    words += f", {again} job{'s' * (again > 1)} done again as workers died"
   if missed := result["missed"]:
-    words += f", {missed} jobs missed"
+    words += f", {missed} job{'s' * (missed > 1)} missed"
   return words

@@ -118,8 +118,8 @@ def describe(result: Mapping[str, Any]) -> str:
     return ""
   return (
     f", {result['throughput']:.3g} messages a unit of time, the busiest port"
-    f" busy {100 * result['link_utilisation']:.0f} % of it, queues"
-    f" {result['queue_wait']:.2g} a message"
+    f" busy {100 * result['link_utilisation']:.0f} % of it, a message queued"
+    f" for {result['queue_wait']:.2g}"
   )
 
 

@@ -397,12 +397,21 @@ class TableEngine(engines.Engine):
     }
 
 
+# Of tables of results in which a cell has tables of rows.
 COLUMNS = (
-  engines.Column("clocks", "updates", 1, "{:.0f}"),
-  engines.Column("differential", "differential_mean"),
+  engines.Column("clock diff.", "differential_mean", 1, "{:.2f}"),
+  engines.Column("fresh %", "fresh_reads", 100, "{:.1f}"),
   engines.Column("MB up", "bytes_up", 1e-6),
   engines.Column("MB down", "bytes_down", 1e-6),
 )
+
+
+def held(result: Mapping[str, Any]) -> str:
+  """Says in a few words what filters did; "" if that is nothing."""
+  back, dropped = result["rows_held_back"], result["rows_dropped"]
+  if not (back or dropped):
+    return ""
+  return f", filters held back {back:,} rows and dropped {dropped:,}"
 
 
 def describe(result: Mapping[str, Any]) -> str:
@@ -413,10 +422,5 @@ def describe(result: Mapping[str, Any]) -> str:
     " {simulated_time:.4g}"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB"
-  if result["rows_held_back"] or result["rows_dropped"]:
-    words += (
-      f", filters held back {result['rows_held_back']:,} rows and dropped"
-      f" {result['rows_dropped']:,}"
-    )
+  words += f", {megabytes:.3g} MB" + held(result)
   return words + networks.describe(result)

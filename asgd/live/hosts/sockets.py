@@ -22,6 +22,7 @@ from asgd.live.hosts.base import Call, Gone, Host
 from asgd.live.hosts.threads import ThreadHost
 
 _WAITING = 128  # connections that are not accepted yet
+_SECONDS = 1.0  # to end the thread that accepts
 
 
 class HostServer:
@@ -49,10 +50,17 @@ class HostServer:
         ).start()
 
   def _serve(self, connection):
-    with contextlib.suppress(EOFError, OSError, Killed), connection:
+    # What is no call ends its connection, and disturbs no other.
+    with contextlib.suppress(Exception, Killed), connection:
       while True:
         method, args = connection.recv()
-        connection.send(self._answer(method, args))
+        answer = self._answer(method, args)
+        try:
+          connection.send(answer)
+        except OSError:
+          raise
+        except Exception as error:  # it cannot be pickled
+          connection.send((None, f"{type(error).__name__}: {error}"))
     self._open.discard(connection)
 
   def _answer(self, method, args):
@@ -67,12 +75,15 @@ class HostServer:
   def close(self) -> None:
     """Ends all connections; who waits for an answer hears that it is gone."""
     if self._over:
+      self._thread.join(_SECONDS)  # another thread may be closing it
       return
     self._over = True
     with contextlib.suppress(OSError):  # which has `_accept` look
       Client(str(self._path), "AF_UNIX").close()
-    self._thread.join()
-    self._listener.close()
+      # If the file is another's by now, it waits on, until the process ends.
+      self._thread.join(_SECONDS)
+    with contextlib.suppress(OSError):  # the file is gone
+      self._listener.close()
     for connection in [*self._open]:
       with (
         contextlib.suppress(OSError),

@@ -87,6 +87,7 @@ class Driver:
     self.counts = Counts()
     self.replaced = {"worker": 0, "shard": 0}
     self._deadlines = Deadlines(options.ladder)
+    self._whole_since = 0.0  # when all shards were there again
     self._deaths = 0  # of workers, since a message came
     self._places = LivePlaces(
       *(workers, settings.jobs, hosts, make_worker, book, clock)
@@ -372,11 +373,13 @@ class Driver:
   def _end_hanging(self):
     """Kills who has been at a job for too long; its call then ends."""
     now = self._clock()
+    if self._shards.made_anew():
+      self._whole_since = now
     for worker, place in enumerate(self._places.all):
       job, limit = place.job, self._deadlines.dead
       if not place.proven:  # it has to compile
         limit = max(limit, self._options.ladder.start)
-      if job is None or now - job.began <= limit:
+      if job is None or now - max(job.began, self._whole_since) <= limit:
         continue
       if not job.call.done():  # or it was not listened to
         self._hosts.kill(WORKER, worker)

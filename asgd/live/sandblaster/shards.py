@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asgd import base, sharding
+from asgd.live.failures import ShardsDie
 from asgd.live.hosts import Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD
 from asgd.sandblaster import Command, Image
@@ -13,10 +14,6 @@ _LOOK = 0.5  # seconds between two looks whether a shard answers
 _DEATHS = 5  # of a shard, before the next message comes
 # (shard, its image, whether it begins anew) -> what makes it
 MakeShard = Callable[[int, Image, bool], Make]
-
-
-class ShardsDie(ValueError):
-  """A shard dies over and over."""
 
 
 class LiveShards:
@@ -41,6 +38,7 @@ class LiveShards:
     self.handles: list[Host] = []
     self._images: list[Image] = []
     self._deaths = 0
+    self._coming: set[int] = set()  # those that were replaced, until made
     self.replaced = 0
     self.news: list[str] = []  # what the user should be told
 
@@ -135,7 +133,16 @@ class LiveShards:
       )
     make = self._make(shard, self._images[shard], False)
     self.handles[shard] = self._hosts.start(SHARD, shard, make)
+    self._coming.add(shard)
     self.news.append(f"shard {shard} died; another takes over")
+
+  def made_anew(self) -> bool:
+    """Whether a shard that took another's place is being made, for which all
+    who call it wait, or was since this was asked last."""
+    waited = bool(self._coming)
+    made = [s for s in self._coming if self._hosts.made(SHARD, s).done()]
+    self._coming.difference_update(made)
+    return waited
 
   def lose(self, shard: int) -> None:
     """Kills one."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd.live.deadlines import Deadlines, Ladder
-from asgd.live.failures import AllDied, NotFinite, WorkersDie
+from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import AllDied, NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.tables import files
@@ -32,7 +32,9 @@ from asgd.tables import division, requests
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _TRIES = 3  # for each place: updates that may be refused before a run ends
-_DEATHS = 5  # for each place: workers that may die before another job ends
+_DEATHS = 5  # for each place: those that may die before another job ends
+_WAIT = 0.5  # seconds between two looks whether a shard answers
+_PATIENCE = 60.0  # seconds that a shard may take for an answer, at least
 
 
 class Images(NamedTuple):
@@ -89,7 +91,7 @@ class TableCluster:
     self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
     self._limit: int | None = None
     self.replaced = {"worker": 0, "shard": 0}
-    self._refused = self._deaths = self._received = 0
+    self._refused = self._deaths = self._ends = self._received = 0
     self._news: list[str] = []
 
   # A run.
@@ -101,7 +103,8 @@ class TableCluster:
       make = self._places.shard(index, image)
       self._shards.append(self._hosts.start(SHARD, index, make))
     for index in range(len(self._shards)):
-      self._hosts.made(SHARD, index).result()
+      with contextlib.suppress(Gone):  # `check` finds it
+        self._answer(index, self._hosts.made(SHARD, index))
     for worker in range(self._count):
       packed = images.workers.get(worker) if images else None
       if images and packed is None and not self._refill:
@@ -131,13 +134,16 @@ class TableCluster:
 
   def check(self, received: int) -> list[str]:
     """Looks at the cluster, of which so many jobs were received; returns what
-    to tell. Raises AllDied, NotFinite and WorkersDie, and what would end those
-    that follow, too."""
+    to tell. Raises AllDied, NotFinite, WorkersDie and ShardsDie, and what would
+    end those that follow, too."""
     if received > self._received:
-      self._received, self._refused, self._deaths = received, 0, 0
+      self._received, self._refused = received, 0
+      self._deaths = self._ends = 0
     for kind, index in self._hosts.gone():
       if kind == SHARD:
         self._restart(index)
+      elif (mine := self._workers.get(index)) and (mine.halted or mine.ended):
+        self._bury(index, "died")  # no call says so
     for worker in [*self._workers]:
       self._look_at(worker)
     self._end_hanging()
@@ -148,12 +154,21 @@ class TableCluster:
 
   def _restart(self, index):
     """Has a shard come back from its image and what it did since."""
+    self._ends += 1
+    if self._ends > _DEATHS * len(self._shards):
+      raise ShardsDie(
+        f"shards ended {self._ends} times before a job was received, the last"
+        f" was shard {index}: look for what ends them in the memory of the"
+        " machine"
+      )
     make = self._places.shard(index, None)
     self._shards[index] = self._hosts.start(SHARD, index, make)
-    self._hosts.made(SHARD, index).result()
     self._generations[index] += 1
+    self._seen.clear()  # workers have waited for it
     self.replaced["shard"] += 1
     self._news.append(f"shard {index} died; it comes back")
+    with contextlib.suppress(Gone):  # once more, as the next look finds
+      self._answer(index, self._hosts.made(SHARD, index))
     if self._limit is not None and not index:
       self._tell(0, "allow", self._limit)
 
@@ -217,9 +232,20 @@ class TableCluster:
   def _tell(self, shard, method, *args) -> bool:
     """Calls a shard; False if it has died."""
     with contextlib.suppress(Gone):
-      self._shards[shard].call(method, *args).result()
+      self._answer(shard, self._shards[shard].call(method, *args))
       return True
     return False
+
+  def _answer(self, shard, call):
+    """Returns what a shard answers; one that says nothing for too long is
+    killed. Raises Gone if it has died."""
+    patience = max(DEAD * self._start_seconds, _PATIENCE)
+    end = time.monotonic() + patience
+    while not self._hosts.wait([call], _WAIT):
+      if time.monotonic() > end:
+        self._hosts.kill(SHARD, shard)
+        break
+    return call.result()
 
   def _look_for_shards(self):
     time.sleep(_LOOK)
@@ -230,7 +256,7 @@ class TableCluster:
   def _ask_all(self, method, *args) -> list[Any]:
     """Returns what all shards answer. Raises Gone if one has died."""
     calls = [shard.call(method, *args) for shard in self._shards]
-    return [call.result() for call in calls]
+    return [self._answer(shard, call) for shard, call in enumerate(calls)]
 
   def _statuses(self):
     """Returns what all shards say, None if one has died."""
@@ -312,7 +338,7 @@ class TableCluster:
     end = time.monotonic() + seconds
     while self._limit is None:
       with contextlib.suppress(Gone):
-        self._limit = self._shards[0].call("halt").result()
+        self._limit = self._answer(0, self._shards[0].call("halt"))
         break
       self._look_for_shards()
     while True:
@@ -351,7 +377,10 @@ class TableCluster:
     """(rows that filters held back for later, rows that they dropped), of the
     workers that are there and have ended."""
     ended = [each.host for each in self._workers.values() if each.ended]
-    both = [host.call("held").result() for host in ended]
+    both = []
+    for host in ended:
+      with contextlib.suppress(Gone):
+        both.append(host.call("held").result())
     return sum(a for a, _ in both), sum(b for _, b in both)
 
   def counts(self) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
 """The files of a run of tables; see the room's docstring."""
 
 import contextlib
+import hashlib
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ JOB_RECORD = np.dtype(
   [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]
 )
 _HEAD = 8  # bytes before a request in a log: its length, its CRC-32
+_CRC, _ROWS = 4, 8  # bytes before an image: its CRC-32, rows of the order
 
 
 class TableRecords(NamedTuple):
@@ -119,6 +122,17 @@ def by_time(parts: Sequence[TableRecords]) -> TableRecords:
   )
   order = np.argsort(joined.time, kind="stable")
   return TableRecords(*(column[order] for column in joined))
+
+
+def digest(path: Path, rows: int) -> str:
+  """Returns a digest of so many rows of a journal, or of records. It is no
+  CRC-32: that is the same of all rows which end with their own."""
+  with path.open("rb") as file:
+    if path.suffix == ".csv":
+      data = b"".join(itertools.islice(file, rows + 1))
+    else:
+      data = file.read(rows * JOB_RECORD.itemsize)
+  return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def read_orders(run: Path, shards: int, workers: int) -> Orders:
@@ -213,10 +227,11 @@ class Outbox:
     """Keeps a message. If it cannot, the next holder does its jobs again."""
     if not self._folder.is_dir():
       return
-    head = f"{row.seq} {row.time!r}\n".encode()
+    data = dump_message(message)
+    head = f"{row.seq} {row.time!r} {zlib.crc32(data)}\n".encode()
     temporary = self._path(self._life).with_suffix(".tmp")
     with contextlib.suppress(OSError):
-      temporary.write_bytes(head + dump_message(message))
+      temporary.write_bytes(head + data)
       os.replace(temporary, self._path(self._life))
       for life in self._lives():
         if life < self._life:
@@ -229,12 +244,13 @@ class Outbox:
     if not lives:
       return None
     head, _, data = self._path(lives[-1]).read_bytes().partition(b"\n")
-    seq, time = head.decode().split()
-    for event in reversed(events):
-      if event.action in STARTS and event.seq == int(seq):
-        # Another run may have left it, or this one before it went back.
-        same = event.time == float(time)
-        return (event, load_message(data)) if same else None
+    with contextlib.suppress(ValueError):  # without a right one: it was changed
+      seq, time, crc32 = head.decode().split()
+      for event in reversed(events):
+        if event.action in STARTS and event.seq == int(seq):
+          # Another run may have left it, or this one before it went back.
+          same = event.time == float(time) and zlib.crc32(data) == int(crc32)
+          return (event, load_message(data)) if same else None
     return None
 
 
@@ -278,16 +294,24 @@ def write_image(folder: Path, data: bytes, rows: int) -> None:
   """Writes an image of a shard, of so many rows of its order, in the place of
   the last one."""
   temporary = folder / "snapshot.tmp"
-  temporary.write_bytes(rows.to_bytes(8, "little") + data)
+  data = rows.to_bytes(_ROWS, "little") + data
+  temporary.write_bytes(zlib.crc32(data).to_bytes(_CRC, "little") + data)
   os.replace(temporary, folder / "snapshots")
 
 
 def read_image(folder: Path) -> tuple[int, bytes] | None:
-  """Returns (rows of the order, image), None if there is none."""
+  """Returns (rows of the order, image), None if there is none. ValueError if it
+  was changed."""
   path = folder / "snapshots"
   if not path.exists():
     return None
   data = path.read_bytes()
-  return int.from_bytes(data[:8], "little"), data[8:]
+  crc32, data = int.from_bytes(data[:_CRC], "little"), data[_CRC:]
+  if zlib.crc32(data) != crc32:
+    raise ValueError(
+      f"{path} was changed, as its checksum says: run the same command again to"
+      " go on from the last checkpoint"
+    )
+  return int.from_bytes(data[:_ROWS], "little"), data[_ROWS:]
 
 

@@ -11,7 +11,7 @@ import pytest
 from asgd import base, experiment
 from asgd.data import documents
 from asgd.experiment import audit, live_files, live_memory, loop, replay
-from asgd.experiment.engines import table_clusters
+from asgd.experiment.engines import live_tables, table_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -92,10 +92,31 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   assert again["params_sha256"] == result["params_sha256"]
   with pytest.raises(ValueError, match="is of tables, whose shards"):
     live_files.read(place)
+  drawn = live_files.read_to_draw(place)
+  jobs = [end.job for _, end in live_files.ended_jobs(drawn.jobs)]
+  assert len(jobs) == 40
+  assert len(drawn.journals) == 2
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
   with pytest.raises(ValueError, match="do not belong together|no shard has"):
     replay.replay(place)
+
+
+@pytest.mark.parametrize("name", ["shard-{}.csv", "records-{}.bin"])
+def test_files_that_are_not_those_of_the_checkpoint_are_refused(
+  tmp_path, name
+):
+  place = stop(tmp_path)
+  one, two = (place / name.format(i) for i in (0, 1))
+  first, second = one.read_bytes(), two.read_bytes()
+  one.write_bytes(second)
+  two.write_bytes(first)
+  with pytest.raises(ValueError, match="0.... is not the file that the chec"):
+    train(tmp_path)
+  assert (one.read_bytes(), two.read_bytes()) == (second, first)
+  one.write_bytes(first)
+  two.write_bytes(second)
+  assert train(tmp_path)[0]["messages"] == 40
 
 
 def test_ranges_move_and_a_cell_that_was_stopped_goes_on_with_them(tmp_path):
@@ -243,3 +264,17 @@ def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
   assert (result["messages"], result["missed"]) == (40, 0)
   replayed = replay.replay(place)
   assert replayed.recorded == replayed.digest
+
+
+def test_what_is_said_of_a_cell():
+  result = {"order": "ssp", "train_loss": 0.5, "test_loss": 0.25}
+  result |= {"differential_mean": -1.5, "differential_least": -3}
+  result |= {"seconds": 2.0, "bytes_up": 10**6, "bytes_down": 0}
+  plain = {"rows_held_back": 0, "rows_dropped": 0, "done_again": 0, "missed": 0}
+  words = "ssp, loss 0.5 (test 0.25), clock differential -1.50 (least -3), 2 s"
+  assert live_tables.describe(result | plain) == f"{words}, 1 MB"
+  more = {"rows_held_back": 1200, "rows_dropped": 3, "done_again": 1}
+  assert live_tables.describe(result | plain | more) == (
+    f"{words}, 1 MB, filters held back 1,200 rows and dropped 3, 1 job done"
+    " again as workers died"
+  )

@@ -69,7 +69,7 @@ def test_the_folder_of_one_cell_is_as_good_as_the_cell(trained):
   assert replayed.name == "a-n3-s0"
   assert replayed.digest == result["params_sha256"]
   said = replay.describe(replayed)
-  assert "the same parameters as the live run, to the bit" in said
+  assert "the same parameters as the run, to the bit" in said
 
 
 @pytest.mark.process
@@ -91,7 +91,7 @@ def test_another_result_is_told(cell):
   replayed = asgd.replay(cell)
   assert not replayed.same
   said = replay.describe(replayed)
-  assert "NOT the parameters of the live run (0000000000000000)" in said
+  assert "NOT the parameters of the run (0000000000000000)" in said
   cut = replayed._replace(messages=replayed.messages + 1)
   assert "it was cut short" in replay.describe(cut)
   elsewhere = replayed._replace(cpus=10_000)

@@ -103,10 +103,10 @@ def test_one_row_for_each_run_and_number_of_workers():
 
 
 def test_clocks_are_called_what_they_are():
-  assert " time " in table(finished())
+  assert "time" in table(finished()).split()
   text = table(mesh())
-  assert " seconds " in text
-  assert " 3.2 " in text
+  assert "seconds" in text.split()
+  assert "3.2" in text.split()
   assert " time " not in text
 
 
@@ -132,6 +132,23 @@ def test_the_share_that_was_accepted_is_shown_where_some_was_not():
 def test_a_measure_of_the_task_is_shown_where_there_is_one():
   assert "measure" not in table(finished())
   assert "measure %" in table(finished(test_measure=0.25))
+
+
+def test_tables_and_coordinators_have_columns_of_their_own():
+  unknown = dict.fromkeys(("gap_mean", "effective_rate", "rate_x_sharpness"))
+  rows = {"differential_mean": -1.5, "fresh_reads": 0.5, "bytes_up": 2e6}
+  plain = finished(algorithm="B")
+  header, _, first, second = table(finished(**rows), plain).splitlines()
+  assert header.endswith("clock diff.  fresh %  MB up  MB down")
+  assert first.split()[-4:] == ["-1.50", "50.0", "2", "-"]
+  assert second.split()[-4:] == ["-", "-", "-", "-"]
+  batch = {"evaluations_of_batch": 60, "gradient_norm": 0.25}
+  header, _, line = table(finished(**unknown, **batch)).splitlines()
+  assert line.split()[-3:] == ["100", "60", "0.25"]
+  assert "gradient norm" in header
+  # What none of the runs has is left out.
+  assert "gap" not in header.split()
+  assert "rate x sharp." not in header
 
 
 def test_a_value_that_is_a_list_or_a_word_is_shown_as_it_is():

@@ -47,3 +47,9 @@ def test_options_of_other_ratings_are_refused(tmp_path):
     problem_of(test_ratings="x")
   with pytest.raises(ValueError, match="option of ratings='generated' only"):
     problem_of(ratings=str(tmp_path / "file"))
+  with pytest.raises(ValueError, match="option of ratings='generated' only"):
+    problem_of(ratings="movielens")
+  with pytest.raises(ValueError, match="'generated' takes no argument 'x'"):
+    factorisation.matrix_factorisation(16, generate={"x": 3})
+  with pytest.raises(ValueError, match="generate.users must be a number"):
+    factorisation.matrix_factorisation(16, generate={"users": [3]})

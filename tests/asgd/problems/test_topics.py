@@ -130,6 +130,11 @@ def test_documents_are_of_one_worker_and_padding_counts_nothing():
   assert not np.asarray(updates["totals"]).sum()
 
 
+def test_each_job_has_a_document():
+  batches = topics.lda(1, words={"documents": 40}).batches(0, 25)
+  assert all(batches(job % 25, job)[2].any() for job in range(100))
+
+
 def test_counts_of_different_ages_may_be_below_zero():
   model = topics._Model(2, 4, 0.1, 0.1)
   shares = model.shares(np.array([[-1, 3]]), np.array([-2, 8]))

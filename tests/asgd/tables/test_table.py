@@ -26,6 +26,9 @@ def dense(shards=1, function=None, rows=6):
     ([3, 1, 3], "key 3 comes twice: add up the values of equal keys first"),
     ([0.5], "keys must be a list of whole numbers"),
     (slice(0, 6, 2), "a range of keys needs an end, and no step"),
+    (slice("a", 3), "the start of a range must be a whole number"),
+    (slice(0, 10**15), "key 999999999999999 is out of range"),
+    (range(10**30), "is out of range"),
   ],
 )
 def test_bad_keys_are_one_line_and_change_nothing(keys, wrong):
@@ -44,6 +47,45 @@ def test_a_nan_in_one_row_is_refused_and_nothing_is_applied():
   with pytest.raises(ValueError, match=r"key 4 is not finite \(1 of 3 rows\)"):
     table.push([0, 4, 5], values)
   assert not table.whole().any()
+
+
+@pytest.mark.parametrize(
+  ("dtype", "values", "wrong"),
+  [
+    (np.float32, np.full((2, 2), 1e300), "key 1 is not finite"),
+    (np.float32, np.ones((2, 2), complex), "values of complex128 do not fit"),
+    (np.float32, [["a", "b"]] * 2, "do not fit into a table of float32"),
+    (np.int32, np.full((2, 2), 0.5), "values of float64 do not fit"),
+    (np.int32, np.full((2, 2), 2**40), "do not fit into a table of int32"),
+  ],
+)
+def test_values_that_a_table_cannot_hold_are_refused(dtype, values, wrong):
+  table = tables.Table(np.zeros((6, 2), dtype))
+  with pytest.raises(ValueError, match=wrong):
+    table.push([1, 2], values)
+  assert not table.whole().any()
+  table.push([1, 2], [[1, 2], [3, 4]])
+  table.push([], np.zeros((0, 2)))
+  assert table.pull([2, 1]).tolist() == [[3, 4], [1, 2]]
+
+
+def test_nothing_may_be_pushed_to_a_function():
+  table = dense(function=ADAGRAD)
+  table.push([], np.zeros((0, 2)))
+  assert not table.whole().any()
+
+
+@pytest.mark.parametrize(
+  ("options", "wrong"),
+  [
+    (dict(function=optax.sgd(0.1)), "function must be a RowFunction"),
+    (dict(load=[1.0]), "load must be a number for each of 6 keys"),
+    (dict(start=-1), "start must be a whole number, 0 or more, not -1"),
+  ],
+)
+def test_what_makes_no_table_is_refused(options, wrong):
+  with pytest.raises(ValueError, match=wrong):
+    tables.Table(np.zeros((6, 2)), **options)
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
@@ -169,11 +211,36 @@ def test_range_clocks_split_where_they_are_told_of_a_part():
     ),
     (dict(name="kkt", l1=1.0, slack=1.0), "slack 1.0 must be below l1"),
     (dict(name="ktt", l1=1.0), "unknown filter 'ktt'; did you mean 'kkt'"),
+    (3, "filters must be a list of names and of dicts of a name and options"),
   ],
 )
 def test_a_filter_that_would_send_nothing_is_refused(given, wrong):
   with pytest.raises(ValueError, match=wrong):
     tables.filters.named(given)
+
+
+@pytest.mark.parametrize(
+  ("options", "wrong"),
+  [
+    (dict(filters=[3]), "filters must be a list of names and of dicts"),
+    (dict(filters=None), "filters must be a list of names and of dicts"),
+    (dict(ftrl=3), "ftrl must be a dict of options"),
+    (dict(ftrl=dict(l1=-1)), "^ftrl.l1 must be 0 or more, not -1"),
+    (dict(ftrl=dict(x=1)), "function 'ftrl' takes no argument 'x'"),
+    (dict(proximal=dict(l1=-1)), "^proximal.l1 must be 0 or more, not -1"),
+    (dict(optimizer="adam"), "optimizer must be an optimizers.Optimizer"),
+    (dict(learning_rate=np.nan), "learning_rate must be a positive finite"),
+  ],
+)
+def test_settings_of_the_wrong_kind_are_one_line(options, wrong):
+  with pytest.raises(ValueError, match=wrong):
+    tables.settings.table(**{"learning_rate": 0.1, "workers": 2, **options})
+
+
+def test_a_column_that_rows_have_not_is_refused():
+  rows = np.zeros((1, 2))
+  with pytest.raises(ValueError, match="column 5 of the filter kkt is out of"):
+    tables.filters.kkt(1.0, column=5)(rows, rows, None)
 
 
 def test_packed_values_come_back_and_are_fewer_bytes():

@@ -1,5 +1,8 @@
 """Hosts that are called through sockets."""
 
+import pickle
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -30,6 +33,9 @@ class Rows:
 
   def do_it(self):
     self.later.set_result(b"late")
+
+  def no_data(self):
+    return lambda: self
 
   def fail(self):
     raise ValueError("not so")
@@ -92,6 +98,8 @@ def test_an_answer_that_is_put_off_is_in_no_others_way(served):
     ("fail", ValueError, "^shard 3 failed: not so$"),
     ("err", RuntimeError, "KeyError: 'ours'"),
     ("other_is_gone", Gone, "shard 7 is gone"),
+    ("no_data", RuntimeError, "Can't pickle"),
+    ("nobody", RuntimeError, "no attribute 'nobody'"),
   ],
 )
 def test_what_a_method_raises_is_told_and_ends_nothing(
@@ -101,6 +109,37 @@ def test_what_a_method_raises_is_told_and_ends_nothing(
   with pytest.raises(error, match=says):
     near.call(method).result()
   assert near.call("add", 1).result()[0] == 1.0
+
+
+@pytest.mark.parametrize(
+  "data",
+  [
+    b"",
+    b"GET / HTTP/1.0\r\n\r\n",
+    struct.pack("!i", 5) + b"hello",
+    struct.pack("!i", -7),
+    struct.pack("!iQ", -1, 2**62),
+    struct.pack("!i", 5) + pickle.dumps(3),
+  ],
+  ids=["nothing", "http", "no pickle", "negative", "huge", "no call"],
+)
+def test_what_is_no_call_disturbs_nobody(served, folder, data):
+  near, _ = served
+  with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect(str(folder / "a.sock"))
+    sock.sendall(data)
+    assert near.call("add", 1).result()[0] == 1.0
+    sock.shutdown(socket.SHUT_WR)
+    assert sock.recv(1) == b""  # it is ended
+  assert near.call("add", 1).result()[0] == 2.0
+
+
+def test_a_server_without_its_file_closes(folder):
+  hosts = ThreadHosts(began=time.monotonic())
+  server = HostServer(hosts.start("shard", 0, Rows), folder / "a.sock")
+  (folder / "a.sock").unlink()
+  server.close()
+  hosts.close()
 
 
 def test_one_that_died_is_gone_and_no_other_is_taken_for_it(served, folder):

@@ -52,10 +52,18 @@ class Run:
     self.folder, self.faults = folder, faults
     self.settings = SETTINGS._replace(**settings)
     self.notes = None
+    self.passed = 0.0  # seconds, beside those of the clock
+    self.to_come_back = 0.0  # seconds, for a shard
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
-    return shard.make(str(folder), image, evaluation, anew=anew)
+    make = shard.make(str(folder), image, evaluation, anew=anew)
+
+    def come_back(inside):
+      self.passed += self.to_come_back
+      return make(inside)
+
+    return make if anew else come_back
 
   def make_worker(self, index):
     task = worker.Task(
@@ -69,7 +77,7 @@ class Run:
   def note(self, notes):
     self.notes = notes
 
-  def drive(self, saved=None, late=60.0, **options):
+  def drive(self, saved=None, late=60.0, start=60.0, **options):
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     book = LiveBook(self.folder, lengths)
     began = time.monotonic() - last_time(book.rows)
@@ -77,8 +85,8 @@ class Run:
     driver = Driver(
       *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
       workers=3,
-      clock=lambda: time.monotonic() - began,
-      options=Options(Ladder(floor=late, start=60.0), **options),
+      clock=lambda: time.monotonic() - began + self.passed,
+      options=Options(Ladder(floor=late, start=start), **options),
       saved=saved,
       note_down=self.note,
     )
@@ -129,7 +137,7 @@ def test_workers_that_die(tmp_path, faults):
 def test_a_worker_that_hangs_is_replaced(tmp_path):
   faults = Fault(2, 2, "hang"), Fault(1, 1, "nan"), Fault(0, 2, "slow", 0.01)
   # Without copies, which would come first.
-  for driver in Run(tmp_path, faults, backup=0).drive(late=0.1):
+  for driver in Run(tmp_path, faults, backup=0).drive(late=0.1, start=5.0):
     finish(driver)
     # On a busy machine others may seem to hang.
     deaths = driver.replaced["worker"]
@@ -145,6 +153,16 @@ def test_all_sorts_of_processes_are_killed(tmp_path):
     check(driver, deaths=1)
     assert driver.replaced == {"worker": 1, "shard": 1}
     assert driver.recoveries == 1
+
+
+def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
+  run = Run(tmp_path, failures=(Failure(0.0, "shard", 1),))
+  run.to_come_back = 1000.0
+  for driver in run.drive():
+    finish(driver)
+    assert run.passed == 1000.0
+    check(driver)
+    assert driver.replaced == {"worker": 0, "shard": 1}
 
 
 @pytest.mark.parametrize("how", ["memory", "image"])

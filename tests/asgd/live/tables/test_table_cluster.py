@@ -11,6 +11,7 @@ import pytest
 
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import ShardsDie
 from asgd.live.faults import Fault, Script
 from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
@@ -19,8 +20,10 @@ from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
+from asgd.orders.trace import Event
 from asgd.tables import division as division_lib
 from asgd.tables import replay, requests
+from asgd.tables.job_records import ClockMessage
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
@@ -233,6 +236,8 @@ def test_one_that_takes_a_place_has_time_to_start(run_of):
 
   ladder = Ladder(start=100.0)
   run = run_of(SSP, {8: die}, ladder=ladder, clock=lambda: clock[0])
+  for _ in range(20):  # it may not see how long enough of the others' took
+    run.cluster._deadlines.ended(0.0)
   run.cluster.start()
   run.wait(begins)
   while not all(run.cluster._workers[w].ended for w in (0, 1)):
@@ -424,6 +429,64 @@ def test_a_shard_that_dies_at_rest_comes_back(run_of):
   one.check_replay()
 
 
+def test_a_worker_that_dies_at_rest_is_replaced(run_of):
+  one = run_of(SSP)
+  one.cluster.start()
+  assert one.cluster.pause()
+  one.hosts.kill("worker", 1)
+  with pytest.raises(Gone):
+    one.cluster.images()
+  assert one.cluster.pause()
+  assert set(one.cluster.images().workers) == {0, 1, 2}
+  one.cluster.go_on()
+  one.finish()
+  assert one.cluster.replaced == {"worker": 1, "shard": 0}
+  check_whole(one)
+  one.hosts.kill("worker", 2)  # at the end, which costs what it held back
+  assert one.cluster.held() == (0, 0)
+  one.check_replay()
+
+
+def dying(run, times):
+  """Has the first hosts of shard 1 die as they are made."""
+  left = [True] * times
+
+  def make(inside, make, run_folder, memory, index, **options):
+    if index == 1 and left:
+      left.pop()
+      inside.kill()
+    return ShardHost(inside, make, run_folder, memory, index, **options)
+
+  run.shard_host = make
+
+
+def test_a_shard_that_dies_as_it_comes_back_comes_back_again(run_of):
+  run = run_of(SSP, {7: lambda run: (dying(run, 2), kill("shard", 1)(run))})
+  dying(run, 1)
+  run.train()
+  assert run.cluster.replaced == {"worker": 0, "shard": 4}
+  check_whole(run)
+  run.check_replay()
+
+
+def test_a_shard_that_dies_over_and_over_ends_the_run(run_of):
+  run = run_of(SSP)
+  dying(run, 100)
+  with pytest.raises(ShardsDie, match="shards ended 11 times before a job"):
+    run.train()
+
+
+def test_a_shard_that_says_nothing_is_killed(run_of, monkeypatch):
+  monkeypatch.setattr(cluster_lib, "_PATIENCE", 0.0)
+  monkeypatch.setattr(cluster_lib, "_WAIT", 0.01)
+  run = run_of(SSP, ladder=QUICK)
+  run.cluster.start()
+  mine = run.hosts.start("shard", 1, lambda inside: inside)
+  run.cluster._shards[1] = mine
+  assert not run.cluster._tell(1, "wait", 600.0)
+  assert ("shard", 1) in run.hosts.gone()
+
+
 def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
   log = files.RequestLog(tmp_path / "messages")
   log.append(b"one")
@@ -432,6 +495,28 @@ def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
   (tmp_path / "messages").write_bytes(data[:-1])
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
   assert files.RequestLog(tmp_path / "messages").requests == [b"one"]
+
+
+def test_an_image_that_was_changed_is_refused(tmp_path):
+  files.write_image(tmp_path, b"image", 3)
+  assert files.read_image(tmp_path) == (3, b"image")
+  path = tmp_path / "snapshots"
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="snapshots was changed"):
+    files.read_image(tmp_path)
+
+
+def test_a_message_that_was_changed_is_none(tmp_path):
+  row = Event(0.5, 1, 2, 3, base.SEND)
+  message = ClockMessage(1, 2, [{}], [])
+  files.Outbox(tmp_path, 1, 0).write(row, message)
+  after = files.Outbox(tmp_path, 1, 1)
+  assert after.read([row]) == (row, message)
+  (path,) = tmp_path.glob("*.message")
+  data = path.read_bytes()
+  for changed in (data[:-1], b"", b"\n", b"x" + data):
+    path.write_bytes(changed)
+    assert after.read([row]) is None
 
 
 def test_tasks_of_a_table_in_a_host():
