@@ -64,14 +64,14 @@ def served(folder):
     raise Killed
 
   host = ThreadHost("shard", 3, Rows, time.monotonic, die)
-  server = HostServer(host, folder / "a.sock")
-  yield SocketHost("shard", 3, folder / "a.sock"), host
+  server = HostServer(host, folder / "served.sock")
+  yield SocketHost("shard", 3, folder / "served.sock"), host
   host.end()
   host.thread.join()
   server.close()
   server.close()
   names = [thread.name for thread in threading.enumerate()]
-  assert "a.sock-accept" not in names
+  assert "served.sock-accept" not in names
 
 
 def test_calls_come_to_what_calls_in_the_process_do(served):
@@ -126,7 +126,7 @@ def test_what_a_method_raises_is_told_and_ends_nothing(
 def test_what_is_no_call_disturbs_nobody(served, folder, data):
   near, _ = served
   with socket.socket(socket.AF_UNIX) as sock:
-    sock.connect(str(folder / "a.sock"))
+    sock.connect(str(folder / "served.sock"))
     sock.sendall(data)
     assert near.call("add", 1).result()[0] == 1.0
     sock.shutdown(socket.SHUT_WR)
