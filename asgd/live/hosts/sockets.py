@@ -75,6 +75,7 @@ class HostServer:
   def close(self) -> None:
     """Ends all connections; who waits for an answer hears that it is gone."""
     if self._over:
+      self._thread.join(_SECONDS)  # another thread may be closing it
       return
     self._over = True
     with contextlib.suppress(OSError):  # which has `_accept` look
