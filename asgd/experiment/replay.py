@@ -291,15 +291,21 @@ def _replay_tables(folder, description, data_dir, given) -> Replay:
   experiment, cell = load(folder, data_dir=data_dir, given=given)
   plan = experiment.plan(cell)
   _, root = jax.random.split(jax.random.key(cell.seed))
-  replayed = tables.replay.replay(
-    plan.settings,
-    table_clusters.first_tables(plan, cell.seed),
-    table_clusters.division_of(plan),
-    plan.work(cell.seed, root),
-    table_files.read_orders(folder, plan.settings.shards, workers),
-    jobs=plan.messages // workers,
-    seed=cell.seed,
-  )
+  try:
+    replayed = tables.replay.replay(
+      plan.settings,
+      table_clusters.first_tables(plan, cell.seed),
+      table_clusters.division_of(plan),
+      plan.work(cell.seed, root),
+      table_files.read_orders(folder, plan.settings.shards, workers),
+      jobs=plan.messages // workers,
+      seed=cell.seed,
+    )
+  except tables.replay.OrdersError as error:
+    raise ValueError(
+      f"{folder}: {error}. One of shard-*.csv and trace-*.csv was changed: put"
+      " it back as the run wrote it"
+    ) from error
   parts = [table_files.columns(rows) for rows in replayed.records]
   records = table_files.by_time(parts).plain
   final = plan.join(replayed.tables)

@@ -24,6 +24,10 @@ from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
 
+class OrdersError(ValueError):
+  """What shards and workers wrote down cannot be obeyed together."""
+
+
 class Orders(NamedTuple):
   """What a live run wrote down."""
 
@@ -51,7 +55,9 @@ def lives(events: Sequence[Event]) -> list[list[Event]]:
     elif out:
       out[-1].append(event)
     else:
-      raise ValueError(f"a worker's rows begin with join, not {event.format()}")
+      raise OrdersError(
+        f"a worker's rows begin with join, not {event.format()}"
+      )
   return out
 
 
@@ -86,7 +92,7 @@ class _Holder:
         self._keep(message)
         mine = [r for r in message.records if r.job in self._again]
         return message._replace(records=mine)
-    raise ValueError(
+    raise OrdersError(
       f"the orders do not belong together: holder {self.worker.mail.life} of"
       f" worker {self.worker.worker} sends a message again that nobody made"
     )
@@ -124,7 +130,7 @@ class _Holder:
     if any(worker.mail.there(s) < end for s, end in enumerate(upto)):
       return False
     if event.job != worker.next:
-      raise ValueError(
+      raise OrdersError(
         f"{event.format()} is not the next job of worker {worker.worker}, which"
         f" is {worker.next}"
       )
@@ -134,7 +140,7 @@ class _Holder:
 
     def begun(action):
       if action != event.action:
-        raise ValueError(f"{event.format()} was {base.ACTIONS[action]}")
+        raise OrdersError(f"{event.format()} was {base.ACTIONS[action]}")
 
     self._steps = worker.job(begun, self._record, sends=self._keep)
     self._go_on()
@@ -184,7 +190,7 @@ def _obey(shard, number, event, holders) -> bool:
   if not joins and request.number != event.seq:
     return False
   if shard.waits(request):
-    raise ValueError(
+    raise OrdersError(
       f"{event.format()} answers worker {event.worker} before its consistency"
       " model allows it"
     )
@@ -244,7 +250,7 @@ def replay(
     seed: of filters and codecs.
 
   Raises:
-    ValueError: for rows that do not belong together.
+    OrdersError: for rows that do not belong together.
   """
   workers = len(orders.workers)
   shards = [
@@ -284,13 +290,13 @@ def replay(
         at = [i + (row is not None) for i, row in zip(at, rows, strict=True)]
   for s, events in enumerate(orders.shards):
     if at[s] < len(events):
-      raise ValueError(
+      raise OrdersError(
         f"the orders do not belong together: row {at[s]} of shard {s}"
         f" ({events[at[s]].format()}) cannot be obeyed"
       )
   for (w, life), holder in holders.items():
     if not holder.complete:
-      raise ValueError(
+      raise OrdersError(
         "the orders do not belong together: holder"
         f" {life} of worker {w} received a job that no shard has"
       )

@@ -237,6 +237,13 @@ def test_settings_of_the_wrong_kind_are_one_line(options, wrong):
     tables.settings.table(**{"learning_rate": 0.1, "workers": 2, **options})
 
 
+def test_a_job_without_rows_writes_none():
+  direct = tables.settings.table(0.1, 2)._replace(direct=True)
+  none = {"w": np.zeros(0, np.int64)}
+  written = direct.written(0, none, {"w": np.zeros((0, 2))})
+  assert [x.size for x in written["w"]] == [0, 0]
+
+
 def test_a_column_that_rows_have_not_is_refused():
   rows = np.zeros((1, 2))
   with pytest.raises(ValueError, match="column 5 of the filter kkt is out of"):
