@@ -86,11 +86,6 @@ def float64():
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-  """What is compiled is not optimised: so it is everywhere, by default."""
-
-
-@pytest.fixture(scope="module")
 def commands_as_here():
   """Commands have the devices of this process: they run the same compiled
   programs, and come to the same bits."""

@@ -138,7 +138,7 @@ def one_message(plan, key, batch):
 
 
 @pytest.mark.slow
-def test_every_run_of_the_main_job_makes_a_step(quick_compilation):
+def test_every_run_of_the_main_job_makes_a_step():
   for plan, seed in simulated(build(ROOT / "configs" / "digits.py")):
     # Two examples of each batch: what is compiled is small.
     whole = plan.job_batches(seed)(0, 0)

@@ -174,7 +174,7 @@ def test_a_pipeline_in_one_call(capsys):
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_pipeline(capsys, quick_compilation):
+def test_the_parts_of_a_pipeline(capsys):
   text = devices_made(block("howto/pipelines.md", "schedules.pipedream"))
   names = {}
   exec(text, names)
@@ -183,7 +183,7 @@ def test_the_parts_of_a_pipeline(capsys, quick_compilation):
 
 
 @pytest.mark.slow
-def test_a_step_on_a_mesh(quick_compilation):
+def test_a_step_on_a_mesh():
   text = devices_made(block("howto/meshes.md", "hybrid.make_step"))
   names = {}
   exec(text, names)

@@ -6,8 +6,6 @@ import runpy
 import kit
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def run(capsys):

@@ -17,8 +17,6 @@ from asgd.allocation import Allocation, in_proportion, job_batches
 from asgd.experiment import storage
 from asgd.experiment.engines import allocations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = kit.normal(96, 3)
 DATA = X, X.sum(1) + 0.1 * kit.normal(96, seed=1)
 SLOW = {"name": "constant", "slowdown": (3, 1)}  # speeds 1 : 3

@@ -192,7 +192,6 @@ def test_sharpness_is_an_estimate_from_below_that_rises():
   assert 1 < values[0] < values[1] < values[2] < values[3] < 3
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_sharpness_of_a_network_is_the_top_of_its_hessian():
   problem = problems.classification(
     data.load("digits"), models.build("mlp", 10, hidden=(4,)), batch_size=32

@@ -19,7 +19,7 @@ from asgd import (
   worker,
 )
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 PARAMS = {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.array([0.5])}
 SCHEDULE = optax.piecewise_constant_schedule(0.1, {5: 0.5, 9: 0.5})

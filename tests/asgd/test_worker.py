@@ -11,8 +11,6 @@ from asgd import algorithms, base, orders, simulator
 from asgd import worker as worker_lib
 from asgd.orders import durations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 WEIGHTS = {"w": np.float32(kit.normal(4, 3)), "b": np.zeros(3, np.float32)}
 

@@ -8,8 +8,6 @@ import pytest
 from asgd.parallel import collectives, costs
 from launch.bench import parallel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_a_link_is_found_again():
   link = costs.link(2e9, 3e-5)

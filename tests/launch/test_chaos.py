@@ -29,7 +29,7 @@ CONFIG = (
 )
 MESSAGES = 444
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "commands_as_here")
+pytestmark = pytest.mark.usefixtures("commands_as_here")
 
 
 def chaos(*arguments, status=None):

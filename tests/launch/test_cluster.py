@@ -13,7 +13,6 @@ from asgd.experiment import live_files, storage
 
 pytestmark = [
   *(pytest.mark.slow, pytest.mark.process),
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 AHEAD = 1e6  # seconds, of the clock of the second node

@@ -11,7 +11,7 @@ from asgd.experiment import live_files
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, quick_compilation, commands_as_here):
+def trained(tmp_path_factory, commands_as_here):
   """A live run of two workers, and what was said when it was compared."""
   out = tmp_path_factory.mktemp("trained") / "out"
   done = kit.call(

@@ -22,7 +22,7 @@ from asgd.experiment import cell_files, folder, progress, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("quick_compilation", "commands_as_here"),
+  pytest.mark.usefixtures("commands_as_here"),
   pytest.mark.usefixtures("no_pictures"),
   # Threads that read a damaged checkpoint for Orbax may end after its loop.
   pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -22,7 +22,7 @@ from asgd.orders import trace
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("quick_compilation", "commands_as_here"),
+  pytest.mark.usefixtures("commands_as_here"),
   pytest.mark.usefixtures("no_pictures"),
 ]
 

@@ -17,7 +17,7 @@ from pipeline import cut, executor, schedules
 STAGES, MICROBATCHES, RATE = 3, 4, 0.1
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Noisy(nn.Module):

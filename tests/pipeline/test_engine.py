@@ -33,7 +33,6 @@ from pipeline import table as table_lib
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 ROOT = Path(__file__).parents[2]

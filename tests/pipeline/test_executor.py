@@ -27,7 +27,7 @@ COUNT = 12  # microbatches at hand
 RATE = 0.1
 
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @functools.cache

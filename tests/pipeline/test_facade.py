@@ -13,8 +13,6 @@ import asgd
 import pipeline
 from pipeline.facade import read_layers
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = np.float32(kit.normal(32, 3))
 DATA = X, X.sum(1)
 LAYERS = nn.Dense(4), nn.tanh, nn.Dense(1)

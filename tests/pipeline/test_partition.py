@@ -25,8 +25,6 @@ from pipeline.partition.blocks import Blocks
 from pipeline.partition.graph import Node, chain, make
 from pipeline.partition.pipedream import pipedream
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 

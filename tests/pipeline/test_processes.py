@@ -34,7 +34,7 @@ LAYERS = models.mlp(5, hidden=(8, 6, 7))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def cluster(quick_compilation):
+def cluster():
   with jax.enable_x64(True), contextlib.ExitStack() as stack:
     ray_runtime.start(None)
     stack.callback(ray_runtime.stop)

@@ -14,7 +14,7 @@ from asgd.experiment.machine import Machine
 from pipeline import analyze, instructions, residence
 from pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 A, B, C = [(stage, WEIGHTS) for stage in range(3)]
 ONE_DEVICE = dict(

@@ -365,7 +365,6 @@ KINDS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_layers_is_trained_in_a_pipeline(kind, tmp_path):
   section, model = KINDS[kind]

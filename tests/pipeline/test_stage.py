@@ -16,7 +16,7 @@ from pipeline import stage as stage_lib
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation", "float64"),
+  pytest.mark.usefixtures("float64"),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from asgd import algorithms, base, server, simulator, stacking, worker
 from asgd import orders as orders_lib
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 RATE, MOMENTUM, DECAY = 0.05, 0.9, 0.01
 NAMES = sorted(algorithms.RECIPES)

@@ -15,7 +15,7 @@ from asgd import transforms as transforms_lib
 from asgd import worker as worker_lib
 from asgd.orders import durations
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 RATE, MOMENTUM, WORKERS = 0.01, 0.9, 4
 PROBLEM = problems.quadratic(np.linspace(1, 5, 7), noise=0.3)

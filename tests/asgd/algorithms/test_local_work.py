@@ -13,7 +13,7 @@ from asgd import algorithms, base, orders, simulator, stacking, transforms
 from asgd import worker as worker_lib
 from asgd.orders import durations
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 KEY = jax.random.key(0)
 SEND, RECEIVE, KEEP = base.SEND, base.RECEIVE, base.KEEP

@@ -14,7 +14,7 @@ from asgd import compression
 from asgd.compression import codec as codec_lib
 from asgd.compression import leaves
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 KEY = jax.random.key(3)
 NEEDED = {"threshold": {"tau": 0.5}}  # options without a default

@@ -11,7 +11,7 @@ import pytest
 import asgd
 from asgd import compression
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 KEY = jax.random.key(0)
 WORKERS, RANK = 3, 2

@@ -21,11 +21,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def simulate(server, worker, params, messages, steps=1, workers=2):
   trace = orders.build("asynchronous",
     durations=orders.durations.build("homogeneous"),

@@ -11,8 +11,6 @@ import asgd
 from asgd import compression
 from asgd.compression import signs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 DRAWS = 4000
 

@@ -6,8 +6,6 @@ import pytest
 
 from asgd import compression
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from asgd import data
 from asgd.data import batches as batches_lib
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def numbered(n):
   """Returns n images that show their own number, and it as their label."""

@@ -19,8 +19,6 @@ from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
 from pipeline.engine import PIPELINE
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROOT = Path(__file__).parents[3]
 
 # A few lines of each task, as their files have them.

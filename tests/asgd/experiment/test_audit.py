@@ -10,11 +10,11 @@ from asgd import base
 from asgd.experiment import audit, replay, storage
 from asgd.live import journal, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory, quick_compilation):
+def disturbed(tmp_path_factory):
   """A run in threads, which was stopped twice and went on."""
   workdir = tmp_path_factory.mktemp("disturbed") / "out"
   return kit.train_live(workdir, stop=(30, 40), epochs=4.0)[0]

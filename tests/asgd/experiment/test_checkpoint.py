@@ -14,8 +14,6 @@ from asgd.experiment import checkpoint, storage
 from asgd.experiment.engines import simulate
 from asgd.orders import durations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 WORKERS = 4
 

@@ -86,7 +86,7 @@ def params_of(workdir, cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["simulate", "mesh", "pipeline"])
-def test_names_of_another_module_train(engine, own, quick_compilation):
+def test_names_of_another_module_train(engine, own):
   workers = {"mesh": {"workers": (1,)}}.get(engine, {})
   config = {**CONFIG, "engine": engine, **workers}
   exp = train(own / "out", config)
@@ -100,7 +100,7 @@ def test_names_of_another_module_train(engine, own, quick_compilation):
 
 
 @pytest.mark.slow
-def test_a_module_that_changed_is_told(own, quick_compilation):
+def test_a_module_that_changed_is_told(own):
   class Bar(Silent):
     def line(self, text):
       lines.append(text)
@@ -119,7 +119,7 @@ def test_a_module_that_changed_is_told(own, quick_compilation):
 
 
 @pytest.mark.slow
-def test_other_processes_import_it_too(own, quick_compilation):
+def test_other_processes_import_it_too(own):
   one = train(own / "one", CONFIG)
   train(own / "two", CONFIG, jobs=2)
   for cell in one.cells:
@@ -127,7 +127,7 @@ def test_other_processes_import_it_too(own, quick_compilation):
 
 
 @pytest.mark.slow
-def test_a_live_run_of_it_is_replayed_elsewhere(own, quick_compilation):
+def test_a_live_run_of_it_is_replayed_elsewhere(own):
   exp = train(own / "out", {**CONFIG, "engine": "threads"})
   for cell in exp.cells:
     assert asgd.replay(own / "out" / "cells" / cell.name).same

@@ -13,8 +13,6 @@ from asgd.experiment.engines import NotFinite
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RUN = {"recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2}
 
 

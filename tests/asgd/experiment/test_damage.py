@@ -158,7 +158,7 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, quick_compilation):
+def world(tmp_path_factory):
   root, cases = tmp_path_factory.mktemp("damage"), {}
   exps = {
     name: experiment.build({**TINY, "engine": name, **own}, engines=ENGINES)

@@ -33,8 +33,6 @@ from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from pipeline.engine import PIPELINE
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 PROCESS, SLOW = pytest.mark.process, pytest.mark.slow
 # The driver of ray is one process, its workers are others.

@@ -15,8 +15,6 @@ from asgd.experiment.signals import Stopped
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RUN = {"recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2}
 KILLED = [(0.0, "worker", 1), (0.0, "shard", 1), (0.0, "coordinator", 0)]
 

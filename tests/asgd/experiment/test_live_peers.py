@@ -15,8 +15,6 @@ from asgd.live.faults import Fault
 from asgd.live.gossip import files
 from asgd.live.journal import journal_path
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TINY = {
   **TINY_RUN,
   "engine": "threads",

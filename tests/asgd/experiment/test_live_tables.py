@@ -21,8 +21,6 @@ from asgd.live.hosts import threads
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RUN = dict(recipe="table", bound=2, clock_every=2, shards=2)
 TINY = {
   "problem": dict(

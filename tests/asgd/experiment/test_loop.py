@@ -14,8 +14,6 @@ from asgd.experiment.progress import Silent
 from asgd.experiment.signals import GO_ON, Stopped
 from asgd.live import faults
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # When evaluations are.
 
 

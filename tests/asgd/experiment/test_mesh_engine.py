@@ -35,7 +35,7 @@ UPDATES = 4
 
 
 @pytest.fixture(autouse=True)
-def double(quick_compilation):
+def double():
   """Exact enough for equalities."""
   with jax.enable_x64(True):
     yield

@@ -12,11 +12,6 @@ LINKS = Links(job=1.0, latency=0.5, port=16_384.0, nbytes=4096)
 EXACT = {"rel": 1e-6}  # of a file, whose times have so many digits
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def test_workers_that_do_not_meet_are_as_many_times_as_fast():
   alone = network_speed.simulated(LINKS, 1, 1, 8, [1.0])
   assert alone == pytest.approx(1 / (1 + 2 * (0.5 + 0.25)), **EXACT)

@@ -23,11 +23,6 @@ NETWORK = {"latency": 0.25, "up": 9000.0, "port": 6000.0, "service": 0.125}
 TOP_K = {"name": "top_k", "density": 0.1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def build(**config):
   return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
 

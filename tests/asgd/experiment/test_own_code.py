@@ -16,8 +16,6 @@ from asgd import base, experiment, simulator
 from asgd.experiment import cell_files, code, replay
 from asgd.experiment.progress import Silent
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OWN = kit.ROOT / "tests" / "outside" / "own_things.py"
 
 

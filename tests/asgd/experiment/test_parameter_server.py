@@ -98,7 +98,6 @@ def local(**config):
   )
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("label", LOCAL)
 def test_recipes_that_work_locally_run(label):
   exp = local(only=(label,), learning_rate_schedule={"warmup_epochs": 0.1})

@@ -14,8 +14,6 @@ from asgd.experiment.signals import Stopped
 from asgd.gossip import topologies
 from pipeline.engine import PIPELINE
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 RUNS = {
   "ring": {"recipe": "d_psgd", "topology": "ring"},

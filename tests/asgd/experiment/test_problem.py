@@ -35,7 +35,6 @@ KINDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
   dataset, loaded = load(*KINDS[kind], batch_size=4, evaluation_examples=8)
@@ -53,7 +52,6 @@ def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
   assert loaded.pieces is not None
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("engine", ["simulate", "threads", "mesh"])
 @pytest.mark.parametrize("kind", ["text", "sentences", "regression"])
 def test_each_kind_of_data_is_trained_by_each_engine(kind, engine, tmp_path):

@@ -13,8 +13,6 @@ from asgd import base
 from asgd.experiment import comparison, folder, replay, storage
 from asgd.live.journal import journal_path, read_journal
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Settings of cells; a replay comes to their parameters, to the bit.
 CELLS = {
   "stopped on the way": {
@@ -39,7 +37,7 @@ CELLS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, quick_compilation):
+def trained(tmp_path_factory):
   """The folder of a cell, and its result."""
   workdir = tmp_path_factory.mktemp("trained") / "out"
   return kit.train_live(workdir, examples=576)[:2]

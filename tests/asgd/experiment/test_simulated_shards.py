@@ -14,8 +14,6 @@ CONFIG = {
 }
 OUT = {"shards": 3, "delays": {"name": "gamma", "mean": 0.8}}
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
   place, result, _ = kit.train_live(tmp_path / "whole", **CONFIG, server=OUT)

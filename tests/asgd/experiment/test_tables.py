@@ -13,8 +13,6 @@ from asgd.experiment.engines import tables
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FACTORISATION = {
   "name": "asgd.problems.factorisation:matrix_factorisation",
   "rank": 2,

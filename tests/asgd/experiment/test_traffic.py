@@ -19,11 +19,6 @@ ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 THRESHOLD = {"name": "threshold", "tau": 0.01}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def halves():
   """A codec of one's own that decodes half of a message."""
   return compression.identity()._replace(decode=lambda code: code[:1])

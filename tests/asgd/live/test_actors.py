@@ -43,7 +43,6 @@ from asgd.orders.trace import from_events
 ray = pytest.importorskip("ray")
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too

@@ -30,11 +30,6 @@ WORKERS, JOBS = 2, 24
 LONG = 120.0  # seconds; nothing here takes as long, on a busy machine too
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def threshold():
   return compression.named("threshold", tau=0.002)
 

@@ -14,8 +14,6 @@ from asgd.live.held import HeldParams, OutOfStep
 from asgd.live.shard.updates import WHOLE, Updates
 from asgd.live.slots import PARAMS, UPDATES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CODEC = compression.named("threshold", tau=0.1)
 PARAMS_AND_STATS = base.Variables(
   {"w": np.ones((20, 20), np.float32)}, {"mean": np.zeros(3, np.float32)}

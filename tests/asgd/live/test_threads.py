@@ -39,8 +39,6 @@ from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 from asgd.simulator import steps as steps_lib
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WORKERS, JOBS = 3, 39
 ROOT = jax.random.key(0)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)

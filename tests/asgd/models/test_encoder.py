@@ -18,7 +18,6 @@ from pipeline import cut
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 SIZES = {

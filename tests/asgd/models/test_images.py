@@ -12,8 +12,6 @@ from flax import linen as nn
 
 from asgd import base, models, worker
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 EPSILON = 1e-5
 

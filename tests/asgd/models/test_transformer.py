@@ -13,7 +13,6 @@ from asgd.models import transformer
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 TOKENS, CONTEXT = 11, 6

@@ -10,7 +10,7 @@ from kit import normal
 
 from asgd.parallel import circular, meshes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def pipeline(layer, stages, data=1, rounds=1):

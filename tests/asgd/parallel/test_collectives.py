@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from asgd.parallel import collectives, costs, meshes
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def on_devices(function, *shape):

@@ -11,8 +11,6 @@ from asgd import compression
 from asgd.parallel import data_parallel, meshes, precision
 from asgd.worker import Aux
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 DEVICES, RATE = 4, 0.5
 WEIGHTS = {"w": np.float32(kit.normal(6, 5)), "b": np.zeros(5, np.float32)}

@@ -22,7 +22,7 @@ KEY = jax.random.key(7)
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures("quick_compilation", "float64"),
+  pytest.mark.usefixtures("float64"),
 ]
 
 

@@ -17,7 +17,7 @@ from asgd.parallel import halo, meshes
 IMAGES = P(None, "rows")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def split(function, devices, in_specs, out_specs):

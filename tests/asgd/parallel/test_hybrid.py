@@ -19,7 +19,7 @@ STEPS = 2
 LAYERS = transformer.gpt(11, depth=2, width=8, heads=4, context=8)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def windows(step):

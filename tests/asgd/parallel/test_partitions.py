@@ -73,7 +73,6 @@ def test_tiles_by_hand():
   assert back[3].sends == [{}] * 4
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("machines", [2, 4])
 def test_a_halo_has_the_bytes_that_are_sent(machines):
   mesh = meshes.make({"rows": machines})

@@ -12,7 +12,7 @@ from asgd.gossip import topologies
 from asgd.orders import durations
 from asgd.parallel import meshes, peers
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 N, ROUNDS = 4, 5
 WANTED = kit.normal(N, 3)

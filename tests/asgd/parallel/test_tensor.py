@@ -21,7 +21,7 @@ TOKENS, LABELS = WINDOWS[:, :-1], WINDOWS[:, 1:]
 KEY = jax.random.key(5)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def tensor_mesh(devices):

@@ -19,7 +19,7 @@ from asgd.parallel import meshes, wait_free
 DEVICES = 4
 
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def pieces_of(layers):

@@ -9,8 +9,6 @@ from sklearn import cluster
 from asgd import data
 from asgd.problems import clustering
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NAME = "asgd.problems.clustering:k_means"
 
 

@@ -7,8 +7,6 @@ import table_kit
 
 from asgd.problems import embeddings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):

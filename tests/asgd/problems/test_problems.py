@@ -12,8 +12,6 @@ from scipy import special, stats
 from asgd import base, data, models, problems
 from asgd.data import text
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 

@@ -13,8 +13,6 @@ from asgd import tables
 from asgd.data import sparse
 from asgd.problems import sparse_logistic
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SMALL = {"examples": 300, "features": 60, "nonzeros": 6, "relevant": 10}
 L1 = 0.01
 PROBLEM = {

@@ -9,8 +9,6 @@ from sklearn import decomposition
 from asgd.data import documents
 from asgd.problems import topics
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOPICS, ALPHA, BETA, SWEEPS = 6, 0.3, 0.05, 24
 SMALL = {"documents": 120, "side": 3, "length": 30}
 PROBLEM = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asgd import algorithms, base, sharding
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 RATE = 0.1
 

@@ -13,7 +13,7 @@ from asgd import algorithms, base, sharding, transforms
 from asgd.sharding import probe
 from asgd.sharding.probe import check
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "float64")
+pytestmark = pytest.mark.usefixtures("float64")
 
 RATE = 0.1
 TREE = kit.VARIABLES

@@ -13,7 +13,7 @@ import pytest
 from asgd import base, server, sharding, transforms
 from asgd.sharding import totals
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 RATE = 0.1
 TREE = kit.VARIABLES

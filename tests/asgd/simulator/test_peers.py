@@ -15,7 +15,7 @@ from asgd.gossip import topologies
 from asgd.orders import durations
 from asgd.orders import trace as trace_lib
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 N = 4
 ROOT = jax.random.key(0)

@@ -15,8 +15,6 @@ from asgd.server import finite, make_server, max_staleness
 from asgd.transforms import own_statistics
 from asgd.worker import Aux, gradient_worker
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from asgd import rates, transforms
 from asgd.transforms import rows as rows_lib
 
-pytestmark = pytest.mark.usefixtures("float64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def delay(staleness=1, worker=0, sent=None):

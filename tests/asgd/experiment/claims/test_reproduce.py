@@ -35,7 +35,7 @@ def reproduced(task, workdir):
 
 
 @pytest.mark.slow
-def test_the_quick_edge_passes_and_goes_on(tmp_path, quick_compilation, capsys):
+def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys):
   path = FIGURES / "delayed_edge.py"
   task = reproduce.load(path, experiment.ENGINES, quick=True)
   place = reproduced(task, tmp_path / "out")

@@ -25,7 +25,6 @@ from asgd.orders.protocol import Rules
 ray = pytest.importorskip("ray")
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
-  pytest.mark.usefixtures("quick_compilation"),
 ]
 
 LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too

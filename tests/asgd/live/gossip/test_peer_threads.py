@@ -24,8 +24,6 @@ PEERS = 4
 ROOT = jax.random.key(0)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def compiled(name, **options):

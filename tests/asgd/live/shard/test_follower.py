@@ -26,8 +26,6 @@ from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.orders.protocol import Rules
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Followers that obey the lead.
 
 

@@ -28,8 +28,6 @@ from asgd.live.shard import Shard, images
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_by_hand_is_replayed_to_the_same_bits(kind):

@@ -18,11 +18,6 @@ from asgd.orders.protocol import Dispatcher
 SEEDS = 120
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly(quick_compilation):
-  """What is compiled is compiled quickly."""
-
-
 def test_seeds_come_to_what_their_traces_say():
   injected = collections.Counter()
   for outcome in explore.run_seeds(range(SEEDS)):
