@@ -34,7 +34,7 @@ class HostServer:
     self._host, self._path = host, path
     path.unlink(missing_ok=True)
     self._listener = Listener(str(path), "AF_UNIX", backlog=_WAITING)
-    self._over = False
+    self._over, self._closing = False, threading.Lock()
     self._open: set[Connection] = set()
     name = f"{path.name}-accept"
     self._thread = threading.Thread(target=self._accept, name=name, daemon=True)

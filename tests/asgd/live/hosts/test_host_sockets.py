@@ -136,8 +136,8 @@ def test_what_is_no_call_disturbs_nobody(served, folder, data):
 
 def test_a_server_without_its_file_closes(folder):
   hosts = ThreadHosts(began=time.monotonic())
-  server = HostServer(hosts.start("shard", 0, Rows), folder / "a.sock")
-  (folder / "a.sock").unlink()
+  server = HostServer(hosts.start("shard", 0, Rows), folder / "gone.sock")
+  (folder / "gone.sock").unlink()
   server.close()
   hosts.close()
 
@@ -145,10 +145,12 @@ def test_a_server_without_its_file_closes(folder):
 def test_one_that_died_is_gone_and_no_other_is_taken_for_it(served, folder):
   near, _ = served
   waiting = near.call("put_off")
-  calls = [near.call("die"), waiting, near.call("add", 1)]
-  for call in calls:
+  near.call("add", 1).result()
+  for call in (near.call("die"), waiting):
     with pytest.raises(Gone, match="shard 3 is gone"):
       call.result()
+  with pytest.raises(Gone, match="shard 3 is gone"):
+    near.call("add", 1).result()
   nobody = SocketHost("shard", 3, folder / "b.sock")
   call = nobody.call("add", 1)
   assert call.done()
