@@ -168,10 +168,10 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
 
 
 def ratings_per_second(
-  workers: int, *, epochs: float = 24.0, batch_size: int = 2000
+  workers: int, *, epochs: float = 160.0, batch_size: int = 10_000
 ) -> float:
   """Returns how many ratings live workers learn from in a second, of matrix
-  factorisation by SSP on two shards, after the first quarter of the jobs; Ray
+  factorisation by SSP on two shards, in the second half of the jobs; Ray
   is running."""
   config = {
     "problem": dict(
@@ -207,5 +207,5 @@ def ratings_per_second(
     place = Path(folder) / "cells" / cell.name
     parts = [files.read_table_records(place, w) for w in range(workers)]
   times = files.by_time(parts).time
-  late = times[len(times) // 4 :]
+  late = times[len(times) // 2 :]
   return batch_size * (len(late) - 1) / float(late[-1] - late[0])
