@@ -37,6 +37,8 @@ from asgd.experiment.engines import (
   allocations,
   live,
   live_clusters,
+  live_peers,
+  live_tables,
   simulate,
   table_clusters,
 )
@@ -206,9 +208,14 @@ def replay(
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
+  ended = (folder / "result.json").exists()
   if live_files.has_tables(description):
+    if ended:
+      live_tables.check_files(folder, description)
     return _replay_tables(folder, description, data_dir, given)
   if live_files.has_peers(folder, description):
+    if ended:
+      live_peers.check_files(folder)
     return _replay_peers(folder, description, data_dir, given)
   traces, totals = [], []
   for path, events in live_files.read_traces(folder, description):

@@ -14,6 +14,7 @@ from asgd.experiment.signals import Stopped
 from asgd.live.faults import Fault
 from asgd.live.gossip import files
 from asgd.live.journal import journal_path
+from asgd.live.records import records_path
 
 TINY = {
   **TINY_RUN,
@@ -82,6 +83,10 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   # It is finished, and its files are what it wrote.
   again, _ = train(tmp_path, CODED)
   assert again["params_sha256"] == result["params_sha256"]
+  sink = records_path(place, 0)
+  sink.write_bytes(sink.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="records, and the trace beside it"):
+    replay.replay(place)
 
 
 def test_a_cell_without_a_checkpoint_begins_again(tmp_path):

@@ -94,6 +94,12 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   jobs = [end.job for _, end in live_files.ended_jobs(drawn.jobs)]
   assert len(jobs) == 40
   assert len(drawn.journals) == 2
+  trace = journal_path(place, 1)
+  whole = trace.read_text()
+  trace.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+  with pytest.raises(ValueError, match="20 records, and the trace beside it"):
+    replay.replay(place)
+  trace.write_text(whole)
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
   wrong = "run-n2-s0: .*(together|no shard has).* One of shard-.* was changed"
