@@ -67,6 +67,8 @@ class KeyedRows:
       return (at >= 0) & (at < len(self))
     if not len(self):
       return np.zeros(len(keys), bool)
+    if self._are_all(keys):
+      return np.ones(len(keys), bool)
     at = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
     return self.keys[at] == keys
 
@@ -75,7 +77,13 @@ class KeyedRows:
     keys = np.asarray(keys, np.int64)
     if self._whole:
       return keys - self._first
+    if self._are_all(keys):
+      return np.arange(len(keys))
     return np.searchsorted(self.keys, keys)
+
+  def _are_all(self, keys):
+    """Whether keys are those that there are: often a worker has no others."""
+    return len(keys) == len(self) and np.array_equal(keys, self.keys)
 
   def insert(
     self, keys: Keys, make: Callable[[Keys], Mapping[str, Any]]
