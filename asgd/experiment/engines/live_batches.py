@@ -25,6 +25,7 @@ from asgd.experiment.engines import (
   live_clusters,
   parameter_server,
   unused,
+  watched,
 )
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.schema import Run
@@ -52,7 +53,6 @@ _ONLY = {  # section, key -> the one value that these runs have, and why
   ("live", "devices"): (1, "a worker has one"),
 }
 _SIMULATED = ("loading", "restart")  # options that are simulated time
-_OF_LINKS = ("lose", "double", "reorder")  # faults of links to a server
 
 
 def check(run: Run) -> None:
@@ -76,13 +76,10 @@ def check(run: Run) -> None:
 
 def check_faults(plan: CoordinatedPlan, machine: Any) -> None:
   """Refuses faults that cannot happen to its workers."""
-  for fault in machine.faults:
-    if fault.kind in _OF_LINKS:
-      raise ValueError(
-        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: a worker of"
-        f" {unused.recipe_of(plan.run)} is called, and loses no message; use"
-        " kill, hang, slow or nan"
-      )
+  recipe = unused.recipe_of(plan.run)
+  watched.check_faults(
+    machine, f"a worker of {recipe} is called, and loses no message"
+  )
 
 
 class LiveBatches(NamedTuple):

@@ -26,6 +26,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.engines.peer_clusters import LivePeers
 from asgd.experiment.schema import Run
+from asgd.live.append_only import check_rows
 from asgd.live.gossip import files
 from asgd.live.gossip.peer_rows import View
 from asgd.live.journal import journal_path, read_journal
@@ -124,11 +125,14 @@ class LivePeerEngine(watched.WatchedEngine):
     # Peers themselves are not needed to read what they were.
     aside = "" if images else self._keep_aside()
     cuts = self._cuts if images else [[0, 0]] * len(self._places)
+    for peer, (rows, records) in enumerate(cuts):
+      there = self._length_of(peer)
+      check_rows(journal_path(self._folder, peer), there[0], rows)
+      check_rows(records_path(self._folder, peer), there[1], records)
     dropped = 0
     for peer, (rows, records) in enumerate(cuts):
-      path = self._check_records(peer, records)
       dropped += self._cut(journal_path(self._folder, peer), rows)
-      files.cut_records(path, records)
+      files.cut_records(records_path(self._folder, peer), records)
     self._say_going_on(images, dropped, aside)
 
   def _keep_aside(self):

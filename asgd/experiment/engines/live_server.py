@@ -22,8 +22,9 @@ from asgd.experiment.engines import (
   live_news,
   parameter_server,
   traffic,
+  watched,
 )
-from asgd.live import failures, records
+from asgd.live import records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
@@ -135,13 +136,8 @@ class LiveEngine(engines.Engine):
 
   def _status(self):
     """The shards' status; NotFinite if nothing finite comes any more."""
-    try:
+    with watched.engine_errors(self._context):
       return self.cluster.status()
-    except failures.NotFinite as error:
-      plan, cell = self._context.plan, self._context.cell.name
-      raise engines.NotFinite(
-        parameter_server.not_finite(plan, str(error), cell)
-      ) from error
 
   def _look_for(self, until, status):
     """Fetches the parameters of message `until`, if it was received."""

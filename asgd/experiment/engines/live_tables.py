@@ -161,7 +161,7 @@ class LiveTableEngine(watched.WatchedEngine):
     for w in self._places:
       rows, records = self._cuts["files"][w] if images else (0, 0)
       dropped += self._cut(journal_path(self._folder, w), rows)
-      path = self._check_records(w, records)
+      path = records_path(self._folder, w)
       FileSink(path, dtype=files.JOB_RECORD).truncate(records)
     self._say_going_on(images, dropped)
 

@@ -19,7 +19,7 @@ from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.schema import Run
 from asgd.live import failures, processes
-from asgd.live.append_only import FileGone, check_rows
+from asgd.live.append_only import FileGone
 from asgd.live.journal import cut_journal, journal_path, read_journal
 from asgd.live.records import records_path
 from asgd.orders.trace import STARTS
@@ -63,6 +63,19 @@ def check_faults(machine: Any, why: str) -> None:
         f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
         " hang, slow or nan"
       )
+
+
+@contextlib.contextmanager
+def engine_errors(context: engines.Context) -> Iterator[None]:
+  """What a cluster raises, as the run loop knows it."""
+  try:
+    yield
+  except failures.AllDied as error:
+    raise engines.Died(str(error)) from error
+  except failures.NotFinite as error:
+    raise engines.NotFinite(
+      parameter_server.not_finite(context.plan, str(error), context.cell.name)
+    ) from error
 
 
 class WatchedEngine(engines.Engine):
@@ -191,15 +204,8 @@ class WatchedEngine(engines.Engine):
     """Drops what comes after so many rows of a journal; returns how many rows
     those were."""
     there = len(read_journal(path))
-    check_rows(path, there, rows)
     cut_journal(path, rows)
     return there - rows
-
-  def _check_records(self, place: int, records: int) -> Path:
-    """Returns the path of records that have what a checkpoint is of."""
-    path = records_path(self._folder, place)
-    check_rows(path, len(self._records_of(place).loss), records)
-    return path
 
   def _say_going_on(self, images, dropped, more=""):
     where = "the checkpoint" if images else "the beginning: no checkpoint"
@@ -219,19 +225,8 @@ class WatchedEngine(engines.Engine):
 
   # Training.
 
-  @contextlib.contextmanager
-  def _watched(self) -> Iterator[None]:
-    """What the cluster raises, as the run loop knows it."""
-    try:
-      yield
-    except failures.AllDied as error:
-      raise engines.Died(str(error)) from error
-    except failures.NotFinite as error:
-      raise engines.NotFinite(
-        parameter_server.not_finite(
-          self._plan, str(error), self._context.cell.name
-        )
-      ) from error
+  def _watched(self):
+    return engine_errors(self._context)
 
   def _look(self):
     """Looks after the cluster."""

@@ -135,13 +135,10 @@ class SocketHost(Host):
   def call(self, method: str, *args: Any) -> SocketCall:
     """See the base."""
     try:
-      connection = self.free.pop()
-    except IndexError:
-      try:
+      if self.free:
+        connection = self.free.pop()
+      else:
         connection = Client(str(self._path), "AF_UNIX")
-      except OSError:
-        return SocketCall(self, None)
-    try:
       connection.send((method, args))
     except OSError:
       return SocketCall(self, None)
