@@ -100,7 +100,7 @@ class Victim:
   def _pids(self, memory) -> dict[str, dict[int, int]]:
     """Returns its processes, and remembers them."""
     pids = processes.pids(memory)
-    for pid in (*pids["worker"].values(), *pids["shard"].values()):
+    for pid in [pid for each in pids.values() for pid in each.values()]:
       with contextlib.suppress(OSError):
         self.processes.add((pid, processes.stat(pid)[1]))
     return pids
@@ -160,6 +160,8 @@ class Victim:
       self._kill_driver(cell, before, pids)
       return True
     victims = "shard" if kind == "shard" else "worker"
+    if victims == "worker" and "peer" in pids:
+      victims = "peer"
     running = {
       index: pid
       for index, pid in pids[victims].items()

@@ -1,5 +1,6 @@
 """The processes of a run: their locks and numbers, and how to end them."""
 
+import collections
 import contextlib
 import fcntl
 import os
@@ -42,7 +43,8 @@ def stat(pid: int) -> tuple[str, str]:
 
 
 def write_pid(folder: Path, kind: str, index: int) -> None:
-  """Writes down, for `pids`, that this process is worker or shard `index`."""
+  """Writes down, for `pids`, that this process is the party of a kind and an
+  index, as worker 0."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
   temporary = path.with_suffix(f".{pid}")
   temporary.write_text(f"{pid} {stat(pid)[1]}")
@@ -51,7 +53,7 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
   """Returns a run's live processes by its memory: kind -> index -> number."""
-  alive = {"shard": {}, "worker": {}}
+  alive: dict[str, dict[int, int]] = collections.defaultdict(dict)
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")
     try:

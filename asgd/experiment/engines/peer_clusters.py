@@ -10,13 +10,15 @@ import numpy as np
 
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.engines.peers import PeerPlan
-from asgd.live.gossip.cluster import PeerCluster
+from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerDuty
-from asgd.live.gossip.threads import ThreadPeers
+from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.orders import protocol
+
+_CALLS = 16  # of the driver that a peer may have to answer at once
 
 
 class LivePeers(NamedTuple):
@@ -72,21 +74,38 @@ def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
   return tree | {"codes": dict.fromkeys(notes.get("codes", ()), code)}
 
 
-def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
-  """Builds a cluster of threads."""
+def _cluster(live: LivePeers, machine: Any, hosts, maker) -> PeerCluster:
   plan, settings = live.plan, live.plan.run.config["live"]
-  return ThreadPeers(
-    make_duty(plan, live.cell, live.due, copies=False),
-    live.folder,
+  hosts.say = machine.tell
+  return PeerCluster(
+    plan.gossip,
+    hosts,
+    maker,
     messages=plan.messages,
-    began=live.began,
-    received=live.received,
-    seed=live.cell.seed,
     ladder=live.setup.ladder,
     refill=settings["refill"],
-    faults=machine.faults,
-    span=SpanWriter(live.folder) if settings["spans"] else None,
+    received=live.received,
   )
+
+
+def _maker(live: LivePeers, machine: Any, make_duty, folder, **options):
+  settings = live.plan.run.config["live"]
+  return PeerMaker(
+    make_duty,
+    folder,
+    live.cell.seed,
+    tuple(machine.faults),
+    SpanWriter(folder) if settings["spans"] else None,
+    **options,
+  )
+
+
+def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
+  """Builds a cluster of threads."""
+  duty = make_duty(live.plan, live.cell, live.due, copies=False)
+  duty.warm_up_all()
+  maker = _maker(live, machine, lambda: duty, live.folder)
+  return _cluster(live, machine, ThreadHosts(began=live.began), maker)
 
 
 def _remote_duty(config, dataset, cell, due) -> PeerDuty:
@@ -101,18 +120,14 @@ def ray_peers(live: LivePeers, machine: Any) -> PeerCluster:
   plan, settings = live.plan, live.plan.run.config["live"]
   config = cells.only(plan.run, live.cell)
   dataset = machine.share(plan.dataset)  # which starts Ray
-  from asgd.live.gossip.actors import RayPeers
+  from asgd.live.hosts.actors import ActorHosts
 
-  return RayPeers(
-    plan.gossip,
+  hosts = ActorHosts(
     live_clusters.site(live, live.began, machine),
-    functools.partial(_remote_duty, config, dataset, live.cell, live.due),
-    received=live.received,
-    seed=live.cell.seed,
-    refill=settings["refill"],
-    faults=machine.faults,
     resources=live_clusters.resources(settings),
-    say=machine.tell,
+    calls=_CALLS + plan.workers,
   )
-
-
+  duty = functools.partial(_remote_duty, config, dataset, live.cell, live.due)
+  folder = live.folder.absolute()
+  maker = _maker(live, machine, duty, folder, warm_up=True)
+  return _cluster(live, machine, hosts, maker)

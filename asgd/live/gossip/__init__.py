@@ -1,5 +1,6 @@
-"""The live runtime of gossip: peers that talk to each other.
+"""The live runtime of gossip: peers that exchange messages with each other.
 
-Each peer is a thread or a process with a journal of its own. No process sees
-all messages; the driver watches, and puts newcomers in the places of the dead.
+Each peer is an object in a host, a thread or a process, and has a journal. No
+process sees all messages: the driver watches the peers and replaces those that
+exit.
 """

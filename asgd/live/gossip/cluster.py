@@ -1,363 +1,354 @@
-"""What all clusters of peers do: watch, replace the dead, and stop all at once.
+"""The driver of a run of peers: it introduces them, and makes them pause.
 
-The cluster is no part of the training: it sees no message. It tells peers who
-is there, and can have all of them end the same round (`pause`), which it does
-for checkpoints and before a newcomer joins.
+The driver is no part of the training: it sees no message. It reports to peers
+who is alive, and can make all of them end the same round (`pause`), which it
+does for checkpoints and before a newcomer joins. Its supervisor starts, watches
+and replaces them.
 """
 
-import abc
-import heapq
+import functools
 import math
 import sys
-import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from asgd import gossip
-from asgd.live.deadlines import Deadlines, Ladder
-from asgd.live.failures import AllDied, NotFinite, WorkersDie
+from asgd.live import faults as faults_lib
+from asgd.live.deadlines import Ladder
+from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
-from asgd.live.gossip.loop import REJECTED, PeerLoop, Status
+from asgd.live.gossip.counter import JobCounter
+from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.pairs import Pairs
+from asgd.live.gossip.peer import REJECTED, LivePeer, Status
 from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View
 from asgd.live.gossip.rounds import Rounds
+from asgd.live.hosts import Host, Hosts, Inside, Make
+from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.links.base import Disconnected
+from asgd.live.spans import Span
+from asgd.live.supervisor import Party, Supervisor, answer_of
 
-_LOOK = 0.01  # seconds between two looks whether all peers are quiet
-_TRIES = 3  # for each place: messages that may be refused before a run ends
-_DEATHS = 5  # for each place: peers that may die before another message comes
+_PATIENCE = 30.0  # seconds until a peer that is silent is ended, at least
 Image = tuple[Any, dict[str, Any]]  # of a peer: a tree of arrays, JSON
 
 
-class JobNumbers:
-  """Numbers of jobs that are given out once each, for peers in pairs."""
+class PeerMaker(NamedTuple):
+  """How a host makes a peer; it travels to the peer's process."""
 
-  def __init__(self, jobs: int, received: Collection[int] = ()):
-    """Those that were received are not given again."""
-    self._jobs, self._next = jobs, max(received, default=-1) + 1
-    self._again = sorted(set(range(self._next)) - set(received))
-    self._lock = threading.Lock()
+  make_duty: Callable[[], PeerDuty]
+  run: Path
+  seed: int
+  faults: Sequence[faults_lib.Fault] = ()
+  span: Callable[[int, Span], None] | None = None  # takes what peers do when
+  # Compile in the host: a process of its own has compiled nothing.
+  warm_up: bool = False
+  make_script: Callable[..., faults_lib.Script] = faults_lib.Script
 
-  def take(self) -> int | None:
-    """Returns the least that nobody has, None if there is none."""
-    with self._lock:
-      if self._again:
-        return heapq.heappop(self._again)
-      if self._next >= self._jobs:
-        return None
-      self._next += 1
-      return self._next - 1
-
-  def give_back(self, number: int) -> None:
-    """Takes one that was lost, for somebody else."""
-    with self._lock:
-      heapq.heappush(self._again, number)
-
-
-def make_loop(
-  index: int,
-  duty: PeerDuty,
-  run: Path,
-  image: Image | None,
-  *,
-  jobs: Callable[[], int | None],
-  draw: Any,
-  clock: Callable[[], float],
-  **options: Any,
-) -> PeerLoop:
-  """Builds the loop of a place's next holder, from its files and perhaps an
-  image; `draw` makes a generator of the number of its holders before."""
-  rows = PeerRows(index, duty, *files.open_files(run, index), clock)
-  options["clock"] = clock
-  if duty.gossip.order == gossip.PAIRS:
-    loop: PeerLoop = Pairs(rows, jobs=jobs, draw=draw(rows.life), **options)
-  else:
-    loop = Rounds(rows, **options)
-  if image is not None:
-    loop.restore(*image)
-  return loop
+  def __call__(
+    self, index: int, image: Image | None, counter: Host | None, inside: Inside
+  ) -> LivePeer:
+    """Makes the next incarnation of a peer, from its files and perhaps an
+    image."""
+    duty = self.make_duty()
+    if self.warm_up:
+      duty.warm_up(index)
+    journal, sink = files.open_files(self.run, index, inside.disk)
+    rows = PeerRows(index, duty, journal, sink, inside.clock)
+    script = self.make_script(
+      [fault for fault in self.faults if fault.worker == index],
+      kill=inside.kill,
+      wait=inside.wait,
+      tell=functools.partial(faults_lib.append_fault, self.run),
+    )
+    span = self.span and functools.partial(self.span, index)
+    options: dict[str, Any] = {"faults": script, "span": span}
+    if counter is None:
+      peer: LivePeer = Rounds(inside, rows, **options)
+    else:
+      draw = np.random.default_rng((self.seed, index, rows.life))
+      peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
+    if image is not None:
+      peer.restore(*image)
+    return peer
 
 
-class PeerCluster(abc.ABC):
+class PeerCluster:
   """The peers of a run: `start` begins, and `check` is to be called again and
   again until `finished`."""
 
   def __init__(
     self,
     how: gossip.Gossip,
-    run: Path,
+    hosts: Hosts,
+    maker: PeerMaker,
     *,
     messages: int,
     ladder: Ladder,
     refill: bool,
-    clock: Callable[[], float],
+    received: Sequence[int] = (),
   ):
-    """`messages` are the jobs of all peers together; `refill`: put a newcomer
-    in the place of one that died."""
-    self.gossip, self._run, self._refill = how, run, refill
-    self._clock = clock
+    """Prepares.
+
+    Args:
+      how: recipe of the run.
+      hosts: which run the peers.
+      maker: of peers.
+      messages: jobs of all peers together.
+      ladder: when a job takes too long.
+      refill: replace a peer that exits.
+      received: numbers of the jobs that are done already.
+    """
+    self.gossip, self._maker, self._refill = how, maker, refill
+    self._messages, self._taken = messages, list(received)
     peers = how.topology.workers
-    self._limit = messages // peers
-    if how.order == gossip.PAIRS:
-      self._limit = sys.maxsize
-    self.lives: dict[int, int] = {}  # of those that are there
-    self._coming: dict[int, int] = {}  # newcomers' lives
-    self._deadlines = Deadlines(ladder)
-    self._ended: dict[int, tuple[int, float]] = {}  # peer -> rounds, since
-    self.replaced = {"peer": 0}
-    self._refused = self._deaths = self._received = 0
-    self._messages, self._finished = messages, False
-    self._news: list[str] = []
+    counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
+    self._supervisor = Supervisor(hosts, counts, ladder, patience=_PATIENCE)
+    self._limit = sys.maxsize if self._pairs else messages // peers
+    self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
+    self._coming: dict[int, int] = {}  # of those that are being made
+    self.finished = False  # whether all is done, as `check` saw
     self.rounds = 0  # that all have ended, as `check` saw
 
-  # What threads and processes do differently.
+  @property
+  def _pairs(self):
+    return self.gossip.order == gossip.PAIRS
 
-  @abc.abstractmethod
-  def _make(self, peer: int, image: Image | None) -> None:
-    """Begins to make the next holder of a place."""
+  @property
+  def replaced(self) -> dict[str, int]:
+    """How many parties of each kind were replaced."""
+    return self._supervisor.replaced
 
-  @abc.abstractmethod
-  def _is_ready(self, peer: int) -> bool:
-    """Whether it is made, and can be asked. Raises what keeps it from it."""
-
-  @abc.abstractmethod
-  def _run_loop(self, peer: int) -> None:
-    """Has its loop run."""
-
-  @abc.abstractmethod
-  def _ask(self, peer: int, name: str, *args: Any, **options: Any) -> Any:
-    """Returns what a method of a peer's loop answers, called in its thread.
-    Raises Disconnected if it has died."""
-
-  @abc.abstractmethod
-  def _gone(self) -> list[tuple[int, str]]:
-    """Returns the peers that have ended since, and how. Raises what ended one
-    if it would end a new one, too."""
-
-  @abc.abstractmethod
-  def _kill(self, peer: int) -> None:
-    """Ends one that hangs."""
-
-  @abc.abstractmethod
-  def _give_back(self, number: int) -> None:
-    """Has a lost job of peers in pairs done by another."""
-
-  @abc.abstractmethod
-  def _introduce(self, peer: int) -> None:
-    """Lets others find a newcomer, and it them."""
-
-  @abc.abstractmethod
-  def _close(self) -> None:
-    """Ends all peers."""
-
-  # A run.
+  # Starting.
 
   def start(self, images: dict[int, Image] | None = None) -> None:
     """Starts all peers, or those of images, and the others as newcomers."""
+    if self._pairs:
+      self._start_counter(self._taken)
     places = range(self.gossip.topology.workers)
     first = sorted(images) if images else list(places)
-    for peer in first:
-      self._make(peer, images[peer] if images else None)
-    for peer in first:
-      while not self._is_ready(peer):
-        time.sleep(_LOOK)
-    for peer in first:
-      self._introduce(peer)
-      events = read_journal(journal_path(self._run, peer))
-      self.lives[peer] = files.lives_of(events)
-    for peer in first:
-      self._run_loop(peer)
-    self._tell_all("meet", dict(self.lives))  # or they would not listen
+    parties = [
+      self._make(peer, images[peer] if images else None) for peer in first
+    ]
+    self._supervisor.await_made(parties)
+    for party in parties:
+      self.lives[party.index] = self._coming.pop(party.index)
+      party.run = party.host.call("run")
+    self._ask("meet", self._neighbours())
     self.go_on()
     for peer in set(places) - set(first):
-      self._new(peer)
+      self._make(peer)
 
-  def _new(self, peer):
-    events = read_journal(journal_path(self._run, peer))
-    self._coming[peer] = files.lives_of(events)
-    self._make(peer, None)
+  def _start_counter(self, taken):
+    make = functools.partial(_make_counter, self._messages, tuple(taken))
+    party = self._supervisor.start(COUNTER, 0, make)
+    self._supervisor.await_made([party])
 
-  def _tell(self, peer, name, *args, **options):
-    """As `_ask`; None of one that has died, which `check` will see."""
-    try:
-      return self._ask(peer, name, *args, **options)
-    except Disconnected:
-      return None
+  def _make(self, peer, image=None) -> Party:
+    run = self._maker.run
+    self._coming[peer] = files.lives_of(read_journal(journal_path(run, peer)))
+    party = self._supervisor.start(PEER, peer, self._make_of(peer, image))
+    party.proven = True  # it has compiled when it is made
+    return party
 
-  def _tell_all(self, name, *args, **options) -> dict[int, Any]:
-    """Asks all who are there at once; returns what those that live answer."""
-    answers = self._ask_all([*self.lives], name, *args, **options)
-    return {k: v for k, v in answers.items() if v is not None}
+  def _make_of(self, peer, image) -> Make:
+    counters = self._supervisor.parties.get(COUNTER, {})
+    counter = counters[0].host if counters else None
+    return functools.partial(self._maker, peer, image, counter)
 
-  def _ask_all(self, peers, name, *args, **options) -> dict[int, Any]:
-    """As `_tell` of each peer."""
-    return {peer: self._tell(peer, name, *args, **options) for peer in peers}
+  def _neighbours(self):
+    parties = self._supervisor.parties[PEER]
+    return {
+      peer: Neighbour(life, parties[peer].host)
+      for peer, life in self.lives.items()
+    }
+
+  def _ask(self, name, *args, among=None) -> dict[int, Any]:
+    """Asks peers that have joined, all at once; returns what those that are
+    alive answer."""
+    among = self.lives if among is None else among
+    return self._supervisor.ask(PEER, "ask", name, *args, among=among)
+
+  # Watching.
 
   def check(self, messages: int) -> list[str]:
     """Looks at the cluster, of which so many messages were received; returns
-    what to tell. Raises AllDied, NotFinite and WorkersDie, and what would end
-    newcomers, too."""
-    if messages > self._received:
-      self._received, self._refused, self._deaths = messages, 0, 0
+    lines for the user. Raises AllDied, NotFinite and WorkersDie, and what would
+    end newcomers, too."""
+    self._supervisor.progressed(messages)
     self._bury()
-    statuses = self._tell_all("status")
-    self._end_hanging(statuses)
-    ended = [status.rounds for status in statuses.values()]
-    self.rounds = max(self.rounds, min(ended, default=0))
+    statuses = self._look()
+    rounds = [status.rounds for status in statuses.values()]
+    self.rounds = max(self.rounds, min(rounds, default=0))
     done = all(status.quiet for status in statuses.values())
-    if self.gossip.order == gossip.PAIRS:
+    if self._pairs:
       done = done and messages >= self._messages
     else:
-      done = done and all(s.rounds >= self._limit for s in statuses.values())
-    self._finished = done and self.lives.keys() == statuses.keys()
-    if not self._finished:
-      for peer in [peer for peer in self._coming if self._is_ready(peer)]:
+      done = done and all(count >= self._limit for count in rounds)
+    self.finished = done and self.lives.keys() == statuses.keys()
+    if not self.finished:
+      parties = self._supervisor.parties[PEER]
+      for peer in [peer for peer in self._coming if parties[peer].ready]:
         self._admit(peer)
-    news, self._news = self._news, []
-    return news
+    return self._supervisor.take_news()
 
-  @property
-  def finished(self) -> bool:
-    """Whether all is done, as `check` saw."""
-    return self._finished
+  def _look(self) -> dict[int, Status]:
+    """Asks how all are, and ends those that are at a job for too long."""
+    statuses = self._ask("status")
+    for peer, status in statuses.items():
+      party = self._supervisor.parties[PEER].get(peer)
+      if party is not None:  # what the peer says: the driver may have waited
+        busy = status.busy or 0.0
+        self._supervisor.watch(party, status.rounds, busy=busy)
+    return statuses
 
   def _bury(self):
-    """Deals with those that have ended."""
-    for peer, how in self._gone():
-      residual = 0.0
-      if peer in self._coming:  # before it had joined
-        del self._coming[peer]
-      elif peer in self.lives:
-        del self.lives[peer]
-        lost = files.leave(self._run, peer, self._clock())
-        residual = files.last_residual_lost(self._run, peer)
-        if self.gossip.order == gossip.PAIRS:
-          for number in lost:
-            self._give_back(number)
-        self._pass_on(peer)
-        self._tell_all("gone", peer)
-      self._ended.pop(peer, None)
-      self._refused += how == REJECTED
-      self._deaths += 1
-      if self._finished:
-        continue
-      self._news.append(self._told(peer, how, residual))
-      if not self.lives:
-        last = f"the last was peer {peer}"
-        if how == REJECTED:
-          raise NotFinite(f"what all peers computed was not finite, {last}")
-        raise AllDied(f"all peers died, {last}")
-      if self._refill:
-        self.replaced["peer"] += 1
-        self._new(peer)
+    """Handles the parties that have exited."""
+    supervisor = self._supervisor
+    for party in supervisor.lost(COUNTER) if self._pairs else ():
+      self._replace_counter(party)
+    lost = {party.index: (party, "died") for party in supervisor.lost(PEER)}
+    for peer in self.lives:
+      party = supervisor.parties[PEER][peer]
+      if party.run is not None and party.run.done():
+        how = answer_of(party.run)
+        lost[peer] = party, how[0] if how else "died"
+    for peer, (party, how) in sorted(lost.items()):
+      answer_of(party.made)  # or raises what kept it from being made
+      supervisor.drop(party)
+      self._bury_peer(peer, "hung" if party.hung else how)
 
-  def _told(self, peer, how, residual):
-    places = self.gossip.topology.workers
-    if self._refused > _TRIES * places:
-      raise NotFinite(
-        f"{self._refused} messages in a row were not finite, the last of peer"
-        f" {peer}"
-      )
-    if self._deaths > _DEATHS * places:
-      raise WorkersDie(
-        f"{self._deaths} peers ended, one after the other, before a message"
-        f" came (the last: peer {peer} {how}): look for what ends them in the"
-        " data, in the loss, and in the memory of the machine"
-      )
-    told = f"peer {peer} {how}; the others go on"
+  def _bury_peer(self, peer, how):
+    residual, clock = 0.0, self._supervisor.hosts.clock
+    self._coming.pop(peer, None)  # before it had joined
+    if peer in self.lives:
+      life, run = self.lives.pop(peer), self._maker.run
+      disk = self._supervisor.hosts.disk
+      left = files.leave(run, peer, life, clock(), disk)
+      residual = files.last_residual_lost(run, peer)
+      if self._pairs:
+        self._supervisor.ask(COUNTER, "left", peer, life, *left)
+      self._pass_on(peer)
+      self._ask("gone", peer)
+    self._supervisor.count_exit(PEER, peer, how)
+    if self.finished:
+      return
+    if how == REJECTED:
+      self._supervisor.count_refusal(PEER, peer)
+    news = f"peer {peer} {how}; the others go on"
     if self._refill:
-      told += ", another takes its place"
+      news += ", another takes its place"
     if residual:
-      told += f"; what its codec had kept back is lost (RMS {residual:.3g})"
-    return told
+      news += f"; what its codec had kept back is lost (RMS {residual:.3g})"
+    self._supervisor.news.append(news)
+    if not self.lives:
+      last = f"the last was peer {peer}"
+      if how == REJECTED:
+        raise NotFinite(f"what all peers computed was not finite, {last}")
+      raise AllDied(f"all peers died, {last}")
+    if self._refill:
+      self.replaced[PEER] += 1
+      self._make(peer)
 
-  def _pass_on(self, dead):
-    """Brings what a dead peer has put to all that hear it, if to any."""
-    if self.gossip.order == gossip.PAIRS:
+  def _replace_counter(self, party):
+    """Starts another counter, which gives no number again that a peer has."""
+    supervisor = self._supervisor
+    supervisor.drop(party)
+    supervisor.count_exit(COUNTER, 0, "died")
+    self.replaced[COUNTER] += 1
+    supervisor.news.append("the counter of jobs died; it is started again")
+    taken = self._ask("count_by", None)  # what it still answers is ignored
+    numbers = set(self._taken).union(*taken.values())
+    for peer in set(range(self.gossip.topology.workers)) - taken.keys():
+      path = journal_path(self._maker.run, peer)
+      numbers.update(files.numbers_of(read_journal(path)))
+    self._start_counter(sorted(numbers))
+    self._ask("count_by", supervisor.parties[COUNTER][0].host)
+
+  def _pass_on(self, lost):
+    """Forwards a lost peer's last messages to every neighbour if at least one
+    has received them."""
+    if self._pairs:
       return
     topology = self.gossip.topology
-    heard = self._tell_all("heard_of", dead)
+    heard = self._ask("heard_of", lost)
     for round in sorted({r for rounds in heard.values() for r in rounds}):
       links = topology.links[round % topology.period]
       having = [peer for peer, rounds in heard.items() if round in rounds]
-      for peer, rounds in heard.items():
-        if round not in rounds and links[peer, dead]:
-          frame = self._tell(having[0], "message_of", dead, round)
-          if frame is not None:
-            self._tell(peer, "take_over", frame)
-
-  def _end_hanging(self, statuses: dict[int, Status]):
-    """Kills who has been at a job for too long; `check` then replaces it."""
-    now = self._clock()
-    for peer, status in statuses.items():
-      ended, since = self._ended.setdefault(peer, (status.rounds, now))
-      if status.rounds > ended:
-        self._ended[peer] = status.rounds, now
-        self._deadlines.ended((now - since) / (status.rounds - ended))
-      # What the peer says: the driver may have waited for another one since.
-      if status.busy is not None and status.busy > self._deadlines.dead:
-        self._kill(peer)
+      lacking = [
+        peer
+        for peer, rounds in heard.items()
+        if round not in rounds and links[peer, lost]
+      ]
+      answers = self._ask("message_of", lost, round, among=having)
+      frames = [frame for frame in answers.values() if frame is not None]
+      if frames and lacking:
+        self._ask("take_over", frames[0], among=lacking)
 
   # All at once.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Has all end the same round, or the jobs they are at, and waits for it, so
-    many seconds at most; whether they have. Raises as `check`."""
-    end = time.monotonic() + seconds
-    limits = self._tell_all("halt")
-    if self.gossip.order != gossip.PAIRS:
-      for peer in limits:
-        self._tell(peer, "allow", max(limits.values()))
-    while True:
-      self._bury()
-      statuses = self._tell_all("status")
-      if self.lives.keys() == statuses.keys() and all(
-        status.quiet for status in statuses.values()
-      ):
-        self.rounds = min(status.rounds for status in statuses.values())
-        return True
-      if time.monotonic() > end:
-        return False
-      self._end_hanging(statuses)
-      time.sleep(_LOOK)
+    """Makes all end the same round, or the jobs they are at, and waits for it,
+    so many seconds at most; returns whether they have. Raises as `check`."""
+    limits = self._ask("halt")
+    if not self._pairs and limits:
+      self._ask("allow", max(limits.values()))
+    return self._supervisor.rest(self._at_rest, seconds)
+
+  def _at_rest(self):
+    self._bury()
+    statuses = self._look()
+    if self.lives.keys() != statuses.keys() or not all(
+      status.quiet for status in statuses.values()
+    ):
+      return False
+    self.rounds = min(status.rounds for status in statuses.values())
+    return True
 
   def go_on(self) -> None:
     """Ends a pause."""
-    self._tell_all("allow", self._limit)
+    self._ask("allow", self._limit)
 
   def _admit(self, peer):
-    """Lets a newcomer join."""
+    """Makes a newcomer join."""
     self.pause()
-    if peer not in self._coming:  # it has died meanwhile
+    if peer not in self._coming:  # it has exited meanwhile
       return
-    life = self._coming.pop(peer)
-    topology = self.gossip.topology
+    topology, party = self.gossip.topology, self._supervisor.parties[PEER][peer]
     hears = [j for j in self.lives if topology.union[peer, j]]
     lenders = [j for j in hears if topology.union[j, peer]] or hears
-    self._introduce(peer)
-    self._run_loop(peer)
-    others = dict(self.lives)
-    self.lives[peer] = life
-    self._tell(peer, "join", others, self.rounds, lenders)
-    for other in others:
-      self._tell(other, "present", peer, life, lend=other in lenders)
+    others, among = self._neighbours(), list(self.lives)
+    life = self.lives[peer] = self._coming.pop(peer)
+    party.run = party.host.call("run")
+    self._ask("join", others, self.rounds, lenders, among=[peer])
+    newcomer = Neighbour(life, party.host)
+    lending = [other for other in among if other in lenders]
+    self._ask("present", peer, newcomer, True, among=lending)
+    rest = [other for other in among if other not in lenders]
+    self._ask("present", peer, newcomer, False, among=rest)
     self.go_on()
-    self._news.append(f"peer {peer} joins again")
+    self._supervisor.news.append(f"peer {peer} joins again")
 
   def images(self) -> dict[int, Image]:
     """Returns an image of each peer, at a pause."""
-    return self._tell_all("image")
+    return self._ask("image")
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
     """Returns the parameters of all peers, as they are, or of those that have
     kept them after so many rounds."""
     if rounds is None:
-      return self._tell_all("view")
-    return self._tell_all("take_kept", rounds)
+      return self._ask("view")
+    views = self._ask("take_kept", rounds)
+    return {peer: view for peer, view in views.items() if view is not None}
 
   def close(self) -> None:
     """Ends all peers; what they wrote stays."""
-    self._close()
+    self._supervisor.close()
+
+
+def _make_counter(messages, taken, inside: Inside) -> JobCounter:
+  del inside
+  return JobCounter(messages, taken)

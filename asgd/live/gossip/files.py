@@ -1,7 +1,9 @@
 """The files of a run of peers: of each a journal and records."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +29,13 @@ RECORD = np.dtype(
 )
 
 
-def open_files(run: Path, index: int) -> tuple[FileJournal, FileSink]:
-  """Opens, or makes, the journal and the records of a peer."""
-  journal = FileJournal(journal_path(run, index))
-  return journal, FileSink(records_path(run, index), dtype=RECORD)
+def open_files(
+  run: Path, index: int, disk: Any = os
+) -> tuple[FileJournal, FileSink]:
+  """Opens, or makes, the journal and the records of a peer, which `disk`
+  writes."""
+  journal = FileJournal(journal_path(run, index), disk=disk)
+  return journal, FileSink(records_path(run, index), dtype=RECORD, disk=disk)
 
 
 def read_peer_records(
@@ -97,27 +102,47 @@ def last_residual_lost(run: Path, index: int) -> float:
   return kept
 
 
-def leave(run: Path, index: int, now: float) -> list[int]:
-  """Writes that a peer has died, if it did not write so itself; returns the
-  job that was lost with it, if there was one."""
-  journal = FileJournal(journal_path(run, index))
-  events = journal.events()
-  lost: dict[int, Event] = {}  # by seq
-  there = True
+class Left(NamedTuple):
+  """An incarnation of a peer that has exited."""
+
+  begun: int  # jobs that it began
+  lost: list[int]  # numbers of the jobs that it began and did not end
+
+
+def numbers_of(events: Sequence[Event]) -> list[int]:
+  """Returns the numbers of the jobs that a peer's journal begins, but for
+  those that were lost or refused: others do them."""
+  numbers: dict[int, None] = {}
   for event in events:
     if event.action in STARTS:
-      lost = {event.seq: event}
-    elif event.action == base.RECEIVE:
+      numbers[event.job] = None
+    elif event.action in (base.LOST, base.REJECT):
+      numbers.pop(event.job, None)
+  return list(numbers)
+
+
+def leave(
+  run: Path, index: int, life: int, now: float, disk: Any = os
+) -> Left:
+  """Writes that an incarnation of a peer has exited, if it has joined and did
+  not write so itself."""
+  journal = FileJournal(journal_path(run, index), disk=disk)
+  lives, begun, joined = 0, 0, not life
+  lost: dict[int, Event] = {}  # by seq
+  for event in journal.events():
+    if lives == life and event.action in STARTS:
+      lost, begun = {event.seq: event}, begun + 1
+    elif lives == life and event.action == base.RECEIVE:
       lost.pop(event.seq, None)
-    elif event.action in (base.JOIN, base.LEAVE):
-      there = event.action == base.JOIN
-      lost = lost if event.action == base.LEAVE else {}
-  if there:
-    now = max([now, *(event.time for event in events[-1:])])
+    elif lives == life and event.action == base.JOIN:
+      joined = True
+    lives += event.action == base.LEAVE
+  if joined and lives == life:
+    now = max([now, *(event.time for event in journal.events()[-1:])])
     rows = [Event(now, index, e.seq, e.job, base.LOST) for e in lost.values()]
-    for row in [*rows, Event(now, index, NO_SEQ, lives_of(events), base.LEAVE)]:
+    for row in [*rows, Event(now, index, NO_SEQ, life, base.LEAVE)]:
       journal.append(row)
-  return [event.job for event in lost.values()]
+  return Left(begun, [event.job for event in lost.values()])
 
 
 def cut_records(path: Path, records: int) -> None:

@@ -17,35 +17,75 @@ Locks are given in the order in which they were asked for.
 """
 
 import collections
-from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import Frame
-from asgd.live.gossip.loop import PeerLoop
+from asgd.live.gossip.peer import AGAIN, LivePeer
+from asgd.live.hosts import Gone, Host
 
 
-class Pairs(PeerLoop):
+class Pairs(LivePeer):
   """A peer of AD-PSGD, as `gossip.orders.pairs` has them."""
 
   def __init__(
     self,
     *args: Any,
-    jobs: Callable[[], int | None],
+    counter: Host,
     draw: np.random.Generator,
     **options: Any,
   ):
-    """`jobs` gives the number of a job that nobody else does, None if all are
-    given; whom the peer meets is drawn from `draw`."""
+    """`counter` runs the `JobCounter` of the run; whom the peer meets is drawn
+    from `draw`."""
     super().__init__(*args, **options)
-    self._jobs, self._draw = jobs, draw
+    self._counter: Host | None = counter
+    self._draw = draw
+    self._asked = False  # the counter for a number
+    self._number: int | None = None  # that the counter gave, not begun yet
     self._partner: int | None = None  # whom it meets, once a job is done
     self._granted: Frame | None = None  # what that has put
     self._holder: int | None = None  # of its lock
     self._queue: collections.deque[int] = collections.deque()
     self._over = False  # no job is left
+
+  def count_by(self, counter: Host | None) -> list[int]:
+    """Asks this counter from now on, None nobody, and ignores what another one
+    still answers; returns the numbers of the jobs that this index has begun or
+    is about to begin."""
+    self._counter = counter
+    number = [] if self._number is None else [self._number]
+    return self.rows.numbers() + number
+
+  def numbered(self, counter: Host, call: Future[int | None]) -> None:
+    """A call of a counter has ended, which may have lost its connection."""
+
+    def take():
+      self._asked = False
+      try:
+        number = call.result()
+      except Gone:  # the driver says where the next counter is
+        if self._counter is not None:
+          self._ask_counter(wait=AGAIN)
+        return
+      if counter is self._counter:
+        self._number, self._over = number, number is None
+
+    self._happens(take)
+
+  def _ask_counter(self, wait=0.0):
+    self._asked = True
+    counter, inside = self._counter, self._inside
+    asker = self.index, self.rows.life, self.rows.begun
+
+    def ask():
+      if wait:
+        inside.wait(wait)
+      return counter.call("take", *asker).result()
+
+    inside.later(ask, "numbered", counter)
 
   def halt(self) -> int:
     """Stops after the open job; returns how many it will have ended."""
@@ -56,7 +96,8 @@ class Pairs(PeerLoop):
   def quiet(self) -> bool:
     """See the base."""
     done = self._over or self.rounds >= self.limit
-    return super().quiet and done and self._holder is None
+    idle = not self._asked and self._holder is None
+    return super().quiet and done and idle
 
   def gone(self, peer):
     """See the base; an exchange with it does not take place, or ends."""
@@ -103,10 +144,11 @@ class Pairs(PeerLoop):
   def _start(self):
     if self._over or self.rounds >= self.limit:
       return False
-    number = self._jobs()
-    if number is None:
-      self._over = True
+    if self._number is None:
+      if self._counter is not None and not self._asked:
+        self._ask_counter()
       return False
+    number, self._number = self._number, None
     self._begin(number)
     self._compute()
     return True

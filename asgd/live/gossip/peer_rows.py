@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from asgd import base, gossip, simulator
-from asgd.live.gossip import frames
+from asgd.live.gossip import files, frames
 from asgd.live.gossip.frames import Frame, Wire
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
@@ -45,6 +45,12 @@ class PeerDuty(NamedTuple):
     if self.gossip.order == gossip.PAIRS:
       return [{1} for _ in peers]
     return [{len(topology.neighbours(i, k)) for k in rounds} for i in peers]
+
+  def warm_up_all(self) -> None:
+    """Compiles what all peers call, for those that share a process."""
+    alike = {frozenset(counts): peer for peer, counts in enumerate(self.hears)}
+    for peer in alike.values():
+      self.warm_up(peer)
 
   def warm_up(self, index: int) -> None:
     """Compiles what a peer calls; what it computes is dropped."""
@@ -107,6 +113,7 @@ class PeerRows:
     self._journal, self._sink, self._clock = journal, sink, clock
     self._number, self._steps = np.int32(index), duty.steps
     self._time, self._seqs, self._puts, self.life = 0.0, 0, 0, 0
+    self.begun = 0  # jobs of this incarnation
     for event in journal.events():
       self._note(event)
     self.state = duty.peer.init(duty.params)
@@ -120,6 +127,9 @@ class PeerRows:
     self._seqs += event.action in STARTS
     self._puts += event.action in PUTS
     self.life += event.action == base.LEAVE
+    self.begun += event.action in STARTS
+    if event.action == base.LEAVE:
+      self.begun = 0
 
   def _write(self, seq, job, action, **more):
     time = max(self._clock(), self._time)
@@ -127,6 +137,11 @@ class PeerRows:
     self._journal.append(event)
     self._note(event)
     return event
+
+  def numbers(self) -> list[int]:
+    """Returns the numbers of the jobs that this index has begun, but for those
+    that were lost."""
+    return files.numbers_of(self._journal.events())
 
   # Jobs.
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import Frame
-from asgd.live.gossip.loop import PeerLoop
+from asgd.live.gossip.peer import LivePeer
 from asgd.live.gossip.peer_rows import View
 
 _IDLE, _COMPUTING, _WAITING = range(3)
 
 
-class Rounds(PeerLoop):
+class Rounds(LivePeer):
   """A peer of synchronous rounds, as `gossip.orders.rounds` has them.
 
   Messages have numbers of their own: message m is put in round m `every`.
@@ -33,15 +33,15 @@ class Rounds(PeerLoop):
   def _hears(self):
     return self.duty.gossip.topology.neighbours
 
-  def join(self, lives, rounds, lenders):
+  def join(self, others, rounds, lenders):
     """See the base; what was put before its first round is not for it."""
-    super().join(lives, rounds, lenders)
-    self._first = dict.fromkeys(lives, self._next_put)
+    super().join(others, rounds, lenders)
+    self._first = dict.fromkeys(others, self._next_put)
 
-  def present(self, peer, life, *, lend):
+  def present(self, peer, newcomer, lend):
     """See the base; what its predecessor put for rounds to come is dropped, as
     the newcomer puts messages of these numbers."""
-    super().present(peer, life, lend=lend)
+    super().present(peer, newcomer, lend)
     self._first[peer] = first = self._next_put
     self._messages = {
       (sender, number): frame

@@ -18,7 +18,7 @@ from asgd import safe_files
 from asgd.live import processes, ray_waits
 from asgd.live.clusters.actors import process_failure
 from asgd.live.clusters.ray_processes import Site, node_id, prepare_process
-from asgd.live.hosts.base import SHARD, WORKER, Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.base import LOCAL, Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
 
@@ -36,7 +36,7 @@ class HostActor:
   ):
     """`began` is what `time.time()` was when the run began, for machines other
     than the driver's; `path` is where others of its machine call it."""
-    prepare_process(site, worker=kind == WORKER)
+    prepare_process(site, worker=kind not in LOCAL)
     self._path, self._memory = path, Path(site.memory)
     self._kind, self._index, self._clock = kind, index, site.clock
     if node_id() == site.machine:
@@ -51,7 +51,7 @@ class HostActor:
     def kill():
       os.kill(os.getpid(), signal.SIGKILL)
 
-    if self._kind == SHARD:  # the process before it may still write its files
+    if self._kind in LOCAL:  # the process before it may still write its files
       path = self._memory / f"{self._kind}-{self._index}.lock"
       processes.lock(path, _LOCK_SECONDS)
 
@@ -138,8 +138,8 @@ class ActorHost(Host):
 
 
 class ActorHosts(Hosts):
-  """Hosts as actors; those of shards are on the driver's machine, where their
-  files are."""
+  """Hosts as actors; those of local kinds run on the driver's machine, where
+  their files are."""
 
   def __init__(
     self,
@@ -149,8 +149,8 @@ class ActorHosts(Hosts):
     calls: int = _CALLS,
   ):
     """`ray.init` has been called. `resources` are what Ray is asked for each
-    worker; so many calls may be with an object, or be put off by it, before
-    others have to wait."""
+    worker or peer; so many calls may be with an object, or be put off by it,
+    before others have to wait."""
     import ray
 
     self._ray, self._calls, self._started = ray, calls, 0
@@ -193,7 +193,7 @@ class ActorHosts(Hosts):
     return host
 
   def _place(self, kind):
-    if kind != SHARD:
+    if kind not in LOCAL:
       return self._resources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 from asgd.live import answers
 
-SHARD, WORKER = "shard", "worker"  # kinds of hosts
-KINDS = SHARD, WORKER
+# Kinds of hosts.
+SHARD, WORKER, PEER, COUNTER = "shard", "worker", "peer", "counter"
+KINDS = SHARD, WORKER, PEER, COUNTER
+# Kinds that run on the driver's machine. Only one process may write the files
+# of such a host.
+LOCAL = SHARD, COUNTER
 
 
 class Gone(Exception):
@@ -33,6 +37,9 @@ class Inside(NamedTuple):
   disk: Any = os  # writes files: `write` and `replace`, as those of `os`
   # Makes a pool that does one call at a time.
   pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
+  # (call, method, *args): runs a call in another thread, and then calls a
+  # method of the object with (*args, a Future of the result of the call).
+  later: Callable[..., None] = lambda call, method, *args: None
 
 
 # Makes the object, in its host. Its `close`, if it has one, is called when the

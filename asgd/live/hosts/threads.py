@@ -11,11 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import SHARD, Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import LOCAL, Call, Gone, Host, Hosts, Inside, Make
+
+_POOL = 64  # calls of an object that run beside it, at most
 
 
 class _Fenced:
@@ -65,7 +67,10 @@ class ThreadHost(Host):
     self._tells = kill is None  # who raised; a process is told by its caller
     self._fence = threading.Lock()  # of who writes
     disk = _Fenced(self._fence, self._end)
-    self._inside = Inside(kill or self._die, self._wait, clock, disk)
+    self._pool: ThreadPoolExecutor | None = None  # of `Inside.later`
+    self._inside = Inside(
+      kill or self._die, self._wait, clock, disk, later=self._later
+    )
     self.made: Future[Any] = self._new_call()
     name = f"{kind}-{index}"
     args = (make,)
@@ -121,6 +126,16 @@ class ThreadHost(Host):
     if self._end.wait(seconds):
       raise Killed
 
+  def _later(self, call, method, *args):
+    if self._pool is None:
+      name = f"{self.kind}-{self.index}-call"
+      self._pool = ThreadPoolExecutor(_POOL, name)
+
+    def post(future):
+      self.call(method, *args, future)
+
+    self._pool.submit(call).add_done_callback(post)
+
   def _answer(self, call, value=None, error=None):
     with self._lock:
       if call not in self._open:  # it was killed meanwhile
@@ -143,13 +158,15 @@ class ThreadHost(Host):
           continue
         value = self._do(call, lambda: self._call(method, args))  # noqa: B023
         if isinstance(value, Future):
-          value.add_done_callback(lambda f, call=call: self._later(call, f))
+          value.add_done_callback(lambda f, call=call: self._copy(call, f))
         else:
           self._answer(call, value)
     except Killed:
       pass
     finally:
       self.end()
+      if self._pool is not None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
       if hasattr(self._held, "close"):
         self._held.close()
 
@@ -167,7 +184,7 @@ class ThreadHost(Host):
       self._answer(call, error=error)
       return None
 
-  def _later(self, call, future):
+  def _copy(self, call, future):
     with contextlib.suppress(concurrent.futures.CancelledError):
       error = future.exception()
       value = None if error else future.result()
@@ -192,10 +209,10 @@ class ThreadHosts(Hosts):
     time.sleep(seconds)
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base. Of a shard that was killed, the method is waited for that
-    it is in: it writes to the files that the next one opens."""
+    """See the base. The next host of a local kind starts when the method ends
+    that the killed one is in, which may write to the same files."""
     before = self._hosts.get((kind, index))
-    if kind == SHARD and before is not None:
+    if kind in LOCAL and before is not None:
       before.end()
       before.thread.join()
     host = ThreadHost(kind, index, make, self.clock)

@@ -507,7 +507,7 @@ def test_what_a_killed_driver_left_is_ended(tmp_path):
   )
   try:
     assert process.stdout.readline()
-    assert processes.pids(tmp_path) == {"shard": {}, "worker": {3: process.pid}}
+    assert processes.pids(tmp_path) == {"worker": {3: process.pid}}
     # Somebody else has the number now.
     (tmp_path / "shard-0.pid").write_text(f"{os.getpid()} 0")
     processes.end_all(tmp_path)
@@ -515,9 +515,9 @@ def test_what_a_killed_driver_left_is_ended(tmp_path):
   finally:
     process.kill()
     process.communicate()
-  assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
+  assert processes.pids(tmp_path) == {}
   shutil.rmtree(tmp_path)
-  assert processes.pids(tmp_path) == {"shard": {}, "worker": {}}
+  assert processes.pids(tmp_path) == {}
 
 
 def test_who_came_for_a_dead_worker_is_not_killed_for_its_death():

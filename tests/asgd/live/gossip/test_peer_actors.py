@@ -17,8 +17,9 @@ from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
-from asgd.live.gossip.actors import RayPeers
+from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.peer_rows import PeerDuty
+from asgd.live.hosts.actors import ActorHosts
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 
@@ -81,11 +82,15 @@ def test_a_killed_peer_joins_again_and_the_run_replays(tmp_path):
   memory = f"/dev/shm/asgd-test-{os.getpid()}-peers"
   site = Site(setup, str(tmp_path), memory, time.monotonic())
   recipe, news = make_recipe(), []
-  cluster = RayPeers(
+  make = functools.partial(make_duty, str(tmp_path))
+  faults = (Fault(1, 2, "kill"),)
+  cluster = PeerCluster(
     recipe.gossip,
-    site,
-    functools.partial(make_duty, str(tmp_path)),
-    faults=[Fault(1, 2, "kill")],
+    ActorHosts(site),
+    PeerMaker(make, tmp_path, 0, faults, warm_up=True),
+    messages=setup.jobs,
+    ladder=ladder,
+    refill=True,
   )
 
   def records():

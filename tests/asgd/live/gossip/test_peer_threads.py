@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -13,12 +14,16 @@ from kit import bits
 import asgd
 from asgd import base, problems, simulator, stacking
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import AllDied, NotFinite
 from asgd.live.faults import Fault
-from asgd.live.gossip import cluster, files, frames
-from asgd.live.gossip.loop import Status
+from asgd.live.gossip import files, frames
+from asgd.live.gossip.cluster import PeerCluster, PeerMaker
+from asgd.live.gossip.outbox import Neighbour
+from asgd.live.gossip.peer import Status
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.rounds import Rounds
-from asgd.live.gossip.threads import ThreadPeers
+from asgd.live.hosts.base import PEER, Gone
+from asgd.live.hosts.threads import ThreadHost, ThreadHosts
 from asgd.live.journal import cut_journal, journal_path
 from asgd.live.records import records_path
 from asgd.orders.trace import Event
@@ -58,13 +63,23 @@ class Run:
     )
     self.news = []
 
-  def cluster(self, before=0.0, **options):
-    return ThreadPeers(
-      self.duty,
-      self.folder,
+  def cluster(
+    self,
+    before=0.0,
+    faults=(),
+    span=None,
+    ladder=None,
+    refill=True,
+    hosts=None,
+  ):
+    self.duty.warm_up_all()
+    return PeerCluster(
+      self.duty.gossip,
+      hosts or ThreadHosts(began=time.monotonic() - before),
+      PeerMaker(lambda: self.duty, self.folder, 0, tuple(faults), span),
       messages=self.messages,
-      began=time.monotonic() - before,
-      **options,
+      ladder=ladder or Ladder(),
+      refill=refill,
     )
 
   def watch(self, cluster):
@@ -248,7 +263,8 @@ def test_a_newcomer_puts_what_its_predecessor_put_for_rounds_to_come(every):
   # added would be that of another peer than the newcomer.
   how = asgd.choco_sgd(0.05, PEERS).gossip._replace(every=every)
   rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
-  loop = Rounds(rows, tell=None, clock=time.monotonic, wait=None, faults=None)
+  inside = SimpleNamespace(clock=time.monotonic)
+  loop = Rounds(inside, rows, faults=None)
   loop.rounds = 2 * every
   old, new = (
     [frames.Frame(frames.MESSAGE, 1, life, round=k) for k in (1, 2)]
@@ -256,7 +272,7 @@ def test_a_newcomer_puts_what_its_predecessor_put_for_rounds_to_come(every):
   )
   for frame in old:
     loop.take_over(frame)
-  loop.present(1, 1, lend=False)
+  loop.present(1, Neighbour(1, None), False)
   for frame in new:
     loop.take_over(frame)
   assert loop.message_of(1, 1) is old[0]  # of the round before
@@ -293,7 +309,7 @@ def test_a_peer_that_hangs_is_replaced(tmp_path):
 
 def test_peers_that_all_died_are_told_of(tmp_path):
   run = Run(tmp_path, rounds=4)
-  with pytest.raises(cluster.AllDied):
+  with pytest.raises(AllDied):
     run.run(faults=[Fault(i, 2, "kill") for i in range(PEERS)])
 
 
@@ -313,18 +329,12 @@ def test_what_goes_wrong_in_a_peer_is_raised(tmp_path):
 def test_who_leaves_is_written_once(tmp_path):
   journal, _ = files.open_files(tmp_path, 0)
   journal.append(Event(1.0, 0, 0, 7, base.SEND))
-  assert files.leave(tmp_path, 0, now=0.5) == [7]
-  assert files.leave(tmp_path, 0, now=2.0) == [7]
+  assert files.leave(tmp_path, 0, 0, now=0.5) == (1, [7])
+  assert files.leave(tmp_path, 0, 0, now=2.0) == (1, [7])
+  assert files.leave(tmp_path, 0, 1, now=3.0) == (0, [])  # it had not joined
   rows = [event.format() for event in files.read_journal(
     files.journal_path(tmp_path, 0))]
   assert rows == ["1.0,0,0,7,send", "1.0,0,0,7,lost", "1.0,0,-1,0,leave"]
-
-
-def test_numbers_of_jobs_are_given_once_each():
-  numbers = cluster.JobNumbers(5, received=[0, 2])
-  assert [numbers.take(), numbers.take()] == [1, 3]
-  numbers.give_back(1)
-  assert [numbers.take() for _ in range(3)] == [1, 4, None]
 
 
 def test_spans_of_peers_follow_each_other(tmp_path):
@@ -340,36 +350,53 @@ def test_spans_of_peers_follow_each_other(tmp_path):
 
 def test_what_all_compute_that_is_not_finite_ends_the_run(tmp_path):
   run = Run(tmp_path, rounds=4)
-  with pytest.raises(cluster.NotFinite, match="all peers computed"):
+  with pytest.raises(NotFinite, match="all peers computed"):
     run.run(faults=[Fault(i, 2, "nan") for i in range(PEERS)], refill=False)
+
+
+class _Losing(ThreadHosts):
+  """Hosts that hold what peer 1 puts last for all peers but peer 0."""
+
+  def __init__(self, **options):
+    super().__init__(**options)
+    self.held = []
+
+  def start(self, kind, index, make):
+    host = super().start(kind, index, make)
+    if index in (2, 3):
+      call = host.call
+
+      def hold(method, *args):
+        if method == "deliver" and any(
+          (frame.sender, frame.round) == (1, 4) for frame in args[3]
+        ):
+          call_of_it = Future()
+          self.held.append((host, args, call_of_it))
+          return call_of_it
+        return call(method, *args)
+
+      host.call = hold
+    return host
 
 
 def test_a_message_of_a_dead_peer_that_came_to_one_comes_to_all(tmp_path):
   run = Run(tmp_path, "threshold_sharing", rounds=10)
-  peers = run.cluster(refill=False)
-  held = []
-  deliver = peers._deliver
-
-  def lose(peer, frame):
-    """What peer 1 says last comes to peer 0 alone, before it dies."""
-    if (frame.sender, frame.round) == (1, 4) and peer != 0:
-      held.append((peer, frame))
-    else:
-      deliver(peer, frame)
-
-  peers._deliver = lose
+  hosts = _Losing(began=time.monotonic())
+  peers = run.cluster(refill=False, hosts=hosts)
   peers.start()
   try:
     end = time.monotonic() + 300.0
-    while len(held) < PEERS - 2:
+    first = peers._supervisor.parties[PEER][0].host
+    while len(hosts.held) < PEERS - 2 or not (
+      first.call("ask", "message_of", 1, 4).result()
+    ):
       assert time.monotonic() < end
       time.sleep(0.001)
-    peers._kill(1)
-    while peers._threads[1].alive:
-      time.sleep(0.001)
+    hosts.kill(PEER, 1)
     peers.check(0)
-    for peer, frame in held:  # too late
-      deliver(peer, frame)
+    for host, args, call in hosts.held:  # too late
+      ThreadHost.call(host, "deliver", *args)
+      call.set_exception(Gone(PEER, host.index))
     run.watch(peers)
     run.views = peers.views()
   finally:
@@ -382,13 +409,20 @@ def test_a_message_of_a_dead_peer_that_came_to_one_comes_to_all(tmp_path):
 
 
 def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
-  """Each peer says how long it is at its job: the driver may have waited for
-  minutes since it was asked."""
-  peers = Run(tmp_path).cluster()
-  killed = []
-  peers._kill = killed.append
-  peers._clock = lambda: 1e6
-  dead = peers._deadlines.dead
+  """Each peer reports how long it is at its job: the driver may have waited for
+  minutes since it asked."""
+  run = Run(tmp_path)
+  hosts = ThreadHosts(began=time.monotonic())
+  peers = run.cluster(hosts=hosts)
+  supervisor = peers._supervisor
+  for peer in range(PEERS):
+    supervisor.start(PEER, peer, lambda inside: None).proven = True
+  hosts.clock = lambda: 1e6
+  dead = supervisor.deadlines.dead
   busy = {0: 0.1, 1: None, 2: dead + 1, 3: dead - 1}
-  peers._end_hanging({p: Status(False, 3, x) for p, x in busy.items()})
-  assert killed == [2]
+  peers._ask = lambda name: {
+    peer: Status(False, 3, seconds) for peer, seconds in busy.items()
+  }
+  peers._look()
+  assert hosts.gone() == [(PEER, 2)]
+  peers.close()

@@ -1,0 +1,268 @@
+"""One supervisor for the parties of a run: shards, workers, peers.
+
+It starts each party in a host, asks all of them at once, ends those that are
+silent or hang, counts exits, and raises when exits follow each other without a
+message in between. What a lost party means for the others is the protocol's to
+say: a protocol's cluster holds a supervisor and decides whom to replace, whom
+to admit, and when all are at rest.
+
+The supervisor reads time from its hosts alone. In a simulated world it meets
+the same faults as the parties do.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from asgd.live import answers
+from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
+from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.base import LOCAL
+
+_LOOK = 0.01  # seconds between two looks whether all are at rest
+_TRIES = 3  # refused messages, for each party, before a run ends
+_DEATHS = 5  # exits, for each party of a kind, before another message comes
+_PATIENCE = 60.0  # seconds after which a silent party is ended, at least
+
+
+class Party:
+  """One incarnation of a shard, a worker or a peer, as the driver sees it."""
+
+  def __init__(self, kind: str, index: int, host: Host, made: Call):
+    self.kind, self.index, self.host, self.made = kind, index, host, made
+    self.run: Call | None = None  # what it works in until it ends or rests
+    self.proven = False  # it has done a job, for which it had to compile
+    self.hung = False  # the supervisor ended it, as it took too long
+    self.done = 0  # jobs, as the supervisor saw last
+    self.since: float | None = None  # when it saw that; None: it was idle
+
+  @property
+  def ready(self) -> bool:
+    """Whether its object is made. Raises what kept it from that, or Gone."""
+    if not self.made.done():
+      return False
+    self.made.result()
+    return True
+
+
+class Supervisor:
+  """The parties of a run, by kind and index."""
+
+  def __init__(
+    self,
+    hosts: Hosts,
+    counts: Mapping[str, int],
+    ladder: Ladder,
+    *,
+    patience: float = _PATIENCE,
+  ):
+    """Prepares.
+
+    Args:
+      hosts: which run the parties.
+      counts: kind -> how many indices it has.
+      ladder: when a job takes too long.
+      patience: seconds, at least 0, after which a party that does not answer
+        is ended.
+    """
+    self.hosts, self._counts = hosts, dict(counts)
+    self.deadlines, self._start_seconds = Deadlines(ladder), ladder.start
+    self._patience = patience
+    self.parties: dict[str, dict[int, Party]] = {kind: {} for kind in counts}
+    self.replaced = dict.fromkeys(counts, 0)
+    self._received = self._refused = 0
+    self._deaths = dict.fromkeys(counts, 0)
+    self.news: list[str] = []  # lines for the user
+
+  # Starting and ending.
+
+  def start(self, kind: str, index: int, make: Make) -> Party:
+    """Begins to make a party, which takes the index of the one before."""
+    host = self.hosts.start(kind, index, make)
+    made = self.hosts.made(kind, index)
+    party = Party(kind, index, host, made)
+    self.parties[kind][index] = party
+    return party
+
+  def await_made(self, parties: Iterable[Party]) -> None:
+    """Waits until the objects of some parties are made; ends those that take
+    too long. Raises what kept one from being made, but not Gone."""
+    calls = {(party.kind, party.index): party.made for party in parties}
+    self._await(calls, max(DEAD * self._start_seconds, self._patience))
+    for call in calls.values():
+      answer_of(call)
+
+  def end(self, party: Party) -> None:
+    """Ends a party, whatever it does; `lost` then reports it."""
+    self.hosts.kill(party.kind, party.index)
+
+  def drop(self, party: Party) -> None:
+    """Forgets a party that has exited, or has lost its connection: it writes
+    no more."""
+    if self.parties[party.kind].get(party.index) is party:
+      del self.parties[party.kind][party.index]
+    self.hosts.kill(party.kind, party.index)
+
+  def lost(self, kind: str) -> list[Party]:
+    """Returns the parties of a kind that have exited and were not dropped."""
+    mine = self.parties[kind]
+    gone = [index for kind_, index in self.hosts.gone() if kind_ == kind]
+    return [mine[index] for index in gone if index in mine]
+
+  # Asking.
+
+  def ask(
+    self, kind: str, method: str, *args: Any, among: Iterable[int] | None = None
+  ) -> dict[int, Any]:
+    """Calls a method of several parties of a kind, all at once. A party that
+    does not answer is ended: it may have missed what it was called for.
+
+    Args:
+      kind: of the parties.
+      method: of their objects.
+      *args: of the method.
+      among: indices; None asks all of the kind.
+
+    Returns:
+      What each of them answers, but for those that have exited, are silent for
+      too long, or have lost their connection.
+    """
+    mine = self.parties[kind]
+    indices = list(mine) if among is None else [i for i in among if i in mine]
+    calls = {
+      (kind, index): mine[index].host.call(method, *args) for index in indices
+    }
+    self._await(calls, max(self.deadlines.dead, self._patience))
+    found = {index: answer_of(call) for (_, index), call in calls.items()}
+    for index in [index for index, answer in found.items() if answer is None]:
+      self.end(mine[index])
+    return {index: value[0] for index, value in found.items() if value}
+
+  def tell(self, party: Party, method: str, *args: Any) -> bool:
+    """Calls a method of one party; returns whether it has answered."""
+    return bool(self.ask(party.kind, method, *args, among=[party.index]))
+
+  def _await(self, calls, limit):
+    """Waits for calls, by (kind, index), and ends the silent parties."""
+    silent = answers.await_all(
+      calls,
+      wait=self.hosts.wait,
+      clock=self.hosts.clock,
+      limit=limit,
+      name=lambda key: "{} {}".format(*key),
+      say=self.hosts.say,
+    )
+    for kind, index in silent:
+      self.hosts.kill(kind, index)
+
+  # Exits.
+
+  def progressed(self, received: int) -> None:
+    """Messages were received in all: exits before the last one do not count
+    together with those after it."""
+    if received > self._received:
+      self._received, self._refused = received, 0
+      self._deaths = dict.fromkeys(self._deaths, 0)
+
+  def count_exit(self, kind: str, index: int, how: str) -> None:
+    """Counts a party that has exited. Raises WorkersDie or ShardsDie when one
+    after the other does."""
+    self._deaths[kind] += 1
+    deaths = self._deaths[kind]
+    if deaths <= _DEATHS * self._counts[kind]:
+      return
+    if kind in LOCAL:
+      raise ShardsDie(
+        f"{kind}s ended {deaths} times before a message was received, the last"
+        f" was {kind} {index}: look for what ends them in the memory of the"
+        " machine"
+      )
+    raise WorkersDie(
+      f"{deaths} {kind}s ended, one after the other, before a message was"
+      f" received (the last: {kind} {index} {how}): look for what ends them in"
+      " the data, in the loss, and in the memory of the machine"
+    )
+
+  def count_refusal(self, kind: str, index: int) -> None:
+    """Counts a message that was not finite. Raises NotFinite when there are too
+    many in a row."""
+    self._refused += 1
+    if self._refused > _TRIES * self._counts[kind]:
+      raise NotFinite(
+        f"{self._refused} messages in a row were not finite, the last of"
+        f" {kind} {index}"
+      )
+
+  # Jobs that take too long.
+
+  def job_ended(self, party: Party, seconds: float) -> None:
+    """A party has done a job in so many seconds."""
+    self.deadlines.ended(seconds)
+    party.proven = True
+
+  def watch(
+    self, party: Party, done: int | None, *, busy: float | None = None
+  ) -> None:
+    """Learns how long jobs take, and ends a party that is at one for too long.
+
+    Args:
+      party: which is watched.
+      done: jobs that it has done; None: it is idle.
+      busy: seconds that it says it is at its job; None: since the supervisor
+        saw that it had done another.
+    """
+    now = self.hosts.clock()
+    if done is None:
+      party.since = None
+      return
+    if party.since is None:
+      party.done, party.since = done, now
+    elif done > party.done:
+      self.job_ended(party, (now - party.since) / (done - party.done))
+      party.done, party.since = done, now
+    self.end_overdue(party, now - party.since if busy is None else busy)
+
+  def end_overdue(self, party: Party, seconds: float) -> bool:
+    """Ends a party that is at a job for longer than jobs take; returns whether
+    it was. A party that has not done one has to start and to compile."""
+    limit = self.deadlines.dead
+    if not party.proven:
+      limit = max(limit, self._start_seconds)
+    if seconds <= limit:
+      return False
+    party.hung, party.since = True, None
+    self.end(party)
+    return True
+
+  # Rest.
+
+  def rest(
+    self, at_rest: Callable[[], bool], seconds: float = math.inf
+  ) -> bool:
+    """Looks again and again whether all parties are at rest, so many seconds
+    at most; returns whether they are."""
+    end = self.hosts.clock() + seconds
+    while not at_rest():
+      if self.hosts.clock() > end:
+        return False
+      self.hosts.sleep(_LOOK)
+    return True
+
+  def take_news(self) -> list[str]:
+    """Returns the lines for the user since the last time."""
+    news, self.news = self.news, []
+    return news
+
+  def close(self) -> None:
+    """Ends all parties; what they wrote stays."""
+    self.hosts.close()
+
+
+def answer_of(call: Call) -> tuple[Any] | None:
+  """Returns (answer,) of a call that has ended; None if its party has exited.
+  Raises what the method raised."""
+  try:
+    return (call.result(),)
+  except Gone:
+    return None
