@@ -77,7 +77,7 @@ class Memory(live_stores.Memory):
 
   def load(self):
     if self.damaged:
-      raise DamagedSnapshot("snapshot.json is damaged")
+      raise DamagedSnapshot("the snapshot is damaged")
     return super().load()
 
   def save(self, tree, meta):

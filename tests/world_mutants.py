@@ -4,6 +4,7 @@ Each function takes one mending out; the docstring says what then goes wrong. A
 test imports it with `import world_mutants`; see `pythonpath` in pyproject.toml.
 """
 
+from asgd.live import store as live_store
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
@@ -52,7 +53,7 @@ def answers_before_it_logs(patch):
 
 def keeps_no_message(patch):
   """The message of a dead worker is with one shard and not with the other."""
-  patch.setattr(files.Outbox, "write", _nothing)
+  patch.setattr(files.LastMessage, "write", _nothing)
 
 
 def waits_for_a_restart(patch):
@@ -78,7 +79,7 @@ def wakes_nobody(patch):
 
 def keeps_the_log_beside_the_image(patch):
   """A shard does again what its image has already."""
-  patch.setattr(files.RequestLog, "clear", _nothing)
+  patch.setattr(live_store.Log, "replace", _nothing)
 
 
 def keeps_the_memory_of_before(patch):

@@ -75,6 +75,10 @@ class AppendOnlyFile:
     os.ftruncate(self._file, size)
     self._size = size
 
+  def close(self) -> None:
+    """Closes the file."""
+    os.close(self._file)
+
   def sync(self) -> None:
     """Makes what was written safe from a loss of power. Raises ValueError if
     the disk does not take it."""

@@ -16,7 +16,6 @@ import contextlib
 import json
 import mmap
 import os
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 
 from asgd import safe_files, wire
+from asgd.live import store
 from asgd.live.append_only import GO_ON
 from asgd.live.slot_formats import slot_format
 
@@ -59,17 +59,13 @@ class SlotCounts(NamedTuple):
     return self.params, self.messages, self.messages + 2
 
 
-_ADOPTED = "adopted"  # a file
+_ADOPTED, _SNAPSHOT = "adopted", "snapshot"  # files
 _TRAILER = np.dtype([("length", np.int64), ("stamp", np.int64)])
 
 
 def message_stamp(worker: int, seq: int) -> int:
   """Returns the stamp of a message, which no other message of a run has."""
   return (worker + 1) << 40 | seq
-
-
-def _checksum(text: str) -> str:
-  return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _stride(nbytes: int) -> int:
@@ -102,17 +98,13 @@ def check_room(folder: Path | str, nbytes: int) -> None:
 
 def _read_snapshot(folder: Path) -> dict[str, Any] | None:
   """Returns what was saved beside the last image, None if there is none."""
-  path = folder / "snapshot.json"
-  try:
-    checksum, _, text = path.read_text().partition(" ")
-    if checksum == _checksum(text):
-      return json.loads(text)
-    reason = "its checksum is another"
-  except FileNotFoundError:
+  path = folder / _SNAPSHOT
+  if not path.exists():
     return None
-  except (ValueError, OSError) as error:
-    reason = f"{type(error).__name__}: {error}"
-  raise DamagedSnapshot(f"{path} is damaged and is not used ({reason})")
+  try:
+    return json.loads(store.read_body(path))
+  except (store.Changed, ValueError) as error:
+    raise DamagedSnapshot(f"{path} is damaged and is not used") from error
 
 
 def _is_adopted(folder: Path) -> bool:
@@ -263,16 +255,11 @@ class SharedMemory:
     wire.write(self._image, tree, self._images[self._turn])
 
   def _save_meta(self, meta):
-    path = self._folder / "snapshot.json"
+    text = json.dumps({"image": self._turn, "meta": meta})
     try:
-      text = json.dumps({"image": self._turn, "meta": meta})
-      safe_files.write(path, f"{_checksum(text)} {text}")
-    except FileNotFoundError as error:
+      store.write_body(self._folder / _SNAPSHOT, text.encode())
+    except store.Changed as error:
       raise self._gone() from error
-    except OSError as error:
-      raise ValueError(
-        f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
-      ) from error
     self._turn = 1 - self._turn
 
   def _open_images(self):
@@ -306,7 +293,7 @@ class SharedMemory:
     """Drops the snapshot, and with it what the log was added to: until it is
     adopted again, it is no shard's."""
     disown(self._folder)
-    (self._folder / "snapshot.json").unlink(missing_ok=True)
+    (self._folder / _SNAPSHOT).unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
     """Returns (tree, meta) of the last, or None. Raises DamagedSnapshot."""

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from asgd import safe_files
+from asgd.live import store
 from asgd.live.hosts import Inside
-from asgd.live.sandblaster import store
 from asgd.live.sandblaster.store import ShardStore
 from asgd.sandblaster import Command, Image, VectorShard, message_name
 
@@ -48,7 +48,7 @@ class LiveShard(VectorShard):
     self._sent = image.vectors.get("trial")  # what workers fetch
     self._dropped: set[int] = set()  # jobs whose messages are used
     if stored is None and not anew:
-      raise store.changed(folder)
+      raise store.Changed(folder)
     if stored is None:
       super().__init__(like, image)
       self.image()

@@ -1,7 +1,7 @@
 """The files of a shard, from which it comes back when it is killed.
 
-  commands    a line for each command since the evaluation began, and its answer
-  image.json  which vectors there were at some command, and in which files
+  commands    each command since the evaluation began, and its answer: a log
+  image       which vectors there were at some command, and in which files
   vector-N    a vector, which is never changed
   message-E-J the message of a job, of the evaluation that is under way
 
@@ -11,16 +11,14 @@ process dies.
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import safe_files, wire
-from asgd.live.append_only import GO_ON
+from asgd import wire
+from asgd.live import store
 from asgd.sandblaster import Command
 
-_CRC = 4  # bytes
 _VECTOR, _MESSAGE = "vector-", "message-"
 Rows = Any
 Entry = tuple[Command, float | None]  # a command, and its answer
@@ -47,33 +45,21 @@ class ShardStore:
     self._folder, self._layout = Path(folder), wire.layout(like)
     self._known: list[tuple[Rows, int]] = []  # vectors in files, of the image
     self._next = 0  # vector file
-    self._commands = self._open()
-
-  def _open(self):
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return os.open(self._folder / "commands", flags, 0o600)
+    self._commands = store.Log(self._folder / "commands", disk)
 
   def close(self) -> None:
-    """Lets go of them."""
-    os.close(self._commands)
+    """Closes them."""
+    self._commands.close()
 
   # Writing.
 
   def add(self, command: Command, answer: float | None) -> None:
-    """Adds a command that was obeyed."""
-    rest = memoryview(_line(command, answer).encode())
-    try:
-      while rest:
-        rest = rest[self._disk.write(self._commands, rest) :]
-    except OSError as error:
-      raise _not_written(self._folder / "commands", error) from error
+    """Adds a command that the shard has done."""
+    self._commands.append(_body(command, answer))
 
   def start_journal(self, entries: Iterable[Entry]) -> None:
     """Puts others in the place of all commands."""
-    lines = "".join(_line(*entry) for entry in entries)
-    self._replace("commands", lines.encode())
-    os.close(self._commands)
-    self._commands = self._open()
+    self._commands.replace(_body(*entry) for entry in entries)
 
   def put(self, evaluation: int, job: int, rows: Rows) -> None:
     """Writes a message."""
@@ -115,8 +101,8 @@ class ShardStore:
       "vectors": {name: file_of(rows) for name, rows in vectors.items()},
       "sent": None if sent is None else file_of(sent),
     }
-    text = json.dumps(image)
-    self._replace("image.json", f"{_checksum(text)} {text}".encode())
+    path = self._folder / "image"
+    store.write_body(path, json.dumps(image).encode(), self._disk)
     there = {file for _, file in known}
     for _, file in self._known:
       if file not in there:
@@ -124,30 +110,19 @@ class ShardStore:
     self._known = known
 
   def _write(self, name, rows):
-    data = bytearray(self._layout.nbytes + _CRC)
+    data = bytearray(self._layout.nbytes)
     wire.write(self._layout, rows, data)
-    data[-_CRC:] = zlib.crc32(data[:-_CRC]).to_bytes(_CRC, "little")
-    self._replace(name, data)
-
-  def _replace(self, name, data):
-    path = self._folder / name
-    try:
-      safe_files.write(path, data, self._disk)
-    except OSError as error:
-      raise _not_written(path, error) from error
+    store.write_body(self._folder / name, data, self._disk)
 
   # Reading.
 
   def load(self) -> Stored | None:
     """Returns what is there, None without an image. Raises ValueError, which
     names the file, for what no shard wrote."""
-    path = self._folder / "image.json"
+    path = self._folder / "image"
     if not path.exists():
       return None
-    checksum, _, text = path.read_text().partition(" ")
-    if checksum != _checksum(text):
-      raise changed(path)
-    image = json.loads(text)
+    image = json.loads(store.read_body(path))
     numbers = {*image["vectors"].values()}
     if image["sent"] is not None:
       numbers.add(image["sent"])
@@ -162,7 +137,7 @@ class ShardStore:
       {name: trees[n] for name, n in image["vectors"].items()},
       image["evaluation"],
       trees.get(image["sent"]),
-      self._read_journal(),
+      list(map(_entry, self._commands.bodies)),
       dict(self._read_messages(image["evaluation"])),
     )
 
@@ -171,33 +146,13 @@ class ShardStore:
     for path in self._folder.iterdir():
       if path.name != "commands":
         path.unlink()
-    os.ftruncate(self._commands, 0)
+    self._commands.replace()
 
   def _read(self, name):
-    path = self._folder / name
-    try:
-      data = path.read_bytes()
-    except FileNotFoundError:
-      raise changed(path) from None
-    crc = zlib.crc32(data[:-_CRC]).to_bytes(_CRC, "little")
-    if len(data) != self._layout.nbytes + _CRC or data[-_CRC:] != crc:
-      raise changed(path)
-    return wire.read(self._layout, data)
-
-  def _read_journal(self):
-    path, entries = self._folder / "commands", []
-    *lines, _ = path.read_text().split("\n")  # a kill cuts the last one short
-    os.truncate(path, sum(len(line) + 1 for line in lines))
-    for line in lines:
-      text, _, checksum = line.rpartition(";")
-      if checksum != _checksum(text):
-        raise changed(path)
-      command, _, answer = text.partition(";")
-      try:
-        entries.append((Command.parse(command), json.loads(answer)))
-      except ValueError as error:
-        raise changed(path) from error
-    return entries
+    body = store.read_body(self._folder / name)
+    if len(body) != self._layout.nbytes:  # of a run with other settings
+      raise store.Changed(self._folder / name)
+    return wire.read(self._layout, body)
 
   def _read_messages(self, evaluation):
     for path in self._folder.glob(f"{_MESSAGE}*"):
@@ -211,25 +166,10 @@ class ShardStore:
         path.unlink()
 
 
-def _line(command: Command, answer: float | None) -> str:
-  """A row of `commands`, with its checksum."""
-  text = f"{command.format()};{json.dumps(answer)}"
-  return f"{text};{_checksum(text)}\n"
+def _body(command: Command, answer: float | None) -> bytes:
+  return f"{command.format()};{json.dumps(answer)}".encode()
 
 
-def _not_written(path: Path, error: OSError) -> ValueError:
-  return ValueError(
-    f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
-  )
-
-
-def _checksum(text: str) -> str:
-  return f"{zlib.crc32(text.encode()):08x}"
-
-
-def changed(path: Path) -> ValueError:
-  """Returns the error for what is not as a shard wrote it."""
-  return ValueError(
-    f"{path} is not what the shard wrote: it was removed or changed while the"
-    f" run used it; {GO_ON} from the last checkpoint"
-  )
+def _entry(body: bytes) -> Entry:
+  command, _, answer = body.decode().partition(";")
+  return Command.parse(command), json.loads(answer)

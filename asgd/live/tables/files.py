@@ -4,15 +4,15 @@ import contextlib
 import hashlib
 import itertools
 import os
-import zlib
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import base, safe_files
-from asgd.live.append_only import GO_ON, AppendOnlyFile
+from asgd import base
+from asgd.live import store
 from asgd.live.journal import (
   FileJournal,
   check_together,
@@ -36,8 +36,8 @@ from asgd.tables.replay import Orders
 JOB_RECORD = np.dtype(
   [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]
 )
-_HEAD = 8  # bytes before a request in a log: its length, its CRC-32
-_CRC, _ROWS = 4, 8  # bytes before an image: its CRC-32, rows of the order
+_MESSAGE = struct.Struct("<qd")  # before a message: seq and time of its row
+_IMAGE = struct.Struct("<q")  # before an image: rows of the order
 
 
 class TableRecords(NamedTuple):
@@ -230,12 +230,12 @@ def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
     journal.append(Event(now, worker, NO_SEQ, life, base.LEAVE))
 
 
-class Outbox:
+class LastMessage:
   """The last message of a worker, kept in the memory of the run before any
   shard has it, with the row of the journal that began its last job."""
 
   def __init__(self, memory: Path, worker: int, life: int, disk: Any = os):
-    """Of a holder of a worker's place; of none, if the memory is on another
+    """Of an incarnation of a worker; it keeps none if the memory is on another
     machine."""
     self._disk = disk
     self._folder, self._name = Path(memory), f"worker-{worker}-"
@@ -251,68 +251,36 @@ class Outbox:
     return sorted(int(life) for life in lives if life.isdecimal())
 
   def write(self, row: Event, message: ClockMessage) -> None:
-    """Keeps a message. If it cannot, the next holder does its jobs again."""
+    """Keeps a message. If it cannot, the next incarnation does its jobs
+    again."""
     if not self._folder.is_dir():
       return
-    data = dump_message(message)
-    head = f"{row.seq} {row.time!r} {zlib.crc32(data)}\n".encode()
-    with contextlib.suppress(OSError):
-      safe_files.write(self._path(self._life), head + data, self._disk)
+    head = _MESSAGE.pack(row.seq, row.time)
+    with contextlib.suppress(OSError, ValueError):
+      store.write_body(
+        self._path(self._life), head + dump_message(message), self._disk
+      )
       for life in self._lives():
         if life < self._life:
           self._path(life).unlink()
 
   def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
-    """Returns (row, message) that the holders before have left, whose rows are
-    these; None if there is none of them."""
+    """Returns (row, message) that incarnations before have left, whose rows
+    are these; None if there is none of them, or it was changed."""
     lives = [life for life in self._lives() if life < self._life]
     if not lives:
       return None
-    head, _, data = self._path(lives[-1]).read_bytes().partition(b"\n")
-    with contextlib.suppress(ValueError):  # without a right one: it was changed
-      seq, time, crc32 = head.decode().split()
-      for event in reversed(events):
-        if event.action in STARTS and event.seq == int(seq):
-          # Another run may have left it, or this one before it went back.
-          same = event.time == float(time) and zlib.crc32(data) == int(crc32)
-          return (event, load_message(data)) if same else None
+    try:
+      body = store.read_body(self._path(lives[-1]))
+      seq, time = _MESSAGE.unpack_from(body)
+    except (store.Changed, struct.error):
+      return None
+    for event in reversed(events):
+      if event.action in STARTS and event.seq == seq:
+        # Another run may have left it, or this one before it went back.
+        same = event.time == time
+        return (event, load_message(body[_MESSAGE.size :])) if same else None
     return None
-
-
-class RequestLog(AppendOnlyFile):
-  """The requests that a shard did since its image."""
-
-  def __init__(self, path: Path, **options: Any):
-    """Opens or makes the file; what a kill cut short is dropped."""
-    self.requests: list[bytes] = []
-    data = Path(path).read_bytes() if Path(path).exists() else b""
-    at = 0
-    while at + _HEAD <= len(data):
-      size = int.from_bytes(data[at : at + 4], "little")
-      request = data[at + _HEAD : at + _HEAD + size]
-      crc32 = int.from_bytes(data[at + 4 : at + _HEAD], "little")
-      if len(request) < size or zlib.crc32(request) != crc32:
-        break
-      self.requests.append(request)
-      at += _HEAD + size
-    super().__init__(path, **options)
-    self._cut(at)
-
-  @property
-  def size(self) -> int:
-    """In bytes."""
-    return self._size
-
-  def append(self, request: bytes) -> None:
-    """Writes a request so that no kill of the process loses it."""
-    head = len(request).to_bytes(4, "little")
-    head += zlib.crc32(request).to_bytes(4, "little")
-    self._add(head + request)
-
-  def clear(self) -> None:
-    """Drops them all: an image has what they did."""
-    self.requests = []
-    self._cut(0)
 
 
 def write_image(
@@ -320,15 +288,7 @@ def write_image(
 ) -> None:
   """Writes an image of a shard, of so many rows of its order, in the place of
   the last one. Raises ValueError if the disk does not take it."""
-  path = folder / "snapshots"
-  data = rows.to_bytes(_ROWS, "little") + data
-  whole = zlib.crc32(data).to_bytes(_CRC, "little") + data
-  try:
-    safe_files.write(path, whole, disk)
-  except OSError as error:
-    raise ValueError(
-      f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
-    ) from error
+  store.write_body(folder / "snapshots", _IMAGE.pack(rows) + data, disk)
 
 
 def read_image(folder: Path) -> tuple[int, bytes] | None:
@@ -337,13 +297,6 @@ def read_image(folder: Path) -> tuple[int, bytes] | None:
   path = folder / "snapshots"
   if not path.exists():
     return None
-  data = path.read_bytes()
-  crc32, data = int.from_bytes(data[:_CRC], "little"), data[_CRC:]
-  if zlib.crc32(data) != crc32:
-    raise ValueError(
-      f"{path} was changed, as its checksum says: run the same command again to"
-      " go on from the last checkpoint"
-    )
-  return int.from_bytes(data[:_ROWS], "little"), data[_ROWS:]
-
-
+  body = store.read_body(path)
+  (rows,) = _IMAGE.unpack_from(body)
+  return rows, body[_IMAGE.size :]

@@ -15,6 +15,7 @@ import numpy as np
 from asgd import base, safe_files
 from asgd.live.hosts import Inside
 from asgd.live.journal import FileJournal
+from asgd.live.store import Log
 from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, Event
 from asgd.tables import requests, wire
@@ -108,8 +109,8 @@ class ShardHost:
       self._shard.unpack(wire.load(data))
       self._image_size = len(data)
     path = self._folder / "messages"
-    self._log = files.RequestLog(path, disk=self._inside.disk)
-    logged = iter(self._log.requests)
+    self._log = Log(path, self._inside.disk)
+    logged = iter(self._log.bodies)
     for event in events[rows:]:
       if event.action == base.LEAVE:
         self._shard.leave(event.worker)
@@ -121,7 +122,7 @@ class ShardHost:
           " of the run was changed; start anew in another folder (--workdir)"
         )
       self._shard.obey(requests.load_request(data))
-    if self._log.requests:
+    if self._log.bodies:
       self._save()
 
   def _save(self):
@@ -129,7 +130,7 @@ class ShardHost:
     data = wire.dump(self._shard.pack())
     files.write_image(self._folder, data, self._rows, self._inside.disk)
     self._image_size = len(data)
-    self._log.clear()
+    self._log.replace()
 
   # Requests of workers.
 

@@ -84,9 +84,9 @@ class WorkerHost:
     is_new = image is None
     life = lives if is_new else lives - 1
     self._worker = make(life, work._replace(gradient=self._gradient))
-    self._outbox = None
+    self._last = None
     if memory:
-      self._outbox = files.Outbox(memory, index, life, inside.disk)
+      self._last = files.LastMessage(memory, index, life, inside.disk)
     self._steps: Any = None
     self._asks: dict[int, bytes] = {}  # that were not answered
     self._calls: dict[int, Call] = {}  # that listen, by shard
@@ -249,8 +249,8 @@ class WorkerHost:
     return self._script.message(self._index, seq, gradient)
 
   def _sends(self, message: ClockMessage):
-    if self._outbox:
-      self._outbox.write(self._row, message)
+    if self._last:
+      self._last.write(self._row, message)
 
   # Of the holder before.
 
@@ -258,7 +258,7 @@ class WorkerHost:
     """Its message with which so many jobs are done, if that is there and was
     not received by all."""
     events = self._journal.events()
-    left = self._outbox.read(events) if self._outbox else None
+    left = self._last.read(events) if self._last else None
     if left is None or left[1].done != done:
       return None
     row, message = left
@@ -266,7 +266,7 @@ class WorkerHost:
     records = [r for r in message.records if r.job not in received]
     if not records:
       return None
-    self._outbox.write(row, message)
+    self._last.write(row, message)
     return message._replace(records=records)
 
   def _begun_again(self, record: JobRecord):

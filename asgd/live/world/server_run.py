@@ -101,7 +101,7 @@ class ServerRun(Run):
     return True
 
   def _flip(self, fault):
-    paths = sorted((self.folder / "memory").glob("shard-*/snapshot.json"))
+    paths = sorted((self.folder / "memory").glob("shard-*/snapshot"))
     if not paths:
       return False
     path = paths[int(fault.which * len(paths))]

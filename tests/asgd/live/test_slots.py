@@ -62,9 +62,9 @@ def test_a_snapshot_that_cannot_be_read_is_told_apart_from_none(tmp_path, text):
   tree, meta = shared(tmp_path).load()
   np.testing.assert_array_equal(tree["w"], PART["w"])
   assert meta == {"rows": 1}
-  (tmp_path / "shard-0" / "snapshot.json").write_text(text)
+  (tmp_path / "shard-0" / "snapshot").write_text(text)
   again = shared(tmp_path)
-  with pytest.raises(DamagedSnapshot, match=r"snapshot.json is damaged and is"):
+  with pytest.raises(DamagedSnapshot, match="snapshot is damaged and is"):
     again.load()
   again.save(PART, {"rows": 2})
   assert again.load()[1] == {"rows": 2}

@@ -23,7 +23,7 @@ MESSAGES = [
 def open_shard(folder, anew=None, **options):
   """From its files, if it has some and is not to begin anew."""
   if anew is None:
-    anew = not (folder / "image.json").exists()
+    anew = not (folder / "image").exists()
   image = Image(0, {"point": LIKE})
   return shard.make(str(folder), image, anew=anew, **options)(INSIDE)
 
@@ -82,7 +82,7 @@ def test_it_is_what_it_was_after_every_death(tmp_path):
   # What is not needed any more is gone from its folder.
   live.begin(30, number)
   names = {re.sub(r"\d+", "N", path.name) for path in tmp_path.iterdir()}
-  assert names == {"commands", "image.json", "vector-N"}
+  assert names == {"commands", "image", "vector-N"}
   assert len(list(tmp_path.iterdir())) <= 3 + len(live.image().vectors) + 1
   live.close()
 
@@ -112,7 +112,7 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "name", ["image.json", "commands", "vector-0", "message-0-0"]
+  "name", ["image", "commands", "vector-0", "message-0-0"]
 )
 def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
   live = open_shard(tmp_path)
@@ -124,7 +124,7 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
   path = tmp_path / name
   content = path.read_bytes()
   path.write_bytes(b"x" + content[1:])
-  with pytest.raises(ValueError, match=f"{name} is not what the shard wr") as e:
+  with pytest.raises(ValueError, match=f"{name} is not what the run wr") as e:
     open_shard(tmp_path)
   assert "\n" not in str(e.value)
   assert len(str(e.value)) < 600

@@ -280,7 +280,7 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
       assert f"rollback 0:{row}" in bench.rows()
       back = bench.lead.status()["rollback"]
       assert back[:3] == (row, received, before - received)
-      assert back.why == "snapshot.json is damaged"
+      assert back.why == "the snapshot is damaged"
       bench.memories[0].damaged = False
       # It has saved where it is: to be killed again costs nothing more.
       bench.start_shard(0, image=image)

@@ -1,0 +1,155 @@
+"""Bodies of a run in checksummed files, from which a lost process is restored.
+
+A *body* is some bytes that only their writer understands: a request, a command,
+an image, a message. There are two kinds of files:
+
+  a file of one body, which is replaced whole        body, CRC-32
+  a log, to which bodies are added one by one        length, CRC-32 of the body,
+                                                     CRC-32 of these two, body
+
+A kill leaves the old body or the new one, and in a log whole bodies and at most
+one that is cut short, which is dropped. Anything else is `Changed`. The rows of
+journals and records are in `journal` and `records`, bodies of one size that
+are read while they are written in `slots`.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from asgd import safe_files
+from asgd.live.append_only import GO_ON, AppendOnlyFile
+
+_CRC = struct.Struct("<I")
+_HEAD = struct.Struct("<III")  # length, CRC-32 of the body, of the two before
+
+
+class Changed(ValueError):
+  """A file is not as its writer left it."""
+
+  def __init__(self, path: Path | str):
+    super().__init__(
+      f"{path} is not what the run wrote: it was removed or changed while the"
+      f" run used it; {GO_ON} from the last checkpoint"
+    )
+
+
+def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
+  """Writes a file of one body, in the place of the one before.
+
+  Args:
+    path: of the file.
+    body: its content.
+    disk: writes and replaces as `os` does; a simulation has its own.
+
+  Raises:
+    Changed: if its folder was removed.
+    ValueError: if the disk does not take it.
+
+  Example:
+    >>> path = getfixture("tmp_path") / "image"
+    >>> write_body(path, b"rows")
+    >>> read_body(path)
+    b'rows'
+    >>> _ = path.write_bytes(b"other")
+    >>> read_body(path)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    asgd.live.store.Changed: ...image is not what the run wrote: ...
+  """
+  data = bytearray(body)
+  data += _CRC.pack(zlib.crc32(body))
+  try:
+    safe_files.write(path, data, disk)
+  except FileNotFoundError:
+    raise Changed(path) from None
+  except OSError as error:
+    raise ValueError(
+      f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
+    ) from error
+
+
+def read_body(path: Path) -> bytes:
+  """Returns the body of a file. Raises Changed if the file is not there, or is
+  not as it was written."""
+  try:
+    data = path.read_bytes()
+  except OSError:
+    raise Changed(path) from None
+  body = data[: -_CRC.size]
+  if _CRC.pack(zlib.crc32(body)) != data[-_CRC.size :]:
+    raise Changed(path)
+  return body
+
+
+class Log(AppendOnlyFile):
+  """A log of bodies, with one writer.
+
+  Example:
+    >>> path = getfixture("tmp_path") / "log"
+    >>> log = Log(path)
+    >>> log.append(b"one")
+    >>> log.append(b"two")
+    >>> Log(path).bodies
+    [b'one', b'two']
+  """
+
+  def __init__(self, path: Path, disk: Any = os):
+    """Opens or makes the file; see `AppendOnlyFile`. Raises Changed."""
+    data = Path(path).read_bytes() if Path(path).exists() else b""
+    self.bodies, size = _split(path, data)  # those of before
+    super().__init__(path, disk)
+    self._cut(size)
+
+  @property
+  def size(self) -> int:
+    """In bytes."""
+    return self._size
+
+  def append(self, body: bytes) -> None:
+    """Adds a body so that no kill of the process loses it. Raises ValueError if
+    the disk does not take it."""
+    self._add(_frame(body))
+
+  def replace(self, bodies: Iterable[bytes] = ()) -> None:
+    """Puts other bodies in the place of all, at once."""
+    self.bodies = []
+    data = b"".join(map(_frame, bodies))
+    if not data:
+      self._cut(0)
+      return
+    try:
+      safe_files.write(Path(self.name), data, self._disk)
+    except OSError as error:
+      raise ValueError(
+        f"cannot write {self.name} ({error.strerror}); make room and {GO_ON}"
+      ) from error
+    self.close()
+    super().__init__(Path(self.name), self._disk)
+
+
+def _frame(body):
+  lengths = len(body), zlib.crc32(body)
+  crc32 = zlib.crc32(_HEAD.pack(*lengths, 0))
+  return _HEAD.pack(*lengths, crc32) + body
+
+
+def _split(path, data):
+  """Returns the bodies of a log, and how many bytes they take."""
+  bodies, at = [], 0
+  while at + _HEAD.size <= len(data):
+    length, of_body, of_head = _HEAD.unpack_from(data, at)
+    if zlib.crc32(_HEAD.pack(length, of_body, 0)) != of_head:
+      raise Changed(path)
+    end = at + _HEAD.size + length
+    if end > len(data):
+      break
+    body = data[at + _HEAD.size : end]
+    if zlib.crc32(body) != of_body:
+      raise Changed(path)
+    bodies.append(body)
+    at = end
+  return bodies, at
