@@ -89,24 +89,22 @@ def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
   )
 
 
-def _remote_duty(config, dataset, cell, due) -> PeerDuty:
-  plan = live_clusters.remote_plan(config, dataset, cell)
-  return make_duty(plan, cell, due, copies=True)
+def _remote_duty(make, cell, due) -> PeerDuty:
+  return make_duty(make(), cell, due, copies=True)
 
 
-def ray_peers(live: LivePeers, machine: Any) -> PeerCluster:
-  """Builds a cluster of Ray actors."""
-  from asgd.experiment import cells
-
+def ray_peers(
+  rebuild: live_clusters.Rebuild, live: LivePeers, machine: Any
+) -> PeerCluster:
+  """Builds a cluster of Ray actors; see `live_clusters.remote_plan`."""
   plan, settings = live.plan, live.plan.run.config["live"]
-  config = cells.only(plan.run, live.cell)
-  dataset = machine.share(plan.dataset)  # which starts Ray
+  make = live_clusters.remote_plan(rebuild, live, plan.dataset, machine)
   from asgd.live.gossip.actors import RayPeers
 
   return RayPeers(
     plan.gossip,
     live_clusters.site(live, live.began, machine),
-    functools.partial(_remote_duty, config, dataset, live.cell, live.due),
+    functools.partial(_remote_duty, make, live.cell, live.due),
     received=live.received,
     seed=live.cell.seed,
     refill=settings["refill"],
