@@ -9,7 +9,7 @@ import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,35 @@ class Result(NamedTuple):
   folder: Path | None  # of the results; None if they were not to be kept
 
 
+class RunOptions(NamedTuple):
+  """How much a call trains, and what it keeps and shows; see `simulate`."""
+
+  messages: int
+  workers: int | None = None  # None: as many as the recipe has
+  batch_size: int | None = None
+  folder: str | os.PathLike | None = None
+  seed: int = 0
+  evaluate: Callable[[Any], Any] | None = None
+  every: int | None = None
+  progress: bool = True
+  machine: Machine | None = None
+
+
+def read_options(
+  named: Sequence[Any], further: Mapping[str, Any]
+) -> tuple[RunOptions, dict[str, Any]]:
+  """Returns (options, keys of a config) of a call.
+
+  Args:
+    named: the first fields of `RunOptions`.
+    further: the other fields that are given, and keys of a config.
+  """
+  fields = RunOptions._fields[len(named) :]
+  known = {key: further[key] for key in fields if key in further}
+  config = {k: v for k, v in further.items() if k not in known}
+  return RunOptions(*named, **known), config
+
+
 def simulate(
   loss: Any,
   params: Any,
@@ -61,12 +90,8 @@ def simulate(
   messages: int,
   workers: int | None = None,
   batch_size: int | None = None,
-  seed: int = 0,
-  evaluate: Callable[[Any], Any] | None = None,
-  every: int | None = None,
   folder: str | os.PathLike | None = None,
-  progress: bool = True,
-  **config: Any,
+  **options: Any,
 ) -> Result:
   """Trains with many workers in simulated time.
 
@@ -91,19 +116,21 @@ def simulate(
     messages: how many the server receives, a multiple of the workers.
     workers: needed where the recipe does not say how many.
     batch_size: examples in a batch, where data are not batches already.
+    folder: where results, a report.html and checkpoints are kept; the same call
+      goes on from there. None keeps nothing.
     seed: of the initial parameters, the order of examples and the durations.
     evaluate: called with the parameters; returns a number or a dict of numbers.
       "loss" and "accuracy" are those of a test.
     every: messages between two evaluations, of which `messages` is a multiple.
       None is `messages`: one, at the end.
-    folder: where results, a report.html and checkpoints are kept; the same call
-      goes on from there. None keeps nothing.
     progress: show how far it is, on the standard error.
-    config: further keys of a config, such as order={"name": "fixed_delay"},
-      durations={...}, gate={"max_staleness": 8}, clip_norm=1.0,
-      allocation={"batch_size": "speed"} (see asgd.allocation), or compress: a
-      codec of messages (asgd.compression), its name, or a dict of its name and
-      options; compress_down the same, of the server's updates.
+    machine: an `asgd.experiment.machine.Machine`.
+    options: `seed` (0) to `machine` (None), which are above, and further keys
+      of a config, such as order={"name": "fixed_delay"}, durations={...},
+      gate={"max_staleness": 8}, clip_norm=1.0, allocation={"batch_size":
+      "speed"} (see asgd.allocation), or compress: a codec of messages
+      (asgd.compression), its name, or a dict of its name and options;
+      compress_down the same, of the server's updates.
 
   Raises ValueError for whatever does not fit, before anything runs.
 
@@ -122,26 +149,11 @@ def simulate(
     >>> print(result.params.round(2), result.records.staleness.mean().round())
     [1. 1. 1.] 3.0
   """
-  recipe = calls.read_recipe(recipe, workers)
-  codecs, config = calls.codecs_of(config)
-  with calls.in_words_of_calls():
-    given = own.Objects(
-      *(loss, params, data, recipe),
-      batch_size=batch_size,
-      evaluate=evaluate,
-      codecs=codecs,
-    )
-    return train(
-      given,
-      ("simulate", SIMULATE),
-      config,
-      messages=messages,
-      workers=recipe.workers,
-      seed=seed,
-      every=every,
-      place=folder,
-      shows=progress,
-    )
+  named = messages, workers, batch_size, folder
+  parts = loss, params, data, recipe
+  return _train(
+    ("simulate", SIMULATE), parts, *read_options(named, options)
+  )
 
 
 def train_live(
@@ -154,13 +166,8 @@ def train_live(
   workers: int | None = None,
   runtime: str = "threads",
   batch_size: int | None = None,
-  seed: int = 0,
-  evaluate: Callable[[Any], Any] | None = None,
-  every: int | None = None,
   folder: str | os.PathLike | None = None,
-  progress: bool = True,
-  machine: Machine | None = None,
-  **config: Any,
+  **options: Any,
 ) -> Result:
   """Trains with real workers, in real time; arguments are as of `simulate`.
 
@@ -170,32 +177,29 @@ def train_live(
     runtime: "threads" of this process, or "ray": processes of a cluster, on
       this machine unless `machine` names another. Functions and data travel to
       them by Ray's cloudpickle; `evaluate` is called here.
-    machine: an `asgd.experiment.machine.Machine`.
-    config: further keys of a config, such as server={"shards": 2}, or
+    options: also further keys of a config, such as server={"shards": 2}, or
       live={"slowdown": (1, 3)}.
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
-  recipe = calls.read_recipe(recipe, workers)
+  named = messages, workers, batch_size, folder
+  parts = loss, params, data, recipe
+  engine = runtime, _RUNTIMES[runtime]
+  return _train(engine, parts, *read_options(named, options))
+
+
+def _train(engine, parts, options, config) -> Result:
+  """Trains a caller's (loss, parameters, data, recipe)."""
+  *parts, recipe = parts
+  recipe = calls.read_recipe(recipe, options.workers)
   codecs, config = calls.codecs_of(config)
   with calls.in_words_of_calls():
     given = own.Objects(
-      *(loss, params, data, recipe),
-      batch_size=batch_size,
-      evaluate=evaluate,
+      *(*parts, recipe),
+      batch_size=options.batch_size,
+      evaluate=options.evaluate,
       codecs=codecs,
     )
-    return train(
-      given,
-      (runtime, _RUNTIMES[runtime]),
-      config,
-      messages=messages,
-      workers=recipe.workers,
-      seed=seed,
-      every=every,
-      place=folder,
-      shows=progress,
-      machine=machine,
-    )
+    return train(given, engine, config, options)
 
 
 def replay(
@@ -282,23 +286,9 @@ def _label(made) -> str:
   return made.name if made and made.name.isidentifier() else "run"
 
 
-class Numbers(NamedTuple):
-  """How much there is to train."""
-
-  messages: int
-  workers: int
-  seed: int
-  every: int
-
-
-def _config(given, name, config, known, numbers) -> dict[str, Any]:
+def _config(given, name, options) -> dict[str, Any]:
   """The config of an experiment whose one run was given objects."""
-  for key in config:
-    if key not in known:
-      raise ValueError(
-        f"unknown argument {key!r}; further ones are {', '.join(known)}"
-      )
-  made, messages = given.recipe.made, numbers.messages
+  made, messages = given.recipe.made, options.messages
   rate = made.learning_rate if made else 1.0
   if callable(rate):  # its peak
     at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
@@ -308,14 +298,13 @@ def _config(given, name, config, known, numbers) -> dict[str, Any]:
     "model": {"name": given.name},
     "runs": {_label(made): {"recipe": schema.GIVEN}},
     "engine": name,
-    "workers": [numbers.workers],
-    "seeds": [numbers.seed],
+    "workers": [options.workers or given.recipe.workers],
+    "seeds": [options.seed],
     "batch_size": given.size,
     "examples": messages * given.recipe.steps * given.size,
     "learning_rate": float(rate),
-    "evaluations": messages // numbers.every,
+    "evaluations": messages // options.every,
     "curvature_checks": 0,
-    **config,
   }
 
 
@@ -326,35 +315,42 @@ def train(
   given: own.Objects,
   engine: tuple[str, EngineKind],
   config: Mapping[str, Any],
+  options: RunOptions,
   *,
-  messages: int,
-  workers: int,
-  seed: int,
-  every: int | None,
-  place: str | os.PathLike | None,
-  shows: bool,
-  machine: Machine | None = None,
   quantum: tuple[int, str] | None = None,
 ) -> Result:
-  """Trains what a caller gave on an engine, which is (name, kind); `quantum`
-  says which messages are counted together: those of a round of workers, unless
-  it is (how many, what of {} of them)."""
+  """Trains what a caller gave on an engine.
+
+  Args:
+    given: of the caller.
+    engine: (name, kind).
+    config: further keys of a config.
+    options: of the call.
+    quantum: (how many messages are counted together, what of {} of them); None:
+      those of a round of workers.
+  """
   name, kind = engine
+  messages, place = options.messages, options.folder
   checks.whole("messages", messages)
-  checks.whole("seed", seed, 0, 2**32 - 1)
-  rounds = workers, "rounds of {} workers"
+  checks.whole("seed", options.seed, 0, 2**32 - 1)
+  rounds = given.recipe.workers, "rounds of {} workers"
   checks.multiple(messages, "messages", *(quantum or rounds))
-  every = messages if every is None else checks.whole("every", every)
+  every = messages if options.every is None else options.every
+  checks.whole("every", every)
   if messages % every:
     raise ValueError(
       f"{messages} messages are not a multiple of every={every}, the messages"
       f" between two evaluations; use {max(messages // every, 1) * every}"
     )
-  numbers = Numbers(messages, workers, seed, every)
   known = *kind.sections, *_FURTHER
-  resolved = _config(given, name, config, known, numbers)
-  experiment = cells.build(resolved, engines={name: kind}, dataset=given)
-  (cell,), machine = experiment.cells, machine or _machine()
+  for key in config:
+    if key not in known:
+      raise ValueError(
+        f"unknown argument {key!r}; further ones are {', '.join(known)}"
+      )
+  whole = _config(given, name, options._replace(every=every)) | config
+  experiment = cells.build(whole, engines={name: kind}, dataset=given)
+  (cell,), machine = experiment.cells, options.machine or _machine()
   plan = experiment.plan(cell)
   experiment.check_machine(machine)
   if name == "ray" or machine.processes:
@@ -370,7 +366,7 @@ def train(
     if workdir is not None:
       workdir = folder.open_folder(os.fspath(workdir), cell.label, experiment)
     bar = progress.Silent()
-    if shows:
+    if options.progress:
       bar = progress.ProgressBar(
         plan.messages, describe=lambda name, row: kind.describe(row)
       )

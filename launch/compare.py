@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 
 from asgd import safe_files
-from asgd.experiment import comparison, folder, overlay, schema, storage
+from asgd.experiment import comparison, folder, overlay, storage
 
 from . import flags
 
@@ -111,9 +111,8 @@ def _compare_all(workdir, out):
 def _check_live():
   """Refuses a config that would be trained for nothing."""
   engine = _TRAINING["engine"].value
-  config = flags.load_config("configs/straggler_digits.py", engine)
-  runs = schema.runs(config, flags.ENGINES)
-  if not any(run.engine in flags.LIVE for run in runs.values()):
+  resolved = flags.load_config("configs/straggler_digits.py", engine)
+  if not any(run.engine in flags.LIVE for run in resolved.runs.values()):
     raise ValueError(
       "no run of this config is live, and none can be compared with its"
       f" simulation: add --engine={' or --engine='.join(flags.LIVE)}"

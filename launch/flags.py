@@ -130,7 +130,7 @@ def config_name() -> str:
   return Path(filename.split(":")[0]).stem
 
 
-def load_config(example: str, engine: str | None = None) -> dict[str, Any]:
+def load_config(example: str, engine: str | None = None) -> schema.Resolved:
   """Returns the config that the flags describe, resolved; `engine` is for all
   its runs, None as it has it. Raises ValueError for anything wrong with its
   keys; that for no config names an `example`."""

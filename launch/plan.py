@@ -59,10 +59,10 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
 }
 
 
-def _examples(config) -> int:
+def _examples(resolved) -> int:
   """The most examples of a step, over the runs of a config."""
   counts = []
-  for run in schema.runs(config, flags.ENGINES).values():
+  for run in resolved.runs.values():
     workers = max(flags.ENGINES[run.engine].workers(run))
     pieces = run.config.get("pipeline", {}).get("microbatches", 1)
     counts.append(run.config["batch_size"] * workers * pieces)
@@ -125,25 +125,26 @@ def _options(given, batch: int) -> workloads.TrainingOptions:
 
 
 def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
-  config, params = given["config"], given["params"]
-  if (config is None) == (params is None):
+  resolved, params = given["config"], given["params"]
+  if (resolved is None) == (params is None):
     raise ValueError(
       "which model? give --params=1.5e9 (a GPT of that size) or"
       " --config=FILE.py, and not both"
     )
   sizes = {name: given[name] for name in memory.Gpt._fields}
   for name, value in sizes.items():
-    if config is not None and value is not None:
+    if resolved is not None and value is not None:
       raise ValueError(f"the config says what --{name} does; drop it")
     if value is not None:
       _positive(name, value)
 
-  if config is None:
+  if resolved is None:
     parameters = workloads.count_of(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
     chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
-  chosen = _options(given, _examples(config))
+  chosen = _options(given, _examples(resolved))
+  config = resolved.config
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
   name = dataset.name  # of a problem that is given as it is
   if problem.pieces is not None:
@@ -165,7 +166,9 @@ def _picture(out: str | None) -> Path | None:
   return path
 
 
-def main(*, config: Any = None, **given: Any) -> None:
+def main(
+  *, config: schema.Resolved | None = None, **given: Any
+) -> None:
   """Prints the plan that the flags ask for; `_FLAGS` says what each is."""
   for name in given:
     names.check("flag", name, _FLAGS)

@@ -37,7 +37,6 @@ import jax
 import numpy as np
 
 from asgd.experiment import build, code, folder, jobs, report, storage, trackers
-from asgd.experiment import schema as schema_lib
 from asgd.experiment.engines import mesh_plan
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar, Silent
@@ -153,10 +152,10 @@ def _check_used(runs):
       )
 
 
-def _open(config):
+def _open(resolved):
   """Builds the experiment and opens its folder; None where process 0 does."""
   make = functools.partial(
-    build, config, engines=flags.ENGINES, data_dir=_F["data_dir"].value
+    build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
   experiment = processes.together(make)
   text = json.dumps(experiment.config, sort_keys=True)
@@ -184,8 +183,8 @@ def _open(config):
   return experiment, workdir, where
 
 
-def _train(config) -> None:
-  experiment, workdir, where = _open(config)
+def _train(resolved) -> None:
+  experiment, workdir, where = _open(resolved)
   if where.profile:  # refused now, if it cannot be made
     os.makedirs(where.profile, exist_ok=True)
   signals, count = Signals(tells=workdir is not None), _jobs()
@@ -223,8 +222,8 @@ def main() -> None:
     return
   of_role = "num_processes", "process_id", "coordinator", "start_seconds"
   role = processes.role(*(_F[name].value for name in of_role))
-  config = flags.load_config("configs/digits.py", _F["engine"].value)
-  runs = schema_lib.runs(config, flags.ENGINES)
+  resolved = flags.load_config("configs/digits.py", _F["engine"].value)
+  runs = resolved.runs
   _check_mesh_only(runs, role)
   _check_used(runs)
   trackers.ask(_F["wandb"].value)
@@ -241,11 +240,11 @@ def main() -> None:
     supervisor.supervise(role.count)
     return
   if role.count == 1 and not role.auto:
-    _train(config)
+    _train(resolved)
     return
   processes.join(role, devices)
   try:
-    _train(config)
+    _train(resolved)
   except jax.errors.JaxRuntimeError as error:
     line = " ".join(str(error).split())[:200]
     raise ValueError(

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 from flax import linen as nn
 
 from asgd import calls, checks, facade, models, problems
-from asgd.experiment.machine import Machine
 from asgd.problems import own, streams
 from pipeline.engine import PIPELINE
 
@@ -128,14 +126,6 @@ def train(
   stages: int = 2,
   schedule: str = "pipedream",
   microbatches: int = 8,
-  batch_size: int | None = None,
-  seed: int = 0,
-  evaluate: Callable[[Any], Any] | None = None,
-  every: int | None = None,
-  folder: str | os.PathLike | None = None,
-  progress: bool = True,
-  machine: Machine | None = None,
-  clip_norm: float | None = None,
   **options: Any,
 ) -> facade.Result:
   """Trains layers that are cut into the stages of a pipeline.
@@ -157,8 +147,9 @@ def train(
     schedule: one of `pipeline.schedules`; or a table, in a file.
     microbatches: of a batch of a synchronous schedule.
     machine: with processes=2 stages are in processes of Ray.
-    options: further settings of a pipeline: cuts, weights, predict, recompute,
-      partition, or of its schedule.
+    options: batch_size, folder, seed, evaluate, every, progress and clip_norm
+      as of `asgd.simulate`; further settings of a pipeline: cuts, weights,
+      predict, recompute, partition, or of its schedule.
 
   Example:
     >>> import numpy as np
@@ -175,14 +166,15 @@ def train(
     >>> print(result.records.loss[-8:].mean() < 0.2, len(result.params))
     True 3
   """
-  layers = read_layers(layers)
+  layers, named = read_layers(layers), (messages, 1)
+  run, options = facade.read_options(named, options)
   with contextlib.suppress(RuntimeError):  # JAX has started: as it is
     jax.config.update(
       "jax_num_cpu_devices", max(stages, jax.config.jax_num_cpu_devices)
     )
   with calls.in_words_of_calls():
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
-    first = streams.read_data(data, batch_size).first
+    first = streams.read_data(data, run.batch_size).first
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )
@@ -193,25 +185,20 @@ def train(
     given = own.Objects(
       *(problems.whole_loss(pieces), init if params is None else params),
       *(data, recipe),
-      batch_size=batch_size,
-      evaluate=evaluate,
+      batch_size=run.batch_size,
+      evaluate=run.evaluate,
       pieces=pieces,
     )
+    config = {"clip_norm": options.pop("clip_norm", None)}
     section = {"schedule": schedule, "stages": stages, **options}
     section["microbatches"] = checks.whole("microbatches", microbatches)
-    if every is not None:
+    if run.every is not None:
       groups = "batches of {} microbatches (every)"
-      checks.multiple(every, "messages", microbatches, groups)
+      checks.multiple(run.every, "messages", microbatches, groups)
     return facade.train(
       given,
       ("pipeline", PIPELINE),
-      {"pipeline": section, "clip_norm": clip_norm},
-      messages=messages,
-      workers=1,
-      seed=seed,
-      every=every,
-      place=folder,
-      shows=progress,
-      machine=machine,
+      {"pipeline": section, **config},
+      run,
       quantum=(microbatches, "batches of {} microbatches"),
     )

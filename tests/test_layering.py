@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +182,29 @@ def test_modules_of_the_experiment_import_only_what_ranks_below_them():
         continue
       below = EXPERIMENT_RANKS.get(parts[2], 0) < EXPERIMENT_RANKS[here]
       assert below, f"{path} imports {name}"
+
+
+def module_of(path):
+  parts = path.relative_to(ROOT).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_modules_import_one_another_in_a_circle():
+  # Also not by what is imported inside of functions.
+  paths = {module_of(p): p for package in ALLOWED for p in files(package)}
+
+  def imported(path):
+    for name in imports(path):
+      while name and name not in paths:
+        name = name.rpartition(".")[0]
+      if name:
+        yield name
+
+  graph = {
+    module: {name for name in imported(path) if name != module}
+    for module, path in paths.items()
+  }
+  graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
 def test_asgd_does_no_logging_flags_or_clocks():

@@ -114,7 +114,7 @@ class Experiment:
 
 
 def build(
-  config: schema.Config,
+  config: schema.Config | schema.Resolved,
   *,
   engines: Engines,
   data_dir: str | None = None,
@@ -124,7 +124,8 @@ def build(
   """Builds an experiment from a config, checking all of it.
 
   Args:
-    config: keys of `schema.SHARED` and of the engines' sections.
+    config: keys of `schema.SHARED` and of the engines' sections; or what
+      `schema.resolve` returned, which is not checked again.
     engines: by their names.
     data_dir: where the dataset's files are, of a text the file itself; None
       looks in the usual places.
@@ -135,8 +136,9 @@ def build(
   Raises:
     ValueError: for anything wrong, naming the key, the value and the remedy.
   """
-  resolved = schema.resolve(config, engines)
-  runs = schema.runs(resolved, engines)
+  if not isinstance(config, schema.Resolved):
+    config = schema.resolve(config, engines)
+  resolved, runs = config
   if isinstance(dataset, own.Objects):
     given = {"given": dataset.recipe, "codecs": dataset.codecs}
     runs = {k: run._replace(**given) for k, run in runs.items()}

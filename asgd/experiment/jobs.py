@@ -140,27 +140,25 @@ _ENDS = ("crash", "error", "stopped")  # of a process, the worst first
 
 
 def _elsewhere(experiment, cells, *places):
-  """Returns `_work` for other processes, with the config of these cells."""
-  labels = list(dict.fromkeys(cell.label for cell in cells))
-  names = list(dict.fromkeys(experiment.runs[x].engine for x in labels))
-  known = schema.sections({name: experiment.engines[name] for name in names})
-  config = {k: v for k, v in experiment.config.items() if k in known}
-  config["runs"] = {label: config["runs"][label] for label in labels}
-  return functools.partial(_work, {**config, "only": labels}, names, *places)
+  """Returns `_work` for other processes, with the runs of these cells."""
+  labels = dict.fromkeys(cell.label for cell in cells)
+  runs = {label: experiment.runs[label] for label in labels}
+  resolved = schema.Resolved(experiment.config, runs)
+  return functools.partial(_work, resolved, *places)
 
 
-def _work(config, names, data_dir, workdir, groups, put, signals):
+def _work(resolved, data_dir, workdir, groups, put, signals):
   """Trains groups of cells as they come, in another process."""
   from asgd.experiment import ENGINES
 
   telling = {kind: functools.partial(put, kind) for kind in _TOLD}
   bar = types.SimpleNamespace(**telling)
   surroundings = {"bar": bar, "machine": Machine(), "signals": signals}
-  engines, experiment = {name: ENGINES[name] for name in names}, None
+  experiment = None
   try:
     for cell in itertools.chain.from_iterable(groups):
       experiment = experiment or cells_lib.build(
-        config, engines=engines, data_dir=data_dir
+        resolved, engines=ENGINES, data_dir=data_dir
       )
       _train_unless_in_use(experiment, cell, workdir, **surroundings)
       if signals.received:

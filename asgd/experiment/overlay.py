@@ -139,19 +139,6 @@ def _differences(
   return ["key", *names], rows
 
 
-def _page(title, out, places, notes, results, lead, differing):
-  """Returns report.html, with the figure that is in its folder."""
-  return page.document(
-    title,
-    page.heading(title, lead),
-    page.warnings(notes),
-    page.figures([out / "figure.svg"], title),
-    page.section("Results", results),
-    page.section("Where they differ", differing),
-    page.section("Folders", page.items(str(place) for place in places)),
-  )
-
-
 def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   """Writes figure, table and report.html of several experiments into a folder.
 
@@ -189,7 +176,6 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   data = {identity["dataset"]["sha256"] for identity in identities}
   if len(data) > 1:
     notes.insert(0, "the folders are of different data")
-  differing = page.table(*_differences(names, identities))
   with storage.naming_what_cannot_be_written(out):
     safe_files.make_folder(whole)
     made = storage.sealed({"folders": [str(place) for place in places]})
@@ -198,10 +184,14 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
     safe_files.write(out / "table.txt", f"{title}\n\n{table}")
     storage.write_csv(out / "figure.csv", report.flat(points))
     drawn = report.draw(points, together, out / "figure", title)
-    content = _page(
-      *(title, out, places, [*left_out, *notes]),
-      page.results(csv_rows, report.columns_of(together, engines)),
-      *(f"{len(together)} cells of {len(places)} experiments", differing),
+    content = page.render(
+      title,
+      f"{len(together)} cells of {len(places)} experiments",
+      warnings=[*left_out, *notes],
+      pictures=page.pictures([out / "figure.svg"]),
+      results=page.results(csv_rows, report.columns_of(together, engines)),
+      differing=_differences(names, identities),
+      folders=places,
     )
     safe_files.write(out / "report.html", content)
   warned = "".join(f"warning: {text}\n" for text in left_out)

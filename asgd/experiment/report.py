@@ -243,33 +243,27 @@ def write_page(
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
   shown = columns_of(results, engines)
   shown.append(Column("diverged", "diverged"))
-  content = page.document(
+
+  def files(folder):
+    found = sorted(p for p in folder.iterdir() if p.is_file())
+    names = (p.relative_to(workdir).as_posix() for p in found)
+    hidden = ".lock", "report.html"
+    return [n for n in names if n.rpartition("/")[2] not in hidden]
+
+  content = page.render(
     title,
-    page.heading(title, lead),
-    page.warnings([*said, *warnings(results), *damaged]),
-    page.figures(pictures, title),
-    page.section("Results", page.results(csv_rows, shown)),
-    page.section("Config", page.config(config, defaults)),
-    page.section("Made by", page.facts(free)),
-    page.section("Files", _files(workdir, [row["cell"] for row in results])),
+    lead,
+    warnings=[*said, *warnings(results), *damaged],
+    pictures=page.pictures(pictures),
+    results=page.results(csv_rows, shown),
+    config=page.config(config, defaults),
+    facts=page.facts(free),
+    files=files(workdir),
+    cells=[files(workdir / "cells" / row["cell"]) for row in results],
   )
   path = workdir / "report.html"
   safe_files.write(path, content)
   return path
-
-
-def _files(workdir: Path, cells: Sequence[str]) -> str:
-  """Links to the files of a folder, and of its cells."""
-  hidden = ".lock", "report.html"
-  top = sorted(p for p in workdir.iterdir() if p.is_file())
-  content = page.links((p for p in top if p.name not in hidden), workdir)
-  lists = []
-  for cell in cells:
-    inside = sorted((workdir / "cells" / cell).iterdir())
-    found = [p for p in inside if p.is_file() and p.name != ".lock"]
-    lists.append(f"<li>{page.links(found, workdir)}</li>")
-  of_cells = f"<ul>\n{''.join(lists)}\n</ul>"
-  return f"<p>{content}</p>\n{page.more(f'{len(cells)} cells', of_cells)}"
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ A config says what is trained, for how long, and with what runs. A run names an
 engine and a recipe; every other key of it is a setting of that engine, an
 option of that recipe, or a shared key that is other for this run.
 
-`resolve` gives plain data with every key; `runs` gives each run the whole
-config as it holds for that run; `asgd.experiment.overrides` applies the keys of
-a command line.
+`resolve` gives plain data with every key, and each run with the whole config as
+it holds for that run; `asgd.experiment.overrides` applies the keys of a command
+line.
 """
 
 import copy
@@ -14,7 +14,6 @@ import functools
 import inspect
 import math
 import re
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -192,7 +191,7 @@ class Run(NamedTuple):
   config: dict[str, Any]  # the whole config, as it holds for this run
   given: algorithms.Recipe | None = None  # by a caller, instead of its name
   # The same: asgd.compression.Codecs, by their keys of the config.
-  codecs: Mapping[str, Any] = types.MappingProxyType({})
+  codecs: Mapping[str, Any] = {}
 
   def make_recipe(
     self,
@@ -222,6 +221,13 @@ class Run(NamedTuple):
     return recipe._replace(
       algorithm=transforms.precede(recipe.algorithm, clip)
     )
+
+
+class Resolved(NamedTuple):
+  """A config that was checked once, with its runs."""
+
+  config: dict[str, Any]  # plain data, with every key
+  runs: dict[str, Run]  # those that are chosen, by their labels
 
 
 Config = ml_collections.ConfigDict | Mapping[str, Any]
@@ -356,14 +362,15 @@ def shared_of_run(key: str, below: Any, value: Any) -> Any:
   return _section(merged, node, key, reads=reads)
 
 
-def resolve(config: Config, engines: Engines) -> dict[str, Any]:
-  """Returns the config as plain data, with defaults. ValueError names a key of
-  neither SHARED nor these engines, or with a value out of range."""
-  resolved = _section(as_dict(config), sections(engines), "")
-  for label in resolved["only"]:
-    names.lookup("label in config.only", label, resolved["runs"])
-  list(entries(resolved, engines))
-  return resolved
+def resolve(config: Config, engines: Engines) -> Resolved:
+  """Returns the config as plain data, with defaults, and its runs. ValueError
+  names a key of neither SHARED nor these engines, or with a value out of
+  range."""
+  whole = _section(as_dict(config), sections(engines), "")
+  for label in whole["only"]:
+    names.lookup("label in config.only", label, whole["runs"])
+  list(entries(whole, engines))
+  return Resolved(whole, _runs(whole, engines))
 
 
 # Runs.
@@ -417,9 +424,8 @@ def keys_of_engine(kind: Any, entry: Mapping[str, Any]) -> list[str]:
   return [*kind.sections, *settings, *kind.options(entry)]
 
 
-def runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
-  """Returns the runs of a resolved config that are chosen, by their labels,
-  with errors as of `resolve`."""
+def _runs(config, engines) -> dict[str, Run]:
+  """Returns the runs of a config that are chosen, by their labels."""
   keys, chosen = sections(engines), {}
   for label, entry, kind in entries(config, engines):
     recipe = entry.get("recipe", kind.default_recipe)

@@ -81,7 +81,7 @@ class Reproduction(NamedTuple):
 
   figure: Figure
   counts: Counts  # of its runs, at this size
-  config: dict[str, Any]  # resolved, at this size
+  resolved: schema.Resolved  # at this size
   quick: bool
 
 
@@ -134,10 +134,12 @@ def _run(path):
     raise ValueError(line_of(error)) from error
 
 
-def _counts(config, engines) -> Counts:
+def _counts(resolved, engines) -> Counts:
   """The numbers of workers of each run."""
-  runs = schema.runs(config, engines).items()
-  return {label: list(engines[run.engine].workers(run)) for label, run in runs}
+  return {
+    label: list(engines[run.engine].workers(run))
+    for label, run in resolved.runs.items()
+  }
 
 
 def listing(place: Path, engines: schema.Engines) -> str:
@@ -209,7 +211,7 @@ def train(
     Stopped: once all is saved.
   """
   name, machine = task.figure.name, machine or Machine()
-  experiment = cells.build(task.config, engines=engines, data_dir=data_dir)
+  experiment = cells.build(task.resolved, engines=engines, data_dir=data_dir)
   experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))

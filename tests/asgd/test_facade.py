@@ -572,7 +572,7 @@ def test_what_cannot_be_read_on_arrival_is_one_line(monkeypatch):
 
   monkeypatch.setattr(ray, "get", get)
   ref = ray.ObjectRef.from_random()
-  line = error_of(live_clusters.remote_plan, {}, ref, None)
+  line = error_of(live_clusters.make_plan, None, {}, ref, None)
   assert "No module named 'mine'" in line and "PYTHONPATH" in line
 
 

@@ -78,9 +78,9 @@ def test_a_config_of_a_mesh_is_counted_without_its_devices(capsys):
 
 
 def test_dense_layers_of_a_config_may_send_factors(capsys):
-  config = _config("digits")
-  config["model"]["hidden"] = [256, 256]
-  plan.main(config=config, devices=4, bandwidth=0.1, batch=16)
+  resolved = _config("digits")
+  resolved.config["model"]["hidden"] = [256, 256]
+  plan.main(config=resolved, devices=4, bandwidth=0.1, batch=16)
   table = rows(capsys.readouterr().out)
   factors, ring = table["data, sufficient factors"], table["data, ring"]
   assert float(factors[6]) < float(ring[6]) / 2

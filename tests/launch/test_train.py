@@ -18,7 +18,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import cell_files, folder, progress, storage
+from asgd.experiment import cell_files, folder, progress, schema, storage
 
 pytestmark = [
   *(pytest.mark.process, pytest.mark.slow),
@@ -189,6 +189,18 @@ def bits(workdir):
     cell.name: folder.finished_result(cell)["params_sha256"]
     for cell in cells(workdir)
   }
+
+
+def test_a_command_checks_its_config_once(monkeypatch, tmp_path):
+  checked, resolve = [], schema.resolve
+
+  def count(config, engines):
+    checked.append(config)
+    return resolve(config, engines)
+
+  monkeypatch.setattr(schema, "resolve", count)
+  finish("--config=configs/digits.py:tiny", *ONE, f"--workdir={tmp_path}")
+  assert len(checked) == 1
 
 
 def test_two_processes_come_to_the_same_bits(finished, tmp_path):

@@ -465,8 +465,7 @@ def test_a_mistake_names_key_value_and_remedy(name):
 
 
 def test_every_case_is_known_by_its_schedule():
-  config = schema.resolve(small_config(**CASES), ENGINES)
-  runs = schema.runs(config, ENGINES)
+  runs = schema.resolve(small_config(**CASES), ENGINES).runs
   assert runs["replicas"].config["pipeline"]["replicas"] == [1, 1, 1, 2]
   assert runs["stash"].recipe == "gap_aware"
   assert runs["predicted"].options == {"momentum": 0.9}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from asgd import sandblaster
 from asgd import tables as tables_lib
 from asgd.checks import shown
-from asgd.experiment import checks, engines, live_files
+from asgd.experiment import cells, checks, engines, live_files
 from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import (
   coordinated,
@@ -190,21 +190,35 @@ def _clean(folder: Path) -> None:
   live_files.read(folder)
 
 
+def _rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
+  """Makes the plan of a cell again, in a process of Ray."""
+  experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
+  return experiment.plan(cell)
+
+
+def _on_ray(make: Callable[..., Any]) -> Callable[..., Any]:
+  return functools.partial(make, _rebuild)
+
+
 def _start(context: engines.Context, *, ray: bool) -> engines.Engine:
   if peers.of_peers(context.plan.run):
-    make = peer_clusters.ray_peers if ray else peer_clusters.thread_peers
+    of_ray = _on_ray(peer_clusters.ray_peers)
+    make = of_ray if ray else peer_clusters.thread_peers
     return live_peers.LivePeerEngine(context, make)
-  cluster = live_clusters.ray_cluster if ray else live_clusters.thread_cluster
+  of_ray = _on_ray(live_clusters.ray_cluster)
+  cluster = of_ray if ray else live_clusters.thread_cluster
   return live_server.LiveEngine(context, cluster)
 
 
 def _start_batches(context: engines.Context, *, ray: bool) -> engines.Engine:
-  make = live_batches.ray_hosts if ray else live_batches.thread_hosts
+  of_ray = _on_ray(live_batches.ray_hosts)
+  make = of_ray if ray else live_batches.thread_hosts
   return live_batches.LiveBatchEngine(context, make)
 
 
 def _start_tables(context: engines.Context, *, ray: bool) -> engines.Engine:
-  make = table_clusters.ray_tables if ray else table_clusters.thread_tables
+  of_ray = _on_ray(table_clusters.ray_tables)
+  make = of_ray if ray else table_clusters.thread_tables
   return live_tables.LiveTableEngine(context, make)
 
 

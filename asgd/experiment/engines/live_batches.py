@@ -136,17 +136,15 @@ def thread_hosts(live: LiveBatches, machine: Any) -> Made:
   return Made(ThreadHosts(began=live.began), make)
 
 
-def _remote_task(config, dataset, cell) -> worker.Task:
-  plan = live_clusters.remote_plan(config, dataset, cell)
-  return make_task(plan, cell.seed)
+def _remote_task(make, seed) -> worker.Task:
+  return make_task(make(), seed)
 
 
-def ray_hosts(live: LiveBatches, machine: Any) -> Made:
-  """Hosts in actors of Ray."""
-  from asgd.experiment import cells
-
-  config = cells.only(live.plan.run, live.cell)
-  dataset = machine.share(live.dataset)  # which starts Ray
+def ray_hosts(
+  rebuild: live_clusters.Rebuild, live: LiveBatches, machine: Any
+) -> Made:
+  """Hosts in actors of Ray; see `live_clusters.remote_plan`."""
+  plan_of = live_clusters.remote_plan(rebuild, live, live.dataset, machine)
   from asgd.live.hosts.actors import ActorHosts
 
   hosts = ActorHosts(
@@ -154,7 +152,7 @@ def ray_hosts(live: LiveBatches, machine: Any) -> Made:
     resources=live_clusters.resources(live.plan.run.config["live"]),
     calls=2 * live.plan.workers + 4,
   )
-  make = functools.partial(_remote_task, config, dataset, live.cell)
+  make = functools.partial(_remote_task, plan_of, live.cell.seed)
   return Made(hosts, make)
 
 

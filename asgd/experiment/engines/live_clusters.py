@@ -13,6 +13,7 @@ import numpy as np
 
 from asgd import base, compression, sharding, simulator, transforms
 from asgd.checks import shortened
+from asgd.experiment import cells
 from asgd.experiment.checks import blame
 from asgd.experiment.engines import allocations
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
@@ -295,12 +296,31 @@ def thread_cluster(
   return _allot(live, cluster, duty_of)
 
 
-def remote_plan(config, dataset, cell) -> ServerPlan:
-  """The plan of a cell, in a process that was given config and data."""
-  import ray
+Rebuild = Callable[[Mapping[str, Any], Any, Any], Any]
 
-  from asgd.experiment import cells
-  from asgd.experiment.engines import live
+
+def remote_plan(
+  rebuild: Rebuild, live: Any, dataset: Any, machine: Any
+) -> Callable[[], Any]:
+  """Returns a function that makes the plan of a live cell in another process.
+
+  Args:
+    rebuild: (config, dataset, cell) -> plan, a function of a module, which the
+      other process imports.
+    live: the `LiveRun` of the cell, or that of another kind of run.
+    dataset: of the experiment; Ray's object store keeps it.
+    machine: whose Ray is started, unless it runs already.
+  """
+  config = cells.only(live.plan.run, live.cell)
+  shared = machine.share(dataset)
+  return functools.partial(make_plan, rebuild, config, shared, live.cell)
+
+
+def make_plan(
+  rebuild: Rebuild, config: Mapping[str, Any], dataset: Any, cell: Any
+) -> Any:
+  """Makes the plan of a cell in a process that received config and data."""
+  import ray
 
   if isinstance(dataset, ray.ObjectRef):
     try:
@@ -312,17 +332,15 @@ def remote_plan(config, dataset, cell) -> ServerPlan:
         " modules must be importable there: put their folder on PYTHONPATH"
         " before Ray starts, or define them in the script that is run"
       ) from error
-  experiment = cells.build(config, engines={"ray": live.RAY}, dataset=dataset)
-  return experiment.plan(cell)
+  return rebuild(config, dataset, cell)
 
 
-def _remote_server(config, dataset, cell):
-  return remote_plan(config, dataset, cell).server
+def _remote_server(make):
+  return make().server
 
 
-def _remote_duty(config, dataset, cell, setup, params, allocation):
-  plan = remote_plan(config, dataset, cell)
-  plan = dataclasses.replace(plan, allocation=allocation)
+def _remote_duty(make, cell, setup, params, allocation):
+  plan = dataclasses.replace(make(), allocation=allocation)
   return make_duty(LiveRun(plan, cell, setup, None, None, params))
 
 
@@ -363,22 +381,26 @@ def site(live: Any, began: float, machine: Any) -> Any:
 
 
 def ray_cluster(
-  live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
+  rebuild: Rebuild,
+  live: LiveRun,
+  machine: Any,
+  images: Any,
+  resumed: bool,
+  began: float,
 ) -> Any:
-  """Builds a cluster of Ray actors."""
-  from asgd.experiment import cells
+  """Builds a cluster of Ray actors; see `remote_plan`."""
   from asgd.live.clusters.actors import RayCluster
 
-  config = cells.only(live.plan.run, live.cell)
-  settings = live.plan.run.config["live"]
-  source = config, machine.share(live.plan.dataset), live.cell
+  config = live.plan.run.config
+  settings = config["live"]
+  make = remote_plan(rebuild, live, live.plan.dataset, machine)
   duty_of = functools.partial(
-    _remote_duty, *source, live.setup, live.params
+    _remote_duty, make, live.cell, live.setup, live.params
   )
   where = site(live, began, machine)
   cluster = RayCluster(
     where._replace(compress=dtype_on_wire(config)),
-    functools.partial(_remote_server, *source),
+    functools.partial(_remote_server, make),
     live.params,
     functools.partial(duty_of, live.plan.allocation),
     faults=machine.faults,

@@ -108,18 +108,16 @@ def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
   return _cluster(live, machine, ThreadHosts(began=live.began), maker)
 
 
-def _remote_duty(config, dataset, cell, due) -> PeerDuty:
-  plan = live_clusters.remote_plan(config, dataset, cell)
-  return make_duty(plan, cell, due, copies=True)
+def _remote_duty(make, cell, due) -> PeerDuty:
+  return make_duty(make(), cell, due, copies=True)
 
 
-def ray_peers(live: LivePeers, machine: Any) -> PeerCluster:
-  """Builds a cluster of Ray actors."""
-  from asgd.experiment import cells
-
+def ray_peers(
+  rebuild: live_clusters.Rebuild, live: LivePeers, machine: Any
+) -> PeerCluster:
+  """Builds a cluster of Ray actors; see `live_clusters.remote_plan`."""
   plan, settings = live.plan, live.plan.run.config["live"]
-  config = cells.only(plan.run, live.cell)
-  dataset = machine.share(plan.dataset)  # which starts Ray
+  make = live_clusters.remote_plan(rebuild, live, plan.dataset, machine)
   from asgd.live.hosts.actors import ActorHosts
 
   hosts = ActorHosts(
@@ -127,7 +125,7 @@ def ray_peers(live: LivePeers, machine: Any) -> PeerCluster:
     resources=live_clusters.resources(settings),
     calls=_CALLS + plan.workers,
   )
-  duty = functools.partial(_remote_duty, config, dataset, live.cell, live.due)
+  duty = functools.partial(_remote_duty, make, live.cell, live.due)
   folder = live.folder.absolute()
   maker = _maker(live, machine, duty, folder, warm_up=True)
   return _cluster(live, machine, hosts, maker)

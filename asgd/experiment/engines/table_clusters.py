@@ -1,7 +1,7 @@
 """From the plan of a live cell of tables to a cluster of threads or actors."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,14 +146,13 @@ def thread_tables(live: LiveTables, machine: Any) -> TableCluster:
   return _cluster(live, machine, hosts, Places(shard, worker))
 
 
-def _remote_shard(source, folder, memory, index, image, inside: Inside):
-  plan = live_clusters.remote_plan(*source)
-  seed = source[-1].seed
-  return _shard(plan, seed, folder, memory, index, image, inside)
+def _remote_shard(make, seed, folder, memory, index, image, inside: Inside):
+  return _shard(make(), seed, folder, memory, index, image, inside)
 
 
 def _remote_worker(
-  source: Any,
+  make: Callable[[], TablePlan],
+  seed: int,
   folder: Path,
   memory: Path,
   faults: Sequence[Fault],
@@ -162,29 +161,27 @@ def _remote_worker(
   image: bytes | None,
   inside: Inside,
 ):
-  plan = live_clusters.remote_plan(*source)
-  args = plan, source[-1].seed, folder, memory, faults
+  args = make(), seed, folder, memory, faults
   return _worker(*args, index, shards, image, inside)
 
 
-def ray_tables(live: LiveTables, machine: Any) -> TableCluster:
-  """Builds a cluster of Ray actors."""
-  from asgd.experiment import cells
-
+def ray_tables(
+  rebuild: live_clusters.Rebuild, live: LiveTables, machine: Any
+) -> TableCluster:
+  """Builds a cluster of Ray actors; see `live_clusters.remote_plan`."""
   plan, settings = live.plan, live.plan.run.config["live"]
-  config = cells.only(plan.run, live.cell)
-  source = config, machine.share(plan.dataset), live.cell  # which starts Ray
-  folder = live.folder.absolute()
+  make = live_clusters.remote_plan(rebuild, live, plan.dataset, machine)
+  seed, folder = live.cell.seed, live.folder.absolute()
   from asgd.live.hosts.actors import ActorHosts
 
   def shard(index, image):
     return functools.partial(
-      _remote_shard, source, folder, live.memory, index, image
+      _remote_shard, make, seed, folder, live.memory, index, image
     )
 
   def worker(index, shards, image):
     return functools.partial(
-      *(_remote_worker, source, folder, live.memory, machine.faults),
+      *(_remote_worker, make, seed, folder, live.memory, machine.faults),
       *(index, dict(shards), image),
     )
 

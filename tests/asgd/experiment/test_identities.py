@@ -22,14 +22,14 @@ def stored(content):
 
 def written(config):
   """Returns config.json, and label -> cell.json of a cell of each run."""
-  resolved = schema.resolve(config, ENGINES)
+  config, runs = schema.resolve(config, ENGINES)
   dataset = types.SimpleNamespace(source="here")
   identity = folder.identity(
     types.SimpleNamespace(
-      config=resolved, dataset_identity=DATASET, dataset=dataset
+      config=config, dataset_identity=DATASET, dataset=dataset
     )
   )
-  runs, descriptions = schema.runs(resolved, ENGINES), {}
+  descriptions = {}
   for label, run in runs.items():
     cell = cells.Cell(label, run.title, run.config["workers"][0], 0)
     own = cells.only(run, cell)

@@ -68,7 +68,7 @@ def test_workers_use_the_accelerators_that_they_reserve(
   machine = Machine(profile="trace")
   monkeypatch.setattr(machine, "share", lambda value: value)
   live = prepared(tmp_path, "ray", **settings)
-  live_clusters.ray_cluster(live, machine, None, False, 0.0)
+  live_clusters.ray_cluster(None, live, machine, None, False, 0.0)
   (given,) = made
   assert isinstance(given, ray_processes.Site)
   assert (given.platform, given.gpus) == site

@@ -399,7 +399,7 @@ def test_the_configs_build_and_give_their_command(name):
   assert config.is_locked
   source = (kit.ROOT / "configs" / f"{name}.py").read_text()
   assert f"--config=configs/{name}.py" in source
-  for run in schema.runs(schema.resolve(config, ENGINES), ENGINES).values():
+  for run in schema.resolve(config, ENGINES).runs.values():
     mesh_plan.check(run)
   exp = build(config=config_of(name, "tiny"))
   assert exp.plan(exp.cells[0]).mesh.size == 8
@@ -414,12 +414,12 @@ def resolve(axes):
 
 def test_a_mesh_may_be_written_in_many_ways():
   for value in ("data:2,tensor:4", "tensor=4,data=2", {"tensor": 4, "data": 2}):
-    axes = resolve(value)["mesh"]["axes"]
+    axes = resolve(value).config["mesh"]["axes"]
     assert list(axes.items()) == [("data", 2), ("tensor", 4)]
-  assert resolve("rows:2")["mesh"]["axes"] == {"data": 1, "rows": 2}
+  assert resolve("rows:2").config["mesh"]["axes"] == {"data": 1, "rows": 2}
   exp = build({"mesh.axes": "data:-1,tensor:2"})
   assert exp.plan(exp.cells[0]).mesh.shape["data"] == 4
-  (run,) = schema.runs(resolve({}), ENGINES).values()
+  (run,) = resolve({}).runs.values()
   assert mesh_plan.devices_of(run) is None
 
 
@@ -430,7 +430,7 @@ def test_another_optimizer_drops_the_options_of_the_old():
   assert config["optimizer"]["weight_decay"] == 0.1
   for value in ("lamb", {"name": "lamb"}):
     resolved = schema.resolve({**small(), "optimizer": value}, ENGINES)
-    assert resolved["optimizer"] == {"name": "lamb"}
+    assert resolved.config["optimizer"] == {"name": "lamb"}
 
 
 AXES, DEVICES = "mesh.axes", "mesh.devices"

@@ -118,7 +118,8 @@ def test_it_says_what_was_run_where_and_what_went_wrong(written):
 
 def test_all_of_a_config_is_beside_its_default():
   values = {"a": {"b": 1, "c": [2]}, "runs": {"x": {"recipe": "asgd"}}}
-  text = page.config(values, {"a": {"b": 1, "c": [3]}})
+  config = page.config(values, {"a": {"b": 1, "c": [3]}})
+  text = page.render("", "", config=config)
   first, _, rest = text.partition("<details>")
   assert "a.c" in first
   assert "[2]" in first
@@ -133,8 +134,8 @@ def test_a_deviation_is_beside_its_value_and_what_is_missing_is_a_dash():
     {"algorithm": "A", "loss": 0.123456, "loss_std": 0.01, "of_std": 3, "n": 2},
     {"algorithm": "B", "loss": float("nan"), "loss_std": None, "n": 1},
   ]
-  text = page.results(rows, [Column("run", "algorithm"), Column("l", "loss")])
-  read = Reader(text)
+  shown = [Column("run", "algorithm"), Column("l", "loss")]
+  read = Reader(page.render("", "", results=page.results(rows, shown)))
   assert read.values == [0.123456, 0.01, 3.0, 2.0, 1.0]
   assert "0.123" in read.texts
   assert read.texts.count("-") == 2
@@ -149,5 +150,5 @@ def test_warnings_are_told_once_for_all_seeds():
   }
   (said,) = report.warnings([row, {**row, "cell": "a-n8-s1"}])
   assert said.startswith("a-n8-s0: learning rate x sharpness")
-  assert page.warnings([said, said]).count("<li>") == 1
-  assert page.warnings([]) == ""
+  assert page.render("", "", warnings=[said, said]).count("<li>") == 1
+  assert "Warnings" not in page.render("", "", warnings=[])

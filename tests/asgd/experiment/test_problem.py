@@ -24,7 +24,7 @@ def load(data, model, **config):
   resolved = schema.resolve(
     {"data": data, "model": model, "runs": runs, **config}, experiment.ENGINES
   )
-  return problem.load(resolved)
+  return problem.load(resolved.config)
 
 
 KINDS = {
@@ -88,7 +88,7 @@ def test_a_text_of_a_file_is_read(tmp_path):
     },
     experiment.ENGINES,
   )
-  dataset, loaded = problem.load(resolved, data_dir=str(path))
+  dataset, loaded = problem.load(resolved.config, data_dir=str(path))
   assert dataset.classes <= 11
   assert np.asarray(loaded.batches(0, 1)(0, 0)).shape == (4, 9)
 

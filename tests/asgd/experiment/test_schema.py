@@ -17,15 +17,19 @@ ASGD = {"asgd": {"recipe": "asgd"}}
 STALE = {"name": "stale_synchronous", "bound": 1}
 
 
-def resolved(overrides=(), **config):
+def resolve(overrides=(), **config):
   config = overrides_lib.override(
     {"runs": ASGD, **config}, dict(overrides), ENGINES
   )
   return schema.resolve(config, ENGINES)
 
 
+def resolved(overrides=(), **config):
+  return resolve(overrides, **config).config
+
+
 def runs(overrides=(), **config):
-  return schema.runs(resolved(overrides, **config), ENGINES)
+  return resolve(overrides, **config).runs
 
 
 def build(**config):
@@ -50,7 +54,7 @@ def test_resolving_again_changes_nothing():
   config = resolved(
     {"mesh.axes": "data:2,tensor:4", "only": "asgd", "model.hidden": (3,)}
   )
-  assert schema.resolve(config, ENGINES) == config
+  assert schema.resolve(config, ENGINES).config == config
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
   before = {"runs": copy.deepcopy(MANY), "batch_size": 64, "workers": (1,)}
   moved = overrides_lib.retarget(before, engine, ENGINES)
   assert before["runs"] == MANY
-  by_label = schema.runs(schema.resolve(moved, ENGINES), ENGINES)
+  by_label = schema.resolve(moved, ENGINES).runs
   assert {run.engine for run in by_label.values()} == {engine}
   assert by_label["live"].config["batch_size"] == 16
   assert by_label["sim"].options == {"momentum": 0.5}
@@ -305,10 +309,9 @@ def test_retargeting_keeps_what_is_wrong_to_be_told():
   moved = overrides_lib.retarget(
     {"runs": {"a": {"recipe": "asgd", "momentun": 1}}}, "mesh", ENGINES
   )
-  config = schema.resolve(moved, ENGINES)
   words = "'runs.a.momentun'.*; did you mean 'momentum'"
   with pytest.raises(ValueError, match=words):
-    schema.runs(config, ENGINES)
+    schema.resolve(moved, ENGINES)
   with pytest.raises(ValueError, match="unknown engine 'mehs'; .* 'mesh'"):
     overrides_lib.retarget({"runs": ASGD}, "mehs", ENGINES)
 

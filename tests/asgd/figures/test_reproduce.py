@@ -75,7 +75,7 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys):
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_figure_is_judged_on_seeds_0_to_4(name, quick):
   task = reproduce.load(FIGURES / f"{name}.py", experiment.ENGINES, quick=quick)
-  assert task.config["seeds"] == [0, 1, 2, 3, 4]
+  assert task.resolved.config["seeds"] == [0, 1, 2, 3, 4]
   assert task.figure.tuned
   assert task.figure.panels
   for panel in task.figure.panels:

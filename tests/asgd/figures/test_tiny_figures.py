@@ -21,10 +21,12 @@ def load(path):
   """Returns a figure with its experiment at the tiny size."""
   task = reproduce.load(path, ENGINES)
   config = runpy.run_path(str(path))["get_config"]("tiny")
-  config = schema.resolve(config, ENGINES)
-  runs = schema.runs(config, ENGINES).items()
-  counts = {label: ENGINES[run.engine].workers(run) for label, run in runs}
-  return task._replace(config=config, counts=counts)
+  resolved = schema.resolve(config, ENGINES)
+  counts = {
+    label: ENGINES[run.engine].workers(run)
+    for label, run in resolved.runs.items()
+  }
+  return task._replace(resolved=resolved, counts=counts)
 
 
 class NoUpdates(Silent):
