@@ -4,11 +4,13 @@ Each function takes one mending out; the docstring says what then goes wrong. A
 test imports it with `import world_mutants`; see `pythonpath` in pyproject.toml.
 """
 
+from asgd.live.hosts import Gone
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
+from asgd.live.tables import worker as table_worker
 from asgd.sandblaster import VectorShard
 from asgd.sandblaster.portions import Jobs
 from asgd.tables.shard import TableShard
@@ -89,6 +91,28 @@ def keeps_the_memory_of_before(patch):
 def never_resumes(patch):
   """Workers that were paused for a checkpoint wait for ever."""
   patch.setattr(cluster.TableCluster, "go_on", _nothing)
+
+
+def leaves_a_lost_shard_for_later(patch):
+  """Two workers that have to ask different shards again wait for each other at
+  the shards that they did ask."""
+  original = table_worker.WorkerHost._answer
+
+  def answer(self):
+    for shard, data in self._asks.items():
+      if shard not in self._asked:
+        self._asked[shard] = self._shards[shard].call("hear", data)
+    gone = None
+    for call in self._asked.values():
+      try:
+        call.result()
+      except Gone as error:
+        gone = error
+    if gone is not None:
+      raise gone
+    return original(self)
+
+  patch.setattr(table_worker.WorkerHost, "_answer", answer)
 
 
 # Sandblaster.
@@ -178,6 +202,7 @@ FOUND = {
     waits_for_a_restart: 14,
     forgets_the_dead: 1,
     wakes_nobody: 2,
+    leaves_a_lost_shard_for_later: 1355,
   },
   "sandblaster": {
     obeys_a_command_twice: 18,
