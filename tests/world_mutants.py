@@ -11,7 +11,7 @@ from asgd.live.sandblaster import shard as batch_shard
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
-from asgd.sandblaster import VectorShard
+from asgd.sandblaster import Image, VectorShard
 from asgd.sandblaster.portions import Jobs
 from asgd.tables.shard import TableShard
 
@@ -169,6 +169,17 @@ def begins_an_evaluation_anew(patch):
   patch.setattr(batch_shard.LiveShard, "begin", begin)
 
 
+def takes_images_of_repeated_commands(patch):
+  """A checkpoint that comes soon after a driver resumed ends the run."""
+
+  def image_at(self, number):
+    if self.number != number:
+      raise ValueError(f"the shard is at command {self.number}, not {number}")
+    return Image(number, dict(self._alive()))
+
+  patch.setattr(batch_shard.LiveShard, "image_at", image_at)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -212,6 +223,7 @@ FOUND = {
     resumes_from_unfit_files: 2,
     follows_a_clock_that_goes_back: 13,
     begins_an_evaluation_anew: 0,
+    takes_images_of_repeated_commands: 1101,
     replaces_nobody: 9,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,
