@@ -5,12 +5,14 @@ test imports it with `import world_mutants`; see `pythonpath` in pyproject.toml.
 """
 
 from asgd.live import store as live_store
+from asgd.live.hosts import Gone
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
-from asgd.sandblaster import VectorShard
+from asgd.live.tables import worker as table_worker
+from asgd.sandblaster import Image, VectorShard
 from asgd.sandblaster.portions import Jobs
 from asgd.tables.shard import TableShard
 
@@ -92,6 +94,28 @@ def never_resumes(patch):
   patch.setattr(cluster.TableCluster, "go_on", _nothing)
 
 
+def leaves_a_lost_shard_for_later(patch):
+  """Two workers that have to ask different shards again wait for each other at
+  the shards that they did ask."""
+  original = table_worker.WorkerHost._answer
+
+  def answer(self):
+    for shard, data in self._asks.items():
+      if shard not in self._asked:
+        self._asked[shard] = self._shards[shard].call("hear", data)
+    gone = None
+    for call in self._asked.values():
+      try:
+        call.result()
+      except Gone as error:
+        gone = error
+    if gone is not None:
+      raise gone
+    return original(self)
+
+  patch.setattr(table_worker.WorkerHost, "_answer", answer)
+
+
 # Sandblaster.
 
 
@@ -146,6 +170,17 @@ def begins_an_evaluation_anew(patch):
   patch.setattr(batch_shard.LiveShard, "begin", begin)
 
 
+def takes_images_of_repeated_commands(patch):
+  """A checkpoint that comes soon after a driver resumed ends the run."""
+
+  def image_at(self, number):
+    if self.number != number:
+      raise ValueError(f"the shard is at command {self.number}, not {number}")
+    return Image(number, dict(self._alive()))
+
+  patch.setattr(batch_shard.LiveShard, "image_at", image_at)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -179,6 +214,7 @@ FOUND = {
     waits_for_a_restart: 14,
     forgets_the_dead: 1,
     wakes_nobody: 2,
+    leaves_a_lost_shard_for_later: 1355,
   },
   "sandblaster": {
     obeys_a_command_twice: 18,
@@ -188,6 +224,7 @@ FOUND = {
     resumes_from_unfit_files: 2,
     follows_a_clock_that_goes_back: 13,
     begins_an_evaluation_anew: 0,
+    takes_images_of_repeated_commands: 1101,
     replaces_nobody: 9,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,

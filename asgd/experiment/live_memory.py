@@ -37,7 +37,7 @@ _HELD = re.compile(
   r"|shard-\d+\.lock"
   r"|worker-\d+-\d+\.message(\.tmp)?"
   r"|shard-\d+/(params|messages|updates|adopted|lock"
-  r"|(snapshots|snapshot\.json|commands|image\.json)(\.tmp)?"
+  r"|(snapshots?|commands|image)(\.tmp)?"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
 _SECONDS = 10.0  # to wait for the process before to end

@@ -288,9 +288,10 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     """Returns the shards and the coordinator as they are."""
     driver = self._simulation
     step = len(driver.book.rows)
-    if not step:  # nothing has happened yet
+    saved = driver.save() if step else None  # nothing has happened yet
+    if saved is None:
       return None
-    notes, images = driver.save()
+    notes, images = saved
     vectors = [image.vectors for image in images]
     notes = {**notes, "vectors": sorted(vectors[0])}
     return step, {"vectors": vectors}, notes

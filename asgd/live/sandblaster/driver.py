@@ -403,6 +403,8 @@ class Driver:
       "lengths": list(lengths),
     }
 
-  def save(self) -> SavedRun:
-    """Returns the run as it is now."""
-    return SavedRun(self._notes(), self._shards.images())
+  def save(self) -> SavedRun | None:
+    """Returns the run as it is now; None while it repeats what shards did for
+    the driver before this one."""
+    images = self._shards.images()
+    return None if images is None else SavedRun(self._notes(), images)

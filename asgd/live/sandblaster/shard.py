@@ -82,10 +82,13 @@ class LiveShard(VectorShard):
     self._store.start_journal(self._journal)
     self._store.keep(evaluation)
 
-  def image_at(self, number: int) -> Image:
-    """Returns its vectors, once it has obeyed all commands below a number."""
-    if self.number != number:
+  def image_at(self, number: int) -> Image | None:
+    """Returns its vectors as of a command that it has obeyed all commands
+    before; None if it has obeyed that one, too, of a driver before this one."""
+    if self.number < number:
       raise ValueError(f"the shard is at command {self.number}, not {number}")
+    if self.number > number:
+      return None
     return Image(number, dict(self._alive()))
 
   # Told by workers.

@@ -85,10 +85,12 @@ class LiveShards:
     self.flush()
     return sharding.join(self.plan, self._of_all("read", name))
 
-  def images(self) -> list[Image]:
-    """Returns an image of each shard, all of the same command."""
+  def images(self) -> list[Image] | None:
+    """Returns an image of each shard, all of the same command; None while the
+    shards have obeyed commands that this driver has not given yet."""
     self.flush()
-    return self._of_all("image_at", self.number)
+    images = self._of_all("image_at", self.number)
+    return None if any(image is None for image in images) else images
 
   def _of_all(self, method: str, *args: Any) -> list[Any]:
     calls = [handle.call(method, *args) for handle in self.handles]

@@ -89,6 +89,7 @@ class WorkerHost:
       self._last = files.LastMessage(memory, index, life, inside.disk)
     self._steps: Any = None
     self._asks: dict[int, bytes] = {}  # that were not answered
+    self._asked: dict[int, Call] = {}  # the calls that ask them, by shard
     self._calls: dict[int, Call] = {}  # that listen, by shard
     self._limit: int | None = None
     self._free = self._inside.clock()
@@ -121,6 +122,7 @@ class WorkerHost:
     self._limit = limit
     for shard, host in (found or {}).items():
       self._shards[shard] = host
+      self._asked.pop(shard, None)
       self._calls.pop(shard, None)
     if ranges is not None:
       for shard, rows in enumerate(ranges.rows):
@@ -173,25 +175,21 @@ class WorkerHost:
 
   def _answer(self) -> bool:
     """Has all that it asks answered; False if another has its place."""
-    calls = {
-      shard: self._shards[shard].call("hear", data)
-      for shard, data in self._asks.items()
-    }
-    gone: Gone | None = None
-    for shard, call in calls.items():
-      try:
-        reply = call.result()
-      except Gone as error:  # what the others say is said once
-        gone = error
-        continue
+    for shard, data in self._asks.items():
+      if shard not in self._asked:
+        self._asked[shard] = self._shards[shard].call("hear", data)
+    # In the order of shards, and a lost one is asked again before the answers
+    # of others are waited for. A shard may answer a push only after other
+    # workers have pushed; two that had left out different shards, and waited at
+    # the others, would wait for each other.
+    for shard in [*self._asks]:
+      reply = self._asked.pop(shard).result()
       if reply.number < 0:
         return False
       self._worker.mail.hear(shard, reply)
       del self._asks[shard]
       if shard == 0:
         self._limit = reply.limit
-    if gone is not None:
-      raise gone
     for shard in self._shards:
       while self._worker.mail.lacks(shard):
         self._listen(shard)

@@ -170,7 +170,7 @@ class BatchRun(host_run.HostRun):
     while driver.advance(until, _LOOK) < until and not driver.ended:
       looks += 1
       if looks % _SAVES == 0:
-        self._saved = copy.deepcopy(driver.save())
+        self._saved = copy.deepcopy(driver.save()) or self._saved
     self._params = driver.params()
     self.finished = True
 

@@ -186,6 +186,22 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
   assert orders.check(from_events(LiveBook(tmp_path, Lengths(rows, 0, 0)).rows))
 
 
+def test_a_driver_that_repeats_what_shards_did_has_no_checkpoint(tmp_path):
+  run = Run(tmp_path)
+  for driver in run.drive():
+    finish(driver, 4)
+    # Until some messages of an evaluation after the first are added up.
+    while not (driver.request.evaluation and driver.request.job):
+      finish(driver, driver.received + 1)
+    driver.params()  # shards obey all commands so far
+  for driver in run.drive(SavedRun(run.notes, None)):
+    assert driver.save() is None
+    while driver.save() is None:
+      finish(driver, driver.received + 1)
+    finish(driver)
+    check(driver, deaths=3)
+
+
 def test_without_anybody_left_it_says_so(tmp_path):
   faults = [Fault(worker, 0, "kill") for worker in range(3)]
   for driver in Run(tmp_path, faults).drive(refill=False):
