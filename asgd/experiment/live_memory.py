@@ -27,14 +27,15 @@ from typing import NamedTuple
 from asgd import safe_files
 from asgd.experiment import storage
 from asgd.live import processes
+from asgd.live.hosts.base import KINDS
 
 RUNNING = "running.json"  # in a cell's folder
 _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths in a memory: folders end with a slash.
 _HELD = re.compile(
-  r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock|(worker|shard)-\d+\.(pid|sock|\d+)"
-  r"|shard-\d+\.lock"
+  r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock"
+  rf"|({'|'.join(KINDS)})-\d+\.(pid|sock|lock|\d+)"
   r"|worker-\d+-\d+\.message(\.tmp)?"
   r"|shard-\d+/(params|messages|updates|adopted|lock"
   r"|(snapshots?|commands|image)(\.tmp)?"
