@@ -358,6 +358,18 @@ def _reads_sent(
   algorithm: base.Algorithm, scale: base.Transform, params: base.Params
 ) -> bool:
   """Whether anything in an update depends on the parameters that were sent."""
+  leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
+  return _update_reads_sent(algorithm, scale, structure, tuple(leaves))
+
+
+@functools.lru_cache(maxsize=64)  # each start of a worker asks again
+def _update_reads_sent(
+  algorithm: base.Algorithm,
+  scale: base.Transform,
+  structure: jax.tree_util.PyTreeDef,
+  leaves: tuple[jax.ShapeDtypeStruct, ...],
+) -> bool:
+  """Returns the same, of parameters of these shapes."""
 
   def update(params: base.Params, sent: base.Params) -> None:
     zero, weights = jnp.zeros([], jnp.int32), base.weights_of(params)
@@ -370,6 +382,7 @@ def _reads_sent(
     state = algorithm.init(params)
     algorithm.update(message, state, params, **delay._asdict())
 
+  params = jax.tree.unflatten(structure, leaves)
   made = jax.make_jaxpr(update)(params, params).jaxpr
   sent = made.invars[len(made.invars) // 2 :]
   return any(x is y for eqn in made.eqns for x in eqn.invars for y in sent)

@@ -14,7 +14,7 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
   H, W, C  height, width, channels of an image
 """
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,31 @@ def init(
     return layers.init(key, x)
   for i, layer in enumerate(layers):
     variables = layer.lazy_init(jax.random.fold_in(key, i), x, train=False)
-    x = jax.eval_shape(partial(layer.apply, train=False), variables, x)
+    x = _output(layer, x, jax.config.jax_enable_x64)
     weights.append(variables.get("params", {}))
     stats.append(variables.get("batch_stats", {}))
   if any(stats):
     return base.Variables(tuple(weights), tuple(stats))
   return tuple(weights)
+
+
+def _shape_of_output(layer, x, wide):
+  """Returns the shape and dtype of a layer's output; `wide`: of 64 bits."""
+  del wide
+  make = functools.partial(layer.init_with_output, train=False)
+  key = jax.eval_shape(jax.random.key, 0)
+  return jax.eval_shape(make, key, x)[0]
+
+
+_shapes = functools.lru_cache(maxsize=1024)(_shape_of_output)
+
+
+def _output(layer, x, wide):
+  """Returns the same, from memory where the layer was met before."""
+  try:
+    return _shapes(layer, x, wide)
+  except TypeError:  # a layer with fields that have no hash
+    return _shape_of_output(layer, x, wide)
 
 
 def apply(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import optimize
 
 from asgd import base, checks
 from asgd import losses as losses_lib
@@ -289,6 +288,8 @@ def in_common(found: np.ndarray, known: np.ndarray) -> float:
     >>> topics.in_common(np.eye(3)[[2, 0, 1]], np.eye(3))
     1.0
   """
+  from scipy import optimize  # a third of a second
+
   both = np.minimum(found[:, None], known[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)
   return float(both[rows, columns].sum() / len(known))
