@@ -180,6 +180,17 @@ def takes_images_of_repeated_commands(patch):
   patch.setattr(batch_shard.LiveShard, "image_at", image_at)
 
 
+def keeps_notes_of_before_the_checkpoint(patch):
+  """The next driver cuts off what the checkpoint counts, which is then of no
+  use."""
+
+  def save(self):
+    images = self._shards.images()
+    return images and batch_driver.SavedRun(self._notes(), images)
+
+  patch.setattr(batch_driver.Driver, "save", save)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -224,7 +235,8 @@ FOUND = {
     follows_a_clock_that_goes_back: 13,
     begins_an_evaluation_anew: 0,
     takes_images_of_repeated_commands: 1101,
-    replaces_nobody: 9,
+    keeps_notes_of_before_the_checkpoint: 807,
+    replaces_nobody: 10,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,
   },

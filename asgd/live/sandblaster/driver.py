@@ -106,8 +106,11 @@ class Driver:
     self._jobs = Jobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
+    # Images of shards lack the messages that the coordinator did not ask for.
+    if saved is not None and saved.images is None:
+      self._losses = dict(notes.get("losses", ()))
     if isinstance(self.request, Await):  # in the middle of an evaluation
-      self._jobs.begin(self.request.job)
+      self._jobs.begin(self.request.job, self._losses)
     elif self.request is None:
       self._jobs.begin(settings.jobs)
     self._shards = LiveShards(
@@ -390,12 +393,17 @@ class Driver:
   def _notes(self) -> dict[str, Any]:
     """What the next driver needs, as JSON."""
     coordinator, lengths = self._coordinator, self.book.lengths
+    losses: dict[int, float] = {}  # of messages that are not added up yet
+    if isinstance(self.request, Await):
+      first = self.request.job
+      losses = {job: x for job, x in self._losses.items() if job >= first}
     counts = self.counts._replace(recoveries=self.recoveries)
     return {
       "number": self._shards.number,
       "state": coordinator.state._asdict(),
       "answers": list(coordinator.answers),
       "evaluation": self._current,
+      "losses": list(losses.items()),
       "owners": list(self._jobs.owners.items()),
       "counts": list(counts),
       "iterates": [list(each) for each in self.book.iterates],
@@ -407,4 +415,10 @@ class Driver:
     """Returns the run as it is now; None while it repeats what shards did for
     the driver before this one."""
     images = self._shards.images()
-    return None if images is None else SavedRun(self._notes(), images)
+    if images is None:
+      return None
+    # The next driver cuts the trace and the records back to what the notes
+    # count. A checkpoint that counts more would then be of no use.
+    notes = self._notes()
+    self._note_down(notes)
+    return SavedRun(notes, images)

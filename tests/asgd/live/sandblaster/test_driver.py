@@ -202,6 +202,25 @@ def test_a_driver_that_repeats_what_shards_did_has_no_checkpoint(tmp_path):
     check(driver, deaths=3)
 
 
+def test_a_checkpoint_is_of_use_after_a_driver_that_resumed_from_memory(
+  tmp_path,
+):
+  """That driver cut the files back, but for what the checkpoint counts."""
+  run = Run(tmp_path)
+  for driver in run.drive():
+    finish(driver, 8)
+    saved = driver.save()
+  for driver in run.drive(SavedRun(run.notes, None)):
+    finish(driver, 10)
+    check(driver, deaths=3)
+  for driver in run.drive(saved):
+    assert driver.received == 8
+    finish(driver)
+    jobs = set(driver.book.records().job.tolist())
+    assert recompute(SETTINGS, PARAMS, work, jobs).state == driver.state
+    assert orders.check(from_events(driver.book.rows)) == 3
+
+
 def test_without_anybody_left_it_says_so(tmp_path):
   faults = [Fault(worker, 0, "kill") for worker in range(3)]
   for driver in Run(tmp_path, faults).drive(refill=False):
