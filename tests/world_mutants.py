@@ -13,6 +13,7 @@ from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
 from asgd.sandblaster import Image, VectorShard
 from asgd.sandblaster.portions import Jobs
+from asgd.tables import replay
 from asgd.tables.shard import TableShard
 
 
@@ -113,6 +114,12 @@ def leaves_a_lost_shard_for_later(patch):
     return original(self)
 
   patch.setattr(table_worker.WorkerHost, "_answer", answer)
+
+
+def forgets_the_rows_of_the_one_before(patch):
+  """A replay lacks rows that a dead worker had taken before another took its
+  place at a shard."""
+  patch.setattr(replay, "_hand_over", _nothing)
 
 
 # Sandblaster.
@@ -225,6 +232,7 @@ FOUND = {
     forgets_the_dead: 1,
     wakes_nobody: 2,
     leaves_a_lost_shard_for_later: 1355,
+    forgets_the_rows_of_the_one_before: 2851,
   },
   "sandblaster": {
     obeys_a_command_twice: 18,
