@@ -8,6 +8,7 @@ from asgd.live.hosts import Gone
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
+from asgd.live.sandblaster import worker as batch_worker
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
@@ -198,6 +199,11 @@ def keeps_notes_of_before_the_checkpoint(patch):
   patch.setattr(batch_driver.Driver, "save", save)
 
 
+def computes_again_once(patch):
+  """A gradient that is damaged twice ends the run as one that is not finite."""
+  patch.setattr(batch_worker, "_TRIES", 1)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -244,6 +250,7 @@ FOUND = {
     begins_an_evaluation_anew: 0,
     takes_images_of_repeated_commands: 1101,
     keeps_notes_of_before_the_checkpoint: 807,
+    computes_again_once: 1811,
     replaces_nobody: 10,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,
